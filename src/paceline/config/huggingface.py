@@ -1,0 +1,278 @@
+"""Models to and from the `config.json` of Hugging Face transformers.
+
+Reads and writes the Llama, Mistral, Qwen2 and Qwen3 families, in the form of transformers 4
+(`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`). Every key is either translated, known not
+to change the network, or refused: a feature that the decoder can't honour is an error, never
+ignored. It holds no weights: those are `paceline.models.weights`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.config.errors import InputError
+from paceline.config.model import Model, RopeScaling
+from paceline.config.noun import nearest
+
+# Names of transformers on the left, ours on the right.
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
+    "initializer_range": "init_std",
+    "tie_word_embeddings": "tie_embeddings",
+}
+_SHAPES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+# What an absent key means: the defaults of the configuration classes in transformers, where they
+# are not ours. The shapes above have none: a config.json without them is incomplete.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"rms_norm_eps": 1e-6},
+    "mistral": {"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"rms_norm_eps": 1e-6, "num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "head_dim": 128,
+    },
+}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# Features this decoder doesn't have: the values that switch them off.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "attention_dropout": (0, None),
+    "partial_rotary_factor": (1, None),
+    "quantization_config": (None,),
+    "rope_interleaved": (False, None),
+    "use_mrope": (False, None),
+    "is_encoder_decoder": (False,),
+    "chunk_size_feed_forward": (0,),
+}
+# Keys that don't change what the network computes in training. pad_token_id only stops the padding
+# row of the embedding from learning, and packed sequences hold no padding.
+_NEUTRAL = frozenset(
+    {
+        "architectures",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "is_llama_config",
+        "label2id",
+        "max_sequence_length",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "task_specific_params",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+    }
+)
+_ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
+_QWEN_WINDOWS = frozenset(
+    {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
+)
+_WINDOWS = {
+    "llama": frozenset[str](),
+    "mistral": frozenset({"sliding_window"}),
+    "qwen2": _QWEN_WINDOWS,
+    "qwen3": _QWEN_WINDOWS,
+}
+
+
+def from_hf(config: Mapping[str, Any]) -> Model:
+    """Read a Model from the contents of a Hugging Face `config.json`.
+
+    Keys that don't change the network (token ids, dtype) are passed over.
+
+    Raises:
+        InputError: the model_type is unknown, or a setting is one the decoder can't honour.
+    """
+    model_type = str(config.get("model_type"))
+    if model_type not in _DEFAULTS:
+        raise InputError(
+            f"config.json: model_type = {model_type!r} is not a network this decoder can be"
+            f"{nearest(model_type, list(_DEFAULTS))}"
+        )
+    _check_shapes(config)
+    known = {**_DEFAULTS[model_type], **config}
+    _refuse_unsupported(known, model_type)
+    fields = {ours: known[theirs] for theirs, ours in _FIELDS.items() if theirs in known}
+    for optional in ("num_kv_heads", "head_dim"):
+        if fields.get(optional) is None:
+            fields.pop(optional, None)
+    fields["rope_theta"], fields["rope_scaling"] = _rope_from_hf(known)
+    fields["sliding_window"], fields["full_layers"] = _windows_from_hf(known)
+    flags = {"qkv_bias": model_type == "qwen2", "qk_norm": model_type == "qwen3"}
+    return Model.parse({**fields, **flags}, where="config.json")
+
+
+def to_hf(model: Model) -> dict[str, Any]:
+    """Write a Model as the contents of a `config.json` that transformers 4 and 5 both open.
+
+    `from_hf(to_hf(model)) == model`. Rotary settings stand in the form of transformers 4, which 5
+    also reads; windows in some layers only are honoured from transformers 4.53 on. Token ids are
+    null, because a Model doesn't know the tokenizer. The network counts, not its label: a Mistral
+    without a window comes back as the equal Llama.
+
+    Raises:
+        InputError: no family in transformers has this combination of features.
+    """
+    model_type = _model_type(model)
+    config: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        **{theirs: getattr(model, ours) for theirs, ours in _FIELDS.items()},
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": _rope_to_hf(model.rope_scaling),
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    }
+    if model_type == "mistral":
+        config["sliding_window"] = model.sliding_window
+    if model_type in ("qwen2", "qwen3"):
+        config.update(_windows_to_hf(model))
+    return config
+
+
+def _check_shapes(config: Mapping[str, Any]) -> None:
+    for key in _SHAPES:
+        if not isinstance(config.get(key), int):
+            given = repr(config[key]) if key in config else "missing"
+            raise InputError(f"config.json: {key} is {given}; it must be an integer, so add it.")
+
+
+def _refuse_unsupported(config: Mapping[str, Any], model_type: str) -> None:
+    understood = _FIELDS.keys() | _NEUTRAL | _ROPE | _WINDOWS[model_type]
+    for key, value in config.items():
+        if key in _ONLY and value not in _ONLY[key]:
+            raise InputError(
+                f"config.json: {key} = {value!r} is a feature this decoder doesn't have; only "
+                f"{_ONLY[key][0]!r} can be trained, so choose another model."
+            )
+        if key not in understood and key not in _ONLY and not key.startswith("_"):
+            raise InputError(
+                f"config.json: {key} = {value!r} is not a setting that {model_type} is known to "
+                "have; remove the key if the network doesn't depend on it."
+            )
+
+
+def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    forms = [config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)]
+    if len(forms) > 1:
+        raise InputError(
+            "config.json: rope_scaling and rope_parameters are both given, and they are two forms "
+            "of one setting; remove one."
+        )
+    settings = dict(forms[0]) if forms else {}
+    theta = settings.pop("rope_theta", config.get("rope_theta", 10000.0))
+    legacy_type = settings.pop("type", "default")
+    rope_type = settings.pop("rope_type", legacy_type)
+    if settings.get("partial_rotary_factor") == 1:
+        del settings["partial_rotary_factor"]
+    if rope_type == "default" and not settings:
+        return theta, None
+    if rope_type not in ("llama3", "linear"):
+        raise InputError(
+            f"config.json: rope_type = {rope_type!r} with {sorted(settings)} can't be honoured; "
+            "known are default (without further settings), linear and llama3."
+        )
+    if "original_max_position_embeddings" in settings:
+        settings["original_max_seq_len"] = settings.pop("original_max_position_embeddings")
+    raw = {"rope_type": rope_type, **settings}
+    return theta, RopeScaling.parse(raw, where="config.json: rope_scaling")
+
+
+def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    settings = scaling.model_dump(exclude_none=True)
+    if "original_max_seq_len" in settings:
+        settings["original_max_position_embeddings"] = settings.pop("original_max_seq_len")
+    return settings
+
+
+def _windows_from_hf(config: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...]]:
+    num_layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    if config["model_type"] in ("llama", "mistral"):
+        return window, ()
+    if not config.get("use_sliding_window", False):
+        window = None
+    first = config.get("max_window_layers", 28)
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if window is not None and i >= first else "full_attention"
+        for i in range(num_layers)
+    ]
+    _check_layer_types(kinds, num_layers, window)
+    full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    return (None, ()) if len(full) == num_layers else (window, full)
+
+
+def _check_layer_types(kinds: list[str], num_layers: int, window: int | None) -> None:
+    allowed = {"full_attention", *(["sliding_attention"] if window is not None else [])}
+    unknown = [kind for kind in kinds if kind not in allowed]
+    if unknown or len(kinds) != num_layers:
+        given = f"the kind {unknown[0]!r}" if unknown else f"{len(kinds)} kinds"
+        raise InputError(
+            f"config.json: layer_types holds {given}; it needs one of {sorted(allowed)} for each "
+            f"of the {num_layers} layers (sliding_attention also needs use_sliding_window and "
+            "sliding_window), so correct the list."
+        )
+
+
+def _windows_to_hf(model: Model) -> dict[str, Any]:
+    slides = [model.window(layer) is not None for layer in range(model.num_layers)]
+    return {
+        "use_sliding_window": model.sliding_window is not None,
+        "sliding_window": model.sliding_window,
+        # transformers before 4.53 has no layer_types and reads "slides from this layer on".
+        "max_window_layers": slides.index(True) if True in slides else model.num_layers,
+        "layer_types": [f"{'sliding' if slid else 'full'}_attention" for slid in slides],
+    }
+
+
+def _model_type(model: Model) -> str:
+    if model.qkv_bias and model.qk_norm:
+        raise _no_family("both qkv_bias and qk_norm")
+    if model.qkv_bias or model.qk_norm:
+        return "qwen2" if model.qkv_bias else "qwen3"
+    if model.full_layers:
+        raise _no_family("full_layers, but neither qkv_bias nor qk_norm,")
+    # LlamaConfig requires heads that divide hidden_size; Mistral is the same network without.
+    fits_llama = model.sliding_window is None and model.hidden_size % model.num_heads == 0
+    return "llama" if fits_llama else "mistral"
+
+
+def _no_family(features: str) -> InputError:
+    return InputError(
+        f"A model with {features} has no family in Hugging Face transformers, so that it can't be "
+        "written as a config.json; change one of these features."
+    )

@@ -1,0 +1,260 @@
+"""Job: the one complete input of a run.
+
+A person writes a partial Job, with "auto" (or nothing) where they have no wish. `plan.resolve`
+returns a concrete one, and only concrete Jobs are run. A Job is read from TOML, changed by
+`--set section.key=value` on the raw data before anything is derived, and written back as TOML that
+reads to the same Job.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import Field, model_validator
+
+from paceline.config.errors import InputError
+from paceline.config.hardware import Cluster
+from paceline.config.huggingface import from_hf
+from paceline.config.layout import Layout
+from paceline.config.model import Model
+from paceline.config.noun import Auto, Noun
+
+Names = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class CustomModel(Noun):
+    """A person's own `nn.Module`, handed to `paceline.train`; only its name is data."""
+
+    family: Literal["custom"] = "custom"
+    name: str = "custom"
+    """Kept in the Run, so that checkpoints of one model are never loaded into another."""
+
+
+class Data(Noun):
+    """What is trained on. The order of samples is a pure function of (train.seed, step)."""
+
+    source: str | Names = "python-stdlib"
+    """Files, globs or folders, or "python-stdlib": the running interpreter's own library."""
+    format: Auto | Literal["text", "jsonl", "parquet", "arrow"] = "auto"
+    """"auto" goes by the file's suffix; "arrow" is a Hugging Face dataset directory on disk."""
+    text_field: str = "text"
+    """The column or key that holds a document's text (JSONL, Parquet, Arrow)."""
+    tokenizer: str = "bpe:4096"
+    """"bpe:N" trains one on the source, "bytes", or the path of a tokenizer.json."""
+    eval_fraction: float = Field(0.01, gt=0, lt=0.5)
+    """Part of the documents that is held out for evaluation."""
+    reset_at_documents: bool = False
+    """Start attention and positions anew at every document inside a packed sequence."""
+    cache_dir: str = "auto"
+    """Where tokenised data is kept, "auto": $XDG_CACHE_HOME/paceline or ~/.cache/paceline."""
+
+
+class Optim(Noun):
+    """AdamW, its learning-rate schedule and gradient clipping."""
+
+    lr: float = Field(3e-4, gt=0)
+    """Peak learning rate."""
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
+    clip_norm: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0: gradients are not clipped."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up: cosine to the floor; or stay and fall linearly at the end; or stay."""
+    warmup_steps: int = Field(0, ge=0)
+    decay_steps: int = Field(0, ge=0)
+    """Length of the last, falling part of "wsd", steps."""
+    final_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Learning rate at the last step over the peak."""
+
+
+class Train(Noun):
+    """How long and on how much."""
+
+    steps: int = Field(gt=0)
+    """Optimizer steps of the whole run."""
+    global_batch: int = Field(gt=0)
+    """Samples of one step over all ranks, whatever their number."""
+    seq_len: int = Field(1024, gt=0)
+    """Tokens of a sample (language models)."""
+    seed: int = Field(0, ge=0)
+    eval_every: int = Field(0, ge=0)
+    """Steps between evaluations on the held-out split; 0: only at the end."""
+    eval_batches: int = Field(4, gt=0)
+    """Global batches of the held-out split that an evaluation reads."""
+    max_bad_steps: int = Field(5, gt=0)
+    """Steps in a row with a non-finite loss or gradient (each is skipped) that end the run."""
+    weights: str | None = None
+    """Folder of safetensors to start from, in Hugging Face's layout; else random weights."""
+
+
+class Checkpoint(Noun):
+    """When the state is kept. The last step is always kept."""
+
+    every: int = Field(1000, ge=0)
+    """Steps between checkpoints; 0: only at the end."""
+    keep_last: int = Field(2, gt=0)
+    keep_every: int | None = Field(None, gt=0)
+    """Also keep each checkpoint whose step is a multiple of this, for ever."""
+
+
+class Observe(Noun):
+    """What is written down about the run while it goes on."""
+
+    profile_every: int = Field(0, ge=0)
+    """Steps between profiled windows; 0: none."""
+    profile_steps: int = Field(2, gt=0)
+    """Steps of one window."""
+    tensorboard: bool = True
+    prometheus_port: int | None = Field(None, ge=1, le=65535)
+    """Port of the metrics endpoint; none is opened where this is left out."""
+    prometheus_host: str = "127.0.0.1"
+
+
+class Job(Noun):
+    """Model + Cluster + Layout + data + optimizer + run settings."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The Run is the directory runs/<name>."""
+    model: Annotated[Model | CustomModel, Field(discriminator="family")]
+    cluster: Cluster = Cluster()
+    layout: Layout = Layout()
+    data: Data = Data()
+    optim: Optim = Optim()
+    train: Train
+    checkpoint: Checkpoint = Checkpoint()
+    observe: Observe = Observe()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> "Job":
+        if problem := _disagreement(self):
+            raise ValueError(problem)
+        return self
+
+    @property
+    def is_concrete(self) -> bool:
+        """Whether no "auto" is left that a run depends on."""
+        sections = (self.cluster, self.layout)
+        return not any(value == "auto" for section in sections for value in vars(section).values())
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples per rank and forward pass, of a concrete Job."""
+        assert self.layout.micro_batch != "auto"
+        return self.layout.micro_batch
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of one rank in one step, of a concrete Job."""
+        return self.train.global_batch // (self.layout.num_ranks * self.micro_batch)
+
+
+def _disagreement(job: Job) -> str | None:
+    """What two sections demand that can't both hold, None where they agree."""
+    model, train, optim = job.model, job.train, job.optim
+    if isinstance(model, Model) and train.seq_len > model.max_seq_len:
+        return (
+            f"train.seq_len = {train.seq_len} is longer than model.max_seq_len = "
+            f"{model.max_seq_len}: shorten the one or raise the other."
+        )
+    ramps = optim.warmup_steps + (optim.decay_steps if optim.schedule == "wsd" else 0)
+    if ramps > train.steps:
+        return (
+            f"warm-up and decay take {ramps} steps but train.steps = {train.steps}: "
+            "shorten optim.warmup_steps or optim.decay_steps."
+        )
+    if optim.decay_steps and optim.schedule != "wsd":
+        return (
+            f"optim.decay_steps = {optim.decay_steps} has no effect with "
+            f'optim.schedule = "{optim.schedule}": set it to 0 or use schedule = "wsd".'
+        )
+    return None
+
+
+def read_job(path: Path | None, overrides: Iterable[str] = ()) -> Job:
+    """Read a Job from TOML (the built-in demo Job where no path is given) and apply `--set`s.
+
+    Args:
+        path: a TOML file, or a Run directory that holds a job.toml.
+        overrides: "section.key=value" texts; values are TOML, or else plain strings.
+
+    Raises:
+        InputError: one sentence with what is wrong.
+    """
+    raw = _read_raw(path)
+    for text in overrides:
+        _override(raw, text)
+    folder = path.parent if path is not None and path.is_file() else Path.cwd()
+    return Job.parse(_expand_hf(raw, folder))
+
+
+def _read_raw(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return tomllib.loads(resources.files("paceline.config").joinpath("demo.toml").read_text())
+    file = path / "job.toml" if path.is_dir() else path
+    try:
+        return tomllib.loads(file.read_text())
+    except FileNotFoundError:
+        raise InputError(f"{file} does not exist: give the path of a job.toml.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is not valid TOML: {error}.") from None
+
+
+def _override(raw: dict[str, Any], text: str) -> None:
+    name, equals, value = text.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        raise InputError(f"--set {text!r} is not of the form section.key=value.")
+    section = raw
+    for key in keys[:-1]:
+        section = section.setdefault(key, {})
+        if not isinstance(section, dict):
+            raise InputError(f"--set {text!r}: {key} is a value, not a section.")
+    section[keys[-1]] = _toml_value(value.strip())
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _expand_hf(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Replace `[model] hf = "path"` by the shapes that this config.json states."""
+    model = raw.get("model")
+    if not isinstance(model, dict) or "hf" not in model:
+        return raw
+    path = folder / str(model["hf"])
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        shapes = from_hf(json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise InputError(f"model.hf: {path} does not exist.") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"model.hf: {path} is not valid JSON: {error}.") from None
+    changes = {key: value for key, value in model.items() if key != "hf"}
+    return {**raw, "model": {**to_raw(shapes), **changes}}
+
+
+def to_raw(noun: Noun) -> dict[str, Any]:
+    """A noun as plain data for TOML: settings that are None are left out (TOML has no null)."""
+    return _without_none(noun.model_dump(mode="json"))
+
+
+def to_toml(job: Job) -> str:
+    """The Job as TOML that reads back to an equal Job."""
+    return tomli_w.dumps(to_raw(job))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value

@@ -1,0 +1,112 @@
+"""The base of every noun: frozen, strict, documented data.
+
+A noun holds data and pure functions of it. Unknown keys are errors that name the nearest known one,
+because a misspelt setting that is silently ignored costs a person a training run.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from paceline.config.errors import InputError
+
+Auto = Literal["auto"]
+Count = Annotated[int, Field(gt=0)]
+
+
+class Noun(BaseModel):
+    """A frozen record that accepts exactly its own fields, in their own types."""
+
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True
+    )
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], where: str = "") -> Self:
+        """Validate raw data (as read from TOML or JSON).
+
+        Args:
+            raw: the data, a mapping of field names to values.
+            where: the name of this section, put before the field in error messages.
+
+        Raises:
+            InputError: one sentence naming the field, what was given and what is required.
+        """
+        try:
+            return cls.model_validate(dict(raw))
+        except ValidationError as error:
+            raise InputError(_describe(error, cls, where)) from None
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with some fields changed, validated again."""
+        return self.parse({**self.__dict__, **changes})
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """Return "; did you mean X?" for the closest known word, or else the list of the known ones."""
+    longer = [name for name in known if name.lower().startswith(word.lower())]
+    close = longer or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return f"; known are {', '.join(sorted(known))}."
+
+
+def _describe(error: ValidationError, noun: type[BaseModel], where: str) -> str:
+    """Put the first problem that pydantic found into one sentence."""
+    problems = error.errors()
+    first = problems[0]
+    section, path = _walk(noun, first["loc"])
+    name = ".".join(filter(None, [where, *path]))
+    if first["type"] == "extra_forbidden":
+        return f"{name} is not a setting{nearest(path[-1], list(section.model_fields))}"
+    if first["type"] == "union_tag_invalid":
+        context = first["ctx"]
+        key = context["discriminator"].strip("'")
+        return f"{name}.{key} = {context['tag']!r} is not known: use {context['expected_tags']}."
+    if first["type"] == "missing":
+        return f"{name} is missing: give it a value."
+    if first["type"] == "value_error":
+        sentence = first["msg"].removeprefix("Value error, ")
+        return sentence if not path else f"{name}: {sentence}"
+    # A field that takes several types reports one problem for each: they belong to one sentence.
+    same = [p for p in problems if _walk(noun, p["loc"])[1] == path]
+    required = " or ".join(dict.fromkeys(_required(p) for p in same))
+    return f"{name} = {first['input']!r} can't be used: it must be {required}."
+
+
+def _required(problem: ErrorDetails) -> str:
+    if problem["type"] == "string_pattern_mismatch":
+        return f"a text that matches {problem['ctx']['pattern']}"
+    message = problem["msg"].removeprefix("Input should be ").replace("a valid ", "a ")
+    return message.replace("a integer", "an integer").replace("a boolean", "true or false")
+
+
+def _walk(noun: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[BaseModel], list[str]]:
+    """Follow an error's location through the sections; drop the parts that name types of a union.
+
+    Returns:
+        the innermost section, and the dotted path as a person would write it.
+    """
+    section, path = noun, []
+    for part in loc:
+        inner = _section_of(section, str(part))
+        if inner is not None:
+            section = inner
+            path.append(str(part))
+        elif part in section.model_fields or (part == loc[-1] and not _names_a_type(str(part))):
+            path.append(str(part))
+    return section, path
+
+
+def _names_a_type(part: str) -> bool:
+    return "[" in part or "-" in part or part in {"int", "float", "str", "bool", "tuple", "list"}
+
+
+def _section_of(noun: type[BaseModel], name: str) -> type[BaseModel] | None:
+    field = noun.model_fields.get(name)
+    kinds = (field.annotation, *getattr(field.annotation, "__args__", ())) if field else ()
+    sections = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+    return sections[0] if sections else None

@@ -1,0 +1,124 @@
+"""Reading, changing and writing Jobs (pure)."""
+
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.config.errors import InputError
+from paceline.config.job import Job, read_job, to_toml
+
+
+def _demo_with(*overrides: str) -> Job:
+    return read_job(None, overrides)
+
+
+def test_the_demo_job_is_partial_and_valid():
+    job = read_job(None)
+    assert job.name == "demo"
+    assert not job.is_concrete
+
+
+def test_toml_reads_back_to_an_equal_job(tmp_path):
+    job = _demo_with("optim.schedule=wsd", "optim.decay_steps=10", "checkpoint.keep_every=100")
+    file = tmp_path / "job.toml"
+    file.write_text(to_toml(job))
+    assert read_job(file) == job
+
+
+@given(
+    lr=st.floats(1e-6, 1.0),
+    steps=st.integers(20, 10**9),
+    dp=st.one_of(st.just("auto"), st.integers(1, 10**5)),
+    source=st.one_of(st.text(min_size=1), st.lists(st.text(min_size=1), min_size=1).map(tuple)),
+)
+def test_any_job_survives_toml(lr, steps, dp, source):
+    demo = read_job(None)
+    job = demo.replace(
+        optim=demo.optim.replace(lr=lr),
+        train=demo.train.replace(steps=steps),
+        layout=demo.layout.replace(dp=dp),
+        data=demo.data.replace(source=source),
+    )
+    assert Job.parse(tomllib.loads(to_toml(job))) == job
+
+
+def test_set_changes_raw_data_before_anything_is_derived():
+    # head_dim is derived from num_heads, so it must follow the change.
+    assert _demo_with("model.num_heads=16").model.head_dim == 16
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("optim.lr=3e-4", lambda job: job.optim.lr == 3e-4),
+        ("layout.compile=true", lambda job: job.layout.compile is True),
+        ("data.source=some/file.txt", lambda job: job.data.source == "some/file.txt"),
+        ('data.source=["a", "b"]', lambda job: job.data.source == ("a", "b")),
+        ("name = other", lambda job: job.name == "other"),
+    ],
+)
+def test_set_values_are_toml_or_else_text(override, read):
+    assert read(_demo_with(override))
+
+
+# What is given -> what the sentence must say.
+WRONG = {
+    "optim.lrr=3": ["optim.lrr is not a setting", "did you mean lr?"],
+    "trian.steps=3": ["trian is not a setting", "did you mean train?"],
+    "optim.lr=fast": ["optim.lr = 'fast'", "a number"],
+    "train.steps=2.5": ["train.steps = 2.5", "an integer"],
+    "train.steps=0": ["train.steps = 0", "greater than 0"],
+    "layout.dp=many": ["layout.dp = 'many'", "'auto'", "an integer"],
+    "layout.dp=0": ["layout.dp = 0", "greater than 0"],
+    "layout.precision=int8": ["layout.precision = 'int8'", "'bf16'"],
+    "cluster.device=H100": ["device 'H100'", "H100-SXM"],
+    "model.family=gpt": ["model.family = 'gpt'", "'decoder'"],
+    "name=../up": ["name = '../up'"],
+    "train.seq_len=512": ["train.seq_len = 512", "model.max_seq_len = 256"],
+    "optim.warmup_steps=1000": ["1000 steps", "train.steps = 240"],
+    "optim.decay_steps=5": ["optim.decay_steps = 5", "wsd"],
+    "optim.lr": ["section.key=value"],
+    "name.x=1": ["name is a value"],
+}
+
+
+@pytest.mark.parametrize("override", WRONG)
+def test_wrong_settings_are_refused_in_one_sentence(override):
+    with pytest.raises(InputError) as refusal:
+        _demo_with(override)
+    sentence = str(refusal.value)
+    assert "\n" not in sentence
+    for words in WRONG[override]:
+        assert words in sentence
+
+
+def test_a_missing_file_and_broken_toml_are_named(tmp_path):
+    with pytest.raises(InputError, match=r"nothing\.toml does not exist"):
+        read_job(tmp_path / "nothing.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[model\n")
+    with pytest.raises(InputError, match=r"broken\.toml is not valid TOML"):
+        read_job(broken)
+
+
+def test_a_required_setting_that_is_missing_is_named(tmp_path):
+    file = tmp_path / "job.toml"
+    file.write_text('[model]\nfamily = "custom"\n[train]\nsteps = 3\n')
+    with pytest.raises(InputError, match=r"train\.global_batch is missing"):
+        read_job(file)
+
+
+def test_shapes_come_from_a_hugging_face_config(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128,'
+        '"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}'
+    )
+    job = tmp_path / "job.toml"
+    job.write_text('[model]\nhf = "."\nnum_layers = 3\n[train]\nsteps = 1\nglobal_batch = 1\n'
+                   "seq_len = 8\n")  # fmt: skip
+    model = read_job(job).model
+    assert (model.hidden_size, model.ffn_size, model.num_layers) == (64, 128, 3)
+    with pytest.raises(InputError, match=r"model\.hf: .*nowhere does not exist"):
+        read_job(job, ["model.hf=nowhere"])

@@ -1,0 +1,1 @@
+"""Decisions as pure functions of Job and Cluster. Imports no torch."""

@@ -1,0 +1,330 @@
+"""Decoder weights as Hugging Face directories: `config.json` and safetensors files.
+
+Reading goes one tensor at a time, straight into the parameters (into this rank's share of them
+where they are sharded), after the names and shapes of all files have been checked. Writing goes to
+a hidden directory beside the target, which is renamed when everything is on the disk: a written
+directory is complete or absent.
+
+Only safetensors are read. Pickled weights (.bin, .pt) can run code when opened, and are refused.
+This is for weights that come from or go to other programs; training state is another matter.
+
+Format: https://huggingface.co/docs/safetensors
+"""
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.config.errors import InputError
+from paceline.config.huggingface import from_hf, to_hf
+from paceline.config.model import Model
+from paceline.models.decoder import Attend, Decoder, assign
+
+Shapes = dict[str, tuple[int, ...]]
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+# Parts of a parameter's name: ours, theirs. The order matters only in that a whole prefix is one.
+_NAMES = (
+    ("embed.", "model.embed_tokens."),
+    ("blocks.", "model.layers."),
+    (".attention_norm.", ".input_layernorm."),
+    (".attention.", ".self_attn."),
+    (".ffn_norm.", ".post_attention_layernorm."),
+    (".ffn.", ".mlp."),
+    ("head.", "lm_head."),
+)
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def read_model(directory: str | Path) -> Model:
+    """Read the shapes of a network from the `config.json` of a directory.
+
+    Raises:
+        InputError: there is none, or the decoder can't be this network.
+    """
+    return from_hf(_read_json(Path(directory) / "config.json"))
+
+
+def read_decoder(
+    directory: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    attend: Attend | None = None,
+) -> Decoder:
+    """Build the network of a directory and load its weights.
+
+    Args:
+        directory: holds `config.json` and safetensors files.
+        dtype: of the parameters. The rotary tables stay in fp32.
+        device: where the parameters lie.
+        attend: the attention core, as for `Decoder`.
+
+    Raises:
+        InputError: see `read_model` and `load_weights`.
+    """
+    with torch.device("meta"):
+        decoder = Decoder(read_model(directory), attend)
+    for parameter in decoder.parameters():
+        parameter.data = parameter.data.to(dtype)
+    decoder.to_empty(device=device)
+    load_weights(decoder, directory)
+    return decoder
+
+
+def load_weights(decoder: Decoder, directory: str | Path) -> None:
+    """Copy the weights of a directory into a decoder, also a sharded one; fill its rotary tables.
+
+    Nothing is copied before all names and shapes have been found to fit.
+
+    Raises:
+        InputError: no safetensors there, a damaged file, or a tensor (the first one is named) that
+            is missing, unexpected or of another shape.
+    """
+    files = _tensor_files(Path(directory))
+    parameters = {hf_name(name): p for name, p in decoder.state_dict(keep_vars=True).items()}
+    found = _read_shapes(files)
+    _check_tied(decoder.model, found, files)
+    check_shapes({name: tuple(p.shape) for name, p in parameters.items()}, found, str(directory))
+    for path, names in _by_file(files).items():
+        with _opened(path) as file:
+            for name in names:
+                if name in parameters:
+                    assign(parameters[name], file.get_tensor(name))
+    decoder.reset_rope()
+
+
+def write_weights(
+    directory: str | Path,
+    model: Model,
+    state: Mapping[str, Tensor],
+    dtype: torch.dtype = torch.float32,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a directory that `AutoModelForCausalLM.from_pretrained` and `read_decoder` open.
+
+    Args:
+        directory: must not exist yet, or be empty.
+        model: the shapes.
+        state: full tensors under the names of `Decoder.state_dict()`.
+        dtype: of the tensors in the files: fp32, bf16 or fp16.
+        max_shard_bytes: start another file rather than let one grow beyond this.
+
+    Raises:
+        InputError: the directory holds files, transformers has no such network, or the tensors
+            aren't those of the model.
+    """
+    target = Path(directory)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise InputError(f"{target} exists already; choose another directory or remove it.")
+    if dtype not in _DTYPES:
+        raise InputError(f"Weights can't be written as {dtype}; choose one of {list(_DTYPES)}.")
+    config = {**to_hf(model), "torch_dtype": _DTYPES[dtype]}
+    with torch.device("meta"):
+        expected = {name: tuple(t.shape) for name, t in Decoder(model).state_dict().items()}
+    check_shapes(expected, {name: tuple(t.shape) for name, t in state.items()}, "the given state")
+    with _complete_or_absent(target) as partial:
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        named = {hf_name(name): state[name] for name in expected}
+        _write_shards(partial, named, dtype, max_shard_bytes)
+
+
+def hf_name(name: str) -> str:
+    """Translate the name of a parameter of `Decoder` to that in transformers."""
+    for ours, theirs in _NAMES:
+        if ours.startswith("."):
+            name = name.replace(ours, theirs)
+        elif name.startswith(ours):
+            name = theirs + name.removeprefix(ours)
+    return "model." + name if name.startswith("norm.") else name
+
+
+def check_shapes(expected: Shapes, found: Shapes, where: str) -> None:
+    """Compare the names and shapes of tensors.
+
+    Raises:
+        InputError: naming the first tensor that is missing, unexpected or of another shape.
+    """
+    for name, shape in expected.items():
+        if name not in found:
+            raise InputError(
+                f"The tensor {name} is missing in {where}; the model requires it with shape "
+                f"{shape}, so use the weights and the config.json of one model."
+            )
+        if found[name] != shape:
+            raise InputError(
+                f"The tensor {name} in {where} has shape {found[name]}, but the model requires "
+                f"{shape}; use the weights and the config.json of one model."
+            )
+    for name in found:
+        if name not in expected:
+            raise InputError(
+                f"The tensor {name} in {where} is not part of the model; use the weights and the "
+                "config.json of one model."
+            )
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    """Return the file of each tensor: from the index where there is one, else the single file."""
+    if (directory / INDEX).is_file():
+        return _indexed_files(directory)
+    single = directory / SINGLE
+    if single.is_file():
+        with _opened(single) as file:
+            return dict.fromkeys(file.keys(), single)
+    pickled = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth") for p in directory.glob(kind))
+    if pickled:
+        raise InputError(
+            f"{directory} holds pickled weights ({pickled[0]}), which could run code when opened; "
+            "convert them to safetensors first."
+        )
+    raise InputError(
+        f"{directory} holds neither {SINGLE} nor {INDEX}; give a directory that "
+        "`save_pretrained` or `write_weights` wrote."
+    )
+
+
+def _indexed_files(directory: Path) -> dict[str, Path]:
+    weight_map = _read_json(directory / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InputError(f"{directory / INDEX} has no weight_map; fetch the file again.")
+    files = {}
+    for name, filename in weight_map.items():
+        path = directory / str(filename)
+        # A bare name only: an index from elsewhere must not reach files outside its directory.
+        if path.name != filename or not path.is_file():
+            raise InputError(
+                f"{directory / INDEX} puts the tensor {name} into {filename!r}, which is not a "
+                "file beside it; fetch that file."
+            )
+        files[name] = path
+    return files
+
+
+def _read_shapes(files: dict[str, Path]) -> Shapes:
+    shapes: Shapes = {}
+    for path, names in _by_file(files).items():
+        with _opened(path) as file:
+            stored = set(file.keys())
+            for name in names:
+                if name not in stored:
+                    raise InputError(
+                        f"The tensor {name} is missing in {path}, where {INDEX} puts it; fetch "
+                        "that file again."
+                    )
+                # Llama 2 directories store this table, which follows from the config.json.
+                if not name.endswith(".rotary_emb.inv_freq"):
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
+    return shapes
+
+
+def _check_tied(model: Model, found: Shapes, files: dict[str, Path]) -> None:
+    """Accept a stored head beside a tied embedding if it is the same, and drop it from `found`."""
+    head, embedding = hf_name("head.weight"), hf_name("embed.weight")
+    if not model.tie_embeddings or head not in found or embedding not in found:
+        return
+    with _opened(files[head]) as first, _opened(files[embedding]) as second:
+        if not torch.equal(first.get_tensor(head), second.get_tensor(embedding)):
+            raise InputError(
+                f"{files[head].parent}: config.json ties the head to the embedding, but {head} "
+                f"differs from {embedding}; set tie_word_embeddings to false."
+            )
+    del found[head]
+
+
+def _by_file(files: dict[str, Path]) -> dict[Path, list[str]]:
+    grouped: dict[Path, list[str]] = {}
+    for name, path in files.items():
+        grouped.setdefault(path, []).append(name)
+    return grouped
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"{path} can't be read as safetensors ({error}); fetch the file again."
+        ) from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        contents = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"{path} doesn't exist; give a directory that holds one.") from None
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON ({error}); fetch the file again.") from None
+    if not isinstance(contents, dict):
+        raise InputError(f"{path} must hold a JSON object; fetch the file again.")
+    return contents
+
+
+def _write_shards(
+    directory: Path, tensors: dict[str, Tensor], dtype: torch.dtype, max_shard_bytes: int
+) -> None:
+    shards = _split(tensors, dtype, max_shard_bytes)
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        sharded = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        filename = SINGLE if len(shards) == 1 else sharded
+        # Converted shard by shard, so that there is never a second copy of the whole model.
+        part = {n: tensors[n].detach().to("cpu", dtype).contiguous() for n in names}
+        save_file(part, directory / filename, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(names, filename))
+    if len(shards) > 1:
+        total_size = sum(t.numel() for t in tensors.values()) * dtype.itemsize
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _split(tensors: dict[str, Tensor], dtype: torch.dtype, max_shard_bytes: int) -> list[list[str]]:
+    """Fill shards in order; a tensor larger than the limit gets one of its own."""
+    shards: list[list[str]] = [[]]
+    size_bytes = 0
+    for name, tensor in tensors.items():
+        tensor_bytes = tensor.numel() * dtype.itemsize
+        if shards[-1] and size_bytes + tensor_bytes > max_shard_bytes:
+            shards.append([])
+            size_bytes = 0
+        shards[-1].append(name)
+        size_bytes += tensor_bytes
+    return shards
+
+
+@contextmanager
+def _complete_or_absent(target: Path) -> Iterator[Path]:
+    """Yield a hidden directory beside the target; rename it on success, else remove it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.parent / f".{target.name}.{uuid.uuid4().hex}"
+    partial.mkdir()
+    try:
+        yield partial
+        for path in [*partial.iterdir(), partial]:
+            _to_disk(path)
+        partial.rename(target)
+        _to_disk(target.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file or a directory's entries would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

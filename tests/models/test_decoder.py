@@ -1,0 +1,281 @@
+"""The decoder on its own: pure functions, then one process, then two pretended ranks.
+
+That it computes what the published families compute is tests/models/test_families.py.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from paceline.config.errors import InputError
+from paceline.config.model import Model
+from paceline.models.decoder import (
+    Decoder,
+    Sdpa,
+    cross_entropy,
+    document_starts,
+    rope_frequencies,
+)
+
+MODEL = Model(
+    vocab_size=50,
+    hidden_size=32,
+    ffn_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    max_seq_len=32,
+)
+VARIANTS = {
+    "plain": {},
+    "tied": {"tie_embeddings": True},
+    "sliding": {"sliding_window": 5, "full_layers": [1]},
+    "bias": {"qkv_bias": True},
+    "qk_norm": {"qk_norm": True, "head_dim": 10},
+}
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def built(model=MODEL, seed=0, **options):
+    decoder = Decoder(model, **options)
+    decoder.init_weights(seeded(seed))
+    return decoder
+
+
+def tokens_of(model=MODEL, batch=2, seq=17, seed=1):
+    return torch.randint(0, model.vocab_size, (batch, seq), generator=seeded(seed))
+
+
+def test_document_starts():
+    ids = torch.tensor([[7, 7, 2, 2, 2, 7], [0, 1, 1, 3, 4, 4]])
+    assert document_starts(ids).tolist() == [[0, 0, 2, 2, 2, 5], [0, 1, 1, 3, 4, 4]]
+
+
+def test_mask_holds_exactly_the_visible_pairs():
+    starts = document_starts(torch.tensor([[0, 0, 0, 0, 1, 1]]))
+    mask = Sdpa().mask(6, 3, starts, torch.device("cpu"))
+    for query in range(6):
+        for key in range(6):
+            same = (query < 4) == (key < 4)
+            assert mask[0, 0, query, key] == (same and key <= query and query - key < 3)
+
+
+def test_plain_causal_attention_needs_no_mask():
+    """Whatever sees all earlier tokens takes the fast path, also a window as long as the text."""
+    for window in (None, 6, 7):
+        assert Sdpa().mask(6, window, None, torch.device("cpu")) is None
+    assert Sdpa().mask(6, 5, None, torch.device("cpu")) is not None
+
+
+def test_linear_scaling_is_slower_rotation():
+    scaled = MODEL.replace(rope_scaling={"rope_type": "linear", "factor": 4.0})
+    assert torch.equal(rope_frequencies(scaled), rope_frequencies(MODEL) / 4)
+
+
+def test_cross_entropy_is_a_mean_in_fp32_and_skips_minus_100():
+    logits = torch.randn(2, 3, 50, generator=seeded()).bfloat16()
+    targets = tokens_of(seq=3)
+    by_hand = -logits.float().log_softmax(-1).gather(-1, targets[..., None])
+    assert cross_entropy(logits, targets).dtype == torch.float32
+    torch.testing.assert_close(cross_entropy(logits, targets), by_hand.mean())
+    targets[0, 1] = -100
+    by_hand[0, 1] = 0
+    torch.testing.assert_close(cross_entropy(logits, targets), by_hand.sum() / 5)
+    assert cross_entropy(logits.double(), targets).dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_num_params_is_that_of_the_module(name):
+    model = MODEL.replace(**VARIANTS[name])
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    assert sum(p.numel() for p in decoder.parameters()) == model.num_params
+    block = sum(p.numel() for p in decoder.blocks[0].parameters())
+    assert block == model.num_block_params
+    matrices = [m for m in decoder.modules() if isinstance(m, nn.Linear)]
+    tied = model.num_embedding_params if model.tie_embeddings else 0
+    assert sum(m.weight.numel() for m in matrices) + tied == model.num_matmul_params
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_flops_are_those_that_torch_counts(name):
+    """The counter multiplies out the full square: causal=False, windows as the full sequence.
+
+    It doesn't know the fused kernel of the CPU, so attention runs as plain matrix products.
+    """
+    model = MODEL.replace(**{**VARIANTS[name], "sliding_window": None, "full_layers": []})
+    decoder, tokens = built(model), tokens_of()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:
+        logits = decoder(tokens)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as backward:
+        cross_entropy(logits, tokens).backward()
+    expected = model.forward_flops_per_token(17, causal=False) * tokens.numel()
+    assert forward.get_total_flops() == expected
+    total = forward.get_total_flops() + backward.get_total_flops()
+    assert total == model.train_flops_per_token(17, causal=False) * tokens.numel()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_packed_documents_equal_the_documents_alone(name):
+    decoder = built(MODEL.replace(**VARIANTS[name])).double()
+    tokens = tokens_of(batch=2, seq=20)
+    # The number 3 returns: a document is a run, so these are four documents.
+    ids = torch.tensor([[3] * 6 + [1] * 7 + [3] * 7, [3] * 20])
+    packed = decoder(tokens, ids)
+    parts = [(0, 0, 6), (0, 6, 13), (0, 13, 20), (1, 0, 20)]
+    for row, start, end in parts:
+        alone = decoder(tokens[row : row + 1, start:end])
+        torch.testing.assert_close(packed[row, start:end], alone[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_token_sees_the_future(name):
+    decoder, tokens = built(MODEL.replace(**VARIANTS[name])), tokens_of()
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % MODEL.vocab_size
+    before, after = decoder(tokens), decoder(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9], after[:, 9])
+
+
+def test_a_step_is_the_same_to_the_bit_twice():
+    gradients = []
+    for _ in range(2):
+        decoder, tokens = built(), tokens_of(batch=4, seq=32)
+        cross_entropy(decoder(tokens), tokens).backward()
+        gradients.append([p.grad for p in decoder.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_init_follows_its_seed_and_its_scales():
+    first, second, other = built(seed=3), built(seed=3), built(seed=4)
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+    assert not torch.equal(first.embed.weight, other.embed.weight)
+    assert not torch.equal(first.blocks[0].ffn.up_proj.weight, first.blocks[1].ffn.up_proj.weight)
+    wide = built(MODEL.replace(hidden_size=256, ffn_size=256, qkv_bias=True, init_std=0.1))
+    block = wide.blocks[0]
+    assert block.ffn.up_proj.weight.std().item() == pytest.approx(0.1, rel=0.05)
+    assert block.ffn.down_proj.weight.std().item() == pytest.approx(0.1 / 6**0.5, rel=0.05)
+    assert block.attention.o_proj.weight.std().item() == pytest.approx(0.1 / 6**0.5, rel=0.05)
+    assert block.attention.q_proj.bias.eq(0).all()
+    assert block.ffn_norm.weight.eq(1).all()
+
+
+def test_init_of_a_block_does_not_depend_on_the_others():
+    """A pipeline stage that holds the first block only starts with the same weights."""
+    stage = Decoder(MODEL)
+    stage.blocks = stage.blocks[:1]
+    stage.init_weights(seeded())
+    alone, among_others = stage.blocks[0].parameters(), built().blocks[0].parameters()
+    assert all(map(torch.equal, alone, among_others))
+
+
+@pytest.mark.parametrize("name", ["plain", "tied"])
+def test_meta_build_gives_the_same_network(name):
+    model = MODEL.replace(**VARIANTS[name])
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    decoder.to_empty(device="cpu")
+    for buffer in decoder.buffers():
+        buffer.fill_(torch.nan)
+    decoder.init_weights(seeded())
+    assert torch.equal(decoder(tokens_of()), built(model)(tokens_of()))
+
+
+@pytest.fixture
+def rank_1_of_2():
+    """One process that believes to be rank 1 of 2; its collectives do nothing."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    torch.distributed.destroy_process_group()
+
+
+def test_init_of_a_sharded_network_is_the_share_of_the_whole(rank_1_of_2):
+    with torch.device("meta"):
+        decoder = Decoder(MODEL)
+    for block in decoder.blocks:
+        fully_shard(block, mesh=rank_1_of_2)
+    fully_shard(decoder, mesh=rank_1_of_2)
+    decoder.to_empty(device="cpu")
+    decoder.init_weights(seeded())
+    whole = dict(built().named_parameters())
+    for name, parameter in decoder.named_parameters():
+        share = whole[name].chunk(2)[1]
+        assert torch.equal(parameter.to_local(), share), name
+
+
+def test_blocks_can_be_recomputed():
+    plain, recomputed = built(), built()
+    for block in recomputed.blocks:
+        forward = block.forward
+        block.forward = lambda *args, f=forward: checkpoint(f, *args, use_reentrant=False)
+    tokens = tokens_of()
+    ids = (torch.arange(17) // 6).expand(2, -1)
+    for decoder in (plain, recomputed):
+        cross_entropy(decoder(tokens, ids), tokens).backward()
+    for one, other in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_bf16_activations_with_fp32_rotary_tables():
+    """Mixed precision converts the parameters only; the rotation must not change the dtype."""
+    decoder, tokens = built(), tokens_of()
+    expected = decoder(tokens)
+    for parameter in decoder.parameters():
+        parameter.data = parameter.data.bfloat16()
+    logits = decoder(tokens)
+    assert (logits.dtype, decoder.rope_cos.dtype) == (torch.bfloat16, torch.float32)
+    assert (logits.float() - expected).norm() < 0.02 * expected.norm()
+
+
+def test_the_attention_core_can_be_replaced():
+    """Also the contract a core relies on: one mask per distinct window, kv heads not expanded."""
+
+    class Recording(Sdpa):
+        def __init__(self):
+            self.windows, self.shapes = [], set()
+
+        def mask(self, seq_len, window, documents, device):
+            self.windows.append(window)
+            return super().mask(seq_len, window, documents, device)
+
+        def __call__(self, q, k, v, mask):
+            self.shapes.add((*q.shape, *k.shape))
+            return super().__call__(q, k, v, mask)
+
+    core = Recording()
+    model = MODEL.replace(sliding_window=5, full_layers=[1])
+    decoder = built(model, attend=core)
+    assert torch.equal(decoder(tokens_of()), built(model)(tokens_of()))
+    assert sorted(core.windows, key=str) == [5, None]
+    assert core.shapes == {(2, 4, 17, 8, 2, 2, 17, 8)}
+
+
+def test_a_sequence_beyond_the_model_is_refused():
+    with pytest.raises(InputError, match="33 tokens was given, but the model's max_seq_len is 32"):
+        built()(tokens_of(seq=33))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.parametrize("name", ["plain", "sliding"])
+def test_compiles_as_one_graph(name):
+    """The captured graph (`aot_eager`: what autograd and the code generator see) equals eager."""
+    decoder, tokens = built(MODEL.replace(**VARIANTS[name])), tokens_of()
+    ids = (torch.arange(17) // 6).expand(2, -1)
+    compiled = torch.compile(decoder, fullgraph=True, backend="aot_eager")
+    for arguments in [(tokens,), (tokens, ids)]:
+        torch.testing.assert_close(compiled(*arguments), decoder(*arguments))
+    cross_entropy(compiled(tokens, ids), tokens).backward()
+    captured = [p.grad.clone() for p in decoder.parameters()]
+    decoder.zero_grad()
+    cross_entropy(decoder(tokens, ids), tokens).backward()
+    for found, parameter in zip(captured, decoder.parameters(), strict=True):
+        torch.testing.assert_close(found, parameter.grad)

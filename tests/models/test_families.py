@@ -1,0 +1,144 @@
+"""The decoder against Hugging Face transformers on random weights: one process, a few seconds.
+
+Every family, both ways: their directory into our network and ours into theirs. Logits and every
+gradient in fp32 agree to 1e-5 (norm of the difference over the norm, tensor by tensor).
+"""
+
+import pytest
+import torch
+
+from paceline.models.decoder import Decoder, cross_entropy
+from paceline.models.weights import hf_name, read_decoder, read_model, write_weights
+
+transformers = pytest.importorskip("transformers")
+
+SHAPES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 144,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 7}
+FAMILIES = {
+    "llama2": ("llama", {"num_key_value_heads": 4}),
+    "llama3": (
+        "llama",
+        {"num_key_value_heads": 2, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
+    ),
+    "llama_linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": 7}),
+    "mistral_uneven": (  # heads that don't divide hidden_size: LlamaConfig refuses them
+        "mistral",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "sliding_window": None,
+        },
+    ),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2}),
+    "qwen2_window": ("qwen2", {"num_key_value_heads": 2, "max_window_layers": 1, **WINDOW}),
+    "qwen2_mixed": (
+        "qwen2",
+        {
+            "num_key_value_heads": 2,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            **WINDOW,
+        },
+    ),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 24, "tie_word_embeddings": True}),
+}
+TOKENS = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def randomised(network):
+    """Make every parameter count: biases and norms don't stay at zero and one."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            centre = 1.0 if parameter.dim() == 1 else 0.0
+            parameter.normal_(centre, 0.2, generator=generator)
+    return network
+
+
+def reference(name):
+    model_type, changes = FAMILIES[name]
+    config = transformers.AutoConfig.for_model(model_type, **{**SHAPES, **changes})
+    network = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return randomised(network).float()
+
+
+def logits_of(network):
+    return network(TOKENS, use_cache=False).logits
+
+
+def assert_close(found, expected, name):
+    error = (found - expected).norm() / expected.norm()
+    assert error <= 1e-5, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_every_gradient(name, tmp_path):
+    theirs = reference(name)
+    theirs.save_pretrained(tmp_path)
+    ours = read_decoder(tmp_path)
+    expected, found = logits_of(theirs), ours(TOKENS)
+    assert_close(found, expected, "logits")
+    cross_entropy(expected, TOKENS).backward()
+    cross_entropy(found, TOKENS).backward()
+    gradients = {n: p.grad for n, p in theirs.named_parameters()}
+    for ours_name, parameter in ours.named_parameters():
+        assert_close(parameter.grad, gradients.pop(hf_name(ours_name)), ours_name)
+    assert not gradients
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 40_000])
+def test_transformers_open_what_we_write(name, max_shard_bytes, tmp_path):
+    reference(name).save_pretrained(tmp_path / "theirs")
+    model = read_model(tmp_path / "theirs")
+    ours = randomised(Decoder(model))
+    write_weights(tmp_path / "ours", model, ours.state_dict(), max_shard_bytes=max_shard_bytes)
+    opened, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True, dtype="auto"
+    )
+    assert opened.dtype == torch.float32
+    assert not any(report.values()), report
+    assert_close(ours(TOKENS), logits_of(opened), "logits")
+    assert torch.equal(read_decoder(tmp_path / "ours")(TOKENS), ours(TOKENS))
+
+
+def test_written_bf16_weights_are_theirs_and_ours(tmp_path):
+    reference("llama3").save_pretrained(tmp_path / "theirs")
+    ours = read_decoder(tmp_path / "theirs")
+    write_weights(tmp_path / "bf16", ours.model, ours.state_dict(), dtype=torch.bfloat16)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype="auto")
+    assert opened.dtype == torch.bfloat16
+    # Read back in fp32 on both sides: the same rounded weights, so the same network.
+    assert_close(read_decoder(tmp_path / "bf16")(TOKENS), logits_of(opened.float()), "logits")
+    assert not torch.equal(read_decoder(tmp_path / "bf16")(TOKENS), ours(TOKENS))
+    assert read_decoder(tmp_path / "bf16", dtype=torch.bfloat16)(TOKENS).dtype == torch.bfloat16
+
+
+def test_their_shards_and_long_positions(tmp_path):
+    """Scaled rotary positions up to the end of the table, from a directory in several files."""
+    theirs = reference("llama3")
+    theirs.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    tokens = torch.randint(0, 96, (1, 128), generator=torch.Generator().manual_seed(2))
+    expected = theirs(tokens, use_cache=False).logits
+    assert_close(read_decoder(tmp_path)(tokens), expected, "logits")

@@ -1,0 +1,1 @@
+"""What is seen of a run: metrics, timelines, their accounting, and the pages that show them."""

@@ -1,0 +1,220 @@
+"""Console: what the terminal shows while a run goes on, and the table of where its step time went.
+
+`Progress` is fed the lines of metrics.jsonl. On a terminal it keeps one live line, redrawn by the
+training thread itself a few times a second at most: rich's refresh thread would wake up between
+steps and take the interpreter from the training thread. Anywhere else (a file, a pipe, the log of a
+scheduler) it prints a plain line every ten seconds and no control codes.
+
+It does not compute figures: those come with the lines, or from `summary`.
+"""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from paceline.observe import summary
+from paceline.observe.summary import Facts, Lines, StepTime, Summary
+
+_REDRAW_S = 0.2
+_PLAIN_LINE_S = 10.0
+_BAR_WIDTH = 20
+# A terminal with less room than this shows figures rather than a bar.
+_WIDTH_FOR_BAR = 100
+# Steps over which the remaining time is extrapolated.
+_RECENT_STEPS = 100
+
+
+class Progress:
+    """The state of a run on the terminal: one live line, or plain lines now and then."""
+
+    def __init__(self, num_steps: int, unit: str = "tokens", console: Console | None = None):
+        """Nothing is shown before the first step.
+
+        Args:
+            num_steps: last step of the run, counted from 1.
+            unit: what the run counts, "tokens" or "samples".
+            console: where to show it; standard output where it is left out.
+        """
+        self._num_steps = num_steps
+        self._unit = unit
+        self._console = console or _standard_output()
+        self._live: Live | None = None
+        self._line: Mapping[str, Any] = {}
+        self._ends_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._drawn_s = -1e9
+
+    def update(self, line: Mapping[str, Any]) -> None:
+        """Show a finished step; most calls only remember it (see the module)."""
+        now_s = time.monotonic()
+        # The held-out loss stays on show until the next evaluation.
+        self._line = {"eval_loss": self._line.get("eval_loss"), **line}
+        self._ends_s.append(now_s)
+        live = self._console.is_interactive
+        due = now_s - self._drawn_s >= (_REDRAW_S if live else _PLAIN_LINE_S)
+        if due or line["step"] >= self._num_steps:
+            self._drawn_s = now_s
+            self._draw() if live else self._print(self._text(" | "))
+
+    def say(self, message: RenderableType) -> None:
+        """Print a message (plain text, or anything rich can render) above the live line."""
+        self._print(Text(message) if isinstance(message, str) else message)
+
+    def close(self) -> None:
+        """Leave the last state on the terminal and give it back; closing twice does no harm."""
+        if self._live:
+            self._draw()
+            self._live.stop()
+            self._live = None
+
+    def _draw(self) -> None:
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        text = self._text("  ")
+        text.no_wrap, text.overflow = True, "ellipsis"
+        self._live.update(text, refresh=True)
+
+    def _print(self, message: RenderableType) -> None:
+        # A line of a log is never broken in two; on a terminal that would break the live line.
+        whole = isinstance(message, Text) and not self._console.is_interactive
+        self._console.print(message, soft_wrap=whole)
+
+    def _text(self, separator: str) -> Text:
+        step = self._line["step"]
+        parts = [Text(f"step {step}/{self._num_steps}", "bold")]
+        if self._console.is_interactive and self._console.width >= _WIDTH_FOR_BAR:
+            parts.append(self._bar(step / self._num_steps))
+        parts += [Text(part) for part in self._figures()]
+        return Text(separator).join(parts)
+
+    def _figures(self) -> list[str]:
+        line = self._line
+        figures = [f"loss {summary.loss_text(summary.number(line.get('loss')))}"]
+        if (eval_loss := summary.number(line["eval_loss"])) is not None:
+            figures.append(f"held out {summary.loss_text(eval_loss)}")
+        rate = summary.number(line.get(f"{self._unit}_per_s"))
+        figures.append(f"{summary.rate_text(rate)} {self._unit}/s")
+        if line["step"] < self._num_steps:
+            figures.append(f"{summary.duration_text(self._remaining_s())} left")
+        if line.get("skipped"):
+            figures.append(f"{line['skipped']} skipped")
+        # Last, because a narrow terminal cuts the end.
+        figures.append(summary.mfu_text(summary.number(line.get("mfu"))))
+        return figures
+
+    def _remaining_s(self) -> float:
+        per_step_s = summary.number(self._line.get("step_time_s")) or 0.0
+        if len(self._ends_s) > 1:
+            per_step_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
+        return per_step_s * (self._num_steps - self._line["step"])
+
+    def _bar(self, share: float) -> Text:
+        mark = "━" if self._console.encoding.startswith("utf") else "-"
+        done = round(_BAR_WIDTH * min(share, 1.0))
+        return Text.assemble((mark * done, "cyan"), (mark * (_BAR_WIDTH - done), "bright_black"))
+
+
+def _standard_output() -> Console:
+    # A file is not a terminal, even where the environment asks for colours everywhere.
+    if sys.stdout.isatty():
+        return Console(highlight=False)
+    return Console(highlight=False, force_terminal=False, force_interactive=False)
+
+
+def step_time_table(lines: Lines, facts: Facts) -> RenderableType:
+    """Where the step time went by term, and the key figures of the run, for the terminal.
+
+    Args:
+        lines: the steps, as `Run.metrics` returns them; there may be none.
+        facts: as `Run.facts` returns them; anything may be missing.
+    """
+    if not lines:
+        return Text("No step has finished yet.")
+    times = summary.step_time(lines)
+    parts: list[RenderableType] = [_terms_table(times)] if times.terms_s else []
+    return Group(*parts, _figures_grid(summary.summarise(lines, facts)))
+
+
+def _terms_table(times: StepTime) -> Table:
+    steps = f"{times.num_steps} {'profiled ' if times.profiled else ''}step"
+    table = Table(
+        title=f"Step time, mean of {steps}{'s' if times.num_steps != 1 else ''}",
+        title_justify="left",
+        title_style="bold",
+        caption=None if times.profiled else _UNPROFILED,
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        show_footer=True,
+        pad_edge=False,
+    )
+    table.add_column("term", "whole step")
+    table.add_column("ms", f"{times.total_s * 1e3:.1f}", justify="right")
+    table.add_column("share", "100.0%", justify="right")
+    table.add_column("")
+    for term, milliseconds, share in times.rows():
+        table.add_row(term, f"{milliseconds:.1f}", f"{share:.1%}", _share_bar(term, share))
+    return table
+
+
+_UNPROFILED = (
+    "No step was profiled, so computation and communication are in unattributed; "
+    "observe.profile_every splits them."
+)
+
+
+def _share_bar(term: str, share: float) -> ProgressBar:
+    style = summary.colour(term)
+    return ProgressBar(
+        total=1.0,
+        completed=share,
+        width=_BAR_WIDTH,
+        complete_style=style,
+        finished_style=style,
+    )
+
+
+def _figures_grid(figures: Summary) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bright_black")
+    grid.add_column(overflow="fold")
+    for name, text in _figure_rows(figures):
+        grid.add_row(name, text)
+    return grid
+
+
+def _figure_rows(figures: Summary) -> list[tuple[str, str]]:
+    rows = [
+        ("steps", f"{figures.step:,} in {summary.duration_text(figures.total_s)}"),
+        ("loss", _from_to(figures.first_loss, figures.loss)),
+        ("held out", _held_out(figures)),
+        ("unigram bound", summary.unigram_sentence(figures) or ""),
+        ("throughput", f"{summary.rate_text(figures.rate)} {figures.unit}/s (median)"),
+        ("MFU", "peak unknown" if figures.mfu is None else f"{figures.mfu:.1%} (median)"),
+        ("memory", f"{summary.bytes_text(figures.memory_bytes)} (peak of rank 0)"),
+        ("skipped steps", f"{figures.skipped}"),
+    ]
+    return [(name, text) for name, text in rows if text]
+
+
+def _from_to(first: float | None, last: float | None) -> str:
+    if first is None or last is None:
+        return "no step had a finite loss"
+    return f"{summary.loss_text(last)} (from {summary.loss_text(first)})"
+
+
+def _held_out(figures: Summary) -> str:
+    if figures.eval_loss is None:
+        return ""
+    perplexity = figures.eval_perplexity
+    return summary.loss_text(figures.eval_loss) + (
+        f" (perplexity {perplexity:.4g})" if perplexity is not None else ""
+    )

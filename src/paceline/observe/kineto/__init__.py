@@ -1,0 +1,1 @@
+"""Reading the traces of torch.profiler (Kineto)."""

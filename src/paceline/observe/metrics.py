@@ -1,0 +1,228 @@
+"""Metrics: what the training loop writes down after each step.
+
+One line of metrics.jsonl per step is the record of the run; TensorBoard's event file and the
+Prometheus endpoint show the same numbers to other tools while the run goes on. Rank 0 calls
+`record` once a step. Everything happens on the calling thread (about 0.1 ms with all three open),
+because a writer thread would compete with the training thread for the interpreter anyway.
+
+A resumed run repeats the steps after its checkpoint, so the lines after it are dropped first:
+there is one object per step, whatever happened in between. TensorBoard's files are append-only; a
+session-start event tells it from which step on older events are void.
+
+Lines are flushed to the operating system, not to the disk: a killed process loses nothing, a power
+cut may lose the last seconds. This module does not compute any figure: the loop does.
+
+The event file is written with TensorBoard's own record and event classes. `torch.utils.tensorboard`
+would do, but importing it takes seconds and loads TensorFlow where that is installed.
+"""
+
+import json
+import math
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+
+from paceline.config.errors import InputError
+from paceline.config.job import Observe
+from paceline.observe.run import Run, write_whole
+
+Line = dict[str, Any]
+
+# Key of a line -> name and help text of the endpoint, in the units the names say.
+_GAUGES = {
+    "loss": ("paceline_loss", "Training loss of the last step."),
+    "eval_loss": ("paceline_eval_loss", "Loss on the held-out split, at the last evaluation."),
+    "lr": ("paceline_learning_rate", "Learning rate of the last step."),
+    "grad_norm": ("paceline_gradient_norm", "Global gradient norm before clipping."),
+    "step_time_s": ("paceline_step_time_seconds", "Wall-clock time of the last step."),
+    "tokens_per_s": ("paceline_tokens_per_second", "Tokens a second over all ranks."),
+    "samples_per_s": ("paceline_samples_per_second", "Samples a second over all ranks."),
+    "mfu": ("paceline_mfu_ratio", "Model FLOPs over the peak of the devices, 0 to 1."),
+    "memory_bytes": ("paceline_memory_bytes", "Peak memory of rank 0."),
+    "time": ("paceline_last_step_timestamp_seconds", "Unix time at which the last step ended."),
+}
+_COUNTERS = {
+    "step": ("paceline_steps", "Optimizer steps done."),
+    "tokens": ("paceline_tokens", "Tokens trained on."),
+    "samples": ("paceline_samples", "Samples trained on."),
+    "skipped": ("paceline_skipped_steps", "Steps skipped for a non-finite loss or gradient."),
+}
+_SCALARS = ("loss", "eval_loss", "eval_perplexity", "lr", "grad_norm", "step_time_s", "mfu")
+
+
+class Metrics:
+    """The writers of one run, on rank 0: metrics.jsonl, TensorBoard, Prometheus."""
+
+    def __init__(self, run: Run, settings: Observe, unit: str, resume_step: int) -> None:
+        """Open the writers, and forget what came after the step that the run resumes from.
+
+        Args:
+            run: the Run directory; it is made where it does not exist.
+            settings: which of the writers are wanted.
+            unit: what the run counts, "tokens" or "samples".
+            resume_step: last step (counted from 1) whose state was restored; 0 for a new run.
+
+        Raises:
+            InputError: the port of the Prometheus endpoint can't be opened.
+        """
+        # First, because it is the one that can fail for a reason the person can mend.
+        self._endpoint = _Endpoint(run, settings) if settings.prometheus_port else None
+        keep_until(run.metrics_file, resume_step)
+        run.path.mkdir(parents=True, exist_ok=True)
+        self._lines = run.metrics_file.open("a", buffering=1, encoding="utf-8")
+        self._events = (
+            _EventFile(run.tensorboard_folder, unit, resume_step) if settings.tensorboard else None
+        )
+
+    def record(self, line: Line) -> None:
+        """Write down one step.
+
+        Numbers that are not finite become null in metrics.jsonl, so that every JSON reader takes
+        it; TensorBoard and Prometheus have their own notion of NaN and get it as it is.
+        """
+        self._lines.write(to_json(line) + "\n")
+        if self._events:
+            self._events.write(line)
+        if self._endpoint:
+            self._endpoint.update(line)
+
+    def close(self) -> None:
+        """Close files and port; closing twice does no harm."""
+        self._lines.close()
+        if self._events:
+            self._events.close()
+        if self._endpoint:
+            self._endpoint.close()
+
+
+def to_json(line: Line) -> str:
+    """One line of strict JSON; numbers that are not finite become null."""
+    try:
+        return json.dumps(line, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(line), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def keep_until(file: Path, step: int) -> None:
+    """Leave in a metrics.jsonl one whole line per step up to `step`; a missing file stays missing.
+
+    What a crash cut off goes too. The file is replaced atomically, and only where it changes.
+    """
+    if not file.exists():
+        return
+    text = file.read_text(encoding="utf-8", errors="replace")
+    kept: dict[int, str] = {}
+    for line in text.split("\n"):
+        number = _step_of(line)
+        if number is not None and number <= step:
+            kept[number] = line
+    whole = "".join(line + "\n" for line in kept.values())
+    if whole != text:
+        write_whole(file, whole)
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+class _EventFile:
+    """TensorBoard scalars: one event per step that holds all of its numbers."""
+
+    def __init__(self, folder: Path, unit: str, resume_step: int) -> None:
+        # Here and not above: a run without TensorBoard does not pay for the import.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        self._keys = (*_SCALARS, f"{unit}_per_s", "memory_bytes")
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a folder in the order of their names.
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+        self._records = RecordWriter((folder / name).open("wb"))
+        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        started = SessionLog(status=SessionLog.START)
+        # Voids what older files hold of this step and later ones.
+        self._append(Event(wall_time=time.time(), step=resume_step + 1, session_log=started))
+
+    def write(self, line: Line) -> None:
+        numbers = {key: line.get(key) for key in self._keys}
+        numbers |= {f"terms/{term}": value for term, value in line.get("terms", {}).items()}
+        values = [
+            self._summary.Value(tag=tag, simple_value=number)
+            for tag, number in numbers.items()
+            if number is not None
+        ]
+        wall_time = line.get("time", time.time())
+        summary = self._summary(value=values)
+        self._append(self._event(wall_time=wall_time, step=line["step"], summary=summary))
+
+    def _append(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+        self._records.flush()
+
+    def close(self) -> None:
+        self._records.close()
+
+
+class _Endpoint:
+    """Prometheus endpoint: a scrape turns the last line into samples, a step only replaces it."""
+
+    def __init__(self, run: Run, settings: Observe) -> None:
+        self._name = run.path.name
+        self._line: Line = {}
+        registry = CollectorRegistry()
+        registry.register(self)
+        host, port = settings.prometheus_host, settings.prometheus_port
+        assert port is not None
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise InputError(
+                f"observe.prometheus_port = {port} can't be opened on {host}: {error.strerror}; "
+                "choose a free port of this machine, or leave the setting out."
+            ) from None
+
+    def update(self, line: Line) -> None:
+        # Merged, because an evaluation's numbers stay true until the next one.
+        self._line = {**self._line, **line}
+
+    def collect(self) -> Iterator[Metric]:
+        line = self._line
+        yield InfoMetricFamily("paceline_run", "The run.", {"name": self._name})
+        for key, (name, text) in _GAUGES.items():
+            if line.get(key) is not None:
+                yield GaugeMetricFamily(name, text, line[key])
+        for key, (name, text) in _COUNTERS.items():
+            if line.get(key) is not None:
+                yield CounterMetricFamily(name, text, line[key])
+        terms = GaugeMetricFamily(
+            "paceline_term_seconds", "Part of the last step's time, by term.", labels=["term"]
+        )
+        for term, seconds in line.get("terms", {}).items():
+            terms.add_metric([term], seconds)
+        yield terms
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()

@@ -1,0 +1,233 @@
+"""Summary: the key figures of a run and where its step time went, from the lines of metrics.jsonl.
+
+Pure functions of plain data (lines as `Run.metrics` returns them, facts as `Run.facts` does),
+shared by the terminal and the report so that both say the same. Anything may be missing from a
+line or from the facts; numbers that are not finite count as missing.
+
+The first line of a run is left out of medians and means where there are others: it pays for the
+allocator's growth, autotuning and compilation, and says nothing about the steps after it.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Lines = Sequence[Mapping[str, Any]]
+Facts = Mapping[str, Any]
+
+# The vocabulary of step time in the order it is shown, with the colour a term has everywhere, on
+# light and on dark ground: cool where the device computes, violet where it waits for the network,
+# warm where it waits for anything else.
+TERM_COLOURS = {
+    "matmul": "#2b6cb0",
+    "attention": "#3f9bd1",
+    "other_kernels": "#8cc1e3",
+    "recompute": "#5a6fc4",
+    "optimizer": "#2f9e8f",
+    "bubble": "#b39b5d",
+    "exposed_comm": "#8e63ce",
+    "exposed_comm.dp": "#8e63ce",
+    "exposed_comm.fsdp": "#a983dc",
+    "exposed_comm.tp": "#7549b5",
+    "exposed_comm.pp": "#c3a6e8",
+    "exposed_comm.cp": "#9c4fb0",
+    "exposed_comm.ep": "#c27bd3",
+    "data_wait": "#e2903a",
+    "host_gap": "#d2504b",
+    "straggler_wait": "#a83e5c",
+    "checkpoint_stall": "#d9b13b",
+    "unattributed": "#9aa1a9",
+}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Mean time of a step by term."""
+
+    terms_s: Mapping[str, float]
+    """Seconds per step, in the order of the vocabulary; terms that took no time are left out."""
+    num_steps: int
+    """Steps the mean is over."""
+    profiled: bool
+    """Whether they were profiled: else only what the loop itself times is told apart."""
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of a mean step."""
+        return sum(self.terms_s.values())
+
+    def rows(self) -> list[tuple[str, float, float]]:
+        """Term, milliseconds per step, share of the step (0 to 1)."""
+        whole = self.total_s or 1.0
+        return [(term, s * 1e3, s / whole) for term, s in self.terms_s.items()]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Key figures of a run; None is what the run does not know."""
+
+    unit: str
+    """What the run counts: "tokens" or "samples"."""
+    step: int
+    """Steps done."""
+    first_loss: float | None
+    loss: float | None
+    """Training loss of the last step that has a finite one."""
+    eval_loss: float | None
+    """Held-out loss of the last evaluation, nats per token for a language model."""
+    eval_perplexity: float | None
+    unigram_loss: float | None
+    """What a model of token frequencies alone reaches on this text."""
+    rate: float | None
+    """Median tokens (or samples) per second."""
+    mfu: float | None
+    """Median, 0 to 1; None where the device's peak is unknown."""
+    memory_bytes: float | None
+    """Highest peak of rank 0."""
+    skipped: int
+    """Steps skipped for a non-finite loss or gradient."""
+    step_time_s: float | None
+    """Median time of a step."""
+    total_s: float
+    """Sum of the times of all steps; evaluations and pauses are not in it."""
+
+
+def number(value: Any) -> float | None:
+    """The value as a float where it is a finite number, else None."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def column(lines: Lines, key: str) -> list[float | None]:
+    """One number per line, None where it is missing or not finite."""
+    return [number(line.get(key)) for line in lines]
+
+
+def unit_of(lines: Lines, facts: Facts) -> str:
+    """What the run counts: "tokens" unless facts or lines say "samples"."""
+    if "unit" in facts:
+        return str(facts["unit"])
+    return "samples" if lines and "samples" in lines[-1] else "tokens"
+
+
+def summarise(lines: Lines, facts: Facts) -> Summary:
+    """The key figures of a run, of which there may be no step yet."""
+    unit = unit_of(lines, facts)
+    losses = _present(column(lines, "loss"))
+    evals = [line for line in lines if number(line.get("eval_loss")) is not None]
+    last_eval = evals[-1] if evals else {}
+    return Summary(
+        unit=unit,
+        step=int(lines[-1]["step"]) if lines else 0,
+        first_loss=losses[0] if losses else None,
+        loss=losses[-1] if losses else None,
+        eval_loss=number(last_eval.get("eval_loss")),
+        eval_perplexity=number(last_eval.get("eval_perplexity")),
+        unigram_loss=number((facts.get("data") or {}).get("unigram_loss")),
+        rate=_median(column(_warm(lines), f"{unit}_per_s")),
+        mfu=_median(column(_warm(lines), "mfu")),
+        memory_bytes=max(_present(column(lines, "memory_bytes")), default=None),
+        skipped=int(lines[-1].get("skipped") or 0) if lines else 0,
+        step_time_s=_median(column(_warm(lines), "step_time_s")),
+        total_s=sum(_present(column(lines, "step_time_s"))),
+    )
+
+
+def step_time(lines: Lines) -> StepTime:
+    """Where the time of a mean step went: over the profiled steps where there are any."""
+    profiled = [line for line in lines if line.get("profiled")]
+    chosen = profiled or _warm(lines)
+    return StepTime(mean_terms(chosen), len(chosen), bool(profiled))
+
+
+def mean_terms(lines: Lines) -> dict[str, float]:
+    """Mean seconds by term over these lines, in the order of the vocabulary, without zeros."""
+    sums: dict[str, float] = {}
+    for line in lines:
+        for term, seconds in (line.get("terms") or {}).items():
+            sums[term] = sums.get(term, 0.0) + (number(seconds) or 0.0)
+    return {term: sums[term] / len(lines) for term in in_order(sums) if sums[term]}
+
+
+def in_order(terms: Iterable[str]) -> list[str]:
+    """Terms in the order of the vocabulary, unknown ones last."""
+    order = list(TERM_COLOURS)
+    return sorted(terms, key=lambda term: order.index(term) if term in order else len(order))
+
+
+def colour(term: str) -> str:
+    """The term's colour; a term outside the vocabulary is grey."""
+    return TERM_COLOURS.get(term, TERM_COLOURS["unattributed"])
+
+
+def unigram_sentence(figures: Summary) -> str | None:
+    """What the held-out loss says against token frequencies alone, None where either is unknown."""
+    loss, bound = figures.eval_loss, figures.unigram_loss
+    if loss is None or bound is None:
+        return None
+    start = f"a unigram model of this text can't get below {bound:.2f}"
+    return f"{start}; reached {loss:.2f}" + ("" if loss < bound else ", not below it yet")
+
+
+def mfu_text(mfu: float | None) -> str:
+    """MFU in per cent, or that it can't be told."""
+    return "MFU: peak unknown" if mfu is None else f"MFU {mfu:.1%}"
+
+
+def loss_text(loss: float | None) -> str:
+    """A loss to four digits."""
+    return "not finite" if loss is None else f"{loss:.4g}"
+
+
+def rate_text(rate: float | None) -> str:
+    """A rate with thousands separators, to three digits where it is small."""
+    if rate is None:
+        return "unknown"
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def bytes_text(count: float | None) -> str:
+    """Bytes to three digits in powers of 1000, as datasheets of devices count them."""
+    if count is None:
+        return "unknown"
+    power = min(4, int(math.log10(max(count, 1.0)) // 3))
+    # Three digits may round up into the next unit: 999.9 MB is 1 GB.
+    power += power < 4 and count / 1000**power >= 999.5
+    return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def step_time_text(seconds: float | None) -> str:
+    """The time of one step to three digits."""
+    if seconds is None:
+        return "unknown"
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
+
+
+def duration_text(seconds: float) -> str:
+    """A duration in its two leading units."""
+    whole = round(seconds)
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def _warm(lines: Lines) -> Lines:
+    return lines[1:] or lines
+
+
+def _present(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    present = _present(values)
+    return statistics.median(present) if present else None

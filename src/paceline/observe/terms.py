@@ -1,0 +1,147 @@
+"""The vocabulary of a step's time, and the tables that put a recorded name under a term.
+
+Every instant of a step belongs to one of `TERMS`. The simulator names terms itself; what a profiler
+recorded has only the names of operators and kernels, and the tables here translate them. They are
+substrings seen in real traces (PyTorch on CPU, A100, H800), checked in the order given.
+
+Not here: anything that depends on where an operator ran (inside the optimizer, inside a recomputed
+block, beside a collective). `observe.kineto` knows the surroundings and has the last word.
+"""
+
+import re
+from functools import lru_cache
+
+AXES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
+EXPOSED_COMM = "exposed_comm"
+
+# In order of priority: where two spans of one layer overlap, the instant belongs to the earlier
+# term. Useful work comes first, so that a term of waste never hides a term of progress.
+TERMS = (
+    "matmul",
+    "attention",
+    "recompute",
+    "optimizer",
+    "other_kernels",
+    *(f"{EXPOSED_COMM}.{axis}" for axis in AXES),
+    EXPOSED_COMM,  # the axis is not known: traces of other systems
+    "checkpoint_stall",
+    "data_wait",
+    "straggler_wait",
+    "bubble",
+    "host_gap",
+    "unattributed",
+)
+TERM_ID = {term: index for index, term in enumerate(TERMS)}
+
+# What our own loop records with torch.profiler.record_function.
+STEP_RANGE = "paceline.step"
+_RANGES = {
+    "paceline.optimizer": "optimizer",
+    "paceline.data_wait": "data_wait",
+    "paceline.checkpoint_stall": "checkpoint_stall",
+    "paceline.recompute": "recompute",
+    "paceline.attention": "attention",
+}
+COMM_RANGE = "paceline.comm."  # + axis
+
+_ATTENTION_OPS = ("scaled_dot_product", "flash_attn", "attention")
+_MATMUL_OPS = re.compile(
+    r"(add|badd)?(mm|bmm|mv)_?$|addbmm|matmul|linear$|linear_backward|mkldnn_linear|dot$|einsum|"
+    r"tensordot|bilinear|_scaled_mm|_grouped_mm|_scaled_grouped_mm|_int_mm|_linear_pointwise|"
+    r"_addmm_activation|((mkldnn|cudnn|miopen|thnn|slow)?_)?conv(olution|_|\d)"
+)
+# Bookkeeping that encloses operators: its own time is the host's, not a kernel's.
+_HOST_OPS = re.compile(
+    r"autograd::engine|torch::autograd::|\w*Backward\d*$|PythonSubclass|Torch-Compiled|"
+    r"CompiledFunction|TorchDynamo|Pregraph|AOTDispatcher|## "
+)
+_COMM_OPS = ("c10d::", "_c10d_functional::", "c10d_functional::", "record_param_comms", "nccl:")
+
+_COMM_KERNELS = ("nccl", "nvshmem", "deep_ep", "::ep::internode", "::ep::intranode", "rccl")
+_ATTENTION_KERNELS = ("flash", "fmha", "sdpa", "attention", "attn_")
+_OPTIMIZER_KERNELS = ("multi_tensor_apply", "fusedadam", "fused_adam", "fusedsgd")
+_MATMUL_KERNELS = re.compile(
+    r"(?<!fb)gemm|gemv|cutlass|xmma|nvjet|scudnn|cublas|splitk|winograd|convolve|convolution|conv2d|"
+    r"conv_depthwise|wgrad|dgrad|fprop|triton_tem\w*mm|^_?(matmul|bmm|mm)_kernel|cijk_"
+)
+
+# Mesh dimensions as other systems name them.
+_AXIS_ALIASES = {
+    "ddp": "dp",
+    "replicate": "dp",
+    "dp_replicate": "dp",
+    "shard": "fsdp",
+    "dp_shard": "fsdp",
+    "dp_shard_cp": "fsdp",
+    "batch_shard": "fsdp",
+}
+
+
+def range_term(name: str) -> str | None:
+    """Return the term that a recorded range claims for everything within it, or None."""
+    if name.startswith("Optimizer."):  # torch.optim records Optimizer.step#AdamW.step by itself
+        return "optimizer"
+    return _RANGES.get(name)
+
+
+@lru_cache(maxsize=4096)
+def op_term(name: str) -> str:
+    """Return the term of a host operator's own time, judged by its name alone."""
+    if is_attention_op(name):
+        return "attention"
+    namespace, _, base = name.rpartition("::")
+    if namespace and _MATMUL_OPS.match(base):
+        return "matmul"
+    return "host_gap" if _HOST_OPS.match(name) else "other_kernels"
+
+
+def is_attention_op(name: str) -> bool:
+    """Say whether an operator computes scaled dot-product attention, forward or backward."""
+    lowered = name.lower()
+    return lowered.startswith(("aten::", "flash", "xformers")) and any(
+        word in lowered for word in _ATTENTION_OPS
+    )
+
+
+def is_comm_op(name: str) -> bool:
+    """Say whether a host operator starts or awaits a collective."""
+    return name.startswith(_COMM_OPS)
+
+
+@lru_cache(maxsize=4096)
+def kernel_term(name: str) -> str:
+    """Return the term of a device kernel, judged by its name alone."""
+    lowered = name.lower()
+    if any(word in lowered for word in _COMM_KERNELS):
+        return EXPOSED_COMM
+    if any(word in lowered for word in _ATTENTION_KERNELS):
+        return "attention"
+    if any(word in lowered for word in _OPTIMIZER_KERNELS):
+        return "optimizer"
+    return "matmul" if _MATMUL_KERNELS.search(lowered) else "other_kernels"
+
+
+def comm_term(axis: str | None) -> str:
+    """Return `exposed_comm.<axis>`, or `exposed_comm` where the axis is unknown."""
+    return f"{EXPOSED_COMM}.{axis}" if axis in AXES else EXPOSED_COMM
+
+
+def axis_of_group(description: str) -> str | None:
+    """Return the mesh axis that a process group's description names ("mesh_fsdp"), or None."""
+    word = description.removeprefix("mesh_").lower()
+    return word if word in AXES else _AXIS_ALIASES.get(word)
+
+
+def is_all_to_all(name: str) -> bool:
+    """Say whether a communication operator exchanges, as only experts and sequences do."""
+    return "alltoall" in name or "all_to_all" in name
+
+
+def axis_hint(name: str) -> str | None:
+    """Return the mesh axis that a host range or operator speaks for, or None."""
+    if name.startswith(COMM_RANGE):
+        return axis_of_group(name.removeprefix(COMM_RANGE))
+    if name.startswith("FSDP::"):
+        return "fsdp"
+    # Started while a gradient is accumulated: by DDP's reducer or its communication hooks.
+    return "dp" if name.endswith("evaluate_function: torch::autograd::AccumulateGrad") else None

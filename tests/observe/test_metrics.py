@@ -1,0 +1,195 @@
+"""The writers of a run's metrics: pure text, then files, then a port of the loopback."""
+
+import json
+import math
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from paceline.config.errors import InputError
+from paceline.config.job import Observe
+from paceline.observe.metrics import Metrics, keep_until, to_json
+from paceline.observe.run import Run
+from tests.observe import synthetic
+
+QUIET = Observe(tensorboard=False)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path / "runs" / "demo")
+
+
+def write(run, lines, settings=QUIET, resume_step=0, unit="tokens"):
+    metrics = Metrics(run, settings, unit, resume_step)
+    for line in lines:
+        metrics.record(line)
+    metrics.close()
+    return metrics
+
+
+def test_numbers_that_are_not_finite_become_null():
+    line = {"step": 1, "loss": math.nan, "mfu": None, "terms": {"matmul": math.inf, "x": 0.5}}
+    text = to_json(line)
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "step": 1,
+        "loss": None,
+        "mfu": None,
+        "terms": {"matmul": None, "x": 0.5},
+    }
+    assert math.isnan(line["loss"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('{"step": 1}\n{"step": 2}\n{"step": 3}\n', '{"step": 1}\n{"step": 2}\n'),
+        ('{"step": 1}\n{"step": 2, "lo', '{"step": 1}\n'),
+        ('{"step": 1}\n{"step": 2}', '{"step": 1}\n{"step": 2}\n'),
+        ('{"step": 1}\n\0\0\0\0', '{"step": 1}\n'),
+        ('{"step": 1, "a": 1}\n{"step": 1, "a": 2}\n', '{"step": 1, "a": 2}\n'),
+        ('{"step": 3}\n', ""),
+        ("", ""),
+    ],
+    ids=["later", "cut", "no newline", "zeros", "twice", "all later", "empty"],
+)
+def test_only_whole_lines_up_to_the_step_are_kept(tmp_path, before, after):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(before)
+    keep_until(file, 2)
+    assert file.read_text() == after
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_whole_file_is_not_written_again(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n')
+    before = file.stat()
+    keep_until(file, 1)
+    assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    keep_until(tmp_path / "absent.jsonl", 1)
+    assert not (tmp_path / "absent.jsonl").exists()
+
+
+def test_each_step_can_be_read_as_soon_as_it_is_recorded(run):
+    lines = synthetic.lines(3)
+    metrics = Metrics(run, QUIET, "tokens", 0)
+    for num_recorded, line in enumerate(lines, start=1):
+        metrics.record(line)
+        assert run.metrics() == lines[:num_recorded]
+    metrics.close()
+    metrics.close()
+
+
+def test_a_resumed_run_has_one_object_per_step(run):
+    lines = synthetic.lines(10)
+    write(run, lines[:7])
+    with run.metrics_file.open("a") as file:
+        file.write('{"step": 8, "loss": 4.')
+    write(run, lines[4:], resume_step=4)
+    assert run.metrics() == lines
+
+
+def test_a_new_run_forgets_what_was_there(run):
+    write(run, synthetic.lines(5))
+    write(run, synthetic.lines(2))
+    assert [line["step"] for line in run.metrics()] == [1, 2]
+
+
+def scalars(run, tag):
+    events = EventAccumulator(str(run.tensorboard_folder), {"scalars": 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def tags(run):
+    events = EventAccumulator(str(run.tensorboard_folder))
+    events.Reload()
+    return set(events.Tags()["scalars"])
+
+
+def test_tensorboard_reads_every_scalar(run):
+    lines = synthetic.lines(6, profile_every=2)
+    lines[3]["loss"] = math.nan
+    lines[3]["mfu"] = 0.43
+    write(run, lines, Observe())
+    assert tags(run) == {
+        *("loss", "eval_loss", "eval_perplexity", "lr", "grad_norm", "step_time_s", "mfu"),
+        *("tokens_per_s", "memory_bytes"),
+        *(f"terms/{term}" for term in lines[1]["terms"]),
+    }
+    assert scalars(run, "lr") == [(line["step"], pytest.approx(line["lr"])) for line in lines]
+    assert scalars(run, "mfu") == [(4, pytest.approx(0.43))]
+    assert math.isnan(dict(scalars(run, "loss"))[4])
+
+
+def test_tensorboard_forgets_the_steps_after_a_resume(run):
+    lines = synthetic.lines(10)
+    write(run, [{**line, "loss": 99.0} for line in lines[:7]], Observe())
+    write(run, lines[4:8], Observe(), resume_step=4)
+    losses = scalars(run, "loss")
+    assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [loss == 99.0 for _, loss in losses] == [True] * 4 + [False] * 4
+
+
+def test_samples_are_counted_as_samples(run):
+    write(run, synthetic.lines(2, unit="samples"), Observe(), unit="samples")
+    assert "samples_per_s" in tags(run)
+
+
+def test_without_tensorboard_nothing_of_it_is_written_or_imported(run):
+    write(run, synthetic.lines(2))
+    assert not run.tensorboard_folder.exists()
+    code = "import sys, paceline.observe.metrics; print({'tensorboard', 'torch'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def scrape(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return answer.read().decode()
+
+
+def test_prometheus_scrapes_the_last_step(run, port):
+    settings = Observe(tensorboard=False, prometheus_port=port)
+    metrics = Metrics(run, settings, "tokens", 0)
+    assert 'paceline_run_info{name="demo"} 1.0' in scrape(port)
+    lines = synthetic.lines(12, profile_every=11)
+    for line in lines[:11]:
+        metrics.record(line)
+    text = scrape(port).splitlines()
+    metrics.close()
+    last = lines[10]
+    for sample in (
+        "paceline_steps_total 11.0",
+        f"paceline_tokens_total {float(last['tokens'])}",
+        f"paceline_loss {last['loss']}",
+        f"paceline_step_time_seconds {last['step_time_s']}",
+        f'paceline_term_seconds{{term="exposed_comm.dp"}} {last["terms"]["exposed_comm.dp"]}',
+        # The last evaluation was before the last step.
+        f"paceline_eval_loss {lines[9]['eval_loss']}",
+    ):
+        assert sample in text
+    assert not any(sample.startswith("paceline_mfu") for sample in text)
+
+
+def test_a_port_in_use_is_one_sentence_and_leaves_the_run_as_it_was(run, port):
+    write(run, synthetic.lines(3))
+    settings = Observe(prometheus_port=port)
+    metrics = Metrics(run, settings, "tokens", 3)
+    with pytest.raises(InputError, match=f"observe.prometheus_port = {port} can't be opened"):
+        Metrics(run, settings, "tokens", 0)
+    metrics.close()
+    assert len(run.metrics()) == 3
+    Metrics(run, settings, "tokens", 3).close()

@@ -1,0 +1,1 @@
+"""Ranks, meshes and the machine they live on."""

@@ -1,0 +1,105 @@
+"""Who this process is among the ranks of a run, and how they meet.
+
+A rank learns its place from the environment that a launcher set: torchrun (and Paceline's own
+launcher, which is torchrun's agent) or Slurm's srun. A process without such an environment is
+alone.
+"""
+
+import os
+import re
+import socket
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place: rank `rank` of `world_size`, `local_rank` of those on this host."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    device_type: str = "cpu"
+
+    @property
+    def device(self) -> torch.device:
+        """The device this rank computes on."""
+        if self.device_type == "cuda":
+            return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+        return torch.device("cpu")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which speaks and writes for the run."""
+        return self.rank == 0
+
+
+def given_ranks(device_type: str) -> Ranks | None:
+    """The place that a launcher gave this process, None where it was started by hand."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return Ranks(
+            rank=int(env["RANK"]),
+            world_size=int(env["WORLD_SIZE"]),
+            local_rank=int(env.get("LOCAL_RANK", "0")),
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
+            device_type=device_type,
+        )
+    if "SLURM_STEP_NUM_TASKS" in env:  # set by srun only, not by sbatch or salloc
+        return Ranks(
+            rank=int(env["SLURM_PROCID"]),
+            world_size=int(env["SLURM_STEP_NUM_TASKS"]),
+            local_rank=int(env["SLURM_LOCALID"]),
+            local_world_size=int(env["SLURM_STEP_TASKS_PER_NODE"].split("(")[0]),  # "4(x2)"
+            device_type=device_type,
+        )
+    return None
+
+
+def connect(ranks: Ranks, timeout_s: float = 1800) -> None:
+    """Join the process group of the run: gloo for CPU tensors, NCCL for CUDA tensors."""
+    if ranks.device_type == "cuda":
+        torch.cuda.set_device(ranks.device)
+    if ranks.world_size == 1:
+        return
+    _fill_in_rendezvous(ranks)
+    backend = "cpu:gloo,cuda:nccl" if ranks.device_type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=ranks.device if ranks.device_type == "cuda" else None,
+    )
+
+
+def disconnect() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _fill_in_rendezvous(ranks: Ranks) -> None:
+    if ranks.local_world_size == ranks.world_size and sys.platform == "linux":
+        # One host: its name may not resolve, and its outward interface may be firewalled or slow.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if "MASTER_ADDR" in os.environ:
+        return
+    nodes = os.environ.get("SLURM_STEP_NODELIST", socket.gethostname())
+    job = int(os.environ.get("SLURM_JOB_ID", "0"))
+    os.environ["MASTER_ADDR"] = first_host(nodes)
+    os.environ["MASTER_PORT"] = str(20000 + job % 20000)
+
+
+def first_host(nodelist: str) -> str:
+    """First host of Slurm's compressed list: "gpu[003-006,9],login1" -> "gpu003"."""
+    prefix, bracket, rest = nodelist.partition("[")
+    if not bracket or "," in prefix:
+        return nodelist.split(",")[0]
+    number = re.match(r"\d+", rest)
+    return prefix + (number.group() if number else "")

@@ -1,0 +1,101 @@
+"""Discover this machine: its devices, cores and memory, as a concrete Cluster of one node."""
+
+import multiprocessing
+import os
+import platform
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import psutil
+import torch
+
+from paceline.config.hardware import Cluster, Device, Figure, recognise
+
+# More gloo ranks than this on one host spend their time in each other's way.
+_MOST_CPU_RANKS = 8
+
+
+def this_machine() -> Cluster:
+    """The Cluster that "auto" stands for: every CUDA device, or else gloo ranks over the cores."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus:
+        return Cluster(device=_cuda_device(), devices_per_node=num_gpus, num_nodes=1)
+    num_ranks = num_cpu_ranks(num_cores())
+    return Cluster(device=_cpu_device(num_ranks), devices_per_node=num_ranks, num_nodes=1)
+
+
+def num_cpu_ranks(cores: int) -> int:
+    """The largest power of two within the cores (batches are powers of two), at most 8."""
+    most = max(1, min(cores, _MOST_CPU_RANKS))
+    return 1 << (most.bit_length() - 1)
+
+
+def num_cores() -> int:
+    """Cores this process may use: its affinity mask, or a container's quota where that is less."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(usable or 1, _cgroup_quota() or usable or 1))
+
+
+def _cgroup_quota() -> int | None:
+    """Whole cores of a cgroup-v2 CPU quota, None where there is none."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else max(1, int(quota) // int(period))
+
+
+def _cpu_device(num_ranks: int) -> Device:
+    memory = psutil.virtual_memory().total / num_ranks
+    return Device(
+        name=_cpu_name(),
+        kind="cpu",
+        memory_bytes=Figure(
+            value=memory, origin="measured", source="this host's memory, shared by its ranks"
+        ),
+        precisions=("fp64", "fp32", "bf16") if _cpu_has_bf16() else ("fp64", "fp32"),
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether bf16 products are native: elsewhere torch emulates them, slower than fp32."""
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return any(flag in info for flag in ("avx512_bf16", "amx_bf16", " bf16"))
+
+
+def _cuda_device() -> Device:
+    """Ask a short-lived process, so that this one never opens a context on a device.
+
+    The launcher that asks lives as long as its ranks; a context of its own would hold hundreds of
+    megabytes of device 0 all the while.
+    """
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        name, memory_bytes, has_bf16 = pool.submit(_query_cuda).result()
+    known = recognise(name)
+    if known is not None:
+        return known
+    return Device(
+        name=name,
+        kind="cuda",
+        memory_bytes=Figure(value=memory_bytes, origin="measured", source="the device's driver"),
+        precisions=("fp64", "fp32", "fp16", *(["bf16"] if has_bf16 else [])),
+    )
+
+
+def _query_cuda() -> tuple[str, float, bool]:
+    properties = torch.cuda.get_device_properties(0)
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return properties.name, float(properties.total_memory), has_bf16

@@ -1,0 +1,1 @@
+"""Puts a module on a mesh: replicas, shards, recompute, precision."""

@@ -2,6 +2,8 @@
 
 import json
 import math
+import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -193,3 +195,23 @@ def test_a_port_in_use_is_one_sentence_and_leaves_the_run_as_it_was(run, port):
     metrics.close()
     assert len(run.metrics()) == 3
     Metrics(run, settings, "tokens", 3).close()
+
+
+def test_a_full_disk_keeps_lines_in_memory_until_there_is_room(tmp_path):
+    """RLIMIT_FSIZE stands for the full disk: a write beyond it fails, as ENOSPC does."""
+    run = Run(tmp_path)
+    metrics = Metrics(run, Observe(tensorboard=False), "tokens", 0)
+    assert metrics.record({"step": 1, "loss": 1.0}) is None
+    size = run.metrics_file.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, before[1]))
+    try:
+        assert "metrics.jsonl can't be written" in metrics.record({"step": 2, "loss": 2.0})
+        assert run.metrics_file.stat().st_size == size, "half a line was left"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert metrics.record({"step": 3, "loss": 3.0}) is None
+    metrics.close()
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3]

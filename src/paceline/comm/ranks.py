@@ -62,10 +62,10 @@ def given_ranks(device_type: str) -> Ranks | None:
 
 
 def connect(ranks: Ranks, timeout_s: float = 1800) -> None:
-    """Join the process group of the run: gloo for CPU tensors, NCCL for CUDA tensors."""
+    """Join the process group of the run, once: gloo for CPU tensors, NCCL for CUDA tensors."""
     if ranks.device_type == "cuda":
         torch.cuda.set_device(ranks.device)
-    if ranks.world_size == 1:
+    if ranks.world_size == 1 or dist.is_initialized():
         return
     _fill_in_rendezvous(ranks)
     backend = "cpu:gloo,cuda:nccl" if ranks.device_type == "cuda" else "gloo"
@@ -76,6 +76,15 @@ def connect(ranks: Ranks, timeout_s: float = 1800) -> None:
         timeout=timedelta(seconds=timeout_s),
         device_id=ranks.device if ranks.device_type == "cuda" else None,
     )
+
+
+def from_first(value: bool) -> bool:
+    """What rank 0 says, on every rank."""
+    if not dist.is_initialized():
+        return value
+    answer = [value]
+    dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
+    return answer[0]
 
 
 def disconnect() -> None:

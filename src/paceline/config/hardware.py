@@ -88,6 +88,7 @@ class Cluster(Noun):
     devices_per_node: Auto | Count = "auto"
     """Ranks on each node: CUDA devices, or CPU ranks over gloo."""
     num_nodes: Auto | Count = "auto"
+    """Machines; more than one are reached by torchrun or srun."""
 
 
 def _gpu(

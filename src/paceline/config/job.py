@@ -168,6 +168,12 @@ def _disagreement(job: Job) -> str | None:
             f"warm-up and decay take {ramps} steps but train.steps = {train.steps}: "
             "shorten optim.warmup_steps or optim.decay_steps."
         )
+    window = job.observe.profile_steps + 1
+    if 0 < job.observe.profile_every < window:
+        return (
+            f"observe.profile_every = {job.observe.profile_every} is shorter than a window of "
+            f"{job.observe.profile_steps} profiled steps and one of warm-up: give {window} or more."
+        )
     if optim.decay_steps and optim.schedule != "wsd":
         return (
             f"optim.decay_steps = {optim.decay_steps} has no effect with "

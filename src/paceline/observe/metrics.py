@@ -16,11 +16,14 @@ The event file is written with TensorBoard's own record and event classes. `torc
 would do, but importing it takes seconds and loads TensorFlow where that is installed.
 """
 
+import errno
 import json
 import math
+import os
 import socket
 import time
 from collections.abc import Iterator
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -79,22 +82,36 @@ class Metrics:
         self._endpoint = _Endpoint(run, settings) if settings.prometheus_port else None
         keep_until(run.metrics_file, resume_step)
         run.path.mkdir(parents=True, exist_ok=True)
-        self._lines = run.metrics_file.open("a", buffering=1, encoding="utf-8")
+        self._lines = run.metrics_file.open("ab", buffering=0)
+        self._waiting = b""
         self._events = (
             _EventFile(run.tensorboard_folder, unit, resume_step) if settings.tensorboard else None
         )
 
-    def record(self, line: Line) -> None:
-        """Write down one step.
+    def record(self, line: Line) -> str | None:
+        """Write down one step. A full disk does not end the run.
 
         Numbers that are not finite become null in metrics.jsonl, so that every JSON reader takes
         it; TensorBoard and Prometheus have their own notion of NaN and get it as it is.
+
+        Returns:
+            what can't be written and why, None where all is on its way to the disk. Lines of
+            metrics.jsonl wait in memory until there is room again; TensorBoard's file ends.
         """
-        self._lines.write(to_json(line) + "\n")
-        if self._events:
-            self._events.write(line)
         if self._endpoint:
             self._endpoint.update(line)
+        self._waiting += (to_json(line) + "\n").encode()
+        try:
+            append_whole(self._lines, self._waiting)
+            self._waiting = b""
+            if self._events:
+                self._events.write(line)
+        except OSError as error:
+            if not self._waiting:
+                self._events = None
+            name = "metrics.jsonl" if self._waiting else "TensorBoard's file"
+            return f"{name} can't be written ({error.strerror})"
+        return None
 
     def close(self) -> None:
         """Close files and port; closing twice does no harm."""
@@ -103,6 +120,21 @@ class Metrics:
             self._events.close()
         if self._endpoint:
             self._endpoint.close()
+
+
+def append_whole(file: RawIOBase, data: bytes) -> None:
+    """Append all of the data to an unbuffered file, or none of it.
+
+    Raises:
+        OSError: the disk is full or gone; the file is as it was.
+    """
+    end = file.seek(0, os.SEEK_END)
+    try:
+        if file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        file.truncate(end)
+        raise
 
 
 def to_json(line: Line) -> str:

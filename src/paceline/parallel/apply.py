@@ -27,7 +27,12 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from paceline.config.errors import InputError
 from paceline.config.layout import Layout
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 _KEPT_OPERATORS = frozenset(
     {

@@ -1,0 +1,34 @@
+"""Paceline trains PyTorch models on many devices, and accounts for every millisecond and byte.
+
+    import paceline
+    run = paceline.train(job, model=my_module, loss=my_loss, data=my_dataset)
+
+Names are loaded when they are first used, so that importing the package costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.config.errors import InputError as InputError
+    from paceline.config.job import Job as Job
+    from paceline.config.layout import Layout as Layout
+    from paceline.observe.run import Run as Run
+    from paceline.parallel.apply import parallelize as parallelize
+    from paceline.train.own import train as train
+
+_HOMES = {
+    "InputError": "paceline.config.errors",
+    "Job": "paceline.config.job",
+    "Layout": "paceline.config.layout",
+    "Run": "paceline.observe.run",
+    "parallelize": "paceline.parallel.apply",
+    "train": "paceline.train.own",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,112 @@
+"""Ranks that succeed or fail together.
+
+A disk fills up on one machine while the others go on; whoever then enters the next collective waits
+for a rank that left. So each step of a save or a load runs as an attempt, its failure is a message
+like any other, and all ranks raise or none does.
+
+All messages go over a gloo group of their own: they never interleave with the collectives of
+training, and they need no device. Without a process group the same code runs alone.
+"""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from paceline.config.errors import InputError
+from paceline.train.checkpoint.files import DamagedError
+
+T = TypeVar("T")
+
+# A slow disk on one rank keeps the others waiting in the background, where nothing is lost by it.
+WRITE_TIMEOUT = timedelta(hours=2)
+
+EXPECTED: dict[str, type[Exception]] = {
+    "input": InputError,
+    "damaged": DamagedError,
+    "system": OSError,
+}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All ranks of this job, or the one process where there are no others."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+    @staticmethod
+    def of_this_job() -> "Ranks":
+        """Make the group. Every rank calls this."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return Ranks(0, 1, None)
+        group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        return Ranks(dist.get_rank(), dist.get_world_size(), group)
+
+    def together(self, attempt: Callable[[], T]) -> T:
+        """Run it on every rank. Returns this rank's result if all succeeded, else all raise.
+
+        Raises:
+            InputError, DamagedError, OSError: the first rank's failure, if it is one of these.
+            RuntimeError: any other failure, with the traceback of the rank it happened on.
+        """
+        result, failure = None, None
+        try:
+            result = attempt()
+        except Exception as error:
+            failure = self._describe(error)
+        for first in self.all_gather(failure):
+            if first is not None:
+                kind, text = first
+                raise EXPECTED.get(kind, RuntimeError)(text)
+        return cast(T, result)
+
+    def on_first(self, attempt: Callable[[], T]) -> T:
+        """Run it on rank 0 and give every rank its result, or let every rank raise its failure."""
+        result = self.together(lambda: attempt() if self.rank == 0 else cast(T, None))
+        return self._broadcast(result)
+
+    def all_gather(self, item: T) -> list[T]:
+        """Give every rank a small record of every rank, in rank order."""
+        if self.group is None:
+            return [item]
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item, group=self.group)
+        return items
+
+    def gather(self, item: T) -> list[T]:
+        """Give rank 0 the record of every rank, in rank order; the others get an empty list."""
+        if self.group is None:
+            return [item]
+        items: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(item, items, dst=0, group=self.group)
+        return items or []
+
+    def scatter(self, items: list[T]) -> T:
+        """Give each rank its entry of rank 0's list; what the others pass is not looked at."""
+        if self.group is None:
+            return items[0]
+        received: list[Any] = [None]
+        dist.scatter_object_list(
+            received, items if self.rank == 0 else None, src=0, group=self.group
+        )
+        return received[0]
+
+    def _broadcast(self, item: T) -> T:
+        if self.group is None:
+            return item
+        items = [item]
+        dist.broadcast_object_list(items, src=0, group=self.group)
+        return items[0]
+
+    def _describe(self, error: Exception) -> tuple[str, str]:
+        where = f"rank {self.rank}: " if self.size > 1 else ""
+        for name, kind in EXPECTED.items():
+            if isinstance(error, kind):
+                is_local = kind is OSError  # the other two read the same on whichever rank
+                return name, f"{where if is_local else ''}{error}"
+        return "program", f"{where}{''.join(traceback.format_exception(error))}"

@@ -1,0 +1,351 @@
+"""Saving beside training, and finding the newest checkpoint that is whole.
+
+How a save goes. On the training thread the ranks agree who writes which chunk, and each copies
+*its own* chunks to host memory; that is all the step waits for. A background thread then writes
+them into `step-<n>.tmp`; when every rank's file is on the disk, rank 0 adds the manifest, and one
+rename to `step-<n>` makes the checkpoint exist. Whoever kills the process, and whenever, finds the
+previous checkpoint as it was. `latest` is a relative symbolic link for people; nothing reads it.
+
+Around DCP's planners (see `plan`) its own `async_save` is not used: it copies the whole state on
+every rank *before* it plans (under DDP the full model and optimizer, of which a share is written),
+keeps its metadata in a pickle, and leaves a half-written directory behind when a disk is full.
+Planning first costs one small exchange; plan and host buffers are kept for as long as the layout
+stays the same. Writing and hashing release the GIL, so a thread disturbs training no more than a
+process would, and needs no second process group.
+
+Not here: when to save (the loop), which tensors make up the state (`state`). One Checkpointer at a
+time may own a directory: it sweeps what an interrupted save left there.
+
+Sources: CheckFreq (Mohan et al., FAST 2021) for copying first and writing behind; "All File Systems
+Are Not Created Equal" (Pillai et al., OSDI 2014) for what a rename needs around it to be atomic.
+"""
+
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.config.errors import InputError
+from paceline.train.checkpoint.agreement import Ranks
+from paceline.train.checkpoint.files import (
+    FORMAT_VERSION,
+    MANIFEST,
+    DamagedError,
+    FileEntry,
+    FoundCheckpoint,
+    Manifest,
+    check_file,
+    complete_steps,
+    decode_manifest,
+    encode_manifest,
+    link_latest,
+    make_empty,
+    rename_over,
+    shard_name,
+    sweep,
+    sync_directory,
+    write_durably,
+    write_shard,
+)
+from paceline.train.checkpoint.plan import (
+    Offer,
+    Staging,
+    as_json,
+    divide,
+    fill,
+    fitting,
+    some,
+    unclaimed,
+)
+
+
+class Checkpointer:
+    """Saves and loads the checkpoints of one run.
+
+    Every method is called by every rank, in the same order. Call `finish` before the process groups
+    are destroyed.
+
+    Args:
+        directory: where the `step-<n>` directories are, seen by all ranks; made where missing.
+        keep_last: how many of the newest checkpoints to keep, at least 1.
+        keep_every: also keep each one whose step is a multiple of this, for good.
+        say: takes one sentence for a person; called on rank 0 only, on the calling thread.
+
+    Raises:
+        InputError: a number is out of range, or the directory can't be made.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep_last: int,
+        keep_every: int | None = None,
+        say: Callable[[str], None],
+    ) -> None:
+        if keep_last < 1 or (keep_every is not None and keep_every < 1):
+            raise InputError(
+                f"keep_last = {keep_last}, keep_every = {keep_every} were given; both count from 1."
+            )
+        self.directory = directory
+        self._keeping = _Keeping(keep_last, keep_every)
+        self._say = say
+        self._ranks = Ranks.of_this_job()
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._running: Future[_Outcome] | None = None
+        self._staging: Staging | None = None
+        self._ranks.on_first(lambda: _open(directory))
+
+    def save(self, step: int, tensors: dict[str, Any], facts: dict[str, Any]) -> float:
+        """Start saving, and return once this rank's share is copied to host memory.
+
+        Args:
+            step: names the checkpoint; one of that step that is already there is replaced.
+            tensors: nested dicts of tensors, DTensors, and plain numbers, text or lists of them.
+                The same name on several ranks means the same thing; one rank's copy is saved.
+            facts: any JSON data; rank 0's are saved.
+
+        Returns:
+            The seconds the step waited: a still running save, the plan if it changed, the copy.
+
+        Raises:
+            InputError: an entry or a fact can't be saved, or ranks disagree about a tensor's shape.
+        """
+        started_s = time.perf_counter()
+        self.finish()
+        offer, facts = self._ranks.together(lambda: (Offer.of(tensors), as_json("facts", facts)))
+        staging = self._agree_on_share(offer)
+        offer.copy_to_host(staging)
+        values = {name: offer.values[name] for name in staging.share.value_names}
+        self._running = self._background.submit(self._write, step, staging, values, facts)
+        return time.perf_counter() - started_s
+
+    def poll(self) -> None:
+        """Say how a background save ended, if one did since the last call; else do nothing.
+
+        A save that failed for want of disk is said, no more. An error in the program is raised.
+        """
+        if self._running is not None and self._running.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the running save, if there is one, and say how it ended."""
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        outcome = running.result()
+        kept = self._keeping.last_good
+        if outcome.failure is None:
+            self._keeping.accept(outcome.step)
+        self._tell(outcome.sentence(kept))
+
+    def latest_good(self) -> FoundCheckpoint | None:
+        """Return the newest checkpoint whose every byte is as written, or None where there is none.
+
+        The ranks share the reading. A damaged one is refused by name, and the one before it tried.
+
+        Raises:
+            InputError: there are checkpoints, but none of them is good.
+        """
+        self.finish()
+        refused = []
+        for step in reversed(self._ranks.on_first(lambda: complete_steps(self.directory))):
+            try:
+                found = self._verify(step)
+            except DamagedError as damage:
+                self._keeping.damaged.add(step)
+                refused.append(f"step-{step}: {damage}")
+                self._tell(f"checkpoint step-{step} is refused: {damage}.")
+                continue
+            if refused:
+                self._tell(f"checkpoint step-{step} is good and taken instead.")
+            self._keeping.accept(step)
+            return found
+        if refused:
+            raise InputError(
+                f"none of the {len(refused)} checkpoints in {self.directory} is good "
+                f"({'; '.join(refused)}); put back a copy, or remove the directory to start anew."
+            )
+        return None
+
+    def load(self, found: FoundCheckpoint, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Fill `tensors` in place from a checkpoint, of whatever layout and number of ranks.
+
+        Tensors are copied into, other entries replaced. Top-level sections that aren't asked for
+        are left out; within one that is, checkpoint and `tensors` must hold the same names, shapes
+        and dtypes. The section "rng" is per rank: entries that don't fit stay as they are.
+
+        Returns:
+            The facts that were given to `save`.
+
+        Raises:
+            InputError: names, shapes or dtypes differ; then nothing was changed.
+        """
+        self.finish()
+        wanted = self._ranks.together(lambda: fitting(found, tensors))
+        # A name that no rank asks for, though its section is asked for, would be lost in silence.
+        lost = set.intersection(*self._ranks.all_gather(unclaimed(found, tensors, wanted)))
+        if lost:
+            raise InputError(
+                f"checkpoint step-{found.step} holds {some(sorted(lost))}, which the model or "
+                "optimizer lacks; continue with the ones that were saved."
+            )
+        self._ranks.together(lambda: fill(found, wanted))
+        return found.facts
+
+    def _agree_on_share(self, offer: Offer) -> Staging:
+        """Divide the writing, or keep the last division where no rank's state changed its form."""
+        last = self._staging
+        is_same = last is not None and last.asked == offer.asked
+        if all(self._ranks.all_gather(is_same)) and last is not None:
+            return last
+        asked = self._ranks.gather(offer.asked)
+        shares = self._ranks.together(lambda: divide(asked) if asked else [])
+        self._staging = Staging.of(offer.asked, self._ranks.scatter(shares))
+        return self._staging
+
+    def _write(
+        self, step: int, staging: Staging, values: dict[str, Any], facts: dict[str, Any]
+    ) -> "_Outcome":
+        """Write one checkpoint. Runs in the background, on every rank."""
+        started_s = time.perf_counter()
+        partial = self.directory / f"step-{step}.tmp"
+        shard = partial / shard_name(self._ranks.rank)
+        try:
+            self._ranks.on_first(lambda: make_empty(partial))
+            file = self._ranks.together(lambda: write_shard(shard, staging.named_buffers()))
+            parts = self._ranks.gather(_Part(shard.name, file, values))
+            size_bytes = self._ranks.on_first(
+                lambda: self._publish(partial, _manifest(step, staging, parts, facts))
+            )
+        except OSError as error:
+            if self._ranks.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            return _Outcome(step, failure=str(error))
+        trouble = self._keeping.tidy(self.directory, step) if self._ranks.rank == 0 else None
+        return _Outcome(step, size_bytes, time.perf_counter() - started_s, trouble=trouble)
+
+    def _publish(self, partial: Path, manifest: Manifest) -> int:
+        """Make a written checkpoint exist. Returns the bytes of its shards."""
+        for name, entry in manifest.files.items():
+            if (partial / name).stat().st_size != entry.size_bytes:
+                raise OSError(f"{name} isn't there as written; do all ranks see one directory?")
+        write_durably(partial / MANIFEST, encode_manifest(manifest))
+        sync_directory(partial)
+        rename_over(partial, self.directory / f"step-{manifest.step}")
+        sync_directory(self.directory)
+        return sum(entry.size_bytes for entry in manifest.files.values())
+
+    def _verify(self, step: int) -> FoundCheckpoint:
+        path = self.directory / f"step-{step}"
+        manifest = decode_manifest(self._ranks.on_first(lambda: _manifest_bytes(path)), step)
+        mine = sorted(manifest.files)[self._ranks.rank :: self._ranks.size]
+        problems = [check_file(path / name, manifest.files[name]) for name in mine]
+        for of_rank in self._ranks.all_gather(problems):
+            for problem in of_rank:
+                if problem is not None:
+                    raise DamagedError(problem)
+        return FoundCheckpoint(step, path, manifest)
+
+    def _tell(self, sentence: str) -> None:
+        if self._ranks.rank == 0:
+            self._say(sentence)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank wrote."""
+
+    name: str
+    file: FileEntry
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How a background save ended."""
+
+    step: int
+    size_bytes: int = 0
+    duration_s: float = 0.0
+    failure: str | None = None
+    trouble: str | None = None
+
+    def sentence(self, last_good: int | None) -> str:
+        """Put it for a person; `last_good` is what there was before."""
+        if self.failure is None:
+            trouble = f", but tidying up failed ({self.trouble})" if self.trouble else ""
+            size = f"{self.size_bytes / 1e6:.1f} MB in {self.duration_s:.1f} s"
+            return f"checkpoint step-{self.step} is saved, {size}{trouble}."
+        kept = "there is no earlier one"
+        if last_good is not None:
+            kept = f"the last good one, step-{last_good}, is kept"
+        return f"checkpoint step-{self.step} was not saved ({self.failure}); {kept}."
+
+
+@dataclass
+class _Keeping:
+    """Which checkpoints stay."""
+
+    keep_last: int
+    keep_every: int | None
+    last_good: int | None = None
+    damaged: set[int] = field(default_factory=set)
+
+    def accept(self, step: int) -> None:
+        """Note that a checkpoint is known to be whole."""
+        self.last_good = step
+        self.damaged.discard(step)
+
+    def to_remove(self, steps: list[int], newest: int) -> list[int]:
+        """Pick from all `steps` (ascending) those to remove, `newest` being just written.
+
+        DamagedError ones don't count as kept, and go: nothing can be loaded from them.
+        """
+        good = [step for step in steps if step not in self.damaged or step == newest]
+        kept = {newest, *good[-self.keep_last :]}
+        if self.keep_every is not None:
+            kept |= {step for step in good if step % self.keep_every == 0}
+        return [step for step in steps if step not in kept]
+
+    def tidy(self, directory: Path, newest: int) -> str | None:
+        """Point `latest` to the newest checkpoint and remove old ones. Returns what went wrong."""
+        try:
+            link_latest(directory, newest)
+            for step in self.to_remove(complete_steps(directory), newest):
+                shutil.rmtree(directory / f"step-{step}")
+        except OSError as error:
+            return str(error)
+        return None
+
+
+def _open(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        sweep(directory)
+    except OSError as error:
+        raise InputError(
+            f"checkpoints can't be kept in {directory} ({error.strerror}); "
+            "name a directory that can be written to."
+        ) from None
+
+
+def _manifest(step: int, staging: Staging, parts: list[_Part], facts: dict[str, Any]) -> Manifest:
+    return Manifest(
+        format=FORMAT_VERSION,
+        step=step,
+        facts=facts,
+        values={name: value for part in parts for name, value in part.values.items()},
+        files={part.name: part.file for part in parts},
+        tensors=staging.share.tensors,
+    )
+
+
+def _manifest_bytes(path: Path) -> bytes:
+    try:
+        return (path / MANIFEST).read_bytes()
+    except OSError as error:
+        raise DamagedError(f"{MANIFEST} can't be read ({error.strerror})") from None

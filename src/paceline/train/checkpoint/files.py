@@ -1,0 +1,317 @@
+"""A checkpoint on disk: tensor files, and one manifest that says what each of them must be.
+
+    step-<n>/rank<k>.safetensors    the chunks that rank k wrote, in the safetensors format
+    step-<n>/manifest.json          facts, values, where each chunk is, size and sha256 of each file
+
+Nothing in it is a pickle, so reading one can't run code. (torch's own `.metadata` file is a pickle;
+its `HuggingFaceStorageWriter`, which avoids it, serialises a rank's whole share into memory once
+more, keeps one chunk per name and file, and leaves no room for plain values.) A shard is written
+tensor by tensor straight from the staged copy and hashed on the way; both calls release the GIL, so
+the training thread keeps running. The manifest carries its own checksum and is compared byte for
+byte with what it would be written as, so no flipped bit passes.
+
+Not here: who writes which chunk (`plan`), when and in what order (`checkpointer`). A checksum finds
+damage; it doesn't prove who wrote the file.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON header, raw tensors).
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import field_validator
+from torch import Tensor
+
+from paceline.config.errors import InputError
+from paceline.config.noun import Noun
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+STEP_DIRECTORY = re.compile(r"step-(\d+)")
+SHARD_FILE = re.compile(r"rank\d+\.safetensors")
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+
+
+class DamagedError(Exception):
+    """A checkpoint is not what was written; the text says what is wrong with it."""
+
+
+class FileEntry(Noun):
+    """What a file must be."""
+
+    size_bytes: int
+    """Its length."""
+    sha256: str
+    """Its checksum, in hexadecimal."""
+
+
+class Chunk(Noun):
+    """One rectangular piece of a tensor and the file it is in."""
+
+    offsets: list[int]
+    """Where it starts in the whole tensor, per dimension."""
+    sizes: list[int]
+    """Its shape."""
+    file: str
+    """The shard file that holds it."""
+
+
+class TensorEntry(Noun):
+    """A whole tensor, as the chunks that cover it."""
+
+    dtype: str
+    """Element type, in safetensors' names."""
+    size: list[int]
+    """Shape of the whole tensor."""
+    chunks: list[Chunk]
+    """Pieces that don't overlap and together cover it."""
+
+    @field_validator("dtype")
+    @classmethod
+    def _known(cls, dtype: str) -> str:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype} is unknown")
+        return dtype
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The element type as torch names it."""
+        return DTYPES[self.dtype]
+
+
+class Manifest(Noun):
+    """Everything a checkpoint says about itself."""
+
+    format: int
+    """Version of this layout."""
+    step: int
+    """The training step it was taken at."""
+    facts: dict[str, Any]
+    """What the caller saved beside the state: schedule, data cursor, seed, fingerprint."""
+    values: dict[str, Any]
+    """The entries of the state that are plain numbers or text, by name."""
+    files: dict[str, FileEntry]
+    """The shard files."""
+    tensors: dict[str, TensorEntry]
+    """The entries of the state that are tensors, by name."""
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A complete checkpoint whose every file was read and matched its checksum."""
+
+    step: int
+    path: Path
+    manifest: Manifest
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts given to `save`."""
+        return self.manifest.facts
+
+
+def dtype_name(dtype: torch.dtype, name: str) -> str:
+    """Return safetensors' name of a dtype.
+
+    Raises:
+        InputError: the format has no such type; `name` says which tensor has it.
+    """
+    for known, candidate in DTYPES.items():
+        if candidate == dtype:
+            return known
+    raise InputError(f"{name} is {dtype}, which a checkpoint can't hold; convert it to float32.")
+
+
+def shard_name(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"rank{rank}.safetensors"
+
+
+def chunk_key(
+    name: str, offsets: Sequence[int], sizes: Sequence[int], whole_size: Sequence[int]
+) -> str:
+    """Return the name of a chunk in its file: the tensor's own where the chunk is all of it."""
+    if list(sizes) == list(whole_size):
+        return name
+    return f"{name}@{','.join(map(str, offsets))}"
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of a manifest file, its own checksum first."""
+    body = json.dumps(manifest.model_dump(), separators=(",", ":"))
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return f'{{"sha256":"{digest}",\n"manifest":{body}}}\n'.encode()
+
+
+def decode_manifest(raw: bytes, step: int) -> Manifest:
+    """Read the bytes of the manifest in `step-<step>`.
+
+    Raises:
+        DamagedError: they aren't what `encode_manifest` writes, or are of another step or format.
+    """
+    try:
+        body = json.loads(raw)["manifest"]
+        version = body["format"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DamagedError(f"{MANIFEST} is not readable") from None
+    if version != FORMAT_VERSION:
+        raise DamagedError(f"its format is {version!r}, this version reads format {FORMAT_VERSION}")
+    try:
+        manifest = Manifest.parse(body, MANIFEST)
+    except InputError as error:
+        raise DamagedError(str(error).rstrip(".")) from None
+    if encode_manifest(manifest) != raw:
+        raise DamagedError(f"{MANIFEST} doesn't match its own checksum")
+    if manifest.step != step:
+        raise DamagedError(f"{MANIFEST} belongs to step {manifest.step}")
+    _check_references(manifest)
+    return manifest
+
+
+def _check_references(manifest: Manifest) -> None:
+    """Only shard files of this directory may be named, and every chunk must be in one."""
+    strangers = [name for name in manifest.files if not SHARD_FILE.fullmatch(name)]
+    chunk_files = {chunk.file for entry in manifest.tensors.values() for chunk in entry.chunks}
+    missing = sorted(chunk_files - set(manifest.files))
+    if strangers or missing:
+        raise DamagedError(f"{MANIFEST} names the unknown file {(strangers + missing)[0]!r}")
+
+
+def check_file(path: Path, entry: FileEntry) -> str | None:
+    """Return what is wrong with a file, None where size and checksum are as they must be."""
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes != entry.size_bytes:
+            return f"{path.name} has {size_bytes} bytes instead of {entry.size_bytes}"
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"{path.name} can't be read ({error.strerror})"
+    return None if digest == entry.sha256 else f"{path.name} doesn't match its checksum"
+
+
+def complete_steps(directory: Path) -> list[int]:
+    """Return the steps whose directory is there, ascending; unfinished ones have another name."""
+    matches = [STEP_DIRECTORY.fullmatch(path.name) for path in directory.iterdir()]
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def write_shard(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> FileEntry:
+    """Write host tensors as one safetensors file, to the disk and not only to the page cache.
+
+    Raises:
+        OSError: the disk is full, the directory is gone, ...
+    """
+    # Widest elements first keeps every tensor aligned, as the reference implementation does.
+    ordered = sorted(tensors, key=lambda pair: -pair[1].element_size())
+    header = _shard_header(ordered)
+    digest = hashlib.sha256(header)
+    size_bytes = len(header)
+    with path.open("wb") as file:
+        file.write(header)
+        for _, tensor in ordered:
+            data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+            file.write(data)
+            digest.update(data)
+            size_bytes += len(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(size_bytes=size_bytes, sha256=digest.hexdigest())
+
+
+def _shard_header(ordered: Sequence[tuple[str, Tensor]]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        entries[name] = {
+            "dtype": dtype_name(tensor.dtype, name),
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a small file and wait until it is on the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on the disk; a file's own fsync leaves them out."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_empty(directory: Path) -> None:
+    """Make a directory, without what an earlier attempt may have left in it."""
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir()
+
+
+def rename_over(partial: Path, final: Path) -> None:
+    """Give a finished directory its name. One that had the name is moved aside before, not lost.
+
+    A rename can't replace a directory that isn't empty; `sweep` finishes what a crash between the
+    two renames leaves.
+    """
+    if not final.exists():
+        partial.rename(final)
+        return
+    aside = final.with_name(f"{final.name}.old")
+    final.rename(aside)
+    partial.rename(final)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def sweep(directory: Path) -> None:
+    """Remove what an interrupted save left, and give a replaced checkpoint its name back."""
+    for path in directory.glob("step-*.old"):
+        original = path.with_suffix("")
+        if original.exists():
+            shutil.rmtree(path)
+        else:
+            path.rename(original)
+    for path in directory.glob("step-*.tmp"):
+        shutil.rmtree(path)
+
+
+def link_latest(directory: Path, step: int) -> None:
+    """Point the relative symbolic link `latest` to a checkpoint, replacing it in one move."""
+    link = directory / "latest.tmp"
+    link.unlink(missing_ok=True)
+    link.symlink_to(f"step-{step}")
+    link.replace(directory / "latest")

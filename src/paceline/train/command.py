@@ -1,0 +1,143 @@
+"""`paceline train`: run a Job on every device of this machine, or as one of the ranks given."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from multiprocessing import forkserver
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from paceline.comm.ranks import Ranks, connect, disconnect, from_first, given_ranks
+from paceline.config.job import Job
+from paceline.config.model import Model
+from paceline.observe.console import step_time_table
+from paceline.observe.run import Run
+from paceline.plan.resolve import Plan
+from paceline.train.launch import launch
+from paceline.train.session import MakeTask, language_model, launched_rank, run_rank
+from paceline.train.start import begin, newest_facts, owned, read_inputs, resolve_here
+
+_CONSOLE = Console(highlight=False, soft_wrap=True)
+
+
+def train_command(job: Job, runs: Path, *, fresh: bool) -> Run:
+    """Train a Job in runs/<name>; an existing Run goes on from its newest good checkpoint.
+
+    Args:
+        job: partial or concrete.
+        runs: the folder of Runs.
+        fresh: start over, deleting what an earlier start of the same name left.
+
+    Raises:
+        InputError: wrong input; nothing was written.
+        RunError: the run ended early.
+    """
+    plan = resolve_here(job)
+    run = Run((runs / job.name).absolute())
+
+    def launch_ranks() -> None:
+        launch(run, plan.job.layout.num_ranks, launched_rank, (str(run.path), os.getpid()))
+
+    carry_out(plan, run, language_model, launch_ranks, fresh=fresh)
+    return run
+
+
+def carry_out(
+    plan: Plan, run: Run, make_task: MakeTask, launch_ranks: Callable[[], None], *, fresh: bool
+) -> bool:
+    """Check, write and train: in this process where it is a rank already or the only one.
+
+    Args:
+        make_task: what a rank trains.
+        launch_ranks: starts the ranks of this machine and waits for them.
+
+    Returns:
+        whether this process trained, and not others or nobody.
+    """
+    kind = _device_kind(plan.job)
+    ranks = given_ranks(kind) or Ranks(device_type=kind)
+    is_alone = ranks.world_size == 1
+    connect(ranks)
+    with owned(run) if ranks.is_first else nullcontext():
+        # The other ranks wait here for what rank 0 finds.
+        if not from_first(ranks.is_first and _is_ready(plan, run, fresh=fresh)):
+            disconnect()
+            return False
+        if is_alone and plan.job.layout.num_ranks > 1:
+            launch_ranks()
+            return False
+        run_rank(plan.job, run, ranks, make_task)
+        return True
+
+
+def _is_ready(plan: Plan, run: Run, *, fresh: bool) -> bool:
+    """Read the inputs, begin the Run and say what it is; False where nothing is left to do."""
+    with _tokenising() as progress:
+        data_key = read_inputs(plan.job, progress)
+    begin(run, plan, data_key, fresh=fresh)
+    return introduce(plan.job, run)
+
+
+def warm_up_ranks() -> None:
+    """Start the process that ranks are forked from: it imports torch while this one works on."""
+    multiprocessing.set_forkserver_preload(["paceline.train.session"])
+    forkserver.ensure_running()
+
+
+def introduce(job: Job, run: Run) -> bool:
+    """Say what is trained on what and from where on.
+
+    Returns:
+        whether there is anything left to do; where there isn't, the figures are shown again.
+    """
+    done, steps = newest_facts(run).get("step", 0), job.train.steps
+    _CONSOLE.print(_description(job))
+    if done < steps:
+        if done:
+            _CONSOLE.print(f"going on after step {done} of {steps}")
+        return True
+    _CONSOLE.print(step_time_table(run.metrics(), run.facts()))
+    _CONSOLE.print(
+        f"{run.path} is complete after {done} steps: train on with --set train.steps={2 * done}, "
+        f"or start over with --fresh.\nreport: {run.report_file}"
+    )
+    return False
+
+
+def _train(job: Job, run: Run, ranks: Ranks | None) -> None:
+    num_ranks = job.layout.num_ranks
+    if ranks is not None:
+        run_rank(job, run, ranks, language_model)
+    elif num_ranks == 1:
+        run_rank(job, run, Ranks(device_type=_device_kind(job)), language_model)
+    else:
+        launch(run, num_ranks, launched_rank, (str(run.path), os.getpid()))
+
+
+def _description(job: Job) -> str:
+    assert job.cluster.device != "auto"
+    layout, model = job.layout, job.model
+    what = f"{model.num_params / 1e6:.1f} M parameters" if isinstance(model, Model) else model.name
+    sample = f" x {job.train.seq_len} tokens" if isinstance(model, Model) else " samples"
+    return (
+        f"{job.name}: {what} on {layout.num_ranks} x {job.cluster.device.name}, "
+        f"dp {layout.dp} x fsdp {layout.fsdp}, {layout.precision}, "
+        f"{job.train.global_batch}{sample} a step in micro-batches of {layout.micro_batch}"
+    )
+
+
+def _device_kind(job: Job) -> str:
+    assert job.cluster.device != "auto"
+    return job.cluster.device.kind
+
+
+@contextmanager
+def _tokenising() -> Iterator[Callable[[int, int], None]]:
+    """A progress bar that shows itself only where there is something to tokenise."""
+    columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=_CONSOLE, transient=True) as bar:
+        task = bar.add_task("tokenising", visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)

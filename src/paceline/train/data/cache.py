@@ -1,0 +1,169 @@
+"""Tokenise a source once, into a folder named after everything its tokens depend on.
+
+How it works: the key of a folder hashes the contents of all files, how they are read, the tokenizer
+and the held-out fraction. Whether the files changed since they were last hashed is told by their
+paths, sizes and times alone, so that a second start reads nothing. A folder is built under another
+name, with meta.json written last, and then renamed: it is complete or absent. A lock lets one of
+several jobs build while the others wait.
+
+It is not what reads or writes tokens: build.py makes the contents of a folder, dataset.py reads
+them.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from paceline.config.errors import InputError
+from paceline.config.job import Data
+from paceline.train.data.build import Progress, build
+from paceline.train.data.dataset import (
+    FORMAT_VERSION,
+    META_FILE,
+    TOKENIZER_FILE,
+    Meta,
+    SplitName,
+    TokenDataset,
+    read_meta,
+)
+from paceline.train.data.files import SourceFile, find_files
+from paceline.train.data.tokenizer import tokenizer_identity
+
+Listing = list[tuple[str, int, int, int]]
+
+# File systems stamp times in steps: a file changed again within this time may keep its stamp.
+_SETTLED_NS = 2 * 10**9
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A complete folder of tokenised data."""
+
+    folder: Path
+    meta: Meta
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The tokenizer.json that decodes the tokens."""
+        return self.folder / TOKENIZER_FILE
+
+    def dataset(self, split: SplitName) -> TokenDataset:
+        """Open one split."""
+        return TokenDataset(self.folder, split)
+
+
+def prepare(data: Data, progress: Progress | None = None) -> PreparedData:
+    """Return the tokenised form of a source; tokenise it first where that was not done before.
+
+    Args:
+        data: the source, the tokenizer and the held-out fraction.
+        progress: called with the bytes read so far and those of the whole source, on disk.
+
+    Raises:
+        InputError: one sentence, where the source or the tokenizer can't be used.
+    """
+    cache = cache_folder(data)
+    files = find_files(data)
+    listing = _listing(files)
+    key = _key(data, files, _contents_hash(listing, cache))
+    folder = cache / key
+    if not (folder / META_FILE).is_file():
+        with FileLock(cache / f"{key}.lock"):
+            if not (folder / META_FILE).is_file():
+                _build_aside(data, files, listing, folder, progress or (lambda done, total: None))
+    return open_prepared(folder)
+
+
+def open_prepared(folder: Path) -> PreparedData:
+    """Open what `prepare` built.
+
+    Raises:
+        InputError: the folder is not a complete one.
+    """
+    return PreparedData(folder, read_meta(folder))
+
+
+def cache_folder(data: Data) -> Path:
+    """Create and return the folder that tokenised data is kept in."""
+    if data.cache_dir == "auto":
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+    else:
+        base = Path(data.cache_dir).expanduser()
+    try:
+        (base / "data").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"{base} can't be written ({error.strerror}): set data.cache_dir to a folder that can."
+        ) from None
+    return base / "data"
+
+
+def _key(data: Data, files: list[SourceFile], contents: str) -> str:
+    formats = [file.format for file in files]
+    text_field = data.text_field if set(formats) != {"text"} else None
+    parts = [FORMAT_VERSION, contents, formats, text_field, tokenizer_identity(data.tokenizer)]
+    return _sha256(json.dumps([*parts, data.eval_fraction]))[:32]
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _contents_hash(listing: Listing, cache: Path) -> str:
+    """Hash the contents of all files in order, or recall the hash if no file changed since."""
+    memo = cache / f"{_sha256(json.dumps(listing))[:32]}.source"
+    if memo.is_file():
+        return memo.read_text()
+    contents = _sha256(json.dumps([_file_hash(Path(path)) for path, *_ in listing]))
+    if max(max(times) for _, _, *times in listing) < time.time_ns() - _SETTLED_NS:
+        aside = memo.with_suffix(f".{os.getpid()}")
+        aside.write_text(contents)
+        aside.replace(memo)
+    return contents
+
+
+def _listing(files: list[SourceFile]) -> Listing:
+    with _readable():
+        stats = [(str(file.path.absolute()), file.path.stat()) for file in files]
+    return [(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
+
+
+def _file_hash(path: Path) -> str:
+    with _readable(), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{error.filename} can't be read ({error.strerror}): restore it, or name other files."
+        ) from None
+
+
+def _build_aside(
+    data: Data, files: list[SourceFile], listing: Listing, folder: Path, progress: Progress
+) -> None:
+    aside = folder.with_suffix(".partial")  # the lock is held: a leftover belongs to a dead job
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.mkdir()
+    try:
+        meta = build(data, files, aside, folder.name, progress)
+        if _listing(files) != listing:
+            raise InputError("data.source changed while it was tokenised: start again.")
+        (aside / META_FILE).write_text(meta.model_dump_json(indent=2) + "\n")
+        aside.rename(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise

@@ -1,0 +1,217 @@
+"""Read the documents of a file as a stream of text, in bounded memory.
+
+How it works: every reader yields pieces. A document of JSON lines, Parquet or Arrow is one piece. A
+text file is one document, cut after a line end about every 2**20 characters (a longer line is cut
+inside); pieces are tokenised one by one, so no token reaches over a cut. Empty documents are
+yielded as an empty piece: the caller counts and drops them. Text and JSON lines may be compressed
+by gzip (".gz").
+
+It is not a cleaner: no text is normalised, filtered or deduplicated. A byte-order mark is dropped.
+"""
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, BinaryIO, cast
+
+from paceline.config.errors import InputError
+from paceline.train.data.files import SourceFile
+
+PIECE_CHARS = 2**20
+_ROWS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of one document."""
+
+    text: str
+    ends_document: bool
+    read_bytes: int
+    """Bytes of the file on disk that were read so far (columnar files: in proportion to rows)."""
+
+
+def read_pieces(file: SourceFile, text_field: str) -> Iterator[Piece]:
+    """Yield the documents of a file, in pieces.
+
+    Args:
+        file: the file and its format.
+        text_field: key (JSON lines) or column (Parquet, Arrow) of a document's text.
+
+    Raises:
+        InputError: the file can't be read, is not UTF-8, or has no such key or column.
+    """
+    path = file.path
+    try:
+        if file.format == "text":
+            yield from _text_pieces(path)
+        elif file.format == "jsonl":
+            yield from _jsonl_pieces(path, text_field)
+        else:
+            yield from _column_pieces(file, text_field)
+    except UnicodeDecodeError:
+        raise InputError(
+            f"{path} is not UTF-8 text: convert it, or name the files to read by a glob."
+        ) from None
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"{path} can't be read ({reason}): replace or leave out the file."
+        ) from None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, IO[bytes]]]:
+    """Open a file as it is on disk (whose position is the progress) and its decompressed stream."""
+    with path.open("rb") as raw:
+        if path.suffix.lower() != ".gz":
+            yield raw, raw
+            return
+        with gzip.GzipFile(fileobj=raw) as stream:
+            yield raw, cast(IO[bytes], stream)
+
+
+def _text_pieces(path: Path) -> Iterator[Piece]:
+    with (
+        _opened(path) as (raw, stream),
+        # newline="" keeps line ends as they are.
+        io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as decoded,
+    ):
+        texts = _cut_at_lines(decoded)
+        text = next(texts, "")
+        for following in texts:
+            yield Piece(text, False, raw.tell())
+            text = following
+        yield Piece(text, True, raw.tell())
+
+
+def _cut_at_lines(stream: io.TextIOWrapper) -> Iterator[str]:
+    rest = ""
+    while chunk := stream.read(PIECE_CHARS):
+        lines, end, rest = (rest + chunk).rpartition("\n")
+        if end:
+            yield lines + end
+        else:
+            yield rest
+            rest = ""
+    if rest:
+        yield rest
+
+
+def _jsonl_pieces(path: Path, text_field: str) -> Iterator[Piece]:
+    with _opened(path) as (raw, stream):
+        for number, line in enumerate(stream, 1):
+            if not line.isspace():
+                text = _text_of_line(line, text_field, f"{path} line {number}")
+                yield Piece(text, True, raw.tell())
+
+
+def _text_of_line(line: bytes, text_field: str, where: str) -> str:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{where} is not JSON ({error.msg}): correct or remove the line."
+        ) from None
+    if not isinstance(row, dict):
+        raise InputError(f"{where} is not a JSON object: each line must be one, with a text.")
+    if text_field not in row:
+        raise InputError(
+            f'{where} has no key "{text_field}" but {_quoted(list(row))}: set data.text_field.'
+        )
+    return _checked(row[text_field], text_field, where)
+
+
+def _checked(text: Any, text_field: str, where: str) -> str:
+    if not isinstance(text, str):
+        raise InputError(
+            f'{where}: "{text_field}" holds {text!r:.40} instead of a text: correct or remove it.'
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON may spell half of a surrogate pair, which no encoding can.
+        raise InputError(f"{where} holds half a surrogate pair: correct or remove it.") from None
+    return text
+
+
+def _column_pieces(file: SourceFile, text_field: str) -> Iterator[Piece]:
+    pyarrow = _pyarrow(file.path)
+    size_bytes, row = file.path.stat().st_size, 0
+    try:
+        for column, share in _COLUMNS[file.format](file.path, text_field):
+            for text in column.to_pylist():
+                where = f"{file.path} row {row}"
+                yield Piece(_checked(text, text_field, where), True, int(share * size_bytes))
+                row += 1
+    except pyarrow.ArrowException as error:
+        raise InputError(
+            f"{file.path} can't be read as {file.format} ({str(error).splitlines()[0]}): "
+            "replace it or set data.format."
+        ) from None
+
+
+def _pyarrow(path: Path) -> ModuleType:
+    try:
+        import pyarrow
+    except ImportError:
+        raise InputError(
+            f'{path} needs pyarrow to be read: pip install "paceline[arrow]".'
+        ) from None
+    return pyarrow
+
+
+def _parquet_columns(path: Path, text_field: str) -> Iterator[tuple[Any, float]]:
+    """Yield a column in batches of rows, each with the share of the file that ends with it."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        _check_column(file.schema_arrow, text_field, path)
+        done, total = 0, file.metadata.num_rows
+        for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[text_field]):
+            done += batch.num_rows
+            yield batch.column(0), done / total
+
+
+def _arrow_columns(path: Path, text_field: str) -> Iterator[tuple[Any, float]]:
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as source:
+        try:
+            batches = pa.ipc.open_stream(source)
+        except pa.ArrowInvalid:  # the other of Arrow's two file formats
+            reader = pa.ipc.open_file(source)
+            schema = reader.schema
+            batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            schema = batches.schema
+        _check_column(schema, text_field, path)
+        for batch in batches:
+            yield batch.column(schema.names.index(text_field)), source.tell() / source.size()
+
+
+_COLUMNS = {"parquet": _parquet_columns, "arrow": _arrow_columns}
+
+
+def _check_column(schema: Any, text_field: str, path: Path) -> None:
+    import pyarrow as pa
+
+    if text_field not in schema.names:
+        raise InputError(
+            f'{path} has no column "{text_field}" but {_quoted(schema.names)}: set data.text_field.'
+        )
+    kind = schema.field(text_field).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise InputError(
+            f'{path}: column "{text_field}" is {kind}, not string: set data.text_field '
+            "or convert it."
+        )
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names) or "none at all"

@@ -1,0 +1,164 @@
+"""Which files a `Data.source` names, in a stated order, and how each of them is read.
+
+How it works: every name is "python-stdlib", a file, a folder or a glob, and becomes a list of
+files. Files keep the order in which they are named; those of one folder or glob are sorted by path,
+so the same source gives the same documents on every machine. A folder means every file below it but
+the hidden ones, unless `datasets.save_to_disk` wrote it: then it means the files its `state.json`
+lists.
+
+"python-stdlib" is every .py file below the running interpreter's standard library, without
+third-party packages, tests, the `idlelib` and `turtledemo` applications, `lib2to3` (gone since
+Python 3.13), tables made by programs (`encodings`, `pydoc_data`) and files that describe one build.
+All of it is UTF-8: PEP 8 demands it of the core distribution outside its tests.
+
+It is not a downloader: everything read is on this machine's file systems.
+"""
+
+import glob
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.config.errors import InputError
+from paceline.config.job import Data
+
+Format = Literal["text", "jsonl", "parquet", "arrow"]
+
+STDLIB = "python-stdlib"
+_STDLIB_WITHOUT = {
+    *("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"),
+    *("idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"),
+}
+_STDLIB_BUILD_PREFIXES = ("config-", "_sysconfigdata", "_sysconfig_vars")
+_FORMAT_OF_SUFFIX: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file and how it is read."""
+
+    path: Path
+    format: Format
+
+
+def find_files(data: Data) -> list[SourceFile]:
+    """List the files of a source in reading order, each once.
+
+    Raises:
+        InputError: a name matches no file, or the format of a file can't be told.
+    """
+    names = (data.source,) if isinstance(data.source, str) else data.source
+    if not names:
+        raise InputError("data.source is empty: name at least one file, folder or glob.")
+    found = dict.fromkeys(file for name in names for file in _files_of(name, data.format))
+    return list(found)
+
+
+def _files_of(name: str, wanted: str) -> Iterator[SourceFile]:
+    if name == STDLIB:
+        yield from (SourceFile(path, "text") for path in stdlib_files())
+        return
+    path = Path(name).expanduser()
+    if path.is_dir():
+        yield from _folder_files(path, wanted)
+    elif path.is_file():
+        yield SourceFile(path, _format_of(path, wanted))
+    else:
+        # Path.glob takes no absolute pattern.
+        found = glob.glob(str(path), recursive=True)  # noqa: PTH207
+        matches = sorted(match for match in found if Path(match).is_file())
+        if not matches:
+            raise InputError(
+                f'data.source "{name}" names no file, folder or glob with matches, seen from '
+                f"{Path.cwd()}: correct the path."
+            )
+        yield from (SourceFile(Path(p), _format_of(Path(p), wanted)) for p in matches)
+
+
+def stdlib_files(folder: str | None = None) -> list[Path]:
+    """List the .py files that make up "python-stdlib", sorted by their path below the folder.
+
+    Args:
+        folder: the standard library; by default that of the running interpreter.
+    """
+    top = folder or sysconfig.get_path("stdlib")
+    found = []
+    for parent, folders, files in os.walk(top):
+        folders[:] = [name for name in folders if _is_of_stdlib(name)]
+        found += [Path(parent, f) for f in files if f.endswith(".py") and _is_of_stdlib(f)]
+    if not found:
+        raise InputError(
+            f'data.source "{STDLIB}" needs the .py files of the standard library and {top} has '
+            "none: name a file or folder of text instead."
+        )
+    return sorted(found, key=lambda path: path.relative_to(top).as_posix())
+
+
+def _is_of_stdlib(name: str) -> bool:
+    return name not in _STDLIB_WITHOUT and not name.startswith(_STDLIB_BUILD_PREFIXES)
+
+
+def _folder_files(folder: Path, wanted: str) -> Iterator[SourceFile]:
+    is_dataset = any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    if wanted == "arrow" or (wanted == "auto" and is_dataset):
+        yield from (SourceFile(path, "arrow") for path in _dataset_files(folder))
+        return
+    paths = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts)
+    )
+    if not paths:
+        raise InputError(f'data.source "{folder}" is a folder without files: name another.')
+    yield from (SourceFile(path, _format_of(path, wanted)) for path in paths)
+
+
+def _dataset_files(folder: Path) -> list[Path]:
+    """The Arrow files of a folder that `datasets.save_to_disk` wrote; of a dict, its "train"."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = _read_json(folder / "dataset_dict.json").get("splits", [])
+        if "train" not in splits:
+            raise InputError(
+                f'{folder} holds the splits {", ".join(splits)} but not "train", which is the one '
+                f"that is read: name the folder of one split as data.source, like {folder}/"
+                f"{splits[0] if splits else 'train'}."
+            )
+        folder = folder / "train"
+    if not (folder / "state.json").is_file():
+        raise InputError(
+            f'{folder} has no state.json: data.format "arrow" needs a folder written by '
+            "datasets.save_to_disk or an .arrow file."
+        )
+    return [
+        folder / entry["filename"] for entry in _read_json(folder / "state.json")["_data_files"]
+    ]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path} can't be read as JSON ({error}): save the dataset anew."
+        ) from None
+
+
+def _format_of(path: Path, wanted: str) -> Format:
+    if wanted != "auto":
+        return wanted  # type: ignore[return-value]  # a literal of Data.format
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
+    suffix = suffixes[-1] if suffixes else ""
+    if suffix == ".json":
+        raise InputError(
+            f'{path} may be one document or JSON lines: set data.format to "text" or "jsonl".'
+        )
+    return _FORMAT_OF_SUFFIX.get(suffix, "text")

@@ -1,0 +1,94 @@
+"""The order of samples: a pure function of the seed and the running number of a sample in the run.
+
+How it works: every epoch visits each sample once, in the order of a keyed permutation of 0 ..
+num_samples - 1. The permutation is a Feistel network on the next power of two, walked along its
+cycle until it lands inside the range (Black and Rogaway, 2002, "Ciphers with Arbitrary Finite
+Domains", https://web.cs.ucdavis.edu/~rogaway/papers/subset.pdf). So any part of the order is
+computed on its own: nothing is stored, a run resumes from one number, and the order is the same for
+any number of ranks.
+
+It is not cryptography: the round function only mixes well (the finaliser of splitmix64).
+"""
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config.errors import InputError
+
+Ids = NDArray[np.int64]
+_NUM_ROUNDS = 6
+
+
+def sample_ids(seed: int, first: int, count: int, num_samples: int) -> Ids:
+    """Return which samples a run visits as its numbers first .. first + count - 1.
+
+    Args:
+        seed: of the run.
+        first: running number in the run; its epoch is first // num_samples.
+        count: how many ids to return.
+        num_samples: samples in the dataset.
+
+    Returns:
+        ids, each in 0 .. num_samples - 1, shape (count,).
+    """
+    parts = []
+    while count > 0:
+        epoch, position = divmod(first, num_samples)
+        length = min(count, num_samples - position)
+        positions = np.arange(position, position + length)
+        parts.append(permute(positions, num_samples, seed, epoch))
+        first, count = first + length, count - length
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def permute(positions: Ids, size: int, seed: int, epoch: int) -> Ids:
+    """Map positions to their images under the epoch's permutation of 0 .. size - 1."""
+    num_bits = max(1, (size - 1).bit_length())
+    keys = _round_keys(seed, epoch)
+    images = _feistel(positions.astype(np.uint64), num_bits, keys)
+    # The network's domain is at most twice the range, so a walk has at most two steps on average.
+    while (outside := images >= size).any():
+        images[outside] = _feistel(images[outside], num_bits, keys)
+    return images.astype(np.int64)
+
+
+def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
+    digest = hashlib.blake2b(f"paceline {seed} {epoch}".encode(), digest_size=8 * _NUM_ROUNDS)
+    return np.frombuffer(digest.digest(), "<u8").astype(np.uint64)
+
+
+def _feistel(
+    values: NDArray[np.uint64], num_bits: int, keys: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    """Permute 0 .. 2**num_bits - 1; the halves swap widths every round, of which there are an even
+    number, so that an odd number of bits works too."""
+    right_bits = np.uint64((num_bits + 1) // 2)
+    mask, other = (np.uint64(2**bits - 1) for bits in (num_bits // 2, (num_bits + 1) // 2))
+    left, right = values >> right_bits, values & other
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & mask)
+        mask, other = other, mask
+    return (left << right_bits) | right
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def rank_share(ids: Ids, rank: int, num_ranks: int) -> Ids:
+    """Return the contiguous part of a global batch that one rank computes.
+
+    Raises:
+        InputError: the batch can't be split evenly.
+    """
+    if len(ids) % num_ranks:
+        raise InputError(
+            f"train.global_batch = {len(ids)} can't be split over {num_ranks} ranks: "
+            "make it a multiple."
+        )
+    share = len(ids) // num_ranks
+    return ids[rank * share : (rank + 1) * share]

@@ -1,0 +1,193 @@
+"""The loop: what happens around the steps of a run.
+
+Every rank executes the same lines in the same order; rank 0 also writes the Run and speaks.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch.profiler import record_function as span
+
+from paceline.config.job import Job
+from paceline.observe.profile import ProfiledWindows
+from paceline.train.checkpoint import (
+    Checkpointer,
+    restore_rng_state,
+    restore_training_state,
+    rng_state,
+    training_state,
+)
+from paceline.train.ledger import Ledger, Line, perplexity
+from paceline.train.optim import learning_rate
+from paceline.train.stopping import StopRequest
+from paceline.train.task import Step, Task
+from paceline.train.trainer import Trainer
+
+# From 65,536 the fp16 loss scale may halve this often before it is below one.
+_FP16_SCALE_HALVINGS = 16
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a run is kept in, watched by and stopped with."""
+
+    checkpointer: Checkpointer
+    windows_from: Callable[[int], ProfiledWindows]
+    """Maps the number of the first step to the windows that are profiled from there on."""
+    stop: StopRequest
+    ledger: Ledger
+    identity: dict[str, Any]
+    """Kept in every checkpoint: what may not change when the run goes on."""
+
+
+def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
+    """Train from the newest good checkpoint to the Job's last step, or until asked to stop.
+
+    Returns:
+        the number of optimizer steps done since the run began.
+
+    Raises:
+        RunError: too many bad steps in a row.
+    """
+    job, ledger = trainer.job, around.ledger
+    done = first = _restore(trainer, around)
+    steps = _resumed_steps(trainer, task, first)
+    with around.windows_from(first + 1) as windows:
+        while done < job.train.steps and not ledger.stop_wanted:
+            began = time.perf_counter()
+            with span("paceline.step"):
+                stall_s = _save_if_due(trainer, around, done, first)
+                with span("paceline.data_wait"):
+                    asked = time.perf_counter()
+                    micro_batches = next(steps)
+                    data_wait_s = time.perf_counter() - asked
+                result = trainer.step(done, micro_batches, bool(around.stop))
+            step_time_s = time.perf_counter() - began
+            done += 1
+            line = _line(trainer, task, done, step_time_s)
+            line["terms"] = _measured_terms(step_time_s, data_wait_s, stall_s)
+            if _evaluation_due(job, task, done):
+                line |= _evaluation(trainer, task)
+            ledger.add(line, result)
+            terms = windows.step()
+            if not windows.is_open:
+                ledger.release(terms)
+            around.checkpointer.poll()
+    ledger.settle()
+    if done > first:
+        _save(trainer, around, done)
+    around.checkpointer.finish()
+    return done
+
+
+def lag_of(job: Job, device_type: str) -> tuple[int, int]:
+    """How late results are read, and how many bad steps in a row the loop stands, for a Ledger.
+
+    On CUDA the host launches a step before it reads the last one; on a CPU nothing is ahead. fp16
+    begins with a loss scale that is meant to overflow until it has halved enough.
+    """
+    allowance = _FP16_SCALE_HALVINGS if job.layout.precision == "fp16" else 0
+    return int(device_type == "cuda"), job.train.max_bad_steps + allowance
+
+
+def _restore(trainer: Trainer, around: Around) -> int:
+    """Load the newest good checkpoint, if there is one; return the steps it had done."""
+    found = around.checkpointer.latest_good()
+    if found is None:
+        return 0
+    state = training_state(trainer.module, trainer.optimizer, found)
+    rng = rng_state()
+    facts = around.checkpointer.load(found, {**state, "rng": rng})
+    restore_training_state(trainer.module, trainer.optimizer, state)
+    restore_rng_state(rng)
+    trainer.scaler.load_state_dict(facts["scaler"])
+    around.ledger.num_skipped = facts["skipped"]
+    return facts["step"]
+
+
+def _save_if_due(trainer: Trainer, around: Around, done: int, first: int) -> float:
+    every = trainer.job.checkpoint.every
+    due = every > 0 and done > first and done % every == 0
+    with span("paceline.checkpoint_stall"):
+        return _save(trainer, around, done) if due else 0.0
+
+
+def _save(trainer: Trainer, around: Around, done: int) -> float:
+    """Start a checkpoint of the state after `done` steps; return the seconds the run waited."""
+    around.ledger.settle()  # a checkpoint never runs ahead of metrics.jsonl
+    facts = {
+        "step": done,
+        "samples": done * trainer.job.train.global_batch,
+        "skipped": around.ledger.num_skipped,
+        "scaler": trainer.scaler.state_dict(),
+        "identity": around.identity,
+    }
+    tensors = training_state(trainer.module, trainer.optimizer) | {"rng": rng_state()}
+    return around.checkpointer.save(done, tensors, facts)
+
+
+def _resumed_steps(trainer: Trainer, task: Task, first: int) -> Iterator[Step]:
+    """The batches from step `first` on, after whatever a resumed run has to do before its step."""
+    consumed = first * trainer.job.train.global_batch
+    if first and trainer.ranks.world_size > 2:
+        trainer.warm_up(next(task.steps_from(consumed)))
+    return task.steps_from(consumed)
+
+
+def _line(trainer: Trainer, task: Task, done: int, step_time_s: float) -> Line:
+    """What is known of a step when it has been launched; loss and norms come when it is read."""
+    job = trainer.job
+    units = job.train.global_batch * task.units_per_sample
+    rate = units / step_time_s
+    return {
+        "step": done,
+        task.unit: done * units,
+        "lr": learning_rate(job.optim, done - 1, job.train.steps),
+        "step_time_s": step_time_s,
+        "profiled": False,
+        f"{task.unit}_per_s": rate,
+        "mfu": _mfu(job, task, rate),
+        "memory_bytes": _memory_bytes(trainer.ranks.device),
+        "time": time.time(),
+    }
+
+
+def _mfu(job: Job, task: Task, units_per_s: float) -> float | None:
+    """Model FLOPs done over those the devices could do at their peak; None where either is unknown.
+
+    The peak is that of the arithmetic asked for; fp32 products run in plain fp32.
+    """
+    assert job.cluster.device != "auto"
+    peak = job.cluster.device.peak(job.layout.precision)
+    if peak is None or task.train_flops_per_unit is None:
+        return None
+    return units_per_s * task.train_flops_per_unit / (peak.value * job.layout.num_ranks)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Peak reserved memory of this rank's device; on a CPU what the process holds now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return psutil.Process().memory_info().rss
+
+
+def _measured_terms(step_time_s: float, data_wait_s: float, stall_s: float) -> dict[str, float]:
+    """The terms a host clock can tell apart; only a profile splits the rest."""
+    rest = step_time_s - data_wait_s - stall_s
+    return {"data_wait": data_wait_s, "checkpoint_stall": stall_s, "unattributed": rest}
+
+
+def _evaluation_due(job: Job, task: Task, done: int) -> bool:
+    every = job.train.eval_every
+    is_last = done == job.train.steps
+    return task.eval_steps is not None and (is_last or (every > 0 and done % every == 0))
+
+
+def _evaluation(trainer: Trainer, task: Task) -> Line:
+    assert task.eval_steps is not None
+    loss = trainer.evaluate(list(task.eval_steps()))
+    return {"eval_loss": loss, "eval_perplexity": perplexity(loss)}

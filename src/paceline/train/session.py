@@ -1,0 +1,233 @@
+"""One rank's part of a run, from joining the others to the report.
+
+`run_rank` is executed on every rank, however it was started. Rank 0 owns the terminal,
+metrics.jsonl and the report; the others write to their log only.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.comm.ranks import Ranks, connect, disconnect, given_ranks
+from paceline.comm.topology import num_cores
+from paceline.config.job import Job
+from paceline.observe.console import Progress, step_time_table
+from paceline.observe.metrics import Metrics
+from paceline.observe.profile import ProfiledWindows
+from paceline.observe.report import write_report
+from paceline.observe.run import Run
+from paceline.train.checkpoint import Checkpointer
+from paceline.train.data import prepare
+from paceline.train.ledger import Ledger, Line
+from paceline.train.loop import Around, lag_of, train_loop
+from paceline.train.start import identity
+from paceline.train.stopping import StopRequest, end_with
+from paceline.train.task import Task, language_task
+from paceline.train.trainer import Trainer
+
+# A rank whose peer died lets the launcher see the peer first: its traceback is the one that counts.
+_PATIENCE_FOR_CULPRIT_S = 5.0
+
+MakeTask = Callable[[Job, Ranks], Task]
+
+
+def launched_rank(run_path: str, launcher_pid: int) -> None:
+    """What each process does that Paceline's launcher started: train the Run's own Job."""
+    end_with(launcher_pid)
+    run = Run(Path(run_path))
+    job = run.job()
+    assert job.cluster.device != "auto"
+    ranks = given_ranks(job.cluster.device.kind)
+    assert ranks is not None
+    run_rank(job, run, ranks, language_model, launched=True)
+
+
+def language_model(job: Job, ranks: Ranks) -> Task:
+    """The Task of a Job that is complete in itself."""
+    return language_task(job, ranks, prepare(job.data))
+
+
+def run_rank(
+    job: Job, run: Run, ranks: Ranks, make_task: MakeTask, *, launched: bool = False
+) -> nn.Module:
+    """Train as one of the ranks of a run.
+
+    Args:
+        job: concrete, and already written to the Run.
+        make_task: builds module, loss and batches on this rank.
+        launched: whether Paceline's launcher waits for this process and handles signals.
+
+    Returns:
+        the trained module, wrapped as the layout says.
+    """
+    with ExitStack() as stack:
+        stop = StopRequest(run.stop_file, catch_signals=not launched)
+        torch.set_num_threads(max(1, num_cores() // ranks.local_world_size))
+        connect(ranks)
+        stack.callback(disconnect)
+        if ranks.world_size > 1:
+            _log_to(run.log_folder / f"rank{ranks.rank}.log", keep_stdout=ranks.is_first)
+        torch.manual_seed(job.train.seed)
+        task = make_task(job, ranks)
+        torch.manual_seed(job.train.seed + ranks.rank)  # dropout differs from rank to rank
+        trainer = Trainer.of(job, ranks, task)
+        teller = stack.enter_context(Teller(job, run, ranks, task))
+        around = _around(job, run, ranks, task, stop, teller)
+        stack.callback(around.checkpointer.finish)
+        try:
+            done = train_loop(trainer, task, around)
+        except RuntimeError as error:
+            if _is_lost_peer(error):
+                time.sleep(_PATIENCE_FOR_CULPRIT_S)
+            raise
+        teller.conclude(done)
+    return trainer.module
+
+
+def _around(
+    job: Job, run: Run, ranks: Ranks, task: Task, stop: StopRequest, teller: "Teller"
+) -> Around:
+    lag, most_bad_steps = lag_of(job, ranks.device_type)
+    return Around(
+        checkpointer=Checkpointer(
+            run.checkpoint_folder,
+            keep_last=job.checkpoint.keep_last,
+            keep_every=job.checkpoint.keep_every,
+            say=teller.say,
+        ),
+        windows_from=lambda first: ProfiledWindows(
+            run.trace_folder,
+            ranks.rank,
+            job.observe.profile_every,
+            job.observe.profile_steps,
+            first_step=first,
+            axis="dp" if job.layout.fsdp == 1 else "fsdp",
+        ),
+        stop=stop,
+        ledger=Ledger(teller.record, lag, most_bad_steps),
+        identity=identity(job, task.data_key),
+    )
+
+
+class Teller:
+    """What rank 0 writes and says about a run; silent on the other ranks."""
+
+    def __init__(self, job: Job, run: Run, ranks: Ranks, task: Task) -> None:
+        self.job, self.run, self.task = job, run, task
+        self.speaks = ranks.is_first
+        self.facts = facts_of(job, ranks, task) if self.speaks else {}
+        self.progress = Progress(job.train.steps, task.unit)
+        self._metrics: Metrics | None = None
+        self._trouble: str | None = None
+
+    def __enter__(self) -> "Teller":
+        if self.speaks:
+            self.run.write_json("facts.json", self.facts)
+        return self
+
+    def __exit__(self, *_failure: object) -> None:
+        if self.speaks:
+            self.progress.close()
+            if self._metrics is not None:
+                self._metrics.close()
+
+    def say(self, sentence: str) -> None:
+        """Tell the person at the terminal, and the log."""
+        if self.speaks:
+            self.progress.say(sentence)
+            print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr)
+
+    def record(self, line: Line) -> None:
+        """Write a step's line; the first one decides from where a resumed Run goes on."""
+        if not self.speaks:
+            return
+        if self._metrics is None:
+            first = line["step"] - 1
+            self._metrics = Metrics(self.run, self.job.observe, self.task.unit, first)
+        trouble = self._metrics.record(line)
+        if trouble and trouble != self._trouble:
+            self.say(f"{trouble}; the run goes on.")
+        self._trouble = trouble
+        self.progress.update(line)
+
+    def conclude(self, done: int) -> None:
+        """Show where the time went and write the report."""
+        if not self.speaks:
+            return
+        self.progress.close()
+        self.progress.say(step_time_table(self.run.metrics(), self.facts))
+        if done < self.job.train.steps:
+            self.say(
+                f"stopped after step {done} of {self.job.train.steps}, checkpoint kept; "
+                f"go on with: paceline train {self.run.path}"
+            )
+        try:
+            self.progress.say(f"report: {write_report(self.run)}")
+        except OSError as error:
+            self.say(f"report.html was not written ({error.strerror}).")
+
+
+def facts_of(job: Job, ranks: Ranks, task: Task) -> dict[str, Any]:
+    """What a reader of the Run wants to know besides the Job."""
+    assert job.cluster.device != "auto"
+    device = job.cluster.device
+    peak = device.peak(job.layout.precision)
+    return {
+        "paceline": version("paceline"),
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "device": device.name,
+        "num_ranks": ranks.world_size,
+        "threads_per_rank": torch.get_num_threads(),
+        "unit": task.unit,
+        "train_flops_per_token": task.train_flops_per_unit,
+        "peak_flops": peak.value if peak else None,
+        "peak_source": peak.source if peak else None,
+        "started": time.time(),
+        **task.facts,
+    }
+
+
+def _commit() -> str | None:
+    """Commit of the folder the run was started in, None outside a git checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return (
+            subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+            or None
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def _is_lost_peer(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+
+
+def _log_to(file: Path, *, keep_stdout: bool) -> None:
+    """Send this process's standard error (and output) to its log, below Python as well.
+
+    Libraries write warnings from C++, once per rank; on the terminal they would tear the progress
+    line to pieces.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 2)
+    if not keep_stdout:
+        os.dup2(log, 1)
+    os.close(log)
+    warnings.simplefilter("default")

@@ -1,0 +1,194 @@
+"""From what a person asked for to a Run that may begin: everything that can be refused early.
+
+Wrong input must cost a second, leave nothing behind and name the way out, so the order is: resolve,
+read the inputs, compare with the checkpoints that are already there, and only then write.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from paceline.comm.ranks import given_ranks
+from paceline.comm.topology import this_machine
+from paceline.config.errors import InputError
+from paceline.config.hardware import Cluster
+from paceline.config.job import Job, to_raw, to_toml
+from paceline.config.model import Model
+from paceline.models.weights import read_model
+from paceline.observe.run import Run
+from paceline.plan.resolve import Plan, resolve
+from paceline.train.checkpoint.files import (
+    MANIFEST,
+    DamagedError,
+    complete_steps,
+    decode_manifest,
+)
+from paceline.train.data import check_vocab, prepare
+
+# A launcher killed a moment ago may still be on its way out.
+_LOCK_PATIENCE_S = 2.0
+
+
+def resolve_here(job: Job) -> Plan:
+    """Resolve a Job for this machine, or for the ranks that torchrun or srun gave.
+
+    Raises:
+        InputError: the Job can't run here.
+    """
+    machine = this_machine()
+    assert machine.device != "auto"
+    ranks = given_ranks(machine.device.kind)
+    if ranks is not None:
+        num_nodes = ranks.world_size // ranks.local_world_size
+        machine = machine.replace(devices_per_node=ranks.local_world_size, num_nodes=num_nodes)
+    plan = resolve(job, machine)
+    _must_be_here(plan.job.cluster, machine)
+    return plan
+
+
+def _must_be_here(wanted: Cluster, machine: Cluster) -> None:
+    """A Job may ask for another number of CPU ranks than the rule gives, not for other devices."""
+    assert wanted.device != "auto"
+    assert machine.device != "auto"
+    if wanted.device.kind != machine.device.kind:
+        raise InputError(
+            f"the Job is for {wanted.device.name} but this machine has {machine.device.name}: "
+            'set cluster.device = "auto", or run it on such a machine.'
+        )
+    if wanted.device.kind == "cuda" and _count(wanted) > _count(machine):
+        raise InputError(
+            f"cluster.devices_per_node = {wanted.devices_per_node} but this machine has "
+            f'{machine.devices_per_node}: lower it or set it to "auto".'
+        )
+    if wanted.num_nodes != machine.num_nodes:
+        raise InputError(
+            f"cluster.num_nodes = {wanted.num_nodes} but this start reaches {machine.num_nodes}: "
+            "start it with torchrun or srun on all nodes."
+        )
+
+
+def _count(cluster: Cluster) -> int:
+    assert cluster.devices_per_node != "auto"
+    return cluster.devices_per_node
+
+
+def read_inputs(job: Job, progress: Callable[[int, int], None]) -> str | None:
+    """Read what the Job trains on, so that the ranks find it ready.
+
+    Args:
+        progress: called with the bytes tokenised so far and those of the whole source.
+
+    Returns:
+        the key of the data, None for a person's own.
+
+    Raises:
+        InputError: text, tokenizer or starting weights don't fit the Job.
+    """
+    if not isinstance(job.model, Model):
+        return None
+    if job.train.weights is not None and read_model(job.train.weights) != job.model:
+        raise InputError(
+            f"train.weights = {job.train.weights!r} has other shapes than [model]: "
+            f'take the shapes from it with [model] hf = "{job.train.weights}".'
+        )
+    data = prepare(job.data, progress)
+    check_vocab(data.meta.vocab_size, job.model.vocab_size)
+    for split in (data.dataset("train"), data.dataset("eval")):
+        split.num_samples(job.train.seq_len)  # refuses a sequence longer than the data
+    return data.meta.key
+
+
+def identity(job: Job, data_key: str | None) -> dict[str, Any]:
+    """What may not change under a Run's checkpoints: the model, and which samples come when."""
+    return {
+        "model": to_raw(job.model),
+        "data": data_key,
+        "train.seed": job.train.seed,
+        "train.seq_len": job.train.seq_len,
+        "train.global_batch": job.train.global_batch,
+    }
+
+
+@contextmanager
+def owned(run: Run) -> Iterator[None]:
+    """Own a Run directory for the life of this process.
+
+    Raises:
+        InputError: another live process trains in it.
+    """
+    made = not run.path.exists()
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(run.path / ".lock", timeout=_LOCK_PATIENCE_S)
+        lock.acquire()
+    except Timeout:
+        raise InputError(
+            f"{run.path} is in use by another live process: wait for it, stop it, or give this "
+            "Job another name (--set name=...)."
+        ) from None
+    except OSError as error:
+        raise InputError(f"{run.path} can't be written: {error.strerror}.") from None
+    try:
+        yield
+    finally:
+        lock.release()
+        if made and not run.exists:
+            shutil.rmtree(run.path, ignore_errors=True)
+
+
+def begin(run: Run, plan: Plan, data_key: str | None, *, fresh: bool) -> None:
+    """Write the concrete Job and its plan into an owned Run.
+
+    Args:
+        fresh: forget what an earlier start left there.
+
+    Raises:
+        InputError: the Run's checkpoints belong to something else.
+    """
+    if fresh:
+        _empty(run)
+    _must_continue(run, identity(plan.job, data_key))
+    run.stop_file.unlink(missing_ok=True)
+    run.write("job.toml", to_toml(plan.job))
+    run.write_json("plan.json", {"reasons": dict(plan.reasons)})
+
+
+def _empty(run: Run) -> None:
+    """Delete a Run's own files; a folder that never was a Run is left alone."""
+    if not run.exists:
+        return
+    for path in run.path.iterdir():
+        if path.name == ".lock":
+            continue
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _must_continue(run: Run, wanted: dict[str, Any]) -> None:
+    saved = newest_facts(run).get("identity", {})
+    changed = [name for name in wanted if name in saved and saved[name] != wanted[name]]
+    if not changed:
+        return
+    name = changed[0]
+    old, new = saved[name], wanted[name]
+    if isinstance(old, dict) and isinstance(new, dict):
+        key = next(key for key in {**old, **new} if old.get(key) != new.get(key))
+        name, old, new = f"{name}.{key}", old.get(key), new.get(key)
+    what = "the text or its tokenizer" if name == "data" else f"{name} ({old} before, {new} now)"
+    raise InputError(
+        f"{run.path} has checkpoints of another training: {what} changed; change it back, give the "
+        "Job another name (--set name=...), or start over with --fresh."
+    )
+
+
+def newest_facts(run: Run) -> dict[str, Any]:
+    """What the Run's newest readable checkpoint keeps besides tensors, {} where there is none."""
+    folder = run.checkpoint_folder
+    for step in reversed(complete_steps(folder) if folder.is_dir() else []):
+        try:
+            return decode_manifest((folder / f"step-{step}" / MANIFEST).read_bytes(), step).facts
+        except (OSError, DamagedError):
+            continue
+    return {}

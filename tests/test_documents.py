@@ -1,0 +1,104 @@
+"""What README and docs say: commands and code are run, the settings page is the code's own."""
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import environment, losses, metrics, write_tiny_job
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SHORT = ["--set", "train.steps=4", "--set", "optim.warmup_steps=1", "--set", "train.eval_every=0"]
+
+
+def _run(command: list[str], folder: Path, timeout_s: float = 200) -> str:
+    env = environment(folder)
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout_s
+    )
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def test_the_demo_command_trains_and_shows_where_the_time_went(tmp_path):
+    if not (ROOT / ".venv" / ".installed").exists():
+        pytest.skip("the environment was not made by make")
+    assert "make demo\nmake test" in README
+    arguments = " ".join(
+        ["--runs", str(tmp_path / "runs"), *SHORT, "--set observe.profile_every=4"]
+    )
+    output = _run(["make", "-C", str(ROOT), "demo", f"ARGS={arguments}"], tmp_path)
+    assert "whole step" in output
+    report = re.search(r"report: (\S+)", output)
+    assert Path(report[1]).stat().st_size > 1e6
+    facts = (tmp_path / "runs" / "demo" / "facts.json").read_text()
+    assert '"unigram_loss"' in facts
+    assert "a unigram model of this text can't get below" in output
+    assert losses(tmp_path, "demo").keys() == {1, 2, 3, 4}
+
+
+def test_the_commands_of_the_table_run(tmp_path):
+    write_tiny_job(tmp_path).rename(tmp_path / "my.toml")
+    commands = re.findall(r"^\| `((?:paceline|torchrun)[^`]*)` \|", README, flags=re.M)
+    assert len(commands) >= 6
+    for command in commands:
+        words = shlex.split(command.replace("...", "--standalone --nproc-per-node 2"))
+        if "my.toml" not in words and "--show" not in words:
+            words += SHORT  # the demo, cut short
+        _run(words, tmp_path)
+    assert losses(tmp_path, "demo").keys() == {1, 2, 3, 4}
+    assert len(losses(tmp_path, "tiny")) == 12
+
+
+def test_the_own_model_example_runs_as_it_stands(tmp_path):
+    code = re.search(r"```python\n(.*?)```", README, flags=re.S)[1]
+    essential = [line for line in code.splitlines() if line.strip()]
+    assert len(essential) <= 12
+    (tmp_path / "mine.py").write_text(code)
+    output = _run([sys.executable, "mine.py"], tmp_path)
+    assert output.count("report.html") == 2, "once from the run, once from the script"
+    lines = metrics(tmp_path, "mine")
+    assert len(lines) == 100
+    assert lines[-1]["samples"] == 6400
+
+
+def test_links_lead_somewhere():
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_page_of_settings_is_made_from_the_code():
+    spec = importlib.util.spec_from_file_location("page", ROOT / "docs" / "make_jobs_page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (ROOT / "docs" / "jobs.md").read_text() == module.page(), (
+        "run: python docs/make_jobs_page.py"
+    )
+
+
+def test_the_wheel_is_whole_and_runs_outside_the_checkout(tmp_path):
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path)]
+    subprocess.run([*wheel, str(ROOT)], check=True, capture_output=True)
+    (built,) = tmp_path.glob("paceline-*.whl")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", "site"]
+    subprocess.run([*install, str(built)], cwd=tmp_path, check=True, capture_output=True)
+    code = (
+        "import sys; sys.path.insert(0, 'site'); import paceline\n"
+        "assert paceline.__file__.startswith(sys.argv[1]), paceline.__file__\n"
+        "from importlib import resources\n"
+        "names = [('config', 'demo.toml'), ('observe', 'report.html'), ('', 'py.typed')]\n"
+        "for room, name in names:\n"
+        "    assert resources.files('paceline').joinpath(room, name).is_file(), name\n"
+        "sys.argv = ['paceline', 'train', '--show']\n"
+        "from paceline.cli import main; main()"
+    )
+    shown = _run([sys.executable, "-P", "-c", code, str(tmp_path)], tmp_path)
+    assert 'name = "demo"' in shown

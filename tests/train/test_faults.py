@@ -1,0 +1,135 @@
+"""Ranks that die and steps that go wrong: whole runs on gloo ranks, faults injected by a script."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+
+from tests.command_line import (
+    environment,
+    losses,
+    metrics,
+    paceline,
+    ranks,
+    start_paceline,
+    write_tiny_job,
+)
+
+# A module whose loss goes wrong on one rank at one step: fault(rank, step) is called in between.
+SCRIPT = """
+import os, sys, time
+import torch, paceline
+
+def fault(rank, step):
+    {fault}
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = torch.nn.Linear(4, 1), 0
+
+    def forward(self, x):
+        return self.linear(x)
+
+def loss(model, batch):
+    net = getattr(model, "module", model)
+    net.calls += 1
+    value = model(batch[0]).square().mean()
+    return value * (fault(int(os.environ.get("RANK", "0")), net.calls) or 1.0)
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+job = {{"name": "own", "train": {{"steps": {steps}, "global_batch": 8}},
+       "checkpoint": {{"every": 2}}, "cluster": {{"devices_per_node": 2}}}}
+run = paceline.train(job, model=Net(), loss=loss, data=data)
+print("after train", run.path)
+"""
+
+
+def _run_script(folder, fault: str, steps: int = 12):
+    (folder / "own.py").write_text(SCRIPT.format(fault=fault, steps=steps))
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "own.py"],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    return done, time.monotonic() - began
+
+
+def test_the_traceback_of_the_rank_that_raised_comes_first(tmp_path):
+    fault = "if (rank, step) == (1, 5): raise ValueError('the tokeniser ate it')"
+    done, _ = _run_script(tmp_path, fault)
+    assert done.returncode == 1
+    assert "after train" not in done.stdout
+    tracebacks = done.stderr.split("Traceback (most recent call last):")
+    assert "ValueError: the tokeniser ate it" in tracebacks[1]
+    assert "rank 1 " in done.stderr
+    assert losses(tmp_path, "own").keys() == {1, 2, 3, 4}
+
+
+def test_a_rank_that_raises_ends_the_others_within_seconds(tmp_path):
+    write_time = "open('died', 'w').write(str(time.time())); raise ValueError('now')"
+    done, _ = _run_script(tmp_path, f"if (rank, step) == (1, 3): {write_time}")
+    lived_s = time.time() - float((tmp_path / "died").read_text())
+    assert done.returncode == 1
+    assert lived_s < 10
+
+
+def test_a_killed_rank_takes_the_run_down_and_it_can_go_on(tmp_path):
+    write_tiny_job(tmp_path)
+    process = start_paceline(
+        "train", "job.toml", "--set", "train.steps=100000", *ranks(2), folder=tmp_path
+    )
+    while len(metrics(tmp_path)) < 6:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    logs = sorted((tmp_path / "runs/tiny/log").glob("rank*.log"))
+    assert [log.name for log in logs] == ["rank0.log", "rank1.log"]
+    _rank_process(process.pid, logs[1]).send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    output, _ = process.communicate(timeout=30)
+    assert time.monotonic() - killed < 10
+    assert process.returncode == 1
+    assert "SIGKILL" in output
+    done = max(losses(tmp_path))
+    again = paceline(
+        "train", "job.toml", "--set", f"train.steps={done + 5}", *ranks(2), folder=tmp_path
+    )
+    assert again.returncode == 0, again.stderr
+    assert "going on after step" in again.stdout
+    assert max(losses(tmp_path)) == done + 5
+
+
+def _rank_process(launcher: int, log) -> psutil.Process:
+    """The rank that writes to this log."""
+    for child in psutil.Process(launcher).children(recursive=True):
+        if os.path.realpath(f"/proc/{child.pid}/fd/2") == str(log):
+            return child
+    raise AssertionError(f"nobody writes to {log}")
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path):
+    done, _ = _run_script(tmp_path, "return float('nan') if step in (3, 4) and rank == 1 else 1.0")
+    assert done.returncode == 0, done.stderr
+    lines = metrics(tmp_path, "own")
+    assert [line["skipped"] for line in lines] == [0, 0, 1, 2, *[2] * 8]
+    # JSON has no NaN: what is not finite is null.
+    assert [line["loss"] is None for line in lines] == [s in (3, 4) for s in range(1, 13)]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_too_many_bad_steps_end_the_run_in_one_sentence(tmp_path):
+    done, _ = _run_script(tmp_path, "return float('inf') if step > 6 else 1.0", steps=40)
+    assert done.returncode == 1
+    assert "not finite for 5 steps in a row" in done.stderr
+    assert done.stderr.count("Traceback") == 1, "the script's own, none of a rank"
+    manifest = json.loads((tmp_path / "runs/own/checkpoints/latest/manifest.json").read_text())
+    assert manifest["manifest"]["step"] <= 10

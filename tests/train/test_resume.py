@@ -1,0 +1,171 @@
+"""Stopping, dying and going on: whole runs on gloo ranks, through the command line.
+
+Bit-identical means that the losses in metrics.jsonl are equal as floats, not nearly.
+"""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.command_line import (
+    losses,
+    metrics,
+    paceline,
+    ranks,
+    start_paceline,
+    write_tiny_job,
+)
+
+STEPS = 30
+
+
+def _train(folder: Path, *arguments: str) -> dict[int, float]:
+    done = paceline("train", "job.toml", *arguments, folder=folder)
+    assert done.returncode == 0, done.stderr
+    return losses(folder)
+
+
+def _kill_when(process, reached, timeout_s=60.0) -> None:
+    """SIGKILL the launcher alone, once `reached()`; its ranks must end by themselves."""
+    deadline = time.monotonic() + timeout_s
+    while not reached() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert process.poll() is None, f"it ended too early: {process.communicate()[0]}"
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate(timeout=30)  # its output ends when the last rank has ended
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive, "ranks outlived their launcher"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Losses of the run that is never stopped, by number of ranks (trained when first wanted)."""
+    known: dict[int, dict[int, float]] = {}
+
+    def of(num_ranks: int) -> dict[int, float]:
+        if num_ranks not in known:
+            folder = tmp_path_factory.mktemp(f"whole{num_ranks}")
+            write_tiny_job(folder)
+            known[num_ranks] = _train(folder, "--set", f"train.steps={STEPS}", *ranks(num_ranks))
+        return known[num_ranks]
+
+    return of
+
+
+def test_killed_at_random_steps_it_goes_on_bit_identically(tmp_path, uninterrupted):
+    write_tiny_job(tmp_path)
+    # Seeded by nothing: another moment at each run of the test, the same result every time.
+    kills = sorted(random.sample(range(1, STEPS - 1), 3))
+    settings = ("--set", f"train.steps={STEPS}", *ranks(2))
+    for step in kills:
+        process = start_paceline("train", "job.toml", *settings, folder=tmp_path)
+        _kill_when(process, lambda step=step: len(metrics(tmp_path)) >= step)
+    assert _train(tmp_path, *settings) == uninterrupted(2), f"killed at steps {kills}"
+
+
+def test_killed_while_a_checkpoint_is_written_it_goes_on_bit_identically(tmp_path, uninterrupted):
+    write_tiny_job(tmp_path)
+    settings = ("--set", f"train.steps={STEPS}", "--set", "checkpoint.every=1", *ranks(2))
+    checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
+    for step in (3, 9, 14):
+        process = start_paceline("train", "job.toml", *settings, folder=tmp_path)
+        _kill_when(
+            process,
+            lambda step=step: len(metrics(tmp_path)) >= step and any(checkpoints.glob("*.tmp")),
+        )
+    assert _train(tmp_path, *settings) == uninterrupted(2)
+
+
+def test_three_ranks_go_on_bit_identically(tmp_path, uninterrupted):
+    """More than two summands: their order, hence DDP's buckets, must be the same after a resume."""
+    write_tiny_job(tmp_path)
+    settings = ("--set", f"train.steps={STEPS}", "--set", "layout.bucket_mib=0.02", *ranks(3))
+    process = start_paceline("train", "job.toml", *settings, folder=tmp_path)
+    _kill_when(process, lambda: len(metrics(tmp_path)) >= 10)
+    resumed = _train(tmp_path, *settings)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    write_tiny_job(whole)
+    assert resumed == _train(whole, *settings)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+def test_another_number_of_ranks_sees_the_same_samples(num_ranks, tmp_path, uninterrupted):
+    write_tiny_job(tmp_path)
+    got = _train(tmp_path, "--set", f"train.steps={STEPS}", *ranks(num_ranks))
+    assert got == pytest.approx(uninterrupted(2), rel=1e-5)
+
+
+def test_it_resumes_on_another_number_of_ranks(tmp_path, uninterrupted):
+    write_tiny_job(tmp_path)
+    _train(tmp_path, "--set", "train.steps=12", "--set", "optim.schedule=constant", *ranks(2))
+    paths = ("--set", f"train.steps={STEPS}", "--set", "optim.schedule=constant")
+    resumed = _train(tmp_path, *paths, "--set", "layout.fsdp=4", *ranks(4))
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    write_tiny_job(whole)
+    assert resumed == pytest.approx(_train(whole, *paths, *ranks(2)), rel=1e-5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_signal_stops_after_the_step_and_keeps_a_checkpoint(number, num_ranks, tmp_path):
+    write_tiny_job(tmp_path)
+    settings = ("--set", "train.steps=100000", "--set", "checkpoint.every=0", *ranks(num_ranks))
+    process = start_paceline("train", "job.toml", *settings, folder=tmp_path)
+    while len(metrics(tmp_path)) < 3:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    os.kill(process.pid, number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    done = len(losses(tmp_path))
+    assert f"stopped after step {done} of 100000" in output
+    assert (tmp_path / "runs/tiny/checkpoints" / f"step-{done}" / "manifest.json").exists()
+    again = paceline("train", "runs/tiny", "--set", f"train.steps={done + 2}", folder=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert f"going on after step {done}" in again.stdout
+    assert len(losses(tmp_path)) == done + 2
+
+
+def test_a_finished_run_says_so_and_trains_no_further(tmp_path):
+    write_tiny_job(tmp_path)
+    before = _train(tmp_path, *ranks(1))
+    again = paceline("train", "job.toml", *ranks(1), folder=tmp_path)
+    assert again.returncode == 0
+    assert "is complete after 12 steps" in again.stdout
+    assert losses(tmp_path) == before
+
+
+def test_fresh_starts_over(tmp_path):
+    write_tiny_job(tmp_path)
+    before = _train(tmp_path, *ranks(1))
+    after = _train(tmp_path, "--fresh", "--set", "train.seed=1", *ranks(1))
+    assert len(after) == len(before)
+    assert after != before
+
+
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_taken(
+    tmp_path, uninterrupted
+):
+    write_tiny_job(tmp_path)
+    settings = ("--set", f"train.steps={STEPS}", *ranks(2))
+    process = start_paceline("train", "job.toml", *settings, folder=tmp_path)
+    checkpoints = tmp_path / "runs/tiny/checkpoints"
+    _kill_when(process, lambda: len(list(checkpoints.glob("step-*[0-9]/manifest.json"))) == 2)
+    newest = max(checkpoints.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
+    shard = newest / "rank1.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-10] ^= 1
+    shard.write_bytes(content)
+    resumed = paceline("train", "job.toml", *settings, folder=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"checkpoint {newest.name} is refused" in resumed.stdout
+    assert "rank1.safetensors" in resumed.stdout
+    assert losses(tmp_path) == uninterrupted(2)

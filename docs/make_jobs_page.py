@@ -1,0 +1,68 @@
+"""Write docs/jobs.md, the page of every setting, from the nouns' own docstrings."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from paceline.config.hardware import Cluster
+from paceline.config.job import Checkpoint, CustomModel, Data, Observe, Optim, Train
+from paceline.config.layout import Layout
+from paceline.config.model import Model
+
+INTRODUCTION = """# Every setting of a Job
+
+A Job is a TOML file with the sections below and a `name`; the Run is `runs/<name>`. Any setting can
+be changed on the command line, `--set optim.lr=3e-4`, and `paceline train --show` prints the
+concrete Job. `"auto"` is resolved before the run starts, by rules whose reasons stand in the Run's
+plan.json. This page is made by `docs/make_jobs_page.py` from the code.
+"""
+SECTIONS = {
+    "model": Model,
+    'model, with family = "custom"': CustomModel,
+    "cluster": Cluster,
+    "layout": Layout,
+    "data": Data,
+    "optim": Optim,
+    "train": Train,
+    "checkpoint": Checkpoint,
+    "observe": Observe,
+}
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    return INTRODUCTION + "".join(_section(name, noun) for name, noun in SECTIONS.items())
+
+
+def _section(name: str, noun: type[BaseModel]) -> str:
+    title, _, rest = name.partition(",")
+    rows = "".join(
+        f"| `{key}` | {_default(field)} | {_cell(field.description or '')} |\n"
+        for key, field in noun.model_fields.items()
+    )
+    head = "| setting | default | meaning |\n|---|---|---|\n"
+    return (
+        f"\n## [{title}]{',' if rest else ''}{rest}\n\n{_cell(noun.__doc__ or '')}\n\n{head}{rows}"
+    )
+
+
+def _default(field: Any) -> str:
+    if field.default_factory is not None:
+        return "see there"
+    if field.default is PydanticUndefined:
+        return "required"
+    if field.default is None:
+        return "none"
+    value = field.default
+    return f"`{json.dumps(value)}`"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("jobs.md").write_text(page())

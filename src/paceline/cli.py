@@ -23,11 +23,6 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _paceline() -> None:
-    """Keeps `train` a command of its own while it is the only one."""
-
-
 @app.command()
 def train(
     job: Annotated[
@@ -79,6 +74,28 @@ def train(
     run = train_command(concrete, _runs_folder(job, runs), fresh=fresh)
     if as_json:
         print(json.dumps({"run": str(run.path), **(run.metrics() or [{}])[-1]}))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The directory of a run.", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(help="Where to write; must not exist yet.", show_default=False)
+    ],
+    dtype: Annotated[str, typer.Option(help="Type of the written weights: fp32 or bf16.")] = "fp32",
+) -> None:
+    """Write a run's weights and tokenizer as a folder that transformers opens.
+
+    The newest good checkpoint is taken, whatever layout it was trained on.
+    """
+    from paceline.config.errors import InputError
+    from paceline.observe.run import Run
+    from paceline.train.export import export
+
+    if dtype not in ("fp32", "bf16"):
+        raise InputError(f"--dtype {dtype} is not one of fp32, bf16.")
+    step = export(Run(run), folder, "bf16" if dtype == "bf16" else "fp32")
+    print(f"{folder}: the weights after step {step}")
 
 
 def _read(path: Path | None, overrides: list[str]) -> "Job":

@@ -154,9 +154,10 @@ def test_the_standard_library_is_tokenised_the_same_way_twice(tmp_path):
 def test_progress_reaches_the_size_of_the_source(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "_BATCH_CHARS", 500)
     seen = []
-    data = make_data(tmp_path, numbered(100))
+    names = tuple(make_data(tmp_path, numbered(100), name=name).source for name in "ab")
+    data = make_data(tmp_path, [], source=names, format="jsonl")
     prepare(data, lambda done, total: seen.append((done, total)))
-    size = Path(data.source).stat().st_size
+    size = sum(Path(name).stat().st_size for name in names)
     assert seen[0] == (0, size)
     assert seen[-1] == (size, size)
     assert seen == sorted(seen)
@@ -189,6 +190,12 @@ def test_whatever_tokens_depend_on_makes_another_folder(tmp_path, builds):
         prepare(make_data(tmp_path, texts, format="text")).folder,
     }
     assert len(folders) == len(builds) == 5
+
+
+def test_how_each_file_is_read_makes_another_folder(tmp_path):
+    names = tuple(make_data(tmp_path, ["x"], name=name).source for name in ("a.txt", "b.jsonl"))
+    data = make_data(tmp_path, ["y"], source=names)
+    assert prepare(data).folder != prepare(data.replace(format="jsonl")).folder
 
 
 def test_the_same_contents_elsewhere_are_not_tokenised_again(tmp_path, builds):

@@ -121,6 +121,18 @@ def test_large_text_is_cut_at_line_ends(tmp_path, monkeypatch):
     assert pieces[-1].read_bytes == 100
 
 
+def test_a_line_without_end_is_cut_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "PIECE_CHARS", 10)
+    path = write(tmp_path / "a.txt", "x" * 100)
+    pieces = list(read_pieces(SourceFile(Path(path), "text"), "text"))
+    assert [len(piece.text) for piece in pieces] == [10] * 10
+
+
+def test_an_empty_file_is_an_empty_document(tmp_path):
+    names = write(tmp_path / "a.txt", ""), write(tmp_path / "b.jsonl", "")
+    assert read_all(Data(source=names)) == [""]
+
+
 def test_json_lines(tmp_path):
     path = write(tmp_path / "a.jsonl", jsonl(TEXTS, "body") + "\n")
     assert read_all(Data(source=path, text_field="body")) == TEXTS

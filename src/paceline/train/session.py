@@ -7,7 +7,6 @@ metrics.jsonl and the report; the others write to their log only.
 import os
 import platform
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -127,6 +126,7 @@ class Teller:
     def __init__(self, job: Job, run: Run, ranks: Ranks, task: Task) -> None:
         self.job, self.run, self.task = job, run, task
         self.speaks = ranks.is_first
+        self._log = run.log_folder / "rank0.log"
         self.facts = facts_of(job, ranks, task) if self.speaks else {}
         self.progress = Progress(job.train.steps, task.unit)
         self._metrics: Metrics | None = None
@@ -134,6 +134,7 @@ class Teller:
 
     def __enter__(self) -> "Teller":
         if self.speaks:
+            self.run.log_folder.mkdir(exist_ok=True)
             self.run.write_json("facts.json", self.facts)
         return self
 
@@ -147,7 +148,8 @@ class Teller:
         """Tell the person at the terminal, and the log."""
         if self.speaks:
             self.progress.say(sentence)
-            print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr)
+            with self._log.open("a") as log:
+                print(time.strftime("%Y-%m-%d %H:%M:%S"), sentence, file=log)
 
     def record(self, line: Line) -> None:
         """Write a step's line; the first one decides from where a resumed Run goes on."""

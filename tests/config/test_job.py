@@ -77,7 +77,7 @@ WRONG = {
     "model.family=gpt": ["model.family = 'gpt'", "'decoder'"],
     "name=../up": ["name = '../up'"],
     "train.seq_len=512": ["train.seq_len = 512", "model.max_seq_len = 256"],
-    "optim.warmup_steps=1000": ["1000 steps", "train.steps = 240"],
+    "optim.warmup_steps=1000": ["1000 steps", "train.steps = 160"],
     "optim.decay_steps=5": ["optim.decay_steps = 5", "wsd"],
     "optim.lr": ["section.key=value"],
     "name.x=1": ["name is a value"],

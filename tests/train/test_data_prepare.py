@@ -84,13 +84,17 @@ def test_every_document_is_kept_with_its_end(tmp_path):
     assert Tokenizer.from_file(str(prepared.tokenizer_path)).decode([104, 105]) == "hi"
 
 
-def test_documents_move_to_the_held_out_end_by_their_hash(tmp_path):
+def test_documents_move_to_the_held_out_end_by_their_hash(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "_READ_AT_ONCE", 100)
     texts = numbered(300) * 2
     prepared = prepare(make_data(tmp_path, texts, eval_fraction=0.2))
     moved = [text for text in texts if is_held_out(text.encode(), 0.2)]
     assert 60 < len(moved) < 180
     stayed = [text for text in texts if text not in moved]
     assert documents_of(all_tokens(prepared)) == stayed + moved
+    starts = np.fromfile(prepared.folder / "tokens-documents.bin", "<i8")
+    ends = np.flatnonzero(all_tokens(prepared) == END)
+    assert starts.tolist() == [0, *(ends[:-1] + 1)]
 
 
 def test_the_held_out_share_is_exact_and_its_loss_that_of_a_unigram_model(tmp_path):

@@ -46,7 +46,7 @@ class Data(Noun):
     tokenizer: str = "bpe:4096"
     """"bpe:N" trains one on the source, "bytes", or the path of a tokenizer.json."""
     eval_fraction: float = Field(0.01, gt=0, lt=0.5)
-    """Part of the documents that is held out for evaluation."""
+    """Part of the tokens that is held out for evaluation, by whole documents where it can be."""
     reset_at_documents: bool = False
     """Start attention and positions anew at every document inside a packed sequence."""
     cache_dir: str = "auto"

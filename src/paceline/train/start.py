@@ -82,7 +82,7 @@ def read_inputs(job: Job, progress: Callable[[int, int], None]) -> str | None:
         progress: called with the bytes tokenised so far and those of the whole source.
 
     Returns:
-        the key of the data, None for a person's own.
+        what names the data, None for a person's own.
 
     Raises:
         InputError: text, tokenizer or starting weights don't fit the Job.
@@ -98,7 +98,7 @@ def read_inputs(job: Job, progress: Callable[[int, int], None]) -> str | None:
     check_vocab(data.meta.vocab_size, job.model.vocab_size)
     for split in (data.dataset("train"), data.dataset("eval")):
         split.num_samples(job.train.seq_len)  # refuses a sequence longer than the data
-    return data.meta.key
+    return data.meta.fingerprint
 
 
 def identity(job: Job, data_key: str | None) -> dict[str, Any]:

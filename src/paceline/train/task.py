@@ -81,7 +81,7 @@ def language_task(job: Job, ranks: Ranks, data: PreparedData) -> Task:
         unit="tokens",
         units_per_sample=train.seq_len,
         train_flops_per_unit=model.train_flops_per_token(train.seq_len),
-        data_key=data.meta.key,
+        data_key=data.meta.fingerprint,
         facts={"num_params": model.num_params, "data": _data_facts(data.meta)},
     )
 

@@ -57,6 +57,11 @@ class Meta(Noun):
     """Cross-entropy of those frequencies on the held-out split, nats: no model that ignores the
     context gets a lower loss there by what it can learn from the train split."""
 
+    @property
+    def fingerprint(self) -> str:
+        """Names exactly these tokens in this order and split, whoever made them."""
+        return f"{self.key}-{self.tokens_sha256}"
+
 
 def shard_path(folder: Path, stream: str, index: int) -> Path:
     """File of one shard of a token stream."""

@@ -12,7 +12,7 @@ The losses of the first steps must agree: a faster loop that computes something 
 
 It is no measure of scaling or of kernels; all four run the same ones.
 
-    python benchmarks/overhead.py [--rounds 6] [--steps 24]      (or: make bench)
+    python benchmarks/overhead.py [--rounds 5] [--steps 16]      (or: make bench)
 """
 
 import argparse
@@ -90,9 +90,6 @@ class Spread:
         return cls(median(values), min(values), max(values))
 
 
-# --- the workload ---------------------------------------------------------------------------------
-
-
 def workload_job(steps: int) -> Job:
     """The demo Job in fp32, concrete on this machine, one checkpoint inside the timed steps."""
     settings = {
@@ -121,9 +118,6 @@ def write_workload(job: Job, folder: Path) -> None:
     for row, (batch,) in zip(rows, batches, strict=False):
         row[:, :-1], row[:, -1] = batch.tokens, batch.targets[:, -1]
     np.save(folder / "samples.npy", rows.reshape(-1, train.seq_len + 1))
-
-
-# --- one block ------------------------------------------------------------------------------------
 
 
 def run_block(contender: str, number: int, job: Job, folder: Path) -> Block:
@@ -233,9 +227,6 @@ def help_time_s() -> float:
     return time.perf_counter() - began
 
 
-# --- what the blocks say --------------------------------------------------------------------------
-
-
 def largest_disagreement(blocks: Sequence[Block]) -> float:
     """Largest difference of a block's first losses to those of the first block."""
     reference = blocks[0].losses[:COMPARED_STEPS]
@@ -297,9 +288,6 @@ def markdown_table(lines: Sequence[tuple[str, ...]]) -> str:
     """The figures for a page."""
     parts = [_TITLES, ("---", *["---:"] * (len(_TITLES) - 1)), *lines]
     return "".join(f"| {' | '.join(part)} |\n" for part in parts)
-
-
-# --- the whole run --------------------------------------------------------------------------------
 
 
 def measure(job: Job, num_rounds: int, folder: Path, say: Callable[[str], None]) -> list[Block]:
@@ -394,8 +382,8 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=6, help="blocks of each contender")
-    parser.add_argument("--steps", type=int, default=24, help="steps of a block")
+    parser.add_argument("--rounds", type=int, default=5, help="blocks of each contender")
+    parser.add_argument("--steps", type=int, default=16, help="steps of a block")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder to write to")
     options = parser.parse_args()
     if options.rounds < 1 or options.steps <= FIRST_TIMED_STEP:

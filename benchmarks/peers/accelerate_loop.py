@@ -33,8 +33,7 @@ def main() -> None:
         scheduler.step()
         optimizer.zero_grad()
         clock.step_done(loss)
-    clock.write(work.result)
-    accelerator.end_training()
+    clock.finish(work.result)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def main() -> None:
         scheduler.step()
         optimizer.zero_grad()
         clock.step_done(loss)
-    clock.write(work.result)
+    clock.finish(work.result)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ def main() -> None:
         scheduler.step()
         optimizer.zero_grad()
         clock.step_done(loss)
-    clock.write(work.result)
-    dist.destroy_process_group()
+    clock.finish(work.result)
 
 
 if __name__ == "__main__":

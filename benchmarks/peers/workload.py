@@ -6,10 +6,12 @@ losses are averaged over the ranks and written down after the last step.
 """
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -87,11 +89,14 @@ class Clock:
         self.ends_s.append(time.time())
         self.losses.append(loss.detach())
 
-    def write(self, file: Path) -> None:
-        """Average the losses over the ranks; rank 0 writes them and the stamps."""
+    def finish(self, file: Path) -> NoReturn:
+        """Average the losses over the ranks, write them and the stamps (rank 0), and end."""
         losses = torch.stack(self.losses).double()
         if dist.is_initialized():
             dist.all_reduce(losses)
             losses /= dist.get_world_size()
         if not dist.is_initialized() or dist.get_rank() == 0:
             file.write_text(json.dumps({"ends_s": self.ends_s, "losses": losses.tolist()}))
+        # Not by the interpreter's own way out: gloo's threads may still hold tensors then and abort
+        # the process (https://github.com/pytorch/pytorch/pull/179291; one of five did, torch 2.13).
+        os._exit(0)

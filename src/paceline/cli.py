@@ -64,6 +64,7 @@ def train(
     paceline train runs/big                go on with a run
     torchrun --nnodes 2 ... -m paceline train my.toml
     """
+    from paceline.comm.ranks import given_ranks, leave
     from paceline.train.command import train_command, warm_up_ranks
 
     concrete = _read(job, set_ or [])
@@ -74,6 +75,8 @@ def train(
     run = train_command(concrete, _runs_folder(job, runs), fresh=fresh)
     if as_json:
         print(json.dumps({"run": str(run.path), **(run.metrics() or [{}])[-1]}))
+    if given_ranks("cpu") is not None:
+        leave()
 
 
 @app.command()

@@ -120,7 +120,7 @@ def _train(job: Job, run: Run, ranks: Ranks | None) -> None:
 def _description(job: Job) -> str:
     assert job.cluster.device != "auto"
     layout, model = job.layout, job.model
-    what = f"{model.num_params / 1e6:.1f} M parameters" if isinstance(model, Model) else model.name
+    what = f"{model.num_params / 1e6:.1f} M parameters" if isinstance(model, Model) else "own model"
     sample = f" x {job.train.seq_len} tokens" if isinstance(model, Model) else " samples"
     return (
         f"{job.name}: {what} on {layout.num_ranks} x {job.cluster.device.name}, "

@@ -118,6 +118,7 @@ def _save_if_due(trainer: Trainer, around: Around, done: int, first: int) -> flo
 
 def _save(trainer: Trainer, around: Around, done: int) -> float:
     """Start a checkpoint of the state after `done` steps; return the seconds the run waited."""
+    trainer.agree_on_buffers()
     around.ledger.settle()  # a checkpoint never runs ahead of metrics.jsonl
     facts = {
         "step": done,
@@ -190,4 +191,5 @@ def _evaluation_due(job: Job, task: Task, done: int) -> bool:
 def _evaluation(trainer: Trainer, task: Task) -> Line:
     assert task.eval_steps is not None
     loss = trainer.evaluate(list(task.eval_steps()))
-    return {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
+    is_language = task.unit == "tokens"
+    return {"eval_loss": loss} | ({"eval_perplexity": perplexity(loss)} if is_language else {})

@@ -10,26 +10,28 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from paceline.comm.ranks import Ranks, given_ranks
+from paceline.comm.ranks import Ranks, given_ranks, leave
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import CustomModel, Data, Job, read_job
 from paceline.observe.run import Run
 from paceline.train.checkpoint import Checkpointer
+from paceline.train.checkpoint.state import parameter_names
 from paceline.train.command import carry_out
 from paceline.train.launch import launch
-from paceline.train.session import run_rank
+from paceline.train.session import MakeTask, run_rank
 from paceline.train.start import resolve_here
 from paceline.train.stopping import end_with
 from paceline.train.task import Loss, Task, custom_task
 
 _LAUNCHER = "PACELINE_LAUNCHER_PID"
+_LAUNCHED_RUN = "PACELINE_LAUNCHED_RUN"
 
 
 def train(
@@ -66,18 +68,22 @@ def train(
         return custom_task(concrete, ranks, model, loss, data, eval_data)
 
     if _LAUNCHER in os.environ:
-        _train_as_launched_rank(Run(Path(runs).absolute() / job.name), make_task)
+        run = Run(Path(runs).absolute() / job.name)
+        if str(run.path) == os.environ[_LAUNCHED_RUN]:
+            _train_as_launched_rank(run, make_task)
+        _load_weights(run, model)  # an earlier training of the same script, complete by now
+        return run
     if not _is_script() and job.cluster.devices_per_node == "auto":
         job = job.replace(cluster=Cluster(devices_per_node=1))
     plan = resolve_here(job)
     run = Run(Path(runs).absolute() / job.name)
 
     def launch_ranks() -> None:
-        os.environ[_LAUNCHER] = str(os.getpid())
+        os.environ |= {_LAUNCHER: str(os.getpid()), _LAUNCHED_RUN: str(run.path)}
         try:
             launch(run, plan.job.layout.num_ranks, sys.executable, sys.orig_argv[1:])
         finally:
-            del os.environ[_LAUNCHER]
+            del os.environ[_LAUNCHER], os.environ[_LAUNCHED_RUN]
 
     if not carry_out(plan, run, make_task, launch_ranks, fresh=fresh):
         _load_weights(run, model)
@@ -106,18 +112,21 @@ def _is_script() -> bool:
     return hasattr(sys.modules["__main__"], "__file__") and not hasattr(sys, "ps1")
 
 
-def _train_as_launched_rank(run: Run, make_task: Any) -> None:
+def _train_as_launched_rank(run: Run, make_task: MakeTask) -> NoReturn:
     end_with(int(os.environ[_LAUNCHER]))
     job = run.job()
     assert job.cluster.device != "auto"
     ranks = given_ranks(job.cluster.device.kind)
     assert ranks is not None, "the launcher gives every process a rank"
     record(run_rank)(job, run, ranks, make_task, launched=True)
-    raise SystemExit(0)
+    leave()
 
 
 def _load_weights(run: Run, model: nn.Module) -> None:
     checkpointer = Checkpointer(run.checkpoint_folder, keep_last=1, say=print)
     found = checkpointer.latest_good()
     assert found is not None, "a run that ended well has a checkpoint"
-    checkpointer.load(found, {"model": get_model_state_dict(model)})
+    _, aliases = parameter_names(model)
+    state = get_model_state_dict(model)
+    kept = {name: value for name, value in state.items() if name not in aliases}
+    checkpointer.load(found, {"model": kept})

@@ -44,6 +44,9 @@ MakeTask = Callable[[Job, Ranks], Task]
 
 def launched_rank(run_path: str, launcher_pid: int) -> None:
     """What each process does that Paceline's launcher started: train the Run's own Job."""
+    # A session of its own, as torchrun gives its workers: Ctrl-C at the terminal reaches only the
+    # launcher, and where the kernel shares the cores out by session, each rank gets its share.
+    os.setsid()
     end_with(launcher_pid)
     run = Run(Path(run_path))
     job = run.job()
@@ -73,6 +76,7 @@ def run_rank(
     """
     with ExitStack() as stack:
         stop = StopRequest(run.stop_file, catch_signals=not launched)
+        stack.callback(stop.close)
         torch.set_num_threads(max(1, num_cores() // ranks.local_world_size))
         connect(ranks)
         stack.callback(disconnect)

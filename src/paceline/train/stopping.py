@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -21,9 +22,15 @@ class StopRequest:
     def __init__(self, file: Path, *, catch_signals: bool) -> None:
         self.file = file
         self._signalled = False
+        self._before: dict[int, Any] = {}
         if catch_signals:
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, self._on_signal)
+                self._before[number] = signal.signal(number, self._on_signal)
+
+    def close(self) -> None:
+        """Give signals back the meaning they had before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def __bool__(self) -> bool:
         return self._signalled or self.file.exists()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -132,6 +133,7 @@ def custom_task(
         eval_data: as data, read once through at each evaluation.
     """
     module.to(ranks.device)
+    _take_from_first(module, ranks)
     split = _Split(job.train.global_batch, job.micro_batch, ranks)
     if _is_map_style(data) and len(data) < job.train.global_batch:
         raise InputError(
@@ -146,6 +148,17 @@ def custom_task(
         unit="samples",
         facts={"num_params": sum(p.numel() for p in module.parameters())},
     )
+
+
+@torch.no_grad()
+def _take_from_first(module: nn.Module, ranks: Ranks) -> None:
+    """Start every rank from rank 0's weights: a script may not have seeded its module alike.
+
+    DDP does this by itself; FSDP2 doesn't, and replicas of shards would differ for ever.
+    """
+    if ranks.world_size > 1:
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            dist.broadcast(tensor, 0)
 
 
 @dataclass(frozen=True)

@@ -99,11 +99,24 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, steps: list[Step]) -> float:
         """Mean loss over held-out steps, of all ranks."""
+        self.agree_on_buffers()
         self.module.eval()
         losses = [self.forward(micro_batch).double() for step in steps for micro_batch in step]
         self.module.train()
         mean_loss, _ = self._share(torch.stack(losses).mean(), stop_wanted=False)()
         return mean_loss.item()
+
+    @torch.no_grad()
+    def agree_on_buffers(self) -> None:
+        """Give every rank the buffers of rank 0 (running statistics), as DDP does before a step.
+
+        What is evaluated or kept then does not depend on which rank computes or writes it.
+        """
+        if self.ranks.world_size > 1:
+            kept = self.module.state_dict(keep_vars=True)
+            for name, buffer in self.module.named_buffers():
+                if name in kept:
+                    dist.broadcast(buffer, 0)
 
     def warm_up(self, micro_batches: Step) -> None:
         """Run a step's forward and backward without its effect, before a resumed run goes on.

@@ -107,16 +107,6 @@ def introduce(job: Job, run: Run) -> bool:
     return False
 
 
-def _train(job: Job, run: Run, ranks: Ranks | None) -> None:
-    num_ranks = job.layout.num_ranks
-    if ranks is not None:
-        run_rank(job, run, ranks, language_model)
-    elif num_ranks == 1:
-        run_rank(job, run, Ranks(device_type=_device_kind(job)), language_model)
-    else:
-        launch(run, num_ranks, launched_rank, (str(run.path), os.getpid()))
-
-
 def _description(job: Job) -> str:
     assert job.cluster.device != "auto"
     layout, model = job.layout, job.model

@@ -4,6 +4,7 @@
 metrics.jsonl and the report; the others write to their log only.
 """
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -38,6 +39,9 @@ from paceline.train.trainer import Trainer
 
 # A rank whose peer died lets the launcher see the peer first: its traceback is the one that counts.
 _PATIENCE_FOR_CULPRIT_S = 5.0
+
+# Of glibc's malloc.h.
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 
 MakeTask = Callable[[Job, Ranks], Task]
 
@@ -78,6 +82,8 @@ def run_rank(
         stop = StopRequest(run.stop_file, catch_signals=not launched)
         stack.callback(stop.close)
         torch.set_num_threads(max(1, num_cores() // ranks.local_world_size))
+        if ranks.device_type == "cpu":
+            _keep_freed_memory()
         connect(ranks)
         stack.callback(disconnect)
         if ranks.world_size > 1:
@@ -222,6 +228,18 @@ def _commit() -> str | None:
 
 def _is_lost_peer(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc reuse the memory of activations instead of giving it back after every step.
+
+    The kernel would clear it again, page by page, in the next one (measured: 33,000 page faults a
+    step, 2-4 % of its time, LOG.md). Other C libraries have no such switch and are left alone.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc allows
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _log_to(file: Path, *, keep_stdout: bool) -> None:

@@ -46,6 +46,11 @@ def resolve_here(job: Job) -> Plan:
         machine = machine.replace(devices_per_node=ranks.local_world_size, num_nodes=num_nodes)
     plan = resolve(job, machine)
     _must_be_here(plan.job.cluster, machine)
+    if ranks is not None and plan.job.layout.num_ranks != ranks.world_size:
+        raise InputError(
+            f"the Job is for {plan.job.layout.num_ranks} ranks but {ranks.world_size} were started: "
+            'set [cluster] to "auto" or start as many.'
+        )
     return plan
 
 

@@ -102,10 +102,7 @@ def workload_job(steps: int) -> Job:
         "checkpoint.every": (FIRST_TIMED_STEP + steps) // 2,
         "observe.profile_every": 0,
     }
-    job = resolve_here(read_job(None, [f"{key}={value}" for key, value in settings.items()])).job
-    # One micro-batch a step on any number of ranks, so that no peer needs gradient accumulation.
-    share = job.train.global_batch // job.layout.num_ranks
-    return job.replace(layout=job.layout.replace(micro_batch=share))
+    return resolve_here(read_job(None, [f"{key}={value}" for key, value in settings.items()])).job
 
 
 def write_workload(job: Job, folder: Path) -> None:

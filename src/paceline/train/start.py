@@ -48,8 +48,8 @@ def resolve_here(job: Job) -> Plan:
     _must_be_here(plan.job.cluster, machine)
     if ranks is not None and plan.job.layout.num_ranks != ranks.world_size:
         raise InputError(
-            f"the Job is for {plan.job.layout.num_ranks} ranks but {ranks.world_size} were started: "
-            'set [cluster] to "auto" or start as many.'
+            f"the Job is for {plan.job.layout.num_ranks} ranks but {ranks.world_size} were "
+            'started: set [cluster] to "auto" or start as many.'
         )
     return plan
 

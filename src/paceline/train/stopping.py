@@ -51,7 +51,7 @@ def end_with(launcher_pid: int) -> None:
 
     def watch() -> None:
         while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.2)
+            time.sleep(0.5)
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

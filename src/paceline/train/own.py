@@ -14,9 +14,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.elastic.multiprocessing.errors import record
 
-from paceline.comm.ranks import Ranks, given_ranks, leave
+from paceline.comm.ranks import Ranks, leave
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import CustomModel, Data, Job, read_job
@@ -25,7 +24,7 @@ from paceline.train.checkpoint import Checkpointer
 from paceline.train.checkpoint.state import parameter_names
 from paceline.train.command import carry_out
 from paceline.train.launch import launch
-from paceline.train.session import MakeTask, run_rank
+from paceline.train.session import MakeTask, run_launched_rank
 from paceline.train.start import resolve_here
 from paceline.train.stopping import end_with
 from paceline.train.task import Loss, Task, custom_task
@@ -114,11 +113,7 @@ def _is_script() -> bool:
 
 def _train_as_launched_rank(run: Run, make_task: MakeTask) -> NoReturn:
     end_with(int(os.environ[_LAUNCHER]))
-    job = run.job()
-    assert job.cluster.device != "auto"
-    ranks = given_ranks(job.cluster.device.kind)
-    assert ranks is not None, "the launcher gives every process a rank"
-    record(run_rank)(job, run, ranks, make_task, launched=True)
+    run_launched_rank(run, make_task)
     leave()
 
 

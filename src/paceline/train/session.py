@@ -9,9 +9,10 @@ import os
 import platform
 import subprocess
 import time
+import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 
-from paceline.comm.ranks import Ranks, connect, disconnect, given_ranks
+from paceline.comm.ranks import Ranks, connect, disconnect, given_ranks, leave
 from paceline.comm.topology import num_cores
 from paceline.config.job import Job
 from paceline.observe.console import Progress, step_time_table
@@ -52,12 +54,24 @@ def launched_rank(run_path: str, launcher_pid: int) -> None:
     # launcher, and where the kernel shares the cores out by session, each rank gets its share.
     os.setsid()
     end_with(launcher_pid)
-    run = Run(Path(run_path))
+    run_launched_rank(Run(Path(run_path)), language_model)
+
+
+def run_launched_rank(run: Run, make_task: MakeTask) -> None:
+    """Train the Run's own Job in a process that Paceline's launcher started, and end with it.
+
+    A rank that fails leaves its traceback to the launcher and is gone at once: neither a checkpoint
+    that is being written nor the goodbye of process groups may keep the others waiting.
+    """
     job = run.job()
     assert job.cluster.device != "auto"
     ranks = given_ranks(job.cluster.device.kind)
-    assert ranks is not None
-    run_rank(job, run, ranks, language_model, launched=True)
+    assert ranks is not None, "the launcher gives every process a rank"
+    try:
+        record(run_rank)(job, run, ranks, make_task, launched=True)
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
 
 
 def language_model(job: Job, ranks: Ranks) -> Task:
@@ -85,7 +99,6 @@ def run_rank(
         if ranks.device_type == "cpu":
             _keep_freed_memory()
         connect(ranks)
-        stack.callback(disconnect)
         if ranks.world_size > 1:
             _log_to(run.log_folder / f"rank{ranks.rank}.log", keep_stdout=ranks.is_first)
         torch.manual_seed(job.train.seed)
@@ -94,7 +107,6 @@ def run_rank(
         trainer = Trainer.of(job, ranks, task)
         teller = stack.enter_context(Teller(job, run, ranks, task))
         around = _around(job, run, ranks, task, stop, teller)
-        stack.callback(around.checkpointer.finish)
         try:
             done = train_loop(trainer, task, around)
         except RuntimeError as error:
@@ -102,6 +114,7 @@ def run_rank(
                 time.sleep(_PATIENCE_FOR_CULPRIT_S)
             raise
         teller.conclude(done)
+    disconnect()
     return trainer.module
 
 
@@ -158,7 +171,7 @@ class Teller:
         """Tell the person at the terminal, and the log."""
         if self.speaks:
             self.progress.say(sentence)
-            with self._log.open("a") as log:
+            with suppress(OSError), self._log.open("a") as log:  # a full disk is no reason to stop
                 print(time.strftime("%Y-%m-%d %H:%M:%S"), sentence, file=log)
 
     def record(self, line: Line) -> None:

@@ -32,11 +32,11 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet -e .
-	touch $@
+	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -e '.[$*]'
-	touch $@
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist runs

@@ -54,14 +54,15 @@ def train(
 ) -> None:
     """Train a language model on every device of this machine.
 
-    Without a Job it trains the demo: a small decoder on the source text of Python's standard
-    library, about two minutes on two CPU cores. A run that exists goes on where its newest good
-    checkpoint left off. Ctrl-C finishes the step, keeps a checkpoint and stops.
+    Without a Job it trains the demo: a small decoder on the source text of
+    Python's standard library, about two minutes on two CPU cores. A run that
+    exists goes on where its newest good checkpoint left off. Ctrl-C finishes
+    the step, keeps a checkpoint and stops.
 
     \b
-    paceline train --show > my.toml        a Job to start from, with every setting
+    paceline train --show > my.toml      a Job to start from
     paceline train my.toml --set name=big --set train.steps=5000
-    paceline train runs/big                go on with a run
+    paceline train runs/big              go on with a run
     torchrun --nnodes 2 ... -m paceline train my.toml
     """
     from paceline.comm.ranks import given_ranks, leave

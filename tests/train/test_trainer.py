@@ -4,6 +4,8 @@ With clipping and gradient accumulation, in fp64 to 1e-10 and in fp32 to 1e-5: l
 norms and every parameter.
 """
 
+import shutil
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -97,6 +99,16 @@ def test_parallel_equals_serial(layout, precision, tolerance, serial):
             name = name.replace("_checkpoint_wrapped_module.", "")
             # Adam divides by the root of tiny second moments, which magnifies rounding in fp32.
             assert torch.allclose(p, params[name], rtol=tolerance, atol=10 * tolerance), name
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_blocks_equal_serial(serial):
+    losses, norms, _ = serial[FP32]
+    for got_losses, got_norms, _ in run_ranks(
+        _train, 2, (*FP32, "layout.dp=2", "layout.compile=true"), timeout_s=200
+    ):
+        assert got_losses == pytest.approx(losses, rel=1e-5)
+        assert got_norms == pytest.approx(norms, rel=1e-5)
 
 
 def _count_all_reduces(rank, world_size, overrides):

@@ -92,6 +92,7 @@ def run_rank(
     Returns:
         the trained module, wrapped as the layout says.
     """
+    assert job.is_concrete, "nothing is resolved after the plan"
     with ExitStack() as stack:
         stop = StopRequest(run.stop_file, catch_signals=not launched)
         stack.callback(stop.close)

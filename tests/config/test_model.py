@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from paceline.config.errors import InputError
 from paceline.config.huggingface import from_hf, to_hf
-from paceline.config.model import Model, RopeScaling
+from paceline.config.layers import RopeScaling
+from paceline.config.model import Model
 
 SMALL = {
     "vocab_size": 100,
@@ -170,7 +171,7 @@ def test_a_model_survives_its_serialised_form():
         ({"num_layers": 0}, "num_layers = 0"),
         ({"num_heads": 0}, "num_heads = 0"),
         ({"hiden_size": 64}, "did you mean hidden_size?"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'llama3' or 'linear'"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "'llama3', 'linear' or 'yarn'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "requires low_freq_factor"),
         ({"rope_scaling": {**LLAMA3, "rope_type": "linear"}}, "takes no low_freq_factor"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "must be above low_freq_factor"),
@@ -284,7 +285,7 @@ def test_windows_of_qwen_by_layer():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"model_type": "gpt2"}, "known are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, "known are deepseek_v2, deepseek_v3, llama, mistral"),
         ({"model_type": "llamaa"}, "did you mean llama?"),
         ({"model_type": None}, "model_type = 'None'"),
         ({"vocab_size": None}, "vocab_size is None"),
@@ -296,7 +297,7 @@ def test_windows_of_qwen_by_layer():
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"sliding_window": 8}, "sliding_window = 8 is not a setting that llama"),
         ({"num_experts": 8}, "num_experts = 8 is not a setting that llama"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type = 'longrope'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type = 'dynamic'"),
         ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "'default' with ['factor']"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "['full_attention']"),

@@ -7,20 +7,19 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.config.errors import InputError
+from paceline.config.layers import Experts, LatentAttention
 from paceline.config.model import Model
-from paceline.models.decoder import (
-    Decoder,
-    Sdpa,
-    cross_entropy,
-    document_starts,
-    rope_frequencies,
-)
+from paceline.models.attention import Sdpa
+from paceline.models.decoder import Decoder, cross_entropy, document_starts
+from paceline.models.feedforward import FeedForward
+from paceline.models.rope import rope_frequencies
 
 MODEL = Model(
     vocab_size=50,
@@ -37,6 +36,30 @@ VARIANTS = {
     "sliding": {"sliding_window": 5, "full_layers": [1]},
     "bias": {"qkv_bias": True},
     "qk_norm": {"qk_norm": True, "head_dim": 10},
+    "experts": {
+        "experts": Experts(
+            num_experts=8,
+            experts_per_token=2,
+            ffn_size=12,
+            shared_ffn_size=20,
+            shared_gate=True,
+            dense_layers=(1,),
+        )
+    },
+    "latent": {
+        "num_kv_heads": 4,
+        "head_dim": 14,
+        "latent": LatentAttention(q_rank=12, kv_rank=10, nope_dim=8, rope_dim=6, v_dim=4),
+        "experts": Experts(
+            num_experts=8,
+            experts_per_token=3,
+            ffn_size=12,
+            scores="sigmoid",
+            num_groups=4,
+            groups_per_token=2,
+            choice_bias=True,
+        ),
+    },
 }
 
 
@@ -98,21 +121,27 @@ def test_num_params_is_that_of_the_module(name):
     with torch.device("meta"):
         decoder = Decoder(model)
     assert sum(p.numel() for p in decoder.parameters()) == model.num_params
-    block = sum(p.numel() for p in decoder.blocks[0].parameters())
-    assert block == model.num_block_params
-    matrices = [m for m in decoder.modules() if isinstance(m, nn.Linear)]
+    for layer, block in enumerate(decoder.blocks):
+        assert sum(p.numel() for p in block.parameters()) == model.num_block_params(layer)
+    matrices = [p for p in decoder.parameters() if p.ndim > 1 and p is not decoder.embed.weight]
+    resting = model.num_params - model.num_active_params
     tied = model.num_embedding_params if model.tie_embeddings else 0
-    assert sum(m.weight.numel() for m in matrices) + tied == model.num_matmul_params
+    assert sum(p.numel() for p in matrices) - resting + tied == model.num_matmul_params
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_flops_are_those_that_torch_counts(name):
     """The counter multiplies out the full square: causal=False, windows as the full sequence.
 
-    It doesn't know the fused kernel of the CPU, so attention runs as plain matrix products.
+    It doesn't know the fused kernel of the CPU, so attention runs as plain matrix products, nor the
+    grouped ones of experts, which fp64 does without.
     """
     model = MODEL.replace(**{**VARIANTS[name], "sliding_window": None, "full_layers": []})
-    decoder, tokens = built(model), tokens_of()
+
+    class Unpadded(Sdpa):
+        __call__ = Sdpa._attend
+
+    decoder, tokens = built(model, attend=Unpadded()).double(), tokens_of()
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:
         logits = decoder(tokens)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as backward:
@@ -146,10 +175,11 @@ def test_no_token_sees_the_future(name):
     assert not torch.allclose(before[:, 9], after[:, 9])
 
 
-def test_a_step_is_the_same_to_the_bit_twice():
+@pytest.mark.parametrize("name", ["plain", "experts"])
+def test_a_step_is_the_same_to_the_bit_twice(name):
     gradients = []
     for _ in range(2):
-        decoder, tokens = built(), tokens_of(batch=4, seq=32)
+        decoder, tokens = built(MODEL.replace(**VARIANTS[name])), tokens_of(batch=4, seq=32)
         cross_entropy(decoder(tokens), tokens).backward()
         gradients.append([p.grad for p in decoder.parameters()])
     assert all(map(torch.equal, *gradients))
@@ -178,14 +208,26 @@ def test_init_of_a_block_does_not_depend_on_the_others():
     assert all(map(torch.equal, alone, among_others))
 
 
-@pytest.mark.parametrize("name", ["plain", "tied"])
+def test_init_of_experts():
+    experts = VARIANTS["experts"]["experts"].replace(ffn_size=200, choice_bias=True)
+    block = built(MODEL.replace(hidden_size=160, init_std=0.1, experts=experts)).blocks[0].ffn
+    stacks = block.experts
+    assert stacks.up_proj.std().item() == pytest.approx(0.1, rel=0.02)
+    assert stacks.down_proj.std().item() == pytest.approx(0.1 / 6**0.5, rel=0.02)
+    assert block.router.weight.std().item() == pytest.approx(0.1, rel=0.1)
+    assert not torch.equal(stacks.up_proj[0], stacks.up_proj[1])
+    assert block.slot_of_expert.tolist() == list(range(8))
+    assert not block.choice_bias.any()
+
+
+@pytest.mark.parametrize("name", ["plain", "tied", "experts", "latent"])
 def test_meta_build_gives_the_same_network(name):
     model = MODEL.replace(**VARIANTS[name])
     with torch.device("meta"):
         decoder = Decoder(model)
     decoder.to_empty(device="cpu")
     for buffer in decoder.buffers():
-        buffer.fill_(torch.nan)
+        buffer.fill_(torch.nan if buffer.is_floating_point() else -1)
     decoder.init_weights(seeded())
     assert torch.equal(decoder(tokens_of()), built(model)(tokens_of()))
 
@@ -198,22 +240,41 @@ def rank_1_of_2():
     torch.distributed.destroy_process_group()
 
 
-def test_init_of_a_sharded_network_is_the_share_of_the_whole(rank_1_of_2):
+@pytest.mark.parametrize("name", ["plain", "experts"])
+def test_init_of_a_sharded_network_is_the_share_of_the_whole(name, rank_1_of_2):
+    model = MODEL.replace(**VARIANTS[name])
     with torch.device("meta"):
-        decoder = Decoder(MODEL)
+        decoder = Decoder(model)
     for block in decoder.blocks:
         fully_shard(block, mesh=rank_1_of_2)
     fully_shard(decoder, mesh=rank_1_of_2)
     decoder.to_empty(device="cpu")
     decoder.init_weights(seeded())
-    whole = dict(built().named_parameters())
+    whole = dict(built(model).named_parameters())
     for name, parameter in decoder.named_parameters():
-        share = whole[name].chunk(2)[1]
+        share = torch.tensor_split(whole[name], 2)[1] if len(whole[name]) > 1 else whole[name][1:]
         assert torch.equal(parameter.to_local(), share), name
 
 
-def test_blocks_can_be_recomputed():
-    plain, recomputed = built(), built()
+def test_init_of_experts_split_along_any_dimension(rank_1_of_2):
+    """Expert parallel with tensor parallel: whole experts and parts of them."""
+    model = MODEL.replace(**VARIANTS["experts"])
+    decoder, whole = Decoder(model), built(model).blocks[0].ffn.experts
+    experts = decoder.blocks[0].ffn.experts
+    for name, dim in {"gate_proj": 0, "up_proj": 1, "down_proj": 2}.items():
+        spread = distribute_tensor(
+            getattr(experts, name), rank_1_of_2, [Shard(dim)], src_data_rank=None
+        )
+        setattr(experts, name, nn.Parameter(spread))
+    decoder.init_weights(seeded())
+    for name, dim in {"gate_proj": 0, "up_proj": 1, "down_proj": 2}.items():
+        share = getattr(whole, name).chunk(2, dim)[1]
+        assert torch.equal(getattr(experts, name).to_local(), share), name
+
+
+@pytest.mark.parametrize("name", ["plain", "experts", "latent"])
+def test_blocks_can_be_recomputed(name):
+    plain, recomputed = (built(MODEL.replace(**VARIANTS[name])) for _ in range(2))
     for block in recomputed.blocks:
         forward = block.forward
         block.forward = lambda *args, f=forward: checkpoint(f, *args, use_reentrant=False)
@@ -257,6 +318,18 @@ def test_the_attention_core_can_be_replaced():
     assert torch.equal(decoder(tokens_of()), built(model)(tokens_of()))
     assert sorted(core.windows, key=str) == [5, None]
     assert core.shapes == {(2, 4, 17, 8, 2, 2, 17, 8)}
+
+
+def test_a_stage_has_the_layers_of_the_whole_network():
+    """Which blocks have experts goes by their number in the network, not in the stage."""
+    model = MODEL.replace(**VARIANTS["experts"])
+    whole, first, last = built(model), built(model), built(model)
+    first.cut(0, 1)
+    last.cut(1, 3)
+    assert type(last.get_submodule("blocks.1").ffn) is FeedForward
+    assert set(first.state_dict()) | set(last.state_dict()) == set(whole.state_dict())
+    tokens = tokens_of()
+    assert torch.equal(last(first(tokens)), whole(tokens))
 
 
 def test_a_sequence_beyond_the_model_is_refused():

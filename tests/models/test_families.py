@@ -4,11 +4,15 @@ Every family, both ways: their directory into our network and ours into theirs. 
 gradient in fp32 agree to 1e-5 (norm of the difference over the norm, tensor by tensor).
 """
 
+import re
+
 import pytest
 import torch
 
+from paceline.config.huggingface import from_hf
 from paceline.models.decoder import Decoder, cross_entropy
-from paceline.models.weights import hf_name, read_decoder, read_model, write_weights
+from paceline.models.names import sources
+from paceline.models.weights import read_decoder, read_model, write_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -28,6 +32,34 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 2.0,
+}
+QWEN_MOE = {
+    "num_key_value_heads": 2,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
 }
 WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 FAMILIES = {
@@ -61,6 +93,36 @@ FAMILIES = {
         },
     ),
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 24, "tie_word_embeddings": True}),
+    "qwen2_yarn": ("qwen2", {"num_key_value_heads": 2, "rope_parameters": YARN}),
+    "mixtral": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 6, "sliding_window": 7}),
+    "qwen2_moe": ("qwen2_moe", {**QWEN_MOE, "shared_expert_intermediate_size": 40, **WINDOW}),
+    "qwen2_moe_sparse_step": (  # and weights that are divided by their sum
+        "qwen2_moe",
+        {
+            **QWEN_MOE,
+            "shared_expert_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "qwen3_moe": ("qwen3_moe", {**QWEN_MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3_moe_window": ("qwen3_moe", {**QWEN_MOE, "head_dim": 24, **WINDOW}),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {**DEEPSEEK, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
+    ),
+    "deepseek_v2_lite": ("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None}),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK),
+    "deepseek_v3_yarn": (  # weights as they are, pairs that aren't neighbours
+        "deepseek_v3",
+        {
+            **DEEPSEEK,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "n_shared_experts": 2,
+        },
+    ),
 }
 TOKENS = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -72,14 +134,49 @@ def randomised(network):
         for parameter in network.parameters():
             centre = 1.0 if parameter.dim() == 1 else 0.0
             parameter.normal_(centre, 0.2, generator=generator)
+        for name, buffer in network.named_buffers():
+            if name.endswith(("choice_bias", "e_score_correction_bias")):
+                buffer.normal_(0.0, 0.2, generator=generator)
     return network
 
 
-def reference(name):
+def config_of(name):
     model_type, changes = FAMILIES[name]
-    config = transformers.AutoConfig.for_model(model_type, **{**SHAPES, **changes})
-    network = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return transformers.AutoConfig.for_model(model_type, **{**SHAPES, **changes})
+
+
+def reference(name):
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    network = transformers.AutoModelForCausalLM.from_config(config_of(name), **eager)
     return randomised(network).float()
+
+
+def gradients_of(network):
+    """By the names in files, where each expert has its own tensors."""
+    gradients = {}
+    for name, parameter in network.named_parameters():
+        stack = re.fullmatch(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)", name)
+        if stack is None:
+            mixtral = network.config.model_type == "mixtral"
+            name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+            gradients[name] = parameter.grad
+            continue
+        parts = {"down_proj": parameter.grad}
+        if stack[2] == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), parameter.grad.chunk(2, 1), strict=True))
+        for kind, of_all in parts.items():
+            for expert, gradient in enumerate(of_all):
+                short = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[kind]
+                if network.config.model_type == "mixtral":
+                    name = f"{stack[1]}.block_sparse_moe.experts.{expert}.{short}.weight"
+                else:
+                    name = f"{stack[1]}.mlp.experts.{expert}.{kind}.weight"
+                gradients[name] = gradient
+    return gradients
+
+
+def shapes_of(tensors):
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def logits_of(network):
@@ -87,7 +184,8 @@ def logits_of(network):
 
 
 def assert_close(found, expected, name):
-    error = (found - expected).norm() / expected.norm()
+    # An expert that no token chose has a gradient of zero.
+    error = (found - expected).norm() / expected.norm() if expected.any() else found.norm()
     assert error <= 1e-5, f"{name}: relative error {error:.1e}"
 
 
@@ -100,10 +198,20 @@ def test_logits_and_every_gradient(name, tmp_path):
     assert_close(found, expected, "logits")
     cross_entropy(expected, TOKENS).backward()
     cross_entropy(found, TOKENS).backward()
-    gradients = {n: p.grad for n, p in theirs.named_parameters()}
-    for ours_name, parameter in ours.named_parameters():
-        assert_close(parameter.grad, gradients.pop(hf_name(ours_name)), ours_name)
+    gradients = gradients_of(theirs)
+    own = {name: p.grad for name, p in ours.named_parameters()}
+    for their_name, source in sources(ours.model, shapes_of(own)).items():
+        found = own[source.name] if source.expert is None else own[source.name][source.expert]
+        assert_close(found, gradients.pop(their_name), their_name)
     assert not gradients
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_as_many_parameters(name):
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config_of(name))
+    model = from_hf(config_of(name).to_dict())
+    assert model.num_params == theirs.num_parameters()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -12,14 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paceline.config.errors import InputError
+from paceline.config.layers import Experts
 from paceline.config.model import Model
 from paceline.models import weights
 from paceline.models.decoder import Decoder
+from paceline.models.names import sources
 from paceline.models.weights import (
-    hf_name,
     load_weights,
     read_decoder,
     read_model,
@@ -27,6 +29,7 @@ from paceline.models.weights import (
 )
 
 MODEL = Model(vocab_size=20, hidden_size=16, ffn_size=24, num_layers=2, num_heads=2, max_seq_len=16)
+EXPERTS = MODEL.replace(experts=Experts(num_experts=4, experts_per_token=2, ffn_size=12))
 SHARD_BYTES = 4_000
 
 
@@ -40,6 +43,10 @@ def written(directory, model=MODEL, **options):
     decoder = built(model)
     write_weights(directory, model, decoder.state_dict(), **options)
     return decoder
+
+
+def their_names(model):
+    return list(sources(model, {n: tuple(t.shape) for n, t in Decoder(model).state_dict().items()}))
 
 
 def edit_tensors(path, edit):
@@ -62,7 +69,7 @@ def sentence(call, *args, **options):
 
 def test_names():
     model = MODEL.replace(num_layers=1, qkv_bias=True, qk_norm=True)
-    assert [hf_name(name) for name in Decoder(model).state_dict()] == [
+    assert their_names(model) == [
         "model.embed_tokens.weight",
         "model.layers.0.input_layernorm.weight",
         *(
@@ -108,7 +115,7 @@ def test_shards_stay_below_the_limit_and_the_index_is_exact(tmp_path):
 def test_shards_are_filled_before_another_is_begun(dtype, tmp_path):
     written(tmp_path / "a", max_shard_bytes=SHARD_BYTES, dtype=dtype)
     shards = [load_file(path) for path in sorted((tmp_path / "a").glob("*.safetensors"))]
-    order = [hf_name(name) for name in Decoder(MODEL).state_dict()]
+    order = their_names(MODEL)
     for shard, following in pairwise(shards):
         first = min(following, key=order.index)
         assert sum(t.nbytes for t in shard.values()) + following[first].nbytes > SHARD_BYTES
@@ -253,6 +260,45 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_moved_experts_are_written_in_their_order(tmp_path):
+    decoder = built(EXPERTS)
+    slots = torch.tensor([2, 0, 3, 1])
+    for block in decoder.blocks:
+        block.ffn.slot_of_expert.copy_(slots)
+        for stack in block.ffn.experts.parameters():
+            stack.data[slots] = stack.data.clone()
+    write_weights(tmp_path / "a", EXPERTS, decoder.state_dict())
+    read = read_decoder(tmp_path / "a")
+    for name, parameter in built(EXPERTS).named_parameters():
+        assert torch.equal(read.state_dict()[name], parameter), name
+
+
+def test_only_the_experts_of_this_rank_are_read(rank_1_of_2, tmp_path, monkeypatch):
+    written(tmp_path / "a", EXPERTS)
+    decoder, read = Decoder(EXPERTS), []
+    experts = decoder.blocks[0].ffn.experts
+    spread = distribute_tensor(experts.up_proj, rank_1_of_2, [Shard(0)], src_data_rank=None)
+    experts.up_proj = torch.nn.Parameter(spread)
+    monkeypatch.setattr(
+        weights, "assign_row", lambda tensor, place, _: read.append((tensor, place))
+    )
+    load_weights(decoder, tmp_path / "a")
+    assert [place for tensor, place in read if tensor is experts.up_proj] == [0, 1]
+    assert [place for tensor, place in read if tensor is experts.gate_proj] == [0, 1, 2, 3]
+
+
+def test_the_bias_of_experts_is_written_in_fp32(tmp_path):
+    shape = EXPERTS.experts.replace(scores="sigmoid", choice_bias=True, shared_ffn_size=12)
+    latent = {"kv_rank": 8, "nope_dim": 4, "rope_dim": 4, "v_dim": 4}
+    raw = {**MODEL.model_dump(exclude={"head_dim", "num_kv_heads"}), "latent": latent}
+    decoder = built(Model.parse({**raw, "experts": shape}))
+    decoder.blocks[0].ffn.choice_bias.fill_(0.123456)
+    write_weights(tmp_path / "a", decoder.model, decoder.state_dict(), dtype=torch.bfloat16)
+    read = read_decoder(tmp_path / "a", dtype=torch.bfloat16)
+    assert torch.equal(read.blocks[0].ffn.choice_bias, decoder.blocks[0].ffn.choice_bias)
+    assert read.blocks[0].ffn.router.weight.dtype == torch.bfloat16
+
+
 @pytest.fixture
 def rank_1_of_2():
     """One process that believes to be rank 1 of 2; its collectives do nothing."""
@@ -261,10 +307,11 @@ def rank_1_of_2():
     torch.distributed.destroy_process_group()
 
 
-def test_a_sharded_network_loads_its_share(rank_1_of_2, tmp_path):
-    whole = dict(written(tmp_path / "a", max_shard_bytes=SHARD_BYTES).named_parameters())
+@pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
+def test_a_sharded_network_loads_its_share(model, rank_1_of_2, tmp_path):
+    whole = dict(written(tmp_path / "a", model, max_shard_bytes=SHARD_BYTES).named_parameters())
     with torch.device("meta"):
-        decoder = Decoder(MODEL)
+        decoder = Decoder(model)
     fully_shard(decoder, mesh=rank_1_of_2)
     decoder.to_empty(device="cpu")
     load_weights(decoder, tmp_path / "a")

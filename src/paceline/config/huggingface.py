@@ -1,7 +1,8 @@
 """Models to and from the `config.json` of Hugging Face transformers.
 
-Reads and writes the Llama, Mistral, Qwen2 and Qwen3 families, in the form of transformers 4
-(`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`). Every key is either translated, known not
+Reads and writes the Llama, Mistral, Qwen2 and Qwen3 families, and those with experts
+(`huggingface_experts`), in the form of transformers 4 (`rope_theta`, `rope_scaling`) and 5
+(`rope_parameters`). Every key is either translated, known not
 to change the network, or refused: a feature that the decoder can't honour is an error, never
 ignored. It holds no weights: those are `paceline.models.weights`.
 """
@@ -9,8 +10,11 @@ ignored. It holds no weights: those are `paceline.models.weights`.
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.config import huggingface_experts
 from paceline.config.errors import InputError
-from paceline.config.model import Model, RopeScaling
+from paceline.config.huggingface_experts import expert_model_type, no_family
+from paceline.config.layers import RopeScaling
+from paceline.config.model import Model
 from paceline.config.noun import nearest
 
 # Names of transformers on the left, ours on the right.
@@ -47,12 +51,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "head_dim": 128,
     },
+    **{name: family.defaults for name, family in huggingface_experts.FAMILIES.items()},
 }
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    **{name: family.architecture for name, family in huggingface_experts.FAMILIES.items()},
 }
 # Features this decoder doesn't have: the values that switch them off.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -104,6 +110,11 @@ _WINDOWS = {
     "mistral": frozenset({"sliding_window"}),
     "qwen2": _QWEN_WINDOWS,
     "qwen3": _QWEN_WINDOWS,
+    "mixtral": frozenset({"sliding_window"}),
+    "qwen2_moe": _QWEN_WINDOWS,
+    "qwen3_moe": frozenset({"sliding_window", "use_sliding_window"}),
+    "deepseek_v2": frozenset[str](),
+    "deepseek_v3": frozenset[str](),
 }
 
 
@@ -122,16 +133,24 @@ def from_hf(config: Mapping[str, Any]) -> Model:
             f"{nearest(model_type, list(_DEFAULTS))}"
         )
     _check_shapes(config)
-    known = {**_DEFAULTS[model_type], **config}
+    has_experts = model_type in huggingface_experts.FAMILIES
+    given = huggingface_experts.canonical(config) if has_experts else config
+    if has_experts:
+        huggingface_experts.check_required(given, model_type)
+    known = {**_DEFAULTS[model_type], **given}
     _refuse_unsupported(known, model_type)
     fields = {ours: known[theirs] for theirs, ours in _FIELDS.items() if theirs in known}
-    for optional in ("num_kv_heads", "head_dim"):
-        if fields.get(optional) is None:
-            fields.pop(optional, None)
+    if has_experts:
+        fields.update(huggingface_experts.parts_from_hf(known, model_type))
+    if fields.get("num_kv_heads") is None:
+        fields.pop("num_kv_heads", None)
+    if fields.get("head_dim") is None or "latent" in fields:
+        fields.pop("head_dim", None)
     fields["rope_theta"], fields["rope_scaling"] = _rope_from_hf(known)
     fields["sliding_window"], fields["full_layers"] = _windows_from_hf(known)
-    flags = {"qkv_bias": model_type == "qwen2", "qk_norm": model_type == "qwen3"}
-    return Model.parse({**fields, **flags}, where="config.json")
+    fields["qkv_bias"] = model_type == "qwen2" or known.get("qkv_bias", False)
+    fields["qk_norm"] = model_type in ("qwen3", "qwen3_moe")
+    return Model.parse(fields, where="config.json")
 
 
 def to_hf(model: Model) -> dict[str, Any]:
@@ -140,12 +159,13 @@ def to_hf(model: Model) -> dict[str, Any]:
     `from_hf(to_hf(model)) == model`. Rotary settings stand in the form of transformers 4, which 5
     also reads; windows in some layers only are honoured from transformers 4.53 on. Token ids are
     null, because a Model doesn't know the tokenizer. The network counts, not its label: a Mistral
-    without a window comes back as the equal Llama.
+    without a window comes back as the equal Llama, and how training evens out the load of experts
+    doesn't come back.
 
     Raises:
         InputError: no family in transformers has this combination of features.
     """
-    model_type = _model_type(model)
+    model_type = model_type_of(model)
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[model_type]],
         "model_type": model_type,
@@ -156,10 +176,9 @@ def to_hf(model: Model) -> dict[str, Any]:
         "rope_scaling": _rope_to_hf(model.rope_scaling),
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
-    if model_type == "mistral":
-        config["sliding_window"] = model.sliding_window
-    if model_type in ("qwen2", "qwen3"):
-        config.update(_windows_to_hf(model))
+    if model.experts is not None:
+        config.update(huggingface_experts.parts_to_hf(model, model_type))
+    config.update(_windows_to_hf(model, model_type))
     return config
 
 
@@ -172,13 +191,18 @@ def _check_shapes(config: Mapping[str, Any]) -> None:
 
 def _refuse_unsupported(config: Mapping[str, Any], model_type: str) -> None:
     understood = _FIELDS.keys() | _NEUTRAL | _ROPE | _WINDOWS[model_type]
+    only = _ONLY
+    if model_type in huggingface_experts.FAMILIES:
+        understood = understood | huggingface_experts.understood(model_type)
+        only = {key: values for key, values in _ONLY.items() if key not in understood}
+        only = {**only, **huggingface_experts.FAMILIES[model_type].only}
     for key, value in config.items():
-        if key in _ONLY and value not in _ONLY[key]:
+        if key in only and value not in only[key]:
             raise InputError(
                 f"config.json: {key} = {value!r} is a feature this decoder doesn't have; only "
-                f"{_ONLY[key][0]!r} can be trained, so choose another model."
+                f"{only[key][0]!r} can be trained, so choose another model."
             )
-        if key not in understood and key not in _ONLY and not key.startswith("_"):
+        if key not in understood and key not in only and not key.startswith("_"):
             raise InputError(
                 f"config.json: {key} = {value!r} is not a setting that {model_type} is known to "
                 "have; remove the key if the network doesn't depend on it."
@@ -200,14 +224,17 @@ def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]
         del settings["partial_rotary_factor"]
     if rope_type == "default" and not settings:
         return theta, None
-    if rope_type not in ("llama3", "linear"):
+    if rope_type not in ("llama3", "linear", "yarn"):
         raise InputError(
             f"config.json: rope_type = {rope_type!r} with {sorted(settings)} can't be honoured; "
-            "known are default (without further settings), linear and llama3."
+            "known are default (without further settings), linear, llama3 and yarn."
         )
+    if settings.get("truncate") is True:  # the default, and all that there is here
+        del settings["truncate"]
     if "original_max_position_embeddings" in settings:
         settings["original_max_seq_len"] = settings.pop("original_max_position_embeddings")
-    raw = {"rope_type": rope_type, **settings}
+    given = {name: value for name, value in settings.items() if value is not None}
+    raw = {"rope_type": rope_type, **given}
     return theta, RopeScaling.parse(raw, where="config.json: rope_scaling")
 
 
@@ -222,18 +249,30 @@ def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 def _windows_from_hf(config: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...]]:
     num_layers, window = config["num_hidden_layers"], config.get("sliding_window")
-    if config["model_type"] in ("llama", "mistral"):
+    model_type = config["model_type"]
+    if not model_type.startswith("qwen"):
         return window, ()
     if not config.get("use_sliding_window", False):
         window = None
-    first = config.get("max_window_layers", 28)
+    if model_type == "qwen3_moe":
+        return window, ()
+    slides = _default_slides(model_type, num_layers, config.get("max_window_layers", 28))
     kinds = config.get("layer_types") or [
-        "sliding_attention" if window is not None and i >= first else "full_attention"
-        for i in range(num_layers)
+        "sliding_attention" if window is not None and slid else "full_attention" for slid in slides
     ]
     _check_layer_types(kinds, num_layers, window)
     full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
     return (None, ()) if len(full) == num_layers else (window, full)
+
+
+def _default_slides(model_type: str, num_layers: int, limit: int) -> list[bool]:
+    """Which layers slide where layer_types doesn't say: the last ones, or (MoE) half of the first.
+
+    As in the configuration classes of transformers.
+    """
+    if model_type == "qwen2_moe":
+        return [i < limit and i % 2 == 0 for i in range(num_layers)]
+    return [i >= limit for i in range(num_layers)]
 
 
 def _check_layer_types(kinds: list[str], num_layers: int, window: int | None) -> None:
@@ -248,31 +287,38 @@ def _check_layer_types(kinds: list[str], num_layers: int, window: int | None) ->
         )
 
 
-def _windows_to_hf(model: Model) -> dict[str, Any]:
-    slides = [model.window(layer) is not None for layer in range(model.num_layers)]
-    return {
+def _windows_to_hf(model: Model, model_type: str) -> dict[str, Any]:
+    if model_type in ("mistral", "mixtral"):
+        return {"sliding_window": model.sliding_window}
+    if not model_type.startswith("qwen"):
+        return {}
+    config: dict[str, Any] = {
         "use_sliding_window": model.sliding_window is not None,
         "sliding_window": model.sliding_window,
-        # transformers before 4.53 has no layer_types and reads "slides from this layer on".
-        "max_window_layers": slides.index(True) if True in slides else model.num_layers,
-        "layer_types": [f"{'sliding' if slid else 'full'}_attention" for slid in slides],
     }
+    if model_type == "qwen3_moe":
+        return config
+    slides = [model.window(layer) is not None for layer in range(model.num_layers)]
+    # transformers before 4.53 has no layer_types and reads "slides from this layer on".
+    config["max_window_layers"] = slides.index(True) if True in slides else model.num_layers
+    config["layer_types"] = [f"{'sliding' if slid else 'full'}_attention" for slid in slides]
+    return config
 
 
-def _model_type(model: Model) -> str:
+def model_type_of(model: Model) -> str:
+    """The family whose network a Model is.
+
+    Raises:
+        InputError: no family in transformers has this combination of features.
+    """
+    if model.experts is not None or model.latent is not None:
+        return expert_model_type(model)
     if model.qkv_bias and model.qk_norm:
-        raise _no_family("both qkv_bias and qk_norm")
+        raise no_family("both qkv_bias and qk_norm")
     if model.qkv_bias or model.qk_norm:
         return "qwen2" if model.qkv_bias else "qwen3"
     if model.full_layers:
-        raise _no_family("full_layers, but neither qkv_bias nor qk_norm,")
+        raise no_family("full_layers, but neither qkv_bias nor qk_norm,")
     # LlamaConfig requires heads that divide hidden_size; Mistral is the same network without.
     fits_llama = model.sliding_window is None and model.hidden_size % model.num_heads == 0
     return "llama" if fits_llama else "mistral"
-
-
-def _no_family(features: str) -> InputError:
-    return InputError(
-        f"A model with {features} has no family in Hugging Face transformers, so that it can't be "
-        "written as a config.json; change one of these features."
-    )

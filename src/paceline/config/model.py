@@ -1,62 +1,42 @@
-"""The Model noun: the shapes of a dense decoder network, its parameter counts and its FLOPs.
+"""The Model noun: the shapes of a decoder network, its parameter counts and its FLOPs.
 
-A decoder is a stack of identical blocks (RMS norm, grouped-query attention with rotary positions,
-RMS norm, SwiGLU feed-forward) between an embedding and a head: the Llama, Mistral, Qwen2 and Qwen3
-families, which differ only in the switches below.
+A decoder is a stack of blocks (RMS norm, attention with rotary positions, RMS norm, SwiGLU
+feed-forward) between an embedding and a head: the Llama, Mistral, Qwen2 and Qwen3 families, which
+differ only in the switches below. With `experts` the feed-forward layers of most blocks are many
+experts and a router (Mixtral, Qwen2-MoE, Qwen3-MoE); with `latent` too, attention is that of
+DeepSeek-V2 and -V3.
 
 FLOP convention (also of MFU): a matrix product of an (m, k) by a (k, n) matrix costs 2mkn; the
 backward pass costs twice the forward; recompute, norms, softmax and element-wise work count as
 nothing. Causal attention counts as half of the full square, a sliding window as the keys it leaves.
+Of the experts those count that a token passes. Latent attention counts as it is trained, with the
+keys and values of all heads written out.
 
 This file holds no tensors (`paceline.models.decoder` does) and reads no `config.json`
 (`paceline.config.huggingface` does).
 
 Papers: Llama https://arxiv.org/abs/2302.13971, grouped-query attention
 https://arxiv.org/abs/2305.13245, rotary positions https://arxiv.org/abs/2104.09864,
-FLOP counting (PaLM, appendix B) https://arxiv.org/abs/2204.02311.
+FLOP counting (PaLM, appendix B) https://arxiv.org/abs/2204.02311; those of experts and latent
+attention stand in `paceline.config.layers`.
 """
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from paceline.config.layers import Experts, LatentAttention, RopeScaling, require
 from paceline.config.noun import Noun
 
 
-class RopeScaling(Noun):
-    """How rotary frequencies are stretched beyond the context the model was first trained on."""
-
-    rope_type: Literal["llama3", "linear"]
-    """llama3 slows only the low frequencies (Llama 3.1 and later); linear slows all of them."""
-    factor: float = Field(ge=1)
-    """By how much the context is stretched."""
-    low_freq_factor: float | None = Field(None, gt=0)
-    """llama3 only: wavelengths above original_max_seq_len / low_freq_factor are slowed fully."""
-    high_freq_factor: float | None = Field(None, gt=0)
-    """llama3 only: wavelengths below original_max_seq_len / high_freq_factor are left alone."""
-    original_max_seq_len: int | None = Field(None, gt=0)
-    """llama3 only: the context length before stretching, in tokens."""
-
-    @model_validator(mode="after")
-    def _has_its_own_settings(self) -> Self:
-        settings = ("low_freq_factor", "high_freq_factor", "original_max_seq_len")
-        given = [name for name in settings if getattr(self, name) is not None]
-        if self.rope_type == "linear" and given:
-            raise ValueError(f"rope_type linear takes no {given[0]}; remove it.")
-        if self.rope_type == "llama3" and len(given) < len(settings):
-            lacking = next(name for name in settings if name not in given)
-            raise ValueError(f"rope_type llama3 requires {lacking}; give it a value.")
-        if self.low_freq_factor and self.high_freq_factor:
-            _require(
-                self.high_freq_factor > self.low_freq_factor,
-                f"high_freq_factor = {self.high_freq_factor} must be above "
-                f"low_freq_factor = {self.low_freq_factor}; raise it.",
-            )
-        return self
+def _default_head_dim(given: dict[str, Any]) -> int:
+    # A field that failed its own check is absent from `given`, and is the one reported.
+    latent = given.get("latent")
+    return latent.head_dim if latent else given.get("hidden_size", 2) // given.get("num_heads", 1)
 
 
 class Model(Noun):
-    """The shapes of a dense decoder network."""
+    """The shapes of a decoder network."""
 
     family: Literal["decoder"] = "decoder"
     """The kind of network."""
@@ -65,18 +45,17 @@ class Model(Noun):
     hidden_size: int = Field(gt=0)
     """Width of the residual stream."""
     ffn_size: int = Field(gt=0)
-    """Inner width of the SwiGLU feed-forward layer."""
+    """Inner width of a dense SwiGLU feed-forward layer."""
     num_layers: int = Field(gt=0)
     """Number of blocks."""
     num_heads: int = Field(gt=0)
     """Number of query heads."""
-    # A field that failed its own check is absent from `given`, and is the one reported.
+    latent: LatentAttention | None = None
+    """How queries, keys and values come from narrow vectors; not at all by default."""
     num_kv_heads: int = Field(default_factory=lambda given: given.get("num_heads", 1), gt=0)
     """Number of key and value heads (grouped-query attention); as many as num_heads by default."""
-    head_dim: int = Field(
-        default_factory=lambda given: given.get("hidden_size", 2) // given.get("num_heads", 1), gt=0
-    )
-    """Width of one head; hidden_size / num_heads by default."""
+    head_dim: int = Field(default_factory=_default_head_dim, gt=0)
+    """Width of a head's query and key; by default that of latent, or hidden_size / num_heads."""
     max_seq_len: int = Field(gt=0)
     """The longest sequence, in tokens."""
     norm_eps: float = Field(1e-5, gt=0)
@@ -93,80 +72,164 @@ class Model(Noun):
     """Whether the query, key and value projections add a bias (Qwen2)."""
     qk_norm: bool = False
     """Whether queries and keys pass an RMS norm over head_dim before the rotation (Qwen3)."""
+    experts: Experts | None = None
+    """Experts instead of a dense feed-forward layer; none by default."""
     tie_embeddings: bool = False
     """Whether the head uses the embedding's weight."""
     init_std: float = Field(0.02, ge=0)
     """Standard deviation of the initial weights."""
 
     @model_validator(mode="after")
-    def _shapes_fit(self) -> Self:
-        _require(
+    def _heads_fit(self) -> Self:
+        require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads = {self.num_heads} can't be shared out over num_kv_heads = "
             f"{self.num_kv_heads}; give a num_kv_heads that divides num_heads.",
         )
-        _require(
-            "head_dim" in self.model_fields_set or self.hidden_size % self.num_heads == 0,
+        require(
+            "head_dim" in self.model_fields_set
+            or self.latent is not None
+            or self.hidden_size % self.num_heads == 0,
             f"hidden_size = {self.hidden_size} can't be split evenly over num_heads = "
             f"{self.num_heads}; change one of them or give head_dim.",
         )
-        _require(
-            self.head_dim % 2 == 0,
+        require(
+            self.head_dim % 2 == 0 or self.latent is not None,
             f"head_dim = {self.head_dim} is odd, and rotary positions turn pairs of numbers; "
             "give an even head_dim.",
         )
-        _require(
+        if self.latent is not None:
+            self._latent_fits(self.latent)
+        return self
+
+    def _latent_fits(self, latent: LatentAttention) -> None:
+        require(
+            self.head_dim == latent.head_dim,
+            f"head_dim = {self.head_dim} differs from nope_dim + rope_dim = {latent.head_dim} of "
+            "latent; leave head_dim out.",
+        )
+        require(
+            self.num_kv_heads == self.num_heads,
+            f"num_kv_heads = {self.num_kv_heads} differs from num_heads = {self.num_heads}, and "
+            "latent attention has a key per query head; leave num_kv_heads out.",
+        )
+        require(
+            not self.qkv_bias and not self.qk_norm,
+            "latent attention has its own norms and no biases; leave out qkv_bias and qk_norm.",
+        )
+
+    @model_validator(mode="after")
+    def _layers_fit(self) -> Self:
+        require(
             self.sliding_window is not None or not self.full_layers,
             "full_layers can't take effect without a sliding_window; give one or remove it.",
         )
-        known = range(self.num_layers)
-        _require(
-            list(self.full_layers) == [i for i in known if i in self.full_layers],
-            f"full_layers = {list(self.full_layers)} must be increasing block indices from 0 to "
-            f"{self.num_layers - 1}, each once; correct the list.",
-        )
-        _require(
+        self._block_indices("full_layers", self.full_layers)
+        require(
             len(self.full_layers) < self.num_layers,
             "full_layers lists every block, so that sliding_window can't take effect; remove both.",
         )
+        if self.experts is not None:
+            dense = self.experts.dense_layers
+            self._block_indices("experts.dense_layers", dense)
+            require(
+                len(dense) < self.num_layers,
+                "experts.dense_layers lists every block, so that no block has experts; shorten it "
+                "or remove experts.",
+            )
         return self
+
+    def _block_indices(self, name: str, indices: tuple[int, ...]) -> None:
+        require(
+            list(indices) == [i for i in range(self.num_layers) if i in indices],
+            f"{name} = {list(indices)} must be increasing block indices from 0 to "
+            f"{self.num_layers - 1}, each once; correct the list.",
+        )
 
     def window(self, layer: int) -> int | None:
         """Return the sliding window of a block in tokens, or None where it sees everything."""
         return None if layer in self.full_layers else self.sliding_window
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the feed-forward layer of a block is one of experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    @property
+    def rope_dim(self) -> int:
+        """How many numbers of a head rotary positions turn."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's value."""
+        return self.head_dim if self.latent is None else self.latent.v_dim
 
     @property
     def num_embedding_params(self) -> int:
         """Parameters of the input embedding."""
         return self.vocab_size * self.hidden_size
 
-    @property
-    def num_block_matmul_params(self) -> int:
-        """Parameters of one block that take part in a matrix product."""
-        attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return attention + 3 * self.hidden_size * self.ffn_size
+    def num_block_matmul_params(self, layer: int) -> int:
+        """Parameters of one block that a token meets in a matrix product."""
+        return self._num_attention_matmul_params + self._num_ffn_matmul_params(layer)
+
+    def num_block_params(self, layer: int) -> int:
+        """All parameters of one block: matrices (of all experts), norms and biases."""
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        if self.latent is not None:
+            norms += (self.latent.q_rank or 0) + self.latent.kv_rank
+        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
+        matrices = self.num_block_matmul_params(layer) + self._num_resting_params(layer)
+        return matrices + norms + biases
 
     @property
-    def num_block_params(self) -> int:
-        """All parameters of one block: matrices, norms and biases."""
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
-        return self.num_block_matmul_params + norms + biases
+    def _num_attention_matmul_params(self) -> int:
+        hidden, heads, latent = self.hidden_size, self.num_heads, self.latent
+        if latent is None:
+            return 2 * hidden * (heads + self.num_kv_heads) * self.head_dim
+        query = heads * latent.head_dim
+        queries = hidden * query if latent.q_rank is None else latent.q_rank * (hidden + query)
+        keys_values = latent.kv_rank * heads * (latent.nope_dim + latent.v_dim)
+        down = hidden * (latent.kv_rank + latent.rope_dim)
+        return queries + down + keys_values + heads * latent.v_dim * hidden
+
+    def _num_ffn_matmul_params(self, layer: int) -> int:
+        experts = self.experts
+        if experts is None or not self.has_experts(layer):
+            return 3 * self.hidden_size * self.ffn_size
+        passed = experts.experts_per_token * experts.ffn_size + experts.shared_ffn_size
+        router = experts.num_experts + int(experts.shared_gate)
+        return self.hidden_size * (3 * passed + router)
+
+    def _num_resting_params(self, layer: int) -> int:
+        """Parameters of the experts that a token doesn't choose."""
+        experts = self.experts
+        if experts is None or not self.has_experts(layer):
+            return 0
+        resting = experts.num_experts - experts.experts_per_token
+        return resting * 3 * self.hidden_size * experts.ffn_size
 
     @property
     def num_params(self) -> int:
         """All parameters of the network; a tied embedding counts once."""
         head = 0 if self.tie_embeddings else self.num_embedding_params
-        blocks = self.num_layers * self.num_block_params
+        blocks = sum(map(self.num_block_params, range(self.num_layers)))
         return self.num_embedding_params + blocks + self.hidden_size + head
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters that one token meets: all but the experts that it doesn't choose."""
+        return self.num_params - sum(map(self._num_resting_params, range(self.num_layers)))
 
     @property
     def num_matmul_params(self) -> int:
         """Parameters that cost 2 FLOPs per token forward: all matrices, the head also where tied.
 
-        The input embedding is a look-up and counts as zero.
+        The input embedding is a look-up and counts as zero; of the experts those count that a token
+        passes.
         """
-        return self.num_layers * self.num_block_matmul_params + self.num_embedding_params
+        blocks = sum(map(self.num_block_matmul_params, range(self.num_layers)))
+        return blocks + self.num_embedding_params
 
     def attention_flops_per_token(self, seq_len: int, causal: bool = True) -> float:
         """Forward FLOPs of all attention cores (scores and weighted values), mean per token.
@@ -179,7 +242,7 @@ class Model(Noun):
         keys = sum(
             _mean_keys(seq_len, self.window(layer), causal) for layer in range(self.num_layers)
         )
-        return 4 * self.num_heads * self.head_dim * keys
+        return 2 * self.num_heads * (self.head_dim + self.value_dim) * keys
 
     def forward_flops_per_token(self, seq_len: int, causal: bool = True) -> float:
         """FLOPs of the forward pass, mean per token: 2 per matmul parameter, plus attention.
@@ -191,11 +254,6 @@ class Model(Noun):
     def train_flops_per_token(self, seq_len: int, causal: bool = True) -> float:
         """Model FLOPs of forward and backward, mean per token: three times the forward pass."""
         return 3 * self.forward_flops_per_token(seq_len, causal)
-
-
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise ValueError(otherwise)
 
 
 def _mean_keys(seq_len: int, window: int | None, causal: bool) -> float:

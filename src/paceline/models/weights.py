@@ -28,23 +28,16 @@ from torch import Tensor
 from paceline.config.errors import InputError
 from paceline.config.huggingface import from_hf, to_hf
 from paceline.config.model import Model
-from paceline.models.decoder import Attend, Decoder, assign
+from paceline.models.attention import Attend
+from paceline.models.decoder import Decoder
+from paceline.models.names import Source, slots_name, sources
+from paceline.models.shares import assign, assign_row, held_rows
 
 Shapes = dict[str, tuple[int, ...]]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-# Parts of a parameter's name: ours, theirs. The order matters only in that a whole prefix is one.
-_NAMES = (
-    ("embed.", "model.embed_tokens."),
-    ("blocks.", "model.layers."),
-    (".attention_norm.", ".input_layernorm."),
-    (".attention.", ".self_attn."),
-    (".ffn_norm.", ".post_attention_layernorm."),
-    (".ffn.", ".mlp."),
-    ("head.", "lm_head."),
-)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -93,16 +86,34 @@ def load_weights(decoder: Decoder, directory: str | Path) -> None:
             is missing, unexpected or of another shape.
     """
     files = _tensor_files(Path(directory))
-    parameters = {hf_name(name): p for name, p in decoder.state_dict(keep_vars=True).items()}
-    found = _read_shapes(files)
+    tensors = decoder.state_dict(keep_vars=True)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wanted = sources(decoder.model, shapes)
+    found = _read_shapes(files, decoder.model)
     _check_tied(decoder.model, found, files)
-    check_shapes({name: tuple(p.shape) for name, p in parameters.items()}, found, str(directory))
+    check_shapes(_their_shapes(wanted, shapes), found, str(directory))
+    decoder.reset_buffers()  # also puts every expert in the slot of its number
+    rows = {name: held_rows(tensor) for name, tensor in tensors.items() if tensor.ndim == 3}
     for path, names in _by_file(files).items():
         with _opened(path) as file:
             for name in names:
-                if name in parameters:
-                    assign(parameters[name], file.get_tensor(name))
-    decoder.reset_rope()
+                if name in wanted:
+                    _take(file, name, wanted[name], tensors, rows)
+
+
+def _take(
+    file: Any,
+    name: str,
+    source: Source,
+    tensors: Mapping[str, Tensor],
+    rows: Mapping[str, list[int]],
+) -> None:
+    """Copy one tensor of a file into what this rank has of ours; an expert elsewhere isn't read."""
+    if source.expert is None:
+        assign(tensors[source.name], file.get_tensor(name))
+    elif source.expert in rows[source.name]:
+        place = rows[source.name].index(source.expert)
+        assign_row(tensors[source.name], place, file.get_tensor(name))
 
 
 def write_weights(
@@ -118,7 +129,7 @@ def write_weights(
         directory: must not exist yet, or be empty.
         model: the shapes.
         state: full tensors under the names of `Decoder.state_dict()`.
-        dtype: of the tensors in the files: fp32, bf16 or fp16.
+        dtype: of the tensors in the files: fp32, bf16 or fp16. A bias of experts stays fp32.
         max_shard_bytes: start another file rather than let one grow beyond this.
 
     Raises:
@@ -132,22 +143,26 @@ def write_weights(
         raise InputError(f"Weights can't be written as {dtype}; choose one of {list(_DTYPES)}.")
     config = {**to_hf(model), "torch_dtype": _DTYPES[dtype]}
     with torch.device("meta"):
-        expected = {name: tuple(t.shape) for name, t in Decoder(model).state_dict().items()}
-    check_shapes(expected, {name: tuple(t.shape) for name, t in state.items()}, "the given state")
+        shapes = {name: tuple(t.shape) for name, t in Decoder(model).state_dict().items()}
+    check_shapes(shapes, {name: tuple(t.shape) for name, t in state.items()}, "the given state")
     with _complete_or_absent(target) as partial:
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        named = {hf_name(name): state[name] for name in expected}
+        named = {name: _given(source, state) for name, source in sources(model, shapes).items()}
         _write_shards(partial, named, dtype, max_shard_bytes)
 
 
-def hf_name(name: str) -> str:
-    """Translate the name of a parameter of `Decoder` to that in transformers."""
-    for ours, theirs in _NAMES:
-        if ours.startswith("."):
-            name = name.replace(ours, theirs)
-        elif name.startswith(ours):
-            name = theirs + name.removeprefix(ours)
-    return "model." + name if name.startswith("norm.") else name
+def _given(source: Source, state: Mapping[str, Tensor]) -> Tensor:
+    """The tensor of ours that becomes one of theirs: a view."""
+    if source.expert is None:
+        return state[source.name]
+    return state[source.name][int(state[slots_name(source.name)][source.expert])]
+
+
+def _their_shapes(wanted: Mapping[str, Source], shapes: Shapes) -> Shapes:
+    return {
+        name: shapes[source.name] if source.expert is None else shapes[source.name][1:]
+        for name, source in wanted.items()
+    }
 
 
 def check_shapes(expected: Shapes, found: Shapes, where: str) -> None:
@@ -212,7 +227,7 @@ def _indexed_files(directory: Path) -> dict[str, Path]:
     return files
 
 
-def _read_shapes(files: dict[str, Path]) -> Shapes:
+def _read_shapes(files: dict[str, Path], model: Model) -> Shapes:
     shapes: Shapes = {}
     for path, names in _by_file(files).items():
         with _opened(path) as file:
@@ -223,15 +238,26 @@ def _read_shapes(files: dict[str, Path]) -> Shapes:
                         f"The tensor {name} is missing in {path}, where {INDEX} puts it; fetch "
                         "that file again."
                     )
-                # Llama 2 directories store this table, which follows from the config.json.
-                if not name.endswith(".rotary_emb.inv_freq"):
+                if not _left_out(name, model):
                     shapes[name] = tuple(file.get_slice(name).get_shape())
     return shapes
 
 
+def _left_out(name: str, model: Model) -> bool:
+    """What transformers leaves out as well.
+
+    Llama 2 directories store a table that follows from the config.json, DeepSeek-V3's a last layer
+    that predicts further tokens.
+    """
+    extra = f"model.layers.{model.num_layers}."
+    return name.endswith(".rotary_emb.inv_freq") or (
+        model.latent is not None and name.startswith(extra)
+    )
+
+
 def _check_tied(model: Model, found: Shapes, files: dict[str, Path]) -> None:
     """Accept a stored head beside a tied embedding if it is the same, and drop it from `found`."""
-    head, embedding = hf_name("head.weight"), hf_name("embed.weight")
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if not model.tie_embeddings or head not in found or embedding not in found:
         return
     with _opened(files[head]) as first, _opened(files[embedding]) as second:
@@ -282,13 +308,18 @@ def _write_shards(
         sharded = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         filename = SINGLE if len(shards) == 1 else sharded
         # Converted shard by shard, so that there is never a second copy of the whole model.
-        part = {n: tensors[n].detach().to("cpu", dtype).contiguous() for n in names}
+        part = {n: tensors[n].detach().to("cpu", _stored(n, dtype)).contiguous() for n in names}
         save_file(part, directory / filename, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(names, filename))
     if len(shards) > 1:
-        total_size = sum(t.numel() for t in tensors.values()) * dtype.itemsize
+        total_size = sum(t.numel() * _stored(n, dtype).itemsize for n, t in tensors.items())
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _stored(name: str, dtype: torch.dtype) -> torch.dtype:
+    """In which dtype a tensor is written: the bias of a choice between close scores stays fp32."""
+    return torch.float32 if name.endswith("e_score_correction_bias") else dtype
 
 
 def _split(tensors: dict[str, Tensor], dtype: torch.dtype, max_shard_bytes: int) -> list[list[str]]:
@@ -296,7 +327,7 @@ def _split(tensors: dict[str, Tensor], dtype: torch.dtype, max_shard_bytes: int)
     shards: list[list[str]] = [[]]
     size_bytes = 0
     for name, tensor in tensors.items():
-        tensor_bytes = tensor.numel() * dtype.itemsize
+        tensor_bytes = tensor.numel() * _stored(name, dtype).itemsize
         if shards[-1] and size_bytes + tensor_bytes > max_shard_bytes:
             shards.append([])
             size_bytes = 0

@@ -1,0 +1,185 @@
+"""Attention layers and their core.
+
+Attention itself is an argument of every layer (`Attend`): `Sdpa` here, ring attention elsewhere.
+A layer makes queries, keys and values from the residual stream, rotates them, and brings the result
+back: `Attention` as in most networks, `LatentAttention` as in DeepSeek-V2 and -V3.
+
+Papers: grouped queries https://arxiv.org/abs/2305.13245, latent attention
+https://arxiv.org/abs/2405.04434.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.config.model import Model
+from paceline.models.rope import Rope, rotate
+
+# That of the published code, whatever the other norms have.
+_LATENT_NORM_EPS = 1e-6
+
+
+class Attend(Protocol):
+    """The core of attention: who sees whom (`mask`), and the weighted values (the call)."""
+
+    def mask(
+        self, seq_len: int, window: int | None, documents: Tensor | None, device: torch.device
+    ) -> Any:
+        """Prepare, once per forward and distinct window, what every call with it needs.
+
+        Args:
+            seq_len: tokens of the sequence that this rank holds (all, where ranks don't share it).
+            window: a query sees itself and the window - 1 tokens before it; None means all before.
+            documents: (batch, whole_seq) numbers of the packed documents, increasing along the
+                sequence; a query sees only its own document. None means one document each.
+            device: where q, k and v will lie.
+        """
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        """Attend causally.
+
+        Args:
+            q: (batch, heads, seq, head_dim).
+            k: (batch, kv_heads, seq, head_dim); each key head serves heads / kv_heads query heads.
+            v: (batch, kv_heads, seq, value_dim); as wide as k but for latent attention.
+            mask: what `mask` returned.
+
+        Returns:
+            (batch, heads, seq, value_dim)
+        """
+
+
+class Sdpa:
+    """Attention by `torch.nn.functional.scaled_dot_product_attention`.
+
+    A mask is None (plain causal, the fast path) or a boolean tensor that broadcasts to
+    (batch, heads, seq, seq). That takes seq² bytes: windows over very long sequences ask for
+    another core.
+    """
+
+    def mask(
+        self, seq_len: int, window: int | None, documents: Tensor | None, device: torch.device
+    ) -> Tensor | None:
+        """Return None where the plain causal mask is enough, else the visible pairs."""
+        window = None if window is None or window >= seq_len else window
+        if window is None and documents is None:
+            return None
+        positions = torch.arange(seq_len, device=device)
+        distance = positions[:, None] - positions  # (seq, seq): query minus key
+        visible = distance >= 0
+        if window is not None:
+            visible &= distance < window
+        if documents is None:
+            return visible
+        same = documents[:, None, :, None] == documents[:, None, None, :]
+        return visible & same  # (batch, 1, seq, seq)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend; see `Attend`."""
+        width = v.shape[-1]
+        if q.device.type == "cpu" and width < q.shape[-1]:
+            # The flash kernel of the CPU takes heads of one width only, and the other one writes
+            # out all scores: 5 times as slow at 1024 tokens (heads of 48 and 32, one core).
+            v = F.pad(v, (0, q.shape[-1] - width))
+        return self._attend(q, k, v, mask)[..., :width]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        grouped = q.shape[1] != k.shape[1]
+        if mask is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        if grouped:
+            # The kernels that take a mask on CUDA know no groups and would give way to the one
+            # that writes out all scores. On a CPU both forms take the same time (measured, 2 %).
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, model: Model, attend: Attend) -> None:
+        super().__init__()
+        self.attend = attend
+        self.head_dim = model.head_dim
+        width, kv_width = (n * model.head_dim for n in (model.num_heads, model.num_kv_heads))
+        self.q_proj = nn.Linear(model.hidden_size, width, bias=model.qkv_bias)
+        self.k_proj = nn.Linear(model.hidden_size, kv_width, bias=model.qkv_bias)
+        self.v_proj = nn.Linear(model.hidden_size, kv_width, bias=model.qkv_bias)
+        self.o_proj = nn.Linear(width, model.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
+        self.k_norm = nn.RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
+
+    def forward(self, x: Tensor, rope: Rope, mask: Any) -> Tensor:
+        """Map (batch, seq, hidden) to (batch, seq, hidden)."""
+        # (batch, seq, heads, head_dim); -1 heads, because tensor parallelism leaves a share of them
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_dim))
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, rope), rotate(k, rope)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (batch, heads, seq, head_dim)
+        return self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(-2))
+
+
+class LatentAttention(nn.Module):
+    """Attention whose keys and values come from one narrow vector per token.
+
+    A part of each head is not rotated; the rotated part of the key is the same for all heads.
+    """
+
+    def __init__(self, model: Model, attend: Attend) -> None:
+        super().__init__()
+        shape = model.latent
+        assert shape is not None
+        self.attend, self.shape = attend, shape
+        hidden, heads, scaling = model.hidden_size, model.num_heads, model.rope_scaling
+        self.score_factor = 1.0 if scaling is None else scaling.latent_score_factor
+        if shape.q_rank is None:
+            self.q_proj = nn.Linear(hidden, heads * shape.head_dim, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(hidden, shape.q_rank, bias=False)
+            self.q_a_norm = nn.RMSNorm(shape.q_rank, _LATENT_NORM_EPS)
+            self.q_b_proj = nn.Linear(shape.q_rank, heads * shape.head_dim, bias=False)
+        self.kv_a_proj = nn.Linear(hidden, shape.kv_rank + shape.rope_dim, bias=False)
+        self.kv_a_norm = nn.RMSNorm(shape.kv_rank, _LATENT_NORM_EPS)
+        per_head = shape.nope_dim + shape.v_dim
+        self.kv_b_proj = nn.Linear(shape.kv_rank, heads * per_head, bias=False)
+        self.o_proj = nn.Linear(heads * shape.v_dim, hidden, bias=False)
+
+    def forward(self, x: Tensor, rope: Rope, mask: Any) -> Tensor:
+        """Map (batch, seq, hidden) to (batch, seq, hidden)."""
+        q, (k, v) = self._queries(x, rope), self._keys_values(x, rope)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (batch, heads, seq, _)
+        return self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(-2))
+
+    def _queries(self, x: Tensor, rope: Rope) -> Tensor:
+        """Return (batch, seq, heads, head_dim)."""
+        from_stream = self.shape.q_rank is None
+        q = self.q_proj(x) if from_stream else self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+        still, turned = q.unflatten(-1, (-1, self.shape.head_dim)).split(self._parts, dim=-1)
+        q = torch.cat((still, self._rotate(turned, rope)), dim=-1)
+        return q if self.score_factor == 1 else q * self.score_factor
+
+    def _keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Return (batch, seq, heads, head_dim) and (batch, seq, heads, v_dim)."""
+        shape = self.shape
+        latent, turned = self.kv_a_proj(x).split((shape.kv_rank, shape.rope_dim), dim=-1)
+        expanded = self.kv_b_proj(self.kv_a_norm(latent))
+        heads = expanded.unflatten(-1, (-1, shape.nope_dim + shape.v_dim))
+        still, v = heads.split((shape.nope_dim, shape.v_dim), dim=-1)
+        turned = self._rotate(turned.unsqueeze(2), rope).expand(-1, -1, still.shape[2], -1)
+        return torch.cat((still, turned), dim=-1), v
+
+    @property
+    def _parts(self) -> tuple[int, int]:
+        return self.shape.nope_dim, self.shape.rope_dim
+
+    def _rotate(self, x: Tensor, rope: Rope) -> Tensor:
+        if self.shape.interleaved:
+            # Pairs of neighbours; in q and k alike, so that their order afterwards is free.
+            x = x.unflatten(-1, (-1, 2)).mT.flatten(-2)
+        return rotate(x, rope)

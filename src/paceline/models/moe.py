@@ -1,0 +1,370 @@
+"""The feed-forward layer of experts: router, experts, and the way of the tokens between them.
+
+How it works: the router scores every expert for every token, in fp32 at least, and each token takes
+the best few (`choose`). The copies of the tokens are sorted by expert, every expert works on its
+rows, and the outputs go back and are added up with the scores as weights. Nothing is dropped: an
+expert works on as many rows as chose it. The weights of all experts of a layer are stacked, so that
+their products are one grouped GEMM where torch has one (bf16 on CUDA, without telling the host how
+many rows an expert has), else a loop.
+
+Who holds an expert is open in two ways. `slot_of_expert` says where in the stacked weights an
+expert lies, so that experts can be moved without a change to what is computed; and the rows go to
+the experts through `exchange` (`Here` by default), which expert parallelism replaces.
+
+Three ways to even out the load are here: `balance_loss`, whose gradient is added without changing
+the output; `updated_bias`, for the bias of the choice; and `expert_load`, the counts that the bias
+and the placement of experts follow.
+
+It is single-device code: it knows nothing of ranks.
+
+Papers: experts https://arxiv.org/abs/2101.03961 (Switch), dropless https://arxiv.org/abs/2211.15841
+(MegaBlocks), groups, bias and the loss per sequence https://arxiv.org/abs/2412.19437 (DeepSeek-V3).
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paceline.config.layers import Experts as Shape
+from paceline.models.feedforward import FeedForward
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+
+
+class Exchange(Protocol):
+    """Takes rows to the ranks that hold their experts, and back."""
+
+    def __call__(self, rows: Tensor, counts: Tensor, experts: Compute) -> Tensor:
+        """Put every row through its expert.
+
+        Args:
+            rows: (num_copies, hidden), sorted by slot.
+            counts: (num_slots,) int64, how many rows each slot has.
+            experts: maps (rows sorted by local slot, rows of each local slot) to the rows' outputs.
+                Every rank must call it, also without rows: its gradients are part of a collective.
+
+        Returns:
+            (num_copies, hidden), the outputs in the order of `rows`.
+        """
+
+
+class Here:
+    """The exchange of a rank that holds all experts."""
+
+    def __call__(self, rows: Tensor, counts: Tensor, experts: Compute) -> Tensor:
+        """Compute; see `Exchange`."""
+        return experts(rows, counts)
+
+
+class Router(nn.Module):
+    """Scores the experts and chooses a few for each token."""
+
+    def __init__(self, hidden_size: int, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.weight = nn.Parameter(torch.empty(shape.num_experts, hidden_size))
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose experts, in fp32 at least: the order of close scores must not be rounded away.
+
+        Args:
+            x: (tokens, hidden).
+            bias: (num_experts,), added to the scores for the choice.
+
+        Returns:
+            the weights and the indices of the chosen experts, (tokens, experts_per_token) each, and
+            the scores of all: (tokens, num_experts).
+        """
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.to(wide), self.weight.to(wide))
+        scores = logits.softmax(-1) if self.shape.scores == "softmax" else logits.sigmoid()
+        chosen = choose(scores.detach(), bias, self.shape)
+        weights = scores.gather(-1, chosen)
+        if self.shape.normalise:
+            # Sigmoids may all be zero; beside any other sum so small a number vanishes.
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.shape.scaling, chosen, scores
+
+
+class Experts(nn.Module):
+    """The stacked weights of a layer's experts, or of some of them."""
+
+    def __init__(self, hidden_size: int, shape: Shape) -> None:
+        super().__init__()
+        num, ffn_size = shape.num_experts, shape.ffn_size
+        self.gate_proj = nn.Parameter(torch.empty(num, ffn_size, hidden_size))
+        self.up_proj = nn.Parameter(torch.empty(num, ffn_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num, hidden_size, ffn_size))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Put rows through the experts whose weights this rank holds.
+
+        Args:
+            rows: (num_rows, hidden), those of the first expert first.
+            counts: (num_local_experts,) int64, rows of each; their sum is num_rows.
+
+        Returns:
+            (num_rows, hidden)
+        """
+        gate, up, down = map(_local, (self.gate_proj, self.up_proj, self.down_proj))
+        inner = F.silu(grouped_product(rows, gate, counts)) * grouped_product(rows, up, counts)
+        return grouped_product(inner, down, counts)
+
+
+class ExpertLayer(nn.Module):
+    """Routed experts, and the shared ones that every token passes.
+
+    A training run sets two attributes, if it has to: `exchange`, and `mean_over_sequence`, which
+    averages numbers per sequence over the ranks that share the tokens of the sequences.
+    """
+
+    slot_of_expert: Tensor  # (num_experts,) int64: where in the stacked weights an expert lies
+    choice_bias: Tensor | None  # (num_experts,) fp32
+    expert_load: Tensor  # (num_experts,) fp32: token copies since the last reset, in training
+    balance_scale: Tensor  # () fp64: what the gradient of the balance loss is multiplied by
+
+    def __init__(self, hidden_size: int, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.exchange: Exchange = Here()
+        self.mean_over_sequence: Callable[[Tensor], Tensor] = _unchanged
+        self.router = Router(hidden_size, shape)
+        self.experts = Experts(hidden_size, shape)
+        has_shared = shape.shared_ffn_size > 0
+        self.shared = FeedForward(hidden_size, shape.shared_ffn_size) if has_shared else None
+        self.shared_gate = nn.Linear(hidden_size, 1, bias=False) if shape.shared_gate else None
+        num = shape.num_experts
+        self.register_buffer("slot_of_expert", torch.arange(num))
+        self.register_buffer("choice_bias", torch.zeros(num) if shape.choice_bias else None)
+        self.register_buffer("expert_load", torch.zeros(num), persistent=False)
+        scale = torch.ones((), dtype=torch.float64)
+        self.register_buffer("balance_scale", scale, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, seq, hidden) to (batch, seq, hidden)."""
+        tokens = x.flatten(0, 1)
+        weights, chosen, scores = self.router(tokens, self.choice_bias)
+        if self.training and torch.is_grad_enabled():
+            self._count(chosen)
+            if self.shape.balance_loss:
+                loss = self._balance_loss(scores, chosen, x.shape[0])
+                weights = _AddLoss.apply(weights, loss, self.balance_scale)
+        routed = self._routed(tokens, weights, chosen)
+        return (routed if self.shared is None else routed + self._shared(tokens)).view_as(x)
+
+    def _routed(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        num_slots, copies = self.shape.num_experts, self.shape.experts_per_token
+        slots = self.slot_of_expert[chosen].flatten()  # (tokens * copies,)
+        order = slots.argsort(stable=True)
+        numbers = torch.arange(len(order), device=order.device)
+        place = torch.empty_like(order).scatter_(0, order, numbers)
+        rows = _Pick.apply(tokens, order // copies, place, copies)
+        rows = self.exchange(rows, _occurrences(slots, num_slots), self.experts)
+        outputs = _Pick.apply(rows, place, order, 1).unflatten(0, (-1, copies))
+        return (outputs * weights.to(outputs.dtype).unsqueeze(-1)).sum(1)
+
+    def _shared(self, tokens: Tensor) -> Tensor:
+        assert self.shared is not None
+        output = self.shared(tokens)
+        return output if self.shared_gate is None else self.shared_gate(tokens).sigmoid() * output
+
+    @torch.no_grad()
+    def _count(self, chosen: Tensor) -> None:
+        self.expert_load += _occurrences(chosen.flatten(), self.shape.num_experts)
+
+    def _balance_loss(self, scores: Tensor, chosen: Tensor, batch: int) -> Tensor:
+        per_sequence = scores.unflatten(0, (batch, -1)), chosen.unflatten(0, (batch, -1))
+        return self.shape.balance_loss * balance_loss(*per_sequence, self.mean_over_sequence)
+
+    @torch.no_grad()
+    def reset_buffers(self) -> None:
+        """Give the buffers their first values; needed after `to_empty`."""
+        self.slot_of_expert.copy_(torch.arange(self.shape.num_experts))
+        self.expert_load.zero_()
+        self.balance_scale.fill_(1)
+        if self.choice_bias is not None:
+            self.choice_bias.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExpertLayer":
+        """Move the layer, and convert its parameters only.
+
+        A bias near one in bf16 wouldn't feel its updates, nor a count above 256 another token.
+        """
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            assert moved is not None
+            if moved.dtype != buffer.dtype:
+                self._buffers[name] = (
+                    torch.empty_like(moved, dtype=buffer.dtype)
+                    if buffer.is_meta
+                    else buffer.to(moved.device)
+                )
+        return self
+
+
+def choose(scores: Tensor, bias: Tensor | None, shape: Shape) -> Tensor:
+    """Choose each token's experts: the best of the best groups.
+
+    Args:
+        scores: (tokens, num_experts).
+        bias: (num_experts,), added to the scores.
+        shape: how many groups and experts a token takes.
+
+    Returns:
+        (tokens, experts_per_token) int64, in no particular order.
+    """
+    if bias is not None:
+        scores = scores + bias
+    if shape.num_groups > 1:
+        grouped = scores.unflatten(-1, (shape.num_groups, -1))
+        compared = 1 if shape.scores == "softmax" else 2
+        of_group = grouped.topk(compared, dim=-1).values.sum(-1)  # (tokens, num_groups)
+        groups = of_group.topk(shape.groups_per_token, dim=-1, sorted=False).indices
+        left_out = torch.ones_like(of_group, dtype=torch.bool).scatter_(-1, groups, False)
+        scores = grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(-2)
+    return scores.topk(shape.experts_per_token, dim=-1, sorted=False).indices
+
+
+def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each group of rows by its own matrix.
+
+    Args:
+        rows: (num_rows, inputs), sorted by group.
+        weights: (num_groups, outputs, inputs).
+        counts: (num_groups,) int64, rows of each group; their sum is num_rows.
+
+    Returns:
+        (num_rows, outputs), in the dtype of autocast where that is on.
+    """
+    device = rows.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        rows, weights = rows.to(dtype), weights.to(dtype)
+    if _has_grouped_kernel(rows, weights):
+        return F.grouped_mm(rows, weights.mT, offs=counts.cumsum(0, dtype=torch.int32))
+    # All groups, also empty ones: each weight has a gradient, on every rank.
+    groups = zip(rows.split(counts.tolist()), weights.unbind(), strict=True)
+    return torch.cat([F.linear(group, weight) for group, weight in groups])
+
+
+def _has_grouped_kernel(rows: Tensor, weights: Tensor) -> bool:
+    """Whether torch multiplies groups of these rows at once (seen in its sources, 2.11 to 2.13).
+
+    Rows of 16 bytes; bf16 on CUDA from compute capability 8 on. CPUs also take fp32 and fp16, but
+    compiled code is made for bf16 only. No rows at all is not a case for a kernel.
+    """
+    aligned = all(n * rows.dtype.itemsize % 16 == 0 for n in weights.shape[1:])
+    if not aligned or not rows.shape[0]:
+        return False
+    if rows.device.type == "cuda":
+        return rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (8, 0)
+    if torch.compiler.is_compiling():
+        return rows.dtype == torch.bfloat16
+    return rows.device.type == "cpu" and rows.dtype != torch.float64
+
+
+def balance_loss(
+    scores: Tensor, chosen: Tensor, mean_over_sequence: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """How unevenly the tokens of a sequence use the experts, mean over the sequences.
+
+    Per sequence it is the sum over experts of (share of the choices x num_experts) x (mean score,
+    where each token's scores sum to one): 1 when all experts are used alike. It doesn't depend on
+    how sequences are put into batches (DeepSeek-V3, equations 17 to 20).
+
+    Args:
+        scores: (batch, seq, num_experts).
+        chosen: (batch, seq, experts_per_token).
+        mean_over_sequence: averages (batch, num_experts) numbers over the ranks that share the
+            sequences, each with as many tokens. The gradient is then that of this rank's tokens,
+            times the number of those ranks: it is right once gradients are averaged over ranks.
+
+    Returns:
+        ()
+    """
+    num_experts = scores.shape[-1]
+    counts = _occurrences(chosen.flatten(1), num_experts)  # (batch, num_experts)
+    shares = counts.to(scores.dtype) * (num_experts / (chosen.shape[1] * chosen.shape[2]))
+    if mean_over_sequence is not None:
+        shares = mean_over_sequence(shares)
+    mean_scores = (scores / (scores.sum(-1, keepdim=True) + 1e-20)).mean(1)
+    return (shares * mean_scores).sum(-1).mean()
+
+
+def updated_bias(bias: Tensor, load: Tensor, speed: float) -> Tensor:
+    """Return the bias of the choice for the next step, by the loads of this one.
+
+    Args:
+        bias: (num_experts,).
+        load: (num_experts,), token copies of each expert on all ranks, in any unit.
+        speed: what an expert below the mean load gains and one above it loses.
+
+    Source: https://arxiv.org/abs/2408.15664, algorithm 1.
+    """
+    return bias + speed * torch.sign(load.mean() - load)
+
+
+def expert_layers(module: nn.Module) -> dict[str, ExpertLayer]:
+    """All layers of experts in a module, by name."""
+    return {name: m for name, m in module.named_modules() if isinstance(m, ExpertLayer)}
+
+
+class _Pick(torch.autograd.Function):
+    """Rows of a tensor in another order, each as often as the others; the same to the bit twice.
+
+    Indexing alone would add up gradients in an order that threads decide.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, place: Tensor, copies: int) -> Tensor:
+        """Return x[index]; `place` says where the copies of each row go, (rows * copies,)."""
+        ctx.save_for_backward(place)
+        ctx.copies = copies
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Add up the gradients of the copies of each row."""
+        (place,) = ctx.saved_tensors
+        return grad[place].unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+
+
+class _AddLoss(torch.autograd.Function):
+    """Hands a tensor on; backward adds the gradient of `scale` times a loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        """Return x."""
+        ctx.save_for_backward(scale.to(loss.dtype))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """The loss counts `scale` in what is differentiated."""
+        (scale,) = ctx.saved_tensors
+        return grad, scale, None
+
+
+def _occurrences(values: Tensor, num: int) -> Tensor:
+    """How often each of 0..num-1 occurs in the last dimension: (..., num) int64.
+
+    Unlike `bincount` it doesn't wait for the device.
+    """
+    return values.new_zeros((*values.shape[:-1], num)).scatter_add_(
+        -1, values, torch.ones_like(values)
+    )
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,20 +1,84 @@
-"""The mesh of ranks: one named axis per way of splitting the work."""
+"""The meshes of ranks: one named axis per way of splitting the work.
 
+The ranks are one row of numbers, cut in three ways, because context parallelism and experts reuse
+ranks of the data axes:
+
+- `dense`: ("pp", "dp", "fsdp", "tp"). The ranks that share a sequence (cp) hold the same parameters
+  and average their gradients, so they belong to fsdp (or, where nothing is sharded, to dp) here;
+- `context`: ("pp", "dp", "fsdp", "cp", "tp"), for exchanges inside attention;
+- `experts`: ("pp", "edp", "efsdp", "ep", "tp"): ep is taken from the innermost data ranks, and what
+  it leaves of them replicates (edp) or shards (efsdp) each rank's experts.
+"""
+
+from dataclasses import dataclass
+
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.comm.ranks import Ranks
-from paceline.config.layout import Layout
+from paceline.config.layout import Layout, size
 
 
-def build_mesh(layout: Layout, ranks: Ranks) -> DeviceMesh | None:
-    """Arrange the ranks as (dp, fsdp), neighbours along fsdp, which communicates most.
+@dataclass(frozen=True)
+class Meshes:
+    """The same ranks, cut in three ways."""
+
+    dense: DeviceMesh
+    context: DeviceMesh | None
+    """None without context parallelism."""
+    experts: DeviceMesh | None
+    """None without expert parallelism."""
+
+
+def build_meshes(layout: Layout, ranks: Ranks) -> Meshes | None:
+    """Arrange the ranks, neighbours along the axes that communicate most.
 
     Returns:
-        the mesh, or None for a single rank, which has nobody to talk to.
+        the meshes, or None for a single rank, which has nobody to talk to.
     """
     if ranks.world_size == 1:
         return None
-    assert layout.dp != "auto"
-    assert layout.fsdp != "auto"
-    sizes = (layout.dp, layout.fsdp)
-    return init_device_mesh(ranks.device_type, sizes, mesh_dim_names=("dp", "fsdp"))
+    assert layout.num_ranks == ranks.world_size, "the launcher starts as many ranks as planned"
+    return Meshes(
+        dense=_mesh(ranks, **dense_sizes(layout)),
+        context=_mesh(ranks, **context_sizes(layout)) if layout.cp != 1 else None,
+        experts=_mesh(ranks, **expert_sizes(layout)) if layout.ep != 1 else None,
+    )
+
+
+def dense_sizes(layout: Layout) -> dict[str, int]:
+    """Axes of what every rank of a stage and tp share holds or shards."""
+    dp, fsdp, cp = size(layout.dp), size(layout.fsdp), size(layout.cp)
+    dp, fsdp = (dp, fsdp * cp) if fsdp != 1 else (dp * cp, 1)
+    return {"pp": size(layout.pp), "dp": dp, "fsdp": fsdp, "tp": size(layout.tp)}
+
+
+def context_sizes(layout: Layout) -> dict[str, int]:
+    """Axes of the sequence exchange."""
+    return {axis: size(getattr(layout, axis)) for axis in ("pp", "dp", "fsdp", "cp", "tp")}
+
+
+def expert_sizes(layout: Layout) -> dict[str, int]:
+    """Axes of the experts: ep first uses up fsdp x cp, then dp."""
+    dense, ep = dense_sizes(layout), size(layout.ep)
+    sharded = size(layout.fsdp) != 1
+    inner = size(layout.fsdp) * size(layout.cp)
+    outer = size(layout.dp)
+    if ep <= inner:
+        left_inner, left_outer = inner // ep, outer
+    else:
+        left_inner, left_outer = 1, outer * inner // ep
+    edp, efsdp = (left_outer, left_inner) if sharded else (left_outer * left_inner, 1)
+    return {"pp": dense["pp"], "edp": edp, "efsdp": efsdp, "ep": ep, "tp": dense["tp"]}
+
+
+def _mesh(ranks: Ranks, **sizes: int) -> DeviceMesh:
+    return init_device_mesh(ranks.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def columns(mesh: DeviceMesh, axis: str) -> list[list[int]]:
+    """The groups of global ranks along an axis, all of them, in one order on every rank."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+    whole = torch.as_tensor(mesh.mesh).movedim(names.index(axis), -1)
+    return whole.reshape(-1, whole.shape[-1]).tolist()

@@ -1,0 +1,413 @@
+"""Tensor parallel and sharded data parallel on gloo ranks against one process.
+
+All cases of a number of ranks share one launch. In fp64 to 1e-10 and in fp32 to 1e-5: losses,
+gradient norms and gradients of every step, and the parameters after two steps of clipped AdamW,
+each over three micro-batches. Then what is sent, and what is never made whole. Pure first, then
+one process, then two ranks, then four.
+"""
+
+from collections import Counter
+from functools import cache, partial
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from paceline.config.model import Model
+from paceline.models import decoder
+from paceline.models.decoder import Decoder
+from paceline.parallel import fsdp, tp, vocabulary
+from paceline.parallel.ep import expert_parallel
+from tests.ranks import run_ranks
+
+AXES = ("pp", "dp", "fsdp", "tp")
+SHAPES = {
+    "vocab_size": 72, "hidden_size": 32, "ffn_size": 48, "num_layers": 2, "num_heads": 4,
+    "num_kv_heads": 2, "max_seq_len": 16, "init_std": 0.2,
+}  # fmt: skip
+BATCH, SEQ, MICRO_BATCHES, STEPS = 2, 16, 3, 2
+PRECISIONS = {torch.float64: 1e-10, torch.float32: 1e-5}
+QWEN = {"qk_norm": True, "qkv_bias": True, "tie_embeddings": True}
+
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "ffn_size": 16}
+LATENT = {"kv_rank": 8, "nope_dim": 8, "rope_dim": 4, "v_dim": 8}
+SWITCHES = {
+    "plain": {},
+    "Qwen": QWEN,
+    "experts": {"experts": {**EXPERTS, "dense_layers": (0,)}},
+    "shared experts": {"experts": {**EXPERTS, "shared_ffn_size": 16, "shared_gate": True}},
+    "latent": {"num_kv_heads": 4, "latent": LATENT},
+    "latent queries": {"num_kv_heads": 4, "latent": {**LATENT, "q_rank": 8}},
+}
+
+
+class Case(NamedTuple):
+    """How a Model sits on the ranks."""
+
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    zero: int = 0
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    compile: bool = False
+    model: dict = {}  # noqa: RUF012
+
+
+ON_TWO = {
+    "columns": Case(tp=2),
+    "sequence": Case(tp=2, sequence_parallel=True),
+    "Qwen switches, sequence": Case(tp=2, sequence_parallel=True, model=QWEN),
+    "untied, query and key norms": Case(tp=2, sequence_parallel=True, model={"qk_norm": True}),
+    "latent": Case(tp=2, sequence_parallel=True, model=SWITCHES["latent queries"]),
+    "latent, columns": Case(tp=2, model=SWITCHES["latent"]),
+    "experts": Case(tp=2, sequence_parallel=True, model=SWITCHES["experts"]),
+    "shared experts": Case(tp=2, model=SWITCHES["shared experts"]),
+    "window": Case(tp=2, sequence_parallel=True, model={"sliding_window": 5}),
+    "full recompute, sequence": Case(tp=2, sequence_parallel=True, recompute="full", model=QWEN),
+    "selective recompute": Case(tp=2, sequence_parallel=True, recompute="selective"),
+    "shards of one": Case(tp=2, zero=3, sequence_parallel=True),
+    "zero 1": Case(fsdp=2, zero=1),
+    "zero 2": Case(fsdp=2, zero=2),
+    "zero 3": Case(fsdp=2, zero=3, model=QWEN),
+    "replicas of shards of one": Case(dp=2, zero=1),
+}
+ON_FOUR = {
+    "sequence": Case(tp=4, sequence_parallel=True, model={"num_kv_heads": 4, **QWEN}),
+    "zero 1": Case(fsdp=2, tp=2, zero=1, sequence_parallel=True, model=QWEN),
+    "zero 2": Case(fsdp=2, tp=2, zero=2, recompute="selective"),
+    "zero 3": Case(fsdp=2, tp=2, zero=3, sequence_parallel=True, model=QWEN),
+    "zero 3, recompute": Case(fsdp=2, tp=2, zero=3, recompute="full"),
+    "replicas": Case(dp=2, tp=2, zero=1, sequence_parallel=True, model=QWEN),
+    "replicas, each micro-batch reduced": Case(dp=2, tp=2, zero=2),
+    "hsdp, zero 3": Case(dp=2, fsdp=2, zero=3),
+}
+
+
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
+def test_placements_name_every_module_with_parameters(switches):
+    model = Model(**SHAPES | switches)
+    with torch.device("meta"):
+        network = Decoder(model)
+    styles = {name: tp.style_of(name, network.placements()) for name, _ in network.named_modules()}
+    with_parameters = {
+        name for name, module in network.named_modules() if list(module.parameters(recurse=False))
+    }
+    assert with_parameters == {n for n, s in styles.items() if s not in (None, "input", "layer")}
+
+
+def test_a_star_is_any_number_and_a_name_goes_before_it():
+    styles = {"blocks.*.ffn": "input", "blocks.3.ffn": "layer"}
+    names = ("blocks.11.ffn", "blocks.3.ffn", "blocks.ffn", "blocks.1.ffn.up_proj")
+    assert [tp.style_of(name, styles) for name in names] == ["input", "layer", None, None]
+
+
+def _batch(step, number, data_rank):
+    seed = (step * MICRO_BATCHES + number) * 10 + data_rank
+    tokens = torch.randint(72, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(seed))
+    targets = tokens[:, 1:].clone()
+    targets[0, :3] = -100
+    return tokens[:, :-1], targets
+
+
+def _optimizer(net):
+    # A large epsilon: Adam divides by the size of a gradient, and would turn the rounding of one
+    # that is nearly zero into a visible step.
+    return torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4, fused=True)
+
+
+def _clip(net):
+    grads = [p.grad for p in net.parameters()]
+    norm = nn.utils.get_total_norm(grads)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    nn.utils.clip_grads_with_norm_(net.parameters(), 0.5, norm)
+    return norm.item()
+
+
+def _whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+@cache
+def _serial(model, dtype, num_data_ranks):
+    """What one process sees: losses, norms, gradients of the first step, parameters."""
+    net = Decoder(model).to(dtype)
+    net.init_weights(torch.Generator().manual_seed(7))
+    optimizer = _optimizer(net)
+    losses, norms, grads = [], [], {}
+    for step in range(STEPS):
+        total = 0.0
+        for number in range(MICRO_BATCHES):
+            for data_rank in range(num_data_ranks):
+                tokens, targets = _batch(step, number, data_rank)
+                loss = decoder.cross_entropy(net(tokens), targets)
+                (loss / MICRO_BATCHES / num_data_ranks).backward()
+                total += loss.item() / MICRO_BATCHES / num_data_ranks
+        grads = grads or {name: p.grad.clone() for name, p in net.named_parameters()}
+        losses.append(total)
+        norms.append(_clip(net))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, grads, dict(net.named_parameters())
+
+
+def _build(case, mesh, dtype):
+    model = Model(**SHAPES | case.model)
+    with torch.device("meta"):
+        net = Decoder(model).to(dtype)
+    if case.tp > 1:
+        tp.tensor_parallel(net, net.placements(), mesh["tp"], case.sequence_parallel)
+        expert_parallel(net, mesh["tp"])
+    _recompute(net, case.recompute)
+    if case.compile:
+        for block in net.blocks.children():
+            block.compile(backend="aot_eager", fullgraph=True)
+    if case.zero:
+        axes = mesh["dp", "fsdp"] if case.dp > 1 else mesh["fsdp"]
+        blocks = net.blocks.children()
+        fsdp.shard(net, blocks, axes, case.zero, MixedPrecisionPolicy(), OffloadPolicy())
+    net.to_empty(device="cpu")
+    net.init_weights(torch.Generator().manual_seed(7))
+    return net
+
+
+def _recompute(net, how):
+    options = {}
+    if how == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    if how != "none":
+        for name, block in list(net.blocks.named_children()):
+            net.blocks.register_module(name, checkpoint_wrapper(block, **options))
+
+
+def _keep_products(_context, operator, *_args, **_kw):
+    kept = operator in (torch.ops.aten.mm.default, torch.ops._c10d_functional.all_reduce.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _pass(net, case, step, number, data_rank):
+    """Forward and backward of a micro-batch."""
+    if isinstance(net, FSDPModule):
+        fsdp.prepare_micro_batch(net, case.zero, is_last=number == MICRO_BATCHES - 1)
+    tokens, targets = _batch(step, number, data_rank)
+    loss_of = vocabulary.cross_entropy if case.tp > 1 else decoder.cross_entropy
+    loss = loss_of(net(tokens), targets) / MICRO_BATCHES
+    loss.backward()
+    return loss.detach()
+
+
+def _parallel(case, mesh, dtype):
+    net = _build(case, mesh, dtype)
+    optimizer = _optimizer(net)
+    data_rank = mesh["dp"].get_local_rank() * case.fsdp + mesh["fsdp"].get_local_rank()
+    losses, norms, grads = [], [], {}
+    for step in range(STEPS):
+        parts = [_pass(net, case, step, number, data_rank) for number in range(MICRO_BATCHES)]
+        tp.finish_gradients(net)
+        for p in net.parameters():
+            assert getattr(p, "placements", 0) == getattr(p.grad, "placements", 0)
+        total = torch.stack(parts).sum() / (dist.get_world_size())
+        dist.all_reduce(total)
+        losses.append(total.item())
+        grads = grads or {name: _whole(p.grad) for name, p in net.named_parameters()}
+        norms.append(_clip(net))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():  # an evaluation in between changes nothing
+            net(_batch(0, 0, 0)[0])
+        fsdp.free(net)
+        assert all(isinstance(p, DTensor) for p in net.parameters()), "left gathered"
+    return losses, norms, grads, {name: _whole(p) for name, p in net.named_parameters()}
+
+
+def _differences(case, mesh):
+    """By precision: the largest difference from one process, relative to 1 + the value."""
+    worst = {}
+    for dtype in PRECISIONS:
+        got = _parallel(case, mesh, dtype)
+        wanted = _serial(Model(**SHAPES | case.model), dtype, case.dp * case.fsdp)
+        assert min(wanted[1]) > 0.5, "clipping must have had something to do"
+        pairs = [*zip(got[0] + got[1], wanted[0] + wanted[1], strict=True)]
+        for mine, theirs in zip(got[2:], wanted[2:], strict=True):
+            mine = {n.replace("_checkpoint_wrapped_module.", ""): t for n, t in mine.items()}
+            mine = {n.replace("_orig_mod.", ""): t for n, t in mine.items()}
+            assert mine.keys() == theirs.keys()
+            pairs += [(mine[name], theirs[name]) for name in theirs]
+        worst[dtype] = max(_difference(a, b) for a, b in pairs)
+    return worst
+
+
+def _difference(a, b):
+    a, b = torch.as_tensor(a), torch.as_tensor(b)
+    return ((a - b).abs() / (1 + b.abs())).max().item()
+
+
+def _run_cases(rank, world_size, cases):
+    results, meshes = {}, {}
+    for name, case in cases.items():
+        sizes = (1, case.dp, case.fsdp, case.tp)
+        if sizes not in meshes:
+            meshes[sizes] = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+        results[name] = _differences(case, meshes[sizes])
+    return results
+
+
+@pytest.fixture(scope="module")
+def on_two():
+    return run_ranks(_run_cases, 2, ON_TWO, timeout_s=120)
+
+
+@pytest.fixture(scope="module")
+def on_four():
+    return run_ranks(_run_cases, 4, ON_FOUR, timeout_s=120)
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+@pytest.mark.parametrize("name", ON_TWO)
+def test_two_ranks_equal_one(name, dtype, on_two):
+    for result in on_two:
+        assert result[name][dtype] < PRECISIONS[dtype]
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_ranks_equal_one(name, dtype, on_four):
+    for result in on_four:
+        assert result[name][dtype] < PRECISIONS[dtype]
+
+
+SENT = {
+    "columns": ON_TWO["columns"],
+    "sequence": ON_TWO["sequence"],
+    "replicas": ON_TWO["replicas of shards of one"]._replace(zero=3),
+} | {f"zero {zero}": Case(fsdp=2, zero=zero) for zero in (1, 2, 3)}
+NUM_UNITS = SHAPES["num_layers"] + 1  # each block, and the rest
+
+
+def _sent(rank, world_size):
+    """For each case, in a step after the first: by collective, the number and their elements."""
+    results = {}
+    for name, case in SENT.items():
+        sizes = (1, case.dp, case.fsdp, case.tp)
+        net = _build(case, init_device_mesh("cpu", sizes, mesh_dim_names=AXES), torch.float32)
+        for _ in range(2):
+            with torch.profiler.profile(record_shapes=True) as recorded:
+                for number in range(MICRO_BATCHES):
+                    _pass(net, case, 0, number, 0)
+                tp.finish_gradients(net)
+            net.zero_grad()
+        calls = [event for event in recorded.events() if event.name in COLLECTIVES]
+        results[name] = (
+            Counter(COLLECTIVES[call.name] for call in calls),
+            sum((_elements(call) for call in calls), Counter()),
+        )
+    return results
+
+
+COLLECTIVES = {
+    "c10d::_allgather_base_": "gather",  # FSDP2's; the first two arguments are whole and part
+    "c10d::_reduce_scatter_base_": "scatter",  # part and whole
+    "_c10d_functional::all_gather_into_tensor": "gather",  # DTensor's; part
+    "_c10d_functional::reduce_scatter_tensor": "scatter",  # whole
+    "c10d::allreduce_": "reduce",  # everyone's; says no shapes
+}
+
+
+def _elements(call):
+    """Of the whole."""
+    sizes = [torch.Size(shape).numel() for shape in call.input_shapes[:2] if shape]
+    times = 2 if call.name.endswith("into_tensor") else 1
+    return Counter({COLLECTIVES[call.name]: times * max(sizes)} if sizes else {})
+
+
+@pytest.fixture(scope="module")
+def sent():
+    return run_ranks(_sent, 2, timeout_s=120)[0]
+
+
+@pytest.mark.parametrize(("zero", "gathers", "scatters"), [(1, 1, 1), (2, 1, 3), (3, 3, 3)])
+def test_zero_sends_what_its_degree_says(zero, gathers, scatters, sent):
+    """Three micro-batches; zero 3 gathers blocks again for the backward pass."""
+    with torch.device("meta"):
+        net = Decoder(Model(**SHAPES))
+    num_params, num_block_params = (
+        sum(p.numel() for p in part.parameters()) for part in (net, net.blocks)
+    )
+    number, elements = sent[f"zero {zero}"]
+    again = MICRO_BATCHES if zero == 3 else 0
+    assert number["gather"] == NUM_UNITS * gathers + (NUM_UNITS - 1) * again
+    assert number["scatter"] == NUM_UNITS * scatters
+    assert number["reduce"] == 0
+    assert elements["gather"] == num_params * gathers + num_block_params * again
+    assert elements["scatter"] == num_params * scatters
+
+
+def test_replicas_add_up_once_a_step(sent):
+    number, _ = sent["replicas"]
+    assert number == {"reduce": NUM_UNITS}
+
+
+def test_a_layer_sends_at_its_two_ends_only(sent):
+    """Attention and feed-forward: one collective at each end, and as many backward.
+
+    Embedding and head have one each, forward and backward; a loss sends two (maxima and sums).
+    """
+    ends = MICRO_BATCHES * (SHAPES["num_layers"] * 4 + 2)
+    stream = BATCH * SEQ * SHAPES["hidden_size"]
+    number, _ = sent["columns"]
+    assert number == {"reduce": ends + 2 * MICRO_BATCHES}
+    number, elements = sent["sequence"]
+    # One more: the gradients of the norms, once a step.
+    assert number == {"gather": ends, "scatter": ends, "reduce": 2 * MICRO_BATCHES + 1}
+    assert elements == {"gather": ends * stream, "scatter": ends * stream}
+
+
+class _LocalShapes(TorchDispatchMode):
+    """Collects the sizes of all plain tensors that operators make on this rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does with plain tensors comes here later
+        results = function(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            # DTensor tries each operator on whole tensors without memory to learn shapes.
+            if isinstance(result, torch.Tensor) and not isinstance(result, FakeTensor):
+                self.sizes.update(result.shape)
+        return results
+
+
+def _local_sizes(rank, world_size, model):
+    case = Case(tp=2, sequence_parallel=True, model=model)
+    net = _build(case, init_device_mesh("cpu", (1, 1, 1, 2), mesh_dim_names=AXES), torch.float32)
+    with _LocalShapes() as seen:
+        _pass(net, case, 0, 0, 0)
+    return seen.sizes
+
+
+@pytest.mark.parametrize("model", [{}, QWEN], ids=["untied", "tied"])
+def test_the_vocabulary_is_never_whole_on_a_rank(model):
+    """Neither logits nor the embedding's table, nor a gradient of them."""
+    for sizes in run_ranks(_local_sizes, 2, model):
+        assert SHAPES["vocab_size"] not in sizes
+        assert SHAPES["vocab_size"] // 2 in sizes
+
+
+def test_traced_blocks_equal_one_process():
+    """Without the code generation of torch.compile, which takes minutes here."""
+    case = Case(tp=2, sequence_parallel=True, compile=True, model={"num_layers": 1, **QWEN})
+    for result in run_ranks(_run_cases, 2, {"traced": case}, timeout_s=200):
+        assert all(result["traced"][dtype] < limit for dtype, limit in PRECISIONS.items())

@@ -1,18 +1,44 @@
-"""The optimizer, its learning-rate schedule and gradient clipping.
+"""The optimizer and its learning-rate schedule.
 
-AdamW with decoupled weight decay (https://arxiv.org/abs/1711.05101): torch's fused kernel. Matrices
-decay, vectors (norm weights, biases) don't. The warm-up-stable-decay schedule is that of MiniCPM
+AdamW with decoupled weight decay (https://arxiv.org/abs/1711.05101). Matrices decay, vectors (norm
+weights, biases) don't. The warm-up-stable-decay schedule is that of MiniCPM
 (https://arxiv.org/abs/2404.06395).
+
+The update is torch's fused kernel, on each rank's own shards as plain tensors: parameters of
+different meshes step in one call. Around it this module chooses where a parameter's state lies
+between steps and in which form:
+
+- parameters of 16 bits have an fp32 master copy, which is what steps;
+- moments are fp32 (fp64 for fp64 parameters), or 8-bit codes of them (`eight_bit`), 2.03 bytes per
+  parameter instead of 8; those of vectors stay as they are;
+- the state is on the parameter's device, or waits in (pinned) host memory and travels through the
+  device in chunks, the next one on its way in and the last one on its way out while one steps
+  (https://arxiv.org/abs/2101.06840 steps on the host instead, whose memory is slower than this
+  traffic as soon as several devices share it).
+
+torchao has an 8-bit AdamW. It isn't used because it compiles its update when it first steps (which
+needs a compiler), can't skip a step on the device, and keeps codes whose blocks run across rows,
+which no other sharding can load. Ours are saved as the numbers they stand for (`saved_state`), so
+that a checkpoint knows neither codes nor hosts, and a run may change both when it resumes.
 """
 
 import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.adamw import adamw
 
 from paceline.config.job import Optim
+from paceline.config.layout import Layout
+from paceline.train.eight_bit import Coded, decode, encode, num_row_dims, zeros
+
+# Elements whose state is decoded or on the device at once: 64 MiB per fp32 tensor.
+_CHUNK = 2**24
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
@@ -34,85 +60,317 @@ def learning_rate(optim: Optim, step: int, steps: int) -> float:
     return floor + (optim.lr - floor) * height
 
 
-def build_optimizer(module: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters; keeps fp32 masters where these are bf16."""
-    params = [p for p in module.parameters() if p.requires_grad]
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim, layout: Layout
+) -> "AdamW":
+    """AdamW over the trainable parameters, whose state is what the layout says.
+
+    Args:
+        named_parameters: those this rank holds, plain or DTensors of any meshes.
+        optim: settings of the update.
+        layout: concrete: `optimizer_state` and `offload` are read.
+    """
+    params = [p for _, p in named_parameters if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    kind = MasterAdamW if any(p.dtype == torch.bfloat16 for p in params) else torch.optim.AdamW
-    return kind(
+    return AdamW(
         [group for group in groups if group["params"]],
-        lr=optim.lr,
-        betas=optim.betas,
-        eps=optim.eps,
-        fused=True,
+        {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "fused": True},
+        is_coded=layout.optimizer_state == "8bit",
+        # Where parameters are on the host, so is what belongs to them.
+        is_on_host="optimizer" in layout.offload and "params" not in layout.offload,
     )
 
 
-class MasterAdamW(torch.optim.AdamW):
-    """AdamW that steps an fp32 master copy of bf16 parameters and rounds the result into them.
+class AdamW(torch.optim.Optimizer):
+    """AdamW whose state may be 8-bit codes, and may wait in host memory.
 
-    bf16 keeps 8 bits of mantissa: an update below 1/256 of a weight would be lost without the
-    master. Master and moments live in the optimizer's state, so they are checkpointed with it.
+    `state[p]` holds "step" and, like the parameter (a DTensor where it is one), "exp_avg",
+    "exp_avg_sq" and, for one of 16 bits, "master". Of a coded moment it holds "<moment>.codes" and
+    "<moment>.scales" instead, plain tensors of this rank's shard. The first dimension of them all,
+    "step" aside, is the parameter's own.
     """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        defaults: dict[str, Any],
+        *,
+        is_coded: bool,
+        is_on_host: bool,
+    ) -> None:
+        super().__init__(groups, defaults)
+        self.is_coded = is_coded
+        self.is_on_host = is_on_host
+        self._roads: dict[torch.device, _Road] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step the masters with fp32 gradients, then round them into the parameters."""
+        """Step every parameter that has a gradient, unless `skip_if` says no."""
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            states = [self._state_of(p) for p in params]
-            masters = [state["master"] for state in states]
-            adamw(
-                masters,
-                [p.grad.float() for p in params],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                grad_scale=getattr(self, "grad_scale", None),
-                found_inf=getattr(self, "found_inf", None),
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-            torch._foreach_copy_([_local(p) for p in params], [_local(m) for m in masters])
+            ahead: deque[list[_Piece]] = deque()
+            for chunk in self._chunks(group["params"]):
+                ahead.append([self._fetched(piece) for piece in chunk])
+                if len(ahead) > 1:
+                    self._update(ahead.popleft(), group)
+            for pieces in ahead:
+                self._update(pieces, group)
 
-    def _state_of(self, p: Tensor) -> dict[str, Tensor]:
+    @torch.no_grad()
+    def saved_state(self, p: nn.Parameter) -> dict[str, Any]:
+        """What a checkpoint keeps of a parameter's state: no codes, and laid out like it.
+
+        The tensors are the live ones, or else copies on the host. Putting such a dict into
+        `state[p]` is all that loading takes: it is coded or sent to the host when next needed.
+        """
+        for road in self._roads.values():
+            road.wait()
         state = self.state[p]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state["master"] = p.detach().float()
-            state["exp_avg"] = torch.zeros_like(state["master"])
-            state["exp_avg_sq"] = torch.zeros_like(state["master"])
+        saved = {key: value for key, value in state.items() if "." not in key}
+        for moment in _MOMENTS:
+            if f"{moment}.codes" in state:
+                saved[moment] = _like(p, _decoded_on_host(state, moment, _working_dtype(p)))
+        return saved
+
+    def _chunks(self, params: list[nn.Parameter]) -> Iterator[list["_Piece"]]:
+        """What to step at once: everything, where no state needs room to be worked on."""
+        chunk: list[_Piece] = []
+        for p in params:
+            if p.grad is None:
+                continue
+            state, local, gradient = self._state_of(p), _local(p), _local(p.grad)
+            needs_room = self.is_coded or self.is_on_host or "master" in state
+            cuts = _row_cuts(local, _CHUNK) if needs_room else [...]
+            for cut in cuts:
+                own = {key: _local(v)[cut] for key, v in state.items() if key != "step"}
+                # The parts of a parameter take the same step; the last one's counts it.
+                steps = state["step"] if cut is cuts[-1] else state["step"].clone()
+                chunk.append(_Piece(local[cut], gradient[cut], steps, own, own))
+                if needs_room and sum(piece.parameter.numel() for piece in chunk) >= _CHUNK:
+                    yield chunk
+                    chunk = []
+        if chunk:
+            yield chunk
+
+    def _fetched(self, piece: "_Piece") -> "_Piece":
+        """The piece with its state on the device, or on its way there."""
+        if not self.is_on_host:
+            return piece
+        road = self._road(piece.parameter.device)
+        return piece._replace(near={key: road.fetch(far) for key, far in piece.far.items()})
+
+    def _update(self, pieces: list["_Piece"], group: dict[str, Any]) -> None:
+        road = self._road(pieces[0].parameter.device)
+        if self.is_on_host:
+            road.arrive()
+        stepped = [piece.near.get("master", piece.parameter) for piece in pieces]
+        moments = [piece.moments() for piece in pieces]
+        adamw(
+            stepped,
+            [piece.gradient.to(p.dtype) for piece, p in zip(pieces, stepped, strict=True)],
+            [first for first, _ in moments],
+            [second for _, second in moments],
+            [],
+            [piece.num_steps for piece in pieces],
+            fused=True,
+            found_inf=self._found_inf(road.device),
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for piece, (first, second) in zip(pieces, moments, strict=True):
+            piece.keep(first, second)
+            if self.is_on_host:
+                for key, near in piece.near.items():
+                    road.send(near, piece.far[key])
+
+    def _found_inf(self, device: torch.device) -> Tensor | None:
+        bad: Tensor | None = getattr(self, "found_inf", None)
+        return None if bad is None else bad.to(device)
+
+    def _state_of(self, p: nn.Parameter) -> dict[str, Tensor]:
+        """The state in the form and the place it has between steps, whatever it was loaded as."""
+        state: dict[str, Any] = self.state[p]
+        local, dtype = _local(p), _working_dtype(p)
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=local.device)
+        if dtype != p.dtype and "master" not in state:
+            state["master"] = _like(p, local.to(dtype))
+        for moment in _MOMENTS:
+            if self.is_coded and p.ndim > 1:
+                if f"{moment}.codes" not in state:
+                    coded = _coded(state.pop(moment, None), moment, p)
+                    state[f"{moment}.codes"], state[f"{moment}.scales"] = coded
+            elif moment not in state:
+                state[moment] = _like(p, torch.zeros_like(local, dtype=dtype))
+        if self.is_on_host:
+            self._send_home(p, state)
         return state
+
+    def _send_home(self, p: nn.Parameter, state: dict[str, Any]) -> None:
+        """Move to the host what isn't there: after the first step, and after loading."""
+        for key, value in state.items():
+            far = _local(value)
+            is_home = far.device.type == "cpu" and (
+                _local(p).device.type == "cpu" or far.is_pinned()
+            )
+            if key != "step" and not is_home:
+                home = torch.empty(far.shape, dtype=far.dtype, pin_memory=True)
+                home.copy_(far)
+                state[key] = home if "." in key else _like(p, home)
+
+    def _road(self, device: torch.device) -> "_Road":
+        if device not in self._roads:
+            self._roads[device] = _Road(device)
+        return self._roads[device]
+
+
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+"""Adam's moments, and whether they have a sign."""
+
+
+class _Piece(NamedTuple):
+    """Rows of a parameter and what belongs to them, as views."""
+
+    parameter: Tensor
+    gradient: Tensor
+    num_steps: Tensor
+    """Steps done so far: () fp32."""
+    far: dict[str, Tensor]
+    """The state where it waits."""
+    near: dict[str, Tensor]
+    """The state on the parameter's device; the same where it doesn't travel."""
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Both moments as numbers, to be updated in place."""
+        dtype = _working_dtype(self.parameter)
+        first, second = (_numbers(self.near, moment, dtype) for moment in _MOMENTS)
+        return first, second
+
+    def keep(self, *moments: Tensor) -> None:
+        """Write back what was updated in another form."""
+        for moment, numbers in zip(_MOMENTS, moments, strict=True):
+            if f"{moment}.codes" in self.near:
+                coded = _code(numbers, moment, self.near[f"{moment}.scales"].ndim - 1)
+                self.near[f"{moment}.codes"].copy_(coded.codes)
+                self.near[f"{moment}.scales"].copy_(coded.scales)
+        if "master" in self.near:
+            self.parameter.copy_(self.near["master"])
+
+
+class _Road:
+    """Copies between a device and the host, one lane each way; on a CPU plain copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._lanes = (
+            (torch.cuda.Stream(device), torch.cuda.Stream(device))
+            if device.type == "cuda"
+            else None
+        )
+
+    def fetch(self, far: Tensor) -> Tensor:
+        """A copy on the device, which is complete after `arrive`."""
+        near = torch.empty_like(far, device=self.device)
+        if self._lanes is None:
+            return near.copy_(far)
+        inward, outward = self._lanes
+        inward.wait_stream(torch.cuda.current_stream(self.device))
+        inward.wait_stream(outward)
+        with torch.cuda.stream(inward):
+            near.copy_(far, non_blocking=True)
+        return near
+
+    def arrive(self) -> None:
+        """Let what is launched from now on see everything fetched so far."""
+        if self._lanes is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._lanes[0])
+
+    def send(self, near: Tensor, far: Tensor) -> None:
+        """Copy to the host, which has it after `wait`."""
+        if self._lanes is None:
+            far.copy_(near)
+            return
+        outward = self._lanes[1]
+        outward.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(outward):
+            far.copy_(near, non_blocking=True)
+        near.record_stream(outward)
+
+    def wait(self) -> None:
+        """Let the host wait for what was sent."""
+        if self._lanes is not None:
+            self._lanes[1].synchronize()
+
+
+def _working_dtype(p: Tensor) -> torch.dtype:
+    """In which the update is computed: fp32, or fp64 for fp64 parameters."""
+    return p.dtype if p.dtype.itemsize >= 4 else torch.float32
+
+
+def _numbers(state: dict[str, Any], moment: str, dtype: torch.dtype) -> Tensor:
+    if moment in state:
+        return state[moment]
+    coded = Coded(state[f"{moment}.codes"], state[f"{moment}.scales"])
+    numbers = decode(coded, dtype, signed=_MOMENTS[moment])
+    return numbers if _MOMENTS[moment] else numbers.square_()
+
+
+def _code(numbers: Tensor, moment: str, row_dims: int) -> Coded:
+    """Codes of a moment; of the second one's root, which is what divides the step."""
+    is_signed = _MOMENTS[moment]
+    return encode(numbers if is_signed else numbers.sqrt(), row_dims, signed=is_signed)
+
+
+def _coded(numbers: Tensor | None, moment: str, p: Tensor) -> Coded:
+    """Codes of this rank's shard of a moment of p, or of zeros, some rows at a time."""
+    local, row_dims = _local(p), num_row_dims(p.shape)
+    coded = zeros(local.shape, row_dims, local.device, signed=_MOMENTS[moment])
+    if numbers is not None:
+        for cut in _row_cuts(local, _CHUNK):
+            part = _code(_local(numbers)[cut].to(local.device), moment, row_dims)
+            coded.codes[cut] = part.codes
+            coded.scales[cut] = part.scales
+    return coded
+
+
+def _decoded_on_host(state: dict[str, Any], moment: str, dtype: torch.dtype) -> Tensor:
+    codes = state[f"{moment}.codes"]
+    numbers = torch.empty(codes.shape, dtype=dtype)
+    for cut in _row_cuts(codes, _CHUNK):
+        rows = {key: value[cut] for key, value in state.items() if key.startswith(f"{moment}.")}
+        numbers[cut] = _numbers(rows, moment, dtype).cpu()
+    return numbers
+
+
+def _row_cuts(local: Tensor, limit: int) -> list[Any]:
+    """Indices that cut a tensor into ranges of rows with about as many elements as the limit."""
+    if local.numel() <= limit:
+        return [...]
+    rows = local.shape[0]
+    each = max(1, limit * rows // local.numel())
+    return [slice(first, first + each) for first in range(0, rows, each)]
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part: torch's multi-tensor copy has no rule for DTensors."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part, as a plain tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def clip_gradients(module: nn.Module, clip_norm: float) -> Tensor:
-    """Scale all gradients so that their global norm is at most clip_norm; 0 leaves them alone.
-
-    Returns:
-        the norm before clipping, () on the device; over shards it is that of the whole gradient.
-    """
-    params = [p for p in module.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    if clip_norm:
-        nn.utils.clip_grads_with_norm_(params, clip_norm, norm)
-    return norm
+def _like(p: Tensor, local: Tensor) -> Tensor:
+    """A tensor laid out over the ranks like p, from this rank's part of it on any device."""
+    if not isinstance(p, DTensor):
+        return local
+    # Not from_local, which would move it to the device of the mesh.
+    meta = TensorMeta(p.shape, p.stride(), local.dtype)
+    spec = DTensorSpec(p.device_mesh, p.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -9,6 +9,7 @@ from pydantic_core import PydanticUndefined
 
 from paceline.config.hardware import Cluster
 from paceline.config.job import Checkpoint, CustomModel, Data, Observe, Optim, Train
+from paceline.config.layers import Experts, LatentAttention, RopeScaling
 from paceline.config.layout import Layout
 from paceline.config.model import Model
 
@@ -21,6 +22,9 @@ plan.json. This page is made by `docs/make_jobs_page.py` from the code.
 """
 SECTIONS = {
     "model": Model,
+    "model.experts": Experts,
+    "model.latent": LatentAttention,
+    "model.rope_scaling": RopeScaling,
     'model, with family = "custom"': CustomModel,
     "cluster": Cluster,
     "layout": Layout,

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from paceline.config.job import Job as Job
     from paceline.config.layout import Layout as Layout
     from paceline.observe.run import Run as Run
-    from paceline.parallel.apply import parallelize as parallelize
     from paceline.train.own import train as train
 
 _HOMES = {
@@ -22,7 +21,6 @@ _HOMES = {
     "Job": "paceline.config.job",
     "Layout": "paceline.config.layout",
     "Run": "paceline.observe.run",
-    "parallelize": "paceline.parallel.apply",
     "train": "paceline.train.own",
 }
 __all__ = list(_HOMES)

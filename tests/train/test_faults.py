@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.command_line import (
     environment,
@@ -80,6 +82,36 @@ def test_a_rank_that_raises_ends_the_others_within_seconds(tmp_path):
     done, _ = _run_script(tmp_path, f"if (rank, step) == (1, 3): {write_time}")
     lived_s = time.time() - float((tmp_path / "died").read_text())
     assert done.returncode == 1
+    assert lived_s < 10
+
+
+EXPERTS = "model.experts={num_experts=4,experts_per_token=2,ffn_size=32}"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [("tp=2",), ("cp=2",), ("pp=2", "schedule=zbv"), ("dp=2", "ep=2")],
+    ids=lambda layout: " ".join(layout),
+)
+def test_a_rank_that_raises_inside_a_layer_ends_any_layout(layout, tmp_path):
+    write_tiny_job(tmp_path)
+    settings = [f"layout.{each}" for each in layout]
+    settings += ["model.num_layers=4", "model.vocab_size=260", "layout.micro_batch=3"]
+    settings += [EXPERTS] if "ep=2" in layout else []
+    command = [*(f"--set={each}" for each in settings), *ranks(2)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.train.faulty_rank", "train", "job.toml", *command],
+        cwd=tmp_path,
+        env={**environment(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 1, done.stderr
+    lived_s = time.time() - float((tmp_path / "runs/tiny/died").read_text())
+    tracebacks = done.stderr.split("Traceback (most recent call last):")
+    assert "ValueError: the layer is on fire" in tracebacks[1]
+    assert "rank 1 " in done.stderr
     assert lived_s < 10
 
 

@@ -151,7 +151,7 @@ class Job(Noun):
     @property
     def accumulation(self) -> int:
         """Micro-batches of one rank in one step, of a concrete Job."""
-        return self.train.global_batch // (self.layout.num_ranks * self.micro_batch)
+        return self.train.global_batch // (self.layout.num_data_ranks * self.micro_batch)
 
 
 def _disagreement(job: Job) -> str | None:

@@ -1,19 +1,52 @@
 """Layout: how a model sits on a cluster.
 
-Axes follow the vocabulary of the project: `dp` replicates the model, `fsdp` shards it. Their
-product is the number of ranks. The other axes (tp, pp, cp, ep) are not built yet and so are not
-settings.
+The mesh axes, from the outermost to the innermost (ranks that are neighbours along an inner axis
+are neighbours in rank order, hence on one host):
+
+- `pp` cuts the layers into stages,
+- `dp` replicates the model, `fsdp` shards parameters, gradients and optimizer state,
+- `cp` shares out the tokens of a sequence, `tp` the heads and columns of each layer.
+
+Their product is the number of ranks. `ep` is no further factor: it shares out the experts over
+ranks of the data axes (dp, fsdp, cp), from the innermost.
+
+What can't run is refused (`Layout.check`) before any process starts.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
+from paceline.config.errors import InputError
+from paceline.config.feasible import Demand, refusal
+from paceline.config.hardware import Cluster
 from paceline.config.noun import Auto, Count, Noun
 
-Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 ParamDtype = Literal["fp64", "fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
+ScheduleName = Literal[
+    "none",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb_h1",
+    "interleaved_zb",
+    "zbv",
+    "dualpipev",
+    "dualpipe",
+]
+Counts = Annotated[tuple[Count, ...], Field(strict=False)]
+
+
+class Place(NamedTuple):
+    """Where a rank sits on the mesh: its index along each axis."""
+
+    pp: int
+    dp: int
+    fsdp: int
+    cp: int
+    tp: int
 
 
 class Layout(Noun):
@@ -23,22 +56,100 @@ class Layout(Noun):
     """Number of replicas of the model (DDP; with fsdp > 1, replicas of sharded groups)."""
     fsdp: Auto | Count = "auto"
     """Number of ranks over which parameters, gradients and optimizer state are sharded (FSDP2)."""
+    tp: Auto | Count = "auto"
+    """Number of ranks that share the heads and columns of every layer (tensor parallel)."""
+    pp: Auto | Count = "auto"
+    """Number of ranks that the layers are pipelined over."""
+    cp: Auto | Count = "auto"
+    """Number of ranks that share the tokens of every sequence (context parallel)."""
+    ep: Auto | Count = "auto"
+    """Number of ranks, of those of dp, fsdp and cp, that share the experts of every layer."""
+
+    zero: Auto | Literal[0, 1, 2, 3] = "auto"
+    """What fsdp > 1 keeps sharded: 1 optimizer state, 2 gradients too, 3 parameters too."""
+    sequence_parallel: Auto | bool = "auto"
+    """With tp: share out the tokens between the layers' products too (norms, residuals)."""
+    async_tp: bool = False
+    """With tp on CUDA, compiled: overlap its collectives with the products they feed."""
+    ulysses: Auto | Count = "auto"
+    """Ranks of cp that exchange heads for tokens; cp / ulysses ranks pass keys in a ring."""
+
+    schedule: Auto | ScheduleName = "auto"
+    """Order of a pipeline's work; "none" without pp."""
+    stages_per_rank: Auto | Count = "auto"
+    """Stages each pipeline rank holds: free for the interleaved schedules, 1 or 2 for others."""
+    split: Auto | Counts = "auto"
+    """Layers of each pipeline stage, first to last; none without pp."""
+
     micro_batch: Auto | Count = "auto"
     """Samples that one rank puts through the model at once; the rest is gradient accumulation."""
     precision: Auto | Precision = "auto"
-    """Arithmetic of forward and backward: fp16 adds dynamic loss scaling."""
+    """Arithmetic of forward and backward: fp16 adds loss scaling, fp8 is that of the products."""
     param_dtype: ParamDtype = "fp32"
     """Type of the stored parameters; with bf16 the optimizer keeps an fp32 master copy."""
+    optimizer_state: Literal["full", "8bit"] = "full"
+    """Adam's moments: as precise as the parameters (fp32 at least), or 8 bits in blocks."""
     recompute: Auto | Recompute = "auto"
     """Activation checkpointing: keep all, recompute all but matrix products, recompute blocks."""
+    recompute_layers: Literal["all"] | Count = "all"
+    """How many layers of each stage recompute, the first ones first."""
+    offload: Annotated[
+        tuple[Literal["activations", "optimizer", "params"], ...], Field(strict=False)
+    ] = ()
+    """What waits in host memory until it is needed; params takes the optimizer along."""
     compile: Auto | bool = "auto"
     """Whether each block goes through torch.compile."""
     bucket_mib: Auto | Annotated[float, Field(gt=0)] = "auto"
     """Size of DDP's gradient buckets, MiB: each is reduced as soon as its gradients are there."""
+    rebalance_every: Annotated[int, Field(ge=0)] = 0
+    """With ep: steps between moves of experts to even out the load of the ranks; 0: never."""
 
     @property
     def num_ranks(self) -> int:
         """Product of the mesh axes of a concrete layout."""
-        assert self.dp != "auto"
-        assert self.fsdp != "auto"
-        return self.dp * self.fsdp
+        return self.num_data_ranks * size(self.pp) * size(self.cp) * size(self.tp)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks (of a concrete layout) that get different samples: those of dp and fsdp."""
+        return size(self.dp) * size(self.fsdp)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a concrete layout has no axes but dp and fsdp, which take any module."""
+        return all(size(axis) == 1 for axis in (self.tp, self.pp, self.cp, self.ep))
+
+    def check(self, model: Noun, cluster: Cluster, seq_len: int, global_batch: int) -> None:
+        """Refuse what can't run, for a concrete layout: pure, and before any process starts.
+
+        Args:
+            model: a Model, or a CustomModel.
+            cluster: concrete.
+            seq_len: tokens of a sample (language models).
+            global_batch: samples of a step.
+
+        Raises:
+            InputError: one sentence with what was given, what is required and what to change.
+        """
+        sentence = refusal(Demand(self, model, cluster, seq_len, global_batch))
+        if sentence is not None:
+            raise InputError(sentence)
+
+    def place(self, rank: int) -> Place:
+        """Where a rank of a concrete layout sits: tp is the innermost axis, pp the outermost."""
+        index = []
+        for axis in (self.tp, self.cp, self.fsdp, self.dp, self.pp):
+            rank, at = divmod(rank, size(axis))
+            index.append(at)
+        return Place(*reversed(index))
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of the samples a rank works on, of num_data_ranks."""
+        place = self.place(rank)
+        return place.dp * size(self.fsdp) + place.fsdp
+
+
+def size(axis: Auto | int) -> int:
+    """The size of an axis of a concrete layout."""
+    assert axis != "auto", "the plan makes every axis concrete"
+    return axis

@@ -1,75 +1,184 @@
 """Put a module on a mesh as its Layout says: one function, in one order.
 
-The order matters: recompute first (it decides what a block keeps), then compile (it should see the
-recomputed block), then shards or replicas (their hooks stay outside the compiled code).
+1. pipeline: cut the network into this rank's stages;
+2. context: give attention a core that exchanges keys or heads;
+3. fp8: swap the blocks' linear layers;
+4. tensor: share out the layers' parameters, as the model's `placements` say;
+5. experts: share out the experts and give them an exchange of tokens;
+6. recompute, then offload: they decide what a block keeps, of what it computes under 1 to 5;
+7. compile: each block as it now is;
+8. data: shard (FSDP2) around the compiled blocks, whose hooks stay outside the compiled code;
+9. fill: only now does each rank allocate its share and give it its first values;
+10. replicas of a whole network (DDP) come last: they take over parameters that must exist.
 
-Works with any `nn.Module`. A module's *blocks* (its repeated layers) are the units of recompute,
-compile and sharding: the children of its outermost `ModuleList`s and `Sequential`s, or, where it
-has none, the module as a whole.
+Replicas of a part of a network (dp with tp, pp, cp or ep) are FSDP2's as well, on a mesh whose
+shard groups have one rank: DDP knows no DTensors.
+
+Works with any `nn.Module` as long as only dp and fsdp are used; for the other axes the module says
+how it can be cut (`Divisible`).
 
 FSDP2: https://arxiv.org/abs/2304.11277 (design), torch.distributed.fsdp.fully_shard (code).
-Selective recompute: https://arxiv.org/abs/2205.05198, by operator as in torch.utils.checkpoint.
 """
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from paceline.config.errors import InputError
-from paceline.config.layout import Layout
+from paceline.comm.mesh import Meshes, dense_sizes
+from paceline.config.layout import Layout, size
+from paceline.config.schedule import Schedule
+from paceline.parallel import fsdp
+from paceline.parallel.blocks import blocks_of
+from paceline.parallel.cp import Core, context_groups, make_attend
+from paceline.parallel.ep import expert_layers, expert_parallel, fsdp_dim, share_sequences
+from paceline.parallel.fp8 import to_fp8
+from paceline.parallel.offload import host_shards, offload_activations
+from paceline.parallel.recompute import recompute
+from paceline.parallel.stages import Stages
+from paceline.parallel.tp import enable_async, tensor_parallel
 
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp8": torch.bfloat16,  # between the products, which alone are in fp8
 }
 
-_KEPT_OPERATORS = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten.convolution.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
+
+class Divisible(Protocol):
+    """What a network says about itself so that it can be cut."""
+
+    attend: Core
+    """The attention core of its layers."""
+
+    def set_attend(self, attend: Core) -> None:
+        """Use another one."""
+
+    def cut(self, first: int, stop: int) -> None:
+        """Keep, in place, what the pipeline stage with layers first..stop-1 computes."""
+
+    def placements(self) -> Mapping[str, str]:
+        """How tensor parallelism cuts each layer, see `parallel.tp`."""
 
 
-def parallelize(module: nn.Module, layout: Layout, mesh: DeviceMesh | None) -> nn.Module:
-    """Wrap a module for training under a concrete Layout.
+def apply(
+    module: nn.Module,
+    layout: Layout,
+    meshes: Meshes | None,
+    *,
+    schedule: Schedule | None = None,
+    device: torch.device,
+    fill: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
+    """Make this rank's part of a module ready to train under a concrete Layout.
 
     Args:
-        module: any module, on the device it trains on, the same on every rank.
-        layout: concrete; its dp x fsdp are the sizes of the mesh.
-        mesh: axes ("dp", "fsdp"), or None for a single rank.
+        module: any module with the same parameters on every rank; or one on the meta device, with
+            a `fill`.
+        layout: concrete, and checked.
+        meshes: of all ranks, or None for a single rank.
+        schedule: of the pipeline, where there is one.
+        device: what this rank computes on.
+        fill: gives a module's parameters their first values, in place.
 
     Returns:
-        the module to call: itself, changed in place (FSDP2, one rank), or a DDP wrapper around it.
+        the module to call: itself, changed in place, or a wrapper around it; `Stages` of a
+        pipeline.
     """
     module.to(DTYPES[layout.param_dtype])
-    if layout.recompute in ("selective", "full"):
-        _recompute(module, selective=layout.recompute == "selective")
+    if schedule is None:
+        parts = [module]
+    else:
+        assert meshes is not None
+        parts = _stages(module, layout, schedule, meshes.dense.get_local_rank("pp"))
+    if layout.cp != 1:
+        _share_sequences(parts, layout, meshes)
+    ready = [_part(part, layout, meshes, device, fill) for part in parts]
+    return ready[0] if schedule is None else Stages(ready)
+
+
+def _stages(module: nn.Module, layout: Layout, schedule: Schedule, rank: int) -> list[nn.Module]:
+    """The stages that a rank of the pipeline holds, each a copy of the network that is cut."""
+    assert layout.split != "auto"
+    parts = []
+    for _, stage in schedule.stages_of(rank):
+        part: Any = copy.deepcopy(module)
+        first = sum(layout.split[:stage])
+        part.cut(first, first + layout.split[stage])
+        parts.append(part)
+    return parts
+
+
+def _part(
+    part: nn.Module,
+    layout: Layout,
+    meshes: Meshes | None,
+    device: torch.device,
+    fill: Callable[[nn.Module], None] | None,
+) -> nn.Module:
+    """Steps 2 to 10, on a whole network or one stage of it."""
+    if layout.precision == "fp8":
+        to_fp8(part, emulate=device.type != "cuda")
+    if meshes is not None:
+        _share_layers(part, layout, meshes)
+    assert layout.recompute != "auto"
+    recompute(part, layout.recompute, layout.recompute_layers)
+    if "activations" in layout.offload:
+        offload_activations(part, device)
     if layout.compile is True:
-        for _, _, block in _blocks(module):
-            block.compile()
-    if mesh is None:
-        return module
-    if layout.fsdp != 1:
-        return _shard(module, layout, mesh)
-    return _replicate(module, layout, mesh)
+        for placed in blocks_of(part):
+            placed.block.compile()
+    replicates = meshes is not None and layout.is_plain and layout.fsdp == 1
+    if meshes is not None and not replicates:
+        _shard(part, layout, meshes, device)
+    if fill is not None:
+        part.to_empty(device="cpu" if "params" in layout.offload else device)
+        fill(part)
+        _buffers_to(part, device)
+    return _replicate(part, layout, meshes.dense) if meshes and replicates else part
+
+
+def _buffers_to(part: nn.Module, device: torch.device) -> None:
+    """Move what computes but isn't a parameter: those may wait on the host."""
+    for module in part.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer if buffer is None else buffer.to(device)
+
+
+def _share_sequences(parts: list[nn.Module], layout: Layout, meshes: Meshes | None) -> None:
+    """Give every attention one core that talks to the other ranks of the sequence."""
+    assert meshes is not None
+    assert meshes.context is not None
+    networks = [cast(Divisible, part) for part in parts]
+    groups = context_groups(meshes.context, size(layout.ulysses))
+    attend = make_attend(networks[0].attend, groups)
+    for network in networks:
+        network.set_attend(attend)
+
+
+def _share_layers(part: nn.Module, layout: Layout, meshes: Meshes) -> None:
+    """What the ranks of the inner axes do together inside a layer."""
+    axes = [axis for axis in ("ep", "tp") if getattr(layout, axis) != 1]
+    if axes and expert_layers(part):
+        mesh = meshes.dense if meshes.experts is None else meshes.experts
+        expert_parallel(part, mesh[tuple(axes)])
+    if layout.cp != 1:
+        assert meshes.context is not None
+        share_sequences(part, meshes.context["cp"])
+    if layout.tp != 1:
+        network = cast(Divisible, part)
+        assert layout.sequence_parallel != "auto"
+        tensor_parallel(part, network.placements(), meshes.dense["tp"], layout.sequence_parallel)
+        if layout.async_tp:
+            enable_async(meshes.dense["tp"])
 
 
 def arithmetic(layout: Layout, device_type: str) -> AbstractContextManager[Any]:
@@ -77,87 +186,71 @@ def arithmetic(layout: Layout, device_type: str) -> AbstractContextManager[Any]:
 
     FSDP2 casts parameters itself, and bf16 parameters need no cast; elsewhere autocast does it.
     """
-    casts_itself = layout.precision == layout.param_dtype or layout.fsdp != 1
-    if casts_itself:
-        return nullcontext()
+    sizes = dense_sizes(layout)
+    shards = not layout.is_plain and sizes["dp"] * sizes["fsdp"] != 1
     assert layout.precision != "auto"
-    return torch.autocast(device_type, dtype=DTYPES[layout.precision])
+    dtype = DTYPES[layout.precision]
+    if dtype == DTYPES[layout.param_dtype] or layout.fsdp != 1 or shards:
+        return nullcontext()
+    return torch.autocast(device_type, dtype=dtype)
 
 
-def sync_gradients(module: nn.Module, wanted: bool) -> None:
-    """Say whether the next backward pass exchanges gradients.
+def prepare_micro_batch(module: nn.Module, layout: Layout, number: int, total: int) -> None:
+    """Say which communication the next forward and backward pass does.
 
-    Only the last micro-batch of a step needs to: the others accumulate on each rank.
+    Args:
+        module: as `apply` left it, not a pipeline.
+        layout: the same.
+        number: of this micro-batch, from 0.
+        total: micro-batches of the step.
     """
+    is_last = number == total - 1
     if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(wanted)
+        # Replicas of parts of a network are shards of one element: whole all the time.
+        fsdp.prepare_micro_batch(module, _zero(layout), is_last)
     elif isinstance(module, DistributedDataParallel):
-        module.require_backward_grad_sync = wanted
+        module.require_backward_grad_sync = is_last
 
 
-def _shard(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> nn.Module:
-    """FSDP2, block by block; with dp > 1 each replica is a sharded group (HSDP)."""
+def _zero(layout: Layout) -> int:
+    assert layout.zero != "auto"
+    return layout.zero or 1
+
+
+def _shard(part: nn.Module, layout: Layout, meshes: Meshes, device: torch.device) -> None:
+    """FSDP2, block by block, over whatever data ranks there are; none, and nothing is wrapped."""
+    dense = meshes.dense
+    if dense["dp"].size() * dense["fsdp"].size() == 1:
+        return
     assert layout.precision != "auto"
     dtype = DTYPES[layout.precision]
     policy = MixedPrecisionPolicy(
-        param_dtype=dtype if layout.precision != layout.param_dtype else None,
+        param_dtype=dtype if dtype != DTYPES[layout.param_dtype] else None,
         # Gradients of many ranks are added up, which 8 bits of mantissa are too few for.
         reduce_dtype=torch.float32 if dtype.itemsize < 4 else None,
     )
-    axes = mesh["dp", "fsdp"] if layout.dp != 1 else mesh["fsdp"]
-    shard = partial(fully_shard, mesh=axes, mp_policy=policy)
-    for _, _, block in _blocks(module):
-        if block is not module and any(True for _ in block.parameters()):
-            shard(block)
-    shard(module)
-    return module
+    offload = host_shards(device) if "params" in layout.offload else OffloadPolicy()
+    options = (_zero(layout), policy, offload)
+    if meshes.experts is not None:
+        experts = [layer.experts for layer in expert_layers(part)]
+        fsdp.shard_units(experts, _data_axes(meshes.experts, "edp", "efsdp"), *options, fsdp_dim)
+    blocks = [placed.block for placed in blocks_of(part) if placed.parent is not None]
+    fsdp.shard(part, blocks, _data_axes(dense, "dp", "fsdp"), *options)
+
+
+def _data_axes(mesh: DeviceMesh, replicas: str, shards: str) -> DeviceMesh:
+    return mesh[replicas, shards] if mesh[replicas].size() != 1 else mesh[shards]
 
 
 def _replicate(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> nn.Module:
     assert layout.bucket_mib != "auto"
+    # DDP gives all ranks the buffers of rank 0 before each forward pass, for running statistics;
+    # how many tokens went to each expert is each rank's own.
+    counts = [name for name, _ in module.named_buffers() if name.endswith("expert_load")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, counts)
     return DistributedDataParallel(
         module,
         process_group=mesh.get_group("dp"),
         bucket_cap_mb=layout.bucket_mib,
         gradient_as_bucket_view=True,
     )
-
-
-def _recompute(module: nn.Module, selective: bool) -> None:
-    options: dict[str, Any] = {}
-    if selective:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matrix_products)
-    for parent, name, block in list(_blocks(module)):
-        if parent is None:
-            raise InputError(
-                f"layout.recompute has nothing to work on: {type(module).__name__} has no "
-                'ModuleList or Sequential of layers; set it to "none".'
-            )
-        parent.register_module(name, checkpoint_wrapper(block, **options))
-
-
-def _keep_matrix_products(
-    _context: Any, operator: Any, *_args: Any, **_kw: Any
-) -> CheckpointPolicy:
-    """Keep what is slow to compute again; recompute norms, activations and the like."""
-    if operator in _KEPT_OPERATORS:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _blocks(module: nn.Module) -> Iterator[tuple[nn.Module | None, str, nn.Module]]:
-    """The repeated layers as (parent, name in it, block); the module itself where it has none."""
-    found = list(_children_of_lists(module))
-    if found:
-        yield from found
-    else:
-        yield None, "", module
-
-
-def _children_of_lists(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    if isinstance(module, nn.ModuleList | nn.Sequential):
-        for name, child in module.named_children():
-            yield module, name, child
-        return
-    for child in module.children():
-        yield from _children_of_lists(child)

@@ -4,14 +4,18 @@ This is the planner's seam: a pure function from a partial Job and the hardware 
 and the reason for each choice. It does not predict or search yet.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.config.errors import InputError
+from paceline.config.feasible import nearest_multiple, num_stages
 from paceline.config.hardware import Cluster, Device
 from paceline.config.job import Job
-from paceline.config.layout import Layout
+from paceline.config.layout import Layout, size
 from paceline.config.model import Model
+from paceline.config.schedule import STAGES_PER_RANK, refusal
+from paceline.plan.schedules import split_layers
 
 # fp32 parameters, gradients and two Adam moments.
 _STATE_BYTES_PER_PARAM = 16
@@ -20,10 +24,6 @@ _STATE_SHARE_OF_MEMORY = 0.5
 # About as many tokens as keep a large GPU's matrix units busy. A CPU core is busy with far fewer,
 # and faster while activations stay near it (measured: 1024 tokens 4-6 % faster than 2048, LOG.md).
 _TOKENS_PER_MICRO_BATCH = {"cuda": 8192, "cpu": 1024}
-
-
-# What stored parameters may be computed with.
-_ARITHMETIC = {"fp64": ("fp64",), "fp32": ("fp32", "bf16", "fp16"), "bf16": ("bf16",)}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,10 @@ def resolve(job: Job, machine: Cluster) -> Plan:
     layout = _resolve_precision(job.layout, cluster.device, reasons)
     layout = _resolve_switches(job, layout, reasons)
     layout = _resolve_axes(job, layout, cluster, reasons)
+    layout = _resolve_sharing(layout, reasons)
     layout = _resolve_micro_batch(job, layout, cluster.device, reasons)
+    layout = _resolve_split(job, layout, reasons)
+    layout.check(job.model, cluster, job.train.seq_len, job.train.global_batch)
     return Plan(job.replace(cluster=cluster, layout=layout), reasons)
 
 
@@ -68,17 +71,6 @@ def _resolve_precision(layout: Layout, device: Device, reasons: dict[str, str]) 
         wanted = "bf16" if device.kind == "cuda" and "bf16" in device.precisions else "fp32"
         reasons["layout.precision"] = f"the safest fast arithmetic of {device.name}"
         layout = layout.replace(precision=wanted)
-    for name, wish in (("precision", layout.precision), ("param_dtype", layout.param_dtype)):
-        if wish not in device.precisions:
-            raise InputError(
-                f'layout.{name} = "{wish}" is not supported by {device.name}: '
-                f"it has {', '.join(device.precisions)}."
-            )
-    if layout.precision not in _ARITHMETIC[layout.param_dtype]:
-        raise InputError(
-            f'layout.param_dtype = "{layout.param_dtype}" needs layout.precision = '
-            f'"{_ARITHMETIC[layout.param_dtype][0]}", not "{layout.precision}": change one of them.'
-        )
     return layout
 
 
@@ -105,78 +97,144 @@ def _bucket_mib(job: Job) -> float:
 
 
 def _resolve_axes(job: Job, layout: Layout, cluster: Cluster, reasons: dict[str, str]) -> Layout:
+    """Axes nobody asked for have size 1, except dp and fsdp, which share out what is left."""
     assert cluster.devices_per_node != "auto"
     assert cluster.num_nodes != "auto"
     ranks = cluster.devices_per_node * cluster.num_nodes
-    dp, fsdp = layout.dp, layout.fsdp
-    if dp == "auto" and fsdp == "auto":
-        fsdp = ranks if _must_shard(job, cluster) else 1
-        dp = ranks // fsdp
+    unasked = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(layout, axis) == "auto"]
+    reasons |= {f"layout.{axis}": "used only where it is asked for" for axis in unasked}
+    layout = layout.replace(**dict.fromkeys(unasked, 1))
+    left = _cofactor(ranks, layout, ("tp", "pp", "cp"))
+    if layout.dp == "auto" and layout.fsdp == "auto":
+        fsdp = left if _must_shard(job, layout, cluster) else 1
+        layout = layout.replace(fsdp=fsdp)
         reasons["layout.fsdp"] = (
             "parameters, gradients and optimizer state of one replica would fill the device"
             if fsdp > 1
-            else "a whole replica fits on one device"
+            else "a whole replica fits on its devices"
         )
-    elif dp == "auto":
-        dp = _cofactor(ranks, fsdp, "fsdp")
-    elif fsdp == "auto":
-        fsdp = _cofactor(ranks, dp, "dp")
-    reasons.setdefault("layout.dp", f"every one of the {ranks} devices takes part")
-    layout = layout.replace(dp=dp, fsdp=fsdp)
-    if layout.num_ranks != ranks:
-        raise InputError(
-            f"layout.dp x layout.fsdp = {layout.dp} x {layout.fsdp} asks for {layout.num_ranks} "
-            f"ranks but the cluster has {ranks}: change one of them or cluster.devices_per_node."
-        )
+    for axis, other in (("dp", "fsdp"), ("fsdp", "dp")):
+        if getattr(layout, axis) == "auto":
+            rest = _cofactor(ranks, layout, ("tp", "pp", "cp", other))
+            layout = layout.replace(**{axis: rest})
+            reasons[f"layout.{axis}"] = f"every one of the {ranks} devices takes part"
     return layout
 
 
-def _cofactor(ranks: int, size: int | str, name: str) -> int:
-    assert isinstance(size, int)
-    if ranks % size:
-        raise InputError(f"layout.{name} = {size} does not divide the {ranks} ranks.")
-    return ranks // size
+def _cofactor(ranks: int, layout: Layout, axes: tuple[str, ...]) -> int:
+    """Ranks that these axes leave to the others."""
+    sizes = {axis: getattr(layout, axis) for axis in axes if getattr(layout, axis) != 1}
+    product = math.prod(sizes.values())
+    if ranks % product:
+        names, values = " x ".join(sizes), " x ".join(map(str, sizes.values()))
+        raise InputError(
+            f"layout.{names} = {values} does not divide the {ranks} ranks: change it or "
+            "cluster.devices_per_node."
+        )
+    return ranks // product
 
 
-def _must_shard(job: Job, cluster: Cluster) -> bool:
+def _resolve_sharing(layout: Layout, reasons: dict[str, str]) -> Layout:
+    """The settings that belong to an axis, where that axis is in use."""
+    chosen = {
+        "zero": _auto_zero(layout),
+        "sequence_parallel": (layout.tp != 1, "with tp it saves activations at no more traffic"),
+        "ulysses": (1, "a ring sends the same bytes whatever the number of heads"),
+        "schedule": (
+            ("none", "there is no pipeline")
+            if layout.pp == 1
+            else ("1f1b", "the least memory, and any number of micro-batches")
+        ),
+    }
+    layout = _fill(layout, chosen, reasons)
+    per_rank = STAGES_PER_RANK.get(layout.schedule) or 2
+    if layout.pp == 1:
+        per_rank = 1
+    return _fill(
+        layout, {"stages_per_rank": (per_rank, "what the schedule takes at least")}, reasons
+    )
+
+
+def _auto_zero(layout: Layout) -> tuple[int, str]:
+    if layout.fsdp == 1:
+        return 0, "nothing is sharded"
+    if layout.pp != 1:
+        return 1, "a pipeline would gather and reduce for every micro-batch otherwise"
+    return 3, "the least memory; fsdp was asked for to save some"
+
+
+def _fill(
+    layout: Layout, chosen: Mapping[str, tuple[object, str]], reasons: dict[str, str]
+) -> Layout:
+    """Put in what was chosen where the layout says "auto", and why."""
+    autos = {key: value for key, value in chosen.items() if getattr(layout, key) == "auto"}
+    reasons |= {f"layout.{key}": reason for key, (_, reason) in autos.items()}
+    return layout.replace(**{key: value for key, (value, _) in autos.items()})
+
+
+def _must_shard(job: Job, layout: Layout, cluster: Cluster) -> bool:
     device = cluster.device
     if not isinstance(job.model, Model) or device == "auto" or device.memory_bytes is None:
         return False
-    states_bytes = job.model.num_params * _STATE_BYTES_PER_PARAM
+    ranks_of_a_replica = size(layout.tp) * size(layout.pp)
+    states_bytes = job.model.num_params * _STATE_BYTES_PER_PARAM / ranks_of_a_replica
     return states_bytes > _STATE_SHARE_OF_MEMORY * device.memory_bytes.value
 
 
 def _resolve_micro_batch(
     job: Job, layout: Layout, device: Device, reasons: dict[str, str]
 ) -> Layout:
-    batch, ranks = job.train.global_batch, layout.num_ranks
+    if layout.micro_batch != "auto":
+        return layout
+    batch, ranks = job.train.global_batch, layout.num_data_ranks
     if batch % ranks:
         raise InputError(
             f"train.global_batch = {batch} can't be split over {ranks} ranks: "
-            f"use {_nearest_multiple(batch, ranks)}, the nearest that works."
+            f"use {nearest_multiple(batch, ranks)}, the nearest that works."
         )
     share = batch // ranks
-    if layout.micro_batch == "auto":
-        most = max(1, _TOKENS_PER_MICRO_BATCH[device.kind] // job.train.seq_len)
-        micro_batch = max(size for size in _divisors(share) if size <= most)
-        if not isinstance(job.model, Model):
-            micro_batch = share
-        reasons["layout.micro_batch"] = (
-            f"the largest divisor of {share} samples a rank up to {most}"
-        )
-        return layout.replace(micro_batch=micro_batch)
-    if share % layout.micro_batch:
-        step = ranks * layout.micro_batch
-        raise InputError(
-            f"train.global_batch = {batch} is not a multiple of {ranks} ranks x micro-batches of "
-            f"{layout.micro_batch}: use {_nearest_multiple(batch, step)}, the nearest that works."
-        )
-    return layout
+    if not isinstance(job.model, Model):
+        reasons["layout.micro_batch"] = "what a model of your own does best is not known"
+        return layout.replace(micro_batch=share)
+    tokens = job.train.seq_len // size(layout.cp)
+    most = max(1, _TOKENS_PER_MICRO_BATCH[device.kind] // tokens)
+    sizes = [part for part in _divisors(share) if part <= most]
+    reason = f"the largest divisor of {share} samples a rank up to {most}"
+    if layout.pp != 1:
+        sizes = _that_fill_the_pipeline(layout, share, sizes)
+        reason += " that keeps the pipeline busy"
+    reasons["layout.micro_batch"] = reason
+    return layout.replace(micro_batch=max(sizes))
 
 
-def _nearest_multiple(value: int, factor: int) -> int:
-    return max(1, round(value / factor)) * factor
+def _that_fill_the_pipeline(layout: Layout, share: int, sizes: list[int]) -> list[int]:
+    """Micro-batch sizes that the schedule takes; if there are, those with two per rank or more."""
+    assert layout.schedule != "auto"
+    pp, per_rank = size(layout.pp), size(layout.stages_per_rank)
+    takes = [
+        part for part in sizes if refusal(layout.schedule, pp, per_rank, share // part) is None
+    ]
+    busy = [part for part in takes if share // part >= 2 * pp]
+    return busy or takes or [1]
+
+
+def _resolve_split(job: Job, layout: Layout, reasons: dict[str, str]) -> Layout:
+    if layout.split != "auto":
+        return layout
+    if layout.pp == 1 or not isinstance(job.model, Model):
+        reasons["layout.split"] = "there is no pipeline"
+        return layout.replace(split=())
+    stages = num_stages(layout)
+    if stages > job.model.num_layers:
+        return layout.replace(split=(1,) * stages)  # refused by the check that follows
+    reasons["layout.split"] = "the heaviest stage is as light as can be; the head weighs something"
+    model = job.model
+    head = 2 * model.num_embedding_params
+    attention = model.attention_flops_per_token(job.train.seq_len) / model.num_layers
+    layers = range(model.num_layers)
+    costs = [attention + 2 * model.num_block_matmul_params(layer) for layer in layers]
+    return layout.replace(split=split_layers(costs, stages, 0.0, head))
 
 
 def _divisors(value: int) -> list[int]:
-    return [size for size in range(1, value + 1) if value % size == 0]
+    return [part for part in range(1, value + 1) if value % part == 0]

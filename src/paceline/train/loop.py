@@ -104,7 +104,7 @@ def _restore(trainer: Trainer, around: Around) -> int:
     facts = around.checkpointer.load(found, {**state, "rng": rng})
     restore_training_state(trainer.module, trainer.optimizer, state)
     restore_rng_state(rng)
-    trainer.scaler.load_state_dict(facts["scaler"])
+    trainer.loss_scale.load_state_dict(facts["loss_scale"])
     around.ledger.num_skipped = facts["skipped"]
     return facts["step"]
 
@@ -124,7 +124,7 @@ def _save(trainer: Trainer, around: Around, done: int) -> float:
         "step": done,
         "samples": done * trainer.job.train.global_batch,
         "skipped": around.ledger.num_skipped,
-        "scaler": trainer.scaler.state_dict(),
+        "loss_scale": trainer.loss_scale.state_dict(),
         "identity": around.identity,
     }
     tensors = training_state(trainer.module, trainer.optimizer) | {"rng": rng_state()}
@@ -134,7 +134,7 @@ def _save(trainer: Trainer, around: Around, done: int) -> float:
 def _resumed_steps(trainer: Trainer, task: Task, first: int) -> Iterator[Step]:
     """The batches from step `first` on, after whatever a resumed run has to do before its step."""
     consumed = first * trainer.job.train.global_batch
-    if first and trainer.ranks.world_size > 2:
+    if first and trainer.needs_warm_up:
         trainer.warm_up(next(task.steps_from(consumed)))
     return task.steps_from(consumed)
 

@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from paceline.comm.ranks import Ranks, connect, disconnect, given_ranks, leave
 from paceline.comm.topology import num_cores
 from paceline.config.job import Job
+from paceline.config.layout import Layout
 from paceline.observe.console import Progress, step_time_table
 from paceline.observe.metrics import Metrics
 from paceline.observe.profile import ProfiledWindows
@@ -136,12 +137,18 @@ def _around(
             job.observe.profile_every,
             job.observe.profile_steps,
             first_step=first,
-            axis="dp" if job.layout.fsdp == 1 else "fsdp",
+            axis=_only_axis(job.layout),
         ),
         stop=stop,
         ledger=Ledger(teller.record, lag, most_bad_steps),
         identity=identity(job, task.data_key),
     )
+
+
+def _only_axis(layout: Layout) -> str | None:
+    """The axis of collectives that don't tell theirs; None where it could be one of several."""
+    used = [axis for axis in ("dp", "fsdp", "tp", "pp", "cp") if getattr(layout, axis) != 1]
+    return (used or ["dp"])[0] if len(used) < 2 else None
 
 
 class Teller:

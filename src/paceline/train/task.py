@@ -7,24 +7,28 @@ metrics and profiles.
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import default_collate
 
 from paceline.comm.ranks import Ranks
 from paceline.config.errors import InputError
-from paceline.config.job import Job
+from paceline.config.job import Job, Train
+from paceline.config.layout import size
 from paceline.config.model import Model
 from paceline.models.decoder import Decoder, cross_entropy
 from paceline.models.weights import load_weights
+from paceline.parallel import vocabulary
+from paceline.parallel.cp import positions_of
 from paceline.train.data import (
     BatchShape,
     Meta,
-    MicroBatch,
     PreparedData,
     eval_batches,
     rank_share,
@@ -33,6 +37,17 @@ from paceline.train.data import (
 )
 
 Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class Staged(NamedTuple):
+    """A loss taken apart, so that its module can be cut into pipeline stages."""
+
+    inputs: Callable[[Any], tuple[Tensor, dict[str, Any]]]
+    """Maps a micro-batch to what the first stage reads, and what every stage is told besides."""
+    criterion: Callable[[Tensor, Any], Tensor]
+    """Maps (output of the last stage, micro-batch) to the mean loss of that micro-batch."""
+
+
 Step = list[Any]
 """The micro-batches of one rank in one step."""
 
@@ -42,7 +57,8 @@ class Task:
     """A module, its loss, and where its batches come from."""
 
     module: nn.Module
-    """On the rank's device, with the same weights on every rank."""
+    """On the rank's device with the same weights on every rank; or on no device (meta) at all, to
+    be filled when this rank's share of it is known."""
     loss: Loss
     """Maps (module, micro-batch) to the mean loss of that micro-batch, a scalar."""
     steps_from: Callable[[int], Iterator[Step]]
@@ -56,6 +72,10 @@ class Task:
     """Model FLOPs of forward and backward, None when unknown."""
     data_key: str | None = None
     """Names the data by its contents, None where that is unknown."""
+    staged: Staged | None = None
+    """The loss taken apart; None: the module can't be pipelined."""
+    fill: Callable[[nn.Module], None] | None = None
+    """Gives the parameters of (a part of) the module their first values, in place."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What the Run keeps about model and data."""
 
@@ -68,21 +88,24 @@ def language_task(job: Job, ranks: Ranks, data: PreparedData) -> Task:
         global_batch=train.global_batch,
         micro_batch=job.micro_batch,
         seq_len=train.seq_len,
-        rank=ranks.rank,
-        num_ranks=ranks.world_size,
+        rank=job.layout.data_rank(ranks.rank),
+        num_ranks=job.layout.num_data_ranks,
         reset_at_documents=job.data.reset_at_documents,
         device=ranks.device,
     )
     train_split, eval_split = data.dataset("train"), data.dataset("eval")
+    staged = next_token(job, ranks)
     return Task(
-        module=_decoder(job, ranks.device),
-        loss=_next_token_loss,
+        module=decoder_on_meta(model),
+        loss=whole(staged),
         steps_from=lambda first: train_batches(train_split, shape, train.seed, first),
         eval_steps=lambda: eval_batches(eval_split, shape, train.eval_batches),
         unit="tokens",
         units_per_sample=train.seq_len,
         train_flops_per_unit=model.train_flops_per_token(train.seq_len),
         data_key=data.meta.fingerprint,
+        staged=staged,
+        fill=partial(fill_decoder, train),
         facts={"num_params": model.num_params, "data": _data_facts(data.meta)},
     )
 
@@ -99,20 +122,56 @@ def _data_facts(meta: Meta) -> dict[str, Any]:
     }
 
 
-def _decoder(job: Job, device: torch.device) -> Decoder:
-    assert isinstance(job.model, Model)
+def decoder_on_meta(model: Model) -> Decoder:
+    """The network without memory: a rank allocates only its share."""
     with torch.device("meta"):
-        module = Decoder(job.model)
-    module.to_empty(device=device)
-    if job.train.weights is not None:
-        load_weights(module, job.train.weights)
+        return Decoder(model)
+
+
+def fill_decoder(train: Train, module: nn.Module) -> None:
+    """Give (a stage of) a decoder the Job's weights, or random ones by the Job's seed."""
+    assert isinstance(module, Decoder)
+    if train.weights is not None:
+        load_weights(module, train.weights)
     else:
-        module.init_weights(torch.Generator().manual_seed(job.train.seed))
-    return module
+        module.init_weights(torch.Generator().manual_seed(train.seed))
 
 
-def _next_token_loss(module: nn.Module, batch: MicroBatch) -> Tensor:
-    return cross_entropy(module(batch.tokens, batch.document_ids), batch.targets)
+def next_token(job: Job, ranks: Ranks) -> Staged:
+    """The loss of a decoder: of the tokens of each sequence that this rank holds."""
+    layout, seq_len = job.layout, job.train.seq_len
+    if layout.is_plain:
+        return Staged(
+            inputs=lambda batch: (batch.tokens, {"document_ids": batch.document_ids}),
+            criterion=lambda logits, batch: cross_entropy(logits, batch.targets),
+        )
+    ulysses = size(layout.ulysses)
+    place = layout.place(ranks.rank).cp
+    held = positions_of(seq_len, size(layout.cp) // ulysses, ulysses, place).to(ranks.device)
+    return Staged(
+        inputs=lambda batch: (
+            batch.tokens[:, held],
+            {"document_ids": batch.document_ids, "positions": held},
+        ),
+        criterion=lambda logits, batch: _cross_entropy(logits, batch.targets[:, held]),
+    )
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean loss of logits that may be split over the vocabulary (tensor parallel)."""
+    if isinstance(logits, DTensor):
+        return vocabulary.cross_entropy(logits, targets)
+    return cross_entropy(logits, targets)
+
+
+def whole(staged: Staged) -> Loss:
+    """The loss in one piece, for a module that isn't cut into stages."""
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        x, told = staged.inputs(batch)
+        return staged.criterion(module(x, **told), batch)
+
+    return loss
 
 
 def custom_task(

@@ -10,22 +10,28 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function as span
 
-from paceline.comm.mesh import build_mesh
+from paceline.comm.mesh import Meshes, build_meshes
 from paceline.comm.ranks import Ranks
 from paceline.config.job import Job
-from paceline.parallel.apply import arithmetic, parallelize, sync_gradients
-from paceline.train.checkpoint import restore_rng_state, rng_state
-from paceline.train.optim import (
-    build_optimizer,
-    clip_gradients,
-    learning_rate,
-    set_learning_rate,
-    skip_if,
-)
-from paceline.train.task import Loss, Step, Task
+from paceline.config.layout import size
+from paceline.config.schedule import Schedule
+from paceline.parallel.apply import apply, arithmetic, prepare_micro_batch
+from paceline.parallel.fsdp import free as free_gathered
+from paceline.parallel.gradients import Gradients
+from paceline.parallel.pp import Pipeline
+from paceline.parallel.stages import Stages
+from paceline.plan.schedules import build_schedule
+from paceline.train.balance import Balance
+from paceline.train.checkpoint import parameter_names, restore_rng_state, rng_state
+from paceline.train.loss_scale import LossScale
+from paceline.train.optim import build_optimizer, learning_rate, set_learning_rate, skip_if
+from paceline.train.task import Step, Task
+
+# Keeps a gradient of zero from being divided by: torch's clip_grad_norm_ adds as much.
+_CLIP_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -46,18 +52,37 @@ class Trainer:
 
     job: Job
     ranks: Ranks
+    task: Task
     module: nn.Module
-    loss: Loss
+    """This rank's part of the network, as `parallel.apply` left it."""
+    pipeline: Pipeline | None
+    gradients: Gradients
     optimizer: torch.optim.Optimizer
-    scaler: GradScaler
+    loss_scale: LossScale
+    balance: Balance
 
     @classmethod
     def of(cls, job: Job, ranks: Ranks, task: Task) -> "Trainer":
         """Put the task's module on the ranks as the Job's layout says."""
-        module = parallelize(task.module, job.layout, build_mesh(job.layout, ranks))
-        optimizer = build_optimizer(module, job.optim)
-        scaler = GradScaler(ranks.device_type, enabled=job.layout.precision == "fp16")
-        return cls(job, ranks, module, task.loss, optimizer, scaler)
+        layout = job.layout
+        meshes = build_meshes(layout, ranks)
+        schedule = _schedule(job) if layout.pp != 1 else None
+        module = apply(
+            task.module, layout, meshes, schedule=schedule, device=ranks.device, fill=task.fill
+        )
+        names, _ = parameter_names(module)
+        named = [(name, parameter) for parameter, name in names.items()]
+        return cls(
+            job,
+            ranks,
+            task,
+            module,
+            _pipeline(schedule, module, meshes, ranks),
+            Gradients(module, named, meshes, layout),
+            build_optimizer(named, job.optim, layout),
+            LossScale(ranks.device, enabled=layout.precision == "fp16"),
+            Balance(job, module, meshes),
+        )
 
     def step(
         self, index: int, micro_batches: Step, stop_wanted: bool = False
@@ -70,53 +95,86 @@ class Trainer:
         set_learning_rate(
             self.optimizer, learning_rate(self.job.optim, index, self.job.train.steps)
         )
+        self.balance.before_step(self.loss_scale.value.double() / len(micro_batches))
+        loss = self._forward_backward(micro_batches)
+        with span("paceline.optimizer"):
+            squared_norm = self.gradients.finish()
+            loss, stops, squared_norm = self._agree(loss, float(stop_wanted), squared_norm)
+            grad_norm = squared_norm.sqrt() / self.loss_scale.value
+            bad = ~torch.isfinite(grad_norm + loss)
+            self.gradients.scale(self._clip_factor(grad_norm))
+            skip_if(self.optimizer, bad)
+            self.optimizer.step()
+            self.loss_scale.update(bad)
+            self.optimizer.zero_grad()
+            self.balance.after_step(index + 1, self.optimizer)
+        return _read_later(torch.stack([loss, grad_norm, stops]))
+
+    def _forward_backward(self, micro_batches: Step) -> Tensor:
+        """Leave the gradients of the mean loss in the parameters; return this rank's part of it."""
+        if self.pipeline is not None:
+            return self._pipelined(self.pipeline.step, micro_batches)
         loss = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        for number, micro_batch in enumerate(micro_batches, 1):
-            is_last = number == len(micro_batches)
-            sync_gradients(self.module, wanted=is_last)
+        for number, micro_batch in enumerate(micro_batches):
+            prepare_micro_batch(self.module, self.job.layout, number, len(micro_batches))
             with span("paceline.forward"):
                 part = self.forward(micro_batch) / len(micro_batches)
-            loss += part.detach()
-            if is_last:
-                shared = self._share(loss, stop_wanted)  # travels while the backward pass computes
             with span("paceline.backward"):
-                self.scaler.scale(part).backward()
-        with span("paceline.optimizer"):
-            self.scaler.unscale_(self.optimizer)
-            grad_norm = clip_gradients(self.module, self.job.optim.clip_norm)
-            mean_loss, stops = shared()
-            skip_if(self.optimizer, ~torch.isfinite(grad_norm + mean_loss))
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad()
-        return _read_later(torch.stack([mean_loss, grad_norm.double(), stops]))
+                self.loss_scale.scale(part).backward()
+            loss += part.detach()
+        return loss
+
+    def _pipelined(self, run: Callable[..., Tensor], micro_batches: Step) -> Tensor:
+        """Put the micro-batches through the pipeline; the loss comes from the last stage."""
+        staged = self.task.staged
+        assert staged is not None
+        number = len(micro_batches)
+        inputs = [staged.inputs(micro_batch) for micro_batch in micro_batches]
+
+        def criterion(output: Tensor, index: int) -> Tensor:
+            return staged.criterion(output, micro_batches[index]) / number
+
+        return run(inputs, criterion, self.loss_scale.scale)
 
     def forward(self, micro_batch: object) -> Tensor:
         """Loss of one micro-batch, in the layout's arithmetic."""
         with arithmetic(self.job.layout, self.ranks.device_type):
-            return self.loss(self.module, micro_batch)
+            return self.task.loss(self.module, micro_batch)
 
     @torch.no_grad()
     def evaluate(self, steps: list[Step]) -> float:
         """Mean loss over held-out steps, of all ranks."""
         self.agree_on_buffers()
         self.module.eval()
-        losses = [self.forward(micro_batch).double() for step in steps for micro_batch in step]
+        losses = [self._forward_only(step) for step in steps]
         self.module.train()
-        mean_loss, _ = self._share(torch.stack(losses).mean(), stop_wanted=False)()
+        free_gathered(self.module)
+        (mean_loss,) = self._agree(torch.stack(losses).mean())
         return mean_loss.item()
+
+    def _forward_only(self, micro_batches: Step) -> Tensor:
+        if self.pipeline is not None:
+            return self._pipelined(self.pipeline.forward_only, micro_batches)
+        losses = [self.forward(micro_batch).double() for micro_batch in micro_batches]
+        return torch.stack(losses).mean()
 
     @torch.no_grad()
     def agree_on_buffers(self) -> None:
         """Give every rank the buffers of rank 0 (running statistics), as DDP does before a step.
 
-        What is evaluated or kept then does not depend on which rank computes or writes it.
+        What is evaluated or kept then does not depend on which rank computes or writes it. A
+        decoder's buffers are the same wherever they are, and a stage has its own.
         """
-        if self.ranks.world_size > 1:
+        if self.ranks.world_size > 1 and self.job.layout.is_plain:
             kept = self.module.state_dict(keep_vars=True)
             for name, buffer in self.module.named_buffers():
                 if name in kept:
                     dist.broadcast(buffer, 0)
+
+    @property
+    def needs_warm_up(self) -> bool:
+        """Whether a first backward pass adds gradients up in another order than later ones."""
+        return isinstance(self.module, DistributedDataParallel) and self.ranks.world_size > 2
 
     def warm_up(self, micro_batches: Step) -> None:
         """Run a step's forward and backward without its effect, before a resumed run goes on.
@@ -127,24 +185,47 @@ class Trainer:
         """
         buffers = [buffer.clone() for buffer in self.module.buffers()]
         generators = rng_state()
-        sync_gradients(self.module, wanted=True)
+        prepare_micro_batch(self.module, self.job.layout, 0, 1)
         self.forward(micro_batches[0]).backward()
         self.optimizer.zero_grad()
         restore_rng_state(generators)
         for buffer, before in zip(self.module.buffers(), buffers, strict=True):
             buffer.copy_(before)
 
-    def _share(self, loss: Tensor, stop_wanted: bool) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Start averaging the loss and adding up the wishes to stop; the result waits for both."""
-        sums = torch.stack([loss, torch.full_like(loss, float(stop_wanted))])  # fp64, no host copy
-        work = dist.all_reduce(sums, async_op=True) if self.ranks.world_size > 1 else None
+    def _clip_factor(self, grad_norm: Tensor) -> Tensor:
+        """What takes the loss scale out of the gradients, and clips them to the Job's norm."""
+        factor = 1 / self.loss_scale.value.double()
+        clip_norm = self.job.optim.clip_norm
+        if clip_norm:
+            factor = factor * (clip_norm / (grad_norm + _CLIP_EPS)).clamp(max=1)
+        return factor
 
-        def wait() -> tuple[Tensor, Tensor]:
-            if work is not None:
-                work.wait()
-            return sums[0] / self.ranks.world_size, sums[1]
+    def _agree(self, loss: Tensor, *sums: Tensor | float) -> tuple[Tensor, ...]:
+        """The mean loss of all ranks, and the sums of other numbers, in one exchange."""
+        values = torch.stack([torch.as_tensor(value).to(loss) for value in (loss, *sums)])
+        if self.ranks.world_size > 1:
+            dist.all_reduce(values)
+        layout = self.job.layout
+        # In a pipeline only the ranks of the last stage have a loss.
+        return (values[0] / (layout.num_ranks // size(layout.pp)), *values[1:])
 
-        return wait
+
+def _schedule(job: Job) -> Schedule:
+    layout = job.layout
+    assert layout.schedule not in ("auto", "none")
+    return build_schedule(
+        layout.schedule, size(layout.pp), job.accumulation, size(layout.stages_per_rank)
+    )
+
+
+def _pipeline(
+    schedule: Schedule | None, module: nn.Module, meshes: Meshes | None, ranks: Ranks
+) -> Pipeline | None:
+    if schedule is None:
+        return None
+    assert meshes is not None
+    assert isinstance(module, Stages)
+    return Pipeline(schedule, list(module), meshes.dense.get_group("pp"), ranks.device)
 
 
 def _read_later(values: Tensor) -> Callable[[], StepResult]:

@@ -1,0 +1,16 @@
+"""The stages of a pipeline that live on one rank, as one module."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+
+class Stages(nn.ModuleList):
+    """Holds the stages of a rank, whose layers keep the names they have in the whole network.
+
+    `named_parameters` prefixes them with the place of the stage among the rank's own, which
+    means nothing to another layout: `training_state` drops it.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        super().__init__(parts)

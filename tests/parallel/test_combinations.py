@@ -1,0 +1,151 @@
+"""Parallel equals serial: three optimizer steps on gloo ranks against one process.
+
+With clipping and gradient accumulation: losses, gradient norms and every parameter, in fp64 to
+1e-10 and in fp32 to 1e-5. First each technique alone, then layouts drawn at random over all axes.
+All cases of one number of ranks share a launch.
+"""
+
+import math
+import os
+from itertools import islice
+
+import pytest
+
+from tests.parallel.drawn import DEEP, accepted
+from tests.parallel.training import (
+    FP32,
+    FP64,
+    MODELS,
+    TOLERANCE,
+    assert_equal,
+    run_cases,
+    train,
+)
+
+ALONE = {
+    "ddp": (2, "dense", "dp=2"),
+    "ddp, small buckets": (2, "dense", "dp=2 bucket_mib=0.01"),
+    "ddp, one micro-batch": (2, "dense", "dp=2 micro_batch=12"),
+    "ddp on four": (4, "dense", "dp=4 micro_batch=3"),
+    "zero 1": (2, "dense", "fsdp=2 zero=1"),
+    "zero 2": (2, "dense", "fsdp=2 zero=2"),
+    "zero 3": (2, "dense, tied", "fsdp=2 zero=3"),
+    "zero 3 on four": (4, "dense", "fsdp=4 zero=3 micro_batch=3"),
+    "hsdp": (4, "dense", "dp=2 fsdp=2 micro_batch=3"),
+    "hsdp, zero 1": (4, "dense", "dp=2 fsdp=2 zero=1 micro_batch=3"),
+    "tensor": (2, "dense", "tp=2 sequence_parallel=false"),
+    "tensor and sequence": (2, "dense, tied", "tp=2"),
+    "tensor on four": (4, "dense", "tp=4"),
+    "gpipe": (2, "dense", "pp=2 schedule=gpipe"),
+    "1f1b": (2, "dense, tied", "pp=2"),
+    "1f1b on four": (4, "dense", "pp=4"),
+    "uneven split": (2, "dense", "pp=2 split=[1,3]"),
+    "interleaved": (2, "dense", "pp=2 schedule=interleaved"),
+    "zb_h1": (2, "dense", "pp=2 schedule=zb_h1"),
+    "interleaved_zb": (2, "dense", "pp=2 schedule=interleaved_zb"),
+    "zbv": (2, "dense, tied", "pp=2 schedule=zbv"),
+    "dualpipev": (2, "dense", "pp=2 schedule=dualpipev"),
+    "dualpipe": (2, "dense, tied", "pp=2 schedule=dualpipe"),
+    "dualpipe on four": (4, "dense", "pp=4 schedule=dualpipe"),
+    "ring": (2, "dense", "cp=2"),
+    "ring, documents": (2, "documents", "cp=2"),
+    "ulysses": (2, "dense", "cp=2 ulysses=2"),
+    "ulysses, documents": (2, "documents", "cp=2 ulysses=2"),
+    "ring and ulysses": (4, "dense", "cp=4 ulysses=2"),
+    "experts over replicas": (2, "experts", "dp=2 ep=2"),
+    "experts over shards": (2, "experts", "fsdp=2 ep=2"),
+    "experts and tensor": (4, "experts", "dp=2 ep=2 tp=2"),
+    "experts that move": (2, "experts", "dp=2 ep=2 rebalance_every=1"),
+    "offload activations": (2, "dense", "dp=2 offload=['activations'] recompute=full"),
+    "offload optimizer": (2, "dense", "tp=2 offload=['optimizer']"),
+    "offload parameters": (2, "dense", "fsdp=2 offload=['params']"),
+    "full recompute": (1, "dense", "recompute=full"),
+    "selective recompute of some layers": (
+        2,
+        "dense",
+        "fsdp=2 recompute=selective recompute_layers=2",
+    ),
+}
+DRAWN = {2: 8, 3: 4, 4: 16, 6: 8, 8: 8}
+"""How many layouts of each number of ranks are drawn."""
+SEED = int(os.environ.get("PACELINE_LAYOUT_SEED", "2026"))
+"""Another one draws other layouts: all that the check accepts must run."""
+
+
+def _cases():
+    """(name, precision) -> (number of ranks, kind of model, settings)."""
+    cases = {}
+    for name, (num_ranks, kind, settings) in ALONE.items():
+        layout = tuple(f"layout.{each}" for each in settings.split())
+        layout += () if "micro_batch" in settings else ("layout.micro_batch=4",)
+        for precision in (FP64, FP32):
+            cases[name, precision] = num_ranks, kind, layout
+    for num_ranks, number in DRAWN.items():
+        for kind in MODELS:
+            share = math.ceil(number / len(MODELS))
+            layouts = islice(accepted(SEED, num_ranks, MODELS[kind], kind), share)
+            for at, layout in enumerate(layouts):
+                precision = FP32 if at % 3 == 2 else FP64
+                name = " ".join(each.removeprefix("layout.") for each in layout)
+                cases[f"{kind}: {name}", precision] = num_ranks, kind, layout
+    return cases
+
+
+CASES = _cases()
+
+
+@pytest.fixture(scope="module")
+def serial():
+    """The one-process run of each kind of model and precision."""
+    wanted = {_serial_key(case) for case in CASES}
+    return {
+        (kind, precision, depth): train(
+            0, 1, (*precision, *MODELS[kind], *depth, "layout.micro_batch=4")
+        )
+        for kind, precision, depth in wanted
+    }
+
+
+def _serial_key(case):
+    """Kind, precision and depth of the network."""
+    _, kind, settings = CASES[case]
+    return kind, case[1], (DEEP,) if DEEP in settings else ()
+
+
+@pytest.fixture(scope="module")
+def ran():
+    """What every case gave, made when the first of its number of ranks is asked for."""
+    results = {}
+    failed = {}
+
+    def get(case):
+        num_ranks = CASES[case][0]
+        if num_ranks in failed:
+            pytest.fail(f"the ranks of this launch failed: {failed[num_ranks]}")
+        if case not in results:
+            same = [key for key, (ranks, _, _) in CASES.items() if ranks == num_ranks]
+            settings = [(*key[1], *MODELS[CASES[key][1]], *CASES[key][2]) for key in same]
+            try:
+                results.update(zip(same, run_cases(num_ranks, settings), strict=True))
+            except AssertionError as error:
+                failed[num_ranks] = error
+                raise
+        return results[case]
+
+    return get
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}, {case[1][0][-4:]}")
+def test_parallel_equals_serial(case, serial, ran):
+    precision = case[1]
+    expected = serial[_serial_key(case)]
+    assert all(norm > 0.3 for norm in expected.grad_norms), "clipping must have had something to do"
+    assert_equal(ran(case), expected, TOLERANCE[precision], case[0])
+
+
+def test_enough_combinations_were_drawn():
+    """The drawn ones use several axes at once, and every axis is among them."""
+    drawn = [settings for (name, _), (_, _, settings) in CASES.items() if ": " in name]
+    assert len(drawn) >= 40
+    for axis in ("dp", "fsdp", "tp", "pp", "cp"):
+        assert any(f"layout.{axis}=2" in settings for settings in drawn), axis

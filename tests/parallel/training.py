@@ -1,0 +1,156 @@
+"""A few optimizer steps of a tiny decoder under any layout, to compare with one process.
+
+With clipping and accumulation. Many layouts go through one launch of ranks: starting processes
+costs more than stepping.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from paceline.comm.ranks import Ranks
+from paceline.config.hardware import Cluster, Device
+from paceline.config.job import Job, read_job
+from paceline.parallel.ep import expert_layers
+from paceline.plan.resolve import resolve
+from paceline.train.checkpoint import parameter_names
+from paceline.train.data import MicroBatch
+from paceline.train.data.order import rank_share
+from paceline.train.task import Task, decoder_on_meta, fill_decoder, next_token, whole
+from paceline.train.trainer import Trainer
+from tests.ranks import run_ranks
+
+BATCH, SEQ, VOCAB, STEPS = 24, 24, 64, 3
+CPU = Device(name="CPU", kind="cpu", precisions=("fp64", "fp32", "bf16", "fp16", "fp8"))
+DENSE = (
+    f"model.vocab_size={VOCAB}", "model.hidden_size=32", "model.ffn_size=48", "model.num_layers=4",
+    "model.num_heads=8", "model.num_kv_heads=4", f"model.max_seq_len={SEQ}", "model.head_dim=8",
+)  # fmt: skip
+TRAIN = (
+    f"train.seq_len={SEQ}", f"train.global_batch={BATCH}", "optim.warmup_steps=0",
+    "optim.clip_norm=0.3", "optim.lr=1e-2", "train.seed=7", "train.steps=3", "optim.eps=1e-3",
+)  # fmt: skip
+MODELS: dict[str, tuple[str, ...]] = {
+    "dense": (),
+    "dense, tied": ("model.tie_embeddings=true", "model.qk_norm=true"),
+    "experts": (
+        "model.experts={num_experts=8,experts_per_token=2,ffn_size=16,shared_ffn_size=16,"
+        "dense_layers=[0],choice_bias=true,bias_update_speed=0.01,"
+        "balance_loss=0.01}",
+    ),
+    "documents": ("data.reset_at_documents=true", "model.qkv_bias=true"),
+}
+FP64 = ("layout.precision=fp64", "layout.param_dtype=fp64")
+FP32 = ("layout.precision=fp32",)
+TOLERANCE = {FP64: 1e-10, FP32: 1e-5}
+
+
+class Trained(NamedTuple):
+    """What a run gives: the same on every rank, but each has parameters of its own."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    parameters: dict[str, Tensor]
+
+
+def job_of(num_ranks: int, overrides: Sequence[str]) -> Job:
+    """The tiny Job on CPU ranks; overrides are `--set`s."""
+    machine = Cluster(device=CPU, devices_per_node=num_ranks, num_nodes=1)
+    return resolve(read_job(None, [*DENSE, *TRAIN, *overrides]), machine).job
+
+
+def micro_batches(step: int, job: Job, rank: int, documents: bool = False) -> list[MicroBatch]:
+    """This rank's part of a batch that depends on the step only."""
+    stream = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=stream)
+    starts = torch.rand(BATCH, SEQ, generator=stream) < 0.2
+    layout = job.layout
+    share = rank_share(torch.arange(BATCH).numpy(), layout.data_rank(rank), layout.num_data_ranks)
+    mine = torch.from_numpy(share)
+    ids = starts.cumsum(dim=1)[mine].split(job.micro_batch)
+    return [
+        MicroBatch(part[:, :-1], part[:, 1:], part_ids if documents else None)
+        for part, part_ids in zip(tokens[mine].split(job.micro_batch), ids, strict=True)
+    ]
+
+
+def trainer_of(job: Job, ranks: Ranks) -> Trainer:
+    """A Trainer of the Job's decoder, without data."""
+    staged = next_token(job, ranks)
+    task = Task(
+        decoder_on_meta(job.model),
+        whole(staged),
+        lambda first: iter(()),
+        None,
+        "tokens",
+        staged=staged,
+        fill=lambda module: fill_decoder(job.train, module),
+    )
+    return Trainer.of(job, ranks, task)
+
+
+def train(rank: int, world_size: int, overrides: Sequence[str]) -> Trained:
+    """Three steps under one layout."""
+    job = job_of(world_size, overrides)
+    trainer = trainer_of(job, Ranks(rank, world_size, rank, world_size))
+    documents = job.data.reset_at_documents
+    results = [
+        trainer.step(step, micro_batches(step, job, rank, documents))() for step in range(STEPS)
+    ]
+    names, _ = parameter_names(trainer.module)
+    slots = _slots(trainer)
+    parameters = {
+        name: whole_tensor(parameter)[slots.get(parameter, ...)]
+        for parameter, name in names.items()
+    }
+    return Trained([r.loss for r in results], [r.grad_norm for r in results], parameters)
+
+
+def _slots(trainer: Trainer) -> dict[Tensor, Tensor]:
+    """Where in each stacked weight the experts lie, which may have been moved."""
+    return {
+        parameter: layer.slot_of_expert
+        for layer in expert_layers(trainer.module)
+        for parameter in layer.experts.parameters()
+    }
+
+
+def whole_tensor(parameter: Tensor) -> Tensor:
+    """A copy of all of a parameter; every rank that holds a part must ask."""
+    full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return full.detach().clone()
+
+
+def train_many(rank: int, world_size: int, cases: Sequence[Sequence[str]]) -> list[Trained]:
+    """One layout after the other on the same ranks."""
+    # Putting parameters together to look at them is slow in a way that torch warns of.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    return [train(rank, world_size, case) for case in cases]
+
+
+def run_cases(
+    num_ranks: int, cases: Sequence[Sequence[str]], timeout_s: float = 240
+) -> list[list[Trained]]:
+    """All cases on that many ranks: per case, what each rank got."""
+    if num_ranks == 1:
+        return [[train(0, 1, case)] for case in cases]
+    per_rank = run_ranks(train_many, num_ranks, cases, timeout_s=timeout_s)
+    return [list(results) for results in zip(*per_rank, strict=True)]
+
+
+def assert_equal(got: Sequence[Trained], serial: Trained, tolerance: float, what: object) -> None:
+    """Every rank has the serial losses and norms, and together they have all its parameters."""
+    seen: set[str] = set()
+    for run in got:
+        for mine, theirs in ((run.losses, serial.losses), (run.grad_norms, serial.grad_norms)):
+            off = max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
+            assert off <= tolerance, f"{what}: {mine} is not {theirs}"
+        for name, parameter in run.parameters.items():
+            off = (parameter - serial.parameters[name]).abs().max().item()
+            assert off <= tolerance, f"{what}: {name} is off by {off}"
+        seen |= run.parameters.keys()
+    assert seen == serial.parameters.keys(), what

@@ -1,0 +1,42 @@
+"""A rank that raises in the middle of a layer: `python -m tests.train.faulty_rank train JOB ...` is
+`paceline train JOB ...`, but for the last rank's fault."""
+
+import os
+import time
+from pathlib import Path
+
+from torch import Tensor
+
+from paceline.models.decoder import Block
+from paceline.train import command, session
+
+CALL = 20
+"""The block call, of the rank's own, that raises."""
+
+
+def faulty_rank(run_path: str, launcher_pid: int) -> None:
+    """What a launched rank does, with the fault in the last one."""
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        _break_blocks(Path(run_path))
+    session.launched_rank(run_path, launcher_pid)
+
+
+def _break_blocks(run_path: Path) -> None:
+    forward, calls = Block.forward, []
+
+    def broken(block: Block, *inputs: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == CALL:
+            (run_path / "died").write_text(str(time.time()))
+            raise ValueError("the layer is on fire")
+        return forward(block, *inputs)
+
+    Block.forward = broken  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from paceline.cli import main
+    from tests.train.faulty_rank import faulty_rank as by_its_full_name
+
+    command.launched_rank = by_its_full_name
+    main()

@@ -1,0 +1,76 @@
+"""Evening out the load of experts: biases follow the loads of all ranks, and experts that change
+ranks change nothing that is computed (gloo ranks against one process)."""
+
+import pytest
+import torch
+
+from paceline.comm.ranks import Ranks
+from paceline.parallel.ep import expert_layers
+from tests.parallel.training import (
+    FP64,
+    MODELS,
+    STEPS,
+    assert_equal,
+    job_of,
+    micro_batches,
+    run_cases,
+    train,
+    trainer_of,
+)
+from tests.ranks import run_ranks
+
+EXPERTS = (*FP64, *MODELS["experts"], "layout.micro_batch=2")
+LAYOUTS = (("layout.dp=2", "layout.ep=2"), ("layout.tp=2",), ("layout.pp=2",), ("layout.cp=2",))
+
+
+def _after_steps(rank, world_size, overrides):
+    job = job_of(world_size, overrides)
+    trainer = trainer_of(job, Ranks(rank, world_size, rank, world_size))
+    for step in range(STEPS):
+        trainer.step(step, micro_batches(step, job, rank))()
+    return {
+        name.removeprefix("0."): (layer.choice_bias, layer.slot_of_expert)
+        for name, layer in trainer.module.named_modules()
+        if layer in expert_layers(trainer.module)
+    }
+
+
+def _after_steps_each(rank, world_size, cases):
+    return [_after_steps(rank, world_size, case) for case in cases]
+
+
+def _plain(name):
+    return name.replace("module.", "").replace("_checkpoint_wrapped_", "")
+
+
+def test_biases_are_those_of_one_process_on_every_layout():
+    serial = _after_steps(0, 1, EXPERTS)
+    assert all(bias.abs().max() > 0.009 for bias, _ in serial.values()), "loads must be uneven"
+    per_rank = run_ranks(_after_steps_each, 2, [(*EXPERTS, *layout) for layout in LAYOUTS])
+    for results in per_rank:
+        for layout, layers in zip(LAYOUTS, results, strict=True):
+            assert layers, layout
+            for name, (bias, _) in layers.items():
+                expected, _ = serial[_plain(name)]
+                assert torch.equal(bias, expected), (layout, name)
+
+
+@pytest.fixture(scope="module")
+def rebalanced():
+    """Layouts that move experts after every step."""
+    return [
+        (*EXPERTS, "layout.rebalance_every=1", *layout)
+        for layout in (("layout.dp=2", "layout.ep=2"), ("layout.fsdp=2", "layout.ep=2"))
+    ]
+
+
+def test_experts_that_change_ranks_compute_the_same(rebalanced):
+    serial = train(0, 1, EXPERTS)
+    for case, got in zip(rebalanced, run_cases(2, rebalanced), strict=True):
+        assert_equal(got, serial, 1e-10, case)
+
+
+def test_experts_do_change_ranks(rebalanced):
+    for layers in run_ranks(_after_steps_each, 2, rebalanced)[0]:
+        slots = [slot_of_expert for _, slot_of_expert in layers.values()]
+        assert any(not torch.equal(each, torch.arange(len(each))) for each in slots)

@@ -11,18 +11,19 @@ import shutil
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from paceline.config.errors import InputError
-from paceline.train.checkpoint import (
-    Checkpointer,
-)
+from paceline.train.checkpoint import Checkpointer, newest_good
 from paceline.train.checkpoint import checkpointer as checkpointer_module
+from paceline.train.checkpoint.agreement import Ranks
 from paceline.train.checkpoint.checkpointer import _Keeping
 from paceline.train.checkpoint.files import (
     DTYPES,
@@ -36,7 +37,7 @@ from paceline.train.checkpoint.files import (
     encode_manifest,
     write_shard,
 )
-from paceline.train.checkpoint.plan import Offer, divide, leaves
+from paceline.train.checkpoint.plan import Offer, _piece, divide, leaves
 from tests.train import checkpoint_cases as cases
 from tests.train.checkpoint_cases import opened
 
@@ -155,6 +156,16 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
     assert {name: bits(t) for name, t in loaded.items()} == {n: bits(t) for n, t in saved.items()}
 
 
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_part_of_a_chunk_is_read_alone(tmp_path, name):
+    whole = every_kind_of_tensor()[name][:8].view(2, 4)
+    write_shard(tmp_path / "shard", [("w", whole)])
+    chunk = Chunk(offsets=[0, 0], sizes=[2, 4], file="shard")
+    part = SimpleNamespace(storage_offsets=(1, 1), lengths=(1, 2))
+    with safe_open(tmp_path / "shard", framework="pt") as shard:
+        assert bits(_piece(shard, "w", part, chunk)) == bits(whole[1:, 1:3])
+
+
 def test_a_shard_is_a_safetensors_file_that_others_can_read(tmp_path):
     saved = every_kind_of_tensor()
     checkpointer = opened(tmp_path)
@@ -257,6 +268,18 @@ def test_what_a_crash_left_is_swept_or_given_back(tmp_path):
     (tmp_path / "step-3.tmp").mkdir()
     assert opened(tmp_path).latest_good().step == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-1", "step-2"]
+
+
+def test_who_only_reads_leaves_alone_what_a_run_is_saving(tmp_path):
+    checkpointer = opened(tmp_path)
+    checkpointer.save(1, {"w": torch.ones(2)}, {})
+    checkpointer.finish()
+    half = tmp_path / "step-2.tmp"
+    half.mkdir()
+    found, damaged = newest_good(tmp_path, Ranks.alone(), print)
+    assert (found.step, damaged) == (1, set())
+    assert half.exists()
+    assert newest_good(tmp_path / "nowhere", Ranks.alone(), print) == (None, set())
 
 
 def test_an_empty_directory_has_no_checkpoint(tmp_path):

@@ -1,14 +1,14 @@
 """Checkpoints of several gloo ranks: other layouts and numbers of ranks, failures on one rank."""
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from paceline.train.checkpoint import (
-    training_state,
-)
+from paceline.train.checkpoint import newest_good, training_state
+from paceline.train.checkpoint.agreement import Ranks
 from tests.ranks import run_ranks
 from tests.train import checkpoint_cases as cases
 from tests.train.checkpoint_cases import assert_same, optimizer_of, tiny, train, whole
@@ -27,12 +27,16 @@ ON_FOUR = [("fsdp-2", "fsdp"), ("hsdp-4", "tp"), ("tp-4", "hsdp"), ("tp-4", "tp"
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory) -> dict[tuple[int, str, str], list[dict[str, Any]]]:
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.fixture(scope="module")
+def resumed(root) -> dict[tuple[int, str, str], list[dict[str, Any]]]:
     """The end of each resumed run: (ranks, saved as, loaded as) -> the state on each rank.
 
     The cases share their ranks, since starting ranks takes longer than all they do.
     """
-    root = tmp_path_factory.mktemp("layouts")
     launches: list[tuple[int, list[str], list[tuple[str, str]]]] = [
         (1, ["plain"], []),
         (2, ["ddp", "fsdp"], ON_TWO),
@@ -67,6 +71,13 @@ def resumed(tmp_path_factory) -> dict[tuple[int, str, str], list[dict[str, Any]]
 def test_a_run_resumes_in_another_layout(resumed, uninterrupted, case):
     for state in resumed[case]:
         assert_same(state, uninterrupted, tolerance=1e-10)
+
+
+def test_a_rank_without_a_share_writes_nothing_of_a_tensor(resumed, root):
+    found, _ = newest_good(root / "fsdp-4", Ranks.alone(), print)
+    chunks = found.manifest.tensors["model.temperature"].chunks  # one element, on four ranks
+    assert [chunk.sizes for chunk in chunks] == [[1]]
+    assert all(0 not in c.sizes for e in found.manifest.tensors.values() for c in e.chunks)
 
 
 def test_each_rank_gets_its_generator_back_and_new_ranks_keep_theirs(tmp_path):

@@ -82,6 +82,7 @@ def test_accumulation_communicates_as_little_as_the_layout_allows():
 PRECISIONS = {
     "bf16": ("layout.precision=bf16",),
     "fp16": ("layout.precision=fp16",),
+    "fp8": ("layout.precision=fp8",),
     "bf16 parameters": ("layout.precision=bf16", "layout.param_dtype=bf16"),
 }
 LAYOUTS = ("dp=2", "fsdp=2", "tp=2", "pp=2 schedule=zb_h1", "cp=2")
@@ -106,7 +107,7 @@ def low():
 def test_low_precision_follows_fp32(precision, layout, serial, low):
     for got in low[precision, layout]:
         assert got.losses == pytest.approx(serial.losses, rel=2e-2)
-        assert got.losses != serial.losses, "the arithmetic was not low at all"
+        assert got.losses != pytest.approx(serial.losses, rel=1e-7), "it was not low"
 
 
 def _overflow(rank, world_size, cases):

@@ -6,10 +6,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from paceline.config.errors import InputError
-from paceline.train.checkpoint import (
-    restore_training_state,
-    training_state,
-)
+from paceline.parallel.stages import Stages
+from paceline.train.checkpoint import restore_training_state, training_state
+from paceline.train.optim import AdamW
 from tests.train import checkpoint_cases as cases
 from tests.train.checkpoint_cases import assert_same, opened, optimizer_of, tiny, train, whole
 
@@ -128,6 +127,76 @@ def test_extra_state_keeps_its_own_dtype(tmp_path):
     assert_same(training_state(other, of_other), saved)
     assert of_other.state[other.weight]["master"].dtype == torch.float32
     assert of_other.state[other.weight]["noise"]["rounds"] == 4
+
+
+def halves(seed: int) -> tuple[Stages, torch.optim.Optimizer]:
+    """Two stages of a network on one rank, each with a copy of the embedding, and an optimizer."""
+    first, last = tiny(seed), tiny(seed)
+    del first.head, last.inner
+    stages = Stages([first, last])
+    return stages, optimizer_of(stages)
+
+
+def step_alike(stages: Stages, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        for stage in stages:
+            for p in stage.parameters():
+                p.grad = torch.full_like(p, step + 1.0)
+        optimizer.step()
+
+
+def test_stages_are_named_as_in_the_whole_and_copies_are_listed_once():
+    stages, optimizer = halves(0)
+    step_alike(stages, optimizer, 1)
+    whole_module = tiny()
+    of_whole = optimizer_of(whole_module)
+    train(whole_module, of_whole, range(1))
+    expected = training_state(whole_module, of_whole)
+    state = training_state(stages, optimizer)
+    assert state["model"].keys() == expected["model"].keys()
+    assert state["optimizer"].keys() == expected["optimizer"].keys()
+
+
+def test_copies_on_one_rank_get_the_same_state_each_their_own(tmp_path):
+    (first, of_first), (second, of_second) = halves(0), halves(1)
+    step_alike(first, of_first, 2)
+    checkpointer = opened(tmp_path)
+    checkpointer.save(2, training_state(first, of_first), {})
+    found = checkpointer.latest_good()
+    state = training_state(second, of_second, found)
+    checkpointer.load(found, state)
+    restore_training_state(second, of_second, state)
+    for stages, optimizer in ((first, of_first), (second, of_second)):
+        step_alike(stages, optimizer, 1)
+    copies = [stage.embed.weight for stage in second]
+    assert torch.equal(*copies)
+    assert torch.equal(copies[0], first[0].embed.weight)
+    states = [of_second.state[p] for p in copies]
+    assert_same(states[0], states[1])
+    assert states[0]["exp_avg"].data_ptr() != states[1]["exp_avg"].data_ptr()
+
+
+def test_state_that_waits_on_the_host_is_loaded_there(tmp_path):
+    def built(device: str) -> tuple[nn.Module, AdamW]:
+        module = nn.Linear(3, 3, device=device)
+        group = {"params": list(module.parameters()), "weight_decay": 0.0}
+        defaults = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "fused": True}
+        return module, AdamW([group], defaults, is_coded=False, is_on_host=False)
+
+    module, optimizer = built("cpu")
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    checkpointer = opened(tmp_path)
+    checkpointer.save(1, training_state(module, optimizer), {})
+    found = checkpointer.latest_good()
+    far, of_far = built("meta")  # a device that isn't the host
+    of_far.is_on_host = True
+    state = training_state(far, of_far, found)["optimizer"]["weight"]
+    assert {key: value.device.type for key, value in state.items()} == {
+        "step": "meta",
+        "exp_avg": "cpu",
+        "exp_avg_sq": "cpu",
+    }
 
 
 def test_an_optimizer_of_another_module_is_refused():

@@ -5,15 +5,16 @@ import shutil
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.config.layout import ParamDtype
 from paceline.config.model import Model
-from paceline.models.decoder import Decoder
 from paceline.models.weights import write_weights
 from paceline.observe.run import Run
 from paceline.parallel.apply import DTYPES
-from paceline.train.checkpoint import Checkpointer
+from paceline.train.checkpoint import FoundCheckpoint, load, newest_good
+from paceline.train.checkpoint.agreement import Ranks
 from paceline.train.data import prepare
 
 
@@ -37,17 +38,23 @@ def export(run: Run, folder: Path, dtype: ParamDtype = "fp32") -> int:
     job = run.job()
     if not isinstance(job.model, Model):
         raise InputError(f"{run.path} trained a module of your own: only language models export.")
-    with torch.device("meta"):
-        decoder = Decoder(job.model).to(DTYPES[job.layout.param_dtype])
-    state = decoder.to_empty(device="cpu").state_dict()
-    checkpointer = Checkpointer(run.checkpoint_folder, keep_last=1, say=print)
-    found = checkpointer.latest_good()
+    found, _ = newest_good(run.checkpoint_folder, Ranks.alone(), print)
     if found is None:
         raise InputError(f"{run.path} has no checkpoint yet: train it first.")
-    checkpointer.load(found, {"model": state})
+    state = _room_for_weights(found)
+    load(found, {"model": state}, Ranks.alone())
     write_weights(folder, job.model, state, DTYPES[dtype])
     _write_tokenizer(prepare(job.data).tokenizer_path, folder)
     return found.step
+
+
+def _room_for_weights(found: FoundCheckpoint) -> dict[str, Tensor]:
+    """Whole tensors of the saved types, however they were cut when they were saved."""
+    return {
+        name.removeprefix("model."): torch.empty(entry.size, dtype=entry.torch_dtype)
+        for name, entry in found.manifest.tensors.items()
+        if name.startswith("model.")
+    }
 
 
 def _write_tokenizer(tokenizer: Path, folder: Path) -> None:

@@ -21,7 +21,7 @@ from paceline.config.schedule import Schedule
 from paceline.parallel.apply import apply, arithmetic, prepare_micro_batch
 from paceline.parallel.fsdp import free as free_gathered
 from paceline.parallel.gradients import Gradients
-from paceline.parallel.pp import Pipeline
+from paceline.parallel.pp import Criterion, MicroBatch, Pipeline
 from paceline.parallel.stages import Stages
 from paceline.plan.schedules import build_schedule
 from paceline.train.balance import Balance
@@ -113,7 +113,8 @@ class Trainer:
     def _forward_backward(self, micro_batches: Step) -> Tensor:
         """Leave the gradients of the mean loss in the parameters; return this rank's part of it."""
         if self.pipeline is not None:
-            return self._pipelined(self.pipeline.step, micro_batches)
+            with arithmetic(self.job.layout, self.ranks.device_type):
+                return self.pipeline.step(*self._staged(micro_batches), self.loss_scale.scale)
         loss = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for number, micro_batch in enumerate(micro_batches):
             prepare_micro_batch(self.module, self.job.layout, number, len(micro_batches))
@@ -124,17 +125,15 @@ class Trainer:
             loss += part.detach()
         return loss
 
-    def _pipelined(self, run: Callable[..., Tensor], micro_batches: Step) -> Tensor:
-        """Put the micro-batches through the pipeline; the loss comes from the last stage."""
+    def _staged(self, micro_batches: Step) -> tuple[list[MicroBatch], Criterion]:
+        """What enters the pipeline, and what its last stage does; the sum of losses is the mean."""
         staged = self.task.staged
         assert staged is not None
-        number = len(micro_batches)
-        inputs = [staged.inputs(micro_batch) for micro_batch in micro_batches]
 
         def criterion(output: Tensor, index: int) -> Tensor:
-            return staged.criterion(output, micro_batches[index]) / number
+            return staged.criterion(output, micro_batches[index]) / len(micro_batches)
 
-        return run(inputs, criterion, self.loss_scale.scale)
+        return [staged.inputs(micro_batch) for micro_batch in micro_batches], criterion
 
     def forward(self, micro_batch: object) -> Tensor:
         """Loss of one micro-batch, in the layout's arithmetic."""
@@ -154,7 +153,8 @@ class Trainer:
 
     def _forward_only(self, micro_batches: Step) -> Tensor:
         if self.pipeline is not None:
-            return self._pipelined(self.pipeline.forward_only, micro_batches)
+            with arithmetic(self.job.layout, self.ranks.device_type):
+                return self.pipeline.forward_only(*self._staged(micro_batches))
         losses = [self.forward(micro_batch).double() for micro_batch in micro_batches]
         return torch.stack(losses).mean()
 

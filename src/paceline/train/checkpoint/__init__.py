@@ -9,12 +9,15 @@
     waited_s = checkpointer.save(step, training_state(module, optimizer), facts)
 
 `state` names what makes up a training state, `plan` divides it over the ranks, `files` is the
-format on disk, `agreement` makes ranks fail together, `checkpointer` puts it all in order.
+format on disk, `agreement` makes ranks fail together, `loading` reads, and `checkpointer` puts the
+writing in order.
 """
 
 from paceline.train.checkpoint.checkpointer import Checkpointer
 from paceline.train.checkpoint.files import FoundCheckpoint
+from paceline.train.checkpoint.loading import load, newest_good
 from paceline.train.checkpoint.state import (
+    parameter_names,
     restore_rng_state,
     restore_training_state,
     rng_state,
@@ -24,6 +27,9 @@ from paceline.train.checkpoint.state import (
 __all__ = [
     "Checkpointer",
     "FoundCheckpoint",
+    "load",
+    "newest_good",
+    "parameter_names",
     "restore_rng_state",
     "restore_training_state",
     "rng_state",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from paceline.config.errors import InputError
@@ -40,10 +41,15 @@ class Ranks:
     group: dist.ProcessGroup | None
 
     @staticmethod
+    def alone() -> "Ranks":
+        """This process, whatever others there are."""
+        return Ranks(0, 1, None)
+
+    @staticmethod
     def of_this_job() -> "Ranks":
         """Make the group. Every rank calls this."""
         if not (dist.is_available() and dist.is_initialized()):
-            return Ranks(0, 1, None)
+            return Ranks.alone()
         group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         return Ranks(dist.get_rank(), dist.get_world_size(), group)
 
@@ -77,6 +83,14 @@ class Ranks:
         items: list[Any] = [None] * self.size
         dist.all_gather_object(items, item, group=self.group)
         return items
+
+    def any_of(self, flags: list[bool]) -> list[bool]:
+        """Whether some rank has each of the flags, of which every rank passes as many."""
+        if self.group is None or not flags:
+            return flags
+        mask = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(mask, dist.ReduceOp.MAX, group=self.group)
+        return mask.bool().tolist()
 
     def gather(self, item: T) -> list[T]:
         """Give rank 0 the record of every rank, in rank order; the others get an empty list."""

@@ -1,4 +1,4 @@
-"""Saving beside training, and finding the newest checkpoint that is whole.
+"""Saving beside training.
 
 How a save goes. On the training thread the ranks agree who writes which chunk, and each copies
 *its own* chunks to host memory; that is all the step waits for. A background thread then writes
@@ -13,8 +13,8 @@ Planning first costs one small exchange; plan and host buffers are kept for as l
 stays the same. Writing and hashing release the GIL, so a thread disturbs training no more than a
 process would, and needs no second process group.
 
-Not here: when to save (the loop), which tensors make up the state (`state`). One Checkpointer at a
-time may own a directory: it sweeps what an interrupted save left there.
+Not here: when to save (the loop), which tensors make up the state (`state`), reading (`loading`).
+One Checkpointer at a time may own a directory: it sweeps what an interrupted save left there.
 
 Sources: CheckFreq (Mohan et al., FAST 2021) for copying first and writing behind; "All File Systems
 Are Not Created Equal" (Pillai et al., OSDI 2014) for what a rename needs around it to be atomic.
@@ -33,13 +33,10 @@ from paceline.train.checkpoint.agreement import Ranks
 from paceline.train.checkpoint.files import (
     FORMAT_VERSION,
     MANIFEST,
-    DamagedError,
     FileEntry,
     FoundCheckpoint,
     Manifest,
-    check_file,
     complete_steps,
-    decode_manifest,
     encode_manifest,
     link_latest,
     make_empty,
@@ -50,16 +47,8 @@ from paceline.train.checkpoint.files import (
     write_durably,
     write_shard,
 )
-from paceline.train.checkpoint.plan import (
-    Offer,
-    Staging,
-    as_json,
-    divide,
-    fill,
-    fitting,
-    some,
-    unclaimed,
-)
+from paceline.train.checkpoint.loading import load, newest_good
+from paceline.train.checkpoint.plan import Offer, Staging, as_json, divide
 
 
 class Checkpointer:
@@ -151,50 +140,16 @@ class Checkpointer:
             InputError: there are checkpoints, but none of them is good.
         """
         self.finish()
-        refused = []
-        for step in reversed(self._ranks.on_first(lambda: complete_steps(self.directory))):
-            try:
-                found = self._verify(step)
-            except DamagedError as damage:
-                self._keeping.damaged.add(step)
-                refused.append(f"step-{step}: {damage}")
-                self._tell(f"checkpoint step-{step} is refused: {damage}.")
-                continue
-            if refused:
-                self._tell(f"checkpoint step-{step} is good and taken instead.")
-            self._keeping.accept(step)
-            return found
-        if refused:
-            raise InputError(
-                f"none of the {len(refused)} checkpoints in {self.directory} is good "
-                f"({'; '.join(refused)}); put back a copy, or remove the directory to start anew."
-            )
-        return None
+        found, damaged = newest_good(self.directory, self._ranks, self._tell)
+        self._keeping.damaged |= damaged
+        if found is not None:
+            self._keeping.accept(found.step)
+        return found
 
     def load(self, found: FoundCheckpoint, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Fill `tensors` in place from a checkpoint, of whatever layout and number of ranks.
-
-        Tensors are copied into, other entries replaced. Top-level sections that aren't asked for
-        are left out; within one that is, checkpoint and `tensors` must hold the same names, shapes
-        and dtypes. The section "rng" is per rank: entries that don't fit stay as they are.
-
-        Returns:
-            The facts that were given to `save`.
-
-        Raises:
-            InputError: names, shapes or dtypes differ; then nothing was changed.
-        """
+        """Fill `tensors` in place, as `loading.load` does."""
         self.finish()
-        wanted = self._ranks.together(lambda: fitting(found, tensors))
-        # A name that no rank asks for, though its section is asked for, would be lost in silence.
-        lost = set.intersection(*self._ranks.all_gather(unclaimed(found, tensors, wanted)))
-        if lost:
-            raise InputError(
-                f"checkpoint step-{found.step} holds {some(sorted(lost))}, which the model or "
-                "optimizer lacks; continue with the ones that were saved."
-            )
-        self._ranks.together(lambda: fill(found, wanted))
-        return found.facts
+        return load(found, tensors, self._ranks)
 
     def _agree_on_share(self, offer: Offer) -> Staging:
         """Divide the writing, or keep the last division where no rank's state changed its form."""
@@ -238,17 +193,6 @@ class Checkpointer:
         rename_over(partial, self.directory / f"step-{manifest.step}")
         sync_directory(self.directory)
         return sum(entry.size_bytes for entry in manifest.files.values())
-
-    def _verify(self, step: int) -> FoundCheckpoint:
-        path = self.directory / f"step-{step}"
-        manifest = decode_manifest(self._ranks.on_first(lambda: _manifest_bytes(path)), step)
-        mine = sorted(manifest.files)[self._ranks.rank :: self._ranks.size]
-        problems = [check_file(path / name, manifest.files[name]) for name in mine]
-        for of_rank in self._ranks.all_gather(problems):
-            for problem in of_rank:
-                if problem is not None:
-                    raise DamagedError(problem)
-        return FoundCheckpoint(step, path, manifest)
 
     def _tell(self, sentence: str) -> None:
         if self._ranks.rank == 0:
@@ -342,10 +286,3 @@ def _manifest(step: int, staging: Staging, parts: list[_Part], facts: dict[str, 
         files={part.name: part.file for part in parts},
         tensors=staging.share.tensors,
     )
-
-
-def _manifest_bytes(path: Path) -> bytes:
-    try:
-        return (path / MANIFEST).read_bytes()
-    except OSError as error:
-        raise DamagedError(f"{MANIFEST} can't be read ({error.strerror})") from None

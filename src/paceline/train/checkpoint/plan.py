@@ -2,7 +2,8 @@
 
 Both plans are made by the planners of torch.distributed.checkpoint: on saving, a tensor that
 several ranks hold is written by the one of them with the least to write; on loading, each rank
-reads exactly the overlaps of the saved chunks with its own. Pure but for copying and reading.
+reads exactly the overlaps of the saved chunks with its own. Neither needs a whole tensor anywhere.
+Pure but for copying and reading.
 """
 
 import json
@@ -178,7 +179,9 @@ def divide(asked: Sequence[Asked]) -> list[Share]:
     """
     _require_same_shapes(asked)
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    plans, _ = planner.create_global_plan([SavePlan(one.items, planner_data={}) for one in asked])
+    plans, _ = planner.create_global_plan(
+        [SavePlan([item for item in one.items if _holds_something(item)]) for one in asked]
+    )
     index = _index(plans)
     owner: dict[str, int] = {}
     for rank, one in enumerate(asked):
@@ -188,6 +191,12 @@ def divide(asked: Sequence[Asked]) -> list[Share]:
         Share(plan.items, [n for n, of in owner.items() if of == rank], {} if rank else index)
         for rank, plan in enumerate(plans)
     ]
+
+
+def _holds_something(item: WriteItem) -> bool:
+    """False for the share of a rank that is left without, where there are more ranks than rows."""
+    data = _tensor_data(item)
+    return 0 not in data.chunk.sizes or 0 in data.size
 
 
 def _require_same_shapes(asked: Sequence[Asked]) -> None:
@@ -316,6 +325,14 @@ def _saved_chunk(found: FoundCheckpoint, item: ReadItem) -> Chunk:
     ]
 
 
+def _piece(shard: Any, key: str, item: ReadItem, chunk: Chunk) -> Tensor:
+    """The part of a saved chunk that is asked for; the rest of it isn't read."""
+    if list(item.lengths) == chunk.sizes:
+        return shard.get_tensor(key)
+    starts_and_lengths = zip(item.storage_offsets, item.lengths, strict=True)
+    return shard.get_slice(key)[tuple(slice(at, at + n) for at, n in starts_and_lengths)]
+
+
 @torch.no_grad()
 def _read(
     found: FoundCheckpoint, file: str, items: Sequence[ReadItem], planner: DefaultLoadPlanner
@@ -325,13 +342,9 @@ def _read(
             for item in items:
                 name, chunk = item.storage_index.fqn, _saved_chunk(found, item)
                 size = found.manifest.tensors[name].size
-                piece = shard.get_tensor(chunk_key(name, chunk.offsets, chunk.sizes, size))
-                for dim, (start, length) in enumerate(
-                    zip(item.storage_offsets, item.lengths, strict=True)
-                ):
-                    piece = piece.narrow(dim, start, length)
-                planner.resolve_tensor(item).copy_(piece)
-    except SafetensorError as error:
+                key = chunk_key(name, chunk.offsets, chunk.sizes, size)
+                planner.resolve_tensor(item).copy_(_piece(shard, key, item, chunk))
+    except (SafetensorError, OSError) as error:
         raise InputError(
             f"checkpoint step-{found.step}: {file} is not what its manifest says ({error}); "
             "put back a copy."

@@ -1,10 +1,15 @@
-"""The tensors that make up a training state, under names no wrapper changes.
+"""The tensors that make up a training state, under names that no layout changes.
 
 `training_state` turns a module and its optimizer into one nested dict, `restore_training_state`
-puts such a dict back. Names are those of the bare module: DistributedDataParallel, `fully_shard`,
-`torch.compile` and activation-checkpoint wrappers leave no trace in them, and a tied parameter is
-listed once, under its first name. Tensors are the live ones (DTensors where the module is sharded),
-so a checkpoint loaded into the dict is loaded into the module.
+puts such a dict back. Names are those of the bare, whole module: DistributedDataParallel,
+`fully_shard`, `torch.compile` and activation-checkpoint wrappers leave no trace in them, nor do the
+stages of a pipeline, and a tied parameter is listed once, under its first name.
+
+A rank lists what it holds: with a pipeline a part of the names, of which another rank may list some
+too (twins: tied embeddings, DualPipe), and of each tensor its shard, a DTensor that knows where in
+the whole it lies. Tensors are the live ones, so a checkpoint loaded into the dict is loaded into
+the module; only what an optimizer keeps in a form of its own (8-bit codes) comes and goes as the
+numbers it stands for, on the host (`SavedState`).
 
 The model half is torch's own `get_model_state_dict`. The optimizer half is not, for three reasons
 seen in its source: for an optimizer that has not stepped it calls `step()` on zero gradients, which
@@ -16,8 +21,9 @@ on.
 Not here: reading and writing files (`checkpointer`).
 """
 
+import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +33,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.config.errors import InputError
+from paceline.parallel.stages import Stages
 from paceline.train.checkpoint.files import FoundCheckpoint, TensorEntry
 
 WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 STATE_PREFIX = "optimizer."
+
+
+@runtime_checkable
+class SavedState(Protocol):
+    """An optimizer that says itself what a checkpoint keeps of a parameter's state."""
+
+    is_on_host: bool
+    """Whether state waits in host memory; what is loaded is then put there, "step" aside."""
+
+    def saved_state(self, p: nn.Parameter) -> dict[str, Any]:
+        """Tensors laid out over the ranks as p is (or single numbers), by key.
+
+        `state[p]` is replaced by such a dict when a checkpoint has been loaded.
+        """
+        ...
 
 
 def training_state(
@@ -53,18 +75,17 @@ def training_state(
         InputError: the optimizer holds a parameter that isn't in the module, or keeps a plain
             tensor for a sharded parameter, which no other number of ranks could load.
     """
-    # First, because FSDP2's hook in it puts the sharded parameters back in place.
-    model = get_model_state_dict(module)
+    model = _model_state(module)
     names, aliases = parameter_names(module)
-    model = {name: value for name, value in model.items() if name not in aliases}
     owned = [
         (group, p, _name(p, names)) for group in optimizer.param_groups for p in group["params"]
     ]
+    kept = {name: tensor for name, tensor in model.items() if name not in aliases}
     if found is not None:
-        return {"model": model, "optimizer": _state_to_load(owned, optimizer, found)}
-    kept = [(p, name) for _, p, name in owned if optimizer.state.get(p)]
-    state = {name: _state_to_save(optimizer.state[p], p, name) for p, name in kept}
-    return {"model": model, "optimizer": state}
+        return {"model": kept, "optimizer": _state_to_load(owned, optimizer, found)}
+    one_of_each = _by_name(owned).items()
+    state = {name: _state_to_save(optimizer, p, name) for name, (_, p) in one_of_each}
+    return {"model": kept, "optimizer": {name: own for name, own in state.items() if own}}
 
 
 def restore_training_state(
@@ -78,14 +99,33 @@ def restore_training_state(
     names, aliases = parameter_names(module)
     model = dict(state["model"])
     model.update({alias: model[first] for alias, first in aliases.items()})
-    set_model_state_dict(module, model)
+    for part in _parts(module):
+        own = get_model_state_dict(part)
+        set_model_state_dict(part, {name: model[name] for name in own})
+    taken: set[str] = set()
     for group in optimizer.param_groups:
         for p in group["params"]:
-            saved = state["optimizer"].get(_name(p, names))
+            name = _name(p, names)
+            saved = state["optimizer"].get(name)
             if saved:
-                optimizer.state[p] = dict(saved)
+                # Stages on this rank may each have a copy of a parameter, with a state of its own.
+                optimizer.state[p] = copy.deepcopy(saved) if name in taken else dict(saved)
+                taken.add(name)
             else:
                 optimizer.state.pop(p, None)
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    return list(module) if isinstance(module, Stages) else [module]
+
+
+def _model_state(module: nn.Module) -> dict[str, Any]:
+    """The tensors of all stages on this rank; of a parameter with copies on several, the first."""
+    model: dict[str, Any] = {}
+    for part in _parts(module):
+        # FSDP2's hook in it also puts the sharded parameters back in place.
+        model = {**get_model_state_dict(part), **model}
+    return model
 
 
 def rng_state() -> dict[str, dict[str, Tensor]]:
@@ -110,7 +150,10 @@ def restore_rng_state(states: Mapping[str, Mapping[str, Tensor]]) -> None:
 
 
 def parameter_names(module: nn.Module) -> tuple[dict[nn.Parameter, str], dict[str, str]]:
-    """Return each parameter's canonical name, and each further name of a tied one -> its first."""
+    """Return each parameter's canonical name, and each further name of a tied one -> its first.
+
+    Two parameters have one name where two stages on this rank each have a copy.
+    """
     names: dict[nn.Parameter, str] = {}
     aliases: dict[str, str] = {}
     for raw_name, parameter in module.named_parameters(remove_duplicate=False):
@@ -127,7 +170,8 @@ def _canonical(module: nn.Module, raw_name: str) -> str:
     holder: Any = module
     for part in raw_name.split("."):
         is_ddp = part == "module" and isinstance(holder, DistributedDataParallel)
-        if not is_ddp and part not in WRAPPER_PARTS:
+        is_stage = isinstance(holder, Stages)
+        if not is_ddp and not is_stage and part not in WRAPPER_PARTS:
             kept.append(part)
         holder = getattr(holder, part)
     return ".".join(kept)
@@ -145,7 +189,20 @@ def _name(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
 _Owned = tuple[dict[str, Any], nn.Parameter, str]
 
 
-def _state_to_save(state: Mapping[str, Any], parameter: nn.Parameter, name: str) -> dict[str, Any]:
+def _by_name(owned: list[_Owned]) -> dict[str, tuple[dict[str, Any], nn.Parameter]]:
+    """One parameter for each name: its copies on other stages of this rank are the same."""
+    by_name: dict[str, tuple[dict[str, Any], nn.Parameter]] = {}
+    for group, parameter, name in owned:
+        by_name.setdefault(name, (group, parameter))
+    return by_name
+
+
+def _state_to_save(optimizer: Optimizer, parameter: nn.Parameter, name: str) -> dict[str, Any]:
+    if not optimizer.state.get(parameter):
+        return {}
+    if isinstance(optimizer, SavedState):
+        return optimizer.saved_state(parameter)
+    state = optimizer.state[parameter]
     is_sharded = isinstance(parameter, DTensor) and any(p.is_shard() for p in parameter.placements)
     for key, value in state.items():
         is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
@@ -162,7 +219,8 @@ def _state_to_load(
     owned: list[_Owned], optimizer: Optimizer, found: FoundCheckpoint
 ) -> dict[str, dict[str, Any]]:
     """Targets for the optimizer state that the checkpoint holds, laid out like the parameters."""
-    by_name = {name: (group, p) for group, p, name in owned}
+    by_name = _by_name(owned)
+    on_host = isinstance(optimizer, SavedState) and optimizer.is_on_host
     state: dict[str, dict[str, Any]] = {}
     for path in (*found.manifest.tensors, *found.manifest.values):
         split = _split_state_path(path, by_name)
@@ -175,8 +233,13 @@ def _state_to_load(
         for key in keys[:-1]:
             inner = inner.setdefault(key, {})
             existing = existing.get(key, {})
-        entry = found.manifest.tensors.get(path)
-        inner[keys[-1]] = _target(keys[-1], entry, parameter, group, existing.get(keys[-1]))
+        key, entry = keys[-1], found.manifest.tensors.get(path)
+        if entry is None:  # a number, which is replaced
+            inner[key] = None
+        elif _fits(existing.get(key), entry):
+            inner[key] = existing[key]
+        else:
+            inner[key] = _room(key, entry, parameter, group, on_host=on_host)
     return state
 
 
@@ -194,25 +257,28 @@ def _split_state_path(path: str, names: Mapping[str, Any]) -> tuple[str, list[st
     return None
 
 
-def _target(
+def _fits(existing: Any, entry: TensorEntry) -> bool:
+    return (
+        isinstance(existing, Tensor)
+        and existing.dtype == entry.torch_dtype
+        and list(existing.shape) == entry.size
+    )
+
+
+def _room(
     key: str,
-    entry: TensorEntry | None,
+    entry: TensorEntry,
     parameter: nn.Parameter,
     group: Mapping[str, Any],
-    existing: Any,
-) -> Any:
-    """A tensor to load one state entry into; None where the entry is a number, kept as a value."""
-    if entry is None:
-        return None
+    *,
+    on_host: bool,
+) -> Tensor:
+    """A tensor to load one state entry into, of no particular contents."""
     dtype = entry.torch_dtype
-    if (
-        isinstance(existing, Tensor)
-        and existing.dtype == dtype
-        and list(existing.shape) == entry.size
-    ):
-        return existing
     # Adam and its kin read the step count on the host, unless their kernel wants it on the device.
     is_host_count = key == "step" and not (group.get("fused") or group.get("capturable"))
+    is_on_host = is_host_count if key == "step" else on_host
+    device = torch.device("cpu") if is_on_host else parameter.device
     if key != "step" and list(parameter.shape) == entry.size:
-        return torch.empty_like(parameter.detach(), dtype=dtype)
-    return torch.empty(entry.size, dtype=dtype, device="cpu" if is_host_count else parameter.device)
+        return torch.empty_like(parameter.detach(), dtype=dtype, device=device)
+    return torch.empty(entry.size, dtype=dtype, device=device)

@@ -1,0 +1,109 @@
+"""Finding the newest checkpoint that is whole, and loading it into whatever layout there is now.
+
+Nothing is written here: a folder may be read while a run saves into it. What a run removes in that
+moment is reported like a damaged file.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.config.errors import InputError
+from paceline.train.checkpoint.agreement import Ranks
+from paceline.train.checkpoint.files import (
+    MANIFEST,
+    DamagedError,
+    FoundCheckpoint,
+    check_file,
+    complete_steps,
+    decode_manifest,
+)
+from paceline.train.checkpoint.plan import fill, fitting, some, unclaimed
+
+
+def newest_good(
+    directory: Path, ranks: Ranks, say: Callable[[str], None]
+) -> tuple[FoundCheckpoint | None, set[int]]:
+    """Find the newest checkpoint whose every byte is as written. The ranks share the reading.
+
+    A damaged one is refused by name, and the one before it tried.
+
+    Args:
+        directory: where the `step-<n>` directories are; it may be absent.
+        ranks: all that call this.
+        say: takes a sentence for a person about each one refused; called on every rank.
+
+    Returns:
+        the checkpoint, None where there is none, and the steps of the newer ones that are damaged.
+
+    Raises:
+        InputError: there are checkpoints, but none of them is good.
+    """
+    refused: dict[int, str] = {}
+    for step in reversed(ranks.on_first(lambda: _steps(directory))):
+        try:
+            found = _verify(directory / f"step-{step}", step, ranks)
+        except DamagedError as damage:
+            refused[step] = f"step-{step}: {damage}"
+            say(f"checkpoint step-{step} is refused: {damage}.")
+            continue
+        if refused:
+            say(f"checkpoint step-{step} is good and taken instead.")
+        return found, set(refused)
+    if refused:
+        raise InputError(
+            f"none of the {len(refused)} checkpoints in {directory} is good "
+            f"({'; '.join(refused.values())}); put back a copy, or remove the directory to start "
+            "anew."
+        )
+    return None, set()
+
+
+def load(found: FoundCheckpoint, tensors: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Fill `tensors` in place from a checkpoint, of whatever layout and number of ranks.
+
+    Tensors are copied into, other entries replaced. Top-level sections that aren't asked for
+    are left out; within one that is, checkpoint and `tensors` must hold the same names, shapes
+    and dtypes. The section "rng" is per rank: entries that don't fit stay as they are.
+
+    Returns:
+        The facts that were given to `save`.
+
+    Raises:
+        InputError: names, shapes or dtypes differ; then nothing was changed.
+    """
+    wanted = ranks.together(lambda: fitting(found, tensors))
+    # A name that no rank asks for, though its section is asked for, would be lost in silence.
+    names = list(found.manifest.tensors)
+    mine = unclaimed(found, tensors, wanted)
+    is_loaded = ranks.any_of([name not in mine for name in names])
+    lost = sorted(name for name, loaded in zip(names, is_loaded, strict=True) if not loaded)
+    if lost:
+        raise InputError(
+            f"checkpoint step-{found.step} holds {some(lost)}, which the model or "
+            "optimizer lacks; continue with the ones that were saved."
+        )
+    ranks.together(lambda: fill(found, wanted))
+    return found.facts
+
+
+def _steps(directory: Path) -> list[int]:
+    return complete_steps(directory) if directory.is_dir() else []
+
+
+def _verify(path: Path, step: int, ranks: Ranks) -> FoundCheckpoint:
+    manifest = decode_manifest(ranks.on_first(lambda: _manifest_bytes(path)), step)
+    mine = sorted(manifest.files)[ranks.rank :: ranks.size]
+    problems = [check_file(path / name, manifest.files[name]) for name in mine]
+    for of_rank in ranks.all_gather(problems):
+        for problem in of_rank:
+            if problem is not None:
+                raise DamagedError(problem)
+    return FoundCheckpoint(step, path, manifest)
+
+
+def _manifest_bytes(path: Path) -> bytes:
+    try:
+        return (path / MANIFEST).read_bytes()
+    except OSError as error:
+        raise DamagedError(f"{MANIFEST} can't be read ({error.strerror})") from None

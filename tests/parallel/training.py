@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 BATCH, SEQ, VOCAB, STEPS = 24, 24, 64, 3
 CPU = Device(name="CPU", kind="cpu", precisions=("fp64", "fp32", "bf16", "fp16", "fp8"))
 DENSE = (
-    f"model.vocab_size={VOCAB}", "model.hidden_size=32", "model.ffn_size=48", "model.num_layers=4",
+    f"model.vocab_size={VOCAB}", "model.hidden_size=32", "model.ffn_size=64", "model.num_layers=4",
     "model.num_heads=8", "model.num_kv_heads=4", f"model.max_seq_len={SEQ}", "model.head_dim=8",
 )  # fmt: skip
 TRAIN = (
@@ -53,6 +53,7 @@ class Trained(NamedTuple):
     """What a run gives: the same on every rank, but each has parameters of its own."""
 
     losses: list[float]
+    eval_loss: float
     grad_norms: list[float]
     parameters: dict[str, Tensor]
 
@@ -101,13 +102,15 @@ def train(rank: int, world_size: int, overrides: Sequence[str]) -> Trained:
     results = [
         trainer.step(step, micro_batches(step, job, rank, documents))() for step in range(STEPS)
     ]
+    eval_loss = trainer.evaluate([micro_batches(STEPS, job, rank, documents)])
     names, _ = parameter_names(trainer.module)
     slots = _slots(trainer)
     parameters = {
         name: whole_tensor(parameter)[slots.get(parameter, ...)]
         for parameter, name in names.items()
     }
-    return Trained([r.loss for r in results], [r.grad_norm for r in results], parameters)
+    losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
+    return Trained(losses, eval_loss, norms, parameters)
 
 
 def _slots(trainer: Trainer) -> dict[Tensor, Tensor]:
@@ -146,7 +149,8 @@ def assert_equal(got: Sequence[Trained], serial: Trained, tolerance: float, what
     """Every rank has the serial losses and norms, and together they have all its parameters."""
     seen: set[str] = set()
     for run in got:
-        for mine, theirs in ((run.losses, serial.losses), (run.grad_norms, serial.grad_norms)):
+        pairs = [(run.losses, serial.losses), (run.grad_norms, serial.grad_norms)]
+        for mine, theirs in (*pairs, ([run.eval_loss], [serial.eval_loss])):
             off = max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
             assert off <= tolerance, f"{what}: {mine} is not {theirs}"
         for name, parameter in run.parameters.items():

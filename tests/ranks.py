@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+        "paceline.train.session",
+    ]
+)
 
 
 def run_ranks(

@@ -13,7 +13,9 @@ ranks of the data axes:
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from paceline.comm.ranks import Ranks
 from paceline.config.layout import Layout, size
@@ -82,3 +84,8 @@ def columns(mesh: DeviceMesh, axis: str) -> list[list[int]]:
     assert names is not None
     whole = torch.as_tensor(mesh.mesh).movedim(names.index(axis), -1)
     return whole.reshape(-1, whole.shape[-1]).tolist()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: all of it, unless it is a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -27,8 +27,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from paceline.comm.mesh import local_part
 from paceline.config.layers import Experts as Shape
 from paceline.models.feedforward import FeedForward
 
@@ -111,7 +111,7 @@ class Experts(nn.Module):
         Returns:
             (num_rows, hidden)
         """
-        gate, up, down = map(_local, (self.gate_proj, self.up_proj, self.down_proj))
+        gate, up, down = map(local_part, (self.gate_proj, self.up_proj, self.down_proj))
         inner = F.silu(grouped_product(rows, gate, counts)) * grouped_product(rows, up, counts)
         return grouped_product(inner, down, counts)
 
@@ -364,7 +364,3 @@ def _occurrences(values: Tensor, num: int) -> Tensor:
 
 def _unchanged(x: Tensor) -> Tensor:
     return x
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

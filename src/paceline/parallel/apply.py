@@ -3,8 +3,8 @@
 1. pipeline: cut the network into this rank's stages;
 2. context: give attention a core that exchanges keys or heads;
 3. fp8: swap the blocks' linear layers;
-4. tensor: share out the layers' parameters, as the model's `placements` say;
-5. experts: share out the experts and give them an exchange of tokens;
+4. experts: share out the experts and give them an exchange of tokens;
+5. tensor: share out the other parameters of the layers, as the model's `placements` say;
 6. recompute, then offload: they decide what a block keeps, of what it computes under 1 to 5;
 7. compile: each block as it now is;
 8. data: shard (FSDP2) around the compiled blocks, whose hooks stay outside the compiled code;

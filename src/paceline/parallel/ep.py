@@ -31,6 +31,8 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from paceline.comm.mesh import local_part
+
 # The dimension of (slots, out, in) that goes through the inside of an expert, by parameter: what tp
 # splits. The other one is the residual stream's, which FSDP2 may split.
 _INNER_DIM = {"gate_proj": 1, "up_proj": 1, "down_proj": 2}
@@ -187,7 +189,7 @@ def apply_placement(
         for parameter in layer.experts.parameters(recurse=False):
             state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
             for tensor in (parameter, *_slotted(state, parameter)):
-                move_slots(_local(tensor), source, mesh)
+                move_slots(local_part(tensor), source, mesh)
         layer.slot_of_expert.copy_(slots)
 
 
@@ -196,7 +198,7 @@ def _slotted(state: Mapping[str, Any], parameter: Tensor) -> Iterator[Tensor]:
     for name, value in state.items():
         if not isinstance(value, Tensor) or value.ndim == 0:
             continue
-        if len(_local(value)) != len(_local(parameter)):
+        if len(local_part(value)) != len(local_part(parameter)):
             raise ValueError(f"optimizer state {name} is not cut by slots, and can't be moved.")
         yield value
 
@@ -261,7 +263,3 @@ def _transposition(counts: Tensor, num_rows: int) -> Tensor:
 def _put(rows: Tensor, place: Tensor) -> Tensor:
     """Put row i at place[i]. Its gradient is a gather, where an index's would add up rows."""
     return rows.new_empty(rows.shape).index_copy(0, place, rows)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.comm.mesh import Meshes
+from paceline.comm.mesh import Meshes, local_part
 from paceline.config.layout import Layout, size
 from paceline.parallel.tp import finish_gradients
 from paceline.parallel.twins import Twins, find_twins
@@ -57,7 +57,7 @@ class Gradients:
 
     def scale(self, factor: Tensor) -> None:
         """Multiply every gradient by a () tensor."""
-        held = [_local(p.grad) for p in self._parameters if p.grad is not None]
+        held = [local_part(p.grad) for p in self._parameters if p.grad is not None]
         torch._foreach_mul_(held, factor.to(held[0].dtype))
 
     def _average_experts(self) -> None:
@@ -66,13 +66,13 @@ class Gradients:
         Every rank's loss is a mean over its own tokens, and data parallelism averages the gradients
         over ranks; for experts it knows only of the ranks that hold the same ones.
         """
-        held = [_local(p.grad) for p in self._experts if p.grad is not None]
+        held = [local_part(p.grad) for p in self._experts if p.grad is not None]
         if held:
             torch._foreach_mul_(held, 1 / self._num_expert_ranks)
 
     def _squared_norm(self) -> Tensor:
         held = [
-            (_local(p.grad), holders)
+            (local_part(p.grad), holders)
             for p, holders in zip(self._parameters, self._num_holders, strict=True)
             if p.grad is not None
         ]
@@ -98,7 +98,3 @@ def _num_shards(parameter: Tensor) -> int:
 def _is_expert(parameter: Tensor) -> bool:
     names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
     return "ep" in (names or ())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

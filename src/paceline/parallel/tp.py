@@ -40,6 +40,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
+from paceline.comm.mesh import local_part
 from paceline.parallel.vocabulary import look_up
 
 _SUMMED_OVER = "_paceline_gradient_summed_over"
@@ -115,7 +116,7 @@ def finish_gradients(module: nn.Module) -> None:
         mesh = getattr(child, _SUMMED_OVER, None)
         if mesh is not None:
             grads = [p.grad for p in child.parameters(recurse=False) if p.grad is not None]
-            parts.setdefault(mesh, []).extend(_local(grad) for grad in grads)
+            parts.setdefault(mesh, []).extend(local_part(grad) for grad in grads)
     for mesh, grads in parts.items():
         _sum(grads, mesh)
 
@@ -230,7 +231,7 @@ def compute_with_local_parameters(module: nn.Module) -> None:
 
     def forward_locally(*inputs: Any) -> Any:
         spread = module._parameters
-        local = {name: None if p is None else _local(p) for name, p in spread.items()}
+        local = {name: None if p is None else local_part(p) for name, p in spread.items()}
         module._parameters = local  # type: ignore[assignment]
         try:
             return forward(*inputs)
@@ -242,10 +243,6 @@ def compute_with_local_parameters(module: nn.Module) -> None:
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = forward
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from paceline.comm.mesh import columns
+from paceline.comm.mesh import columns, local_part
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -104,9 +103,8 @@ def _sum(copies: list[nn.Parameter]) -> Tensor:
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return torch.zeros_like(local)
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        return torch.zeros_like(local_part(parameter))
+    return local_part(gradient)
 
 
 def _put(copies: list[nn.Parameter], total: Tensor) -> None:

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.adamw import adamw
 
+from paceline.comm.mesh import local_part
 from paceline.config.job import Optim
 from paceline.config.layout import Layout
 from paceline.train.eight_bit import Coded, decode, encode, num_row_dims, zeros
@@ -140,11 +141,11 @@ class AdamW(torch.optim.Optimizer):
         for p in params:
             if p.grad is None:
                 continue
-            state, local, gradient = self._state_of(p), _local(p), _local(p.grad)
+            state, local, gradient = self._state_of(p), local_part(p), local_part(p.grad)
             needs_room = self.is_coded or self.is_on_host or "master" in state
             cuts = _row_cuts(local, _CHUNK) if needs_room else [...]
             for cut in cuts:
-                own = {key: _local(v)[cut] for key, v in state.items() if key != "step"}
+                own = {key: local_part(v)[cut] for key, v in state.items() if key != "step"}
                 # The parts of a parameter take the same step; the last one's counts it.
                 steps = state["step"] if cut is cuts[-1] else state["step"].clone()
                 chunk.append(_Piece(local[cut], gradient[cut], steps, own, own))
@@ -197,7 +198,7 @@ class AdamW(torch.optim.Optimizer):
     def _state_of(self, p: nn.Parameter) -> dict[str, Tensor]:
         """The state in the form and the place it has between steps, whatever it was loaded as."""
         state: dict[str, Any] = self.state[p]
-        local, dtype = _local(p), _working_dtype(p)
+        local, dtype = local_part(p), _working_dtype(p)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=local.device)
         if dtype != p.dtype and "master" not in state:
@@ -216,9 +217,9 @@ class AdamW(torch.optim.Optimizer):
     def _send_home(self, p: nn.Parameter, state: dict[str, Any]) -> None:
         """Move to the host what isn't there: after the first step, and after loading."""
         for key, value in state.items():
-            far = _local(value)
+            far = local_part(value)
             is_home = far.device.type == "cpu" and (
-                _local(p).device.type == "cpu" or far.is_pinned()
+                local_part(p).device.type == "cpu" or far.is_pinned()
             )
             if key != "step" and not is_home:
                 home = torch.empty(far.shape, dtype=far.dtype, pin_memory=True)
@@ -330,11 +331,11 @@ def _code(numbers: Tensor, moment: str, row_dims: int) -> Coded:
 
 def _coded(numbers: Tensor | None, moment: str, p: Tensor) -> Coded:
     """Codes of this rank's shard of a moment of p, or of zeros, some rows at a time."""
-    local, row_dims = _local(p), num_row_dims(p.shape)
+    local, row_dims = local_part(p), num_row_dims(p.shape)
     coded = zeros(local.shape, row_dims, local.device, signed=_MOMENTS[moment])
     if numbers is not None:
         for cut in _row_cuts(local, _CHUNK):
-            part = _code(_local(numbers)[cut].to(local.device), moment, row_dims)
+            part = _code(local_part(numbers)[cut].to(local.device), moment, row_dims)
             coded.codes[cut] = part.codes
             coded.scales[cut] = part.scales
     return coded
@@ -356,11 +357,6 @@ def _row_cuts(local: Tensor, limit: int) -> list[Any]:
     rows = local.shape[0]
     each = max(1, limit * rows // local.numel())
     return [slice(first, first + each) for first in range(0, rows, each)]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part, as a plain tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _like(p: Tensor, local: Tensor) -> Tensor:

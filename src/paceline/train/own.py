@@ -20,8 +20,8 @@ from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import CustomModel, Data, Job, read_job
 from paceline.observe.run import Run
-from paceline.train.checkpoint import Checkpointer
-from paceline.train.checkpoint.state import parameter_names
+from paceline.train.checkpoint import load, newest_good, parameter_names
+from paceline.train.checkpoint.agreement import Ranks as ReadingRanks
 from paceline.train.command import carry_out
 from paceline.train.launch import launch
 from paceline.train.session import MakeTask, run_launched_rank
@@ -118,10 +118,10 @@ def _train_as_launched_rank(run: Run, make_task: MakeTask) -> NoReturn:
 
 
 def _load_weights(run: Run, model: nn.Module) -> None:
-    checkpointer = Checkpointer(run.checkpoint_folder, keep_last=1, say=print)
-    found = checkpointer.latest_good()
+    alone = ReadingRanks.alone()
+    found, _ = newest_good(run.checkpoint_folder, alone, print)
     assert found is not None, "a run that ended well has a checkpoint"
     _, aliases = parameter_names(model)
     state = get_model_state_dict(model)
     kept = {name: value for name, value in state.items() if name not in aliases}
-    checkpointer.load(found, {"model": kept})
+    load(found, {"model": kept}, alone)

@@ -5,6 +5,7 @@ Bit-identical means that the losses in metrics.jsonl are equal as floats, not ne
 
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -161,10 +162,12 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_taken(
     tmp_path, uninterrupted
 ):
     write_tiny_job(tmp_path)
-    settings = ("--set", f"train.steps={STEPS}", *ranks(2))
+    settings = ("--set", f"train.steps={STEPS}", "--set", "checkpoint.keep_last=100", *ranks(2))
     process = start_paceline("train", "job.toml", *settings, folder=tmp_path)
     checkpoints = tmp_path / "runs/tiny/checkpoints"
-    _kill_when(process, lambda: len(list(checkpoints.glob("step-*[0-9]/manifest.json"))) == 2)
+    _kill_when(process, lambda: len(list(checkpoints.glob("step-*[0-9]/manifest.json"))) >= 2)
+    # On a busy machine the kill may come when the run is done, and has nothing to go on with.
+    shutil.rmtree(checkpoints / f"step-{STEPS}", ignore_errors=True)
     newest = max(checkpoints.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
     shard = newest / "rank1.safetensors"
     content = bytearray(shard.read_bytes())

@@ -13,8 +13,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, WrapSerializer
 
+from paceline.config.curves import CollectiveCurve, DeviceCurves
 from paceline.config.errors import InputError
 from paceline.config.noun import Auto, Count, Noun, nearest
+from paceline.config.stack import Stack
 
 Origin = Literal["measured", "cited", "assumed"]
 
@@ -40,6 +42,10 @@ class Device(Noun):
     """Dense peak in FLOP/s by arithmetic: fp64, fp32, tf32, bf16, fp16, fp8, fp4."""
     precisions: Annotated[tuple[str, ...], Field(strict=False)] = ("fp32",)
     """Arithmetic that training may ask for: what the device does natively."""
+    curves: DeviceCurves | None = None
+    """What was measured of it; None: the catalogue's data files, or nothing known."""
+    power_watts: Figure | None = None
+    """The most it draws."""
 
     def peak(self, precision: str) -> Figure | None:
         """Peak in FLOP/s for matrix products of this precision, None when unknown."""
@@ -80,6 +86,23 @@ def _as_name(given: Any, handler: SerializerFunctionWrapHandler) -> Any:
     return handler(given)
 
 
+class Tier(Noun):
+    """Links of one kind: among the devices of a node, of a rack, of the whole cluster."""
+
+    name: str
+    """What people call it: nvlink, pcie, infiniband, ethernet."""
+    num_devices: Count
+    """Devices that reach each other over it: a node's, a rack's, the cluster's."""
+    latency_s: Figure
+    """From a message's start to its arrival, however small it is."""
+    bytes_per_s: Figure
+    """Each way, per device: a node's network cards are shared out over its devices."""
+    collectives: Mapping[str, tuple[CollectiveCurve, ...]] = Field(default_factory=dict)
+    """Measured: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send_recv."""
+    reduces_in_network: bool = False
+    """Switches add up (NVLink SHARP, InfiniBand SHARP): all-reduces send each byte once."""
+
+
 class Cluster(Noun):
     """Devices of one kind, in nodes."""
 
@@ -89,6 +112,10 @@ class Cluster(Noun):
     """Ranks on each node: CUDA devices, or CPU ranks over gloo."""
     num_nodes: Auto | Count = "auto"
     """Machines; more than one are reached by torchrun or srun."""
+    tiers: Annotated[tuple[Tier, ...], Field(strict=False)] = ()
+    """Links, the fastest first; none: those that the catalogue knows for the device."""
+    stack: Stack | None = None
+    """Constants of our runtime that were measured here; None: the defaults."""
 
 
 def _gpu(

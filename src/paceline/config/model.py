@@ -78,6 +78,10 @@ class Model(Noun):
     """Whether the head uses the embedding's weight."""
     init_std: float = Field(0.02, ge=0)
     """Standard deviation of the initial weights."""
+    gated: bool = True
+    """Whether feed-forward layers are SwiGLU, with three matrices; False: GELU with two (GPT)."""
+    causal: bool = True
+    """Whether a token sees earlier ones only; False: all of them (BERT)."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -196,10 +200,10 @@ class Model(Noun):
     def _num_ffn_matmul_params(self, layer: int) -> int:
         experts = self.experts
         if experts is None or not self.has_experts(layer):
-            return 3 * self.hidden_size * self.ffn_size
+            return self._ffn_matrices * self.hidden_size * self.ffn_size
         passed = experts.experts_per_token * experts.ffn_size + experts.shared_ffn_size
         router = experts.num_experts + int(experts.shared_gate)
-        return self.hidden_size * (3 * passed + router)
+        return self.hidden_size * (self._ffn_matrices * passed + router)
 
     def _num_resting_params(self, layer: int) -> int:
         """Parameters of the experts that a token doesn't choose."""
@@ -207,7 +211,11 @@ class Model(Noun):
         if experts is None or not self.has_experts(layer):
             return 0
         resting = experts.num_experts - experts.experts_per_token
-        return resting * 3 * self.hidden_size * experts.ffn_size
+        return resting * self._ffn_matrices * self.hidden_size * experts.ffn_size
+
+    @property
+    def _ffn_matrices(self) -> int:
+        return 3 if self.gated else 2
 
     @property
     def num_params(self) -> int:
@@ -231,27 +239,28 @@ class Model(Noun):
         blocks = sum(map(self.num_block_matmul_params, range(self.num_layers)))
         return blocks + self.num_embedding_params
 
-    def attention_flops_per_token(self, seq_len: int, causal: bool = True) -> float:
+    def attention_flops_per_token(self, seq_len: int, causal: bool | None = None) -> float:
         """Forward FLOPs of all attention cores (scores and weighted values), mean per token.
 
         Args:
             seq_len: tokens in the sequence (the length of one document where they are packed).
             causal: count the keys a causal mask leaves (PaLM's formula counts the full square:
-                pass False to compare with it).
+                pass False to compare with it); by default what the model does.
         """
+        causal = self.causal if causal is None else causal
         keys = sum(
             _mean_keys(seq_len, self.window(layer), causal) for layer in range(self.num_layers)
         )
         return 2 * self.num_heads * (self.head_dim + self.value_dim) * keys
 
-    def forward_flops_per_token(self, seq_len: int, causal: bool = True) -> float:
+    def forward_flops_per_token(self, seq_len: int, causal: bool | None = None) -> float:
         """FLOPs of the forward pass, mean per token: 2 per matmul parameter, plus attention.
 
         Arguments as in `attention_flops_per_token`; the convention stands at the top of this file.
         """
         return 2 * self.num_matmul_params + self.attention_flops_per_token(seq_len, causal)
 
-    def train_flops_per_token(self, seq_len: int, causal: bool = True) -> float:
+    def train_flops_per_token(self, seq_len: int, causal: bool | None = None) -> float:
         """Model FLOPs of forward and backward, mean per token: three times the forward pass."""
         return 3 * self.forward_flops_per_token(seq_len, causal)
 

@@ -1,0 +1,110 @@
+"""Curves: how fast a device and its links really are, by size, with the origin of the numbers.
+
+A peak rate is never reached, and by how much it is missed depends on the size of the work: a
+product of small matrices may see a tenth of it. So a device carries measured curves; between their
+points one interpolates over the logarithms of the sizes, and beyond them the end's value holds.
+
+Curves of the catalogue's devices are data files of this package (`paceline.config.catalogue`);
+`paceline bench` measures those of any other device.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from paceline.config.layers import require
+from paceline.config.noun import Count, Noun
+
+Sizes = Annotated[tuple[float, ...], Field(strict=False, min_length=1)]
+"""Positive and increasing."""
+Values = Annotated[tuple[float, ...], Field(strict=False, min_length=1)]
+
+
+class MatmulCurve(Noun):
+    """The rate of a matrix product (m, k) x (k, n), as a share of the device's peak."""
+
+    m: Sizes
+    n: Sizes
+    k: Sizes
+    share: Values
+    """Of len(m) x len(n) x len(k) points, k running fastest; 0 to 1."""
+    source: str
+    """Where, when and by what it was measured."""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        _must_fit(self.share, self.m, self.n, self.k)
+        return self
+
+
+class AttentionCurve(Noun):
+    """The rate of causal attention, as a share of the device's peak; half the square counts."""
+
+    seq_len: Sizes
+    head_dim: Sizes
+    forward: Values
+    """Of len(seq_len) x len(head_dim) points, head_dim running fastest; 0 to 1."""
+    backward: Values
+    """The same for the backward pass, of 2.5 times the forward FLOPs."""
+    source: str
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        _must_fit(self.forward, self.seq_len, self.head_dim)
+        _must_fit(self.backward, self.seq_len, self.head_dim)
+        return self
+
+
+class MemoryCurve(Noun):
+    """Seconds of a kernel that only moves data, by the bytes that it reads and writes."""
+
+    bytes: Sizes
+    seconds: Values
+    source: str
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        _must_fit(self.seconds, self.bytes)
+        return self
+
+
+class CollectiveCurve(Noun):
+    """Seconds of a collective among some ranks of one tier, by the size of the whole buffer."""
+
+    num_ranks: Count
+    bytes: Sizes
+    """What nccl-tests calls size: the reduced buffer, the gathered one, the scattered one; of an
+    all-to-all what one rank sends, its own part included."""
+    seconds: Values
+    source: str
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        _must_fit(self.seconds, self.bytes)
+        return self
+
+
+class DeviceCurves(Noun):
+    """What was measured of a device; what is missing is not known."""
+
+    matmul: Mapping[str, MatmulCurve] = Field(default_factory=dict)
+    """By arithmetic: fp32, tf32, bf16, fp16, fp8, fp4."""
+    attention: Mapping[str, AttentionCurve] = Field(default_factory=dict)
+    """By backend: "flash" (fused), "unfused"."""
+    memory: MemoryCurve | None = None
+
+
+def _must_fit(values: Sequence[float], *sizes: Sequence[float]) -> None:
+    for axis in sizes:
+        require(
+            axis[0] > 0 and all(a < b for a, b in itertools.pairwise(axis)),
+            f"sizes {list(axis)} must be positive and increasing; sort them.",
+        )
+    points = math.prod(map(len, sizes))
+    require(
+        len(values) == points and all(value > 0 for value in values),
+        f"a curve over {points} sizes has {len(values)} values; give as many, all above 0.",
+    )

@@ -1,0 +1,151 @@
+"""Points: many layouts as columns, so that one formula prices one layout or ten million.
+
+Each column is an array of the same length n (or of length 1, where all points share the value);
+every formula of the planner is written for arrays and broadcasts. Settings that are words become
+their index in a tuple of this file. `Points.of` makes the columns of concrete layouts; the search
+makes them directly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.config.hardware import Cluster
+from paceline.config.layout import Layout, size
+from paceline.config.model import Model
+from paceline.config.schedule import DEMANDS
+from paceline.config.stack import Stack
+
+Array = npt.NDArray[Any]
+
+SCHEDULES = ("none", *DEMANDS)
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
+RECOMPUTE = ("none", "selective", "full")
+# Bytes of a number in memory; fp8's products read 8-bit copies of 16-bit tensors.
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+# Columns that a Layout has by the same name.
+_SAME = (
+    *("dp", "fsdp", "zero", "tp", "sequence_parallel", "async_tp", "cp", "ulysses", "ep"),
+    *("pp", "stages_per_rank", "micro_batch", "compile"),
+)
+ARITHMETIC_BYTES = np.array([BYTES[name] for name in PRECISIONS], float)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What stays the same over all layouts that are compared."""
+
+    model: Model
+    cluster: Cluster
+    """Concrete."""
+    seq_len: int
+    """Tokens of a sample."""
+    global_batch: int
+    """Samples of a step."""
+    stack: Stack
+    expert_imbalance: float = 1.0
+    """Load of the busiest rank's experts over the mean."""
+
+
+@dataclass(frozen=True, eq=False)
+class Points:
+    """Columns of concrete layouts, see `paceline.config.layout.Layout` for each setting."""
+
+    dp: Array
+    fsdp: Array
+    zero: Array
+    tp: Array
+    sequence_parallel: Array
+    async_tp: Array
+    cp: Array
+    ulysses: Array
+    ep: Array
+    pp: Array
+    schedule: Array
+    """Index into SCHEDULES."""
+    stages_per_rank: Array
+    micro_batch: Array
+    num_micro_batches: Array
+    """Of one data rank in one step: those of the pipeline, or of gradient accumulation."""
+    precision: Array
+    """Index into PRECISIONS."""
+    param_dtype: Array
+    """Index into PRECISIONS."""
+    optimizer_8bit: Array
+    recompute: Array
+    """Index into RECOMPUTE."""
+    recompute_share: Array
+    """Part of the layers of each stage that recompute: 1 for "all"."""
+    offload_activations: Array
+    offload_optimizer: Array
+    offload_params: Array
+    compile: Array
+    bucket_bytes: Array
+    """Of DDP's gradient buckets."""
+
+    def __len__(self) -> int:
+        return max(np.size(column) for column in vars(self).values())
+
+    def take(self, where: Array) -> "Points":
+        """The points at these indices (or where this mask holds)."""
+        columns = {
+            name: column if np.size(column) == 1 else column[where]
+            for name, column in vars(self).items()
+        }
+        return Points(**columns)
+
+    @property
+    def num_ranks(self) -> Array:
+        """Product of the mesh axes."""
+        return self.dp * self.fsdp * self.cp * self.tp * self.pp
+
+    @property
+    def num_data_ranks(self) -> Array:
+        """Ranks that get different samples."""
+        return self.dp * self.fsdp
+
+    @property
+    def value_bytes(self) -> Array:
+        """Bytes of a number in forward and backward."""
+        return ARITHMETIC_BYTES[self.precision]
+
+    @property
+    def param_bytes(self) -> Array:
+        """Bytes of a stored parameter."""
+        return ARITHMETIC_BYTES[self.param_dtype]
+
+    @classmethod
+    def of(cls, layouts: Sequence[Layout], setting: Setting) -> "Points":
+        """The columns of concrete layouts."""
+        rows = [_row(layout, setting) for layout in layouts]
+        return cls(**{name: np.array([row[name] for row in rows]) for name in rows[0]})
+
+
+def _row(layout: Layout, setting: Setting) -> dict[str, Any]:
+    micro_batches = setting.global_batch // (layout.num_data_ranks * size(layout.micro_batch))
+    assert layout.bucket_mib != "auto"
+    return {name: getattr(layout, name) for name in _SAME} | {
+        "num_micro_batches": micro_batches,
+        "schedule": SCHEDULES.index(layout.schedule),
+        "precision": PRECISIONS.index(layout.precision),
+        "param_dtype": PRECISIONS.index(layout.param_dtype),
+        "optimizer_8bit": layout.optimizer_state == "8bit",
+        "recompute": RECOMPUTE.index(layout.recompute),
+        "recompute_share": _recompute_share(layout, setting.model),
+        "offload_activations": "activations" in layout.offload,
+        "offload_optimizer": "optimizer" in layout.offload,
+        "offload_params": "params" in layout.offload,
+        "bucket_bytes": layout.bucket_mib * 2**20,
+    }
+
+
+def _recompute_share(layout: Layout, model: Model) -> float:
+    if layout.recompute == "none":
+        return 0.0
+    if layout.recompute_layers == "all":
+        return 1.0
+    stages = max(1, len(layout.split) if layout.split != "auto" else 1)
+    return min(1.0, layout.recompute_layers * stages / model.num_layers)

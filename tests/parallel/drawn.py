@@ -11,6 +11,7 @@ SCHEDULES = (
     "gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "dualpipev", "dualpipe",
 )  # fmt: skip
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
+_SAVES_NOTHING = {"recompute": "none", "offload": "[]"}
 DEEP = "model.num_layers=8"
 """For pipelines of more stages than the test networks have layers."""
 
@@ -54,12 +55,22 @@ def draw(stream: Random, num_ranks: int, kind: str) -> tuple[str, ...]:
 def accepted(
     seed: int, num_ranks: int, model: tuple[str, ...], kind: str
 ) -> Iterator[tuple[str, ...]]:
-    """Random layouts of so many ranks that the check lets pass."""
+    """Random combinations for so many ranks that the check lets pass: two techniques or more."""
     stream = Random(f"{seed}/{num_ranks}/{kind}")
     for _ in range(1000):
         layout = draw(stream, num_ranks, kind)
+        if len(techniques(layout)) < 2:
+            continue
         try:
             job_of(num_ranks, (*model, *layout))
         except InputError:
             continue
         yield layout
+
+
+def techniques(settings: tuple[str, ...]) -> set[str]:
+    """The axes, and the ways to save memory, that these settings use."""
+    given = dict(each.removeprefix("layout.").split("=") for each in settings)
+    axes = {axis for axis in (*AXES, "ep") if given.get(axis, "1") != "1"}
+    saving = {key for key, none in _SAVES_NOTHING.items() if given.get(key, none) != none}
+    return axes | saving

@@ -22,6 +22,7 @@ from paceline.models.decoder import Decoder, cross_entropy
 from paceline.parallel.blocks import blocks_of
 from paceline.parallel.offload import host_shards, offload_activations
 from paceline.parallel.recompute import recompute
+from tests.parallel.layers import Layers
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -208,27 +209,10 @@ def test_several_forward_passes_in_flight():
     assert traffic.num_kept == 0
 
 
-class _Layers(nn.Module):
-    """A stage in the middle of a pipeline."""
-
-    def __init__(self, layers=3, width=16):
-        super().__init__()
-        make = [
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.SiLU())
-            for _ in range(layers)
-        ]
-        self.blocks = nn.ModuleList(make).double()
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
 @pytest.mark.parametrize("kind", ["none", "full"])
 def test_a_backward_pass_split_in_two(kind):
     torch.manual_seed(0)
-    exact = _Layers()
+    exact = Layers()
     split = copy.deepcopy(exact)
     recompute(split, kind)
     traffic = offload_activations(split, CPU)
@@ -252,7 +236,7 @@ def test_a_backward_pass_split_in_two(kind):
 @pytest.mark.parametrize("kind", ["none", "full"])
 def test_compiled_blocks(kind):
     torch.manual_seed(0)
-    exact = _Layers()
+    exact = Layers()
     compiled = copy.deepcopy(exact)
     recompute(compiled, kind)
     traffic = offload_activations(compiled, CPU)

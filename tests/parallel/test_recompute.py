@@ -21,6 +21,7 @@ from paceline.config.errors import InputError
 from paceline.config.model import Model
 from paceline.models.decoder import Decoder, cross_entropy
 from paceline.parallel.recompute import recompute
+from tests.parallel.layers import Layers
 from tests.ranks import run_ranks
 
 LAYERS, SEQ = 3, 8
@@ -124,28 +125,11 @@ def test_a_module_without_layers_is_refused():
         recompute(nn.Linear(2, 2), "full")
 
 
-class _Layers(nn.Module):
-    """A stage in the middle of a pipeline."""
-
-    def __init__(self, width=8, layers=2):
-        super().__init__()
-        make = [
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.SiLU())
-            for _ in range(layers)
-        ]
-        self.blocks = nn.ModuleList(make).double()
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_a_backward_pass_split_in_two(kind):
     """The input's gradient first, the weights' later, for two micro-batches in flight."""
     torch.manual_seed(0)
-    exact = _Layers()
+    exact = Layers(width=8, layers=2)
     split = copy.deepcopy(exact)
     recompute(split, kind)
     inputs = [torch.randn(4, 8, dtype=torch.float64, requires_grad=True) for _ in range(2)]
@@ -170,7 +154,7 @@ def test_a_backward_pass_split_in_two(kind):
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_compiled_blocks(kind):
     torch.manual_seed(0)
-    exact = _Layers(layers=1)
+    exact = Layers(width=8, layers=1)
     compiled = copy.deepcopy(exact)
     recompute(compiled, kind)
     compiled.blocks[0].compile()
@@ -195,7 +179,7 @@ def test_compiled_code_keeps_and_repeats_what_eager_code_does(kind, products):
         graphs.append(graph)
         return make_boxed_func(graph)
 
-    module = _Layers(layers=1)
+    module = Layers(width=8, layers=1)
     recompute(module, kind)
     backend = aot_autograd(
         fw_compiler=lambda graph, _inputs: make_boxed_func(graph),

@@ -119,6 +119,17 @@ class Layout(Noun):
         """Whether a concrete layout has no axes but dp and fsdp, which take any module."""
         return all(size(axis) == 1 for axis in (self.tp, self.pp, self.cp, self.ep))
 
+    @property
+    def summary(self) -> str:
+        """The axes in use of a concrete layout, as people say it: "pp 4 (1f1b) x fsdp 8 x tp 2"."""
+        notes = {"pp": self.schedule, "fsdp": f"zero {self.zero}"}
+        used = [
+            f"{axis} {getattr(self, axis)}" + (f" ({notes[axis]})" if axis in notes else "")
+            for axis in ("pp", "dp", "fsdp", "cp", "tp", "ep")
+            if getattr(self, axis) != 1
+        ]
+        return " x ".join(used) or "one rank"
+
     def check(self, model: Noun, cluster: Cluster, seq_len: int, global_batch: int) -> None:
         """Refuse what can't run, for a concrete layout: pure, and before any process starts.
 

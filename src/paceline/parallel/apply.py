@@ -136,14 +136,24 @@ def _part(
     if layout.compile is True:
         for placed in blocks_of(part):
             placed.block.compile()
-    replicates = meshes is not None and layout.is_plain and layout.fsdp == 1
-    if meshes is not None and not replicates:
+    if meshes is not None and _shards(layout):
         _shard(part, layout, meshes, device)
     if fill is not None:
         part.to_empty(device="cpu" if "params" in layout.offload else device)
         fill(part)
         _buffers_to(part, device)
-    return _replicate(part, layout, meshes.dense) if meshes and replicates else part
+    return _replicate(part, layout, meshes.dense) if meshes and _replicates(layout) else part
+
+
+def _replicates(layout: Layout) -> bool:
+    """Whether the whole network is DDP's."""
+    return layout.is_plain and layout.fsdp == 1 and layout.dp != 1
+
+
+def _shards(layout: Layout) -> bool:
+    """Whether FSDP2 holds the parameters: wherever there are data ranks and DDP can't."""
+    sizes = dense_sizes(layout)
+    return sizes["dp"] * sizes["fsdp"] != 1 and not _replicates(layout)
 
 
 def _buffers_to(part: nn.Module, device: torch.device) -> None:
@@ -186,11 +196,9 @@ def arithmetic(layout: Layout, device_type: str) -> AbstractContextManager[Any]:
 
     FSDP2 casts parameters itself, and bf16 parameters need no cast; elsewhere autocast does it.
     """
-    sizes = dense_sizes(layout)
-    shards = not layout.is_plain and sizes["dp"] * sizes["fsdp"] != 1
     assert layout.precision != "auto"
     dtype = DTYPES[layout.precision]
-    if dtype == DTYPES[layout.param_dtype] or layout.fsdp != 1 or shards:
+    if dtype == DTYPES[layout.param_dtype] or _shards(layout):
         return nullcontext()
     return torch.autocast(device_type, dtype=dtype)
 
@@ -218,10 +226,8 @@ def _zero(layout: Layout) -> int:
 
 
 def _shard(part: nn.Module, layout: Layout, meshes: Meshes, device: torch.device) -> None:
-    """FSDP2, block by block, over whatever data ranks there are; none, and nothing is wrapped."""
+    """FSDP2, block by block, over whatever data ranks there are."""
     dense = meshes.dense
-    if dense["dp"].size() * dense["fsdp"].size() == 1:
-        return
     assert layout.precision != "auto"
     dtype = DTYPES[layout.precision]
     policy = MixedPrecisionPolicy(

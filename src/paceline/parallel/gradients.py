@@ -58,7 +58,7 @@ class Gradients:
     def scale(self, factor: Tensor) -> None:
         """Multiply every gradient by a () tensor."""
         held = [local_part(p.grad) for p in self._parameters if p.grad is not None]
-        torch._foreach_mul_(held, factor.to(held[0].dtype))
+        torch._foreach_mul_(held, factor.to(held[0]))
 
     def _average_experts(self) -> None:
         """Divide by ep: an expert's gradient came from the tokens of all ep ranks at once.

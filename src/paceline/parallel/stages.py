@@ -1,7 +1,5 @@
 """The stages of a pipeline that live on one rank, as one module."""
 
-from collections.abc import Iterable
-
 from torch import nn
 
 
@@ -11,6 +9,3 @@ class Stages(nn.ModuleList):
     `named_parameters` prefixes them with the place of the stage among the rank's own, which
     means nothing to another layout: `training_state` drops it.
     """
-
-    def __init__(self, parts: Iterable[nn.Module]) -> None:
-        super().__init__(parts)

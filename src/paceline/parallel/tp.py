@@ -172,14 +172,14 @@ def _layer(module: nn.Module, ranks: _Ranks) -> None:
 
 def _column(module: nn.Module, ranks: _Ranks) -> None:
     ranks.place(module, Shard(0))
-    compute_with_local_parameters(module)
+    _compute_with_local_parameters(module)
 
 
 def _summand(module: nn.Module, ranks: _Ranks) -> None:
     if getattr(module, "bias", None) is not None:
         raise ValueError("a row-parallel module with a bias would add it once per rank.")
     ranks.place(module, Shard(1))
-    compute_with_local_parameters(module)
+    _compute_with_local_parameters(module)
 
 
 def _row(module: nn.Module, ranks: _Ranks) -> None:
@@ -189,7 +189,7 @@ def _row(module: nn.Module, ranks: _Ranks) -> None:
 
 def _inner(module: nn.Module, ranks: _Ranks) -> None:
     ranks.place(module, Replicate())
-    compute_with_local_parameters(module)
+    _compute_with_local_parameters(module)
     setattr(module, _SUMMED_OVER, ranks.mesh)
 
 
@@ -225,7 +225,7 @@ def _check_all_cared_for(module: nn.Module, cared: set[nn.Module]) -> None:
         raise ValueError(f"placements say nothing of {', '.join(forgotten)}, which has parameters.")
 
 
-def compute_with_local_parameters(module: nn.Module) -> None:
+def _compute_with_local_parameters(module: nn.Module) -> None:
     """Let a module's forward find this rank's parts where its parameters are."""
     forward = module.forward
 

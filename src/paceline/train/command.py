@@ -114,7 +114,7 @@ def _description(job: Job) -> str:
     sample = f" x {job.train.seq_len} tokens" if isinstance(model, Model) else " samples"
     return (
         f"{job.name}: {what} on {layout.num_ranks} x {job.cluster.device.name}, "
-        f"dp {layout.dp} x fsdp {layout.fsdp}, {layout.precision}, "
+        f"{layout.summary}, {layout.precision}, "
         f"{job.train.global_batch}{sample} a step in micro-batches of {layout.micro_batch}"
     )
 

@@ -41,10 +41,11 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, for a checkpoint."""
-        return {"scale": self.value.item(), "good_steps": self._good_steps.item()}
+        good_steps = self._good_steps.item()
+        return {"enabled": self.enabled, "scale": self.value.item(), "good_steps": good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as the run that was saved; a scale kept by another precision is left alone."""
-        if self.enabled and state["scale"] != 1.0:
+        if self.enabled and state["enabled"]:
             self.value.fill_(state["scale"])
             self._good_steps.fill_(state["good_steps"])

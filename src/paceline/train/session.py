@@ -99,7 +99,7 @@ def run_rank(
         stack.callback(stop.close)
         torch.set_num_threads(max(1, num_cores() // ranks.local_world_size))
         if ranks.device_type == "cpu":
-            _keep_freed_memory()
+            keep_freed_memory()
         connect(ranks)
         if ranks.world_size > 1:
             _log_to(run.log_folder / f"rank{ranks.rank}.log", keep_stdout=ranks.is_first)
@@ -251,7 +251,7 @@ def _is_lost_peer(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let glibc reuse the memory of activations instead of giving it back after every step.
 
     The kernel would clear it again, page by page, in the next one (measured: 33,000 page faults a

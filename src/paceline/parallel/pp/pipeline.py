@@ -66,11 +66,6 @@ class Pipeline:
         self._evaluation: dict[int, _Runtime] = {}
         """By number of micro-batches."""
 
-    @property
-    def holds_last(self) -> bool:
-        """Whether this rank has a last stage, and so computes losses."""
-        return any(stage.is_last for stage in self._stages)
-
     def step(
         self,
         inputs: Sequence[MicroBatch],

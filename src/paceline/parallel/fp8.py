@@ -29,9 +29,8 @@ from types import ModuleType
 from torch import nn
 
 from paceline.config.errors import InputError
+from paceline.config.feasible import FP8_MULTIPLE
 from paceline.parallel.blocks import blocks_of
-
-_MULTIPLE = 16
 
 
 def to_fp8(module: nn.Module, *, emulate: bool) -> None:
@@ -57,7 +56,7 @@ def to_fp8(module: nn.Module, *, emulate: bool) -> None:
         raise InputError(
             f'layout.precision = "fp8" has nothing to work on: no block of '
             f"{type(module).__name__} has a linear layer with sides that are multiples of "
-            f'{_MULTIPLE}; set it to "bf16" or change the sizes.'
+            f'{FP8_MULTIPLE}; set it to "bf16" or change the sizes.'
         )
 
 
@@ -70,7 +69,7 @@ def _linear_layers(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear
 
 
 def _fits(layer: nn.Linear) -> bool:
-    return layer.in_features % _MULTIPLE == 0 and layer.out_features % _MULTIPLE == 0
+    return layer.in_features % FP8_MULTIPLE == 0 and layer.out_features % FP8_MULTIPLE == 0
 
 
 def _torchao() -> ModuleType:

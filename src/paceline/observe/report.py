@@ -1,14 +1,11 @@
 """Report: one self-contained page about a Run, to look at and to pass on.
 
 Python decides what is shown: figures as text, and charts as plain plotly figures (dicts). The
-template beside this file, report.html, lays them out. plotly.js is written into the page (about
-4.9 MB, nearly the whole file; the numbers of a 10,000-step run are under 0.5 MB), and the page's
-content policy forbids it to load anything. Charts and text take their colours from the same style
-sheet variables, so the page follows the reader's light or dark setting; a term has one colour
-everywhere.
+template beside this file, report.html, lays them out (see `observe.page`). The numbers of a
+10,000-step run take under 0.5 MB; a term has one colour everywhere.
 
 The page shows what stands in the Run and predicts nothing. It is not live: it is written anew when
-there is more to show. plotly is imported only when a report is written.
+there is more to show.
 """
 
 import tomllib
@@ -17,10 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from paceline.observe import summary
 from paceline.observe.charts import charts
+from paceline.observe.page import Card, render_page
 from paceline.observe.run import Run
 from paceline.observe.summary import Summary
 
@@ -36,13 +32,12 @@ def write_report(run: Run) -> Path:
 
 def render(run: Run) -> str:
     """The page as text: complete HTML without references to anything outside it."""
-    # Here, because only a report needs it and everything else starts faster without.
-    from plotly.offline import get_plotlyjs
-
     lines, facts, job_text = run.metrics(), run.facts(), _job_text(run)
     job = tomllib.loads(job_text)
     figures, times = summary.summarise(lines, facts), summary.step_time(lines)
-    return _template().render(
+    return render_page(
+        "paceline.observe",
+        "report.html",
         name=job.get("name", run.path.name),
         subtitle=_subtitle(facts, figures),
         lede=_lede(figures, _num_steps(job)),
@@ -54,22 +49,7 @@ def render(run: Run) -> str:
         job_text=job_text,
         choices=_choices(run.plan(), job),
         facts=_fact_rows(facts),
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        plotlyjs=get_plotlyjs(),
     )
-
-
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("paceline.observe", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    # A number that is not finite is not JSON; it must not reach the page.
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    return environment.get_template("report.html")
 
 
 def _job_text(run: Run) -> str:
@@ -130,10 +110,7 @@ def _against_unigram(figures: Summary) -> str:
     return f", not yet below the {bound} that a model of token frequencies alone reaches"
 
 
-def _cards(
-    figures: Summary, facts: summary.Facts, num_steps: int | None
-) -> list[tuple[str, str, str]]:
-    """Label, figure and note of each key figure."""
+def _cards(figures: Summary, facts: summary.Facts, num_steps: int | None) -> list[Card]:
     if not figures.step:
         return []
     last = "last finite step" if figures.skipped else "last step"
@@ -162,7 +139,7 @@ def _eval_note(figures: Summary) -> str:
     return "last evaluation" if perplexity is None else f"perplexity {perplexity:.4g}"
 
 
-def _mfu_card(figures: Summary) -> tuple[str, str, str]:
+def _mfu_card(figures: Summary) -> Card:
     if figures.mfu is None:
         return ("MFU", "–", "peak unknown")
     return ("MFU", f"{figures.mfu:.1%}", "of the devices' peak")

@@ -1,0 +1,71 @@
+"""Page: one self-contained HTML file, to look at and to pass on.
+
+page.html beside this file has what all pages share: style sheet, head line, key figures, and the
+script that draws the charts. A page extends it by its own template. plotly.js is written into the
+page (about 4.9 MB, nearly the whole file), and the page's content policy forbids it to load
+anything. Charts and text take their colours from the same style sheet variables, so a page follows
+the reader's light or dark setting.
+
+plotly is imported only when a page is written.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import jinja2
+
+Card = tuple[str, str, str]
+"""Label, figure and note of a key figure."""
+
+
+def render_page(
+    package: str,
+    template: str,
+    *,
+    name: str,
+    subtitle: Sequence[str],
+    lede: str,
+    cards: Sequence[Card],
+    charts: Mapping[str, Any],
+    **values: Any,
+) -> str:
+    """A page as text: complete HTML without references to anything outside it.
+
+    Args:
+        package: the room whose folder has the template, e.g. "paceline.observe".
+        template: a file that extends page.html.
+        name: the head line.
+        subtitle: short facts below it.
+        lede: the page in a sentence or two.
+        cards: the key figures.
+        charts: name -> plotly figure as plain data; the one called x is drawn in #chart-x.
+        values: what else the template asks for.
+    """
+    # Here, because only pages need it and everything else starts faster without.
+    from plotly.offline import get_plotlyjs
+
+    return _template(package, template).render(
+        name=name,
+        subtitle=subtitle,
+        lede=lede,
+        cards=cards,
+        charts=charts,
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        plotlyjs=get_plotlyjs(),
+        **values,
+    )
+
+
+def _template(package: str, template: str) -> jinja2.Template:
+    rooms = dict.fromkeys((package, "paceline.observe"))
+    environment = jinja2.Environment(
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(room, ".") for room in rooms]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # A number that is not finite is not JSON; it must not reach the page.
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    return environment.get_template(template)

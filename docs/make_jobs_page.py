@@ -12,6 +12,8 @@ from paceline.config.job import Checkpoint, CustomModel, Data, Observe, Optim, T
 from paceline.config.layers import Experts, LatentAttention, RopeScaling
 from paceline.config.layout import Layout
 from paceline.config.model import Model
+from paceline.config.prices import Prices
+from paceline.config.vision import EfficientNet, ResNet
 
 INTRODUCTION = """# Every setting of a Job
 
@@ -26,7 +28,10 @@ SECTIONS = {
     "model.latent": LatentAttention,
     "model.rope_scaling": RopeScaling,
     'model, with family = "custom"': CustomModel,
+    'model, with family = "resnet" (to plan)': ResNet,
+    'model, with family = "efficientnet" (to plan)': EfficientNet,
     "cluster": Cluster,
+    "cluster.prices": Prices,
     "layout": Layout,
     "data": Data,
     "optim": Optim,
@@ -54,7 +59,7 @@ def _section(name: str, noun: type[BaseModel]) -> str:
 
 
 def _default(field: Any) -> str:
-    if field.default_factory is not None:
+    if field.default_factory is not None or isinstance(field.default, BaseModel):
         return "see there"
     if field.default is PydanticUndefined:
         return "required"

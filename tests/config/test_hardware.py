@@ -19,14 +19,33 @@ def test_the_catalogue_has_the_devices_people_train_on():
 def test_every_figure_has_a_source_and_a_sane_size(name):
     entry = CATALOGUE[name]
     figures = [entry.memory_bytes, entry.memory_bytes_per_s, *entry.peak_flops.values()]
+    figures += [entry.power_watts] if entry.power_watts else []
     assert all(figure.origin == "cited" and len(figure.source) > 8 for figure in figures)
     assert 16e9 <= entry.memory_bytes.value <= 300e9
-    assert 0.3e12 <= entry.memory_bytes_per_s.value <= 10e12
+    assert {"fp32"} <= set(entry.precisions) <= {"fp64", "fp32", "bf16", "fp16", "fp8"}
     # Each halving of the width at least keeps the rate; sparse figures would break the ratio of 2.
-    peaks = entry.peak_flops
-    assert peaks["fp16"].value >= peaks["fp32"].value
-    if "fp8" in peaks:
-        assert peaks["fp8"].value / peaks["bf16"].value == pytest.approx(2, rel=0.03)
+    peaks = {key: figure.value for key, figure in entry.peak_flops.items()}
+    assert peaks.get("fp16", 1) >= peaks.get("fp32", 1)
+    assert peaks.get("tf32", 1) <= peaks.get("bf16", peaks.get("fp16", 1))
+    if "fp8" in peaks and name != "Gaudi3":  # whose engines run both at one rate
+        assert peaks["fp8"] / peaks["bf16"] == pytest.approx(2, rel=0.03)
+
+
+@pytest.mark.parametrize("name", [name for name, at in CATALOGUE.items() if at.kind == "cuda"])
+def test_a_gpu_draws_and_moves_what_gpus_do(name):
+    entry = CATALOGUE[name]
+    assert 0.3e12 <= entry.memory_bytes_per_s.value <= 10e12
+    assert 70 <= entry.power_watts.value <= 1400
+    # A wrong power of ten in any of the three would show.
+    best = max(figure.value for figure in entry.peak_flops.values())
+    assert 30e9 <= best / entry.power_watts.value <= 15e12
+    assert 20 <= best / entry.memory_bytes_per_s.value <= 2000
+
+
+def test_nothing_is_invented_where_a_vendor_publishes_nothing():
+    assert CATALOGUE["CS-3"].peak_flops == {}
+    assert CATALOGUE["TPUv5p"].power_watts is None
+    assert CATALOGUE["TPUv5p"].peak("fp32") is None
 
 
 @pytest.mark.parametrize(

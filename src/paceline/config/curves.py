@@ -31,6 +31,9 @@ class MatmulCurve(Noun):
     k: Sizes
     share: Values
     """Of len(m) x len(n) x len(k) points, k running fastest; 0 to 1."""
+    tile: Annotated[tuple[int, int], Field(strict=False)] | None = None
+    """Rows and columns of the result that one processor works on at a time, where the kernels keep
+    to one tile, so that between the curve's points whole waves of tiles count; None: they adapt."""
     source: str
     """Where, when and by what it was measured."""
 
@@ -41,7 +44,10 @@ class MatmulCurve(Noun):
 
 
 class AttentionCurve(Noun):
-    """The rate of causal attention, as a share of the device's peak; half the square counts."""
+    """The rate of causal attention, as a share of the device's peak; half the square counts.
+
+    Measured with samples and heads enough to fill the device.
+    """
 
     seq_len: Sizes
     head_dim: Sizes
@@ -93,8 +99,11 @@ class DeviceCurves(Noun):
     matmul: Mapping[str, MatmulCurve] = Field(default_factory=dict)
     """By arithmetic: fp32, tf32, bf16, fp16, fp8, fp4."""
     attention: Mapping[str, AttentionCurve] = Field(default_factory=dict)
-    """By backend: "flash" (fused), "unfused"."""
+    """By backend: "flash" (as FlashAttention-2), "flash3" (FlashAttention-3, cuDNN and others made
+    for the generation; missing: the same as "flash"), "unfused"."""
     memory: MemoryCurve | None = None
+    num_processors: Count | None = None
+    """Streaming multiprocessors, over which work is shared out in whole tiles; None: not known."""
 
 
 def _must_fit(values: Sequence[float], *sizes: Sequence[float]) -> None:

@@ -113,7 +113,7 @@ def _tensor(demand: Demand) -> Iterator[str]:
             yield "layout.async_tp has no effect with layout.tp = 1: raise tp or unset it."
         return
     assert isinstance(model, Model)
-    for name, value in _tensor_sizes(model).items():
+    for name, value in tensor_sizes(model).items():
         yield from _must_divide(f"model.{name}", value, "tp", _size(layout.tp))
     tokens = demand.seq_len // _size(layout.cp)
     if layout.sequence_parallel and tokens % _size(layout.tp):
@@ -132,7 +132,7 @@ def _tensor(demand: Demand) -> Iterator[str]:
             )
 
 
-def _tensor_sizes(model: Model) -> dict[str, int]:
+def tensor_sizes(model: Model) -> dict[str, int]:
     """What tensor parallelism shares out."""
     sizes = {"num_heads": model.num_heads, "vocab_size": model.vocab_size}
     if model.latent is None:
@@ -294,7 +294,7 @@ def _fp8(demand: Demand) -> Iterator[str]:
         return
     tp = _size(layout.tp)
     sides = {"hidden_size": model.hidden_size} | {
-        name: value // tp for name, value in _fp8_sides(model).items()
+        name: value // tp for name, value in fp8_sides(model).items()
     }
     for name, side in sides.items():
         if side % FP8_MULTIPLE:
@@ -310,7 +310,7 @@ def _fp8(demand: Demand) -> Iterator[str]:
         )
 
 
-def _fp8_sides(model: Model) -> dict[str, int]:
+def fp8_sides(model: Model) -> dict[str, int]:
     """Sides of a block's linear layers that tensor parallelism shares out."""
     sides = {"num_heads x head_dim": model.num_heads * model.value_dim}
     if model.latent is None:

@@ -22,6 +22,7 @@ from paceline.config.huggingface import from_hf
 from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.noun import Auto, Noun
+from paceline.config.vision import EfficientNet, ResNet
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -121,7 +122,7 @@ class Job(Noun):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The Run is the directory runs/<name>."""
-    model: Annotated[Model | CustomModel, Field(discriminator="family")]
+    model: Annotated[Model | ResNet | EfficientNet | CustomModel, Field(discriminator="family")]
     cluster: Cluster = Cluster()
     layout: Layout = Layout()
     data: Data = Data()
@@ -196,19 +197,33 @@ def read_job(path: Path | None, overrides: Iterable[str] = ()) -> Job:
     for text in overrides:
         _override(raw, text)
     folder = path.parent if path is not None and path.is_file() else Path.cwd()
-    return Job.parse(_expand_hf(raw, folder))
+    return Job.parse(_expand_cluster(_expand_hf(raw, folder), folder))
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Read a Cluster file, as `paceline bench` writes one.
+
+    Raises:
+        InputError: one sentence with what is wrong.
+    """
+    return Cluster.parse(_read_toml(path, "a Cluster file that paceline bench wrote"), str(path))
 
 
 def _read_raw(path: Path | None) -> dict[str, Any]:
     if path is None:
         return tomllib.loads(resources.files("paceline.config").joinpath("demo.toml").read_text())
-    file = path / "job.toml" if path.is_dir() else path
+    return _read_toml(path / "job.toml" if path.is_dir() else path, "a job.toml")
+
+
+def _read_toml(file: Path, what: str) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text())
     except FileNotFoundError:
-        raise InputError(f"{file} does not exist: give the path of a job.toml.") from None
+        raise InputError(f"{file} does not exist: give the path of {what}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not valid TOML: {error}.") from None
+    except OSError as error:
+        raise InputError(f"{file} can't be read: {error.strerror}.") from None
 
 
 def _override(raw: dict[str, Any], text: str) -> None:
@@ -246,6 +261,16 @@ def _expand_hf(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
         raise InputError(f"model.hf: {path} is not valid JSON: {error}.") from None
     changes = {key: value for key, value in model.items() if key != "hf"}
     return {**raw, "model": {**to_raw(shapes), **changes}}
+
+
+def _expand_cluster(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Replace `[cluster] file = "path"` by what that file states; other settings win over it."""
+    cluster = raw.get("cluster")
+    if not isinstance(cluster, dict) or "file" not in cluster:
+        return raw
+    stated = to_raw(read_cluster(folder / str(cluster["file"])))
+    changes = {key: value for key, value in cluster.items() if key != "file"}
+    return {**raw, "cluster": {**stated, **changes}}
 
 
 def to_raw(noun: Noun) -> dict[str, Any]:

@@ -66,6 +66,9 @@ def _describe(error: ValidationError, noun: type[BaseModel], where: str) -> str:
         context = first["ctx"]
         key = context["discriminator"].strip("'")
         return f"{name}.{key} = {context['tag']!r} is not known: use {context['expected_tags']}."
+    if first["type"] == "union_tag_not_found":
+        key = first["ctx"]["discriminator"].strip("'")
+        return f"{name}.{key} is missing: say which kind of {name} it is."
     if first["type"] == "missing":
         return f"{name} is missing: give it a value."
     if first["type"] == "value_error":
@@ -91,10 +94,15 @@ def _walk(noun: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[BaseM
         the innermost section, and the dotted path as a person would write it.
     """
     section, path = noun, []
+    union: list[type[BaseModel]] = []
     for part in loc:
-        inner = _section_of(section, str(part))
-        if inner is not None:
-            section = inner
+        tagged = [one for one in union if _has_default(one, part)]
+        inner = _sections_of(section, str(part))
+        union = inner
+        if tagged:
+            section = tagged[0]
+        elif inner:
+            section = inner[0]
             path.append(str(part))
         elif part in section.model_fields or (part == loc[-1] and not _names_a_type(str(part))):
             path.append(str(part))
@@ -105,8 +113,12 @@ def _names_a_type(part: str) -> bool:
     return "[" in part or "-" in part or part in {"int", "float", "str", "bool", "tuple", "list"}
 
 
-def _section_of(noun: type[BaseModel], name: str) -> type[BaseModel] | None:
+def _sections_of(noun: type[BaseModel], name: str) -> list[type[BaseModel]]:
     field = noun.model_fields.get(name)
     kinds = (field.annotation, *getattr(field.annotation, "__args__", ())) if field else ()
-    sections = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
-    return sections[0] if sections else None
+    return [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+
+
+def _has_default(section: type[BaseModel], tag: int | str) -> bool:
+    """Whether a word names this section among those of a union: it is the default of a field."""
+    return any(field.default == tag for field in section.model_fields.values())

@@ -20,8 +20,9 @@ from paceline.config.noun import Noun
 class Stack(Noun):
     """How a system runs a step. The defaults are those of Paceline's own runtime."""
 
-    attention: Literal["flash", "unfused"] = "flash"
-    """Fused attention that never stores the scores, or scores written to memory."""
+    attention: Literal["flash", "flash3", "unfused"] = "flash"
+    """Fused attention that never stores the scores, as FlashAttention-2 does or, up to twice as
+    fast from Hopper on, FlashAttention-3 and cuDNN; or scores written to memory."""
     elementwise: Literal["eager", "fused"] = "eager"
     """Norms, activations and residuals kernel by kernel as PyTorch does, or fused by hand or by a
     compiler (layout.compile fuses them whatever stands here)."""
@@ -39,14 +40,26 @@ class Stack(Noun):
     """Whether tensor parallel collectives run beside the products they feed."""
     overlaps_pp: bool = True
     """Whether activations travel between stages while both compute."""
+    scatters_pp: bool = False
+    """Whether tp ranks that hold the same activations each send a share of them to the next stage,
+    which gathers them (https://arxiv.org/abs/2104.04473, section 4.1)."""
     overlaps_ep: bool = False
     """Whether the all-to-all of the experts runs beside other work."""
     expert_tp: Literal["tp", "one"] = "tp"
     """Whether the tp ranks share each expert's columns, or hold whole experts."""
+    channels_last: bool | None = None
+    """Whether images lie in memory with their channels together, as tensor cores read them; None:
+    as is usual, in 16-bit arithmetic only."""
     dropout: bool = False
     """Whether attention and residuals draw and keep dropout masks."""
-    recompute_granularity: Literal["block", "attention"] = "block"
-    """What selective recompute means: everything but products (ours), or the attention core."""
+    recompute_granularity: Literal["block", "half", "attention"] = "block"
+    """What selective recompute means: everything but products (ours), everything but every second
+    product (torchtitan), or the attention core alone (Megatron)."""
+    recompute_stops_early: bool = True
+    """Whether a recomputation ends with the last tensor that backward needs (PyTorch's own does),
+    so that a block's last product isn't repeated."""
+    gather_dtype: Literal["arithmetic", "fp8"] = "arithmetic"
+    """In what fsdp gathers parameters: the type that they are computed with, or 8 bits of fp8."""
 
     constants: Mapping[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Fitted values of constants of `CONSTANTS`; the others have their defaults."""
@@ -69,14 +82,20 @@ def _constant(default: float, low: float, high: float, meaning: str) -> Constant
 
 CONSTANTS: dict[str, Constant] = {
     "matmul_time": _constant(1.0, 0.7, 2.0, "matrix products, over the device's curve"),
+    "conv_time": _constant(1.1, 1.0, 3.0, "convolutions, over the matrix product they imply"),
     "attention_time": _constant(1.0, 0.5, 4.0, "attention kernels, over the device's curve"),
     "memory_time": _constant(1.0, 0.5, 4.0, "memory-bound kernels, over bytes / bandwidth"),
-    "launch_us": _constant(6.0, 0.5, 60.0, "host time per launched kernel, microseconds"),
+    # A launch alone takes 4-6 us; Python, dispatch and autograd around it two to five times that.
+    "launch_us": _constant(15.0, 0.5, 100.0, "host time per launched kernel, microseconds"),
     "optimizer_time": _constant(1.0, 0.5, 6.0, "the optimizer's step, over its bytes / bandwidth"),
     "comm_time_inside": _constant(1.0, 0.6, 3.0, "collectives inside the fast tier, over curves"),
     "comm_time_across": _constant(1.0, 0.6, 4.0, "collectives across nodes, over curves"),
     "overlap_slowdown": _constant(1.15, 1.0, 1.5, "computing beside a collective, over alone"),
     "overlap_share": _constant(0.9, 0.05, 1.0, "part of what could be hidden that really is"),
+    # A few per mille to some per cent between devices of one node, by temperature and silicon.
+    "rank_spread": _constant(0.01, 0.0005, 0.05, "standard deviation of ranks' work, over mean"),
+    # PCIe 4.0 x16 carries 25 of its 32 GB/s; GH200 and GB200 have ten times as much.
+    "host_copy_gb_per_s": _constant(22.0, 2.0, 450.0, "copies between host and device, GB/s"),
     "step_overhead_ms": _constant(2.0, 0.01, 200.0, "host work once per step, milliseconds"),
     "micro_batch_overhead_ms": _constant(0.5, 0.001, 50.0, "host work once per micro-batch, ms"),
 }

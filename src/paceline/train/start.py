@@ -17,6 +17,7 @@ from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job, to_raw, to_toml
 from paceline.config.model import Model
+from paceline.config.vision import ConvNet
 from paceline.models.weights import read_model
 from paceline.observe.run import Run
 from paceline.plan.resolve import Plan, resolve
@@ -38,6 +39,8 @@ def resolve_here(job: Job) -> Plan:
     Raises:
         InputError: the Job can't run here.
     """
+    if problem := why_only_planned(job):
+        raise InputError(problem)
     machine = this_machine()
     assert machine.device != "auto"
     ranks = given_ranks(machine.device.kind)
@@ -52,6 +55,32 @@ def resolve_here(job: Job) -> Plan:
             'started: set [cluster] to "auto" or start as many.'
         )
     return plan
+
+
+def why_only_planned(job: Job) -> str | None:
+    """Why what the planner knows can't be trained (on), one sentence; None where it can."""
+    model, device = job.model, job.cluster.device
+    if device != "auto" and device.kind == "other":
+        return (
+            f'cluster.device = "{device.name}" can be planned for, not trained on: PyTorch runs on '
+            'CUDA devices and CPUs here, so name one of these or leave it to "auto".'
+        )
+    if isinstance(model, ConvNet):
+        return (
+            f'model.family = "{model.family}" can be planned, not trained yet: train your own '
+            "module of it with paceline.train."
+        )
+    if isinstance(model, Model) and not model.gated:
+        return (
+            "model.gated = false (GELU) can be planned, not trained yet: set gated = true for "
+            "SwiGLU, or train your own module with paceline.train."
+        )
+    if isinstance(model, Model) and not model.causal:
+        return (
+            "model.causal = false can be planned, not trained yet: set causal = true, or train "
+            "your own module with paceline.train."
+        )
+    return None
 
 
 def _must_be_here(wanted: Cluster, machine: Cluster) -> None:

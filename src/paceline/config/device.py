@@ -1,0 +1,38 @@
+"""Device: one accelerator, its limits and what was measured of it, with the origin of every number.
+
+Peak rates and bandwidths are the vendors' dense figures (structured sparsity, which doubles them on
+paper, is never used in training), per device, in FLOP/s and bytes/s. Memory is the datasheet's "GB"
+taken as 1e9 bytes.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from paceline.config.curves import DeviceCurves
+from paceline.config.figure import Figure
+from paceline.config.noun import Noun
+
+
+class Device(Noun):
+    """One accelerator (or one CPU rank): what it can do at best."""
+
+    name: str
+    kind: Literal["cuda", "cpu", "other"]
+    """torch's device type; ROCm devices are "cuda" there as well. "other" can be planned for, not
+    trained on: TPUs, wafers."""
+    memory_bytes: Figure | None = None
+    memory_bytes_per_s: Figure | None = None
+    peak_flops: Mapping[str, Figure] = Field(default_factory=dict)
+    """Dense peak in FLOP/s by arithmetic: fp64, fp32, tf32, bf16, fp16, fp8, fp4."""
+    precisions: Annotated[tuple[str, ...], Field(strict=False)] = ("fp32",)
+    """Arithmetic that training may ask for: what the device does natively."""
+    curves: DeviceCurves | None = None
+    """What was measured of it; None: the catalogue's data files, or nothing known."""
+    power_watts: Figure | None = None
+    """The most it draws."""
+
+    def peak(self, precision: str) -> Figure | None:
+        """Peak in FLOP/s for matrix products of this precision, None when unknown."""
+        return self.peak_flops.get(precision)

@@ -1,0 +1,16 @@
+"""Figure: one number that knows where it comes from."""
+
+from typing import Literal
+
+from paceline.config.noun import Noun
+
+Origin = Literal["measured", "cited", "assumed"]
+
+
+class Figure(Noun):
+    """One number and where it comes from."""
+
+    value: float
+    origin: Origin
+    source: str
+    """The document, or for a measured number where, when and by which command."""

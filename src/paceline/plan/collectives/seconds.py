@@ -1,0 +1,137 @@
+"""Seconds: the one function that the planner asks, and what decides between curves and algebra.
+
+Curves of the first tier are of groups inside one of its domains. Curves of an outer tier are of
+groups with one rank in each of its domains below, while all groups beside them exchange as well (so
+`paceline bench` measures them). A group with more ranks per domain is composed of both: scattered
+inside, exchanged across by all its members at once, gathered inside.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.config.errors import InputError
+from paceline.config.hardware import Cluster
+from paceline.config.noun import nearest
+from paceline.plan.collectives.groups import Spread, members, spread
+from paceline.plan.collectives.links import Links, links_of
+from paceline.plan.collectives.measured import Table
+from paceline.plan.collectives.modelled import modelled_s
+from paceline.plan.points import Array
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+_CHUNK = 1 << 14  # groups
+
+
+def collective_s(
+    cluster: Cluster,
+    op: str,
+    num_bytes: npt.ArrayLike,
+    num_ranks: npt.ArrayLike,
+    stride: npt.ArrayLike,
+) -> Array:
+    """Seconds of a collective, alone on the links but for the groups beside it.
+
+    Args:
+        cluster: concrete.
+        op: one of OPS.
+        num_bytes: of the whole buffer, as nccl-tests counts: what is reduced, gathered, scattered;
+            of an all-to-all what one rank sends, its own part included; of send_recv the message.
+        num_ranks: of the group. send_recv: from each rank to the next of so many, the slowest.
+        stride: distance in rank order between neighbours of the group.
+
+    Returns:
+        seconds, of the broadcast shape; 0 for one rank or no bytes.
+
+    Raises:
+        InputError: an unknown op; or the cluster's links are not known.
+    """
+    if op not in OPS:
+        raise InputError(f"collective {op!r} is not known{nearest(op, OPS)}")
+    links = links_of(cluster)
+    size, ranks = np.asarray(num_bytes, float), np.asarray(num_ranks, float)
+    shape = np.broadcast(size, ranks, stride).shape
+    if links is None:
+        return np.zeros(shape)
+    flat = [_flat(column, shape) for column in (size, ranks, np.asarray(stride))]
+    seconds = _in_chunks(links, op, *flat)
+    return np.where((flat[1] > 1) & (flat[0] > 0), seconds, 0.0).reshape(shape)
+
+
+def _flat(column: Array, shape: tuple[int, ...]) -> Array:
+    return (column if column.shape == shape else np.broadcast_to(column, shape)).ravel()
+
+
+def is_across(cluster: Cluster, num_ranks: npt.ArrayLike, stride: npt.ArrayLike) -> Array:
+    """Whether groups leave the first tier: bool, of the broadcast shape; arguments as above."""
+    links = links_of(cluster)
+    held = members(links.domain_sizes[0], np.asarray(stride)) if links else np.inf
+    return np.asarray(num_ranks) > held
+
+
+def _in_chunks(links: Links, op: str, size: Array, ranks: Array, step: Array) -> Array:
+    """Groups by chunks whose intermediate arrays fit in a processor's cache."""
+    if len(size) <= _CHUNK:
+        return _seconds(links, op, size, ranks, step)
+    parts = [slice(start, start + _CHUNK) for start in range(0, len(size), _CHUNK)]
+    return np.concatenate([_seconds(links, op, size[p], ranks[p], step[p]) for p in parts])
+
+
+def _seconds(links: Links, op: str, size: Array, ranks: Array, step: Array) -> Array:
+    groups = spread(links.domain_sizes, ranks, step)
+    if groups.inside.all():
+        return _inside_s(links, op, size, groups)
+    if not groups.inside.any():
+        return _across_s(links, op, size, groups)
+    inside, across = groups.inside, ~groups.inside
+    seconds = np.empty(size.shape)
+    seconds[inside] = _inside_s(links, op, size[inside], groups.take(inside))
+    seconds[across] = _across_s(links, op, size[across], groups.take(across))
+    return seconds
+
+
+def _inside_s(links: Links, op: str, size: Array, groups: Spread) -> Array:
+    seconds = _table_s(links.tables[0], op, size, groups.num_ranks)
+    return modelled_s(links, op, size, groups) if seconds is None else seconds
+
+
+def _table_s(tables: Mapping[str, Table], op: str, size: Array, ranks: Array) -> Array | None:
+    """Seconds by measured curves, or by those of a collective that moves the same bytes."""
+    if op in tables:
+        return tables[op].seconds(size, np.full_like(ranks, 2.0) if op == "send_recv" else ranks)
+    if op == "send_recv" and "all_to_all" in tables:
+        # Two ranks exchange halves of a buffer, both ways at once.
+        return tables["all_to_all"].seconds(2 * size, np.full_like(ranks, 2.0))
+    if op == "broadcast" and "all_gather" in tables:
+        # All of it passes each rank of a ring; of a gathered buffer what the others bring.
+        return tables["all_gather"].seconds(size * ranks / np.maximum(ranks - 1, 1), ranks)
+    return None
+
+
+def _across_s(links: Links, op: str, size: Array, groups: Spread) -> Array:
+    composed = _composed_s(links, op, size, groups) if any(links.tables[1:]) else None
+    return modelled_s(links, op, size, groups) if composed is None else composed
+
+
+_PARTS_INSIDE = {
+    "all_reduce": ("reduce_scatter", "all_gather"),
+    "send_recv": (),
+    **{op: (op,) for op in ("all_gather", "reduce_scatter", "all_to_all", "broadcast")},
+}
+
+
+def _composed_s(links: Links, op: str, size: Array, groups: Spread) -> Array | None:
+    """Seconds by curves of the outer tier, where it was measured and is the only one."""
+    nodes = groups.domains[1]
+    local = groups.num_ranks / nodes
+    shared = op in ("all_reduce", "all_gather", "reduce_scatter")
+    if len(links.tables) != 2:
+        return None
+    across = _table_s(links.tables[1], op, size / local if shared else size, nodes)
+    if across is None:
+        return None
+    within = groups.on_one_domain(local)
+    for part in _PARTS_INSIDE[op]:
+        across = across + np.where(local > 1, _inside_s(links, part, size, within), 0.0)
+    return across

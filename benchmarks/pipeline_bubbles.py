@@ -11,6 +11,9 @@ this very list with free transfers (`plan.schedules.makespan`), and the publishe
 is from the first rank's start to the last rank's end; figures are medians over a few steps, behind
 one without sleeps that makes the connections.
 
+Beside the theory stands the simulator's step: the same list, with what an action and a transfer
+cost this machine besides. Those two constants are fitted to the steps of 1F1B alone.
+
 It is no measure of networks or of kernels: transfers are tiny, and nothing is computed. It needs
 little of the processor, but at once: on a machine that is busy with other things, ranks wake up
 late. Where that can't be helped, `chrt --rr 5` before the command lets them go first.
@@ -58,6 +61,7 @@ HERE = Path(__file__).resolve().parent
 PP = (2, 4, 8)
 MICRO_BATCHES = (4, 8, 16, 32)
 TOLERANCE = 0.05
+SIMULATED_TOLERANCE = 0.03
 BASELINE = "1f1b"
 ZERO_BUBBLE = ("zb_h1", "interleaved_zb", "zbv", "dualpipev", "dualpipe")
 
@@ -75,6 +79,15 @@ EQUAL = Sleeps(0.04, 0.04, 0.04)
 UNEQUAL = Sleeps(0.04, 0.056, 0.04)
 """Attention has no weights: the gradient of the input takes longer than that of the weights."""
 QUICK = Sleeps(0.004, 0.004, 0.004)
+
+
+class Costs(NamedTuple):
+    """What running a list costs a machine besides the sleeps."""
+
+    action_s: float
+    """Of each action: waking up, Python, autograd."""
+    hop_s: float
+    """From the end of an action to when another rank has its result."""
 
 
 class Case(NamedTuple):
@@ -106,6 +119,12 @@ class Case(NamedTuple):
         """A step of this list if transfers took no time."""
         schedule = self.schedule()
         return makespan(schedule, equal_cost(schedule.num_stages, *self.of_stage(schedule)))
+
+    def simulated_s(self, costs: "Costs") -> float:
+        """A step of this list on a machine with these costs."""
+        schedule = self.schedule()
+        seconds = [each + costs.action_s for each in self.of_stage(schedule)]
+        return makespan(schedule, equal_cost(schedule.num_stages, *seconds, p2p_s=costs.hop_s))
 
     def published_s(self) -> float:
         """A step by the published formula."""
@@ -228,7 +247,7 @@ def run_cases(cases: Sequence[Case], num_steps: int) -> Iterator[tuple[Case, lis
 # ---- figures -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Measured:
     """A case and what came of it, seconds per step."""
 
@@ -289,6 +308,37 @@ def terminal_table(title: str, head: tuple[str, ...], lines: Sequence[tuple[str,
     return table
 
 
+def fitted_costs(measured: Sequence[Measured]) -> Costs:
+    """The costs whose simulated steps are nearest to the measured ones of 1F1B, in 50 us steps."""
+    base = [m for m in measured if m.case.name == BASELINE]
+    grid = [step * 50e-6 for step in range(31)]
+
+    def miss(costs: Costs) -> float:
+        return sum((m.step_s / m.case.simulated_s(costs) - 1) ** 2 for m in base)
+
+    costs = Costs(0.0, 0.0)
+    for _ in range(3):  # one after the other: the sum of squares has one valley
+        costs = min((costs._replace(action_s=each) for each in grid), key=miss)
+        costs = min((costs._replace(hop_s=each) for each in grid), key=miss)
+    return costs
+
+
+def simulated_verdict(measured: Sequence[Measured]) -> str:
+    """How near the simulator comes to the steps that its two costs were not fitted to."""
+    costs = fitted_costs(measured)
+    others = [m for m in measured if m.case.name != BASELINE]
+    misses = {m: m.step_s / m.case.simulated_s(costs) - 1 for m in others}
+    near = sum(abs(miss) <= SIMULATED_TOLERANCE for miss in misses.values())
+    worst = max(misses, key=lambda m: abs(misses[m]))
+    return (
+        f"Simulated with {1e3 * costs.action_s:.2f} ms an action and {1e3 * costs.hop_s:.2f} ms a "
+        f"transfer, fitted to the {len(measured) - len(others)} steps of {BASELINE} alone: "
+        f"{near} of the {len(others)} others are within {SIMULATED_TOLERANCE:.0%}, the median "
+        f"{median(misses.values()):+.1%}; furthest is {worst.case.name} on {worst.case.pp} ranks "
+        f"with {worst.case.micro_batches} micro-batches: {misses[worst]:+.1%}."
+    )
+
+
 def speedups(measured: Sequence[Measured]) -> list[tuple[Measured, float, float]]:
     """The zero-bubble family: 1F1B's step over its own, measured and in theory."""
     base = {
@@ -314,6 +364,8 @@ def verdict(measured: Sequence[Measured]) -> list[str]:
         f"{worst.case.name} on {worst.case.pp} ranks with {worst.case.micro_batches} micro-batches:"
         f" {worst.excess:+.1%}."
     ]
+    if any(m.case.name == BASELINE for m in measured) and len(measured) > 1:
+        text.append(simulated_verdict(measured))
     faster = speedups(measured)
     if faster:
         ahead = sum(ratio > 1 for _, ratio, theory in faster if theory > 1)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config.errors import InputError
-from paceline.config.job import Job, read_job, to_toml
+from paceline.config.job import Job, read_cluster, read_job, to_toml
 
 
 def _demo_with(*overrides: str) -> Job:
@@ -122,3 +122,53 @@ def test_shapes_come_from_a_hugging_face_config(tmp_path):
     assert (model.hidden_size, model.ffn_size, model.num_layers) == (64, 128, 3)
     with pytest.raises(InputError, match=r"model\.hf: .*nowhere does not exist"):
         read_job(job, ["model.hf=nowhere"])
+
+
+CLUSTER_FILE = """
+devices_per_node = 2
+num_nodes = 1
+[device]
+name = "a core"
+kind = "cpu"
+[[tiers]]
+name = "loopback"
+num_devices = 2
+latency_s = {value = 1e-4, origin = "measured", source = "here"}
+bytes_per_s = {value = 1e9, origin = "measured", source = "here"}
+[[tiers.collectives.all_reduce]]
+num_ranks = 2
+bytes = [1024.0, 4096.0]
+seconds = [1e-4, 2e-4]
+source = "here"
+[stack]
+constants = {launch_us = 3.0}
+"""
+
+
+def test_a_cluster_comes_from_a_file_and_other_settings_win(tmp_path):
+    (tmp_path / "here.toml").write_text(CLUSTER_FILE)
+    file = tmp_path / "job.toml"
+    shown = to_toml(read_job(None))  # with every "auto"
+    file.write_text(shown.replace("[cluster]", '[cluster]\nfile = "here.toml"'))
+    job = read_job(file, ["cluster.num_nodes=2"])
+    found = read_cluster(tmp_path / "here.toml")
+    assert job.cluster == found.replace(num_nodes=2)
+    assert found.tiers[0].collectives["all_reduce"][0].seconds == (1e-4, 2e-4)
+    assert found.stack is not None
+    assert found.stack.constants == {"launch_us": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, r"here\.toml does not exist: give the path of a Cluster file"),
+        ("[device", r"here\.toml is not valid TOML"),
+        ('devices = "auto"', r"here\.toml\.devices is not a setting"),
+        ("num_nodes = 0", r"here\.toml\.num_nodes = 0 can't be used"),
+    ],
+)
+def test_a_wrong_cluster_file_is_named(tmp_path, text, sentence):
+    if text is not None:
+        (tmp_path / "here.toml").write_text(text)
+    with pytest.raises(InputError, match=sentence):
+        read_job(None, [f"cluster.file={tmp_path / 'here.toml'}"])

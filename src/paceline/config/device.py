@@ -33,6 +33,14 @@ class Device(Noun):
     power_watts: Figure | None = None
     """The most it draws."""
 
+    @property
+    def safest_fast_precision(self) -> Literal["bf16", "fp32"]:
+        """The fastest arithmetic that costs no stability: fp16 needs loss scaling, fp8 rounds.
+
+        On a CPU bf16 is a wish of the person: eager kernels are not reliably faster there.
+        """
+        return "bf16" if self.kind != "cpu" and "bf16" in self.precisions else "fp32"
+
     def peak(self, precision: str) -> Figure | None:
         """Peak in FLOP/s for matrix products of this precision, None when unknown."""
         return self.peak_flops.get(precision)

@@ -264,12 +264,14 @@ def _expand_hf(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _expand_cluster(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Replace `[cluster] file = "path"` by what that file states; other settings win over it."""
+    """Replace `[cluster] file = "path"` by what that file states; wishes beside it win."""
     cluster = raw.get("cluster")
     if not isinstance(cluster, dict) or "file" not in cluster:
         return raw
     stated = to_raw(read_cluster(folder / str(cluster["file"])))
-    changes = {key: value for key, value in cluster.items() if key != "file"}
+    no_wish: tuple[Any, ...] = ("auto", [], {})
+    changes = {key: value for key, value in cluster.items() if value not in no_wish}
+    del changes["file"]
     return {**raw, "cluster": {**stated, **changes}}
 
 

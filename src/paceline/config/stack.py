@@ -30,8 +30,22 @@ class Stack(Noun):
     """Whether the host launches each kernel, or replays captured graphs."""
     logits: Literal["fp32", "bf16", "chunked"] = "fp32"
     """The loss: upcast copies of all logits, none, or chunk by chunk."""
+    shared_vocab_loss: Literal["narrow", "wide"] = "narrow"
+    """Where tp shares the vocabulary and logits are upcast: 16-bit logits wait for the backward
+    pass (ours), or log-probabilities in fp32 (DTensor's loss_parallel)."""
     grad_dtype: Literal["param", "fp32", "bf16"] = "param"
     """Type of accumulated gradients; "param": that of the stored parameters."""
+    states: Literal["shards", "buffers"] = "shards"
+    """What data ranks hold under ZeRO-1 and -2: a shard of everything, and gather the parameters
+    for each step (FSDP2); or whole 16-bit parameters, ZeRO-1 also a lasting buffer of whole
+    gradients, so that what is sharded is the optimizer's alone (Megatron, DeepSpeed)."""
+    adds_into_buffer: bool = True
+    """With states in buffers: whether products add their gradients to the buffer themselves, in
+    its type (Megatron), or beside it 16-bit gradients last too where it is wider (DeepSpeed)."""
+    regathers_tp: bool = False
+    """With sequence parallelism: whether the backward pass gathers again over tp what products
+    read (Megatron, https://arxiv.org/abs/2205.05198), or the gathered tensors are kept (DTensor,
+    ours)."""
     optimizer: Literal["fused", "foreach"] = "fused"
     """One kernel over all parameters, or one per operation and group of parameters."""
     overlaps_data_axes: bool = True
@@ -47,6 +61,9 @@ class Stack(Noun):
     """Whether the all-to-all of the experts runs beside other work."""
     expert_tp: Literal["tp", "one"] = "tp"
     """Whether the tp ranks share each expert's columns, or hold whole experts."""
+    fp8_experts: bool = False
+    """Whether the experts' products are in fp8 where the linear layers' are (TransformerEngine);
+    torchao leaves them."""
     channels_last: bool | None = None
     """Whether images lie in memory with their channels together, as tensor cores read them; None:
     as is usual, in 16-bit arithmetic only."""

@@ -112,7 +112,7 @@ def run_rank(
         try:
             done = train_loop(trainer, task, around)
         except RuntimeError as error:
-            if _is_lost_peer(error):
+            if is_lost_peer(error):
                 time.sleep(_PATIENCE_FOR_CULPRIT_S)
             raise
         teller.conclude(done)
@@ -247,7 +247,8 @@ def _commit() -> str | None:
         return None
 
 
-def _is_lost_peer(error: RuntimeError) -> bool:
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether a rank failed only because another one was gone."""
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
 
 

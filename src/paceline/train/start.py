@@ -20,7 +20,11 @@ from paceline.config.model import Model
 from paceline.config.vision import ConvNet
 from paceline.models.weights import read_model
 from paceline.observe.run import Run
-from paceline.plan.resolve import Plan, resolve
+from paceline.plan.answer import prediction_json
+from paceline.plan.choose import plan_job
+from paceline.plan.points import Setting
+from paceline.plan.resolve import Plan
+from paceline.plan.simulate import predicted_timeline
 from paceline.train.checkpoint.files import (
     MANIFEST,
     DamagedError,
@@ -29,6 +33,8 @@ from paceline.train.checkpoint.files import (
 )
 from paceline.train.data import check_vocab, prepare
 
+# Of the layouts that the plan of a run tells about, the best ones.
+_NUM_ALTERNATIVES = 20
 # A launcher killed a moment ago may still be on its way out.
 _LOCK_PATIENCE_S = 2.0
 
@@ -47,7 +53,7 @@ def resolve_here(job: Job) -> Plan:
     if ranks is not None:
         num_nodes = ranks.world_size // ranks.local_world_size
         machine = machine.replace(devices_per_node=ranks.local_world_size, num_nodes=num_nodes)
-    plan = resolve(job, machine)
+    plan = plan_job(job, machine)
     _must_be_here(plan.job.cluster, machine)
     if ranks is not None and plan.job.layout.num_ranks != ranks.world_size:
         raise InputError(
@@ -187,7 +193,20 @@ def begin(run: Run, plan: Plan, data_key: str | None, *, fresh: bool) -> None:
     _must_continue(run, identity(plan.job, data_key))
     run.stop_file.unlink(missing_ok=True)
     run.write("job.toml", to_toml(plan.job))
-    run.write_json("plan.json", {"reasons": dict(plan.reasons)})
+    _write_plan(run, plan)
+
+
+def _write_plan(run: Run, plan: Plan) -> None:
+    """Why the Job is what it is, and what is expected of it: by terms, and as a Timeline."""
+    predicted = [prediction_json(one) for one in plan.ranked[:_NUM_ALTERNATIVES]]
+    run.write_json(
+        "plan.json",
+        {"reasons": dict(plan.reasons), "notes": list(plan.notes), "layouts": predicted},
+    )
+    if predicted:
+        run.trace_folder.mkdir(exist_ok=True)
+        timeline = predicted_timeline(Setting.of(plan.job), plan.job.layout)
+        timeline.write(run.trace_folder / "predicted.json.gz")
 
 
 def _empty(run: Run) -> None:

@@ -1,0 +1,211 @@
+"""Collectives: seconds of every exchange by size and by number of ranks, on whatever is there.
+
+How it works: through torch.distributed, as training does (gloo between CPU ranks, NCCL between
+CUDA devices). All groups of a size run at the same time, as the groups of a layout do. Before a
+size is timed, its result is compared with what it must be. Sizes are those of nccl-tests: the whole
+buffer that is reduced, gathered or scattered.
+
+Inside a node a group is of neighbours in rank order; across nodes it has one rank of each.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.bench.clock import Call, Clock
+from paceline.comm.ranks import Ranks
+from paceline.config.curves import CollectiveCurve
+from paceline.config.errors import RunError
+from paceline.config.hardware import Figure, Tier
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+_ITEM_BYTES = 4
+
+Say = Callable[[str], None]
+
+
+def sizes_of(device_type: str, *, quick: bool) -> tuple[int, ...]:
+    """Buffers to measure, bytes: from what only latency decides to what only bandwidth does."""
+    if device_type == "cuda":
+        powers = range(9, 31, 3 if quick else 1)  # 512 B to 1 GiB
+    else:
+        powers = range(9, 24, 3) if quick else range(9, 26, 2)  # 512 B to 2 or 32 MiB
+    return tuple(2**power for power in powers)
+
+
+class Group(NamedTuple):
+    """The group of one size that this rank is in; the others of that size run beside it."""
+
+    num_ranks: int
+    process_group: dist.ProcessGroup
+    across: bool
+    """One rank of each node, instead of neighbours on one."""
+
+
+def all_groups(ranks: Ranks) -> list[Group]:
+    """Every group size that divides the ranks of a node, and then the nodes."""
+    inside = ranks.local_world_size
+    nodes = ranks.world_size // inside
+    return [
+        *(_group(ranks, size, 1, across=False) for size in _parts(inside)),
+        *(_group(ranks, size, inside, across=True) for size in _parts(nodes)),
+    ]
+
+
+def _parts(number: int) -> list[int]:
+    return [size for size in range(2, number + 1) if number % size == 0]
+
+
+def _group(ranks: Ranks, size: int, stride: int, *, across: bool) -> Group:
+    found = None
+    for first in range(ranks.world_size):
+        if first // stride % size == 0:
+            members = list(range(first, first + size * stride, stride))
+            group = dist.new_group(members)
+            found = group if ranks.rank in members else found
+    assert found is not None
+    return Group(size, found, across)
+
+
+def measure_tiers(
+    clock: Clock, groups: Sequence[Group], sizes: Sequence[int], source: str, say: Say
+) -> tuple[Tier, ...]:
+    """The links of this cluster with their measured collectives, the fastest first.
+
+    Args:
+        clock: measures; every rank must call this.
+        groups: of `all_groups`.
+        sizes: bytes, see `sizes_of`.
+        source: where, when and by which command.
+        say: called with each collective and number of ranks.
+
+    Raises:
+        RunError: a collective gave a wrong result.
+    """
+    ranks = clock.ranks
+    inside = "loopback" if ranks.device_type == "cpu" else "node"
+    tiers = []
+    for name, across, num_devices in (
+        (inside, False, ranks.local_world_size),
+        ("network", True, ranks.world_size),
+    ):
+        of_tier = [each for each in groups if each.across == across]
+        if of_tier:
+            curves = measure_curves(clock, of_tier, sizes, source, say)
+            tiers.append(_tier(name, num_devices, curves, source))
+    return tuple(tiers)
+
+
+def measure_curves(
+    clock: Clock, groups: Sequence[Group], sizes: Sequence[int], source: str, say: Say
+) -> dict[str, tuple[CollectiveCurve, ...]]:
+    """Curves of every collective; arguments as in `measure_tiers`."""
+    curves: dict[str, tuple[CollectiveCurve, ...]] = {}
+    for op in OPS:
+        found = []
+        for group in groups:
+            found.append(_curve(clock, op, group, sizes, source))
+            say(f"{op} of {group.num_ranks} ranks")
+        curves[op] = tuple(found)
+    return curves
+
+
+def num_measurements(groups: Sequence[Group]) -> int:
+    """How many times `measure_tiers` will speak."""
+    return len(OPS) * len(groups)
+
+
+def _curve(
+    clock: Clock, op: str, group: Group, sizes: Sequence[int], source: str
+) -> CollectiveCurve:
+    found: dict[float, float] = {}
+    for wanted in sizes:
+        length = max(1, wanted // (_ITEM_BYTES * group.num_ranks))
+        call = checked_exchange(op, group, length, clock.ranks.device)
+        found[float(length * group.num_ranks * _ITEM_BYTES)] = clock.seconds(call)
+    return CollectiveCurve(
+        num_ranks=group.num_ranks,
+        bytes=tuple(found),
+        seconds=tuple(found.values()),
+        source=source,
+    )
+
+
+def checked_exchange(op: str, group: Group, length: int, device: torch.device) -> Call:
+    """A collective on buffers of its own, whose first result was right.
+
+    Args:
+        op: one of OPS; "send_recv" sends to the next rank what comes from the one before, as a ring
+            of keys or a full pipeline does.
+        group: all of its ranks must call this.
+        length: fp32 numbers of each rank's part: a num_ranks-th of the whole buffer.
+        device: where the buffers are.
+
+    Raises:
+        RunError: the result was wrong.
+    """
+    number, pg = group.num_ranks, group.process_group
+    me = dist.get_rank(pg)
+    # Small whole numbers, so that sums are exact: rank r has r + 1 everywhere.
+    part, whole = (
+        torch.full((size,), me + 1.0, device=device) for size in (length, number * length)
+    )
+    received = torch.empty_like(whole)
+    of_each = torch.arange(1.0, number + 1, device=device).repeat_interleave(length)
+    total, before = torch.tensor(number * (number + 1) / 2), torch.tensor((me - 1) % number + 1.0)
+    call, result, expected = {
+        "all_reduce": (partial(dist.all_reduce, whole, group=pg), whole, total),
+        "all_gather": (
+            partial(dist.all_gather_into_tensor, received, part, group=pg), received, of_each,
+        ),
+        "reduce_scatter": (
+            partial(dist.reduce_scatter_tensor, part, whole, group=pg), part, total,
+        ),
+        "all_to_all": (
+            partial(dist.all_to_all_single, received, whole, group=pg), received, of_each,
+        ),
+        "broadcast": (
+            partial(dist.broadcast, whole, group=pg, group_src=0), whole, torch.tensor(1.0),
+        ),
+        "send_recv": (partial(_shift, whole, received, pg), received, before),
+    }[op]  # fmt: skip
+    call()
+    if not torch.equal(result, expected.to(result).expand_as(result)):
+        raise RunError(
+            f"{op} among {number} ranks of {length * number * _ITEM_BYTES} bytes gave a wrong "
+            "result: nothing that trains over these links can be trusted."
+        )
+    whole.zero_()  # sums of sums would overflow
+    return call
+
+
+def _shift(sent: Tensor, received: Tensor, pg: dist.ProcessGroup) -> None:
+    me, number = dist.get_rank(pg), dist.get_world_size(pg)
+    after, before = (dist.get_global_rank(pg, (me + by) % number) for by in (1, -1))
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, sent, after, pg),
+            dist.P2POp(dist.irecv, received, before, pg),
+        ]
+    )
+    for work in works:
+        work.wait()
+
+
+def _tier(
+    name: str, num_devices: int, curves: dict[str, tuple[CollectiveCurve, ...]], source: str
+) -> Tier:
+    """A tier whose latency and bandwidth are those of messages between two ranks or few."""
+    messages = curves["send_recv"][0]
+    latency_s, bytes_per_s = messages.seconds[0], messages.bytes[-1] / messages.seconds[-1]
+    return Tier(
+        name=name,
+        num_devices=num_devices,
+        latency_s=Figure(value=latency_s, origin="measured", source=source),
+        bytes_per_s=Figure(value=bytes_per_s, origin="measured", source=source),
+        collectives=curves,
+    )

@@ -1,0 +1,173 @@
+"""`paceline bench`: measure this machine and write what was found as a Cluster file.
+
+Nothing is written before everything is measured, and then the whole file at once: Ctrl-C leaves
+what was there.
+"""
+
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from paceline.bench.measure import PARTS, Outcome, Part, Wish, calibrated, measure
+from paceline.bench.ranks import News, Tell, on_ranks
+from paceline.bench.table import figures, summary
+from paceline.comm.ranks import given_ranks
+from paceline.comm.topology import this_machine
+from paceline.config.errors import InputError
+from paceline.config.hardware import Cluster
+from paceline.config.job import read_cluster, to_raw
+from paceline.config.noun import nearest
+from paceline.observe.run import write_whole
+
+_CONSOLE = Console(highlight=False, soft_wrap=True)
+
+
+def bench_command(
+    out: Path, *, num_ranks: int | None, quick: bool, only: Sequence[str] = ()
+) -> dict[str, Any] | None:
+    """Measure and write; say what was found.
+
+    Args:
+        out: the Cluster file; where only some parts are measured, the others are taken from it.
+        num_ranks: ranks to measure with; None: as many as training would start.
+        quick: fewer sizes and shorter looks.
+        only: parts of PARTS; none: all.
+
+    Returns:
+        what was found as plain data, None on a rank that is not the first.
+
+    Raises:
+        InputError: wrong input; nothing was written.
+        RunError: a rank failed; nothing was written.
+    """
+    parts = _parts(only)
+    cluster = _start_from(out, num_ranks, parts)
+    wish = Wish(cluster, parts, _source(), quick)
+    assert cluster.device != "auto"
+    with _shown() as hear:
+        outcome: Outcome = on_ranks(
+            _num_ranks(cluster), cluster.device.kind, partial(measure, wish), hear
+        )
+    given = given_ranks(cluster.device.kind)
+    if given is not None and not given.is_first:
+        return None
+    found = calibrated(outcome, wish.source)
+    write_whole(out, to_text(found))
+    _CONSOLE.print(summary(found, outcome))
+    _CONSOLE.print(f'{out}: use it with [cluster] file = "{out}" in a job.toml', markup=False)
+    return {"file": str(out), **figures(found, outcome)}
+
+
+def to_text(cluster: Cluster) -> str:
+    """The Cluster as TOML, which `read_cluster` reads to an equal one."""
+    return tomli_w.dumps(to_raw(cluster))
+
+
+def _parts(only: Sequence[str]) -> tuple[Part, ...]:
+    unknown = [name for name in only if name not in PARTS]
+    if unknown:
+        raise InputError(f"--only {unknown[0]} is not measured{nearest(unknown[0], PARTS)}")
+    return tuple(part for part in PARTS if part in only or not only)
+
+
+def _start_from(out: Path, num_ranks: int | None, parts: Sequence[Part]) -> Cluster:
+    """What is known: this machine, and what an earlier bench found of parts that are not wished.
+
+    Raises:
+        InputError: steps can't be calibrated on curves that nobody measured.
+    """
+    machine = _machine(num_ranks)
+    if len(parts) == len(PARTS) or not out.exists():
+        if "step" in parts and "device" not in parts:
+            raise InputError(
+                f"--only step completes an earlier measurement, and {out} does not exist: "
+                "measure all parts first."
+            )
+        return machine
+    earlier = read_cluster(out)
+    had, has = ((each.num_nodes, each.devices_per_node) for each in (earlier, machine))
+    if had != has:
+        raise InputError(
+            f"{out} is for {had[0]} x {had[1]} ranks, not {has[0]} x {has[1]}: "
+            "give another --out, or measure all parts again."
+        )
+    return earlier.replace(device=machine.device) if "device" in parts else earlier
+
+
+def _machine(num_ranks: int | None) -> Cluster:
+    machine = this_machine()
+    assert machine.device != "auto"
+    kind = machine.device.kind
+    given = given_ranks(kind)
+    if given is not None:
+        num_nodes = given.world_size // given.local_world_size
+        return machine.replace(devices_per_node=given.local_world_size, num_nodes=num_nodes)
+    if num_ranks is None:
+        return machine
+    most = machine.devices_per_node
+    assert most != "auto"
+    if num_ranks < 1 or (kind == "cuda" and num_ranks > most):
+        has = f" to {most}, which this machine has" if kind == "cuda" else " or more"
+        raise InputError(f"--ranks {num_ranks} can't be started: give 1{has}.")
+    return with_ranks(machine, num_ranks)
+
+
+def with_ranks(machine: Cluster, num_ranks: int) -> Cluster:
+    """The machine with another number of ranks: CPU ranks share its memory."""
+    device, usual = machine.device, machine.devices_per_node
+    assert device != "auto"
+    assert usual != "auto"
+    if device.kind == "cpu" and device.memory_bytes is not None:
+        share = device.memory_bytes.value * usual / num_ranks
+        device = device.replace(memory_bytes=device.memory_bytes.replace(value=share))
+    return machine.replace(device=device, devices_per_node=num_ranks)
+
+
+def _num_ranks(cluster: Cluster) -> int:
+    assert cluster.devices_per_node != "auto"
+    assert cluster.num_nodes != "auto"
+    return cluster.devices_per_node * cluster.num_nodes
+
+
+def _source() -> str:
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    command = " ".join(["paceline", *sys.argv[1:]])
+    return f"{platform.node()}, {when}, torch {torch.__version__}, {command}"
+
+
+@contextmanager
+def _shown() -> Iterator[Tell]:
+    """A progress bar for each part."""
+    columns = (
+        TextColumn("{task.fields[part]:<11}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    bars: dict[str, TaskID] = {}
+    with Progress(*columns, console=_CONSOLE) as progress:
+
+        def hear(news: News) -> None:
+            if news.part not in bars:
+                bars[news.part] = progress.add_task("", total=news.total, part=news.part)
+            progress.update(bars[news.part], completed=news.done, description=news.what)
+
+        yield hear

@@ -1,0 +1,166 @@
+"""Measure: all that `paceline bench` measures, on every rank, put together as a Cluster.
+
+A Wish says what to measure; what is not measured stays as an earlier Cluster has it, or unknown.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from paceline.bench.clock import Clock
+from paceline.bench.collectives import all_groups, measure_tiers, sizes_of
+from paceline.bench.collectives import num_measurements as num_collectives
+from paceline.bench.device import Launching, Rates, grid_of, measure_device
+from paceline.bench.device import num_measurements as num_rates
+from paceline.bench.intake import measure_intake
+from paceline.bench.ranks import News, Tell
+from paceline.bench.reference import reference_jobs
+from paceline.bench.step import Measured, measure_jobs
+from paceline.bench.step import num_measurements as num_steps
+from paceline.comm.ranks import Ranks
+from paceline.config.hardware import Cluster
+from paceline.config.job import Job
+from paceline.config.model import Model
+from paceline.config.stack import CONSTANTS, Stack
+from paceline.plan.calibrate import Case, fit
+from paceline.plan.points import Setting
+
+Part = Literal["device", "collectives", "step", "input"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What to measure, and how thoroughly."""
+
+    cluster: Cluster
+    """Concrete: what is known without measuring, or an earlier result to be completed."""
+    parts: tuple[Part, ...]
+    source: str
+    """Where, when and by which command."""
+    quick: bool = False
+
+    def clock(self, ranks: Ranks) -> Clock:
+        """How long each size is looked at."""
+        return Clock(ranks, block_s=0.02, num_blocks=3) if self.quick else Clock(ranks)
+
+    @property
+    def rounds(self) -> int:
+        """Turns of each reference Job."""
+        return 2 if self.quick else 5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was measured."""
+
+    cluster: Cluster
+    launching: Launching | None = None
+    optimizer_s_per_param: float | None = None
+    tokens_per_s: float | None = None
+    """Of the data path, for one rank."""
+    steps: tuple[Measured, ...] = ()
+    """The reference Jobs."""
+
+
+def measure(wish: Wish, ranks: Ranks, tell: Tell) -> Outcome:
+    """Measure what is wished; every rank must call it, and gets the same Cluster.
+
+    Raises:
+        RunError: a collective gave a wrong result.
+    """
+    outcome = Outcome(wish.cluster)
+    for part in PARTS:
+        if part in wish.parts:
+            outcome = _MEASURES[part](wish, outcome, ranks, tell)
+    return outcome
+
+
+def _device(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
+    device = outcome.cluster.device
+    assert device != "auto"
+    grid = grid_of(device.kind, quick=wish.quick)
+    say = _counted(tell, "device", num_rates(grid, device))
+    rates = measure_device(wish.clock(ranks), device, grid, wish.source, say)
+    cluster = outcome.cluster.replace(device=rates.device, stack=_launching(outcome, rates))
+    return replace(
+        outcome,
+        cluster=cluster,
+        launching=rates.launching,
+        optimizer_s_per_param=rates.optimizer_s_per_param,
+    )
+
+
+def _launching(outcome: Outcome, rates: Rates) -> Stack:
+    """The stack with the host's time per operator, mean of forward and backward."""
+    stack = outcome.cluster.stack or Stack()
+    bounds = CONSTANTS["launch_us"]
+    micros = sum(rates.launching) / len(rates.launching) * 1e6
+    launch_us = min(max(micros, bounds.low), bounds.high)
+    return stack.replace(
+        constants={**stack.constants, "launch_us": launch_us}, origin="launch_us measured"
+    )
+
+
+def _collectives(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
+    groups = all_groups(ranks)
+    sizes = sizes_of(ranks.device_type, quick=wish.quick)
+    say = _counted(tell, "collectives", num_collectives(groups))
+    tiers = measure_tiers(wish.clock(ranks), groups, sizes, wish.source, say)
+    return replace(outcome, cluster=outcome.cluster.replace(tiers=tiers))
+
+
+def _steps(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
+    jobs = reference_jobs(outcome.cluster)
+    say = _counted(tell, "step", num_steps(len(jobs), wish.rounds))
+    found = measure_jobs(
+        ranks, jobs, num_rounds=wish.rounds, steps_per_round=3, say=say, counts_memory=False
+    )
+    return replace(outcome, steps=tuple(found))
+
+
+def _input(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
+    say = _counted(tell, "input", 1)
+    rate = measure_intake(wish.clock(ranks))
+    say("data path")
+    return replace(outcome, tokens_per_s=rate)
+
+
+_MEASURES: dict[Part, Callable[[Wish, Outcome, Ranks, Tell], Outcome]] = {
+    "device": _device,
+    "collectives": _collectives,
+    "step": _steps,
+    "input": _input,
+}
+
+
+def calibrated(outcome: Outcome, source: str) -> Cluster:
+    """The Cluster with the constants of our runtime fitted to the measured steps, if there are."""
+    cluster = outcome.cluster
+    if not outcome.steps:
+        return cluster
+    stack = cluster.stack or Stack()
+    cases = [
+        Case(setting_of(each.job, cluster), each.job.layout, each.step_s) for each in outcome.steps
+    ]
+    return cluster.replace(stack=fit(cases, stack, source))
+
+
+def setting_of(job: Job, cluster: Cluster) -> Setting:
+    """What the planner asks about a language model's Job on a measured Cluster."""
+    assert isinstance(job.model, Model)
+    train = job.train
+    stack = cluster.stack or Stack()
+    return Setting(job.model, cluster, train.seq_len, train.global_batch, stack)
+
+
+def _counted(tell: Tell, part: str, total: int) -> Callable[[str], None]:
+    """Tells of each thing that was done, and how many are left."""
+    done = 0
+
+    def say(what: str) -> None:
+        nonlocal done
+        done += 1
+        tell(News(part, done, total, what))
+
+    return say

@@ -1,0 +1,205 @@
+"""Call a function on every rank of this machine, and hear from rank 0 while it works.
+
+How it works: ranks come from a forkserver that has torch imported, meet through a file, and behave
+like ranks that train: a session, threads and an allocator of the same kind. What rank 0 tells goes
+through a pipe to the process that started them. Where torchrun or srun started this process as a
+rank, nothing is started: the function is called right here.
+
+It is no launcher of runs: nothing is restarted or logged (that is `paceline.train.launch`).
+"""
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from paceline.comm.ranks import Ranks, connect, disconnect, given_ranks
+from paceline.comm.topology import num_cores
+from paceline.config.errors import InputError, RunError
+from paceline.train.session import is_lost_peer, keep_freed_memory
+from paceline.train.stopping import end_with
+
+# A rank whose peer died lets the peer speak first.
+_PATIENCE_FOR_CULPRIT_S = 5.0
+
+
+class News(NamedTuple):
+    """How far rank 0 is."""
+
+    part: str
+    """What is being measured: device, collectives, ..."""
+    done: int
+    total: int
+    what: str = ""
+    """What was measured last."""
+
+
+Tell = Callable[[News], None]
+Work = Callable[[Ranks, Tell], Any]
+
+
+def warm_up_ranks() -> None:
+    """Start the process that ranks are forked from: it imports torch while this one works on.
+
+    Where it runs already, this does nothing.
+    """
+    multiprocessing.set_forkserver_preload(["paceline.bench.measure"])
+    forkserver.ensure_running()
+
+
+def on_ranks(num_ranks: int, device_type: str, work: Work, hear: Tell) -> Any:
+    """Call `work(ranks, tell)` on every rank and return what rank 0 returned.
+
+    Args:
+        num_ranks: processes to start; those that a launcher started already must be as many.
+        device_type: "cpu" or "cuda".
+        work: picklable; torch.distributed is initialised when it is called on more than one rank.
+        hear: called with rank 0's news.
+
+    Raises:
+        InputError: a rank found wrong input, or a launcher started another number of ranks.
+        RunError: a rank failed; its traceback is in the text.
+    """
+    given = given_ranks(device_type)
+    if given is None:
+        return _started(num_ranks, device_type, work, hear)
+    if given.world_size != num_ranks:
+        raise InputError(
+            f"--ranks {num_ranks} was asked for but {given.world_size} ranks were started: "
+            "leave --ranks out or start as many."
+        )
+    _settle_in(given)
+    connect(given)
+    try:
+        return work(given, hear if given.is_first else _silence)
+    finally:
+        disconnect()
+
+
+def _silence(_news: News) -> None:
+    """Ranks other than the first tell nobody."""
+
+
+def _settle_in(ranks: Ranks) -> None:
+    """Threads and allocator as a rank has them that trains."""
+    torch.set_num_threads(max(1, num_cores() // ranks.local_world_size))
+    if ranks.device_type == "cpu":
+        keep_freed_memory()
+
+
+def _started(num_ranks: int, device_type: str, work: Work, hear: Tell) -> Any:
+    warm_up_ranks()
+    context = multiprocessing.get_context("forkserver")
+    job = pickle.dumps(work)
+    ends: list[Connection] = []
+    processes = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(num_ranks):
+                ours, theirs = context.Pipe(duplex=False)
+                ranks = Ranks(rank, num_ranks, rank, num_ranks, device_type)
+                arguments = (theirs, ranks, folder, job, os.getpid())
+                processes.append(context.Process(target=_rank_main, args=arguments, daemon=True))
+                processes[-1].start()
+                theirs.close()
+                ends.append(ours)
+            return _collected(ends, hear)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collected(ends: list[Connection], hear: Tell) -> Any:
+    """Pass on news until every rank has ended, and return rank 0's result."""
+    results: dict[int, Any] = {}
+    while len(results) < len(ends):
+        waiting = [end for rank, end in enumerate(ends) if rank not in results]
+        for end in wait(waiting):
+            assert isinstance(end, Connection)
+            rank = ends.index(end)
+            kind, value = _received(end)
+            if kind == "news":
+                hear(value)
+            elif kind == "result":
+                results[rank] = value
+            elif kind == "input":
+                raise InputError(value)
+            else:
+                raise RunError(f"rank {rank} failed while it measured:\n{value}")
+    return results[0]
+
+
+def _received(end: Connection) -> tuple[str, Any]:
+    try:
+        return end.recv()
+    except EOFError:
+        return "failure", "the process ended without a word (killed, or out of memory?)"
+
+
+def _rank_main(end: Connection, ranks: Ranks, folder: str, job: bytes, starter_pid: int) -> None:
+    os.setsid()  # a session of its own, as a rank that trains has
+    end_with(starter_pid)
+    _be_quiet(Path(folder) / f"rank{ranks.rank}.log")
+
+    def tell(news: News) -> None:
+        if ranks.is_first:
+            end.send(("news", news))
+
+    try:
+        _settle_in(ranks)
+        _meet(ranks, Path(folder))
+        result = pickle.loads(job)(ranks, tell)
+        end.send(("result", result if ranks.is_first else None))
+        # The first rank's store must outlive the others' goodbyes.
+        if ranks.world_size > 1:
+            dist.barrier()
+    except InputError as error:
+        _say_last(end, "input", str(error))
+    except BaseException as error:
+        if isinstance(error, RuntimeError) and is_lost_peer(error):
+            time.sleep(_PATIENCE_FOR_CULPRIT_S)
+        _say_last(end, "failure", traceback.format_exc())
+    os._exit(0)  # see comm.ranks.leave
+
+
+def _say_last(end: Connection, kind: str, text: str) -> None:
+    with suppress(OSError):
+        end.send((kind, text))
+
+
+def _be_quiet(log: Path) -> None:
+    """Keep what libraries write, once per rank, off the terminal."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def _meet(ranks: Ranks, folder: Path) -> None:
+    if ranks.device_type == "cuda":
+        torch.cuda.set_device(ranks.device)
+    if ranks.world_size == 1:
+        return
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if ranks.device_type == "cuda" else "gloo",
+        store=FileStore(str(folder / "store"), ranks.world_size),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        device_id=ranks.device if ranks.device_type == "cuda" else None,
+    )

@@ -1,0 +1,127 @@
+"""Reference: small Jobs whose steps tell the constants of a software stack apart.
+
+Narrow ones feel the host, wide ones the products, long ones attention; accumulation tells the work
+of a micro-batch from that of a step; each axis brings its own exchanges.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from paceline.config.hardware import Cluster
+from paceline.config.job import Job
+from paceline.plan.resolve import resolve
+
+
+class Shape(NamedTuple):
+    """A small decoder and its samples."""
+
+    hidden_size: int
+    seq_len: int
+    vocab_size: int
+    num_layers: int = 4
+
+
+_SHAPES = {
+    "cpu": {
+        "plain": Shape(128, 128, 1024),
+        "wide": Shape(384, 128, 2048),
+        "long": Shape(128, 512, 1024),
+        "narrow": Shape(64, 64, 256),
+    },
+    "cuda": {
+        "plain": Shape(1024, 1024, 32768),
+        "wide": Shape(4096, 2048, 32768),
+        "long": Shape(1024, 8192, 32768),
+        "narrow": Shape(512, 512, 32768),
+    },
+}
+# Name, shape, samples of a rank, layout.
+_ON_ANY: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
+    ("plain", "plain", 4, {"micro_batch": 4}),
+    ("accumulating", "plain", 4, {"micro_batch": 1}),
+    ("wide", "wide", 4, {"micro_batch": 4}),
+    ("long", "long", 2, {"micro_batch": 2}),
+    ("narrow", "narrow", 4, {"micro_batch": 2}),
+    ("recomputing", "plain", 4, {"micro_batch": 4, "recompute": "full"}),
+)
+
+
+def reference_jobs(cluster: Cluster) -> list[Job]:
+    """Jobs for all ranks of a Cluster: six, and one for each axis that it has ranks for."""
+    return list(_jobs(cluster))
+
+
+def _jobs(cluster: Cluster) -> Iterator[Job]:
+    inside, nodes = cluster.devices_per_node, cluster.num_nodes
+    assert inside != "auto"
+    assert nodes != "auto"
+    assert cluster.device != "auto"
+    shapes = _SHAPES[cluster.device.kind]
+    for name, shape, samples, layout in _ON_ANY:
+        size = shapes[shape]
+        yield small_job(
+            cluster, name, shape_of(size), size.seq_len, samples * inside * nodes, layout
+        )
+    if inside * nodes == 1:
+        return
+    # Sharding goes over all ranks; what exchanges within layers stays inside a node.
+    axes = (("fsdp", inside * nodes), ("tp", inside), ("pp", inside), ("cp", inside))
+    for axis, ranks in axes:
+        if ranks > 1:
+            size = shapes["plain"]
+            model, seq_len = shape_of(size, ranks), _multiple(size.seq_len, 2 * ranks)
+            layout = {axis: ranks, "micro_batch": 2}
+            batch = 4 * inside * nodes
+            yield small_job(cluster, f"{axis}-{ranks}", model, seq_len, batch, layout)
+
+
+def shape_of(shape: Shape, ranks: int = 1) -> dict[str, Any]:
+    """Settings of a decoder whose heads and layers can be shared out over this many ranks."""
+    return {
+        "hidden_size": shape.hidden_size,
+        "ffn_size": _multiple(3 * shape.hidden_size, ranks),
+        "num_heads": _multiple(max(4, shape.hidden_size // 64), ranks),
+        "num_layers": max(shape.num_layers, ranks),
+        "vocab_size": _multiple(shape.vocab_size, ranks),
+    }
+
+
+def _multiple(value: int, factor: int) -> int:
+    """The next multiple."""
+    return -(-value // factor) * factor
+
+
+def small_job(
+    cluster: Cluster,
+    name: str,
+    model: dict[str, Any],
+    seq_len: int,
+    global_batch: int,
+    layout: dict[str, Any],
+) -> Job:
+    """A concrete Job for a decoder.
+
+    Args:
+        cluster: concrete.
+        name: for the tables.
+        model: as in [model] of a job.toml; key heads and the length of a sequence may be left out.
+        seq_len: tokens of a sample.
+        global_batch: samples of a step.
+        layout: a partial one, as in [layout].
+
+    Raises:
+        InputError: this layout can't run.
+    """
+    defaults = {
+        "family": "decoder",
+        "num_kv_heads": model["num_heads"],
+        "head_dim": max(8, model["hidden_size"] // model["num_heads"] // 2 * 2),
+        "max_seq_len": seq_len,
+    }
+    raw = {
+        "name": name,
+        "model": {**defaults, **model},
+        "layout": layout,
+        "train": {"steps": 10_000, "global_batch": global_batch, "seq_len": seq_len},
+    }
+    return resolve(Job.parse(raw), cluster).job

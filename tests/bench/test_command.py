@@ -1,0 +1,142 @@
+"""`paceline bench`: its options (pure), what it writes (one process, tiny sizes), the program."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.bench import command, measure
+from paceline.bench.command import bench_command, to_text, with_ranks
+from paceline.bench.device import Grid
+from paceline.bench.measure import Outcome, Wish, calibrated
+from paceline.bench.ranks import News, Tell
+from paceline.bench.step import Measured
+from paceline.comm.ranks import Ranks
+from paceline.comm.topology import this_machine
+from paceline.config.errors import InputError
+from paceline.config.hardware import Figure, Tier
+from paceline.config.job import read_cluster, read_job
+from tests.bench.test_device import TINY
+
+A_SECOND = Figure(value=1.0, origin="assumed", source="this test")
+A_TIER = Tier(name="loopback", num_devices=1, latency_s=A_SECOND, bytes_per_s=A_SECOND)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> list[News]:
+    """Small grids, measured in this process instead of one of its own."""
+    heard: list[News] = []
+
+    def grid_of(_kind: str, *, quick: bool) -> Grid:
+        return TINY
+
+    def here(_num_ranks: int, _kind: str, work: object, hear: Tell) -> Outcome:
+        def listen(news: News) -> None:
+            heard.append(news)
+            hear(news)
+
+        return work(Ranks(), listen)  # type: ignore[operator]
+
+    monkeypatch.setattr(measure, "grid_of", grid_of)
+    monkeypatch.setattr(command, "on_ranks", here)
+    monkeypatch.setattr(Wish, "clock", lambda self, ranks: measure.Clock(ranks, 1e-4, 1))
+    return heard
+
+
+def test_what_is_measured_is_written_and_read_back(tiny: list[News], tmp_path: Path, capsys):
+    out = tmp_path / "cluster.toml"
+    facts = bench_command(out, num_ranks=1, quick=True, only=["device"])
+    assert facts is not None
+    cluster = read_cluster(out)
+    device = cluster.device
+    assert device != "auto"
+    assert device.curves is not None
+    assert read_job(None, [f"cluster.file={out}"]).cluster == cluster
+    assert (cluster.devices_per_node, cluster.tiers) == (1, ())
+    assert device.peak_flops["fp32"].origin == "measured"
+    assert "torch" in device.curves.matmul["fp32"].source
+    assert cluster.stack is not None
+    assert cluster.stack.constants["launch_us"] > 0
+    assert [news.done for news in tiny] == list(range(1, tiny[0].total + 1))
+    assert "products, fp32" in capsys.readouterr().out
+    assert json.loads(json.dumps(facts))["peak_flops"]["fp32"] > 0
+
+
+def test_a_part_measured_later_completes_the_file(tiny: list[News], tmp_path: Path):
+    out = tmp_path / "cluster.toml"
+    bench_command(out, num_ranks=1, quick=True, only=["device"])
+    before = read_cluster(out)
+    bench_command(out, num_ranks=1, quick=True, only=["input", "collectives"])
+    assert read_cluster(out).device == before.device
+    slow = before.device.replace(peak_flops={"fp32": A_SECOND})
+    out.write_text(to_text(before.replace(tiers=(A_TIER,), device=slow)))
+    bench_command(out, num_ranks=1, quick=True, only=["device"])
+    again = read_cluster(out)
+    assert again.tiers == (A_TIER,)
+    assert again.device.peak("fp32").value > 1e6  # measured again, not kept
+    with pytest.raises(InputError, match=r"is for 1 x 1 ranks, not 1 x 2: give another --out"):
+        bench_command(out, num_ranks=2, quick=True, only=["collectives"])
+
+
+def test_an_interrupted_bench_leaves_the_file_as_it_was(tiny, tmp_path, monkeypatch):
+    def interrupted(*_arguments: object) -> Outcome:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "cluster.toml"
+    out.write_text("num_nodes = 1\n")
+    monkeypatch.setattr(command, "on_ranks", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench_command(out, num_ranks=1, quick=True)
+    assert out.read_text() == "num_nodes = 1\n"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_wrong_wishes_are_refused_in_one_sentence(tmp_path):
+    out = tmp_path / "cluster.toml"
+    with pytest.raises(InputError, match=r"--only devices is not measured; did you mean device\?"):
+        bench_command(out, num_ranks=1, quick=True, only=["devices"])
+    with pytest.raises(InputError, match=r"--only step completes an earlier measurement"):
+        bench_command(out, num_ranks=1, quick=True, only=["step"])
+    with pytest.raises(InputError, match=r"--ranks 0 can't be started"):
+        bench_command(out, num_ranks=0, quick=True)
+    assert not out.exists()
+
+
+def test_ranks_share_the_memory_of_a_machine():
+    machine = this_machine()
+    shared = with_ranks(machine, 8)
+    assert shared.devices_per_node == 8
+
+    def total(cluster) -> float:
+        return cluster.devices_per_node * cluster.device.memory_bytes.value
+
+    assert total(shared) == pytest.approx(total(machine))
+
+
+def test_measured_steps_calibrate_the_stack(tiny: list[News], tmp_path: Path):
+    """A machine that is slower than its curves say has other constants than one that is as fast."""
+    out = tmp_path / "cluster.toml"
+    bench_command(out, num_ranks=1, quick=True, only=["device"])
+    cluster = read_cluster(out)
+    jobs = measure.reference_jobs(cluster)[:2]
+    assert calibrated(Outcome(cluster), "nothing") == cluster
+    fitted = []
+    for seconds in (1e-2, 1.0):
+        steps = tuple(Measured(job, (seconds,), 1.0) for job in jobs)
+        found = calibrated(Outcome(cluster, steps=steps), "a test").stack
+        assert found is not None
+        assert "2 steps of a test" in found.origin
+        fitted.append(found.constants)
+    assert fitted[1]["matmul_time"] >= fitted[0]["matmul_time"]
+    assert fitted[1] != fitted[0]
+    assert "matmul_time" in to_text(calibrated(Outcome(cluster, steps=steps), "a test"))
+
+
+def test_the_program_says_what_is_wrong_and_ends_with_2(tmp_path):
+    arguments = ["-m", "paceline", "bench", "--only", "nothing", "--out", str(tmp_path / "c.toml")]
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--only nothing is not measured" in done.stderr
+    assert "Traceback" not in done.stderr

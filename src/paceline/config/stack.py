@@ -42,6 +42,9 @@ class Stack(Noun):
     adds_into_buffer: bool = True
     """With states in buffers: whether products add their gradients to the buffer themselves, in
     its type (Megatron), or beside it 16-bit gradients last too where it is wider (DeepSpeed)."""
+    receives_ahead: bool = False
+    """Whether a stage has room for what it receives of all micro-batches of a step at once
+    (torch.distributed.pipelining's own stages), or only for what is on its way (ours)."""
     regathers_tp: bool = False
     """With sequence parallelism: whether the backward pass gathers again over tp what products
     read (Megatron, https://arxiv.org/abs/2205.05198), or the gathered tensors are kept (DTensor,
@@ -64,6 +67,12 @@ class Stack(Noun):
     fp8_experts: bool = False
     """Whether the experts' products are in fp8 where the linear layers' are (TransformerEngine);
     torchao leaves them."""
+    keeps_fp8: bool = False
+    """Whether of what fp8 products read an 8-bit copy waits for the backward pass
+    (TransformerEngine), or the 16-bit tensor (torchao)."""
+    weighs_in_experts: bool = False
+    """Whether copies of tokens are weighed between an expert's products, so that what experts give
+    needn't wait for the backward pass (Megatron since 2025), or afterwards (ours)."""
     channels_last: bool | None = None
     """Whether images lie in memory with their channels together, as tensor cores read them; None:
     as is usual, in 16-bit arithmetic only."""
@@ -113,6 +122,11 @@ CONSTANTS: dict[str, Constant] = {
     "rank_spread": _constant(0.01, 0.0005, 0.05, "standard deviation of ranks' work, over mean"),
     # PCIe 4.0 x16 carries 25 of its 32 GB/s; GH200 and GB200 have ten times as much.
     "host_copy_gb_per_s": _constant(22.0, 2.0, 450.0, "copies between host and device, GB/s"),
+    # What Python does around a collective, beyond what a curve of it has: DTensor's dispatch of the
+    # operators between exchanges, FSDP2's hooks with their copies. Counted on CPUs, where the same
+    # cores compute; beside other devices it is launching, which runs ahead of them.
+    "tp_exchange_us": _constant(200.0, 5.0, 2000.0, "host time per exchange of tp on CPUs, us"),
+    "unit_us": _constant(300.0, 5.0, 3000.0, "host time per gather or reduction on CPUs, us"),
     "step_overhead_ms": _constant(2.0, 0.01, 200.0, "host work once per step, milliseconds"),
     "micro_batch_overhead_ms": _constant(0.5, 0.001, 50.0, "host work once per micro-batch, ms"),
 }

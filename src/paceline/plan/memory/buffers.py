@@ -1,0 +1,103 @@
+"""Buffers, slack and context: memory that neither states nor activations explain.
+
+What is passed between ranks needs room at both ends: outputs of a stage that wait for their
+gradient, keys and values on their way around a ring, rows on their way to experts. The allocator
+reserves more than it hands out, and the driver and the communication library take memory that no
+allocator sees.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from paceline.plan.memory.activations import kept_input, shape_of
+from paceline.plan.memory.logits import narrow_share
+from paceline.plan.points import Array, Points, Setting
+from paceline.plan.stages import Holdings
+
+_FP32 = 4
+_GIB = 2**30
+
+# Reserved beyond what comes and goes, for holes that nothing fits: torchtitan's published reserved
+# peaks of Llama-3 8B (fp32 loss; eager and compiled, 8 and 128 ranks) leave 0.07 to 0.15, and a
+# prediction should rather be too high. Assumed for other systems, and for expandable segments,
+# which need less.
+SLACK_SHARE = 0.15
+# A CUDA context with its loaded kernels and cuBLAS workspaces (assumed; 0.4-0.6 GiB are usual).
+CONTEXT_BYTES = 0.5 * _GIB
+# NCCL's buffers for one group of ranks (assumed: 0.4 GiB are usual for eight ranks, with 16
+# channels or more, buffers each way, and several protocols).
+COMMUNICATOR_BYTES = 0.4 * _GIB
+
+
+def slack_bytes(setting: Setting, points: Points, terms: Mapping[str, Array]) -> Array:
+    """What the allocator has reserved beyond the tensors of the peak: (s, n).
+
+    A segment that was freed serves requests that are no larger, so some memory is reserved for one
+    moment only: 16-bit logits make no room for what follows them, and shards of gradients lie among
+    what activations left (counted up to the general share). Tensors that a second stream uses,
+    those that tp gathers and sums, come free late: two of the whole stream, unless symmetric
+    memory, which isn't the allocator's, takes their place.
+
+    Args:
+        setting: its device; a CPU's allocator gives memory back.
+        points: n layouts.
+        terms: at the peak, what comes and goes; "waiting": gradients as the optimizer finds them;
+            "flat": tensors of another moment that are too large for any hole.
+    """
+    if _is_cpu(setting):
+        return np.zeros(1)
+    others = ("waiting", "flat")
+    moving = sum((value for name, value in terms.items() if name not in others), np.zeros(1))
+    share = SLACK_SHARE * moving
+    absent = np.minimum(np.maximum(terms["waiting"] - terms["grads"], 0), share)
+    narrow = terms["logits"] * narrow_share(setting, points)
+    stream = shape_of(setting, points).tokens * setting.model.hidden_size * points.value_bytes
+    late = np.where((points.tp > 1) & ~points.async_tp.astype(bool), 2 * stream, 0)
+    return share + absent + narrow + late + terms["flat"]
+
+
+def context_bytes(setting: Setting, points: Points) -> Array:
+    """Outside of the allocator: the context, and a communicator for each axis in use: (n,)."""
+    if _is_cpu(setting):
+        return np.zeros(1)
+    axes = (points.dp, points.fsdp, points.tp, points.pp, points.cp, points.ep)
+    communicators = sum(((axis > 1) * 1.0 for axis in axes), np.zeros(1))
+    return CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES
+
+
+def _is_cpu(setting: Setting) -> bool:
+    device = setting.cluster.device
+    assert device != "auto"
+    return device.kind == "cpu"
+
+
+def sent_bytes(setting: Setting, points: Points, holdings: Holdings) -> Array:
+    """Between stages: outputs, which wait for their gradient, and a gradient each way, or room for
+    those of all micro-batches: (s, n)."""
+    layers = np.maximum(holdings.layers.sum(0), 1)
+    flights = holdings.in_flight.sum(0) / layers * points.stages_per_rank
+    all_of_them = points.num_micro_batches * points.stages_per_rank
+    arriving = all_of_them if setting.stack.receives_ahead else np.full(1, 2)
+    tensors = np.maximum(flights - holdings.heads_in_flight, 0) + arriving
+    return np.where(points.pp > 1, tensors * kept_input(setting, points), 0)
+
+
+def exchange_bytes(setting: Setting, points: Points) -> Array:
+    """Inside a block's backward pass: rings of keys and values, rows for experts: (n,).
+
+    A ring has a block of keys and values and the one that comes, and gradients in fp32 that
+    travel: those at home, those under way, those that come, and those of this step; and the
+    gradient of its queries in fp32. Ulysses exchanges one tensor at a time.
+    """
+    model, shape = setting.model, shape_of(setting, points)
+    kv = model.num_kv_heads * (model.head_dim + model.value_dim) / points.tp
+    q = model.num_heads * model.head_dim / points.tp
+    ring = shape.tokens * (kv * (2 * shape.value + 4 * _FP32) + q * _FP32)
+    heads = shape.tokens * q * shape.value
+    between = np.where(points.cp > points.ulysses, ring, 0) + np.where(points.ulysses > 1, heads, 0)
+    if model.experts is None:
+        return between
+    rows = model.experts.experts_per_token * setting.expert_imbalance
+    sent = 2 * shape.routed_tokens * rows * model.hidden_size * shape.value
+    return between + np.where(points.ep > 1, sent, 0)

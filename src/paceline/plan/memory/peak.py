@@ -1,0 +1,291 @@
+"""The peak of a step: memory by term, at the moment when there is most of it.
+
+While a step runs activations fall and gradients grow, so the peak is at one of a few moments:
+
+- "loss": all activations, and the logits with their gradients;
+- "backward": still (nearly) all activations, and what the backward pass of a block needs besides:
+  its activations made again, gradients between its operators, parameters on their way in and
+  gradients on their way out;
+- "end": the last block's backward pass, when all gradients are there;
+- "optimizer": no activations, but what the update works with.
+
+The terms returned are those of the worst moment, so that they sum to the peak.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.plan.memory import activations, states
+from paceline.plan.memory.buffers import context_bytes, exchange_bytes, sent_bytes, slack_bytes
+from paceline.plan.memory.logits import logits_bytes
+from paceline.plan.memory.sharing import Counts, counts_of, largest_matrix
+from paceline.plan.points import Array, Points, Setting
+from paceline.plan.prediction import MEMORY_TERMS
+from paceline.plan.stages import Holdings
+
+_FP32 = 4
+# `paceline.train.optim._CHUNK`: numbers whose state is worked on at once, where it has to be.
+_CHUNK = 2**24
+# Tensors as large as a matrix that coding its moments anew takes, seen with torch's tracker; and as
+# large as a chunk where state is fetched: moments and master copy, of two chunks.
+_ROOM_CODING = 6
+_ROOM_FETCHED = 6
+# Blocks whose offloaded activations are on the device (`paceline.parallel.offload`).
+_ON_DEVICE = 2
+# Of a block's gradients those that are there when its inner layer's backward pass needs most: that
+# of the down projection.
+_SHARE_INSIDE = 0.25
+
+Terms = dict[str, Array]
+_ZERO = np.zeros(1)
+
+
+class _Line(NamedTuple):
+    """Bytes that change evenly while the blocks' backward passes go on."""
+
+    start: Array
+    end: Array
+
+    def at(self, done: Array) -> Array:
+        """When a share of the blocks is done, 0 to 1."""
+        return self.start + done * (self.end - self.start)
+
+
+class _Parts(NamedTuple):
+    """What all moments are made of, worked out once: bytes, (s, n) or (n,), unless said otherwise.
+
+    Moments only add: a search asks for millions of them.
+    """
+
+    layers: Array
+    """Blocks of a rank, a number."""
+    plain: Array
+    """Those of them that don't recompute, the last ones."""
+    kept: Array
+    """Activations of blocks at the end of forward passes."""
+    of_plain: Array
+    """Activations of a block that doesn't recompute; 0 where they wait on the host."""
+    of_other: Array
+    """Those of one that does."""
+    again: Array
+    """What recompute makes of a block besides."""
+    between: Array
+    """Gradients between a block's operators."""
+    ends: Array
+    """Activations of final norm and head."""
+    grads: _Line
+    """Gradients of earlier backward passes, and of the blocks that are done."""
+    fresh_ends: Array
+    fresh_block: Array
+    """Whole gradients that wait to be reduced."""
+    gathered: _Line
+    """Copies of parameters, but the block's in use."""
+    cast_head: Array
+    block: Array
+    """A block's parameters, where they come and go."""
+    reduced_block: Array
+    reduced_ends: Array
+    logits_wait: Array
+    logits_peak: Array
+    sent: Array
+    exchange: Array
+
+
+def memory_bytes(setting: Setting, points: Points, holdings: Holdings) -> Terms:
+    """Peak memory of each pipeline rank, as the allocator reserves it, by term of MEMORY_TERMS.
+
+    Args:
+        setting: model, cluster, stack and batch.
+        points: n layouts.
+        holdings: what each of s pipeline ranks holds.
+
+    Returns:
+        bytes, (s, n) each. `context` is what driver and communication library take outside of the
+        allocator. On a CPU there is neither context nor slack: its process's own memory is not
+        counted, and freed memory goes back.
+    """
+    counts = counts_of(setting, points, holdings)
+    parts = _parts(setting, points, holdings, counts)
+    shape = np.broadcast_shapes(holdings.heads.shape, parts.kept.shape, (1, len(points)))
+    peak: Terms = {name: np.zeros(shape) for name in MEMORY_TERMS}
+    total = np.full(shape, -1.0)
+    for terms in (*_moments(parts), _optimizer(setting, points, counts)):
+        here = sum(terms.values(), np.zeros(1))
+        is_worse = here > total
+        if not is_worse.any():
+            continue
+        total = np.where(is_worse, here, total)
+        for name in _MOVING:
+            np.copyto(peak[name], terms.get(name, _ZERO), where=is_worse)
+    waiting = states.grads_before(setting, points, counts, np.ones(1), reduced=True)
+    flat = states.flat_copies(setting, points, counts)
+    moving = {name: peak[name] for name in _MOVING} | {"waiting": waiting, "flat": flat}
+    peak["allocator_slack"] = peak["allocator_slack"] + slack_bytes(setting, points, moving)
+    for name, resident in _resident(setting, points, counts).items():
+        peak[name] = peak[name] + resident
+    peak["context"] = peak["context"] + context_bytes(setting, points)
+    return peak
+
+
+# What comes and goes within a step, and so leaves holes in what the allocator has reserved.
+_MOVING = ("grads", "optimizer", "activations", "logits", "gather_buffers", "comm_buffers")
+
+
+def _resident(setting: Setting, points: Points, counts: Counts) -> Terms:
+    """What stays from step to step."""
+    on_host = points.offload_params.astype(bool)
+    params = states.resident_params(setting, points, counts)
+    state = states.optimizer_bytes_per_param(points) * counts.sharded
+    return {
+        "params": np.where(on_host, 0, params),
+        "grads": states.resident_grads(setting, points, counts),
+        "optimizer": np.where(on_host | points.offload_optimizer.astype(bool), 0, state),
+    }
+
+
+def _parts(setting: Setting, points: Points, holdings: Holdings, counts: Counts) -> _Parts:
+    on_host = points.offload_activations.astype(bool)
+    in_flight = np.where(on_host, np.minimum(holdings.in_flight, _ON_DEVICE), holdings.in_flight)
+    whole = activations.kept_whole(setting, points)
+    other = activations.kept_recomputing(setting, points)
+    share = activations.recomputing_share(points)
+    held = share * other + (1 - share) * whole  # (k, n)
+    layers = np.maximum(holdings.layers.sum(0), 1)
+    # Where most of them are on the host, those on the device are as many to the end.
+    weights = np.where(on_host, 0, holdings.layers / layers)
+    wait, peak = logits_bytes(setting, points)
+    waiting = np.maximum(holdings.heads_in_flight - 1, 0) * wait
+    zero, one = np.zeros(1), np.ones(1)
+    fresh_ends = states.fresh_grads(setting, points, counts, 0.0)
+    return _Parts(
+        layers=layers,
+        plain=layers * (1 - share),
+        kept=(in_flight * held[:, None]).sum(0),
+        of_plain=(weights * whole[:, None]).sum(0),
+        of_other=(weights * other[:, None]).sum(0),
+        again=activations.made_again(setting, points, whole, other).max(0),
+        between=activations.between_operators(setting, points),
+        ends=activations.kept_ends(setting, points) * holdings.heads_in_flight,
+        grads=_Line(
+            states.grads_before(setting, points, counts, zero),
+            states.grads_before(setting, points, counts, one),
+        ),
+        fresh_ends=fresh_ends,
+        fresh_block=states.fresh_grads(setting, points, counts, 1.0) - fresh_ends,
+        gathered=_Line(
+            states.stays_gathered(setting, points, counts, zero),
+            states.stays_gathered(setting, points, counts, one),
+        ),
+        cast_head=states.cast_head(points, counts),
+        block=states.gathered_block(setting, points, counts),
+        reduced_block=states.reduced_block(setting, points, counts),
+        reduced_ends=states.reduced_ends(setting, points, counts),
+        logits_wait=waiting,
+        logits_peak=np.where(holdings.heads_in_flight > 0, waiting + peak, 0),
+        sent=sent_bytes(setting, points, holdings),
+        exchange=exchange_bytes(setting, points),
+    )
+
+
+def _moments(parts: _Parts) -> Iterator[Terms]:
+    """The terms of _MOVING at each moment that may be the peak, but the update."""
+    yield _loss(parts)
+    last = parts.layers - 1
+    done = [np.zeros(1), np.minimum(1, last), last]
+    if np.any((parts.plain > 0) & (parts.plain < parts.layers)):
+        done.append(np.minimum(parts.plain, last))  # the first one that recomputes
+    for blocks_done in done:
+        yield _inside(parts, blocks_done)
+        yield _edge(parts, blocks_done)
+    yield _root(parts)
+
+
+def _loss(parts: _Parts) -> Terms:
+    """The backward pass of the loss, before that of the head asks for parameters."""
+    return {
+        "grads": parts.grads.start,
+        "activations": parts.kept + parts.ends,
+        "logits": parts.logits_peak,
+        "gather_buffers": parts.gathered.start + parts.cast_head,
+        "comm_buffers": parts.sent,
+    }
+
+
+def _inside(parts: _Parts, blocks_done: Array) -> Terms:
+    """In the inner layer of a block's backward pass, after those of `blocks_done` blocks."""
+    again = np.where(blocks_done >= parts.plain, parts.again, 0)
+    reduced = np.where(blocks_done > 0, parts.reduced_block, 0)
+    return _of_backward(parts, blocks_done, _SHARE_INSIDE) | {
+        "activations": _left(parts, blocks_done) + again + parts.between,
+        "comm_buffers": parts.sent + parts.exchange + reduced,
+    }
+
+
+def _edge(parts: _Parts, blocks_done: Array) -> Terms:
+    """At the end of a block's backward pass: its activations are free, its gradients go out."""
+    return _of_backward(parts, blocks_done, 1.0) | {
+        "activations": _left(parts, blocks_done + 1),
+        "comm_buffers": parts.sent + parts.reduced_block,
+    }
+
+
+def _of_backward(parts: _Parts, blocks_done: Array, share: float) -> Terms:
+    """What both have: gradients with a share of this block's, logits of other micro-batches, and
+    parameters in use and on their way in."""
+    done = blocks_done / parts.layers
+    ahead = np.where(blocks_done + 1 < parts.layers, 2, 1)
+    return {
+        "grads": parts.grads.at(done) + parts.fresh_ends + share * parts.fresh_block,
+        "logits": parts.logits_wait,
+        "gather_buffers": parts.gathered.at(done) + ahead * parts.block,
+    }
+
+
+def _left(parts: _Parts, blocks_done: Array) -> Array:
+    """Activations of blocks after the backward passes of some."""
+    plain = np.minimum(blocks_done, parts.plain)
+    freed = plain * parts.of_plain + (blocks_done - plain) * parts.of_other
+    return np.maximum(parts.kept - freed, 0)
+
+
+def _root(parts: _Parts) -> Terms:
+    """The very end of a backward pass, when FSDP2 reduces what is in no block."""
+    return {
+        "grads": parts.grads.end + parts.fresh_ends,
+        "gather_buffers": parts.gathered.end,
+        "comm_buffers": parts.reduced_ends,
+    }
+
+
+def _optimizer(setting: Setting, points: Points, counts: Counts) -> Terms:
+    """The update in place, or in chunks where state is decoded, cast or fetched; kernel by kernel
+    over groups it makes one more tensor of everything."""
+    working = np.maximum(points.param_bytes, _FP32)
+    chunk = np.minimum(counts.sharded, _CHUNK) * working
+    tensor = np.minimum(largest_matrix(setting, points), _CHUNK) * working
+    room = (
+        chunk * (points.param_bytes < _FP32)
+        + (2 * chunk + _ROOM_CODING * tensor) * points.optimizer_8bit
+        + _ROOM_FETCHED * chunk * points.offload_optimizer
+        + states.widened_grads(setting, points, counts)
+    )
+    if setting.stack.optimizer == "foreach":
+        room = room + counts.sharded * working
+    return {
+        "grads": states.grads_before(setting, points, counts, np.ones(1), reduced=True),
+        "optimizer": np.where(points.offload_params.astype(bool), 0, room),
+    }
+
+
+def checkpoint_spike_bytes(setting: Setting, points: Points, holdings: Holdings) -> Array:
+    """Host memory that saving a checkpoint takes besides, per device: (s, n).
+
+    A rank's shard of parameters, moments (as fp32 numbers, also where they are 8-bit codes) and
+    master copy is copied to the host before the step goes on, and written from there.
+    """
+    counts = counts_of(setting, points, holdings)
+    working = np.maximum(points.param_bytes, _FP32)
+    master = np.where(points.param_bytes < _FP32, _FP32, 0)
+    return counts.sharded * (points.param_bytes + 2 * working + master)

@@ -1,0 +1,200 @@
+"""States: what a rank holds for its parameters, in bytes.
+
+| between steps | bytes per parameter of this rank's shard |
+|---|---|
+| parameters | as stored, at ZeRO-1, -2 and -3 alike |
+| moments | 8 (16 of fp64), or 2.03 as 8-bit codes with a scale for 256 of them |
+| master copy | 4, of 16-bit parameters |
+
+Within a step FSDP2 gathers, in the type of the arithmetic: at ZeRO-3 the block in use and the one
+ahead, before that (and in any pipeline) everything. Gradients that are reduced once a step (ZeRO-1
+with several micro-batches, pipelines) are whole until then, in fp32 where several are added up.
+Replicas of a part of a network are FSDP2's too, as shards of one rank: whole all the time.
+
+Stacks that hold whole 16-bit parameters (`Stack.states`) have these, and at ZeRO-1 whole gradients,
+from step to step; only moments and master copy are shards (6 + 12/d bytes per parameter with fp32
+gradients, https://github.com/NVIDIA/Megatron-LM, docs of its distributed optimizer).
+
+Source: `paceline.parallel.fsdp`, `paceline.train.optim`; ZeRO https://arxiv.org/abs/1910.02054.
+"""
+
+import numpy as np
+
+from paceline.plan.memory.sharing import (
+    Counts,
+    is_ddp,
+    is_fsdp,
+    lasting_buffers,
+    num_shards,
+)
+from paceline.plan.points import Array, Points, Setting
+
+_FP32 = 4
+# `paceline.train.eight_bit`: a code of a byte, and an fp32 scale for 256 codes.
+_CODE_BYTES = 1 + 4 / 256
+# DeepSpeed's default `reduce_bucket_size`: https://www.deepspeed.ai/docs/config-json
+_MESSAGE = 5e8
+
+
+def optimizer_bytes_per_param(points: Points) -> Array:
+    """Two moments and the master copy: (n,)."""
+    working = np.maximum(points.param_bytes, _FP32)
+    moments = 2 * np.where(points.optimizer_8bit, _CODE_BYTES, working)
+    return moments + np.where(points.param_bytes < _FP32, _FP32, 0)
+
+
+def resident_params(setting: Setting, points: Points, counts: Counts) -> Array:
+    """Bytes of the parameters between steps: (s, n)."""
+    number = np.where(lasting_buffers(setting, points), counts.whole, counts.sharded)
+    return points.param_bytes * number
+
+
+def resident_grads(setting: Setting, points: Points, counts: Counts) -> Array:
+    """Bytes of gradients that are there from step to step: (s, n)."""
+    own = _grad_bytes(setting, points, points.param_bytes)
+    beside = (
+        0 if setting.stack.adds_into_buffer else points.value_bytes * (points.value_bytes < own)
+    )
+    return np.where(_keeps_grads(setting, points), counts.whole * (own + beside), 0)
+
+
+def _keeps_grads(setting: Setting, points: Points) -> Array:
+    return lasting_buffers(setting, points) & (points.zero < 2)
+
+
+def _grad_bytes(setting: Setting, points: Points, param: Array) -> Array:
+    """Bytes of a gradient that waits, where those of the stored parameters take so many."""
+    return {"fp32": np.full(1, 4.0), "bf16": np.full(1, 2.0), "param": param}[
+        setting.stack.grad_dtype
+    ]
+
+
+def _gathers(setting: Setting, points: Points) -> Array:
+    """Whether FSDP2 gathers and frees parameters: (n,), bool."""
+    return is_fsdp(points) & ~lasting_buffers(setting, points)
+
+
+def keeps_whole(points: Points) -> Array:
+    """Whether FSDP2 keeps parameters gathered for the whole step: (n,), bool."""
+    return is_fsdp(points) & ((points.zero < 3) | (points.pp > 1) | (num_shards(points) == 1))
+
+
+def sums_whole(points: Points) -> Array:
+    """Whether gradients are added up whole and reduced once a step: (n,), bool."""
+    late = (points.zero < 2) | (num_shards(points) == 1) | (points.pp > 1)
+    return is_fsdp(points) & late & (points.num_micro_batches > 1)
+
+
+def grads_before(
+    setting: Setting, points: Points, counts: Counts, share: Array, reduced: bool = False
+) -> Array:
+    """Gradients of earlier backward passes, and of a share of this one's blocks: (s, n).
+
+    Those of earlier micro-batches are all there, and so are DDP's buckets at any time; else they
+    come block by block. FSDP2 adds up what it reduces late in the type of the reduction.
+
+    Args:
+        setting: its stack says the type of gradients.
+        points: n layouts.
+        counts: of parameters.
+        share: of the blocks whose backward pass is done, 0 to 1.
+        reduced: as the optimizer finds them.
+    """
+    waiting = _grad_bytes(setting, points, points.param_bytes) * counts.sharded
+    if not reduced:
+        summed = _grad_bytes(setting, points, np.maximum(points.value_bytes, _FP32))
+        waits_whole = sums_whole(points) & ~lasting_buffers(setting, points)
+        waiting = np.where(waits_whole, summed * counts.whole, waiting)
+    there = (points.num_micro_batches > 1) | is_ddp(points)
+    elsewhere = points.offload_params.astype(bool) | _keeps_grads(setting, points)
+    return np.where(elsewhere, 0, np.where(there, waiting, share * waiting))
+
+
+def fresh_grads(setting: Setting, points: Points, counts: Counts, share: float) -> Array:
+    """Gradients of a backward pass that wait to be reduced or added: a share of a block's, and with
+    FSDP2 those of the ends, which wait until the pass is over: (s, n)."""
+    kept = _keeps_grads(setting, points)
+    alone = (points.num_micro_batches == 1) & ~is_ddp(points) & ~kept
+    own = np.where(alone, points.param_bytes, 0)
+    sharded = is_fsdp(points) & ~kept
+    of_block = np.where(sharded, points.value_bytes, own) * share * counts.block
+    return of_block + np.where(sharded, counts.ends * points.value_bytes, 0)
+
+
+def stays_gathered(
+    setting: Setting, points: Points, counts: Counts, done: Array | float = 0.0
+) -> Array:
+    """Copies of parameters that the arithmetic reads beyond one block's: (s, n).
+
+    With FSDP2 all of them, or at ZeRO-3 the ends. With autocast 16-bit copies of the blocks'
+    matrices, but of blocks that recompute only the one at work.
+
+    Args:
+        setting: its stack says what stays whole, and needs no copy.
+        points: n layouts.
+        counts: of parameters.
+        done: share of the blocks whose backward pass is done; the last one of a step frees them.
+    """
+    blocks = counts.whole - counts.ends
+    frees = (points.num_micro_batches == 1) & (points.pp == 1)
+    gathered = counts.ends + np.where(keeps_whole(points), blocks * (1 - frees * done), 0)
+    share = np.where(points.recompute > 0, points.recompute_share, 0)
+    cast = blocks * (1 - share) * (1 - done) + counts.block * (share > 0)
+    copies = np.where(is_fsdp(points), gathered, np.where(_casts(points), cast, 0))
+    return np.where(lasting_buffers(setting, points), 0, copies * points.value_bytes)
+
+
+def cast_head(points: Points, counts: Counts) -> Array:
+    """The head's copy under autocast, which its own backward pass frees: (s, n)."""
+    return np.where(_casts(points), counts.head, 0) * points.value_bytes
+
+
+def _casts(points: Points) -> Array:
+    return (points.value_bytes < points.param_bytes) & ~is_fsdp(points)
+
+
+def gathered_block(setting: Setting, points: Points, counts: Counts) -> Array:
+    """A block's parameters on their way in, or in use, where they come and go: (n,)."""
+    comes_and_goes = _gathers(setting, points) & ~keeps_whole(points)
+    return np.where(comes_and_goes, _in_transit(setting, counts), 0) * points.value_bytes
+
+
+def reduced_block(setting: Setting, points: Points, counts: Counts) -> Array:
+    """A block's gradients on their way out, as FSDP2 copies them into one message: (n,).
+
+    DDP's buckets are the gradients themselves.
+    """
+    reduce = np.maximum(points.value_bytes, _FP32)
+    is_copied = _gathers(setting, points) & ~sums_whole(points)
+    return np.where(is_copied, _in_transit(setting, counts) * reduce, 0)
+
+
+def _in_transit(setting: Setting, counts: Counts) -> Array:
+    """Parameters gathered, or gradients reduced, at a time: a block's, or a message's: (n,)."""
+    in_messages = setting.stack.states == "buffers" and not setting.stack.adds_into_buffer
+    return np.minimum(counts.block, _MESSAGE) if in_messages else counts.block
+
+
+def reduced_ends(setting: Setting, points: Points, counts: Counts) -> Array:
+    """The same for what is in no block: (s, n)."""
+    reduce = np.maximum(points.value_bytes, _FP32)
+    is_copied = _gathers(setting, points) & ~sums_whole(points)
+    return np.where(is_copied, counts.ends * reduce, 0)
+
+
+def widened_grads(setting: Setting, points: Points, counts: Counts) -> Array:
+    """The fp32 copies of a shard's 16-bit gradients that an update outside of the buffers makes,
+    parameter by parameter: (s, n)."""
+    narrow = _grad_bytes(setting, points, points.param_bytes) < _FP32
+    makes = lasting_buffers(setting, points) & narrow & setting.stack.adds_into_buffer
+    return np.where(makes, _FP32 * counts.sharded, 0)
+
+
+def flat_copies(setting: Setting, points: Points, counts: Counts) -> Array:
+    """Where products don't add into the buffer, gradients are copied into one tensor: a message's
+    at a time, and for the update a whole shard's, of 16-bit ones in fp32 as well: (s, n)."""
+    given = _grad_bytes(setting, points, points.param_bytes)
+    update = np.where(given < _FP32, (given + _FP32) * counts.sharded, 0)
+    message = np.where(num_shards(points) > 1, np.minimum(counts.whole, _MESSAGE) * given, 0)
+    copies = lasting_buffers(setting, points) & (not setting.stack.adds_into_buffer)
+    return np.where(copies, update + message, 0)

@@ -4,6 +4,7 @@ A network of a hundred layers has one to four kinds of block: with a sliding win
 experts or dense. Every formula works out a block of each kind once and multiplies.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from paceline.config.model import Model
@@ -21,6 +22,7 @@ class Kind(NamedTuple):
     """Their indices."""
 
 
+@lru_cache(maxsize=64)
 def kinds_of(model: Model) -> tuple[Kind, ...]:
     """The kinds of block of a network, in the order of their first appearance."""
     found: dict[tuple[int | None, bool], list[int]] = {}

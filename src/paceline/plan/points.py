@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.config.hardware import Cluster
+from paceline.config.hardware import Cluster, Device
+from paceline.config.job import Job
 from paceline.config.layout import Layout, size
 from paceline.config.model import Model
 from paceline.config.schedule import DEMANDS
@@ -48,6 +49,27 @@ class Setting:
     stack: Stack
     expert_imbalance: float = 1.0
     """Load of the busiest rank's experts over the mean."""
+    gradient_bytes: float | None = None
+    """Bytes per gradient value between replicas, where gradients are compressed; None: as they
+    are."""
+    loss_share: float = 1.0
+    """Part of the tokens that the head and the loss see: those that a masked language model asks
+    for."""
+    sync_every: int = 1
+    """Steps between exchanges of replicas: more than one for local updates."""
+
+    @classmethod
+    def of(cls, job: Job) -> "Setting":
+        """That of a decoder's Job, whose cluster is concrete."""
+        assert isinstance(job.model, Model)
+        train, stack = job.train, job.cluster.stack or Stack()
+        return cls(job.model, job.cluster, train.seq_len, train.global_batch, stack)
+
+    @property
+    def device(self) -> Device:
+        """Of the concrete cluster."""
+        assert self.cluster.device != "auto"
+        return self.cluster.device
 
 
 @dataclass(frozen=True, eq=False)

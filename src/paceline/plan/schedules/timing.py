@@ -8,8 +8,8 @@ wait for each other. Nothing else is modelled: no memory, no contention, no host
 The published formulas stand beside, to be compared with.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Sequence
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 from paceline.config.schedule import DEMANDS, Action, Schedule
@@ -71,54 +71,107 @@ def needs(action: Action, num_stages: int) -> list[Product]:
 
 def execute(schedule: Schedule, cost: Cost) -> list[list[Timed]]:
     """Run the ranks' lists as far as they go; what is stuck is missing from the result."""
-    made: dict[Product, tuple[int, float]] = {}  # rank and time
-    timed: list[list[Timed]] = [[] for _ in schedule.actions]
-
-    def advance(rank: int) -> bool:
-        """Do one more action of a rank, if what it needs is there."""
-        done, todo = timed[rank], schedule.actions[rank]
-        if len(done) == len(todo):
-            return False
-        action = todo[len(done)]
-        needed = [made.get(product) for product in needs(action, schedule.num_stages)]
-        start_s = done[-1].end_s if done else 0.0
-        for product in needed:
-            if product is None:
-                return False
-            maker, at_s = product
-            start_s = max(start_s, at_s if maker == rank else at_s + cost.p2p_s)
-        end_s = start_s + cost.of(action)
-        done.append(Timed(action, start_s, end_s))
-        if action.kind != "W":
-            made["F" if action.kind == "F" else "I", action.stage, action.micro_batch] = rank, end_s
-        return True
-
-    _until_all_stop(advance, schedule.num_ranks)
-    return timed
+    return [
+        [Timed(*timed) for timed in zip(actions, starts, ends, strict=False)]
+        for actions, (starts, ends) in zip(schedule.actions, _run(schedule, cost), strict=True)
+    ]
 
 
-def _until_all_stop(advance: Callable[[int], bool], num_ranks: int) -> None:
+def _run(schedule: Schedule, cost: Cost) -> list[tuple[list[float], list[float]]]:
+    """When each rank's actions start and end, as far as they go.
+
+    Each rank goes on until it has to wait, in turn, until none moves: about one look per action.
+    """
+    run = _Run(schedule, cost)
     moving = True
     while moving:
-        moving = False
-        for rank in range(num_ranks):
-            while advance(rank):
-                moving = True
+        moved = [run.advance(rank) for rank in range(schedule.num_ranks)]
+        moving = any(moved)
+    return list(zip(run.starts, run.ends, strict=True))
+
+
+class _Run:
+    """An execution under way: what is there, in tables by stage and micro-batch."""
+
+    def __init__(self, schedule: Schedule, cost: Cost) -> None:
+        num_stages, batches = schedule.num_stages, schedule.num_micro_batches
+        self.schedule, self.last = schedule, num_stages - 1
+        whole = [i + w for i, w in zip(cost.input_grad_s, cost.weight_grad_s, strict=True)]
+        self.seconds: dict[str, Sequence[float]] = {
+            "F": cost.forward_s,
+            "B": whole,
+            "I": cost.input_grad_s,
+            "W": cost.weight_grad_s,
+        }
+        # Ends of forward passes and of gradients of inputs; not there yet: -1.
+        self.forward = [[-1.0] * batches for _ in range(num_stages)]
+        self.gradient = [[-1.0] * batches for _ in range(num_stages)]
+        self.starts: list[list[float]] = [[] for _ in schedule.actions]
+        self.ends: list[list[float]] = [[] for _ in schedule.actions]
+        # Seconds from each stage to the next, and back: none where they share a rank.
+        hops = [
+            [0.0 if one == other else cost.p2p_s for one, other in pairwise(ranks)]
+            for ranks in schedule.stage_ranks
+        ]
+        self.hops = [hops[schedule.direction(batch)] for batch in range(batches)]
+
+    def advance(self, rank: int) -> bool:
+        """Do the actions of a rank until what the next one needs is not there."""
+        starts, ends, forward, gradient = (
+            self.starts[rank],
+            self.ends[rank],
+            self.forward,
+            self.gradient,
+        )
+        first = len(ends)
+        clock = ends[-1] if ends else 0.0
+        for kind, stage, batch in islice(self.schedule.actions[rank], first, None):
+            # One function for all kinds: a call for each of 30,000 actions would double the time.
+            if kind == "F":
+                ready = forward[stage - 1][batch] if stage else 0.0
+                if stage and ready >= 0:
+                    ready += self.hops[batch][stage - 1]
+            elif kind == "W":
+                ready = gradient[stage][batch]
+            else:
+                ready = forward[stage][batch]
+                if ready >= 0 and stage < self.last:
+                    behind = gradient[stage + 1][batch]
+                    arrival = behind + self.hops[batch][stage]
+                    ready = behind if behind < 0 else max(ready, arrival)
+            if ready < 0:
+                break
+            if ready > clock:
+                clock = ready
+            starts.append(clock)
+            clock += self.seconds[kind][stage]
+            ends.append(clock)
+            if kind == "F":
+                forward[stage][batch] = clock
+            elif kind != "W":
+                gradient[stage][batch] = clock
+        return len(ends) > first
 
 
 def timeline(schedule: Schedule, cost: Cost) -> list[list[Timed]]:
     """Per rank, its actions with their times. Raises ValueError where the ranks deadlock."""
     timed = execute(schedule, cost)
-    if [len(row) for row in timed] != [len(actions) for actions in schedule.actions]:
+    _must_be_whole(schedule, [len(row) for row in timed])
+    return timed
+
+
+def _must_be_whole(schedule: Schedule, done: list[int]) -> None:
+    if done != [len(actions) for actions in schedule.actions]:
         raise ValueError(
             f"the ranks of schedule {schedule.name!r} deadlock: see what `check` says."
         )
-    return timed
 
 
 def makespan(schedule: Schedule, cost: Cost) -> float:
     """Seconds from the start of the first action to the end of the last, over all ranks."""
-    return max(timed.end_s for timed in chain(*timeline(schedule, cost)))
+    ran = _run(schedule, cost)
+    _must_be_whole(schedule, [len(ends) for _, ends in ran])
+    return max(ends[-1] for _, ends in ran if ends)
 
 
 def bubble_fraction(schedule: Schedule, cost: Cost) -> float:

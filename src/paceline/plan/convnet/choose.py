@@ -1,0 +1,146 @@
+"""Choose how a convolutional network trains on a cluster: replicas, and what a person left open.
+
+How it works: the layouts are few (micro-batches that divide the batch, eager or compiled, what
+precision is asked for), so that all of them are predicted. What is fixed is kept.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+
+from paceline.config.errors import InputError
+from paceline.config.hardware import Cluster
+from paceline.config.layout import Layout, size
+from paceline.config.stack import Stack
+from paceline.config.vision import ConvNet
+from paceline.plan.convnet.kernels import VALUE_BYTES
+from paceline.plan.convnet.step import Training, convnet_times, predict_convnet
+from paceline.plan.points import Array
+from paceline.plan.prediction import Prediction
+from paceline.plan.rules import num_ranks
+from paceline.plan.scale import weak_efficiency
+from paceline.plan.space import Wishes, divisors
+
+_GRADIENT_BYTES = 4
+_BUCKET_MIB = 25.0  # DDP's own
+# What a layout of replicas has, besides what is chosen.
+_PLAIN: dict[str, object] = {
+    **dict.fromkeys(("fsdp", "tp", "pp", "cp", "ep", "ulysses", "stages_per_rank"), 1),
+    "zero": 0,
+    "sequence_parallel": False,
+    "schedule": "none",
+    "split": (),
+    "recompute": "none",
+    "bucket_mib": _BUCKET_MIB,
+}
+
+
+def predict_all(
+    network: ConvNet, cluster: Cluster, global_batch: int, wishes: Wishes | None = None
+) -> tuple[Prediction, ...]:
+    """Every layout of replicas that agrees with the wishes, the fastest first.
+
+    Args:
+        network: the convolutions.
+        cluster: concrete.
+        global_batch: images of a step.
+        wishes: of its `free`, only precision has a meaning here.
+
+    Raises:
+        InputError: another way to split is fixed, the batch can't be shared out, or the speed of
+            the device is not known.
+    """
+    wishes = wishes or Wishes()
+    unknown = [name for name in wishes.free if name != "precision"]
+    if unknown:
+        raise InputError(
+            f"free: {unknown[0]} has no effect on a convolutional network, which is planned with "
+            "replicas only: leave it out."
+        )
+    found = [
+        predict_convnet(network, cluster, layout, global_batch)
+        for layout in _layouts(cluster, global_batch, wishes)
+    ]
+    return tuple(sorted(found, key=lambda one: one.step_s))
+
+
+def _layouts(cluster: Cluster, global_batch: int, wishes: Wishes) -> Iterator[Layout]:
+    ranks, layout = num_ranks(cluster), wishes.layout
+    if layout.dp not in ("auto", ranks):
+        raise InputError(
+            f"layout.dp = {layout.dp} was given for {ranks} devices: a convolutional network is "
+            f'planned with one replica on each, so use dp = {ranks} or "auto".'
+        )
+    if global_batch % ranks:
+        raise InputError(
+            f"train.global_batch = {global_batch} can't be shared out over {ranks} replicas: use a "
+            f"multiple of {ranks}."
+        )
+    each = global_batch // ranks
+    batches = [n for n in wishes.counts("micro_batch", divisors(each)).tolist() if each % n == 0]
+    if not batches:
+        raise InputError(
+            f"no micro-batch that is allowed divides the {each} images of a device: use one of "
+            f"{', '.join(map(str, divisors(each)))}."
+        )
+    given = {name: value for name, value in vars(layout).items() if value != "auto"}
+    for batch, precision, compiled in product(
+        batches, _precisions(cluster, wishes), _compiled(cluster, wishes)
+    ):
+        chosen = {"micro_batch": batch, "precision": precision, "compile": compiled}
+        yield Layout.parse({**_PLAIN, **given, "dp": ranks, **chosen}, "layout")
+
+
+def _precisions(cluster: Cluster, wishes: Wishes) -> tuple[str, ...]:
+    assert cluster.device != "auto"
+    given, can = wishes.layout.precision, cluster.device.precisions
+    if "precision" in wishes.free:
+        return tuple(name for name in can if name in VALUE_BYTES)
+    if given != "auto":
+        return (given,)
+    return (cluster.device.safest_fast_precision,)
+
+
+def _compiled(cluster: Cluster, wishes: Wishes) -> tuple[bool, ...]:
+    assert cluster.device != "auto"
+    every = (False, True) if cluster.device.kind != "cpu" else (False,)
+    return wishes.switches("compile", every)
+
+
+def sentences_of(
+    network: ConvNet, cluster: Cluster, global_batch: int, best: Prediction
+) -> tuple[str, ...]:
+    """What reducing the gradients takes and leaves exposed, and how well the replicas scale."""
+    ranks = size(best.layout.dp)
+    if ranks == 1:
+        return ()
+    alone = predict_convnet(network, cluster, best.layout.replace(dp=1), global_batch // ranks)
+    share = float(weak_efficiency(best.tokens_per_s, ranks, alone.tokens_per_s))
+    reduced_s = _reduce_s(network, cluster, global_batch, best.layout)
+    exposed_s = best.time_s["exposed_comm.dp"]
+    return (
+        f"all-reducing {network.num_params * _GRADIENT_BYTES / 1e6:.3g} MB of gradients takes "
+        f"{reduced_s * 1e3:.3g} ms, of which {exposed_s * 1e3:.3g} ms are exposed "
+        f"({exposed_s / best.step_s:.1%} of the step).",
+        f"{ranks} devices do {share:.1%} of {ranks} times the work of one.",
+    )
+
+
+def _reduce_s(network: ConvNet, cluster: Cluster, global_batch: int, layout: Layout) -> float:
+    batch, ranks = size(layout.micro_batch), size(layout.dp)
+    assert layout.bucket_mib != "auto"
+    training = Training(
+        batch=_column(batch),
+        num_ranks=_column(ranks),
+        precision=str(layout.precision),
+        num_micro_batches=_column(global_batch // (batch * ranks)),
+        bucket_bytes=_column(layout.bucket_mib * 2**20),
+        grad_bytes=_column(_GRADIENT_BYTES),
+    )
+    stack = cluster.stack or Stack()
+    return float(convnet_times(network, cluster, stack, training).reduce_s[0])
+
+
+def _column(value: float) -> Array:
+    return np.array([value])

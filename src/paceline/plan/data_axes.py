@@ -1,0 +1,290 @@
+"""Data axes: what gathering parameters and reducing gradients adds to a step.
+
+How it works: parameters are gathered and reduced in units, as FSDP2 does it: each block, the
+experts of each block, and the rest (embedding, last norm, head). While one unit computes, the next
+one is gathered and the last one reduced, on one stream of communication; a step waits for what
+takes longer than the computing beside it, for the first unit's gathering and for the last one's
+reduction. Replicas add up their (shards of) gradients once a step, in the last micro-batch's
+backward pass; DDP does it bucket by bucket. The zero degrees are those of `parallel.fsdp`:
+
+| zero | gathers | reduces |
+|---|---|---|
+| 3 | in each forward and backward pass | in each backward pass |
+| 2 | once a step | in each backward pass |
+| 1 | once a step | once a step |
+
+In a pipeline the reduction of a stage comes behind its last backward pass, beside what other stages
+of the rank still do.
+
+Overlap: https://arxiv.org/abs/2304.11277 (FSDP), https://arxiv.org/abs/2006.15704 (DDP).
+
+Legend of shapes: n points.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.config.stack import constant
+from paceline.plan.parts import Part, Request, hidden_share, is_cpu
+from paceline.plan.points import SCHEDULES, Array, Points, Setting
+from paceline.plan.work import Work, autocasts, is_sharded
+
+# torch.nn.parallel.DistributedDataParallel's first bucket, so that reducing starts early.
+_FIRST_BUCKET_BYTES = 2**20
+_DUALPIPE = SCHEDULES.index("dualpipe")
+
+
+class Groups(NamedTuple):
+    """Ranks that share parameters of one sort, as `comm.mesh` arranges them."""
+
+    replicas: Array
+    replica_stride: Array
+    shards: Array
+    shard_stride: Array
+
+
+class Held(NamedTuple):
+    """What the busiest pipeline rank holds: (n,) each."""
+
+    blocks: list[Array]
+    """Of each kind."""
+    embeddings: Array
+    heads: Array
+
+
+@dataclass(frozen=True, eq=False)
+class DataSeconds:
+    """Seconds of a step."""
+
+    fsdp_s: Array
+    """Exposed."""
+    dp_s: Array
+    """Exposed."""
+    hidden_s: Array
+    """Of communication beside computing, which is slower meanwhile."""
+
+
+def dense_groups(points: Points) -> Groups:
+    """Ranks that share a sequence (cp) hold the same parameters: they belong to the data axes."""
+    shards = np.where(points.fsdp > 1, points.fsdp * points.cp, 1)
+    replicas = points.dp * np.where(points.fsdp > 1, 1, points.cp)
+    return Groups(replicas, points.tp * shards, shards, points.tp)
+
+
+def expert_groups(setting: Setting, points: Points) -> Groups:
+    """Ranks that hold the same experts: what ep leaves of the data ranks, outermost first."""
+    folds_tp = setting.stack.expert_tp == "one"
+    inner = points.fsdp * points.cp * (points.tp if folds_tp else 1)
+    left = np.maximum(inner / points.ep, 1)
+    outer = np.maximum(points.dp * np.minimum(inner / points.ep, 1), 1)
+    shards = np.where(points.fsdp > 1, left, 1)
+    replicas = outer * np.where(points.fsdp > 1, 1, left)
+    stride = points.ep * (1 if folds_tp else points.tp)
+    return Groups(replicas, stride * shards, shards, stride)
+
+
+def wire_bytes(setting: Setting, points: Points) -> tuple[Array, Array, Array]:
+    """Bytes per value: of a gathered parameter, of a gradient over shards, over replicas."""
+    gathered = points.value_bytes
+    if setting.stack.gather_dtype == "fp8":
+        gathered = np.where(points.value_bytes == 2, 1, points.value_bytes)
+    named = {"fp32": 4, "bf16": 2}.get(setting.stack.grad_dtype)
+    # FSDP2 reduces in fp32 where it computes in 16 bits (parallel.apply); DDP what it has.
+    reduced = np.maximum(points.value_bytes, 4)
+    reduced = (
+        np.where(is_sharded(points), reduced, points.param_bytes)
+        if named is None
+        else (np.full(1, float(named)))
+    )
+    across = reduced if setting.gradient_bytes is None else np.full(1, setting.gradient_bytes)
+    return gathered, reduced, across
+
+
+class _Unit(NamedTuple):
+    """Seconds of a unit's collectives."""
+
+    gather_s: Array
+    reduce_s: Array
+    replicate_s: Array
+
+
+def requests(setting: Setting, points: Points, works: Sequence[Work], held: Held) -> list[Request]:
+    """The collectives of all units: six for each part, and a bucket's of DDP."""
+    gathered, reduced, across = wire_bytes(setting, points)
+    sharded = is_sharded(points)
+    asked = []
+    for work in works:
+        for params, groups in (
+            (work.params, dense_groups(points)),
+            (work.expert_params, expert_groups(setting, points)),
+        ):
+            shards = np.where(sharded, groups.shards, 1)
+            replicas = np.where(sharded, groups.replicas, 1)
+            asked += [
+                Request("all_gather", params * gathered, shards, groups.shard_stride),
+                Request("reduce_scatter", params * reduced, shards, groups.shard_stride),
+                Request(
+                    "all_reduce", params / groups.shards * across, replicas, groups.replica_stride
+                ),
+            ]
+    groups = dense_groups(points)
+    replicas = np.where(sharded, 1, groups.replicas)
+    bucket = np.minimum(points.bucket_bytes, total_params(works, held) * reduced)
+    compressed = across / reduced
+    asked.append(Request("all_reduce", bucket * compressed, replicas, groups.replica_stride))
+    return asked
+
+
+def total_params(works: Sequence[Work], held: Held) -> Array:
+    """Parameters of a rank before sharding."""
+    *blocks, embedding, head = works
+    own = sum(
+        (
+            count * (work.params + work.expert_params)
+            for count, work in zip(held.blocks, blocks, strict=True)
+        ),
+        np.zeros(1),
+    )
+    return own + held.embeddings * embedding.params + held.heads * head.params
+
+
+def data_seconds(
+    setting: Setting,
+    points: Points,
+    works: Sequence[Work],
+    parts: Sequence[Part],
+    held: Held,
+    seconds: Sequence[Array],
+) -> DataSeconds:
+    """What the data axes add to a step; `seconds` answer `requests`."""
+    units = _units(seconds, len(works))
+    host_s = constant(setting.stack, "unit_us") * 1e-6 if is_cpu(setting) else 0.0
+    share = hidden_share(setting) * setting.stack.overlaps_data_axes
+    sharded = _sharded(points, parts, held, units, share, host_s)
+    buckets = _buckets(setting, points, works, parts, held, seconds[-1], share)
+    every = 1 / setting.sync_every
+    is_ddp = ~is_sharded(points)
+    return DataSeconds(
+        np.where(is_ddp, 0.0, sharded.fsdp_s),
+        np.where(is_ddp, buckets.dp_s, sharded.dp_s) * every,
+        np.where(is_ddp, buckets.hidden_s * every, sharded.hidden_s),
+    )
+
+
+def _units(seconds: Sequence[Array], num_parts: int) -> list[_Unit]:
+    units = []
+    for part in range(num_parts):
+        dense, experts = seconds[6 * part : 6 * part + 3], seconds[6 * part + 3 : 6 * part + 6]
+        units.append(_Unit(*(one + other for one, other in zip(dense, experts, strict=True))))
+    return units
+
+
+def _sharded(
+    points: Points,
+    parts: Sequence[Part],
+    held: Held,
+    units: list[_Unit],
+    share: float,
+    host_s: float,
+) -> DataSeconds:
+    """What FSDP2 adds; a gathering or reduction takes the host `host_s` of the device's time."""
+    *blocks, embedding, head = units
+    root = _Unit(
+        *(held.embeddings * e + held.heads * h for e, h in zip(embedding, head, strict=True))
+    )
+    batches = points.num_micro_batches
+    num_layers = sum(held.blocks, np.zeros(1))
+    # One unit is gathered, or reduced, with nothing to compute beside.
+    inner = share * np.maximum(num_layers - 1, 0) / np.maximum(num_layers, 1)
+    again = points.zero == 3
+    forward_passes = np.where(again, batches, 1)
+    backward_passes = np.where(points.zero >= 2, batches, 1)
+    gathers, reduces, hidden_forward, hidden_backward, replicas, spare = (np.zeros(1),) * 6
+    for count, unit, part in zip(held.blocks, blocks, parts, strict=False):
+        backward_s = np.where(again, unit.gather_s, 0.0) + unit.reduce_s
+        gathers = gathers + count * unit.gather_s
+        reduces = reduces + count * unit.reduce_s
+        replicas = replicas + count * unit.replicate_s
+        hidden_forward = hidden_forward + count * np.minimum(unit.gather_s, part.forward.beside_s)
+        beside = np.minimum(backward_s, part.beside_backward_s)
+        hidden_backward = hidden_backward + count * beside
+        spare = spare + count * (part.beside_backward_s - beside)
+    hidden_forward, hidden_backward = inner * hidden_forward, inner * hidden_backward
+    hidden_backward = hidden_backward * _beside_reduction(points)
+    total_s = (
+        forward_passes * (root.gather_s + gathers)
+        + np.where(again, backward_passes * gathers, 0.0)
+        + backward_passes * (root.reduce_s + reduces)
+    )
+    num_units = num_layers + 1
+    num_gathers = forward_passes * num_units + np.where(again, backward_passes * num_layers, 0.0)
+    total_s = total_s + host_s * (num_gathers + backward_passes * num_units)
+    # The next micro-batch goes on without waiting for the last reductions of this one.
+    late = np.maximum(backward_passes - 1, 0) * share * root.reduce_s
+    hidden = forward_passes * hidden_forward + backward_passes * hidden_backward + late
+    replicas = replicas + root.replicate_s
+    hidden_replicas = np.minimum(
+        share * np.maximum(replicas - root.replicate_s, 0), spare * _beside_reduction(points)
+    )
+    return DataSeconds(total_s - hidden, replicas - hidden_replicas, hidden + hidden_replicas)
+
+
+def _beside_reduction(points: Points) -> Array:
+    """Part of a rank's backward work that may run beside its reductions."""
+    return np.where(points.pp > 1, 1 - 1 / np.maximum(points.stages_per_rank, 1), 1.0)
+
+
+def _buckets(
+    setting: Setting,
+    points: Points,
+    works: Sequence[Work],
+    parts: Sequence[Part],
+    held: Held,
+    bucket_s: Array,
+    share: float,
+) -> DataSeconds:
+    """DDP: full buckets while the last backward pass goes on; the last one comes behind it."""
+    _, reduced, _ = wire_bytes(setting, points)
+    total_bytes = total_params(works, held) * reduced
+    number = np.maximum(total_bytes / np.maximum(points.bucket_bytes, 1), 1)
+    all_s = number * bucket_s
+    backward_s = sum(
+        (count * part.beside_backward_s for count, part in zip(held.blocks, parts, strict=False)),
+        np.zeros(1),
+    )
+    first = np.minimum(_FIRST_BUCKET_BYTES / np.maximum(total_bytes, 1), 1)
+    hidden_s = share * np.minimum(np.maximum(all_s - bucket_s, 0), backward_s * (1 - first))
+    none = np.zeros(1)
+    return DataSeconds(none, all_s - hidden_s, hidden_s)
+
+
+def shard_of_params(setting: Setting, points: Points, works: Sequence[Work], held: Held) -> Array:
+    """Parameters whose optimizer state a rank keeps, hence steps."""
+    *blocks, embedding, head = works
+    dense, experts = dense_groups(points), expert_groups(setting, points)
+    whole = held.embeddings * embedding.params + held.heads * head.params
+    of_experts: Array = np.zeros(1)
+    for count, work in zip(held.blocks, blocks, strict=True):
+        whole = whole + count * work.params
+        of_experts = of_experts + count * work.expert_params
+    return whole / dense.shards + of_experts / experts.shards
+
+
+def grad_copy_bytes(setting: Setting, points: Points, works: Sequence[Work], held: Held) -> Array:
+    """Bytes moved per micro-batch to cast and add up gradients, and to copy in and out of buckets.
+
+    A gathered parameter is copied out of the flat buffer (read and written), its gradient into
+    another (read in its type, written in that of the reduction). What stays whole is added up: read
+    twice and written.
+    """
+    params = total_params(works, held)
+    gathered, reduced, _ = wire_bytes(setting, points)
+    per_pass = np.where(points.zero == 3, 4.0, 0.0) * gathered
+    per_pass = per_pass + np.where(points.zero >= 2, gathered + reduced, 0.0)
+    whole = points.zero < 2
+    adds = np.where(whole & (points.num_micro_batches > 1), 3 * reduced, 0.0)
+    casts = np.where(autocasts(setting, points), 2 * (points.param_bytes + points.value_bytes), 0.0)
+    return params * np.where(is_sharded(points), per_pass + adds, adds + casts)

@@ -1,0 +1,231 @@
+"""Kernels: seconds of each part's own kernels for one micro-batch, without communication.
+
+How it works: the operators of all parts (`paceline.plan.work`) are stacked into a few arrays, and
+one call per kind of operator prices them (`paceline.plan.rates`).
+
+Legend of shapes: n points.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.config.stack import constant
+from paceline.plan.points import PRECISIONS, Array, Points, Setting
+from paceline.plan.rates import attention_s, matmul_s, memory_s
+from paceline.plan.work import LINEAR, PLAIN, WIDE, Core, Product, Work, padded_rows
+
+_FP8 = PRECISIONS.index("fp8")
+# Products of 16-bit numbers whose rows aren't multiples of 16 bytes run at 30 to 40 % of the rate
+# (seen on A100 with a vocabulary of 50,257; NVIDIA's guide to matrix products asks for multiples
+# of 8, https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication).
+_ALIGNED_NUMBERS = 8
+_MISALIGNED_FACTOR = 2.6
+
+
+class Kernels(NamedTuple):
+    """Seconds of one part by what computes, before passes are put together."""
+
+    forward: Array
+    """Products."""
+    last: Array
+    """Those that a recomputation leaves out."""
+    alternate: Array
+    """The second, the fourth and so on of them."""
+    input_grad: Array
+    weight_grad: Array
+    core: Array
+    """One call of attention, and the calls."""
+    core_backward: Array
+    calls: Array
+    sweeps: Array
+    sweeps_again: Array
+    sweeps_backward: Array
+    num_products: float
+    num_kernels: Array
+    num_kernels_backward: Array
+
+
+def kernels_of(setting: Setting, points: Points, works: Sequence[Work]) -> list[Kernels]:
+    """Seconds of the kernels of each part."""
+    products = _products_s(setting, points, works)
+    sweeps = _sweeps_s(setting, points, works)
+    made = []
+    for number, work in enumerate(works):
+        core, core_backward, calls = _cores_s(setting, points, work.cores)
+        forward, input_grad, weight_grad, last, alternate = products[number]
+        ahead, again, back = sweeps[number]
+        made.append(
+            Kernels(
+                forward,
+                last,
+                alternate,
+                input_grad,
+                weight_grad,
+                core,
+                core_backward,
+                calls,
+                ahead,
+                again,
+                back,
+                len(work.products),
+                _num(s.kernels for s in work.sweeps if not s.backward),
+                _num(s.kernels for s in work.sweeps if s.backward) + calls,
+            )
+        )
+    return made
+
+
+def _num(counts: Iterable[Array]) -> Array:
+    return sum(counts, np.zeros(1))
+
+
+def _products_s(setting: Setting, points: Points, works: Sequence[Work]) -> list[tuple[Array, ...]]:
+    """Per part: forward, gradients of inputs and of weights, what ends the block, and every other
+    one forward.
+    """
+    placed = [(at, product) for at, work in enumerate(works) for product in work.products]
+    seconds: list[Array] = [np.zeros((3, 1))] * len(placed)
+    for arithmetic in (LINEAR, PLAIN, WIDE):
+        chosen = [at for at, (_, product) in enumerate(placed) if product.arithmetic == arithmetic]
+        if chosen:
+            rows = _distinct_s(setting, points, [placed[at][1] for at in chosen], arithmetic)
+            for at, row in zip(chosen, rows, strict=True):
+                seconds[at] = row
+    sums: list[tuple[Array, ...]] = []
+    for number in range(len(works)):
+        own = [(p, seconds[at]) for at, (part, p) in enumerate(placed) if part == number]
+        passes = sum((s for _, s in own), np.zeros((3, 1)))
+        last = sum((s[0] for p, s in own if p.ends_block), np.zeros(1))
+        alternate = sum((s[0] for _, s in own[1::2]), np.zeros(1))
+        sums.append((passes[0], passes[1], passes[2], last, alternate))
+    return sums
+
+
+def _distinct_s(
+    setting: Setting, points: Points, products: list[Product], arithmetic: int
+) -> list[Array]:
+    """Of each product (3, n): forward and the two gradients; what is alike is priced once."""
+    first = {id(product): product for product in products}
+    distinct = list(first.values())
+    m = stacked([padded_rows(setting, product) for product in distinct])
+    n, k = (stacked([getattr(p, name) for p in distinct]) for name in ("n", "k"))
+    m, n, k = np.broadcast_arrays(m, n, k)
+    shapes = np.stack((m, m, n)), np.stack((n, k, k)), np.stack((k, n, m))
+    alone = _by_precision(setting, points, arithmetic, *shapes)  # (3, products, n)
+    grouped = np.array([np.max(product.groups) > 1 for product in distinct])
+    if grouped.any():
+        alone = np.maximum(alone, _weights_s(setting, points, distinct))
+    if arithmetic == LINEAR and np.any(points.precision == _FP8):
+        alone = alone + np.where(points.precision == _FP8, _casts_s(setting, points, m, n, k), 0.0)
+    alone = alone * _misaligned(setting, points, n, k) * constant(setting.stack, "matmul_time")
+    of = dict(zip(first, np.moveaxis(alone, 1, 0), strict=True))
+    return [of[id(product)] for product in products]
+
+
+def _misaligned(setting: Setting, points: Points, n: Array, k: Array) -> Array:
+    """What a product with rows of an odd length takes over one whose rows start at 16 bytes.
+
+    Tensor cores read 16 bytes at a time; a GPT-2 vocabulary of 50,257 is the usual case.
+    """
+    if setting.device.kind != "cuda":
+        return np.ones(1)
+    odd = (np.mod(n, _ALIGNED_NUMBERS) != 0) | (np.mod(k, _ALIGNED_NUMBERS) != 0)
+    return np.where(odd & (points.value_bytes < 4), _MISALIGNED_FACTOR, 1.0)
+
+
+def _by_precision(
+    setting: Setting, points: Points, arithmetic: int, m: Array, n: Array, k: Array
+) -> Array:
+    """Seconds of products whose arithmetic differs from point to point."""
+    device = setting.device
+    names = [_arithmetic(PRECISIONS[index], arithmetic) for index in points.precision]
+    seconds: Array = np.zeros(1)
+    for name in set(names):
+        here = matmul_s(device, name, m, n, k)
+        is_here = np.array([other == name for other in names]) if len(set(names)) > 1 else None
+        seconds = here if is_here is None else np.where(is_here, here, seconds)
+    return seconds
+
+
+def _arithmetic(precision: str, arithmetic: int) -> str:
+    if arithmetic == WIDE:
+        return "fp64" if precision == "fp64" else "fp32"
+    return "bf16" if precision == "fp8" and arithmetic == PLAIN else precision
+
+
+def _weights_s(setting: Setting, points: Points, products: list[Product]) -> Array:
+    """Seconds to read the matrices of all experts once, which few rows each may not outweigh."""
+    numbers = stacked(
+        [np.where(np.asarray(p.groups) > 1, p.groups, 0) * p.n * p.k for p in products]
+    )
+    return memory_s(setting.device, numbers * points.value_bytes)
+
+
+def _casts_s(setting: Setting, points: Points, m: Array, n: Array, k: Array) -> Array:
+    """Casting operands to fp8, by the bytes that it moves per number.
+
+    Kernel by kernel, each operand is read for its largest magnitude, read again and written, and
+    once more for the products of the backward pass (torchao); a compiler makes one pass of the last
+    two. Fused by hand, what wrote the inputs writes them in fp8 with a transposed copy, gradients
+    are read once and written twice (TransformerEngine); weights are cast once a step, which is
+    `plan.step`'s to count.
+    """
+    x, w, y = m * k, n * k, m * n
+    first, again = np.where(points.compile, 3.0, 5.0), np.where(points.compile, 2.0, 5.0)
+    by_pass = (first * (x + w), first * y + again * w, again * x)
+    if setting.stack.elementwise == "fused":
+        by_pass = 2 * x, 4 * y, 0 * x
+    moved = np.stack(np.broadcast_arrays(*by_pass))
+    return memory_s(setting.device, np.maximum(moved, 1.0)) * (moved > 0)
+
+
+def _cores_s(
+    setting: Setting, points: Points, cores: tuple[Core, ...]
+) -> tuple[Array, Array, Array]:
+    """Seconds of a call of attention forward and backward, and the calls."""
+    if not cores:
+        return np.zeros(1), np.zeros(1), np.zeros(1)
+    (core,) = cores
+    device, stack = setting.device, setting.stack
+    factor = constant(stack, "attention_time")
+
+    def seconds(backward: bool) -> Array:
+        found: Array = np.zeros(1)
+        for index in np.unique(points.precision):
+            name = _arithmetic(PRECISIONS[index], PLAIN)
+            here = attention_s(device, name, stack.attention, *core[:6], backward=backward)
+            found = np.where(points.precision == index, here, found)
+        return found * factor
+
+    return seconds(False), seconds(True), np.asarray(core.calls, float)
+
+
+def _sweeps_s(
+    setting: Setting, points: Points, works: Sequence[Work]
+) -> list[tuple[Array, Array, Array]]:
+    """Per part: forward, what recomputation does again of it, and backward."""
+    placed = [(at, sweep) for at, work in enumerate(works) for sweep in work.sweeps]
+    kernels = stacked([sweep.kernels for _, sweep in placed])
+    num_bytes = stacked([sweep.num_bytes for _, sweep in placed])
+    each = memory_s(setting.device, num_bytes / np.maximum(kernels, 1))
+    seconds = each * kernels * constant(setting.stack, "memory_time")
+
+    def total(part: int, backward: bool, again: bool = False) -> Array:
+        rows = [
+            at
+            for at, (number, sweep) in enumerate(placed)
+            if number == part and sweep.backward == backward and (sweep.again or not again)
+        ]
+        return seconds[rows].sum(0) if rows else np.zeros(1)
+
+    return [
+        (total(part, False), total(part, False, again=True), total(part, True))
+        for part in range(len(works))
+    ]
+
+
+def stacked(columns: Sequence[Array | float]) -> Array:
+    """Columns of length n or 1 as rows of one array."""
+    return np.stack(np.broadcast_arrays(*map(np.atleast_1d, columns)))

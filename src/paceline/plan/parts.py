@@ -1,0 +1,295 @@
+"""Parts: seconds of each part of a network for one micro-batch, from its list of work.
+
+How it works: the kernels of each part (`paceline.plan.kernels`) and its collectives
+(`paceline.plan.collectives`, one call per kind for all parts) are put together to passes: forward,
+gradient of the input, gradient of the weights. What is recomputed is part of the second.
+Collectives that run beside products or attention are hidden as far as the stack can; the computing
+is slower meanwhile.
+
+Legend of shapes: n points.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.config.stack import constant
+from paceline.plan.collectives import collective_s, is_across
+from paceline.plan.kernels import Kernels, kernels_of, stacked
+from paceline.plan.points import PRECISIONS, RECOMPUTE, SCHEDULES, Array, Points, Setting
+from paceline.plan.work import (
+    Exchange,
+    Work,
+)
+
+COMPUTE = ("matmul", "attention", "other_kernels", "recompute")
+BLOCKING = ("exposed_comm.tp", "exposed_comm.cp", "exposed_comm.ep")
+SPLIT = [SCHEDULES.index(s) for s in ("zb_h1", "interleaved_zb", "zbv", "dualpipev", "dualpipe")]
+_FP8 = PRECISIONS.index("fp8")
+_SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
+
+# Replaying a captured graph costs the host a tenth of launching its kernels one by one.
+_GRAPH_SHARE_OF_LAUNCH = 0.1
+# Compiled code calls its kernels without dispatch, and a block is one node for autograd.
+_COMPILED_SHARE_OF_LAUNCH = 0.5
+# Kernels that the host has to launch after it waited for the device, until the queue is fed again.
+_LAUNCHES_AFTER_WAIT = 6
+# Views, allocations and autograd's own nodes take the host about as long as another launch each.
+_LAUNCHES_PER_EXCHANGE = 1
+# Cut into pieces, a product runs beside its gather or scatter except at its ends, and the pieces
+# are slower than the whole: half of the time is won, as published for torch's async tensor
+# parallelism (https://discuss.pytorch.org/t/209487).
+_ASYNC_TP_SHARE = 0.5
+
+
+class Request(NamedTuple):
+    """A collective whose seconds are asked for."""
+
+    op: str
+    num_bytes: Array
+    num_ranks: Array
+    stride: Array
+
+
+class Pass(NamedTuple):
+    """One pass of one part over one micro-batch; every array is (n,) or (1,)."""
+
+    terms: dict[str, Array]
+    """Seconds on the device by term of COMPUTE and BLOCKING; they sum to `device_s`."""
+    device_s: Array
+    host_s: Array
+    """Seconds that the host takes to launch it."""
+    wait_s: Array
+    """Seconds in which the device waits for a host that had to wait for it."""
+
+    @property
+    def beside_s(self) -> Array:
+        """Seconds in which the data axes, whose groups are their own, may communicate: all of it,
+        a late host's delay included.
+        """
+        return np.maximum(self.device_s, self.host_s)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Seconds of one part of a network."""
+
+    forward: Pass
+    input_grad: Pass
+    weight_grad: Pass
+    """Empty where the backward pass can't be split."""
+
+    @property
+    def backward_s(self) -> Array:
+        """Seconds on the device of the backward pass."""
+        return self.input_grad.device_s + self.weight_grad.device_s
+
+    @property
+    def beside_backward_s(self) -> Array:
+        """As `Pass.beside_s`, of the backward pass."""
+        return self.input_grad.beside_s + self.weight_grad.beside_s
+
+
+def exchange_s(setting: Setting, requests: Sequence[Request]) -> list[Array]:
+    """Seconds of collectives, in a call for each kind."""
+    seconds: list[Array] = [np.zeros(1)] * len(requests)
+    stack = setting.stack
+    inside, across = constant(stack, "comm_time_inside"), constant(stack, "comm_time_across")
+    alive = [at for at, request in enumerate(requests) if np.max(request.num_ranks) > 1]
+    for op in {requests[at].op for at in alive}:
+        places = [at for at in alive if requests[at].op == op]
+        num_bytes, num_ranks, stride = (
+            stacked([getattr(requests[at], name) for at in places])
+            for name in ("num_bytes", "num_ranks", "stride")
+        )
+        alone = collective_s(setting.cluster, op, num_bytes, num_ranks, stride)
+        factor = np.where(is_across(setting.cluster, num_ranks, stride), across, inside)
+        for at, row in zip(places, alone * factor, strict=True):
+            seconds[at] = row
+    return seconds
+
+
+def hidden_share(setting: Setting) -> float:
+    """Part of what could run beside computing that really does: on a CPU none, for gloo's threads
+    run on the cores that compute.
+    """
+    return 0.0 if is_cpu(setting) else constant(setting.stack, "overlap_share")
+
+
+def is_cpu(setting: Setting) -> bool:
+    """Whether the host's work takes the device's own time."""
+    return setting.device.kind == "cpu"
+
+
+def part_seconds(setting: Setting, points: Points, works: Sequence[Work]) -> list[Part]:
+    """Seconds of each part."""
+    exchanges = [exchange for work in works for exchange in work.exchanges]
+    all_seconds = iter(exchange_s(setting, [Request(*exchange[1:5]) for exchange in exchanges]))
+    parts = []
+    for work, kernels in zip(works, kernels_of(setting, points, works), strict=True):
+        sent = [(exchange, next(all_seconds)) for exchange in work.exchanges]
+        parts.append(_part(setting, points, work, kernels, sent))
+    return parts
+
+
+Sent = Sequence[tuple[Exchange, Array]]
+
+
+def _part(setting: Setting, points: Points, work: Work, kernels: Kernels, sent: Sent) -> Part:
+    forward = _forward(setting, points, work, kernels, sent)
+    terms = {
+        "matmul": kernels.input_grad,
+        "attention": kernels.core_backward * kernels.calls,
+        "other_kernels": kernels.sweeps_backward,
+    }
+    terms |= _recomputed(setting, points, kernels, forward)
+    backward = [(e, s * e.times) for e, s in sent if e.backward]
+    backward += _sent_again(points, sent)
+    window = kernels.input_grad + kernels.weight_grad
+    _send(setting, points, terms, backward, window, kernels.core_backward)
+    launches = (
+        kernels.num_products
+        + kernels.num_kernels_backward
+        + _again_share(points) * (kernels.num_kernels + kernels.num_products)
+    )
+    input_grad = _pass(setting, points, terms, launches, backward)
+    weight_grad = _pass(
+        setting, points, {"matmul": kernels.weight_grad}, np.full(1, float(kernels.num_products))
+    )
+    return Part(forward, *_split(points, input_grad, weight_grad))
+
+
+def _forward(setting: Setting, points: Points, work: Work, kernels: Kernels, sent: Sent) -> Pass:
+    terms = {
+        "matmul": kernels.forward,
+        "attention": kernels.core * kernels.calls,
+        "other_kernels": kernels.sweeps,
+    }
+    ahead = [(e, s * e.times) for e, s in sent if not e.backward]
+    _send(setting, points, terms, ahead, kernels.forward, kernels.core)
+    launches = kernels.num_products + kernels.num_kernels + 2 * kernels.calls
+    made = _pass(setting, points, terms, launches, ahead)
+    waits = work.host_syncs * _LAUNCHES_AFTER_WAIT * _launch_s(setting, points)
+    return made._replace(wait_s=np.asarray(waits, float))
+
+
+def _send(
+    setting: Setting,
+    points: Points,
+    terms: dict[str, Array],
+    sent: Sent,
+    products_s: Array,
+    call_s: Array,
+) -> None:
+    """Add what collectives leave exposed to a pass, and what hiding the rest costs it."""
+    stack = setting.stack
+    share, slow = hidden_share(setting), constant(stack, "overlap_slowdown")
+    rings = [(e, s) for e, s in sent if e.op == "send_recv"]
+    hidden = np.zeros(1)
+    if rings:
+        # The hops of a ring are sent together, each beside a call of attention.
+        calls = np.maximum(rings[0][0].times, 1)
+        ring_s = sum((s for _, s in rings), np.zeros(1))
+        hidden = hidden + share * np.minimum(ring_s, call_s * calls)
+        terms["exposed_comm.cp"] = ring_s - hidden
+    beside = {
+        "tp": np.where(stack.overlaps_tp, 1.0, np.where(points.async_tp, _ASYNC_TP_SHARE, 0.0)),
+        "cp": np.zeros(1),
+        "ep": np.full(1, float(stack.overlaps_ep)),
+    }
+    for axis, overlaps in beside.items():
+        whole = [s for e, s in sent if e.axis == axis and e.op != "send_recv"]
+        if not whole:
+            continue
+        total = sum(whole, np.zeros(1))
+        inside = overlaps * share * np.minimum(total, products_s)
+        term = f"exposed_comm.{axis}"
+        terms[term] = terms.get(term, np.zeros(1)) + total - inside
+        hidden = hidden + inside
+    terms["matmul"] = terms["matmul"] + hidden * (slow - 1)
+
+
+def _recomputed(
+    setting: Setting, points: Points, kernels: Kernels, forward: Pass
+) -> dict[str, Array]:
+    """Kernels that run once more before the backward pass of a block."""
+    core = kernels.core * kernels.calls
+    stops_early = setting.stack.recompute_stops_early
+    full = kernels.forward + core + kernels.sweeps_again - (kernels.last if stops_early else 0)
+    by_granularity = {
+        "block": kernels.sweeps_again,
+        "attention": core,
+        "half": kernels.sweeps_again + kernels.alternate,
+    }
+    selective = by_granularity[setting.stack.recompute_granularity]
+    chosen = np.where(points.recompute == _FULL, full, selective)
+    return {"recompute": chosen * _again_share(points)}
+
+
+def _sent_again(points: Points, sent: Sent) -> Sent:
+    """Collectives of the forward pass that recomputation repeats."""
+    repeated = []
+    for exchange, seconds in sent:
+        kinds = {"full": (_FULL,), "selective": (_SELECTIVE, _FULL)}.get(exchange.again, ())
+        if kinds:
+            does = np.isin(points.recompute, kinds) * points.recompute_share
+            repeated.append((exchange, seconds * exchange.times * does))
+    return repeated
+
+
+def _again_share(points: Points) -> Array:
+    return np.where(points.recompute > 0, points.recompute_share, 0.0)
+
+
+def _split(points: Points, input_grad: Pass, weight_grad: Pass) -> tuple[Pass, Pass]:
+    """Put both halves together where the runtime can't split them (parallel/pp/stage.py)."""
+    whole = points.compile | (points.recompute > 0)
+    # The product of torchao is one node of the graph: each half computes both gradients.
+    twice = (points.precision == _FP8) & np.isin(points.schedule, SPLIT) & ~whole
+    moved, kept = np.where(whole | twice, 1.0, 0.0), np.where(whole, 0.0, 1.0)
+    extra = np.where(twice, input_grad.terms["matmul"], 0.0)
+    terms = dict(input_grad.terms)
+    terms["matmul"] = terms["matmul"] + moved * weight_grad.terms["matmul"]
+    late = {"matmul": kept * weight_grad.terms["matmul"] + extra}
+    return (
+        input_grad._replace(
+            terms=terms,
+            device_s=input_grad.device_s + moved * weight_grad.device_s,
+            host_s=input_grad.host_s + moved * weight_grad.host_s,
+        ),
+        Pass(
+            late,
+            late["matmul"],
+            kept * weight_grad.host_s + np.where(twice, input_grad.host_s, 0.0),
+            np.zeros(1),
+        ),
+    )
+
+
+def _pass(
+    setting: Setting,
+    points: Points,
+    terms: dict[str, Array],
+    launches: Array,
+    sent: Sent = (),
+) -> Pass:
+    device_s = sum(terms.values(), np.zeros(1))
+    host_s = (launches + _num_exchanges(sent)) * _launch_s(setting, points)
+    if is_cpu(setting):
+        of_tp = [(e, s) for e, s in sent if e.axis == "tp"]
+        host_s = host_s + _num_exchanges(of_tp) * constant(setting.stack, "tp_exchange_us") * 1e-6
+    return Pass(terms, device_s, host_s, np.zeros(1))
+
+
+def _launch_s(setting: Setting, points: Points) -> Array:
+    each = constant(setting.stack, "launch_us") * 1e-6
+    if setting.stack.launch == "graph":
+        each *= _GRAPH_SHARE_OF_LAUNCH
+    return each * np.where(points.compile, _COMPILED_SHARE_OF_LAUNCH, 1.0)
+
+
+def _num_exchanges(sent: Sent) -> Array:
+    counts = (np.where(e.num_ranks > 1, e.times, 0.0) for e, _ in sent)
+    return _LAUNCHES_PER_EXCHANGE * sum(counts, np.zeros(1))

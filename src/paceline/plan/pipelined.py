@@ -1,0 +1,322 @@
+"""Pipelined: from the seconds of a pipeline's stages to those of a step.
+
+Two ways, of one signature (`Pipeline`): `simulated` executes the list of actions that the runtime
+will execute, with each stage's own seconds; `closed_form` prices columns of layouts by the
+published formulas, adapted to unequal stages, where no list is at hand. A test holds the second
+against the first.
+
+A step of m micro-batches takes what the busiest rank computes, plus its waiting (the bubble). With
+unequal stages the busiest rank sets the pace of the others; what comes before its first and after
+its last micro-batch is the other stages' work: T = sum T_i + (m - 1) max T_i (Alpa,
+https://arxiv.org/abs/2201.12023), divided by the stages of a rank where they are interleaved
+(https://arxiv.org/abs/2104.04473). The zero-bubble formulas are those of
+`plan.schedules.bubble_fraction_published`, with the same adaptation.
+
+Transfers between stages run beside the computing, but each must be waited for: a stage that has few
+micro-batches under way stands still while one travels there and back.
+
+Legend of shapes: s stages (or classes of them), n points.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.config.layout import Layout, size
+from paceline.config.model import Model
+from paceline.config.schedule import Schedule
+from paceline.config.stack import Stack
+from paceline.plan.kinds import Kind
+from paceline.plan.points import SCHEDULES, Array, Points, Setting
+from paceline.plan.schedules import build_schedule
+from paceline.plan.schedules.timing import Cost, makespan
+from paceline.plan.stages import Stages
+
+
+class Passes(NamedTuple):
+    """Seconds of each stage for one micro-batch: (s, n) each."""
+
+    forward_s: Array
+    input_grad_s: Array
+    weight_grad_s: Array
+
+    @property
+    def whole_s(self) -> Array:
+        """Forward and backward."""
+        return self.forward_s + self.input_grad_s + self.weight_grad_s
+
+
+class Ran(NamedTuple):
+    """What became of a step's micro-batches."""
+
+    makespan_s: Array
+    """(n,), from the first action's start to the last one's end."""
+    work: Array
+    """(s, n): how many micro-batches of each stage the busiest rank works on."""
+
+
+Pipeline = Callable[[Points, Stages, Passes, Array], Ran]
+"""Maps points, their stages, the stages' seconds and the seconds of a transfer (n,) to Ran."""
+
+_INDEX = {name: index for index, name in enumerate(SCHEDULES)}
+_V_SHAPED = [_INDEX["zbv"], _INDEX["dualpipev"], _INDEX["dualpipe"]]
+# Classes of stage in columns.
+_FIRST, _INNER, _LAST, _REST = range(4)
+_CLASSES = 4
+
+
+# ---- which stage holds what --------------------------------------------------------------------
+
+
+def stages_of(setting: Setting, layout: Layout, kinds: tuple[Kind, ...]) -> Stages:
+    """Every stage of a concrete layout; one, where there is no pipeline: arrays (.., s, 1)."""
+    assert layout.split != "auto"
+    split = layout.split or (setting.model.num_layers,)
+    ends = np.cumsum(split)
+    starts = ends - np.array(split)
+    layers = np.array(
+        [
+            [
+                sum(start <= layer < end for layer in kind.layers)
+                for start, end in zip(starts, ends, strict=True)
+            ]
+            for kind in kinds
+        ],
+        float,
+    )
+    first, last = np.arange(len(split)) == 0, np.arange(len(split)) == len(split) - 1
+    return Stages(layers[:, :, None], first[:, None], last[:, None], np.ones((len(split), 1)))
+
+
+def num_stages(points: Points) -> Array:
+    """Stages that a micro-batch passes; DualPipe's two per rank are one of each direction."""
+    per_rank = np.where(points.schedule == _INDEX["dualpipe"], 1, points.stages_per_rank)
+    return points.pp * per_rank
+
+
+def bounding_stages(
+    model: Model, points: Points, kinds: tuple[Kind, ...], head_layers: Array | float
+) -> Stages:
+    """Four classes of stage for columns, with layers as they'd be split: the first, the inner ones
+    of the rank that has most of them, the last, and the rest, which no busiest rank holds.
+
+    Args:
+        model: the network.
+        points: columns.
+        kinds: of its blocks; each stage is taken to have its share of all kinds.
+        head_layers: how many layers the head weighs as much as.
+    """
+    stages, total = num_stages(points), float(model.num_layers)
+    several = stages > 1
+    inner, early, last = _even_split(total, points, head_layers)
+    first, last = np.where(several, early, total), np.where(several, last, 0.0)
+    num_inner = np.clip(np.maximum(stages / points.pp, _directions(points)), 0, stages - 2)
+    num_inner = np.maximum(num_inner, 0)
+    num_rest = np.maximum(stages - 2 - num_inner, 0)
+    rest = np.maximum(total - first - last - num_inner * inner, 0) / np.maximum(num_rest, 1)
+    layers = np.stack(np.broadcast_arrays(first, inner, last, rest))
+    count = np.stack(np.broadcast_arrays(1.0, num_inner, np.where(several, 1.0, 0.0), num_rest))
+    shares = np.array([len(kind.layers) / total for kind in kinds])
+    number = np.arange(_CLASSES)[:, None]
+    has_head = np.where(several, number == _LAST, number == _FIRST)
+    return Stages(shares[:, None, None] * layers, (number == _FIRST) & (count > 0), has_head, count)
+
+
+def _directions(points: Points) -> Array:
+    return np.where(points.schedule == _INDEX["dualpipe"], 2, 1)
+
+
+def _even_split(
+    total: float, points: Points, head_layers: Array | float
+) -> tuple[Array, Array, Array]:
+    """Layers of an inner stage of the busiest rank, of an early stage, and of the last one.
+
+    As `split_layers`: the heaviest stage is as light as can be, and of the others those with a
+    layer more come last. They go round the ranks, so that each has about as many of them.
+    """
+    stages = num_stages(points)
+    ideal = (total + head_layers) / stages - head_layers
+    others = np.maximum(stages - 1, 1)
+    best_last: Array = np.zeros(1)
+    best: Array = np.full(1, np.inf)
+    for candidate in (np.floor(ideal), np.ceil(ideal)):
+        last = np.clip(candidate, 1, np.maximum(total - others, 1))
+        early = np.floor((total - last) / others)
+        num_larger = total - last - early * others
+        heaviest = np.maximum(early + (num_larger > 0), last + head_layers)
+        squares = others * early**2 + num_larger * (2 * early + 1) + (last + head_layers) ** 2
+        # The lightest, of those the most even, and of those the one that is lighter early on.
+        cost = heaviest + 1e-6 * squares
+        better = cost <= best * (1 + 1e-12)
+        best_last, best = np.where(better, last, best_last), np.where(better, cost, best)
+    left = np.maximum(total - best_last, 0)
+    early = np.floor(left / others)
+    num_larger = left - early * others
+    ranks = points.pp / _directions(points)
+    per_rank = np.maximum(stages / ranks, 1)
+    # There and back, the two middle stages share a rank: both are larger where half of all are.
+    round_trip = np.where(num_larger > 0, 1 + np.floor(num_larger / (stages / 2)), 0)
+    is_v = np.isin(points.schedule, _V_SHAPED)
+    most = np.where(is_v, round_trip, np.ceil(num_larger / np.maximum(ranks, 1)))
+    larger = np.minimum(most / per_rank, 1)
+    return early + larger, early, best_last
+
+
+def with_transfers(
+    stack: Stack, points: Points, passes: Passes, hop_s: Array
+) -> tuple[Passes, Array]:
+    """The passes, and the seconds of a transfer beside them: where a stack doesn't overlap its
+    transfers, each pass waits for what it receives and for what it sends.
+    """
+    if stack.overlaps_pp:
+        return passes, hop_s
+    both = np.where(points.pp > 1, 2 * hop_s, 0.0)
+    waiting = Passes(passes.forward_s + both, passes.input_grad_s + both, passes.weight_grad_s)
+    return waiting, np.zeros_like(hop_s)
+
+
+# ---- without a pipeline, and by simulation -----------------------------------------------------
+
+
+def one_stage(points: Points, stages: Stages, passes: Passes, hop_s: Array) -> Ran:
+    """No pipeline: one micro-batch after the other."""
+    work = np.broadcast_to(points.num_micro_batches, passes.forward_s.shape)
+    return Ran((work * passes.whole_s).sum(0), work)
+
+
+@lru_cache(maxsize=64)
+def schedule_of(name: str, num_ranks: int, num_micro_batches: int, per_rank: int) -> Schedule:
+    """The list of actions; kept, for predictions of many layouts ask for the same ones."""
+    return build_schedule(name, num_ranks, num_micro_batches, per_rank)
+
+
+def schedule_for(setting: Setting, layout: Layout) -> Schedule | None:
+    """The schedule of a concrete layout; None without a pipeline."""
+    if layout.pp == 1:
+        return None
+    assert layout.schedule not in ("auto", "none")
+    batches = setting.global_batch // (layout.num_data_ranks * size(layout.micro_batch))
+    return schedule_of(layout.schedule, size(layout.pp), batches, size(layout.stages_per_rank))
+
+
+def simulated(schedule: Schedule) -> Pipeline:
+    """Execute the list of one layout (n = 1), with every stage's own seconds."""
+
+    def run(points: Points, stages: Stages, passes: Passes, hop_s: Array) -> Ran:
+        forward, input_grad, weight_grad = (seconds[:, 0].tolist() for seconds in passes)
+        cost = Cost(forward, input_grad, weight_grad, float(hop_s[0]))
+        work = busiest_rank(schedule, passes.whole_s[:, 0])
+        return Ran(np.array([makespan(schedule, cost)]), work[:, None])
+
+    return run
+
+
+def busiest_rank(schedule: Schedule, whole_s: Array) -> Array:
+    """How many micro-batches of each stage the rank with the most work does: (s,)."""
+    batches = schedule.num_micro_batches / len(schedule.stage_ranks)
+    work = np.zeros((schedule.num_ranks, schedule.num_stages))
+    for ranks in schedule.stage_ranks:
+        work[list(ranks), np.arange(schedule.num_stages)] += batches
+    return work[np.argmax(work @ whole_s)]
+
+
+# ---- closed forms ------------------------------------------------------------------------------
+
+
+def closed_form(points: Points, stages: Stages, passes: Passes, hop_s: Array) -> Ran:
+    """The step of columns with the classes of stage of `bounding_stages`."""
+    work = _busiest_class(points, stages, passes.whole_s)
+    busy_s = (work * passes.whole_s).sum(0)
+    waits = [
+        stages.count * seconds
+        for seconds in (passes.forward_s, passes.input_grad_s, passes.weight_grad_s)
+    ]
+    forward, input_grad, weight_grad = (seconds.sum(0) for seconds in waits)
+    micro_batches = np.maximum(points.num_micro_batches, 1)
+    own = [(work * seconds).sum(0) / micro_batches for seconds in passes]
+    per_rank = np.maximum(num_stages(points) / points.pp, 1)
+    # What the other ranks' stages do while the busiest one waits.
+    others = [
+        np.maximum(all_ranks - own_rank, 0) / per_rank
+        for all_ranks, own_rank in zip((forward, input_grad, weight_grad), own, strict=True)
+    ]
+    bubble = np.where(points.pp > 1, _bubble(points, *others), 0.0)
+    return Ran(busy_s + bubble + _hops(points, passes, hop_s), work)
+
+
+def _busiest_class(points: Points, stages: Stages, whole_s: Array) -> Array:
+    """Micro-batches of each class that the busiest rank works on: (4, n).
+
+    Stages go round the ranks, so that the first and the last live on different ones, or there and
+    back (V), so that they share a rank; DualPipe's ranks hold one stage of each direction.
+    """
+    per_rank, one, none = points.stages_per_rank, np.ones(1), np.zeros(1)
+    both_ends = np.where(np.isin(points.schedule, _V_SHAPED), 1.0, 0.0)
+    others = np.maximum(per_rank - 1 - both_ends, 0)
+    # A rank with an end of the network has the smaller ones of the inner stages.
+    smaller = np.where(stages.count[_REST] >= others, others, 0)
+    candidates = [
+        (one, others - smaller, both_ends, smaller),
+        (none, per_rank, none, none),
+        (both_ends, others - smaller, one, smaller),
+    ]
+    share = 1 / _directions(points)
+    work = np.stack([np.stack(np.broadcast_arrays(*each)) for each in candidates]) * share
+    alone = np.eye(_CLASSES)[_FIRST][:, None]
+    work = np.where(points.pp > 1, np.maximum(work, 0), alone)  # (candidates, 4, n)
+    exists = ((work == 0) | (stages.count > 0)).all(1)
+    seconds = np.where(exists, (work * whole_s).sum(1), -1.0)
+    busiest = np.argmax(seconds, 0)
+    chosen = np.take_along_axis(work, busiest[None, None, :], 0)[0]
+    return chosen * points.num_micro_batches
+
+
+def _bubble(points: Points, forward: Array, input_grad: Array, weight_grad: Array) -> Array:
+    """Waiting of the busiest rank, from what the other ranks do for a micro-batch.
+
+    The published formulas hold where forward, I and W take about as long; beyond, these follow what
+    our lists do (seen by simulating them, 3 % of the step where m is at least 2p).
+    """
+    whole = forward + input_grad + weight_grad
+    zero = np.maximum(forward + input_grad - weight_grad, forward)
+    v_shape = np.maximum.reduce([forward, input_grad, weight_grad, 2 * (input_grad - weight_grad)])
+    # Late pairs of a long and a short pass wait for the longer one.
+    ranks = points.pp / np.where(points.schedule == _INDEX["dualpipe"], 2, 1)
+    uneven = np.clip((ranks - 2.5) / np.maximum(ranks - 1, 1), 0, 1)
+    dual = zero + uneven * np.maximum(input_grad - forward, 0)
+    both_ends = np.maximum(points.pp / 2 - 1, 0) / np.maximum(points.pp - 1, 1)
+    by_schedule = {
+        "none": np.zeros(1),
+        "gpipe": whole,
+        "1f1b": whole,
+        "interleaved": whole,
+        "zb_h1": zero,
+        "interleaved_zb": zero,
+        "zbv": v_shape,
+        "dualpipev": dual,
+        "dualpipe": dual * both_ends,
+    }
+    waits = np.broadcast_arrays(*(by_schedule[name] for name in SCHEDULES))
+    return np.choose(points.schedule, waits)
+
+
+def _hops(points: Points, passes: Passes, hop_s: Array) -> Array:
+    """What transfers add: the way there and back, and what the steady state waits for.
+
+    Under 1F1B stage p - 2 has two micro-batches under way and waits for each to come back: the
+    steady state loses 2 (p - 1) transfers for every p micro-batches. Schedules with more under way,
+    or with weight gradients to do meanwhile, don't wait.
+    """
+    ways = 2 * (num_stages(points) - 1)
+    rounds = np.maximum(points.num_micro_batches / np.maximum(points.pp, 1), 1)
+    lean = ways * rounds + np.where(rounds > 1, 2 * (points.pp - 2), 0)
+    is_split = passes.weight_grad_s.max(0) > 0
+    by_schedule = {
+        "1f1b": lean,
+        "zb_h1": np.where(is_split, 2 * ways, lean),
+        "interleaved_zb": np.where(is_split, ways, lean),
+    }
+    waits = np.broadcast_arrays(*(by_schedule.get(name, ways) for name in SCHEDULES))
+    return hop_s * np.where(points.pp > 1, np.choose(points.schedule, waits), 0)

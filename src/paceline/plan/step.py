@@ -1,0 +1,439 @@
+"""Step: the seconds of a training step by term of the vocabulary, for one layout or for columns.
+
+How it works: a micro-batch's passes of each part (`paceline.plan.parts`) are added up to those of
+each pipeline stage; a pipeline (`paceline.plan.pipelined`) turns them into the time from the first
+action to the last and says which rank has most to do; what the data axes leave exposed
+(`paceline.plan.data_axes`), the optimizer and the host's work once per step come on top. The terms
+are those of the busiest rank; what it waits for is the bubble.
+
+The host launches kernels ahead of the device: the pass of a stage takes the larger of the two
+times, and what the host takes longer is `host_gap`. On a CPU the host's work adds to that of the
+kernels, which run on the same cores.
+
+Every rank waits for the slowest at the end of a step: the expected maximum of n normal values, by
+the spread of ranks' work, is `straggler_wait`.
+
+It knows no data loading and no checkpoints: `data_wait` and `checkpoint_stall` are 0.
+
+Legend of shapes: s stages (or classes of stage), n points.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.config.layout import Layout
+from paceline.config.stack import CONSTANTS, constant
+from paceline.observe.terms import TERMS
+from paceline.plan import data_axes
+from paceline.plan.data_axes import Held
+from paceline.plan.holdings import bounding_holdings, holdings_of
+from paceline.plan.kinds import Kind, kinds_of
+from paceline.plan.memory import checkpoint_spike_bytes, memory_bytes
+from paceline.plan.parts import BLOCKING, COMPUTE, Part, Request, exchange_s, is_cpu, part_seconds
+from paceline.plan.pipelined import (
+    Passes,
+    Pipeline,
+    bounding_stages,
+    closed_form,
+    one_stage,
+    schedule_for,
+    simulated,
+    stages_of,
+    with_transfers,
+)
+from paceline.plan.points import PRECISIONS, SCHEDULES, Array, Points, Setting
+from paceline.plan.prediction import Memory, Prediction
+from paceline.plan.rates import memory_s, origins
+from paceline.plan.residuals import relative_error
+from paceline.plan.scale import straggler_wait_s
+from paceline.plan.stages import Stages
+from paceline.plan.work import Work, block_work, embedding_work, head_work, sizes_of
+
+# Passes of an Adam step over a held parameter, in bytes (train/optim.py, train/trainer.py): the
+# norm reads the gradient, clipping reads and writes it, the step reads parameter, gradient and
+# moments and writes all but the gradient.
+_NORM_AND_CLIP_BYTES = 12.0
+_ADAM_BYTES = 28.0
+# A 16-bit parameter: its gradient is cast to fp32, the fp32 copy steps, and is cast back.
+_MASTER_BYTES = 12.0
+# Decoding and coding two moments is some ten passes over fp32 copies of each (train/eight_bit.py).
+_CODING_BYTES = 70.0
+# One kernel per operation and group of parameters reads and writes everything in between as well.
+_FOREACH_FACTOR = 2.0
+
+# A 16-bit weight is read and written in fp8, as it is and transposed.
+_FP8_COPY_BYTES = 4.0
+
+_DUALPIPE, _FP8 = SCHEDULES.index("dualpipe"), PRECISIONS.index("fp8")
+
+
+@dataclass(frozen=True, eq=False)
+class Times:
+    """Seconds of a step, and what they were made of."""
+
+    step_s: Array
+    """(n,)"""
+    terms: Mapping[str, Array]
+    """By term of TERMS, (n,) each; they sum to step_s."""
+    passes: Passes
+    """Of each stage for one micro-batch, the host's delays included: (s, n) each."""
+    gaps: Passes
+    """The host's delays in them."""
+    work: Array
+    """(s, n), micro-batches of each stage that the busiest rank works on."""
+    hidden_s: Array
+    """(n,), communication of the data axes beside computing."""
+    hop_s: Array
+    """(n,), of a transfer between pipeline stages."""
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """Columns of what a layout costs: (n,) each."""
+
+    step_s: Array
+    terms: Mapping[str, Array]
+    peak_memory_bytes: Array
+    """Of the heaviest rank."""
+    memory: Mapping[str, Array]
+    """By term of MEMORY_TERMS, of the heaviest rank."""
+
+
+class Network(NamedTuple):
+    """A setting's parts: blocks of each kind, the embedding, the head."""
+
+    kinds: tuple[Kind, ...]
+    works: list[Work]
+    parts: list[Part]
+
+    @classmethod
+    def of(cls, setting: Setting, points: Points) -> "Network":
+        """The work and the seconds of every part."""
+        kinds = kinds_of(setting.model)
+        works = [block_work(setting, points, kind) for kind in kinds]
+        works += [embedding_work(setting, points), head_work(setting, points)]
+        return cls(kinds, works, part_seconds(setting, points, works))
+
+
+def predict(setting: Setting, layout: Layout) -> Prediction:
+    """Time and memory of one concrete layout, with its schedule's own list of actions.
+
+    Args:
+        setting: model, cluster, batch and stack.
+        layout: concrete.
+
+    Raises:
+        InputError: the device has no known rate at the layout's precision.
+    """
+    points = Points.of([layout], setting)
+    schedule = schedule_for(setting, layout)
+    network = Network.of(setting, points)
+    stages = stages_of(setting, layout, network.kinds)
+    pipeline = one_stage if schedule is None else simulated(schedule)
+    found = times_of(setting, points, network, stages, pipeline)
+    step_s = float(found.step_s[0])
+    error = relative_error(setting)
+    tokens_per_s = setting.global_batch * setting.seq_len / step_s
+    return Prediction(
+        layout=layout,
+        step_s=step_s,
+        time_s={term: float(seconds[0]) for term, seconds in found.terms.items()},
+        memory=_memory(setting, points, layout),
+        tokens_per_s=tokens_per_s,
+        mfu=model_flops_utilisation(setting, layout, tokens_per_s),
+        interval_s=(step_s / (1 + error), step_s * (1 + error)),
+        assumptions=assumptions(setting),
+    )
+
+
+def _memory(setting: Setting, points: Points, layout: Layout) -> tuple[Memory, ...]:
+    holdings = holdings_of(setting, layout, schedule_for(setting, layout))
+    terms = memory_bytes(setting, points, holdings)
+    spike = float(np.max(checkpoint_spike_bytes(setting, points, holdings)))
+    num_ranks = max(np.shape(rows)[0] for rows in terms.values())
+    return tuple(
+        Memory(rank, {term: float(rows[rank, 0]) for term, rows in terms.items()}, spike)
+        for rank in range(num_ranks)
+    )
+
+
+def model_flops_utilisation(setting: Setting, layout: Layout, tokens_per_s: float) -> float | None:
+    """Model FLOPs per second over the devices' peak; None where the peak is not known."""
+    device = setting.device
+    assert layout.precision != "auto"
+    peak = device.peak(layout.precision)
+    if peak is None:
+        return None
+    flops = setting.model.train_flops_per_token(setting.seq_len) * tokens_per_s
+    return flops / (peak.value * layout.num_ranks)
+
+
+def assumptions(setting: Setting) -> dict[str, str]:
+    """Where the figures come from: the device's curves, and the stack's constants."""
+    found = {f"device.{name}": origin for name, origin in origins(setting.device).items()}
+    stack = setting.stack
+    return found | {
+        f"stack.{name}": stack.origin if name in stack.constants else "assumed"
+        for name in CONSTANTS
+    }
+
+
+def seconds(setting: Setting, points: Points) -> Mapping[str, Array]:
+    """Seconds of many layouts' steps by term, (n,) each, by closed forms; they sum to the step."""
+    return _closed(setting, points).terms
+
+
+def _closed(setting: Setting, points: Points) -> Times:
+    network = Network.of(setting, points)
+    stages = bounding_stages(setting.model, points, network.kinds, head_layers(network))
+    return times_of(setting, points, network, stages, closed_form)
+
+
+def price(setting: Setting, points: Points) -> Priced:
+    """What many layouts cost, by closed forms."""
+    found = _closed(setting, points)
+    memory = memory_bytes(setting, points, bounding_holdings(setting, points))
+    total = sum(memory.values(), np.zeros((1, 1)))  # (s, n)
+    heaviest = np.argmax(total, 0)[None]
+    picked = {
+        term: np.take_along_axis(np.broadcast_to(rows, total.shape), heaviest, 0)[0]
+        for term, rows in memory.items()
+    }
+    return Priced(found.step_s, found.terms, total.max(0), picked)
+
+
+def head_layers(network: Network) -> Array:
+    """How many blocks the head weighs as much as."""
+    *blocks, _, head = network.parts
+    total = sum(len(kind.layers) for kind in network.kinds)
+    each = sum(
+        _device_s(part) * len(kind.layers) / total
+        for part, kind in zip(blocks, network.kinds, strict=True)
+    )
+    return _device_s(head) / each
+
+
+def _device_s(part: Part) -> Array:
+    return part.forward.device_s + part.backward_s
+
+
+def times(setting: Setting, points: Points, stages: Stages, pipeline: Pipeline) -> Times:
+    """Seconds of a step by term.
+
+    Args:
+        setting: what stays the same.
+        points: columns of layouts.
+        stages: what their stages hold (`pipelined.stages_of`, `pipelined.bounding_stages`).
+        pipeline: `pipelined.simulated` of a layout's list, `closed_form`, or `one_stage`.
+    """
+    return times_of(setting, points, Network.of(setting, points), stages, pipeline)
+
+
+def times_of(
+    setting: Setting, points: Points, network: Network, stages: Stages, pipeline: Pipeline
+) -> Times:
+    """As `times`, for parts that have been priced."""
+    passes, gaps = _stage_passes(setting, points, network, stages)
+    alone = pipeline(points, stages, passes, np.zeros(len(points)))
+    held = _held(points, stages, alone.work)
+    asked = [*_requests(setting, points, network, held)]
+    asked += data_axes.requests(setting, points, network.works, held)
+    hop, gathered, norm_s, tied, twins, tp_norms, *units = exchange_s(setting, asked)
+    exposed = data_axes.data_seconds(setting, points, network.works, network.parts, held, units)
+    hop_s = np.broadcast_to(hop + gathered, len(points))
+    terms = _work_terms(stages, alone.work, network, gaps)
+    _slow_down(setting, terms, exposed.hidden_s)
+    terms["exposed_comm.fsdp"] = exposed.fsdp_s
+    terms["exposed_comm.dp"] = exposed.dp_s
+    terms["exposed_comm.tp"] = terms["exposed_comm.tp"] + tp_norms
+    terms["bubble"] = alone.makespan_s - (alone.work * passes.whole_s).sum(0)
+    terms["exposed_comm.pp"] = _transfer_s(
+        setting, points, stages, passes, hop_s, pipeline, alone.makespan_s
+    ) + np.where(points.pp > 1, tied + twins, 0.0)
+    _once_per_step(setting, points, network, held, norm_s, terms)
+    whole = _summed(setting, points, terms)
+    step_s = sum(whole.values(), np.zeros(len(points)))
+    return Times(step_s, whole, passes, gaps, alone.work, exposed.hidden_s, hop_s)
+
+
+def _summed(setting: Setting, points: Points, terms: dict[str, Array]) -> dict[str, Array]:
+    """Add what all wait for the slowest rank, and bring every term to n points."""
+    own_s = sum(terms.values(), np.zeros(1))
+    spread = constant(setting.stack, "rank_spread")
+    terms["straggler_wait"] = straggler_wait_s(own_s * spread, points.num_ranks)
+    n = len(points)
+    return {
+        term: np.broadcast_to(np.asarray(terms[term], float), n) for term in TERMS if term in terms
+    }
+
+
+def _stage_passes(
+    setting: Setting, points: Points, network: Network, stages: Stages
+) -> tuple[Passes, Passes]:
+    """Of each stage: the seconds of its passes, and those of them in which the host is late."""
+    overhead_s = constant(setting.stack, "micro_batch_overhead_ms") * 1e-3
+    whole: list[Array] = []
+    late: list[Array] = []
+    for name in ("forward", "input_grad", "weight_grad"):
+        passes = [getattr(part, name) for part in network.parts]
+        device_s = _over_stages(stages, [one.device_s for one in passes])
+        # Part by part: where the host sets the pace, the device is idle when a part begins.
+        late_s = [
+            one.host_s if is_cpu(setting) else np.maximum(one.host_s - one.device_s, 0.0) for one in passes
+        ]
+        gap_s = _over_stages(stages, late_s)
+        gap_s = gap_s + (stages.has_head * overhead_s if name == "forward" else 0.0)
+        gap_s = gap_s + _over_stages(stages, [one.wait_s for one in passes])
+        whole.append(device_s + gap_s)
+        late.append(gap_s)
+    return unsplit_first(stages, Passes(*whole)), unsplit_first(stages, Passes(*late))
+
+
+def unsplit_first(stages: Stages, passes: Passes) -> Passes:
+    """The first stage's input needs no gradient, and its backward pass is one (parallel/pp)."""
+    late = passes.weight_grad_s
+    first = np.broadcast_to(stages.has_embedding, late.shape)
+    return Passes(
+        passes.forward_s,
+        passes.input_grad_s + np.where(first, late, 0.0),
+        np.where(first, 0.0, late),
+    )
+
+
+def _over_stages(stages: Stages, columns: Sequence[Array]) -> Array:
+    """Sum of the parts that each stage holds: (s, n)."""
+    *blocks, embedding, head = columns
+    total = stages.has_embedding * embedding + stages.has_head * head
+    for layers, block in zip(stages.layers, blocks, strict=True):
+        total = total + layers * block
+    return total
+
+
+def _held(points: Points, stages: Stages, work: Array) -> Held:
+    """What the busiest rank holds, of parameters: its stages, however many micro-batches each."""
+    share = np.where(points.schedule == _DUALPIPE, 0.5, 1.0)
+    times_held = work / (np.maximum(points.num_micro_batches, 1) * share)
+    return Held(
+        [(times_held * layers).sum(0) for layers in stages.layers],
+        (times_held * stages.has_embedding).sum(0),
+        (times_held * stages.has_head).sum(0),
+    )
+
+
+def _requests(setting: Setting, points: Points, network: Network, held: Held) -> list[Request]:
+    """Collectives of a step that belong to no block: see the names in `times_of`."""
+    model, sizes = setting.model, sizes_of(setting, points)
+    stage_ranks = points.num_ranks / points.pp
+    one, fp32 = np.ones(1), 4.0
+    between = np.where(points.pp > 1, 2, 1)
+    stream = sizes.stream_tokens * model.hidden_size * sizes.value_bytes
+    dense = data_axes.dense_groups(points)
+    table = model.num_embedding_params / points.tp / dense.shards * fp32
+    tied = np.where(model.tie_embeddings, between, 1)
+    twins = np.where(points.schedule == _DUALPIPE, between, 1)
+    stage_bytes = data_axes.shard_of_params(setting, points, network.works, held) / 2 * fp32
+    norms = np.where(points.sequence_parallel, points.tp, 1)
+    shared = setting.stack.scatters_pp & (points.pp > 1) & ~points.sequence_parallel
+    senders = np.where(shared, points.tp, 1)
+    return [
+        Request("send_recv", stream / senders, points.pp, stage_ranks),
+        Request("all_gather", stream, senders, one),
+        Request("all_reduce", 24.0 * one, points.num_ranks, one),
+        Request("all_reduce", table, tied, stage_ranks * np.maximum(points.pp - 1, 1)),
+        Request("all_reduce", stage_bytes, twins, stage_ranks),
+        Request(
+            "all_reduce",
+            2 * model.hidden_size * sum(held.blocks, np.zeros(1)) * fp32 + 1,
+            norms,
+            one,
+        ),
+    ]
+
+
+def _work_terms(stages: Stages, work: Array, network: Network, gaps: Passes) -> dict[str, Array]:
+    """Seconds of the busiest rank's own passes, by term."""
+    counts = [(work * layers).sum(0) for layers in stages.layers]
+    counts += [(work * stages.has_embedding).sum(0), (work * stages.has_head).sum(0)]
+    terms: dict[str, Array] = {}
+    for term in (*COMPUTE, *BLOCKING):
+        total: Array = np.zeros(1)
+        for count, part in zip(counts, network.parts, strict=True):
+            for one in (part.forward, part.input_grad, part.weight_grad):
+                if term in one.terms:
+                    total = total + count * one.terms[term]
+        terms[term] = total
+    terms["host_gap"] = (work * gaps.whole_s).sum(0)
+    return terms
+
+
+def _slow_down(setting: Setting, terms: dict[str, Array], hidden_s: Array) -> None:
+    """Computing beside a collective is slower; products, which fill the device, are what loses."""
+    slow = constant(setting.stack, "overlap_slowdown") - 1
+    terms["matmul"] = terms["matmul"] + slow * hidden_s
+
+
+def _transfer_s(
+    setting: Setting,
+    points: Points,
+    stages: Stages,
+    passes: Passes,
+    hop_s: Array,
+    pipeline: Pipeline,
+    alone_s: Array,
+) -> Array:
+    """What transfers between stages add: beside the computing, or in its way."""
+    if not np.any(points.pp > 1):
+        return np.zeros(1)
+    passes, wire_s = with_transfers(setting.stack, points, passes, hop_s)
+    return pipeline(points, stages, passes, wire_s).makespan_s - alone_s
+
+
+def _once_per_step(
+    setting: Setting,
+    points: Points,
+    network: Network,
+    held: Held,
+    norm_s: Array,
+    terms: dict[str, Array],
+) -> None:
+    """Optimizer, sums of gradients, copies to the host, and the host's own work."""
+    stepped = data_axes.shard_of_params(setting, points, network.works, held)
+    terms["optimizer"] = norm_s + optimizer_s(setting, points, stepped)
+    copied = data_axes.grad_copy_bytes(setting, points, network.works, held)
+    copies_s = points.num_micro_batches * memory_s(setting.device, np.maximum(copied, 1.0))
+    if setting.stack.elementwise == "fused":
+        weights = (points.precision == _FP8) * data_axes.total_params(network.works, held)
+        copies_s = copies_s + memory_s(setting.device, np.maximum(_FP8_COPY_BYTES * weights, 1.0))
+    terms["other_kernels"] = terms["other_kernels"] + copies_s * constant(
+        setting.stack, "memory_time"
+    )
+    terms["host_gap"] = terms["host_gap"] + constant(setting.stack, "step_overhead_ms") * 1e-3
+    link = constant(setting.stack, "host_copy_gb_per_s") * 1e9
+    # Each gathering brings the shard in, each reduction takes its gradient out.
+    passes = np.where(points.zero == 3, 2 * points.num_micro_batches, 1) + 1
+    moved = stepped * points.param_bytes * passes / link
+    terms["exposed_comm.fsdp"] = terms["exposed_comm.fsdp"] + points.offload_params * moved
+
+
+def optimizer_s(setting: Setting, points: Points, stepped: Array) -> Array:
+    """Seconds of norm, clipping and step of so many parameters."""
+    stack = setting.stack
+    has_master = points.param_bytes == 2
+    num_bytes = (
+        _NORM_AND_CLIP_BYTES
+        + _ADAM_BYTES
+        + np.where(has_master, _MASTER_BYTES, 0.0)
+        + np.where(points.optimizer_8bit, _CODING_BYTES, 0.0)
+    ) * (_FOREACH_FACTOR if stack.optimizer == "foreach" else 1.0)
+    here = memory_s(setting.device, np.maximum(stepped * num_bytes, 1.0))
+    link = constant(stack, "host_copy_gb_per_s") * 1e9
+    state = np.where(points.optimizer_8bit, 2.03, 8.0) + np.where(has_master, 4.0, 0.0)
+    travel = points.offload_optimizer * 2 * state * stepped / link
+    # Shards on the host step there: their passes go at the host's pace.
+    on_host = points.offload_params * stepped * num_bytes / link
+    return (
+        np.where(points.offload_params, on_host, here * constant(stack, "optimizer_time")) + travel
+    )

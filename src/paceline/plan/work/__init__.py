@@ -1,0 +1,177 @@
+"""Work: the operators of a network's parts, as data: what a rank computes, moves and sends.
+
+A part is a block of some kind, the embedding, or the head with the loss. For each of them the work
+of one micro-batch on one rank is listed: matrix products, attention cores, sweeps (kernels that
+only move data) and exchanges (collectives in the way of the computation). Nothing is timed here;
+`paceline.plan.step` does that, in a few calls for all parts together. Sizes are columns over points
+(`paceline.plan.points`), so that a list stands for one layout or for millions.
+
+How it works: the lists follow what our own runtime runs (`paceline.models`, `paceline.parallel`),
+counted operator by operator, and the features of a Stack change them where other systems do
+otherwise: fused element-wise kernels, scores in memory, experts that tp doesn't cut.
+
+It is not a tracer: it knows decoders, whose shapes a Model gives. Collectives of the data axes are
+not here, for they belong to units of parameters: see `paceline.plan.data_axes`.
+
+Papers: activation sizes and sequence parallel https://arxiv.org/abs/2205.05198; ring attention
+https://arxiv.org/abs/2310.01889; Ulysses https://arxiv.org/abs/2309.14509.
+"""
+
+import numpy as np
+
+from paceline.plan.kinds import Kind
+from paceline.plan.points import Array, Points, Setting
+from paceline.plan.work.attention import core, latent_attention, plain_attention
+from paceline.plan.work.feedforward import expert_layer, feed_forward
+from paceline.plan.work.lists import (
+    FP32,
+    LINEAR,
+    PLAIN,
+    WIDE,
+    Core,
+    Exchange,
+    Product,
+    Sizes,
+    Sweep,
+    Work,
+    autocasts,
+    enter_or_leave,
+    is_sharded,
+    like,
+    padded_rows,
+    sizes_of,
+)
+
+__all__ = [
+    "LINEAR",
+    "PLAIN",
+    "WIDE",
+    "Core",
+    "Exchange",
+    "Product",
+    "Sizes",
+    "Sweep",
+    "Work",
+    "autocasts",
+    "block_work",
+    "embedding_work",
+    "head_work",
+    "is_sharded",
+    "padded_rows",
+    "sizes_of",
+]
+
+
+def block_work(setting: Setting, points: Points, kind: Kind) -> Work:
+    """A block of this kind."""
+    model, sizes = setting.model, sizes_of(setting, points)
+    attention = (
+        plain_attention(model, points, sizes)
+        if model.latent is None
+        else latent_attention(model, model.latent, points, sizes)
+    )
+    dense_or_experts = (
+        feed_forward(model, points, sizes)
+        if model.experts is None or not kind.has_experts
+        else expert_layer(setting, model.experts, points, sizes)
+    )
+    return (
+        attention
+        + core(setting, points, sizes, kind.window)
+        + dense_or_experts
+        + _stream(setting, points, sizes)
+        + _tensor_parallel(setting, points, sizes, kind.has_experts)
+    )
+
+
+def embedding_work(setting: Setting, points: Points) -> Work:
+    """The look-up, and what its gradient does to the table."""
+    model, sizes = setting.model, sizes_of(setting, points)
+    table = model.num_embedding_params / points.tp
+    stream = sizes.tokens * model.hidden_size * sizes.stream_bytes
+    spread = _table_exchanges(points, sizes, model.hidden_size)
+    return Work(
+        sweeps=(
+            Sweep(2 * stream, like(1), False),
+            # The gradient of the table is dense: it is filled with zeros, then rows are added.
+            Sweep(table * sizes.stream_bytes + 3 * stream, like(3), True),
+        ),
+        exchanges=spread,
+        params=table,
+    )
+
+
+def head_work(setting: Setting, points: Points) -> Work:
+    """The last norm, the head and the loss."""
+    model, sizes = setting.model, sizes_of(setting, points)
+    hidden, vocab = model.hidden_size, model.vocab_size / points.tp
+    asked = sizes.tokens * setting.loss_share
+    logits = asked * vocab
+    forward, backward = _loss_bytes(setting, sizes)
+    stream = sizes.stream_tokens * hidden * sizes.stream_bytes
+    params = hidden + np.where(model.tie_embeddings, 0.0, model.num_embedding_params / points.tp)
+    return Work(
+        products=(Product(asked, vocab, like(hidden), PLAIN),),
+        sweeps=(
+            Sweep(2 * stream, like(1), False),
+            Sweep(4 * stream, like(2), True),
+            Sweep(logits * forward, like(4), False),
+            Sweep(logits * backward, like(3), True),
+        ),
+        exchanges=_head_exchanges(points, sizes, hidden),
+        params=params,
+    )
+
+
+def _loss_bytes(setting: Setting, sizes: Sizes) -> tuple[Array, Array]:
+    """Bytes moved per logit: a copy in fp32, log-softmax, and their gradients (decoder.py)."""
+    value = sizes.value_bytes
+    if setting.stack.logits == "fp32":
+        upcast = np.where(value < FP32, value + FP32, 0)
+        return upcast + 2 * FP32, 3 * FP32 + upcast
+    if setting.stack.logits == "bf16":
+        return 2 * value, 3 * value
+    return 1 * value, 2 * value  # chunk by chunk, the gradient in place
+
+
+def _table_exchanges(points: Points, sizes: Sizes, hidden: int) -> tuple[Exchange, ...]:
+    """Each tp rank has some rows of the embedding: the sum goes to the stream."""
+    return enter_or_leave(points, sizes.tokens * hidden * sizes.stream_bytes, 1.0, leave=True)
+
+
+def _head_exchanges(points: Points, sizes: Sizes, hidden: int) -> tuple[Exchange, ...]:
+    """The head sees all tokens; of each token's loss three numbers are summed."""
+    whole = sizes.tokens * hidden * sizes.value_bytes
+    sums = Exchange("tp", "all_reduce", sizes.tokens * FP32, points.tp, like(1), 3.0, False)
+    return (*enter_or_leave(points, whole, 1.0, leave=False), sums)
+
+
+def _stream(setting: Setting, points: Points, sizes: Sizes) -> Work:
+    """Norms, residual sums, casts and dropout: what happens to the residual stream."""
+    hidden = setting.model.hidden_size
+    stream = sizes.stream_tokens * hidden * sizes.stream_bytes
+    # Two norms and two sums; fused, each sum and norm is one pass over two inputs and outputs.
+    # Backward: each norm, and the sum of the gradients of the branches (three of q, k and v, two
+    # of gate and up).
+    forward, backward = np.where(sizes.fused, 8, 10), np.where(sizes.fused, 14, 26)
+    kernels, backward_kernels = np.where(sizes.fused, 3.0, 4.0), np.where(sizes.fused, 6.0, 12.0)
+    dropped = 4.0 if setting.stack.dropout else 0.0
+    casts = np.where(sizes.casts, 5 * sizes.tokens * hidden * 6, 0)
+    return Work(
+        sweeps=(
+            Sweep(stream * (forward + dropped) + casts, kernels + 5 * sizes.casts, False),
+            Sweep(stream * (backward + dropped) + casts, backward_kernels + 5 * sizes.casts, True),
+        ),
+        params=like(2.0 * hidden),
+    )
+
+
+def _tensor_parallel(setting: Setting, points: Points, sizes: Sizes, has_experts: bool) -> Work:
+    """Attention and feed-forward are entered and left once each (parallel/tp.py)."""
+    whole = sizes.tokens * setting.model.hidden_size * sizes.value_bytes
+    # Whole experts take their share of the tokens as it lies: only attention is cut.
+    layers = 1.0 if has_experts and setting.stack.expert_tp == "one" else 2.0
+    return Work(
+        exchanges=enter_or_leave(points, whole, layers, leave=False)
+        + enter_or_leave(points, whole, layers, leave=True)
+    )

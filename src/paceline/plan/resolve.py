@@ -1,7 +1,7 @@
-"""Resolve every "auto" of a Job, by simple stated rules, for a known Cluster.
+"""Resolve every "auto" of a Job by simple stated rules, where nothing can be predicted.
 
-This is the planner's seam: a pure function from a partial Job and the hardware to a concrete Job
-and the reason for each choice. It does not predict or search yet.
+A pure function from a partial Job and the hardware to a concrete Job and the reason for each
+choice. `paceline.plan.choose` searches instead wherever the speed of the devices is known.
 """
 
 import math
@@ -15,8 +15,11 @@ from paceline.config.job import Job
 from paceline.config.layout import Layout, size
 from paceline.config.model import Model
 from paceline.config.schedule import STAGES_PER_RANK, refusal
+from paceline.plan.prediction import Prediction
 from paceline.plan.schedules import split_layers
 
+# What is measured of one device's links and software says nothing about another's.
+_MEASURED = {"tiers", "stack"}
 # fp32 parameters, gradients and two Adam moments.
 _STATE_BYTES_PER_PARAM = 16
 # The rest of the memory is for activations, buffers and the allocator.
@@ -32,6 +35,10 @@ class Plan:
 
     job: Job
     reasons: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    """What decides between the layouts, or why they could not be searched."""
+    ranked: tuple[Prediction, ...] = ()
+    """The Job's own layout as predicted, and the next best; none where nothing is known."""
 
 
 def resolve(job: Job, machine: Cluster) -> Plan:
@@ -44,33 +51,33 @@ def resolve(job: Job, machine: Cluster) -> Plan:
     Raises:
         InputError: one sentence, where no layout satisfies what the Job demands.
     """
-    reasons: dict[str, str] = {}
-    cluster = _resolve_cluster(job.cluster, machine, reasons)
+    cluster, reasons = concrete_cluster(job.cluster, machine)
     assert cluster.device != "auto"
     layout = _resolve_precision(job.layout, cluster.device, reasons)
     layout = _resolve_switches(job, layout, reasons)
     layout = _resolve_axes(job, layout, cluster, reasons)
-    layout = _resolve_sharing(layout, reasons)
+    layout = _resolve_sharing(job, layout, reasons)
     layout = _resolve_micro_batch(job, layout, cluster.device, reasons)
     layout = _resolve_split(job, layout, reasons)
     layout.check(job.model, cluster, job.train.seq_len, job.train.global_batch)
     return Plan(job.replace(cluster=cluster, layout=layout), reasons)
 
 
-def _resolve_cluster(given: Cluster, machine: Cluster, reasons: dict[str, str]) -> Cluster:
-    found = {key: value for key, value in vars(given).items() if value != "auto"}
-    for key in vars(machine).keys() - found.keys():
-        reasons[f"cluster.{key}"] = "what this machine has"
-    return Cluster.parse({**vars(machine), **found}, "cluster")
+def concrete_cluster(given: Cluster, machine: Cluster) -> tuple[Cluster, dict[str, str]]:
+    """A Job's cluster with the machine's data where it says nothing, and the reasons."""
+    nothing = Cluster()
+    said = {key: value for key, value in vars(given).items() if value != getattr(nothing, key)}
+    measured = {"tiers", "stack"} if said.get("device", machine.device) == machine.device else set()
+    here = {key: value for key, value in vars(machine).items() if key not in _MEASURED - measured}
+    autos = [key for key, value in vars(given).items() if value == "auto"]
+    reasons = {f"cluster.{key}": "what this machine has" for key in autos}
+    return Cluster.parse({**here, **said}, "cluster"), reasons
 
 
 def _resolve_precision(layout: Layout, device: Device, reasons: dict[str, str]) -> Layout:
     if layout.precision == "auto":
-        # fp16 needs loss scaling and its range costs stability, so it is never chosen unasked. On
-        # a CPU bf16 is a wish of the person: eager kernels are not reliably faster there.
-        wanted = "bf16" if device.kind == "cuda" and "bf16" in device.precisions else "fp32"
         reasons["layout.precision"] = f"the safest fast arithmetic of {device.name}"
-        layout = layout.replace(precision=wanted)
+        layout = layout.replace(precision=device.safest_fast_precision)
     return layout
 
 
@@ -134,12 +141,12 @@ def _cofactor(ranks: int, layout: Layout, axes: tuple[str, ...]) -> int:
     return ranks // product
 
 
-def _resolve_sharing(layout: Layout, reasons: dict[str, str]) -> Layout:
+def _resolve_sharing(job: Job, layout: Layout, reasons: dict[str, str]) -> Layout:
     """The settings that belong to an axis, where that axis is in use."""
     chosen = {
         "zero": _auto_zero(layout),
-        "sequence_parallel": (layout.tp != 1, "with tp it saves activations at no more traffic"),
-        "ulysses": (1, "a ring sends the same bytes whatever the number of heads"),
+        "sequence_parallel": _auto_sequence_parallel(job, layout),
+        "ulysses": (1, "a ring takes any number of heads"),
         "schedule": (
             ("none", "there is no pipeline")
             if layout.pp == 1
@@ -153,6 +160,14 @@ def _resolve_sharing(layout: Layout, reasons: dict[str, str]) -> Layout:
     return _fill(
         layout, {"stages_per_rank": (per_rank, "what the schedule takes at least")}, reasons
     )
+
+
+def _auto_sequence_parallel(job: Job, layout: Layout) -> tuple[bool, str]:
+    if layout.tp == 1:
+        return False, "there is no tp"
+    if job.train.seq_len // size(layout.cp) % size(layout.tp):
+        return False, "tp does not divide the tokens of a rank's sequence"
+    return True, "with tp it saves activations at no more traffic"
 
 
 def _auto_zero(layout: Layout) -> tuple[int, str]:

@@ -1,0 +1,189 @@
+"""How long the planner takes for whole answers: one node, 1,024 devices, 16,384 devices.
+
+How it works: each case runs in a process of its own, several times. A case counts the layouts of
+its whole space, bounds, prices and predicts them (`paceline.plan.search`) and works out what
+decides (`paceline.plan.why`). For one node the time is from the start of the interpreter to its
+end, imports included, as a person waits for it; for the others it is that of the search and its
+reasons.
+
+It is no measure of how right the answers are: see `benchmarks/planner.md`.
+
+    python benchmarks/plan_speed.py [--repeats 3] [--results benchmarks/results]
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+
+
+class Case(NamedTuple):
+    """A question to the planner."""
+
+    name: str
+    model: str
+    num_nodes: int
+    global_batch: int
+    free: tuple[str, ...]
+    limit_s: float
+    """What the project promises."""
+
+
+SEQ_LEN = 8192
+CASES = (
+    Case("one node, 8B", "dense-8b", 1, 128, (), 1.0),
+    Case("1,024 devices, 70B, offload searched", "dense-70b", 128, 1024, ("offload",), 5.0),
+    Case("1,024 devices, experts", "experts-235b", 128, 1024, (), 5.0),
+    Case("16,384 devices, 70B", "dense-70b", 2048, 4096, (), 15.0),
+    Case("16,384 devices, experts", "experts-235b", 2048, 4096, (), 15.0),
+)
+
+
+def shapes(name: str) -> dict[str, Any]:
+    """Sizes as published for Llama-3 8B and 70B and for Qwen3-235B-A22B."""
+    eight = {
+        "vocab_size": 128256, "hidden_size": 4096, "ffn_size": 14336, "num_layers": 32,
+        "num_heads": 32, "num_kv_heads": 8, "max_seq_len": SEQ_LEN,
+    }  # fmt: skip
+    seventy = eight | {"hidden_size": 8192, "ffn_size": 28672, "num_layers": 80, "num_heads": 64}
+    experts = {
+        "vocab_size": 151936, "hidden_size": 4096, "ffn_size": 12288, "num_layers": 94,
+        "num_heads": 64, "num_kv_heads": 4, "head_dim": 128, "max_seq_len": SEQ_LEN,
+        "experts": {"num_experts": 128, "experts_per_token": 8, "ffn_size": 1536},
+    }  # fmt: skip
+    return {"dense-8b": eight, "dense-70b": seventy, "experts-235b": experts}[name]
+
+
+def answer(case: Case) -> dict[str, Any]:
+    """One whole answer, in this process."""
+    began = time.perf_counter()
+    from paceline.config.hardware import Cluster, device
+    from paceline.config.model import Model
+    from paceline.config.stack import Stack
+    from paceline.plan.points import Setting
+    from paceline.plan.search import search
+    from paceline.plan.space import Wishes
+    from paceline.plan.why import explain, name_of
+
+    imported = time.perf_counter()
+    cluster = Cluster(device=device("H100-SXM"), devices_per_node=8, num_nodes=case.num_nodes)
+    model = Model.parse(shapes(case.model))
+    setting = Setting(model, cluster, SEQ_LEN, case.global_batch, Stack())
+    found = search(setting, Wishes(free=case.free))
+    sentences = explain(found)
+    return {
+        "imports_s": imported - began,
+        "search_s": time.perf_counter() - imported,
+        "processor_s": time.process_time(),
+        "points": found.counts.points,
+        "priced": found.counts.priced,
+        "predicted": len(found.ranked),
+        "best": name_of(found.ranked[0].layout) if found.ranked else None,
+        "sentences": sentences,
+        "imports_torch": "torch" in sys.modules,
+    }
+
+
+def measure(case: Case, repeats: int) -> dict[str, Any]:
+    """Several answers, each in a new process."""
+    answers = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        command = [sys.executable, str(HERE / "plan_speed.py"), "--case", case.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        whole_s = time.perf_counter() - began
+        if done.returncode:
+            sys.exit(f"{case.name} failed:\n{done.stderr}")
+        answers.append({"process_s": whole_s, **json.loads(done.stdout)})
+    key = "process_s" if case.num_nodes == 1 else "search_s"
+    times = sorted(each[key] for each in answers)
+    return {
+        "case": case._asdict(),
+        "timed": key,
+        "median_s": median(times),
+        "least_s": times[0],
+        "most_s": times[-1],
+        "answers": answers,
+    }
+
+
+def facts() -> dict[str, Any]:
+    """What the figures were taken with and on."""
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", "benchmarks/plan_speed.py", *sys.argv[1:]]),
+        "commit": commit or None,
+        "versions": {name: version(name) for name in ("paceline", "numpy")},
+        "python": platform.python_version(),
+        "device": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average_before": os.getloadavg(),
+    }
+
+
+def _processor() -> str:
+    file = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", file.read_text()) if file.exists() else None
+    return found[1] if found else platform.machine()
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The figures as Markdown."""
+    lines = [
+        "| question | layouts | priced | median s | least - most | promised | best |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for each in results:
+        case, first = each["case"], each["answers"][0]
+        lines.append(
+            f"| {case['name']} | {first['points']:,} | {first['priced']:,} "
+            f"| {each['median_s']:.2f} | {each['least_s']:.2f} - {each['most_s']:.2f} "
+            f"| {case['limit_s']:g} | {first['best']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the benchmark, show the table and write the results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=3, help="answers per question")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder to write to")
+    options = parser.parse_args()
+    if options.case:
+        case = next(case for case in CASES if case.name == options.case)
+        print(json.dumps(answer(case)))
+        return
+    about = facts()
+    results = [measure(case, options.repeats) for case in CASES]
+    text = table(results)
+    print(text)
+    vendor = "amd-epyc" if "EPYC" in about["device"] else about["device"].lower()
+    device = re.sub(r"[^a-z0-9]+", "-", vendor).strip("-")
+    folder = options.results / f"{device}-{about['cores']}-cores"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "plan_speed.json"
+    file.write_text(json.dumps({"facts": about, "figures": results}, indent=1) + "\n")
+    taken = (
+        f"{about['cores']} cores of {about['device']}, {about['date']}, commit {about['commit']}, "
+        f"numpy {about['versions']['numpy']}"
+    )
+    (folder / "plan_speed.md").write_text(f"{text}\n{taken}\n")
+    print(f"results: {file}")
+
+
+if __name__ == "__main__":
+    main()

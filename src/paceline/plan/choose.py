@@ -1,0 +1,141 @@
+"""Choose: every "auto" of a Job's layout by the search, with the reason for each.
+
+Where the search has nothing to go by (a model of one's own, a device or links of unknown speed) the
+simple rules of `plan.resolve` decide, and the reasons say so.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from paceline.config.errors import InputError
+from paceline.config.hardware import Cluster
+from paceline.config.job import Job
+from paceline.config.layout import Layout
+from paceline.config.model import Model
+from paceline.plan.collectives import tiers_of
+from paceline.plan.points import Setting
+from paceline.plan.prediction import Prediction
+from paceline.plan.rates import matmul_s
+from paceline.plan.resolve import Plan, concrete_cluster, resolve
+from paceline.plan.rules import num_ranks
+from paceline.plan.search import Found, search
+from paceline.plan.space import Wishes
+from paceline.plan.step import predict
+from paceline.plan.why import explain, shortage
+
+# What a setting is when a technique is not used.
+_UNUSED: Mapping[str, object] = {
+    "zero": 0, "ulysses": 1, "sequence_parallel": False, "schedule": "none", "stages_per_rank": 1,
+    "split": (),
+}  # fmt: skip
+# Settings that stated rules decide, not the search.
+_RULES = {
+    "precision": "the safest fast arithmetic of the device",
+    "bucket_mib": "an eighth of the gradients, so that most of them overlap",
+    "split": "the heaviest stage is as light as can be; the head weighs something",
+}
+# A setting that is told together with the axis it belongs to.
+_BELONGS_TO = {
+    "zero": "fsdp", "sequence_parallel": "tp", "ulysses": "cp", "schedule": "pp",
+    "stages_per_rank": "pp", "split": "pp",
+}  # fmt: skip
+
+
+def plan_job(job: Job, machine: Cluster, wishes: Wishes | None = None) -> Plan:
+    """Replace every "auto" of the Job by the search, and predict the layout that it has then.
+
+    Args:
+        job: a partial or concrete Job.
+        machine: the concrete Cluster that stands for an "auto" one.
+        wishes: what to free and bound; its layout is replaced by the Job's.
+
+    Raises:
+        InputError: one sentence, where no layout satisfies what the Job demands, or none fits.
+    """
+    cluster, reasons = concrete_cluster(job.cluster, machine)
+    unknown = unsearchable(job, cluster)
+    if unknown is not None:
+        return replace(resolve(job, machine), notes=(unknown,))
+    if _is_concrete(job.layout):
+        plan = resolve(job, machine)
+        return replace(plan, ranked=(predict(Setting.of(plan.job), plan.job.layout),))
+    return _searched(job, cluster, replace(wishes or Wishes(), layout=job.layout), reasons)
+
+
+def _searched(job: Job, cluster: Cluster, wishes: Wishes, reasons: dict[str, str]) -> Plan:
+    assert isinstance(job.model, Model)
+    found = search(Setting.of(job.replace(cluster=cluster)), wishes)
+    if not found.ranked:
+        raise InputError(shortage(found).text)
+    layout = found.ranked[0].layout
+    layout.check(job.model, cluster, job.train.seq_len, job.train.global_batch)
+    reasons |= _reasons(job.layout, layout, found)
+    concrete = job.replace(cluster=cluster, layout=layout)
+    return Plan(concrete, reasons, explain(found), found.ranked)
+
+
+def unsearchable(job: Job, cluster: Cluster) -> str | None:
+    """Why there is nothing to search by, as one sentence; None where there is."""
+    if not isinstance(job.model, Model):
+        return "simple rules decided: what a model of your own costs is not known."
+    assert cluster.device != "auto"
+    try:
+        wanted = job.layout.precision
+        wanted = cluster.device.safest_fast_precision if wanted == "auto" else wanted
+        matmul_s(cluster.device, wanted, 1, 1, 1)
+        if num_ranks(cluster) > 1:
+            tiers_of(cluster)
+    except InputError as error:
+        return f"simple rules decided: {error}"
+    return None
+
+
+def _is_concrete(layout: Layout) -> bool:
+    return not any(value == "auto" for value in vars(layout).values())
+
+
+# ---- reasons -------------------------------------------------------------------------------------
+
+
+def _reasons(given: Layout, chosen: Layout, found: Found) -> dict[str, str]:
+    """Why each setting that was "auto" became what it is, by the best layout with another value."""
+    names = [name for name, value in vars(given).items() if value == "auto"]
+    return {f"layout.{name}": _reason(name, chosen, found) for name in names}
+
+
+def _reason(name: str, chosen: Layout, found: Found) -> str:
+    axis = _BELONGS_TO.get(name)
+    value = getattr(chosen, name)
+    if name == "ep" and found.space.setting.model.experts is None:
+        return "the model has no experts"
+    if axis is not None and getattr(chosen, axis) == 1 and value == _UNUSED.get(name):
+        return f"{axis} is not used"
+    if name in _RULES:
+        return _RULES[name]
+    other = _best_other(name, value, found.ranked)
+    if other is not None:
+        return _loses(name, found.ranked[0], other)
+    smaller = _best_other(name, value, found.near)
+    if smaller is not None and found.limit_bytes is not None:
+        lacks = (smaller.peak_memory_bytes - found.limit_bytes) / 1e9
+        return f"{_told(name, smaller.layout)} lacks {lacks:.3g} GB a device"
+    return "none of the best layouts has another value"
+
+
+def _best_other(name: str, value: object, ranked: tuple[Prediction, ...]) -> Prediction | None:
+    return next((each for each in ranked if getattr(each.layout, name) != value), None)
+
+
+def _loses(name: str, best: Prediction, other: Prediction) -> str:
+    by = other.step_s / best.step_s - 1
+    if by < 0.001:
+        return f"{_told(name, other.layout)} is no faster"
+    losses = {
+        term: other.time_s.get(term, 0.0) - best.time_s.get(term, 0.0) for term in other.time_s
+    }
+    return f"{_told(name, other.layout)} is {by:.1%} slower: {max(losses, key=losses.__getitem__)}"
+
+
+def _told(name: str, layout: Layout) -> str:
+    value = getattr(layout, name)
+    return f"{name} = {list(value) if isinstance(value, tuple) else value}"

@@ -1,0 +1,120 @@
+"""Pricing: the closed forms over long tables.
+
+Nothing is worked out here; `plan.step` and `plan.memory` hold the formulas. A block of the network
+costs the same in thousands of layouts, which differ in their data axes, pipeline or schedule only:
+so the parts of the network are priced once for each group of rows that they can't tell apart, and
+the tables go through the formulas in pieces that stay in the processor's cache.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.plan.holdings import bounding_holdings
+from paceline.plan.memory import memory_bytes
+from paceline.plan.parts import Part, Pass
+from paceline.plan.pipelined import bounding_stages, closed_form
+from paceline.plan.points import PRECISIONS, Array, Points, Setting
+from paceline.plan.stages import Stages
+from paceline.plan.step import Network, Times, head_layers, times_of
+from paceline.plan.tables import distinct
+from paceline.plan.work import Work, is_sharded
+
+_ROWS = 8192
+"""Priced together: fewer rows cost more calls, more leave the cache."""
+SEEN_BY_PARTS = (
+    *("tp", "sequence_parallel", "async_tp", "cp", "ulysses", "ep", "micro_batch", "precision"),
+    *("param_dtype", "compile", "recompute", "recompute_share"),
+)
+"""Columns that a part's seconds depend on; so they do on whether it is sharded, and for fp8 on the
+schedule."""
+_FP8 = PRECISIONS.index("fp8")
+
+
+class Seconds(NamedTuple):
+    """Columns of the time of a step."""
+
+    step_s: Array
+    unwaited_s: Array
+    """Less what a pipeline waits, sends and can't share out evenly: whatever its schedule, a step
+    takes as long."""
+
+
+def step_seconds(setting: Setting, points: Points) -> Seconds:
+    """The time of each layout's step, by the closed form of `plan.step.price`."""
+
+    def of(piece: Points) -> tuple[Array, ...]:
+        network = _network(setting, piece)
+        stages = bounding_stages(setting.model, piece, network.kinds, head_layers(network))
+        found = times_of(setting, piece, network, stages, closed_form)
+        return found.step_s, _unwaited_s(setting, piece, stages, found)
+
+    return Seconds(*_in_pieces(of, points, 2))
+
+
+def _unwaited_s(setting: Setting, points: Points, stages: Stages, found: Times) -> Array:
+    whole_s = found.passes.whole_s
+    work = closed_form(points, stages, found.passes, np.zeros(len(points))).work
+    # Stages of whole layers may hold more together than there are: see `bounding_stages`.
+    too_many = (stages.layers * stages.count).sum((0, 1)) / setting.model.num_layers
+    ranks = points.pp * np.maximum(too_many, 1)
+    even_s = (stages.count * whole_s).sum(0) * points.num_micro_batches / ranks
+    waits = found.terms["bubble"] + found.terms["exposed_comm.pp"]
+    uneven_s = np.where(points.pp > 1, (work * whole_s).sum(0) - even_s, 0.0)
+    own_s = found.step_s - found.terms["straggler_wait"]
+    return found.step_s * (1 - (waits + uneven_s) / own_s)
+
+
+def peak_bytes(setting: Setting, points: Points) -> Array:
+    """The peak memory of each layout's heaviest device, by the closed form."""
+
+    def of(piece: Points) -> tuple[Array, ...]:
+        total = sum(memory_bytes(setting, piece, bounding_holdings(setting, piece)).values())
+        return (np.max(total, 0),)
+
+    return _in_pieces(of, points, 1)[0]
+
+
+def _in_pieces(
+    of: Callable[[Points], tuple[Array, ...]], points: Points, num_columns: int
+) -> list[Array]:
+    size = np.size(points.tp)
+    if not size:
+        return [np.zeros(0)] * num_columns
+    rows = np.arange(size)
+    pieces = [of(points.take(rows[at : at + _ROWS])) for at in range(0, size, _ROWS)]
+    return [np.concatenate(columns) for columns in zip(*pieces, strict=True)]
+
+
+def _network(setting: Setting, points: Points) -> Network:
+    """As `Network.of`, by the distinct rows; of the works only what the data axes ask for."""
+    table = {name: getattr(points, name) for name in SEEN_BY_PARTS}
+    table["sharded"] = is_sharded(points)
+    table["schedule"] = np.where(points.precision == _FP8, points.schedule, 0)
+    n = len(points)
+    first, group, _ = distinct({name: np.broadcast_to(c, n) for name, c in table.items()}, table)
+    network = Network.of(setting, points.take(first))
+    works = [
+        Work(params=_spread(work.params, group), expert_params=_spread(work.expert_params, group))
+        for work in network.works
+    ]
+    return Network(network.kinds, works, [_spread_part(part, group) for part in network.parts])
+
+
+def _spread(column: Array | float, group: Array) -> Array:
+    """From the distinct rows to all."""
+    column = np.asarray(column)
+    return column[group] if column.size > 1 else column
+
+
+def _spread_part(part: Part, group: Array) -> Part:
+    return replace(
+        part, **{each.name: _spread_pass(getattr(part, each.name), group) for each in fields(part)}
+    )
+
+
+def _spread_pass(one: Pass, group: Array) -> Pass:
+    terms = {term: _spread(seconds, group) for term, seconds in one.terms.items()}
+    return Pass(terms, *(_spread(column, group) for column in one[1:]))

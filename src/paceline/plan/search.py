@@ -1,0 +1,309 @@
+"""Search: the best layouts of a whole space, by the planner's own formulas.
+
+How it works: branch and bound over the tables of `plan.space`.
+
+1. Every mesh gets bounds on its step and its memory (`plan.bounds`).
+2. Meshes are visited in the order of their bounds, some thousands of layouts at a time, until the
+   next one's bound is slower than the hundredth best layout found. On the way, each mesh's own
+   micro-batches and arithmetics are bounded too; what survives is joined with schedules, and what
+   of that doesn't fit with reliefs, and priced by the closed form (`plan.step.price`).
+3. The hundred best that fit, at most a few of each mesh, are predicted from their real action lists
+   (`plan.step.predict`), which has the last word.
+
+So each layout of the space is answered for: priced, or proved too large, or proved slower than what
+is shown (tests compare with pricing everything). Ties are won by the simpler layout: fewer axes,
+then the smaller tp, pp, cp and fsdp. The result doesn't depend on the number of threads.
+
+It is no optimiser of continuous choices (bucket sizes, splits), and it knows decoders only.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.config.errors import InputError
+from paceline.config.layout import Layout, size
+from paceline.plan.bounds import (
+    SLACK,
+    bounds_of_meshes,
+    fastest,
+    least_bytes,
+    least_seconds,
+    slower,
+)
+from paceline.plan.points import Array, Setting
+from paceline.plan.prediction import Prediction
+from paceline.plan.pricing import peak_bytes, step_seconds
+from paceline.plan.rules import Columns, num_ranks
+from paceline.plan.space import Space, Wishes
+from paceline.plan.step import predict
+from paceline.plan.tables import joined, size_of, take
+
+MARGIN = 0.04
+"""Part of a device's memory that a layout must leave free: fragmentation differs from run to run,
+and the driver takes some of what the datasheet says."""
+NEAR = 1.25
+"""Layouts that need up to so many times the memory are kept: what more memory would give."""
+_PER_MESH = 3
+# Meshes whose bounds are worked out together, and cores that a round of visits looks at.
+_MESHES_AT_ONCE = 2048
+_CORES_OF_ROUND = 8_000
+_MESHES_OF_FIRST_ROUND = 64
+_THREADS = 2
+# Actions of pipelines that all predictions execute together: a second or two.
+_ACTIONS = 200_000
+_FRONT = 12
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much of the space was looked at, and how."""
+
+    points: int
+    """Layouts that can run and agree with what was fixed."""
+    priced: int
+    """Priced one by one; the others are excluded by a bound on their time or memory."""
+    fitting: int
+    """Of the priced ones, those whose memory is small enough."""
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a search found."""
+
+    space: Space
+    limit_bytes: float | None
+    """What a layout may use of a device's memory; None: the memory is not known."""
+    counts: Counts
+    ranked: tuple[Prediction, ...]
+    """Those that fit, the fastest first, at most a few of each mesh."""
+    near: tuple[Prediction, ...]
+    """Those that would fit into a quarter more memory, the fastest first."""
+    front: tuple[Prediction, ...]
+    """Than which none is both faster and leaner, the fastest first. On one cluster the price of a
+    token follows from the time."""
+
+
+def search(
+    setting: Setting,
+    wishes: Wishes | None = None,
+    num: int | None = None,
+    margin: float = MARGIN,
+) -> Found:
+    """Search all layouts of a setting.
+
+    Args:
+        setting: what is trained, on what; its cluster is concrete.
+        wishes: what is fixed, freed and bounded.
+        num: layouts to predict exactly; by default a hundred, fewer in a small space.
+        margin: part of a device's memory that must stay free.
+
+    Raises:
+        InputError: no layout can run, or nothing is known about the device's speed.
+    """
+    space = Space.of(setting, wishes)
+    num_points = space.count()
+    if not num_points:
+        raise InputError(_no_layout(space))
+    num = num or min(100, max(20, num_points // 2000))
+    limit = memory_limit(setting, margin)
+    most = np.inf if limit is None else limit
+    pool, num_priced, num_fitting = _hunt(space, most, num)
+    fits = pool["memory_bytes"] <= most
+    best, near = (take(pool, np.flatnonzero(where)) for where in (fits, ~fits))
+    oracle = _Oracle(space)
+    ranked = oracle.ranked(take(best, _first_of_each_mesh(best, num)), most)
+    oracle.left = _ACTIONS // 2
+    return Found(
+        space,
+        limit,
+        Counts(num_points, num_priced, num_fitting),
+        ranked,
+        oracle.ranked(take(near, _first_of_each_mesh(near, _FRONT)), NEAR * most),
+        oracle.ranked(_front(space, best, most), most),
+    )
+
+
+def memory_limit(setting: Setting, margin: float = MARGIN) -> float | None:
+    """Bytes of a device that a layout may use; None where its memory is not known."""
+    assert setting.cluster.device != "auto"
+    memory = setting.cluster.device.memory_bytes
+    return None if memory is None else (1 - margin) * memory.value
+
+
+def _no_layout(space: Space) -> str:
+    setting, ranks = space.setting, num_ranks(space.setting.cluster)
+    return (
+        f"no layout of {ranks} devices can run with train.global_batch = {setting.global_batch}, "
+        f"train.seq_len = {setting.seq_len} and the settings that are fixed: leave more of them "
+        f'to "auto", or use a global_batch that is a multiple of {ranks}.'
+    )
+
+
+# ---- branch and bound ----------------------------------------------------------------------------
+
+
+def _hunt(space: Space, limit: float, num: int) -> tuple[Columns, int, int]:
+    """Visit meshes, the most promising first.
+
+    Returns:
+        a pool of priced layouts, the best first, with `step_s` and `memory_bytes`, also of some
+        that need up to NEAR times the limit; how many were priced; how many of them fit.
+    """
+    with ThreadPoolExecutor(_THREADS) as threads:
+        chunks = space.chunks(_MESHES_AT_ONCE)
+        bounds = [*threads.map(lambda rows: bounds_of_meshes(space, rows), chunks)]
+        seconds, least = (np.concatenate(part) for part in zip(*bounds, strict=True))
+        order = np.argsort(seconds, kind="stable")
+        order = order[least[order] <= NEAR * limit]
+        pool = _visit(space, order[:0], limit, np.inf).table
+        slowest, at, step = np.inf, 0, _MESHES_OF_FIRST_ROUND
+        num_priced = num_fitting = 0
+        while at < len(order) and seconds[order[at]] <= SLACK * slowest:
+            rows = order[at : at + step]
+            at += step
+            halves = (rows[half::_THREADS] for half in range(_THREADS))
+            visits = [*threads.map(lambda rows: _visit(space, rows, limit, slowest), halves)]  # noqa: B023
+            num_priced += sum(visit.num_priced for visit in visits)
+            num_fitting += sum(visit.num_fitting for visit in visits)
+            tables = [pool, *(visit.table for visit in visits)]
+            pool, slowest = _merged(joined(tables), limit, num)
+            per_mesh = max(1, sum(visit.num_cores for visit in visits) // len(rows))
+            step = min(4 * step, max(1, _CORES_OF_ROUND // per_mesh))
+    return pool, num_priced, num_fitting
+
+
+@dataclass(frozen=True, eq=False)
+class _Visit:
+    """What came of visiting some meshes."""
+
+    table: Columns
+    num_cores: int
+    num_priced: int
+    num_fitting: int
+
+
+def _visit(space: Space, meshes: Array, limit: float, slowest: float) -> _Visit:
+    """Price what these meshes have that may be among the best."""
+    cores = space.cores(np.sort(meshes))
+    num_cores = size_of(cores)
+    promising = np.flatnonzero(least_seconds(space, cores) <= SLACK * slowest)
+    cores = take(cores, promising)
+    if np.isfinite(limit):
+        cores = take(cores, np.flatnonzero(least_bytes(space, cores) <= NEAR * limit))
+    turned = space.turned(cores)
+    turned = {**turned, "row": np.arange(size_of(turned))}
+    plain = _priced(space, space.relieved(turned, fastest(space.reliefs)))
+    relieved = _priced_if_small(space, _in_need(turned, plain, limit, slowest), limit)
+    table = joined([plain, relieved])
+    fits = table["memory_bytes"] <= limit
+    keep = (table["step_s"] <= slowest) & (table["memory_bytes"] <= NEAR * limit)
+    return _Visit(take(table, np.flatnonzero(keep)), num_cores, size_of(table), int(fits.sum()))
+
+
+def _in_need(turned: Columns, plain: Columns, limit: float, slowest: float) -> Columns:
+    """What is fast enough, but as fast as that only too large: some relief may be the best."""
+    fastest_s = np.full(size_of(turned), np.inf)
+    fitting_s = fastest_s.copy()
+    fits = plain["memory_bytes"] <= limit
+    np.minimum.at(fastest_s, plain["row"], plain["step_s"])
+    np.minimum.at(fitting_s, plain["row"][fits], plain["step_s"][fits])
+    return take(turned, np.flatnonzero((fastest_s <= SLACK * slowest) & (fitting_s > fastest_s)))
+
+
+def _priced(space: Space, table: Columns, needs: Array | None = None) -> Columns:
+    """A table of whole layouts with `step_s` and `memory_bytes` (`needs`, where it is known)."""
+    points = space.points(table)
+    needs = peak_bytes(space.setting, points) if needs is None else needs
+    step_s = step_seconds(space.setting, points).step_s
+    return {**table, "step_s": step_s, "memory_bytes": needs}
+
+
+def _priced_if_small(space: Space, turned: Columns, limit: float) -> Columns:
+    """With the other reliefs, where small enough: memory is cheaper to work out than time."""
+    table = space.relieved(turned, slower(space.reliefs))
+    needs = peak_bytes(space.setting, space.points(table))
+    small = np.flatnonzero(needs <= NEAR * limit)
+    return _priced(space, take(table, small), needs[small])
+
+
+def _merged(table: Columns, limit: float, num: int) -> tuple[Columns, float]:
+    """The rows that may still be among the best, in order, and how slow that is."""
+    table = take(table, _order(table))
+    fits = np.flatnonzero(table["memory_bytes"] <= limit)
+    chosen = fits[_first_of_each_mesh(take(table, fits), num)]
+    slowest = table["step_s"][chosen].max() if len(chosen) == num else np.inf
+    return take(table, np.flatnonzero(table["step_s"] <= slowest)), float(slowest)
+
+
+def _order(table: Columns) -> Array:
+    """The fastest first; where there is no difference to speak of, the simplest."""
+    axes = np.sum([table[name] > 1 for name in ("dp", "fsdp", "tp", "pp", "cp", "ep")], axis=0)
+    # Whole hundredths of a percent, for a later digit decides nothing.
+    time = np.round(np.log(table["step_s"]) * 1e4)
+    keys = (
+        *(table["num_micro_batches"], table["quarters"], table["recompute"]),
+        *(table["stages_per_rank"], table["schedule"], table["mesh"], axes, time),
+    )
+    return np.lexsort(keys)
+
+
+def _first_of_each_mesh(table: Columns, num: int) -> Array:
+    """Rows of an ordered table: the first, but at most a few of each mesh."""
+    by_mesh = np.argsort(table["mesh"], kind="stable")
+    starts = np.flatnonzero(np.diff(table["mesh"][by_mesh], prepend=-1))
+    counts = np.diff(starts, append=len(by_mesh))
+    place = np.empty(len(by_mesh), int)
+    place[by_mesh] = np.arange(len(by_mesh)) - np.repeat(starts, counts)
+    return np.flatnonzero(place < _PER_MESH)[:num]
+
+
+def _front(space: Space, best: Columns, limit: float) -> Columns:
+    """Layouts than which none is both faster and leaner, by steps of 2 % of memory: of what was
+    priced, and of all reliefs of the best."""
+    if not size_of(best):
+        return best
+    some = take(best, _first_of_each_mesh(best, 4 * _FRONT))
+    turned = {name: some[name] for name in some if name not in space.reliefs}
+    table = joined([best, _priced(space, space.relieved(turned))])
+    table = take(table, np.flatnonzero(table["memory_bytes"] <= limit))
+    table = take(table, _order(table))
+    chosen: list[int] = []
+    for index, needs in enumerate(table["memory_bytes"].tolist()):
+        if not chosen or needs < 0.98 * table["memory_bytes"][chosen[-1]]:
+            chosen.append(index)
+    return take(table, np.array(chosen[:_FRONT]))
+
+
+# ---- the last word -------------------------------------------------------------------------------
+
+
+class _Oracle:
+    """Predictions by real action lists, each layout once, as long as they don't take too long."""
+
+    def __init__(self, space: Space) -> None:
+        self.space, self.left = space, _ACTIONS
+        self.known: dict[Layout, Prediction] = {}
+
+    def ranked(self, table: Columns, limit: float) -> tuple[Prediction, ...]:
+        """Predictions of whole layouts, of those that fit, the fastest first."""
+        points = self.space.points(table)
+        layouts = [self.space.layout(points, index) for index in range(size_of(table))]
+        found = [self._predicted(layout) for layout in layouts]
+        fits = [each for each in found if each is not None and each.peak_memory_bytes <= limit]
+        return tuple(sorted(fits, key=lambda each: float(f"{each.step_s:.4g}")))
+
+    def _predicted(self, layout: Layout) -> Prediction | None:
+        if layout not in self.known:
+            self.left -= _num_actions(self.space.setting, layout)
+            if self.left < 0:
+                return None
+            self.known[layout] = predict(self.space.setting, layout)
+        return self.known[layout]
+
+
+def _num_actions(setting: Setting, layout: Layout) -> int:
+    """Of all ranks together: forward, and backward in two halves."""
+    batches = setting.global_batch // (layout.num_data_ranks * size(layout.micro_batch))
+    return 3 * batches * len(layout.split) if layout.split != "auto" else 0

@@ -1,0 +1,367 @@
+"""Space: every layout of a cluster that can run, as a product of small tables.
+
+A space of a hundred million layouts is never written out. It is the product of five tables:
+
+- meshes: tp, pp, cp, fsdp, dp, zero, sequence_parallel, ulysses, ep,
+- batches: the micro-batch,
+- arithmetics: precision, param_dtype, compile, async_tp,
+- turns: the schedule of a pipeline and its stages per rank,
+- reliefs: what saves memory for time: recompute, offload, 8-bit optimizer state.
+
+`join` multiplies two tables and keeps what the rules (`plan.rules`) let run; the search joins only
+what it has to look at, and `Space.count` adds up the rest without visiting it.
+
+A setting that a person fixed has one value in its table. Settings without "auto" are what the
+layout says unless they are named in `free`, for they change numerics (8-bit state, fp8) or fill the
+host's memory (offload). Not here: which layout is good (`plan.search`).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from paceline.config.errors import InputError
+from paceline.config.hardware import Cluster
+from paceline.config.layout import Layout
+from paceline.config.model import Model
+from paceline.config.noun import nearest
+from paceline.plan.collectives import tiers_of
+from paceline.plan.points import PRECISIONS, RECOMPUTE, SCHEDULES, Array, Points, Setting
+from paceline.plan.rules import RULES, Columns, holding, num_ranks, num_stages
+from paceline.plan.schedules import split_layers
+from paceline.plan.tables import crossing, distinct, join, size_of, take
+
+FREE = ("precision", "param_dtype", "async_tp", "optimizer_state", "offload", "recompute_layers")
+"""Settings that are searched only where a person asks for it."""
+BOUNDED = ("dp", "fsdp", "tp", "pp", "cp", "ep", "ulysses", "micro_batch", "stages_per_rank")
+"""Settings that can be bounded."""
+# The bubble shrinks with 1 / stages per rank: beyond a few, one more changes little.
+_STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
+_OFFLOADS = (
+    (), ("activations",), ("optimizer",), ("params",), ("activations", "optimizer"),
+    ("activations", "params"),
+)  # fmt: skip
+_QUARTERS = 4
+"""Recompute is offered for quarters of the layers of a stage."""
+_MESHES_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a person fixed, freed or bounded; the rest is searched."""
+
+    layout: Layout = field(default_factory=Layout)
+    """Whatever isn't "auto" is fixed, but for the settings in `free`."""
+    free: tuple[str, ...] = ()
+    """Names of `FREE` to search as well."""
+    bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Least and most of a setting of `BOUNDED`; tp is bound by the fast domain by default."""
+
+    def __post_init__(self) -> None:
+        for name in self.free:
+            if name not in FREE:
+                raise InputError(f"free: {name} can't be freed{nearest(name, FREE)}")
+        for name, (least, most) in self.bounds.items():
+            if name not in BOUNDED:
+                raise InputError(f"bounds: {name} can't be bounded{nearest(name, BOUNDED)}")
+            if not 1 <= least <= most:
+                raise InputError(
+                    f"bounds: {name} from {least} to {most} leaves nothing: give a least of 1 or "
+                    "more and a most that is no smaller."
+                )
+
+    def counts(self, name: str, every: Iterable[int], most: int | None = None) -> Array:
+        """The values of a count: the fixed one, or those of `every` within bounds."""
+        fixed = getattr(self.layout, name)
+        if fixed != "auto":
+            return np.array([fixed])
+        low, high = self.bounds.get(name, (1, most))
+        return np.array([n for n in every if low <= n and (high is None or n <= high)], int)
+
+    def switches(self, name: str, every: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The values of another setting: the fixed one, or all where it is "auto" or free."""
+        fixed = getattr(self.layout, name)
+        return every if fixed == "auto" or name in self.free else (fixed,)
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """All layouts that can run in a setting and agree with the wishes, as a product of tables."""
+
+    setting: Setting
+    wishes: Wishes
+    meshes: Columns
+    batches: Columns
+    arithmetics: Columns
+    turns: Columns
+    reliefs: Columns
+
+    @classmethod
+    def of(cls, setting: Setting, wishes: Wishes | None = None) -> "Space":
+        """The space of a setting, whose cluster is concrete."""
+        wishes = wishes or Wishes()
+        return cls(
+            setting,
+            wishes,
+            _meshes(setting, wishes),
+            {"micro_batch": wishes.counts("micro_batch", divisors(setting.global_batch))},
+            _arithmetics(setting, wishes),
+            _turns(setting, wishes),
+            _reliefs(wishes),
+        )
+
+    def cores(self, meshes: Array | None = None) -> Columns:
+        """Meshes x batches x arithmetics that can run; `meshes`: rows of the meshes, or all."""
+        rows = np.arange(size_of(self.meshes)) if meshes is None else meshes
+        return self.computed(self.batched(rows))
+
+    def batched(self, meshes: Array) -> Columns:
+        """Meshes x batches that can run, the smallest micro-batch of each mesh first.
+
+        The row of each mesh is kept in the column "mesh".
+        """
+        table: Columns = {"mesh": meshes, **take(self.meshes, meshes)}
+        table = join(self.setting, table, self.batches)
+        samples = table["dp"] * table["fsdp"] * table["micro_batch"]
+        return {**table, "num_micro_batches": self.setting.global_batch // samples}
+
+    def computed(self, batched: Columns) -> Columns:
+        """What `batched` returned x arithmetics that can run."""
+        return join(self.setting, batched, self.arithmetics)
+
+    def turned(self, cores: Columns, turns: Columns | None = None) -> Columns:
+        """Cores x schedules that can run, with the `stages` that each makes."""
+        table = join(self.setting, cores, turns or self.turns)
+        stages = num_stages(table["pp"], table["schedule"], table["stages_per_rank"])
+        layers = -(-self.setting.model.num_layers // np.maximum(stages, 1))
+        return {**table, "stages": stages, "layers_per_stage": layers}
+
+    def relieved(self, turned: Columns, reliefs: Columns | None = None) -> Columns:
+        """What `turned` returned x reliefs that can run: all settings of Points."""
+        table = join(self.setting, turned, reliefs or self.reliefs, _is_distinct)
+        return {**table, "recompute_share": self._recompute_share(table)}
+
+    def _recompute_share(self, table: Columns) -> Array:
+        """As `Points.of` finds it in the layout: the same count of layers in every stage."""
+        fixed = self.wishes.layout.recompute_layers
+        whole = table["quarters"] == _QUARTERS
+        layers = table["quarters"] * table["layers_per_stage"] // _QUARTERS
+        if fixed != "all" and "recompute_layers" not in self.wishes.free:
+            whole, layers = np.array(False), np.where(table["quarters"] > 0, fixed, 0)
+        share = layers * table["stages"] / self.setting.model.num_layers
+        return np.where(whole, 1.0, np.minimum(1.0, share))
+
+    def points(self, table: Columns) -> Points:
+        """The columns of Points in a table that `relieved` returned."""
+        table = {**table, "bucket_bytes": np.array([self._bucket_mib * 2.0**20])}
+        return Points(**{each.name: table[each.name] for each in fields(Points)})
+
+    @property
+    def _bucket_mib(self) -> float:
+        """Small enough that reducing starts early, large enough that each one uses the link."""
+        fixed = self.wishes.layout.bucket_mib
+        if fixed != "auto":
+            return fixed
+        gradients_mib = self.setting.model.num_params * 4 / 2**20
+        return round(min(25.0, max(1.0, gradients_mib / 8)), 2)
+
+    def count(self) -> int:
+        """How many layouts the space has, without visiting them."""
+        names = self._met_later()
+        found: Counter[tuple[int, ...]] = Counter()
+        for rows in self.chunks(_MESHES_AT_ONCE):
+            cores = self.cores(rows)
+            first, _, counts = distinct(cores, names)
+            keys = zip(*(cores[name][first].tolist() for name in names), strict=True)
+            found.update(dict(zip(keys, counts.tolist(), strict=True)))
+        if not found:
+            return 0
+        columns = zip(*found, strict=True)
+        table = {name: np.array(column) for name, column in zip(names, columns, strict=True)}
+        return self._count_turned({**table, "weight": np.array([*found.values()])})
+
+    def _met_later(self) -> list[str]:
+        """Columns of cores that rules about turns and reliefs read."""
+        later = {*self.turns, *self.reliefs}
+        reads = {name for rule in RULES if not later.isdisjoint(rule.reads) for name in rule.reads}
+        return sorted(reads - later - {"recompute_share"})
+
+    def _count_turned(self, cores: Columns) -> int:
+        turned = self.turned(cores)
+        names = [name for name in ("fsdp", "tp", "layers_per_stage") if name in turned]
+        first, group, _ = distinct(turned, names)
+        weight = np.bincount(group, turned["weight"], len(first))
+        left, _ = crossing(self.setting, take(turned, first), self.reliefs, _is_distinct)
+        return int(weight[left].sum())
+
+    def chunks(self, num: int) -> list[Array]:
+        """The rows of the meshes, so many at a time."""
+        size = size_of(self.meshes)
+        return [np.arange(at, min(at + num, size)) for at in range(0, size, num)]
+
+    def layout(self, points: Points, index: int) -> Layout:
+        """The layout of one point."""
+        row = {
+            name: (column[index] if np.size(column) > 1 else column.flat[0]).item()
+            for name, column in vars(points).items()
+        }
+        schedule = SCHEDULES[row["schedule"]]
+        stages = num_stages(np.array(row["pp"]), row["schedule"], row["stages_per_rank"]).item()
+        wished = self.wishes.layout
+        return wished.replace(
+            **{name: row[name] for name in _SAME},
+            schedule=schedule,
+            split=() if row["pp"] == 1 else self._split(stages),
+            precision=PRECISIONS[row["precision"]],
+            param_dtype=PRECISIONS[row["param_dtype"]],
+            optimizer_state="8bit" if row["optimizer_8bit"] else "full",
+            recompute=RECOMPUTE[row["recompute"]],
+            recompute_layers=self._recompute_layers(row, stages),
+            offload=tuple(name for name in _OFFLOADABLE if row[f"offload_{name}"]),
+            bucket_mib=row["bucket_bytes"] / 2**20,
+        )
+
+    def _split(self, stages: int) -> tuple[int, ...]:
+        wished = self.wishes.layout.split
+        if wished != "auto" and wished:
+            return wished
+        if stages > self.setting.model.num_layers:
+            return (1,) * stages  # can't run, and the check of the layout says why
+        return split_of(self.setting.model, self.setting.seq_len, stages)
+
+    def _recompute_layers(self, row: Mapping[str, Any], stages: int) -> Any:
+        if row["recompute"] == 0 or row["recompute_share"] >= 1:
+            return "all"
+        return round(row["recompute_share"] * self.setting.model.num_layers / stages)
+
+
+_SAME = (
+    *("dp", "fsdp", "zero", "tp", "sequence_parallel", "async_tp", "cp", "ulysses", "ep", "pp"),
+    *("stages_per_rank", "micro_batch", "compile"),
+)
+_OFFLOADABLE = ("activations", "optimizer", "params")
+
+
+@lru_cache(maxsize=256)
+def split_of(model: Model, seq_len: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage, the heaviest as light as can be; the head weighs something."""
+    head = 2 * model.num_embedding_params
+    attention = model.attention_flops_per_token(seq_len) / model.num_layers
+    layers = range(model.num_layers)
+    costs = [attention + 2 * model.num_block_matmul_params(layer) for layer in layers]
+    return split_layers(costs, stages, 0.0, head)
+
+
+# ---- the tables ----------------------------------------------------------------------------------
+
+
+def _meshes(setting: Setting, wishes: Wishes) -> Columns:
+    """Row by row simpler first: a tie is won by the earlier row."""
+    ranks, model = num_ranks(setting.cluster), setting.model
+    parts = divisors(ranks)
+    experts = divisors(model.experts.num_experts) if model.experts else [1]
+    table: Columns = {"tp": wishes.counts("tp", parts, fast_domain(setting.cluster))}
+    table = _kept(setting, table)
+    table = join(setting, table, {"pp": wishes.counts("pp", parts)})
+    table = take(table, np.flatnonzero(table["pp"] <= model.num_layers))
+    table = join(setting, table, {"cp": wishes.counts("cp", parts)})
+    table = join(setting, table, {"fsdp": wishes.counts("fsdp", parts)})
+    taken = table["tp"] * table["pp"] * table["cp"] * table["fsdp"]
+    table = _kept(setting, {**table, "dp": np.maximum(1, ranks // taken)})
+    table = take(table, np.flatnonzero(np.isin(table["dp"], wishes.counts("dp", parts))))
+    table = join(setting, table, {"zero": np.array(wishes.switches("zero", (0, 1, 2, 3)))})
+    both = np.array(wishes.switches("sequence_parallel", (False, True)))
+    table = join(setting, table, {"sequence_parallel": both})
+    table = join(setting, table, {"ulysses": wishes.counts("ulysses", parts)})
+    table = join(setting, table, {"ep": wishes.counts("ep", experts)})
+    moves = wishes.layout.rebalance_every
+    return take(table, np.flatnonzero(table["ep"] > 1)) if moves else table
+
+
+def _kept(setting: Setting, table: Columns) -> Columns:
+    """The rows of a table that can run."""
+    names = set(table)
+    return take(table, np.flatnonzero(np.broadcast_to(
+        holding(setting, table, names, names), size_of(table)
+    )))  # fmt: skip
+
+
+def _arithmetics(setting: Setting, wishes: Wishes) -> Columns:
+    device = setting.cluster.device
+    assert device != "auto"
+    safest: str = device.safest_fast_precision
+    if wishes.layout.param_dtype == "fp64":
+        safest = "fp64"
+    precisions = (wishes.layout.precision,)
+    if wishes.layout.precision == "auto" or "precision" in wishes.free:
+        precisions = device.precisions if "precision" in wishes.free else (safest,)  # type: ignore[assignment]
+    # Eager on CPUs unless asked: it starts at once, and needs no compiler on the machine.
+    compiled = (False, True) if device.kind != "cpu" else (False,)
+    rows = product(
+        map(PRECISIONS.index, precisions),
+        map(PRECISIONS.index, wishes.switches("param_dtype", ("fp32", "bf16"))),
+        wishes.switches("compile", compiled),
+        wishes.switches("async_tp", (False, True)),
+    )
+    return _kept(setting, _table(("precision", "param_dtype", "compile", "async_tp"), rows))
+
+
+def _turns(setting: Setting, wishes: Wishes) -> Columns:
+    per_rank = wishes.counts("stages_per_rank", _STAGES_PER_RANK)
+    names = wishes.switches("schedule", SCHEDULES)
+    if wishes.layout.rebalance_every:
+        names = tuple(name for name in names if name != "dualpipe")
+    rows = product(map(SCHEDULES.index, names), per_rank.tolist())
+    return _kept(setting, _table(("schedule", "stages_per_rank"), rows))
+
+
+def _reliefs(wishes: Wishes) -> Columns:
+    """What saves no memory comes first."""
+    layers = wishes.layout.recompute == "auto" or "recompute_layers" in wishes.free
+    parts = range(1, _QUARTERS + 1) if layers else (_QUARTERS,)
+    recomputes = [
+        (RECOMPUTE.index(name), quarters)
+        for name in wishes.switches("recompute", RECOMPUTE)
+        for quarters in (parts if name != "none" else (0,))
+    ]
+    offloads = wishes.switches("offload", _OFFLOADS)
+    states = wishes.switches("optimizer_state", ("full", "8bit"))
+    rows = (
+        (*recompute, *(name in offload for name in _OFFLOADABLE), state == "8bit")
+        for offload, recompute, state in product(offloads, recomputes, states)
+    )
+    names = ("recompute", "quarters", *(f"offload_{name}" for name in _OFFLOADABLE))
+    return _table((*names, "optimizer_8bit"), rows)
+
+
+def _table(names: Iterable[str], rows: Iterable[tuple[Any, ...]]) -> Columns:
+    columns = zip(*rows, strict=True)
+    return {name: np.array(column) for name, column in zip(names, columns, strict=True)}
+
+
+def _is_distinct(table: Columns) -> Array:
+    """Whether so many quarters of a stage's layers are a count of their own, 1 or more."""
+    quarters, layers = table["quarters"], table["layers_per_stage"]
+    fewer = (quarters - 1) * layers // _QUARTERS
+    part = quarters * layers // _QUARTERS > np.maximum(fewer, 0)
+    return (quarters == 0) | (quarters == _QUARTERS) | part
+
+
+def divisors(value: int) -> list[int]:
+    """All of them, the smallest first."""
+    small = [part for part in range(1, int(value**0.5) + 1) if value % part == 0]
+    return sorted({*small, *(value // part for part in small)})
+
+
+def fast_domain(cluster: Cluster) -> int:
+    """Devices that the fastest links connect: where tensor parallelism stays unless asked."""
+    assert cluster.devices_per_node != "auto"
+    try:
+        return tiers_of(cluster)[0].num_devices
+    except (InputError, IndexError):  # its links are not known
+        return cluster.devices_per_node

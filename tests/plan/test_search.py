@@ -1,0 +1,159 @@
+"""The search (pure): it finds what pricing everything finds, and its bounds are bounds."""
+
+import numpy as np
+import pytest
+
+from paceline.config.errors import InputError
+from paceline.config.feasible import Demand, refusal
+from paceline.config.hardware import Cluster, device
+from paceline.config.layers import Experts
+from paceline.config.layout import Layout
+from paceline.config.model import Model
+from paceline.config.stack import Stack
+from paceline.plan import search as searching
+from paceline.plan.bounds import SLACK, bounds_of_meshes, least_bytes, least_seconds
+from paceline.plan.points import Setting
+from paceline.plan.pricing import peak_bytes, step_seconds
+from paceline.plan.search import memory_limit, search
+from paceline.plan.space import FREE, Space, Wishes
+from paceline.plan.step import price
+from paceline.plan.tables import size_of, take
+
+SEVEN = Model(
+    vocab_size=32000, hidden_size=4096, ffn_size=11008, num_layers=32, num_heads=32,
+    max_seq_len=4096,
+)  # fmt: skip
+MIXED = Model(
+    vocab_size=64000, hidden_size=2048, ffn_size=8192, num_layers=24, num_heads=16, num_kv_heads=4,
+    max_seq_len=4096, experts=Experts(num_experts=64, experts_per_token=8, ffn_size=1024),
+)  # fmt: skip
+BIG = SEVEN.replace(hidden_size=8192, ffn_size=28672, num_heads=64, num_layers=40, head_dim=128)
+MODELS = {"dense": SEVEN, "experts": MIXED, "big": BIG}
+
+
+def _setting(model=SEVEN, name="A100-80", nodes=2, batch=64) -> Setting:
+    cluster = Cluster(device=device(name), devices_per_node=8, num_nodes=nodes)
+    return Setting(model, cluster, 4096, batch, Stack())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("free", [(), ("offload", "optimizer_state")])
+def test_it_finds_the_best_of_everything(kind, free):
+    bounds = {"cp": (1, 2), "pp": (1, 4), "stages_per_rank": (1, 4)}
+    setting = _setting(MODELS[kind], nodes=1 if free else 2, batch=32)
+    wishes = Wishes(free=free, bounds=bounds)
+    space = Space.of(setting, wishes)
+    limit = memory_limit(setting)
+    turned = space.turned(space.cores())
+    table = space.relieved({**turned, "row": np.arange(size_of(turned))})
+    points = space.points(table)
+    fits = peak_bytes(setting, points) <= limit
+    step_s = step_seconds(setting, points).step_s[fits]
+    pool, num_priced, _ = searching._hunt(space, limit, 20)
+    assert num_priced < 0.6 * size_of(table)
+    found = pool["step_s"][pool["memory_bytes"] <= limit]
+    assert found[0] == pytest.approx(step_s.min())
+    # Of each core and schedule the fastest relief; a dozen of them, wherever they are.
+    best = np.full(size_of(turned), np.inf)
+    np.minimum.at(best, table["row"][fits], step_s)
+    assert set(np.sort(best)[:12]) <= set(found)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_bounds_bound(kind):
+    space = Space.of(_setting(MODELS[kind]), Wishes(free=("offload", "precision")))
+    meshes = np.arange(0, size_of(space.meshes), 7)
+    cores = space.cores(meshes)
+    seconds, least = least_seconds(space, cores), least_bytes(space, cores)
+    by_mesh, least_of_mesh = bounds_of_meshes(space, meshes)
+    numbered = {**cores, "core": np.arange(size_of(cores))}
+    table = space.relieved(space.turned(numbered))
+    rows = np.random.default_rng(0).permutation(size_of(table))[:30000]
+    table = take(table, rows)
+    points = space.points(table)
+    step_s, needs = step_seconds(space.setting, points).step_s, peak_bytes(space.setting, points)
+    mesh = np.searchsorted(meshes, table["mesh"])
+    assert (seconds[table["core"]] <= SLACK * step_s).all()
+    assert (by_mesh[mesh] <= SLACK * step_s).all()
+    # The search leaves memory a wide margin (NEAR): recompute may hold a block more than it saves.
+    assert (least[table["core"]] <= 1.1 * needs).all()
+    assert (least_of_mesh[mesh] <= 1.1 * needs).all()
+    # They are worth something: many are near what they bound.
+    assert np.median(seconds[table["core"]] / step_s) > 0.5
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_pricing_by_groups_changes_nothing(kind):
+    space = Space.of(_setting(MODELS[kind]), Wishes(free=FREE))
+    cores = space.cores(np.arange(0, size_of(space.meshes), 23))
+    table = space.relieved(space.turned(cores))
+    rows = np.random.default_rng(1).permutation(size_of(table))[:9000]
+    points = space.points(take(table, rows))
+    found, whole = step_seconds(space.setting, points), price(space.setting, points)
+    assert found.step_s == pytest.approx(whole.step_s, rel=1e-12)
+    assert peak_bytes(space.setting, points) == pytest.approx(whole.peak_memory_bytes, rel=1e-12)
+
+
+def test_what_is_ranked_runs_fits_and_is_ordered():
+    setting = _setting()
+    found = search(setting, num=30)
+    assert len(found.ranked) > 10
+    steps = [each.step_s for each in found.ranked]
+    assert steps == pytest.approx(sorted(steps), rel=1e-3)
+    for each in found.ranked:
+        demand = Demand(each.layout, setting.model, setting.cluster, 4096, 64)
+        assert refusal(demand) is None
+        assert each.peak_memory_bytes <= found.limit_bytes
+    assert len({str(each.layout) for each in found.ranked}) == len(found.ranked)
+    assert all(each.peak_memory_bytes > found.limit_bytes for each in found.near)
+    assert found.counts.points >= found.counts.priced >= found.counts.fitting
+
+
+def test_no_layout_of_the_front_is_beaten_in_both():
+    front = search(_setting(), num=20).front
+    steps = [each.step_s for each in front]
+    needs = [each.peak_memory_bytes for each in front]
+    assert len(front) > 2
+    assert steps == sorted(steps)
+    assert min(needs) < 0.8 * needs[0]
+
+
+def test_threads_and_repeats_change_nothing(monkeypatch):
+    first = search(_setting(MIXED), num=20)
+    monkeypatch.setattr(searching, "_THREADS", 1)
+    second = search(_setting(MIXED), num=20)
+    assert [each.layout for each in first.ranked] == [each.layout for each in second.ranked]
+    assert first.counts.points == second.counts.points
+
+
+def test_ties_are_won_by_the_simpler():
+    """One device: recompute, tp... can't help a network that fits, so all stays as it is."""
+    small = SEVEN.replace(
+        num_layers=2, hidden_size=512, num_heads=8, num_kv_heads=8, ffn_size=1024, head_dim=64
+    )
+    cluster = Cluster(device=device("H100-SXM"), devices_per_node=1, num_nodes=1)
+    best = search(Setting(small, cluster, 1024, 8, Stack()), num=5).ranked[0].layout
+    assert best.is_plain
+    assert best.recompute == "none"
+
+
+def test_a_device_of_unknown_memory_has_no_limit():
+    known = device("A100-80")
+    cluster = Cluster(
+        device=known.replace(memory_bytes=None), devices_per_node=8, num_nodes=1,
+    )  # fmt: skip
+    found = search(Setting(SEVEN, cluster, 4096, 16, Stack()), num=5)
+    assert found.limit_bytes is None
+    assert found.ranked
+    assert not found.near
+
+
+def test_an_empty_space_is_refused_in_one_sentence():
+    with pytest.raises(InputError, match="no layout of 16 devices can run"):
+        search(_setting(batch=3), Wishes(Layout(dp=16)))
+
+
+def test_where_nothing_fits_the_answer_is_empty():
+    found = search(_setting(BIG.replace(num_layers=400)), num=5)
+    assert found.ranked == ()
+    assert found.counts.fitting == 0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from paceline.config.hardware import Cluster
     from paceline.config.job import Job
 
 app = typer.Typer(
@@ -81,6 +82,169 @@ def train(
 
 
 @app.command()
+def plan(
+    job: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A job.toml, or the directory of a run. Left out: the built-in demo.",
+            show_default=False,
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Change a setting, e.g. --set layout.tp=8 fixes it. May be repeated.",
+            metavar="SECTION.KEY=VALUE",
+            show_default=False,
+        ),
+    ] = None,
+    cluster: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Plan for 16x8xH100-SXM (nodes x devices x name), or for a Cluster file that "
+            "paceline bench wrote. Left out: the Job's, or this machine.",
+            metavar="WHAT",
+            show_default=False,
+        ),
+    ] = None,
+    most: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Bound a setting, e.g. --most tp=4. May be repeated.",
+            metavar="KEY=VALUE",
+            show_default=False,
+        ),
+    ] = None,
+    free: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Search this too: precision, param_dtype, async_tp, optimizer_state, offload, "
+            "recompute_layers. May be repeated.",
+            metavar="KEY",
+            show_default=False,
+        ),
+    ] = None,
+    price: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="What a device costs an hour, USD. May be repeated, once for each cluster.",
+            metavar="USD",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(
+            help="Train on so many, e.g. 2e12. Left out: what train.steps make.",
+            show_default=False,
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help='The most that the run may cost and take, e.g. "30000 USD, 10 days": how many '
+            "devices to rent, of each --cluster up to so many nodes.",
+            metavar="TEXT",
+            show_default=False,
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the concrete job.toml, plan.json, plan.html and the predicted "
+            "timeline (open it in Perfetto).",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Make the last line of output one JSON object.")
+    ] = False,
+) -> None:
+    """Rank the layouts of a Job: time and memory by term, and why the others lose.
+
+    Needs no GPU and trains nothing. Layout settings that are "auto" are searched,
+    the others are kept. Convolutional networks (family = "resnet" or
+    "efficientnet") are planned too, with replicas. Where nothing fits, what comes
+    nearest is shown, and the exit code is 2.
+
+    \b
+    paceline plan my.toml --cluster 16x8xH100-SXM
+    paceline plan my.toml --set layout.pp=1 --most tp=4 --out plans/big
+    paceline train plans/big/job.toml
+    paceline plan my.toml --tokens 2e12 --budget "3M USD, 60 days" \\
+        --cluster 64x8xH100-SXM --price 2.5 --cluster 128x8xA100-80 --price 1.2
+    """
+    from paceline.plan.command import Asked, plan_command
+
+    def machine() -> "Cluster":
+        from paceline.comm.topology import this_machine
+
+        return this_machine()
+
+    asked = Asked(
+        clusters=cluster or (),
+        prices=price or (),
+        tokens=tokens,
+        budget=budget,
+        most=most or (),
+        free=free or (),
+    )
+    plan_command(_read(job, set_ or []), machine, asked, num=top, out=out, as_json=as_json)
+
+
+@app.command()
+def bench(
+    out: Annotated[Path, typer.Option(help="The Cluster file to write.")] = Path("cluster.toml"),
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            help="Measure with this many ranks. Left out: as many as training starts.",
+            show_default=False,
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer sizes and shorter looks: a rough picture.")
+    ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Measure one part: device, collectives, step or input. May be repeated. The "
+            "others stay as the file has them.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Make the last line of output one JSON object.")
+    ] = False,
+) -> None:
+    """Measure this machine and write a Cluster file for the planner.
+
+    Products, attention, memory, launch overhead and optimizer of a device
+    while all of them work; every collective by size and number of ranks;
+    steps of small models, to calibrate our own runtime; the data path.
+    Takes a few minutes; leave the machine alone meanwhile. Ctrl-C writes
+    nothing.
+
+    \b
+    paceline bench --ranks 4 --out four.toml
+    torchrun --nnodes 2 ... -m paceline bench
+    paceline train --set 'cluster.file="four.toml"'
+    """
+    from paceline.bench.command import bench_command
+    from paceline.bench.ranks import warm_up_ranks
+    from paceline.comm.ranks import given_ranks, leave
+
+    warm_up_ranks()
+    facts = bench_command(out, num_ranks=ranks, quick=quick, only=only or [])
+    if as_json and facts is not None:
+        print(json.dumps(facts))
+    if given_ranks("cpu") is not None:
+        leave()
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="The directory of a run.", show_default=False)],
     folder: Annotated[
@@ -100,6 +264,53 @@ def export(
         raise InputError(f"--dtype {dtype} is not one of fp32, bf16.")
     step = export(Run(run), folder, "bf16" if dtype == "bf16" else "fp32")
     print(f"{folder}: the weights after step {step}")
+
+
+@app.command()
+def validate(
+    tables: Annotated[
+        list[Path], typer.Argument(help="CSV tables of published runs.", show_default=False)
+    ],
+    calibrate_on: Annotated[
+        str | None,
+        typer.Option(
+            "--calibrate-on",
+            help="Fit the constants of each device and stack first, to: 6 (so many of its lines), "
+            "5% (that part of them), or others (other sources with the same software).",
+            metavar="WHAT",
+            show_default=False,
+        ),
+    ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(help="Sources whose name has this in it, alone.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the draw of lines to fit to.")] = 0,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a page with every line as a point.", show_default=False),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Make the last line of output one JSON object.")
+    ] = False,
+) -> None:
+    """Predict published runs and print how wrong the planner is.
+
+    Each line of a table is a run: gpu, gpus, layers, hidden, heads, seq,
+    global_batch_seqs, micro_batch, dp, tp, pp, ... and what was measured
+    (tokens_per_s_per_gpu, step_time_s or step_time_ms, peak_mem_gb).
+    Empty cells are inferred where only one value fits; lines that can't be
+    predicted are counted, with the reason. Lines that the constants were
+    fitted to have no part in the errors.
+
+    \b
+    paceline validate runs.csv                       nothing fitted
+    paceline validate runs.csv --calibrate-on 6      six lines per stack
+    paceline validate a.csv b.csv --calibrate-on 5% --html errors.html
+    """
+    from paceline.plan.validate_command import validate_command
+
+    validate_command(tables, calibrate_on, only, seed, html, as_json)
 
 
 def _read(path: Path | None, overrides: list[str]) -> "Job":

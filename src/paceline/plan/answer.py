@@ -1,0 +1,220 @@
+"""Answer: all that the planner says about a Job, as data for the terminal, plan.json and the page.
+
+It puts together what was found (`plan.search` for decoders, `plan.convnet` for networks of
+convolutions), why (`plan.why`), and what the whole run takes (`plan.outlook`).
+"""
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Literal
+
+import numpy as np
+
+from paceline.config.errors import InputError
+from paceline.config.job import Job, to_raw
+from paceline.config.model import Model
+from paceline.config.vision import ConvNet, EfficientNet, ResNet
+from paceline.plan import why
+from paceline.plan.convnet.choose import predict_all, sentences_of
+from paceline.plan.convnet.step import device_of
+from paceline.plan.outlook import Outlook, outlook
+from paceline.plan.points import Setting
+from paceline.plan.prediction import Prediction
+from paceline.plan.search import MARGIN, Counts, Found, search
+from paceline.plan.space import Wishes
+
+_STEP_OF_FRONT = 0.95
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The best layout of a Job and what decides."""
+
+    job: Job
+    """As it was given, with a concrete cluster."""
+    unit: Literal["tokens", "images"]
+    """What `tokens_per_s` of its predictions counts."""
+    counts: Counts
+    limit_bytes: float | None
+    """What a layout may use of a device's memory; None: unknown."""
+    ranked: tuple[Prediction, ...]
+    """Layouts that fit, the fastest first; none where nothing fits."""
+    front: tuple[Prediction, ...]
+    """Of those that were predicted: none is both faster and leaner; the fastest first."""
+    margin: why.Margin | None = None
+    binding: why.Binding | None = None
+    flips: tuple[why.Flip, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Further sentences about the fastest layout."""
+    shortage: why.Shortage | None = None
+    """Where nothing fits: what comes nearest, and what would help."""
+    outlook: Outlook | None = None
+
+    @property
+    def best(self) -> Prediction | None:
+        """The fastest layout that fits."""
+        return self.ranked[0] if self.ranked else None
+
+    @property
+    def best_job(self) -> Job:
+        """The concrete Job: with the fastest layout, which must exist."""
+        return self.job.replace(layout=self.ranked[0].layout)
+
+
+def answer(job: Job, wishes: Wishes | None = None) -> Answer:
+    """Find the best layout of a Job on its concrete cluster, and say why.
+
+    Args:
+        job: what its layout fixes is kept.
+        wishes: what is freed and bounded besides; its layout is the Job's.
+
+    Raises:
+        InputError: no layout can run, the device's speed is unknown, or the model is one's own.
+    """
+    wishes = wishes or Wishes(layout=job.layout)
+    if isinstance(job.model, Model):
+        return _of_decoder(job, wishes)
+    if isinstance(job.model, ResNet | EfficientNet):
+        return _of_convnet(job, job.model, wishes)
+    raise InputError(
+        f'model.family = "{job.model.family}" says nothing about its layers: give the shapes of a '
+        'decoder, or of a "resnet" or "efficientnet", to plan it.'
+    )
+
+
+def _of_decoder(job: Job, wishes: Wishes) -> Answer:
+    if job.is_concrete:  # one sentence that says which setting can't be
+        train = job.train
+        job.layout.check(job.model, job.cluster, train.seq_len, train.global_batch)
+    found = search(Setting.of(job), wishes)
+    best = found.ranked[0] if found.ranked else None
+    return Answer(
+        job=job,
+        unit="tokens",
+        counts=found.counts,
+        limit_bytes=found.limit_bytes,
+        ranked=found.ranked,
+        front=_front((*found.ranked, *found.front)),
+        margin=why.margin(found),
+        binding=why.binding(best) if best else None,
+        flips=why.flips(found),
+        shortage=None if best else _shortage(found),
+        outlook=outlook(job, best) if best else None,
+    )
+
+
+def _of_convnet(job: Job, network: ConvNet, wishes: Wishes) -> Answer:
+    found = predict_all(network, job.cluster, job.train.global_batch, wishes)
+    memory = device_of(job.cluster).memory_bytes
+    limit = None if memory is None else (1 - MARGIN) * memory.value
+    fits = tuple(one for one in found if limit is None or one.peak_memory_bytes <= limit)
+    best = fits[0] if fits else None
+    leanest = min(found, key=lambda one: one.peak_memory_bytes)
+    notes = sentences_of(network, job.cluster, job.train.global_batch, best) if best else ()
+    return Answer(
+        job=job,
+        unit="images",
+        counts=Counts(len(found), len(found), len(fits)),
+        limit_bytes=limit,
+        ranked=fits,
+        front=_front(fits),
+        binding=why.binding(best) if best else None,
+        notes=notes,
+        shortage=None if best or limit is None else _too_large(leanest, limit),
+        outlook=outlook(job, best) if best else None,
+    )
+
+
+def _front(found: tuple[Prediction, ...]) -> tuple[Prediction, ...]:
+    """Those than which none is both faster and leaner, by steps of memory that matter."""
+    front: list[Prediction] = []
+    for one in sorted(found, key=lambda one: (one.step_s, one.peak_memory_bytes)):
+        if not front or one.peak_memory_bytes < _STEP_OF_FRONT * front[-1].peak_memory_bytes:
+            front.append(one)
+    return tuple(front)
+
+
+def _shortage(found: Found) -> why.Shortage | None:
+    return why.shortage(found) if found.limit_bytes is not None else None
+
+
+def _too_large(nearest: Prediction, limit: float) -> why.Shortage:
+    """Of a network of convolutions: its least micro-batch doesn't fit."""
+    terms = nearest.heaviest.terms
+    term = max(terms, key=lambda name: terms[name])
+    lacks = nearest.peak_memory_bytes - limit
+    text = (
+        f"nothing fits: even micro-batches of {nearest.layout.micro_batch} lack {lacks / 1e9:.3g} "
+        f"GB a device, with {terms[term] / 1e9:.3g} GB of {term}; use smaller images or devices "
+        "with more memory."
+    )
+    return why.Shortage(nearest, term, lacks, None, text)
+
+
+# ---- as plain data -------------------------------------------------------------------------------
+
+
+def to_json(found: Answer, num: int = 20) -> dict[str, Any]:
+    """The answer as plain data, with the `num` best layouts: what plan.json holds."""
+    unit = found.unit
+    return {
+        "name": found.job.name,
+        "model": to_raw(found.job.model),
+        "cluster": to_raw(found.job.cluster),
+        "train": to_raw(found.job.train),
+        "layout": to_raw(found.best.layout) if found.best else None,
+        "counts": vars(found.counts),
+        "memory_limit_bytes": found.limit_bytes,
+        "layouts": [prediction_json(each, unit) for each in found.ranked[:num]],
+        "pareto": [prediction_json(each, unit) for each in found.front],
+        "margin": found.margin and _margin_json(found.margin),
+        "binding": found.binding and vars(found.binding),
+        "flips": [{**vars(flip), "best": to_raw(flip.best)} for flip in found.flips],
+        "notes": list(found.notes),
+        "shortage": found.shortage
+        and {**vars(found.shortage), "nearest": prediction_json(found.shortage.nearest, unit)},
+        "outlook": found.outlook and vars(found.outlook),
+        "assumptions": dict(found.best.assumptions) if found.best else {},
+        "versions": versions(),
+    }
+
+
+def _margin_json(margin: why.Margin) -> dict[str, Any]:
+    return {
+        **vars(margin),
+        "runner_up": to_raw(margin.runner_up),
+        "loses_s": dict(margin.loses_s),
+    }
+
+
+def prediction_json(one: Prediction, unit: str = "tokens") -> Mapping[str, Any]:
+    """A prediction as plain data; `unit` is what it counts."""
+    return {
+        "layout": to_raw(one.layout),
+        "step_s": one.step_s,
+        "interval_s": list(one.interval_s),
+        "time_s": dict(one.time_s),
+        f"{unit}_per_s": one.tokens_per_s,
+        "mfu": one.mfu,
+        "peak_memory_bytes": one.peak_memory_bytes,
+        "memory": [
+            {
+                "pipeline_rank": each.rank,
+                "total_bytes": each.total_bytes,
+                "terms_bytes": dict(each.terms),
+                "checkpoint_spike_bytes": each.checkpoint_spike_bytes,
+            }
+            for each in one.memory
+        ],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what the figures were made with."""
+    return {
+        "paceline": version("paceline"),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }

@@ -1,0 +1,95 @@
+"""Outlook: what a whole run takes with one layout: time, failures, energy, price, storage.
+
+Sums of `plan.scale` for all steps of a Job. What rests on something unknown (a price, a device's
+power or reliability) is None: nothing is invented.
+"""
+
+from dataclasses import dataclass
+
+from paceline.config.job import Job
+from paceline.config.model import Model
+from paceline.config.vision import EfficientNet, ResNet
+from paceline.plan.prediction import Prediction
+from paceline.plan.scale import bill, checkpoint_bytes, endurance, storage_usd_per_month
+
+# SGD keeps a parameter and its momentum, both fp32.
+_SGD_BYTES = 8.0
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What all steps of a Job take."""
+
+    steps: int
+    amount: float
+    """Tokens or images."""
+    train_s: float
+    """Seconds of all steps, without failures."""
+    mtbf_s: float | None
+    """Mean seconds between failures that stop the job; None: unknown."""
+    checkpoint_every_s: float | None
+    """Daly's interval."""
+    goodput: float | None
+    """Part of the time that is kept, 0 to 1."""
+    device_hours: float
+    """Failures and restarts included where they are known."""
+    energy_kwh: float | None
+    """At the devices' full power, hence the most."""
+    usd: float | None
+    """Of the run."""
+    usd_per_step: float | None
+    checkpoint_bytes: float
+    num_checkpoints: int
+    """Kept at the end of the run."""
+    storage_usd_per_month: float | None
+    """Of all that are kept."""
+
+
+def outlook(job: Job, best: Prediction) -> Outlook:
+    """What the Job's steps take on its (concrete) cluster with a layout."""
+    train, cluster, ranks = job.train, job.cluster, best.layout.num_ranks
+    saved, kept = _saved_bytes(job), _num_kept(job)
+    lasting = endurance(cluster, ranks, saved)
+    goodput = None if lasting is None else float(lasting.goodput)
+    cost = bill(cluster, ranks, best.step_s, train.steps, goodput or 1.0)
+    usd = _number(cost.usd)
+    return Outlook(
+        steps=train.steps,
+        amount=float(train.steps) * samples_per_step(job),
+        train_s=best.step_s * train.steps,
+        mtbf_s=None if lasting is None else float(lasting.mtbf_s),
+        checkpoint_every_s=None if lasting is None else float(lasting.interval_s),
+        goodput=goodput,
+        device_hours=float(cost.device_hours),
+        energy_kwh=_number(cost.energy_kwh),
+        usd=usd,
+        usd_per_step=None if usd is None else usd / train.steps,
+        checkpoint_bytes=saved,
+        num_checkpoints=kept,
+        storage_usd_per_month=_number(storage_usd_per_month(cluster, saved, kept)),
+    )
+
+
+def samples_per_step(job: Job) -> int:
+    """Tokens (of language models) or images that a step passes."""
+    is_text = isinstance(job.model, Model)
+    return job.train.global_batch * (job.train.seq_len if is_text else 1)
+
+
+def _saved_bytes(job: Job) -> float:
+    if isinstance(job.model, ResNet | EfficientNet):
+        return _SGD_BYTES * job.model.num_params
+    assert isinstance(job.model, Model)
+    return float(checkpoint_bytes(job.model.num_params))
+
+
+def _num_kept(job: Job) -> int:
+    """Checkpoints that are there at the end."""
+    kept, steps = job.checkpoint, job.train.steps
+    made = 1 if kept.every == 0 else -(-steps // kept.every)
+    forever = 0 if kept.keep_every is None else steps // kept.keep_every
+    return min(made, kept.keep_last + forever)
+
+
+def _number(value: object) -> float | None:
+    return None if value is None else float(value)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from paceline.config.job import Job
 from paceline.config.model import Model
 from paceline.observe.console import step_time_table
 from paceline.observe.run import Run
+from paceline.observe.summary import bytes_text, step_time_text
 from paceline.plan.resolve import Plan
 from paceline.train.launch import launch
 from paceline.train.session import MakeTask, language_model, launched_rank, run_rank
@@ -78,7 +79,7 @@ def _is_ready(plan: Plan, run: Run, *, fresh: bool) -> bool:
     with _tokenising() as progress:
         data_key = read_inputs(plan.job, progress)
     begin(run, plan, data_key, fresh=fresh)
-    return introduce(plan.job, run)
+    return introduce(plan, run)
 
 
 def warm_up_ranks() -> None:
@@ -87,14 +88,19 @@ def warm_up_ranks() -> None:
     forkserver.ensure_running()
 
 
-def introduce(job: Job, run: Run) -> bool:
-    """Say what is trained on what and from where on.
+def introduce(plan: Plan, run: Run) -> bool:
+    """Say what is trained on what, what is expected of it, and from where on.
 
     Returns:
         whether there is anything left to do; where there isn't, the figures are shown again.
     """
-    done, steps = newest_facts(run).get("step", 0), job.train.steps
-    _CONSOLE.print(_description(job))
+    done, steps = newest_facts(run).get("step", 0), plan.job.train.steps
+    _CONSOLE.print(_description(plan.job))
+    for expected in plan.ranked[:1]:
+        _CONSOLE.print(
+            f"expected: {step_time_text(expected.step_s)} a step, "
+            f"{bytes_text(expected.peak_memory_bytes)} on a device (plan.json says why)"
+        )
     if done < steps:
         if done:
             _CONSOLE.print(f"going on after step {done} of {steps}")

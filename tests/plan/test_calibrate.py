@@ -21,6 +21,7 @@ from paceline.plan.calibrate import (
     fit,
     fit_constants,
     predicted_step_s,
+    tangent,
     with_constants,
 )
 from paceline.plan.points import Setting
@@ -157,6 +158,14 @@ def test_the_fit_says_where_it_comes_from_and_keeps_the_features() -> None:
 def test_the_short_way_to_seconds_is_that_of_predict() -> None:
     for made, at in ((setting(), layout()), (setting(devices=2), layout(dp=2))):
         assert predicted_step_s(made, at) == pytest.approx(predict(made, at).step_s, rel=1e-12)
+
+
+def test_tangents_agree_near_the_start() -> None:
+    near = {"matmul_time": 1.05, "memory_time": 0.97}
+    for sample in samples({"matmul_time": 1.2}):
+        line = tangent(sample, {}, tuple(WORK))
+        assert line.seconds(near) == pytest.approx(sample.seconds(near), rel=0.003)
+        assert line.step_s == sample.step_s
 
 
 def test_intervals_are_narrower_once_constants_are_fitted() -> None:

@@ -284,6 +284,12 @@ def grad_copy_bytes(setting: Setting, points: Points, works: Sequence[Work], hel
     gathered, reduced, _ = wire_bytes(setting, points)
     per_pass = np.where(points.zero == 3, 4.0, 0.0) * gathered
     per_pass = per_pass + np.where(points.zero >= 2, gathered + reduced, 0.0)
+    if is_cpu(setting):
+        # Copied once a step as well; and gloo sums up, so that the mean is a kernel of its own.
+        once = 1 / np.maximum(points.num_micro_batches, 1)
+        gathers = np.where(points.zero == 3, 2.0, once)
+        reductions = np.where(points.zero >= 2, 1.0, once)
+        per_pass = gathers * 2 * gathered + reductions * (gathered + 3 * reduced)
     whole = points.zero < 2
     adds = np.where(whole & (points.num_micro_batches > 1), 3 * reduced, 0.0)
     casts = np.where(autocasts(setting, points), 2 * (points.param_bytes + points.value_bytes), 0.0)

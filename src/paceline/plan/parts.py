@@ -154,7 +154,8 @@ def _part(setting: Setting, points: Points, work: Work, kernels: Kernels, sent: 
         + kernels.num_kernels_backward
         + _again_share(points) * (kernels.num_kernels + kernels.num_products)
     )
-    input_grad = _pass(setting, points, terms, launches, backward)
+    choices = _choices(points, kernels)
+    input_grad = _pass(setting, points, terms, launches, backward, choices)
     weight_grad = _pass(
         setting, points, {"matmul": kernels.weight_grad}, np.full(1, float(kernels.num_products))
     )
@@ -170,7 +171,7 @@ def _forward(setting: Setting, points: Points, work: Work, kernels: Kernels, sen
     ahead = [(e, s * e.times) for e, s in sent if not e.backward]
     _send(setting, points, terms, ahead, kernels.forward, kernels.core)
     launches = kernels.num_products + kernels.num_kernels + 2 * kernels.calls
-    made = _pass(setting, points, terms, launches, ahead)
+    made = _pass(setting, points, terms, launches, ahead, _choices(points, kernels))
     waits = work.host_syncs * _LAUNCHES_AFTER_WAIT * _launch_s(setting, points)
     return made._replace(wait_s=np.asarray(waits, float))
 
@@ -239,6 +240,12 @@ def _sent_again(points: Points, sent: Sent) -> Sent:
     return repeated
 
 
+def _choices(points: Points, kernels: Kernels) -> Array:
+    """Operators of a forward pass of which Python decides whether their results are kept."""
+    selects = (points.recompute == _SELECTIVE) & ~points.compile
+    return selects * points.recompute_share * (kernels.num_kernels + kernels.num_products)
+
+
 def _again_share(points: Points) -> Array:
     return np.where(points.recompute > 0, points.recompute_share, 0.0)
 
@@ -274,12 +281,13 @@ def _pass(
     terms: dict[str, Array],
     launches: Array,
     sent: Sent = (),
+    choices: Array | float = 0.0,
 ) -> Pass:
     device_s = sum(terms.values(), np.zeros(1))
     host_s = (launches + _num_exchanges(sent)) * _launch_s(setting, points)
     if is_cpu(setting):
-        of_tp = [(e, s) for e, s in sent if e.axis == "tp"]
-        host_s = host_s + _num_exchanges(of_tp) * constant(setting.stack, "tp_exchange_us") * 1e-6
+        host_s = host_s + _num_waits(sent) * constant(setting.stack, "exchange_us") * 1e-6
+        host_s = host_s + choices * constant(setting.stack, "select_us") * 1e-6
     return Pass(terms, device_s, host_s, np.zeros(1))
 
 
@@ -293,3 +301,20 @@ def _launch_s(setting: Setting, points: Points) -> Array:
 def _num_exchanges(sent: Sent) -> Array:
     counts = (np.where(e.num_ranks > 1, e.times, 0.0) for e, _ in sent)
     return _LAUNCHES_PER_EXCHANGE * sum(counts, np.zeros(1))
+
+
+def _num_waits(sent: Sent) -> Array:
+    """Exchanges that the host deals with; what goes back around a ring together counts once.
+
+    A sum over tp stands for entering and leaving a layer: DTensor works on both, though nothing is
+    sent for one of them.
+    """
+    ways = [2.0 if e.axis == "tp" and e.op == "all_reduce" else 1.0 for e, _ in sent]
+    counts = [
+        (e, np.where((s > 0) & (e.num_ranks > 1), way * e.times, 0.0))
+        for way, (e, s) in zip(ways, sent, strict=True)
+    ]
+    together = [count for e, count in counts if e.op == "send_recv" and e.backward]
+    alone = (count for e, count in counts if e.op != "send_recv" or not e.backward)
+    total = sum(alone, np.zeros(1))
+    return total + stacked(together).max(0) if together else total

@@ -282,7 +282,8 @@ def _stage_passes(
         device_s = _over_stages(stages, [one.device_s for one in passes])
         # Part by part: where the host sets the pace, the device is idle when a part begins.
         late_s = [
-            one.host_s if is_cpu(setting) else np.maximum(one.host_s - one.device_s, 0.0) for one in passes
+            one.host_s if is_cpu(setting) else np.maximum(one.host_s - one.device_s, 0.0)
+            for one in passes
         ]
         gap_s = _over_stages(stages, late_s)
         gap_s = gap_s + (stages.has_head * overhead_s if name == "forward" else 0.0)

@@ -98,8 +98,11 @@ def _inside_s(links: Links, op: str, size: Array, groups: Spread) -> Array:
 
 def _table_s(tables: Mapping[str, Table], op: str, size: Array, ranks: Array) -> Array | None:
     """Seconds by measured curves, or by those of a collective that moves the same bytes."""
+    if op == "send_recv" and op in tables:
+        # A shift around a ring has one step, however many ranks there are beyond those measured.
+        return tables[op].seconds(size, np.clip(ranks, *tables[op].ranks))
     if op in tables:
-        return tables[op].seconds(size, np.full_like(ranks, 2.0) if op == "send_recv" else ranks)
+        return tables[op].seconds(size, ranks)
     if op == "send_recv" and "all_to_all" in tables:
         # Two ranks exchange halves of a buffer, both ways at once.
         return tables["all_to_all"].seconds(2 * size, np.full_like(ranks, 2.0))

@@ -1,0 +1,327 @@
+"""Calibrate: the constants of a software stack, fitted to measured steps.
+
+Least squares in the logarithm of predicted over measured, by Levenberg-Marquardt steps with a
+numeric Jacobian. Every constant of `config.stack.CONSTANTS` is fitted in its logarithm, stays
+within its bounds, and is held by a prior at where it started: six steps can't determine eleven
+constants, and what they say nothing about keeps its default. Gross errors pull with the force of a
+small one only (Huber).
+
+The fit sees steps and features, never where a step was published. It changes constants alone; what
+a wrong formula leaves over stays visible in the errors.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.config.errors import InputError
+from paceline.config.hardware import Cluster
+from paceline.config.layout import Layout, size
+from paceline.config.stack import CONSTANTS, Stack
+from paceline.observe.run import Run
+from paceline.plan.kinds import kinds_of
+from paceline.plan.pipelined import one_stage, schedule_for, simulated, stages_of
+from paceline.plan.points import Points, Setting
+from paceline.plan.step import times
+
+Vector = npt.NDArray[np.float64]
+Constants = Mapping[str, float]
+
+# What a measured step differs from this model with the right constants by; identical set-ups that
+# were published twice differ by 3-6 % already.
+_NOISE = 0.08
+# How far the logarithm of a constant usually lies from its default (one standard deviation).
+_SPREAD = {
+    "matmul_time": 0.15,
+    "attention_time": 0.4,
+    "memory_time": 0.35,
+    "launch_us": 0.6,
+    "optimizer_time": 0.5,
+    "comm_time_inside": 0.3,
+    "comm_time_across": 0.4,
+    "overlap_slowdown": 0.08,
+    "overlap_share": 0.4,
+    "step_overhead_ms": 1.0,
+    "micro_batch_overhead_ms": 1.0,
+}
+_USUAL_SPREAD = 0.4
+# Residuals beyond this many standard deviations count in proportion, not squared.
+_HUBER = 2.0
+_MOST_STEPS = 6
+# Rounds of as many micro-batches as there are stages, after which a pipeline goes on evenly.
+_ROUNDS = 4
+# Passes of all stages in a step above which that is quicker.
+_MUCH_WORK = 4000
+# A second start of the fit, times the default pace of the host.
+_SLOW_HOST = 5.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured step of a language model."""
+
+    setting: Setting
+    layout: Layout
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured step of anything, and what is predicted for it."""
+
+    seconds: Callable[[Constants], float]
+    """By constants of `CONSTANTS`; those that are left out are the stack's own."""
+    step_s: float
+    """Measured."""
+    weight: float = 1.0
+
+
+def predicted_step_s(setting: Setting, layout: Layout) -> float:
+    """Seconds of a step as `paceline.plan.step.predict` gives them, without its memory.
+
+    Once a pipeline is full, a further round of micro-batches takes as long as the one before: of
+    many, only enough are simulated to see how long that is.
+    """
+    at_once = layout.num_data_ranks * size(layout.micro_batch)
+    rounds, rest = divmod(setting.global_batch // at_once, size(layout.pp))
+    work = setting.global_batch // at_once * size(layout.stages_per_rank) * size(layout.pp)
+    if work < _MUCH_WORK or rest or rounds <= _ROUNDS:
+        return _simulated_s(setting, layout)
+    few, more = (
+        _simulated_s(replace(setting, global_batch=at_once * size(layout.pp) * number), layout)
+        for number in (_ROUNDS - 1, _ROUNDS)
+    )
+    return more + (more - few) * (rounds - _ROUNDS)
+
+
+def _simulated_s(setting: Setting, layout: Layout) -> float:
+    schedule = schedule_for(setting, layout)
+    stages = stages_of(setting, layout, kinds_of(setting.model))
+    pipeline = one_stage if schedule is None else simulated(schedule)
+    return float(times(setting, Points.of([layout], setting), stages, pipeline).step_s[0])
+
+
+# What steps of language models depend on.
+FITTED = tuple(
+    name for name in CONSTANTS if name not in ("conv_time", "host_copy_gb_per_s", "rank_spread")
+)
+
+
+def fit(cases: Sequence[Case], stack: Stack, origin: str) -> Stack:
+    """The stack with the constants that fit some measured steps best.
+
+    Args:
+        cases: measured steps; the stacks of their settings don't count.
+        stack: features, and the constants to start from and to stay near to.
+        origin: what the steps are, for `Stack.origin`.
+
+    Raises:
+        InputError: there are no steps, or one of them took no positive time.
+    """
+    constants = fit_constants([_sample(case, stack) for case in cases], stack.constants)
+    return stack.replace(constants=constants, origin=f"fitted to {len(cases)} steps of {origin}")
+
+
+def _sample(case: Case, stack: Stack) -> Sample:
+    setting = replace(case.setting, stack=stack)
+
+    def seconds(constants: Constants) -> float:
+        return predicted_step_s(with_constants(setting, constants), case.layout)
+
+    return Sample(seconds, case.step_s)
+
+
+def fit_constants(
+    samples: Sequence[Sample], start: Constants, names: Sequence[str] = FITTED
+) -> dict[str, float]:
+    """The constants that fit some steps best.
+
+    Args:
+        samples: measured steps.
+        start: constants to start from and to stay near to.
+        names: constants to fit; the others stay as they are.
+
+    Returns:
+        start, with the values of `names`.
+
+    Raises:
+        InputError: there are no steps, or one of them took no positive time.
+    """
+    if not samples:
+        raise InputError("there is no measured step to calibrate with: give at least one.")
+    if any(not 0 < one.step_s < float("inf") for one in samples):
+        raise InputError("a measured step must take a time above 0 s: leave the others out.")
+    low, high, centre, spread = _prior(names, start)
+    weights = np.sqrt([one.weight for one in samples])
+
+    def residuals(theta: Vector) -> Vector:
+        values = {**start, **dict(zip(names, np.exp(theta).tolist(), strict=True))}
+        errors = [np.log(one.seconds(values) / one.step_s) for one in samples]
+        return weights * np.array(errors) / _NOISE
+
+    begin = min(
+        _beginnings(names, centre, low, high),
+        key=lambda theta: _loss(residuals(theta), theta, centre, spread),
+    )
+    theta = _levenberg_marquardt(residuals, begin, centre, low, high, spread)
+    return {**start, **{k: float(np.exp(v)) for k, v in zip(names, theta, strict=True)}}
+
+
+def tangent(sample: Sample, start: Constants, names: Sequence[str] = FITTED) -> Sample:
+    """The sample by its first derivatives at the start, in logarithms: for fits by the hundred.
+
+    A host that becomes the slower part only with other constants is not seen.
+    """
+    low, high, centre, _ = _prior(names, start)
+
+    def log_seconds(theta: Vector) -> Vector:
+        values = {**start, **dict(zip(names, np.exp(theta).tolist(), strict=True))}
+        return np.log([sample.seconds(values)])
+
+    begin = log_seconds(centre)
+    slopes = _jacobian(log_seconds, centre, begin, low, high)[0]
+
+    def seconds(constants: Constants) -> float:
+        theta = np.log([constants[name] for name in names])
+        return float(np.exp(begin[0] + slopes @ (theta - centre)))
+
+    return Sample(seconds, sample.step_s, sample.weight)
+
+
+def with_constants(setting: Setting, constants: Constants) -> Setting:
+    """A setting whose stack has these constants besides its own."""
+    stack = setting.stack
+    merged = {**stack.constants, **constants}
+    # Not validated again: the fit calls this thousands of times with values within bounds.
+    return replace(setting, stack=stack.model_copy(update={"constants": merged}))
+
+
+def calibrate_from_run(run: Run) -> Cluster:
+    """The cluster of a run of ours, with the constants of our runtime fitted to its steps.
+
+    The median of the steps counts, without the first ones, which warm up.
+
+    Raises:
+        InputError: the run has no steps to measure, or its model is not one the planner knows.
+    """
+    from paceline.config.model import Model
+
+    job = run.job()
+    lines = [line for line in run.metrics() if not line.get("profiled")]
+    seconds = [float(line["step_time_s"]) for line in lines if line.get("step_time_s")]
+    steady = seconds[min(3, len(seconds) // 4) :]
+    if not steady:
+        raise InputError(f"{run.path} has no finished step: train it for a few steps first.")
+    if not isinstance(job.model, Model):
+        raise InputError(f"{run.path} trains a model of your own, whose shapes are not known.")
+    stack = job.cluster.stack or Stack()
+    setting = Setting(job.model, job.cluster, job.train.seq_len, job.train.global_batch, stack)
+    when = datetime.now(UTC).strftime("%Y-%m-%d")
+    # A median of many steps weighs as much as six single ones.
+    cases = [Case(setting, job.layout, median(steady))] * min(len(steady), 6)
+    return job.cluster.replace(stack=fit(cases, stack, f"{run.path.name}, {when}"))
+
+
+def _prior(names: Sequence[str], start: Constants) -> tuple[Vector, Vector, Vector, Vector]:
+    """Bounds, centre and width of each constant's logarithm."""
+    low = np.log([CONSTANTS[name].low for name in names])
+    high = np.log([CONSTANTS[name].high for name in names])
+    centre = np.log([start.get(name, CONSTANTS[name].default) for name in names])
+    spread = np.array([_SPREAD.get(name, _USUAL_SPREAD) for name in names])
+    return low, high, np.clip(centre, low, high), spread
+
+
+def _beginnings(names: Sequence[str], centre: Vector, low: Vector, high: Vector) -> list[Vector]:
+    """Where to start from: the prior, and a host so slow that it sets the pace.
+
+    While the device is slower than the host a step doesn't depend on the host's pace, so that no
+    gradient leads from the one case to the other.
+    """
+    if "launch_us" not in names:
+        return [centre]
+    slow = centre.copy()
+    slow[list(names).index("launch_us")] += np.log(_SLOW_HOST)
+    return [centre, np.clip(slow, low, high)]
+
+
+def _levenberg_marquardt(
+    residuals: Callable[[Vector], Vector],
+    begin: Vector,
+    centre: Vector,
+    low: Vector,
+    high: Vector,
+    spread: Vector,
+) -> Vector:
+    """Minimise the Huber loss of the residuals and the squared distance from the centre."""
+    theta, damping = begin, 1e-3
+    current = residuals(theta)
+    loss = _loss(current, theta, centre, spread)
+    for _ in range(_MOST_STEPS):
+        jacobian = _jacobian(residuals, theta, current, low, high)
+        step_theta, step, after = theta, current, loss
+        for _ in range(5):
+            trial = _step(theta, current, jacobian, centre, spread, damping, low, high)
+            tried = residuals(trial)
+            after = _loss(tried, trial, centre, spread)
+            if after < loss:
+                step_theta, step = trial, tried
+                damping = max(damping / 5, 1e-6)
+                break
+            damping *= 8
+        if after >= loss:
+            break
+        gained, loss = loss - after, after
+        theta, current = step_theta, step
+        if gained < 3e-3 * loss + 1e-9:
+            break
+    return theta
+
+
+def _step(
+    theta: Vector,
+    current: Vector,
+    jacobian: Vector,
+    centre: Vector,
+    spread: Vector,
+    damping: float,
+    low: Vector,
+    high: Vector,
+) -> Vector:
+    """The next point; a constant at its bound that would leave it is held there."""
+    weights = 1 / np.maximum(1.0, np.abs(current) / _HUBER)
+    prior = 1 / spread**2
+    gradient = jacobian.T @ (weights * current) + prior * (theta - centre)
+    held = ((theta <= low) & (gradient > 0)) | ((theta >= high) & (gradient < 0))
+    hessian = jacobian.T @ (weights[:, None] * jacobian) + np.diag(prior)
+    hessian += damping * np.diag(np.diag(hessian))
+    free = np.flatnonzero(~held)
+    moved = theta.copy()
+    moved[free] -= np.linalg.solve(hessian[np.ix_(free, free)], gradient[free])
+    return np.clip(moved, low, high)
+
+
+def _jacobian(
+    residuals: Callable[[Vector], Vector],
+    theta: Vector,
+    current: Vector,
+    low: Vector,
+    high: Vector,
+) -> Vector:
+    """By differences of 5 %, towards the inside of the bounds."""
+    columns = []
+    for index in range(len(theta)):
+        change = 0.05 if theta[index] + 0.05 <= high[index] else -0.05
+        moved = theta.copy()
+        moved[index] += change
+        columns.append((residuals(moved) - current) / change)
+    return np.stack(columns, axis=1)
+
+
+def _loss(current: Vector, theta: Vector, centre: Vector, spread: Vector) -> float:
+    off = np.abs(current)
+    huber = np.where(off <= _HUBER, 0.5 * off**2, _HUBER * (off - 0.5 * _HUBER))
+    return float(huber.sum() + 0.5 * (((theta - centre) / spread) ** 2).sum())

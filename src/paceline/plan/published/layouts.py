@@ -1,0 +1,244 @@
+"""The layout of a published run, and of its batch what closes.
+
+Cells that are missing are inferred where only one value fits (data ranks from the number of
+devices) or where the system has a habit (no accumulation, one sample a time in a pipeline), and
+their names are kept with the run. What leaves several possibilities is not predicted.
+"""
+
+import math
+import re
+from typing import Literal, NamedTuple
+
+from paceline.config.layout import Layout
+from paceline.config.model import Model
+from paceline.plan.published.networks import UnpredictableError
+from paceline.plan.published.software import Software
+from paceline.plan.published.table import Line
+
+_BUSY_TOKENS = 16384
+
+
+class Axes(NamedTuple):
+    """Sizes of the mesh."""
+
+    data: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+
+
+class Batch(NamedTuple):
+    """One step of one data rank."""
+
+    micro_batch: int
+    num_micro_batches: int
+
+
+def layout_of(line: Line, model: Model, software: Software) -> tuple[Layout, int, list[str]]:
+    """The layout of a line, samples of a step that it closes with, and what was inferred.
+
+    Raises:
+        UnpredictableError: where the line leaves the layout open, or contradicts itself.
+    """
+    inferred: list[str] = []
+    axes = _axes(line, software, inferred)
+    if axes.pp > model.num_layers:
+        raise UnpredictableError("fewer layers than stages")
+    stages = _stages_per_rank(line, model, axes.pp)
+    interleaved = axes.pp > 1 and stages > 1
+    batch = _batch(line, axes, axes.pp if interleaved else 1, inferred)
+    fsdp, zero = sharding_of(line, software, axes, inferred)
+    recompute, layers = recompute_of(line, software, inferred)
+    split: tuple[int, ...] = ()
+    if axes.pp > 1:
+        split = even_split(model.num_layers, axes.pp * stages)
+    share = math.ceil(model.num_layers / axes.pp * layers) if layers < 1 else "all"
+    layout = Layout(
+        dp=axes.data // fsdp,
+        fsdp=fsdp,
+        zero=zero,
+        tp=axes.tp,
+        pp=axes.pp,
+        cp=axes.cp,
+        ep=axes.ep,
+        sequence_parallel=axes.tp > 1 and _sequence_parallel(line, software),
+        async_tp=software.async_tp and axes.tp > 1,
+        ulysses=1,
+        schedule="none" if axes.pp == 1 else "interleaved" if interleaved else "1f1b",
+        stages_per_rank=stages,
+        split=split,
+        micro_batch=batch.micro_batch,
+        precision=_LAYOUT_PRECISION[software.precision],
+        param_dtype=software.param_dtype,
+        recompute=recompute,
+        recompute_layers=share if recompute != "none" else "all",  # type: ignore[arg-type]
+        compile=software.compile,
+        bucket_mib=25.0,
+    )
+    return layout, axes.data * batch.micro_batch * batch.num_micro_batches, inferred
+
+
+# tf32 and fp4 run as the nearest word of a Layout, on a device with their rates (`__init__`).
+_LAYOUT_PRECISION: dict[str, Literal["fp32", "bf16", "fp16", "fp8"]] = {
+    "fp32": "fp32",
+    "tf32": "fp32",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "fp8": "fp8",
+    "fp4": "fp8",
+}
+
+
+def _axes(line: Line, software: Software, inferred: list[str]) -> Axes:
+    devices = line.count("gpus")
+    if not devices:
+        raise UnpredictableError("no number of devices")
+    tp, pp, cp = line.count("tp"), line.count("pp"), line.count("cp")
+    if tp is None and pp is None and devices > 1 and not _is_data_only(line, software):
+        raise UnpredictableError("no layout")
+    tp, pp, cp = tp or 1, pp or 1, cp or 1
+    data = line.count("dp")
+    if data is None:
+        if devices % (tp * pp * cp):
+            raise UnpredictableError("ranks don't close")
+        data = devices // (tp * pp * cp)
+        inferred.append("dp")
+    if data * tp * pp * cp != devices:
+        raise UnpredictableError("ranks don't close")
+    batch = line.count("global_batch_seqs")
+    if batch and batch < data and data % batch == 0 and not line.count("micro_batch"):
+        # More data ranks than samples: the surplus can only share sequences.
+        cp, data = cp * (data // batch), batch
+        inferred.append("cp")
+    # Whole experts are spread over the ranks of tp too.
+    holders = data * cp * (tp if software.stack.expert_tp == "one" else 1)
+    return Axes(data, tp, pp, cp, _expert_ranks(line, holders, inferred))
+
+
+def _expert_ranks(line: Line, most: int, inferred: list[str]) -> int:
+    ep = line.count("ep") or 1
+    if not line.count("experts"):
+        return 1
+    if most % ep:
+        # Of ranks that don't divide, those that do.
+        inferred.append("ep")
+        return math.gcd(most, ep)
+    return ep
+
+
+def _is_data_only(line: Line, software: Software) -> bool:
+    words = f"{line.text('fsdp_or_zero')} {line.text('framework')}".lower()
+    return software.family.startswith("fsdp") or bool(re.search(r"ddp|zero-?3|fsdp", words))
+
+
+def _stages_per_rank(line: Line, model: Model, pp: int) -> int:
+    """Virtual stages as published, as far as there are layers for them."""
+    wished = line.count("vpp") or 1
+    return max(1, min(wished, model.num_layers // pp)) if pp > 1 else 1
+
+
+def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage as systems share them out.
+
+    Where they don't divide, the embedding and the head count as a layer if that closes; otherwise
+    the stages after the first take the rest.
+    """
+    share, rest = divmod(num_layers, num_stages)
+    if rest and share and rest == num_stages - 2:
+        return (share, *[share + 1] * (num_stages - 2), share)
+    if rest and rest == num_stages - 1:
+        return (*[share + 1] * (num_stages - 1), share) if share else ()
+    return tuple(share + (1 <= stage <= rest) for stage in range(num_stages))
+
+
+def _batch(line: Line, axes: Axes, multiple: int, inferred: list[str]) -> Batch:
+    """Micro-batches of a data rank: a multiple of what the schedule takes."""
+    total, micro, accumulated = (
+        line.count(name) for name in ("global_batch_seqs", "micro_batch", "grad_accum")
+    )
+    if micro is None:
+        per_rank = (total or axes.data) / axes.data
+        # Pipelines run one sample at a time; without one, as many as the accumulation leaves. Where
+        # nothing is known, enough to keep a device busy: a person has tuned it.
+        micro = 1 if axes.pp > 1 else max(1, round(per_rank / (accumulated or per_rank)))
+        if total is None and accumulated is None and axes.pp == 1:
+            micro = max(1, _BUSY_TOKENS // (line.count("seq") or 1))
+        if not 1 < axes.pp == per_rank:  # fewer micro-batches don't fill a pipeline
+            inferred.append("micro_batch")
+    if total is None:
+        inferred.append("global_batch_seqs")
+        total = micro * axes.data * (accumulated or 1)
+    exact = total / (axes.data * micro)
+    number = max(1, round(exact / multiple)) * multiple
+    if abs(number - exact) > 0.5 * multiple + 1e-9 or (exact < 1 and axes.data * micro != total):
+        raise UnpredictableError("batch doesn't close")
+    if number != exact:
+        inferred.append("num_micro_batches")
+    return Batch(micro, number)
+
+
+def sharding_of(
+    line: Line, software: Software, axes: Axes, inferred: list[str]
+) -> tuple[int, Literal[0, 1, 2, 3]]:
+    """Ranks that shard, and how much: (fsdp, zero)."""
+    text = line.text("fsdp_or_zero").lower()
+    stage: Literal[0, 1, 2, 3] = 0
+    if re.search(r"zero-?3|full_shard|\bfsdp2?\b", text):
+        stage = 3
+    if re.search(r"zero-?2|shard_grad_op", text):
+        stage = 2
+    if re.search(r"zero-?1|distributed ?optimizer|distributed fused", text):
+        stage = 1
+    if not text and software.family.startswith("fsdp") and axes.data > 1:
+        stage = 3
+        inferred.append("fsdp_or_zero")
+    if axes.data * axes.cp == 1 or stage == 0:
+        return 1, 0
+    group = re.search(r"(?:fsdp2? x|shard group )\s*(\d+)", text)
+    ranks = int(group[1]) if group else axes.data
+    fits = 1 < ranks <= axes.data and axes.data % ranks == 0
+    return (ranks if fits else axes.data), stage
+
+
+def recompute_of(
+    line: Line, software: Software, inferred: list[str]
+) -> tuple[Literal["none", "selective", "full"], float]:
+    """What is recomputed, and in which share of the layers."""
+    text, notes = line.text("activation_ckpt").lower(), line.text("notes").lower()
+    if not line.text("framework"):
+        inferred.append("activation_ckpt")
+        return "full", 1.0
+    if text == "full":
+        return "full", 1.0
+    if text == "selective":
+        return _selective(notes)
+    if not text:
+        inferred.append("activation_ckpt")
+    return "none", 1.0
+
+
+def _selective(notes: str) -> tuple[Literal["none", "selective", "full"], float]:
+    """Systems mean different things by it; modules that are named decide."""
+    every = re.search(r"every (\d)(?:nd|rd|th) layer", notes)
+    if every:
+        return "full", 1 / int(every[1])
+    if "every layer" in notes:
+        return "full", 1.0
+    if "selective layer" in notes:
+        return "full", 0.5
+    modules = re.search(r"recompute modules \(preset\): ([\w,]+)", notes)
+    if modules:
+        names = set(modules[1].split(","))
+        if "moe" in names or "mlp" in names:
+            return "full", 1.0
+        # Norms, activations and small products: cheap beside what they save.
+        return ("selective", 1.0) if "core_attn" in names else ("none", 1.0)
+    return "selective", 1.0
+
+
+def _sequence_parallel(line: Line, software: Software) -> bool:
+    stated = line.flag("sp")
+    if stated is not None:
+        return stated
+    return bool(line.text("framework")) and software.family in ("megatron", "fsdp compiled")

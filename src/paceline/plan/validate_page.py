@@ -1,0 +1,163 @@
+"""The page of `paceline validate`: predicted against measured, every line a point.
+
+Its frame is that of all pages (`paceline.observe.page`). Python decides what is shown.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.observe.page import render_page
+from paceline.observe.run import write_whole
+from paceline.plan.validate import Report, Scored, mean_regrets
+from paceline.plan.validate_table import sentence
+
+Chart = dict[str, Any]
+
+# Okabe and Ito's colours, which stay apart for every kind of colour vision, in light and dark.
+_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#b8a800")
+_SYMBOLS = ("circle", "diamond", "square", "cross", "triangle-up")
+
+
+def write_page(report: Report, path: Path) -> Path:
+    """Write the page and return its path."""
+    return write_whole(path, render(report))
+
+
+def render(report: Report) -> str:
+    """The page as text: complete HTML without references to anything outside it."""
+    return render_page(
+        "paceline.plan",
+        "validate.html",
+        name="How wrong the planner is",
+        subtitle=[],
+        lede=sentence(report),
+        cards=[],
+        charts={name: chart for name, chart in _charts(report).items() if chart["data"]},
+        overall=report.overall(),
+        sources=report.by_source(),
+        stacks=report.by_stack(),
+        regrets=mean_regrets(report.regrets()),
+        memory=report.memory(),
+        fits=report.fits(),
+        unpredicted=report.unpredicted(),
+    )
+
+
+def _charts(report: Report) -> dict[str, Chart]:
+    return {
+        "time": _scatter(
+            report.tested,
+            lambda one: one.run.step_s or 0.0,
+            lambda one: one.prediction.step_s if one.prediction else 0.0,
+            "seconds of a step",
+        ),
+        "error": _errors_by_devices(report.tested),
+        "memory": _scatter(
+            [one for one in report.scored if one.memory_ratio is not None],
+            lambda one: (one.run.peak_memory_bytes or 0.0) / 1e9,
+            lambda one: (one.memory_bytes or 0.0) / 1e9,
+            "peak memory, GB",
+        ),
+    }
+
+
+def _scatter(
+    some: list[Scored],
+    measured: Callable[[Scored], float],
+    predicted: Callable[[Scored], float],
+    unit: str,
+) -> Chart:
+    """Both axes alike and logarithmic, with the line where prediction and measurement agree."""
+    if not some:
+        return {"data": [], "layout": {}}
+    values = [f(one) for one in some for f in (measured, predicted)]
+    low, high = min(values) * 0.8, max(values) * 1.25
+    agree = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [low, high],
+        "y": [low, high],
+        "line": {"color": "var(--muted)", "width": 1, "dash": "dash"},
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+    points = _points(some, lambda one: (measured(one), predicted(one)))
+    axis = {"type": "log", "gridcolor": "var(--grid)", "zeroline": False}
+    layout = _layout(
+        {**axis, "title": {"text": f"measured {unit}"}},
+        {**axis, "title": {"text": f"predicted {unit}"}},
+    )
+    return {"data": [agree, *points], "layout": layout}
+
+
+def _errors_by_devices(some: list[Scored]) -> Chart:
+    """Where errors come from: predicted over measured by the number of devices."""
+    if not some:
+        return {"data": [], "layout": {}}
+
+    def place(one: Scored) -> tuple[float, float]:
+        assert one.run.work is not None
+        return one.run.work.layout.num_ranks, (one.ratio or 1.0) - 1
+
+    grid = {"gridcolor": "var(--grid)", "zerolinecolor": "var(--muted)"}
+    layout = _layout(
+        {**grid, "type": "log", "title": {"text": "devices"}},
+        {**grid, "tickformat": "+.0%", "title": {"text": "error of the metric"}},
+    )
+    return {"data": _points(some, place), "layout": layout}
+
+
+def _points(some: list[Scored], place: Callable[[Scored], tuple[float, float]]) -> list[Chart]:
+    """One trace per source."""
+    groups = list(dict.fromkeys(one.run.group for one in some))
+    traces = []
+    for index, group in enumerate(groups):
+        ones = [one for one in some if one.run.group == group]
+        places = [place(one) for one in ones]
+        marker = {
+            "size": 6,
+            "opacity": 0.75,
+            "color": _COLOURS[index % len(_COLOURS)],
+            "symbol": _SYMBOLS[index // len(_COLOURS) % len(_SYMBOLS)],
+        }
+        traces.append(
+            {
+                "type": "scattergl" if len(some) > 5000 else "scatter",
+                "mode": "markers",
+                "name": group,
+                "x": [float(f"{x:.5g}") for x, _ in places],
+                "y": [float(f"{y:.5g}") for _, y in places],
+                "text": [_hover(one) for one in ones],
+                "hovertemplate": "%{text}<br>measured %{x:.4~g}, predicted %{y:.4~g}",
+                "marker": marker,
+            }
+        )
+    return traces
+
+
+def _hover(one: Scored) -> str:
+    work = one.run.work
+    assert work is not None
+    axes = " ".join(
+        f"{axis}{getattr(work.layout, axis)}"
+        for axis in ("pp", "dp", "fsdp", "cp", "tp", "ep")
+        if getattr(work.layout, axis) != 1
+    )
+    words = ", ".join(word for word in work.network_words if word)
+    return f"{one.run.name}: {words} on {work.num_devices} {work.device.name} {axes}"
+
+
+def _layout(x: Chart, y: Chart) -> Chart:
+    return {
+        "autosize": True,
+        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
+        "font": {"family": "var(--font)", "size": 12.5, "color": "var(--muted)"},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "hovermode": "closest",
+        "hoverlabel": {"bgcolor": "var(--raised)", "bordercolor": "var(--rule)"},
+        "legend": {"orientation": "h", "x": 0, "y": -0.14, "yanchor": "top"},
+        "xaxis": {**x, "automargin": True},
+        "yaxis": {**y, "automargin": True},
+    }

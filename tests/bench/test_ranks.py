@@ -118,7 +118,11 @@ def test_a_collective_that_lies_is_found():
 
 def _reference_steps(ranks: Ranks, _tell: Tell) -> tuple[list[tuple[str, float, float]], int, int]:
     cluster = Cluster(device=CPU, devices_per_node=2, num_nodes=1)
-    jobs = [job for job in reference_jobs(cluster) if job.name in ("narrow", "fsdp-2", "pp-2")]
+    jobs = [
+        job
+        for job in reference_jobs(cluster)
+        if job.name in ("narrow", "fsdp-2-plain", "pp-2-plain")
+    ]
     said: list[str] = []
     found = measure_jobs(ranks, jobs, num_rounds=2, steps_per_round=2, say=said.append)
     assert all(len(each.steps_s) == 4 for each in found)
@@ -130,7 +134,7 @@ def test_jobs_are_stepped_in_turns_and_their_memory_counted():
     found, said, wanted = on_ranks(2, "cpu", _reference_steps, silence)
     assert said == wanted
     names = [name for name, _, _ in found]
-    assert names == ["narrow", "fsdp-2", "pp-2"]
+    assert names == ["narrow", "fsdp-2-plain", "pp-2-plain"]
     for _, seconds, peak in found:
         assert 0 < seconds < 30
         assert peak > 1e6
@@ -144,9 +148,14 @@ def test_reference_jobs_use_every_axis_that_there_are_ranks_for():
         cluster = Cluster(device=CPU, devices_per_node=inside, num_nodes=nodes)
         return [job.name for job in reference_jobs(cluster)]
 
-    assert len(names(1)) == 6
-    assert names(6)[6:] == ["fsdp-6", "tp-6", "pp-6", "cp-6"]
-    assert names(4, 2)[6:] == ["fsdp-8", "tp-4", "pp-4", "cp-4"]
+    def whole_and_pairs(fsdp: int, others: int) -> list[str]:
+        sizes = (("fsdp", fsdp, "deep"), *((axis, others, "deep") for axis in ("tp", "pp")))
+        named = [(f"{axis}-{size}-plain", f"{axis}-2-{shape}") for axis, size, shape in sizes]
+        return [name for pair in (*named, (f"cp-{others}-plain", "cp-2-long")) for name in pair]
+
+    assert len(names(1)) == 7
+    assert names(6)[7:] == whole_and_pairs(6, 6)
+    assert names(4, 2)[7:] == whole_and_pairs(8, 4)
 
 
 def test_nothing_is_left_behind(tmp_path: Path):

@@ -3,7 +3,8 @@
 How it works: ranks that share cores (or a power budget) slow each other down, and train together,
 so they are measured together. A time is that of a block of many calls, begun by all ranks at once;
 a single short call would often run undisturbed between two turns of the scheduler and look as if a
-rank had a core to itself. The median over blocks, then the mean over ranks, is what is reported.
+rank had a core to itself. On one machine a block lasts until the last rank is done. The median over
+blocks, then the mean over ranks, is what is reported.
 
 On CUDA the block lies between two events, behind a kernel that sleeps until the host has launched
 it all: what is seen is the device's time, not the host's.
@@ -80,7 +81,16 @@ class Clock:
         began = time.perf_counter()
         for index in range(number):
             calls[index % len(calls)]()
-        return (time.perf_counter() - began) / number
+        return self._until_all_are_done(began, time.perf_counter()) / number
+
+    def _until_all_are_done(self, began: float, ended: float) -> float:
+        """Seconds from the first rank's start to the last one's end, by the clock of one machine.
+
+        Where ranks outnumber cores, a scheduler may let some finish before others begin.
+        """
+        if self.ranks.world_size == self.ranks.local_world_size:
+            return self.most(ended) + self.most(-began)
+        return ended - began
 
 
 def _cuda_block(calls: tuple[Call, ...], number: int) -> float:

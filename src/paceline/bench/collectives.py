@@ -33,7 +33,7 @@ def sizes_of(device_type: str, *, quick: bool) -> tuple[int, ...]:
     if device_type == "cuda":
         powers = range(9, 31, 3 if quick else 1)  # 512 B to 1 GiB
     else:
-        powers = range(9, 24, 3) if quick else range(9, 26, 2)  # 512 B to 2 or 32 MiB
+        powers = range(9, 26, 4 if quick else 2)  # 512 B to 32 MiB
     return tuple(2**power for power in powers)
 
 

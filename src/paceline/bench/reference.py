@@ -27,12 +27,14 @@ _SHAPES = {
         "wide": Shape(384, 128, 2048),
         "long": Shape(128, 512, 1024),
         "narrow": Shape(64, 64, 256),
+        "deep": Shape(64, 64, 256, 8),
     },
     "cuda": {
         "plain": Shape(1024, 1024, 32768),
         "wide": Shape(4096, 2048, 32768),
         "long": Shape(1024, 8192, 32768),
         "narrow": Shape(512, 512, 32768),
+        "deep": Shape(512, 512, 32768, 8),
     },
 }
 # Name, shape, samples of a rank, layout.
@@ -43,11 +45,25 @@ _ON_ANY: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("long", "long", 2, {"micro_batch": 2}),
     ("narrow", "narrow", 4, {"micro_batch": 2}),
     ("recomputing", "plain", 4, {"micro_batch": 4, "recompute": "full"}),
+    ("selecting", "plain", 4, {"micro_batch": 2, "recompute": "selective"}),
+)
+
+# Axis, shape, samples of a step for each rank, micro-batch: a usual one over all ranks, and one
+# over pairs; that of more layers does so little that what an exchange costs at least decides.
+_ON_AN_AXIS: tuple[tuple[str, str, int, int], ...] = (
+    ("fsdp", "plain", 4, 2),
+    ("fsdp", "deep", 2, 1),
+    ("tp", "plain", 4, 2),
+    ("tp", "deep", 2, 1),
+    ("pp", "plain", 4, 2),
+    ("pp", "deep", 2, 1),
+    ("cp", "plain", 4, 2),
+    ("cp", "long", 2, 1),
 )
 
 
 def reference_jobs(cluster: Cluster) -> list[Job]:
-    """Jobs for all ranks of a Cluster: six, and one for each axis that it has ranks for."""
+    """Jobs for all ranks of a Cluster: seven, and two for each axis that it has ranks for."""
     return list(_jobs(cluster))
 
 
@@ -65,14 +81,16 @@ def _jobs(cluster: Cluster) -> Iterator[Job]:
     if inside * nodes == 1:
         return
     # Sharding goes over all ranks; what exchanges within layers stays inside a node.
-    axes = (("fsdp", inside * nodes), ("tp", inside), ("pp", inside), ("cp", inside))
-    for axis, ranks in axes:
+    for axis, shape, samples, micro_batch in _ON_AN_AXIS:
+        ranks = inside * nodes if axis == "fsdp" else inside
+        if ranks > 1 and shape in ("deep", "long") and inside % 2 == 0:
+            ranks = 2  # the rest are replicas
         if ranks > 1:
-            size = shapes["plain"]
+            size = shapes[shape]
             model, seq_len = shape_of(size, ranks), _multiple(size.seq_len, 2 * ranks)
-            layout = {axis: ranks, "micro_batch": 2}
-            batch = 4 * inside * nodes
-            yield small_job(cluster, f"{axis}-{ranks}", model, seq_len, batch, layout)
+            layout = {axis: ranks, "dp": inside * nodes // ranks, "micro_batch": micro_batch}
+            name = f"{axis}-{ranks}-{shape}"
+            yield small_job(cluster, name, model, seq_len, samples * inside * nodes, layout)
 
 
 def shape_of(shape: Shape, ranks: int = 1) -> dict[str, Any]:

@@ -73,7 +73,8 @@ def measure_jobs(
         num_rounds: how often each Job has its turn.
         steps_per_round: timed steps of a turn, after an untimed one.
         say: called after each Job's set-up and after each of its turns.
-        counts_memory: whether to count each Job's peak of memory, which takes a few slow steps.
+        counts_memory: whether to count each Job's peak of memory, which takes a few slow steps;
+            on a CPU the profiler leaves the process slower, so that times should come from another.
     """
     ready = []
     for job in jobs:

@@ -123,9 +123,11 @@ CONSTANTS: dict[str, Constant] = {
     # PCIe 4.0 x16 carries 25 of its 32 GB/s; GH200 and GB200 have ten times as much.
     "host_copy_gb_per_s": _constant(22.0, 2.0, 450.0, "copies between host and device, GB/s"),
     # What Python does around a collective, beyond what a curve of it has: DTensor's dispatch of the
-    # operators between exchanges, FSDP2's hooks with their copies. Counted on CPUs, where the same
-    # cores compute; beside other devices it is launching, which runs ahead of them.
-    "tp_exchange_us": _constant(200.0, 5.0, 2000.0, "host time per exchange of tp on CPUs, us"),
+    # operators between exchanges, FSDP2's hooks with their copies; and around every operator where
+    # recomputing is selective. Counted on CPUs, where the same cores compute; beside other devices
+    # it is part of launching, which runs ahead of them.
+    "exchange_us": _constant(200.0, 5.0, 2000.0, "host time per exchange in layers on CPUs, us"),
+    "select_us": _constant(40.0, 1.0, 400.0, "host time per choice what to keep, on CPUs, us"),
     "unit_us": _constant(300.0, 5.0, 3000.0, "host time per gather or reduction on CPUs, us"),
     "step_overhead_ms": _constant(2.0, 0.01, 200.0, "host work once per step, milliseconds"),
     "micro_batch_overhead_ms": _constant(0.5, 0.001, 50.0, "host work once per micro-batch, ms"),

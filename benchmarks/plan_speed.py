@@ -1,9 +1,9 @@
 """How long the planner takes for whole answers: one node, 1,024 devices, 16,384 devices.
 
 How it works: each case runs in a process of its own, several times. A case counts the layouts of
-its whole space, bounds, prices and predicts them (`paceline.plan.search`) and works out what
-decides (`paceline.plan.why`). For one node the time is from the start of the interpreter to its
-end, imports included, as a person waits for it; for the others it is that of the search and its
+its whole space, bounds, prices and predicts them (`paceline.plan.search.search`) and works out what
+decides (`paceline.plan.search.why`). For one node the time is from the start of the interpreter to
+its end, imports included, as a person waits for it; for the others it is that of the search and its
 reasons.
 
 It is no measure of how right the answers are: see `benchmarks/planner.md`.
@@ -72,9 +72,9 @@ def answer(case: Case) -> dict[str, Any]:
     from paceline.config.model import Model
     from paceline.config.stack import Stack
     from paceline.plan.points import Setting
-    from paceline.plan.search import search
-    from paceline.plan.space import Wishes
-    from paceline.plan.why import explain, name_of
+    from paceline.plan.search.search import search
+    from paceline.plan.search.space import Wishes
+    from paceline.plan.search.why import explain, name_of
 
     imported = time.perf_counter()
     cluster = Cluster(device=device("H100-SXM"), devices_per_node=8, num_nodes=case.num_nodes)

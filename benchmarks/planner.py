@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 
 from paceline.plan.published import PublishedRun, read_runs
-from paceline.plan.validate import (
+from paceline.plan.validate.validate import (
     Calibration,
     Errors,
     Report,

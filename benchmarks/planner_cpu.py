@@ -50,7 +50,7 @@ from paceline.config.hardware import Cluster
 from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.config.schedule import DEMANDS
-from paceline.plan.step import predict
+from paceline.plan.price.step import predict
 
 HERE = Path(__file__).resolve().parent
 RANKS = (1, 2, 4)

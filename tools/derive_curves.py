@@ -265,7 +265,11 @@ def _attention(folder: Path, source: Source) -> dict[str, Any]:
             "backward": [_digits(share * backward) for share in shares.ravel()],
             "source": f"forward measured: tables of {', '.join(rows)}; backward assumed: "
             f"{backward} of forward's share, after the best rates of both in "
-            + ("FlashAttention-4 (Zadouri et al. 2026)" if backward == 0.75 else "arXiv:2307.08691 and arXiv:2407.08608"),
+            + (
+                "FlashAttention-4 (Zadouri et al. 2026)"
+                if backward == 0.75
+                else "arXiv:2307.08691 and arXiv:2407.08608"
+            ),
         }
     return curves
 

@@ -11,6 +11,7 @@ from paceline.config.model import Model
 from paceline.config.stack import Stack
 from paceline.plan.points import Array, Setting
 from paceline.plan.prediction import Prediction
+from paceline.plan.price.step import predict
 from paceline.plan.scale import (
     LARGE_RUN_MTBF,
     Endurance,
@@ -20,7 +21,6 @@ from paceline.plan.scale import (
     goodput,
     young_interval_s,
 )
-from paceline.plan.step import predict
 
 LLAMA = Model(
     vocab_size=128256,

@@ -176,7 +176,7 @@ def plan(
     paceline plan my.toml --tokens 2e12 --budget "3M USD, 60 days" \\
         --cluster 64x8xH100-SXM --price 2.5 --cluster 128x8xA100-80 --price 1.2
     """
-    from paceline.plan.command import Asked, plan_command
+    from paceline.plan.answer.command import Asked, plan_command
 
     def machine() -> "Cluster":
         from paceline.comm.topology import this_machine
@@ -308,7 +308,7 @@ def validate(
     paceline validate runs.csv --calibrate-on 6      six lines per stack
     paceline validate a.csv b.csv --calibrate-on 5% --html errors.html
     """
-    from paceline.plan.validate_command import validate_command
+    from paceline.plan.validate.command import validate_command
 
     validate_command(tables, calibrate_on, only, seed, html, as_json)
 

@@ -20,7 +20,7 @@ from paceline.config.curves import (
 from paceline.config.hardware import Cluster, Device, Figure, Tier, device
 from paceline.config.job import Job
 from paceline.config.stack import CONSTANTS, Stack
-from paceline.plan.step import predict
+from paceline.plan.price.step import predict
 
 KNOWN = Figure(value=1e11, origin="assumed", source="a test")
 CURVES = {

@@ -7,7 +7,7 @@ from paceline.config.figure import Figure
 from paceline.config.hardware import Cluster, device
 from paceline.config.job import Job
 from paceline.config.prices import Prices
-from paceline.plan.answer import Answer, answer
+from paceline.plan.answer.answer import Answer, answer
 
 SMALL: dict[str, Any] = {
     "name": "small",

@@ -9,11 +9,11 @@ from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster, Device
 from paceline.config.job import Job
 from paceline.config.layout import Layout
-from paceline.plan.answer import answer, to_json
-from paceline.plan.asked import bounds_of, budget_of, cluster_of, clusters_of, lengthened
-from paceline.plan.outlook import outlook
+from paceline.plan.answer.answer import answer, to_json
+from paceline.plan.answer.asked import bounds_of, budget_of, cluster_of, clusters_of, lengthened
+from paceline.plan.answer.outlook import outlook
 from paceline.plan.prediction import MEMORY_TERMS
-from paceline.plan.space import Wishes
+from paceline.plan.search.space import Wishes
 from tests.plan.answers import IMAGES, cramped, eight, job, small_answer
 
 

@@ -25,7 +25,7 @@ from paceline.plan.calibrate import (
     with_constants,
 )
 from paceline.plan.points import Setting
-from paceline.plan.step import predict
+from paceline.plan.price.step import predict
 
 # A made-up machine whose step is a sum of two terms: fast, and its answer is known.
 WORK = {"matmul_time": 3.0, "memory_time": 1.0}

@@ -13,7 +13,7 @@ from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.schedule import DEMANDS, Schedule, refusal
 from paceline.config.stack import Stack
-from paceline.plan.holdings import bounding_holdings, holdings_of, stages_in_flight
+from paceline.plan.memory.holdings import bounding_holdings, holdings_of, stages_in_flight
 from paceline.plan.points import Points, Setting
 from paceline.plan.schedules import build_schedule
 

@@ -13,9 +13,9 @@ from paceline.config.hardware import Cluster
 from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.stack import Stack
-from paceline.plan.holdings import bounding_holdings, holdings_of
 from paceline.plan.memory import checkpoint_spike_bytes, memory_bytes
 from paceline.plan.memory.activations import kept_whole
+from paceline.plan.memory.holdings import bounding_holdings, holdings_of
 from paceline.plan.points import Points, Setting
 from paceline.plan.prediction import MEMORY_TERMS
 from paceline.plan.schedules import build_schedule, split_layers

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.plan.published import PublishedRun, read_runs
-from paceline.plan.validate import Scored, validate
+from paceline.plan.validate.validate import Scored, validate
 
 PUBLISHED = Path(
     os.environ.get("PACELINE_RUNS_CSV", "")

@@ -24,9 +24,9 @@ from paceline.config.layout import size
 from paceline.config.model import Model
 from paceline.config.stack import Stack
 from paceline.models.decoder import Decoder
-from paceline.plan.holdings import holdings_of
 from paceline.plan.memory import memory_bytes
 from paceline.plan.memory.activations import held_by_block
+from paceline.plan.memory.holdings import holdings_of
 from paceline.plan.points import Points, Setting
 from paceline.train.data import MicroBatch
 from tests.parallel.training import job_of, trainer_of

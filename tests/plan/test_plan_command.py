@@ -162,7 +162,7 @@ def test_a_failed_write_leaves_no_folder(folder, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("paceline.plan.page.render", full)
+    monkeypatch.setattr("paceline.plan.answer.page.render", full)
     with pytest.raises(InputError, match="No space left on device"):
         _plan("images.toml", *EIGHT, "--out", "plans")
     assert not (folder / "plans").exists()

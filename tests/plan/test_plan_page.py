@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan.answer import answer
-from paceline.plan.page import render
+from paceline.plan.answer.answer import answer
+from paceline.plan.answer.page import render
 from tests.plan.answers import IMAGES, cramped, job, small_answer
 
 

@@ -10,14 +10,14 @@ from paceline.config.layers import Experts
 from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.stack import Stack
-from paceline.plan import search as searching
-from paceline.plan.bounds import SLACK, bounds_of_meshes, least_bytes, least_seconds
 from paceline.plan.points import Setting
-from paceline.plan.pricing import peak_bytes, step_seconds
-from paceline.plan.search import memory_limit, search
-from paceline.plan.space import FREE, Space, Wishes
-from paceline.plan.step import price
-from paceline.plan.tables import size_of, take
+from paceline.plan.price.step import price
+from paceline.plan.search import search as searching
+from paceline.plan.search.bounds import SLACK, bounds_of_meshes, least_bytes, least_seconds
+from paceline.plan.search.pricing import peak_bytes, step_seconds
+from paceline.plan.search.search import memory_limit, search
+from paceline.plan.search.space import FREE, Space, Wishes
+from paceline.plan.search.tables import size_of, take
 
 SEVEN = Model(
     vocab_size=32000, hidden_size=4096, ffn_size=11008, num_layers=32, num_heads=32,

@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from paceline.plan import describe, show
-from paceline.plan.answer import answer
-from paceline.plan.budget import Purchase, Run
-from paceline.plan.outlook import outlook
+from paceline.plan.answer import describe, show
+from paceline.plan.answer.answer import answer
+from paceline.plan.answer.outlook import outlook
+from paceline.plan.search.budget import Purchase, Run
 from tests.plan.answers import IMAGES, cramped, eight, job, small_answer
 
 

@@ -10,9 +10,9 @@ from paceline.config.schedule import DEMANDS
 from paceline.config.stack import Stack
 from paceline.observe.accounting import accounting
 from paceline.observe.timeline import Timeline
+from paceline.plan.price.simulate import predicted_timeline
+from paceline.plan.price.step import predict
 from paceline.plan.schedules import split_layers
-from paceline.plan.simulate import predicted_timeline
-from paceline.plan.step import predict
 from tests.plan.planned import layout, setting
 
 FLAT = [

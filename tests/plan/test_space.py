@@ -16,9 +16,9 @@ from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.stack import Stack
 from paceline.plan.points import PRECISIONS, RECOMPUTE, SCHEDULES, Points, Setting
-from paceline.plan.rules import can_run
-from paceline.plan.space import FREE, Space, Wishes, divisors
-from paceline.plan.tables import distinct
+from paceline.plan.search.rules import can_run
+from paceline.plan.search.space import FREE, Space, Wishes, divisors
+from paceline.plan.search.tables import distinct
 
 CPU = Device(name="CPU", kind="cpu", precisions=("fp64", "fp32"))
 DENSE = Model(

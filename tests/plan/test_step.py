@@ -16,11 +16,11 @@ from paceline.config.schedule import DEMANDS, smallest_micro_batches
 from paceline.config.stack import Stack
 from paceline.observe.terms import TERMS
 from paceline.plan.kinds import kinds_of
-from paceline.plan.pipelined import Passes, bounding_stages, closed_form, simulated, stages_of
 from paceline.plan.points import Points
+from paceline.plan.price.pipelined import Passes, bounding_stages, closed_form, simulated, stages_of
+from paceline.plan.price.step import Network, head_layers, predict, price, times
 from paceline.plan.schedules import bubble_fraction_published, build_schedule, split_layers
 from paceline.plan.stages import Stages
-from paceline.plan.step import Network, head_layers, predict, price, times
 from tests.plan.planned import EXPERTS, MODEL, cluster, figure, layout, setting, tiers
 
 PER_RANK = {name: demands.stages_per_rank or 2 for name, demands in DEMANDS.items()}

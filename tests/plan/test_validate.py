@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from paceline.config.errors import InputError
-from paceline.plan import validate as module
 from paceline.plan.prediction import Memory, Prediction
 from paceline.plan.published import PublishedRun, read_runs
-from paceline.plan.validate import Calibration, Report, Scored, errors, regrets, validate
-from paceline.plan.validate_page import render
+from paceline.plan.validate import validate as module
+from paceline.plan.validate.page import render
+from paceline.plan.validate.validate import Calibration, Report, Scored, errors, regrets, validate
 from tests.command_line import paceline
 from tests.plan.test_published import GPT, table
 

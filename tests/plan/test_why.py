@@ -8,14 +8,14 @@ from paceline.config.job import Job, read_job
 from paceline.config.model import Model
 from paceline.config.prices import Prices
 from paceline.config.stack import Stack
-from paceline.plan import why
-from paceline.plan.budget import buy
-from paceline.plan.choose import plan_job
 from paceline.plan.points import Setting
+from paceline.plan.price.step import predict
 from paceline.plan.resolve import concrete_cluster, resolve
-from paceline.plan.search import search
-from paceline.plan.space import Wishes
-from paceline.plan.step import predict
+from paceline.plan.search import why
+from paceline.plan.search.budget import buy
+from paceline.plan.search.choose import plan_job
+from paceline.plan.search.search import search
+from paceline.plan.search.space import Wishes
 
 SEVEN = Model(
     vocab_size=32000, hidden_size=4096, ffn_size=11008, num_layers=32, num_heads=32,

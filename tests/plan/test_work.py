@@ -11,7 +11,7 @@ from paceline.config.model import Model
 from paceline.config.stack import Stack
 from paceline.plan.kinds import kinds_of
 from paceline.plan.points import Points, Setting
-from paceline.plan.work import Work, block_work, embedding_work, head_work, padded_rows
+from paceline.plan.price.work import Work, block_work, embedding_work, head_work, padded_rows
 from tests.plan.planned import EXPERTS, MODEL, layout, setting
 
 

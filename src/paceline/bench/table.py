@@ -12,7 +12,7 @@ from paceline.config.curves import DeviceCurves
 from paceline.config.hardware import Cluster, Device, Tier
 from paceline.config.stack import CONSTANTS, constant
 from paceline.observe.summary import bytes_text, step_time_text
-from paceline.plan.step import predict
+from paceline.plan.price.step import predict
 
 
 def summary(cluster: Cluster, outcome: Outcome) -> RenderableType:

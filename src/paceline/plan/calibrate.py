@@ -24,9 +24,9 @@ from paceline.config.layout import Layout, size
 from paceline.config.stack import CONSTANTS, Stack
 from paceline.observe.run import Run
 from paceline.plan.kinds import kinds_of
-from paceline.plan.pipelined import one_stage, schedule_for, simulated, stages_of
 from paceline.plan.points import Points, Setting
-from paceline.plan.step import times
+from paceline.plan.price.pipelined import one_stage, schedule_for, simulated, stages_of
+from paceline.plan.price.step import times
 
 Vector = npt.NDArray[np.float64]
 Constants = Mapping[str, float]
@@ -81,7 +81,7 @@ class Sample:
 
 
 def predicted_step_s(setting: Setting, layout: Layout) -> float:
-    """Seconds of a step as `paceline.plan.step.predict` gives them, without its memory.
+    """Seconds of a step as `paceline.plan.price.step.predict` gives them, without its memory.
 
     Once a pipeline is full, a further round of micro-batches takes as long as the one before: of
     many, only enough are simulated to see how long that is.

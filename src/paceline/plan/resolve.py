@@ -1,7 +1,7 @@
 """Resolve every "auto" of a Job by simple stated rules, where nothing can be predicted.
 
 A pure function from a partial Job and the hardware to a concrete Job and the reason for each
-choice. `paceline.plan.choose` searches instead wherever the speed of the devices is known.
+choice. `paceline.plan.search.choose` searches instead wherever the speed of the devices is known.
 """
 
 import math

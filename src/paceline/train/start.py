@@ -20,11 +20,11 @@ from paceline.config.model import Model
 from paceline.config.vision import ConvNet
 from paceline.models.weights import read_model
 from paceline.observe.run import Run
-from paceline.plan.answer import prediction_json
-from paceline.plan.choose import plan_job
+from paceline.plan.answer.answer import prediction_json
 from paceline.plan.points import Setting
+from paceline.plan.price.simulate import predicted_timeline
 from paceline.plan.resolve import Plan
-from paceline.plan.simulate import predicted_timeline
+from paceline.plan.search.choose import plan_job
 from paceline.train.checkpoint.files import (
     MANIFEST,
     DamagedError,

@@ -18,9 +18,9 @@ from paceline.plan.convnet.kernels import VALUE_BYTES
 from paceline.plan.convnet.step import Training, convnet_times, predict_convnet
 from paceline.plan.points import Array
 from paceline.plan.prediction import Prediction
-from paceline.plan.rules import num_ranks
 from paceline.plan.scale import weak_efficiency
-from paceline.plan.space import Wishes, divisors
+from paceline.plan.search.rules import num_ranks
+from paceline.plan.search.space import Wishes, divisors
 
 _GRADIENT_BYTES = 4
 _BUCKET_MIB = 25.0  # DDP's own

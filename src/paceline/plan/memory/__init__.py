@@ -4,7 +4,7 @@ How it works: `sharing` counts the parameters that a rank holds, `states` turns 
 parameters, gradients and optimizer, `activations` and `logits` count what autograd saves,
 `buffers` what is on its way between ranks, and `peak` puts these together at each moment of a step
 and takes the worst. How many blocks and micro-batches a rank holds comes from
-`paceline.plan.holdings`.
+`paceline.plan.memory.holdings`.
 
 What it is not: a simulation of the allocator. Reserved memory beyond what tensors take is one share
 of what comes and goes (`buffers.SLACK_SHARE`).

@@ -16,8 +16,8 @@ from paceline.plan.calibrate import FITTED, predicted_step_s, with_constants
 from paceline.plan.convnet import predict_convnet
 from paceline.plan.points import Setting
 from paceline.plan.prediction import Prediction
+from paceline.plan.price.step import predict
 from paceline.plan.published.software import Software
-from paceline.plan.step import predict
 
 Constants = Mapping[str, float]
 

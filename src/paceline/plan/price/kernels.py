@@ -1,7 +1,7 @@
 """Kernels: seconds of each part's own kernels for one micro-batch, without communication.
 
-How it works: the operators of all parts (`paceline.plan.work`) are stacked into a few arrays, and
-one call per kind of operator prices them (`paceline.plan.rates`).
+How it works: the operators of all parts (`paceline.plan.price.work`) are stacked into a few arrays,
+and one call per kind of operator prices them (`paceline.plan.rates`).
 
 Legend of shapes: n points.
 """
@@ -13,8 +13,8 @@ import numpy as np
 
 from paceline.config.stack import constant
 from paceline.plan.points import PRECISIONS, Array, Points, Setting
+from paceline.plan.price.work import LINEAR, PLAIN, WIDE, Core, Product, Work, padded_rows
 from paceline.plan.rates import attention_s, matmul_s, memory_s
-from paceline.plan.work import LINEAR, PLAIN, WIDE, Core, Product, Work, padded_rows
 
 _FP8 = PRECISIONS.index("fp8")
 # Products of 16-bit numbers whose rows aren't multiples of 16 bytes run at 30 to 40 % of the rate
@@ -170,7 +170,7 @@ def _casts_s(setting: Setting, points: Points, m: Array, n: Array, k: Array) -> 
     once more for the products of the backward pass (torchao); a compiler makes one pass of the last
     two. Fused by hand, what wrote the inputs writes them in fp8 with a transposed copy, gradients
     are read once and written twice (TransformerEngine); weights are cast once a step, which is
-    `plan.step`'s to count.
+    `plan.price.step`'s to count.
     """
     x, w, y = m * k, n * k, m * n
     first, again = np.where(points.compile, 3.0, 5.0), np.where(points.compile, 2.0, 5.0)

@@ -1,10 +1,10 @@
 """Step: the seconds of a training step by term of the vocabulary, for one layout or for columns.
 
-How it works: a micro-batch's passes of each part (`paceline.plan.parts`) are added up to those of
-each pipeline stage; a pipeline (`paceline.plan.pipelined`) turns them into the time from the first
-action to the last and says which rank has most to do; what the data axes leave exposed
-(`paceline.plan.data_axes`), the optimizer and the host's work once per step come on top. The terms
-are those of the busiest rank; what it waits for is the bubble.
+How it works: a micro-batch's passes of each part (`paceline.plan.price.parts`) are added up to
+those of each pipeline stage; a pipeline (`paceline.plan.price.pipelined`) turns them into the time
+from the first action to the last and says which rank has most to do; what the data axes leave
+exposed (`paceline.plan.price.data_axes`), the optimizer and the host's work once per step come on
+top. The terms are those of the busiest rank; what it waits for is the bubble.
 
 The host launches kernels ahead of the device: the pass of a stage takes the larger of the two
 times, and what the host takes longer is `host_gap`. On a CPU the host's work adds to that of the
@@ -27,13 +27,23 @@ import numpy as np
 from paceline.config.layout import Layout
 from paceline.config.stack import CONSTANTS, constant
 from paceline.observe.terms import TERMS
-from paceline.plan import data_axes
-from paceline.plan.data_axes import Held
-from paceline.plan.holdings import bounding_holdings, holdings_of
 from paceline.plan.kinds import Kind, kinds_of
 from paceline.plan.memory import checkpoint_spike_bytes, memory_bytes
-from paceline.plan.parts import BLOCKING, COMPUTE, Part, Request, exchange_s, is_cpu, part_seconds
-from paceline.plan.pipelined import (
+from paceline.plan.memory.holdings import bounding_holdings, holdings_of
+from paceline.plan.points import PRECISIONS, SCHEDULES, Array, Points, Setting
+from paceline.plan.prediction import Memory, Prediction
+from paceline.plan.price import data_axes
+from paceline.plan.price.data_axes import Held
+from paceline.plan.price.parts import (
+    BLOCKING,
+    COMPUTE,
+    Part,
+    Request,
+    exchange_s,
+    is_cpu,
+    part_seconds,
+)
+from paceline.plan.price.pipelined import (
     Passes,
     Pipeline,
     bounding_stages,
@@ -44,13 +54,11 @@ from paceline.plan.pipelined import (
     stages_of,
     with_transfers,
 )
-from paceline.plan.points import PRECISIONS, SCHEDULES, Array, Points, Setting
-from paceline.plan.prediction import Memory, Prediction
+from paceline.plan.price.work import Work, block_work, embedding_work, head_work, sizes_of
 from paceline.plan.rates import memory_s, origins
 from paceline.plan.residuals import relative_error
 from paceline.plan.scale import straggler_wait_s
 from paceline.plan.stages import Stages
-from paceline.plan.work import Work, block_work, embedding_work, head_work, sizes_of
 
 # Passes of an Adam step over a held parameter, in bytes (train/optim.py, train/trainer.py): the
 # norm reads the gradient, clipping reads and writes it, the step reads parameter, gradient and

@@ -21,15 +21,15 @@ from paceline.config.errors import InputError
 from paceline.config.figure import Figure
 from paceline.config.hardware import Tier
 from paceline.config.layout import Layout
-from paceline.plan.bounds import leanest, least_bytes
 from paceline.plan.collectives import tiers_of
 from paceline.plan.points import Points, Setting
 from paceline.plan.prediction import Prediction
-from paceline.plan.pricing import peak_bytes, step_seconds
-from paceline.plan.search import Found
-from paceline.plan.space import Space, Wishes
-from paceline.plan.step import predict
-from paceline.plan.tables import joined, take
+from paceline.plan.price.step import predict
+from paceline.plan.search.bounds import leanest, least_bytes
+from paceline.plan.search.pricing import peak_bytes, step_seconds
+from paceline.plan.search.search import Found
+from paceline.plan.search.space import Space, Wishes
+from paceline.plan.search.tables import joined, take
 
 _PROGRESS = ("matmul", "attention")
 _AXES = ("pp", "dp", "fsdp", "cp", "tp", "ep")

@@ -1,9 +1,9 @@
 """Pricing: the closed forms over long tables.
 
-Nothing is worked out here; `plan.step` and `plan.memory` hold the formulas. A block of the network
-costs the same in thousands of layouts, which differ in their data axes, pipeline or schedule only:
-so the parts of the network are priced once for each group of rows that they can't tell apart, and
-the tables go through the formulas in pieces that stay in the processor's cache.
+Nothing is worked out here; `plan.price.step` and `plan.memory` hold the formulas. A block of the
+network costs the same in thousands of layouts, which differ in their data axes, pipeline or
+schedule only: so the parts of the network are priced once for each group of rows that they can't
+tell apart, and the tables go through the formulas in pieces that stay in the processor's cache.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.plan.holdings import bounding_holdings
 from paceline.plan.memory import memory_bytes
-from paceline.plan.parts import Part, Pass
-from paceline.plan.pipelined import bounding_stages, closed_form
+from paceline.plan.memory.holdings import bounding_holdings
 from paceline.plan.points import PRECISIONS, Array, Points, Setting
+from paceline.plan.price.parts import Part, Pass
+from paceline.plan.price.pipelined import bounding_stages, closed_form
+from paceline.plan.price.step import Network, Times, head_layers, times_of
+from paceline.plan.price.work import Work, is_sharded
+from paceline.plan.search.tables import distinct
 from paceline.plan.stages import Stages
-from paceline.plan.step import Network, Times, head_layers, times_of
-from paceline.plan.tables import distinct
-from paceline.plan.work import Work, is_sharded
 
 _ROWS = 8192
 """Priced together: fewer rows cost more calls, more leave the cache."""
@@ -43,7 +43,7 @@ class Seconds(NamedTuple):
 
 
 def step_seconds(setting: Setting, points: Points) -> Seconds:
-    """The time of each layout's step, by the closed form of `plan.step.price`."""
+    """The time of each layout's step, by the closed form of `plan.price.step.price`."""
 
     def of(piece: Points) -> tuple[Array, ...]:
         network = _network(setting, piece)

@@ -5,7 +5,7 @@ import numpy as np
 from paceline.config.layers import Experts
 from paceline.config.model import Model
 from paceline.plan.points import Array, Points, Setting
-from paceline.plan.work.lists import (
+from paceline.plan.price.work.lists import (
     FP32,
     LINEAR,
     PLAIN,

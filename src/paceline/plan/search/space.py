@@ -8,12 +8,12 @@ A space of a hundred million layouts is never written out. It is the product of 
 - turns: the schedule of a pipeline and its stages per rank,
 - reliefs: what saves memory for time: recompute, offload, 8-bit optimizer state.
 
-`join` multiplies two tables and keeps what the rules (`plan.rules`) let run; the search joins only
-what it has to look at, and `Space.count` adds up the rest without visiting it.
+`join` multiplies two tables and keeps what the rules (`plan.search.rules`) let run; the search
+joins only what it has to look at, and `Space.count` adds up the rest without visiting it.
 
 A setting that a person fixed has one value in its table. Settings without "auto" are what the
 layout says unless they are named in `free`, for they change numerics (8-bit state, fp8) or fill the
-host's memory (offload). Not here: which layout is good (`plan.search`).
+host's memory (offload). Not here: which layout is good (`plan.search.search`).
 """
 
 from collections import Counter
@@ -32,9 +32,9 @@ from paceline.config.model import Model
 from paceline.config.noun import nearest
 from paceline.plan.collectives import tiers_of
 from paceline.plan.points import PRECISIONS, RECOMPUTE, SCHEDULES, Array, Points, Setting
-from paceline.plan.rules import RULES, Columns, holding, num_ranks, num_stages
 from paceline.plan.schedules import split_layers
-from paceline.plan.tables import crossing, distinct, join, size_of, take
+from paceline.plan.search.rules import RULES, Columns, holding, num_ranks, num_stages
+from paceline.plan.search.tables import crossing, distinct, join, size_of, take
 
 FREE = ("precision", "param_dtype", "async_tp", "optimizer_state", "offload", "recompute_layers")
 """Settings that are searched only where a person asks for it."""

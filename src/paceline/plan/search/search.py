@@ -1,14 +1,14 @@
 """Search: the best layouts of a whole space, by the planner's own formulas.
 
-How it works: branch and bound over the tables of `plan.space`.
+How it works: branch and bound over the tables of `plan.search.space`.
 
-1. Every mesh gets bounds on its step and its memory (`plan.bounds`).
+1. Every mesh gets bounds on its step and its memory (`plan.search.bounds`).
 2. Meshes are visited in the order of their bounds, some thousands of layouts at a time, until the
    next one's bound is slower than the hundredth best layout found. On the way, each mesh's own
    micro-batches and arithmetics are bounded too; what survives is joined with schedules, and what
-   of that doesn't fit with reliefs, and priced by the closed form (`plan.step.price`).
+   of that doesn't fit with reliefs, and priced by the closed form (`plan.price.step.price`).
 3. The hundred best that fit, at most a few of each mesh, are predicted from their real action lists
-   (`plan.step.predict`), which has the last word.
+   (`plan.price.step.predict`), which has the last word.
 
 So each layout of the space is answered for: priced, or proved too large, or proved slower than what
 is shown (tests compare with pricing everything). Ties are won by the simpler layout: fewer axes,
@@ -24,7 +24,10 @@ import numpy as np
 
 from paceline.config.errors import InputError
 from paceline.config.layout import Layout, size
-from paceline.plan.bounds import (
+from paceline.plan.points import Array, Setting
+from paceline.plan.prediction import Prediction
+from paceline.plan.price.step import predict
+from paceline.plan.search.bounds import (
     SLACK,
     bounds_of_meshes,
     fastest,
@@ -32,13 +35,10 @@ from paceline.plan.bounds import (
     least_seconds,
     slower,
 )
-from paceline.plan.points import Array, Setting
-from paceline.plan.prediction import Prediction
-from paceline.plan.pricing import peak_bytes, step_seconds
-from paceline.plan.rules import Columns, num_ranks
-from paceline.plan.space import Space, Wishes
-from paceline.plan.step import predict
-from paceline.plan.tables import joined, size_of, take
+from paceline.plan.search.pricing import peak_bytes, step_seconds
+from paceline.plan.search.rules import Columns, num_ranks
+from paceline.plan.search.space import Space, Wishes
+from paceline.plan.search.tables import joined, size_of, take
 
 MARGIN = 0.04
 """Part of a device's memory that a layout must leave free: fragmentation differs from run to run,

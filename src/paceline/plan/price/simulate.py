@@ -1,10 +1,10 @@
 """Simulate: the predicted Timeline of a step, of every rank of one pipeline.
 
-How it works: the schedule's list of actions is executed with the seconds of `paceline.plan.step`,
-and each action becomes spans, one for each term; what happens once per step (the last reductions,
-the optimizer, waiting for the slowest rank) follows the last action. Waiting between actions is the
-bubble, or the transfer that the next action waited for. Communication that is hidden lies on a
-stream of its own beside the computing.
+How it works: the schedule's list of actions is executed with the seconds of
+`paceline.plan.price.step`, and each action becomes spans, one for each term; what happens once per
+step (the last reductions, the optimizer, waiting for the slowest rank) follows the last action.
+Waiting between actions is the bubble, or the transfer that the next action waited for.
+Communication that is hidden lies on a stream of its own beside the computing.
 
 The order of the terms within an action is not that of the kernels, whose times the planner adds up
 by kind. `paceline.observe.accounting` of the result gives back the prediction's terms for the rank
@@ -20,8 +20,9 @@ from paceline.config.layout import Layout
 from paceline.config.schedule import Action, Schedule
 from paceline.observe.terms import TERMS
 from paceline.observe.timeline import Span, Timeline
-from paceline.plan.parts import BLOCKING, COMPUTE, Pass
-from paceline.plan.pipelined import (
+from paceline.plan.points import Array, Points, Setting
+from paceline.plan.price.parts import BLOCKING, COMPUTE, Pass
+from paceline.plan.price.pipelined import (
     Passes,
     one_stage,
     schedule_for,
@@ -29,10 +30,9 @@ from paceline.plan.pipelined import (
     stages_of,
     with_transfers,
 )
-from paceline.plan.points import Array, Points, Setting
+from paceline.plan.price.step import Network, Times, times_of, unsplit_first
 from paceline.plan.schedules.timing import Cost, Timed, timeline
 from paceline.plan.stages import Stages
-from paceline.plan.step import Network, Times, times_of, unsplit_first
 
 # Without a pipeline these belong to its micro-batches: they are spread over the actions.
 _PER_MICRO_BATCH = ("matmul", "other_kernels", "exposed_comm.fsdp")

@@ -1,7 +1,7 @@
 """Answer: all that the planner says about a Job, as data for the terminal, plan.json and the page.
 
-It puts together what was found (`plan.search` for decoders, `plan.convnet` for networks of
-convolutions), why (`plan.why`), and what the whole run takes (`plan.outlook`).
+It puts together what was found (`plan.search.search` for decoders, `plan.convnet` for networks of
+convolutions), why (`plan.search.why`), and what the whole run takes (`plan.answer.outlook`).
 """
 
 import platform
@@ -16,14 +16,14 @@ from paceline.config.errors import InputError
 from paceline.config.job import Job, to_raw
 from paceline.config.model import Model
 from paceline.config.vision import ConvNet, EfficientNet, ResNet
-from paceline.plan import why
+from paceline.plan.answer.outlook import Outlook, outlook
 from paceline.plan.convnet.choose import predict_all, sentences_of
 from paceline.plan.convnet.step import device_of
-from paceline.plan.outlook import Outlook, outlook
 from paceline.plan.points import Setting
 from paceline.plan.prediction import Prediction
-from paceline.plan.search import MARGIN, Counts, Found, search
-from paceline.plan.space import Wishes
+from paceline.plan.search import why
+from paceline.plan.search.search import MARGIN, Counts, Found, search
+from paceline.plan.search.space import Wishes
 
 _STEP_OF_FRONT = 0.95
 

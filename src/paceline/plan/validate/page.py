@@ -9,8 +9,8 @@ from typing import Any
 
 from paceline.observe.page import render_page
 from paceline.observe.run import write_whole
-from paceline.plan.validate import Report, Scored, mean_regrets
-from paceline.plan.validate_table import sentence
+from paceline.plan.validate.table import sentence
+from paceline.plan.validate.validate import Report, Scored, mean_regrets
 
 Chart = dict[str, Any]
 
@@ -27,7 +27,7 @@ def write_page(report: Report, path: Path) -> Path:
 def render(report: Report) -> str:
     """The page as text: complete HTML without references to anything outside it."""
     return render_page(
-        "paceline.plan",
+        "paceline.plan.validate",
         "validate.html",
         name="How wrong the planner is",
         subtitle=[],

@@ -28,9 +28,9 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.config.stack import constant
-from paceline.plan.parts import Part, Request, hidden_share, is_cpu
 from paceline.plan.points import SCHEDULES, Array, Points, Setting
-from paceline.plan.work import Work, autocasts, is_sharded
+from paceline.plan.price.parts import Part, Request, hidden_share, is_cpu
+from paceline.plan.price.work import Work, autocasts, is_sharded
 
 # torch.nn.parallel.DistributedDataParallel's first bucket, so that reducing starts early.
 _FIRST_BUCKET_BYTES = 2**20

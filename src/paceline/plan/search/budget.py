@@ -1,7 +1,7 @@
 """Budget: how many of which devices train so many tokens, how fast and at what price.
 
 How it works: for each offer (a cluster whose prices are known) and each number of nodes, the best
-layout is searched (`plan.search`), failures and checkpoints take their share of the time
+layout is searched (`plan.search.search`), failures and checkpoints take their share of the time
 (`plan.scale`), and the run's days and dollars follow. The fastest run within the money and the
 cheapest within the days are the two answers. Prices are given, never built in.
 """
@@ -13,10 +13,10 @@ from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.plan.points import Setting
 from paceline.plan.prediction import Prediction
-from paceline.plan.rules import num_ranks
 from paceline.plan.scale import bill, checkpoint_bytes, endurance
-from paceline.plan.search import search
-from paceline.plan.space import Wishes
+from paceline.plan.search.rules import num_ranks
+from paceline.plan.search.search import search
+from paceline.plan.search.space import Wishes
 
 _DAY_S = 86400.0
 _NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)

@@ -16,8 +16,8 @@ from paceline.observe.summary import (
     step_time_text,
 )
 from paceline.observe.terms import TERMS
-from paceline.plan.answer import Answer
-from paceline.plan.describe import (
+from paceline.plan.answer.answer import Answer
+from paceline.plan.answer.describe import (
     MEMORY_COLOURS,
     all_settings,
     counted,
@@ -42,7 +42,7 @@ def render(found: Answer) -> str:
     best = found.best
     shown = found.ranked[:_BARS]
     return render_page(
-        "paceline.plan",
+        "paceline.plan.answer",
         "plan.html",
         name=f"Plan of {found.job.name}",
         subtitle=facts(found),

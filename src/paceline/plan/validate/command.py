@@ -10,9 +10,9 @@ from rich.console import Console
 
 from paceline.config.errors import InputError
 from paceline.plan.published import PublishedRun, read_runs
-from paceline.plan.validate import Calibration, Progress, Report, summary, validate
-from paceline.plan.validate_page import write_page
-from paceline.plan.validate_table import show
+from paceline.plan.validate.page import write_page
+from paceline.plan.validate.table import show
+from paceline.plan.validate.validate import Calibration, Progress, Report, summary, validate
 
 _QUIET_S = 2.0
 _EVERY_S = 1.0

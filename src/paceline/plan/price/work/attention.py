@@ -8,7 +8,17 @@ import numpy as np
 from paceline.config.layers import LatentAttention
 from paceline.config.model import Model
 from paceline.plan.points import Array, Points, Setting
-from paceline.plan.work.lists import FP32, LINEAR, Core, Exchange, Product, Sizes, Sweep, Work, like
+from paceline.plan.price.work.lists import (
+    FP32,
+    LINEAR,
+    Core,
+    Exchange,
+    Product,
+    Sizes,
+    Sweep,
+    Work,
+    like,
+)
 
 
 def plain_attention(model: Model, points: Points, sizes: Sizes) -> Work:

@@ -1,7 +1,8 @@
 """Tables of columns, and their products: what a space of layouts is made of.
 
 A table is a mapping from names to arrays of one length. `join` multiplies two of them and keeps the
-pairs that can run together by the rules of `plan.rules`, without ever writing out the others.
+pairs that can run together by the rules of `plan.search.rules`, without ever writing out the
+others.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from paceline.plan.points import Array, Setting
-from paceline.plan.rules import Columns, holding
+from paceline.plan.search.rules import Columns, holding
 
 
 def size_of(table: Columns) -> int:

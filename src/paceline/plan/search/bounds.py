@@ -1,19 +1,20 @@
 """Bounds: how fast and how small any layout of a core can be, whatever its schedule and relief.
 
-A core is a mesh with a micro-batch and an arithmetic (`plan.space`). Its least seconds are those of
-the closed form with nothing recomputed or offloaded, less what a pipeline waits; its least bytes
-those under 1F1B with everything recomputed and offloaded that may be. Both rest on the planner's
-own formulas and on what holds of them: relief never makes a step faster, a larger micro-batch never
-makes a sample slower, a smaller one never holds more, and no schedule holds much less than 1F1B.
+A core is a mesh with a micro-batch and an arithmetic (`plan.search.space`). Its least seconds are
+those of the closed form with nothing recomputed or offloaded, less what a pipeline waits; its least
+bytes those under 1F1B with everything recomputed and offloaded that may be. Both rest on the
+planner's own formulas and on what holds of them: relief never makes a step faster, a larger
+micro-batch never makes a sample slower, a smaller one never holds more, and no schedule holds much
+less than 1F1B.
 """
 
 import numpy as np
 
 from paceline.plan.points import SCHEDULES, Array
-from paceline.plan.pricing import peak_bytes, step_seconds
-from paceline.plan.rules import Columns
-from paceline.plan.space import Space
-from paceline.plan.tables import joined, size_of, take
+from paceline.plan.search.pricing import peak_bytes, step_seconds
+from paceline.plan.search.rules import Columns
+from paceline.plan.search.space import Space
+from paceline.plan.search.tables import joined, size_of, take
 
 SLACK = 1.05
 """What holds of the formulas holds but for tiles and uneven stages: by so much bounds may err."""

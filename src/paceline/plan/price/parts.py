@@ -1,6 +1,6 @@
 """Parts: seconds of each part of a network for one micro-batch, from its list of work.
 
-How it works: the kernels of each part (`paceline.plan.kernels`) and its collectives
+How it works: the kernels of each part (`paceline.plan.price.kernels`) and its collectives
 (`paceline.plan.collectives`, one call per kind for all parts) are put together to passes: forward,
 gradient of the input, gradient of the weights. What is recomputed is part of the second.
 Collectives that run beside products or attention are hidden as far as the stack can; the computing
@@ -17,9 +17,9 @@ import numpy as np
 
 from paceline.config.stack import constant
 from paceline.plan.collectives import collective_s, is_across
-from paceline.plan.kernels import Kernels, kernels_of, stacked
 from paceline.plan.points import PRECISIONS, RECOMPUTE, SCHEDULES, Array, Points, Setting
-from paceline.plan.work import (
+from paceline.plan.price.kernels import Kernels, kernels_of, stacked
+from paceline.plan.price.work import (
     Exchange,
     Work,
 )

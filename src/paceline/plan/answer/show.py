@@ -1,8 +1,8 @@
 """Show: the planner's answers on a terminal, from 80 columns on.
 
-Tables and bars of `plan.answer.Answer` and `plan.budget.Purchase`; nothing is worked out here. A
-bar stands a little further to the right on each line, so that the lines together are one bar, which
-can be read without colours.
+Tables and bars of `plan.answer.answer.Answer` and `plan.search.budget.Purchase`; nothing is worked
+out here. A bar stands a little further to the right on each line, so that the lines together are
+one bar, which can be read without colours.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +19,8 @@ from paceline.observe.summary import (
     rate_text,
     step_time_text,
 )
-from paceline.plan.answer import Answer
-from paceline.plan.budget import Purchase, Run
-from paceline.plan.describe import (
+from paceline.plan.answer.answer import Answer
+from paceline.plan.answer.describe import (
     MEMORY_COLOURS,
     all_settings,
     counted,
@@ -36,6 +35,7 @@ from paceline.plan.describe import (
     step_title,
 )
 from paceline.plan.prediction import MEMORY_TERMS, Prediction
+from paceline.plan.search.budget import Purchase, Run
 
 # From here on a table has a column for what else a layout says; else it goes below the axes.
 _WIDE = 120

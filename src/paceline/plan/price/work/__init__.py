@@ -3,15 +3,15 @@
 A part is a block of some kind, the embedding, or the head with the loss. For each of them the work
 of one micro-batch on one rank is listed: matrix products, attention cores, sweeps (kernels that
 only move data) and exchanges (collectives in the way of the computation). Nothing is timed here;
-`paceline.plan.step` does that, in a few calls for all parts together. Sizes are columns over points
-(`paceline.plan.points`), so that a list stands for one layout or for millions.
+`paceline.plan.price.step` does that, in a few calls for all parts together. Sizes are columns over
+points (`paceline.plan.points`), so that a list stands for one layout or for millions.
 
 How it works: the lists follow what our own runtime runs (`paceline.models`, `paceline.parallel`),
 counted operator by operator, and the features of a Stack change them where other systems do
 otherwise: fused element-wise kernels, scores in memory, experts that tp doesn't cut.
 
 It is not a tracer: it knows decoders, whose shapes a Model gives. Collectives of the data axes are
-not here, for they belong to units of parameters: see `paceline.plan.data_axes`.
+not here, for they belong to units of parameters: see `paceline.plan.price.data_axes`.
 
 Papers: activation sizes and sequence parallel https://arxiv.org/abs/2205.05198; ring attention
 https://arxiv.org/abs/2310.01889; Ulysses https://arxiv.org/abs/2309.14509.
@@ -21,9 +21,9 @@ import numpy as np
 
 from paceline.plan.kinds import Kind
 from paceline.plan.points import Array, Points, Setting
-from paceline.plan.work.attention import core, latent_attention, plain_attention
-from paceline.plan.work.feedforward import expert_layer, feed_forward
-from paceline.plan.work.lists import (
+from paceline.plan.price.work.attention import core, latent_attention, plain_attention
+from paceline.plan.price.work.feedforward import expert_layer, feed_forward
+from paceline.plan.price.work.lists import (
     FP32,
     LINEAR,
     PLAIN,

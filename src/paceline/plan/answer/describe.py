@@ -1,6 +1,6 @@
 """Describe: layouts and answers in words, the same on a terminal and on a page.
 
-Pure functions of `plan.answer.Answer`; they work nothing out.
+Pure functions of `plan.answer.answer.Answer`; they work nothing out.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,8 +11,8 @@ from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.vision import EfficientNet, ResNet
 from paceline.observe.summary import bytes_text, duration_text, step_time_text
-from paceline.plan.answer import Answer
-from paceline.plan.outlook import Outlook
+from paceline.plan.answer.answer import Answer
+from paceline.plan.answer.outlook import Outlook
 from paceline.plan.prediction import Prediction
 
 MEMORY_COLOURS = {

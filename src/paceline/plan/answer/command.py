@@ -1,7 +1,7 @@
 """`paceline plan`: which layout to run, how fast it will be, what fills the memory, and why.
 
 Also how many of which devices to rent (`--budget`). What a person says in words (clusters, bounds,
-budgets) becomes data in `plan.asked`; this file is the order of things.
+budgets) becomes data in `plan.answer.asked`; this file is the order of things.
 """
 
 import json
@@ -18,15 +18,15 @@ from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job, to_raw, to_toml
 from paceline.config.model import Model
-from paceline.plan.answer import Answer, answer, prediction_json, to_json, versions
-from paceline.plan.asked import bounds_of, budget_of, clusters_of, lengthened
-from paceline.plan.budget import Purchase, buy
+from paceline.plan.answer.answer import Answer, answer, prediction_json, to_json, versions
+from paceline.plan.answer.asked import bounds_of, budget_of, clusters_of, lengthened
+from paceline.plan.answer.describe import headline
+from paceline.plan.answer.show import show, show_purchase
 from paceline.plan.convnet.step import device_of
-from paceline.plan.describe import headline
 from paceline.plan.points import Setting
-from paceline.plan.show import show, show_purchase
-from paceline.plan.simulate import predicted_timeline
-from paceline.plan.space import Wishes
+from paceline.plan.price.simulate import predicted_timeline
+from paceline.plan.search.budget import Purchase, buy
+from paceline.plan.search.space import Wishes
 
 _FILES = ("job.toml", "plan.json", "plan.html", "predicted.json.gz")
 
@@ -36,7 +36,7 @@ class Asked:
     """What a person asked for besides the Job, in the words of the command line."""
 
     clusters: Sequence[str] = ()
-    """See `plan.asked.cluster_of`; several are offers for a budget."""
+    """See `plan.answer.asked.cluster_of`; several are offers for a budget."""
     prices: Sequence[float] = ()
     """USD per device-hour: one for all clusters, or one for each."""
     tokens: float | None = None
@@ -46,7 +46,7 @@ class Asked:
     most: Sequence[str] = ()
     """Bounds as "tp=8"."""
     free: Sequence[str] = ()
-    """Settings without "auto" to search as well, see `plan.space.FREE`."""
+    """Settings without "auto" to search as well, see `plan.search.space.FREE`."""
 
 
 def plan_command(
@@ -213,7 +213,7 @@ def write(found: Answer, folder: Path) -> list[Path]:
 
 def _write_into(folder: Path, found: Answer) -> None:
     # plotly and the templates are needed for this alone.
-    from paceline.plan.page import render
+    from paceline.plan.answer.page import render
 
     (folder / "plan.json").write_text(json.dumps(to_json(found), indent=1, allow_nan=False))
     (folder / "plan.html").write_text(render(found))

@@ -15,7 +15,7 @@ from paceline.config.job import Job, read_cluster
 from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.prices import Prices
-from paceline.plan.outlook import samples_per_step
+from paceline.plan.answer.outlook import samples_per_step
 from paceline.plan.resolve import concrete_cluster
 
 _CLUSTER = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x([A-Za-z][\w.-]*)")

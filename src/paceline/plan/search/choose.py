@@ -15,13 +15,13 @@ from paceline.config.model import Model
 from paceline.plan.collectives import tiers_of
 from paceline.plan.points import Setting
 from paceline.plan.prediction import Prediction
+from paceline.plan.price.step import predict
 from paceline.plan.rates import matmul_s
 from paceline.plan.resolve import Plan, concrete_cluster, resolve
-from paceline.plan.rules import num_ranks
-from paceline.plan.search import Found, search
-from paceline.plan.space import Wishes
-from paceline.plan.step import predict
-from paceline.plan.why import explain, shortage
+from paceline.plan.search.rules import num_ranks
+from paceline.plan.search.search import Found, search
+from paceline.plan.search.space import Wishes
+from paceline.plan.search.why import explain, shortage
 
 # What a setting is when a technique is not used.
 _UNUSED: Mapping[str, object] = {

@@ -7,7 +7,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.plan.validate import Errors, MemoryErrors, Regret, Report, mean_regrets
+from paceline.plan.validate.validate import Errors, MemoryErrors, Regret, Report, mean_regrets
 
 
 def tables(report: Report) -> RenderableType:

@@ -1,0 +1,1 @@
+"""What `paceline plan` asks and shows."""

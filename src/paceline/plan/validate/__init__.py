@@ -1,0 +1,1 @@
+"""What `paceline validate` works out and shows."""

@@ -1,5 +1,7 @@
 """The search (pure): it finds what pricing everything finds, and its bounds are bounds."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -146,6 +148,21 @@ def test_a_device_of_unknown_memory_has_no_limit():
     assert found.limit_bytes is None
     assert found.ranked
     assert not found.near
+
+
+def test_more_memory_never_refuses_what_fitted():
+    def found(gb):
+        known = device("A100-80")
+        held = known.replace(memory_bytes=known.memory_bytes.replace(value=gb * 1e9))
+        cluster = Cluster(device=held, devices_per_node=8, num_nodes=2)
+        return search(Setting(BIG, cluster, 4096, 64, Stack()), num=20)
+
+    answers = [found(gb) for gb in (70, 80, 100, 140)]
+    assert len({each.ranked[0].layout for each in answers}) > 1, "memory must have mattered"
+    for less, more in pairwise(answers):
+        assert more.ranked[0].step_s <= less.ranked[0].step_s * (1 + 1e-9)
+        assert all(each.peak_memory_bytes <= more.limit_bytes for each in less.ranked)
+        assert less.counts.points == more.counts.points
 
 
 def test_an_empty_space_is_refused_in_one_sentence():

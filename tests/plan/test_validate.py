@@ -162,6 +162,20 @@ def test_other_sources_never_see_their_own_lines(
     assert set(exact["1"]) == {"1", "2", "3", "4"}
 
 
+def test_other_sources_do_without_constants_derived_from_published_runs(tmp_path: Path) -> None:
+    """The usual constants of a kind of system may come from the very source that is predicted."""
+    fsdp = {"framework": "X + FSDP", "fsdp_or_zero": "FSDP", "tp": "1", "pp": "1", "dp": "16"}
+    (run,) = runs(tmp_path, {**fsdp, "compile_flash_flags": "flash-attn; no torch.compile"})
+    assert run.work is not None
+    assert run.work.software.stack.constants["attention_time"] > 1
+    usual, alone = (validate([run], c).scored[0] for c in (None, Calibration(by_source=True)))
+    plain = run.work.seconds({"attention_time": 1.0})
+    assert alone.prediction is not None
+    assert usual.prediction is not None
+    assert alone.prediction.step_s == pytest.approx(plain)
+    assert usual.prediction.step_s > plain
+
+
 def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
     measured = runs(tmp_path, {}, {"tp": "4", "pp": "1"}, {"peak_mem_gb": "30"}, {"gpu": "Z9"})
     page = render(validate(measured))

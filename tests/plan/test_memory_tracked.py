@@ -20,8 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paceline.comm.ranks import Ranks
 from paceline.config.job import Job
-from paceline.config.layout import size
 from paceline.config.model import Model
+from paceline.config.noun import size
 from paceline.config.stack import Stack
 from paceline.models.decoder import Decoder
 from paceline.plan.memory import memory_bytes

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from paceline.comm.ranks import Ranks
-from paceline.config.layout import Layout, size
+from paceline.config.layout import Layout
+from paceline.config.noun import size
 
 
 @dataclass(frozen=True)

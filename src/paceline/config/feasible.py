@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.config.hardware import Cluster
 from paceline.config.model import Model
-from paceline.config.noun import Noun
+from paceline.config.noun import Noun, size
 from paceline.config.schedule import refusal as schedule_refusal
 
 if TYPE_CHECKING:
@@ -114,13 +114,13 @@ def _tensor(demand: Demand) -> Iterator[str]:
         return
     assert isinstance(model, Model)
     for name, value in tensor_sizes(model).items():
-        yield from _must_divide(f"model.{name}", value, "tp", _size(layout.tp))
-    tokens = demand.seq_len // _size(layout.cp)
-    if layout.sequence_parallel and tokens % _size(layout.tp):
+        yield from _must_divide(f"model.{name}", value, "tp", size(layout.tp))
+    tokens = demand.seq_len // size(layout.cp)
+    if layout.sequence_parallel and tokens % size(layout.tp):
         yield (
             f"train.seq_len = {demand.seq_len} leaves {tokens} tokens to a rank's sequence, which "
             f"layout.tp = {layout.tp} with sequence_parallel does not divide: "
-            f"use a seq_len that is a multiple of {_size(layout.tp) * _size(layout.cp)}."
+            f"use a seq_len that is a multiple of {size(layout.tp) * size(layout.cp)}."
         )
     if layout.async_tp:
         device = demand.cluster.device
@@ -157,11 +157,11 @@ def _pipeline(demand: Demand) -> Iterator[str]:
         return
     assert isinstance(model, Model)
     assert layout.split != "auto"
-    pp, per_rank = _size(layout.pp), _size(layout.stages_per_rank)
+    pp, per_rank = size(layout.pp), size(layout.stages_per_rank)
     if layout.schedule == "none":
         yield f'layout.schedule = "none" can\'t run layout.pp = {pp}: choose a schedule.'
         return
-    batches = demand.global_batch // (layout.num_data_ranks * _size(layout.micro_batch))
+    batches = demand.global_batch // (layout.num_data_ranks * size(layout.micro_batch))
     sentence = schedule_refusal(layout.schedule, pp, per_rank, batches)
     if sentence is not None:
         yield sentence
@@ -180,13 +180,13 @@ def _pipeline(demand: Demand) -> Iterator[str]:
 
 def num_stages(layout: "Layout") -> int:
     """Stages that a micro-batch passes; DualPipe's two per rank are one of each direction."""
-    per_rank = 1 if layout.schedule == "dualpipe" else _size(layout.stages_per_rank)
-    return _size(layout.pp) * per_rank
+    per_rank = 1 if layout.schedule == "dualpipe" else size(layout.stages_per_rank)
+    return size(layout.pp) * per_rank
 
 
 def _context(demand: Demand) -> Iterator[str]:
     layout, model = demand.layout, demand.model
-    cp, ulysses = _size(layout.cp), _size(layout.ulysses)
+    cp, ulysses = size(layout.cp), size(layout.ulysses)
     if cp % ulysses:
         yield (
             f"layout.ulysses = {ulysses} does not divide layout.cp = {cp}, of whose ranks it is a "
@@ -204,7 +204,7 @@ def _context(demand: Demand) -> Iterator[str]:
             f"train.seq_len = {demand.seq_len} can't be cut into the {parts} parts that "
             f"layout.cp = {cp} needs: use {nearest}, the nearest that works."
         )
-    heads = model.num_heads // _size(layout.tp)
+    heads = model.num_heads // size(layout.tp)
     if heads % ulysses:
         yield (
             f"layout.ulysses = {ulysses} can't share out the {heads} heads that a rank has: "
@@ -214,7 +214,7 @@ def _context(demand: Demand) -> Iterator[str]:
 
 def _experts(demand: Demand) -> Iterator[str]:
     layout, model = demand.layout, demand.model
-    ep = _size(layout.ep)
+    ep = size(layout.ep)
     if ep == 1:
         if layout.rebalance_every:
             yield (
@@ -227,8 +227,8 @@ def _experts(demand: Demand) -> Iterator[str]:
         yield f"layout.ep = {ep} needs a model with experts, and this one is dense: set ep = 1."
         return
     yield from _must_divide("model.experts.num_experts", model.experts.num_experts, "ep", ep)
-    inner = _size(layout.fsdp) * _size(layout.cp)
-    data = inner * _size(layout.dp)
+    inner = size(layout.fsdp) * size(layout.cp)
+    data = inner * size(layout.dp)
     if data % ep or (ep % inner and inner % ep):
         yield (
             f"layout.ep = {ep} can't be folded over the {data} data ranks (dp x fsdp x cp = "
@@ -292,7 +292,7 @@ def _fp8(demand: Demand) -> Iterator[str]:
     layout, model = demand.layout, demand.model
     if layout.precision != "fp8" or not isinstance(model, Model):
         return
-    tp = _size(layout.tp)
+    tp = size(layout.tp)
     sides = {"hidden_size": model.hidden_size} | {
         name: value // tp for name, value in fp8_sides(model).items()
     }
@@ -302,7 +302,7 @@ def _fp8(demand: Demand) -> Iterator[str]:
                 f'layout.precision = "fp8" needs sides of {FP8_MULTIPLE}, and model.{name} leaves '
                 f'{side} to a rank: change the model or layout.tp, or use "bf16".'
             )
-    tokens = _size(layout.micro_batch) * (demand.seq_len // _size(layout.cp))
+    tokens = size(layout.micro_batch) * (demand.seq_len // size(layout.cp))
     if _is_on_cuda(demand) and tokens % FP8_MULTIPLE:
         yield (
             f'layout.precision = "fp8" needs a multiple of {FP8_MULTIPLE} tokens in a rank\'s '
@@ -328,7 +328,7 @@ def _is_on_cuda(demand: Demand) -> bool:
 
 def _batch(demand: Demand) -> Iterator[str]:
     layout = demand.layout
-    ranks, micro_batch = layout.num_data_ranks, _size(layout.micro_batch)
+    ranks, micro_batch = layout.num_data_ranks, size(layout.micro_batch)
     if demand.global_batch % (ranks * micro_batch):
         nearest = nearest_multiple(demand.global_batch, ranks * micro_batch)
         yield (
@@ -355,11 +355,6 @@ def _shown(value: object) -> str:
     if isinstance(value, str):
         return f'"{value}"'
     return str(list(value)) if isinstance(value, tuple) else str(value)
-
-
-def _size(axis: int | str) -> int:
-    assert isinstance(axis, int), "the plan makes every setting concrete"
-    return axis
 
 
 _RULES: tuple[Rule, ...] = (

@@ -20,7 +20,7 @@ from pydantic import Field
 from paceline.config.errors import InputError
 from paceline.config.feasible import Demand, refusal
 from paceline.config.hardware import Cluster
-from paceline.config.noun import Auto, Count, Noun
+from paceline.config.noun import Auto, Count, Noun, size
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 ParamDtype = Literal["fp64", "fp32", "bf16"]
@@ -158,9 +158,3 @@ class Layout(Noun):
         """Which share of the samples a rank works on, of num_data_ranks."""
         place = self.place(rank)
         return place.dp * size(self.fsdp) + place.fsdp
-
-
-def size(axis: Auto | int) -> int:
-    """The size of an axis of a concrete layout."""
-    assert axis != "auto", "the plan makes every axis concrete"
-    return axis

@@ -17,6 +17,12 @@ Auto = Literal["auto"]
 Count = Annotated[int, Field(gt=0)]
 
 
+def size(axis: Auto | int) -> int:
+    """The size of an axis, or another count, of a concrete layout."""
+    assert axis != "auto", "the plan makes every axis concrete"
+    return axis
+
+
 class Noun(BaseModel):
     """A frozen record that accepts exactly its own fields, in their own types."""
 

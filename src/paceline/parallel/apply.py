@@ -32,7 +32,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.comm.mesh import Meshes, dense_sizes
-from paceline.config.layout import Layout, size
+from paceline.config.layout import Layout
+from paceline.config.noun import size
 from paceline.config.schedule import Schedule
 from paceline.parallel import fsdp
 from paceline.parallel.blocks import blocks_of

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.comm.mesh import Meshes, local_part
-from paceline.config.layout import Layout, size
+from paceline.config.layout import Layout
+from paceline.config.noun import size
 from paceline.parallel.tp import finish_gradients
 from paceline.parallel.twins import Twins, find_twins
 

@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
-from paceline.config.layout import Layout, size
+from paceline.config.layout import Layout
+from paceline.config.noun import size
 from paceline.config.stack import CONSTANTS, Stack
 from paceline.observe.run import Run
 from paceline.plan.kinds import kinds_of

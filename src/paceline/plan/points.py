@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from paceline.config.hardware import Cluster, Device
 from paceline.config.job import Job
-from paceline.config.layout import Layout, size
+from paceline.config.layout import Layout
 from paceline.config.model import Model
+from paceline.config.noun import size
 from paceline.config.schedule import DEMANDS
 from paceline.config.stack import Stack
 

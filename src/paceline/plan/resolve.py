@@ -12,8 +12,9 @@ from paceline.config.errors import InputError
 from paceline.config.feasible import nearest_multiple, num_stages
 from paceline.config.hardware import Cluster, Device
 from paceline.config.job import Job
-from paceline.config.layout import Layout, size
+from paceline.config.layout import Layout
 from paceline.config.model import Model
+from paceline.config.noun import size
 from paceline.config.schedule import STAGES_PER_RANK, refusal
 from paceline.plan.prediction import Prediction
 from paceline.plan.schedules import split_layers

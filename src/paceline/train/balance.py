@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from paceline.comm.mesh import Meshes
 from paceline.config.job import Job
-from paceline.config.layout import size
 from paceline.config.model import Model
+from paceline.config.noun import size
 from paceline.models.moe import updated_bias
 from paceline.parallel.ep import apply_placement, expert_layers, expert_loads, slots_of_experts
 from paceline.plan.experts import move_experts, placement_of

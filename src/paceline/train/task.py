@@ -20,8 +20,8 @@ from torch.utils.data import default_collate
 from paceline.comm.ranks import Ranks
 from paceline.config.errors import InputError
 from paceline.config.job import Job, Train
-from paceline.config.layout import size
 from paceline.config.model import Model
+from paceline.config.noun import size
 from paceline.models.decoder import Decoder, cross_entropy
 from paceline.models.weights import load_weights
 from paceline.parallel import vocabulary

@@ -16,7 +16,7 @@ from torch.profiler import record_function as span
 from paceline.comm.mesh import Meshes, build_meshes
 from paceline.comm.ranks import Ranks
 from paceline.config.job import Job
-from paceline.config.layout import size
+from paceline.config.noun import size
 from paceline.config.schedule import Schedule
 from paceline.parallel.apply import apply, arithmetic, prepare_micro_batch
 from paceline.parallel.fsdp import free as free_gathered

@@ -11,7 +11,8 @@ import numpy as np
 
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
-from paceline.config.layout import Layout, size
+from paceline.config.layout import Layout
+from paceline.config.noun import size
 from paceline.config.stack import Stack
 from paceline.config.vision import ConvNet
 from paceline.plan.convnet.kernels import VALUE_BYTES

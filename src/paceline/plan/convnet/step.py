@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster, Device
-from paceline.config.layout import Layout, size
+from paceline.config.layout import Layout
+from paceline.config.noun import size
 from paceline.config.stack import Stack, constant
 from paceline.config.vision import ConvNet
 from paceline.plan.collectives import collective_s, is_across

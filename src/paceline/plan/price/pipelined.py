@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.config.layout import Layout, size
+from paceline.config.layout import Layout
 from paceline.config.model import Model
+from paceline.config.noun import size
 from paceline.config.schedule import Schedule
 from paceline.config.stack import Stack
 from paceline.plan.kinds import Kind

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.config.hardware import Cluster, Device
-from paceline.config.layout import Layout, size
+from paceline.config.layout import Layout
+from paceline.config.noun import size
 from paceline.config.stack import Stack
 from paceline.config.vision import ConvNet
 from paceline.plan.calibrate import FITTED, predicted_step_s, with_constants

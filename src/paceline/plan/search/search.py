@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.config.errors import InputError
-from paceline.config.layout import Layout, size
+from paceline.config.layout import Layout
+from paceline.config.noun import size
 from paceline.plan.points import Array, Setting
 from paceline.plan.prediction import Prediction
 from paceline.plan.price.step import predict

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config.errors import InputError
+from paceline.config.stack import CONSTANTS
 from paceline.plan.calibrate import Constants, Sample, fit_constants, tangent
 from paceline.plan.prediction import Prediction
 from paceline.plan.published import PublishedRun, Work
@@ -275,10 +276,12 @@ def _constants_of(
         # Lines that many fits share are priced once.
         samples[run.name] = _sample(run) if own else _tangent(run)
     constants: dict[str, Constants] = {}
+    if not own:
+        constants |= {_fit_key(run, calibration): _unfitted(run) for run in measured}
     for index, (key, points) in enumerate(plans.items()):
         progress("calibrating", index / len(plans))
         if points:
-            constants[key] = _fitted(points, [samples[run.name] for run in points])
+            constants[key] = _fitted(points, [samples[run.name] for run in points], own)
     return constants, {run.name for run in lines if own}
 
 
@@ -341,14 +344,25 @@ def _sample(run: PublishedRun) -> Sample:
 
 def _tangent(run: PublishedRun) -> Sample:
     assert run.work is not None
-    return tangent(_sample(run), run.work.software.stack.constants, run.work.fitted)
+    return tangent(_sample(run), _unfitted(run), run.work.fitted)
 
 
-def _fitted(points: Sequence[PublishedRun], samples: Sequence[Sample]) -> Constants:
-    """Constants of lines with one stack."""
+def _unfitted(run: PublishedRun) -> Constants:
+    """Plain defaults in place of the usual constants of a kind of system.
+
+    Those were themselves derived from published runs (`published.software`): a source that is
+    predicted from the others must not meet itself in them.
+    """
+    assert run.work is not None
+    return {name: CONSTANTS[name].default for name in run.work.software.stack.constants}
+
+
+def _fitted(points: Sequence[PublishedRun], samples: Sequence[Sample], own: bool) -> Constants:
+    """Constants of lines with one stack; `own`: their usual constants are where to start."""
     work = points[0].work
     assert work is not None
-    return fit_constants(samples, work.software.stack.constants, work.fitted)
+    start = work.software.stack.constants if own else _unfitted(points[0])
+    return fit_constants(samples, start, work.fitted)
 
 
 def _score(run: PublishedRun, constants: Constants, fitted_to: bool) -> Scored:

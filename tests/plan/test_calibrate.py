@@ -1,23 +1,28 @@
 """Calibration: constants found again from steps that were made with them; pure functions only."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
+import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
+from paceline.config.job import Job, read_cluster, read_job, to_raw, to_toml
 from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.stack import CONSTANTS, Stack
+from paceline.observe.run import Run
 from paceline.plan.calibrate import (
     FITTED,
     Case,
     Sample,
+    calibrate_from_run,
     fit,
     fit_constants,
     predicted_step_s,
@@ -26,9 +31,15 @@ from paceline.plan.calibrate import (
 )
 from paceline.plan.points import Setting
 from paceline.plan.price.step import predict
+from paceline.plan.search.choose import plan_job
 
 # A made-up machine whose step is a sum of two terms: fast, and its answer is known.
 WORK = {"matmul_time": 3.0, "memory_time": 1.0}
+
+
+def job_on_a100() -> Job:
+    one = ('cluster.device="A100-80"', "cluster.devices_per_node=1", "cluster.num_nodes=1")
+    return read_job(None, one).replace(layout=layout(micro_batch=4))
 
 
 def layout(micro_batch: int = 1, dp: int = 1) -> Layout:
@@ -182,3 +193,30 @@ def test_nothing_to_fit_to_is_refused() -> None:
         fit([], Stack(), "nothing")
     with pytest.raises(InputError, match="above 0 s"):
         fit([Case(setting(), layout(), 0.0)], Stack(), "nothing")
+
+
+def test_a_run_calibrates_the_cluster_it_ran_on(tmp_path) -> None:
+    job = job_on_a100()
+    plan = plan_job(job, job.cluster)
+    (predicted,) = plan.ranked
+    run = Run(tmp_path / "slow")
+    run.path.mkdir()
+    run.write("job.toml", to_toml(plan.job))
+    lines = [{"step": step, "step_time_s": 1.5 * predicted.step_s} for step in range(1, 9)]
+    run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    calibrated = calibrate_from_run(run)
+    assert calibrated.stack is not None
+    assert "6 steps of slow" in calibrated.stack.origin
+    again = predict(Setting.of(plan.job.replace(cluster=calibrated)), plan.job.layout)
+    assert again.step_s == pytest.approx(1.5 * predicted.step_s, rel=0.1)
+    written = tmp_path / "cluster.toml"
+    written.write_text(tomli_w.dumps(to_raw(calibrated)))
+    assert read_cluster(written) == calibrated
+
+
+def test_a_run_without_steps_is_refused(tmp_path) -> None:
+    run = Run(tmp_path / "new")
+    run.path.mkdir()
+    run.write("job.toml", to_toml(plan_job(job_on_a100(), Cluster()).job))
+    with pytest.raises(InputError, match="has no finished step"):
+        calibrate_from_run(run)

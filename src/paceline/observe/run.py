@@ -4,6 +4,7 @@ job.toml        the concrete Job, written before step 0
 plan.json       why each "auto" became what it is
 facts.json      what the run ran on and with: versions, device, ranks, parameters, data
 metrics.jsonl   one object per step
+cluster.toml    what its steps said about the machine, for the next plan
 trace/          profiled windows: rank<k>-step<n>.json.gz (open in Perfetto)
 checkpoints/    step-<n>/ complete or absent, latest
 tensorboard/    report.html    log/rank<k>.log

@@ -219,12 +219,13 @@ def calibrate_from_run(run: Run) -> Cluster:
         raise InputError(f"{run.path} has no finished step: train it for a few steps first.")
     if not isinstance(job.model, Model):
         raise InputError(f"{run.path} trains a model of your own, whose shapes are not known.")
-    stack = job.cluster.stack or Stack()
-    setting = Setting(job.model, job.cluster, job.train.seq_len, job.train.global_batch, stack)
+    setting, stack = Setting.of(job), job.cluster.stack or Stack()
     when = datetime.now(UTC).strftime("%Y-%m-%d")
     # A median of many steps weighs as much as six single ones.
-    cases = [Case(setting, job.layout, median(steady))] * min(len(steady), 6)
-    return job.cluster.replace(stack=fit(cases, stack, f"{run.path.name}, {when}"))
+    sample = _sample(Case(setting, job.layout, median(steady)), stack)
+    constants = fit_constants([replace(sample, weight=min(len(steady), 6))], stack.constants)
+    origin = f"fitted to {len(steady)} steps of {run.path.name}, {when}"
+    return job.cluster.replace(stack=stack.replace(constants=constants, origin=origin))
 
 
 def _prior(names: Sequence[str], start: Constants) -> tuple[Vector, Vector, Vector, Vector]:

@@ -7,15 +7,17 @@ from contextlib import contextmanager, nullcontext
 from multiprocessing import forkserver
 from pathlib import Path
 
+import tomli_w
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline.comm.ranks import Ranks, connect, disconnect, from_first, given_ranks
-from paceline.config.job import Job
+from paceline.config.job import Job, to_raw
 from paceline.config.model import Model
 from paceline.observe.console import step_time_table
 from paceline.observe.run import Run
 from paceline.observe.summary import bytes_text, step_time_text
+from paceline.plan.calibrate import calibrate_from_run
 from paceline.plan.resolve import Plan
 from paceline.train.launch import launch
 from paceline.train.session import MakeTask, language_model, launched_rank, run_rank
@@ -67,11 +69,20 @@ def carry_out(
         if not from_first(ranks.is_first and _is_ready(plan, run, fresh=fresh)):
             disconnect()
             return False
-        if is_alone and plan.job.layout.num_ranks > 1:
+        launches = is_alone and plan.job.layout.num_ranks > 1
+        if launches:
             launch_ranks()
-            return False
-        run_rank(plan.job, run, ranks, make_task)
-        return True
+        else:
+            run_rank(plan.job, run, ranks, make_task)
+        if ranks.is_first:
+            learn(plan, run)
+        return not launches
+
+
+def learn(plan: Plan, run: Run) -> None:
+    """Write down what the steps of a predicted Run say about the machine, for the next plan."""
+    if plan.ranked:
+        run.write("cluster.toml", tomli_w.dumps(to_raw(calibrate_from_run(run))))
 
 
 def _is_ready(plan: Plan, run: Run, *, fresh: bool) -> bool:

@@ -82,8 +82,9 @@ def test_the_verdict_counts_what_is_far_from_theory():
     text = verdict([_measured("1f1b", 1.33), _measured("zb_h1", 1.2)])
     assert text[0].startswith("1 of 2 steps are within 5% ")
     assert "zb_h1 on 4 ranks with 8 micro-batches: +11.1%" in text[0]
-    assert text[1].startswith("Of the 1 cases in which")
-    assert "it is in 1: " in text[1]
+    assert "fitted to the 1 steps of 1f1b alone: " in text[1]
+    assert text[2].startswith("Of the 1 cases in which")
+    assert "it is in 1: " in text[2]
 
 
 def test_a_sleeping_stage_sleeps_for_each_of_its_gradients(monkeypatch):

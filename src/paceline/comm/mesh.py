@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from paceline.comm.ranks import Ranks
+from paceline.comm.ranks import Ranks, wait_limit
 from paceline.config.layout import Layout
 from paceline.config.noun import size
 
@@ -31,6 +32,8 @@ class Meshes:
     """None without context parallelism."""
     experts: DeviceMesh | None
     """None without expert parallelism."""
+    ranks_per_node: int
+    """Neighbours in rank order that share a host."""
 
 
 def build_meshes(layout: Layout, ranks: Ranks) -> Meshes | None:
@@ -46,6 +49,7 @@ def build_meshes(layout: Layout, ranks: Ranks) -> Meshes | None:
         dense=_mesh(ranks, **dense_sizes(layout)),
         context=_mesh(ranks, **context_sizes(layout)) if layout.cp != 1 else None,
         experts=_mesh(ranks, **expert_sizes(layout)) if layout.ep != 1 else None,
+        ranks_per_node=ranks.local_world_size,
     )
 
 
@@ -76,7 +80,10 @@ def expert_sizes(layout: Layout) -> dict[str, int]:
 
 
 def _mesh(ranks: Ranks, **sizes: int) -> DeviceMesh:
-    return init_device_mesh(ranks.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(ranks.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for axis in sizes:
+        distributed_c10d._set_pg_timeout(wait_limit(), mesh.get_group(axis))
+    return mesh
 
 
 def columns(mesh: DeviceMesh, axis: str) -> list[list[int]]:

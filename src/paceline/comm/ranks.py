@@ -5,16 +5,23 @@ launcher, which is torchrun's agent) or Slurm's srun. A process without such an 
 alone.
 """
 
+import multiprocessing
 import os
 import re
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from paceline.comm.fabric.interfaces import socket_settings
+from paceline.comm.topology import interface_to, interfaces
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,18 @@ class Ranks:
         return self.rank == 0
 
 
+def warm_up_ranks(module: str) -> None:
+    """Start the process that ranks are forked from: it imports torch while this one works on.
+
+    Where it runs already, this does nothing.
+
+    Args:
+        module: what it imports, by its full name: all that a rank needs.
+    """
+    multiprocessing.set_forkserver_preload([module])
+    forkserver.ensure_running()
+
+
 def given_ranks(device_type: str) -> Ranks | None:
     """The place that a launcher gave this process, None where it was started by hand."""
     env = os.environ
@@ -52,14 +71,28 @@ def given_ranks(device_type: str) -> Ranks | None:
             device_type=device_type,
         )
     if "SLURM_STEP_NUM_TASKS" in env:  # set by srun only, not by sbatch or salloc
-        return Ranks(
-            rank=int(env["SLURM_PROCID"]),
-            world_size=int(env["SLURM_STEP_NUM_TASKS"]),
-            local_rank=int(env["SLURM_LOCALID"]),
-            local_world_size=int(env["SLURM_STEP_TASKS_PER_NODE"].split("(")[0]),  # "4(x2)"
-            device_type=device_type,
-        )
+        return _given_by_slurm(env, device_type)
     return None
+
+
+def _given_by_slurm(env: Mapping[str, str], device_type: str) -> Ranks:
+    """Ranks of a node follow each other, however srun dealt its tasks out (--distribution=cyclic):
+    a layout's inner axes are neighbours in rank order."""
+    counts = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])
+    node, local_rank = int(env["SLURM_NODEID"]), int(env["SLURM_LOCALID"])
+    return Ranks(
+        rank=sum(counts[:node]) + local_rank,
+        world_size=int(env["SLURM_STEP_NUM_TASKS"]),
+        local_rank=local_rank,
+        local_world_size=counts[node],
+        device_type=device_type,
+    )
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Slurm's compressed list: "4(x2),3" -> [4, 4, 3]."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(number) for number, times in found for _ in range(int(times or 1))]
 
 
 def connect(ranks: Ranks, timeout_s: float = 1800) -> None:
@@ -77,6 +110,25 @@ def connect(ranks: Ranks, timeout_s: float = 1800) -> None:
         timeout=timedelta(seconds=timeout_s),
         device_id=ranks.device if ranks.device_type == "cuda" else None,
     )
+
+
+def limit_waits(limit_s: float) -> None:
+    """Let collectives of all ranks wait no longer than this, and those of groups made hereafter
+    with `wait_limit`.
+
+    Before a run begins rank 0 may tokenise for minutes, so it is not `connect` that sets it.
+    """
+    if dist.is_initialized():
+        distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s))
+
+
+def wait_limit() -> timedelta:
+    """How long a collective of all ranks may wait.
+
+    For groups made later: unless they are told, torch gives them 30 minutes, or 10 on NCCL.
+    """
+    group = distributed_c10d._get_default_group()
+    return group._get_backend(group._device_types[0]).options._timeout
 
 
 def from_first(value: bool) -> bool:
@@ -107,15 +159,21 @@ def leave(code: int = 0) -> NoReturn:
 
 
 def _fill_in_rendezvous(ranks: Ranks) -> None:
-    if ranks.local_world_size == ranks.world_size and sys.platform == "linux":
+    if "MASTER_ADDR" not in os.environ:
+        nodes = os.environ.get("SLURM_STEP_NODELIST", socket.gethostname())
+        job = int(os.environ.get("SLURM_JOB_ID", "0"))
+        os.environ["MASTER_ADDR"] = first_host(nodes)
+        os.environ["MASTER_PORT"] = str(20000 + job % 20000)
+    if sys.platform != "linux":
+        return
+    if ranks.local_world_size == ranks.world_size:
         # One host: its name may not resolve, and its outward interface may be firewalled or slow.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if "MASTER_ADDR" in os.environ:
         return
-    nodes = os.environ.get("SLURM_STEP_NODELIST", socket.gethostname())
-    job = int(os.environ.get("SLURM_JOB_ID", "0"))
-    os.environ["MASTER_ADDR"] = first_host(nodes)
-    os.environ["MASTER_PORT"] = str(20000 + job % 20000)
+    chosen = interface_to(os.environ["MASTER_ADDR"])
+    if chosen is not None:  # else they meet at a loopback, as nodes do that one machine plays
+        num_hosts = ranks.world_size // ranks.local_world_size
+        os.environ.update(socket_settings(chosen, os.environ, interfaces(), num_hosts))
 
 
 def first_host(nodelist: str) -> str:

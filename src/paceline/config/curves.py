@@ -77,6 +77,22 @@ class MemoryCurve(Noun):
         return self
 
 
+class SharingCurve(Noun):
+    """How much faster a CPU rank computes while others of its node wait: they leave it their cores,
+    caches and bandwidth."""
+
+    num_ranks: Sizes
+    """Ranks of a node that compute at once; the last: all, as in the other curves."""
+    pace: Values
+    """Over that with all of them, whose own is 1."""
+    source: str
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        _must_fit(self.pace, self.num_ranks)
+        return self
+
+
 class CollectiveCurve(Noun):
     """Seconds of a collective among some ranks of one tier, by the size of the whole buffer."""
 
@@ -93,6 +109,23 @@ class CollectiveCurve(Noun):
         return self
 
 
+class CodecCurve(Noun):
+    """Seconds of a compression (`comm`), by the number of fp32 values."""
+
+    values: Sizes
+    encode: Values
+    """Values and the error of earlier ones into a payload and its error."""
+    decode: Values
+    """A payload, added to values."""
+    source: str
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        _must_fit(self.encode, self.values)
+        _must_fit(self.decode, self.values)
+        return self
+
+
 class DeviceCurves(Noun):
     """What was measured of a device; what is missing is not known."""
 
@@ -102,6 +135,8 @@ class DeviceCurves(Noun):
     """By backend: "flash" (as FlashAttention-2), "flash3" (FlashAttention-3, cuDNN and others made
     for the generation; missing: the same as "flash"), "unfused"."""
     memory: MemoryCurve | None = None
+    sharing: SharingCurve | None = None
+    """Of CPU ranks; None: as fast as while all compute."""
     num_processors: Count | None = None
     """Streaming multiprocessors, over which work is shared out in whole tiles; None: not known."""
 

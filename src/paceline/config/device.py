@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paceline.config.curves import DeviceCurves
+from paceline.config.curves import CodecCurve, DeviceCurves
 from paceline.config.figure import Figure
 from paceline.config.noun import Noun
 
@@ -30,6 +30,8 @@ class Device(Noun):
     """Arithmetic that training may ask for: what the device does natively."""
     curves: DeviceCurves | None = None
     """What was measured of it; None: the catalogue's data files, or nothing known."""
+    codecs: Mapping[str, CodecCurve] = Field(default_factory=dict)
+    """Measured: how fast it compresses, by the names of `comm`."""
     power_watts: Figure | None = None
     """The most it draws."""
 
@@ -40,6 +42,11 @@ class Device(Noun):
         On a CPU bf16 is a wish of the person: eager kernels are not reliably faster there.
         """
         return "bf16" if self.kind != "cpu" and "bf16" in self.precisions else "fp32"
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is the host's own cores: what the host does takes the device's time."""
+        return self.kind == "cpu"
 
     def peak(self, precision: str) -> Figure | None:
         """Peak in FLOP/s for matrix products of this precision, None when unknown."""

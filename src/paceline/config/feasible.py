@@ -46,9 +46,7 @@ def refusal(demand: Demand) -> str | None:
 
 def _ranks(demand: Demand) -> Iterator[str]:
     layout, cluster = demand.layout, demand.cluster
-    assert cluster.devices_per_node != "auto"
-    assert cluster.num_nodes != "auto"
-    ranks = cluster.devices_per_node * cluster.num_nodes
+    ranks = cluster.num_devices
     if layout.num_ranks != ranks:
         axes = {key: getattr(layout, key) for key in ("pp", "dp", "fsdp", "cp", "tp")}
         used = {key: size for key, size in axes.items() if size != 1} or {"dp": 1}
@@ -60,8 +58,7 @@ def _ranks(demand: Demand) -> Iterator[str]:
 
 
 def _precision(demand: Demand) -> Iterator[str]:
-    layout, device = demand.layout, demand.cluster.device
-    assert device != "auto"
+    layout, device = demand.layout, demand.cluster.known_device
     for name, wish in (("precision", layout.precision), ("param_dtype", layout.param_dtype)):
         if wish not in device.precisions:
             yield (
@@ -123,8 +120,7 @@ def _tensor(demand: Demand) -> Iterator[str]:
             f"use a seq_len that is a multiple of {size(layout.tp) * size(layout.cp)}."
         )
     if layout.async_tp:
-        device = demand.cluster.device
-        assert device != "auto"
+        device = demand.cluster.known_device
         if device.kind != "cuda" or not layout.compile or not layout.sequence_parallel:
             yield (
                 "layout.async_tp needs CUDA devices, layout.compile = true and "
@@ -321,8 +317,7 @@ def fp8_sides(model: Model) -> dict[str, int]:
 
 
 def _is_on_cuda(demand: Demand) -> bool:
-    device = demand.cluster.device
-    assert device != "auto"
+    device = demand.cluster.known_device
     return device.kind == "cuda"
 
 

@@ -17,7 +17,8 @@ from paceline.config.device import Device as Device
 from paceline.config.errors import InputError
 from paceline.config.figure import Figure as Figure
 from paceline.config.figure import Origin as Origin
-from paceline.config.noun import Auto, Count, Noun, nearest
+from paceline.config.host import Host
+from paceline.config.noun import Auto, Count, Noun, nearest, size
 from paceline.config.prices import PositiveFigure, Prices
 from paceline.config.stack import Stack
 
@@ -75,6 +76,8 @@ class Cluster(Noun):
     """Machines; more than one are reached by torchrun or srun."""
     tiers: Annotated[tuple[Tier, ...], Field(strict=False)] = ()
     """Links, the fastest first; none: those that the catalogue knows for the device."""
+    host: Host | None = None
+    """What a node is made of; None: nobody looked."""
     stack: Stack | None = None
     """Constants of our runtime that were measured here; None: the defaults."""
     prices: Prices = Prices()
@@ -82,3 +85,14 @@ class Cluster(Noun):
     device_mtbf_hours: PositiveFigure = None
     """Mean hours of one device between failures that stop the job (its share of host and network
     included); none: a published figure of large clusters is assumed."""
+
+    @property
+    def known_device(self) -> Device:
+        """The device of a concrete cluster; to ask an "auto" one is a mistake of the program."""
+        assert self.device != "auto", "the plan makes the cluster concrete"
+        return self.device
+
+    @property
+    def num_devices(self) -> int:
+        """Those of all nodes of a concrete cluster: its ranks."""
+        return size(self.devices_per_node) * size(self.num_nodes)

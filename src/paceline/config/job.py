@@ -16,12 +16,15 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, model_validator
 
+from paceline.config.comm import Comm
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.huggingface import from_hf
 from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.noun import Auto, Noun
+from paceline.config.recommender import Clicks, Dlrm, RowOptim
+from paceline.config.recommender import disagreement as recommender_disagreement
 from paceline.config.vision import EfficientNet, ResNet
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
@@ -39,7 +42,8 @@ class Data(Noun):
     """What is trained on. The order of samples is a pure function of (train.seed, step)."""
 
     source: str | Names = "python-stdlib"
-    """Files, globs or folders, or "python-stdlib": the running interpreter's own library."""
+    """Files, globs or folders; "python-stdlib": the running interpreter's own library; "clicks": a
+    synthetic click log, for recommenders."""
     format: Auto | Literal["text", "jsonl", "parquet", "arrow"] = "auto"
     """"auto" goes by the file's suffix; "arrow" is a Hugging Face dataset directory on disk."""
     text_field: str = "text"
@@ -52,6 +56,7 @@ class Data(Noun):
     """Start attention and positions anew at every document inside a packed sequence."""
     cache_dir: str = "auto"
     """Where tokenised data is kept, "auto": $XDG_CACHE_HOME/paceline or ~/.cache/paceline."""
+    clicks: Clicks = Clicks()
 
 
 class Optim(Noun):
@@ -72,6 +77,7 @@ class Optim(Noun):
     """Length of the last, falling part of "wsd", steps."""
     final_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Learning rate at the last step over the peak."""
+    rows: RowOptim = RowOptim()
 
 
 class Train(Noun):
@@ -122,9 +128,12 @@ class Job(Noun):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The Run is the directory runs/<name>."""
-    model: Annotated[Model | ResNet | EfficientNet | CustomModel, Field(discriminator="family")]
+    model: Annotated[
+        Model | Dlrm | ResNet | EfficientNet | CustomModel, Field(discriminator="family")
+    ]
     cluster: Cluster = Cluster()
     layout: Layout = Layout()
+    comm: Comm = Comm()
     data: Data = Data()
     optim: Optim = Optim()
     train: Train
@@ -180,7 +189,7 @@ def _disagreement(job: Job) -> str | None:
             f"optim.decay_steps = {optim.decay_steps} has no effect with "
             f'optim.schedule = "{optim.schedule}": set it to 0 or use schedule = "wsd".'
         )
-    return None
+    return recommender_disagreement(job)
 
 
 def read_job(path: Path | None, overrides: Iterable[str] = ()) -> Job:

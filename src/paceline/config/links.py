@@ -21,6 +21,7 @@ from paceline.config.device import Device
 from paceline.config.errors import InputError
 from paceline.config.figure import Figure
 from paceline.config.hardware import Cluster, Tier
+from paceline.config.noun import size
 
 
 class Fabric(NamedTuple):
@@ -118,15 +119,13 @@ def usual_tiers(cluster: Cluster) -> tuple[Tier, ...]:
     Raises:
         InputError: the catalogue knows no links of the device, and there are several.
     """
-    device, per_node, nodes = cluster.device, cluster.devices_per_node, cluster.num_nodes
-    assert device != "auto"
-    assert per_node != "auto"
-    assert nodes != "auto"
+    device, total = cluster.known_device, cluster.num_devices
+    per_node = size(cluster.devices_per_node)
     if device.kind == "cpu":
-        return _cpu_tiers(per_node, per_node * nodes)
+        return _cpu_tiers(per_node, total)
     if device.name not in _FABRICS:
-        return _unknown(device, per_node * nodes)
-    fabric, total = _FABRICS[device.name], per_node * nodes
+        return _unknown(device, total)
+    fabric = _FABRICS[device.name]
     inner = _inside(fabric, min(total, max(per_node, fabric.domain)))
     if inner.num_devices == total:
         return (inner,)

@@ -20,9 +20,10 @@ from paceline.config.noun import Noun
 class Stack(Noun):
     """How a system runs a step. The defaults are those of Paceline's own runtime."""
 
-    attention: Literal["flash", "flash3", "unfused"] = "flash"
-    """Fused attention that never stores the scores, as FlashAttention-2 does or, up to twice as
-    fast from Hopper on, FlashAttention-3 and cuDNN; or scores written to memory."""
+    attention: Literal["flash1", "flash", "flash3", "unfused"] = "flash"
+    """Fused attention that never stores the scores, as the first FlashAttention did until mid 2023,
+    FlashAttention-2 does twice as fast or, up to twice as fast again from Hopper on,
+    FlashAttention-3 and cuDNN; or scores written to memory."""
     elementwise: Literal["eager", "fused"] = "eager"
     """Norms, activations and residuals kernel by kernel as PyTorch does, or fused by hand or by a
     compiler (layout.compile fuses them whatever stands here)."""
@@ -64,9 +65,22 @@ class Stack(Noun):
     """Whether the all-to-all of the experts runs beside other work."""
     expert_tp: Literal["tp", "one"] = "tp"
     """Whether the tp ranks share each expert's columns, or hold whole experts."""
+    expert_exchange: Literal["copies", "tokens"] = "copies"
+    """What travels to the experts: every copy of a token by itself, in an all-to-all (ours); or a
+    token once to each rank, and over the network once to each node, that has any of its experts
+    (DeepEP, HybridEP)."""
     fp8_experts: bool = False
     """Whether the experts' products are in fp8 where the linear layers' are (TransformerEngine);
     torchao leaves them."""
+    grouped_products: Literal["kernel", "loop"] = "kernel"
+    """Whether the products of all experts of a rank are one kernel (torch's and CUTLASS's grouped
+    products), or follow each other, expert by expert (TransformerEngine's on cuBLAS)."""
+    expert_biases: Literal["none", "eager"] = "none"
+    """Whether experts have clamped gates and biases, worked on kernel by kernel as Megatron does
+    for gpt-oss; ours have none."""
+    fuses_experts: bool = False
+    """Whether an expert's activation and casts are parts of its products' kernels (cuDNN's grouped
+    products with SwiGLU on Blackwell), or passes over memory of their own."""
     keeps_fp8: bool = False
     """Whether of what fp8 products read an 8-bit copy waits for the backward pass
     (TransformerEngine), or the 16-bit tensor (torchao)."""
@@ -85,7 +99,14 @@ class Stack(Noun):
     """Whether a recomputation ends with the last tensor that backward needs (PyTorch's own does),
     so that a block's last product isn't repeated."""
     gather_dtype: Literal["arithmetic", "fp8"] = "arithmetic"
-    """In what fsdp gathers parameters: the type that they are computed with, or 8 bits of fp8."""
+    """In what fsdp gathers parameters: the type that they are computed with or, where that is fp8,
+    cast before they travel."""
+    tp_gather_dtype: Literal["values", "fp8"] = "values"
+    """In what tp gathers the inputs of fp8 products and, backward, their outputs' gradients: as
+    values are, or cast before they travel (torchao with one scale for a tensor)."""
+    cp_keys: Literal["ring", "gathered"] = "ring"
+    """How a ring of cp brings keys and values to other ranks' queries: hop by hop (ours), or all
+    together, with a copy of a key head for each query head (torch's context_parallel)."""
 
     constants: Mapping[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Fitted values of constants of `CONSTANTS`; the others have their defaults."""
@@ -123,10 +144,17 @@ CONSTANTS: dict[str, Constant] = {
     # PCIe 4.0 x16 carries 25 of its 32 GB/s; GH200 and GB200 have ten times as much.
     "host_copy_gb_per_s": _constant(22.0, 2.0, 450.0, "copies between host and device, GB/s"),
     # What Python does around a collective, beyond what a curve of it has: DTensor's dispatch of the
-    # operators between exchanges, FSDP2's hooks with their copies; and around every operator where
-    # recomputing is selective. Counted on CPUs, where the same cores compute; beside other devices
+    # operators between exchanges, FSDP2's hooks with their copies; less around plain sends. And
+    # around every operator of a block that recomputes: hooks of what autograd saves, or, where it
+    # is selective, the choice. Counted on CPUs, where the same cores compute; beside other devices
     # it is part of launching, which runs ahead of them.
     "exchange_us": _constant(200.0, 5.0, 2000.0, "host time per exchange in layers on CPUs, us"),
+    "hop_us": _constant(200.0, 5.0, 2000.0, "host time per send or ring's hop on CPUs, us"),
+    "again_us": _constant(10.0, 0.5, 100.0, "host time per operator recomputed on CPUs, us"),
+    # gloo copies and posts on the cores that compute: 7 Gbit/s over sockets, measured on AMD EPYC.
+    "socket_gb_per_s": _constant(
+        0.9, 0.1, 20.0, "what a CPU rank sends while it does nothing else"
+    ),
     "select_us": _constant(40.0, 1.0, 400.0, "host time per choice what to keep, on CPUs, us"),
     "unit_us": _constant(300.0, 5.0, 3000.0, "host time per gather or reduction on CPUs, us"),
     "step_overhead_ms": _constant(2.0, 0.01, 200.0, "host work once per step, milliseconds"),

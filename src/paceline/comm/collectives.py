@@ -1,0 +1,130 @@
+"""Collectives over a group by the algorithm that was chosen for it: the backend's or one of ours.
+
+How it works: "backend" is torch.distributed's own call. Any other algorithm is a list of messages
+(`comm.algorithms`). Each operation comes as a generator that yields the work it waits for, for
+whoever has something to do meanwhile, and as a plain call.
+
+What it is not: the choice. The planner chooses (`plan.collectives.algorithm`) and writes it into
+the Job; here it is carried out.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.algorithms import Op, Round, rounds
+from paceline.comm.algorithms.execute import exchange
+
+# Renamed in torch 2.13, where the old names warn.
+_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Operations among the ranks of a group; all of them must call alike, in one order."""
+
+    group: dist.ProcessGroup
+    algorithm: str
+    """"backend", or one of `comm.algorithms.ALGORITHMS`."""
+    ranks_per_node: int = 1
+    """Neighbours in the group's order that share a node; "hierarchical" asks."""
+
+    def all_reduce_works(self, values: Tensor, *, mean: bool = False) -> Iterator[dist.Work]:
+        """Leave in `values` (n,), in place, the sum or mean over the ranks, bit-equal on all."""
+        if self.algorithm == "backend":
+            yield _started(dist.all_reduce(values, group=self.group, async_op=True))
+        else:
+            yield from exchange(self._rounds("all_reduce", values), values, self.group)
+        if mean:
+            values /= self.group.size()
+
+    def reduce_scatter_works(
+        self, received: Tensor, values: Tensor, *, mean: bool = False
+    ) -> Iterator[dist.Work]:
+        """Leave in `received` this rank's part of the sum or mean over the ranks.
+
+        Args:
+            received: (n / num_ranks,), overwritten.
+            values: (n,) contiguous, divisible by the number of ranks; spoiled.
+            mean: divide by the number of ranks.
+        """
+        _must_divide(received, values, self.group)
+        if self.algorithm == "backend":
+            work = _SCATTER(received, values, group=self.group, async_op=True)
+            yield _started(work)
+            if mean:
+                received /= self.group.size()
+            return
+        yield from exchange(self._rounds("reduce_scatter", values), values, self.group)
+        mine = self._mine(values, len(received))
+        if mean:
+            torch.div(mine, self.group.size(), out=received)
+        else:
+            received.copy_(mine)
+
+    def all_gather_works(self, whole: Tensor, part: Tensor) -> Iterator[dist.Work]:
+        """Fill `whole` (n,) with the parts (n / num_ranks,) of all ranks, in order of rank."""
+        _must_divide(part, whole, self.group)
+        if self.algorithm == "backend":
+            yield _started(_GATHER(whole, part, group=self.group, async_op=True))
+            return
+        mine = self._mine(whole, len(part))
+        if mine.data_ptr() != part.data_ptr():
+            mine.copy_(part)
+        yield from exchange(self._rounds("all_gather", whole), whole, self.group)
+
+    def all_reduce(self, values: Tensor, *, mean: bool = False) -> None:
+        """`all_reduce_works`, waited for."""
+        wait(self.all_reduce_works(values, mean=mean))
+
+    def reduce_scatter(self, received: Tensor, values: Tensor, *, mean: bool = False) -> None:
+        """`reduce_scatter_works`, waited for."""
+        wait(self.reduce_scatter_works(received, values, mean=mean))
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> None:
+        """`all_gather_works`, waited for."""
+        wait(self.all_gather_works(whole, part))
+
+    def _mine(self, whole: Tensor, length: int) -> Tensor:
+        return whole.narrow(0, dist.get_rank(self.group) * length, length)
+
+    def _rounds(self, op: Op, values: Tensor) -> tuple[Round, ...]:
+        n, rank = self.group.size(), dist.get_rank(self.group)
+        return _cached(self.algorithm, op, n, rank, values.numel(), self.ranks_per_node)
+
+
+def members_per_node(group: dist.ProcessGroup, ranks_per_node: int) -> int:
+    """How many ranks of a group share its first rank's host; groups are taken to be even."""
+    nodes = [rank // ranks_per_node for rank in dist.get_process_group_ranks(group)]
+    return nodes.count(nodes[0])
+
+
+def wait(works: Iterable[dist.Work]) -> None:
+    """Wait for one piece of work after the other."""
+    for work in works:
+        work.wait()
+
+
+@lru_cache(maxsize=256)
+def _cached(
+    algorithm: str, op: Op, num_ranks: int, rank: int, num_values: int, ranks_per_node: int
+) -> tuple[Round, ...]:
+    """The same few buffers come every step."""
+    return tuple(rounds(algorithm, op, num_ranks, rank, num_values, ranks_per_node=ranks_per_node))
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is in the group"
+    return work
+
+
+def _must_divide(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    if part.numel() * group.size() != whole.numel():
+        raise ValueError(
+            f"{whole.numel()} values are not {group.size()} parts of {part.numel()}: pad them."
+        )

@@ -1,0 +1,15 @@
+"""Which compressor a Job's name of a compression stands for."""
+
+import torch.distributed as dist
+
+from paceline.comm.compress.codecs import codec_of
+from paceline.comm.compress.exchange import BlockMeans, Compressor
+from paceline.comm.compress.low_rank import LowRankMeans
+from paceline.config.comm import Codec
+
+
+def compressor_of(codec: Codec, group: dist.ProcessGroup) -> Compressor:
+    """The compressor of a codec that isn't "none", among the ranks of a group."""
+    if codec.kind == "powersgd":
+        return LowRankMeans(int(codec.argument), group)
+    return BlockMeans(codec_of(codec), group)

@@ -1,0 +1,147 @@
+"""A recommender as nouns: DLRM's shapes, its click log, and how rows of tables are updated.
+
+DLRM (https://arxiv.org/abs/1906.00091): a bottom MLP maps the dense features to a vector as wide as
+a row; each categorical feature picks one row of its table; the dot products of all pairs of these
+vectors, beside the bottom's output, go through a top MLP to the logit of a click. Nearly all
+parameters are in the tables, of which a step touches a few rows: they are not data-parallel, but
+held once, by servers or by the ranks (`paceline.config.comm.EmbeddingComm`).
+
+The click log is synthetic: nobody's data, any length, and its best possible AUC is known
+(`paceline.train.data.clicks`).
+"""
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from paceline.config.noun import Count, Noun
+
+if TYPE_CHECKING:
+    from paceline.config.job import Job
+
+Widths = Annotated[tuple[Count, ...], Field(strict=False)]
+
+
+class Dlrm(Noun):
+    """A deep learning recommendation model (https://arxiv.org/abs/1906.00091)."""
+
+    family: Literal["dlrm"]
+    tables: Annotated[Widths, Field(min_length=1)]
+    """Rows of each table: one table per categorical feature, each sample picks one row of each."""
+    dim: Count
+    """Width of a row, and of the bottom MLP's output."""
+    num_dense: Count
+    """Dense features of a sample."""
+    bottom: Widths = (64,)
+    """Widths of the bottom MLP's hidden layers."""
+    top: Widths = (64, 32)
+    """Widths of the top MLP's hidden layers; one logit follows."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all tables."""
+        return sum(self.tables)
+
+    @property
+    def num_interactions(self) -> int:
+        """Dot products of pairs among the rows of a sample and the bottom MLP's output."""
+        return (len(self.tables) + 1) * len(self.tables) // 2
+
+    @property
+    def bottom_widths(self) -> tuple[int, ...]:
+        """All widths of the bottom MLP, input to output."""
+        return (self.num_dense, *self.bottom, self.dim)
+
+    @property
+    def top_widths(self) -> tuple[int, ...]:
+        """All widths of the top MLP, input to output."""
+        return (self.dim + self.num_interactions, *self.top, 1)
+
+    @property
+    def num_dense_params(self) -> int:
+        """Parameters of both MLPs, which every replica has."""
+        return sum(
+            (inputs + 1) * outputs
+            for widths in (self.bottom_widths, self.top_widths)
+            for inputs, outputs in pairwise(widths)
+        )
+
+    @property
+    def num_params(self) -> int:
+        """All parameters, those of the tables included."""
+        return self.num_dense_params + self.num_rows * self.dim
+
+    @property
+    def train_flops_per_sample(self) -> int:
+        """2 per multiply-add of the MLPs and the dot products, backward twice the forward."""
+        products = self.num_dense_params + self.num_interactions * self.dim
+        return 6 * products
+
+
+class Clicks(Noun):
+    """A synthetic click log: power-law ids, and clicks by a planted rule that is known."""
+
+    power: float = Field(1.2, gt=0)
+    """Exponent of the ids' power law: id k of a table comes with a frequency of about
+    (k + 1)^-power."""
+    signal: float = Field(1.5, gt=0)
+    """Standard deviation of the planted logit: the larger, the higher the best possible AUC."""
+    bias: float = -1.0
+    """Mean of the planted logit: the lower, the fewer clicks."""
+
+
+class RowOptim(Noun):
+    """How rows of tables are updated, by whoever holds them. Only rows of the batch change."""
+
+    kind: Literal["adagrad", "adam"] = "adagrad"
+    """adagrad keeps one number per row, the sum of mean squared gradients; adam one second moment
+    per row, a first moment per value, and counts each row's own updates."""
+    lr: float = Field(0.05, gt=0)
+    """Peak learning rate; it follows optim.schedule."""
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
+    """Of adam."""
+    eps: float = Field(1e-8, gt=0)
+
+
+def disagreement(job: "Job") -> str | None:
+    """What a Job says about recommenders that can't hold, None where all is well."""
+    embeddings = job.comm.embeddings
+    if not isinstance(job.model, Dlrm):
+        if embeddings != type(embeddings)():
+            return (
+                f'[comm.embeddings] has no effect with model.family = "{job.model.family}": '
+                'leave it out, or use family = "dlrm".'
+            )
+        return None
+    if job.data.source != "clicks":
+        return (
+            f'model.family = "dlrm" trains on the synthetic click log, but data.source = '
+            f'{job.data.source!r}: set data.source = "clicks".'
+        )
+    if job.layout.precision in ("fp16", "fp8") or job.layout.param_dtype == "fp64":
+        return (
+            f"the rows of tables are fp32 and have no loss scale, but layout.precision = "
+            f'"{job.layout.precision}", layout.param_dtype = "{job.layout.param_dtype}": '
+            "use fp32 or bf16."
+        )
+    return _unused(job)
+
+
+def _unused(job: "Job") -> str | None:
+    """A setting of the tables that nothing would come of."""
+    embeddings = job.comm.embeddings
+    default = type(embeddings)()
+    if embeddings.by == "all_to_all":
+        for name in ("servers", "mode", "staleness", "cache_rows", "checkpoint_every"):
+            if getattr(embeddings, name) != getattr(default, name):
+                return (
+                    f"comm.embeddings.{name} = {getattr(embeddings, name)!r} has no effect with "
+                    'by = "all_to_all": set by = "server" or leave it out.'
+                )
+    if embeddings.mode == "synchronous" and embeddings.cache_rows:
+        return (
+            f"comm.embeddings.cache_rows = {embeddings.cache_rows} would use old rows, which mode "
+            '= "synchronous" forbids: set it to 0, or mode = "stale".'
+        )
+    return None

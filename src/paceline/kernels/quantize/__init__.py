@@ -1,0 +1,1 @@
+"""Quantize: values as small numbers times one scale per block."""

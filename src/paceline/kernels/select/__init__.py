@@ -1,0 +1,1 @@
+"""Select: a few of many values, and the positions where they stood."""

@@ -1,0 +1,14 @@
+"""Select, the specification: sort everything."""
+
+import torch
+from torch import Tensor
+
+
+def largest(values: Tensor, k: int) -> Tensor:
+    """Where the k largest magnitudes of (n,) stand, rising: (k,) int64.
+
+    NaN counts as infinity; of equal magnitudes the first are taken.
+    """
+    magnitudes = values.abs().nan_to_num(torch.inf, torch.inf)
+    order = magnitudes.argsort(descending=True, stable=True)
+    return order[:k].sort().values

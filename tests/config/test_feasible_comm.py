@@ -1,0 +1,218 @@
+"""Every refusal of `check_comm`, by its sentence (pure)."""
+
+import pytest
+
+from paceline.config.comm import Comm
+from paceline.config.errors import InputError
+from paceline.config.feasible_comm import check_comm
+from tests.config.test_feasible import CONCRETE
+
+INT8 = {"dp": {"compress": "int8"}}
+DILOCO = {"local": {"method": "diloco"}}
+STREAMING = {"method": "streaming"}
+
+
+def _check(comm, changes) -> None:
+    check_comm(Comm.parse(comm), CONCRETE.replace(**changes))
+
+
+@pytest.mark.parametrize(
+    ("comm", "changes"),
+    [
+        ({}, {}),
+        ({}, {"dp": 2, "fsdp": 2}),
+        (INT8, {"dp": 2}),
+        ({**INT8, "warmup_steps": 5}, {"dp": 2}),
+        ({"dp": {"compress": "powersgd:4", "algorithm": "ring"}}, {"dp": 2}),
+        ({"dp": {"algorithm": "backend"}}, {"fsdp": 2}),
+        (INT8, {"dp": 2, "fsdp": 2, "tp": 2}),
+        ({"fsdp": {"compress": "int8", "compress_weights": "int4"}}, {"fsdp": 2, "cp": 2}),
+        ({"fsdp": {"compress_weights": "bf16"}}, {"fsdp": 2, "precision": "fp32"}),
+        ({"pp": {"compress": "int8"}, "ep": {"compress": "fp8"}}, {"pp": 2, "dp": 2, "ep": 2}),
+        ({"dp": {"compress": "auto"}}, {"dp": 2, "fsdp": 2}),
+        ({"local": {"method": "local_sgd"}}, {"dp": 2}),
+        ({"local": {**STREAMING, "fragments": 50, "overlap_steps": 49}}, {"dp": 2}),
+        ({"local": {"method": "diloco", "compress": "int4", "outer_lr": 0.5}}, {"dp": 2}),
+    ],
+)
+def test_what_can_run_is_let_through(comm, changes):
+    _check(comm, changes)
+
+
+REFUSED = {
+    "nobody to send to": (
+        INT8,
+        {},
+        'comm.dp.compress = "int8" has no effect with layout.dp = 1: raise dp or leave it out.',
+    ),
+    "an algorithm for nobody": (
+        {"dp": {"algorithm": "ring"}},
+        {},
+        'comm.dp.algorithm = "ring" has no effect with layout.dp = 1: raise dp or leave it out.',
+    ),
+    "replicas of stages": (
+        INT8,
+        {"dp": 2, "pp": 2},
+        'comm.dp.compress = "int8" needs replicas of whole networks, which layout.pp = 2 cuts: '
+        "set pp = 1 or leave it out.",
+    ),
+    "matrices in parts": (
+        {"dp": {"compress": "powersgd:4"}},
+        {"dp": 2, "fsdp": 2},
+        'comm.dp.compress = "powersgd:4" needs whole matrices, which layout.fsdp = 2 cuts: '
+        "set fsdp = 1 or leave it out.",
+    ),
+    "gradients on the host": (
+        INT8,
+        {"dp": 2, "fsdp": 2, "offload": ("params",)},
+        'comm.dp.compress = "int8" needs gradients on the device, which layout.offload = '
+        "['params'] takes to the host: leave \"params\" out of one of them.",
+    ),
+    "no shards": (
+        {"fsdp": {"compress_weights": "int8"}},
+        {"dp": 2},
+        'comm.fsdp.compress_weights = "int8" has no effect with layout.fsdp = 1: raise fsdp or '
+        "leave it out.",
+    ),
+    "shards of columns": (
+        {"fsdp": {"compress": "int8"}},
+        {"fsdp": 2, "tp": 2},
+        'comm.fsdp.compress = "int8" needs shards of whole layers, which layout.tp = 2 cuts: '
+        "set tp = 1 or leave it out.",
+    ),
+    "exact shards": (
+        {"fsdp": {"compress": "int8"}},
+        {"fsdp": 2, "param_dtype": "fp64"},
+        'comm.fsdp.compress = "int8" would round what layout.param_dtype = "fp64" keeps exact: '
+        'set it to "none", or param_dtype = "fp32".',
+    ),
+    "a price for shards": (
+        {"fsdp": {"compress": "auto"}},
+        {"fsdp": 2},
+        'comm.fsdp.compress = "auto" is nothing that the planner can price: name a form, "int8" '
+        "for one.",
+    ),
+    "weights that are as short": (
+        {"fsdp": {"compress_weights": "bf16"}},
+        {"fsdp": 2, "precision": "bf16"},
+        'comm.fsdp.compress_weights = "bf16" sends as many bytes as layout.precision = "bf16" '
+        'does: use "int8", "fp8" or "int4", or leave it out.',
+    ),
+    "two tiers": (
+        {"fsdp": {"compress": "int8", "hierarchical": True}},
+        {"fsdp": 2},
+        "comm.fsdp.hierarchical = true needs an exchange in two tiers, which there is not yet: "
+        'leave it out (comm.fsdp.algorithm = "hierarchical" is for exact sums).',
+    ),
+    "no stages": (
+        {"pp": {"compress": "int8"}},
+        {"dp": 2},
+        'comm.pp.compress = "int8" has no effect with layout.pp = 1: raise pp or leave it out.',
+    ),
+    "a price for tokens": (
+        {"ep": {"compress": "auto"}},
+        {"dp": 2, "ep": 2},
+        'comm.ep.compress = "auto" is nothing that the planner can price: name a form, "int8" '
+        "for one.",
+    ),
+    "tokens that are as short": (
+        {"ep": {"compress": "fp16"}},
+        {"dp": 2, "ep": 2, "precision": "bf16"},
+        'comm.ep.compress = "fp16" sends as many bytes as layout.precision = "bf16" does: use '
+        '"int8", "fp8" or "int4", or leave it out.',
+    ),
+    "exact activations": (
+        {"pp": {"compress": "int8"}},
+        {"pp": 2, "param_dtype": "fp64"},
+        'comm.pp.compress = "int8" would round the activations that layout.param_dtype = "fp64" '
+        'keeps exact: set it to "none", or param_dtype = "fp32".',
+    ),
+    "fp64": (
+        {"dp": {"compress": "fp8"}},
+        {"dp": 2, "param_dtype": "fp64"},
+        'comm.dp.compress = "fp8" would round the gradients that layout.param_dtype = "fp64" '
+        'keeps exact: set it to "none", or param_dtype = "fp32".',
+    ),
+    "workers without a method": (
+        {"local": {"every": 7}},
+        {"dp": 2},
+        'comm.local.every = 7 has no effect with comm.local.method = "none": leave it out.',
+    ),
+    "a worker alone": (
+        DILOCO,
+        {},
+        'comm.local.method = "diloco" has nobody to meet with layout.dp = 1: raise dp or leave it '
+        "out.",
+    ),
+    "workers of shards": (
+        DILOCO,
+        {"dp": 2, "fsdp": 2},
+        'comm.local.method = "diloco" needs a whole network on every rank, which layout.fsdp = 2 '
+        "cuts: set fsdp = 1 or leave it out.",
+    ),
+    "gradients of workers": (
+        {**DILOCO, **INT8},
+        {"dp": 2},
+        'comm.dp.compress = "int8" has no effect with comm.local.method = "diloco", under which no '
+        "gradients travel: leave it out (comm.local.compress is for what travels instead).",
+    ),
+    "rounded parameters of workers": (
+        DILOCO,
+        {"dp": 2, "param_dtype": "bf16"},
+        'comm.local.method = "diloco" averages what the optimizer steps, of which '
+        'layout.param_dtype = "bf16" keeps a rounded copy: set param_dtype = "fp32".',
+    ),
+    "loss scales of workers": (
+        DILOCO,
+        {"dp": 2, "precision": "fp16"},
+        'comm.local.method = "diloco" has a loss scale per worker with layout.precision = "fp16", '
+        'which a checkpoint keeps one of: set precision = "bf16" or "fp32".',
+    ),
+    "fp64 of workers": (
+        {"local": {"method": "diloco", "compress": "int4"}},
+        {"dp": 2, "param_dtype": "fp64"},
+        'comm.local.compress = "int4" would round the outer gradients that layout.param_dtype = '
+        '"fp64" keeps exact: set it to "none", or param_dtype = "fp32".',
+    ),
+    "a form nobody chooses": (
+        {"local": {"method": "diloco", "compress": "auto"}},
+        {"dp": 2},
+        'comm.local.compress = "auto" is nothing that the planner can price: name a form, "int8" '
+        "for one.",
+    ),
+    "too few workers": (
+        {"local": {"method": "diloco", "min_workers": 3}},
+        {"dp": 2},
+        "comm.local.min_workers = 3 but there are 2 workers: lower it or raise layout.dp.",
+    ),
+    "fragments without streaming": (
+        {"local": {"method": "diloco", "fragments": 2}},
+        {"dp": 2},
+        'comm.local.fragments = 2 has no effect with comm.local.method = "diloco": leave it out.',
+    ),
+    "an outer optimizer without one": (
+        {"local": {"method": "local_sgd", "outer_lr": 0.5}},
+        {"dp": 2},
+        'comm.local.outer_lr = 0.5 has no effect with comm.local.method = "local_sgd": leave it '
+        "out.",
+    ),
+    "later than the next": (
+        {"local": {**STREAMING, "every": 5, "overlap_steps": 5}},
+        {"dp": 2},
+        "comm.local.overlap_steps = 5 but a fragment leaves again after comm.local.every = 5 "
+        "steps: lower overlap_steps or raise every.",
+    ),
+    "more fragments than steps": (
+        {"local": {**STREAMING, "every": 5, "fragments": 6}},
+        {"dp": 2},
+        "comm.local.fragments = 6 don't each have a step of their own within comm.local.every = "
+        "5: lower fragments or raise every.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("comm", "changes", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_run_is_refused_in_one_sentence(comm, changes, sentence):
+    with pytest.raises(InputError) as refused:
+        _check(comm, changes)
+    assert str(refused.value) == sentence

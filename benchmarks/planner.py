@@ -118,9 +118,10 @@ def _sources(runs: list[PublishedRun], draws: int, cross: bool) -> Iterator[str]
     others = _told(runs, Calibration(by_source=True)) if cross else None
     yield "\n## Published runs, by source\n"
     yield "Defaults: nothing fitted here, **but these lines are what the planner was made with**."
-    yield "Formulas were corrected while looking at their errors, and the usual constants of FSDP"
-    yield "systems (`published/software.py`) were derived from llm-foundry, torchtitan and torchao"
-    yield "themselves: for these three the column flatters. By others: constants fitted to other"
+    yield "Formulas were corrected while looking at their errors, and the usual constants of"
+    yield "torchtitan and torchao (`published/software.py`) were derived from themselves: for these"
+    yield "two the column flatters. What the first flash attention costs in llm-foundry is the word"
+    yield "of FlashAttention-2's paper, not of these lines. By others: constants fitted to other"
     yield "sources with the same software, or plain defaults where there is none, without those"
     yield "usual constants. Six: fitted to six lines of each device and stack, mean and worst of"
     yield f"{draws} draws.\n"

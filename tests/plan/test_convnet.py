@@ -92,9 +92,8 @@ def test_columns_are_priced_as_each_alone():
 def test_more_bandwidth_is_never_slower(batch, ranks, factor):
     changes = {"batch": np.array([batch]), "num_ranks": np.array([ranks])}
     cluster = _cluster(nodes=8)
-    assert cluster.device != "auto"
-    memory = cluster.device.memory_bytes_per_s
-    faster = cluster.device.replace(memory_bytes_per_s=_times(memory, factor))
+    memory = cluster.known_device.memory_bytes_per_s
+    faster = cluster.known_device.replace(memory_bytes_per_s=_times(memory, factor))
     before = _step_s(cluster, **changes)
     assert _step_s(cluster.replace(device=faster), **changes) <= before * 1.0001
     slow, fast = (cluster.replace(tiers=_tiers(scale)) for scale in (1.0, factor))
@@ -142,8 +141,7 @@ def test_more_images_take_no_less_time_and_memory(batch, more):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_no_convolution_is_faster_than_the_peak(network, precision):
     """However fast the memory: on tensor cores narrow groups cost more than their FLOPs."""
-    device = _cluster().device
-    assert device != "auto"
+    device = _cluster().known_device
     quick = device.replace(memory_bytes_per_s=_times(device.memory_bytes_per_s, 1e4))
     conv, _ = forward_backward_s(network, quick, Stack(), precision, np.array([64]))
     peak = device.peak_flops[precision].value

@@ -15,6 +15,7 @@ from paceline.config.model import Model
 from paceline.config.stack import Stack
 from paceline.plan.memory import checkpoint_spike_bytes, memory_bytes
 from paceline.plan.memory.activations import kept_whole
+from paceline.plan.memory.buffers import exchange_bytes
 from paceline.plan.memory.holdings import bounding_holdings, holdings_of
 from paceline.plan.points import Points, Setting
 from paceline.plan.prediction import MEMORY_TERMS
@@ -289,6 +290,20 @@ def test_sequence_and_context_parallel_divide_activations() -> None:
     assert sequence < 0.85 * plain
     whole = terms_of(LLAMA2_7B, 4096, 2, **base)["activations"]
     assert terms_of(LLAMA2_7B, 4096, 2, **base, cp=4)["activations"] < 0.3 * whole
+
+
+def test_gathered_keys_take_more_room_than_a_ring_and_more_with_each_rank() -> None:
+    """Each rank has as many tokens whatever cp is; a ring holds as much of them."""
+
+    def room(keys: str, cp: int) -> float:
+        setting = Setting(LLAMA2_7B, NODE, 4096 * cp, 8, Stack.parse({"cp_keys": keys}, "stack"))
+        points = Points.of([layout_of(LLAMA2_7B, fsdp=8 // cp, cp=cp, zero=3)], setting)
+        return float(exchange_bytes(setting, points)[0])
+
+    assert room("ring", 2) == room("ring", 4) < room("gathered", 2)
+    # Keys and values of each further rank, in 16 bits.
+    further = room("gathered", 4) - room("gathered", 2)
+    assert further == 2 * 2 * 4096 * 4096 * 2
 
 
 def test_pipeline_peak_is_on_the_rank_that_holds_most() -> None:

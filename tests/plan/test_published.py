@@ -66,7 +66,22 @@ def line(**cells: str) -> Line:
         ("GB200", "GB200"),
         ("RTX4090", "RTX-4090"),
         ("V100-32GB", "V100"),
+        ("H100 SXM5 80GB", "H100-SXM"),
+        ("H100 80GB PCIe", "H100-PCIe"),
+        ("A100-SXM-80GB", "A100-80"),
+        ("A100-SXM4-40GB", "A100-40"),
+        ("DGX A100 80GB", "A100-80"),
+        ("HGX H100", "H100-SXM"),
+        ("DGX-1 V100 16GB", "V100-16"),
+        ("GB200 NVL72", "GB200"),
+        ("NVIDIA GH200 480GB", "GH200-96"),
+        ("GH200 144GB", None),
+        ("H800", "H800-80"),
+        ("A100 64GB", None),
+        ("V100-SXM2-32GB", "V100"),
+        ("L40S 48GB", "L40S"),
         ("H100 NVL", None),  # a cut-down part
+        ("H100 NVL 94GB", None),
         ("H100-64GB", None),
         ("B200X", None),
         ("Z9000", None),
@@ -166,6 +181,95 @@ def test_software_goes_by_features() -> None:
     )
     assert not eager.compile
     assert eager.stack.elementwise == "eager"
+
+
+@pytest.mark.parametrize(
+    ("cells", "attention"),
+    [
+        ({"release": "2022-11"}, "flash1"),
+        ({"release": "2023-06"}, "flash1"),
+        ({"release": "2023-08"}, "flash"),
+        ({"release": "2023-08", "compile_flash_flags": "SDPA flash"}, "flash1"),
+        ({"release": "2024-05", "compile_flash_flags": "SDPA flash"}, "flash"),
+        ({"release": "2022-11", "compile_flash_flags": "flash-attn 2"}, "flash"),
+        ({"compile_flash_flags": "flash-attn; triton on older devices"}, "flash1"),
+        ({"compile_flash_flags": "flash_attn v1"}, "flash1"),
+        ({"release": "2025", "compile_flash_flags": "flash attention in Triton"}, "flash"),
+        ({"compile_flash_flags": "flash-attn"}, "flash"),  # undated
+        ({"release": "2022-11", "gpu": "TPU v4"}, "flash"),  # never ran there
+        ({"release": "2025", "gpu": "V100-32GB"}, "flash1"),  # the second needs Ampere
+        ({"release": "2021-11"}, "unfused"),
+        ({"release": "2024", "compile_flash_flags": "cuDNN attention"}, "flash"),
+        ({"release": "2024", "compile_flash_flags": "cuDNN attention", "gpu": "H200"}, "flash3"),
+    ],
+)
+def test_attention_goes_by_what_is_said_and_by_the_date(
+    cells: dict[str, str], attention: str
+) -> None:
+    found = software_of(line(**{"framework": "X + FSDP", "gpu": "A100-80GB", **cells}))
+    assert found.stack.attention == attention
+
+
+@pytest.mark.parametrize(
+    ("cells", "elementwise"),
+    [
+        ({"framework": "PyTorch 21.11 (NVIDIA DLE)", "workload": "mlm"}, "fused"),
+        ({"framework": "NVIDIA DeepLearningExamples"}, "fused"),
+        ({"framework": "FlashAttention repo"}, "fused"),
+        ({"framework": "PyTorch on NVIDIA DGX"}, "eager"),
+        ({"framework": "PyTorch (NVIDIA DLE)", "images_per_s": "6000"}, "eager"),
+        (
+            {
+                "framework": "TensorFlow 1 (NVIDIA DLE)",
+                "images_per_s": "6000",
+                "compile_flags": "XLA",
+            },
+            "fused",
+        ),
+    ],
+)
+def test_fused_kernels_go_by_the_documented_system_not_by_the_vendor(
+    cells: dict[str, str], elementwise: str
+) -> None:
+    assert software_of(line(**cells)).stack.elementwise == elementwise
+
+
+@pytest.mark.parametrize(
+    ("precision", "flags", "data", "tensors"),
+    [
+        ("bf16", "torch.compile", "arithmetic", "values"),
+        ("fp8 (float8 linears)", "torch.compile; float8 all-gather", "fp8", "fp8"),
+        ("fp8 tensorwise, fp8 all-gather", "torch.compile", "fp8", "fp8"),
+        ("fp8 tensorwise", "torch.compile", "arithmetic", "fp8"),
+        ("fp8 rowwise", "torch.compile", "arithmetic", "values"),
+        ("mxfp8", "torch.compile", "arithmetic", "values"),
+    ],
+)
+def test_what_is_gathered_in_eight_bits(
+    precision: str, flags: str, data: str, tensors: str
+) -> None:
+    cells = {"framework": "torchtitan", "precision": precision, "compile_flash_flags": flags}
+    stack = software_of(line(**cells)).stack
+    assert (stack.gather_dtype, stack.tp_gather_dtype) == (data, tensors)
+    assert stack.cp_keys == "gathered"
+    others = software_of(line(**{**cells, "framework": "Megatron-LM"})).stack
+    assert (others.tp_gather_dtype, others.cp_keys) == ("values", "ring")
+
+
+def test_transformer_engines_products_keep_eight_bits_in_any_system() -> None:
+    cells = {"framework": "Y + FSDP", "precision": "fp8 (TransformerEngine amp_fp8)"}
+    found = software_of(line(**cells)).stack
+    assert found.keeps_fp8
+    assert found.elementwise == "eager"
+    assert not software_of(line(**{**cells, "precision": "fp8"})).stack.keeps_fp8
+    assert not software_of(line(**{**cells, "precision": "bf16"})).stack.keeps_fp8
+
+
+def test_asynchronous_tensor_parallelism_is_the_compilers() -> None:
+    found = software_of(line(framework="torchtitan", compile_flash_flags="Float8 + Async TP"))
+    assert found.async_tp
+    assert found.compile
+    assert not software_of(line(framework="torchtitan", compile_flash_flags="Float8")).compile
 
 
 def test_software_does_not_look_at_the_source() -> None:

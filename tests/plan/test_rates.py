@@ -284,8 +284,30 @@ def test_flash3_is_flash_where_there_is_only_one():
     assert attention_s(A100, "bf16", "flash3", *shape) == attention_s(A100, "bf16", "flash", *shape)
 
 
+def test_the_first_flash_attention_takes_twice_as_long():
+    """As arXiv:2307.08691 has it, which says 25 to 40 % of A100's peak for both passes together."""
+    shape = (8, 16, 4096, 4096, 128, 0.5)
+    seconds = {
+        backend: sum(attention_s(A100, "bf16", backend, *shape, backward) for backward in (0, 1))
+        for backend in ("flash1", "flash")
+    }
+    assert seconds["flash1"] / seconds["flash"] == pytest.approx(2, rel=0.01)
+    flops = 3.5 * 2 * 8 * 16 * 4096**2 * 128
+    assert 0.2 < flops / seconds["flash1"] / peak_flops(A100, "bf16") < 0.4
+
+
+def test_a_measured_first_flash_attention_is_taken_as_it_is():
+    attention = CPU.curves.attention | {"flash1": CPU.curves.attention["flash"]}
+    entry = _own(curves=CPU.curves.model_copy(update={"attention": attention}))
+    one, two = (
+        attention_s(entry, "fp32", backend, 1, 1, 128, 128, 64, 0.5)
+        for backend in ("flash1", "flash")
+    )
+    assert one == two
+
+
 @given(
-    ADAPTIVE, st.sampled_from(["flash", "flash3", "unfused"]), st.booleans(),
+    ADAPTIVE, st.sampled_from(["flash1", "flash", "flash3", "unfused"]), st.booleans(),
     st.integers(1, 64), st.integers(1, 128), st.integers(1, 65536), st.integers(0, 4),
 )  # fmt: skip
 def test_more_attention_never_takes_less_time(name, backend, backward, batch, heads, length, more):

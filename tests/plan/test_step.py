@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from paceline.config.comm import Comm, LocalUpdates
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.schedule import DEMANDS, smallest_micro_batches
@@ -18,7 +19,7 @@ from paceline.observe.terms import TERMS
 from paceline.plan.kinds import kinds_of
 from paceline.plan.points import Points
 from paceline.plan.price.pipelined import Passes, bounding_stages, closed_form, simulated, stages_of
-from paceline.plan.price.step import Network, head_layers, predict, price, times
+from paceline.plan.price.step import Network, head_layers, predict, price, times_of
 from paceline.plan.schedules import bubble_fraction_published, build_schedule, split_layers
 from paceline.plan.stages import Stages
 from tests.plan.planned import EXPERTS, MODEL, cluster, figure, layout, setting, tiers
@@ -42,9 +43,9 @@ def equal_stages(name: str, ranks: int, batches: int, cost: tuple[float, float, 
         return Passes(*(np.full(of.has_embedding.shape, seconds) for seconds in cost))
 
     hop = np.zeros(1)
-    closed = closed_form(points, columns, passes(columns), hop)
+    closed = closed_form(setting(), points, columns, passes(columns), hop)
     schedule = build_schedule(name, ranks, batches, PER_RANK[name])
-    return closed, simulated(schedule)(points, every, passes(every), hop), schedule
+    return closed, simulated(schedule)(setting(), points, every, passes(every), hop), schedule
 
 
 @pytest.mark.parametrize("name", sorted(DEMANDS))
@@ -96,9 +97,9 @@ def test_uneven_stages_are_near_the_simulation(name, ranks, num_layers, head):
         return Passes(layers, layers, layers)
 
     columns, every = bounding_stages(one.model, points, kinds, head), stages_of(one, laid, kinds)
-    closed = closed_form(points, columns, passes(columns), np.zeros(1))
+    closed = closed_form(setting(), points, columns, passes(columns), np.zeros(1))
     schedule = build_schedule(name, ranks, 4 * ranks, per_rank)
-    ran = simulated(schedule)(points, every, passes(every), np.zeros(1))
+    ran = simulated(schedule)(setting(), points, every, passes(every), np.zeros(1))
     assert closed.makespan_s[0] == pytest.approx(ran.makespan_s[0], rel=0.1)
 
 
@@ -110,9 +111,9 @@ def test_transfers_cost_1f1b_in_every_round_and_gpipe_once():
         points, kinds = Points.of([laid], one), kinds_of(one.model)
         passes = Passes(*(np.ones((4, 1)) for _ in range(3)))
         stages = stages_of(one, laid, kinds)
-        hops = simulated(schedule)(points, stages, passes, np.array([0.1]))
+        hops = simulated(schedule)(setting(), points, stages, passes, np.array([0.1]))
         by_class = bounding_stages(one.model, points, kinds, 0.0)
-        formula = closed_form(points, by_class, passes, np.array([0.1]))
+        formula = closed_form(setting(), points, by_class, passes, np.array([0.1]))
         assert formula.makespan_s[0] == pytest.approx(hops.makespan_s[0])
         return float(hops.makespan_s[0] - ran.makespan_s[0]) / 0.1
 
@@ -260,12 +261,11 @@ def test_replicas_also_reduce_while_the_device_waits_for_the_host():
     assert slow < 0.8 * fast
 
 
-def test_compression_and_local_updates_send_less():
+def test_local_updates_send_seldom():
     alone = Stack(overlaps_data_axes=False)
     plain = seconds(layout(dp=16), "exposed_comm.dp", stack=alone)
-    coded = seconds(layout(dp=16), "exposed_comm.dp", stack=alone, gradient_bytes=1.0)
-    seldom = seconds(layout(dp=16), "exposed_comm.dp", stack=alone, sync_every=8)
-    assert coded < 0.5 * plain
+    eighth = Comm(local=LocalUpdates(method="diloco", every=8))
+    seldom = seconds(layout(dp=16), "exposed_comm.dp", stack=alone, comm=eighth)
     assert seldom == pytest.approx(plain / 8)
 
 
@@ -393,10 +393,12 @@ def test_times_takes_any_pipeline():
     points = Points.of([laid], one)
     stages = stages_of(one, laid, kinds_of(MODEL))
     schedule = build_schedule("1f1b", 4, 16, 1)
-    found = times(one, points, stages, simulated(schedule))
+    network = Network.of(one, points)
+    found = times_of(one, points, network, stages, simulated(schedule))
     assert found.step_s[0] == pytest.approx(predict(one, laid).step_s)
     assert found.passes.whole_s.shape == (4, 1)
     assert found.passes.weight_grad_s[0, 0] == 0  # the first stage does all in I
-    assert float(head_layers(Network.of(one, points))[0]) > 0.5
-    doubled = times(replace(one, sync_every=2), points, stages, simulated(schedule))
+    assert float(head_layers(network)[0]) > 0.5
+    seldom = replace(one, comm=Comm(local=LocalUpdates(method="diloco", every=2)))
+    doubled = times_of(seldom, points, network, stages, simulated(schedule))
     assert doubled.step_s[0] <= found.step_s[0]

@@ -164,12 +164,12 @@ def test_other_sources_never_see_their_own_lines(
 
 def test_other_sources_do_without_constants_derived_from_published_runs(tmp_path: Path) -> None:
     """The usual constants of a kind of system may come from the very source that is predicted."""
-    fsdp = {"framework": "X + FSDP", "fsdp_or_zero": "FSDP", "tp": "1", "pp": "1", "dp": "16"}
-    (run,) = runs(tmp_path, {**fsdp, "compile_flash_flags": "flash-attn; no torch.compile"})
+    fsdp = {"framework": "torchtitan", "fsdp_or_zero": "FSDP", "tp": "1", "pp": "1", "dp": "16"}
+    (run,) = runs(tmp_path, {**fsdp, "compile_flash_flags": "torch.compile"})
     assert run.work is not None
     assert run.work.software.stack.constants["attention_time"] > 1
     usual, alone = (validate([run], c).scored[0] for c in (None, Calibration(by_source=True)))
-    plain = run.work.seconds({"attention_time": 1.0})
+    plain = run.work.seconds(dict.fromkeys(run.work.software.stack.constants, 1.0))
     assert alone.prediction is not None
     assert usual.prediction is not None
     assert alone.prediction.step_s == pytest.approx(plain)
@@ -215,6 +215,29 @@ def test_published_runs_are_predicted_with_nothing_fitted(
     assert found is not None
     assert found.lines > 30
     assert found.median < found.mean < most
+
+
+@pytest.mark.parametrize(
+    ("table", "chosen", "most"),
+    [
+        ("published_vision_runs", "family='resnet'", 0.15),
+        ("published_vision_runs", "", 0.27),
+        ("published_llm_runs", "BERT", 0.18),
+    ],
+)
+def test_one_systems_networks_of_both_kinds(table: str, chosen: str, most: float) -> None:
+    """Kernels fused for its language models are not fused for its images: both tables hold."""
+    known = [
+        run
+        for run in read_runs([DATA / f"{table}.csv"])
+        if "NVIDIA DLE" in run.group
+        and run.work is not None
+        and (chosen in run.group or chosen in " ".join(run.work.network_words))
+    ]
+    found = validate(known).overall()
+    assert found is not None
+    assert found.lines > 60
+    assert found.mean < most
 
 
 @pytest.mark.skipif(VTRAIN is None, reason="PACELINE_VTRAIN names no folder of vTrain's files")

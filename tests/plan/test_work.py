@@ -11,7 +11,7 @@ from paceline.config.model import Model
 from paceline.config.stack import Stack
 from paceline.plan.kinds import kinds_of
 from paceline.plan.points import Points, Setting
-from paceline.plan.price.work import Work, block_work, embedding_work, head_work, padded_rows
+from paceline.plan.price.work import Work, block_work, embedding_work, head_work, rows_of_each
 from tests.plan.planned import EXPERTS, MODEL, layout, setting
 
 
@@ -119,11 +119,38 @@ def test_a_ring_sends_keys_and_values_and_ulysses_everything():
     (_, block), *_ = works(one, cp=4, fsdp=4)
     assert sent(block, "cp") == {
         ("send_recv", False): 3 * kv * 2,
-        ("send_recv", True): 3 * kv * 2 + 4 * kv * 4,  # back they travel in fp32, and home
+        ("send_recv", True): 3 * kv * 2 + 3 * kv * 4,  # back they travel in fp32, and home
     }
     (_, block), *_ = works(one, cp=4, ulysses=4, fsdp=4)
     heads = 512 * 128 * 2.0 * 2 * (16 + 8)
     assert sent(block, "cp") == {("all_to_all", False): heads, ("all_to_all", True): heads}
+
+
+def test_gathered_keys_have_a_copy_for_each_query_head():
+    """As torch's context_parallel sends them: here two query heads share a key head."""
+    (_, ring), *_ = works(setting(), cp=4, fsdp=4)
+    (_, gathered), *_ = works(setting(stack=Stack(cp_keys="gathered")), cp=4, fsdp=4)
+    hops = sent(ring, "cp")
+    assert sent(gathered, "cp") == {key: 2 * num_bytes for key, num_bytes in hops.items()}
+
+
+def test_one_scale_for_a_tensor_lets_tp_gather_in_eight_bits():
+    stack = Stack(tp_gather_dtype="fp8")
+    axes = {"tp": 4, "fsdp": 4, "sequence_parallel": True}
+    (_, wide), *_ = works(setting(), **axes, precision="fp8")
+    (_, narrow), *_ = works(setting(stack=stack), **axes, precision="fp8")
+    (_, plain), *_ = works(setting(stack=stack), **axes)
+    assert sent(plain, "tp") == sent(wide, "tp")
+    for (op, backward), num_bytes in sent(wide, "tp").items():
+        share = 0.5 if op == "all_gather" else 1.0
+        assert sent(narrow, "tp")[op, backward] == share * num_bytes
+
+
+def test_products_know_who_else_reads_their_input():
+    eager = works(setting())[0][1]
+    assert [product.readers for product in eager.products] == [3, 3, 3, 1, 2, 2, 1]
+    fused = works(setting(stack=Stack(elementwise="fused")))[0][1]
+    assert {product.readers for product in fused.products} == {1}
 
 
 def test_experts_exchange_copies_and_wait_for_the_busiest():
@@ -139,7 +166,7 @@ def test_experts_exchange_copies_and_wait_for_the_busiest():
     assert [float(p.m[0]) for p in busier.products if np.max(p.groups) > 1] == [6144.0] * 3
     assert float(np.max(block.expert_params)) == 16 / 8 * 3 * 2048 * 1024
     (grouped,) = [p for p in block.products if p.ends_block]
-    assert float(padded_rows(one, grouped)[0]) == 4096 + 2 * 64
+    assert float(rows_of_each(one, grouped)[0][0]) == 4096 + 2 * 64
 
 
 def test_whole_experts_see_a_share_of_the_tokens():

@@ -24,10 +24,8 @@ from paceline.config.layout import Layout
 from paceline.config.noun import size
 from paceline.config.stack import CONSTANTS, Stack
 from paceline.observe.run import Run
-from paceline.plan.kinds import kinds_of
-from paceline.plan.points import Points, Setting
-from paceline.plan.price.pipelined import one_stage, schedule_for, simulated, stages_of
-from paceline.plan.price.step import times
+from paceline.plan.points import Setting
+from paceline.plan.price.step import Simulated
 
 Vector = npt.NDArray[np.float64]
 Constants = Mapping[str, float]
@@ -91,19 +89,14 @@ def predicted_step_s(setting: Setting, layout: Layout) -> float:
     rounds, rest = divmod(setting.global_batch // at_once, size(layout.pp))
     work = setting.global_batch // at_once * size(layout.stages_per_rank) * size(layout.pp)
     if work < _MUCH_WORK or rest or rounds <= _ROUNDS:
-        return _simulated_s(setting, layout)
+        return Simulated.of(setting, layout).step_s
     few, more = (
-        _simulated_s(replace(setting, global_batch=at_once * size(layout.pp) * number), layout)
+        Simulated.of(
+            replace(setting, global_batch=at_once * size(layout.pp) * number), layout
+        ).step_s
         for number in (_ROUNDS - 1, _ROUNDS)
     )
     return more + (more - few) * (rounds - _ROUNDS)
-
-
-def _simulated_s(setting: Setting, layout: Layout) -> float:
-    schedule = schedule_for(setting, layout)
-    stages = stages_of(setting, layout, kinds_of(setting.model))
-    pipeline = one_stage if schedule is None else simulated(schedule)
-    return float(times(setting, Points.of([layout], setting), stages, pipeline).step_s[0])
 
 
 # What steps of language models depend on.

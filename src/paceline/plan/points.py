@@ -7,12 +7,14 @@ makes them directly.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.comm.algorithms import MOST_RANKS
+from paceline.config.comm import Codec, Comm, codec
 from paceline.config.hardware import Cluster, Device
 from paceline.config.job import Job
 from paceline.config.layout import Layout
@@ -50,27 +52,41 @@ class Setting:
     stack: Stack
     expert_imbalance: float = 1.0
     """Load of the busiest rank's experts over the mean."""
-    gradient_bytes: float | None = None
-    """Bytes per gradient value between replicas, where gradients are compressed; None: as they
-    are."""
     loss_share: float = 1.0
     """Part of the tokens that the head and the loss see: those that a masked language model asks
     for."""
-    sync_every: int = 1
-    """Steps between exchanges of replicas: more than one for local updates."""
+    comm: Comm = field(default_factory=Comm)
+    """What crosses each axis and how often; what is "auto" there is priced as exact."""
+    shard_algorithm: str = "backend"
+    """Who scatters gradients and gathers parameters, see `comm.algorithms`."""
 
     @classmethod
     def of(cls, job: Job) -> "Setting":
         """That of a decoder's Job, whose cluster is concrete."""
         assert isinstance(job.model, Model)
         train, stack = job.train, job.cluster.stack or Stack()
-        return cls(job.model, job.cluster, train.seq_len, train.global_batch, stack)
+        setting = cls(job.model, job.cluster, train.seq_len, train.global_batch, stack)
+        algorithm = job.comm.fsdp.algorithm
+        if algorithm == "auto":  # which of ours, the layout decides: gloo's own is never it
+            is_ours = setting.device.is_cpu and setting.cluster.num_devices <= MOST_RANKS
+            algorithm = "halving_doubling" if is_ours else "backend"
+        return replace(setting, shard_algorithm=algorithm, comm=job.comm)
 
     @property
     def device(self) -> Device:
         """Of the concrete cluster."""
-        assert self.cluster.device != "auto"
-        return self.cluster.device
+        return self.cluster.known_device
+
+    @property
+    def replica_codec(self) -> Codec:
+        """In what form replicas exchange gradients, or under local updates what they changed."""
+        form = self.comm.local.compress if self.updates_locally else self.comm.dp.compress
+        return codec("none" if form == "auto" else form)
+
+    @property
+    def updates_locally(self) -> bool:
+        """Whether replicas do steps of their own between exchanges."""
+        return self.comm.local.method != "none"
 
 
 @dataclass(frozen=True, eq=False)

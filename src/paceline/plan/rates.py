@@ -49,6 +49,9 @@ MEMORY_SHARE = 0.8
 ATTENTION_BLOCK = 128
 # Backward attention: five products of the square where forward has two.
 BACKWARD_WORK = 2.5
+# The first FlashAttention takes about twice as long as the second, with either head size and mask,
+# on A100 and H100 (arXiv:2307.08691, section 4.1: 25 to 40 % of A100's peak against 50 to 73 %).
+FLASH1_TIME = 2.0
 # Bytes of a product's operands and of its result.
 _OPERAND_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp4": 0.5}
 _RESULT_BYTES = _OPERAND_BYTES | {"fp8": 2, "fp4": 2}
@@ -108,8 +111,9 @@ def attention_s(
     Args:
         device: what it runs on.
         precision: of the other products; where those are of 8 bits or less, attention is bf16.
-        backend: "flash", "flash3" or "unfused" (see `config.curves.DeviceCurves`); a fused one
-            that was not measured costs its products.
+        backend: "flash", "flash3" or "unfused" (see `config.curves.DeviceCurves`), or "flash1":
+            `FLASH1_TIME` times the seconds of "flash"; a fused one that was not measured costs its
+            products.
         batch: samples.
         heads: of queries, on this rank.
         q_len: queries of a sample.
@@ -294,7 +298,10 @@ class _Attention(NamedTuple):
 def _attention_curve(key: _Same, backend: str) -> _Attention | None:
     """None: priced as its products."""
     curves, scale, _ = _curves(key)
-    name = "flash" if backend == "flash3" and "flash3" not in curves.attention else backend
+    name = backend
+    if backend not in curves.attention and backend != "unfused":
+        name = "flash"
+        scale = scale / FLASH1_TIME if backend == "flash1" else scale
     if name not in curves.attention:
         return None
     curve = curves.attention[name]

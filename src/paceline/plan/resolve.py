@@ -16,6 +16,7 @@ from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.noun import size
 from paceline.config.schedule import STAGES_PER_RANK, refusal
+from paceline.plan.comm import resolve_comm
 from paceline.plan.prediction import Prediction
 from paceline.plan.schedules import split_layers
 
@@ -53,15 +54,15 @@ def resolve(job: Job, machine: Cluster) -> Plan:
         InputError: one sentence, where no layout satisfies what the Job demands.
     """
     cluster, reasons = concrete_cluster(job.cluster, machine)
-    assert cluster.device != "auto"
-    layout = _resolve_precision(job.layout, cluster.device, reasons)
+    layout = _resolve_precision(job.layout, cluster.known_device, reasons)
     layout = _resolve_switches(job, layout, reasons)
     layout = _resolve_axes(job, layout, cluster, reasons)
     layout = _resolve_sharing(job, layout, reasons)
-    layout = _resolve_micro_batch(job, layout, cluster.device, reasons)
+    layout = _resolve_micro_batch(job, layout, cluster.known_device, reasons)
     layout = _resolve_split(job, layout, reasons)
     layout.check(job.model, cluster, job.train.seq_len, job.train.global_batch)
-    return Plan(job.replace(cluster=cluster, layout=layout), reasons)
+    comm, why = resolve_comm(job, layout, cluster)
+    return Plan(job.replace(cluster=cluster, layout=layout, comm=comm), reasons | why)
 
 
 def concrete_cluster(given: Cluster, machine: Cluster) -> tuple[Cluster, dict[str, str]]:
@@ -106,9 +107,7 @@ def _bucket_mib(job: Job) -> float:
 
 def _resolve_axes(job: Job, layout: Layout, cluster: Cluster, reasons: dict[str, str]) -> Layout:
     """Axes nobody asked for have size 1, except dp and fsdp, which share out what is left."""
-    assert cluster.devices_per_node != "auto"
-    assert cluster.num_nodes != "auto"
-    ranks = cluster.devices_per_node * cluster.num_nodes
+    ranks = cluster.num_devices
     unasked = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(layout, axis) == "auto"]
     reasons |= {f"layout.{axis}": "used only where it is asked for" for axis in unasked}
     layout = layout.replace(**dict.fromkeys(unasked, 1))

@@ -71,8 +71,7 @@ def device_mtbf_hours(cluster: Cluster) -> Figure | None:
     """
     if cluster.device_mtbf_hours is not None:
         return cluster.device_mtbf_hours
-    assert cluster.device != "auto"
-    return None if cluster.device.kind == "cpu" else LARGE_RUN_MTBF
+    return None if cluster.known_device.kind == "cpu" else LARGE_RUN_MTBF
 
 
 def job_mtbf_s(device_hours: npt.ArrayLike, num_devices: npt.ArrayLike) -> Array:
@@ -261,8 +260,7 @@ def bill(
 
 def site_watts_per_device(cluster: Cluster) -> float | None:
     """Watts of one device at full power, with its share of the site where that is known."""
-    assert cluster.device != "auto"
-    watts, overhead = cluster.device.power_watts, cluster.prices.power_overhead
+    watts, overhead = cluster.known_device.power_watts, cluster.prices.power_overhead
     if watts is None:
         return None
     return watts.value * (1.0 if overhead is None else overhead.value)

@@ -18,7 +18,6 @@ from paceline.config.model import Model
 from paceline.config.vision import ConvNet, EfficientNet, ResNet
 from paceline.plan.answer.outlook import Outlook, outlook
 from paceline.plan.convnet.choose import predict_all, sentences_of
-from paceline.plan.convnet.step import device_of
 from paceline.plan.points import Setting
 from paceline.plan.prediction import Prediction
 from paceline.plan.search import why
@@ -107,7 +106,7 @@ def _of_decoder(job: Job, wishes: Wishes) -> Answer:
 
 def _of_convnet(job: Job, network: ConvNet, wishes: Wishes) -> Answer:
     found = predict_all(network, job.cluster, job.train.global_batch, wishes)
-    memory = device_of(job.cluster).memory_bytes
+    memory = job.cluster.known_device.memory_bytes
     limit = None if memory is None else (1 - MARGIN) * memory.value
     fits = tuple(one for one in found if limit is None or one.peak_memory_bytes <= limit)
     best = fits[0] if fits else None

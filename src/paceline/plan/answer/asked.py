@@ -101,10 +101,10 @@ def _of_job(given: Cluster, machine: Callable[[], Cluster]) -> Cluster:
 
 def _measured(cluster: Cluster) -> Cluster:
     """The cluster, where something is known about the speed of its device."""
-    assert cluster.device != "auto"
-    if not cluster.device.peak_flops and cluster.device.curves is None:
+    machine = cluster.known_device
+    if not machine.peak_flops and machine.curves is None:
         raise InputError(
-            f"how fast this machine ({cluster.device.name}) is, is not known: measure it with "
+            f"how fast this machine ({machine.name}) is, is not known: measure it with "
             "`paceline bench` and plan with --cluster cluster.toml, or plan for devices of the "
             "catalogue, for example --cluster 8xH100-SXM."
         )

@@ -22,7 +22,6 @@ from paceline.plan.answer.answer import Answer, answer, prediction_json, to_json
 from paceline.plan.answer.asked import bounds_of, budget_of, clusters_of, lengthened
 from paceline.plan.answer.describe import headline
 from paceline.plan.answer.show import show, show_purchase
-from paceline.plan.convnet.step import device_of
 from paceline.plan.points import Setting
 from paceline.plan.price.simulate import predicted_timeline
 from paceline.plan.search.budget import Purchase, buy
@@ -123,7 +122,7 @@ def _buy(job: Job, offers: Sequence[Cluster], text: str, wishes: Wishes, as_json
     unpriced = [each for each in offers if each.prices.usd_per_device_hour is None]
     if unpriced:
         raise InputError(
-            f"the price of {device_of(unpriced[0]).name} is not known: give --price 2.5 an hour "
+            f"the price of {unpriced[0].known_device.name} is not known: give --price 2.5 an hour "
             "(USD, once for each --cluster) or cluster.prices.usd_per_device_hour."
         )
     setting = Setting.of(job.replace(cluster=offers[0]))

@@ -48,14 +48,13 @@ def facts(found: Answer) -> list[str]:
     """The model, the cluster, and the work of a step."""
     cluster, model, train = found.job.cluster, found.job.model, found.job.train
     assert isinstance(model, Model | ResNet | EfficientNet)
-    assert cluster.device != "auto"
     nodes = "" if cluster.num_nodes == 1 else f"{cluster.num_nodes:,} nodes of "
     size = f"{train.global_batch:,} x {train.seq_len:,} tokens"
     if found.unit == "images":
         size = f"{train.global_batch:,} images"
     return [
         f"{_count(model.num_params)} parameters",
-        f"{nodes}{cluster.devices_per_node} x {cluster.device.name}",
+        f"{nodes}{cluster.devices_per_node} x {cluster.known_device.name}",
         f"{size} a step",
     ]
 

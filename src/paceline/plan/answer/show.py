@@ -224,8 +224,7 @@ def purchase_table(bought: Purchase) -> Table:
 
 
 def _offer(run: Run) -> str:
-    device = run.cluster.device
-    assert device != "auto"
+    device = run.cluster.known_device
     return f"{run.cluster.num_nodes} x {run.cluster.devices_per_node} {device.name}"
 
 

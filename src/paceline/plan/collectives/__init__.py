@@ -12,15 +12,27 @@ of the tiers follows how many of them share a node, and how many nodes (racks) i
 Everything broadcasts: one layout or ten million take the same path. Sizes are those of nccl-tests:
 the whole buffer that is reduced, gathered, scattered or (by one rank) exchanged.
 
-What it is not: a choice of algorithms of our own (an all-reduce in three phases belongs to whoever
-runs it), nor a simulation of a network. Congestion, routing and stragglers are not here; constants
-of a stack (`comm_time_inside`, `comm_time_across`) multiply what this returns.
+- Algorithms of our own (`comm.algorithms`, named as "all_reduce.tree") are priced from the list of
+  messages that a run executes (`counted`); `algorithm` chooses between them and the backend.
+
+What it is not: a simulation of a network. Congestion, routing and stragglers are not here;
+constants of a stack (`comm_time_inside`, `comm_time_across`) multiply what this returns.
 
 Sources: NCCL's cost model (github.com/NVIDIA/nccl, src/graph/tuning.cc), "Demystifying NCCL"
 https://arxiv.org/abs/2507.04786, Thakur et al. 2005 (algorithms of MPI collectives).
 """
 
+from paceline.plan.collectives.algorithm import Choice, choose_algorithm
 from paceline.plan.collectives.groups import origins, tiers_of
-from paceline.plan.collectives.seconds import OPS, collective_s, is_across
+from paceline.plan.collectives.seconds import OPS, collective_s, is_across, num_domains
 
-__all__ = ["OPS", "collective_s", "is_across", "origins", "tiers_of"]
+__all__ = [
+    "OPS",
+    "Choice",
+    "choose_algorithm",
+    "collective_s",
+    "is_across",
+    "num_domains",
+    "origins",
+    "tiers_of",
+]

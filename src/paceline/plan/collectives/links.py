@@ -116,8 +116,7 @@ def links_of(cluster: Cluster) -> Links | None:
 
 @lru_cache(maxsize=64)
 def _links_of(same: _Same) -> Links | None:
-    device = same.cluster.device
-    assert device != "auto", "the plan makes the cluster concrete"
+    device = same.cluster.known_device
     tiers = tiers_of(same.cluster)
     return _worked_out(tiers, is_gloo=device.kind == "cpu") if tiers else None
 

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from paceline.comm.algorithms import ALGORITHMS
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.noun import nearest
+from paceline.plan.collectives.counted import counted_s
 from paceline.plan.collectives.groups import Spread, members, spread
 from paceline.plan.collectives.links import Links, links_of
 from paceline.plan.collectives.measured import Table
@@ -21,6 +23,8 @@ from paceline.plan.collectives.modelled import modelled_s
 from paceline.plan.points import Array
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+_OURS = {f"{op}.{name}": (op, name) for op, names in ALGORITHMS.items() for name in names}
+_NAMES = (*OPS, *_OURS)
 _CHUNK = 1 << 14  # groups
 
 
@@ -35,7 +39,8 @@ def collective_s(
 
     Args:
         cluster: concrete.
-        op: one of OPS.
+        op: one of OPS, as the backend does it; or "all_reduce.tree": by an algorithm of ours
+            (`comm.algorithms`).
         num_bytes: of the whole buffer, as nccl-tests counts: what is reduced, gathered, scattered;
             of an all-to-all what one rank sends, its own part included; of send_recv the message.
         num_ranks: of the group. send_recv: from each rank to the next of so many, the slowest.
@@ -47,27 +52,46 @@ def collective_s(
     Raises:
         InputError: an unknown op; or the cluster's links are not known.
     """
-    if op not in OPS:
-        raise InputError(f"collective {op!r} is not known{nearest(op, OPS)}")
+    if op not in _NAMES:
+        raise InputError(f"collective {op!r} is not known{nearest(op, _NAMES)}")
     links = links_of(cluster)
     size, ranks = np.asarray(num_bytes, float), np.asarray(num_ranks, float)
     shape = np.broadcast(size, ranks, stride).shape
     if links is None:
         return np.zeros(shape)
     flat = [_flat(column, shape) for column in (size, ranks, np.asarray(stride))]
-    seconds = _in_chunks(links, op, *flat)
+    is_ours = op in _OURS
+    seconds = _ours_s(cluster, links, op, *flat) if is_ours else _in_chunks(links, op, *flat)
     return np.where((flat[1] > 1) & (flat[0] > 0), seconds, 0.0).reshape(shape)
+
+
+def _ours_s(
+    cluster: Cluster, links: Links, op: str, size: Array, ranks: Array, step: Array
+) -> Array:
+    """By measured curves where all groups have some, otherwise from the rounds."""
+    groups = spread(links.domain_sizes, ranks, step)
+    level = 0 if groups.inside.all() else 1
+    covered = level == 0 or bool((groups.domains[1] == ranks).all())
+    if covered and level < len(links.tables) and op in links.tables[level]:
+        return links.tables[level][op].seconds(size, ranks)
+    name, algorithm = _OURS[op]
+    return counted_s(cluster, algorithm, name, size, ranks, step)
 
 
 def _flat(column: Array, shape: tuple[int, ...]) -> Array:
     return (column if column.shape == shape else np.broadcast_to(column, shape)).ravel()
 
 
-def is_across(cluster: Cluster, num_ranks: npt.ArrayLike, stride: npt.ArrayLike) -> Array:
-    """Whether groups leave the first tier: bool, of the broadcast shape; arguments as above."""
+def num_domains(cluster: Cluster, num_ranks: npt.ArrayLike, stride: npt.ArrayLike) -> Array:
+    """Domains of the first tier that groups are spread over; arguments as in `collective_s`."""
     links = links_of(cluster)
     held = members(links.domain_sizes[0], np.asarray(stride)) if links else np.inf
-    return np.asarray(num_ranks) > held
+    return np.ceil(np.asarray(num_ranks) / held)
+
+
+def is_across(cluster: Cluster, num_ranks: npt.ArrayLike, stride: npt.ArrayLike) -> Array:
+    """Whether groups leave the first tier: bool, of the broadcast shape; arguments as above."""
+    return num_domains(cluster, num_ranks, stride) > 1
 
 
 def _in_chunks(links: Links, op: str, size: Array, ranks: Array, step: Array) -> Array:

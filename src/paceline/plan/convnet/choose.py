@@ -20,7 +20,6 @@ from paceline.plan.convnet.step import Training, convnet_times, predict_convnet
 from paceline.plan.points import Array
 from paceline.plan.prediction import Prediction
 from paceline.plan.scale import weak_efficiency
-from paceline.plan.search.rules import num_ranks
 from paceline.plan.search.space import Wishes, divisors
 
 _GRADIENT_BYTES = 4
@@ -67,7 +66,7 @@ def predict_all(
 
 
 def _layouts(cluster: Cluster, global_batch: int, wishes: Wishes) -> Iterator[Layout]:
-    ranks, layout = num_ranks(cluster), wishes.layout
+    ranks, layout = cluster.num_devices, wishes.layout
     if layout.dp not in ("auto", ranks):
         raise InputError(
             f"layout.dp = {layout.dp} was given for {ranks} devices: a convolutional network is "
@@ -94,18 +93,16 @@ def _layouts(cluster: Cluster, global_batch: int, wishes: Wishes) -> Iterator[La
 
 
 def _precisions(cluster: Cluster, wishes: Wishes) -> tuple[str, ...]:
-    assert cluster.device != "auto"
-    given, can = wishes.layout.precision, cluster.device.precisions
+    given, can = wishes.layout.precision, cluster.known_device.precisions
     if "precision" in wishes.free:
         return tuple(name for name in can if name in VALUE_BYTES)
     if given != "auto":
         return (given,)
-    return (cluster.device.safest_fast_precision,)
+    return (cluster.known_device.safest_fast_precision,)
 
 
 def _compiled(cluster: Cluster, wishes: Wishes) -> tuple[bool, ...]:
-    assert cluster.device != "auto"
-    every = (False, True) if cluster.device.kind != "cpu" else (False,)
+    every = (False, True) if cluster.known_device.kind != "cpu" else (False,)
     return wishes.switches("compile", every)
 
 

@@ -11,7 +11,7 @@ from paceline.config.stack import Stack
 from paceline.config.vision import ConvNet, EfficientNet, ResNet
 from paceline.plan.convnet.kernels import VALUE_BYTES
 from paceline.plan.convnet.memory import convnet_memory_bytes
-from paceline.plan.convnet.step import device_of, predict_convnet
+from paceline.plan.convnet.step import predict_convnet
 from paceline.plan.prediction import Prediction
 
 # Families as papers and model zoos write them, in small letters.
@@ -70,15 +70,13 @@ def predict_images_per_s(
     Returns:
         the Prediction, with images per second as tokens_per_s; or why there is none, in a word.
     """
-    network, device = network_named(name, image_size), device_of(cluster)
+    network, device = network_named(name, image_size), cluster.known_device
     if network is None:
         return "network"
     word = precision.split()[0].lower().replace("mixed", "fp16").replace("amp", "fp16")
     if word not in VALUE_BYTES or device.peak(word) is None:
         return "precision"
-    assert cluster.devices_per_node != "auto"
-    assert cluster.num_nodes != "auto"
-    ranks = cluster.devices_per_node * cluster.num_nodes
+    ranks = cluster.num_devices
     found = batch or _largest_batch(network, device, word)
     if found is None:
         return "memory"

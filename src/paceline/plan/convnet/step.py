@@ -85,7 +85,7 @@ def convnet_times(network: ConvNet, cluster: Cluster, stack: Stack, training: Tr
     Raises:
         InputError: the device's peak at this precision is not known.
     """
-    device = device_of(cluster)
+    device = cluster.known_device
     conv, sweep = forward_backward_s(network, device, stack, training.precision, training.batch)
     device_s = conv.sum(axis=(0, 1)) + sweep.sum(axis=(0, 1))
     launched_s = num_launches(network, stack) * constant(stack, "launch_us") * 1e-6
@@ -113,12 +113,6 @@ def convnet_times(network: ConvNet, cluster: Cluster, stack: Stack, training: Tr
         terms["data_wait"] = np.maximum(loading - busy - terms["straggler_wait"], 0.0)
     n = np.broadcast_shapes(*(value.shape for value in terms.values()))
     return Times({key: np.broadcast_to(value, n) for key, value in terms.items()}, reduce_s)
-
-
-def device_of(cluster: Cluster) -> Device:
-    """The device of a concrete cluster."""
-    assert cluster.device != "auto"
-    return cluster.device
 
 
 def _optimizer_s(network: ConvNet, device: Device, stack: Stack, training: Training) -> Array:
@@ -219,7 +213,7 @@ def predict_convnet(
     Raises:
         InputError: the layout has other axes than dp, or the device's peak is not known.
     """
-    device, stack = device_of(cluster), stack or cluster.stack or Stack()
+    device, stack = cluster.known_device, stack or cluster.stack or Stack()
     if layout.compile is True:
         stack = stack.replace(elementwise="fused")
     if not layout.is_plain or layout.fsdp != 1:

@@ -70,8 +70,6 @@ class Shape(NamedTuple):
 
 def shape_of(setting: Setting, points: Points) -> Shape:
     """What the formulas of a block read of the points."""
-    device = setting.cluster.device
-    assert device != "auto"
     tokens = points.micro_batch * setting.seq_len / points.cp
     shared = np.where(points.sequence_parallel.astype(bool), points.tp, 1)
     value, param = points.value_bytes, points.param_bytes
@@ -91,7 +89,7 @@ def shape_of(setting: Setting, points: Points) -> Shape:
         fused=compiled | (setting.stack.elementwise == "fused"),
         expert_tp=np.where(setting.stack.expert_tp == "tp", points.tp, 1),
         routed_tokens=tokens / np.where(setting.stack.expert_tp == "tp", 1, points.tp),
-        is_cpu=device.kind == "cpu",
+        is_cpu=setting.device.is_cpu,
     )
 
 

@@ -45,7 +45,7 @@ def slack_bytes(setting: Setting, points: Points, terms: Mapping[str, Array]) ->
         terms: at the peak, what comes and goes; "waiting": gradients as the optimizer finds them;
             "flat": tensors of another moment that are too large for any hole.
     """
-    if _is_cpu(setting):
+    if setting.device.is_cpu:
         return np.zeros(1)
     others = ("waiting", "flat")
     moving = sum((value for name, value in terms.items() if name not in others), np.zeros(1))
@@ -59,17 +59,11 @@ def slack_bytes(setting: Setting, points: Points, terms: Mapping[str, Array]) ->
 
 def context_bytes(setting: Setting, points: Points) -> Array:
     """Outside of the allocator: the context, and a communicator for each axis in use: (n,)."""
-    if _is_cpu(setting):
+    if setting.device.is_cpu:
         return np.zeros(1)
     axes = (points.dp, points.fsdp, points.tp, points.pp, points.cp, points.ep)
     communicators = sum(((axis > 1) * 1.0 for axis in axes), np.zeros(1))
     return CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES
-
-
-def _is_cpu(setting: Setting) -> bool:
-    device = setting.cluster.device
-    assert device != "auto"
-    return device.kind == "cpu"
 
 
 def sent_bytes(setting: Setting, points: Points, holdings: Holdings) -> Array:
@@ -83,6 +77,18 @@ def sent_bytes(setting: Setting, points: Points, holdings: Holdings) -> Array:
     return np.where(points.pp > 1, tensors * kept_input(setting, points), 0)
 
 
+def _gathered_numbers(points: Points, value: Array) -> Array:
+    """Bytes per query number of a rank where keys and values come all together.
+
+    As torch.distributed.tensor.experimental._context_parallel has it: keys and values of all ranks
+    and those that are sent; their gradients in fp32 at home, sent and received, and this step's;
+    the gradient of the queries in fp32 and this step's.
+    """
+    ranks = points.cp / points.ulysses
+    keys_and_values = 2 * ((ranks + 1) * value + 3 * _FP32 + value)
+    return keys_and_values + _FP32 + value
+
+
 def exchange_bytes(setting: Setting, points: Points) -> Array:
     """Inside a block's backward pass: rings of keys and values, rows for experts: (n,).
 
@@ -94,6 +100,8 @@ def exchange_bytes(setting: Setting, points: Points) -> Array:
     kv = model.num_kv_heads * (model.head_dim + model.value_dim) / points.tp
     q = model.num_heads * model.head_dim / points.tp
     ring = shape.tokens * (kv * (2 * shape.value + 4 * _FP32) + q * _FP32)
+    if setting.stack.cp_keys == "gathered":
+        ring = shape.tokens * q * _gathered_numbers(points, shape.value)
     heads = shape.tokens * q * shape.value
     between = np.where(points.cp > points.ulysses, ring, 0) + np.where(points.ulysses > 1, heads, 0)
     if model.experts is None:

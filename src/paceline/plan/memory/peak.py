@@ -78,6 +78,8 @@ class _Parts(NamedTuple):
     grads: _Line
     """Gradients of earlier backward passes, and of the blocks that are done."""
     fresh_ends: Array
+    fresh_head: Array
+    """Of these, those that are there from the beginning of a backward pass."""
     fresh_block: Array
     """Whole gradients that wait to be reduced."""
     gathered: _Line
@@ -87,6 +89,9 @@ class _Parts(NamedTuple):
     """A block's parameters, where they come and go."""
     reduced_block: Array
     reduced_ends: Array
+    late_message: Array
+    """Of what is reduced last, from the micro-batch before."""
+    gathered_at_last: Array
     logits_wait: Array
     logits_peak: Array
     sent: Array
@@ -158,7 +163,6 @@ def _parts(setting: Setting, points: Points, holdings: Holdings, counts: Counts)
     wait, peak = logits_bytes(setting, points)
     waiting = np.maximum(holdings.heads_in_flight - 1, 0) * wait
     zero, one = np.zeros(1), np.ones(1)
-    fresh_ends = states.fresh_grads(setting, points, counts, 0.0)
     return _Parts(
         layers=layers,
         plain=layers * (1 - share),
@@ -172,8 +176,9 @@ def _parts(setting: Setting, points: Points, holdings: Holdings, counts: Counts)
             states.grads_before(setting, points, counts, zero),
             states.grads_before(setting, points, counts, one),
         ),
-        fresh_ends=fresh_ends,
-        fresh_block=states.fresh_grads(setting, points, counts, 1.0) - fresh_ends,
+        fresh_ends=states.fresh_ends(setting, points, counts),
+        fresh_head=states.fresh_head(setting, points, counts),
+        fresh_block=states.fresh_block(setting, points, counts),
         gathered=_Line(
             states.stays_gathered(setting, points, counts, zero),
             states.stays_gathered(setting, points, counts, one),
@@ -182,6 +187,8 @@ def _parts(setting: Setting, points: Points, holdings: Holdings, counts: Counts)
         block=states.gathered_block(setting, points, counts),
         reduced_block=states.reduced_block(setting, points, counts),
         reduced_ends=states.reduced_ends(setting, points, counts),
+        late_message=states.late_message(setting, points, counts),
+        gathered_at_last=states.gathered_at_last(setting, points, counts),
         logits_wait=waiting,
         logits_peak=np.where(holdings.heads_in_flight > 0, waiting + peak, 0),
         sent=sent_bytes(setting, points, holdings),
@@ -209,14 +216,14 @@ def _loss(parts: _Parts) -> Terms:
         "activations": parts.kept + parts.ends,
         "logits": parts.logits_peak,
         "gather_buffers": parts.gathered.start + parts.cast_head,
-        "comm_buffers": parts.sent,
+        "comm_buffers": parts.sent + parts.late_message,
     }
 
 
 def _inside(parts: _Parts, blocks_done: Array) -> Terms:
     """In the inner layer of a block's backward pass, after those of `blocks_done` blocks."""
     again = np.where(blocks_done >= parts.plain, parts.again, 0)
-    reduced = np.where(blocks_done > 0, parts.reduced_block, 0)
+    reduced = np.where(blocks_done > 0, parts.reduced_block, parts.late_message)
     return _of_backward(parts, blocks_done, _SHARE_INSIDE) | {
         "activations": _left(parts, blocks_done) + again + parts.between,
         "comm_buffers": parts.sent + parts.exchange + reduced,
@@ -237,7 +244,7 @@ def _of_backward(parts: _Parts, blocks_done: Array, share: float) -> Terms:
     done = blocks_done / parts.layers
     ahead = np.where(blocks_done + 1 < parts.layers, 2, 1)
     return {
-        "grads": parts.grads.at(done) + parts.fresh_ends + share * parts.fresh_block,
+        "grads": parts.grads.at(done) + parts.fresh_head + share * parts.fresh_block,
         "logits": parts.logits_wait,
         "gather_buffers": parts.gathered.at(done) + ahead * parts.block,
     }
@@ -254,7 +261,7 @@ def _root(parts: _Parts) -> Terms:
     """The very end of a backward pass, when FSDP2 reduces what is in no block."""
     return {
         "grads": parts.grads.end + parts.fresh_ends,
-        "gather_buffers": parts.gathered.end,
+        "gather_buffers": parts.gathered_at_last,
         "comm_buffers": parts.reduced_ends,
     }
 

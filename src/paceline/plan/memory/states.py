@@ -9,7 +9,11 @@
 Within a step FSDP2 gathers, in the type of the arithmetic: at ZeRO-3 the block in use and the one
 ahead, before that (and in any pipeline) everything. Gradients that are reduced once a step (ZeRO-1
 with several micro-batches, pipelines) are whole until then, in fp32 where several are added up.
-Replicas of a part of a network are FSDP2's too, as shards of one rank: whole all the time.
+What is in no block is reduced last in each backward pass, and FSDP2 lets go of that message only
+when the next one is made: with several micro-batches, in the next one's backward pass. DDP's
+buckets are there all the time; beside them the gradients of micro-batches that aren't reduced are
+added up in tensors of their own, which the last micro-batch copies into the buckets. Replicas of a
+part of a network are FSDP2's too, as shards of one rank: whole all the time.
 
 Stacks that hold whole 16-bit parameters (`Stack.states`) have these, and at ZeRO-1 whole gradients,
 from step to step; only moments and master copy are shards (6 + 12/d bytes per parameter with fp32
@@ -100,25 +104,45 @@ def grads_before(
         share: of the blocks whose backward pass is done, 0 to 1.
         reduced: as the optimizer finds them.
     """
-    waiting = _grad_bytes(setting, points, points.param_bytes) * counts.sharded
+    each = _grad_bytes(setting, points, points.param_bytes)
+    waiting = coming = each * counts.sharded
+    several = points.num_micro_batches > 1
     if not reduced:
         summed = _grad_bytes(setting, points, np.maximum(points.value_bytes, _FP32))
         waits_whole = sums_whole(points) & ~lasting_buffers(setting, points)
         waiting = np.where(waits_whole, summed * counts.whole, waiting)
-    there = (points.num_micro_batches > 1) | is_ddp(points)
+        waiting = waiting * np.where(several & is_ddp(points), 2, 1)
+        ends = np.where(is_fsdp(points), counts.ends / num_shards(points), 0)
+        coming = coming - each * ends
     elsewhere = points.offload_params.astype(bool) | _keeps_grads(setting, points)
-    return np.where(elsewhere, 0, np.where(there, waiting, share * waiting))
+    there = np.where(several | is_ddp(points), waiting, share * coming)
+    return np.where(elsewhere, 0, there)
 
 
-def fresh_grads(setting: Setting, points: Points, counts: Counts, share: float) -> Array:
-    """Gradients of a backward pass that wait to be reduced or added: a share of a block's, and with
-    FSDP2 those of the ends, which wait until the pass is over: (s, n)."""
+def fresh_block(setting: Setting, points: Points, counts: Counts) -> Array:
+    """A block's gradients of a backward pass that wait to be reduced or added: (n,)."""
     kept = _keeps_grads(setting, points)
     alone = (points.num_micro_batches == 1) & ~is_ddp(points) & ~kept
     own = np.where(alone, points.param_bytes, 0)
-    sharded = is_fsdp(points) & ~kept
-    of_block = np.where(sharded, points.value_bytes, own) * share * counts.block
-    return of_block + np.where(sharded, counts.ends * points.value_bytes, 0)
+    return np.where(is_fsdp(points) & ~kept, points.value_bytes, own) * counts.block
+
+
+def fresh_ends(setting: Setting, points: Points, counts: Counts) -> Array:
+    """The same of parameters in no block, with FSDP2, which reduces them when the pass is over:
+    (s, n)."""
+    sharded = is_fsdp(points) & ~_keeps_grads(setting, points)
+    return np.where(sharded, counts.ends * points.value_bytes, 0)
+
+
+def fresh_head(setting: Setting, points: Points, counts: Counts) -> Array:
+    """Of these, those that are there from the beginning of a backward pass, the head's: (s, n).
+
+    A GPU's allocator seems to have room for the embedding's too all the time, which come at the
+    very end: torchtitan's published reserved peaks are met with it.
+    """
+    if not setting.device.is_cpu:
+        return fresh_ends(setting, points, counts)
+    return fresh_ends(setting, points, counts._replace(ends=counts.head))
 
 
 def stays_gathered(
@@ -180,6 +204,18 @@ def reduced_ends(setting: Setting, points: Points, counts: Counts) -> Array:
     reduce = np.maximum(points.value_bytes, _FP32)
     is_copied = _gathers(setting, points) & ~sums_whole(points)
     return np.where(is_copied, counts.ends * reduce, 0)
+
+
+def late_message(setting: Setting, points: Points, counts: Counts) -> Array:
+    """The last message of the micro-batch before, until the next one is made: (s, n)."""
+    return np.where(points.num_micro_batches > 1, reduced_ends(setting, points, counts), 0)
+
+
+def gathered_at_last(setting: Setting, points: Points, counts: Counts) -> Array:
+    """Copies of parameters when the ends are reduced, whose own FSDP2 has freed by then: (s, n)."""
+    stay = stays_gathered(setting, points, counts, 1.0)
+    frees = is_fsdp(points) & ((points.num_micro_batches == 1) | (points.zero == 3))
+    return np.where(frees & (points.pp == 1), stay - counts.ends * points.value_bytes, stay)
 
 
 def widened_grads(setting: Setting, points: Points, counts: Counts) -> Array:

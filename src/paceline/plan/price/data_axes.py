@@ -28,13 +28,17 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.config.stack import constant
-from paceline.plan.points import SCHEDULES, Array, Points, Setting
-from paceline.plan.price.parts import Part, Request, hidden_share, is_cpu
+from paceline.plan.points import PRECISIONS, SCHEDULES, Array, Points, Setting
+from paceline.plan.price.compress import bits_per_value, codec_s, wire_ops
+from paceline.plan.price.parts import Part, Request, hidden_share
 from paceline.plan.price.work import Work, autocasts, is_sharded
 
 # torch.nn.parallel.DistributedDataParallel's first bucket, so that reducing starts early.
 _FIRST_BUCKET_BYTES = 2**20
+# How often a buffer crosses a rank's link, but for the rank's own share of it.
+_CROSSINGS = {"all_reduce": 2, "all_to_all": 1, "all_gather": 1}
 _DUALPIPE = SCHEDULES.index("dualpipe")
+_FP8 = PRECISIONS.index("fp8")
 
 
 class Groups(NamedTuple):
@@ -86,11 +90,11 @@ def expert_groups(setting: Setting, points: Points) -> Groups:
     return Groups(replicas, stride * shards, shards, stride)
 
 
-def wire_bytes(setting: Setting, points: Points) -> tuple[Array, Array, Array]:
-    """Bytes per value: of a gathered parameter, of a gradient over shards, over replicas."""
+def wire_bytes(setting: Setting, points: Points) -> tuple[Array, Array]:
+    """Bytes per value: of a gathered parameter, of a gradient that isn't compressed."""
     gathered = points.value_bytes
     if setting.stack.gather_dtype == "fp8":
-        gathered = np.where(points.value_bytes == 2, 1, points.value_bytes)
+        gathered = np.where(points.precision == _FP8, 1, points.value_bytes)
     named = {"fp32": 4, "bf16": 2}.get(setting.stack.grad_dtype)
     # FSDP2 reduces in fp32 where it computes in 16 bits (parallel.apply); DDP what it has.
     reduced = np.maximum(points.value_bytes, 4)
@@ -99,8 +103,13 @@ def wire_bytes(setting: Setting, points: Points) -> tuple[Array, Array, Array]:
         if named is None
         else (np.full(1, float(named)))
     )
-    across = reduced if setting.gradient_bytes is None else np.full(1, setting.gradient_bytes)
-    return gathered, reduced, across
+    return gathered, reduced
+
+
+def coded_bytes(setting: Setting, points: Points, works: Sequence[Work]) -> Array:
+    """Bytes per value of a gradient between replicas: in each collective of `wire_ops`."""
+    _, reduced = wire_bytes(setting, points)
+    return bits_per_value(setting.replica_codec, works, reduced) / 8
 
 
 class _Unit(NamedTuple):
@@ -112,9 +121,11 @@ class _Unit(NamedTuple):
 
 
 def requests(setting: Setting, points: Points, works: Sequence[Work], held: Held) -> list[Request]:
-    """The collectives of all units: six for each part, and a bucket's of DDP."""
-    gathered, reduced, across = wire_bytes(setting, points)
+    """The collectives of all units: six for each part, and those of one of DDP's buckets."""
+    gathered, reduced = wire_bytes(setting, points)
+    across = coded_bytes(setting, points, works)
     sharded = is_sharded(points)
+    by = "" if setting.shard_algorithm == "backend" else f".{setting.shard_algorithm}"
     asked = []
     for work in works:
         for params, groups in (
@@ -124,8 +135,8 @@ def requests(setting: Setting, points: Points, works: Sequence[Work], held: Held
             shards = np.where(sharded, groups.shards, 1)
             replicas = np.where(sharded, groups.replicas, 1)
             asked += [
-                Request("all_gather", params * gathered, shards, groups.shard_stride),
-                Request("reduce_scatter", params * reduced, shards, groups.shard_stride),
+                Request("all_gather" + by, params * gathered, shards, groups.shard_stride),
+                Request("reduce_scatter" + by, params * reduced, shards, groups.shard_stride),
                 Request(
                     "all_reduce", params / groups.shards * across, replicas, groups.replica_stride
                 ),
@@ -133,9 +144,10 @@ def requests(setting: Setting, points: Points, works: Sequence[Work], held: Held
     groups = dense_groups(points)
     replicas = np.where(sharded, 1, groups.replicas)
     bucket = np.minimum(points.bucket_bytes, total_params(works, held) * reduced)
-    compressed = across / reduced
-    asked.append(Request("all_reduce", bucket * compressed, replicas, groups.replica_stride))
-    return asked
+    return asked + [
+        Request(op, bucket / reduced * across, replicas, groups.replica_stride)
+        for op in wire_ops(setting.replica_codec)
+    ]
 
 
 def total_params(works: Sequence[Work], held: Held) -> Array:
@@ -161,11 +173,12 @@ def data_seconds(
 ) -> DataSeconds:
     """What the data axes add to a step; `seconds` answer `requests`."""
     units = _units(seconds, len(works))
-    host_s = constant(setting.stack, "unit_us") * 1e-6 if is_cpu(setting) else 0.0
+    host_s = constant(setting.stack, "unit_us") * 1e-6 if setting.device.is_cpu else 0.0
     share = hidden_share(setting) * setting.stack.overlaps_data_axes
     sharded = _sharded(points, parts, held, units, share, host_s)
-    buckets = _buckets(setting, points, works, parts, held, seconds[-1], share)
-    every = 1 / setting.sync_every
+    bucket_s = sum(seconds[6 * len(works) :], np.zeros(1))
+    buckets = _buckets(setting, points, works, parts, held, bucket_s)
+    every = 1 / setting.comm.local.every if setting.updates_locally else 1.0
     is_ddp = ~is_sharded(points)
     return DataSeconds(
         np.where(is_ddp, 0.0, sharded.fsdp_s),
@@ -244,21 +257,48 @@ def _buckets(
     parts: Sequence[Part],
     held: Held,
     bucket_s: Array,
-    share: float,
 ) -> DataSeconds:
-    """DDP: full buckets while the last backward pass goes on; the last one comes behind it."""
-    _, reduced, _ = wire_bytes(setting, points)
+    """DDP: full buckets while the last backward pass goes on; the last one comes behind it.
+
+    Coding takes the device that computes; beside it, too, a bucket may be on its way. Local updates
+    are exchanged when nothing else is done.
+    """
+    _, reduced = wire_bytes(setting, points)
     total_bytes = total_params(works, held) * reduced
     number = np.maximum(total_bytes / np.maximum(points.bucket_bytes, 1), 1)
     all_s = number * bucket_s
+    replicas = dense_groups(points).replicas
+    coding_s = codec_s(setting, setting.replica_codec, total_bytes / reduced, replicas)
+    coding_s = np.where(replicas > 1, coding_s, 0.0)
     backward_s = sum(
         (count * part.beside_backward_s for count, part in zip(held.blocks, parts, strict=False)),
         np.zeros(1),
     )
     first = np.minimum(_FIRST_BUCKET_BYTES / np.maximum(total_bytes, 1), 1)
-    hidden_s = share * np.minimum(np.maximum(all_s - bucket_s, 0), backward_s * (1 - first))
+    beside_s = (backward_s + coding_s) * (1 - first)
+    overlaps = setting.stack.overlaps_data_axes and not setting.updates_locally
+    share = constant(setting.stack, "overlap_share") * overlaps
+    hideable = share * _waiting_share(setting, points, works, held, all_s)
+    hidden_s = hideable * np.minimum(np.maximum(all_s - bucket_s, 0), beside_s)
     none = np.zeros(1)
-    return DataSeconds(none, all_s - hidden_s, hidden_s)
+    return DataSeconds(none, all_s - hidden_s + coding_s, hidden_s)
+
+
+def _waiting_share(
+    setting: Setting, points: Points, works: Sequence[Work], held: Held, all_s: Array
+) -> Array:
+    """Part of the buckets' seconds in which the device could compute.
+
+    On a CPU whoever sends works: only what a link is slower than a socket can be hidden.
+    """
+    if not setting.device.is_cpu:
+        return np.ones(1)
+    replicas = np.maximum(dense_groups(points).replicas, 1)
+    crossings = sum(_CROSSINGS[op] for op in wire_ops(setting.replica_codec))
+    coded = total_params(works, held) * coded_bytes(setting, points, works)
+    sent = coded * crossings * (replicas - 1) / replicas
+    busy_s = sent / (constant(setting.stack, "socket_gb_per_s") * 1e9)
+    return np.clip(1 - busy_s / np.maximum(all_s, 1e-12), 0.0, 1.0)
 
 
 def shard_of_params(setting: Setting, points: Points, works: Sequence[Work], held: Held) -> Array:
@@ -281,10 +321,10 @@ def grad_copy_bytes(setting: Setting, points: Points, works: Sequence[Work], hel
     twice and written.
     """
     params = total_params(works, held)
-    gathered, reduced, _ = wire_bytes(setting, points)
+    gathered, reduced = wire_bytes(setting, points)
     per_pass = np.where(points.zero == 3, 4.0, 0.0) * gathered
     per_pass = per_pass + np.where(points.zero >= 2, gathered + reduced, 0.0)
-    if is_cpu(setting):
+    if setting.device.is_cpu:
         # Copied once a step as well; and gloo sums up, so that the mean is a kernel of its own.
         once = 1 / np.maximum(points.num_micro_batches, 1)
         gathers = np.where(points.zero == 3, 2.0, once)

@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.config.stack import constant
 from paceline.plan.points import PRECISIONS, Array, Points, Setting
-from paceline.plan.price.work import LINEAR, PLAIN, WIDE, Core, Product, Work, padded_rows
+from paceline.plan.price.work import LINEAR, PLAIN, WIDE, Core, Product, Work, rows_of_each
 from paceline.plan.rates import attention_s, matmul_s, memory_s
 
 _FP8 = PRECISIONS.index("fp8")
@@ -42,7 +42,7 @@ class Kernels(NamedTuple):
     sweeps: Array
     sweeps_again: Array
     sweeps_backward: Array
-    num_products: float
+    num_products: Array
     num_kernels: Array
     num_kernels_backward: Array
 
@@ -69,7 +69,7 @@ def kernels_of(setting: Setting, points: Points, works: Sequence[Work]) -> list[
                 ahead,
                 again,
                 back,
-                len(work.products),
+                _num(rows_of_each(setting, product)[1] for product in work.products),
                 _num(s.kernels for s in work.sweeps if not s.backward),
                 _num(s.kernels for s in work.sweeps if s.backward) + calls,
             )
@@ -109,16 +109,19 @@ def _distinct_s(
     """Of each product (3, n): forward and the two gradients; what is alike is priced once."""
     first = {id(product): product for product in products}
     distinct = list(first.values())
-    m = stacked([padded_rows(setting, product) for product in distinct])
+    rows = [rows_of_each(setting, product) for product in distinct]
+    m, times = stacked([m for m, _ in rows]), stacked([times for _, times in rows])
     n, k = (stacked([getattr(p, name) for p in distinct]) for name in ("n", "k"))
     m, n, k = np.broadcast_arrays(m, n, k)
     shapes = np.stack((m, m, n)), np.stack((n, k, k)), np.stack((k, n, m))
-    alone = _by_precision(setting, points, arithmetic, *shapes)  # (3, products, n)
+    alone = _by_precision(setting, points, arithmetic, *shapes) * times  # (3, products, n)
     grouped = np.array([np.max(product.groups) > 1 for product in distinct])
     if grouped.any():
         alone = np.maximum(alone, _weights_s(setting, points, distinct))
     if arithmetic == LINEAR and np.any(points.precision == _FP8):
-        alone = alone + np.where(points.precision == _FP8, _casts_s(setting, points, m, n, k), 0.0)
+        readers = np.array([[product.readers] for product in distinct])
+        casts = times * _casts_s(setting, points, (m, n, k), readers, grouped[:, None])
+        alone = alone + np.where(points.precision == _FP8, casts, 0.0)
     alone = alone * _misaligned(setting, points, n, k) * constant(setting.stack, "matmul_time")
     of = dict(zip(first, np.moveaxis(alone, 1, 0), strict=True))
     return [of[id(product)] for product in products]
@@ -163,21 +166,32 @@ def _weights_s(setting: Setting, points: Points, products: list[Product]) -> Arr
     return memory_s(setting.device, numbers * points.value_bytes)
 
 
-def _casts_s(setting: Setting, points: Points, m: Array, n: Array, k: Array) -> Array:
+def _casts_s(
+    setting: Setting,
+    points: Points,
+    sizes: tuple[Array, Array, Array],
+    readers: Array,
+    grouped: Array,
+) -> Array:
     """Casting operands to fp8, by the bytes that it moves per number.
 
     Kernel by kernel, each operand is read for its largest magnitude, read again and written, and
-    once more for the products of the backward pass (torchao); a compiler makes one pass of the last
-    two. Fused by hand, what wrote the inputs writes them in fp8 with a transposed copy, gradients
-    are read once and written twice (TransformerEngine); weights are cast once a step, which is
-    `plan.price.step`'s to count.
+    once more for the products of the backward pass (torchao). A compiler makes one pass of the last
+    two, and only one of equal casts (torch._functorch.compile_utils.fx_graph_cse), so that what
+    several products read is cast once. By hand, inputs and gradients are read once and written
+    twice (TransformerEngine), or what wrote the inputs does that too, but for those of experts;
+    weights are cast once a step, which is `plan.price.step`'s to count.
     """
-    x, w, y = m * k, n * k, m * n
+    m, n, k = sizes
+    x, w, y = m * k / np.where(points.compile, readers, 1), n * k, m * n
     first, again = np.where(points.compile, 3.0, 5.0), np.where(points.compile, 2.0, 5.0)
     by_pass = (first * (x + w), first * y + again * w, again * x)
-    if setting.stack.elementwise == "fused":
-        by_pass = 2 * x, 4 * y, 0 * x
+    fused = setting.stack.elementwise == "fused"
+    if fused or setting.stack.keeps_fp8:
+        by_pass = np.where(fused & ~grouped, 2, 4) * m * k, 4 * y, 0 * x
     moved = np.stack(np.broadcast_arrays(*by_pass))
+    if setting.stack.fuses_experts:
+        moved = np.where(grouped, 0.0, moved)
     return memory_s(setting.device, np.maximum(moved, 1.0)) * (moved > 0)
 
 

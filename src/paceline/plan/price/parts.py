@@ -115,12 +115,7 @@ def hidden_share(setting: Setting) -> float:
     """Part of what could run beside computing that really does: on a CPU none, for gloo's threads
     run on the cores that compute.
     """
-    return 0.0 if is_cpu(setting) else constant(setting.stack, "overlap_share")
-
-
-def is_cpu(setting: Setting) -> bool:
-    """Whether the host's work takes the device's own time."""
-    return setting.device.kind == "cpu"
+    return 0.0 if setting.device.is_cpu else constant(setting.stack, "overlap_share")
 
 
 def part_seconds(setting: Setting, points: Points, works: Sequence[Work]) -> list[Part]:
@@ -146,7 +141,7 @@ def _part(setting: Setting, points: Points, work: Work, kernels: Kernels, sent: 
     }
     terms |= _recomputed(setting, points, kernels, forward)
     backward = [(e, s * e.times) for e, s in sent if e.backward]
-    backward += _sent_again(points, sent)
+    backward += sent_again(points, sent)
     window = kernels.input_grad + kernels.weight_grad
     _send(setting, points, terms, backward, window, kernels.core_backward)
     launches = (
@@ -154,11 +149,9 @@ def _part(setting: Setting, points: Points, work: Work, kernels: Kernels, sent: 
         + kernels.num_kernels_backward
         + _again_share(points) * (kernels.num_kernels + kernels.num_products)
     )
-    choices = _choices(points, kernels)
-    input_grad = _pass(setting, points, terms, launches, backward, choices)
-    weight_grad = _pass(
-        setting, points, {"matmul": kernels.weight_grad}, np.full(1, float(kernels.num_products))
-    )
+    input_grad = _pass(setting, points, terms, launches, backward)
+    input_grad = input_grad._replace(host_s=input_grad.host_s + _again_s(setting, points, kernels))
+    weight_grad = _pass(setting, points, {"matmul": kernels.weight_grad}, kernels.num_products)
     return Part(forward, *_split(points, input_grad, weight_grad))
 
 
@@ -171,9 +164,10 @@ def _forward(setting: Setting, points: Points, work: Work, kernels: Kernels, sen
     ahead = [(e, s * e.times) for e, s in sent if not e.backward]
     _send(setting, points, terms, ahead, kernels.forward, kernels.core)
     launches = kernels.num_products + kernels.num_kernels + 2 * kernels.calls
-    made = _pass(setting, points, terms, launches, ahead, _choices(points, kernels))
+    made = _pass(setting, points, terms, launches, ahead)
     waits = work.host_syncs * _LAUNCHES_AFTER_WAIT * _launch_s(setting, points)
-    return made._replace(wait_s=np.asarray(waits, float))
+    chosen_s = _select_s(setting, points, kernels)
+    return made._replace(host_s=made.host_s + chosen_s, wait_s=np.asarray(waits, float))
 
 
 def _send(
@@ -229,21 +223,39 @@ def _recomputed(
     return {"recompute": chosen * _again_share(points)}
 
 
-def _sent_again(points: Points, sent: Sent) -> Sent:
+def sent_again(points: Points, sent: Sent) -> Sent:
     """Collectives of the forward pass that recomputation repeats."""
     repeated = []
     for exchange, seconds in sent:
         kinds = {"full": (_FULL,), "selective": (_SELECTIVE, _FULL)}.get(exchange.again, ())
-        if kinds:
+        if kinds and not exchange.backward:
             does = np.isin(points.recompute, kinds) * points.recompute_share
-            repeated.append((exchange, seconds * exchange.times * does))
+            times = (exchange.times - exchange.spared) * does
+            repeated.append((exchange._replace(times=times), seconds * times))
     return repeated
 
 
-def _choices(points: Points, kernels: Kernels) -> Array:
-    """Operators of a forward pass of which Python decides whether their results are kept."""
+def _select_s(setting: Setting, points: Points, kernels: Kernels) -> Array:
+    """Python's decisions, operator by operator, whether a forward pass keeps their results; and as
+    many when it is repeated. On GPUs they are part of launching.
+    """
     selects = (points.recompute == _SELECTIVE) & ~points.compile
-    return selects * points.recompute_share * (kernels.num_kernels + kernels.num_products)
+    return selects * _recomputing_s(setting, points, kernels, "select_us")
+
+
+def _again_s(setting: Setting, points: Points, kernels: Kernels) -> Array:
+    """What Python does in a repetition: hooks for each tensor that autograd saves, and what
+    `_select_s` says.
+    """
+    hooks_s = _recomputing_s(setting, points, kernels, "again_us")
+    eager = (points.recompute > 0) & ~points.compile
+    return eager * hooks_s + _select_s(setting, points, kernels)
+
+
+def _recomputing_s(setting: Setting, points: Points, kernels: Kernels, name: str) -> Array:
+    """A constant of CPUs for each operator of a forward pass that is repeated."""
+    each = constant(setting.stack, name) * 1e-6 if setting.device.is_cpu else 0.0
+    return each * points.recompute_share * (kernels.num_kernels + kernels.num_products)
 
 
 def _again_share(points: Points) -> Array:
@@ -281,13 +293,14 @@ def _pass(
     terms: dict[str, Array],
     launches: Array,
     sent: Sent = (),
-    choices: Array | float = 0.0,
 ) -> Pass:
     device_s = sum(terms.values(), np.zeros(1))
     host_s = (launches + _num_exchanges(sent)) * _launch_s(setting, points)
-    if is_cpu(setting):
-        host_s = host_s + _num_waits(sent) * constant(setting.stack, "exchange_us") * 1e-6
-        host_s = host_s + choices * constant(setting.stack, "select_us") * 1e-6
+    if setting.device.is_cpu:
+        rings = [(e, s) for e, s in sent if e.op == "send_recv"]
+        others = [(e, s) for e, s in sent if e.op != "send_recv"]
+        host_s = host_s + num_waits(others) * constant(setting.stack, "exchange_us") * 1e-6
+        host_s = host_s + num_waits(rings) * constant(setting.stack, "hop_us") * 1e-6
     return Pass(terms, device_s, host_s, np.zeros(1))
 
 
@@ -303,7 +316,7 @@ def _num_exchanges(sent: Sent) -> Array:
     return _LAUNCHES_PER_EXCHANGE * sum(counts, np.zeros(1))
 
 
-def _num_waits(sent: Sent) -> Array:
+def num_waits(sent: Sent) -> Array:
     """Exchanges that the host deals with; what goes back around a ring together counts once.
 
     A sum over tp stands for entering and leaving a layer: DTensor works on both, though nothing is
@@ -314,7 +327,8 @@ def _num_waits(sent: Sent) -> Array:
         (e, np.where((s > 0) & (e.num_ranks > 1), way * e.times, 0.0))
         for way, (e, s) in zip(ways, sent, strict=True)
     ]
-    together = [count for e, count in counts if e.op == "send_recv" and e.backward]
+    rings = [count for e, count in counts if e.op == "send_recv" and e.backward]
     alone = (count for e, count in counts if e.op != "send_recv" or not e.backward)
     total = sum(alone, np.zeros(1))
-    return total + stacked(together).max(0) if together else total
+    # Keys and values start in the first step, gradients two steps later (parallel/cp/ring.py).
+    return total + rings[0] + np.minimum(rings[1], 2) if rings else total

@@ -12,13 +12,17 @@ https://arxiv.org/abs/2201.12023), divided by the stages of a rank where they ar
 (https://arxiv.org/abs/2104.04473). The zero-bubble formulas are those of
 `plan.schedules.bubble_fraction_published`, with the same adaptation.
 
+Ranks on a CPU share its cores, and one that waits leaves them to the others. Where the device has a
+curve of that (`config.curves.SharingCurve`), the list is executed with it, so that a bubble costs
+less than it would where every rank has a device of its own (`plan.schedules.sharing`).
+
 Transfers between stages run beside the computing, but each must be waited for: a stage that has few
 micro-batches under way stands still while one travels there and back.
 
 Legend of shapes: s stages (or classes of them), n points.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -31,8 +35,10 @@ from paceline.config.schedule import Schedule
 from paceline.config.stack import Stack
 from paceline.plan.kinds import Kind
 from paceline.plan.points import SCHEDULES, Array, Points, Setting
+from paceline.plan.price.crowd import crowd_of, paces, sharing_of
 from paceline.plan.schedules import build_schedule
-from paceline.plan.schedules.timing import Cost, makespan
+from paceline.plan.schedules.sharing import shared_timeline, stretches
+from paceline.plan.schedules.timing import Cost, Timed, makespan
 from paceline.plan.stages import Stages
 
 
@@ -56,10 +62,19 @@ class Ran(NamedTuple):
     """(n,), from the first action's start to the last one's end."""
     work: Array
     """(s, n): how many micro-batches of each stage the busiest rank works on."""
+    spent: Passes
+    """(s, n): the same by pass, each for the share of its seconds that it took; less than `work`
+    where ranks that wait leave this one their cores."""
+
+    def seconds_of(self, passes: Passes) -> Array:
+        """Seconds (n,) of the busiest rank in passes, or in a part of them."""
+        each = (spent * s for spent, s in zip(self.spent, passes, strict=True))
+        return sum((rows.sum(0) for rows in each), np.zeros(1))
 
 
-Pipeline = Callable[[Points, Stages, Passes, Array], Ran]
-"""Maps points, their stages, the stages' seconds and the seconds of a transfer (n,) to Ran."""
+Pipeline = Callable[[Setting, Points, Stages, Passes, Array], Ran]
+"""Maps a setting, points, their stages, the stages' seconds and the seconds of a transfer (n,) to
+Ran."""
 
 _INDEX = {name: index for index, name in enumerate(SCHEDULES)}
 _V_SHAPED = [_INDEX["zbv"], _INDEX["dualpipev"], _INDEX["dualpipe"]]
@@ -181,10 +196,12 @@ def with_transfers(
 # ---- without a pipeline, and by simulation -----------------------------------------------------
 
 
-def one_stage(points: Points, stages: Stages, passes: Passes, hop_s: Array) -> Ran:
+def one_stage(
+    setting: Setting, points: Points, stages: Stages, passes: Passes, hop_s: Array
+) -> Ran:
     """No pipeline: one micro-batch after the other."""
     work = np.broadcast_to(points.num_micro_batches, passes.forward_s.shape)
-    return Ran((work * passes.whole_s).sum(0), work)
+    return Ran((work * passes.whole_s).sum(0), work, Passes(work, work, work))
 
 
 @lru_cache(maxsize=64)
@@ -205,28 +222,54 @@ def schedule_for(setting: Setting, layout: Layout) -> Schedule | None:
 def simulated(schedule: Schedule) -> Pipeline:
     """Execute the list of one layout (n = 1), with every stage's own seconds."""
 
-    def run(points: Points, stages: Stages, passes: Passes, hop_s: Array) -> Ran:
-        forward, input_grad, weight_grad = (seconds[:, 0].tolist() for seconds in passes)
-        cost = Cost(forward, input_grad, weight_grad, float(hop_s[0]))
-        work = busiest_rank(schedule, passes.whole_s[:, 0])
-        return Ran(np.array([makespan(schedule, cost)]), work[:, None])
+    def run(setting: Setting, points: Points, stages: Stages, passes: Passes, hop_s: Array) -> Ran:
+        cost = cost_of(passes, float(hop_s[0]))
+        work = work_of_ranks(schedule)
+        busiest = int(np.argmax(work @ passes.whole_s[:, 0]))
+        own = work[busiest][:, None]
+        crowd = crowd_of(setting, points)
+        if crowd is None:
+            return Ran(np.array([makespan(schedule, cost)]), own, Passes(own, own, own))
+        rows = shared_timeline(schedule, cost, crowd)
+        end_s = max(row[-1].end_s for row in rows)
+        return Ran(np.array([end_s]), own, _spent(rows[busiest], cost))
 
     return run
 
 
-def busiest_rank(schedule: Schedule, whole_s: Array) -> Array:
-    """How many micro-batches of each stage the rank with the most work does: (s,)."""
+def cost_of(passes: Passes, p2p_s: float) -> Cost:
+    """What the actions of one layout (n = 1) cost."""
+    forward, input_grad, weight_grad = (seconds[:, 0].tolist() for seconds in passes)
+    return Cost(forward, input_grad, weight_grad, p2p_s)
+
+
+def work_of_ranks(schedule: Schedule) -> Array:
+    """How many micro-batches of each stage each rank does: (ranks, s)."""
     batches = schedule.num_micro_batches / len(schedule.stage_ranks)
     work = np.zeros((schedule.num_ranks, schedule.num_stages))
     for ranks in schedule.stage_ranks:
         work[list(ranks), np.arange(schedule.num_stages)] += batches
-    return work[np.argmax(work @ whole_s)]
+    return work
+
+
+def _spent(row: Sequence[Timed], cost: Cost) -> Passes:
+    """How many micro-batches of each stage's passes (s, 1) a rank was busy with, each for the share
+    of its seconds at pace 1 that it took."""
+    spent = {kind: np.zeros((len(cost.forward_s), 1)) for kind in "FIW"}
+    for timed, stretch in zip(row, stretches(row, cost), strict=True):
+        for kind in "IW" if timed.action.kind == "B" else timed.action.kind:
+            spent[kind][timed.action.stage] += stretch
+    # A first stage has its whole backward pass in I, and nothing to do in W.
+    late = np.where(np.array(cost.weight_grad_s)[:, None] > 0, spent["W"], spent["I"])
+    return Passes(spent["F"], spent["I"], late)
 
 
 # ---- closed forms ------------------------------------------------------------------------------
 
 
-def closed_form(points: Points, stages: Stages, passes: Passes, hop_s: Array) -> Ran:
+def closed_form(
+    setting: Setting, points: Points, stages: Stages, passes: Passes, hop_s: Array
+) -> Ran:
     """The step of columns with the classes of stage of `bounding_stages`."""
     work = _busiest_class(points, stages, passes.whole_s)
     busy_s = (work * passes.whole_s).sum(0)
@@ -244,7 +287,35 @@ def closed_form(points: Points, stages: Stages, passes: Passes, hop_s: Array) ->
         for all_ranks, own_rank in zip((forward, input_grad, weight_grad), own, strict=True)
     ]
     bubble = np.where(points.pp > 1, _bubble(points, *others), 0.0)
-    return Ran(busy_s + bubble + _hops(points, passes, hop_s), work)
+    even_s = (stages.count * passes.whole_s).sum(0) * micro_batches / points.pp
+    stretch = _stretch(setting, points, busy_s, bubble, even_s)
+    spent = work * stretch
+    end_s = (busy_s + bubble) * stretch + _hops(points, passes, hop_s)
+    return Ran(end_s, work, Passes(spent, spent, spent))
+
+
+def _stretch(
+    setting: Setting, points: Points, busy_s: Array, bubble_s: Array, even_s: Array
+) -> Array:
+    """Seconds of a pipeline whose ranks share cores over those without: (n,).
+
+    While it fills and drains, twice the bubble, the ranks start or end one after the other; in
+    between as many compute as have something to do on average. It never takes less than the work
+    of all ranks while all compute.
+    """
+    if sharing_of(setting) is None:
+        return np.ones(1)
+    most = int(points.pp.max())
+    counts = [
+        np.where(k < points.pp, 1 / paces(setting, points, np.full(1, k)), 0.0)
+        for k in range(1, most)
+    ]
+    waiting = sum(counts, np.zeros(1)) / np.maximum(points.pp - 1, 1)
+    end_s = busy_s + bubble_s
+    partly_s = np.minimum(2 * bubble_s, end_s)
+    steady = 1 / paces(setting, points, points.pp * np.minimum(even_s / busy_s, 1.0))
+    shared_s = np.maximum((end_s - partly_s) * steady + partly_s * waiting, even_s)
+    return np.where(points.pp > 1, np.minimum(shared_s / end_s, 1.0), 1.0)
 
 
 def _busiest_class(points: Points, stages: Stages, whole_s: Array) -> Array:

@@ -17,21 +17,16 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.config.layout import Layout
-from paceline.config.schedule import Action, Schedule
+from paceline.config.schedule import Action
 from paceline.observe.terms import TERMS
 from paceline.observe.timeline import Span, Timeline
-from paceline.plan.points import Array, Points, Setting
+from paceline.plan.points import Array, Setting
+from paceline.plan.price.crowd import crowd_of
 from paceline.plan.price.parts import BLOCKING, COMPUTE, Pass
-from paceline.plan.price.pipelined import (
-    Passes,
-    one_stage,
-    schedule_for,
-    simulated,
-    stages_of,
-    with_transfers,
-)
-from paceline.plan.price.step import Network, Times, times_of, unsplit_first
-from paceline.plan.schedules.timing import Cost, Timed, timeline
+from paceline.plan.price.pipelined import Passes, cost_of, with_transfers
+from paceline.plan.price.step import Network, Simulated, Times, unsplit_first
+from paceline.plan.schedules.sharing import shared_timeline
+from paceline.plan.schedules.timing import Timed, timeline
 from paceline.plan.stages import Stages
 
 # Without a pipeline these belong to its micro-batches: they are spread over the actions.
@@ -71,26 +66,15 @@ def predicted_timeline(setting: Setting, layout: Layout) -> Timeline:
     Raises:
         InputError: the device has no known rate at the layout's precision.
     """
-    points = Points.of([layout], setting)
-    schedule = schedule_for(setting, layout)
-    network = Network.of(setting, points)
-    stages = stages_of(setting, layout, network.kinds)
-    pipeline = one_stage if schedule is None else simulated(schedule)
-    found = times_of(setting, points, network, stages, pipeline)
-    step = _step(setting, points, schedule, network, stages, found)
+    one = Simulated.of(setting, layout)
+    step = _step(setting, one)
     spans = [span for rank, row in enumerate(step.rows) for span in _spans(step, rank, row)]
-    end_us = float(found.step_s[0]) * 1e6
+    end_us = one.step_s * 1e6
     return Timeline.of(spans, [(rank, 0, 0.0, end_us) for rank in range(len(step.rows))])
 
 
-def _step(
-    setting: Setting,
-    points: Points,
-    schedule: Schedule | None,
-    network: Network,
-    stages: Stages,
-    found: Times,
-) -> _Step:
+def _step(setting: Setting, one: Simulated) -> _Step:
+    points, schedule, network, stages, found = one
     num_batches = int(points.num_micro_batches[0])
     actions = _action_terms(stages, network, found)
     terms = {term: float(seconds[0]) for term, seconds in found.terms.items()}
@@ -105,7 +89,8 @@ def _step(
         rows = [_one_after_the_other(actions, num_batches)]
     else:
         passes, wire_s = with_transfers(setting.stack, points, found.passes, found.hop_s)
-        rows = timeline(schedule, _cost(passes, float(np.max(wire_s))))
+        cost, crowd = cost_of(passes, float(np.max(wire_s))), crowd_of(setting, points)
+        rows = timeline(schedule, cost) if crowd is None else shared_timeline(schedule, cost, crowd)
         blocked = (passes.forward_s - found.passes.forward_s)[0, 0]
         if blocked > 0:
             waiting = {"exposed_comm.pp": float(blocked)}
@@ -155,10 +140,10 @@ def _term_s(one: Pass, term: str) -> float:
 def _done(found: Times, actions: dict[tuple[str, int], Terms]) -> dict[str, float]:
     """Seconds of the busiest rank's actions by term."""
     total: dict[str, float] = {}
-    for (kind, stage), terms in actions.items():
-        if kind in ("F", "B"):
-            for term, seconds in terms.items():
-                total[term] = total.get(term, 0.0) + seconds * float(found.work[stage, 0])
+    for kind, spent in zip("FIW", found.ran.spent, strict=True):
+        for stage, number in enumerate(spent[:, 0].tolist()):
+            for term, seconds in actions[kind, stage].items():
+                total[term] = total.get(term, 0.0) + seconds * number
     return total
 
 
@@ -168,11 +153,6 @@ def _added(one: Terms, other: Terms) -> Terms:
         for term in TERMS
         if term in one or term in other
     }
-
-
-def _cost(passes: Passes, p2p_s: float) -> Cost:
-    forward, input_grad, weight_grad = (seconds[:, 0].tolist() for seconds in passes)
-    return Cost(forward, input_grad, weight_grad, p2p_s)
 
 
 def _one_after_the_other(actions: dict[tuple[str, int], Terms], num_batches: int) -> list[Timed]:
@@ -196,7 +176,7 @@ def _spans(step: _Step, rank: int, row: list[Timed]) -> Iterator[Span]:
         yield _span("wait for a stage", "bubble", rank, start_s - gap_s, start_s - sent_s)
         yield _span("transfer", "exposed_comm.pp", rank, start_s - sent_s, start_s)
         if number < len(row):
-            yield from _of_action(step, rank, row[number].action, start_s)
+            yield from _of_action(step, rank, row[number])
     yield from _in_a_row("step", step.once, rank, step.end_s)
 
 
@@ -211,14 +191,21 @@ def _transfers(gaps: Array, hop_s: float, total_s: float) -> Array:
 
 def _blocked(step: _Step, row: list[Timed]) -> float:
     """Seconds of transfers inside the actions of a rank."""
-    return sum(
-        step.actions[timed.action.kind, timed.action.stage].get("exposed_comm.pp", 0.0)
-        for timed in row
-    )
+    return sum(_terms_of(step, timed).get("exposed_comm.pp", 0.0) for timed in row)
 
 
-def _of_action(step: _Step, rank: int, action: Action, start_s: float) -> Iterator[Span]:
-    terms = step.actions[action.kind, action.stage]
+def _terms_of(step: _Step, timed: Timed) -> Terms:
+    """The terms of an action in the time that it really takes: less, where others of the machine
+    wait meanwhile.
+    """
+    terms = step.actions[timed.action.kind, timed.action.stage]
+    alone_s = sum(terms.values())
+    stretch = (timed.end_s - timed.start_s) / alone_s if alone_s else 1.0
+    return {term: seconds * stretch for term, seconds in terms.items()}
+
+
+def _of_action(step: _Step, rank: int, timed: Timed) -> Iterator[Span]:
+    action, start_s, terms = timed.action, timed.start_s, _terms_of(step, timed)
     yield from _in_a_row(str(action), terms, rank, start_s)
     compute_s = sum(terms.get(term, 0.0) for term in COMPUTE)
     hidden_s = 0.0 if action.kind == "W" else min(step.hidden_s, compute_s)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.config.layout import Layout
+from paceline.config.schedule import Schedule
 from paceline.config.stack import CONSTANTS, constant
 from paceline.observe.terms import TERMS
 from paceline.plan.kinds import Kind, kinds_of
@@ -40,12 +41,12 @@ from paceline.plan.price.parts import (
     Part,
     Request,
     exchange_s,
-    is_cpu,
     part_seconds,
 )
 from paceline.plan.price.pipelined import (
     Passes,
     Pipeline,
+    Ran,
     bounding_stages,
     closed_form,
     one_stage,
@@ -90,8 +91,8 @@ class Times:
     """Of each stage for one micro-batch, the host's delays included: (s, n) each."""
     gaps: Passes
     """The host's delays in them."""
-    work: Array
-    """(s, n), micro-batches of each stage that the busiest rank works on."""
+    ran: Ran
+    """What became of its micro-batches, if transfers took no time."""
     hidden_s: Array
     """(n,), communication of the data axes beside computing."""
     hop_s: Array
@@ -126,6 +127,37 @@ class Network(NamedTuple):
         return cls(kinds, works, part_seconds(setting, points, works))
 
 
+class Simulated(NamedTuple):
+    """The step of one concrete layout, whose schedule's own list of actions was executed."""
+
+    points: Points
+    """The layout alone."""
+    schedule: Schedule | None
+    """None: no pipeline."""
+    network: Network
+    stages: Stages
+    times: Times
+
+    @classmethod
+    def of(cls, setting: Setting, layout: Layout) -> "Simulated":
+        """Price the parts, and run the schedule.
+
+        Raises:
+            InputError: the device has no known rate at the layout's precision.
+        """
+        points, schedule = Points.of([layout], setting), schedule_for(setting, layout)
+        network = Network.of(setting, points)
+        stages = stages_of(setting, layout, network.kinds)
+        pipeline = one_stage if schedule is None else simulated(schedule)
+        found = times_of(setting, points, network, stages, pipeline)
+        return cls(points, schedule, network, stages, found)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return float(self.times.step_s[0])
+
+
 def predict(setting: Setting, layout: Layout) -> Prediction:
     """Time and memory of one concrete layout, with its schedule's own list of actions.
 
@@ -136,31 +168,25 @@ def predict(setting: Setting, layout: Layout) -> Prediction:
     Raises:
         InputError: the device has no known rate at the layout's precision.
     """
-    points = Points.of([layout], setting)
-    schedule = schedule_for(setting, layout)
-    network = Network.of(setting, points)
-    stages = stages_of(setting, layout, network.kinds)
-    pipeline = one_stage if schedule is None else simulated(schedule)
-    found = times_of(setting, points, network, stages, pipeline)
-    step_s = float(found.step_s[0])
+    one = Simulated.of(setting, layout)
     error = relative_error(setting)
-    tokens_per_s = setting.global_batch * setting.seq_len / step_s
+    tokens_per_s = setting.global_batch * setting.seq_len / one.step_s
     return Prediction(
         layout=layout,
-        step_s=step_s,
-        time_s={term: float(seconds[0]) for term, seconds in found.terms.items()},
-        memory=_memory(setting, points, layout),
+        step_s=one.step_s,
+        time_s={term: float(seconds[0]) for term, seconds in one.times.terms.items()},
+        memory=_memory(setting, one, layout),
         tokens_per_s=tokens_per_s,
         mfu=model_flops_utilisation(setting, layout, tokens_per_s),
-        interval_s=(step_s / (1 + error), step_s * (1 + error)),
+        interval_s=(one.step_s / (1 + error), one.step_s * (1 + error)),
         assumptions=assumptions(setting),
     )
 
 
-def _memory(setting: Setting, points: Points, layout: Layout) -> tuple[Memory, ...]:
-    holdings = holdings_of(setting, layout, schedule_for(setting, layout))
-    terms = memory_bytes(setting, points, holdings)
-    spike = float(np.max(checkpoint_spike_bytes(setting, points, holdings)))
+def _memory(setting: Setting, one: Simulated, layout: Layout) -> tuple[Memory, ...]:
+    holdings = holdings_of(setting, layout, one.schedule)
+    terms = memory_bytes(setting, one.points, holdings)
+    spike = float(np.max(checkpoint_spike_bytes(setting, one.points, holdings)))
     num_ranks = max(np.shape(rows)[0] for rows in terms.values())
     return tuple(
         Memory(rank, {term: float(rows[rank, 0]) for term, rows in terms.items()}, spike)
@@ -228,43 +254,39 @@ def _device_s(part: Part) -> Array:
     return part.forward.device_s + part.backward_s
 
 
-def times(setting: Setting, points: Points, stages: Stages, pipeline: Pipeline) -> Times:
+def times_of(
+    setting: Setting, points: Points, network: Network, stages: Stages, pipeline: Pipeline
+) -> Times:
     """Seconds of a step by term.
 
     Args:
         setting: what stays the same.
         points: columns of layouts.
+        network: their parts.
         stages: what their stages hold (`pipelined.stages_of`, `pipelined.bounding_stages`).
         pipeline: `pipelined.simulated` of a layout's list, `closed_form`, or `one_stage`.
     """
-    return times_of(setting, points, Network.of(setting, points), stages, pipeline)
-
-
-def times_of(
-    setting: Setting, points: Points, network: Network, stages: Stages, pipeline: Pipeline
-) -> Times:
-    """As `times`, for parts that have been priced."""
     passes, gaps = _stage_passes(setting, points, network, stages)
-    alone = pipeline(points, stages, passes, np.zeros(len(points)))
+    alone = pipeline(setting, points, stages, passes, np.zeros(len(points)))
     held = _held(points, stages, alone.work)
     asked = [*_requests(setting, points, network, held)]
     asked += data_axes.requests(setting, points, network.works, held)
     hop, gathered, norm_s, tied, twins, tp_norms, *units = exchange_s(setting, asked)
     exposed = data_axes.data_seconds(setting, points, network.works, network.parts, held, units)
     hop_s = np.broadcast_to(hop + gathered, len(points))
-    terms = _work_terms(stages, alone.work, network, gaps)
+    terms = _work_terms(stages, alone, network, gaps)
     _slow_down(setting, terms, exposed.hidden_s)
     terms["exposed_comm.fsdp"] = exposed.fsdp_s
     terms["exposed_comm.dp"] = exposed.dp_s
     terms["exposed_comm.tp"] = terms["exposed_comm.tp"] + tp_norms
-    terms["bubble"] = alone.makespan_s - (alone.work * passes.whole_s).sum(0)
+    terms["bubble"] = alone.makespan_s - alone.seconds_of(passes)
     terms["exposed_comm.pp"] = _transfer_s(
         setting, points, stages, passes, hop_s, pipeline, alone.makespan_s
     ) + np.where(points.pp > 1, tied + twins, 0.0)
     _once_per_step(setting, points, network, held, norm_s, terms)
     whole = _summed(setting, points, terms)
     step_s = sum(whole.values(), np.zeros(len(points)))
-    return Times(step_s, whole, passes, gaps, alone.work, exposed.hidden_s, hop_s)
+    return Times(step_s, whole, passes, gaps, alone, exposed.hidden_s, hop_s)
 
 
 def _summed(setting: Setting, points: Points, terms: dict[str, Array]) -> dict[str, Array]:
@@ -290,15 +312,24 @@ def _stage_passes(
         device_s = _over_stages(stages, [one.device_s for one in passes])
         # Part by part: where the host sets the pace, the device is idle when a part begins.
         late_s = [
-            one.host_s if is_cpu(setting) else np.maximum(one.host_s - one.device_s, 0.0)
+            one.host_s if setting.device.is_cpu else np.maximum(one.host_s - one.device_s, 0.0)
             for one in passes
         ]
         gap_s = _over_stages(stages, late_s)
         gap_s = gap_s + (stages.has_head * overhead_s if name == "forward" else 0.0)
         gap_s = gap_s + _over_stages(stages, [one.wait_s for one in passes])
+        gap_s = gap_s + (0.0 if name == "weight_grad" else _sends_s(setting, points, stages))
         whole.append(device_s + gap_s)
         late.append(gap_s)
     return unsplit_first(stages, Passes(*whole)), unsplit_first(stages, Passes(*late))
+
+
+def _sends_s(setting: Setting, points: Points, stages: Stages) -> Array:
+    """What Python does on CPUs to send and to receive a pass's tensors: half a hop at each end."""
+    if not setting.device.is_cpu:
+        return np.zeros(1)
+    ends = 2.0 - stages.has_embedding - stages.has_head
+    return np.where(points.pp > 1, ends * constant(setting.stack, "hop_us") * 1e-6 / 2, 0.0)
 
 
 def unsplit_first(stages: Stages, passes: Passes) -> Passes:
@@ -362,20 +393,28 @@ def _requests(setting: Setting, points: Points, network: Network, held: Held) ->
     ]
 
 
-def _work_terms(stages: Stages, work: Array, network: Network, gaps: Passes) -> dict[str, Array]:
+def _work_terms(stages: Stages, ran: Ran, network: Network, gaps: Passes) -> dict[str, Array]:
     """Seconds of the busiest rank's own passes, by term."""
-    counts = [(work * layers).sum(0) for layers in stages.layers]
-    counts += [(work * stages.has_embedding).sum(0), (work * stages.has_head).sum(0)]
+    # Without shared cores all three are one array, and of millions of points it matters.
+    distinct = {id(spent): _counts(stages, spent) for spent in ran.spent}
+    by_pass = [distinct[id(spent)] for spent in ran.spent]
     terms: dict[str, Array] = {}
     for term in (*COMPUTE, *BLOCKING):
         total: Array = np.zeros(1)
-        for count, part in zip(counts, network.parts, strict=True):
-            for one in (part.forward, part.input_grad, part.weight_grad):
+        for number, part in enumerate(network.parts):
+            passes = (part.forward, part.input_grad, part.weight_grad)
+            for counts, one in zip(by_pass, passes, strict=True):
                 if term in one.terms:
-                    total = total + count * one.terms[term]
+                    total = total + counts[number] * one.terms[term]
         terms[term] = total
-    terms["host_gap"] = (work * gaps.whole_s).sum(0)
+    terms["host_gap"] = ran.seconds_of(gaps)
     return terms
+
+
+def _counts(stages: Stages, work: Array) -> list[Array]:
+    """How often each part is worked on: blocks of each kind, the embedding, the head."""
+    counts = [(work * layers).sum(0) for layers in stages.layers]
+    return [*counts, (work * stages.has_embedding).sum(0), (work * stages.has_head).sum(0)]
 
 
 def _slow_down(setting: Setting, terms: dict[str, Array], hidden_s: Array) -> None:
@@ -397,7 +436,9 @@ def _transfer_s(
     if not np.any(points.pp > 1):
         return np.zeros(1)
     passes, wire_s = with_transfers(setting.stack, points, passes, hop_s)
-    return pipeline(points, stages, passes, wire_s).makespan_s - alone_s
+    whole_s = pipeline(setting, points, stages, passes, wire_s).makespan_s
+    # Ranks that wait for transfers leave others their cores: it may even be the better order.
+    return np.maximum(whole_s - alone_s, 0.0)
 
 
 def _once_per_step(

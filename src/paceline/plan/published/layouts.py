@@ -212,13 +212,13 @@ def recompute_of(
     if text == "full":
         return "full", 1.0
     if text == "selective":
-        return _selective(notes)
+        return _selective(line, notes)
     if not text:
         inferred.append("activation_ckpt")
     return "none", 1.0
 
 
-def _selective(notes: str) -> tuple[Literal["none", "selective", "full"], float]:
+def _selective(line: Line, notes: str) -> tuple[Literal["none", "selective", "full"], float]:
     """Systems mean different things by it; modules that are named decide."""
     every = re.search(r"every (\d)(?:nd|rd|th) layer", notes)
     if every:
@@ -230,7 +230,8 @@ def _selective(notes: str) -> tuple[Literal["none", "selective", "full"], float]
     modules = re.search(r"recompute modules \(preset\): ([\w,]+)", notes)
     if modules:
         names = set(modules[1].split(","))
-        if "moe" in names or "mlp" in names:
+        # In networks of experts "mlp" are the dense layers alone, of which there are few.
+        if "moe" in names or ("mlp" in names and not line.number("experts")):
             return "full", 1.0
         # Norms, activations and small products: cheap beside what they save.
         return ("selective", 1.0) if "core_attn" in names else ("none", 1.0)

@@ -17,7 +17,7 @@ _ALIASES = {
     "a100": "A100-80",
     "a100sxm": "A100-80",
     "a100sxm4": "A100-80",
-    "a100sxm480": "A100-80",
+    "a100sxm40": "A100-40",
     "a100sxm440": "A100-40",
     "h100": "H100-SXM",
     "h10080": "H100-SXM",
@@ -25,6 +25,13 @@ _ALIASES = {
     "h100sxm80": "H100-SXM",
     "h10080sxm": "H100-SXM",
     "h10080hbm3": "H100-SXM",
+    "h10080pcie": "H100-PCIe",
+    "h800": "H800-80",
+    "a800": "A800-80",
+    "gh200": "GH200-96",
+    # The driver's name has the host's memory.
+    "gh200480": "GH200-96",
+    "gh200120": "GH200-96",
     "h200sxm": "H200",
     "b200sxm": "B200",
     "b300sxm": "B300",
@@ -33,7 +40,7 @@ _ALIASES = {
     "v100sxm232": "V100",
 }
 # What may follow a name and changes no number: the power limit is in the name of the entry.
-_HARMLESS = re.compile(r"(sxm\d?|oam|hbm3e?|\d{3,4}w|gpu|141|192|180|186|188|288)*")
+_HARMLESS = re.compile(r"(sxm\d?|oam|hbm3e?|\d{3,4}w|gpu|nvl72|141|192|180|186|188|288)*")
 
 
 def device_of(label: str) -> Device | None:
@@ -42,9 +49,16 @@ def device_of(label: str) -> Device | None:
     names = {_plain(name): name for name in CATALOGUE} | _ALIASES
     fitting = [known for known in names if plain.startswith(known)]
     for known in sorted(fitting, key=len, reverse=True):
-        if _HARMLESS.fullmatch(plain[len(known) :]):
-            return CATALOGUE.get(names[known])
+        device = CATALOGUE[names[known]]
+        if _HARMLESS.fullmatch(_without_memory(plain[len(known) :], device)):
+            return device
     return None
+
+
+def _without_memory(rest: str, device: Device) -> str:
+    """What follows a name, less the gigabytes that the device has."""
+    memory = device.memory_bytes
+    return rest if memory is None else rest.replace(f"{memory.value / 1e9:.0f}", "", 1)
 
 
 def label_in(text: str) -> str | None:
@@ -116,5 +130,6 @@ def _with_bandwidth(tier: Tier, bytes_per_s: float, text: str) -> Tier:
 
 def _plain(label: str) -> str:
     """Letters and digits alone: "A100-80GB" and "a100 80" are the same."""
-    words = re.sub(r"nvidia|tesla|amd|instinct|geforce|google", "", label.lower())
+    makers = r"nvidia|tesla|amd|instinct|geforce|google|\b[dh]gx(?:[ -]?[12]h?\b)?"
+    words = re.sub(makers, "", label.lower())
     return re.sub(r"[^a-z0-9]", "", re.sub(r"(?<=\d)\s*gi?b\b|(?<=\d)gb(?=[^a-z0-9])", "", words))

@@ -5,6 +5,8 @@ from heads that don't make up the hidden size (its ranks are those of the publis
 have it), the gate of the feed-forward layer from its width.
 """
 
+import re
+
 from paceline.config.errors import InputError
 from paceline.config.layers import Experts, LatentAttention
 from paceline.config.model import Model
@@ -25,8 +27,8 @@ def model_of(line: Line) -> tuple[Model, list[str]]:
     Raises:
         UnpredictableError: where the line doesn't describe a decoder that Paceline knows.
     """
-    words = f"{line.text('notes')} {line.text('compile_flash_flags')}".lower()
-    if "mamba" in words:
+    words = f"{line.text('notes')} {line.text('compile_flash_flags')} {line.text('model')}".lower()
+    if re.search(r"mamba|nemotron-?(h|3)", words):
         raise UnpredictableError("state-space layers")
     layers, hidden, heads = line.count("layers"), line.count("hidden"), line.count("heads")
     seq_len = line.count("seq")

@@ -7,16 +7,27 @@ the features, on a device.
 """
 
 import re
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from paceline.config.stack import Stack
+from paceline.plan.published.machines import device_of
 from paceline.plan.published.table import Line
 
 # Before it, training ran with scores written to memory: https://arxiv.org/abs/2205.14135
 _FLASH_SINCE = 2022.4
+# The second version, from July 2023 (https://arxiv.org/abs/2307.08691); PyTorch's own attention has
+# it from version 2.2, of January 2024 (https://pytorch.org/blog/pytorch2-2/).
+_FLASH2_SINCE, _FLASH2_IN_TORCH_SINCE = 2023.5, 2024.0
+# It needs Ampere; older devices have xformers' kernels, as fast as the first version (figure 4).
+_BEFORE_AMPERE = ("P100", "V100", "T4")
 # Since then torchtitan compiles its loss too: https://github.com/pytorch/torchtitan/pull/1033
 _LOSS_COMPILED_SINCE = 2025.25
-_BACKENDS: tuple[str, ...] = get_args(Stack.model_fields["attention"].annotation)
+# Of Megatron-Bridge's presets, release 26.06 is the first with fused experts and graphs of whole
+# steps; commits of a month before have them: scripts/performance/configs/gpt_oss there.
+_EXPERTS_FUSED_SINCE = 2026.3
+# HybridEP, and presets that name DeepEP: https://github.com/deepseek-ai/DeepEP/pull/420
+_TOKENS_SENT_ONCE_SINCE = 2025.6
+_ASYNC_TP = r"async[\s_-]*tp"
 
 
 class Software(NamedTuple):
@@ -32,12 +43,12 @@ class Software(NamedTuple):
     param_dtype: Literal["fp32", "bf16"]
 
 
-# Usual constants where the defaults are wrong for a whole kind of system. Fitted to published runs,
-# kept where devices or sources agree. Eager FSDP of 2023 called the first flash attention: fits on
-# H100, A100 80 GB and A100 40 GB give 1.78, 1.78 and 1.80. Compiled FSDP2 calls PyTorch's own
-# attention, two sources and three devices: 1.1 to 1.5, and products 1.06 to 1.18.
+# Usual constants where the defaults are wrong for a whole kind of system. Assumed: fitted to the
+# published runs of two sources, kept since three generations of devices agree (attention 1.1 to
+# 1.5, products 1.06 to 1.18). What is behind them isn't known. It isn't the attention kernel, whose
+# 329 TFLOP/s on H100 (https://github.com/pytorch/pytorch/issues/142132) are 0.96 of the curve's;
+# 15 % on kernels of every kind, as of clocks under a lasting load, explain those steps as well.
 _USUAL: dict[str, dict[str, float]] = {
-    "fsdp": {"attention_time": 1.8},
     "fsdp compiled": {"attention_time": 1.3, "matmul_time": 1.1},
 }
 
@@ -59,10 +70,12 @@ def software_of(line: Line) -> Software:
     words = f"{system}; {flags}; {line.text('notes').lower()}"
     family = _family(f"{system} {sharding}") if system else "megatron"
     compiled = _compiles(flags, system)
+    static = _is_static(line, words, family)
+    fuses = static and precision_of(line) == "fp8" and year_of(line) >= _EXPERTS_FUSED_SINCE
     stack = Stack(
         attention=_attention(line, system, flags, family),
-        elementwise=_elementwise(system, flags, family),
-        launch="graph" if _graphs(flags) or family in ("xla", "tensorflow") else "eager",
+        elementwise=_elementwise(line, system, flags, family),
+        launch=_launch(line, flags, family, static),
         logits=_logits(words, family, compiled and year_of(line) >= _LOSS_COMPILED_SINCE),
         shared_vocab_loss="wide" if family == "fsdp compiled" else "narrow",
         grad_dtype=_grad_dtype(line, words, family),
@@ -75,19 +88,26 @@ def software_of(line: Line) -> Software:
         overlaps_tp="tp comm overlap" in flags or (family == "megatron" and year_of(line) >= 2024),
         overlaps_pp=year_of(line) >= 2023,
         scatters_pp=family == "megatron",
-        overlaps_ep=bool(re.search(r"a2a_overlap|ep overlap", words))
-        and "no ep overlap" not in words,
+        overlaps_ep=(static or bool(re.search(r"a2a_overlap|ep overlap", words)))
+        and not re.search(r"no ep overlap|ep overlap off", words),
         expert_tp="one" if family == "megatron" and year_of(line) >= 2023 else "tp",
         dropout=line.text("workload").startswith("mlm") or _is_early_megatron(line, family),
         recompute_granularity=_granularity(line, family),
         constants=_USUAL.get(family, {}),
         # Megatron and DeepSpeed repeat a block to its end, by autograd functions of their own.
         recompute_stops_early=family not in ("megatron", "deepspeed"),
+        expert_exchange=_expert_exchange(line, words, family),
+        grouped_products="loop" if family == "megatron" and not fuses else "kernel",
+        fuses_experts=fuses,
+        expert_biases="eager" if "gpt-oss" in line.text("model").lower() else "none",
         fp8_experts=family == "megatron",
-        keeps_fp8=family == "megatron",
+        keeps_fp8=family == "megatron" or _casts_by_hand(line, flags),
+        gather_dtype=_gather_dtype(line, flags),
+        tp_gather_dtype="fp8" if family == "fsdp compiled" and _scales_tensors(line) else "values",
+        cp_keys="gathered" if family == "fsdp compiled" else "ring",
         weighs_in_experts=family == "megatron" and year_of(line) >= 2025.25,
     )
-    asynchronous = bool(re.search(r"async[\s_-]*tp", flags))
+    asynchronous = bool(re.search(_ASYNC_TP, flags))
     return Software(
         stack, family, compiled, asynchronous, precision_of(line), _param_dtype(line, family)
     )
@@ -112,6 +132,13 @@ def year_of(line: Line) -> float:
 
     "2024-12", "Apr-2021", container releases ("26.04.01"), "24.07".
     """
+    dated = _dated(line)
+    if dated is not None:
+        return dated
+    return 2023.5 if line.text("framework") else 2021.0
+
+
+def _dated(line: Line) -> float | None:
     for column in ("release", "framework", "source"):
         text = line.text(column)
         full = re.search(r"(?<!\d)(20[12]\d)(?:-(0[1-9]|1[0-2])(?!\d))?", text)
@@ -120,7 +147,7 @@ def year_of(line: Line) -> float:
         short = re.search(r"(?<![\d.])(2\d)\.(0[1-9]|1[0-2])(?!\d)", text)
         if short:
             return 2000 + float(short[1]) + (float(short[2]) - 1) / 12
-    return 2023.5 if line.text("framework") else 2021.0
+    return None
 
 
 def _family(system: str) -> str:
@@ -133,31 +160,68 @@ def _family(system: str) -> str:
 def _compiles(flags: str, system: str) -> bool:
     if re.search(r"no torch\.?compile|nocompile|compile not stated|^eager", flags):
         return False
-    return "compile" in flags or "xla" in flags or bool(re.search(r"jax|maxtext", system))
+    # Asynchronous tensor parallelism is a pass of PyTorch's compiler (torch._inductor).
+    found = re.search(rf"compile|xla|{_ASYNC_TP}", flags) or re.search(r"jax|maxtext", system)
+    return bool(found)
 
 
-def _attention(line: Line, system: str, flags: str, family: str) -> Literal["flash", "unfused"]:
+def _attention(
+    line: Line, system: str, flags: str, family: str
+) -> Literal["flash1", "flash", "flash3", "unfused"]:
     if re.search(r"no flash|unfused|\bmath\b", flags):
         return "unfused"
-    device = line.text("gpu").upper()
-    if re.search(r"transformer ?engine|\bte\b|cudnn|flash-?attn ?3|\bfa3\b", f"{flags} {system}"):
-        newest = "flash3" in _BACKENDS and bool(re.search(r"H[12]00|B[23]00", device))
-        return "flash3" if newest else "flash"  # type: ignore[return-value]
-    if "flash" in flags or "sdpa" in flags or "splash" in flags or "flash" in system:
-        return "flash"
-    if family == "megatron" and year_of(line) >= 2023.4:
-        newest = "flash3" in _BACKENDS and bool(re.search(r"H[12]00|B[23]00", device))
-        return "flash3" if newest else "flash"  # type: ignore[return-value]
-    early = year_of(line) < _FLASH_SINCE or family in ("megatron", "deepspeed", "plain")
-    return "unfused" if early and year_of(line) < 2023.4 else "flash"
+    year = year_of(line)
+    said = f"{flags} {system}"
+    if re.search(r"transformer ?engine|\bte\b|cudnn|flash-?attn ?3|\bfa3\b", said):
+        return _newest(line)
+    if not re.search(r"flash|sdpa|splash", flags) and "flash" not in system:
+        if family == "megatron" and year >= 2023.4:
+            return _newest(line)
+        early = year < _FLASH_SINCE or family in ("megatron", "deepspeed", "plain")
+        if early and year < 2023.4:
+            return "unfused"
+    return "flash1" if _is_first_flash(line, flags) else "flash"
 
 
-def _elementwise(system: str, flags: str, family: str) -> Literal["eager", "fused"]:
-    """Megatron, and the examples that come with fused kernels (FlashAttention's, NVIDIA's)."""
+def _newest(line: Line) -> Literal["flash", "flash3"]:
+    """Transformer Engine calls cuDNN or FlashAttention-3 where the device has them."""
+    return "flash3" if re.search(r"H[12]00|B[23]00", line.text("gpu").upper()) else "flash"
+
+
+def _is_first_flash(line: Line, flags: str) -> bool:
+    """By what is said, else by the date; what is undated is taken to be of today."""
+    device = device_of(line.text("gpu"))
+    says_second = re.search(r"flash[a-z_ -]*v?2(?![0-9k])|\bfa2\b", flags)
+    if device is None or device.kind != "cuda" or says_second:
+        return False
+    if device.name.startswith(_BEFORE_AMPERE):
+        return True
+    year = _dated(line)
+    # Triton's form was called for beside the first version, which knew no biases.
+    if re.search(r"\btriton\b|flash[a-z_ -]*v?1\b|\bfa1\b", flags):
+        return year is None or year < 2024
+    since = _FLASH2_IN_TORCH_SINCE if "sdpa" in flags else _FLASH2_SINCE
+    return year is not None and year < since
+
+
+def _elementwise(line: Line, system: str, flags: str, family: str) -> Literal["eager", "fused"]:
+    """Megatron, and language models of examples that come with fused kernels.
+
+    Those are FlashAttention's training code and NVIDIA's DeepLearningExamples (apex's norms and
+    dropouts, https://github.com/NVIDIA/DeepLearningExamples); their networks for images are plain.
+    """
     if re.search(r"fused kernels|transformer ?engine|xla", f"{flags} {system}"):
         return "fused"
-    examples = family == "plain" and re.search(r"flash-?attention|nvidia", system)
-    return "fused" if examples or family in ("megatron", "xla") else "eager"
+    fused = family in ("megatron", "xla")
+    if family == "plain" and not line.number("images_per_s"):
+        fused = bool(re.search(r"flash-?attention|\bdle\b|deep ?learning ?examples", system))
+    return "fused" if fused else "eager"
+
+
+def _launch(line: Line, flags: str, family: str, static: bool) -> Literal["eager", "graph"]:
+    """Where experts have no fixed room, graphs leave them out, and with them most launches."""
+    captured = static if line.number("experts") else _graphs(flags)
+    return "graph" if captured or family in ("xla", "tensorflow") else "eager"
 
 
 def _graphs(flags: str) -> bool:
@@ -172,7 +236,7 @@ def _logits(words: str, family: str, compiled: bool) -> Literal["fp32", "bf16", 
     if re.search(r"fused.{0,60}\bce\b|chunked|cut[- ]cross|fused cross|linear cross", words):
         return "chunked"
     # llm-foundry's loss is a fused kernel unless its settings say otherwise.
-    fused = family == "xla" or bool(re.search(r"foundry|composer", words))
+    fused = family == "xla" or bool(re.search(r"foundry|composer|megatron-bridge", words))
     return "bf16" if fused or (family == "fsdp compiled" and compiled) else "fp32"
 
 
@@ -186,6 +250,23 @@ def _grad_dtype(line: Line, words: str, family: str) -> Literal["param", "fp32",
     return "fp32" if family in ("megatron", "deepspeed") else "param"
 
 
+def _gather_dtype(line: Line, flags: str) -> Literal["arithmetic", "fp8"]:
+    said = f"{line.text('precision')} {flags}".lower()
+    return "fp8" if re.search(r"(fp8|float8)[ -]all-?gather", said) else "arithmetic"
+
+
+def _casts_by_hand(line: Line, flags: str) -> bool:
+    said = f"{line.text('precision')} {flags}".lower()
+    return precision_of(line) == "fp8" and bool(re.search(r"transformer ?engine|\bte\b", said))
+
+
+def _scales_tensors(line: Line) -> bool:
+    """Whether fp8 has one scale for each tensor, torchao's default: others gather in 16 bits
+    (https://github.com/pytorch/torchtitan/issues/845)."""
+    text = line.text("precision").lower()
+    return bool(re.match(r"fp8|float8", text)) and not re.search(r"row|axis|block|mx", text)
+
+
 def _overlaps_data(line: Line, system: str, sharding: str) -> bool:
     """Megatron's data parallelism reduced after the backward pass until 2023."""
     early = year_of(line) < 2023
@@ -196,6 +277,34 @@ def _overlaps_data(line: Line, system: str, sharding: str) -> bool:
 
 def _is_early_megatron(line: Line, family: str) -> bool:
     return family == "megatron" and year_of(line) < 2022.4
+
+
+def _expert_exchange(line: Line, words: str, family: str) -> Literal["copies", "tokens"]:
+    """Megatron's guide advises DeepEP or HybridEP for every kind of GPU, and its presets name them.
+
+    Dropping tokens works with all-to-alls only.
+    """
+    if re.search(r"deepep|hybridep", words):
+        return "tokens"
+    said = re.search(r"alltoall|from preset|tokendrop", words)
+    is_new = family == "megatron" and year_of(line) >= _TOKENS_SENT_ONCE_SINCE
+    return "tokens" if is_new and not said else "copies"
+
+
+def _is_static(line: Line, words: str, family: str) -> bool:
+    """Whether experts have room for a fixed number of tokens, so that one graph holds a whole step.
+
+    Megatron's presets for racks of Blackwell in 8 bits have it since mid 2026, with overlapped
+    exchanges and fused experts (scripts/performance/configs of Megatron-Bridge 26.06).
+    """
+    if not line.number("experts"):
+        return False
+    if re.search(r"full[-_]iteration", words):
+        return True
+    racks = bool(re.search(r"GB[23]00", line.text("gpu").upper()))
+    said = re.search(r"from preset|graph|dispatcher|(deep|hybrid)ep", words)
+    is_new = family == "megatron" and year_of(line) >= _EXPERTS_FUSED_SINCE
+    return racks and is_new and precision_of(line) == "fp8" and not said
 
 
 def _granularity(line: Line, family: str) -> Literal["block", "attention", "half"]:

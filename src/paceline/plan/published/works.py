@@ -22,7 +22,7 @@ from paceline.plan.published.software import Software
 
 Constants = Mapping[str, float]
 
-_ON_CPUS = ("exchange_us", "select_us", "unit_us")
+_ON_CPUS = ("exchange_us", "hop_us", "again_us", "select_us", "unit_us")
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ class Work(ABC):
     @property
     def device(self) -> Device:
         """What it ran on."""
-        assert self.cluster.device != "auto"
-        return self.cluster.device
+        return self.cluster.known_device
 
     @property
     def num_devices(self) -> int:

@@ -156,11 +156,12 @@ class _Run:
 def timeline(schedule: Schedule, cost: Cost) -> list[list[Timed]]:
     """Per rank, its actions with their times. Raises ValueError where the ranks deadlock."""
     timed = execute(schedule, cost)
-    _must_be_whole(schedule, [len(row) for row in timed])
+    must_be_whole(schedule, [len(row) for row in timed])
     return timed
 
 
-def _must_be_whole(schedule: Schedule, done: list[int]) -> None:
+def must_be_whole(schedule: Schedule, done: list[int]) -> None:
+    """Raise ValueError unless every rank did all of its actions."""
     if done != [len(actions) for actions in schedule.actions]:
         raise ValueError(
             f"the ranks of schedule {schedule.name!r} deadlock: see what `check` says."
@@ -170,7 +171,7 @@ def _must_be_whole(schedule: Schedule, done: list[int]) -> None:
 def makespan(schedule: Schedule, cost: Cost) -> float:
     """Seconds from the start of the first action to the end of the last, over all ranks."""
     ran = _run(schedule, cost)
-    _must_be_whole(schedule, [len(ends) for _, ends in ran])
+    must_be_whole(schedule, [len(ends) for _, ends in ran])
     return max(ends[-1] for _, ends in ran if ends)
 
 

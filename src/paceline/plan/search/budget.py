@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
+from paceline.config.noun import size
 from paceline.plan.points import Setting
 from paceline.plan.prediction import Prediction
 from paceline.plan.scale import bill, checkpoint_bytes, endurance
-from paceline.plan.search.rules import num_ranks
 from paceline.plan.search.search import search
 from paceline.plan.search.space import Wishes
 
@@ -38,13 +38,12 @@ class Run:
     @property
     def num_devices(self) -> int:
         """Of the cluster."""
-        return num_ranks(self.cluster)
+        return self.cluster.num_devices
 
     @property
     def text(self) -> str:
         """In one line."""
-        device = self.cluster.device
-        assert device != "auto"
+        device = self.cluster.known_device
         return f"{self.num_devices} x {device.name}: {self.days:.3g} days, {self.usd:,.0f} USD"
 
 
@@ -103,13 +102,11 @@ def _runs(
     setting: Setting, offer: Cluster, num_tokens: float, wishes: Wishes, num_nodes: Sequence[int]
 ) -> Iterator[Run]:
     if offer.prices.usd_per_device_hour is None:
-        assert offer.device != "auto"
         raise InputError(
-            f"the price of {offer.device.name} is not known: give prices.usd_per_device_hour."
+            f"the price of {offer.known_device.name} is not known: give prices.usd_per_device_hour."
         )
-    assert offer.num_nodes != "auto"
     for nodes in num_nodes:
-        if nodes > offer.num_nodes:
+        if nodes > size(offer.num_nodes):
             return
         cluster = offer.replace(num_nodes=nodes)
         try:
@@ -121,7 +118,7 @@ def _runs(
 
 
 def _run(setting: Setting, cluster: Cluster, best: Prediction, num_tokens: float) -> Run:
-    devices = num_ranks(cluster)
+    devices = cluster.num_devices
     lasting = endurance(cluster, devices, checkpoint_bytes(setting.model.num_params))
     kept = 1.0 if lasting is None else float(lasting.goodput)
     num_steps = num_tokens / (setting.global_batch * setting.seq_len)

@@ -13,12 +13,13 @@ from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.plan.collectives import tiers_of
+from paceline.plan.comm import resolve_comm
 from paceline.plan.points import Setting
 from paceline.plan.prediction import Prediction
 from paceline.plan.price.step import predict
 from paceline.plan.rates import matmul_s
 from paceline.plan.resolve import Plan, concrete_cluster, resolve
-from paceline.plan.search.rules import num_ranks
+from paceline.plan.search.exchange import choose_exchange, worth_compressing
 from paceline.plan.search.search import Found, search
 from paceline.plan.search.space import Wishes
 from paceline.plan.search.why import explain, shortage
@@ -31,7 +32,7 @@ _UNUSED: Mapping[str, object] = {
 # Settings that stated rules decide, not the search.
 _RULES = {
     "precision": "the safest fast arithmetic of the device",
-    "bucket_mib": "an eighth of the gradients, so that most of them overlap",
+    "bucket_mib": "replicas exchange no whole gradients",
     "split": "the heaviest stage is as light as can be; the head weighs something",
 }
 # A setting that is told together with the axis it belongs to.
@@ -57,9 +58,34 @@ def plan_job(job: Job, machine: Cluster, wishes: Wishes | None = None) -> Plan:
     if unknown is not None:
         return replace(resolve(job, machine), notes=(unknown,))
     if _is_concrete(job.layout):
-        plan = resolve(job, machine)
-        return replace(plan, ranked=(predict(Setting.of(plan.job), plan.job.layout),))
-    return _searched(job, cluster, replace(wishes or Wishes(), layout=job.layout), reasons)
+        return _with_exchange(job, resolve(job, machine))
+    wishes = replace(wishes or Wishes(), layout=job.layout)
+    return _with_exchange(job, _searched(job, cluster, wishes, reasons))
+
+
+def _with_exchange(job: Job, plan: Plan) -> Plan:
+    """The plan with the form and the buckets in which replicas exchange gradients.
+
+    Args:
+        job: as it was given.
+        plan: of a layout whose speed can be predicted.
+    """
+    layout = plan.job.layout
+    asked = job.replace(cluster=plan.job.cluster)
+    notes, reasons = plan.notes, dict(plan.reasons)
+    concrete = plan.job
+    if layout.dp != 1 and layout.fsdp == 1 and layout.is_plain:
+        chosen = choose_exchange(asked, layout)
+        dp = concrete.comm.dp.replace(compress=chosen.comm.dp.compress)
+        comm = concrete.comm.replace(dp=dp, warmup_steps=chosen.comm.warmup_steps)
+        concrete = concrete.replace(layout=chosen.layout, comm=comm)
+        reasons |= chosen.reasons
+        note = worth_compressing(asked, layout)
+        notes += () if note is None else (note,)
+    best = predict(Setting.of(concrete), concrete.layout)
+    return replace(
+        plan, job=concrete, reasons=reasons, notes=notes, ranked=(best, *plan.ranked[1:])
+    )
 
 
 def _searched(job: Job, cluster: Cluster, wishes: Wishes, reasons: dict[str, str]) -> Plan:
@@ -70,7 +96,9 @@ def _searched(job: Job, cluster: Cluster, wishes: Wishes, reasons: dict[str, str
     layout = found.ranked[0].layout
     layout.check(job.model, cluster, job.train.seq_len, job.train.global_batch)
     reasons |= _reasons(job.layout, layout, found)
-    concrete = job.replace(cluster=cluster, layout=layout)
+    comm, why = resolve_comm(job, layout, cluster)
+    reasons |= why
+    concrete = job.replace(cluster=cluster, layout=layout, comm=comm)
     return Plan(concrete, reasons, explain(found), found.ranked)
 
 
@@ -78,12 +106,11 @@ def unsearchable(job: Job, cluster: Cluster) -> str | None:
     """Why there is nothing to search by, as one sentence; None where there is."""
     if not isinstance(job.model, Model):
         return "simple rules decided: what a model of your own costs is not known."
-    assert cluster.device != "auto"
     try:
         wanted = job.layout.precision
-        wanted = cluster.device.safest_fast_precision if wanted == "auto" else wanted
-        matmul_s(cluster.device, wanted, 1, 1, 1)
-        if num_ranks(cluster) > 1:
+        wanted = cluster.known_device.safest_fast_precision if wanted == "auto" else wanted
+        matmul_s(cluster.known_device, wanted, 1, 1, 1)
+        if cluster.num_devices > 1:
             tiers_of(cluster)
     except InputError as error:
         return f"simple rules decided: {error}"

@@ -56,13 +56,12 @@ def step_seconds(setting: Setting, points: Points) -> Seconds:
 
 def _unwaited_s(setting: Setting, points: Points, stages: Stages, found: Times) -> Array:
     whole_s = found.passes.whole_s
-    work = closed_form(points, stages, found.passes, np.zeros(len(points))).work
     # Stages of whole layers may hold more together than there are: see `bounding_stages`.
     too_many = (stages.layers * stages.count).sum((0, 1)) / setting.model.num_layers
     ranks = points.pp * np.maximum(too_many, 1)
     even_s = (stages.count * whole_s).sum(0) * points.num_micro_batches / ranks
     waits = found.terms["bubble"] + found.terms["exposed_comm.pp"]
-    uneven_s = np.where(points.pp > 1, (work * whole_s).sum(0) - even_s, 0.0)
+    uneven_s = np.where(points.pp > 1, found.ran.seconds_of(found.passes) - even_s, 0.0)
     own_s = found.step_s - found.terms["straggler_wait"]
     return found.step_s * (1 - (waits + uneven_s) / own_s)
 

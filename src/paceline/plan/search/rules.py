@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.config.feasible import ARITHMETIC, FP8_MULTIPLE, fp8_sides, tensor_sizes
-from paceline.config.hardware import Cluster
 from paceline.config.schedule import DEMANDS
 from paceline.plan.points import PRECISIONS, RECOMPUTE, SCHEDULES, Array, Points, Setting
 
@@ -46,25 +45,16 @@ def holding(setting: Setting, columns: Columns, known: set[str], new: set[str]) 
     return answer
 
 
-def num_ranks(cluster: Cluster) -> int:
-    """Devices of a concrete cluster."""
-    assert cluster.devices_per_node != "auto"
-    assert cluster.num_nodes != "auto"
-    return cluster.devices_per_node * cluster.num_nodes
-
-
 def _is_on_cuda(setting: Setting) -> bool:
-    assert setting.cluster.device != "auto"
-    return setting.cluster.device.kind == "cuda"
+    return setting.device.kind == "cuda"
 
 
 def _ranks(setting: Setting, dp: Array, fsdp: Array, cp: Array, tp: Array, pp: Array) -> Array:
-    return dp * fsdp * cp * tp * pp == num_ranks(setting.cluster)
+    return dp * fsdp * cp * tp * pp == setting.cluster.num_devices
 
 
 def _precision(setting: Setting, precision: Array, param_dtype: Array) -> Array:
-    device = setting.cluster.device
-    assert device != "auto"
+    device = setting.device
     native = [name in device.precisions for name in PRECISIONS]
     pairs = [[name in ARITHMETIC.get(stored, ()) for name in PRECISIONS] for stored in PRECISIONS]
     works = np.array(pairs) & np.outer(native, native)

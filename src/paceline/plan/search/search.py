@@ -37,7 +37,7 @@ from paceline.plan.search.bounds import (
     slower,
 )
 from paceline.plan.search.pricing import peak_bytes, step_seconds
-from paceline.plan.search.rules import Columns, num_ranks
+from paceline.plan.search.rules import Columns
 from paceline.plan.search.space import Space, Wishes
 from paceline.plan.search.tables import joined, size_of, take
 
@@ -128,13 +128,12 @@ def search(
 
 def memory_limit(setting: Setting, margin: float = MARGIN) -> float | None:
     """Bytes of a device that a layout may use; None where its memory is not known."""
-    assert setting.cluster.device != "auto"
-    memory = setting.cluster.device.memory_bytes
+    memory = setting.device.memory_bytes
     return None if memory is None else (1 - margin) * memory.value
 
 
 def _no_layout(space: Space) -> str:
-    setting, ranks = space.setting, num_ranks(space.setting.cluster)
+    setting, ranks = space.setting, space.setting.cluster.num_devices
     return (
         f"no layout of {ranks} devices can run with train.global_batch = {setting.global_batch}, "
         f"train.seq_len = {setting.seq_len} and the settings that are fixed: leave more of them "

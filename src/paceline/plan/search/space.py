@@ -29,11 +29,11 @@ from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.layout import Layout
 from paceline.config.model import Model
-from paceline.config.noun import nearest
+from paceline.config.noun import nearest, size
 from paceline.plan.collectives import tiers_of
 from paceline.plan.points import PRECISIONS, RECOMPUTE, SCHEDULES, Array, Points, Setting
 from paceline.plan.schedules import split_layers
-from paceline.plan.search.rules import RULES, Columns, holding, num_ranks, num_stages
+from paceline.plan.search.rules import RULES, Columns, holding, num_stages
 from paceline.plan.search.tables import crossing, distinct, join, size_of, take
 
 FREE = ("precision", "param_dtype", "async_tp", "optimizer_state", "offload", "recompute_layers")
@@ -262,7 +262,7 @@ def split_of(model: Model, seq_len: int, stages: int) -> tuple[int, ...]:
 
 def _meshes(setting: Setting, wishes: Wishes) -> Columns:
     """Row by row simpler first: a tie is won by the earlier row."""
-    ranks, model = num_ranks(setting.cluster), setting.model
+    ranks, model = setting.cluster.num_devices, setting.model
     parts = divisors(ranks)
     experts = divisors(model.experts.num_experts) if model.experts else [1]
     table: Columns = {"tp": wishes.counts("tp", parts, fast_domain(setting.cluster))}
@@ -292,8 +292,7 @@ def _kept(setting: Setting, table: Columns) -> Columns:
 
 
 def _arithmetics(setting: Setting, wishes: Wishes) -> Columns:
-    device = setting.cluster.device
-    assert device != "auto"
+    device = setting.device
     safest: str = device.safest_fast_precision
     if wishes.layout.param_dtype == "fp64":
         safest = "fp64"
@@ -360,8 +359,7 @@ def divisors(value: int) -> list[int]:
 
 def fast_domain(cluster: Cluster) -> int:
     """Devices that the fastest links connect: where tensor parallelism stays unless asked."""
-    assert cluster.devices_per_node != "auto"
     try:
         return tiers_of(cluster)[0].num_devices
     except (InputError, IndexError):  # its links are not known
-        return cluster.devices_per_node
+        return size(cluster.devices_per_node)

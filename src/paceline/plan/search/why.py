@@ -21,6 +21,7 @@ from paceline.config.errors import InputError
 from paceline.config.figure import Figure
 from paceline.config.hardware import Tier
 from paceline.config.layout import Layout
+from paceline.config.noun import size
 from paceline.plan.collectives import tiers_of
 from paceline.plan.points import Points, Setting
 from paceline.plan.prediction import Prediction
@@ -265,8 +266,7 @@ def _smallest_change(space: Space, limit: float) -> str | None:
             return change
     for factor in _MORE_NODES:
         cluster = setting.cluster
-        assert cluster.num_nodes != "auto"
-        more = cluster.replace(num_nodes=factor * cluster.num_nodes)
+        more = cluster.replace(num_nodes=factor * size(cluster.num_nodes))
         if _fits(replace(setting, cluster=more), wishes, limit):
             return f"{factor} times as many nodes ({more.num_nodes})"
     return None

@@ -20,7 +20,7 @@ https://arxiv.org/abs/2310.01889; Ulysses https://arxiv.org/abs/2309.14509.
 import numpy as np
 
 from paceline.plan.kinds import Kind
-from paceline.plan.points import Array, Points, Setting
+from paceline.plan.points import PRECISIONS, Array, Points, Setting
 from paceline.plan.price.work.attention import core, latent_attention, plain_attention
 from paceline.plan.price.work.feedforward import expert_layer, feed_forward
 from paceline.plan.price.work.lists import (
@@ -38,7 +38,7 @@ from paceline.plan.price.work.lists import (
     enter_or_leave,
     is_sharded,
     like,
-    padded_rows,
+    rows_of_each,
     sizes_of,
 )
 
@@ -57,9 +57,11 @@ __all__ = [
     "embedding_work",
     "head_work",
     "is_sharded",
-    "padded_rows",
+    "rows_of_each",
     "sizes_of",
 ]
+
+_FP8 = PRECISIONS.index("fp8")
 
 
 def block_work(setting: Setting, points: Points, kind: Kind) -> Work:
@@ -140,10 +142,13 @@ def _table_exchanges(points: Points, sizes: Sizes, hidden: int) -> tuple[Exchang
 
 
 def _head_exchanges(points: Points, sizes: Sizes, hidden: int) -> tuple[Exchange, ...]:
-    """The head sees all tokens; of each token's loss three numbers are summed."""
+    """The head sees all tokens; of each token's loss the largest score is found, then two sums."""
     whole = sizes.tokens * hidden * sizes.value_bytes
-    sums = Exchange("tp", "all_reduce", sizes.tokens * FP32, points.tp, like(1), 3.0, False)
-    return (*enter_or_leave(points, whole, 1.0, leave=False), sums)
+    largest, sums = (
+        Exchange("tp", "all_reduce", n * sizes.tokens * FP32, points.tp, like(1), 1.0, False)
+        for n in (1, 2)
+    )
+    return (*enter_or_leave(points, whole, 1.0, leave=False), largest, sums)
 
 
 def _stream(setting: Setting, points: Points, sizes: Sizes) -> Work:
@@ -167,11 +172,22 @@ def _stream(setting: Setting, points: Points, sizes: Sizes) -> Work:
 
 
 def _tensor_parallel(setting: Setting, points: Points, sizes: Sizes, has_experts: bool) -> Work:
-    """Attention and feed-forward are entered and left once each (parallel/tp.py)."""
+    """Attention and feed-forward are entered and left once each (parallel/tp.py).
+
+    Selective recompute keeps sums over ranks, not what is gathered; a full one that stops early
+    doesn't come to the sum that ends the block.
+    """
     whole = sizes.tokens * setting.model.hidden_size * sizes.value_bytes
     # Whole experts take their share of the tokens as it lies: only attention is cut.
     layers = 1.0 if has_experts and setting.stack.expert_tp == "one" else 2.0
+    spared = layers - 1.0 if setting.stack.recompute_stops_early else 0.0
+    eight_bit = (points.precision == _FP8) & (setting.stack.tp_gather_dtype == "fp8")
+    gathered = np.where(eight_bit, 1 / sizes.value_bytes, 1.0)
     return Work(
-        exchanges=enter_or_leave(points, whole, layers, leave=False)
-        + enter_or_leave(points, whole, layers, leave=True)
+        exchanges=enter_or_leave(
+            points, whole, layers, leave=False, gathered=gathered, again="selective"
+        )
+        + enter_or_leave(
+            points, whole, layers, leave=True, gathered=gathered, again="full", spared=spared
+        )
     )

@@ -32,8 +32,8 @@ def plain_attention(model: Model, points: Points, sizes: Sizes) -> Work:
     norms = 2.0 * model.head_dim if model.qk_norm else 0.0
     rotated = _rotation(sizes, query / points.tp + own_key)
     outward = Product(m, k, query / points.tp, LINEAR)
-    key_or_value = Product(m, own_key, k, LINEAR)
-    inward: tuple[Product, ...] = (Product(m, query / points.tp, k, LINEAR),)
+    key_or_value = Product(m, own_key, k, LINEAR, readers=3)
+    inward: tuple[Product, ...] = (Product(m, query / points.tp, k, LINEAR, readers=3),)
     inward += (key_or_value, key_or_value)
     if sizes.merged:
         inward = (Product(m, query / points.tp + 2 * own_key, k, LINEAR),)
@@ -159,12 +159,17 @@ def _softmax_sweeps(
 def _ring_exchanges(
     setting: Setting, points: Points, sizes: Sizes, ring: Array
 ) -> tuple[Exchange, ...]:
-    """Hops of keys and values; backward their gradients travel too, in fp32."""
+    """Hops of keys and values; backward their gradients travel too, in fp32.
+
+    A gather of all of them sends as much, and is hidden about as well.
+    """
     model = setting.model
+    is_ring = setting.stack.cp_keys == "ring"
+    heads = model.num_kv_heads if is_ring else model.num_heads
     numbers = (
         points.micro_batch
         * (setting.seq_len / ring)
-        * np.maximum(model.num_kv_heads / points.tp / points.ulysses, 1)
+        * np.maximum(heads / points.tp / points.ulysses, 1)
         * (model.head_dim + model.value_dim)
     )
     stride = points.tp * points.ulysses
@@ -180,7 +185,7 @@ def _ring_exchanges(
     return (
         hop(sizes.value_bytes, ring - 1, False),
         hop(sizes.value_bytes, ring - 1, True),
-        hop(np.maximum(sizes.value_bytes, FP32), ring, True),
+        hop(np.maximum(sizes.value_bytes, FP32), ring - 1, True),
     )
 
 

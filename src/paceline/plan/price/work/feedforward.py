@@ -4,7 +4,8 @@ import numpy as np
 
 from paceline.config.layers import Experts
 from paceline.config.model import Model
-from paceline.plan.points import Array, Points, Setting
+from paceline.plan.collectives import num_domains
+from paceline.plan.points import PRECISIONS, Array, Points, Setting
 from paceline.plan.price.work.lists import (
     FP32,
     LINEAR,
@@ -18,10 +19,15 @@ from paceline.plan.price.work.lists import (
     like,
 )
 
+_FP8 = PRECISIONS.index("fp8")
 # Small kernels and host bookkeeping of routing: scores, top-k, sort, counts (models/moe.py).
 _ROUTING_KERNELS = 24
 # Sorting 8-byte keys, counting and scattering indices: passes over the copies' numbers.
 _ROUTING_BYTES_PER_COPY = 8 * 20
+# An exchange of tokens over NCCL's all-to-all of as many bytes, those that stay included: 1.09 to
+# 1.34 on NVLink (8 to 36 ranks, bf16), 0.89 to 1.09 over InfiniBand (2 to 8 nodes of H100), by the
+# measurements of https://github.com/deepseek-ai/DeepEP, docs/README_Hybrid-EP.md.
+_TOKENS_TIME = 1.1
 
 
 def feed_forward(model: Model, points: Points, sizes: Sizes) -> Work:
@@ -45,7 +51,7 @@ def _mlp(model: Model, sizes: Sizes, ffn: Array) -> Work:
 def _inward(sizes: Sizes, product: Product, number: int) -> tuple[Product, ...]:
     """Products of one input, each by itself or all in one."""
     if not sizes.merged:
-        return (product,) * number
+        return (product._replace(readers=number),) * number
     return (product._replace(n=number * product.n),)
 
 
@@ -118,27 +124,96 @@ def _routed(
     arithmetic = LINEAR if setting.stack.fp8_experts else PLAIN
     inward = _inward(sizes, Product(busy, ffn, hidden, arithmetic, own), matrices - 1)
     outward = Product(busy, hidden, ffn, arithmetic, own, ends_block=not experts.shared_ffn_size)
-    # Copies are picked, put in the order of the experts, put back, weighed and added up.
-    moved = busy * model.hidden_size * value
-    orders = np.where(points.ep > 1, 4, 2) + 3
-    kernels = np.where(points.ep > 1, 4.0, 2.0) + 3
+    fused = setting.stack.fuses_experts
     return Work(
         products=(*inward, outward),
         sweeps=(
-            *_activation(model, sizes, busy * ffn),
-            Sweep(2 * orders * moved, kernels, False),
-            Sweep(2 * orders * moved, kernels + 2, True),
+            *(() if fused else _activation(model, sizes, busy * ffn)),
+            *_by_expert(setting, points, sizes, busy * model.hidden_size, busy * ffn, own),
+            *_reordering(setting, experts, points, sizes, busy * model.hidden_size * value),
         ),
-        exchanges=_dispatch(setting, points, rows * model.hidden_size * value),
+        exchanges=_dispatch(setting, experts, points, rows * model.hidden_size * value),
         expert_params=own * matrices * model.hidden_size * ffn,
         host_syncs=np.where(points.ep > 1, 1.0, 0.0),
     )
 
 
-def _dispatch(setting: Setting, points: Points, num_bytes: Array) -> tuple[Exchange, ...]:
+def _by_expert(
+    setting: Setting, points: Points, sizes: Sizes, outer: Array, inner: Array, own: Array
+) -> tuple[Sweep, ...]:
+    """Passes over what experts read and give (`outer` numbers) and over their inner width that a
+    loop over experts adds, kernel by kernel (megatron/core/transformer/moe/experts.py).
+
+    Rows of each expert are padded to what fp8 products take, and cut again, unless the exchange
+    makes room. Gates and their inputs are clamped apart and put together; biases of the second
+    product are weighed and added in fp32, expert by expert, put together and cast.
+    """
+    stack, value = setting.stack, sizes.value_bytes
+    if stack.grouped_products == "kernel" or stack.fuses_experts:
+        return ()
+    pads = (points.precision == _FP8) & stack.fp8_experts & (stack.expert_exchange == "copies")
+    forward = backward = np.where(pads, 4.0, 0.0) * outer * value
+    kernels = np.where(pads, 2.0, 0.0)
+    if stack.expert_biases == "eager":
+        clamps = 2 * inner * value
+        forward = forward + 4 * clamps + outer * (2 * value + 6 * FP32)
+        backward = backward + 5 * clamps + outer * (6 * value + 7 * FP32)
+        kernels = kernels + 4 + 2 * own
+    return Sweep(forward, kernels, False), Sweep(backward, kernels, True)
+
+
+def _reordering(
+    setting: Setting, experts: Experts, points: Points, sizes: Sizes, copies_bytes: Array
+) -> tuple[Sweep, ...]:
+    """Copies are picked, put in the order of the experts, put back, weighed and added up.
+
+    Fused, picking writes each copy and reads the tokens once, adding up does the reverse; what an
+    all-to-all brings is sorted by experts in between, there and back. Where tokens travel once, the
+    copies are made of what arrived.
+    """
+    spread = points.ep > 1
+    orders, kernels = np.where(spread, 4.0, 2.0) + 3, np.where(spread, 4.0, 2.0) + 3
+    passes = 2 * orders
+    if setting.stack.elementwise == "fused":
+        arrived, sorts = np.ones(1), np.where(spread, 4.0, 0.0)
+        if setting.stack.expert_exchange == "tokens":
+            arrived, sorts = _places(experts, points.ep), np.zeros(1)
+        passes = 2 * (1 + arrived / experts.experts_per_token) + sorts
+        kernels = 2 + sorts / 2
+    num_bytes = passes * copies_bytes
+    return Sweep(num_bytes, kernels, False), Sweep(num_bytes, kernels + 2, True)
+
+
+def _places(experts: Experts, num_places: Array) -> Array:
+    """Expected places, of so many that share the experts, where a token has any of its own."""
+    share = 1 / num_places
+    missed: Array = np.ones(1)
+    for chosen in range(experts.experts_per_token):
+        left = experts.num_experts - chosen
+        missed = missed * np.maximum(1 - experts.num_experts * share / left, 0)
+    return num_places * (1 - missed)
+
+
+def _sent_share(setting: Setting, experts: Experts, points: Points, stride: Array) -> Array:
+    """Of the copies' bytes, those that travel, as an all-to-all would count them.
+
+    Tokens that stay on their rank, or node, pass through the same buffers.
+    """
+    if setting.stack.expert_exchange == "copies":
+        return np.ones(1)
+    nodes = num_domains(setting.cluster, points.ep, stride)
+    places = np.where(nodes > 1, nodes, points.ep)
+    staying = np.maximum(1 - 1 / places, 0.5)
+    tokens = _places(experts, places) / experts.experts_per_token
+    return _TOKENS_TIME * tokens / staying
+
+
+def _dispatch(
+    setting: Setting, experts: Experts, points: Points, num_bytes: Array
+) -> tuple[Exchange, ...]:
     """To the experts and back, forward and backward; all wait for the busiest rank."""
     stride = points.tp if setting.stack.expert_tp == "tp" else like(1)
-    busy = num_bytes * setting.expert_imbalance
+    busy = num_bytes * setting.expert_imbalance * _sent_share(setting, experts, points, stride)
 
     def exchange(backward: bool) -> Exchange:
         again = "" if backward else "full"

@@ -27,6 +27,8 @@ class Product(NamedTuple):
     """Matrices that share the rows m: the experts of a rank."""
     ends_block: bool = False
     """Whether nothing that backward needs follows it in its block."""
+    readers: int = 1
+    """Products of the block that read the same input, this one included."""
 
 
 class Core(NamedTuple):
@@ -67,6 +69,8 @@ class Exchange(NamedTuple):
     backward: bool
     again: str = ""
     """Which kinds of recompute do it again: "", "full", or "selective" (and full)."""
+    spared: float = 0.0
+    """How many of `times` they leave out, since nothing that backward needs follows."""
 
 
 @dataclass(frozen=True)
@@ -138,27 +142,42 @@ def autocasts(setting: Setting, points: Points) -> Array:
     return is_ours & ~is_sharded(points) & (points.param_bytes != points.value_bytes)
 
 
-def padded_rows(setting: Setting, product: Product) -> Array:
-    """Rows that a product computes: a grouped one leaves half a tile of each group empty."""
+def rows_of_each(setting: Setting, product: Product) -> tuple[Array, Array]:
+    """Rows of a product as it is computed, and how many such there are.
+
+    One kernel for all groups leaves half a tile of each empty; a loop has a product for each.
+    """
+    groups = np.asarray(product.groups, float)
+    if setting.stack.grouped_products == "loop":
+        return product.m / groups, np.atleast_1d(groups)
     padding = _GROUP_PADDING_ROWS if setting.device.kind != "cpu" else 0
-    return product.m + np.where(np.asarray(product.groups) > 1, product.groups * padding, 0)
+    return product.m + np.where(groups > 1, groups * padding, 0), np.ones(1)
 
 
 def enter_or_leave(
-    points: Points, whole: Array, count: float, *, leave: bool
+    points: Points,
+    whole: Array,
+    count: float,
+    *,
+    leave: bool,
+    gathered: Array | float = 1.0,
+    again: str = "",
+    spared: float = 0.0,
 ) -> tuple[Exchange, ...]:
     """Under sequence parallel a gather on entry and a scatter of sums on leaving; backward the
-    other way round. Without it an all-reduce on leaving, and backward on entry.
+    other way round. Without it an all-reduce on leaving, and backward on entry. A gather sends
+    `gathered` times the bytes of the others. What is forward may be recomputed: `again` and
+    `spared` are the Exchange's.
     """
     shared, stride = points.sequence_parallel, like(1)
     ranks = np.where(shared, points.tp, 1)
     plain_ranks = np.where(shared, 1, points.tp)
     here, back = ("reduce_scatter", "all_gather") if leave else ("all_gather", "reduce_scatter")
-    again = "full" if leave else "selective"
+    ahead, behind = (whole, whole * gathered) if leave else (whole * gathered, whole)
     return (
-        Exchange("tp", here, whole, ranks, stride, count, False, again),
-        Exchange("tp", back, whole, ranks, stride, count, True),
-        Exchange("tp", "all_reduce", whole, plain_ranks, stride, count, not leave, "full"),
+        Exchange("tp", here, ahead, ranks, stride, count, False, again, spared),
+        Exchange("tp", back, behind, ranks, stride, count, True),
+        Exchange("tp", "all_reduce", whole, plain_ranks, stride, count, not leave, again, spared),
     )
 
 

@@ -1,0 +1,65 @@
+"""Comm: who carries out the exchanges of a concrete layout, where the Job says "auto".
+
+In what form replicas exchange gradients needs a prediction: `search.exchange` chooses that, and
+here it is exact sums.
+"""
+
+from paceline.config.comm import Comm
+from paceline.config.errors import InputError
+from paceline.config.feasible_comm import check_comm
+from paceline.config.hardware import Cluster
+from paceline.config.job import Job
+from paceline.config.layout import Layout
+from paceline.config.model import Model
+from paceline.config.noun import size
+from paceline.plan.collectives import Choice, choose_algorithm
+
+_VALUE_BYTES = 4
+"""Gradients are reduced in fp32, or in fp64 where everything is."""
+_UNKNOWN_UNIT_BYTES = 16 * 2**20
+"""What is reduced at once of a model whose layers are not known. Assumed."""
+
+
+def resolve_comm(job: Job, layout: Layout, cluster: Cluster) -> tuple[Comm, dict[str, str]]:
+    """The Job's comm without "auto", and why.
+
+    Args:
+        job: whose model and comm count.
+        layout: concrete.
+        cluster: concrete.
+
+    Raises:
+        InputError: the layout can't communicate so.
+    """
+    check_comm(job.comm, layout)
+    dp, fsdp, reasons = job.comm.dp, job.comm.fsdp, {}
+    if dp.compress == "auto":
+        dp = dp.replace(compress="none")
+        reasons["comm.dp.compress"] = "what another form would gain is not known"
+    if dp.algorithm == "auto":
+        dp = dp.replace(algorithm="backend")
+        reasons["comm.dp.algorithm"] = "it overlaps with the backward pass as DDP does"
+    if fsdp.algorithm == "auto":
+        choice = _over_shards(job, layout, cluster)
+        fsdp = fsdp.replace(algorithm=choice.algorithm)
+        reasons["comm.fsdp.algorithm"] = choice.reason
+    return job.comm.replace(dp=dp, fsdp=fsdp), reasons
+
+
+def _over_shards(job: Job, layout: Layout, cluster: Cluster) -> Choice:
+    if layout.fsdp == 1:
+        return Choice("backend", "nothing is sharded", {})
+    shards = size(layout.fsdp) * size(layout.cp)
+    try:
+        return choose_algorithm(
+            cluster, "reduce_scatter", _unit_bytes(job, layout), shards, size(layout.tp)
+        )
+    except InputError as error:
+        return Choice("backend", f"nothing to choose by: {error}", {})
+
+
+def _unit_bytes(job: Job, layout: Layout) -> float:
+    """Of the gradients of one layer, which are reduced together."""
+    if not isinstance(job.model, Model):
+        return _UNKNOWN_UNIT_BYTES
+    return job.model.num_params * _VALUE_BYTES / job.model.num_layers / size(layout.tp)

@@ -1,0 +1,96 @@
+"""Compress: what the mean of replicas' gradients takes in each form that a Job can ask for.
+
+How it works, as `comm.compress` does it: a codec's payloads cross in an all-to-all, are decoded and
+added, coded again and gathered. So a buffer of n values costs the wire its coded size twice over,
+and each rank one coding of n values and somewhat less than two decodings. PowerSGD sums up two thin
+factors of every matrix instead. The kernels of compression take time of the device that computes;
+a codec that was measured (`paceline bench`) has its own curve, another one is a number of passes
+over memory.
+
+When it pays: where (1 - 1 / ratio) x bytes / bandwidth, less what was hidden beside the backward
+pass, is more than the codec's seconds (https://arxiv.org/abs/2103.00543 finds few such places among
+data centres).
+
+Not here: what compression does to the loss.
+
+Legend of shapes: n points.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.config.comm import Codec, coded_bits
+from paceline.plan.points import Array, Setting
+from paceline.plan.price.work import Work
+from paceline.plan.rates import memory_s
+
+_FP32_BYTES = 4
+# Bytes that coding and decoding move for each value where nothing was measured: eager kernels over
+# fp32 values in cache-sized chunks, counted in comm/compress/blockwise.py and topk.py.
+_CODING_BYTES = {
+    "fp16": 22, "bf16": 22, "int8": 40, "fp8": 36, "int4": 48, "onebit": 44, "topk": 60,
+}  # fmt: skip
+_DECODING_BYTES = {
+    "fp16": 14, "bf16": 14, "int8": 20, "fp8": 20, "int4": 26, "onebit": 30, "topk": 8,
+}  # fmt: skip
+# Passes of PowerSGD over errors and gradients (comm/compress/low_rank.py): added up (12), read for
+# P and for Q (8), rebuilt (4), the error left (12).
+_LOW_RANK_BYTES = 36
+
+
+def wire_ops(codec: Codec) -> tuple[str, ...]:
+    """The collectives of a mean in this form, each of as many bits as `bits_per_value` says."""
+    if codec.kind == "none":
+        return ("all_reduce",)
+    if codec.kind == "powersgd":
+        return ("all_reduce", "all_reduce")
+    return ("all_to_all", "all_gather")
+
+
+def bits_per_value(codec: Codec, works: Sequence[Work], value_bytes: Array) -> Array:
+    """Of a buffer that one of `wire_ops` carries: (n,).
+
+    Args:
+        codec: in which form.
+        works: whose matrices PowerSGD makes thin.
+        value_bytes: of a value that isn't compressed.
+    """
+    if codec.kind == "none":
+        return 8 * value_bytes
+    if codec.kind == "powersgd":
+        # P and Q are about as long as each other. (Bounds ask for parts without their products.)
+        thin = codec.argument * _sides(works) / np.maximum(_values(works), 1)
+        return 8 * _FP32_BYTES / 2 * thin
+    return np.full(1, coded_bits(codec))
+
+
+def codec_s(setting: Setting, codec: Codec, num_values: Array, num_ranks: Array) -> Array:
+    """Seconds of a rank's coding and decoding for the mean of so many values: (n,)."""
+    if codec.kind == "none":
+        return np.zeros(1)
+    if codec.kind == "powersgd":
+        return memory_s(setting.device, num_values * _LOW_RANK_BYTES)
+    decoded = num_values * (2 - 1 / np.maximum(num_ranks, 1))
+    curve = setting.device.codecs.get(str(codec))
+    if curve is None:
+        coding = memory_s(setting.device, num_values * _CODING_BYTES[codec.kind])
+        return coding + memory_s(setting.device, decoded * _DECODING_BYTES[codec.kind])
+    encode, decode = (
+        np.interp(values, curve.values, seconds) * np.maximum(values / curve.values[-1], 1)
+        for values, seconds in ((num_values, curve.encode), (decoded, curve.decode))
+    )
+    return encode + decode
+
+
+def _sides(works: Sequence[Work]) -> Array:
+    """Rows and columns of all weights of the parts, added up."""
+    return sum(
+        (np.asarray(p.groups * (p.n + p.k)) for work in works for p in work.products), np.zeros(1)
+    )
+
+
+def _values(works: Sequence[Work]) -> Array:
+    return sum(
+        (np.asarray(p.groups * p.n * p.k) for work in works for p in work.products), np.zeros(1)
+    )

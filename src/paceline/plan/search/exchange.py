@@ -1,0 +1,135 @@
+"""Exchange: the compression and the buckets of a layout's replicas, by predicted seconds.
+
+The search compares layouts in the form that the Job names, "auto" as exact sums, in buckets of one
+stated size. For the layout it chose, this tries what the Job leaves open: forms of `FORMS`, sizes
+of `BUCKETS_MIB`. Exact sums stay unless another form wins by more than the prediction may be wrong,
+which on most data-centre links it doesn't (https://arxiv.org/abs/2103.00543).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from paceline.config.comm import Comm, codec
+from paceline.config.errors import InputError
+from paceline.config.feasible_comm import check_comm
+from paceline.config.job import Job
+from paceline.config.layout import Layout
+from paceline.plan.points import Setting
+from paceline.plan.price.step import predict
+
+FORMS = ("none", "bf16", "int8", "int4", "powersgd:4")
+"""What "auto" chooses from, the most exact first. Each was seen to keep the loss within 0.5 % with
+error feedback (docs/techniques/compression.md); sparser ones a person asks for by name."""
+BUCKETS_MIB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0)
+_WARM_UP_STEPS = {"powersgd": 2}
+"""First steps that must be exact, as in PyTorch's hook: factors begin far from the gradients."""
+_MARGIN = 0.03
+"""Of a step: a less exact form must be predicted to win by more. Assumed."""
+
+
+class Chosen(NamedTuple):
+    """What was chosen, and why each "auto" became what it is."""
+
+    layout: Layout
+    comm: Comm
+    reasons: Mapping[str, str]
+
+
+class _Tried(NamedTuple):
+    layout: Layout
+    comm: Comm
+    step_s: float
+
+
+def choose_exchange(job: Job, layout: Layout) -> Chosen:
+    """Choose what the Job leaves open of how replicas exchange gradients.
+
+    Args:
+        job: with a concrete cluster; its layout says whether buckets were left open.
+        layout: concrete.
+
+    Returns:
+        layout and comm without "auto" in `comm.dp.compress` and `layout.bucket_mib`.
+    """
+    tried = [_try(job, *candidate) for candidate in _candidates(job, layout)]
+    by_form = {one.comm.dp.compress: one for one in sorted(tried, key=lambda one: -one.step_s)}
+    fastest = min(tried, key=lambda one: one.step_s)
+    enough = fastest.step_s * (1 + _MARGIN)
+    best = next(one for one in _by_exactness(by_form) if one.step_s <= enough)
+    reasons = {}
+    if job.comm.dp.compress == "auto":
+        reasons["comm.dp.compress"] = _why_form(best, by_form)
+    if job.layout.bucket_mib == "auto":
+        reasons["layout.bucket_mib"] = _why_bucket(best, tried)
+    return Chosen(best.layout, best.comm, reasons)
+
+
+def worth_compressing(job: Job, layout: Layout) -> str | None:
+    """A note where a Job with exact sums would be a good deal faster with "auto"; else None."""
+    if job.comm.dp.compress != "none" or job.comm.local.method != "none":
+        return None
+    asked = job.replace(comm=job.comm.replace(dp=job.comm.dp.replace(compress="auto")))
+    chosen = choose_exchange(asked, layout)
+    if chosen.comm.dp.compress == "none":
+        return None
+    exact, coded = _try(job, layout, job.comm), _try(job, chosen.layout, chosen.comm)
+    gain = exact.step_s / coded.step_s
+    if gain < 1 + 2 * _MARGIN:
+        return None
+    return (
+        f"gradients between replicas in another form ({chosen.comm.dp.compress}) would make the "
+        f"step {gain:.2g} times as fast: --set comm.dp.compress=auto."
+    )
+
+
+def _by_exactness(by_form: Mapping[str, _Tried]) -> list[_Tried]:
+    """The best of each form, the most exact first."""
+    order = {form: place for place, form in enumerate(FORMS)}
+    return sorted(by_form.values(), key=lambda one: order.get(one.comm.dp.compress, 0))
+
+
+def _candidates(job: Job, layout: Layout) -> Iterator[tuple[Layout, Comm]]:
+    forms = FORMS if job.comm.dp.compress == "auto" else (job.comm.dp.compress,)
+    buckets = BUCKETS_MIB if job.layout.bucket_mib == "auto" else ()
+    for form, bucket in product(forms, (layout.bucket_mib, *buckets)):
+        comm = _in_form(job.comm, form)
+        if form == "none" or _can(comm, layout):
+            yield layout.replace(bucket_mib=bucket), comm
+
+
+def _in_form(comm: Comm, form: str) -> Comm:
+    """Exchange in a form; one that "auto" finds is warmed up as it needs to be."""
+    least = _WARM_UP_STEPS.get(codec(form).kind, 0) if comm.dp.compress == "auto" else 0
+    steps = max(comm.warmup_steps, least)
+    return comm.replace(dp=comm.dp.replace(compress=form), warmup_steps=steps)
+
+
+def _can(comm: Comm, layout: Layout) -> bool:
+    try:
+        check_comm(comm, layout)
+    except InputError:
+        return False
+    return True
+
+
+def _try(job: Job, layout: Layout, comm: Comm) -> _Tried:
+    setting = replace(Setting.of(job), comm=comm)
+    return _Tried(layout, comm, predict(setting, layout).step_s)
+
+
+def _why_form(best: _Tried, by_form: Mapping[str, _Tried]) -> str:
+    told = {form: one.step_s for form, one in by_form.items() if one is not best}
+    if not told:
+        return "nothing else can be used with this layout"
+    other = min(told, key=told.__getitem__)
+    gain = told[other] / best.step_s - 1
+    than = f"{gain:.0%} slower" if gain >= 0.005 else "no faster than the forecast's error"
+    return f"a step takes {best.step_s * 1e3:.4g} ms; {other} is {than}"
+
+
+def _why_bucket(best: _Tried, tried: list[_Tried]) -> str:
+    same = [one for one in tried if one.comm == best.comm]
+    slowest = max(one.step_s for one in same) / best.step_s - 1
+    return f"the least that is not hidden beside the backward pass: others cost up to {slowest:.1%}"

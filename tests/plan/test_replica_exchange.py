@@ -1,0 +1,149 @@
+"""How replicas exchange gradients, as the planner prices and chooses it: pure."""
+
+import numpy as np
+import pytest
+
+from paceline.comm.compress.codecs import codec_of
+from paceline.config.comm import Comm, DpComm, LocalUpdates, codec, coded_bits
+from paceline.config.curves import (
+    AttentionCurve,
+    CodecCurve,
+    DeviceCurves,
+    MatmulCurve,
+    MemoryCurve,
+)
+from paceline.config.device import Device
+from paceline.config.figure import Figure
+from paceline.config.hardware import Cluster, Tier
+from paceline.config.job import Job, read_job
+from paceline.plan.points import Setting
+from paceline.plan.price.compress import codec_s
+from paceline.plan.price.step import predict
+from paceline.plan.search.choose import plan_job
+from paceline.plan.search.exchange import FORMS
+
+VALUES = 20_000_000
+
+
+def _figure(value: float) -> Figure:
+    return Figure(value=value, origin="assumed", source="this test")
+
+
+def _core(**changes) -> Device:
+    """A core of 54 GFLOP/s and 10 GB/s."""
+    curves = DeviceCurves(
+        matmul={"fp32": MatmulCurve(m=(1,), n=(1,), k=(1,), share=(0.9,), source="this test")},
+        attention={
+            "flash": AttentionCurve(
+                seq_len=(128,), head_dim=(64,), forward=(0.5,), backward=(0.4,), source="this test"
+            )
+        },
+        memory=MemoryCurve(bytes=(1e3, 1e9), seconds=(1e-7, 0.1), source="this test"),
+    )
+    facts = {
+        "name": "core", "kind": "cpu", "memory_bytes": _figure(8e9), "precisions": ("fp32",),
+        "peak_flops": {"fp32": _figure(60e9)}, "curves": curves,
+    }  # fmt: skip
+    return Device(**{**facts, **changes})
+
+
+def _job(mbit: float, *settings: str, hosts: int = 2, device: Device | None = None) -> Job:
+    """14.6 M parameters, 1,024 tokens a host and step, over links of so many Mbit/s."""
+    link = Tier(
+        name="network",
+        num_devices=hosts,
+        latency_s=_figure(3e-4),
+        bytes_per_s=_figure(mbit * 1e6 / 8),
+    )
+    cluster = Cluster(device=device or _core(), devices_per_node=1, num_nodes=hosts, tiers=(link,))
+    given = read_job(
+        None,
+        [
+            *("model.hidden_size=384", "model.num_layers=8", "model.ffn_size=1024"),
+            *(f"train.global_batch={8 * hosts}", "train.seq_len=128", "layout.micro_batch=8"),
+            *(f"layout.dp={hosts}", *settings),
+        ],
+    )
+    return given.replace(cluster=cluster)
+
+
+def _plan(mbit: float, *settings: str, **wishes):
+    job = _job(mbit, *settings, **wishes)
+    return plan_job(job, job.cluster)
+
+
+def _step_s(job: Job, **comm) -> float:
+    """Of the job's plan, exchanged otherwise."""
+    plan = plan_job(job, job.cluster).job
+    return predict(Setting.of(plan.replace(comm=Comm(**comm))), plan.layout).step_s
+
+
+@pytest.mark.parametrize(
+    "text", ["fp16", "bf16", "int8", "fp8", "int4", "onebit", "topk:0.01", "topk:0.0001"]
+)
+def test_the_planner_counts_the_bytes_that_codecs_write(text):
+    written = codec_of(codec(text)).num_bytes(VALUES)
+    assert coded_bits(codec(text)) / 8 * VALUES == pytest.approx(written, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("mbit", "expected"), [(50, "powersgd:4"), (200, "powersgd:4"), (1e5, "none")]
+)
+def test_auto_flips_with_the_link(mbit, expected):
+    plan = _plan(mbit, "comm.dp.compress=auto")
+    assert plan.job.comm.dp.compress == expected
+    assert "a step takes" in plan.reasons["comm.dp.compress"]
+    assert plan.job.is_concrete
+
+
+@pytest.mark.parametrize("mbit", [50, 200, 1000, 20_000])
+def test_auto_is_the_fastest_form_or_exact_within_the_margin(mbit):
+    chosen = _plan(mbit, "comm.dp.compress=auto").ranked[0].step_s
+    fixed = [_plan(mbit, f"comm.dp.compress={form}").ranked[0].step_s for form in FORMS]
+    assert chosen <= min(fixed) * 1.03 + 1e-9
+
+
+def test_exact_sums_stay_where_nobody_asked_and_the_plan_says_what_is_lost():
+    slow, fast = _plan(50), _plan(1e5)
+    assert slow.job.comm.dp.compress == fast.job.comm.dp.compress == "none"
+    assert any("--set comm.dp.compress=auto" in note for note in slow.notes)
+    assert not any("comm.dp.compress" in note for note in fast.notes)
+
+
+def test_buckets_are_no_worse_than_any_stated_size():
+    chosen = _plan(1000).ranked[0]
+    for mib in (1.0, 4.0, 25.0, 100.0):
+        stated = _plan(1000, f"layout.bucket_mib={mib}")
+        assert stated.job.layout.bucket_mib == mib
+        assert chosen.step_s <= stated.ranked[0].step_s + 1e-9
+
+
+def test_a_measured_codec_has_its_own_seconds():
+    curve = CodecCurve(
+        values=(1e6, 1e7), encode=(0.01, 0.1), decode=(0.005, 0.05), source="this test"
+    )
+    setting = Setting.of(_job(200, device=_core(codecs={"int8": curve})))
+    found = codec_s(setting, codec("int8"), np.array([2e7]), np.array([2]))
+    # 20 M values are coded, 1.5 times as many decoded; beyond the curve in proportion.
+    assert found[0] == pytest.approx(0.2 + 0.15)
+
+
+def test_a_slow_codec_is_not_chosen():
+    slow = CodecCurve(values=(1.0,), encode=(1.0,), decode=(1.0,), source="this test")
+    device = _core(codecs=dict.fromkeys(("bf16", "int8", "int4"), slow))
+    plan = _plan(200, "comm.dp.compress=auto", device=device)
+    assert plan.job.comm.dp.compress == "powersgd:4"
+
+
+def test_local_updates_cost_a_round_in_so_many_steps():
+    job = _job(50)
+    alone = _job(1e9)
+    exact, rare = _step_s(job), _step_s(job, local=LocalUpdates(method="diloco", every=50))
+    assert rare - _step_s(alone) < (exact - _step_s(alone)) / 10
+    smaller = LocalUpdates(method="diloco", every=50, compress="int8")
+    assert _step_s(job, local=smaller) < rare
+
+
+def test_on_a_fast_link_compression_costs_its_own_kernels():
+    job = _job(1e5)
+    assert _step_s(job, dp=DpComm(compress="int4")) > _step_s(job)

@@ -1,0 +1,71 @@
+"""A link that is cut under a run: whole runs on the hosts of a laboratory (root, iproute2)."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.netlab import Finished, Laboratory, StartedRanks, why_not
+from tests.command_line import environment, losses, metrics, write_tiny_job
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+TIMEOUT_S = 5
+SLACK_S = 15
+"""A rank may have begun to wait a little after the cut; and other tests may hold the cores."""
+
+
+def _start(lab: Laboratory, folder: Path, *settings: str) -> StartedRanks:
+    sets = (f"--set={setting}" for setting in ("optim.schedule=constant", *settings))
+    command = [sys.executable, "-m", "paceline", "train", "job.toml", *sets]
+    return lab.start(command, settings=environment(folder), folder=folder)
+
+
+def _wait_for_lines(folder: Path, count: int, ranks: StartedRanks) -> None:
+    while len(metrics(folder)) < count:
+        assert ranks.are_running, [rank.output for rank in ranks.wait(0)]
+        time.sleep(0.01)
+
+
+def _sentence(rank: Finished) -> str:
+    """Its last line, after which there is nothing, and no traceback before."""
+    assert "Traceback" not in rank.output
+    return rank.output.strip().splitlines()[-1]
+
+
+def test_a_cut_link_ends_the_run_in_time_and_says_who_lost_whom(tmp_path):
+    write_tiny_job(tmp_path)
+    with Laboratory(2, 200e6) as lab:
+        timeout = f"comm.timeout_s={TIMEOUT_S}"
+        with _start(lab, tmp_path, "train.steps=100000", timeout) as ranks:
+            _wait_for_lines(tmp_path, 10, ranks)
+            lab.cut(1)
+            cut = time.monotonic()
+            first, second = ranks.wait(60)
+            assert time.monotonic() - cut < TIMEOUT_S + SLACK_S
+        assert (first.code, second.code) == (1, 1)
+        assert _sentence(first).startswith("rank 0 on host0, in ")
+        assert "lost rank 1 on host1, which does not answer" in _sentence(first)
+        assert "rank 1 on host1, in " in _sentence(second)
+        assert "lost rank 0 on 10.77.0.1" in _sentence(second)
+        lab.mend(1)
+        kept = losses(tmp_path)
+        with _start(lab, tmp_path, f"train.steps={max(kept) + 4}") as ranks:
+            first, second = ranks.wait(100)
+    assert (first.code, second.code) == (0, 0)
+    assert "going on after step" in first.output
+    again = losses(tmp_path)
+    assert max(again) == max(kept) + 4
+    # Steps that were done a second time, from the checkpoint on, came out the same.
+    assert {step: again[step] for step in kept} == kept
+
+
+def test_a_link_that_comes_back_in_time_does_no_harm(tmp_path):
+    write_tiny_job(tmp_path)
+    with Laboratory(2, 200e6) as lab, _start(lab, tmp_path, "train.steps=100000") as ranks:
+        _wait_for_lines(tmp_path, 5, ranks)
+        lab.cut(1)
+        time.sleep(0.5)
+        num_lines = len(metrics(tmp_path))
+        lab.mend(1)
+        _wait_for_lines(tmp_path, num_lines + 5, ranks)

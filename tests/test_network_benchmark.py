@@ -1,0 +1,121 @@
+"""The network benchmark: its arithmetic (pure), then that its ways train the same (gloo ranks)."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.network import CONTROL, PEER, WAYS, job_of, loss_lines, possible, rows, table_lines
+from benchmarks.network_cell import (
+    LEAST_STEPS,
+    MOST_STEPS,
+    Block,
+    Way,
+    contender_of,
+    losses_of,
+    steps_of_a_block,
+    turns,
+)
+from paceline.comm.ranks import Ranks
+from paceline.comm.topology import this_machine
+from paceline.config.job import Job, read_job
+from paceline.plan.resolve import resolve
+from tests.command_line import write_tiny_job
+from tests.ranks import run_ranks
+
+
+def _blocks() -> list[Block]:
+    """The machine is half as fast in round 1; int8 takes half of DDP's time."""
+    times = {CONTROL: 1.0, PEER: 4.0, "int8": 2.0}
+    return [
+        Block(way, number, [step_s * (1 + number)] * 2, 100.0 * number)
+        for number in (0, 1)
+        for way, step_s in times.items()
+    ]
+
+
+def test_ratios_are_taken_within_a_round():
+    control, peer, int8 = rows(_blocks())
+    assert [row.way for row in (control, peer, int8)] == [CONTROL, PEER, "int8"]
+    assert (int8.speed_up, int8.efficiency) == (2.0, 0.5)
+    assert (peer.speed_up, peer.efficiency) == (1.0, 0.25)
+    assert int8.step_s == (3.0, 2.0, 4.0)
+    assert int8.sent_bytes == 50
+
+
+def test_a_line_says_where_it_was_taken():
+    line = table_lines(2, 200e6, rows(_blocks()))[2]
+    assert line == ("2", "200 Mbit/s", "int8", "3.000 (2.000 – 4.000)", "0.00", "2.00", "50%")
+
+
+def test_every_way_is_first_in_its_turn():
+    order = [name for _, name in turns(["a", "b", "c"], 3)]
+    assert order == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+
+
+@pytest.mark.parametrize(("step_s", "steps"), [(100, LEAST_STEPS), (1, 3), (0.01, MOST_STEPS)])
+def test_slow_ways_get_fewer_steps(step_s, steps):
+    assert steps_of_a_block(step_s) == steps
+
+
+def test_losses_stand_beside_those_of_the_same_seed():
+    found = {
+        PEER: {"loss": [2.0, 4.0], "eval_loss": [2.0, 4.0]},
+        "int8": {"loss": [2.0, 4.0], "eval_loss": [2.2, 4.4]},
+    }
+    assert loss_lines(found)[1] == ("int8", "3.0000", "3.3000 (2.2000 – 4.4000)", "+10.00%")
+
+
+def test_what_this_version_refuses_is_left_out_and_said():
+    said: list[str] = []
+    ways = [*WAYS[:2], Way("odd", "paceline", settings={"comm.dp.compress": "gzip"})]
+    assert possible(ways, 2, said.append) == list(WAYS[:2])
+    assert len(said) == 1
+    assert said[0].startswith("left out: odd (")
+    assert "gzip" in said[0]
+
+
+@pytest.mark.parametrize("num_hosts", [2, 4])
+def test_a_rank_has_one_micro_batch_on_each_host(num_hosts):
+    job = job_of(WAYS[1], num_hosts, 100, seed=3)
+    assert (job.layout.dp, job.layout.micro_batch, job.accumulation) == (num_hosts, 8, 1)
+    assert (job.cluster.num_nodes, job.train.seed) == (num_hosts, 3)
+    assert 10e6 < job.model.num_params < 20e6
+
+
+def _losses(rank: int, size: int, way: Way, job: Job) -> dict:
+    ranks = Ranks(rank, size, rank, size)
+    return losses_of(*contender_of(way, job, ranks), job.train.steps)
+
+
+def test_ways_that_send_everything_train_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    job = _tiny(write_tiny_job(tmp_path))
+    ddp, ours = (
+        run_ranks(_losses, 2, way, job)[0] for way in (Way("peer", "ddp"), Way("ours", "paceline"))
+    )
+    assert ours["losses"] == pytest.approx(ddp["losses"], rel=1e-5)
+    assert ours["eval_loss"] == pytest.approx(ddp["eval_loss"], rel=1e-5)
+    assert ddp["losses"][-1] < ddp["losses"][0]
+
+
+def test_hooks_change_the_sums_and_the_control_sends_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    job = _tiny(write_tiny_job(tmp_path))
+    ways = [Way("peer", "ddp"), Way("fp16", "ddp", "fp16"), Way("r1", "ddp", "powersgd:1")]
+    exact, half, rank_one = (run_ranks(_losses, 2, way, job)[0]["losses"] for way in ways)
+    assert half != exact
+    assert half == pytest.approx(exact, rel=1e-2)
+    assert rank_one[:2] == pytest.approx(exact[:2]), "it begins exactly"
+    assert rank_one != pytest.approx(exact, rel=1e-4)
+    alone = run_ranks(_losses, 2, replace(ways[0], kind="alone"), job)[0]["losses"]
+    assert alone[0] == pytest.approx(exact[0])
+    assert alone != pytest.approx(exact, rel=1e-4)
+
+
+def _tiny(file: Path) -> Job:
+    settings = ("layout.dp=2", "layout.micro_batch=6", "layout.precision=fp32")
+    machine = this_machine().replace(devices_per_node=2)
+    return resolve(read_job(file, settings), machine).job

@@ -33,6 +33,7 @@ def test_sruns_place(monkeypatch):
         monkeypatch,
         SLURM_STEP_NUM_TASKS="16",
         SLURM_PROCID="9",
+        SLURM_NODEID="1",
         SLURM_LOCALID="1",
         SLURM_STEP_TASKS_PER_NODE="8(x2)",
     )

@@ -66,7 +66,7 @@ REFUSED = {
         INT8,
         {"dp": 2, "fsdp": 2, "offload": ("params",)},
         'comm.dp.compress = "int8" needs gradients on the device, which layout.offload = '
-        "['params'] takes to the host: leave \"params\" out of one of them.",
+        "['params'] takes to the host: leave one of them out.",
     ),
     "no shards": (
         {"fsdp": {"compress_weights": "int8"}},
@@ -179,11 +179,6 @@ REFUSED = {
         {"dp": 2},
         'comm.local.compress = "auto" is nothing that the planner can price: name a form, "int8" '
         "for one.",
-    ),
-    "too few workers": (
-        {"local": {"method": "diloco", "min_workers": 3}},
-        {"dp": 2},
-        "comm.local.min_workers = 3 but there are 2 workers: lower it or raise layout.dp.",
     ),
     "fragments without streaming": (
         {"local": {"method": "diloco", "fragments": 2}},

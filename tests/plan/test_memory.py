@@ -6,7 +6,7 @@ Pure functions, no tensors. What the formulas count is compared with torch's tra
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config.hardware import Cluster
@@ -323,6 +323,7 @@ def test_pipeline_peak_is_on_the_rank_that_holds_most() -> None:
     st.sampled_from(["none", "selective", "full"]), st.sampled_from(["bf16", "fp32", "fp8"]),
     st.sampled_from([1, 2, 4]), st.sampled_from([8, 16]),
 )  # fmt: skip
+@settings(deadline=None)
 def test_columns_price_as_one_layout_does(
     tp: int, cp: int, zero: int, recompute: str, precision: str, micro_batch: int, batch: int
 ) -> None:

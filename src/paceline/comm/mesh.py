@@ -81,8 +81,10 @@ def expert_sizes(layout: Layout) -> dict[str, int]:
 
 def _mesh(ranks: Ranks, **sizes: int) -> DeviceMesh:
     mesh = init_device_mesh(ranks.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for axis in sizes:
-        distributed_c10d._set_pg_timeout(wait_limit(), mesh.get_group(axis))
+    limit = wait_limit()
+    if limit is not None:
+        for axis in sizes:
+            distributed_c10d._set_pg_timeout(limit, mesh.get_group(axis))
     return mesh
 
 

@@ -122,13 +122,14 @@ def limit_waits(limit_s: float) -> None:
         distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s))
 
 
-def wait_limit() -> timedelta:
-    """How long a collective of all ranks may wait.
+def wait_limit() -> timedelta | None:
+    """How long a collective of all ranks may wait; None where nobody waits (torch's fake group).
 
     For groups made later: unless they are told, torch gives them 30 minutes, or 10 on NCCL.
     """
     group = distributed_c10d._get_default_group()
-    return group._get_backend(group._device_types[0]).options._timeout
+    options = group._get_backend(group._device_types[0]).options
+    return None if options is None else options._timeout
 
 
 def from_first(value: bool) -> bool:

@@ -1,15 +1,24 @@
-"""Discover this machine: its devices, cores and memory, as a concrete Cluster of one node."""
+"""Discover this machine: its devices, cores and memory, as a concrete Cluster of one node; what
+joins its devices and leads out of it, as a Host; and the interface that reaches other hosts.
+
+These are thin: what they read is understood by `comm.fabric`.
+"""
 
 import multiprocessing
 import os
 import platform
+import socket
+import subprocess
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import psutil
 import torch
 
+from paceline.comm.fabric import nvidia_smi, sysfs
+from paceline.comm.fabric.interfaces import interface_with
 from paceline.config.hardware import Cluster, Device, Figure, recognise
+from paceline.config.host import Host
 
 # More gloo ranks than this on one host spend their time in each other's way.
 _MOST_CPU_RANKS = 8
@@ -22,6 +31,59 @@ def this_machine() -> Cluster:
         return Cluster(device=_cuda_device(), devices_per_node=num_gpus, num_nodes=1)
     num_ranks = num_cpu_ranks(num_cores())
     return Cluster(device=_cpu_device(num_ranks), devices_per_node=num_ranks, num_nodes=1)
+
+
+def this_host() -> Host:
+    """What `nvidia-smi` and /sys tell; where there is neither, what is left."""
+    cards = sysfs.cards()
+    matrix = _device_matrix()
+    if matrix is None:
+        return Host(numa_nodes=sysfs.numa_nodes(), cards=cards)
+    nearest = (matrix.nearest_card(device) for device in matrix.devices)
+    return Host(
+        numa_nodes=sysfs.numa_nodes(),
+        device_links=matrix.device_links,
+        cards=cards,
+        device_cards=tuple(name for name in nearest if name is not None),
+    )
+
+
+def _device_matrix() -> nvidia_smi.Matrix | None:
+    """Of `nvidia-smi topo -m`, None where there is no such program or no device."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30, check=True
+        )
+        return nvidia_smi.parse(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def interfaces() -> dict[str, list[str]]:
+    """Addresses of this host's interfaces that are up, by name."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    stats = psutil.net_if_stats()
+    return {
+        name: [each.address.split("%")[0] for each in of_it if each.family in families]
+        for name, of_it in psutil.net_if_addrs().items()
+        if name in stats and stats[name].isup
+    }
+
+
+def interface_to(host: str) -> str | None:
+    """The interface through which the kernel would send to a host; nothing is sent.
+
+    Returns:
+        None where the name leads nowhere, or to this host's loopback.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            own: str = probe.getsockname()[0]
+    except OSError:
+        return None
+    return interface_with(own, interfaces())
 
 
 def num_cpu_ranks(cores: int) -> int:

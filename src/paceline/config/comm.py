@@ -173,8 +173,6 @@ class LocalUpdates(Noun):
     """Steps that streaming computes while a fragment is on its way."""
     compress: BlockCompress = "none"
     """In what form outer gradients travel."""
-    min_workers: Count = 1
-    """A round with fewer workers than this ends the run."""
 
 
 class Comm(Noun):

@@ -41,7 +41,7 @@ def _replicas(comm: Comm, layout: "Layout") -> Iterator[str]:
         if cut and "params" in layout.offload:
             yield (
                 f"{setting} needs gradients on the device, which layout.offload = "
-                f'{list(layout.offload)} takes to the host: leave "params" out of one of them.'
+                f"{list(layout.offload)} takes to the host: leave one of them out."
             )
 
 
@@ -151,11 +151,6 @@ def _workers(comm: Comm, layout: "Layout") -> Iterator[str]:
             '"int8" for one.'
         )
     yield from _worker_precision(comm, layout)
-    if local.min_workers > size(layout.dp):
-        yield (
-            f"comm.local.min_workers = {local.min_workers} but there are {layout.dp} workers: "
-            "lower it or raise layout.dp."
-        )
 
 
 def _worker_precision(comm: Comm, layout: "Layout") -> Iterator[str]:

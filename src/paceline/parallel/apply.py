@@ -31,7 +31,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.comm.compress.messages import messages_of
 from paceline.comm.mesh import Meshes, dense_sizes
+from paceline.config.comm import Comm
 from paceline.config.layout import Layout
 from paceline.config.noun import size
 from paceline.config.schedule import Schedule
@@ -40,8 +42,10 @@ from paceline.parallel.blocks import blocks_of
 from paceline.parallel.cp import Core, context_groups, make_attend
 from paceline.parallel.ep import expert_layers, expert_parallel, fsdp_dim, share_sequences
 from paceline.parallel.fp8 import to_fp8
+from paceline.parallel.hybrid import sums_replicas
 from paceline.parallel.offload import host_shards, offload_activations
 from paceline.parallel.recompute import recompute
+from paceline.parallel.scatter import algorithm_of
 from paceline.parallel.stages import Stages
 from paceline.parallel.tp import enable_async, tensor_parallel
 
@@ -74,6 +78,7 @@ def apply(
     module: nn.Module,
     layout: Layout,
     meshes: Meshes | None,
+    comm: Comm,
     *,
     schedule: Schedule | None = None,
     device: torch.device,
@@ -86,6 +91,7 @@ def apply(
             a `fill`.
         layout: concrete, and checked.
         meshes: of all ranks, or None for a single rank.
+        comm: in what form and by which algorithms the data axes exchange gradients.
         schedule: of the pipeline, where there is one.
         device: what this rank computes on.
         fill: gives a module's parameters their first values, in place.
@@ -102,7 +108,7 @@ def apply(
         parts = _stages(module, layout, schedule, meshes.dense.get_local_rank("pp"))
     if layout.cp != 1:
         _share_sequences(parts, layout, meshes)
-    ready = [_part(part, layout, meshes, device, fill) for part in parts]
+    ready = [_part(part, layout, meshes, comm, device, fill) for part in parts]
     return ready[0] if schedule is None else Stages(ready)
 
 
@@ -122,6 +128,7 @@ def _part(
     part: nn.Module,
     layout: Layout,
     meshes: Meshes | None,
+    comm: Comm,
     device: torch.device,
     fill: Callable[[nn.Module], None] | None,
 ) -> nn.Module:
@@ -129,7 +136,7 @@ def _part(
     if layout.precision == "fp8":
         to_fp8(part, emulate=device.type != "cuda")
     if meshes is not None:
-        _share_layers(part, layout, meshes)
+        _share_layers(part, layout, meshes, comm)
     assert layout.recompute != "auto"
     recompute(part, layout.recompute, layout.recompute_layers)
     if "activations" in layout.offload:
@@ -138,7 +145,7 @@ def _part(
         for placed in blocks_of(part):
             placed.block.compile()
     if meshes is not None and _shards(layout):
-        _shard(part, layout, meshes, device)
+        _shard(part, layout, meshes, comm, device)
     if fill is not None:
         part.to_empty(device="cpu" if "params" in layout.offload else device)
         fill(part)
@@ -175,12 +182,13 @@ def _share_sequences(parts: list[nn.Module], layout: Layout, meshes: Meshes | No
         network.set_attend(attend)
 
 
-def _share_layers(part: nn.Module, layout: Layout, meshes: Meshes) -> None:
+def _share_layers(part: nn.Module, layout: Layout, meshes: Meshes, comm: Comm) -> None:
     """What the ranks of the inner axes do together inside a layer."""
     axes = [axis for axis in ("ep", "tp") if getattr(layout, axis) != 1]
     if axes and expert_layers(part):
         mesh = meshes.dense if meshes.experts is None else meshes.experts
-        expert_parallel(part, mesh[tuple(axes)])
+        messages = messages_of(comm.ep.compress, comm.compress_from)
+        expert_parallel(part, mesh[tuple(axes)], messages)
     if layout.cp != 1:
         assert meshes.context is not None
         share_sequences(part, meshes.context["cp"])
@@ -226,7 +234,9 @@ def _zero(layout: Layout) -> int:
     return layout.zero or 1
 
 
-def _shard(part: nn.Module, layout: Layout, meshes: Meshes, device: torch.device) -> None:
+def _shard(
+    part: nn.Module, layout: Layout, meshes: Meshes, comm: Comm, device: torch.device
+) -> None:
     """FSDP2, block by block, over whatever data ranks there are."""
     dense = meshes.dense
     assert layout.precision != "auto"
@@ -237,12 +247,15 @@ def _shard(part: nn.Module, layout: Layout, meshes: Meshes, device: torch.device
         reduce_dtype=torch.float32 if dtype.itemsize < 4 else None,
     )
     offload = host_shards(device) if "params" in layout.offload else OffloadPolicy()
-    options = (_zero(layout), policy, offload)
+    algorithm = algorithm_of(comm.fsdp, meshes.ranks_per_node)
+    options = (_zero(layout), policy, offload, algorithm)
     if meshes.experts is not None:
         experts = [layer.experts for layer in expert_layers(part)]
         fsdp.shard_units(experts, _data_axes(meshes.experts, "edp", "efsdp"), *options, fsdp_dim)
     blocks = [placed.block for placed in blocks_of(part) if placed.parent is not None]
-    fsdp.shard(part, blocks, _data_axes(dense, "dp", "fsdp"), *options)
+    # Replicas whose sums are ours FSDP2 doesn't hear of.
+    axes = dense["fsdp"] if sums_replicas(comm) else _data_axes(dense, "dp", "fsdp")
+    fsdp.shard(part, blocks, axes, *options)
 
 
 def _data_axes(mesh: DeviceMesh, replicas: str, shards: str) -> DeviceMesh:

@@ -31,6 +31,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from paceline.comm.compress.messages import Messages, send_coded
 from paceline.comm.mesh import local_part
 
 # The dimension of (slots, out, in) that goes through the inside of an expert, by parameter: what tp
@@ -58,6 +59,8 @@ class ExpertExchange:
     """Send rows to the ranks of their experts, and their outputs back."""
 
     group: dist.ProcessGroup
+    messages: Messages | None = None
+    """The form of rows and gradients on their way; None: as they are."""
 
     def __call__(
         self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]
@@ -76,22 +79,29 @@ class ExpertExchange:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent.contiguous(), group=self.group)
         to, come = torch.stack((sent.sum(1), received.sum(1))).tolist()  # waits for the device
-        arrived = all_to_all_single_autograd(rows.contiguous(), come, to, self.group)
+        arrived = self._send(rows.contiguous(), to, come)
         # From the order (sender, slot) to the order (slot, sender), which the experts want.
         place, back = _transposition(received, sum(come)), _transposition(received.T, sum(come))
         outputs = experts(_put(arrived, place), received.sum(0))
         # The sum keeps the way back to the senders open when no row came: they wait for gradients.
         outputs = outputs if sum(come) else outputs + arrived.to(outputs.dtype)
-        return all_to_all_single_autograd(_put(outputs, back), to, come, self.group)
+        return self._send(_put(outputs, back), come, to)
+
+    def _send(self, rows: Tensor, to: list[int], come: list[int]) -> Tensor:
+        """Exchange rows, sorted by rank; gradients go back the same way."""
+        if self.messages is None:
+            return all_to_all_single_autograd(rows, come, to, self.group)
+        return send_coded(rows, to, come, self.group, self.messages)
 
 
-def expert_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
+def expert_parallel(module: nn.Module, mesh: DeviceMesh, messages: Messages | None = None) -> None:
     """Spread the experts of every layer over ranks, in place.
 
     Args:
         module: on any device, meta too; the same on every rank.
         mesh: axes "ep", "tp" or both, in this order. With tp each rank computes a summand of its
             experts' outputs; whoever owns the layer adds them up where the layer is left.
+        messages: the form of tokens on their way; as they are by default.
     """
     names = mesh.mesh_dim_names or ()
     for layer in expert_layers(module):
@@ -101,7 +111,7 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
             spread = distribute_tensor(weights, mesh, placements, src_data_rank=None)
             setattr(layer.experts, name, nn.Parameter(spread, weights.requires_grad))
         if "ep" in names:
-            layer.exchange = ExpertExchange(mesh.get_group("ep"))
+            layer.exchange = ExpertExchange(mesh.get_group("ep"), messages)
 
 
 def share_sequences(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -135,6 +145,13 @@ def fsdp_dim(parameter: nn.Parameter) -> Shard:
 def expert_layers(module: nn.Module) -> list[Any]:
     """The layers with experts (each an `ExpertLayer`), in the order of the network."""
     return [m for m in module.modules() if hasattr(m, "exchange") and hasattr(m, "slot_of_expert")]
+
+
+def messages_in(module: nn.Module) -> list[Messages]:
+    """The forms in which a module's experts are sent tokens, each once."""
+    exchanges = [layer.exchange for layer in expert_layers(module)]
+    held = [each.messages for each in exchanges if isinstance(each, ExpertExchange)]
+    return list({id(each): each for each in held if each is not None}.values())
 
 
 def expert_loads(module: nn.Module, mesh: DeviceMesh | None, reset: bool = True) -> Tensor:

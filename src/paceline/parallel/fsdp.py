@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from paceline.parallel.scatter import Algorithm, exchange_by
+
 
 def shard(
     module: nn.Module,
@@ -30,6 +32,7 @@ def shard(
     zero: int,
     policy: MixedPrecisionPolicy,
     offload: OffloadPolicy,
+    algorithm: Algorithm | None = None,
 ) -> None:
     """Shard a module with FSDP2, in place: each block is gathered and reduced as one message.
 
@@ -40,12 +43,14 @@ def shard(
         zero: 1, 2 or 3; see the table above.
         policy: types of arithmetic and of reduction.
         offload: where shards wait.
+        algorithm: who scatters gradients and gathers parameters; the backend by default.
     """
-    shard_units(blocks, mesh, zero, policy, offload)
+    shard_units(blocks, mesh, zero, policy, offload, algorithm)
     # The rest is in use from the beginning of the forward to the end of the backward pass.
-    fully_shard(
+    unit = fully_shard(
         module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload
     )
+    exchange_by(unit, algorithm)
 
 
 def shard_units(
@@ -54,6 +59,7 @@ def shard_units(
     zero: int,
     policy: MixedPrecisionPolicy,
     offload: OffloadPolicy,
+    algorithm: Algorithm | None = None,
     split: Callable[[nn.Parameter], Shard] | None = None,
 ) -> None:
     """Shard inner modules, each a unit of its own; arguments as of `shard`, to be called before it.
@@ -64,7 +70,7 @@ def shard_units(
     """
     for unit in units:
         if any(True for _ in unit.parameters()):
-            fully_shard(
+            sharded = fully_shard(
                 unit,
                 mesh=mesh,
                 reshard_after_forward=zero == 3,
@@ -72,6 +78,7 @@ def shard_units(
                 mp_policy=policy,
                 offload_policy=offload,
             )
+            exchange_by(sharded, algorithm)
 
 
 def prepare_micro_batch(module: FSDPModule, zero: int, is_last: bool) -> None:

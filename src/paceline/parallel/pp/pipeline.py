@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import _Action as Op
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.comm.compress.messages import Messages
 from paceline.config.errors import InputError
 from paceline.config.schedule import Schedule
 from paceline.parallel.pp.program import lower, lower_forward
@@ -38,6 +39,7 @@ class Pipeline:
         parts: Sequence[nn.Module],
         group: dist.ProcessGroup,
         device: torch.device,
+        messages: Messages | None = None,
     ) -> None:
         """Prepare the programs; nothing is sent yet.
 
@@ -48,13 +50,15 @@ class Pipeline:
                 FSDP2, but not by DistributedDataParallel: W goes around its hooks.
             group: the ranks of this pipeline, in its order.
             device: where the parts lie.
+            messages: the form of activations and their gradients between ranks; as they are by
+                default.
         """
         rank, places = dist.get_rank(group), schedule.stages_of(dist.get_rank(group))
         assert dist.get_world_size(group) == schedule.num_ranks, "the schedule is for other ranks"
         assert len(parts) == len(places), f"{len(parts)} parts for the stages {places}"
         assert not any(isinstance(part, DistributedDataParallel) for part in parts)
-        self.schedule, self.device = schedule, device
-        self._wires = Wires(group, device, max_sends=2 * schedule.num_ranks)
+        self.schedule, self.device, self.messages = schedule, device, messages
+        self._wires = Wires(group, device, max_sends=2 * schedule.num_ranks, messages=messages)
         self._stages = [
             Stage(part, schedule, place, device, group)
             for part, place in zip(parts, places, strict=True)

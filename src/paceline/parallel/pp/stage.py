@@ -13,7 +13,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from paceline.comm.compress.messages import Messages
 from paceline.config.schedule import Schedule
 from paceline.parallel.pp.program import index_of
 
@@ -32,16 +34,21 @@ Criterion = Callable[[Tensor, int], Tensor]
 Form = tuple[torch.Size, torch.dtype]
 
 
-class Arriving(NamedTuple):
+@dataclass
+class Arriving:
     """A tensor on its way here."""
 
     tensor: Tensor
+    """Before it is waited for, the memory for what comes."""
     work: dist.Work | None = None
+    read: Callable[[Tensor], Tensor] = lambda came: came
+    """Makes the tensor of what came."""
 
     def wait(self) -> Tensor:
         """The tensor, once it is there."""
         if self.work is not None:
             self.work.wait()
+            self.tensor, self.work = self.read(self.tensor), None
         return self.tensor
 
 
@@ -53,12 +60,15 @@ class Wires:
     device: torch.device
     max_sends: int
     """How many may be under way: each keeps its tensor in memory."""
+    messages: Messages | None = None
+    """The form of activations and gradients on their way; None: as they are."""
     sends: deque[dist.Work] = field(default_factory=deque)
     forms: dict[Hashable, Form] = field(default_factory=dict)
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Start a send."""
-        work = dist.isend(tensor.contiguous(), group=self.group, group_dst=peer)
+        sent = tensor.contiguous() if self.messages is None else self.messages.coded(tensor)
+        work = dist.isend(sent, group=self.group, group_dst=peer)
         assert work is not None  # None is for ranks outside of the group
         self.sends.append(work)
         while len(self.sends) > self.max_sends:
@@ -67,8 +77,13 @@ class Wires:
     def receive(self, form: Form, peer: int) -> Arriving:
         """Start a receive."""
         size, dtype = form
-        buffer = torch.empty(size, dtype=dtype, device=self.device)
-        return Arriving(buffer, dist.irecv(buffer, group=self.group, group_src=peer))
+        if self.messages is None:
+            buffer = torch.empty(size, dtype=dtype, device=self.device)
+            return Arriving(buffer, dist.irecv(buffer, group=self.group, group_src=peer))
+        num_bytes = self.messages.num_bytes(size.numel(), dtype)
+        payload = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        read = partial(self.messages.decoded, size=size, dtype=dtype)
+        return Arriving(payload, dist.irecv(payload, group=self.group, group_src=peer), read)
 
     def announce(self, key: Hashable, tensor: Tensor, peer: int) -> None:
         """Tell the receiver a tensor's form, the first time that one of this key is sent."""

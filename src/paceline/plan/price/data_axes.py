@@ -33,8 +33,6 @@ from paceline.plan.price.compress import bits_per_value, codec_s, wire_ops
 from paceline.plan.price.parts import Part, Request, hidden_share
 from paceline.plan.price.work import Work, autocasts, is_sharded
 
-# torch.nn.parallel.DistributedDataParallel's first bucket, so that reducing starts early.
-_FIRST_BUCKET_BYTES = 2**20
 # How often a buffer crosses a rank's link, but for the rank's own share of it.
 _CROSSINGS = {"all_reduce": 2, "all_to_all": 1, "all_gather": 1}
 _DUALPIPE = SCHEDULES.index("dualpipe")
@@ -274,8 +272,8 @@ def _buckets(
         (count * part.beside_backward_s for count, part in zip(held.blocks, parts, strict=False)),
         np.zeros(1),
     )
-    first = np.minimum(_FIRST_BUCKET_BYTES / np.maximum(total_bytes, 1), 1)
-    beside_s = (backward_s + coding_s) * (1 - first)
+    # Nothing is on its way before a bucket is full (DDP's first one, of 1 MiB, is soon through).
+    beside_s = (backward_s + coding_s) * (1 - 1 / number)
     overlaps = setting.stack.overlaps_data_axes and not setting.updates_locally
     share = constant(setting.stack, "overlap_share") * overlaps
     hideable = share * _waiting_share(setting, points, works, held, all_s)

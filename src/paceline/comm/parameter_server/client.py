@@ -1,0 +1,210 @@
+"""A worker's connections to the servers.
+
+Requests of one worker to one server are answered in order. What has not been answered is kept, so
+when the connection breaks (the server died, or the network did) the worker connects again, says how
+far it is and repeats them: pulls change nothing, and a push is known by its step. It tries for as
+long as the Job lets a rank wait, then says which server it lost.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection
+
+import numpy as np
+
+from paceline.comm.parameter_server.rows import Rows
+from paceline.comm.parameter_server.shards import Ids, Placement
+from paceline.comm.parameter_server.wire import (
+    Kind,
+    Message,
+    decode,
+    encode,
+    introduce,
+    limit_waits,
+    sentence_of,
+)
+from paceline.config.errors import RunError
+
+Address = tuple[str, int]
+# Between two attempts; a server that is started anew takes about a second.
+_RETRY_S = 0.2
+
+
+@dataclass
+class ServerLink:
+    """One worker's connection to one server, made again whenever it breaks."""
+
+    number: int
+    address: Address
+    key: bytes
+    worker: int
+    timeout_s: float
+    num_pushed: int = 0
+    """Steps whose push the server has acknowledged."""
+    num_reconnected: int = 0
+    _connection: Connection | None = None
+    _unanswered: deque[Message] = field(default_factory=deque)
+
+    def send(self, message: Message) -> None:
+        """Ask something; `receive` gives the answers in the same order."""
+        self._unanswered.append(message)
+        try:
+            if self._connection is not None:
+                self._connection.send_bytes(encode(message))
+        except OSError:
+            self.close()
+
+    def receive(self) -> Message:
+        """The answer to the oldest request that has none.
+
+        Raises:
+            RunError: the server refuses, or is gone for longer than the Job allows.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                connection = self._connection or self._connect()
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    raise self._lost("has not answered")
+                answer = decode(connection.recv_bytes())
+                break
+            except (OSError, EOFError, ValueError, AuthenticationError):
+                self.close()
+                if time.monotonic() > deadline:
+                    raise self._lost("can't be reached") from None
+                time.sleep(_RETRY_S)
+        request = self._unanswered.popleft()
+        if answer.kind == Kind.FAILED:
+            raise RunError(f"server {self.number} of the tables: {sentence_of(answer)}")
+        if request.kind == Kind.PUSH:
+            self.num_pushed = request.step + 1
+        return answer
+
+    def close(self) -> None:
+        """Drop the connection, if there is one."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _connect(self) -> Connection:
+        """Connect, say hello and repeat what has no answer yet."""
+        connection = Client(self.address)
+        self._connection = connection
+        limit_waits(connection, self.timeout_s)
+        introduce(connection, self.key)
+        hello = Message(Kind.HELLO, self.worker, step=self.num_pushed)
+        connection.send_bytes(encode(hello))
+        connection.recv_bytes()
+        for message in self._unanswered:
+            connection.send_bytes(encode(message))
+        self.num_reconnected += 1
+        return connection
+
+    def _lost(self, what: str) -> RunError:
+        host, port = self.address
+        return RunError(
+            f"server {self.number} of the tables ({host}:{port}) {what} for {self.timeout_s:g} s: "
+            "start the run again to go on from its last checkpoint."
+        )
+
+
+class Servers:
+    """All servers, as one worker sees them.
+
+    Args:
+        placement: which row is where.
+        dim: width of a row.
+        addresses: of the servers, in their order.
+        key: of the run.
+        worker: this one's number.
+        timeout_s: the longest wait.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        dim: int,
+        addresses: Sequence[Address],
+        key: bytes,
+        worker: int,
+        timeout_s: float,
+    ) -> None:
+        self.placement, self.dim, self.worker = placement, dim, worker
+        self.links = [
+            ServerLink(number, address, key, worker, timeout_s)
+            for number, address in enumerate(addresses)
+        ]
+        self._num_unread = 0
+        self._last_split: tuple[Ids, list[Ids]] | None = None
+
+    def pull(self, ids: Ids, step: int) -> tuple[Rows, int]:
+        """Rows as they are before step `step`, as far as the mode promises.
+
+        Returns:
+            values, shape (len(ids), dim), and the number of steps whose updates are all in them.
+        """
+        places = self._split(ids)
+        for link, place in zip(self.links, places, strict=True):
+            if len(place):
+                link.send(Message(Kind.PULL, self.worker, step, ids=ids[place]))
+        self.settle()
+        values, clock = np.empty((len(ids), self.dim), np.float32), step
+        for link, place in zip(self.links, places, strict=True):
+            if len(place):
+                answer = link.receive()
+                values[place] = answer.values.reshape(-1, self.dim)
+                clock = min(clock, answer.clock)
+        return values, clock
+
+    def push(self, ids: Ids, gradients: Rows, step: int, lr: float) -> None:
+        """Send a step's gradients, each row once; the acknowledgements are read later."""
+        self.settle()
+        for link, place in zip(self.links, self._split(ids), strict=True):
+            link.send(
+                Message(
+                    Kind.PUSH,
+                    self.worker,
+                    step,
+                    lr=lr,
+                    ids=ids[place],
+                    values=gradients[place],
+                )
+            )
+        self._num_unread = 1
+
+    def settle(self) -> None:
+        """Wait until the last push has arrived everywhere."""
+        if self._num_unread:
+            self._num_unread = 0
+            for link in self.links:
+                link.receive()
+
+    def ask_all(self, kind: Kind, step: int) -> None:
+        """Have every server do something and wait for it."""
+        self.settle()
+        for link in self.links:
+            link.send(Message(kind, self.worker, step))
+        for link in self.links:
+            link.receive()
+
+    def greet(self, step: int) -> None:
+        """Tell every server how many steps this worker has pushed."""
+        for link in self.links:
+            link.num_pushed = step
+        self.ask_all(Kind.HELLO, step)
+
+    def close(self) -> None:
+        """Drop all connections."""
+        for link in self.links:
+            link.close()
+
+    def _split(self, ids: Ids) -> list[Ids]:
+        """Places in `ids` of the rows of each server; a push mostly has those of its pull."""
+        if self._last_split is None or self._last_split[0] is not ids:
+            server = self.placement.server_of(ids)
+            places = [np.flatnonzero(server == number) for number in range(len(self.links))]
+            self._last_split = (ids, places)
+        return self._last_split[1]

@@ -1,0 +1,226 @@
+"""Replicas of shards in compressed form: the replicate axis of HSDP, through the queue.
+
+FSDP2 sums over replicas itself when it is given a mesh with two axes, and offers no seam for that.
+So it gets the axis of shards alone, and what it leaves in a parameter's gradient is the mean over
+one replica's ranks. When the gradients of a unit are all there, FSDP2 tells (it calls the
+parameters' own hooks after it has reduced), and the unit's shards are averaged over the replicas as
+DDP's buckets are (`replicate`), while the backward pass goes on.
+
+Errors are kept as shards of the parameters they belong to, so a checkpoint knows where they lie and
+any number of shards can go on with them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from paceline.comm.collectives import Collectives
+from paceline.comm.compress.exchange import Compressor, ExactRest, Mean, exact_bytes, exact_mean
+from paceline.comm.compress.feedback import Feedback, Part
+from paceline.comm.mesh import local_part
+from paceline.comm.queue import Job, Queue
+from paceline.config.comm import Comm
+
+ERRORS = "replica_error"
+"""The section of a checkpoint: {replica: {name: a DTensor of the parameter's form}}."""
+
+
+@dataclass(eq=False)
+class _Unit:
+    """One unit of FSDP2, and what is kept for it from step to step."""
+
+    parameters: list[nn.Parameter]
+    parts: tuple[Part, ...]
+    mean: Mean | None
+    """None where nothing in it is compressed."""
+    flat: Tensor
+    """(values of this rank's shards,) fp32 or fp64."""
+    num_arrived: int = 0
+    """Gradients of this step."""
+    views: list[Tensor] = field(init=False)
+    """Of `flat`, of each parameter."""
+
+    def __post_init__(self) -> None:
+        self.views = list(self.flat.split([part.num_values for part in self.parts]))
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's shards of them, flat."""
+        held = [parameter.grad for parameter in self.parameters]
+        return [local_part(gradient).flatten() for gradient in held if gradient is not None]
+
+    def exact(self) -> list[Tensor]:
+        """Views of the parameters that are not compressed."""
+        pairs = zip(self.parts, self.views, strict=True)
+        return [view for part, view in pairs if not part.is_compressed]
+
+
+class ReplicaExchange:
+    """The mean of the replicas' gradients, unit by unit.
+
+    Args:
+        module: sharded by FSDP2 over an axis without the replicas; hooks are registered here.
+        names: of its parameters.
+        compressor: of the larger ones; None: of none.
+        collectives: among the replicas, which sum up exactly.
+        comm: of the Job.
+        num_reductions: how often in a step FSDP2 reduces a unit's gradients.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Mapping[nn.Parameter, str],
+        compressor: Compressor | None,
+        collectives: Collectives,
+        comm: Comm,
+        num_reductions: int,
+    ) -> None:
+        self._names, self._comm, self._compressor = names, comm, compressor
+        self._collectives, self._num_reductions = collectives, num_reductions
+        self._queue = Queue(next(module.parameters()).device)
+        self._rest = ExactRest(collectives)
+        self._is_exact = True
+        self._arrived: list[_Unit] = []
+        self.feedback = Feedback(collectives.group.rank(), collectives.group.size())
+        self.sent_bytes = 0
+        """What this rank sent since `begin`."""
+        self._units = [self._unit(parameters) for parameters in _own_parameters(module)]
+        for unit in self._units:
+            for parameter in unit.parameters:
+                parameter.register_post_accumulate_grad_hook(self._hook(unit))
+
+    def begin(self, step: int) -> None:
+        """Say which step's gradients come next, from 0."""
+        self._is_exact = self._compressor is None or step < self._comm.warmup_steps
+        self.sent_bytes = 0
+
+    def finish(self) -> None:
+        """Wait until the gradients of the last backward pass are the mean of all replicas.
+
+        Raises:
+            RuntimeError: a parameter had no gradient.
+            Exception: what went wrong on the queue's thread, with its traceback.
+        """
+        for unit in self._units:
+            if unit not in self._arrived:
+                raise RuntimeError(
+                    f"{unit.parts[0].name} or a neighbour had no gradient, which replicas in a "
+                    'form of ours need: use comm.dp.compress = "none".'
+                )
+        self._queue.submit(self._rest.average())
+        self._queue.flush()
+        self._queue.submit(self._conclude())
+        self._queue.flush()
+        self._queue.wait()
+        self._arrived = []
+
+    def _hook(self, unit: _Unit) -> Callable[[Tensor], None]:
+        def arrived(_: Tensor) -> None:
+            unit.num_arrived += 1
+            if unit.num_arrived == self._num_reductions * len(unit.parameters):
+                unit.num_arrived = 0
+                self._arrived.append(unit)
+                self._queue.submit(self._average(unit))
+
+        return arrived
+
+    def _average(self, unit: _Unit) -> Job:
+        torch._foreach_copy_(unit.views, unit.gradients())
+        if self._is_exact or unit.mean is None:
+            yield from exact_mean(unit.flat, self._collectives)
+            self.sent_bytes += exact_bytes(unit.flat.nbytes, self._collectives.group.size())
+            return
+        self._rest.take(unit.exact())
+        yield from unit.mean.average(unit.flat, self.feedback.span(unit.parts, unit.flat))
+        self.sent_bytes += unit.mean.sent_bytes
+
+    def _conclude(self) -> Job:
+        """Give FSDP2's gradients the means; waits for nothing."""
+        yield from ()
+        num_bytes = self._rest.put_back()
+        self.sent_bytes += exact_bytes(num_bytes, self._collectives.group.size())
+        for unit in self._arrived:
+            torch._foreach_copy_(unit.gradients(), unit.views)
+
+    def _unit(self, parameters: list[nn.Parameter]) -> _Unit:
+        held = [local_part(parameter) for parameter in parameters]
+        parts = tuple(map(self._part, parameters, held))
+        wide = torch.promote_types(held[0].dtype, torch.float32)
+        flat = held[0].new_empty(sum(part.num_values for part in parts), dtype=wide)
+        mean = None
+        if self._compressor is not None and any(part.is_compressed for part in parts):
+            mean = self._compressor.mean_of(parts, flat)
+        return _Unit(parameters, parts, mean, flat)
+
+    def _part(self, parameter: nn.Parameter, held: Tensor) -> Part:
+        is_compressed = (
+            self._compressor is not None
+            and parameter.numel() >= self._comm.compress_from
+            and self._compressor.takes(held.shape)
+        )
+        return Part(self._names[parameter], held.shape, is_compressed)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint keeps: {replica: {name: error, a DTensor like the parameter}}."""
+        by_name = {name: parameter for parameter, name in self._names.items()}
+        return {
+            replica: {name: _like(by_name[name], error) for name, error in errors.items()}
+            for replica, errors in self.feedback.state().items()
+        }
+
+    def targets(self, saved: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+        """Room for the part of a saved state that this rank loads, in the same form.
+
+        Args:
+            saved: paths of the tensors that were saved: "replica_error.0.layer.weight".
+        """
+        by_name = {part.name: unit for unit in self._units for part in unit.parts}
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        state: dict[str, dict[str, Tensor]] = {}
+        for path in saved:
+            kind, _, owed = path.partition(".")
+            replica, _, name = owed.partition(".")
+            if kind == ERRORS and name in by_name and self.feedback.takes_over(int(replica)):
+                parameter = parameters[name]
+                error = by_name[name].flat.new_zeros(local_part(parameter).numel())
+                state.setdefault(replica, {})[name] = _like(parameter, error)
+        return state
+
+    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on with what `targets` gave, now filled."""
+        self.feedback.load(
+            {
+                replica: {name: local_part(error).flatten() for name, error in errors.items()}
+                for replica, errors in state.items()
+            }
+        )
+
+
+def _like(parameter: nn.Parameter, flat: Tensor) -> Tensor:
+    """This rank's values of something of a parameter's form."""
+    if not isinstance(parameter, DTensor):
+        return flat.view(parameter.shape)
+    return DTensor.from_local(
+        flat.view(parameter.to_local().shape),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _own_parameters(module: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """The parameters that are trained of each unit of FSDP2, without those of units inside it."""
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    seen: set[nn.Parameter] = set()
+    for unit in reversed(units):
+        assert isinstance(unit, nn.Module)
+        own = [p for p in unit.parameters() if p.requires_grad and p not in seen]
+        seen.update(own)
+        if own:
+            yield own

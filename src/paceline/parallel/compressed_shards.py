@@ -1,0 +1,343 @@
+"""Shards in compressed form: FSDP2's reduction of gradients and gathering of parameters.
+
+FSDP2 decides when; its seams `set_custom_reduce_scatter` and `set_custom_all_gather` hand over a
+buffer with one row per rank (`comm.compress.shards`). Which parameter lies where in a row is
+FSDP2's to know, and read from it, once.
+
+Error feedback of a sum that is scattered costs memory: each rank owes something of every value that
+it sends, so it keeps fp32 errors of the whole unit but its own shard, (N-1)/N of 4 bytes for every
+parameter. They belong to parameters by name, in units of the mean over all data ranks, so another
+number of shards or replicas takes over all that is owed.
+
+Replicas of shards (HSDP) are `compressed_replicas`; ours without compression `scatter`.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from paceline.comm.compress.codec import BlockCodec
+from paceline.comm.compress.codecs import codec_of
+from paceline.comm.compress.shards import CodedShards, Payloads, Room, Row
+from paceline.config.comm import Comm, codec
+from paceline.parallel.scatter import Algorithm, Exchange
+
+ERRORS = "shard_error"
+"""The section of a checkpoint: {rank: {name: (num_values,)}}."""
+
+
+class Part(NamedTuple):
+    """A parameter in a unit's rows."""
+
+    name: str
+    shape: torch.Size
+    dim: int
+    """That is split."""
+    chunk: torch.Size
+    """Of it that each row has, filled up."""
+    is_compressed: bool
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """Put the parameter together: (ranks, chunk values) to (num_values,)."""
+        filled = torch.cat([row.view(self.chunk) for row in rows], self.dim)
+        return filled.narrow(self.dim, 0, self.shape[self.dim]).flatten()
+
+    def rows(self, whole: Tensor, num_ranks: int) -> Tensor:
+        """Split it, the inverse of `whole`."""
+        filled = whole.new_zeros([*self.chunk]).repeat_interleave(num_ranks, self.dim)
+        filled.narrow(self.dim, 0, self.shape[self.dim]).copy_(whole.view(self.shape))
+        return torch.stack([part.flatten() for part in filled.chunk(num_ranks, self.dim)])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands among those that share its parameters."""
+
+    shards: int
+    replicas: int
+    rank: int
+    """Among all of them: replica * shards + shard."""
+
+    def takes_over(self, saved_rank: int) -> bool:
+        """Whether this rank goes on with what that rank owed."""
+        return saved_rank % (self.shards * self.replicas) == self.rank
+
+
+class _Errors:
+    """What a rank owes of the gradients of one unit."""
+
+    def __init__(self, parts: Sequence[Part], others: Sequence[int], like: Tensor) -> None:
+        self._coded = [part for part in parts if part.is_compressed]
+        self._others, self._num_ranks = list(others), len(others) + 1
+        sizes = [part.chunk.numel() for part in self._coded]
+        self.held = like.new_zeros(len(others), sum(sizes))
+        self._views = self.held.split(sizes, 1) if sizes else ()
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Of whole parameters: {name: (num_values,)}, zeros for this rank's own part."""
+        whole = {}
+        for part, view in zip(self._coded, self._views, strict=True):
+            rows = view.new_zeros(self._num_ranks, view.shape[1])
+            rows[self._others] = view
+            whole[part.name] = part.whole(rows)
+        return whole
+
+    def take(self, errors: dict[str, Tensor]) -> None:
+        """Go on with what `by_name` gave, on any number of ranks; what is taken leaves the dict."""
+        for part, view in zip(self._coded, self._views, strict=True):
+            if part.name in errors:
+                view.copy_(part.rows(errors.pop(part.name), self._num_ranks)[self._others])
+
+
+class _Unit:
+    """One unit of FSDP2, from its first exchange on."""
+
+    def __init__(self, parts: Sequence[Part], trained: Sequence[Part]) -> None:
+        self.all = Row.of([(part.chunk.numel(), part.is_compressed) for part in parts])
+        self.trained = Row.of([(part.chunk.numel(), part.is_compressed) for part in trained])
+        self.trained_parts = trained
+        self.seed_name = parts[0].name
+        self.errors: _Errors | None = None
+
+
+class _ReduceScatter(Exchange):
+    """What `FSDPModule.set_custom_reduce_scatter` takes."""
+
+    def __init__(self, shards: "ShardExchange", unit: FSDPModule) -> None:
+        super().__init__(shards.algorithm)
+        self._shards, self._unit = shards, unit
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        """Leave in the output this rank's part of the reduced input, which is spoiled."""
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or async_op:
+            raise NotImplementedError(f"a reduce-scatter with {op}, asynchronous: {async_op}")
+        if op == dist.ReduceOp.AVG:
+            input_tensor.mul_(1 / group.size())
+        self._shards.reduce(self._unit, output_tensor, input_tensor, group)
+
+
+class _AllGather(Exchange):
+    """What `FSDPModule.set_custom_all_gather` takes."""
+
+    def __init__(self, shards: "ShardExchange", unit: FSDPModule) -> None:
+        super().__init__(shards.algorithm)
+        self._shards, self._unit = shards, unit
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """Fill the output with the inputs of all ranks, before it returns."""
+        self._shards.gather(self._unit, output_tensor, input_tensor, group)
+
+
+class ShardExchange:
+    """The exchanges of a module's units, and what this rank owes of them.
+
+    Args:
+        module: sharded by FSDP2; the seams of its units are set here.
+        names: of its parameters.
+        comm: of the Job.
+        algorithm: who exchanges what is not compressed.
+        place: of this rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Mapping[nn.Parameter, str],
+        comm: Comm,
+        algorithm: Algorithm,
+        place: Place,
+    ) -> None:
+        self._names, self._comm, self._place = names, comm, place
+        self.algorithm = algorithm
+        self._gradients = _codec(comm.fsdp.compress)
+        self._weights = _codec(comm.fsdp.compress_weights)
+        self._units: dict[FSDPModule, _Unit] = {}
+        self._loaded: dict[str, Tensor] = {}
+        self._step, self._is_exact = 0, True
+        # On CUDA each of the two has a stream of its own, where they never wait for each other.
+        self._rooms = {"reduce": Room(), "gather": Room()}
+        self.sent_bytes = 0
+        """What this rank sent since `begin`."""
+        for unit in module.modules():
+            if isinstance(unit, FSDPModule):
+                seam: Any = unit  # the interfaces that it names are private to torch
+                seam.set_custom_reduce_scatter(_ReduceScatter(self, unit))
+                seam.set_custom_all_gather(_AllGather(self, unit))
+
+    def describe(self) -> str:
+        """What travels in which form, a sentence for a person."""
+        clauses = []
+        if self._gradients is not None:
+            clauses.append(f"gradients as {self._comm.fsdp.compress}, with error feedback")
+        if self._weights is not None:
+            clauses.append(f"parameters as {self._comm.fsdp.compress_weights}")
+        exact = f"tensors below {self._comm.compress_from} values exactly"
+        warmup = self._comm.warmup_steps
+        if warmup and self._gradients is not None:
+            exact = f"{exact}, gradients in the first {warmup} steps too"
+        return f"Between shards travel {' and '.join(clauses)}; {exact}."
+
+    def begin(self, step: int) -> None:
+        """Say which step comes next, from 0."""
+        self._step, self._is_exact = step, step < self._comm.warmup_steps
+        self.sent_bytes = 0
+
+    def reduce(
+        self, unit: FSDPModule, received: Tensor, values: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        """Sum up a unit's gradients, each row at its rank; `values` are spoiled."""
+        if self._gradients is None or self._is_exact:
+            self.algorithm.among(group).reduce_scatter(received, values)
+            self.sent_bytes += _exact_bytes(values, group)
+            return
+        known = self._known(unit)
+        payloads = Payloads(self._gradients, known.trained, values.dtype)
+        _must_fill(known.trained, len(received), "gradients")
+        coded = CodedShards(group, self._rooms["reduce"])
+        if known.errors is None:
+            known.errors = _Errors(known.trained_parts, coded.others, values)
+            known.errors.take(self._loaded)
+        held = known.errors.held
+        self.sent_bytes += coded.reduce_scatter(payloads, received, values, held)
+
+    def gather(
+        self, unit: FSDPModule, whole: Tensor, part: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        """Fill `whole` with the unit's parameters, as each rank's part of them is sent."""
+        if self._weights is None:
+            self.algorithm.among(group).all_gather(whole, part)
+            self.sent_bytes += _exact_bytes(whole, group)
+            return
+        known = self._known(unit)
+        _must_fill(known.all, len(part), "parameters")
+        # The same in forward and backward pass, and in every replica.
+        seed = zlib.crc32(f"{known.seed_name} {self._step} {group.rank()}".encode())
+        payloads = Payloads(self._weights, known.all, part.dtype)
+        coded = CodedShards(group, self._rooms["gather"])
+        drawn = seed if self._weights.is_unbiased else None
+        self.sent_bytes += coded.all_gather(payloads, whole, part, drawn)
+
+    def _known(self, unit: FSDPModule) -> _Unit:
+        if unit not in self._units:
+            held = _held_by(unit)
+            parts = [self._part(each) for each in held]
+            trained = [
+                part
+                for part, each in zip(parts, held, strict=True)
+                if each.sharded_param.requires_grad
+            ]
+            self._units[unit] = _Unit(parts, trained)
+        return self._units[unit]
+
+    def _part(self, held: Any) -> Part:
+        parameter = held.sharded_param
+        return Part(
+            self._names[parameter],
+            parameter.shape,
+            held.fsdp_placement.dim,
+            held.padded_sharded_param_size,
+            parameter.numel() >= self._comm.compress_from,
+        )
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The buffers that hold all errors."""
+        return [unit.errors.held for unit in self._units.values() if unit.errors is not None]
+
+    def squared_norm(self) -> Tensor:
+        """The sum of squares of this rank's errors, of the mean: () fp64."""
+        if not self.held:
+            return torch.zeros((), dtype=torch.float64)
+        norms = torch.stack(torch._foreach_norm(self.held)).double() / self._place.replicas
+        return norms.square().sum()
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint keeps: {rank: {name: (num_values,)}}, in units of the mean."""
+        errors = {name: owed / self._place.replicas for name, owed in self._loaded.items()}
+        for unit in self._units.values():
+            if unit.errors is not None:
+                owed = unit.errors.by_name()
+                errors |= {name: error / self._place.replicas for name, error in owed.items()}
+        return {str(self._place.rank): errors}
+
+    def targets(
+        self, saved: Iterable[str], room: Callable[[str], Tensor]
+    ) -> dict[str, dict[str, Tensor]]:
+        """The part of a saved state that this rank loads, in the same form.
+
+        Args:
+            saved: paths of the tensors that were saved: "shard_error.0.layer.weight".
+            room: makes the memory for one of them.
+        """
+        state: dict[str, dict[str, Tensor]] = {}
+        for path in saved:
+            kind, _, owed = path.partition(".")
+            rank, _, name = owed.partition(".")
+            if kind == ERRORS and self._gradients and self._place.takes_over(int(rank)):
+                state.setdefault(rank, {})[name] = room(path)
+        return state
+
+    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on with what `targets` gave, now filled."""
+        self._loaded = {}
+        for of_rank in state.values():
+            for name, error in of_rank.items():
+                owed = error * self._place.replicas
+                self._loaded[name] = self._loaded.get(name, 0) + owed
+        self._units.clear()
+
+
+def _held_by(unit: FSDPModule) -> list[Any]:
+    """What FSDP2 knows of a unit's parameters, in the order of its rows.
+
+    There is no public way to ask. torch 2.13 lets a unit have several groups of parameters, one for
+    each mesh, where 2.11 has one.
+    """
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    (group,) = groups
+    return list(group.fsdp_params)
+
+
+def _must_fill(row: Row, num_values: int, what: str) -> None:
+    """Refuse a row that isn't what the parameters give.
+
+    Raises:
+        RuntimeError: some parameters had no gradient, which only an exact exchange can bear.
+    """
+    if row.num_values != num_values:
+        raise RuntimeError(
+            f"a row has {num_values} values where its parameters have {row.num_values}: compressed "
+            f'{what} need a gradient for every parameter; use comm.fsdp.compress = "none".'
+        )
+
+
+def _codec(name: str) -> BlockCodec | None:
+    chosen = codec(name)
+    return None if chosen.kind == "none" else codec_of(chosen)
+
+
+def _exact_bytes(whole: Tensor, group: dist.ProcessGroup) -> int:
+    """The least that each rank can send to scatter sums or gather parts."""
+    return whole.nbytes * (group.size() - 1) // group.size()

@@ -1,0 +1,247 @@
+"""Gradients of replicas in compressed form: DDP's buckets, through the queue of collectives.
+
+DDP decides when a bucket's gradients are there; its communication hook hands them over, and the
+backward pass goes on while the queue's thread codes, sends and decodes them. The futures DDP gets
+are those of the whole series: the last bucket's is ready when all buckets are, the others' at once.
+What a bucket holds afterwards is the mean over the replicas, with the same bits on each of them.
+
+Parameters with few values are summed up exactly, all together after the last bucket. So are, in the
+first steps where the Job says so, all of them. Without compression there is no hook: DDP's own
+all-reduce is the fastest exact sum there is here.
+
+DDP and its hooks: https://arxiv.org/abs/2006.15704. What is sent: `comm.compress`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.comm.collectives import Collectives
+from paceline.comm.compress.compressors import compressor_of
+from paceline.comm.compress.exchange import Compressor, ExactRest, Mean, exact_bytes, exact_mean
+from paceline.comm.compress.feedback import Feedback, Part
+from paceline.comm.queue import Job, Queue
+from paceline.config.comm import Comm, codec
+
+# What sums of many ranks are added up in.
+_WIDE = (torch.float32, torch.float64)
+
+State = dict[str, dict[str, Any]]
+"""Of an exchange, in a checkpoint: nested dicts of tensors."""
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """A bucket of DDP's, and what is kept for it from step to step."""
+
+    parts: tuple[Part, ...]
+    mean: Mean | None
+    """None where nothing in it is compressed."""
+    wide: Tensor | None
+    """Room for its values in fp32; None where the bucket itself has that or more."""
+
+    def widened(self, values: Tensor) -> Tensor:
+        """The values, at least in fp32: where they are, or copied."""
+        return values if self.wide is None else self.wide.copy_(values)
+
+    def exact(self, values: Tensor) -> list[Tensor]:
+        """Views of the parameters in it that are not compressed."""
+        views = values.split([part.num_values for part in self.parts])
+        pairs = zip(self.parts, views, strict=True)
+        return [view for part, view in pairs if not part.is_compressed]
+
+
+class GradientExchange:
+    """The mean of the replicas' gradients in compressed form, as DDP's communication hook.
+
+    Args:
+        module: whose gradients DDP reduces; the hook is registered here.
+        names: of its parameters.
+        compressor: of the larger ones; None: of none.
+        collectives: that sum up exactly.
+        comm: of the Job.
+    """
+
+    def __init__(
+        self,
+        module: DistributedDataParallel,
+        names: Mapping[nn.Parameter, str],
+        compressor: Compressor | None,
+        collectives: Collectives,
+        comm: Comm,
+    ) -> None:
+        self._names, self._comm, self._compressor = names, comm, compressor
+        self._group = module.process_group
+        self._device = next(module.parameters()).device
+        self._queue = Queue(self._device)
+        self._collectives = collectives
+        self._rest = ExactRest(collectives)
+        self._buckets: dict[tuple[Part, ...], _Bucket] = {}
+        self._to_narrow: list[tuple[Tensor, Tensor]] = []
+        self._is_exact = True
+        self.feedback = Feedback(self._group.rank(), self._group.size())
+        self.sent_bytes = 0
+        """What this rank sent since `begin`."""
+        module.register_comm_hook(self, GradientExchange._hook)
+
+    def describe(self) -> str:
+        """What travels in which form, a sentence for a person."""
+        if self._compressor is None:
+            return f"Gradients are summed up exactly, by the algorithm {self._comm.dp.algorithm}."
+        parts = [self._part(parameter) for parameter in self._names if parameter.requires_grad]
+        total = sum(part.num_values for part in parts)
+        rest = [part for part in parts if not part.is_compressed]
+        num_rest = sum(part.num_values for part in rest)
+        exact = [f"{len(rest)} of {len(parts)} tensors ({num_rest} of {total} values)"] * bool(rest)
+        if self._comm.warmup_steps:
+            exact.append(f"all in the first {self._comm.warmup_steps} steps")
+        sentence = f"Gradients travel as {self._comm.dp.compress}, with error feedback"
+        return f"{sentence}; exactly: {', '.join(exact)}." if exact else f"{sentence}."
+
+    def begin(self, step: int | None) -> None:
+        """Say which step's gradients come next, from 0; None: they will not be used."""
+        self._is_exact = self._compressor is None or step is None or step < self._comm.warmup_steps
+        self.sent_bytes = 0
+
+    def finish(self) -> None:
+        """Wait until the gradients of the last backward pass are the mean of all replicas.
+
+        Raises:
+            Exception: what went wrong on the queue's thread, with its traceback.
+        """
+        self._queue.wait()
+
+    def _hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Hand a bucket over; called in the backward pass, in the same order on all ranks."""
+        values = bucket.buffer()
+        job = self._exact(values) if self._is_exact else self._coded(values, self._known(bucket))
+        self._queue.submit(job)
+        on: list[int | str | torch.device] = [self._device] if self._device.type == "cuda" else []
+        arrived: torch.futures.Future[Tensor] = torch.futures.Future(devices=on)
+        if bucket.is_last():
+            self._queue.submit(self._rest.average())
+            self._queue.flush()
+            self._queue.submit(self._conclude())
+            self._queue.flush(lambda: arrived.set_result(values))
+        else:
+            arrived.set_result(values)
+        return arrived
+
+    def _exact(self, values: Tensor) -> Job:
+        yield from exact_mean(values, self._collectives)
+        self.sent_bytes += exact_bytes(values.nbytes, self._group.size())
+
+    def _coded(self, values: Tensor, known: _Bucket) -> Job:
+        wide = known.widened(values)
+        self._rest.take(known.exact(wide))
+        if wide is not values:
+            self._to_narrow.append((values, wide))
+        if known.mean is not None:
+            yield from known.mean.average(wide, self.feedback.span(known.parts, wide))
+            self.sent_bytes += known.mean.sent_bytes
+
+    def _conclude(self) -> Job:
+        """What is left to do when all sums are there; waits for nothing."""
+        yield from ()
+        self.sent_bytes += exact_bytes(self._rest.put_back(), self._group.size())
+        for values, wide in self._to_narrow:
+            values.copy_(wide)
+        self._to_narrow.clear()
+
+    def _known(self, bucket: GradBucket) -> _Bucket:
+        """What is kept for a bucket of these parameters, made when it is first seen."""
+        parameters = cast(list[nn.Parameter], bucket.parameters())
+        parts = tuple(map(self._part, parameters))
+        if parts not in self._buckets:
+            # DDP has rebuilt its buckets: those that held these parameters are no more.
+            stale = [key for key in self._buckets if not set(key).isdisjoint(parts)]
+            for key in stale:
+                del self._buckets[key]
+            self._buckets[parts] = self._bucket(parts, bucket.buffer())
+        return self._buckets[parts]
+
+    def _bucket(self, parts: tuple[Part, ...], values: Tensor) -> _Bucket:
+        wide = None if values.dtype in _WIDE else torch.empty_like(values, dtype=torch.float32)
+        mean = None
+        if self._compressor is not None and any(part.is_compressed for part in parts):
+            mean = self._compressor.mean_of(parts, values if wide is None else wide)
+        return _Bucket(parts, mean, wide)
+
+    def _part(self, parameter: nn.Parameter) -> Part:
+        is_compressed = (
+            self._compressor is not None
+            and parameter.numel() >= self._comm.compress_from
+            and self._compressor.takes(parameter.shape)
+        )
+        return Part(self._names[parameter], parameter.shape, is_compressed)
+
+    def after_step(self, is_bad: Tensor, scale: Tensor | None) -> None:
+        """Keep a step that was skipped, and a new loss scale, from spoiling the steps after it.
+
+        Args:
+            is_bad: () bool, whether loss or gradient was not finite.
+            scale: () what the loss scale was multiplied by, None where there is none.
+        """
+        kept = [] if self._compressor is None else list(self._compressor.state().values())
+        if is_bad.device.type != "cpu" or is_bad:
+            for tensor in (*self.feedback.held, *kept):
+                torch.where(is_bad, tensor.nan_to_num(0.0, 0.0, 0.0), tensor, out=tensor)
+        if scale is not None:
+            for errors in self.feedback.held:
+                errors.mul_(scale)
+
+    def state(self) -> State:
+        """What a checkpoint keeps: {"error": {rank: {name: (n,)}}, "factor": {name: ...}}."""
+        kept = {} if self._compressor is None else self._compressor.state()
+        return {"error": self.feedback.state(), "factor": kept}
+
+    def targets(self, saved: Iterable[str], room: Callable[[str], Tensor]) -> State:
+        """The part of a saved state that this rank loads, in the same form.
+
+        Args:
+            saved: paths of the tensors that were saved: "error.0.layer.weight".
+            room: makes the memory for one of them.
+        """
+        state: State = {"error": {}, "factor": {}}
+        for path in saved:
+            kind, _, name = path.partition(".")
+            if kind == "factor":
+                state["factor"][name] = room(path)
+                continue
+            rank, _, name = name.partition(".")
+            if self.feedback.takes_over(int(rank)):
+                state["error"].setdefault(rank, {})[name] = room(path)
+        return state
+
+    def load(self, state: State) -> None:
+        """Go on with what `targets` gave, now filled."""
+        self.finish()
+        self._buckets.clear()
+        self.feedback.load(state["error"])
+        if self._compressor is not None:
+            self._compressor.load(state["factor"])
+
+
+def exchange_of(
+    module: nn.Module, names: Mapping[nn.Parameter, str], comm: Comm, ranks_per_node: int
+) -> GradientExchange | None:
+    """Give DDP's buckets the exchange that a Job asks for; None: DDP's own, or no DDP.
+
+    Args:
+        module: as `parallel.apply` left it.
+        names: of its parameters.
+        ranks_per_node: neighbours that share a host.
+    """
+    chosen, algorithm = codec(comm.dp.compress), comm.dp.algorithm
+    by_backend = algorithm in ("auto", "backend")
+    if not isinstance(module, DistributedDataParallel) or (chosen.kind == "none" and by_backend):
+        return None
+    group = module.process_group
+    compressor = None if chosen.kind == "none" else compressor_of(chosen, group)
+    collectives = Collectives(group, "backend" if by_backend else algorithm, ranks_per_node)
+    return GradientExchange(module, names, compressor, collectives, comm)

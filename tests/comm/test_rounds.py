@@ -1,0 +1,148 @@
+"""Workers that are lost and come back between rounds: verdicts, and real processes killed."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.comm.rounds import Exchange, Membership, Verdict, judge
+from paceline.config.errors import RunError
+from tests.ranks import _CONTEXT
+
+TIMEOUT_S = 3.0
+
+
+@pytest.mark.parametrize(
+    ("reports", "asking", "is_last", "verdict"),
+    [
+        ({0: True, 1: True, 2: True}, [], True, Verdict(True, (0, 1, 2))),
+        ({0: True, 1: True, 2: True}, [3], True, Verdict(True, (0, 1, 2), (3,))),
+        ({0: True, 1: True, 2: True}, [3], False, Verdict(True, (0, 1, 2))),
+        ({0: False, 1: False}, [3], True, Verdict(False, (0, 1))),
+        # Lost after its part was done: what the others got is good, and the same for all.
+        ({0: True, 1: True}, [], True, Verdict(True, (0, 1))),
+        ({0: True, 1: False}, [], True, Verdict(False, (0, 1))),
+        # Started again before anybody saw that it had died.
+        ({0: True, 1: True}, [2], True, Verdict(True, (0, 1), (2,))),
+    ],
+)
+def test_a_verdict_follows_from_the_reports(reports, asking, is_last, verdict):
+    assert judge((0, 1, 2), reports, asking, is_last=is_last) == verdict
+
+
+class Ended(NamedTuple):
+    """What a worker has when the run is over."""
+
+    num_rounds: int
+    value: float
+    members: tuple[int, ...]
+    said: list[str]
+
+
+def _mean(value: float, is_over: bool) -> Exchange[tuple[float, bool]]:
+    """An exchange: the mean of the workers' values, and whether the first one says it is over."""
+
+    def act(group: dist.ProcessGroup) -> tuple[float, bool]:
+        numbers = torch.tensor([value, float(is_over)], dtype=torch.float64)
+        dist.all_reduce(numbers, group=group)
+        return (numbers[0] / group.size()).item(), bool(numbers[1])
+
+    return act
+
+
+def _hand_over(state: torch.Tensor) -> Exchange[torch.Tensor]:
+    def act(group: dist.ProcessGroup) -> torch.Tensor:
+        dist.broadcast(state, group=group, group_src=0)
+        return state
+
+    return act
+
+
+def _work(folder: str, rank: int, min_workers: int) -> None:
+    """A run whose step adds the worker's own number, and whose round takes the mean."""
+    torch.set_num_threads(1)
+    here, said = Path(folder), []
+    store = dist.FileStore(str(here / "store"), -1)
+    membership = Membership(store, rank, TIMEOUT_S, min_workers, said.append)
+    state = torch.zeros(2, dtype=torch.float64)  # rounds done, value
+    # A worker taken over a round late would differ in both from then on.
+    if rank == 0:
+        membership.open(3)
+    else:
+        membership.join(_hand_over(state))
+    is_over = False
+    while not is_over:
+        (here / f"in-{rank}-{len(membership.members)}").touch()
+        time.sleep(0.02)
+        stop = rank == 0 and (here / "stop").exists()
+        try:
+            mean, is_over = membership.exchange(_mean(state[1].item() + rank, stop))
+        except RunError as error:
+            (here / f"error-{rank}").write_text(str(error))
+            return
+        state[0] += 1
+        state[1] = mean
+        membership.welcome(_hand_over(state))
+    ended = Ended(int(state[0]), state[1].item(), membership.members, said)
+    (here / f"ended-{rank}").write_text(json.dumps(ended))
+
+
+def _start(folder: Path, rank: int, min_workers: int = 1):
+    process = _CONTEXT.Process(target=_work, args=(str(folder), rank, min_workers), daemon=True)
+    process.start()
+    return process
+
+
+def _until(file: Path) -> None:
+    end = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < end, f"{file.name} does not come"
+        time.sleep(0.02)
+
+
+def test_a_killed_worker_is_gone_without_and_taken_back(tmp_path):
+    workers = {rank: _start(tmp_path, rank) for rank in range(3)}
+    try:
+        _until(tmp_path / "in-0-3")
+        _until(tmp_path / "in-2-3")
+        os.kill(workers[2].pid, signal.SIGKILL)
+        workers[2].join()
+        for file in tmp_path.glob("in-*"):
+            file.unlink()
+        _until(tmp_path / "in-0-2")
+        _until(tmp_path / "in-1-2")
+        workers[2] = _start(tmp_path, 2)
+        _until(tmp_path / "in-2-3")
+        (tmp_path / "stop").touch()
+        for rank, worker in workers.items():
+            worker.join(60)
+            assert worker.exitcode == 0, rank
+    finally:
+        for worker in workers.values():
+            worker.kill()
+    ended = [Ended(*json.loads((tmp_path / f"ended-{rank}").read_text())) for rank in range(3)]
+    assert len({(each.num_rounds, each.value) for each in ended}) == 1
+    assert all(each.members == [0, 1, 2] for each in ended)
+    assert ended[0].said[-2:] == [
+        "worker 2 is lost: 2 workers go on.",
+        "worker 2 is taken in: 3 workers go on.",
+    ]
+
+
+def test_too_few_workers_end_the_run(tmp_path):
+    first = _start(tmp_path, 0, min_workers=2)
+    first.join(60)
+    assert first.exitcode == 0
+    assert (tmp_path / "error-0").read_text().startswith("1 workers are fewer than ")
+
+
+def test_a_worker_that_nobody_lets_in_says_so(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), -1)
+    with pytest.raises(RunError, match=r"has not let this worker in \(worker 2\)"):
+        Membership(store, 2, 0.2, 1, print).join(_hand_over(torch.zeros(2)))

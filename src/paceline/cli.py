@@ -7,9 +7,11 @@ pydantic. Exit codes: 0 done; 2 the input is wrong, said in one sentence; 1 anyt
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+
+from paceline.bench.cli import bench_app
 
 if TYPE_CHECKING:
     from paceline.config.hardware import Cluster
@@ -23,25 +25,99 @@ app = typer.Typer(
     help="Train PyTorch models on many devices, and account for every millisecond and byte.",
 )
 
+app.add_typer(bench_app, name="bench")
+
+
+# ---- arguments and options, by what they mean ---------------------------------------------------
+
+JobFile = Annotated[
+    Path | None,
+    typer.Argument(
+        help="A job.toml, or the directory of an earlier run. Left out: the built-in demo.",
+        show_default=False,
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Change a setting, e.g. --set optim.lr=3e-4, or --set layout.tp=8, which fixes it for "
+        "a plan. May be repeated.",
+        metavar="SECTION.KEY=VALUE",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Make the last line of output one JSON object.")
+]
+Clusters = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Plan for 16x8xH100-SXM (nodes x devices x name), or for a Cluster file that "
+        "paceline bench wrote. Left out: the Job's, or this machine.",
+        metavar="WHAT",
+        show_default=False,
+    ),
+]
+Bounds = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Bound a setting, e.g. --most tp=4. May be repeated.",
+        metavar="KEY=VALUE",
+        show_default=False,
+    ),
+]
+Freed = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Search this too: precision, param_dtype, async_tp, optimizer_state, offload, "
+        "recompute_layers. May be repeated.",
+        metavar="KEY",
+        show_default=False,
+    ),
+]
+DevicePrices = Annotated[
+    list[float] | None,
+    typer.Option(
+        help="What a device costs an hour, USD. May be repeated, once for each cluster.",
+        metavar="USD",
+        show_default=False,
+    ),
+]
+Tokens = Annotated[
+    float | None,
+    typer.Option(
+        help="Train on so many, e.g. 2e12. Left out: what train.steps make.",
+        show_default=False,
+    ),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        help='The most that the run may cost and take, e.g. "30000 USD, 10 days": how many '
+        "devices to rent, of each --cluster up to so many nodes.",
+        metavar="TEXT",
+        show_default=False,
+    ),
+]
+PlanFolder = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for the concrete job.toml, plan.json, plan.html and the predicted "
+        "timeline (open it in Perfetto).",
+        show_default=False,
+    ),
+]
+Top = Annotated[int, typer.Option(help="Layouts to show.", min=1)]
+
+
+# ---- commands -----------------------------------------------------------------------------------
+
 
 @app.command()
 def train(
-    job: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A job.toml, or the directory of an earlier run. Left out: the built-in demo.",
-            show_default=False,
-        ),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="Change a setting, e.g. --set optim.lr=3e-4. May be repeated.",
-            metavar="SECTION.KEY=VALUE",
-            show_default=False,
-        ),
-    ] = None,
+    job: JobFile = None,
+    set_: Settings = None,
     show: Annotated[
         bool, typer.Option("--show", help="Print the concrete Job with every default, and stop.")
     ] = False,
@@ -49,9 +125,7 @@ def train(
         bool, typer.Option("--fresh", help="Start over: delete what the run has so far.")
     ] = False,
     runs: Annotated[Path, typer.Option(help="Where run directories are kept.")] = Path("runs"),
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Make the last line of output one JSON object.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a language model on every device of this machine.
 
@@ -66,14 +140,14 @@ def train(
     paceline train runs/big              go on with a run
     torchrun --nnodes 2 ... -m paceline train my.toml
     """
-    from paceline.comm.ranks import given_ranks, leave
-    from paceline.train.command import train_command, warm_up_ranks
+    from paceline.comm.ranks import given_ranks, leave, warm_up_ranks
+    from paceline.train.command import train_command
 
     concrete = _read(job, set_ or [])
     if show:
         _show(concrete)
         return
-    warm_up_ranks()
+    warm_up_ranks("paceline.train.session")
     run = train_command(concrete, _runs_folder(job, runs), fresh=fresh)
     if as_json:
         print(json.dumps({"run": str(run.path), **(run.metrics() or [{}])[-1]}))
@@ -83,84 +157,17 @@ def train(
 
 @app.command()
 def plan(
-    job: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A job.toml, or the directory of a run. Left out: the built-in demo.",
-            show_default=False,
-        ),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="Change a setting, e.g. --set layout.tp=8 fixes it. May be repeated.",
-            metavar="SECTION.KEY=VALUE",
-            show_default=False,
-        ),
-    ] = None,
-    cluster: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Plan for 16x8xH100-SXM (nodes x devices x name), or for a Cluster file that "
-            "paceline bench wrote. Left out: the Job's, or this machine.",
-            metavar="WHAT",
-            show_default=False,
-        ),
-    ] = None,
-    most: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Bound a setting, e.g. --most tp=4. May be repeated.",
-            metavar="KEY=VALUE",
-            show_default=False,
-        ),
-    ] = None,
-    free: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Search this too: precision, param_dtype, async_tp, optimizer_state, offload, "
-            "recompute_layers. May be repeated.",
-            metavar="KEY",
-            show_default=False,
-        ),
-    ] = None,
-    price: Annotated[
-        list[float] | None,
-        typer.Option(
-            help="What a device costs an hour, USD. May be repeated, once for each cluster.",
-            metavar="USD",
-            show_default=False,
-        ),
-    ] = None,
-    tokens: Annotated[
-        float | None,
-        typer.Option(
-            help="Train on so many, e.g. 2e12. Left out: what train.steps make.",
-            show_default=False,
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help='The most that the run may cost and take, e.g. "30000 USD, 10 days": how many '
-            "devices to rent, of each --cluster up to so many nodes.",
-            metavar="TEXT",
-            show_default=False,
-        ),
-    ] = None,
-    top: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the concrete job.toml, plan.json, plan.html and the predicted "
-            "timeline (open it in Perfetto).",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Make the last line of output one JSON object.")
-    ] = False,
+    job: JobFile = None,
+    set_: Settings = None,
+    cluster: Clusters = None,
+    most: Bounds = None,
+    free: Freed = None,
+    price: DevicePrices = None,
+    tokens: Tokens = None,
+    budget: Budget = None,
+    top: Top = 10,
+    out: PlanFolder = None,
+    as_json: AsJson = False,
 ) -> None:
     """Rank the layouts of a Job: time and memory by term, and why the others lose.
 
@@ -192,56 +199,6 @@ def plan(
         free=free or (),
     )
     plan_command(_read(job, set_ or []), machine, asked, num=top, out=out, as_json=as_json)
-
-
-@app.command()
-def bench(
-    out: Annotated[Path, typer.Option(help="The Cluster file to write.")] = Path("cluster.toml"),
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            help="Measure with this many ranks. Left out: as many as training starts.",
-            show_default=False,
-        ),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer sizes and shorter looks: a rough picture.")
-    ] = False,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Measure one part: device, collectives, step or input. May be repeated. The "
-            "others stay as the file has them.",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Make the last line of output one JSON object.")
-    ] = False,
-) -> None:
-    """Measure this machine and write a Cluster file for the planner.
-
-    Products, attention, memory, launch overhead and optimizer of a device
-    while all of them work; every collective by size and number of ranks;
-    steps of small models, to calibrate our own runtime; the data path.
-    Takes a few minutes; leave the machine alone meanwhile. Ctrl-C writes
-    nothing.
-
-    \b
-    paceline bench --ranks 4 --out four.toml
-    torchrun --nnodes 2 ... -m paceline bench
-    paceline train --set 'cluster.file="four.toml"'
-    """
-    from paceline.bench.command import bench_command
-    from paceline.bench.ranks import warm_up_ranks
-    from paceline.comm.ranks import given_ranks, leave
-
-    warm_up_ranks()
-    facts = bench_command(out, num_ranks=ranks, quick=quick, only=only or [])
-    if as_json and facts is not None:
-        print(json.dumps(facts))
-    if given_ranks("cpu") is not None:
-        leave()
 
 
 @app.command()
@@ -290,9 +247,7 @@ def validate(
         Path | None,
         typer.Option(help="Write a page with every line as a point.", show_default=False),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Make the last line of output one JSON object.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict published runs and print how wrong the planner is.
 
@@ -331,6 +286,15 @@ def _show(job: "Job") -> None:
     print(to_toml(resolve_here(job).job), end="")
 
 
+def _leave_with(code: int) -> NoReturn:
+    """End a rank without waiting for the threads of process groups that wait for others."""
+    from paceline.comm.ranks import given_ranks, leave
+
+    if given_ranks("cpu") is not None:
+        leave(code)
+    sys.exit(code)
+
+
 def main() -> None:
     """Run the command line and turn exceptions into exit codes."""
     from paceline.config.errors import InputError, RunError
@@ -342,4 +306,4 @@ def main() -> None:
         sys.exit(2)
     except RunError as error:
         print(error, file=sys.stderr)
-        sys.exit(1)
+        _leave_with(1)

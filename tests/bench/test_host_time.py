@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.bench.device import Launching, Rates
-from paceline.bench.measure import Outcome, _launching, setting_of
+from paceline.bench.measure import Outcome, _launching
 from paceline.bench.reference import Shape, reference_jobs, shape_of, small_job
 from paceline.config.curves import (
     AttentionCurve,
@@ -20,6 +20,7 @@ from paceline.config.curves import (
 from paceline.config.hardware import Cluster, Device, Figure, Tier, device
 from paceline.config.job import Job
 from paceline.config.stack import CONSTANTS, Stack
+from paceline.plan.points import Setting
 from paceline.plan.price.step import predict
 
 KNOWN = Figure(value=1e11, origin="assumed", source="a test")
@@ -57,25 +58,28 @@ def _job(cluster: Cluster, **layout: object) -> Job:
 
 
 def _step_s(cluster: Cluster, job: Job, **constants: float) -> float:
-    setting = replace(setting_of(job, cluster), stack=Stack(constants=constants))
+    setting = replace(Setting.of(job.replace(cluster=cluster)), stack=Stack(constants=constants))
     return predict(setting, job.layout).step_s
 
 
 LAYOUTS = {
-    "exchange_us": {"tp": 2},
-    "unit_us": {"fsdp": 2},
-    "select_us": {"dp": 2, "recompute": "selective"},
+    "exchange_us": [{"tp": 2}],
+    "unit_us": [{"fsdp": 2}, {"cp": 2}],
+    "hop_us": [{"cp": 2}, {"pp": 2}],
+    "again_us": [{"dp": 2, "recompute": "full"}, {"dp": 2, "recompute": "selective"}],
+    "select_us": [{"dp": 2, "recompute": "selective"}],
 }
+ALL_LAYOUTS = [layout for layouts in LAYOUTS.values() for layout in layouts]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_cost_of_python_is_felt_where_it_belongs_and_on_cpus_only(name: str):
     cpus, gpus = _cpus(), _gpus()
     cheap, dear = {name: CONSTANTS[name].low}, {name: CONSTANTS[name].high}
-    for other, layout in LAYOUTS.items():
+    for layout in ALL_LAYOUTS:
         job = _job(cpus, **layout)
         more = _step_s(cpus, job, **dear) - _step_s(cpus, job, **cheap)
-        assert (more > 0) == (name == other)
+        assert (more > 0) == (layout in LAYOUTS[name])
         job = _job(gpus, **layout)
         assert _step_s(gpus, job, **dear) == _step_s(gpus, job, **cheap)
 
@@ -90,7 +94,7 @@ def test_nothing_is_hidden_behind_the_cores_that_compute(layout: dict[str, int])
 def test_a_ring_that_recomputes_selectively_sends_again():
     cpus = _cpus()
     sent = [
-        predict(setting_of(job, cpus), job.layout).time_s["exposed_comm.cp"]
+        predict(Setting.of(job.replace(cluster=cpus)), job.layout).time_s["exposed_comm.cp"]
         for job in (_job(cpus, cp=2), _job(cpus, cp=2, recompute="selective"))
     ]
     assert sent[1] > 1.1 * sent[0]

@@ -43,9 +43,12 @@ class Clock:
         Give several that do the same to different data, so that they don't find everything in the
         caches; all ranks must give as many.
         """
+        return self.mean(median(self.blocks(*calls)))
+
+    def blocks(self, *calls: Call) -> list[float]:
+        """Seconds of a call in each block, as this rank saw them; arguments as in `seconds`."""
         number = self._calls_in_a_block(calls)
-        blocks = [self._block(calls, number) for _ in range(self.num_blocks)]
-        return self.mean(median(blocks))
+        return [self._block(calls, number) for _ in range(self.num_blocks)]
 
     def _calls_in_a_block(self, calls: tuple[Call, ...]) -> int:
         """How many calls fill a block, by trying more and more, which also warms everything up."""

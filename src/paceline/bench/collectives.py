@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.bench.clock import Call, Clock
+from paceline.comm.collectives import Collectives
 from paceline.comm.ranks import Ranks
 from paceline.config.curves import CollectiveCurve
 from paceline.config.errors import RunError
@@ -44,31 +45,46 @@ class Group(NamedTuple):
     process_group: dist.ProcessGroup
     across: bool
     """One rank of each node, instead of neighbours on one."""
+    ranks_per_node: int
+    """Of its ranks."""
+    has_first: bool
+    """Whether rank 0 is in it."""
 
 
-def all_groups(ranks: Ranks) -> list[Group]:
-    """Every group size that divides the ranks of a node, and then the nodes."""
+def all_groups(ranks: Ranks, backend: str | None = None) -> list[Group]:
+    """Every group size that divides the ranks of a node, and then the nodes.
+
+    Args:
+        ranks: all of them must call this.
+        backend: of the groups; None: that of the ranks' own.
+    """
     inside = ranks.local_world_size
     nodes = ranks.world_size // inside
     return [
-        *(_group(ranks, size, 1, across=False) for size in _parts(inside)),
-        *(_group(ranks, size, inside, across=True) for size in _parts(nodes)),
+        *(_group(ranks, size, 1, size, backend) for size in _parts(inside)),
+        *(_group(ranks, size, inside, 1, backend) for size in _parts(nodes)),
     ]
+
+
+def group_of_all(ranks: Ranks, backend: str | None = None) -> Group:
+    """All ranks as one group; arguments as in `all_groups`."""
+    return _group(ranks, ranks.world_size, 1, ranks.local_world_size, backend)
 
 
 def _parts(number: int) -> list[int]:
     return [size for size in range(2, number + 1) if number % size == 0]
 
 
-def _group(ranks: Ranks, size: int, stride: int, *, across: bool) -> Group:
+def _group(ranks: Ranks, size: int, stride: int, ranks_per_node: int, backend: str | None) -> Group:
     found = None
     for first in range(ranks.world_size):
         if first // stride % size == 0:
             members = list(range(first, first + size * stride, stride))
-            group = dist.new_group(members)
-            found = group if ranks.rank in members else found
+            group = dist.new_group(members, backend=backend)
+            if ranks.rank in members:
+                found = Group(size, group, ranks_per_node < size, ranks_per_node, first == 0)
     assert found is not None
-    return Group(size, found, across)
+    return found
 
 
 def measure_tiers(
@@ -96,16 +112,21 @@ def measure_tiers(
         of_tier = [each for each in groups if each.across == across]
         if of_tier:
             curves = measure_curves(clock, of_tier, sizes, source, say)
-            tiers.append(_tier(name, num_devices, curves, source))
+            tiers.append(tier_of(name, num_devices, curves, source))
     return tuple(tiers)
 
 
 def measure_curves(
-    clock: Clock, groups: Sequence[Group], sizes: Sequence[int], source: str, say: Say
+    clock: Clock,
+    groups: Sequence[Group],
+    sizes: Sequence[int],
+    source: str,
+    say: Say,
+    ops: Sequence[str] = OPS,
 ) -> dict[str, tuple[CollectiveCurve, ...]]:
-    """Curves of every collective; arguments as in `measure_tiers`."""
+    """Curves of every collective, or of some; other arguments as in `measure_tiers`."""
     curves: dict[str, tuple[CollectiveCurve, ...]] = {}
-    for op in OPS:
+    for op in ops:
         found = []
         for group in groups:
             found.append(_curve(clock, op, group, sizes, source))
@@ -135,7 +156,9 @@ def _curve(
     )
 
 
-def checked_exchange(op: str, group: Group, length: int, device: torch.device) -> Call:
+def checked_exchange(
+    op: str, group: Group, length: int, device: torch.device, algorithm: str = "backend"
+) -> Call:
     """A collective on buffers of its own, whose first result was right.
 
     Args:
@@ -144,6 +167,7 @@ def checked_exchange(op: str, group: Group, length: int, device: torch.device) -
         group: all of its ranks must call this.
         length: fp32 numbers of each rank's part: a num_ranks-th of the whole buffer.
         device: where the buffers are.
+        algorithm: the backend's, or one of `comm.algorithms.ALGORITHMS` for this op.
 
     Raises:
         RunError: the result was wrong.
@@ -157,13 +181,14 @@ def checked_exchange(op: str, group: Group, length: int, device: torch.device) -
     received = torch.empty_like(whole)
     of_each = torch.arange(1.0, number + 1, device=device).repeat_interleave(length)
     total, before = torch.tensor(number * (number + 1) / 2), torch.tensor((me - 1) % number + 1.0)
+    ours = Collectives(pg, algorithm, group.ranks_per_node)
     call, result, expected = {
-        "all_reduce": (partial(dist.all_reduce, whole, group=pg), whole, total),
+        "all_reduce": (partial(ours.all_reduce, whole), whole, total),
         "all_gather": (
-            partial(dist.all_gather_into_tensor, received, part, group=pg), received, of_each,
+            partial(ours.all_gather, received, part), received, of_each,
         ),
         "reduce_scatter": (
-            partial(dist.reduce_scatter_tensor, part, whole, group=pg), part, total,
+            partial(ours.reduce_scatter, part, whole), part, total,
         ),
         "all_to_all": (
             partial(dist.all_to_all_single, received, whole, group=pg), received, of_each,
@@ -175,8 +200,9 @@ def checked_exchange(op: str, group: Group, length: int, device: torch.device) -
     }[op]  # fmt: skip
     call()
     if not torch.equal(result, expected.to(result).expand_as(result)):
+        by = "" if algorithm == "backend" else f" by {algorithm}"
         raise RunError(
-            f"{op} among {number} ranks of {length * number * _ITEM_BYTES} bytes gave a wrong "
+            f"{op}{by} among {number} ranks of {length * number * _ITEM_BYTES} bytes gave a wrong "
             "result: nothing that trains over these links can be trusted."
         )
     whole.zero_()  # sums of sums would overflow
@@ -196,7 +222,7 @@ def _shift(sent: Tensor, received: Tensor, pg: dist.ProcessGroup) -> None:
         work.wait()
 
 
-def _tier(
+def tier_of(
     name: str, num_devices: int, curves: dict[str, tuple[CollectiveCurve, ...]], source: str
 ) -> Tier:
     """A tier whose latency and bandwidth are those of messages between two ranks or few."""

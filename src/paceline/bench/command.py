@@ -33,7 +33,7 @@ from paceline.comm.topology import this_machine
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import read_cluster, to_raw
-from paceline.config.noun import nearest
+from paceline.config.noun import nearest, size
 from paceline.observe.run import write_whole
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
@@ -58,14 +58,12 @@ def bench_command(
         RunError: a rank failed; nothing was written.
     """
     parts = _parts(only)
-    cluster = _start_from(out, num_ranks, parts)
-    wish = Wish(cluster, parts, _source(), quick)
-    assert cluster.device != "auto"
-    with _shown() as hear:
-        outcome: Outcome = on_ranks(
-            _num_ranks(cluster), cluster.device.kind, partial(measure, wish), hear
-        )
-    given = given_ranks(cluster.device.kind)
+    cluster = start_from(out, num_ranks, parts)
+    wish = Wish(cluster, parts, source_text(), quick)
+    kind = cluster.known_device.kind
+    with shown() as hear:
+        outcome: Outcome = on_ranks(cluster.num_devices, kind, partial(measure, wish), hear)
+    given = given_ranks(kind)
     if given is not None and not given.is_first:
         return None
     found = calibrated(outcome, wish.source)
@@ -87,7 +85,7 @@ def _parts(only: Sequence[str]) -> tuple[Part, ...]:
     return tuple(part for part in PARTS if part in only or not only)
 
 
-def _start_from(out: Path, num_ranks: int | None, parts: Sequence[Part]) -> Cluster:
+def start_from(out: Path, num_ranks: int | None, parts: Sequence[Part]) -> Cluster:
     """What is known: this machine, and what an earlier bench found of parts that are not wished.
 
     Raises:
@@ -108,21 +106,22 @@ def _start_from(out: Path, num_ranks: int | None, parts: Sequence[Part]) -> Clus
             f"{out} is for {had[0]} x {had[1]} ranks, not {has[0]} x {has[1]}: "
             "give another --out, or measure all parts again."
         )
-    return earlier.replace(device=machine.device) if "device" in parts else earlier
+    if "device" not in parts:
+        return earlier
+    device = machine.known_device.replace(codecs=earlier.known_device.codecs)
+    return earlier.replace(device=device)
 
 
 def _machine(num_ranks: int | None) -> Cluster:
     machine = this_machine()
-    assert machine.device != "auto"
-    kind = machine.device.kind
+    kind = machine.known_device.kind
     given = given_ranks(kind)
     if given is not None:
         num_nodes = given.world_size // given.local_world_size
         return machine.replace(devices_per_node=given.local_world_size, num_nodes=num_nodes)
     if num_ranks is None:
         return machine
-    most = machine.devices_per_node
-    assert most != "auto"
+    most = size(machine.devices_per_node)
     if num_ranks < 1 or (kind == "cuda" and num_ranks > most):
         has = f" to {most}, which this machine has" if kind == "cuda" else " or more"
         raise InputError(f"--ranks {num_ranks} can't be started: give 1{has}.")
@@ -131,29 +130,22 @@ def _machine(num_ranks: int | None) -> Cluster:
 
 def with_ranks(machine: Cluster, num_ranks: int) -> Cluster:
     """The machine with another number of ranks: CPU ranks share its memory."""
-    device, usual = machine.device, machine.devices_per_node
-    assert device != "auto"
-    assert usual != "auto"
+    device, usual = machine.known_device, size(machine.devices_per_node)
     if device.kind == "cpu" and device.memory_bytes is not None:
         share = device.memory_bytes.value * usual / num_ranks
         device = device.replace(memory_bytes=device.memory_bytes.replace(value=share))
     return machine.replace(device=device, devices_per_node=num_ranks)
 
 
-def _num_ranks(cluster: Cluster) -> int:
-    assert cluster.devices_per_node != "auto"
-    assert cluster.num_nodes != "auto"
-    return cluster.devices_per_node * cluster.num_nodes
-
-
-def _source() -> str:
+def source_text() -> str:
+    """Where, when and by which command something was measured."""
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     command = " ".join(["paceline", *sys.argv[1:]])
     return f"{platform.node()}, {when}, torch {torch.__version__}, {command}"
 
 
 @contextmanager
-def _shown() -> Iterator[Tell]:
+def shown() -> Iterator[Tell]:
     """A progress bar for each part."""
     columns = (
         TextColumn("{task.fields[part]:<11}"),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.bench.clock import Call, Clock
+from paceline.bench.sharing import measure_sharing
 from paceline.config.curves import AttentionCurve, DeviceCurves, MatmulCurve, MemoryCurve
 from paceline.config.hardware import Device, Figure
 from paceline.config.job import Optim
@@ -116,7 +117,7 @@ Say = Callable[[str], None]
 
 def num_measurements(grid: Grid, device: Device) -> int:
     """How many times `measure_device` will speak."""
-    return 3 + len(_precisions(device)) + len(grid.seq_len)
+    return 4 + len(_precisions(device)) + len(grid.seq_len)
 
 
 def measure_device(clock: Clock, device: Device, grid: Grid, source: str, say: Say) -> Rates:
@@ -145,7 +146,9 @@ def measure_device(clock: Clock, device: Device, grid: Grid, source: str, say: S
         matmul={name: bench.curve(device, name, each) for name, each in seconds.items()},
         attention={"flash": attention},
         memory=memory,
+        sharing=measure_sharing(clock, source),
     )
+    say("sharing of cores")
     optimizer_s = bench.optimizer()
     say("optimizer")
     bandwidth = Figure(

@@ -7,30 +7,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from paceline.bench import codecs
 from paceline.bench.clock import Clock
 from paceline.bench.collectives import all_groups, measure_tiers, sizes_of
 from paceline.bench.collectives import num_measurements as num_collectives
 from paceline.bench.device import Launching, Rates, grid_of, measure_device
 from paceline.bench.device import num_measurements as num_rates
 from paceline.bench.intake import measure_intake
-from paceline.bench.ranks import News, Tell
+from paceline.bench.ranks import Tell, counted
 from paceline.bench.reference import reference_jobs
 from paceline.bench.step import Measured, measure_jobs
 from paceline.bench.step import num_measurements as num_steps
 from paceline.comm.ranks import Ranks
 from paceline.config.hardware import Cluster
-from paceline.config.job import Job
-from paceline.config.model import Model
 from paceline.config.stack import CONSTANTS, Stack
 from paceline.plan.calibrate import Case, fit
 from paceline.plan.points import Setting
 
-Part = Literal["device", "collectives", "step", "input"]
+Part = Literal["device", "codecs", "collectives", "step", "input"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 # What else Python does on a CPU, in operators of an eager chain: where fitting starts from, so that
 # a slower host, or one whose ranks share cores, is slower in all of it. Assumed.
-_IN_LAUNCHES = {"exchange_us": 80, "unit_us": 150, "select_us": 15}
+_IN_LAUNCHES = {"exchange_us": 80, "unit_us": 150, "hop_us": 50, "again_us": 1.5, "select_us": 10}
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,9 @@ def measure(wish: Wish, ranks: Ranks, tell: Tell) -> Outcome:
 
 
 def _device(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
-    device = outcome.cluster.device
-    assert device != "auto"
+    device = outcome.cluster.known_device
     grid = grid_of(device.kind, quick=wish.quick)
-    say = _counted(tell, "device", num_rates(grid, device))
+    say = counted(tell, "device", num_rates(grid, device))
     rates = measure_device(wish.clock(ranks), device, grid, wish.source, say)
     cluster = outcome.cluster.replace(device=rates.device, stack=_launching(outcome, rates))
     return replace(
@@ -109,17 +107,26 @@ def _launching(outcome: Outcome, rates: Rates) -> Stack:
     return stack.replace(constants={**stack.constants, **within}, origin="launch_us measured")
 
 
+def _codecs(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
+    cluster = outcome.cluster
+    sizes = codecs.sizes_of(ranks.device_type, quick=wish.quick)
+    say = counted(tell, "codecs", len(codecs.NAMES))
+    curves = codecs.measure_codecs(wish.clock(ranks), sizes, wish.source, say)
+    device = cluster.known_device.replace(codecs=curves)
+    return replace(outcome, cluster=cluster.replace(device=device))
+
+
 def _collectives(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
     groups = all_groups(ranks)
     sizes = sizes_of(ranks.device_type, quick=wish.quick)
-    say = _counted(tell, "collectives", num_collectives(groups))
+    say = counted(tell, "collectives", num_collectives(groups))
     tiers = measure_tiers(wish.clock(ranks), groups, sizes, wish.source, say)
     return replace(outcome, cluster=outcome.cluster.replace(tiers=tiers))
 
 
 def _steps(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
     jobs = reference_jobs(outcome.cluster)
-    say = _counted(tell, "step", num_steps(len(jobs), wish.rounds))
+    say = counted(tell, "step", num_steps(len(jobs), wish.rounds))
     found = measure_jobs(
         ranks, jobs, num_rounds=wish.rounds, steps_per_round=3, say=say, counts_memory=False
     )
@@ -127,7 +134,7 @@ def _steps(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
 
 
 def _input(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
-    say = _counted(tell, "input", 1)
+    say = counted(tell, "input", 1)
     rate = measure_intake(wish.clock(ranks))
     say("data path")
     return replace(outcome, tokens_per_s=rate)
@@ -135,6 +142,7 @@ def _input(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
 
 _MEASURES: dict[Part, Callable[[Wish, Outcome, Ranks, Tell], Outcome]] = {
     "device": _device,
+    "codecs": _codecs,
     "collectives": _collectives,
     "step": _steps,
     "input": _input,
@@ -148,26 +156,7 @@ def calibrated(outcome: Outcome, source: str) -> Cluster:
         return cluster
     stack = cluster.stack or Stack()
     cases = [
-        Case(setting_of(each.job, cluster), each.job.layout, each.step_s) for each in outcome.steps
+        Case(Setting.of(each.job.replace(cluster=cluster)), each.job.layout, each.step_s)
+        for each in outcome.steps
     ]
     return cluster.replace(stack=fit(cases, stack, source))
-
-
-def setting_of(job: Job, cluster: Cluster) -> Setting:
-    """What the planner asks about a language model's Job on a measured Cluster."""
-    assert isinstance(job.model, Model)
-    train = job.train
-    stack = cluster.stack or Stack()
-    return Setting(job.model, cluster, train.seq_len, train.global_batch, stack)
-
-
-def _counted(tell: Tell, part: str, total: int) -> Callable[[str], None]:
-    """Tells of each thing that was done, and how many are left."""
-    done = 0
-
-    def say(what: str) -> None:
-        nonlocal done
-        done += 1
-        tell(News(part, done, total, what))
-
-    return say

@@ -15,9 +15,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,11 +25,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from paceline.comm.ranks import Ranks, connect, disconnect, given_ranks
+from paceline.comm.ranks import Ranks, connect, disconnect, given_ranks, warm_up_ranks
 from paceline.comm.topology import num_cores
 from paceline.config.errors import InputError, RunError
 from paceline.train.session import is_lost_peer, keep_freed_memory
 from paceline.train.stopping import end_with
+
+PRELOADED = "paceline.bench.measure"
+"""The module that ranks find imported."""
 
 # A rank whose peer died lets the peer speak first.
 _PATIENCE_FOR_CULPRIT_S = 5.0
@@ -51,16 +53,25 @@ Tell = Callable[[News], None]
 Work = Callable[[Ranks, Tell], Any]
 
 
-def warm_up_ranks() -> None:
-    """Start the process that ranks are forked from: it imports torch while this one works on.
+def counted(tell: Tell, part: str, total: int) -> Callable[[str], None]:
+    """Tells of each thing that was done, and how many are left."""
+    done = 0
 
-    Where it runs already, this does nothing.
-    """
-    multiprocessing.set_forkserver_preload(["paceline.bench.measure"])
-    forkserver.ensure_running()
+    def say(what: str) -> None:
+        nonlocal done
+        done += 1
+        tell(News(part, done, total, what))
+
+    return say
 
 
-def on_ranks(num_ranks: int, device_type: str, work: Work, hear: Tell) -> Any:
+def on_ranks(
+    num_ranks: int,
+    device_type: str,
+    work: Work,
+    hear: Tell,
+    environment: Mapping[str, str] | None = None,
+) -> Any:
     """Call `work(ranks, tell)` on every rank and return what rank 0 returned.
 
     Args:
@@ -68,6 +79,7 @@ def on_ranks(num_ranks: int, device_type: str, work: Work, hear: Tell) -> Any:
         device_type: "cpu" or "cuda".
         work: picklable; torch.distributed is initialised when it is called on more than one rank.
         hear: called with rank 0's news.
+        environment: variables for ranks that are started here, besides this process's own.
 
     Raises:
         InputError: a rank found wrong input, or a launcher started another number of ranks.
@@ -75,7 +87,7 @@ def on_ranks(num_ranks: int, device_type: str, work: Work, hear: Tell) -> Any:
     """
     given = given_ranks(device_type)
     if given is None:
-        return _started(num_ranks, device_type, work, hear)
+        return _started(num_ranks, device_type, work, hear, environment or {})
     if given.world_size != num_ranks:
         raise InputError(
             f"--ranks {num_ranks} was asked for but {given.world_size} ranks were started: "
@@ -100,8 +112,10 @@ def _settle_in(ranks: Ranks) -> None:
         keep_freed_memory()
 
 
-def _started(num_ranks: int, device_type: str, work: Work, hear: Tell) -> Any:
-    warm_up_ranks()
+def _started(
+    num_ranks: int, device_type: str, work: Work, hear: Tell, environment: Mapping[str, str]
+) -> Any:
+    warm_up_ranks(PRELOADED)
     context = multiprocessing.get_context("forkserver")
     job = pickle.dumps(work)
     ends: list[Connection] = []
@@ -111,7 +125,7 @@ def _started(num_ranks: int, device_type: str, work: Work, hear: Tell) -> Any:
             for rank in range(num_ranks):
                 ours, theirs = context.Pipe(duplex=False)
                 ranks = Ranks(rank, num_ranks, rank, num_ranks, device_type)
-                arguments = (theirs, ranks, folder, job, os.getpid())
+                arguments = (theirs, ranks, folder, job, os.getpid(), dict(environment))
                 processes.append(context.Process(target=_rank_main, args=arguments, daemon=True))
                 processes[-1].start()
                 theirs.close()
@@ -150,7 +164,15 @@ def _received(end: Connection) -> tuple[str, Any]:
         return "failure", "the process ended without a word (killed, or out of memory?)"
 
 
-def _rank_main(end: Connection, ranks: Ranks, folder: str, job: bytes, starter_pid: int) -> None:
+def _rank_main(
+    end: Connection,
+    ranks: Ranks,
+    folder: str,
+    job: bytes,
+    starter_pid: int,
+    environment: dict[str, str],
+) -> None:
+    os.environ.update(environment)
     os.setsid()  # a session of its own, as a rank that trains has
     end_with(starter_pid)
     _be_quiet(Path(folder) / f"rank{ranks.rank}.log")

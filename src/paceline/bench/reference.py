@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job
+from paceline.config.noun import size
 from paceline.plan.resolve import resolve
 
 
@@ -45,6 +46,7 @@ _ON_ANY: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("long", "long", 2, {"micro_batch": 2}),
     ("narrow", "narrow", 4, {"micro_batch": 2}),
     ("recomputing", "plain", 4, {"micro_batch": 4, "recompute": "full"}),
+    ("repeating", "narrow", 4, {"micro_batch": 1, "recompute": "full"}),
     ("selecting", "plain", 4, {"micro_batch": 2, "recompute": "selective"}),
 )
 
@@ -63,34 +65,29 @@ _ON_AN_AXIS: tuple[tuple[str, str, int, int], ...] = (
 
 
 def reference_jobs(cluster: Cluster) -> list[Job]:
-    """Jobs for all ranks of a Cluster: seven, and two for each axis that it has ranks for."""
+    """Jobs for all ranks of a Cluster: eight, and two for each axis that it has ranks for."""
     return list(_jobs(cluster))
 
 
 def _jobs(cluster: Cluster) -> Iterator[Job]:
-    inside, nodes = cluster.devices_per_node, cluster.num_nodes
-    assert inside != "auto"
-    assert nodes != "auto"
-    assert cluster.device != "auto"
-    shapes = _SHAPES[cluster.device.kind]
+    inside, total = size(cluster.devices_per_node), cluster.num_devices
+    shapes = _SHAPES[cluster.known_device.kind]
     for name, shape, samples, layout in _ON_ANY:
-        size = shapes[shape]
-        yield small_job(
-            cluster, name, shape_of(size), size.seq_len, samples * inside * nodes, layout
-        )
-    if inside * nodes == 1:
+        chosen = shapes[shape]
+        yield small_job(cluster, name, shape_of(chosen), chosen.seq_len, samples * total, layout)
+    if total == 1:
         return
     # Sharding goes over all ranks; what exchanges within layers stays inside a node.
     for axis, shape, samples, micro_batch in _ON_AN_AXIS:
-        ranks = inside * nodes if axis == "fsdp" else inside
+        ranks = total if axis == "fsdp" else inside
         if ranks > 1 and shape in ("deep", "long") and inside % 2 == 0:
             ranks = 2  # the rest are replicas
         if ranks > 1:
-            size = shapes[shape]
-            model, seq_len = shape_of(size, ranks), _multiple(size.seq_len, 2 * ranks)
-            layout = {axis: ranks, "dp": inside * nodes // ranks, "micro_batch": micro_batch}
+            chosen = shapes[shape]
+            model, seq_len = shape_of(chosen, ranks), _multiple(chosen.seq_len, 2 * ranks)
+            layout = {axis: ranks, "dp": total // ranks, "micro_batch": micro_batch}
             name = f"{axis}-{ranks}-{shape}"
-            yield small_job(cluster, name, model, seq_len, samples * inside * nodes, layout)
+            yield small_job(cluster, name, model, seq_len, samples * total, layout)
 
 
 def shape_of(shape: Shape, ranks: int = 1) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from paceline.bench.measure import Outcome, setting_of
+from paceline.bench.measure import Outcome
 from paceline.config.curves import DeviceCurves
 from paceline.config.hardware import Cluster, Device, Tier
 from paceline.config.stack import CONSTANTS, constant
 from paceline.observe.summary import bytes_text, step_time_text
+from paceline.plan.points import Setting
 from paceline.plan.price.step import predict
 
 
@@ -26,8 +27,7 @@ def summary(cluster: Cluster, outcome: Outcome) -> RenderableType:
 
 def figures(cluster: Cluster, outcome: Outcome) -> dict[str, Any]:
     """What was measured as plain data, seconds and bytes; the curves are in the Cluster file."""
-    device = cluster.device
-    assert device != "auto"
+    device = cluster.known_device
     bandwidth, stack, launching = device.memory_bytes_per_s, cluster.stack, outcome.launching
     return {
         "device": device.name,
@@ -44,13 +44,13 @@ def figures(cluster: Cluster, outcome: Outcome) -> dict[str, Any]:
 
 
 def _rows(cluster: Cluster, outcome: Outcome) -> Iterator[tuple[str, str]]:
-    device = cluster.device
-    assert device != "auto"
+    device = cluster.known_device
     yield "ranks", f"{cluster.devices_per_node} on each of {cluster.num_nodes} x {device.name}"
     if device.memory_bytes is not None:
         yield "memory of a rank", bytes_text(device.memory_bytes.value)
     if device.curves is not None:
         yield from _curve_rows(device, device.curves)
+    yield from _codec_rows(device)
     if outcome.launching is not None:
         yield (
             "launching an operator",
@@ -80,6 +80,15 @@ def _curve_rows(device: Device, curves: DeviceCurves) -> Iterator[tuple[str, str
             "moving bytes",
             f"{max(rates) / 1e9:,.1f} GB/s at best, {rates[-1] / 1e9:,.1f} at most",
         )
+
+
+def _codec_rows(device: Device) -> Iterator[tuple[str, str]]:
+    for name, curve in device.codecs.items():
+        largest = 4 * curve.values[-1]
+        encode, decode = (
+            bytes_text(largest / seconds[-1]) for seconds in (curve.encode, curve.decode)
+        )
+        yield f"codec {name}", f"encodes {encode}/s of fp32, decodes {decode}/s"
 
 
 def _grid(title: str, rows: Iterator[tuple[str, str]]) -> Table:
@@ -118,7 +127,7 @@ def _step_table(cluster: Cluster, outcome: Outcome) -> Table:
     for name in ("job", "measured", "fitted", "error"):
         table.add_column(name, justify="left" if name == "job" else "right")
     for each in outcome.steps:
-        fitted = predict(setting_of(each.job, cluster), each.job.layout).step_s
+        fitted = predict(Setting.of(each.job.replace(cluster=cluster)), each.job.layout).step_s
         error = fitted / each.step_s - 1
         table.add_row(
             each.job.name, step_time_text(each.step_s), step_time_text(fitted), f"{error:+.1%}"

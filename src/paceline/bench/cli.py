@@ -1,0 +1,144 @@
+"""The commands that measure: `paceline bench` and what it has below it.
+
+As in `paceline.cli`, they import what they need when they are called.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+bench_app = typer.Typer(invoke_without_command=True)
+
+NumRanks = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        help="Measure with this many ranks. Left out: as many as training starts.",
+        show_default=False,
+    ),
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Fewer sizes and shorter looks: a rough picture.")
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Make the last line of output one JSON object.")
+]
+
+
+@bench_app.callback()
+def bench(
+    context: typer.Context,
+    out: Annotated[Path, typer.Option(help="The Cluster file to write.")] = Path("cluster.toml"),
+    ranks: NumRanks = None,
+    quick: Quick = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Measure one part: device, codecs, collectives, step or input. May be repeated. "
+            "The others stay as the file has them.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine and write a Cluster file for the planner.
+
+    Products, attention, memory, launch overhead and optimizer of a device
+    while all of them work; what compresses; every collective by size and
+    number of ranks; steps of small models, to calibrate our own runtime; the data path.
+    Takes a few minutes; leave the machine alone meanwhile. Ctrl-C writes
+    nothing.
+
+    \b
+    paceline bench --ranks 4 --out four.toml
+    torchrun --nnodes 2 ... -m paceline bench
+    paceline train --set 'cluster.file="four.toml"'
+    paceline bench collectives --help           the links alone, and which one is slow
+    """
+    from paceline.config.errors import InputError
+
+    if context.invoked_subcommand is not None:
+        if any((ranks, quick, only, as_json)):
+            name = context.invoked_subcommand
+            raise InputError(f"options of paceline bench {name} are given after its name.")
+        return
+    from paceline.bench.command import bench_command
+    from paceline.bench.ranks import PRELOADED
+    from paceline.comm.ranks import given_ranks, leave, warm_up_ranks
+
+    warm_up_ranks(PRELOADED)
+    facts = bench_command(out, num_ranks=ranks, quick=quick, only=only or [])
+    if as_json and facts is not None:
+        print(json.dumps(facts))
+    if given_ranks("cpu") is not None:
+        leave()
+
+
+@bench_app.command()
+def collectives(
+    out: Annotated[
+        Path, typer.Option(help="The Cluster file that gets the curves; the rest of it stays.")
+    ] = Path("cluster.toml"),
+    ranks: NumRanks = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help="gloo, nccl or mpi. Left out: what training uses here.", show_default=False
+        ),
+    ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Bytes of the buffer: 4KiB,1MiB or 512:1GiB:8 (smallest, largest, factor). "
+            "Left out: 512 B to 1 GiB.",
+            metavar="SIZES",
+            show_default=False,
+        ),
+    ] = None,
+    budget: Annotated[
+        float,
+        typer.Option(help="Seconds for the collectives; sizes beyond are left out.", min=1),
+    ] = 180.0,
+    pairs: Annotated[
+        bool, typer.Option("--pairs/--no-pairs", help="Every rank to every rank.")
+    ] = True,
+    quick: Quick = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a page with curves and heat maps.", show_default=False),
+    ] = None,
+    tune_nccl: Annotated[
+        bool,
+        typer.Option("--tune-nccl", help="Try NCCL_ALGO, NCCL_PROTO, ..., and say what pays."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the links between ranks: every collective, and every pair.
+
+    All-reduce, all-gather, reduce-scatter, all-to-all, broadcast and messages, by
+    size, inside a node and across, each result checked. algbw is the buffer over
+    the time; busbw what must leave each rank over the time, to be held against the
+    rate of a link (as nccl-tests defines them). Groups are measured together, and
+    one alone: the quotient is contention. Between CPU ranks our own algorithms
+    are measured too, so that a plan can choose.
+
+    The matrix of pairs names a slow host or link: one that is below half of the rest.
+
+    \b
+    paceline bench collectives --ranks 4 --html links.html
+    paceline bench collectives --sizes 64MiB --no-pairs
+    torchrun --nnodes 4 ... -m paceline bench collectives
+    """
+    from paceline.bench.network.command import Asked, collectives_command
+    from paceline.bench.ranks import PRELOADED
+    from paceline.comm.ranks import given_ranks, leave, warm_up_ranks
+
+    warm_up_ranks(PRELOADED)
+    asked = Asked(out, ranks, backend, sizes, budget, pairs, quick, html, tune_nccl)
+    facts = collectives_command(asked)
+    if as_json and facts is not None:
+        print(json.dumps(facts))
+    if given_ranks("cpu") is not None:
+        leave()

@@ -1,0 +1,43 @@
+"""Advice: what follows from the links that were found, in a sentence each."""
+
+from collections.abc import Iterator
+
+from paceline.bench.network.measure import Measured
+from paceline.comm.fabric.interfaces import hca_setting
+from paceline.comm.fabric.order import order_hosts
+from paceline.config.host import Host
+
+
+def advice(measured: Measured, host: Host, backend: str) -> Iterator[str]:
+    """What to set or to change; nothing where all is well.
+
+    Args:
+        measured: by the bench.
+        host: of rank 0.
+        backend: gloo, nccl or mpi.
+    """
+    if backend == "nccl":
+        for name, value in hca_setting(host.cards).items():
+            yield f"{name}={value}: ports differ in rate here, and rings wait for the slowest."
+    pairs = measured.pairs
+    if pairs is not None and len(set(measured.hosts)) > 2:
+        chain = order_hosts(measured.hosts, pairs.best_bytes_per_s)
+        if chain != list(dict.fromkeys(measured.hosts)):
+            yield (
+                "Neighbours in rank order would have faster links if the hosts were started in the "
+                f"order {', '.join(chain)}."
+            )
+
+
+def described(host: Host) -> str:
+    """A host in a sentence."""
+    cards = [
+        f"{card.name} ({card.kind}"
+        + (f", {card.gbit_per_s:g} Gbit/s" if card.gbit_per_s is not None else "")
+        + (f", NUMA node {card.numa_node}" if card.numa_node is not None else "")
+        + ")"
+        for card in host.cards
+    ]
+    links = "" if host.device_links == "none" else f", devices joined by {host.device_links}"
+    nodes = f"{host.numa_nodes} NUMA node{'s' if host.numa_nodes > 1 else ''}"
+    return f"A host: {nodes}{links}; cards: {', '.join(cards) or 'none seen'}."

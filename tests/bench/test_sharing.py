@@ -1,0 +1,45 @@
+"""Ranks that share cores: what the curve says with a clock that knows (pure), then on two ranks."""
+
+import pytest
+
+from paceline.bench.clock import Call, Clock
+from paceline.bench.sharing import measure_sharing
+from paceline.comm.ranks import Ranks
+from paceline.config.curves import SharingCurve
+from tests.ranks import run_ranks
+
+
+class Sharing(Clock):
+    """Calls once, and says that four ranks take twice as long as one or two."""
+
+    asked = 0
+
+    def seconds(self, *calls: Call) -> float:
+        for call in calls:
+            call()
+        type(self).asked += 1
+        return 2e-3 if self.asked == 3 else 1e-3
+
+
+def test_the_pace_is_that_of_some_ranks_over_that_of_all():
+    curve = measure_sharing(Sharing(Ranks(0, 4, 0, 4)), "a test")
+    assert curve == SharingCurve(num_ranks=(1, 2, 4), pace=(2.0, 2.0, 1.0), source="a test")
+
+
+@pytest.mark.parametrize("ranks", [Ranks(), Ranks(0, 4, 0, 2), Ranks(0, 2, 0, 2, "cuda")])
+def test_nothing_is_measured_where_nothing_is_shared_or_several_machines_are(ranks: Ranks):
+    assert measure_sharing(Clock(ranks), "a test") is None
+
+
+def _measured(rank: int, world_size: int) -> SharingCurve | None:
+    ranks = Ranks(rank, world_size, rank, world_size)
+    return measure_sharing(Clock(ranks, block_s=1e-3, num_blocks=3), "a test")
+
+
+def test_ranks_agree_on_what_they_measured():
+    first, second = run_ranks(_measured, 2, timeout_s=60)
+    assert first is not None
+    assert first == second
+    assert first.num_ranks == (1, 2)
+    assert first.pace[-1] == 1
+    assert 0.1 < first.pace[0] < 20

@@ -1,0 +1,56 @@
+"""Memory of whole steps: what two gloo ranks held at their peak against what was predicted."""
+
+import numpy as np
+import pytest
+
+from paceline.bench.reference import small_job
+from paceline.bench.step import measure_jobs
+from paceline.comm.ranks import Ranks
+from paceline.config.hardware import Cluster
+from paceline.plan.memory import memory_bytes
+from paceline.plan.memory.holdings import holdings_of
+from paceline.plan.points import Points, Setting
+from tests.bench.test_host_time import CPU
+from tests.ranks import run_ranks
+
+CLUSTER = Cluster(device=CPU, devices_per_node=2, num_nodes=1)
+LAYOUTS = {
+    "replicas": {"dp": 2},
+    "zero-2": {"fsdp": 2, "zero": 2},
+    "zero-3": {"fsdp": 2, "zero": 3},
+    "zero-3-full": {"fsdp": 2, "zero": 3, "recompute": "full"},
+}
+# A large vocabulary: what is in no block weighs more than the blocks.
+MODEL = {"hidden_size": 96, "ffn_size": 288, "num_heads": 4, "num_layers": 4, "vocab_size": 2048}
+JOBS = {
+    (name, number): small_job(
+        CLUSTER, name, MODEL, 64, 4 * number, {"micro_batch": 2, "recompute": "none", **layout}
+    )
+    for name, layout in LAYOUTS.items()
+    for number in (1, 2, 3)
+}
+
+
+def _measured(rank: int, world_size: int) -> list[float | None]:
+    ranks = Ranks(rank, world_size, rank, world_size)
+    found = measure_jobs(
+        ranks, [*JOBS.values()], num_rounds=0, steps_per_round=1, say=lambda _what: None
+    )
+    return [each.peak_memory_bytes for each in found]
+
+
+@pytest.fixture(scope="module")
+def peaks() -> dict[tuple[str, int], float | None]:
+    return dict(zip(JOBS, run_ranks(_measured, 2, timeout_s=120)[0], strict=True))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_accumulation_holds_what_is_predicted(name, number, peaks):
+    """DDP adds up beside its buckets; FSDP2 keeps the last message to the next micro-batch."""
+    job = JOBS[name, number]
+    setting = Setting.of(job)
+    points = Points.of([job.layout], setting)
+    terms = memory_bytes(setting, points, holdings_of(setting, job.layout, None))
+    predicted = float(np.max(sum(terms.values())))
+    assert predicted == pytest.approx(peaks[name, number], rel=0.02)

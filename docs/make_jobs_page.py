@@ -7,12 +7,14 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from paceline.config.comm import Comm, DpComm, EmbeddingComm, EpComm, FsdpComm, LocalUpdates, PpComm
 from paceline.config.hardware import Cluster
 from paceline.config.job import Checkpoint, CustomModel, Data, Observe, Optim, Train
 from paceline.config.layers import Experts, LatentAttention, RopeScaling
 from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.prices import Prices
+from paceline.config.recommender import Clicks, Dlrm, RowOptim
 from paceline.config.vision import EfficientNet, ResNet
 
 INTRODUCTION = """# Every setting of a Job
@@ -28,13 +30,23 @@ SECTIONS = {
     "model.latent": LatentAttention,
     "model.rope_scaling": RopeScaling,
     'model, with family = "custom"': CustomModel,
+    'model, with family = "dlrm"': Dlrm,
     'model, with family = "resnet" (to plan)': ResNet,
     'model, with family = "efficientnet" (to plan)': EfficientNet,
     "cluster": Cluster,
     "cluster.prices": Prices,
     "layout": Layout,
+    "comm": Comm,
+    "comm.dp": DpComm,
+    "comm.fsdp": FsdpComm,
+    "comm.pp": PpComm,
+    "comm.ep": EpComm,
+    "comm.embeddings": EmbeddingComm,
+    "comm.local": LocalUpdates,
     "data": Data,
+    "data.clicks": Clicks,
     "optim": Optim,
+    "optim.rows": RowOptim,
     "train": Train,
     "checkpoint": Checkpoint,
     "observe": Observe,

@@ -16,6 +16,8 @@ from tests.command_line import environment, losses, metrics, write_tiny_job
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SHORT = ["--set", "train.steps=4", "--set", "optim.warmup_steps=1", "--set", "train.eval_every=0"]
+QUICK = ["--quick", "--only", "device", "--ranks", "1"]
+PUBLISHED = ROOT / "benchmarks" / "data" / "published_llm_runs.csv"
 
 
 def _run(command: list[str], folder: Path, timeout_s: float = 200) -> str:
@@ -49,15 +51,20 @@ def test_the_demo_command_beats_a_unigram_model_and_says_so(tmp_path):
 
 def test_the_commands_of_the_table_run(tmp_path):
     write_tiny_job(tmp_path).rename(tmp_path / "my.toml")
+    some_runs = PUBLISHED.read_text().splitlines(keepends=True)[:4]
+    (tmp_path / "runs.csv").write_text("".join(some_runs))
     commands = re.findall(r"^\| `((?:paceline|torchrun)[^`]*)` \|", README, flags=re.M)
-    assert len(commands) >= 6
+    assert len(commands) >= 8
     for command in commands:
         words = shlex.split(command.replace("...", "--standalone --nproc-per-node 2"))
         if words[1] == "train" and not {"my.toml", "--show"} & set(words):
             words += SHORT  # the demo, cut short
+        if words[1] == "bench":
+            words += QUICK
         _run(words, tmp_path)
     assert losses(tmp_path, "demo").keys() == {1, 2, 3, 4}
     assert len(losses(tmp_path, "tiny")) == 12
+    assert (tmp_path / "cluster.toml").exists()
 
 
 def test_the_own_model_example_runs_as_it_stands(tmp_path):

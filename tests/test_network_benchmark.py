@@ -1,11 +1,11 @@
 """The network benchmark: its arithmetic (pure), then that its ways train the same (gloo ranks)."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.network import CONTROL, PEER, WAYS, job_of, loss_lines, possible, rows, table_lines
+from benchmarks.network import WAYS, form_of, job_of, possible, predicted_s
 from benchmarks.network_cell import (
     LEAST_STEPS,
     MOST_STEPS,
@@ -16,8 +16,21 @@ from benchmarks.network_cell import (
     steps_of_a_block,
     turns,
 )
+from benchmarks.network_table import (
+    CONTROL,
+    PEER,
+    cell_lines,
+    loss_lines,
+    rows,
+    summary,
+    table_lines,
+)
 from paceline.comm.ranks import Ranks
 from paceline.comm.topology import this_machine
+from paceline.config.curves import AttentionCurve, DeviceCurves, MatmulCurve, MemoryCurve
+from paceline.config.device import Device
+from paceline.config.figure import Figure
+from paceline.config.hardware import Cluster, Tier
 from paceline.config.job import Job, read_job
 from paceline.plan.resolve import resolve
 from tests.command_line import write_tiny_job
@@ -45,7 +58,54 @@ def test_ratios_are_taken_within_a_round():
 
 def test_a_line_says_where_it_was_taken():
     line = table_lines(2, 200e6, rows(_blocks()))[2]
-    assert line == ("2", "200 Mbit/s", "int8", "3.000 (2.000 – 4.000)", "0.00", "2.00", "50%")
+    text = ("2", "200 Mbit/s", "int8", "", "3.000 (2.000 – 4.000)", "0.00", "2.00", "50%", "", "")
+    assert line == text
+
+
+def test_predictions_stand_beside_what_was_measured():
+    table = [replace(row, predicted_s=3.6) for row in rows(_blocks())]
+    cell = {"num_hosts": 2, "rate_bits_per_s": None, "rows": [asdict(row) for row in table]}
+    line = cell_lines(cell)[2]
+    assert line[-2:] == ("3.600", "+20%")
+    assert "off by 40.0% (median of 3 rows)" in summary([cell])
+
+
+def test_the_planner_prices_every_way_of_ours_by_a_cluster_and_knows_the_control():
+    jobs = {way.name: job_of(way, 2, 100, cluster=_slow_cluster()) for way in WAYS}
+    seconds = {way.name: predicted_s(way, jobs[way.name]) for way in WAYS}
+    assert seconds["DDP fp16 hook"] is None
+    assert seconds[CONTROL] < seconds["int8"] < seconds["none"]
+    assert seconds["auto"] <= min(seconds[name] for name in ("none", "bf16", "int8", "int4")) * 1.03
+    chosen = next(way for way in WAYS if way.name == "auto")
+    assert form_of(chosen, jobs["auto"]).startswith(jobs["auto"].comm.dp.compress + ", ")
+    assert jobs["auto"].comm.dp.compress != "auto"
+
+
+def _slow_cluster() -> Cluster:
+    """A core of 54 GFLOP/s on 50 Mbit/s."""
+
+    def figure(value: float) -> Figure:
+        return Figure(value=value, origin="assumed", source="this test")
+
+    curves = DeviceCurves(
+        matmul={"fp32": MatmulCurve(m=(1,), n=(1,), k=(1,), share=(0.9,), source="this test")},
+        attention={
+            "flash": AttentionCurve(
+                seq_len=(128,), head_dim=(64,), forward=(0.5,), backward=(0.4,), source="this test"
+            )
+        },
+        memory=MemoryCurve(bytes=(1e3, 1e9), seconds=(1e-7, 0.1), source="this test"),
+    )
+    core = Device(
+        name="core",
+        kind="cpu",
+        memory_bytes=figure(8e9),
+        precisions=("fp32",),
+        peak_flops={"fp32": figure(60e9)},
+        curves=curves,
+    )
+    wire = Tier(name="network", num_devices=2, latency_s=figure(3e-4), bytes_per_s=figure(50e6 / 8))
+    return Cluster(device=core, devices_per_node=1, num_nodes=2, tiers=(wire,))
 
 
 def test_every_way_is_first_in_its_turn():
@@ -53,7 +113,7 @@ def test_every_way_is_first_in_its_turn():
     assert order == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
 
 
-@pytest.mark.parametrize(("step_s", "steps"), [(100, LEAST_STEPS), (1, 3), (0.01, MOST_STEPS)])
+@pytest.mark.parametrize(("step_s", "steps"), [(100, LEAST_STEPS), (0.5, 4), (0.01, MOST_STEPS)])
 def test_slow_ways_get_fewer_steps(step_s, steps):
     assert steps_of_a_block(step_s) == steps
 

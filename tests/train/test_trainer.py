@@ -62,7 +62,12 @@ def test_accumulation_communicates_as_little_as_the_layout_allows():
     """Over four micro-batches: gradients once a step with DDP and ZeRO-1, parameters with -2."""
     layouts = ("dp=2", "fsdp=2 zero=1", "fsdp=2 zero=2", "fsdp=2 zero=3")
     cases = [
-        (*FP32, f"layout.micro_batch={size}", *(f"layout.{each}" for each in layout.split()))
+        (
+            *FP32,
+            "comm.fsdp.algorithm=backend",  # whose collectives the profiler knows by name
+            f"layout.micro_batch={size}",
+            *(f"layout.{each}" for each in layout.split()),
+        )
         for layout in layouts
         for size in (12, 3)
     ]

@@ -197,6 +197,7 @@ def _figure_rows(figures: Summary) -> list[tuple[str, str]]:
         ("loss", _from_to(figures.first_loss, figures.loss)),
         ("held out", _held_out(figures)),
         ("unigram bound", summary.unigram_sentence(figures) or ""),
+        ("AUC", summary.auc_text(figures) or ""),
         ("throughput", f"{summary.rate_text(figures.rate)} {figures.unit}/s (median)"),
         ("MFU", "peak unknown" if figures.mfu is None else f"{figures.mfu:.1%} (median)"),
         ("memory", f"{summary.bytes_text(figures.memory_bytes)} (peak of rank 0)"),

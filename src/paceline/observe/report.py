@@ -117,6 +117,9 @@ def _cards(figures: Summary, facts: summary.Facts, num_steps: int | None) -> lis
     cards = [("Training loss", summary.loss_text(figures.loss), last)]
     if figures.eval_loss is not None:
         cards.append(("Held-out loss", summary.loss_text(figures.eval_loss), _eval_note(figures)))
+    if figures.eval_auc is not None and figures.eval_best_auc is not None:
+        note = f"of {figures.eval_best_auc:.4f} possible"
+        cards.append(("Held-out AUC", f"{figures.eval_auc:.4f}", note))
     if figures.unigram_loss is not None:
         cards.append(("Unigram bound", f"{figures.unigram_loss:.2f}", "token frequencies"))
     cards += [

@@ -92,6 +92,10 @@ class Summary:
     """Median time of a step."""
     total_s: float
     """Sum of the times of all steps; evaluations and pauses are not in it."""
+    eval_auc: float | None
+    """Of the last evaluation of a recommender."""
+    eval_best_auc: float | None
+    """The best possible one on the same held-out samples, where it is known."""
 
 
 def number(value: Any) -> float | None:
@@ -133,6 +137,8 @@ def summarise(lines: Lines, facts: Facts) -> Summary:
         skipped=int(lines[-1].get("skipped") or 0) if lines else 0,
         step_time_s=_median(column(_warm(lines), "step_time_s")),
         total_s=sum(_present(column(lines, "step_time_s"))),
+        eval_auc=number(last_eval.get("eval_auc")),
+        eval_best_auc=number(last_eval.get("eval_best_auc")),
     )
 
 
@@ -170,6 +176,14 @@ def unigram_sentence(figures: Summary) -> str | None:
         return None
     start = f"a unigram model of this text can't get below {bound:.2f}"
     return f"{start}; reached {loss:.2f}" + ("" if loss < bound else ", not below it yet")
+
+
+def auc_text(figures: Summary) -> str | None:
+    """The AUC beside the best possible one, None where there is none."""
+    if figures.eval_auc is None or figures.eval_best_auc is None:
+        return None
+    share = figures.eval_auc / figures.eval_best_auc
+    return f"{figures.eval_auc:.4f} of {figures.eval_best_auc:.4f} possible ({share:.2%})"
 
 
 def mfu_text(mfu: float | None) -> str:

@@ -1,10 +1,8 @@
 """`paceline train`: run a Job on every device of this machine, or as one of the ranks given."""
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from multiprocessing import forkserver
 from pathlib import Path
 
 import tomli_w
@@ -14,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from paceline.comm.ranks import Ranks, connect, disconnect, from_first, given_ranks
 from paceline.config.job import Job, to_raw
 from paceline.config.model import Model
+from paceline.config.recommender import Dlrm
 from paceline.observe.console import step_time_table
 from paceline.observe.run import Run
 from paceline.observe.summary import bytes_text, step_time_text
@@ -93,12 +92,6 @@ def _is_ready(plan: Plan, run: Run, *, fresh: bool) -> bool:
     return introduce(plan, run)
 
 
-def warm_up_ranks() -> None:
-    """Start the process that ranks are forked from: it imports torch while this one works on."""
-    multiprocessing.set_forkserver_preload(["paceline.train.session"])
-    forkserver.ensure_running()
-
-
 def introduce(plan: Plan, run: Run) -> bool:
     """Say what is trained on what, what is expected of it, and from where on.
 
@@ -125,20 +118,20 @@ def introduce(plan: Plan, run: Run) -> bool:
 
 
 def _description(job: Job) -> str:
-    assert job.cluster.device != "auto"
     layout, model = job.layout, job.model
-    what = f"{model.num_params / 1e6:.1f} M parameters" if isinstance(model, Model) else "own model"
+    what = "own model"
+    if isinstance(model, Model | Dlrm):
+        what = f"{model.num_params / 1e6:.1f} M parameters"
     sample = f" x {job.train.seq_len} tokens" if isinstance(model, Model) else " samples"
     return (
-        f"{job.name}: {what} on {layout.num_ranks} x {job.cluster.device.name}, "
+        f"{job.name}: {what} on {layout.num_ranks} x {job.cluster.known_device.name}, "
         f"{layout.summary}, {layout.precision}, "
         f"{job.train.global_batch}{sample} a step in micro-batches of {layout.micro_batch}"
     )
 
 
 def _device_kind(job: Job) -> str:
-    assert job.cluster.device != "auto"
-    return job.cluster.device.kind
+    return job.cluster.known_device.kind
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.config.errors import RunError
-from paceline.train.trainer import StepResult
+from paceline.train.results import StepResult
 
 Line = dict[str, Any]
 Terms = dict[str, float]
@@ -52,10 +52,14 @@ class Ledger:
             self.write(line)
         self._held.clear()
 
-    def settle(self) -> None:
-        """Read everything and write it: before a checkpoint, and at the end."""
+    def catch_up(self) -> None:
+        """Read everything: when workers that step each for itself have met."""
         while self._unread:
             self._read_one()
+
+    def settle(self) -> None:
+        """Read everything and write it: before a checkpoint, and at the end."""
+        self.catch_up()
         self.release()
 
     def _read_one(self) -> None:
@@ -65,6 +69,8 @@ class Ledger:
         self.num_skipped += result.is_bad
         self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if result.is_bad else 0
         line |= {"loss": result.loss, "grad_norm": result.grad_norm, "skipped": self.num_skipped}
+        if result.comm:
+            line["comm"] = result.comm
         self._held.append(line)
         if self.num_bad_in_a_row >= self.most_bad_steps:
             self.release()

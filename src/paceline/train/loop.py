@@ -10,17 +10,24 @@ from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 from torch.profiler import record_function as span
 
 from paceline.config.job import Job
 from paceline.observe.profile import ProfiledWindows
+from paceline.parallel.hybrid import HybridExchange
+from paceline.parallel.local import LocalRounds
+from paceline.parallel.replicate import GradientExchange, State
+from paceline.parallel.tail import Tail
 from paceline.train.checkpoint import (
     Checkpointer,
+    FoundCheckpoint,
     restore_rng_state,
     restore_training_state,
     rng_state,
     training_state,
 )
+from paceline.train.checkpoint.files import TensorEntry
 from paceline.train.ledger import Ledger, Line, perplexity
 from paceline.train.optim import learning_rate
 from paceline.train.stopping import StopRequest
@@ -29,6 +36,11 @@ from paceline.train.trainer import Trainer
 
 # From 65,536 the fp16 loss scale may halve this often before it is below one.
 _FP16_SCALE_HALVINGS = 16
+# Under this name a checkpoint keeps what compressed gradients still owe.
+COMM_SECTION = "comm"
+# And under these what workers under local updates share, and what each but the first has.
+ROUNDS_SECTION = "rounds"
+WORKER_SECTION = "worker"
 
 
 @dataclass(frozen=True)
@@ -69,14 +81,17 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
             step_time_s = time.perf_counter() - began
             done += 1
             line = _line(trainer, task, done, step_time_s)
-            line["terms"] = _measured_terms(step_time_s, data_wait_s, stall_s)
+            line["terms"] = _measured_terms(step_time_s, data_wait_s, stall_s, trainer.tail)
             if _evaluation_due(job, task, done):
                 line |= _evaluation(trainer, task)
             ledger.add(line, result)
+            if trainer.meet(done):
+                ledger.catch_up()
             terms = windows.step()
             if not windows.is_open:
                 ledger.release(terms)
             around.checkpointer.poll()
+    trainer.meet(done, at_once=True)
     ledger.settle()
     if done > first:
         _save(trainer, around, done)
@@ -91,22 +106,73 @@ def lag_of(job: Job, device_type: str) -> tuple[int, int]:
     begins with a loss scale that is meant to overflow until it has halved enough.
     """
     allowance = _FP16_SCALE_HALVINGS if job.layout.precision == "fp16" else 0
-    return int(device_type == "cuda"), job.train.max_bad_steps + allowance
+    # Workers that step each for itself read results when they meet, never earlier.
+    is_local = job.comm.local.method != "none"
+    lag = job.train.steps if is_local else int(device_type == "cuda")
+    return lag, job.train.max_bad_steps + allowance
 
 
 def _restore(trainer: Trainer, around: Around) -> int:
     """Load the newest good checkpoint, if there is one; return the steps it had done."""
     found = around.checkpointer.latest_good()
+    if trainer.task.tables is not None:
+        trainer.task.tables.load(found.step if found else 0)
     if found is None:
         return 0
     state = training_state(trainer.module, trainer.optimizer, found)
     rng = rng_state()
-    facts = around.checkpointer.load(found, {**state, "rng": rng})
+    owed = owed_to_load(trainer, found)
+    own = state if trainer.local is None else own_section(state, trainer.ranks.rank, found)
+    facts = around.checkpointer.load(found, {**own, **owed, "rng": rng})
     restore_training_state(trainer.module, trainer.optimizer, state)
     restore_rng_state(rng)
+    for section, exchange in exchanges(trainer).items():
+        exchange.load(owed[section])
     trainer.loss_scale.load_state_dict(facts["loss_scale"])
     around.ledger.num_skipped = facts["skipped"]
     return facts["step"]
+
+
+def owed_to_load(trainer: Trainer, found: FoundCheckpoint) -> dict[str, State]:
+    """Room for this rank's part of what compression owed, or of what workers share; none where
+    nothing is compressed now, and there are no such workers."""
+    owed = {}
+    for section, exchange in exchanges(trainer).items():
+        entries = {
+            name.removeprefix(f"{section}."): entry
+            for name, entry in found.manifest.tensors.items()
+            if name.startswith(f"{section}.")
+        }
+
+        def room(path: str, entries: dict[str, TensorEntry] = entries) -> Tensor:
+            entry = entries[path]
+            return torch.empty(entry.size, dtype=entry.torch_dtype, device=trainer.ranks.device)
+
+        owed[section] = exchange.targets(entries, room)
+    return owed
+
+
+def exchanges(trainer: Trainer) -> dict[str, GradientExchange | HybridExchange | LocalRounds]:
+    """What has a state of its own in a checkpoint, by its section."""
+    both = {COMM_SECTION: trainer.exchange, ROUNDS_SECTION: trainer.local}
+    return {section: exchange for section, exchange in both.items() if exchange is not None}
+
+
+def own_section(state: dict[str, Any], rank: int, saved: FoundCheckpoint | None) -> dict[str, Any]:
+    """Where a worker that steps for itself keeps parameters and optimizer in a checkpoint.
+
+    The first worker's stand where a run without workers keeps its own. A worker that was not there
+    when it was saved takes over those of another one.
+
+    Args:
+        state: of the worker.
+        rank: of the worker.
+        saved: the checkpoint to load from, None to save.
+    """
+    if saved is not None:
+        heads = {name.partition(".")[0] for name in saved.manifest.tensors}
+        rank %= 1 + sum(head.startswith(WORKER_SECTION) for head in heads)
+    return {f"{WORKER_SECTION}{rank}": state} if rank else state
 
 
 def _save_if_due(trainer: Trainer, around: Around, done: int, first: int) -> float:
@@ -119,7 +185,10 @@ def _save_if_due(trainer: Trainer, around: Around, done: int, first: int) -> flo
 def _save(trainer: Trainer, around: Around, done: int) -> float:
     """Start a checkpoint of the state after `done` steps; return the seconds the run waited."""
     trainer.agree_on_buffers()
+    trainer.meet(done, at_once=True)
     around.ledger.settle()  # a checkpoint never runs ahead of metrics.jsonl
+    if trainer.task.tables is not None:
+        trainer.task.tables.save(done)  # first: a checkpoint is complete only with its tables
     facts = {
         "step": done,
         "samples": done * trainer.job.train.global_batch,
@@ -127,8 +196,11 @@ def _save(trainer: Trainer, around: Around, done: int) -> float:
         "loss_scale": trainer.loss_scale.state_dict(),
         "identity": around.identity,
     }
-    tensors = training_state(trainer.module, trainer.optimizer) | {"rng": rng_state()}
-    return around.checkpointer.save(done, tensors, facts)
+    state = training_state(trainer.module, trainer.optimizer)
+    if trainer.local is not None:
+        state = own_section(state, trainer.ranks.rank, None)
+    kept = {section: exchange.state() for section, exchange in exchanges(trainer).items()}
+    return around.checkpointer.save(done, {**state, **kept, "rng": rng_state()}, facts)
 
 
 def _resumed_steps(trainer: Trainer, task: Task, first: int) -> Iterator[Step]:
@@ -162,8 +234,7 @@ def _mfu(job: Job, task: Task, units_per_s: float) -> float | None:
 
     The peak is that of the arithmetic asked for; fp32 products run in plain fp32.
     """
-    assert job.cluster.device != "auto"
-    peak = job.cluster.device.peak(job.layout.precision)
+    peak = job.cluster.known_device.peak(job.layout.precision)
     if peak is None or task.train_flops_per_unit is None:
         return None
     return units_per_s * task.train_flops_per_unit / (peak.value * job.layout.num_ranks)
@@ -176,10 +247,14 @@ def _memory_bytes(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
-def _measured_terms(step_time_s: float, data_wait_s: float, stall_s: float) -> dict[str, float]:
+def _measured_terms(
+    step_time_s: float, data_wait_s: float, stall_s: float, tail: Tail | None
+) -> dict[str, float]:
     """The terms a host clock can tell apart; only a profile splits the rest."""
-    rest = step_time_s - data_wait_s - stall_s
-    return {"data_wait": data_wait_s, "checkpoint_stall": stall_s, "unattributed": rest}
+    known = {"data_wait": data_wait_s, "checkpoint_stall": stall_s}
+    if tail is not None:
+        known["exposed_comm.dp"] = tail.seconds()
+    return known | {"unattributed": step_time_s - sum(known.values())}
 
 
 def _evaluation_due(job: Job, task: Task, done: int) -> bool:
@@ -192,4 +267,5 @@ def _evaluation(trainer: Trainer, task: Task) -> Line:
     assert task.eval_steps is not None
     loss = trainer.evaluate(list(task.eval_steps()))
     is_language = task.unit == "tokens"
-    return {"eval_loss": loss} | ({"eval_perplexity": perplexity(loss)} if is_language else {})
+    more = {"eval_perplexity": perplexity(loss)} if is_language else {}
+    return {"eval_loss": loss} | more | (task.eval_figures() if task.eval_figures else {})

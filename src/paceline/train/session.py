@@ -8,11 +8,12 @@ import ctypes
 import os
 import platform
 import subprocess
+import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,19 +23,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from paceline.comm.ranks import Ranks, connect, disconnect, given_ranks, leave
+from paceline.comm.ranks import Ranks, connect, disconnect, given_ranks, leave, limit_waits
+from paceline.comm.roll_call import RollCall, reserve_s
 from paceline.comm.topology import num_cores
+from paceline.config.errors import RunError
 from paceline.config.job import Job
 from paceline.config.layout import Layout
+from paceline.config.recommender import Dlrm
 from paceline.observe.console import Progress, step_time_table
 from paceline.observe.metrics import Metrics
 from paceline.observe.profile import ProfiledWindows
 from paceline.observe.report import write_report
 from paceline.observe.run import Run
 from paceline.train.checkpoint import Checkpointer
+from paceline.train.clicks import click_task
 from paceline.train.data import prepare
 from paceline.train.ledger import Ledger, Line
-from paceline.train.loop import Around, lag_of, train_loop
+from paceline.train.loop import Around, exchanges, lag_of, train_loop
 from paceline.train.start import identity
 from paceline.train.stopping import StopRequest, end_with
 from paceline.train.task import Task, language_task
@@ -65,8 +70,7 @@ def run_launched_rank(run: Run, make_task: MakeTask) -> None:
     that is being written nor the goodbye of process groups may keep the others waiting.
     """
     job = run.job()
-    assert job.cluster.device != "auto"
-    ranks = given_ranks(job.cluster.device.kind)
+    ranks = given_ranks(job.cluster.known_device.kind)
     assert ranks is not None, "the launcher gives every process a rank"
     try:
         record(run_rank)(job, run, ranks, make_task, launched=True)
@@ -77,6 +81,8 @@ def run_launched_rank(run: Run, make_task: MakeTask) -> None:
 
 def language_model(job: Job, ranks: Ranks) -> Task:
     """The Task of a Job that is complete in itself."""
+    if isinstance(job.model, Dlrm):
+        return click_task(job, ranks)
     return language_task(job, ranks, prepare(job.data))
 
 
@@ -102,22 +108,52 @@ def run_rank(
             keep_freed_memory()
         connect(ranks)
         if ranks.world_size > 1:
-            _log_to(run.log_folder / f"rank{ranks.rank}.log", keep_stdout=ranks.is_first)
+            log = run.log_folder / f"rank{ranks.rank}.log"
+            back = _log_to(log, keep_stdout=ranks.is_first)
+            if not launched:  # there is no launcher that could say why this rank failed
+                stack.callback(back)
+        stack.enter_context(_together(job, ranks, launched=launched))
         torch.manual_seed(job.train.seed)
         task = make_task(job, ranks)
         torch.manual_seed(job.train.seed + ranks.rank)  # dropout differs from rank to rank
         trainer = Trainer.of(job, ranks, task)
         teller = stack.enter_context(Teller(job, run, ranks, task))
+        for exchange in exchanges(trainer).values():
+            teller.say(exchange.describe())
+        if task.tables is not None:
+            stack.callback(task.tables.close)
+            task.tables.open(run.path / "tables", run.checkpoint_folder, teller.tell)
         around = _around(job, run, ranks, task, stop, teller)
-        try:
-            done = train_loop(trainer, task, around)
-        except RuntimeError as error:
-            if is_lost_peer(error):
-                time.sleep(_PATIENCE_FOR_CULPRIT_S)
-            raise
+        done = train_loop(trainer, task, around)
         teller.conclude(done)
     disconnect()
     return trainer.module
+
+
+@contextmanager
+def _together(job: Job, ranks: Ranks, *, launched: bool) -> Iterator[None]:
+    """Let no rank wait longer than the Job allows, and say who is missing when one waits in vain.
+
+    Raises:
+        RunError: another rank is lost.
+    """
+    if ranks.world_size == 1:
+        yield
+        return
+    timeout_s = job.comm.timeout_s
+    limit_waits(timeout_s - reserve_s(timeout_s))
+    with RollCall.of_this_run(ranks, timeout_s) as roll_call:
+        try:
+            yield
+        except Exception as error:
+            if not is_lost_peer(error):
+                roll_call.tell(error)
+                raise
+            sentence = roll_call.explain(error)
+            traceback.print_exc()  # to the log
+            if launched:
+                time.sleep(min(_PATIENCE_FOR_CULPRIT_S, reserve_s(timeout_s)))
+            raise RunError(sentence) from error
 
 
 def _around(
@@ -182,6 +218,13 @@ class Teller:
             with suppress(OSError), self._log.open("a") as log:  # a full disk is no reason to stop
                 print(time.strftime("%Y-%m-%d %H:%M:%S"), sentence, file=log)
 
+    def tell(self, sentence: str) -> None:
+        """As `say`; where this rank doesn't speak, into its own log."""
+        if self.speaks:
+            self.say(sentence)
+        else:
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), sentence, file=sys.stderr, flush=True)
+
     def record(self, line: Line) -> None:
         """Write a step's line; the first one decides from where a resumed Run goes on."""
         if not self.speaks:
@@ -214,8 +257,7 @@ class Teller:
 
 def facts_of(job: Job, ranks: Ranks, task: Task) -> dict[str, Any]:
     """What a reader of the Run wants to know besides the Job."""
-    assert job.cluster.device != "auto"
-    device = job.cluster.device
+    device = job.cluster.known_device
     peak = device.peak(job.layout.precision)
     return {
         "paceline": version("paceline"),
@@ -247,8 +289,10 @@ def _commit() -> str | None:
         return None
 
 
-def is_lost_peer(error: RuntimeError) -> bool:
+def is_lost_peer(error: Exception) -> bool:
     """Whether a rank failed only because another one was gone."""
+    if not isinstance(error, RuntimeError):
+        return False
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
 
 
@@ -264,12 +308,16 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def _log_to(file: Path, *, keep_stdout: bool) -> None:
+def _log_to(file: Path, *, keep_stdout: bool) -> Callable[[], object]:
     """Send this process's standard error (and output) to its log, below Python as well.
 
     Libraries write warnings from C++, once per rank; on the terminal they would tear the progress
     line to pieces.
+
+    Returns:
+        a function that gives standard error back to the terminal.
     """
+    terminal = os.dup(2)
     file.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 2)
@@ -277,3 +325,4 @@ def _log_to(file: Path, *, keep_stdout: bool) -> None:
         os.dup2(log, 1)
     os.close(log)
     warnings.simplefilter("default")
+    return lambda: os.dup2(terminal, 2)

@@ -17,6 +17,8 @@ from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job, to_raw, to_toml
 from paceline.config.model import Model
+from paceline.config.noun import size
+from paceline.config.recommender import Dlrm
 from paceline.config.vision import ConvNet
 from paceline.models.weights import read_model
 from paceline.observe.run import Run
@@ -31,6 +33,7 @@ from paceline.train.checkpoint.files import (
     complete_steps,
     decode_manifest,
 )
+from paceline.train.clicks import data_key as click_log_key
 from paceline.train.data import check_vocab, prepare
 
 # Of the layouts that the plan of a run tells about, the best ones.
@@ -48,8 +51,7 @@ def resolve_here(job: Job) -> Plan:
     if problem := why_only_planned(job):
         raise InputError(problem)
     machine = this_machine()
-    assert machine.device != "auto"
-    ranks = given_ranks(machine.device.kind)
+    ranks = given_ranks(machine.known_device.kind)
     if ranks is not None:
         num_nodes = ranks.world_size // ranks.local_world_size
         machine = machine.replace(devices_per_node=ranks.local_world_size, num_nodes=num_nodes)
@@ -66,6 +68,11 @@ def resolve_here(job: Job) -> Plan:
 def why_only_planned(job: Job) -> str | None:
     """Why what the planner knows can't be trained (on), one sentence; None where it can."""
     model, device = job.model, job.cluster.device
+    if isinstance(model, Dlrm) and job.comm.local.method != "none":
+        return (
+            f'comm.local.method = "{job.comm.local.method}" needs a whole network on every rank, '
+            'and a recommender\'s tables are shared out: set it to "none".'
+        )
     if device != "auto" and device.kind == "other":
         return (
             f'cluster.device = "{device.name}" can be planned for, not trained on: PyTorch runs on '
@@ -91,28 +98,23 @@ def why_only_planned(job: Job) -> str | None:
 
 def _must_be_here(wanted: Cluster, machine: Cluster) -> None:
     """A Job may ask for another number of CPU ranks than the rule gives, not for other devices."""
-    assert wanted.device != "auto"
-    assert machine.device != "auto"
-    if wanted.device.kind != machine.device.kind:
+    asked, here = wanted.known_device, machine.known_device
+    if asked.kind != here.kind:
         raise InputError(
-            f"the Job is for {wanted.device.name} but this machine has {machine.device.name}: "
+            f"the Job is for {asked.name} but this machine has {here.name}: "
             'set cluster.device = "auto", or run it on such a machine.'
         )
-    if wanted.device.kind == "cuda" and _count(wanted) > _count(machine):
+    num_asked, num_here = size(wanted.devices_per_node), size(machine.devices_per_node)
+    if asked.kind == "cuda" and num_asked > num_here:
         raise InputError(
-            f"cluster.devices_per_node = {wanted.devices_per_node} but this machine has "
-            f'{machine.devices_per_node}: lower it or set it to "auto".'
+            f"cluster.devices_per_node = {num_asked} but this machine has "
+            f'{num_here}: lower it or set it to "auto".'
         )
     if wanted.num_nodes != machine.num_nodes:
         raise InputError(
             f"cluster.num_nodes = {wanted.num_nodes} but this start reaches {machine.num_nodes}: "
             "start it with torchrun or srun on all nodes."
         )
-
-
-def _count(cluster: Cluster) -> int:
-    assert cluster.devices_per_node != "auto"
-    return cluster.devices_per_node
 
 
 def read_inputs(job: Job, progress: Callable[[int, int], None]) -> str | None:
@@ -127,6 +129,8 @@ def read_inputs(job: Job, progress: Callable[[int, int], None]) -> str | None:
     Raises:
         InputError: text, tokenizer or starting weights don't fit the Job.
     """
+    if isinstance(job.model, Dlrm):
+        return click_log_key(job)
     if not isinstance(job.model, Model):
         return None
     if job.train.weights is not None and read_model(job.train.weights) != job.model:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import default_collate
 
+from paceline.comm.parameter_server.tables import Tables
 from paceline.comm.ranks import Ranks
 from paceline.config.errors import InputError
 from paceline.config.job import Job, Train
@@ -78,6 +79,10 @@ class Task:
     """Gives the parameters of (a part of) the module their first values, in place."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What the Run keeps about model and data."""
+    tables: Tables | None = None
+    """Embedding tables that are no parameters of the module; `loss` reads rows of them."""
+    eval_figures: Callable[[], dict[str, float]] | None = None
+    """What an evaluation found besides the loss, the same on every rank; asked after it."""
 
 
 def language_task(job: Job, ranks: Ranks, data: PreparedData) -> Task:

@@ -2,9 +2,12 @@
 
 The host never waits for a CUDA device inside a step: a bad step (non-finite loss or gradient) is
 skipped on the device, and the step's numbers are read when the next step has been launched.
+
+Under local updates a rank is a worker: its layout is that of one rank, and it meets the others only
+in rounds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,37 +16,35 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function as span
 
+from paceline.comm.compress.messages import messages_of
 from paceline.comm.mesh import Meshes, build_meshes
-from paceline.comm.ranks import Ranks
+from paceline.comm.ranks import Ranks, wait_limit
+from paceline.config.comm import Comm
 from paceline.config.job import Job
 from paceline.config.noun import size
 from paceline.config.schedule import Schedule
 from paceline.parallel.apply import apply, arithmetic, prepare_micro_batch
+from paceline.parallel.ep import messages_in
 from paceline.parallel.fsdp import free as free_gathered
 from paceline.parallel.gradients import Gradients
+from paceline.parallel.hybrid import HybridExchange, hybrid_exchange_of
+from paceline.parallel.local import LocalRounds
 from paceline.parallel.pp import Criterion, MicroBatch, Pipeline
+from paceline.parallel.replicate import GradientExchange, exchange_of
 from paceline.parallel.stages import Stages
+from paceline.parallel.tail import Tail, tail_of
 from paceline.plan.schedules import build_schedule
 from paceline.train.balance import Balance
 from paceline.train.checkpoint import parameter_names, restore_rng_state, rng_state
 from paceline.train.loss_scale import LossScale
 from paceline.train.optim import build_optimizer, learning_rate, set_learning_rate, skip_if
+from paceline.train.results import Reports, StepResult, read_later
 from paceline.train.task import Step, Task
 
 # Keeps a gradient of zero from being divided by: torch's clip_grad_norm_ adds as much.
 _CLIP_EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gave, the same on every rank."""
-
-    loss: float
-    grad_norm: float
-    is_bad: bool
-    """Loss or gradient was not finite, and the step was skipped."""
-    stop_wanted: bool
-    """Some rank was asked to stop."""
+# A pass over as many values as there are parameters: too much for every step.
+_ERROR_NORM_EVERY = 10
 
 
 @dataclass
@@ -57,6 +58,12 @@ class Trainer:
     """This rank's part of the network, as `parallel.apply` left it."""
     pipeline: Pipeline | None
     gradients: Gradients
+    exchange: GradientExchange | HybridExchange | None
+    """Of replicas or shards, where they don't leave it to DDP or FSDP2."""
+    tail: Tail | None
+    local: LocalRounds | None
+    """Of workers that step each for itself."""
+    reports: Reports
     optimizer: torch.optim.Optimizer
     loss_scale: LossScale
     balance: Balance
@@ -64,11 +71,19 @@ class Trainer:
     @classmethod
     def of(cls, job: Job, ranks: Ranks, task: Task) -> "Trainer":
         """Put the task's module on the ranks as the Job's layout says."""
-        layout = job.layout
-        meshes = build_meshes(layout, ranks)
+        layout, is_local = job.layout, job.comm.local.method != "none"
+        if is_local:
+            layout = layout.replace(dp=1)  # of one worker, which is one rank
+        meshes = None if is_local else build_meshes(layout, ranks)
         schedule = _schedule(job) if layout.pp != 1 else None
         module = apply(
-            task.module, layout, meshes, schedule=schedule, device=ranks.device, fill=task.fill
+            task.module,
+            layout,
+            meshes,
+            job.comm,
+            schedule=schedule,
+            device=ranks.device,
+            fill=task.fill,
         )
         names, _ = parameter_names(module)
         named = [(name, parameter) for parameter, name in names.items()]
@@ -77,8 +92,13 @@ class Trainer:
             ranks,
             task,
             module,
-            _pipeline(schedule, module, meshes, ranks),
+            _pipeline(schedule, module, meshes, ranks, job.comm),
             Gradients(module, named, meshes, layout),
+            exchange_of(module, names, job.comm, ranks.local_world_size)
+            or hybrid_exchange_of(module, names, job.comm, layout, meshes, job.accumulation),
+            tail_of(module, ranks),
+            _rounds(job, module, names) if is_local else None,
+            Reports(ranks.world_size),
             build_optimizer(named, job.optim, layout),
             LossScale(ranks.device, enabled=layout.precision == "fp16"),
             Balance(job, module, meshes),
@@ -96,19 +116,82 @@ class Trainer:
             self.optimizer, learning_rate(self.job.optim, index, self.job.train.steps)
         )
         self.balance.before_step(self.loss_scale.value.double() / len(micro_batches))
+        if self.exchange is not None:
+            self.exchange.begin(index)
         loss = self._forward_backward(micro_batches)
+        if self.exchange is not None:
+            self.exchange.finish()
         with span("paceline.optimizer"):
             squared_norm = self.gradients.finish()
-            loss, stops, squared_norm = self._agree(loss, float(stop_wanted), squared_norm)
+            loss, stops, squared_norm, *squared_error = self._agree_in_step(
+                loss, float(stop_wanted), squared_norm, *self._squared_error(index)
+            )
             grad_norm = squared_norm.sqrt() / self.loss_scale.value
             bad = ~torch.isfinite(grad_norm + loss)
             self.gradients.scale(self._clip_factor(grad_norm))
             skip_if(self.optimizer, bad)
             self.optimizer.step()
-            self.loss_scale.update(bad)
+            self._update_scale(bad)
+            self._update_tables(index, bad)
             self.optimizer.zero_grad()
             self.balance.after_step(index + 1, self.optimizer)
-        return _read_later(torch.stack([loss, grad_norm, stops]))
+        if self.local is not None:
+            with span("paceline.round"):
+                self.local.after_step(index + 1)
+        sent = self._sent()
+        if self.task.tables is not None:
+            sent |= self.task.tables.figures()
+        numbers = torch.stack([loss, grad_norm, stops, *squared_error])
+        keep = read_later if self.local is None else self.reports.add
+        return keep(numbers, sent)
+
+    def meet(self, done: int, *, at_once: bool = False) -> bool:
+        """Agree with the other workers on the numbers of the steps since they last met.
+
+        Args:
+            done: steps of the run.
+            at_once: don't wait for a round.
+
+        Returns:
+            whether they met; ranks that agree in every step never have to.
+        """
+        if self.local is None or not (at_once or self.local.is_round(done)):
+            return False
+        self.reports.agree()
+        if self.local.is_round(done):
+            self._take_first_buffers()
+        return True
+
+    def _sent(self) -> dict[str, float]:
+        """What this rank sent in a form of ours in the last step, in bytes, by axis."""
+        sent: dict[str, float] = {}
+        if self.pipeline is not None and self.pipeline.messages is not None:
+            sent["pp.bytes"] = self.pipeline.messages.take_sent()
+        if self.job.comm.ep.compress != "none":
+            sent["ep.bytes"] = sum(each.take_sent() for each in messages_in(self.module))
+        if isinstance(self.exchange, HybridExchange):
+            return sent | self.exchange.sent()
+        sender = self.exchange or self.local
+        return sent if sender is None else {**sent, "dp.bytes": sender.sent_bytes}
+
+    def _squared_error(self, index: int) -> tuple[Tensor, ...]:
+        """This rank's share of what compression owes, squared, at some of the steps."""
+        is_due = self.exchange is not None and index % _ERROR_NORM_EVERY == 0
+        return (self.exchange.feedback.squared_norm(),) if self.exchange and is_due else ()
+
+    def _update_tables(self, index: int, bad: Tensor) -> None:
+        """Send the gradients of embedding rows to whoever holds them."""
+        if self.task.tables is not None:
+            optim = self.job.optim
+            share = learning_rate(optim, index, self.job.train.steps) / optim.lr
+            self.task.tables.finish(optim.rows.lr * share, skip=bool(bad))
+
+    def _update_scale(self, bad: Tensor) -> None:
+        before = self.loss_scale.value
+        self.loss_scale.update(bad)
+        if self.exchange is not None:
+            is_scaled = self.loss_scale.enabled
+            self.exchange.after_step(bad, self.loss_scale.value / before if is_scaled else None)
 
     def _forward_backward(self, micro_batches: Step) -> Tensor:
         """Leave the gradients of the mean loss in the parameters; return this rank's part of it."""
@@ -158,23 +241,29 @@ class Trainer:
         losses = [self.forward(micro_batch).double() for micro_batch in micro_batches]
         return torch.stack(losses).mean()
 
-    @torch.no_grad()
     def agree_on_buffers(self) -> None:
         """Give every rank the buffers of rank 0 (running statistics), as DDP does before a step.
 
         What is evaluated or kept then does not depend on which rank computes or writes it. A
-        decoder's buffers are the same wherever they are, and a stage has its own.
+        decoder's buffers are the same wherever they are, a stage has its own, and so has a worker
+        until the next round.
         """
-        if self.ranks.world_size > 1 and self.job.layout.is_plain:
-            kept = self.module.state_dict(keep_vars=True)
-            for name, buffer in self.module.named_buffers():
-                if name in kept:
-                    dist.broadcast(buffer, 0)
+        if self.local is None and self.ranks.world_size > 1 and self.job.layout.is_plain:
+            self._take_first_buffers()
+
+    @torch.no_grad()
+    def _take_first_buffers(self) -> None:
+        kept = self.module.state_dict(keep_vars=True)
+        for name, buffer in self.module.named_buffers():
+            if name in kept:
+                dist.broadcast(buffer, 0)
 
     @property
     def needs_warm_up(self) -> bool:
         """Whether a first backward pass adds gradients up in another order than later ones."""
-        return isinstance(self.module, DistributedDataParallel) and self.ranks.world_size > 2
+        # What is compressed together depends on the buckets as well.
+        least = 2 if self.exchange is None else 1
+        return isinstance(self.module, DistributedDataParallel) and self.ranks.world_size > least
 
     def warm_up(self, micro_batches: Step) -> None:
         """Run a step's forward and backward without its effect, before a resumed run goes on.
@@ -186,7 +275,11 @@ class Trainer:
         buffers = [buffer.clone() for buffer in self.module.buffers()]
         generators = rng_state()
         prepare_micro_batch(self.module, self.job.layout, 0, 1)
+        if self.exchange is not None:
+            self.exchange.begin(None)
         self.forward(micro_batches[0]).backward()
+        if self.exchange is not None:
+            self.exchange.finish()
         self.optimizer.zero_grad()
         restore_rng_state(generators)
         for buffer, before in zip(self.module.buffers(), buffers, strict=True):
@@ -199,6 +292,12 @@ class Trainer:
         if clip_norm:
             factor = factor * (clip_norm / (grad_norm + _CLIP_EPS)).clamp(max=1)
         return factor
+
+    def _agree_in_step(self, loss: Tensor, *sums: Tensor | float) -> tuple[Tensor, ...]:
+        """As `_agree`; a worker that steps for itself has to agree with nobody."""
+        if self.local is not None:
+            return loss, *(torch.as_tensor(value).to(loss) for value in sums)
+        return self._agree(loss, *sums)
 
     def _agree(self, loss: Tensor, *sums: Tensor | float) -> tuple[Tensor, ...]:
         """The mean loss of all ranks, and the sums of other numbers, in one exchange."""
@@ -218,30 +317,24 @@ def _schedule(job: Job) -> Schedule:
     )
 
 
+def _rounds(job: Job, module: nn.Module, names: Mapping[nn.Parameter, str]) -> LocalRounds:
+    # A group of its own: fragments travel beside whatever else the ranks say to each other.
+    group = dist.new_group(timeout=wait_limit())
+    return LocalRounds(
+        module, names, job.comm.local, job.comm.compress_from, group, job.train.steps
+    )
+
+
 def _pipeline(
-    schedule: Schedule | None, module: nn.Module, meshes: Meshes | None, ranks: Ranks
+    schedule: Schedule | None,
+    module: nn.Module,
+    meshes: Meshes | None,
+    ranks: Ranks,
+    comm: Comm,
 ) -> Pipeline | None:
     if schedule is None:
         return None
     assert meshes is not None
     assert isinstance(module, Stages)
-    return Pipeline(schedule, list(module), meshes.dense.get_group("pp"), ranks.device)
-
-
-def _read_later(values: Tensor) -> Callable[[], StepResult]:
-    """Start copying a step's numbers to the host; the result waits for them."""
-    is_cuda = values.device.type == "cuda"
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_cuda)
-    host.copy_(values, non_blocking=True)
-    arrived = torch.cuda.Event() if is_cuda else None
-    if arrived is not None:
-        arrived.record()
-
-    def read() -> StepResult:
-        if arrived is not None:
-            arrived.synchronize()
-        loss, grad_norm, stops = host.tolist()
-        is_bad = not (abs(loss) < float("inf") and abs(grad_norm) < float("inf"))
-        return StepResult(loss, grad_norm, is_bad, stops > 0)
-
-    return read
+    messages = messages_of(comm.pp.compress, comm.compress_from)
+    return Pipeline(schedule, list(module), meshes.dense.get_group("pp"), ranks.device, messages)

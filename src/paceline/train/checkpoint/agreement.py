@@ -11,19 +11,16 @@ training, and they need no device. Without a process group the same code runs al
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from paceline.comm.ranks import wait_limit
 from paceline.config.errors import InputError
 from paceline.train.checkpoint.files import DamagedError
 
 T = TypeVar("T")
-
-# A slow disk on one rank keeps the others waiting in the background, where nothing is lost by it.
-WRITE_TIMEOUT = timedelta(hours=2)
 
 EXPECTED: dict[str, type[Exception]] = {
     "input": InputError,
@@ -50,7 +47,7 @@ class Ranks:
         """Make the group. Every rank calls this."""
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks.alone()
-        group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        group = dist.new_group(backend="gloo", timeout=wait_limit())
         return Ranks(dist.get_rank(), dist.get_world_size(), group)
 
     def together(self, attempt: Callable[[], T]) -> T:

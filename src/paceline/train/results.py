@@ -1,0 +1,92 @@
+"""What a step gave, read late: when a device has got there, or when workers have met.
+
+Replicas that exchange gradients agree on a step's numbers in the step. Workers that step each for
+itself (`parallel.local`) would wait for each other at every step if they did; their numbers wait
+until they meet.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave, the same on every rank."""
+
+    loss: float
+    grad_norm: float
+    """Of the whole gradient; of workers that step each for itself the mean of their norms."""
+    is_bad: bool
+    """Loss or gradient was not finite, and the step was skipped (by such a worker at least)."""
+    stop_wanted: bool
+    """Some rank was asked to stop."""
+    comm: dict[str, float]
+    """What rank 0 sent in a form of ours ("dp.bytes"), and now and then the norm of all that
+    compression still owes ("error_norm"); empty where nothing is."""
+
+
+def read_later(values: Tensor, sent: Mapping[str, float]) -> Callable[[], StepResult]:
+    """Start copying a step's numbers to the host; the result waits for them.
+
+    Args:
+        values: loss, norm of the gradient, wishes to stop; perhaps the squared error: (3 or 4,).
+        sent: what is known already.
+    """
+    is_cuda = values.device.type == "cuda"
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_cuda)
+    host.copy_(values, non_blocking=True)
+    arrived = torch.cuda.Event() if is_cuda else None
+    if arrived is not None:
+        arrived.record()
+
+    def read() -> StepResult:
+        if arrived is not None:
+            arrived.synchronize()
+        return _result(host.tolist(), sent)
+
+    return read
+
+
+@dataclass
+class Reports:
+    """The numbers of a worker's own steps, until the workers meet."""
+
+    num_workers: int
+    _waiting: list[Tensor] = field(default_factory=list)
+    _agreed: dict[int, list[float]] = field(default_factory=dict)
+    _num_added: int = 0
+
+    def add(self, values: Tensor, sent: Mapping[str, float]) -> Callable[[], StepResult]:
+        """Keep a step's numbers; the result can be read, once, after the next `agree`.
+
+        Args:
+            values: this worker's loss, norm of its gradient, wish to stop: (3,).
+            sent: what is known already.
+        """
+        number = self._num_added
+        self._num_added += 1
+        self._waiting.append(values)
+        return lambda: _result(self._agreed.pop(number), sent)
+
+    def agree(self) -> None:
+        """Average what is waiting over all workers, who each have as many."""
+        if not self._waiting:
+            return
+        rows = torch.stack(self._waiting)  # (steps, 3)
+        dist.all_reduce(rows)
+        rows[:, :2] /= self.num_workers
+        first = self._num_added - len(self._waiting)
+        self._agreed |= dict(enumerate(rows.tolist(), first))
+        self._waiting.clear()
+
+
+def _result(values: list[float], sent: Mapping[str, float]) -> StepResult:
+    loss, grad_norm, stops, *squared_error = values
+    is_bad = not (abs(loss) < float("inf") and abs(grad_norm) < float("inf"))
+    owed = {"error_norm": math.sqrt(squared_error[0])} if squared_error else {}
+    return StepResult(loss, grad_norm, is_bad, stops > 0, {**sent, **owed})

@@ -1,0 +1,39 @@
+"""A rank that fails in an exchange: `python -m tests.train.faulty_exchange train JOB ...` is
+`paceline train JOB ...`, but for the last rank's fault."""
+
+import os
+
+from torch import Tensor
+
+from paceline.comm.compress.exchange import BlockMean
+from paceline.train import command, session
+
+CALL = 40
+"""The decoding, of the rank's own, that raises."""
+
+
+def faulty_rank(run_path: str, launcher_pid: int) -> None:
+    """What a launched rank does, with the fault in the last one."""
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        _break_decoding()
+    session.launched_rank(run_path, launcher_pid)
+
+
+def _break_decoding() -> None:
+    decode, calls = BlockMean._decode, []
+
+    def broken(mean: BlockMean, *given: Tensor | int, **named: bool) -> None:
+        calls.append(1)
+        if len(calls) == CALL:
+            raise ValueError("the payload is torn")
+        decode(mean, *given, **named)  # type: ignore[arg-type]
+
+    BlockMean._decode = broken  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from paceline.cli import main
+    from tests.train.faulty_exchange import faulty_rank as by_its_full_name
+
+    command.launched_rank = by_its_full_name
+    main()

@@ -30,18 +30,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.netlab import Laboratory, rate_text, read_rate, why_not
+from benchmarks.netlab import Laboratory, read_rate, why_not
 from benchmarks.network_cell import Block, Way
 from benchmarks.network_cluster import MeasuringError, measured_clusters
+from benchmarks.network_table import (
+    CONTROL,
+    PEER,
+    cell_lines,
+    loss_lines,
+    markdown,
+    place_of,
+    rows,
+    summary,
+)
 from paceline.bench.command import to_text
 from paceline.comm.topology import num_cores, this_machine
 from paceline.config.errors import InputError
@@ -54,8 +64,6 @@ from paceline.plan.search.choose import plan_job
 from paceline.train.data import prepare
 
 ROOT = Path(__file__).resolve().parents[1]
-CONTROL = "compute only"
-PEER = "DDP fp32"
 HOSTS = (2, 4)
 RATES = ("50mbit", "200mbit", "1gbit", "none")
 SEEDS = (0, 1, 2)
@@ -91,32 +99,15 @@ MODEL = {
 }
 
 
-SMALL_MODEL = {**MODEL, "hidden_size": 192, "ffn_size": 512, "num_layers": 4}
+SMALL_MODEL = {
+    **MODEL,
+    "hidden_size": 96,
+    "ffn_size": 256,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+}
 """Of the losses, unless the whole one is asked for: they take many steps."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A way in a cell."""
-
-    way: str
-    step_s: tuple[float, float, float]
-    """Median over all steps; least and most median of a block."""
-    sent_bytes: float
-    """By a host, per step."""
-    speed_up: float
-    """Step time of DDP fp32 over this one's, within a round."""
-    efficiency: float
-    """Step time of the control over this one's, within a round."""
-    form: str = ""
-    """What our gradients travelled as, and in which buckets; "auto" chose it."""
-    predicted_s: float | None = None
-    """Step time by the planner, with a Cluster measured in such a laboratory."""
-
-    @property
-    def error(self) -> float | None:
-        """Predicted over measured, less one."""
-        return None if self.predicted_s is None else self.predicted_s / self.step_s[0] - 1
 
 
 class CellError(Exception):
@@ -172,9 +163,18 @@ def predicted_s(way: Way, job: Job) -> float | None:
     """Step time of a way by the planner; None: it knows nothing of PyTorch's hooks."""
     if way.hook != "none":
         return None
-    found = predict(Setting.of(job), job.layout)
-    exchange_s = found.time_s["exposed_comm.dp"] if way.kind == "alone" else 0.0
-    return found.step_s - exchange_s
+    if way.kind == "alone":
+        job = _on_one_rank(job)
+    return predict(Setting.of(job), job.layout).step_s
+
+
+def _on_one_rank(job: Job) -> Job:
+    """What a rank of the Job computes, without the others."""
+    return job.replace(
+        cluster=job.cluster.replace(num_nodes=1, tiers=()),
+        layout=job.layout.replace(dp=1),
+        train=job.train.replace(global_batch=job.layout.micro_batch),
+    )
 
 
 def form_of(way: Way, job: Job) -> str:
@@ -241,81 +241,6 @@ def run_cell(
         return json.loads((folder / "result.json").read_text())
 
 
-def rows(blocks: Sequence[Block]) -> list[Row]:
-    """A row for each way, in the order of their first blocks in the first round."""
-    medians = {(block.way, block.round): median(block.steps_s) for block in blocks}
-    names = list(dict.fromkeys(block.way for block in blocks if block.round == 0))
-    rounds = sorted({block.round for block in blocks})
-
-    def over(other: str, name: str) -> float:
-        if (other, 0) not in medians:
-            return float("nan")
-        return median(medians[other, number] / medians[name, number] for number in rounds)
-
-    table = []
-    for name in names:
-        mine = [block for block in blocks if block.way == name]
-        of_blocks = [medians[name, number] for number in rounds]
-        steps_s = median(step for block in mine for step in block.steps_s)
-        sent = mean(block.sent_bytes for block in mine)
-        step_s = (steps_s, min(of_blocks), max(of_blocks))
-        table.append(Row(name, step_s, sent, over(PEER, name), over(CONTROL, name)))
-    return table
-
-
-_TITLES = (
-    *("hosts", "link", "way", "sent as", "step, s", "MB sent a step", f"x {PEER}"),
-    *("efficiency", "predicted, s", "error"),
-)
-
-
-def table_lines(num_hosts: int, rate: float | None, table: Sequence[Row]) -> list[tuple[str, ...]]:
-    """A cell's rows as text."""
-    return [
-        (
-            str(num_hosts),
-            rate_text(rate),
-            row.way,
-            row.form,
-            f"{row.step_s[0]:.3f} ({row.step_s[1]:.3f} – {row.step_s[2]:.3f})",
-            f"{row.sent_bytes / 1e6:.2f}",
-            f"{row.speed_up:.2f}",
-            f"{row.efficiency:.0%}",
-            "" if row.predicted_s is None else f"{row.predicted_s:.3f}",
-            "" if row.error is None else f"{row.error:+.0%}",
-        )
-        for row in table
-    ]
-
-
-def markdown(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table for a page: text to the left, figures to the right."""
-    rule = ["---" if title in ("link", "way", "sent as") else "---:" for title in titles]
-    return "".join(f"| {' | '.join(part)} |\n" for part in (titles, rule, *lines))
-
-
-def loss_lines(found: Mapping[str, Mapping[str, Sequence[float]]]) -> list[tuple[str, ...]]:
-    """Way -> {"loss": of each seed, "eval_loss": of each seed}, as text beside DDP's.
-
-    The difference to DDP's fp32 is that of the same seed, then their mean.
-    """
-    lines = []
-    for name, of in found.items():
-        apart = mean(
-            a / b - 1 for a, b in zip(of["eval_loss"], found[PEER]["eval_loss"], strict=True)
-        )
-        spread = f"{min(of['eval_loss']):.4f} – {max(of['eval_loss']):.4f}"
-        lines.append(
-            (
-                name,
-                f"{mean(of['loss']):.4f}",
-                f"{mean(of['eval_loss']):.4f} ({spread})",
-                f"{apart:+.2%}",
-            )
-        )
-    return lines
-
-
 def measure_times(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """All cells; the table grows on the terminal. Cells of earlier runs stay with --add."""
     file = options.folder / "network.json"
@@ -325,10 +250,10 @@ def measure_times(options: argparse.Namespace, say: Callable[[str], None]) -> di
         ways = possible(_chosen(options), num_hosts, say)
         for text in options.rate:
             cell = measure_cell(num_hosts, text, ways, clusters[text], options.rounds)
-            cells = [each for each in cells if _place(each) != _place(cell)] + [cell]
+            cells = [each for each in cells if place_of(each) != place_of(cell)] + [cell]
             for line in cell_lines(cell):
                 say("  ".join(line))
-    cells.sort(key=_place)
+    cells.sort(key=place_of)
     return {"cells": cells, "markdown": summary(cells)}
 
 
@@ -338,7 +263,9 @@ def clusters_of(num_hosts: int, rates: Sequence[str], folder: Path) -> dict[str,
     missing = [rate for rate, file in files.items() if not file.exists()]
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
-        for rate, cluster in measured_clusters(num_hosts, missing).items():
+        earlier = sorted(folder.glob(f"{num_hosts}x*.toml"))
+        known = read_cluster(earlier[0]) if earlier else None
+        for rate, cluster in measured_clusters(num_hosts, missing, known).items():
             files[rate].write_text(to_text(cluster))
     return {rate: read_cluster(file) for rate, file in files.items()}
 
@@ -364,30 +291,6 @@ def measure_cell(
         "rows": [asdict(row) for row in table],
         "blocks": blocks,
     }
-
-
-def _place(cell: Mapping[str, Any]) -> tuple[int, float]:
-    rate = cell["rate_bits_per_s"]
-    return cell["num_hosts"], float("inf") if rate is None else rate
-
-
-def cell_lines(cell: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """A cell of the results as text."""
-    table = [Row(**{**row, "step_s": tuple(row["step_s"])}) for row in cell["rows"]]
-    return table_lines(cell["num_hosts"], cell["rate_bits_per_s"], table)
-
-
-def summary(cells: Sequence[Mapping[str, Any]]) -> str:
-    """The table of all cells, and how far predictions are off."""
-    lines = [line for cell in cells for line in cell_lines(cell)]
-    off = [
-        abs(row["predicted_s"] / row["step_s"][0] - 1)
-        for cell in cells
-        for row in cell["rows"]
-        if row["predicted_s"] is not None
-    ]
-    said = f"Predictions are off by {median(off):.1%} (median of {len(off)} rows)." if off else ""
-    return f"{markdown(_TITLES, lines)}\n{said}\n"
 
 
 def measure_losses(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:

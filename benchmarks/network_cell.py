@@ -35,10 +35,10 @@ from paceline.train.session import keep_freed_memory, language_model
 from paceline.train.task import Step, Task
 from paceline.train.trainer import Trainer
 
-WARM_UP_STEPS = 4
+WARM_UP_STEPS = 3
 """PowerSGD's hook compresses from the third step on; DDP rebuilds its buckets after the first."""
 MOST_STEPS, LEAST_STEPS = 8, 2
-_BLOCK_S = 3.0
+_BLOCK_S = 2.0
 _BATCHES = 8
 _ONE_BUCKET_MIB = 1 << 20
 _PATIENCE_S = 600

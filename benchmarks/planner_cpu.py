@@ -39,21 +39,24 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.bench.command import with_ranks
-from paceline.bench.measure import PARTS, Wish, calibrated, measure, setting_of
-from paceline.bench.ranks import News, Tell, on_ranks, warm_up_ranks
+from paceline.bench.measure import Part, Wish, calibrated, measure
+from paceline.bench.ranks import PRELOADED, News, Tell, on_ranks
 from paceline.bench.reference import small_job
 from paceline.bench.step import Measured, measure_jobs
-from paceline.comm.ranks import Ranks
+from paceline.comm.ranks import Ranks, warm_up_ranks
 from paceline.comm.topology import num_cores, this_machine
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job
 from paceline.config.layout import Layout
+from paceline.config.noun import size
 from paceline.config.schedule import DEMANDS
+from paceline.plan.points import Setting
 from paceline.plan.price.step import predict
 
 HERE = Path(__file__).resolve().parent
 RANKS = (1, 2, 4)
+_PARTS: tuple[Part, ...] = ("device", "collectives", "step")
 MOST_FLOPS = 2e10
 """Of a step: a fraction of a second on two cores."""
 TARGETS = {"step": 0.10, "memory": 0.05, "choice": 0.05}
@@ -83,8 +86,7 @@ def _flops(job: Job) -> float:
 
 
 def _drawn(cluster: Cluster, name: str, draw: random.Random) -> Job:
-    ranks = cluster.devices_per_node
-    assert ranks != "auto"
+    ranks = size(cluster.devices_per_node)
     hidden = draw.choice((64, 96, 128, 192, 256, 384))
     model = {
         "hidden_size": hidden,
@@ -125,8 +127,7 @@ CHOICES: tuple[tuple[dict[str, int], int, int], ...] = (
 def all_layouts(cluster: Cluster, number: int) -> list[Job]:
     """Every way of a small space to run one of CHOICES: which axis all ranks are on, the size of a
     micro-batch, and on one rank recomputing or not."""
-    ranks = cluster.devices_per_node
-    assert ranks != "auto"
+    ranks = size(cluster.devices_per_node)
     model, seq_len, batch = CHOICES[number]
     shapes = {**model, "ffn_size": 3 * model["hidden_size"]}
     jobs = []
@@ -173,12 +174,11 @@ class Case:
 def case_of(measured: Measured, cluster: Cluster) -> Case:
     """Predict what was measured."""
     job = measured.job
-    prediction = predict(setting_of(job, cluster), job.layout)
+    prediction = predict(Setting.of(job.replace(cluster=cluster)), job.layout)
     times = sorted(measured.steps_s)
     quarter = len(times) // 4
-    assert cluster.devices_per_node != "auto"
     return Case(
-        cluster.devices_per_node,
+        size(cluster.devices_per_node),
         job.name,
         describe(job),
         prediction.step_s,
@@ -232,7 +232,7 @@ def steps_of(
 
 def measured_cluster(num_ranks: int, *, quick: bool, hear: Tell) -> Cluster:
     """What `paceline bench` would write."""
-    wish = Wish(with_ranks(this_machine(), num_ranks), PARTS[:3], "planner_cpu.py", quick)
+    wish = Wish(with_ranks(this_machine(), num_ranks), _PARTS, "planner_cpu.py", quick)
     return calibrated(on_ranks(num_ranks, "cpu", partial(measure, wish), hear), wish.source)
 
 
@@ -420,7 +420,7 @@ def main() -> None:
     """Run the benchmark, show the tables and write the results."""
     options = _options()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks are CPU processes, wherever this runs
-    warm_up_ranks()
+    warm_up_ranks(PRELOADED)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     about = facts()
     cases, choices = run(options, console)

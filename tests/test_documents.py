@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SHORT = ["--set", "train.steps=4", "--set", "optim.warmup_steps=1", "--set", "train.eval_every=0"]
 QUICK = ["--quick", "--only", "device", "--ranks", "1"]
+LINKS = ["--quick", "--ranks", "2", "--sizes", "4KiB,64KiB", "--no-pairs", "--out", "links.toml"]
 PUBLISHED = ROOT / "benchmarks" / "data" / "published_llm_runs.csv"
 
 
@@ -60,7 +61,7 @@ def test_the_commands_of_the_table_run(tmp_path):
         if words[1] == "train" and not {"my.toml", "--show"} & set(words):
             words += SHORT  # the demo, cut short
         if words[1] == "bench":
-            words += QUICK
+            words += LINKS if "collectives" in words else QUICK
         _run(words, tmp_path)
     assert losses(tmp_path, "demo").keys() == {1, 2, 3, 4}
     assert len(losses(tmp_path, "tiny")) == 12

@@ -110,7 +110,7 @@ def test_a_job_names_the_network_and_survives_toml(tmp_path):
         ({"family": "resnet", "depth": 51}, "model.depth = 51"),
         ({"family": "resnet", "depth": 18, "groups": 2}, "depth = 18 has no bottlenecks"),
         ({"family": "resnet", "image_size": 8}, "model.image_size = 8"),
-        ({"family": "resnt"}, "'resnt' is not known: use 'decoder', 'resnet'"),
+        ({"family": "resnt"}, "'resnt' is not known: use 'decoder', 'dlrm', 'resnet'"),
     ],
 )
 def test_wrong_networks_are_refused_in_one_sentence(model, words):

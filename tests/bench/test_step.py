@@ -33,10 +33,13 @@ JOBS = {
 
 def _measured(rank: int, world_size: int) -> list[float | None]:
     ranks = Ranks(rank, world_size, rank, world_size)
+    jobs = [*JOBS.values()]
+    # The first one of a process counts a bucket too many: gloo's thread frees what DDP rebuilt, and
+    # the profiler notices when the address is used again. So it is measured once more.
     found = measure_jobs(
-        ranks, [*JOBS.values()], num_rounds=0, steps_per_round=1, say=lambda _what: None
+        ranks, [jobs[0], *jobs], num_rounds=0, steps_per_round=1, say=lambda _what: None
     )
-    return [each.peak_memory_bytes for each in found]
+    return [each.peak_memory_bytes for each in found[1:]]
 
 
 @pytest.fixture(scope="module")

@@ -86,7 +86,7 @@ def test_the_planner_counts_the_bytes_that_codecs_write(text):
     assert coded_bits(codec(text)) / 8 * VALUES == pytest.approx(written, rel=0.002)
 
 
-@pytest.mark.parametrize(("mbit", "expected"), [(50, "int4"), (200, "int8"), (1e5, "none")])
+@pytest.mark.parametrize(("mbit", "expected"), [(50, "int4"), (200, "int4"), (1e5, "none")])
 def test_auto_flips_with_the_link(mbit, expected):
     plan = _plan(mbit, "comm.dp.compress=auto")
     assert plan.job.comm.dp.compress == expected

@@ -20,12 +20,12 @@ from paceline.plan.points import Setting
 from paceline.plan.price.step import predict
 
 FORMS = ("none", "bf16", "int8", "int4")
-"""What "auto" chooses from, the most exact first. int8 ended 150 steps of a small decoder 0.3 %
+"""What "auto" chooses from. int8 ended 150 steps of a small decoder 0.3 %
 from the loss of exact sums, int4 1.8 % below it; onebit and PowerSGD of rank 4 were 4 to 6 % behind
 (one seed of benchmarks/network.py --loss): those a person asks for by name."""
 BUCKETS_MIB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0)
 _MARGIN = 0.03
-"""Of a step: a less exact form must be predicted to win by more. Assumed."""
+"""Of a step: exact sums stay unless another form is predicted to win by more. Assumed."""
 
 
 class Chosen(NamedTuple):
@@ -55,8 +55,8 @@ def choose_exchange(job: Job, layout: Layout) -> Chosen:
     tried = [_try(job, *candidate) for candidate in _candidates(job, layout)]
     by_form = {one.comm.dp.compress: one for one in sorted(tried, key=lambda one: -one.step_s)}
     fastest = min(tried, key=lambda one: one.step_s)
-    enough = fastest.step_s * (1 + _MARGIN)
-    best = next(one for one in _by_exactness(by_form) if one.step_s <= enough)
+    exact = by_form.get("none", fastest)
+    best = exact if exact.step_s <= fastest.step_s * (1 + _MARGIN) else fastest
     reasons = {}
     if job.comm.dp.compress == "auto":
         reasons["comm.dp.compress"] = _why_form(best, by_form)
@@ -81,12 +81,6 @@ def worth_compressing(job: Job, layout: Layout) -> str | None:
         f"gradients between replicas in another form ({chosen.comm.dp.compress}) would make the "
         f"step {gain:.2g} times as fast: --set comm.dp.compress=auto."
     )
-
-
-def _by_exactness(by_form: Mapping[str, _Tried]) -> list[_Tried]:
-    """The best of each form, the most exact first."""
-    order = {form: place for place, form in enumerate(FORMS)}
-    return sorted(by_form.values(), key=lambda one: order.get(one.comm.dp.compress, 0))
 
 
 def _candidates(job: Job, layout: Layout) -> Iterator[tuple[Layout, Comm]]:

@@ -98,12 +98,6 @@ REFUSED = {
         'comm.fsdp.compress_weights = "bf16" sends as many bytes as layout.precision = "bf16" '
         'does: use "int8", "fp8" or "int4", or leave it out.',
     ),
-    "two tiers": (
-        {"fsdp": {"compress": "int8", "hierarchical": True}},
-        {"fsdp": 2},
-        "comm.fsdp.hierarchical = true needs an exchange in two tiers, which there is not yet: "
-        'leave it out (comm.fsdp.algorithm = "hierarchical" is for exact sums).',
-    ),
     "no stages": (
         {"pp": {"compress": "int8"}},
         {"dp": 2},

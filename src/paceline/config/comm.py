@@ -115,8 +115,6 @@ class FsdpComm(Noun):
     ) = "auto"
     """Who scatters gradients and gathers parameters: the backend (gloo's reduce-scatter sends twice
     the bytes), or one of ours."""
-    hierarchical: bool = False
-    """Compress only what leaves a node."""
 
 
 class PpComm(Noun):

@@ -72,11 +72,6 @@ def _shards(comm: Comm, layout: "Layout") -> Iterator[str]:
                 '"none", or param_dtype = "fp32".'
             )
     yield from _two_bytes(comm, layout)
-    if comm.fsdp.hierarchical:
-        yield (
-            "comm.fsdp.hierarchical = true needs an exchange in two tiers, which there is not yet: "
-            'leave it out (comm.fsdp.algorithm = "hierarchical" is for exact sums).'
-        )
 
 
 def _two_bytes(comm: Comm, layout: "Layout") -> Iterator[str]:

@@ -151,7 +151,7 @@ CONSTANTS: dict[str, Constant] = {
     "exchange_us": _constant(200.0, 5.0, 2000.0, "host time per exchange in layers on CPUs, us"),
     "hop_us": _constant(200.0, 5.0, 2000.0, "host time per send or ring's hop on CPUs, us"),
     "again_us": _constant(10.0, 0.5, 100.0, "host time per operator recomputed on CPUs, us"),
-    # gloo copies and posts on the cores that compute: 7 Gbit/s over sockets, measured on AMD EPYC.
+    # gloo copies and posts on the cores that compute: 7 Gbit/s over sockets of two vCPUs.
     "socket_gb_per_s": _constant(
         0.9, 0.1, 20.0, "what a CPU rank sends while it does nothing else"
     ),

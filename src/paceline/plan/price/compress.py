@@ -27,7 +27,7 @@ from paceline.plan.rates import memory_s
 
 _FP32_BYTES = 4
 # Bytes that coding and decoding move for each value where nothing was measured: eager kernels over
-# fp32 values in cache-sized chunks, counted in comm/compress/blockwise.py and topk.py.
+# fp32 values in chunks that stay in a cache. Assumed.
 _CODING_BYTES = {
     "fp16": 22, "bf16": 22, "int8": 40, "fp8": 36, "int4": 48, "onebit": 44, "topk": 60,
 }  # fmt: skip

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+WARM = multiprocessing.get_context("forkserver")
+WARM.set_forkserver_preload(
     [
         "torch._dynamo",
         "torch.distributed.fsdp",
@@ -44,8 +44,8 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
         for rank in range(world_size):
-            ours, theirs = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(
+            ours, theirs = WARM.Pipe(duplex=False)
+            process = WARM.Process(
                 target=_rank_main, args=(theirs, fn, rank, world_size, folder, args), daemon=True
             )
             process.start()

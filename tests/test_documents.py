@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import environment, losses, metrics, write_tiny_job
+from tests.command_line import environment, losses, metrics, paceline, write_tiny_job
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -62,7 +62,11 @@ def test_the_commands_of_the_table_run(tmp_path):
             words += SHORT  # the demo, cut short
         if words[1] == "bench":
             words += LINKS if "collectives" in words else QUICK
-        _run(words, tmp_path)
+        if words[0] == "torchrun":
+            _run(words, tmp_path)
+        else:
+            done = paceline(*words[1:], folder=tmp_path)
+            assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     assert losses(tmp_path, "demo").keys() == {1, 2, 3, 4}
     assert len(losses(tmp_path, "tiny")) == 12
     assert (tmp_path / "cluster.toml").exists()

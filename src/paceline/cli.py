@@ -140,14 +140,16 @@ def train(
     paceline train runs/big              go on with a run
     torchrun --nnodes 2 ... -m paceline train my.toml
     """
-    from paceline.comm.ranks import given_ranks, leave, warm_up_ranks
-    from paceline.train.command import train_command
-
     concrete = _read(job, set_ or [])
     if show:
         _show(concrete)
         return
-    warm_up_ranks("paceline.train.session")
+    from paceline.comm.warm_up import TRAINING, warm_up_ranks
+
+    warm_up_ranks(TRAINING)
+    from paceline.comm.ranks import given_ranks, leave
+    from paceline.train.command import train_command
+
     run = train_command(concrete, _runs_folder(job, runs), fresh=fresh)
     if as_json:
         print(json.dumps({"run": str(run.path), **(run.metrics() or [{}])[-1]}))

@@ -419,12 +419,21 @@ def test_a_stranger_without_the_key_learns_and_changes_nothing(tmp_path):
         kept.close()
 
 
+def _stop(pid: int) -> None:
+    """SIGSTOP a process, and wait until its last thread stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    states = Path(f"/proc/{pid}/task").glob("*/stat")
+    for stat in list(states):
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+
+
 def test_a_hanging_server_ends_the_wait_in_time(tmp_path):
     kept = Kept(_settings(tmp_path), print)
     servers = Servers(Placement(TABLES, 1), DIM, [kept.address], KEY, 0, 1.0)
     try:
         servers.greet(0)
-        os.kill(kept.process.pid, signal.SIGSTOP)
+        _stop(kept.process.pid)
         began = time.monotonic()
         with pytest.raises(RunError, match=r"server 0 of the tables .* has not answered for 1 s"):
             servers.pull(np.arange(3), 0)

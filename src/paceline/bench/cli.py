@@ -64,11 +64,12 @@ def bench(
             name = context.invoked_subcommand
             raise InputError(f"options of paceline bench {name} are given after its name.")
         return
-    from paceline.bench.command import bench_command
-    from paceline.bench.ranks import PRELOADED
-    from paceline.comm.ranks import given_ranks, leave, warm_up_ranks
+    from paceline.comm.warm_up import MEASURING, warm_up_ranks
 
-    warm_up_ranks(PRELOADED)
+    warm_up_ranks(MEASURING)
+    from paceline.bench.command import bench_command
+    from paceline.comm.ranks import given_ranks, leave
+
     facts = bench_command(out, num_ranks=ranks, quick=quick, only=only or [])
     if as_json and facts is not None:
         print(json.dumps(facts))
@@ -131,11 +132,12 @@ def collectives(
     paceline bench collectives --sizes 64MiB --no-pairs
     torchrun --nnodes 4 ... -m paceline bench collectives
     """
-    from paceline.bench.network.command import Asked, collectives_command
-    from paceline.bench.ranks import PRELOADED
-    from paceline.comm.ranks import given_ranks, leave, warm_up_ranks
+    from paceline.comm.warm_up import MEASURING, warm_up_ranks
 
-    warm_up_ranks(PRELOADED)
+    warm_up_ranks(MEASURING)
+    from paceline.bench.network.command import Asked, collectives_command
+    from paceline.comm.ranks import given_ranks, leave
+
     asked = Asked(out, ranks, backend, sizes, budget, pairs, quick, html, tune_nccl)
     facts = collectives_command(asked)
     if as_json and facts is not None:

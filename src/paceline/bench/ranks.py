@@ -25,14 +25,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from paceline.comm.ranks import Ranks, connect, disconnect, given_ranks, warm_up_ranks
+from paceline.comm.ranks import Ranks, connect, disconnect, given_ranks
 from paceline.comm.topology import num_cores
+from paceline.comm.warm_up import MEASURING, warm_up_ranks
 from paceline.config.errors import InputError, RunError
 from paceline.train.session import is_lost_peer, keep_freed_memory
 from paceline.train.stopping import end_with
-
-PRELOADED = "paceline.bench.measure"
-"""The module that ranks find imported."""
 
 # A rank whose peer died lets the peer speak first.
 _PATIENCE_FOR_CULPRIT_S = 5.0
@@ -115,7 +113,7 @@ def _settle_in(ranks: Ranks) -> None:
 def _started(
     num_ranks: int, device_type: str, work: Work, hear: Tell, environment: Mapping[str, str]
 ) -> Any:
-    warm_up_ranks(PRELOADED)
+    warm_up_ranks(MEASURING)
     context = multiprocessing.get_context("forkserver")
     job = pickle.dumps(work)
     ends: list[Connection] = []

@@ -5,7 +5,6 @@ launcher, which is torchrun's agent) or Slurm's srun. A process without such an 
 alone.
 """
 
-import multiprocessing
 import os
 import re
 import socket
@@ -13,7 +12,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
 from typing import NoReturn
 
 import torch
@@ -45,18 +43,6 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this is rank 0, which speaks and writes for the run."""
         return self.rank == 0
-
-
-def warm_up_ranks(module: str) -> None:
-    """Start the process that ranks are forked from: it imports torch while this one works on.
-
-    Where it runs already, this does nothing.
-
-    Args:
-        module: what it imports, by its full name: all that a rank needs.
-    """
-    multiprocessing.set_forkserver_preload([module])
-    forkserver.ensure_running()
 
 
 def given_ranks(device_type: str) -> Ranks | None:

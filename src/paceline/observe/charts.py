@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.observe import summary
+from paceline.observe.page import Chart, chart_layout
 from paceline.observe.summary import Lines, Summary
 
-Chart = dict[str, Any]
 Series = Sequence[float | None]
 
 # Points of one curve: about one for each pixel of the page.
@@ -212,24 +212,10 @@ def _title(text: str) -> Chart:
 
 
 def _layout(x: Chart | None = None, y: Chart | None = None) -> Chart:
-    quiet = {
-        "gridcolor": "var(--grid)",
-        "zeroline": False,
-        "linecolor": "var(--rule)",
-        "automargin": True,
-        "tickfont": {"color": "var(--muted)"},
-    }
+    quiet = {"linecolor": "var(--rule)", "tickfont": {"color": "var(--muted)"}}
     step = {"title": _title("step"), "showline": True, "separatethousands": True}
-    return {
-        "autosize": True,
-        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
-        "font": {"family": "var(--font)", "size": 12.5, "color": "var(--muted)"},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "hovermode": "x unified",
-        "hoverlabel": {"bgcolor": "var(--raised)", "bordercolor": "var(--rule)"},
-        "showlegend": False,
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        "xaxis": {**quiet, **step, **(x or {})},
-        "yaxis": {**quiet, "separatethousands": True, **(y or {})},
-    }
+    return chart_layout(
+        {**quiet, **step, **(x or {})},
+        {**quiet, "separatethousands": True, **(y or {})},
+        hovermode="x unified",
+    )

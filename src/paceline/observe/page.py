@@ -18,6 +18,34 @@ import jinja2
 Card = tuple[str, str, str]
 """Label, figure and note of a key figure."""
 
+Chart = dict[str, Any]
+"""A plotly figure, or a part of one, as plain data."""
+
+
+def chart_layout(x: Chart, y: Chart, **changes: Any) -> Chart:
+    """The layout of a chart in the look of the pages.
+
+    Args:
+        x: of the horizontal axis, over what all axes have.
+        y: of the vertical one.
+        changes: what else differs from a chart whose legend lies above it and is not shown.
+    """
+    axis = {"gridcolor": "var(--grid)", "zeroline": False, "automargin": True}
+    return {
+        "autosize": True,
+        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
+        "font": {"family": "var(--font)", "size": 12.5, "color": "var(--muted)"},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "hovermode": "closest",
+        "hoverlabel": {"bgcolor": "var(--raised)", "bordercolor": "var(--rule)"},
+        "showlegend": False,
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "xaxis": {**axis, **x},
+        "yaxis": {**axis, **y},
+        **changes,
+    }
+
 
 def render_page(
     package: str,

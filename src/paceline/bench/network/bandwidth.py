@@ -74,13 +74,18 @@ class Line:
     latency_s: float
     bytes_per_s: float
     """Of the whole buffer; infinite where more bytes took no longer."""
-    median_error: float
-    """Of the fitted seconds over the measured, less 1; absolute."""
-    worst_error: float
+    errors: tuple[float, float] | None
+    """Median and worst of the fitted seconds over the measured, less 1, absolute; None with fewer
+    than three sizes: a line goes through two points, and says nothing of itself."""
 
     def seconds(self, num_bytes: float) -> float:
         """As fitted."""
         return self.latency_s + num_bytes / self.bytes_per_s
+
+    @property
+    def error_texts(self) -> list[str]:
+        """Median and worst error as people read them."""
+        return ["-", "-"] if self.errors is None else [f"{error:.0%}" for error in self.errors]
 
 
 def fit(rows: Sequence[Row]) -> Line:
@@ -101,7 +106,8 @@ def fit(rows: Sequence[Row]) -> Line:
         late, per_byte = _alone(parts[:, 0]), 0.0
     errors = np.abs(parts @ (late, per_byte) - 1).tolist()
     rate = 1 / per_byte if per_byte > 0 else float("inf")
-    return Line(float(late), float(rate), median(errors), max(errors))
+    known = (median(errors), max(errors)) if len(rows) > 2 else None
+    return Line(float(late), float(rate), known)
 
 
 def _alone(part: np.ndarray[Any, Any]) -> float:

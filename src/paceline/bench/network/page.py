@@ -13,10 +13,8 @@ from paceline.bench.network.pairs import Matrix, Pairs
 from paceline.bench.network.show import contention, others
 from paceline.bench.network.sizes import size_text
 from paceline.bench.network.slow import FACTOR, slow_places
-from paceline.observe.page import Card, render_page
+from paceline.observe.page import Card, Chart, chart_layout, render_page
 from paceline.observe.summary import bytes_text, step_time_text
-
-Chart = dict[str, Any]
 
 # Okabe and Ito's colours, which stay apart for every kind of colour vision, in light and dark.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#b8a800")
@@ -120,10 +118,12 @@ def _bandwidths(measured: Measured, name: str) -> Chart:
     shown = [row for row in measured.rows if name == f"bus-{row.links}-{row.num_ranks}"]
     ticks = sorted({row.num_bytes for row in shown})
     names = [size_text(size) for size in ticks]
-    log = {"type": "log", "gridcolor": "var(--grid)", "zeroline": False}
-    layout = _layout(
-        {**log, "title": {"text": "buffer"}, "tickvals": ticks, "ticktext": names},
-        {**log, "title": {"text": "bus bandwidth, B/s"}, "tickformat": "~s", "dtick": 1},
+    rate = {"title": {"text": "bus bandwidth, B/s"}, "tickformat": "~s", "dtick": 1}
+    layout = chart_layout(
+        {"type": "log", "title": {"text": "buffer"}, "tickvals": ticks, "ticktext": names},
+        {"type": "log", **rate},
+        showlegend=True,
+        legend={"x": 1.01, "y": 1},
     )
     return {"data": traces, "layout": layout}
 
@@ -164,8 +164,8 @@ def _heat(
         "zmax": max(value for line in values for value in line if value is not None),
         **({"texttemplate": "%{z:,.3~s}"} if number <= _MOST_FIGURES else {}),
     }
-    axis = {"type": "category", "showgrid": False, "zeroline": False}
-    layout = _layout(
+    axis = {"type": "category", "showgrid": False}
+    layout = chart_layout(
         {**axis, "title": {"text": "receiving rank"}},
         {**axis, "title": {"text": "sending rank"}, "autorange": "reversed"},
     )
@@ -185,22 +185,6 @@ def _cells(measured: Measured, key: tuple[str, str, str, int]) -> list[str]:
         links,
         step_time_text(line.latency_s),
         rate,
-        f"{line.median_error:.0%}",
-        f"{line.worst_error:.0%}",
+        *line.error_texts,
         f"{company[-1]:.2f} x" if company else "–",
     ]
-
-
-def _layout(x: Chart, y: Chart) -> Chart:
-    return {
-        "autosize": True,
-        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
-        "font": {"family": "var(--font)", "size": 12.5, "color": "var(--muted)"},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "hovermode": "closest",
-        "hoverlabel": {"bgcolor": "var(--raised)", "bordercolor": "var(--rule)"},
-        "legend": {"x": 1.01, "y": 1},
-        "xaxis": {**x, "automargin": True},
-        "yaxis": {**y, "automargin": True},
-    }

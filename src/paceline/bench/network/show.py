@@ -112,9 +112,8 @@ def _fits(rows: Sequence[Row]) -> Table:
     for (op, algorithm, links, num_ranks), of_curve in by_curve(rows).items():
         if algorithm == "backend":
             line = fit(of_curve)
-            errors = (f"{error:.0%}" for error in (line.median_error, line.worst_error))
             latency, rate = step_time_text(line.latency_s), _rate(line.bytes_per_s)
-            table.add_row(op, str(num_ranks), links, latency, rate, *errors)
+            table.add_row(op, str(num_ranks), links, latency, rate, *line.error_texts)
     return table
 
 

@@ -5,9 +5,8 @@ answer out. Nothing is worked out here.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from paceline.observe.page import Card, render_page
+from paceline.observe.page import Card, Chart, chart_layout, render_page
 from paceline.observe.summary import (
     TERM_COLOURS,
     bytes_text,
@@ -33,8 +32,6 @@ from paceline.plan.prediction import MEMORY_TERMS, Prediction
 
 _BARS = 12
 """Layouts that are compared in the pictures."""
-
-Chart = dict[str, Any]
 
 
 def render(found: Answer) -> str:
@@ -166,8 +163,11 @@ def _stacked(
         for term in terms
         if any(row.get(term, 0.0) > 0 for row in rows)
     ]
-    layout = _frame({"title": {"text": unit}, "gridcolor": "var(--grid)"})
-    layout["yaxis"] |= {"autorange": "reversed", "showgrid": False, "ticksuffix": "  "}
+    layout = chart_layout(
+        {"title": {"text": unit}},
+        {"autorange": "reversed", "showgrid": False, "ticksuffix": "  "},
+    )
+    layout["legend"]["traceorder"] = "normal"
     return {
         "data": traces,
         "layout": {
@@ -204,28 +204,8 @@ def _front(front: Sequence[Prediction], factor: float, unit: str) -> Chart:
         "line": {"color": "var(--accent)", "width": 1.5, "shape": "hv"},
         "marker": {"size": 9, "color": "var(--accent)"},
     }
-    layout = _frame({"title": {"text": "memory of the heaviest device, GB"}})
-    layout["yaxis"] |= {"title": {"text": f"{unit} per step"}}
-    return {"data": [trace], "layout": {**layout, "hovermode": "closest"}}
-
-
-def _frame(x: Chart) -> Chart:
-    quiet = {"gridcolor": "var(--grid)", "zeroline": False, "automargin": True}
-    return {
-        "autosize": True,
-        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
-        "font": {"family": "var(--font)", "size": 12.5, "color": "var(--muted)"},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "hoverlabel": {"bgcolor": "var(--raised)", "bordercolor": "var(--rule)"},
-        "showlegend": False,
-        "legend": {
-            "orientation": "h",
-            "x": 0,
-            "y": 1.02,
-            "yanchor": "bottom",
-            "traceorder": "normal",
-        },
-        "xaxis": {**quiet, **x},
-        "yaxis": dict(quiet),
-    }
+    layout = chart_layout(
+        {"title": {"text": "memory of the heaviest device, GB"}},
+        {"title": {"text": f"{unit} per step"}},
+    )
+    return {"data": [trace], "layout": layout}

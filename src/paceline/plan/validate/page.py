@@ -5,14 +5,16 @@ Its frame is that of all pages (`paceline.observe.page`). Python decides what is
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from paceline.observe.page import render_page
+from paceline.observe.page import Chart, chart_layout, render_page
 from paceline.observe.run import write_whole
 from paceline.plan.validate.table import sentence
 from paceline.plan.validate.validate import Report, Scored, mean_regrets
 
-Chart = dict[str, Any]
+_LEGEND_BELOW: Chart = {
+    "showlegend": True,
+    "legend": {"orientation": "h", "x": 0, "y": -0.14, "yanchor": "top"},
+}
 
 # Okabe and Ito's colours, which stay apart for every kind of colour vision, in light and dark.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#b8a800")
@@ -83,10 +85,10 @@ def _scatter(
         "showlegend": False,
     }
     points = _points(some, lambda one: (measured(one), predicted(one)))
-    axis = {"type": "log", "gridcolor": "var(--grid)", "zeroline": False}
-    layout = _layout(
-        {**axis, "title": {"text": f"measured {unit}"}},
-        {**axis, "title": {"text": f"predicted {unit}"}},
+    layout = chart_layout(
+        {"type": "log", "title": {"text": f"measured {unit}"}},
+        {"type": "log", "title": {"text": f"predicted {unit}"}},
+        **_LEGEND_BELOW,
     )
     return {"data": [agree, *points], "layout": layout}
 
@@ -100,10 +102,11 @@ def _errors_by_devices(some: list[Scored]) -> Chart:
         assert one.run.work is not None
         return one.run.work.layout.num_ranks, (one.ratio or 1.0) - 1
 
-    grid = {"gridcolor": "var(--grid)", "zerolinecolor": "var(--muted)"}
-    layout = _layout(
-        {**grid, "type": "log", "title": {"text": "devices"}},
-        {**grid, "tickformat": "+.0%", "title": {"text": "error of the metric"}},
+    line = {"zeroline": True, "zerolinecolor": "var(--muted)"}
+    layout = chart_layout(
+        {"type": "log", "title": {"text": "devices"}},
+        {**line, "tickformat": "+.0%", "title": {"text": "error of the metric"}},
+        **_LEGEND_BELOW,
     )
     return {"data": _points(some, place), "layout": layout}
 
@@ -146,18 +149,3 @@ def _hover(one: Scored) -> str:
     )
     words = ", ".join(word for word in work.network_words if word)
     return f"{one.run.name}: {words} on {work.num_devices} {work.device.name} {axes}"
-
-
-def _layout(x: Chart, y: Chart) -> Chart:
-    return {
-        "autosize": True,
-        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
-        "font": {"family": "var(--font)", "size": 12.5, "color": "var(--muted)"},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "hovermode": "closest",
-        "hoverlabel": {"bgcolor": "var(--raised)", "bordercolor": "var(--rule)"},
-        "legend": {"orientation": "h", "x": 0, "y": -0.14, "yanchor": "top"},
-        "xaxis": {**x, "automargin": True},
-        "yaxis": {**y, "automargin": True},
-    }

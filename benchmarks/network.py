@@ -8,6 +8,11 @@ the control, the same steps without any exchange. Step times are medians over al
 least and most block median; ratios are taken within a round, then their median. Bytes are what a
 host's interface counted. Efficiency is the control's step time over that of the way.
 
+Workers under local updates (DiLoCo, streaming) meet in some steps only: their turn is one whole
+round of exchanges, as many steps as there are between two, and its mean is the step time. (The
+control's blocks are then as long, and its median is that of more steps.) `--no-local` leaves them
+out where a cell has to be quick.
+
 A rank's micro-batch is 8 x 128 tokens and a step has one of them; the decoder has 12.2 M
 parameters. With more hosts than cores the hosts share the cores, the control as well.
 
@@ -29,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -52,149 +57,34 @@ from benchmarks.network_table import (
     rows,
     summary,
 )
+from benchmarks.network_ways import (
+    LOCAL,
+    MODEL,
+    SMALL_MODEL,
+    STEPS,
+    WAYS,
+    form_of,
+    job_of,
+    possible,
+    predicted_s,
+)
 from paceline.bench.command import to_text
 from paceline.comm.topology import num_cores, this_machine
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
-from paceline.config.job import Job, read_cluster, read_job, to_raw, to_toml
-from paceline.plan.points import Setting
-from paceline.plan.price.step import predict
-from paceline.plan.resolve import resolve
-from paceline.plan.search.choose import plan_job
+from paceline.config.job import Job, read_cluster, to_raw, to_toml
 from paceline.train.data import prepare
 
 ROOT = Path(__file__).resolve().parents[1]
 HOSTS = (2, 4)
 RATES = ("50mbit", "200mbit", "1gbit", "none")
 SEEDS = (0, 1, 2)
-_STEPS = 10_000
-"""Of the timed Jobs' schedule, not that they were done."""
-_CELL_LIMIT_S = 3600
+_CELL_LIMIT_S = 4 * 3600
 _WARM_LIMIT_S = 900
-_COMPRESS = ("none", "bf16", "int8", "int4", "onebit", "topk:0.01", "powersgd:4", "auto")
-_WARM_UP = {"powersgd:4": {"comm.warmup_steps": 2}}
-"""PyTorch's hook begins exactly as well."""
-WAYS = (
-    Way(CONTROL, "alone"),
-    Way(PEER, "ddp", settings={"layout.bucket_mib": 25.0}),
-    Way("DDP fp16 hook", "ddp", "fp16"),
-    Way("DDP PowerSGD 1", "ddp", "powersgd:1"),
-    Way("DDP PowerSGD 4", "ddp", "powersgd:4"),
-    *(
-        Way(mode, "paceline", settings={"comm.dp.compress": mode, **_WARM_UP.get(mode, {})})
-        for mode in _COMPRESS
-    ),
-)
-"""All of them; what this version of Paceline refuses is left out, and said."""
-MODEL = {
-    "family": "decoder",
-    "vocab_size": 4096,
-    "hidden_size": 384,
-    "ffn_size": 1024,
-    "num_layers": 6,
-    "num_heads": 6,
-    "num_kv_heads": 6,
-    "max_seq_len": 128,
-    "tie_embeddings": True,
-}
-
-
-SMALL_MODEL = {
-    **MODEL,
-    "hidden_size": 96,
-    "ffn_size": 256,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 4,
-}
-"""Of the losses, unless the whole one is asked for: they take many steps."""
 
 
 class CellError(Exception):
     """A cell ended badly: the text is the end of what its ranks wrote."""
-
-
-def job_of(
-    way: Way,
-    num_hosts: int,
-    steps: int,
-    seed: int = 0,
-    *,
-    cluster: Cluster | None = None,
-    model: Mapping[str, Any] = MODEL,
-) -> Job:
-    """The concrete Job of a way: one rank on each host.
-
-    Args:
-        way: which one.
-        num_hosts: with a rank each.
-        steps: of its schedule.
-        seed: of weights and batches.
-        model: of the Job.
-        cluster: a measured one, by which the planner chooses; None: simple rules do.
-
-    Raises:
-        InputError: this version of Paceline can't do it.
-    """
-    sets = {
-        "name": "network",
-        "cluster.num_nodes": num_hosts,
-        "cluster.devices_per_node": 1,
-        "layout.dp": num_hosts,
-        "layout.micro_batch": 8,
-        "layout.precision": "fp32",
-        "layout.compile": False,
-        "layout.recompute": "none",
-        "train.global_batch": 8 * num_hosts,
-        "train.seq_len": 128,
-        "train.steps": steps,
-        "train.seed": seed,
-        **{f"model.{key}": value for key, value in model.items()},
-        **way.settings,
-    }
-    text = [f"{key}={json.dumps(value)}" for key, value in sets.items()]
-    job = read_job(None, text)
-    if cluster is not None:
-        return plan_job(job, cluster).job
-    return resolve(job, this_machine().replace(num_nodes=num_hosts, devices_per_node=1)).job
-
-
-def predicted_s(way: Way, job: Job) -> float | None:
-    """Step time of a way by the planner; None: it knows nothing of PyTorch's hooks."""
-    if way.hook != "none":
-        return None
-    if way.kind == "alone":
-        job = _on_one_rank(job)
-    return predict(Setting.of(job), job.layout).step_s
-
-
-def _on_one_rank(job: Job) -> Job:
-    """What a rank of the Job computes, without the others."""
-    return job.replace(
-        cluster=job.cluster.replace(num_nodes=1, tiers=()),
-        layout=job.layout.replace(dp=1),
-        train=job.train.replace(global_batch=job.layout.micro_batch),
-    )
-
-
-def form_of(way: Way, job: Job) -> str:
-    """What our gradients travel as."""
-    if way.kind != "paceline":
-        return ""
-    return f"{job.comm.dp.compress}, {job.layout.bucket_mib:g} MiB"
-
-
-def possible(ways: Sequence[Way], num_hosts: int, say: Callable[[str], None]) -> list[Way]:
-    """The ways that Paceline can go, and a line for each that it can't."""
-    found = []
-    for way in ways:
-        try:
-            job_of(way, num_hosts, _STEPS)
-        except InputError as error:
-            say(f"left out: {way.name} ({error})")
-        else:
-            found.append(way)
-    return found
 
 
 def run_cell(
@@ -276,7 +166,7 @@ def measure_cell(
     """Time and predict all ways on links of a rate: what stands in the results of it."""
     bits_per_s = read_rate(rate)
     load = os.getloadavg()[0]
-    jobs = {way: job_of(way, num_hosts, _STEPS, cluster=cluster) for way in ways}
+    jobs = {way: job_of(way, num_hosts, STEPS, cluster=cluster) for way in ways}
     blocks = run_cell("times", [*jobs.items()], num_hosts, bits_per_s, num_rounds)
     about = {
         way.name: {"form": form_of(way, job), "predicted_s": predicted_s(way, job)}
@@ -317,14 +207,16 @@ def measure_losses(options: argparse.Namespace, say: Callable[[str], None]) -> d
 
 
 def _chosen(options: argparse.Namespace) -> list[Way]:
-    return [way for way in WAYS if not options.ways or way.name in (CONTROL, PEER, *options.ways)]
+    asked = (CONTROL, PEER, *(options.ways or (way.name for way in WAYS)))
+    left_out = LOCAL if options.no_local else ()
+    return [way for way in WAYS if way.name in asked and way not in left_out]
 
 
 def facts(options: argparse.Namespace) -> dict[str, Any]:
     """What the figures were taken with and on."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    job = job_of(WAYS[1], options.hosts[0], _STEPS)
+    job = job_of(WAYS[1], options.hosts[0], STEPS)
     prepare(job.data)  # tokenised once, not by every rank
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -375,11 +267,12 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="2 hosts, 200 Mbit/s and unshaped")
+    parser.add_argument("--quick", action="store_true", help="2 hosts, 2 rates, no workers")
     parser.add_argument("--hosts", type=int, nargs="+", default=[*HOSTS])
-    parser.add_argument("--rate", nargs="+", default=[*RATES], help="50mbit, 1gbit, none")
+    parser.add_argument("--rate", nargs="+", default=[*RATES], help="10mbit, 1gbit, none")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ways", nargs="+", help="names of ways beside the control and DDP fp32")
+    parser.add_argument("--no-local", action="store_true", help="no workers that meet seldom")
     parser.add_argument("--add", action="store_true", help="keep cells of earlier runs")
     parser.add_argument("--loss", action="store_true", help="the loss, not the time")
     parser.add_argument("--steps", type=int, default=300, help="of --loss, 20 or more")
@@ -389,6 +282,7 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.hosts, options.rate, options.rounds = [2], ["200mbit", "none"], 3
+        options.no_local = True
     return options
 
 

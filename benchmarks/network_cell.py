@@ -5,6 +5,10 @@ short blocks of steps; each round begins with another one. A step is from the en
 to the reading of its loss. A block's bytes are those that this host's interface counted. The link
 is shaped when all ways have warmed up: buckets are rebuilt, buffers allocated, PowerSGD compresses.
 
+Workers under local updates meet once in many steps. Their blocks are one whole round, which begins
+and ends with nothing under way, and the wait for the slowest worker counts; the control's blocks
+are then as long.
+
 What differs between ways is the exchange alone: decoder, weights, batches, optimizer, clipping and
 learning rates are those of the Job. "alone" exchanges nothing and is the control.
 
@@ -14,7 +18,7 @@ Started by network.py, which says what to do in plan.json; rank 0 writes result.
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -31,6 +35,7 @@ from paceline.comm.ranks import Ranks, connect, given_ranks, leave
 from paceline.comm.topology import num_cores
 from paceline.config.job import Job, read_job
 from paceline.train.optim import build_optimizer, learning_rate, set_learning_rate
+from paceline.train.results import StepResult
 from paceline.train.session import keep_freed_memory, language_model
 from paceline.train.task import Step, Task
 from paceline.train.trainer import Trainer
@@ -66,13 +71,18 @@ class Block:
     steps_s: list[float]
     sent_bytes: float
     """By this host's interface, per step."""
+    is_round: bool = False
+    """Whether some of the steps cost more than others, all of them together being a whole round."""
 
 
 class Contender(Protocol):
     """A way, ready to step."""
 
-    def step(self, index: int, batch: Step) -> float:
-        """Do a step and return its loss."""
+    losses: list[float]
+    """Of the steps so far: of this rank or the mean of all, where they have met."""
+
+    def step(self, batch: Step) -> None:
+        """Do the next step."""
 
     def evaluate(self) -> float:
         """Mean loss on the held-out batches, of all ranks."""
@@ -84,10 +94,14 @@ class Ours:
     def __init__(self, job: Job, ranks: Ranks, task: Task) -> None:
         self._task = task
         self._trainer = Trainer.of(job, ranks, task)
+        self.losses = []
+        self.first = 0
+        """The number of the first step: later ones are no longer exact."""
 
-    def step(self, index: int, batch: Step) -> float:
+    def step(self, batch: Step) -> None:
         """Do a step; the loss is the mean of all ranks."""
-        return self._trainer.step(index, batch)().loss
+        number = self.first + len(self.losses)
+        self.losses.append(self._trainer.step(number, batch)().loss)
 
     def evaluate(self) -> float:
         """Mean loss on the held-out batches."""
@@ -95,20 +109,49 @@ class Ours:
         return self._trainer.evaluate(list(self._task.eval_steps()))
 
 
+class Workers(Ours):
+    """Paceline's own Trainer under local updates."""
+
+    def __init__(self, job: Job, ranks: Ranks, task: Task) -> None:
+        super().__init__(job, ranks, task)
+        self._unread: list[Callable[[], StepResult]] = []
+        self._done = 0
+        self.round_steps = job.comm.local.every
+
+    def step(self, batch: Step) -> None:
+        """Do a step; losses are known when the workers meet."""
+        self._unread.append(self._trainer.step(self._done, batch))
+        self._done += 1
+        if self._trainer.meet(self._done):
+            self.losses += [read().loss for read in self._unread]
+            self._unread.clear()
+
+    def pass_a_round(self) -> None:
+        """Exchange everything once without stepping; the next step's end begins a round."""
+        rounds = self._trainer.local
+        assert rounds is not None
+        for done in range(self._done + 1, 2 * self.round_steps):
+            rounds.after_step(done)
+        self._done = 2 * self.round_steps - 1
+
+
 class Stock:
     """What a person writes with PyTorch alone; one micro-batch a step."""
 
     def __init__(self, job: Job, ranks: Ranks, task: Task, way: Way) -> None:
         self._job, self._task = job, task
+        self.is_alone = way.kind == "alone"
         network = task.module.to_empty(device=ranks.device)
         assert task.fill is not None
         task.fill(network)
-        self._module = network if way.kind == "alone" else _hooked(network, way.hook)
+        self._module = network if self.is_alone else _hooked(network, way.hook)
         self._optimizer = build_optimizer(network.named_parameters(), job.optim, job.layout)
+        self.losses: list[float] = []
 
-    def step(self, index: int, batch: Step) -> float:
+    def step(self, batch: Step) -> None:
         """Do a step; the loss is this rank's."""
         (micro_batch,) = batch
+        index = len(self.losses)
         set_learning_rate(
             self._optimizer, learning_rate(self._job.optim, index, self._job.train.steps)
         )
@@ -117,7 +160,7 @@ class Stock:
         clip_grad_norm_(self._module.parameters(), self._job.optim.clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return loss.item()
+        self.losses.append(loss.item())
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -126,7 +169,8 @@ class Stock:
         self._module.eval()
         parts = [self._task.loss(self._module, *step) for step in self._task.eval_steps()]
         self._module.train()
-        return mean_of_ranks(torch.stack(parts).double().mean().item())
+        (mean,) = means_of_ranks([torch.stack(parts).double().mean().item()])
+        return mean
 
 
 def _hooked(network: nn.Module, hook: str) -> DistributedDataParallel:
@@ -144,11 +188,11 @@ def _hooked(network: nn.Module, hook: str) -> DistributedDataParallel:
     return module
 
 
-def mean_of_ranks(value: float) -> float:
-    """The same number on every rank."""
-    tensor = torch.tensor(value, dtype=torch.float64)
+def means_of_ranks(values: Sequence[float]) -> list[float]:
+    """The same numbers on every rank."""
+    tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor)
-    return tensor.item() / dist.get_world_size()
+    return (tensor / dist.get_world_size()).tolist()
 
 
 def turns(names: Sequence[str], num_rounds: int) -> Iterator[tuple[int, str]]:
@@ -184,34 +228,49 @@ def time_in_turns(
     """
     supply = iter(batches)
     for contender in contenders.values():
-        for index in range(WARM_UP_STEPS):
-            contender.step(index, next(supply))
+        for _ in range(WARM_UP_STEPS):
+            contender.step(next(supply))
+        if isinstance(contender, Workers):
+            contender.pass_a_round()
     dist.barrier()
     shaped()
-    num_steps = {name: _sized(each, next(supply)) for name, each in contenders.items()}
+    num_steps = _num_steps(contenders, supply)
     return [
         _block(name, number, contenders[name], list(islice(supply, num_steps[name])))
         for number, name in turns([*contenders], num_rounds)
     ]
 
 
+def _num_steps(contenders: Mapping[str, Contender], supply: Iterator[Step]) -> dict[str, int]:
+    """Steps of the blocks, the same on every rank; the control's are no fewer than a round's."""
+    rounds = {name: c.round_steps for name, c in contenders.items() if isinstance(c, Workers)}
+    sized = {name: _sized(c, next(supply)) for name, c in contenders.items() if name not in rounds}
+    longest = max(rounds.values(), default=0)
+    is_control = {name: isinstance(c, Stock) and c.is_alone for name, c in contenders.items()}
+    return rounds | {name: max(steps, longest * is_control[name]) for name, steps in sized.items()}
+
+
 def _sized(contender: Contender, batch: Step) -> int:
-    """Steps of its blocks, the same on every rank."""
+    """Steps that fill a block."""
     dist.barrier()
     began = time.perf_counter()
-    contender.step(WARM_UP_STEPS, batch)
-    return steps_of_a_block(mean_of_ranks(time.perf_counter() - began))
+    contender.step(batch)
+    (step_s,) = means_of_ranks([time.perf_counter() - began])
+    return steps_of_a_block(step_s)
 
 
 def _block(name: str, number: int, contender: Contender, batches: list[Step]) -> Block:
+    is_round = isinstance(contender, Workers)
     dist.barrier()
     before, began, times = sent_bytes(), time.perf_counter(), []
-    for batch in batches:
-        contender.step(WARM_UP_STEPS + 1, batch)
+    for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+        contender.step(batch)
+        if is_round and not left:
+            dist.barrier()
         ended = time.perf_counter()
         times.append(ended - began)
         began = ended
-    return Block(name, number, times, (sent_bytes() - before) / len(batches))
+    return Block(name, number, times, (sent_bytes() - before) / len(batches), is_round)
 
 
 def losses_of(contender: Contender, task: Task, num_steps: int) -> dict[str, Any]:
@@ -220,9 +279,9 @@ def losses_of(contender: Contender, task: Task, num_steps: int) -> dict[str, Any
     Returns:
         the loss of each step, mean of the ranks, and the one on held-out batches at the end.
     """
-    batches = islice(task.steps_from(0), num_steps)
-    losses = [mean_of_ranks(contender.step(i, batch)) for i, batch in enumerate(batches)]
-    return {"losses": losses, "eval_loss": contender.evaluate()}
+    for batch in islice(task.steps_from(0), num_steps):
+        contender.step(batch)
+    return {"losses": means_of_ranks(contender.losses), "eval_loss": contender.evaluate()}
 
 
 def contender_of(way: Way, job: Job, ranks: Ranks) -> tuple[Contender, Task]:
@@ -230,7 +289,8 @@ def contender_of(way: Way, job: Job, ranks: Ranks) -> tuple[Contender, Task]:
     torch.manual_seed(job.train.seed)
     task = language_model(job, ranks)
     if way.kind == "paceline":
-        return Ours(job, ranks, task), task
+        ours = Ours if job.comm.local.method == "none" else Workers
+        return ours(job, ranks, task), task
     return Stock(job, ranks, task, way), task
 
 
@@ -258,6 +318,10 @@ def _times(
     _, task = next(iter(ready.values()))
     batches = cycle(list(islice(task.steps_from(0), _BATCHES)))
     contenders = {name: contender for name, (contender, _) in ready.items()}
+    for way, job in ways:
+        contender = contenders[way.name]
+        if isinstance(contender, Ours):
+            contender.first = job.comm.warmup_steps
 
     def shaped() -> None:
         if ranks.is_first:

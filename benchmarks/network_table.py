@@ -18,7 +18,7 @@ class Row:
 
     way: str
     step_s: tuple[float, float, float]
-    """Median over all steps; least and most median of a block."""
+    """Median over all steps; least and most median of a block. Of rounds: over blocks' means."""
     sent_bytes: float
     """By a host, per step."""
     speed_up: float
@@ -38,24 +38,33 @@ class Row:
 
 def rows(blocks: Sequence[Block]) -> list[Row]:
     """A row for each way, in the order of their first blocks in the first round."""
-    medians = {(block.way, block.round): median(block.steps_s) for block in blocks}
+    typical = {(block.way, block.round): _step_s(block) for block in blocks}
     names = list(dict.fromkeys(block.way for block in blocks if block.round == 0))
     rounds = sorted({block.round for block in blocks})
 
     def over(other: str, name: str) -> float:
-        if (other, 0) not in medians:
+        if (other, 0) not in typical:
             return float("nan")
-        return median(medians[other, number] / medians[name, number] for number in rounds)
+        return median(typical[other, number] / typical[name, number] for number in rounds)
 
     table = []
     for name in names:
         mine = [block for block in blocks if block.way == name]
-        of_blocks = [medians[name, number] for number in rounds]
-        steps_s = median(step for block in mine for step in block.steps_s)
+        of_blocks = [typical[name, number] for number in rounds]
+        steps_s = median(step for block in mine for step in _alike(block))
         sent = mean(block.sent_bytes for block in mine)
         step_s = (steps_s, min(of_blocks), max(of_blocks))
         table.append(Row(name, step_s, sent, over(PEER, name), over(CONTROL, name)))
     return table
+
+
+def _alike(block: Block) -> list[float]:
+    """Seconds of a block's steps; where a round falls on some of them, the mean of all."""
+    return [mean(block.steps_s)] if block.is_round else block.steps_s
+
+
+def _step_s(block: Block) -> float:
+    return median(_alike(block))
 
 
 _TITLES = (

@@ -40,11 +40,12 @@ from rich.table import Table
 
 from paceline.bench.command import with_ranks
 from paceline.bench.measure import Part, Wish, calibrated, measure
-from paceline.bench.ranks import PRELOADED, News, Tell, on_ranks
+from paceline.bench.ranks import News, Tell, on_ranks
 from paceline.bench.reference import small_job
 from paceline.bench.step import Measured, measure_jobs
-from paceline.comm.ranks import Ranks, warm_up_ranks
+from paceline.comm.ranks import Ranks
 from paceline.comm.topology import num_cores, this_machine
+from paceline.comm.warm_up import MEASURING, warm_up_ranks
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job
@@ -420,7 +421,7 @@ def main() -> None:
     """Run the benchmark, show the tables and write the results."""
     options = _options()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks are CPU processes, wherever this runs
-    warm_up_ranks(PRELOADED)
+    warm_up_ranks(MEASURING)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     about = facts()
     cases, choices = run(options, console)

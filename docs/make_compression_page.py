@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 PAGE = HERE / "techniques/compression.md"
 PLOT = HERE / "techniques/compression.svg"
 MEASURED = HERE.parent / "benchmarks/results/intel-r-xeon-r-processor-2-cores/codecs.toml"
-FORMS = ("fp16", "bf16", "int8", "fp8", "int4", "onebit", "topk:0.01", "topk:0.001")
+FORMS = ("fp16", "bf16", "int8", "fp8", "int4", "quinary", "onebit", "topk:0.01", "topk:0.001")
 VALUES, RANKS = 20e6, 2
 BEGIN, END = "<!-- made by make_compression_page.py -->", "<!-- end -->"
 
@@ -71,7 +71,7 @@ def plot(curves: dict[str, CodecCurve]) -> None:
     bandwidth = np.geomspace(2e7, 1e11, 200)
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     axes.loglog(bandwidth / 1e9, 8 * sent_bytes(32) / bandwidth, "k", lw=2, label="exact (fp32)")
-    for name in ("bf16", "int8", "int4", "onebit", "topk:0.01"):
+    for name in ("bf16", "int8", "int4", "quinary", "onebit", "topk:0.01"):
         wire = 8 * sent_bytes(coded_bits(codec(name))) / bandwidth
         axes.loglog(bandwidth / 1e9, wire + sum(seconds(curves[name])), label=name)
     axes.set_xlabel("bandwidth of the link, Gbit/s")

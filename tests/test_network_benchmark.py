@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.network import WAYS, form_of, job_of, possible, predicted_s
 from benchmarks.network_cell import (
     LEAST_STEPS,
     MOST_STEPS,
@@ -25,6 +24,7 @@ from benchmarks.network_table import (
     summary,
     table_lines,
 )
+from benchmarks.network_ways import LOCAL, WAYS, form_of, job_of, possible, predicted_s
 from paceline.comm.ranks import Ranks
 from paceline.comm.topology import this_machine
 from paceline.config.curves import AttentionCurve, DeviceCurves, MatmulCurve, MemoryCurve
@@ -32,6 +32,7 @@ from paceline.config.device import Device
 from paceline.config.figure import Figure
 from paceline.config.hardware import Cluster, Tier
 from paceline.config.job import Job, read_job
+from paceline.parallel.local import Timetable
 from paceline.plan.resolve import resolve
 from tests.command_line import write_tiny_job
 from tests.ranks import run_ranks
@@ -56,6 +57,26 @@ def test_ratios_are_taken_within_a_round():
     assert int8.sent_bytes == 50
 
 
+def test_a_round_of_workers_is_the_mean_of_its_steps():
+    """One step in four takes 5 s more than the others."""
+    steps_s = [6.0, 1.0, 1.0, 1.0]
+    control = [Block(CONTROL, number, [1.0, 1.0, 4.0], 0.0) for number in (0, 1)]
+    workers = [Block("diloco", number, steps_s, 10.0, is_round=True) for number in (0, 1)]
+    found = {row.way: row for row in rows([*control, *workers])}
+    assert found["diloco"].step_s == (2.25, 2.25, 2.25)
+    assert found["diloco"].efficiency == pytest.approx(1 / 2.25)
+    assert found[CONTROL].step_s[0] == 1.0
+
+
+def test_nothing_is_under_way_when_a_round_of_workers_ends():
+    for way in LOCAL:
+        table = Timetable.of(job_of(way, 2, 100).comm.local)
+        last_step = table.every - 1
+        for fragment in range(table.num_fragments):
+            sent = [done for done in range(1, 2 * table.every) if table.is_sent(fragment, done)]
+            assert max(sent) + table.overlap_steps <= table.every + last_step
+
+
 def test_a_line_says_where_it_was_taken():
     line = table_lines(2, 200e6, rows(_blocks()))[2]
     text = ("2", "200 Mbit/s", "int8", "", "3.000 (2.000 – 4.000)", "0.00", "2.00", "50%", "", "")
@@ -71,7 +92,7 @@ def test_predictions_stand_beside_what_was_measured():
 
 
 def test_the_planner_prices_every_way_of_ours_by_a_cluster_and_knows_the_control():
-    jobs = {way.name: job_of(way, 2, 100, cluster=_slow_cluster()) for way in WAYS}
+    jobs = {way.name: job_of(way, 2, 1000, cluster=_slow_cluster()) for way in WAYS}
     seconds = {way.name: predicted_s(way, jobs[way.name]) for way in WAYS}
     assert seconds["DDP fp16 hook"] is None
     assert seconds[CONTROL] < seconds["int8"] < seconds["none"]
@@ -79,6 +100,8 @@ def test_the_planner_prices_every_way_of_ours_by_a_cluster_and_knows_the_control
     chosen = next(way for way in WAYS if way.name == "auto")
     assert form_of(chosen, jobs["auto"]).startswith(jobs["auto"].comm.dp.compress + ", ")
     assert jobs["auto"].comm.dp.compress != "auto"
+    assert seconds[CONTROL] < seconds["streaming"] < seconds["int4"]
+    assert form_of(LOCAL[1], jobs["streaming"]) == "int4, every 20"
 
 
 def _slow_cluster() -> Cluster:
@@ -160,6 +183,33 @@ def test_ways_that_send_everything_train_the_same(tmp_path, monkeypatch):
     assert ddp["losses"][-1] < ddp["losses"][0]
 
 
+def _workers(rank: int, size: int, way: Way, job: Job) -> tuple[dict, list]:
+    contender, task = contender_of(way, job, Ranks(rank, size, rank, size))
+    trained = losses_of(contender, task, 5)
+    supply = task.steps_from(0)
+    sent = []
+    for _ in range(2):
+        contender.pass_a_round()
+        for _ in range(contender.round_steps):
+            contender.step(next(supply))
+            sent.append(contender._trainer.local.sent_bytes > 0)
+    return {**trained, "known": len(contender.losses)}, sent
+
+
+def test_workers_pass_a_round_and_then_send_at_the_same_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    job = _tiny(
+        write_tiny_job(tmp_path),
+        *("comm.local.method=streaming", "comm.local.every=4", "comm.local.fragments=2"),
+        *("comm.local.overlap_steps=1", "train.steps=100"),
+    )
+    found, sent = run_ranks(_workers, 2, Way("streaming", "paceline"), job)[0]
+    assert len(found["losses"]) == 4, "those of the fifth step are known when they meet again"
+    assert sent == 2 * [True, False, True, False]
+    assert found["known"] == 5 + 2 * 4 - 3
+
+
 def test_hooks_change_the_sums_and_the_control_sends_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -175,7 +225,7 @@ def test_hooks_change_the_sums_and_the_control_sends_nothing(tmp_path, monkeypat
     assert alone != pytest.approx(exact, rel=1e-4)
 
 
-def _tiny(file: Path) -> Job:
-    settings = ("layout.dp=2", "layout.micro_batch=6", "layout.precision=fp32")
+def _tiny(file: Path, *more: str) -> Job:
+    settings = ("layout.dp=2", "layout.micro_batch=6", "layout.precision=fp32", *more)
     machine = this_machine().replace(devices_per_node=2)
     return resolve(read_job(file, settings), machine).job

@@ -94,6 +94,7 @@ class Laboratory:
         settings: Mapping[str, str] | None = None,
         folder: Path | None = None,
         show_first: bool = False,
+        only_on: int | None = None,
     ) -> StartedRanks:
         """Start a program on all hosts, as torchrun would, and don't wait.
 
@@ -103,10 +104,12 @@ class Laboratory:
             settings: environment variables besides this process's own.
             folder: to start in; None: this process's own.
             show_first: let rank 0 write where this process does.
+            only_on: the one host whose ranks are started (again), as those of all; None: each.
         """
         places = [
             place_of(rank, self.num_hosts, ranks_per_host, self.address(0), DEVICE)
             for rank in range(self.num_hosts * ranks_per_host)
+            if only_on in (None, rank // ranks_per_host)
         ]
         return StartedRanks(
             [str(part) for part in command],

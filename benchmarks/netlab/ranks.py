@@ -116,7 +116,7 @@ class StartedRanks:
             time.sleep(0.02)
         self.kill()
         self._look()
-        return [self._finished(place) for place in self._places]
+        return [self._finished(number) for number in range(len(self._places))]
 
     def kill(self, rank: int | None = None) -> None:
         """Kill a rank with what it started, or all of them."""
@@ -131,10 +131,10 @@ class StartedRanks:
             if process.poll() is not None:
                 self._ended_s.setdefault(place.rank, time.monotonic() - self._began)
 
-    def _finished(self, place: Place) -> Finished:
-        output = self._outputs[place.rank]
+    def _finished(self, number: int) -> Finished:
+        place, output = self._places[number], self._outputs[number]
         output.seek(0)
-        code = self._processes[place.rank].returncode
+        code = self._processes[number].returncode
         return Finished(place.rank, place.host, code, output.read(), self._ended_s[place.rank])
 
 

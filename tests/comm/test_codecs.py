@@ -18,7 +18,7 @@ from paceline.comm.compress.codecs import codec_of
 from paceline.config.comm import BLOCK, CODECS, Codec, codec
 from paceline.kernels.quantize import reference
 
-NAMES = ["fp16", "bf16", "int8", "fp8", "int4", "onebit", "topk:0.1"]
+NAMES = ["fp16", "bf16", "int8", "fp8", "int4", "quinary", "onebit", "topk:0.1"]
 UNBIASED = [name for name in NAMES if codec_of(codec(name)).is_unbiased]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 # The step between levels, as a share of the largest magnitude of a block.
@@ -27,6 +27,7 @@ REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "int8": lambda blocks: reference.integers(blocks, 127),
     "int4": lambda blocks: reference.integers(blocks, 7),
     "fp8": reference.float8,
+    "quinary": reference.quinary,
     "onebit": reference.signs,
     "fp16": lambda blocks: blocks.half().to(blocks.dtype),
     "bf16": lambda blocks: blocks.bfloat16().to(blocks.dtype),
@@ -148,8 +149,8 @@ def test_rounding_is_to_the_nearest_level(name: str, values: Tensor):
 @property_test
 def test_what_a_payload_can_hold_is_sent_exactly(name: str, data: st.DataObject):
     """By a block's levels times a power of two, with every seed."""
-    levels = {"int8": 127, "int4": 7, "onebit": 1, "fp8": 8, "fp16": 1024, "bf16": 128}[name]
-    size = data.draw(st.integers(1, 600))
+    most = {"int8": 127, "int4": 7, "quinary": 2, "onebit": 1, "fp8": 8, "fp16": 1024, "bf16": 128}
+    levels, size = most[name], data.draw(st.integers(1, 600))
     whole = npst.arrays(np.int32, size, elements=st.integers(-levels, levels))
     values = torch.from_numpy(data.draw(whole)).float()
     values[::BLOCK] = levels
@@ -157,12 +158,24 @@ def test_what_a_payload_can_hold_is_sent_exactly(name: str, data: st.DataObject)
         values[values == 0] = -1
     if name == "fp8":
         values[::BLOCK] = 448
+    if name == "quinary":
+        values = shuffled_blocks(data.draw(st.integers(0, 10**6)))
     values *= 2.0 ** data.draw(st.integers(-14, 4))
     coder = BLOCKWISE[name]
     assert torch.equal(sent(coder, values), values)
     if coder.is_unbiased:
         seed = data.draw(st.integers(0, 10**6))
         assert torch.equal(sent(coder, values, seed), values)
+
+
+def shuffled_blocks(seed: int) -> Tensor:
+    """(3 x BLOCK,) integers from -2 to 2 whose mean square is 1.25 in each block, so that the scale
+    is one: 60 x 4 + 80 x 1 = 320."""
+    stream = torch.Generator().manual_seed(seed)
+    magnitudes = torch.tensor([2.0] * 60 + [1.0] * 80 + [0.0] * (BLOCK - 140))
+    signs = torch.randint(2, (3, BLOCK), generator=stream) * 2 - 1
+    order = torch.stack([torch.randperm(BLOCK, generator=stream) for _ in range(3)])
+    return (magnitudes[order] * signs).view(-1)
 
 
 @unbiased
@@ -251,11 +264,22 @@ def test_payloads_stand_side_by_side():
 
 def test_bytes_are_those_of_the_documents():
     bits = {"fp16": 16, "bf16": 16, "int8": 8.125, "fp8": 8.125, "int4": 4.125, "onebit": 1.125}
+    bits["quinary"] = 2.53125
     for name, wanted in bits.items():
         assert BLOCKWISE[name].num_bytes(1 << 20) * 8 / (1 << 20) == wanted
     assert codec_of(codec("topk:0.01")).num_bytes(1_000_000) == pytest.approx(31_740, abs=3)
     assert codec_of(codec("topk:0.001")).num_bytes(1_000_000) == pytest.approx(3_616, abs=3)
     assert all(codec_of(codec(name)).num_bytes(0) == 0 for name in NAMES)
+
+
+def test_quinary_cuts_what_is_large_and_owes_it():
+    values = torch.ones(BLOCK)
+    values[7] = 100.0
+    error, payload = torch.zeros(BLOCK), payload_of(BLOCKWISE["quinary"], values)
+    BLOCKWISE["quinary"].encode_with_error(values, error, payload)
+    step = values.norm().item() / math.sqrt(1.25 * BLOCK)
+    assert error[7].item() == pytest.approx(100 - 2 * step)
+    assert error[8] == 1.0  # nearer to nothing than to one step
 
 
 def test_topk_sends_the_largest():

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 
 # A layer's tensors; powersgd takes the first one only, the codecs all.
 SHAPES = {"a": (40, 60), "b": (700,), "c": (3, 5, 64)}
-CODECS = ("fp16", "bf16", "int8", "fp8", "int4", "onebit", "topk:0.05", "powersgd:2")
+CODECS = ("fp16", "bf16", "int8", "fp8", "int4", "quinary", "onebit", "topk:0.05", "powersgd:2")
 STEPS = 3
 
 

@@ -10,12 +10,14 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from paceline.comm.rounds import Exchange, Membership, Verdict, judge
 from paceline.config.errors import RunError
-from tests.ranks import _CONTEXT
+from tests.ranks import WARM
 
 TIMEOUT_S = 3.0
+LONG_S = 30.0
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,12 @@ def _work(folder: str, rank: int, min_workers: int) -> None:
     state = torch.zeros(2, dtype=torch.float64)  # rounds done, value
     # A worker taken over a round late would differ in both from then on.
     if rank == 0:
-        membership.open(3)
+        try:
+            membership.open(3, wait_s=20 if min_workers == 1 else 0.2)
+        except RunError as error:
+            (here / "error-0").write_text(str(error))
+            return
+        membership.welcome(_hand_over(state))
     else:
         membership.join(_hand_over(state))
     is_over = False
@@ -89,12 +96,13 @@ def _work(folder: str, rank: int, min_workers: int) -> None:
         state[0] += 1
         state[1] = mean
         membership.welcome(_hand_over(state))
+    membership.close()
     ended = Ended(int(state[0]), state[1].item(), membership.members, said)
     (here / f"ended-{rank}").write_text(json.dumps(ended))
 
 
 def _start(folder: Path, rank: int, min_workers: int = 1):
-    process = _CONTEXT.Process(target=_work, args=(str(folder), rank, min_workers), daemon=True)
+    process = WARM.Process(target=_work, args=(str(folder), rank, min_workers), daemon=True)
     process.start()
     return process
 
@@ -133,6 +141,57 @@ def test_a_killed_worker_is_gone_without_and_taken_back(tmp_path):
         "worker 2 is lost: 2 workers go on.",
         "worker 2 is taken in: 3 workers go on.",
     ]
+
+
+def _fail_once(folder: str, rank: int) -> None:
+    """Two workers, of whom the first one fails in the middle of an exchange, for reasons of its
+    own, while the other waits for it there."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), -1)
+    membership = Membership(store, rank, LONG_S, 2, print)
+    failures = [RuntimeError("mine")] * (1 - rank)
+
+    def act(group: dist.ProcessGroup) -> None:
+        dist.all_reduce(torch.zeros(1), group=group)
+        if failures:
+            raise failures.pop()
+        dist.all_reduce(torch.zeros(1), group=group)
+
+    if rank == 0:
+        membership.open(2, wait_s=LONG_S)
+        membership.welcome(lambda _group: None)
+    else:
+        membership.join(lambda _group: None)
+    began = time.monotonic()
+    membership.exchange(act)
+    (Path(folder) / f"took-{rank}").write_text(str(time.monotonic() - began))
+    membership.close()
+
+
+def test_who_waits_for_one_that_failed_does_not_wait_for_the_time_out(tmp_path):
+    workers = [
+        WARM.Process(target=_fail_once, args=(str(tmp_path), rank), daemon=True)
+        for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    assert all(float((tmp_path / f"took-{rank}").read_text()) < LONG_S / 2 for rank in range(2))
+
+
+def test_an_exchange_that_always_fails_ends_the_run():
+    membership = Membership(HashStore(), 0, TIMEOUT_S, 1, print)
+    attempts = []
+
+    def act(_group: dist.ProcessGroup) -> None:
+        attempts.append(1)
+        raise RuntimeError("the disk is on fire")
+
+    with pytest.raises(RunError, match=r"failed 4 times though .* \(the disk is on fire\)"):
+        membership.exchange(act)
+    assert len(attempts) == 4
 
 
 def test_too_few_workers_end_the_run(tmp_path):

@@ -62,6 +62,12 @@ REFUSED = {
         'comm.dp.compress = "powersgd:4" needs whole matrices, which layout.fsdp = 2 cuts: '
         "set fsdp = 1 or leave it out.",
     ),
+    "rows in parts": (
+        {"dp": {"compress": "quinary"}},
+        {"dp": 2, "tp": 2},
+        'comm.dp.compress = "quinary" needs whole matrices, which layout.tp = 2 cuts: '
+        "set tp = 1 or leave it out.",
+    ),
     "gradients on the host": (
         INT8,
         {"dp": 2, "fsdp": 2, "offload": ("params",)},
@@ -143,6 +149,18 @@ REFUSED = {
         {"dp": 2, "fsdp": 2},
         'comm.local.method = "diloco" needs a whole network on every rank, which layout.fsdp = 2 '
         "cuts: set fsdp = 1 or leave it out.",
+    ),
+    "more workers left than there are": (
+        {"local": {"method": "local_sgd", "min_workers": 3}},
+        {"dp": 2},
+        "comm.local.min_workers = 3 but layout.dp = 2 makes fewer workers: lower min_workers or "
+        "raise dp.",
+    ),
+    "fragments without a worker": (
+        {"local": {"method": "streaming", "min_workers": 1}},
+        {"dp": 2},
+        "comm.local.min_workers = 1 needs rounds of everything, and comm.local.method = "
+        '"streaming" is always between two of some fragment: use "diloco", or set min_workers = 0.',
     ),
     "gradients of workers": (
         {**DILOCO, **INT8},

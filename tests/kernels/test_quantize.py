@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from paceline.kernels.quantize import reference
 from paceline.kernels.quantize.floats import write_rounded
 from paceline.kernels.quantize.schemes import Float8, Integers, Nibbles, Signs, cut_mantissa
+from paceline.kernels.quantize.words import Quinary
 
 EXTREMES = torch.tensor([-32768, -32767, -1, 0, 1, 32767], dtype=torch.int16)
 
@@ -86,11 +87,39 @@ def test_signs_are_packed_and_unpacked(seed: int):
     assert torch.equal(levels, wanted)
 
 
+def test_every_word_of_five_levels_is_packed_and_unpacked():
+    """All 125 words, and each of them in every place of a row."""
+    digits = torch.cartesian_prod(*[torch.arange(-2.0, 3.0)] * 3)  # (125, 3)
+    for shift in range(88):
+        words = digits.roll(shift, dims=0)[:88]
+        levels = torch.cat([*words[:, :2].T, words[:80, 2]]).view(1, -1)  # (1, 256)
+        assert levels.shape == (1, 256)
+        codes = torch.empty(1, Quinary().num_bytes(256), dtype=torch.uint8)
+        wanted = levels.clone()
+        Quinary().write(levels, codes, None)
+        assert torch.equal(levels, wanted)
+        levels.zero_()
+        Quinary().read(codes, levels)
+        assert torch.equal(levels, wanted)
+
+
+def test_five_levels_are_rounded_and_cut():
+    levels = torch.zeros(2, 256)
+    levels[:, [0, 88, 176, 255]] = torch.tensor([7.0, -0.6, 1.4, -2.6])
+    codes = torch.empty(2, 77, dtype=torch.uint8)
+    Quinary().write(levels, codes, None)
+    assert levels[0, [0, 88, 176, 255]].tolist() == [2, -1, 1, -2]
+    assert codes[0, 0] == 62 + 2 - 5 + 25  # the first digit of each third
+
+
 def test_the_reference_shows_every_level():
     """The specification itself, against numbers worked out by hand."""
     block = torch.tensor([[127.0, -1.4, 1.6, 0.5, -0.5, 1.5]])
     assert reference.integers(block, 127).tolist() == [[127.0, -1.0, 2.0, 0.0, 0.0, 2.0]]
     assert reference.signs(torch.tensor([[1.0, -3.0, 0.0, 4.0]])).tolist() == [[2, -2, 2, 2]]
+    # The step is the root of the mean square over 1.25: 2 of 20 / 4, 4 of 100 / 5.
+    assert reference.quinary(torch.tensor([[4.0, -2.0, 0.0, 0.0]])).tolist() == [[4, -2, 0, 0]]
+    assert reference.quinary(torch.tensor([[10.0, 0.0, 0.0, 0.0, 0.0]])).tolist()[0][0] == 8
     assert reference.float8(torch.tensor([[448.0, 17.0, -0.3]])).tolist() == [[448, 16, -0.3125]]
     for coded in (reference.float8, reference.signs):
         assert coded(torch.zeros(1, 4)).abs().max() < 1e-37

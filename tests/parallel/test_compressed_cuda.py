@@ -25,7 +25,7 @@ def _alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "kind", ["bf16", "int8", "fp8", "int4", "onebit", "topk:0.1", "powersgd:2"]
+    "kind", ["bf16", "int8", "fp8", "int4", "quinary", "onebit", "topk:0.1", "powersgd:2"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_arrives_and_what_is_owed_is_what_was_given(kind, dtype):

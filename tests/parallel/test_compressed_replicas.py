@@ -38,6 +38,7 @@ LEAST_PROGRESS = {
     "bf16": 0.995,
     "int8": 0.995,
     "int4": 0.98,
+    "quinary": 0.9,
     "onebit": 0.8,
     "topk:0.2": 0.7,
     "powersgd:4": 0.5,
@@ -103,7 +104,8 @@ def test_a_step_tells_what_it_sent_and_what_it_owes(learned):
     sent = {name: told[name]["dp.bytes"] for name in told}
     assert sent["int4"] < 0.6 * sent["int8"] < 0.4 * sent["bf16"]
     owed = {name: told[name]["error_norm"] for name in told}
-    assert 0 < owed["bf16"] < owed["int8"] < owed["int4"] < owed["topk:0.2"]
+    assert 0 < owed["bf16"] < owed["int8"] < owed["int4"] < owed["quinary"] < owed["topk:0.2"]
+    assert sent["quinary"] < 0.7 * sent["int4"]
 
 
 MORE = {
@@ -158,7 +160,7 @@ def _bad_step(rank, world_size, kind):
     return [(r.is_bad, r.loss, r.grad_norm) for r in results]
 
 
-@pytest.mark.parametrize("kind", ["int8", "topk:0.05", "powersgd:2"])
+@pytest.mark.parametrize("kind", ["int8", "quinary", "topk:0.05", "powersgd:2"])
 def test_a_bad_step_is_skipped_and_leaves_no_trace(kind):
     for of_rank in run_ranks(_bad_step, 2, kind):
         assert [is_bad for is_bad, _, _ in of_rank] == [False, True, False, False]
@@ -192,7 +194,9 @@ def _load(rank, world_size, folder, kind):
     }
 
 
-@pytest.mark.parametrize(("kind", "old", "new"), [("int8", 2, 3), ("powersgd:2", 3, 2)])
+@pytest.mark.parametrize(
+    ("kind", "old", "new"), [("int8", 2, 3), ("quinary", 2, 3), ("powersgd:2", 3, 2)]
+)
 def test_another_number_of_ranks_takes_over_all_that_is_owed(kind, old, new, tmp_path):
     saved = run_ranks(_save, old, tmp_path, kind)
     loaded = run_ranks(_load, new, tmp_path, kind)

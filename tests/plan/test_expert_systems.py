@@ -58,6 +58,21 @@ def test_places_of_a_token_are_those_of_all_its_choices(num_experts, chosen, eac
     assert float(_places(experts, np.array([float(places)]))[0]) == pytest.approx(mean)
 
 
+@pytest.mark.parametrize("num_places", [2, 4, 8])
+def test_places_of_a_token_that_chooses_groups_first(num_places):
+    """Of eight experts in four groups, three out of two groups: all choices, and where they are."""
+    grouped = {"num_groups": 4, "groups_per_token": 2}
+    experts = Experts(num_experts=8, experts_per_token=3, ffn_size=8, **grouped)
+    each = 8 // num_places
+    visited = [
+        len({expert // each for expert in choice})
+        for groups in itertools.combinations(range(4), 2)
+        for choice in itertools.combinations([2 * g + i for g in groups for i in (0, 1)], 3)
+    ]
+    expected = float(_places(experts, np.array([float(num_places)]))[0])
+    assert expected == pytest.approx(np.mean(visited))
+
+
 def test_a_token_travels_once_to_each_rank_or_node():
     copies, _ = block(Stack())
     tokens, _ = block(Stack(expert_exchange="tokens"))

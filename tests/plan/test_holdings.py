@@ -13,7 +13,13 @@ from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.schedule import DEMANDS, Schedule, refusal
 from paceline.config.stack import Stack
-from paceline.plan.memory.holdings import bounding_holdings, holdings_of, stages_in_flight
+from paceline.plan.memory.holdings import (
+    between_halves,
+    bounding_holdings,
+    holdings_of,
+    share_with_grads,
+    stages_in_flight,
+)
 from paceline.plan.points import Points, Setting
 from paceline.plan.schedules import build_schedule
 
@@ -79,6 +85,45 @@ def test_the_three_classes_bound_every_rank() -> None:
         assert bound.layers.max() >= listed.layers.max(), (name, p, v, m)
         assert bound.embeddings.sum() >= 1
         assert bound.heads.sum() >= 1
+
+
+def test_closed_forms_bound_gradients_and_halves() -> None:
+    """On every rank as much as the list says, or more; without stages that interleave just that."""
+    for name, p, v, m in CASES[::2]:
+        layout, setting = layout_of(name, p, v), setting_of(m)
+        listed = holdings_of(setting, layout, build_schedule(name, p, m, v))
+        points, ranks = Points.of([layout], setting), np.arange(p)[:, None]
+        blocks = MODEL.num_layers * DEMANDS[name].num_directions / (p * v)
+        in_flight = stages_in_flight(points, ranks)
+        halves = between_halves(points, ranks, in_flight) * np.ceil(blocks)
+        graded = share_with_grads(points, in_flight)
+        assert (graded >= listed.with_grads).all(), (name, p, v, m)
+        assert (halves >= listed.halves.sum(0)).all(), (name, p, v, m)
+        if name in ("gpipe", "1f1b"):
+            assert (graded == listed.with_grads).all()
+
+
+def test_gradients_come_with_the_first_backward_pass() -> None:
+    """GPipe's ranks have none when they hold most, nor has 1F1B before its steady state; where two
+    stages of a rank take turns, only the last one's are there."""
+    gpipe = holdings_of(setting_of(8), layout_of("gpipe", 4, 1), build_schedule("gpipe", 4, 8, 1))
+    assert gpipe.with_grads[:, 0].tolist() == [0, 0, 0, 0]
+    few = holdings_of(setting_of(3), layout_of("1f1b", 4, 1), build_schedule("1f1b", 4, 3, 1))
+    assert few.with_grads[:, 0].tolist() == [0, 0, 1, 1]
+    two = holdings_of(
+        setting_of(2), layout_of("interleaved", 2, 2), build_schedule("interleaved", 2, 2, 2)
+    )
+    assert two.with_grads[:, 0].tolist() == [0, 0.5]
+
+
+def test_what_waits_between_the_halves_of_a_backward_pass() -> None:
+    """ZB-H1 by hand: rank r puts r weights' passes off, and has just done one more I; nothing waits
+    on the first stage, whose input needs no gradient, nor where blocks recompute."""
+    schedule = build_schedule("zb_h1", 4, 8, 1)
+    eager = holdings_of(setting_of(8), layout_of("zb_h1", 4, 1), schedule)
+    assert eager.halves[0, :, 0].tolist() == [0, 2 * 16, 3 * 16, 4 * 16]
+    again = holdings_of(setting_of(8), layout_of("zb_h1", 4, 1, recompute="full"), schedule)
+    assert not again.halves.any()
 
 
 def test_without_a_pipeline_one_rank_holds_everything_once() -> None:

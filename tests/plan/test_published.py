@@ -346,6 +346,9 @@ def test_experts_and_latent_attention(tmp_path: Path) -> None:
     # What the network's authors state: 671 B parameters, 37 B of them active.
     assert model.num_params == pytest.approx(671e9, rel=0.005)
     assert model.num_active_params == pytest.approx(37.5e9, rel=0.02)
+    # Its tokens choose four of eight groups first, and not more nodes than these are on.
+    assert model.experts is not None
+    assert (model.experts.num_groups, model.experts.groups_per_token) == (8, 4)
 
 
 def test_batches_that_do_not_close_are_rounded_or_refused(tmp_path: Path) -> None:
@@ -423,6 +426,14 @@ def test_files_that_are_no_tables(tmp_path: Path) -> None:
         read_runs([wide])
 
 
+def test_experts_are_even_but_where_tokens_choose_freely(tmp_path: Path) -> None:
+    forced, natural = (
+        work_of(tmp_path, experts="8", topk="2", moe_ffn="64", notes=notes).setting.expert_imbalance
+        for notes in ("MoE force-balanced tokens", "real data; NATURAL routing")
+    )
+    assert (forced, natural) == (1.0, 1.2)
+
+
 def test_short_tables_are_megatron_gpt(tmp_path: Path) -> None:
     short = {k: GPT[k] for k in ("gpus", "global_batch_seqs", "micro_batch", "hidden", "heads")}
     rest = {k: GPT[k] for k in ("layers", "seq", "tp", "dp", "pp")}
@@ -431,6 +442,7 @@ def test_short_tables_are_megatron_gpt(tmp_path: Path) -> None:
     assert run.work is not None
     assert run.work.device.name == "A100-80"
     assert run.work.layout.recompute == "full"
+    assert run.work.software.stack.steps_loss
     assert run.step_s == pytest.approx(1.5)
     assert run.group == "some_a100_runs"
 

@@ -20,7 +20,7 @@ from paceline.plan.points import Setting
 from paceline.plan.price.compress import codec_s
 from paceline.plan.price.step import predict
 from paceline.plan.search.choose import plan_job
-from paceline.plan.search.exchange import FORMS
+from paceline.plan.search.exchange import AFTER_WARM_UP, FORMS
 
 VALUES = 20_000_000
 
@@ -79,25 +79,45 @@ def _step_s(job: Job, **comm) -> float:
 
 
 @pytest.mark.parametrize(
-    "text", ["fp16", "bf16", "int8", "fp8", "int4", "onebit", "topk:0.01", "topk:0.0001"]
+    "text", ["fp16", "bf16", "int8", "fp8", "int4", "quinary", "onebit", "topk:0.01", "topk:0.0001"]
 )
 def test_the_planner_counts_the_bytes_that_codecs_write(text):
     written = codec_of(codec(text)).num_bytes(VALUES)
     assert coded_bits(codec(text)) / 8 * VALUES == pytest.approx(written, rel=0.002)
 
 
-@pytest.mark.parametrize(("mbit", "expected"), [(50, "int4"), (200, "int4"), (1e5, "none")])
+LONG = "train.steps=1000"
+
+
+@pytest.mark.parametrize(("mbit", "expected"), [(50, "quinary"), (200, "int4"), (1e5, "none")])
 def test_auto_flips_with_the_link(mbit, expected):
-    plan = _plan(mbit, "comm.dp.compress=auto")
+    plan = _plan(mbit, "comm.dp.compress=auto", LONG)
     assert plan.job.comm.dp.compress == expected
     assert "a step takes" in plan.reasons["comm.dp.compress"]
     assert plan.job.is_concrete
 
 
+@pytest.mark.parametrize("asked", [0, 50])
+def test_auto_begins_exactly_before_it_sends_few_bits(asked):
+    plan = _plan(50, "comm.dp.compress=auto", f"comm.warmup_steps={asked}", LONG)
+    assert plan.job.comm.dp.compress in AFTER_WARM_UP
+    assert plan.job.comm.warmup_steps == max(asked, 30)
+    assert f"after {max(asked, 30)} exact steps" in plan.reasons["comm.dp.compress"]
+
+
+def test_auto_begins_nothing_exactly_that_needs_no_such_steps():
+    short = _plan(50, "comm.dp.compress=auto", "train.steps=299")
+    fast = _plan(1e5, "comm.dp.compress=auto", LONG)
+    named = _plan(50, "comm.dp.compress=int4", LONG)
+    assert [plan.job.comm.dp.compress for plan in (short, fast, named)] == ["int8", "none", "int4"]
+    assert {plan.job.comm.warmup_steps for plan in (short, fast, named)} == {0}
+
+
 @pytest.mark.parametrize("mbit", [50, 200, 1000, 20_000])
 def test_auto_is_the_fastest_form_or_exact_within_the_margin(mbit):
-    chosen = _plan(mbit, "comm.dp.compress=auto").ranked[0].step_s
-    fixed = [_plan(mbit, f"comm.dp.compress={form}").ranked[0].step_s for form in FORMS]
+    chosen = _plan(mbit, "comm.dp.compress=auto", LONG).ranked[0].step_s
+    forms = [*FORMS, *AFTER_WARM_UP]
+    fixed = [_plan(mbit, f"comm.dp.compress={form}", LONG).ranked[0].step_s for form in forms]
     assert chosen <= min(fixed) * 1.03 + 1e-9
 
 
@@ -126,10 +146,22 @@ def test_a_measured_codec_has_its_own_seconds():
     assert found[0] == pytest.approx(0.2 + 0.15)
 
 
+def test_units_cost_passes_beside_the_codec():
+    rates = {"encode": (0.01, 0.1), "decode": (1e-9, 1e-8)}
+    curve = CodecCurve(values=(1e6, 1e7), **rates, source="this test")
+    setting = Setting.of(_job(200, device=_core(codecs=dict.fromkeys(("int4", "quinary"), curve))))
+    int4, quinary = (
+        codec_s(setting, codec(name), np.array([1e7]), np.array([2]))[0]
+        for name in ("int4", "quinary")
+    )
+    assert int4 == pytest.approx(0.1)
+    assert 0.001 < quinary - int4 < 0.2
+
+
 def test_a_slow_codec_is_not_chosen():
     slow = CodecCurve(values=(1.0,), encode=(1.0,), decode=(1.0,), source="this test")
-    device = _core(codecs=dict.fromkeys(("bf16", "int8", "int4"), slow))
-    plan = _plan(200, "comm.dp.compress=auto", device=device)
+    device = _core(codecs=dict.fromkeys([*FORMS[1:], *AFTER_WARM_UP], slow))
+    plan = _plan(200, "comm.dp.compress=auto", LONG, device=device)
     assert plan.job.comm.dp.compress == "none"
 
 
@@ -140,6 +172,17 @@ def test_local_updates_cost_a_round_in_so_many_steps():
     assert rare - _step_s(alone) < (exact - _step_s(alone)) / 10
     smaller = LocalUpdates(method="diloco", every=50, compress="int8")
     assert _step_s(job, local=smaller) < rare
+
+
+def test_a_fragment_is_hidden_as_far_as_the_steps_beside_it_are_long():
+    job, alone = _job(50), _step_s(_job(1e9))
+    stops, short, middle, whole, longer = (
+        _step_s(job, local=LocalUpdates(method="streaming", every=50, overlap_steps=steps)) - alone
+        for steps in (0, 1, 2, 20, 40)
+    )
+    assert 0 < stops - short == pytest.approx(short - middle)
+    assert whole == pytest.approx(longer), "there is no more to hide"
+    assert 0 < whole < 0.3 * stops
 
 
 def test_on_a_fast_link_compression_costs_its_own_kernels():

@@ -15,7 +15,7 @@ from paceline.comm.compress.codecs import codec_of
 from paceline.config.comm import codec
 from paceline.config.curves import CodecCurve
 
-NAMES = ("fp16", "bf16", "int8", "fp8", "int4", "onebit", "topk:0.01", "topk:0.001")
+NAMES = ("fp16", "bf16", "int8", "fp8", "int4", "quinary", "onebit", "topk:0.01", "topk:0.001")
 """What is measured: topk at the two shares that papers use."""
 _SIZES = {"cpu": (4096, 65536, 1 << 20, 8 << 20), "cuda": (65536, 1 << 20, 8 << 20, 64 << 20)}
 _QUICK_SIZES = {"cpu": (65536, 2 << 20), "cuda": (1 << 20, 16 << 20)}

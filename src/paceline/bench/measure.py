@@ -28,8 +28,10 @@ Part = Literal["device", "codecs", "collectives", "step", "input"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 # What else Python does on a CPU, in operators of an eager chain: where fitting starts from, so that
-# a slower host, or one whose ranks share cores, is slower in all of it. Assumed.
-_IN_LAUNCHES = {"exchange_us": 80, "unit_us": 150, "hop_us": 50, "again_us": 1.5, "select_us": 10}
+# a slower host, or one whose ranks share cores, is slower in all of it. Assumed, but for an
+# operator computed again: blocks of 23 took 0.85 ms each beyond computing them twice, where a
+# launch took 9.7 us (measured on cores of a Xeon).
+_IN_LAUNCHES = {"exchange_us": 80, "unit_us": 150, "hop_us": 50, "again_us": 3.8, "select_us": 10}
 
 
 @dataclass(frozen=True)

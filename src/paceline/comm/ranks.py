@@ -16,10 +16,12 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from paceline.comm.fabric.interfaces import socket_settings
 from paceline.comm.topology import interface_to, interfaces
+from paceline.config.errors import RunError
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,37 @@ def connect(ranks: Ranks, timeout_s: float = 1800) -> None:
     )
 
 
+def store_of_run(ranks: Ranks, timeout_s: float = 1800) -> Store:
+    """The store at MASTER_ADDR:MASTER_PORT, for ranks that share no process group.
+
+    The first rank keeps it, unless the launcher does: then it says so as torchrun does.
+
+    Raises:
+        RunError: it can't be reached in time.
+    """
+    if ranks.device_type == "cuda":
+        torch.cuda.set_device(ranks.device)
+    _fill_in_rendezvous(ranks)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = TCPStore(
+            host,
+            port,
+            is_master=ranks.is_first and not is_kept,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise RunError(
+            f"rank {ranks.rank} can't reach the store of the run at {host}:{port}: look whether "
+            "the first rank runs and whether the links are up, and start this one again."
+        ) from error
+    # A launcher's store outlives the ranks where torchrun starts all of them again.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"paceline/start-{start}", store)
+
+
 def limit_waits(limit_s: float) -> None:
     """Let collectives of all ranks wait no longer than this, and those of groups made hereafter
     with `wait_limit`.
@@ -118,13 +151,38 @@ def wait_limit() -> timedelta | None:
     return None if options is None else options._timeout
 
 
-def from_first(value: bool) -> bool:
-    """What rank 0 says, on every rank."""
+def from_first(value: bool, ranks: Ranks, store: Store | None = None) -> bool:
+    """What rank 0 says, on every rank.
+
+    Args:
+        value: rank 0's.
+        ranks: this rank's place.
+        store: of ranks that share no process group.
+
+    Raises:
+        RunError: rank 0 ended before it said it.
+    """
+    if store is not None:
+        return _said_in(store, value, ranks)
     if not dist.is_initialized():
         return value
     answer = [value]
     dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
     return answer[0]
+
+
+def _said_in(store: Store, value: bool, ranks: Ranks) -> bool:
+    key = "paceline/first_says"
+    if ranks.is_first:
+        store.set(key, str(value))
+        return value
+    try:
+        return store.get(key) == b"True"
+    except RuntimeError as error:
+        raise RunError(
+            f"the first rank ended before the run began, or can't be reached (rank {ranks.rank}): "
+            "it says why; start this one again with it."
+        ) from error
 
 
 def disconnect() -> None:

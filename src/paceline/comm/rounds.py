@@ -6,26 +6,35 @@ members are those who reported, and where one of them failed the exchange is att
 new group of these. Who died, hangs or is cut off has not reported in time and is out; as members
 wait for the verdict before they use what they got, all use it or none does. A worker that comes (or
 comes back, as a new process) asks at the store, and is let in by the verdict on the last attempt of
-a round; the first thing the new members do together is to hand it the state.
+a round; the first thing the new members do together is to hand it the state. A run begins like that
+too: the first worker is the only member, and lets in all that have come.
+
+Who asks while it still counts as a member is a new process: the old one is not waited for. Who was
+not started again is lost when the time-out is over, so that has to cover how much later than the
+others a worker may reach a round.
 
 The membership is simple where torchft's is not (a lighthouse of its own, quorums by heartbeats): it
 costs two small messages per worker and attempt and no process, and the price is that the first
 worker can't be lost: with it the store is gone, and everybody ends. Groups are gloo's, of tensors
 in host memory.
 
-`paceline train` does not use it yet: there a lost worker ends the run.
+Not here: what a round exchanges (`parallel.changing`), and who starts a lost worker again
+(`train.workers` on one machine).
 """
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from paceline.config.errors import RunError
 
@@ -33,8 +42,18 @@ T = TypeVar("T")
 Exchange = Callable[[dist.ProcessGroup], T]
 
 _LOOK_S = 0.02
+# How often the first worker looks into its own store while the others wait for its verdict: at
+# 20 ms a round took 40 ms longer (two exchanges, measured).
+_LOOK_AT_OWN_S = 0.001
 # A member may fail one time-out later than another, and the verdict waits for it.
 _PATIENCE = 3
+# How often an exchange is tried again though nobody was lost. Assumed.
+_MOST_IN_VAIN = 3
+_SIGN_OF_LIFE_S = 1.0
+_STORE_LOST = (
+    "the first worker, which keeps the store, has not {what} (worker {rank}): look whether it runs "
+    "and whether the links are up, and start this worker again."
+)
 
 
 @dataclass(frozen=True)
@@ -94,67 +113,127 @@ class Membership:
         self._has_newcomers = False
         self.members: tuple[int, ...] = (0,)
         self._group: dist.ProcessGroup | None = None
+        self._closed = threading.Event()
+        if rank == 0:
+            threading.Thread(target=self._show_life, name="sign-of-life", daemon=True).start()
+
+    def open(self, num_workers: int, wait_s: float) -> None:
+        """As the first worker: wait for the others, and let in those who came; `welcome` follows.
+
+        Args:
+            num_workers: of the run, this one among them; who comes later may join then.
+            wait_s: how long to wait for all of them.
+
+        Raises:
+            RunError: too few came.
+        """
+        self._store.add("num_workers", num_workers)
+        end = time.monotonic() + wait_s
+        while len(self._asking()) < num_workers - 1 and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        self.exchange(lambda _group: None, is_last=True)
 
     def join(self, hand_over: Exchange[T]) -> T:
         """Ask to come in, wait for the end of a round, and take the state that members have.
 
         Args:
-            hand_over: takes it, as its counterpart in `exchange` gives it.
+            hand_over: takes it, as its counterpart in `welcome` gives it.
 
         Raises:
-            RunError: nobody let it in in time, or it was lost again.
+            RunError: the first worker shows no sign of life, or this worker was lost again.
         """
-        ticket = self._store.add(f"asking/{self.rank}", 1)
-        admitted = self._wait(f"admitted/{self.rank}/{ticket}", "let this worker in")
-        self._attempt, self.members = admitted["attempt"], tuple(admitted["members"])
-        return self._exchange(hand_over, is_last=False)
+        limit_s, what = _PATIENCE * self._timeout_s, "let this worker in"
+        ticket = self._ask(lambda: self._store.add(f"asking/{self.rank}", 1), limit_s, what)
+        admitted = f"admitted/{self.rank}/{ticket}"
+        last, seen = None, time.monotonic()
+        while True:
+            is_in, life = self._ask(
+                lambda: (self._store.check([admitted]), self._store.add("life", 0)), limit_s, what
+            )
+            if is_in:
+                break
+            if life != last:
+                last, seen = life, time.monotonic()
+            elif time.monotonic() - seen > limit_s:
+                raise RunError(_STORE_LOST.format(what=what, rank=self.rank))
+            time.sleep(_LOOK_S)
+        told = self._wait(admitted, what)
+        self._attempt, self.members = told["attempt"], tuple(told["members"])
+        return self.exchange(hand_over, is_last=False)
 
-    def exchange(self, act: Exchange[T]) -> T:
-        """Carry out what a round exchanges.
+    def exchange(self, act: Exchange[T], *, is_last: bool = True) -> T:
+        """Carry out what a round exchanges, or a part of it.
 
         Args:
             act: exchanges something in a group and keeps what it got out of the way: where another
-                member is lost meanwhile, it is called again.
+                member is lost meanwhile, it is called again. It does not keep the group.
+            is_last: whether the round ends with it: then workers who asked are let in.
 
         Raises:
-            RunError: too few members are left, or this worker is not one of them.
+            RunError: too few members are left, this worker is not one of them, or it fails
+                again and again.
         """
-        return self._exchange(act, is_last=True)
+        num_in_vain = 0
+        while True:
+            result, failure, verdict = self._try(act, is_last=is_last)
+            members = self.members
+            self._follow(verdict)
+            if verdict.is_good:
+                assert result is not None
+                return result[0]
+            num_in_vain = num_in_vain + 1 if self.members == members else 0
+            if num_in_vain > _MOST_IN_VAIN:
+                raise RunError(
+                    f"an exchange failed {num_in_vain} times though no worker was lost "
+                    f"({failure or 'on another worker'}): look at the logs of all workers."
+                )
 
     def welcome(self, hand_over: Exchange[object]) -> None:
-        """After each `exchange`, when its result is in use: give the state to those who came.
+        """After each last `exchange`, when its result is in use: give the state to those who came.
 
         Args:
             hand_over: the counterpart of theirs in `join`; called again as in `exchange`.
         """
         if self._has_newcomers:
             self._has_newcomers = False
-            self._exchange(hand_over, is_last=False)
+            self.exchange(hand_over, is_last=False)
 
-    def _exchange(self, act: Exchange[T], *, is_last: bool) -> T:
-        while True:
-            result, verdict = self._try(act, is_last=is_last)
-            self._follow(verdict)
-            if verdict.is_good:
-                assert result is not None
-                return result[0]
+    def close(self) -> None:
+        """Leave when the run is over; the first worker stays until all members heard its verdict.
 
-    def _try(self, act: Exchange[T], *, is_last: bool) -> tuple[tuple[T] | None, Verdict]:
-        result: tuple[T] | None = None
+        What it waits for is one time-out at most.
+        """
+        with suppress(RuntimeError):  # its store may be gone already
+            self._store.set(f"left/{self.rank}/{self._attempt}", "")
+        if self.rank == 0:
+            self._closed.set()
+            end = time.monotonic() + self._timeout_s
+            keys = [f"left/{rank}/{self._attempt}" for rank in self.members]
+            while not self._store.check(keys) and time.monotonic() < end:
+                time.sleep(_LOOK_S)
+
+    def _try(
+        self, act: Exchange[T], *, is_last: bool
+    ) -> tuple[tuple[T] | None, str | None, Verdict]:
+        result, failure = None, None
         try:
             result = (act(self._own_group()),)
-        except RuntimeError:  # gloo's: somebody is lost, or will be when the group is closed
-            self._group = None
-        attempt = f"attempt/{self._attempt}"
-        self._store.set(f"{attempt}/{self.rank}", "good" if result else "failed")
+        except RuntimeError as error:  # gloo's: somebody is lost, or will be when the group closes
+            # Which is when nothing refers to it any more: the traceback does.
+            failure, self._group = str(error), None
+        report, attempt = "good" if result else "failed", f"attempt/{self._attempt}"
         if self.rank == 0:
+            self._store.set(f"{attempt}/0", report)
             verdict = judge(self.members, self._reports(attempt), self._asking(), is_last=is_last)
             self._admit(verdict)
             self._store.set(attempt, json.dumps(asdict(verdict)))
-            return result, verdict
-        heard = self._wait(attempt, "said how the round went")
+            return result, failure, verdict
+        what = "said how the round went"
+        mine, limit_s = f"{attempt}/{self.rank}", _PATIENCE * self._timeout_s
+        self._ask(lambda: self._store.set(mine, report), limit_s, what)
+        heard = self._wait(attempt, what)
         members, joining = tuple(heard["members"]), tuple(heard["joining"])
-        return result, Verdict(heard["is_good"], members, joining)
+        return result, failure, Verdict(heard["is_good"], members, joining)
 
     def _follow(self, verdict: Verdict) -> None:
         """Go on with those who are left and those who come."""
@@ -175,7 +254,7 @@ class Membership:
                 "start the run again to go on from the last checkpoint."
             )
         self._has_newcomers |= bool(verdict.joining)
-        if now != self.members:
+        if now != self.members or not verdict.is_good:
             self.members, self._group = now, None
 
     def _own_group(self) -> dist.ProcessGroup:
@@ -187,13 +266,14 @@ class Membership:
         return self._group
 
     def _reports(self, attempt: str) -> dict[int, bool]:
-        """Who reported what, when all members have or the time is over."""
+        """Who reported what, when all members have that are there still, or the time is over."""
         end = time.monotonic() + self._timeout_s
         while True:
             there = [r for r in self.members if self._store.check([f"{attempt}/{r}"])]
-            if len(there) == len(self.members) or time.monotonic() > end:
+            is_over = time.monotonic() > end or {*there, *self._asking()} >= {*self.members}
+            if is_over:
                 return {r: self._store.get(f"{attempt}/{r}") == b"good" for r in there}
-            time.sleep(_LOOK_S)
+            time.sleep(_LOOK_AT_OWN_S)
 
     def _asking(self) -> list[int]:
         """Who asked to come in and was not answered, by a process that is there still or not."""
@@ -205,10 +285,6 @@ class Membership:
         num = self._store.add("num_workers", 0)
         return [rank for rank in range(1, num) if self._store.check([f"asking/{rank}"])]
 
-    def open(self, num_workers: int) -> None:
-        """As the first worker: let up to so many come in."""
-        self._store.add("num_workers", num_workers)
-
     def _admit(self, verdict: Verdict) -> None:
         members = sorted({*verdict.members, *verdict.joining})
         told = json.dumps({"attempt": self._attempt + 1, "members": members})
@@ -216,14 +292,45 @@ class Membership:
             self._served[rank] = self._store.add(f"asking/{rank}", 0)
             self._store.set(f"admitted/{rank}/{self._served[rank]}", told)
 
+    def _show_life(self) -> None:
+        """As long as this process lives; who waits to be let in can't tell a long round from a
+        first worker that is gone."""
+        with suppress(RuntimeError):
+            while not self._closed.wait(_SIGN_OF_LIFE_S):
+                self._store.add("life", 1)
+
     def _wait(self, key: str, what: str) -> dict[str, Any]:
-        try:
-            return json.loads(self._store.get(key))
-        except RuntimeError as error:
-            raise RunError(
-                f"the first worker, which keeps the store, has not {what} (worker {self.rank}): "
-                "look whether it runs and whether the links are up, and start this worker again."
-            ) from error
+        """What stands at a key, as soon as the first worker has written it."""
+        limit_s = (_PATIENCE + 1) * self._timeout_s  # the store's own time-out comes first
+        text: bytes = self._ask(lambda: self._store.get(key), limit_s, what)
+        return json.loads(text)
+
+    def _ask(self, ask: Callable[[], T], limit_s: float, what: str) -> T:
+        """The store's answer; its client may wait for ever where a link is cut.
+
+        Raises:
+            RunError: there is none in time.
+        """
+        answers: SimpleQueue[tuple[T] | RuntimeError] = SimpleQueue()
+
+        def work() -> None:
+            try:
+                answers.put((ask(),))
+            except RuntimeError as error:
+                answers.put(error)
+
+        threading.Thread(target=work, name="store", daemon=True).start()
+        answer: tuple[T] | RuntimeError | None = None
+        with suppress(Empty):
+            answer = answers.get(timeout=limit_s)
+        if isinstance(answer, tuple):
+            return answer[0]
+        raise RunError(_STORE_LOST.format(what=what, rank=self.rank)) from answer
+
+
+def group_alone() -> dist.ProcessGroup:
+    """A group of this process and nobody else."""
+    return _gloo(HashStore(), 0, 1, timedelta(seconds=1))
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

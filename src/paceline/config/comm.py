@@ -12,9 +12,9 @@ from pydantic import AfterValidator, Field
 
 from paceline.config.noun import Auto, Count, Noun
 
-CODECS = ("none", "fp16", "bf16", "int8", "fp8", "int4", "onebit", "topk", "powersgd")
+CODECS = ("none", "fp16", "bf16", "int8", "fp8", "int4", "quinary", "onebit", "topk", "powersgd")
 BLOCK = 256
-"""Values that share a scale in the codecs int8, fp8, int4 and onebit."""
+"""Values that share a scale in the codecs int8, fp8, int4, quinary and onebit."""
 
 
 class Codec(NamedTuple):
@@ -50,7 +50,9 @@ def codec(text: str) -> Codec:
 
 
 # Bits of a value without its share of the block's scale, 32 bits for BLOCK values.
-_BITS = {"fp16": 16, "bf16": 16, "int8": 8, "fp8": 8, "int4": 4, "onebit": 1}
+_BITS = {
+    "fp16": 16, "bf16": 16, "int8": 8, "fp8": 8, "int4": 4, "quinary": 8 * 77 / BLOCK, "onebit": 1,
+}  # fmt: skip
 _SCALE_BITS = 32
 
 
@@ -94,7 +96,8 @@ class DpComm(Noun):
     """Gradients over the replicas: DDP's buckets, or the replicate axis of HSDP."""
 
     compress: Compress = "none"
-    """In what form gradients travel, with error feedback; "auto": whatever is fastest."""
+    """In what form gradients travel, with error feedback; "auto": whatever is fastest, of few bits
+    only in runs of 300 steps or more, and then after 30 exact ones (`comm.warmup_steps`)."""
     algorithm: Auto | Algorithm = "auto"
     """Who sums up what isn't compressed: the backend's all-reduce, or one of ours."""
 
@@ -164,13 +167,18 @@ class LocalUpdates(Noun):
     """Steps between two rounds (of the same fragment)."""
     outer_lr: float = Field(0.7, gt=0)
     outer_momentum: float = Field(0.9, ge=0, lt=1)
-    """Nesterov's, of the outer optimizer."""
+    """Nesterov's, of the outer optimizer; 0.6 with outer_lr 0.9 ends better where diloco has a few
+    dozen rounds instead of hundreds (benchmarks/local_updates.py)."""
     fragments: Count = 1
     """Parts that streaming exchanges one after another."""
     overlap_steps: Annotated[int, Field(ge=0)] = 0
     """Steps that streaming computes while a fragment is on its way."""
     compress: BlockCompress = "none"
     """In what form outer gradients travel."""
+    min_workers: Annotated[int, Field(ge=0)] = 0
+    """0: a lost worker ends the run. Otherwise the run goes on without lost ones (but the first) as
+    long as so many are left, and takes them back; comm.timeout_s is how late one may be before it
+    counts as lost."""
 
 
 class Comm(Noun):
@@ -187,4 +195,5 @@ class Comm(Noun):
     compress_from: Count = 1024
     """Tensors with fewer values than this are always sent exactly (norms, biases)."""
     timeout_s: float = Field(1800, gt=0)
-    """How long a rank waits for another one before it ends the run and says whom it lost."""
+    """How long a rank waits for another one before it ends the run and says whom it lost, or goes
+    on without it (comm.local.min_workers)."""

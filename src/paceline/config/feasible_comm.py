@@ -36,7 +36,7 @@ def _replicas(comm: Comm, layout: "Layout") -> Iterator[str]:
         if size(layout.dp) == 1:
             yield f"{setting} has no effect with layout.dp = 1: raise dp or leave it out."
         yield from _whole(setting, "replicas of whole networks", layout, "pp", "ep")
-        if cut and value.startswith("powersgd"):
+        if cut and value.startswith(("powersgd", "quinary")):
             yield from _whole(setting, "whole matrices", layout, *cut)
         if cut and "params" in layout.offload:
             yield (
@@ -146,6 +146,7 @@ def _workers(comm: Comm, layout: "Layout") -> Iterator[str]:
             '"int8" for one.'
         )
     yield from _worker_precision(comm, layout)
+    yield from _lost_workers(local, layout)
 
 
 def _worker_precision(comm: Comm, layout: "Layout") -> Iterator[str]:
@@ -164,6 +165,21 @@ def _worker_precision(comm: Comm, layout: "Layout") -> Iterator[str]:
         yield (
             f'comm.local.compress = "{comm.local.compress}" would round the outer gradients that '
             'layout.param_dtype = "fp64" keeps exact: set it to "none", or param_dtype = "fp32".'
+        )
+
+
+def _lost_workers(local: LocalUpdates, layout: "Layout") -> Iterator[str]:
+    """Who may go on without whom."""
+    setting = f"comm.local.min_workers = {local.min_workers}"
+    if local.min_workers > size(layout.dp):
+        yield (
+            f"{setting} but layout.dp = {layout.dp} makes fewer workers: lower min_workers or "
+            "raise dp."
+        )
+    if local.min_workers and local.method == "streaming":
+        yield (
+            f'{setting} needs rounds of everything, and comm.local.method = "streaming" is always '
+            'between two of some fragment: use "diloco", or set min_workers = 0.'
         )
 
 

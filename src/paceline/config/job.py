@@ -189,7 +189,23 @@ def _disagreement(job: Job) -> str | None:
             f"optim.decay_steps = {optim.decay_steps} has no effect with "
             f'optim.schedule = "{optim.schedule}": set it to 0 or use schedule = "wsd".'
         )
-    return recommender_disagreement(job)
+    return _lost_workers(job) or recommender_disagreement(job)
+
+
+def _lost_workers(job: Job) -> str | None:
+    """What comm.local.min_workers demands of model and checkpoints."""
+    local, every = job.comm.local, job.checkpoint.every
+    if local.min_workers and isinstance(job.model, CustomModel):
+        return (
+            f"comm.local.min_workers = {local.min_workers} needs a model of Paceline's own, for a "
+            "script's ranks are started and end together: set it to 0."
+        )
+    if local.min_workers and every % local.every:
+        return (
+            f"checkpoint.every = {every} would keep the first worker's steps since the last round "
+            f"and nobody else's: make it a multiple of comm.local.every = {local.every}."
+        )
+    return None
 
 
 def read_job(path: Path | None, overrides: Iterable[str] = ()) -> Job:

@@ -34,6 +34,9 @@ class Stack(Noun):
     shared_vocab_loss: Literal["narrow", "wide"] = "narrow"
     """Where tp shares the vocabulary and logits are upcast: 16-bit logits wait for the backward
     pass (ours), or log-probabilities in fp32 (DTensor's loss_parallel)."""
+    steps_loss: bool = False
+    """Whether an upcast loss goes over the logits kernel by kernel (Megatron's vocabulary-parallel
+    one), or takes their log-softmax in one (torch's, ours)."""
     grad_dtype: Literal["param", "fp32", "bf16"] = "param"
     """Type of accumulated gradients; "param": that of the stored parameters."""
     states: Literal["shards", "buffers"] = "shards"
@@ -150,7 +153,7 @@ CONSTANTS: dict[str, Constant] = {
     # it is part of launching, which runs ahead of them.
     "exchange_us": _constant(200.0, 5.0, 2000.0, "host time per exchange in layers on CPUs, us"),
     "hop_us": _constant(200.0, 5.0, 2000.0, "host time per send or ring's hop on CPUs, us"),
-    "again_us": _constant(10.0, 0.5, 100.0, "host time per operator recomputed on CPUs, us"),
+    "again_us": _constant(40.0, 0.5, 400.0, "host time per operator recomputed on CPUs, us"),
     # gloo copies and posts on the cores that compute: 7 Gbit/s over sockets of two vCPUs.
     "socket_gb_per_s": _constant(
         0.9, 0.1, 20.0, "what a CPU rank sends while it does nothing else"

@@ -23,6 +23,7 @@ FSDP2: https://arxiv.org/abs/2304.11277 (design), torch.distributed.fsdp.fully_s
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import Any, Protocol, cast
 
 import torch
@@ -49,6 +50,9 @@ from paceline.parallel.scatter import algorithm_of
 from paceline.parallel.stages import Stages
 from paceline.parallel.tp import enable_async, tensor_parallel
 
+_TAKES_SIZES = "bucket_cap_mb_list" in signature(DistributedDataParallel.__init__).parameters
+_FIRST_BUCKET_MIB = 1.0
+"""As in DDP's default (dist._DEFAULT_FIRST_BUCKET_BYTES)."""
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -271,6 +275,17 @@ def _replicate(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> nn.Module
     return DistributedDataParallel(
         module,
         process_group=mesh.get_group("dp"),
-        bucket_cap_mb=layout.bucket_mib,
         gradient_as_bucket_view=True,
+        **_bucket_sizes(layout.bucket_mib),
     )
+
+
+def _bucket_sizes(bucket_mib: float) -> dict[str, Any]:
+    """DDP's arguments for buckets of a size, with a small first one, which is soon on its way.
+
+    DDP's own small first bucket is that of its default size alone (torch 2.13); sizes of single
+    buckets, of which the last holds for all others, came with torch 2.13.
+    """
+    if not _TAKES_SIZES or bucket_mib <= _FIRST_BUCKET_MIB:
+        return {"bucket_cap_mb": bucket_mib}
+    return {"bucket_cap_mb_list": [_FIRST_BUCKET_MIB, bucket_mib]}

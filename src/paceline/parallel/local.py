@@ -18,8 +18,8 @@ bits everywhere. The last step of a run is a round of everything: then all worke
 A worker sends 2(N-1)/N of the coded parameters every `every` steps, an all-reduce of gradients at
 every step as much.
 
-Not here: when a step is skipped, which is each worker's own business, and the numbers of steps
-(`train.results`).
+Not here: when a step is skipped, which is each worker's own business, the numbers of steps
+(`train.results`), and workers that may be lost (`parallel.changing`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -102,6 +102,11 @@ class _Fragment:
         values = [parameter.detach().reshape(-1) for parameter in self.parameters.values()]
         torch.cat(values, out=flat)
 
+    def leave(self) -> None:
+        """Make `outer` what this worker has changed since they last agreed."""
+        self.read(self.outer)
+        torch.sub(self.start, self.outer, out=self.outer)
+
 
 class LocalRounds:
     """The rounds of one worker; all of them call alike after every step.
@@ -129,7 +134,7 @@ class LocalRounds:
     ) -> None:
         self._local, self._compress_from, self._num_steps = local, compress_from, num_steps
         self.timetable = Timetable.of(local)
-        self._group = group
+        self._group, self.num_workers = group, group.size()
         chosen = codec(local.compress)
         self._compressor = None if chosen.kind == "none" else compressor_of(chosen, group)
         self._collectives = Collectives(group, "backend")
@@ -137,7 +142,8 @@ class LocalRounds:
         is_diloco = local.method != "local_sgd"
         self._lr = local.outer_lr if is_diloco else 1.0
         self._beta = local.outer_momentum if is_diloco else 0.0
-        _take_first(module, group)
+        if group.size() > 1:
+            _take_first(module, group)
         self._fragments = [
             self._fragment(number, parameters)
             for number, parameters in enumerate(fragments_of(module, names, local.fragments))
@@ -153,7 +159,7 @@ class LocalRounds:
         late = f", {local.overlap_steps} steps on their way" if local.overlap_steps else ""
         form = "exactly" if self._compressor is None else f"as {local.compress}"
         return (
-            f"{self._group.size()} workers step each for itself ({local.method}); what they "
+            f"{self.num_workers} workers step each for itself ({local.method}); what they "
             f"changed travels {form} every {local.every} steps{parts}{late}."
         )
 
@@ -188,8 +194,7 @@ class LocalRounds:
     def _send(self, fragments: Sequence[_Fragment]) -> None:
         for fragment in fragments:
             assert not fragment.is_under_way, "a fragment arrives before it leaves again"
-            fragment.read(fragment.outer)
-            torch.sub(fragment.start, fragment.outer, out=fragment.outer)
+            fragment.leave()
             fragment.is_under_way = True
             self._queue.submit(self._average(fragment))
             self.sent_bytes += self._bytes(fragment)

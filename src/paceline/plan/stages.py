@@ -28,6 +28,8 @@ class Holdings:
 
     layers: Array  # (k, s, n), blocks of each kind
     in_flight: Array  # (k, s, n), blocks x micro-batches whose activations it holds at its peak
+    halves: Array  # (k, s, n), those of them whose backward pass is half done
     embeddings: Array  # (s, n), how many embeddings (DualPipe: a rank may hold first and last)
     heads: Array  # (s, n)
     heads_in_flight: Array  # (s, n), micro-batches whose logits it holds at its peak
+    with_grads: Array  # (s, n), share of its blocks whose gradients are there before that

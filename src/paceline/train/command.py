@@ -9,7 +9,14 @@ import tomli_w
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from paceline.comm.ranks import Ranks, connect, disconnect, from_first, given_ranks
+from paceline.comm.ranks import (
+    Ranks,
+    connect,
+    disconnect,
+    from_first,
+    given_ranks,
+    store_of_run,
+)
 from paceline.config.job import Job, to_raw
 from paceline.config.model import Model
 from paceline.config.recommender import Dlrm
@@ -21,6 +28,7 @@ from paceline.plan.resolve import Plan
 from paceline.train.launch import launch
 from paceline.train.session import MakeTask, language_model, launched_rank, run_rank
 from paceline.train.start import begin, newest_facts, owned, read_inputs, resolve_here
+from paceline.train.workers import launch_workers
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
 
@@ -41,7 +49,8 @@ def train_command(job: Job, runs: Path, *, fresh: bool) -> Run:
     run = Run((runs / job.name).absolute())
 
     def launch_ranks() -> None:
-        launch(run, plan.job.layout.num_ranks, launched_rank, (str(run.path), os.getpid()))
+        start = launch_workers if plan.job.comm.local.min_workers else launch
+        start(run, plan.job.layout.num_ranks, launched_rank, (str(run.path), os.getpid()))
 
     carry_out(plan, run, language_model, launch_ranks, fresh=fresh)
     return run
@@ -61,18 +70,22 @@ def carry_out(
     """
     kind = _device_kind(plan.job)
     ranks = given_ranks(kind) or Ranks(device_type=kind)
-    is_alone = ranks.world_size == 1
-    connect(ranks)
+    is_alone, store = ranks.world_size == 1, None
+    if plan.job.comm.local.min_workers and not is_alone:
+        store = store_of_run(ranks)
+    else:
+        connect(ranks)
     with owned(run) if ranks.is_first else nullcontext():
         # The other ranks wait here for what rank 0 finds.
-        if not from_first(ranks.is_first and _is_ready(plan, run, fresh=fresh)):
+        is_ready = ranks.is_first and _is_ready(plan, run, fresh=fresh)
+        if not from_first(is_ready, ranks, store):
             disconnect()
             return False
         launches = is_alone and plan.job.layout.num_ranks > 1
         if launches:
             launch_ranks()
         else:
-            run_rank(plan.job, run, ranks, make_task)
+            run_rank(plan.job, run, ranks, make_task, store)
         if ranks.is_first:
             learn(plan, run)
         return not launches

@@ -43,7 +43,7 @@ def launch(
     # The agent logs what is reported below, in pieces and per process.
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory() as folder, _signals_stop(run):
+    with tempfile.TemporaryDirectory() as folder, signals_stop(run):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -60,11 +60,11 @@ def launch(
         try:
             elastic_launch(config, entry)(*arguments)
         except ChildFailedError as error:
-            raise _explained(*error.get_first_failure(), run) from None
+            raise explained(*error.get_first_failure(), run) from None
 
 
 @contextmanager
-def _signals_stop(run: Run) -> Iterator[None]:
+def signals_stop(run: Run) -> Iterator[None]:
     """Turn SIGINT and SIGTERM into the stop file; a second one ends this process and its ranks."""
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
@@ -82,7 +82,7 @@ def _signals_stop(run: Run) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _explained(rank: int, failure: ProcessFailure, run: Run) -> Exception:
+def explained(rank: int, failure: ProcessFailure, run: Run) -> Exception:
     """The exception that a rank's failure is for whoever started the run.
 
     The rank's own traceback is printed at once, so that it stands before any of this process.

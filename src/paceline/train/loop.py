@@ -19,6 +19,7 @@ from paceline.parallel.hybrid import HybridExchange
 from paceline.parallel.local import LocalRounds
 from paceline.parallel.replicate import GradientExchange, State
 from paceline.parallel.tail import Tail
+from paceline.train.changing import join, open_rounds, welcome
 from paceline.train.checkpoint import (
     Checkpointer,
     FoundCheckpoint,
@@ -47,7 +48,8 @@ WORKER_SECTION = "worker"
 class Around:
     """What a run is kept in, watched by and stopped with."""
 
-    checkpointer: Checkpointer
+    checkpointer: Checkpointer | None
+    """None on a worker whose state is its own: then the first one's is the run's."""
     windows_from: Callable[[int], ProfiledWindows]
     """Maps the number of the first step to the windows that are profiled from there on."""
     stop: StopRequest
@@ -66,7 +68,7 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
         RunError: too many bad steps in a row.
     """
     job, ledger = trainer.job, around.ledger
-    done = first = _restore(trainer, around)
+    done = first = _begin(trainer, around)
     steps = _resumed_steps(trainer, task, first)
     with around.windows_from(first + 1) as windows:
         while done < job.train.steps and not ledger.stop_wanted:
@@ -87,15 +89,18 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
             ledger.add(line, result)
             if trainer.meet(done):
                 ledger.catch_up()
+                welcome(trainer, done, is_over=ledger.stop_wanted)
             terms = windows.step()
             if not windows.is_open:
                 ledger.release(terms)
-            around.checkpointer.poll()
+            if around.checkpointer is not None:
+                around.checkpointer.poll()
     trainer.meet(done, at_once=True)
     ledger.settle()
     if done > first:
         _save(trainer, around, done)
-    around.checkpointer.finish()
+    if around.checkpointer is not None:
+        around.checkpointer.finish()
     return done
 
 
@@ -112,9 +117,19 @@ def lag_of(job: Job, device_type: str) -> tuple[int, int]:
     return lag, job.train.max_bad_steps + allowance
 
 
-def _restore(trainer: Trainer, around: Around) -> int:
+def _begin(trainer: Trainer, around: Around) -> int:
+    """Restore what there is, and come together where workers may come and go; return the steps."""
+    if around.checkpointer is None:
+        done, around.ledger.stop_wanted = join(trainer)
+        return done
+    done = _restore(trainer, around.checkpointer, around.ledger)
+    open_rounds(trainer, done)
+    return done
+
+
+def _restore(trainer: Trainer, checkpointer: Checkpointer, ledger: Ledger) -> int:
     """Load the newest good checkpoint, if there is one; return the steps it had done."""
-    found = around.checkpointer.latest_good()
+    found = checkpointer.latest_good()
     if trainer.task.tables is not None:
         trainer.task.tables.load(found.step if found else 0)
     if found is None:
@@ -123,13 +138,13 @@ def _restore(trainer: Trainer, around: Around) -> int:
     rng = rng_state()
     owed = owed_to_load(trainer, found)
     own = state if trainer.local is None else own_section(state, trainer.ranks.rank, found)
-    facts = around.checkpointer.load(found, {**own, **owed, "rng": rng})
+    facts = checkpointer.load(found, {**own, **owed, "rng": rng})
     restore_training_state(trainer.module, trainer.optimizer, state)
     restore_rng_state(rng)
     for section, exchange in exchanges(trainer).items():
         exchange.load(owed[section])
     trainer.loss_scale.load_state_dict(facts["loss_scale"])
-    around.ledger.num_skipped = facts["skipped"]
+    ledger.num_skipped = facts["skipped"]
     return facts["step"]
 
 
@@ -187,6 +202,8 @@ def _save(trainer: Trainer, around: Around, done: int) -> float:
     trainer.agree_on_buffers()
     trainer.meet(done, at_once=True)
     around.ledger.settle()  # a checkpoint never runs ahead of metrics.jsonl
+    if around.checkpointer is None:
+        return 0.0
     if trainer.task.tables is not None:
         trainer.task.tables.save(done)  # first: a checkpoint is complete only with its tables
     facts = {

@@ -10,8 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+SumUp = Callable[[Tensor], tuple[Tensor, int]]
+"""Maps a rank's numbers to their sum over all ranks, in place or not, and how many ranks it is of.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,9 @@ class StepResult:
     stop_wanted: bool
     """Some rank was asked to stop."""
     comm: dict[str, float]
-    """What rank 0 sent in a form of ours ("dp.bytes"), and now and then the norm of all that
-    compression still owes ("error_norm"); empty where nothing is."""
+    """What rank 0 sent in a form of ours ("dp.bytes"), now and then the norm of all that
+    compression still owes ("error_norm"), and of how many workers the numbers are where some may be
+    lost ("dp.workers"); empty where nothing is."""
 
 
 def read_later(values: Tensor, sent: Mapping[str, float]) -> Callable[[], StepResult]:
@@ -56,7 +60,6 @@ def read_later(values: Tensor, sent: Mapping[str, float]) -> Callable[[], StepRe
 class Reports:
     """The numbers of a worker's own steps, until the workers meet."""
 
-    num_workers: int
     _waiting: list[Tensor] = field(default_factory=list)
     _agreed: dict[int, list[float]] = field(default_factory=dict)
     _num_added: int = 0
@@ -73,13 +76,12 @@ class Reports:
         self._waiting.append(values)
         return lambda: _result(self._agreed.pop(number), sent)
 
-    def agree(self) -> None:
+    def agree(self, sum_up: SumUp) -> None:
         """Average what is waiting over all workers, who each have as many."""
         if not self._waiting:
             return
-        rows = torch.stack(self._waiting)  # (steps, 3)
-        dist.all_reduce(rows)
-        rows[:, :2] /= self.num_workers
+        rows, num_workers = sum_up(torch.stack(self._waiting))  # (steps, 3)
+        rows[:, :2] /= num_workers
         first = self._num_added - len(self._waiting)
         self._agreed |= dict(enumerate(rows.tolist(), first))
         self._waiting.clear()

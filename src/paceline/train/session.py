@@ -21,10 +21,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from paceline.comm.ranks import Ranks, connect, disconnect, given_ranks, leave, limit_waits
+from paceline.comm.ranks import (
+    Ranks,
+    connect,
+    disconnect,
+    given_ranks,
+    leave,
+    limit_waits,
+    store_of_run,
+)
 from paceline.comm.roll_call import RollCall, reserve_s
+from paceline.comm.rounds import Membership
 from paceline.comm.topology import num_cores
 from paceline.config.errors import RunError
 from paceline.config.job import Job
@@ -73,7 +83,8 @@ def run_launched_rank(run: Run, make_task: MakeTask) -> None:
     ranks = given_ranks(job.cluster.known_device.kind)
     assert ranks is not None, "the launcher gives every process a rank"
     try:
-        record(run_rank)(job, run, ranks, make_task, launched=True)
+        store = store_of_run(ranks) if job.comm.local.min_workers else None
+        record(run_rank)(job, run, ranks, make_task, store, launched=True)
     except BaseException:
         traceback.print_exc()
         leave(1)
@@ -87,13 +98,20 @@ def language_model(job: Job, ranks: Ranks) -> Task:
 
 
 def run_rank(
-    job: Job, run: Run, ranks: Ranks, make_task: MakeTask, *, launched: bool = False
+    job: Job,
+    run: Run,
+    ranks: Ranks,
+    make_task: MakeTask,
+    store: Store | None = None,
+    *,
+    launched: bool = False,
 ) -> nn.Module:
     """Train as one of the ranks of a run.
 
     Args:
         job: concrete, and already written to the Run.
         make_task: builds module, loss and batches on this rank.
+        store: where workers meet that may be lost, and share no process group.
         launched: whether Paceline's launcher waits for this process and handles signals.
 
     Returns:
@@ -106,18 +124,21 @@ def run_rank(
         torch.set_num_threads(max(1, num_cores() // ranks.local_world_size))
         if ranks.device_type == "cpu":
             keep_freed_memory()
-        connect(ranks)
+        if store is None:
+            connect(ranks)
         if ranks.world_size > 1:
             log = run.log_folder / f"rank{ranks.rank}.log"
             back = _log_to(log, keep_stdout=ranks.is_first)
             if not launched:  # there is no launcher that could say why this rank failed
                 stack.callback(back)
-        stack.enter_context(_together(job, ranks, launched=launched))
+        if store is None:
+            stack.enter_context(_together(job, ranks, launched=launched))
         torch.manual_seed(job.train.seed)
         task = make_task(job, ranks)
         torch.manual_seed(job.train.seed + ranks.rank)  # dropout differs from rank to rank
-        trainer = Trainer.of(job, ranks, task)
         teller = stack.enter_context(Teller(job, run, ranks, task))
+        membership = None if store is None else _membership(job, ranks, store, teller)
+        trainer = Trainer.of(job, ranks, task, membership)
         for exchange in exchanges(trainer).values():
             teller.say(exchange.describe())
         if task.tables is not None:
@@ -126,8 +147,15 @@ def run_rank(
         around = _around(job, run, ranks, task, stop, teller)
         done = train_loop(trainer, task, around)
         teller.conclude(done)
+        if membership is not None:
+            membership.close()
     disconnect()
     return trainer.module
+
+
+def _membership(job: Job, ranks: Ranks, store: Store, teller: "Teller") -> Membership:
+    least = job.comm.local.min_workers
+    return Membership(store, ranks.rank, job.comm.timeout_s, least, teller.tell)
 
 
 @contextmanager
@@ -160,13 +188,9 @@ def _around(
     job: Job, run: Run, ranks: Ranks, task: Task, stop: StopRequest, teller: "Teller"
 ) -> Around:
     lag, most_bad_steps = lag_of(job, ranks.device_type)
+    keeps_state = ranks.is_first or not job.comm.local.min_workers
     return Around(
-        checkpointer=Checkpointer(
-            run.checkpoint_folder,
-            keep_last=job.checkpoint.keep_last,
-            keep_every=job.checkpoint.keep_every,
-            say=teller.say,
-        ),
+        checkpointer=_checkpointer(job, run, teller) if keeps_state else None,
         windows_from=lambda first: ProfiledWindows(
             run.trace_folder,
             ranks.rank,
@@ -178,6 +202,15 @@ def _around(
         stop=stop,
         ledger=Ledger(teller.record, lag, most_bad_steps),
         identity=identity(job, task.data_key),
+    )
+
+
+def _checkpointer(job: Job, run: Run, teller: "Teller") -> Checkpointer:
+    return Checkpointer(
+        run.checkpoint_folder,
+        keep_last=job.checkpoint.keep_last,
+        keep_every=job.checkpoint.keep_every,
+        say=teller.say,
     )
 
 

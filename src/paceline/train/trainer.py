@@ -9,6 +9,7 @@ in rounds.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,13 @@ from torch.profiler import record_function as span
 from paceline.comm.compress.messages import messages_of
 from paceline.comm.mesh import Meshes, build_meshes
 from paceline.comm.ranks import Ranks, wait_limit
+from paceline.comm.rounds import Membership
 from paceline.config.comm import Comm
 from paceline.config.job import Job
 from paceline.config.noun import size
 from paceline.config.schedule import Schedule
 from paceline.parallel.apply import apply, arithmetic, prepare_micro_batch
+from paceline.parallel.changing import ChangingRounds
 from paceline.parallel.ep import messages_in
 from paceline.parallel.fsdp import free as free_gathered
 from paceline.parallel.gradients import Gradients
@@ -69,8 +72,14 @@ class Trainer:
     balance: Balance
 
     @classmethod
-    def of(cls, job: Job, ranks: Ranks, task: Task) -> "Trainer":
-        """Put the task's module on the ranks as the Job's layout says."""
+    def of(
+        cls, job: Job, ranks: Ranks, task: Task, membership: Membership | None = None
+    ) -> "Trainer":
+        """Put the task's module on the ranks as the Job's layout says.
+
+        Args:
+            membership: of a worker whose run goes on without lost ones, and without process group.
+        """
         layout, is_local = job.layout, job.comm.local.method != "none"
         if is_local:
             layout = layout.replace(dp=1)  # of one worker, which is one rank
@@ -97,8 +106,8 @@ class Trainer:
             exchange_of(module, names, job.comm, ranks.local_world_size)
             or hybrid_exchange_of(module, names, job.comm, layout, meshes, job.accumulation),
             tail_of(module, ranks),
-            _rounds(job, module, names) if is_local else None,
-            Reports(ranks.world_size),
+            _rounds(job, module, names, membership) if is_local else None,
+            Reports(),
             build_optimizer(named, job.optim, layout),
             LossScale(ranks.device, enabled=layout.precision == "fp16"),
             Balance(job, module, meshes),
@@ -157,10 +166,19 @@ class Trainer:
         """
         if self.local is None or not (at_once or self.local.is_round(done)):
             return False
-        self.reports.agree()
-        if self.local.is_round(done):
+        is_round = self.local.is_round(done)
+        self.reports.agree(partial(self._sum_up, ends_round=is_round))
+        if is_round and not isinstance(self.local, ChangingRounds):
             self._take_first_buffers()
         return True
+
+    def _sum_up(self, values: Tensor, *, ends_round: bool = False) -> tuple[Tensor, int]:
+        """Numbers of all ranks: their sum, and how many ranks it is of."""
+        if isinstance(self.local, ChangingRounds):
+            return self.local.sum_up(values, ends_round=ends_round)
+        if self.ranks.world_size > 1:
+            dist.all_reduce(values)
+        return values, self.ranks.world_size
 
     def _sent(self) -> dict[str, float]:
         """What this rank sent in a form of ours in the last step, in bytes, by axis."""
@@ -171,6 +189,8 @@ class Trainer:
             sent["ep.bytes"] = sum(each.take_sent() for each in messages_in(self.module))
         if isinstance(self.exchange, HybridExchange):
             return sent | self.exchange.sent()
+        if isinstance(self.local, ChangingRounds):
+            sent["dp.workers"] = len(self.local.membership.members)
         sender = self.exchange or self.local
         return sent if sender is None else {**sent, "dp.bytes": sender.sent_bytes}
 
@@ -302,11 +322,9 @@ class Trainer:
     def _agree(self, loss: Tensor, *sums: Tensor | float) -> tuple[Tensor, ...]:
         """The mean loss of all ranks, and the sums of other numbers, in one exchange."""
         values = torch.stack([torch.as_tensor(value).to(loss) for value in (loss, *sums)])
-        if self.ranks.world_size > 1:
-            dist.all_reduce(values)
-        layout = self.job.layout
+        values, num_ranks = self._sum_up(values)
         # In a pipeline only the ranks of the last stage have a loss.
-        return (values[0] / (layout.num_ranks // size(layout.pp)), *values[1:])
+        return (values[0] / (num_ranks // size(self.job.layout.pp)), *values[1:])
 
 
 def _schedule(job: Job) -> Schedule:
@@ -317,12 +335,19 @@ def _schedule(job: Job) -> Schedule:
     )
 
 
-def _rounds(job: Job, module: nn.Module, names: Mapping[nn.Parameter, str]) -> LocalRounds:
+def _rounds(
+    job: Job,
+    module: nn.Module,
+    names: Mapping[nn.Parameter, str],
+    membership: Membership | None,
+) -> LocalRounds:
+    local, least, num_steps = job.comm.local, job.comm.compress_from, job.train.steps
+    if membership is not None:
+        workers = (membership, job.layout.num_ranks)
+        return ChangingRounds(module, names, local, least, *workers, num_steps)
     # A group of its own: fragments travel beside whatever else the ranks say to each other.
     group = dist.new_group(timeout=wait_limit())
-    return LocalRounds(
-        module, names, job.comm.local, job.comm.compress_from, group, job.train.steps
-    )
+    return LocalRounds(module, names, local, least, group, num_steps)
 
 
 def _pipeline(

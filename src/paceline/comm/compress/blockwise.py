@@ -1,4 +1,4 @@
-"""Codecs that treat values one by one or in short blocks: int8, fp8, int4, onebit; fp16, bf16.
+"""Codecs that treat values one by one or in short blocks, from fp16 to onebit.
 
 How it works: a payload is the blocks' fp32 scales, then their levels (`kernels/quantize`); the last
 block is filled up with zeros. A scale in bf16, rounded up, would save 0.8 % of int8's bytes and
@@ -11,6 +11,7 @@ above fp32's range they count as infinite.
 | int8 | 8.125 | 1/127 of the block's largest magnitude |
 | fp8 | 8.125 | 2^-3 of the value's power of two |
 | int4 | 4.125 | 1/7 of the block's largest magnitude |
+| quinary | 2.53 | 0.89 of the block's root mean square; two steps at most |
 | onebit | 1.125 | |
 
 Not here: who sends payloads to whom (`exchange`), and how long errors are kept (`feedback`).
@@ -38,6 +39,7 @@ from paceline.kernels.quantize.schemes import (
     store_scales,
     to_levels,
 )
+from paceline.kernels.quantize.words import Quinary
 
 _SCALE_BYTES = torch.float32.itemsize
 
@@ -68,8 +70,9 @@ class Blockwise:
         return self.scheme.is_stochastic
 
     def num_bytes(self, num_values: int) -> int:
-        """Scales and levels of whole blocks."""
-        return -(-num_values // BLOCK) * (_SCALE_BYTES + self.scheme.num_bytes(BLOCK))
+        """Scales and levels of whole blocks, and what makes a multiple of ALIGNMENT."""
+        total = -(-num_values // BLOCK) * (_SCALE_BYTES + self.scheme.num_bytes(BLOCK))
+        return -(-total // ALIGNMENT) * ALIGNMENT
 
     def encode(self, values: Tensor, payload: Tensor, *, seed: int | None = None) -> None:
         """See BlockCodec."""
@@ -127,8 +130,9 @@ class Blockwise:
     ) -> Iterator[_Blocks]:
         """Chunks of whole blocks, then the block that is cut short."""
         num_blocks = -(-len(values) // BLOCK)
-        scales = payload[: num_blocks * _SCALE_BYTES].view(torch.float32).view(-1, 1)
-        codes = payload[num_blocks * _SCALE_BYTES :].view(-1, self.scheme.num_bytes(BLOCK))
+        coded = payload[: num_blocks * (_SCALE_BYTES + self.scheme.num_bytes(BLOCK))]
+        scales = coded[: num_blocks * _SCALE_BYTES].view(torch.float32).view(-1, 1)
+        codes = coded[num_blocks * _SCALE_BYTES :].view(-1, self.scheme.num_bytes(BLOCK))
         whole = len(values) // BLOCK * BLOCK
         edges = [*range(0, whole, chunk), whole, len(values)]
         for begin, end in pairwise(edges):
@@ -228,6 +232,7 @@ BLOCKWISE: dict[str, BlockCodec] = {
     "int8": Blockwise("int8", Integers()),
     "fp8": Blockwise("fp8", Float8()),
     "int4": Blockwise("int4", Nibbles()),
+    "quinary": Blockwise("quinary", Quinary()),
     "onebit": Blockwise("onebit", Signs()),
 }
 """By the names of a Job."""

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from paceline.comm.compress.codecs import codec_of
 from paceline.comm.compress.exchange import BlockMeans, Compressor
 from paceline.comm.compress.low_rank import LowRankMeans
+from paceline.comm.compress.scaled import ScaledMeans
 from paceline.config.comm import Codec
 
 
@@ -12,4 +13,6 @@ def compressor_of(codec: Codec, group: dist.ProcessGroup) -> Compressor:
     """The compressor of a codec that isn't "none", among the ranks of a group."""
     if codec.kind == "powersgd":
         return LowRankMeans(int(codec.argument), group)
+    if codec.kind == "quinary":
+        return ScaledMeans(codec_of(codec), group)
     return BlockMeans(codec_of(codec), group)

@@ -7,9 +7,14 @@ no smaller than fp32's smallest normal number.
 NaN and infinity survive: a block that has NaN is NaN throughout, one that has an infinity is
 infinite there (with its sign) and NaN elsewhere; of signs, which know no zero, infinite throughout.
 
+Of five levels ("quinary") the scale is in proportion to the root mean square, and what lies beyond
+the last level is cut to it. (Its square must be one that the floating type can hold.)
+
 Papers: https://arxiv.org/abs/1610.02132 (integers), https://arxiv.org/abs/2209.05433 (fp8, e4m3),
 https://arxiv.org/abs/1901.09847 (signs times the mean magnitude).
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -18,6 +23,11 @@ TINY = torch.finfo(torch.float32).tiny
 """The smallest scale."""
 LEAST = torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
 """The smallest reciprocal of a scale: an infinity times it is one, times nothing it isn't."""
+
+QUINARY_LARGEST = 2
+_QUINARY_MEAN_SQUARE = 1.25
+"""Of a block, in units of its scale. Steps of 0.89 root mean squares were the best for gradients of
+a decoder (measured: the rest is 11 % of the squares; of a Gaussian 0.84 would be, with 8 %)."""
 
 
 def integers(blocks: Tensor, largest: int) -> Tensor:
@@ -38,6 +48,19 @@ def signs(blocks: Tensor) -> Tensor:
     """Blocks (m, block) as the receiver of signs reads them."""
     scales = _stored(blocks.abs().mean(dim=1, keepdim=True))
     return torch.where(_bounded(blocks, scales, 1) >= 0, scales, -scales)
+
+
+def quinary(blocks: Tensor) -> Tensor:
+    """Blocks (m, block) as the receiver of integers from -2 to 2 reads them."""
+    scales = _stored(quinary_scales(blocks))
+    levels = _bounded(blocks, scales, QUINARY_LARGEST).round()
+    return levels.clamp(-QUINARY_LARGEST, QUINARY_LARGEST) * scales
+
+
+def quinary_scales(blocks: Tensor) -> Tensor:
+    """The step between levels of each block, not yet rounded: (m, block) to (m, 1)."""
+    norms = torch.linalg.vector_norm(blocks, dim=1, keepdim=True)
+    return norms / math.sqrt(_QUINARY_MEAN_SQUARE * blocks.shape[1])
 
 
 def _stored(scales: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ Two ways that agree (tests compare them for every schedule):
 - `holdings_of` counts along the schedule's own list of actions: a forward pass (F) starts to hold
   the activations of its stage, and the end of its backward pass lets them go. Where the backward
   pass is split, that end is W: what products need for the gradients of their weights stays until
-  then. Only where a runtime can't split a block's backward pass in two (it is recomputed, compiled
-  or offloaded, see `paceline.parallel.pp.stage`) does I do all of it, and let go of everything.
+  then, and what I leaves for it beside (`paceline.plan.memory.halves`). Only where a runtime can't
+  split a block's backward pass in two (it is recomputed, compiled or offloaded, see
+  `paceline.parallel.pp.stage`) does I do all of it, and let go of everything.
 - `bounding_holdings` has a closed form per schedule, for columns of layouts.
 
 Which moment of a list is the peak depends on what a block and the logits weigh; the list takes
@@ -26,11 +27,14 @@ holds at most
 | dualpipev | min(2m, m+1+r, 2p+1) | the same |
 | dualpipe | as dualpipev of p/2 ranks and m/2 micro-batches, at the nearer end's rank | the same |
 
+Gradients come with the backward passes: which of a rank's stages had one before its peak is counted
+along the list too.
+
 Papers: those of `paceline.plan.schedules.build`; the count for interleaved 1F1B is Megatron's,
 https://arxiv.org/abs/2205.05198 (section 4.2.3).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -38,8 +42,11 @@ from paceline.config.layout import Layout
 from paceline.config.schedule import Action, Schedule
 from paceline.plan.kinds import kinds_of
 from paceline.plan.memory.activations import held_by_block, held_by_head
+from paceline.plan.memory.halves import is_whole, left_to_weights, splits
 from paceline.plan.points import RECOMPUTE, SCHEDULES, Array, Points, Setting
 from paceline.plan.stages import Holdings
+
+_ROUNDING = 1e-9  # of sums of bytes
 
 
 def holdings_of(setting: Setting, layout: Layout, schedule: Schedule | None) -> Holdings:
@@ -57,22 +64,28 @@ def holdings_of(setting: Setting, layout: Layout, schedule: Schedule | None) -> 
     if schedule is None:
         layers = np.array([len(kind.layers) for kind in kinds], float)[:, None, None]
         one = np.ones((1, 1))
-        return Holdings(layers, layers, one, one, one)
+        several = Points.of([layout], setting).num_micro_batches > 1
+        return Holdings(layers, layers, 0 * layers, one, one, one, one * several)
     stage_layers = _layers_of_stages(setting, layout)  # (k, stages)
-    weights = _weights(setting, layout, stage_layers)
-    released = ("B", "I") if _backward_is_whole(layout) else ("B", "W")
-    counts = [
-        _held_at_peak(actions, schedule.num_stages, weights, released)
-        for actions in schedule.actions
-    ]
+    points = Points.of([layout], setting)
+    split = bool(splits(points)[0])
+    released = ("B", "W") if split else ("B", "I")
+    changes = _changes(setting, points, stage_layers, released)
+    peaks = [_peak_of(actions, changes) for actions in schedule.actions]
+    held = _open_at(peaks, schedule.num_stages, "F", released)
+    halves = split * _open_at(peaks, schedule.num_stages, "I", ("W",))
+    halves[:, 0] = 0  # its input needs no gradient: nothing is left to the second half
     owned = np.array([_stages_owned(schedule, rank) for rank in range(schedule.num_ranks)])
-    held = np.array(counts, float)  # (s, stages), as owned
+    blocks = owned * stage_layers.sum(0)  # (s, stages), as held
+    through = np.array([_went_through(peak, schedule.num_stages, released) for peak in peaks])
     return Holdings(
         layers=np.einsum("kt,st->ks", stage_layers, owned)[:, :, None],
         in_flight=np.einsum("kt,st->ks", stage_layers, held)[:, :, None],
+        halves=np.einsum("kt,st->ks", stage_layers, halves)[:, :, None],
         embeddings=owned[:, :1],
         heads=owned[:, -1:],
         heads_in_flight=held[:, -1:],
+        with_grads=((blocks * through).sum(1) / np.maximum(blocks.sum(1), 1))[:, None],
     )
 
 
@@ -89,45 +102,49 @@ def _layers_of_stages(setting: Setting, layout: Layout) -> Array:
     )
 
 
-def _weights(setting: Setting, layout: Layout, stage_layers: Array) -> list[float]:
-    """Bytes that one micro-batch leaves in each stage."""
-    points = Points.of([layout], setting)
-    weights = held_by_block(setting, points)[:, 0] @ stage_layers  # (stages,)
-    weights[-1] += held_by_head(setting, points)[0]
-    return [float(weight) for weight in weights]
+def _changes(
+    setting: Setting, points: Points, stage_layers: Array, released: tuple[str, str]
+) -> dict[str, Array]:
+    """Bytes that each kind of action adds to a rank, or takes, by stage."""
+    forward = held_by_block(setting, points)[:, 0] @ stage_layers  # (stages,)
+    forward[-1] += held_by_head(setting, points)[0]
+    half = left_to_weights(setting, points)[:, 0] @ stage_layers
+    half[0] = 0
+    changes = {"F": forward, "I": half, "W": -half}
+    return changes | {kind: changes.get(kind, 0) - forward for kind in released}
 
 
-def _backward_is_whole(layout: Layout) -> bool:
-    """Whether our runtime does all of a split backward pass in its first half."""
-    return bool(
-        layout.compile is True or layout.recompute != "none" or "activations" in layout.offload
-    )
-
-
-def _held_at_peak(
-    actions: Sequence[Action],
-    num_stages: int,
-    weights: Sequence[float],
-    released: tuple[str, str],
-) -> list[int]:
-    """Micro-batches of each stage that a rank holds when what it holds weighs most."""
+def _peak_of(actions: Sequence[Action], changes: Mapping[str, Array]) -> Sequence[Action]:
+    """A rank's actions up to where what it holds weighs most."""
     held = best = 0.0
     peak_at = 0
     for index, (kind, stage, _) in enumerate(actions):
-        if kind == "F":
-            held += weights[stage]
-            # The later of equal moments is the worse: gradients are there by then.
-            if held >= best:
-                best, peak_at = held, index
-        elif kind in released:
-            held -= weights[stage]
-    counts = [0] * num_stages
-    for kind, stage, _ in actions[: peak_at + 1]:
-        if kind == "F":
-            counts[stage] += 1
-        elif kind in released:
-            counts[stage] -= 1
+        change = float(changes[kind][stage])
+        held += change
+        # The later of equal moments is the worse: gradients are there by then.
+        if change >= 0 and held >= best * (1 - _ROUNDING):
+            best, peak_at = held, index
+    return actions[: peak_at + 1]
+
+
+def _open_at(
+    peaks: Sequence[Sequence[Action]], num_stages: int, opens: str, closes: Sequence[str]
+) -> Array:
+    """Micro-batches of each stage that one kind of action has begun, and none of others ended, at
+    each rank's peak: (s, stages)."""
+    counts = np.zeros((len(peaks), num_stages))
+    for rank, actions in enumerate(peaks):
+        for kind, stage, _ in actions:
+            counts[rank, stage] += (kind == opens) - (kind in closes)
     return counts
+
+
+def _went_through(
+    actions: Sequence[Action], num_stages: int, released: tuple[str, str]
+) -> list[bool]:
+    """Which stages had a backward pass by then, hence gradients."""
+    done = {stage for kind, stage, _ in actions if kind in released}
+    return [stage in done for stage in range(num_stages)]
 
 
 def _stages_owned(schedule: Schedule, rank: int) -> list[int]:
@@ -162,9 +179,11 @@ def bounding_holdings(setting: Setting, points: Points) -> Holdings:
     return Holdings(
         layers=per_stage * np.broadcast_to(points.stages_per_rank, ranks.shape),
         in_flight=per_stage * in_flight,
+        halves=per_stage * between_halves(points, ranks, in_flight),
         embeddings=holds_first * 1.0,
         heads=holds_last * 1.0,
         heads_in_flight=holds_last * _heads_in_flight(points),
+        with_grads=share_with_grads(points, in_flight),
     )
 
 
@@ -176,8 +195,7 @@ def stages_in_flight(points: Points, ranks: Array) -> Array:
         ranks: (s, n) or (s, 1), indices along pp.
     """
     p, m, v = points.pp, points.num_micro_batches, points.stages_per_rank
-    is_whole = (points.compile | (points.recompute != 0) | points.offload_activations).astype(bool)
-    waiting = np.where(is_whole, ranks, 0)
+    waiting = np.where(is_whole(points), ranks, 0)
     half, near = p // 2, np.minimum(ranks, p - 1 - ranks)
     forms = {
         "none": np.ones_like(ranks * m),
@@ -195,6 +213,47 @@ def stages_in_flight(points: Points, ranks: Array) -> Array:
     for index in np.unique(points.schedule):
         held = np.where(points.schedule == index, forms[SCHEDULES[index]], held)
     return held
+
+
+def between_halves(points: Points, ranks: Array, in_flight: Array) -> Array:
+    """Stages x micro-batches whose W is still to come after their I at a rank's peak, at most:
+    (s, n). In DualPipe they are halves of one stage, if any.
+
+    Args:
+        points: n layouts.
+        ranks: as in `stages_in_flight`.
+        in_flight: what that gives.
+    """
+    split = splits(points)
+    if not split.any():
+        return np.zeros((1, 1))
+    in_turn = _is("interleaved_zb", points) | _is("zb_h1", points)
+    put_off = np.where(in_turn, ranks + 1, np.where(_is("zbv", points), 2 * ranks + 1, 1))
+    # Nothing is put off on the first stage, whose input needs no gradient.
+    put_off = np.where(_is("zb_h1", points) & (ranks == 0), 0, put_off)
+    return np.where(split, np.minimum(put_off, in_flight), 0) * 1.0
+
+
+def share_with_grads(points: Points, in_flight: Array) -> Array:
+    """At most which share of a pipeline rank's blocks had a backward pass before its last forward
+    pass, when it holds as much as ever: (s, n).
+
+    GPipe's ranks had none. Where stages are interleaved, rounds of as many micro-batches as there
+    are ranks go through one stage after the other, the last one first.
+
+    Args:
+        points: n layouts.
+        in_flight: what `stages_in_flight` gives.
+    """
+    several = np.broadcast_to(points.num_micro_batches > 1, np.shape(in_flight)) * 1.0
+    if not np.any(points.pp > 1):
+        return several
+    passes = points.num_micro_batches * points.stages_per_rank / _directions(points)
+    before = np.maximum(passes - in_flight, 0)
+    in_rounds = _is("interleaved", points) | _is("interleaved_zb", points)
+    rounds = np.ceil(before / points.pp) / points.stages_per_rank
+    share = np.where(in_rounds, np.minimum(rounds, 1), before > 0)
+    return np.where(points.pp > 1, share, several)
 
 
 def _heads_in_flight(points: Points) -> Array:

@@ -7,6 +7,7 @@ While a step runs activations fall and gradients grow, so the peak is at one of 
   its activations made again, gradients between its operators, parameters on their way in and
   gradients on their way out;
 - "end": the last block's backward pass, when all gradients are there;
+- "next": the backward pass after a pipeline rank's first, beside the gradients of that;
 - "optimizer": no activations, but what the update works with.
 
 The terms returned are those of the worst moment, so that they sum to the peak.
@@ -19,6 +20,7 @@ import numpy as np
 
 from paceline.plan.memory import activations, states
 from paceline.plan.memory.buffers import context_bytes, exchange_bytes, sent_bytes, slack_bytes
+from paceline.plan.memory.halves import left_to_weights
 from paceline.plan.memory.logits import logits_bytes
 from paceline.plan.memory.sharing import Counts, counts_of, largest_matrix
 from paceline.plan.points import Array, Points, Setting
@@ -94,6 +96,8 @@ class _Parts(NamedTuple):
     gathered_at_last: Array
     logits_wait: Array
     logits_peak: Array
+    logits_kept: Array
+    """Of `logits_wait`, one micro-batch's."""
     sent: Array
     exchange: Array
 
@@ -113,10 +117,14 @@ def memory_bytes(setting: Setting, points: Points, holdings: Holdings) -> Terms:
     """
     counts = counts_of(setting, points, holdings)
     parts = _parts(setting, points, holdings, counts)
+    moments = [*_moments(parts), _optimizer(setting, points, counts)]
+    goes_on = (holdings.with_grads < 1) & (points.num_micro_batches > 1)
+    if goes_on.any():
+        moments += _next_moments(_after_a_backward_pass(parts, goes_on))
     shape = np.broadcast_shapes(holdings.heads.shape, parts.kept.shape, (1, len(points)))
     peak: Terms = {name: np.zeros(shape) for name in MEMORY_TERMS}
     total = np.full(shape, -1.0)
-    for terms in (*_moments(parts), _optimizer(setting, points, counts)):
+    for terms in moments:
         here = sum(terms.values(), np.zeros(1))
         is_worse = here > total
         if not is_worse.any():
@@ -157,23 +165,24 @@ def _parts(setting: Setting, points: Points, holdings: Holdings, counts: Counts)
     other = activations.kept_recomputing(setting, points)
     share = activations.recomputing_share(points)
     held = share * other + (1 - share) * whole  # (k, n)
+    halves = left_to_weights(setting, points)  # (k, n)
     layers = np.maximum(holdings.layers.sum(0), 1)
     # Where most of them are on the host, those on the device are as many to the end.
     weights = np.where(on_host, 0, holdings.layers / layers)
     wait, peak = logits_bytes(setting, points)
-    waiting = np.maximum(holdings.heads_in_flight - 1, 0) * wait
+    others = np.maximum(holdings.heads_in_flight - 1, 0)
     zero, one = np.zeros(1), np.ones(1)
     return _Parts(
         layers=layers,
         plain=layers * (1 - share),
-        kept=(in_flight * held[:, None]).sum(0),
+        kept=(in_flight * held[:, None] + holdings.halves * halves[:, None]).sum(0),
         of_plain=(weights * whole[:, None]).sum(0),
         of_other=(weights * other[:, None]).sum(0),
         again=activations.made_again(setting, points, whole, other).max(0),
         between=activations.between_operators(setting, points),
         ends=activations.kept_ends(setting, points) * holdings.heads_in_flight,
         grads=_Line(
-            states.grads_before(setting, points, counts, zero),
+            states.grads_before(setting, points, counts, holdings.with_grads),
             states.grads_before(setting, points, counts, one),
         ),
         fresh_ends=states.fresh_ends(setting, points, counts),
@@ -189,8 +198,9 @@ def _parts(setting: Setting, points: Points, holdings: Holdings, counts: Counts)
         reduced_ends=states.reduced_ends(setting, points, counts),
         late_message=states.late_message(setting, points, counts),
         gathered_at_last=states.gathered_at_last(setting, points, counts),
-        logits_wait=waiting,
-        logits_peak=np.where(holdings.heads_in_flight > 0, waiting + peak, 0),
+        logits_wait=others * wait,
+        logits_peak=np.where(holdings.heads_in_flight > 0, others * wait + peak, 0),
+        logits_kept=np.minimum(others, 1) * wait,
         sent=sent_bytes(setting, points, holdings),
         exchange=exchange_bytes(setting, points),
     )
@@ -207,6 +217,27 @@ def _moments(parts: _Parts) -> Iterator[Terms]:
         yield _inside(parts, blocks_done)
         yield _edge(parts, blocks_done)
     yield _root(parts)
+
+
+def _next_moments(parts: _Parts) -> Iterator[Terms]:
+    """Those that may be the peak where gradients grow no more: at the beginning of a backward pass,
+    and of its first block that recomputes."""
+    yield _loss(parts)
+    yield _inside(parts, np.zeros(1))
+    if np.any((parts.plain > 0) & (parts.plain < parts.layers)):
+        yield _inside(parts, np.minimum(parts.plain, parts.layers - 1))
+
+
+def _after_a_backward_pass(parts: _Parts, goes_on: Array) -> _Parts:
+    """Where gradients came with the backward pass at the peak and more are to follow, the next one:
+    a micro-batch's activations and logits are gone, and all gradients there."""
+    start = np.where(goes_on, parts.grads.end, parts.grads.start)
+    return parts._replace(
+        kept=np.where(goes_on, _left(parts, parts.layers), parts.kept),
+        grads=_Line(start, parts.grads.end),
+        logits_wait=parts.logits_wait - goes_on * parts.logits_kept,
+        logits_peak=parts.logits_peak - goes_on * parts.logits_kept,
+    )
 
 
 def _loss(parts: _Parts) -> Terms:

@@ -92,16 +92,16 @@ def sums_whole(points: Points) -> Array:
 def grads_before(
     setting: Setting, points: Points, counts: Counts, share: Array, reduced: bool = False
 ) -> Array:
-    """Gradients of earlier backward passes, and of a share of this one's blocks: (s, n).
+    """Gradients of the blocks that had a backward pass: (s, n).
 
-    Those of earlier micro-batches are all there, and so are DDP's buckets at any time; else they
-    come block by block. FSDP2 adds up what it reduces late in the type of the reduction.
+    They come block by block, in the first micro-batch's backward pass, but for DDP's buckets, which
+    are there at any time. FSDP2 adds up what it reduces late in the type of the reduction.
 
     Args:
         setting: its stack says the type of gradients.
         points: n layouts.
         counts: of parameters.
-        share: of the blocks whose backward pass is done, 0 to 1.
+        share: of the blocks that had one in this step, 0 to 1.
         reduced: as the optimizer finds them.
     """
     each = _grad_bytes(setting, points, points.param_bytes)
@@ -115,7 +115,7 @@ def grads_before(
         ends = np.where(is_fsdp(points), counts.ends / num_shards(points), 0)
         coming = coming - each * ends
     elsewhere = points.offload_params.astype(bool) | _keeps_grads(setting, points)
-    there = np.where(several | is_ddp(points), waiting, share * coming)
+    there = np.where(is_ddp(points), waiting, share * np.where(several, waiting, coming))
     return np.where(elsewhere, 0, there)
 
 

@@ -29,11 +29,16 @@ _FP32_BYTES = 4
 # Bytes that coding and decoding move for each value where nothing was measured: eager kernels over
 # fp32 values in chunks that stay in a cache. Assumed.
 _CODING_BYTES = {
-    "fp16": 22, "bf16": 22, "int8": 40, "fp8": 36, "int4": 48, "onebit": 44, "topk": 60,
+    "fp16": 22, "bf16": 22, "int8": 40, "fp8": 36, "int4": 48, "quinary": 60, "onebit": 44,
+    "topk": 60,
 }  # fmt: skip
 _DECODING_BYTES = {
-    "fp16": 14, "bf16": 14, "int8": 20, "fp8": 20, "int4": 26, "onebit": 30, "topk": 8,
+    "fp16": 14, "bf16": 14, "int8": 20, "fp8": 20, "int4": 26, "quinary": 60, "onebit": 30,
+    "topk": 8,
 }  # fmt: skip
+# Of the units of quinary (comm/compress/scaled.py): values and errors divided (16), multiplied
+# (16), the mean read (4).
+_UNIT_BYTES = 36
 # Passes of PowerSGD over errors and gradients (comm/compress/low_rank.py): added up (12), read for
 # P and for Q (8), rebuilt (4), the error left (12).
 _LOW_RANK_BYTES = 36
@@ -72,15 +77,19 @@ def codec_s(setting: Setting, codec: Codec, num_values: Array, num_ranks: Array)
     if codec.kind == "powersgd":
         return memory_s(setting.device, num_values * _LOW_RANK_BYTES)
     decoded = num_values * (2 - 1 / np.maximum(num_ranks, 1))
+    scaled: Array | int = 0
+    if codec.kind == "quinary":
+        scaled = memory_s(setting.device, num_values * _UNIT_BYTES)
     curve = setting.device.codecs.get(str(codec))
     if curve is None:
         coding = memory_s(setting.device, num_values * _CODING_BYTES[codec.kind])
-        return coding + memory_s(setting.device, decoded * _DECODING_BYTES[codec.kind])
+        decoding = memory_s(setting.device, decoded * _DECODING_BYTES[codec.kind])
+        return scaled + coding + decoding
     encode, decode = (
         np.interp(values, curve.values, seconds) * np.maximum(values / curve.values[-1], 1)
         for values, seconds in ((num_values, curve.encode), (decoded, curve.decode))
     )
-    return encode + decode
+    return scaled + encode + decode
 
 
 def _sides(works: Sequence[Work]) -> Array:

@@ -119,7 +119,7 @@ class _Unit(NamedTuple):
 
 
 def requests(setting: Setting, points: Points, works: Sequence[Work], held: Held) -> list[Request]:
-    """The collectives of all units: six for each part, and those of one of DDP's buckets."""
+    """The collectives of all units: six for each part, and those of a bucket (or fragment)."""
     gathered, reduced = wire_bytes(setting, points)
     across = coded_bytes(setting, points, works)
     sharded = is_sharded(points)
@@ -141,11 +141,18 @@ def requests(setting: Setting, points: Points, works: Sequence[Work], held: Held
             ]
     groups = dense_groups(points)
     replicas = np.where(sharded, 1, groups.replicas)
-    bucket = np.minimum(points.bucket_bytes, total_params(works, held) * reduced)
+    bucket = _bucket_bytes(setting, points, total_params(works, held) * reduced)
     return asked + [
         Request(op, bucket / reduced * across, replicas, groups.replica_stride)
         for op in wire_ops(setting.replica_codec)
     ]
+
+
+def _bucket_bytes(setting: Setting, points: Points, total_bytes: Array) -> Array:
+    """What travels together: one of DDP's buckets, or a fragment of a local update."""
+    if setting.updates_locally:
+        return total_bytes / setting.comm.local.fragments
+    return np.minimum(np.maximum(points.bucket_bytes, 1), total_bytes)
 
 
 def total_params(works: Sequence[Work], held: Held) -> Array:
@@ -259,11 +266,12 @@ def _buckets(
     """DDP: full buckets while the last backward pass goes on; the last one comes behind it.
 
     Coding takes the device that computes; beside it, too, a bucket may be on its way. Local updates
-    are exchanged when nothing else is done.
+    are exchanged when nothing else is done, but for fragments that may be some steps on their way.
     """
     _, reduced = wire_bytes(setting, points)
     total_bytes = total_params(works, held) * reduced
-    number = np.maximum(total_bytes / np.maximum(points.bucket_bytes, 1), 1)
+    bucket_bytes = _bucket_bytes(setting, points, total_bytes)
+    number = np.maximum(total_bytes / np.maximum(bucket_bytes, 1), 1)
     all_s = number * bucket_s
     replicas = dense_groups(points).replicas
     coding_s = codec_s(setting, setting.replica_codec, total_bytes / reduced, replicas)
@@ -274,12 +282,26 @@ def _buckets(
     )
     # Nothing is on its way before a bucket is full (DDP's first one, of 1 MiB, is soon through).
     beside_s = (backward_s + coding_s) * (1 - 1 / number)
-    overlaps = setting.stack.overlaps_data_axes and not setting.updates_locally
-    share = constant(setting.stack, "overlap_share") * overlaps
+    late_s = np.maximum(all_s - bucket_s, 0)
+    if setting.updates_locally:
+        beside_s, late_s = _steps_beside_s(setting, points, parts, held, backward_s), all_s
+    share = constant(setting.stack, "overlap_share") * setting.stack.overlaps_data_axes
     hideable = share * _waiting_share(setting, points, works, held, all_s)
-    hidden_s = hideable * np.minimum(np.maximum(all_s - bucket_s, 0), beside_s)
+    hidden_s = hideable * np.minimum(late_s, beside_s)
     none = np.zeros(1)
     return DataSeconds(none, all_s - hidden_s + coding_s, hidden_s)
+
+
+def _steps_beside_s(
+    setting: Setting, points: Points, parts: Sequence[Part], held: Held, backward_s: Array
+) -> Array:
+    """Seconds of the blocks' passes in the steps that all fragments are on their way."""
+    forward_s = sum(
+        (count * part.forward.beside_s for count, part in zip(held.blocks, parts, strict=False)),
+        np.zeros(1),
+    )
+    num_steps = setting.comm.local.fragments * setting.comm.local.overlap_steps
+    return num_steps * points.num_micro_batches * (forward_s + backward_s)
 
 
 def _waiting_share(

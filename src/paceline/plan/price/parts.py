@@ -139,7 +139,8 @@ def _part(setting: Setting, points: Points, work: Work, kernels: Kernels, sent: 
         "attention": kernels.core_backward * kernels.calls,
         "other_kernels": kernels.sweeps_backward,
     }
-    terms |= _recomputed(setting, points, kernels, forward)
+    share = _again_share(points, work)
+    terms |= _recomputed(setting, points, kernels, share)
     backward = [(e, s * e.times) for e, s in sent if e.backward]
     backward += sent_again(points, sent)
     window = kernels.input_grad + kernels.weight_grad
@@ -147,10 +148,12 @@ def _part(setting: Setting, points: Points, work: Work, kernels: Kernels, sent: 
     launches = (
         kernels.num_products
         + kernels.num_kernels_backward
-        + _again_share(points) * (kernels.num_kernels + kernels.num_products)
+        + share * (kernels.num_kernels + kernels.num_products)
     )
     input_grad = _pass(setting, points, terms, launches, backward)
-    input_grad = input_grad._replace(host_s=input_grad.host_s + _again_s(setting, points, kernels))
+    input_grad = input_grad._replace(
+        host_s=input_grad.host_s + _again_s(setting, points, work, kernels)
+    )
     weight_grad = _pass(setting, points, {"matmul": kernels.weight_grad}, kernels.num_products)
     return Part(forward, *_split(points, input_grad, weight_grad))
 
@@ -166,7 +169,7 @@ def _forward(setting: Setting, points: Points, work: Work, kernels: Kernels, sen
     launches = kernels.num_products + kernels.num_kernels + 2 * kernels.calls
     made = _pass(setting, points, terms, launches, ahead)
     waits = work.host_syncs * _LAUNCHES_AFTER_WAIT * _launch_s(setting, points)
-    chosen_s = _select_s(setting, points, kernels)
+    chosen_s = _select_s(setting, points, work, kernels)
     return made._replace(host_s=made.host_s + chosen_s, wait_s=np.asarray(waits, float))
 
 
@@ -207,9 +210,9 @@ def _send(
 
 
 def _recomputed(
-    setting: Setting, points: Points, kernels: Kernels, forward: Pass
+    setting: Setting, points: Points, kernels: Kernels, share: Array
 ) -> dict[str, Array]:
-    """Kernels that run once more before the backward pass of a block."""
+    """Kernels that run once more before the backward pass of a block, in a share of them."""
     core = kernels.core * kernels.calls
     stops_early = setting.stack.recompute_stops_early
     full = kernels.forward + core + kernels.sweeps_again - (kernels.last if stops_early else 0)
@@ -220,7 +223,7 @@ def _recomputed(
     }
     selective = by_granularity[setting.stack.recompute_granularity]
     chosen = np.where(points.recompute == _FULL, full, selective)
-    return {"recompute": chosen * _again_share(points)}
+    return {"recompute": chosen * share}
 
 
 def sent_again(points: Points, sent: Sent) -> Sent:
@@ -235,31 +238,33 @@ def sent_again(points: Points, sent: Sent) -> Sent:
     return repeated
 
 
-def _select_s(setting: Setting, points: Points, kernels: Kernels) -> Array:
+def _select_s(setting: Setting, points: Points, work: Work, kernels: Kernels) -> Array:
     """Python's decisions, operator by operator, whether a forward pass keeps their results; and as
     many when it is repeated. On GPUs they are part of launching.
     """
     selects = (points.recompute == _SELECTIVE) & ~points.compile
-    return selects * _recomputing_s(setting, points, kernels, "select_us")
+    return selects * _recomputing_s(setting, points, work, kernels, "select_us")
 
 
-def _again_s(setting: Setting, points: Points, kernels: Kernels) -> Array:
-    """What Python does in a repetition: hooks for each tensor that autograd saves, and what
-    `_select_s` says.
+def _again_s(setting: Setting, points: Points, work: Work, kernels: Kernels) -> Array:
+    """What Python does for a repetition: hooks for each tensor that autograd saves, when it is
+    saved, when it is asked for and when it is made again; and what `_select_s` says.
     """
-    hooks_s = _recomputing_s(setting, points, kernels, "again_us")
-    eager = (points.recompute > 0) & ~points.compile
-    return eager * hooks_s + _select_s(setting, points, kernels)
+    hooks_s = _recomputing_s(setting, points, work, kernels, "again_us")
+    return ~points.compile * hooks_s + _select_s(setting, points, work, kernels)
 
 
-def _recomputing_s(setting: Setting, points: Points, kernels: Kernels, name: str) -> Array:
+def _recomputing_s(
+    setting: Setting, points: Points, work: Work, kernels: Kernels, name: str
+) -> Array:
     """A constant of CPUs for each operator of a forward pass that is repeated."""
     each = constant(setting.stack, name) * 1e-6 if setting.device.is_cpu else 0.0
-    return each * points.recompute_share * (kernels.num_kernels + kernels.num_products)
+    return each * _again_share(points, work) * (kernels.num_kernels + kernels.num_products)
 
 
-def _again_share(points: Points) -> Array:
-    return np.where(points.recompute > 0, points.recompute_share, 0.0)
+def _again_share(points: Points, work: Work) -> Array:
+    """Share of a part that is computed again: of a stage's blocks."""
+    return np.where(work.in_block & (points.recompute > 0), points.recompute_share, 0.0)
 
 
 def _split(points: Points, input_grad: Pass, weight_grad: Pass) -> tuple[Pass, Pass]:

@@ -32,6 +32,9 @@ __all__ = ["ImageWork", "LanguageWork", "PublishedRun", "Work", "read_runs"]
 
 # Of a masked language model's tokens: 15 % are masked (https://arxiv.org/abs/1810.04805).
 _MASKED_SHARE = 0.15
+# Load of the busiest rank's experts over the mean where tokens choose freely, as an estimator for
+# training takes it (https://github.com/mlc-ai/pith-train/pull/18). Benchmarks force it to 1.
+_NATURAL_IMBALANCE = 1.2
 _DECIDE_MEMORY = {"micro_batch", "activation_ckpt", "fsdp_or_zero"}
 
 
@@ -134,6 +137,8 @@ def _language_work(line: Line) -> LanguageWork:
     setting = Setting(model, cluster, model.max_seq_len, global_batch, software.stack)
     if line.text("workload").lower().startswith("mlm"):
         setting = replace(setting, loss_share=_MASKED_SHARE)
+    if "natural routing" in line.text("notes").lower():
+        setting = replace(setting, expert_imbalance=_NATURAL_IMBALANCE)
     return LanguageWork(layout, software, (*inferred, *assumed, *missing, *network), setting)
 
 

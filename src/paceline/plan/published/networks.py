@@ -15,6 +15,13 @@ from paceline.plan.published.table import Line
 # GPT-2's tokens, which tables of GPT runs don't mention; where tensor parallel shares them out,
 # Megatron pads them to a multiple of 128 for each rank.
 _GPT_VOCAB = 50257
+# DeepSeek-V3's tokens choose four of eight groups of experts first, so that they visit few nodes
+# (https://arxiv.org/abs/2412.19437, 2.1.2 and 4.2), DeepSeek-V2's three of eight
+# (https://arxiv.org/abs/2405.04434, 2.2.2): by number of experts, choices and columns of a head.
+_GROUPS = {
+    (256, 8, 192): {"num_groups": 8, "groups_per_token": 4},
+    (160, 6, 192): {"num_groups": 8, "groups_per_token": 3},
+}
 
 
 class UnpredictableError(Exception):
@@ -92,5 +99,6 @@ def _experts(line: Line, layers: int) -> Experts | None:
             "ffn_size": ffn,
             "shared_ffn_size": line.count("shared_ffn") or 0,
             "dense_layers": tuple(range(min(dense, layers - 1))),
+            **_GROUPS.get((num_experts, topk, line.count("head_dim") or 0), {}),
         }
     )

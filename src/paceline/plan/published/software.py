@@ -77,6 +77,7 @@ def software_of(line: Line) -> Software:
         elementwise=_elementwise(line, system, flags, family),
         launch=_launch(line, flags, family, static),
         logits=_logits(words, family, compiled and year_of(line) >= _LOSS_COMPILED_SINCE),
+        steps_loss=family == "megatron",
         shared_vocab_loss="wide" if family == "fsdp compiled" else "narrow",
         grad_dtype=_grad_dtype(line, words, family),
         states="buffers" if family in ("megatron", "deepspeed") else "shards",

@@ -77,7 +77,8 @@ def _with_exchange(job: Job, plan: Plan) -> Plan:
     if layout.dp != 1 and layout.fsdp == 1 and layout.is_plain:
         chosen = choose_exchange(asked, layout)
         dp = concrete.comm.dp.replace(compress=chosen.comm.dp.compress)
-        concrete = concrete.replace(layout=chosen.layout, comm=concrete.comm.replace(dp=dp))
+        comm = concrete.comm.replace(dp=dp, warmup_steps=chosen.comm.warmup_steps)
+        concrete = concrete.replace(layout=chosen.layout, comm=comm)
         reasons |= chosen.reasons
         note = worth_compressing(asked, layout)
         notes += () if note is None else (note,)

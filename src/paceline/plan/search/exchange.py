@@ -19,10 +19,15 @@ from paceline.config.layout import Layout
 from paceline.plan.points import Setting
 from paceline.plan.price.step import predict
 
-FORMS = ("none", "bf16", "int8", "int4")
-"""What "auto" chooses from. int8 ended 150 steps of a small decoder 0.3 %
-from the loss of exact sums, int4 1.8 % below it; onebit and PowerSGD of rank 4 were 4 to 6 % behind
-(one seed of benchmarks/network.py --loss): those a person asks for by name."""
+FORMS = ("none", "bf16", "int8")
+"""What "auto" chooses from."""
+AFTER_WARM_UP = ("int4", "quinary")
+"""And from these where a run is long enough for their first steps to be exact. onebit, top-k and
+PowerSGD fall too far behind (benchmarks/compression_loss.py): a person asks for them by name."""
+WARM_UP_STEPS = 30
+"""With so many exact steps int4 and quinary ended 300 steps within 0.5 % of the loss of exact sums,
+without them 0.6 to 0.7 % above it (means of three seeds, benchmarks/compression_loss.py)."""
+_LEAST_STEPS = 10 * WARM_UP_STEPS
 BUCKETS_MIB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0)
 _MARGIN = 0.03
 """Of a step: exact sums stay unless another form is predicted to win by more. Assumed."""
@@ -84,15 +89,26 @@ def worth_compressing(job: Job, layout: Layout) -> str | None:
 
 
 def _candidates(job: Job, layout: Layout) -> Iterator[tuple[Layout, Comm]]:
-    forms: tuple[str, ...] = (job.comm.dp.compress,)
-    if job.comm.dp.compress == "auto":
-        # What codecs cost replicas of shards is not priced.
-        forms = FORMS if layout.is_plain and layout.fsdp == 1 else ("none",)
     buckets = BUCKETS_MIB if job.layout.bucket_mib == "auto" else ()
-    for form, bucket in product(forms, (layout.bucket_mib, *buckets)):
-        comm = job.comm.replace(dp=job.comm.dp.replace(compress=form))
+    for form, bucket in product(_forms(job, layout), (layout.bucket_mib, *buckets)):
+        comm = _in_form(job.comm, form)
         if form == "none" or _can(comm, layout):
             yield layout.replace(bucket_mib=bucket), comm
+
+
+def _forms(job: Job, layout: Layout) -> tuple[str, ...]:
+    if job.comm.dp.compress != "auto":
+        return (job.comm.dp.compress,)
+    if not layout.is_plain or layout.fsdp != 1:
+        return ("none",)  # what codecs cost replicas of shards is not priced
+    return (*FORMS, *AFTER_WARM_UP) if job.train.steps >= _LEAST_STEPS else FORMS
+
+
+def _in_form(comm: Comm, form: str) -> Comm:
+    """With the exact steps that "auto" begins with where it chooses this form."""
+    if comm.dp.compress == "auto" and form in AFTER_WARM_UP:
+        comm = comm.replace(warmup_steps=max(comm.warmup_steps, WARM_UP_STEPS))
+    return comm.replace(dp=comm.dp.replace(compress=form))
 
 
 def _can(comm: Comm, layout: Layout) -> bool:
@@ -109,13 +125,14 @@ def _try(job: Job, layout: Layout, comm: Comm) -> _Tried:
 
 
 def _why_form(best: _Tried, by_form: Mapping[str, _Tried]) -> str:
+    begins = f"after {best.comm.warmup_steps} exact steps " if best.comm.warmup_steps else ""
     told = {form: one.step_s for form, one in by_form.items() if one is not best}
     if not told:
         return "nothing else can be used with this layout"
     other = min(told, key=told.__getitem__)
     gain = told[other] / best.step_s - 1
     than = f"{gain:.0%} slower" if gain >= 0.005 else "no faster than the forecast's error"
-    return f"a step takes {best.step_s * 1e3:.4g} ms; {other} is {than}"
+    return f"{begins}a step takes {best.step_s * 1e3:.4g} ms; {other} is {than}"
 
 
 def _why_bucket(best: _Tried, tried: list[_Tried]) -> str:

@@ -62,6 +62,10 @@ __all__ = [
 ]
 
 _FP8 = PRECISIONS.index("fp8")
+# Passes over fp32 logits, read or written (megatron/core/tensor_parallel/cross_entropy.py of
+# https://github.com/NVIDIA/Megatron-LM): the largest, its difference, the exponential, their sum
+# and the quotient; backward the product with the loss's gradient.
+_STEPS_FORWARD, _STEPS_BACKWARD = 8, 2
 
 
 def block_work(setting: Setting, points: Points, kind: Kind) -> Work:
@@ -130,6 +134,8 @@ def _loss_bytes(setting: Setting, sizes: Sizes) -> tuple[Array, Array]:
     value = sizes.value_bytes
     if setting.stack.logits == "fp32":
         upcast = np.where(value < FP32, value + FP32, 0)
+        if setting.stack.steps_loss:
+            return upcast + _STEPS_FORWARD * FP32, _STEPS_BACKWARD * FP32 + upcast
         return upcast + 2 * FP32, 3 * FP32 + upcast
     if setting.stack.logits == "bf16":
         return 2 * value, 3 * value
@@ -168,6 +174,7 @@ def _stream(setting: Setting, points: Points, sizes: Sizes) -> Work:
             Sweep(stream * (backward + dropped) + casts, backward_kernels + 5 * sizes.casts, True),
         ),
         params=like(2.0 * hidden),
+        in_block=True,
     )
 
 

@@ -1,5 +1,7 @@
 """The feed-forward layer of a block: dense, or experts with their router and exchange."""
 
+import math
+
 import numpy as np
 
 from paceline.config.layers import Experts
@@ -185,13 +187,32 @@ def _reordering(
 
 
 def _places(experts: Experts, num_places: Array) -> Array:
-    """Expected places, of so many that share the experts, where a token has any of its own."""
-    share = 1 / num_places
-    missed: Array = np.ones(1)
-    for chosen in range(experts.experts_per_token):
-        left = experts.num_experts - chosen
-        missed = missed * np.maximum(1 - experts.num_experts * share / left, 0)
+    """Expected places, of so many that share the experts, where a token has any of its own.
+
+    A token that chooses groups first has experts in these alone: of the groups in a place, or of
+    the places that share a group, some are not chosen.
+    """
+    chosen_experts = experts.num_experts * experts.groups_per_token / experts.num_groups
+    groups = np.maximum(experts.num_groups / num_places, 1)
+    own = experts.num_experts / np.maximum(num_places, experts.num_groups)
+    missed: Array = np.zeros(1)
+    for here in range(experts.groups_per_token + 1):
+        # So many of the place's groups are chosen, and the token's experts all in others.
+        none: Array = np.ones(1)
+        for taken in range(experts.experts_per_token):
+            none = none * np.maximum(1 - here * own / (chosen_experts - taken), 0)
+        missed = missed + _chance(experts, groups, here) * none
     return num_places * (1 - missed)
+
+
+def _chance(experts: Experts, groups: Array, chosen: int) -> Array:
+    """Chance that a token chooses so many of these `groups` of experts (hypergeometric)."""
+    total, picks = experts.num_groups, experts.groups_per_token
+    found: Array = np.full(1, float(math.comb(picks, chosen)))
+    for taken in range(picks):
+        left = groups - taken if taken < chosen else total - groups - (taken - chosen)
+        found = found * np.maximum(left, 0) / (total - taken)
+    return found
 
 
 def _sent_share(setting: Setting, experts: Experts, points: Points, stride: Array) -> Array:

@@ -87,6 +87,8 @@ class Work:
     """Those of its experts, which are sharded over fewer ranks."""
     host_syncs: Array | float = 0.0
     """Times that the host waits for the device, forward."""
+    in_block: bool = False
+    """Whether it is in a block, which may recompute; embedding and head never do."""
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
@@ -97,6 +99,7 @@ class Work:
             self.params + other.params,
             self.expert_params + other.expert_params,
             self.host_syncs + other.host_syncs,
+            self.in_block or other.in_block,
         )
 
 

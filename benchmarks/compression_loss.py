@@ -1,0 +1,316 @@
+"""Loss at the end of training with gradients in each compressed form, against exact sums.
+
+How it works: one process is two replicas. Each has its own micro-batch of every step and its own
+errors; their gradients go through the codecs of `comm.compress` as `comm.compress.exchange` sends
+them: the other replica's half is coded, decoded and added, the mean of the own half is coded and
+decoded by both. (PowerSGD is linear in the replicas' gradients, so there its own code averages the
+one mean gradient with the sum of the errors.) Decoder, text, AdamW, clipping and schedule are
+Paceline's; a run of a seed sees the same tokens from the same weights in every form.
+
+A form's distance is that of its held-out loss to the exact run's of the same seed; the table gives
+the mean, least and most over the seeds. No link is needed, and no time is measured.
+
+    python -m benchmarks.compression_loss [--forms int8 int4 quinary] [--seeds 0 1 2] [--steps 400]
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from benchmarks.network_table import markdown
+from paceline.comm.compress.codec import BlockCodec
+from paceline.comm.compress.codecs import codec_of
+from paceline.comm.compress.compressors import compressor_of
+from paceline.comm.compress.exchange import chunks
+from paceline.comm.compress.feedback import Part
+from paceline.comm.compress.low_rank import LowRankMeans
+from paceline.comm.compress.scaled import ScaledMeans, Units
+from paceline.comm.ranks import Ranks
+from paceline.comm.topology import num_cores, this_machine
+from paceline.config.comm import Codec, codec
+from paceline.config.job import Job, read_job
+from paceline.plan.resolve import resolve
+from paceline.train.data import prepare
+from paceline.train.optim import build_optimizer, learning_rate, set_learning_rate
+from paceline.train.session import keep_freed_memory, language_model
+
+ROOT = Path(__file__).resolve().parents[1]
+FORMS = ("quinary", "int4", "int8", "powersgd:32", "onebit", "powersgd:16", "topk:0.1")
+EXACT = "none"
+NUM_REPLICAS = 2
+SETTINGS = (
+    *("name=compression_loss", "data.tokenizer=bpe:512", "model.vocab_size=512"),
+    *("model.hidden_size=128", "model.ffn_size=320", "model.num_layers=3", "model.num_heads=4"),
+    *("model.num_kv_heads=4", "model.max_seq_len=64", "model.tie_embeddings=true"),
+    *("layout.dp=1", "layout.micro_batch=8", "layout.precision=fp32", "layout.compile=false"),
+    *("layout.recompute=none", f"train.global_batch={8 * NUM_REPLICAS}", "train.seq_len=64"),
+    *("train.eval_batches=32", "optim.lr=1e-3", "optim.warmup_steps=20"),
+)
+"""A decoder of 0.6 M parameters, of which the embedding has as small a part as in network.py's."""
+
+Mean = Callable[[list[Tensor]], Tensor]
+"""Of the replicas' gradients, flat (n,) each, which it may change: as they arrive."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How a run ended."""
+
+    form: str
+    seed: int
+    steps: int
+    warmup_steps: int
+    """Exact ones."""
+    losses: list[float]
+    """Of each step, mean of the replicas."""
+    eval_loss: float
+
+
+def job_of(steps: int, seed: int) -> Job:
+    """What every run trains; a step has a micro-batch for each replica."""
+    job = read_job(None, [*SETTINGS, f"train.steps={steps}", f"train.seed={seed}"])
+    return resolve(job, this_machine().replace(num_nodes=1, devices_per_node=1)).job
+
+
+def block_mean(coder: BlockCodec, num_values: int, units: Units | None) -> Mean:
+    """The mean in the form of a codec, with errors that are kept from call to call."""
+    cuts = chunks(num_values, NUM_REPLICAS)
+    errors = [torch.zeros(num_values) for _ in range(NUM_REPLICAS)]
+
+    def sent(values: Tensor, error: Tensor) -> Tensor:
+        payload = torch.zeros(coder.num_bytes(len(values)), dtype=torch.uint8)
+        coder.encode_with_error(values, error, payload)
+        received = torch.empty_like(values)
+        coder.decode(payload, received)
+        return received
+
+    def average(gradients: list[Tensor]) -> Tensor:
+        if units is None:
+            return coded(gradients)
+        units.divide(*gradients, *errors)
+        arrived = coded(gradients)
+        units.multiply(arrived, *errors)
+        units.learn(arrived)
+        return arrived
+
+    def coded(gradients: list[Tensor]) -> Tensor:
+        found = []
+        for own, cut in enumerate(cuts):
+            shares = [gradient[cut] / NUM_REPLICAS for gradient in gradients]
+            for rank in range(NUM_REPLICAS):
+                if rank != own:
+                    shares[own] += sent(shares[rank], errors[rank][cut])
+            found.append(sent(shares[own], errors[own][cut]))
+        return torch.cat(found)
+
+    return average
+
+
+def low_rank_mean(means: LowRankMeans, parts: Sequence[Part], num_values: int) -> Mean:
+    """The mean in the form of thin products."""
+    one, errors = means.mean_of(parts, torch.empty(0)), torch.zeros(num_values)
+
+    def average(gradients: list[Tensor]) -> Tensor:
+        total = torch.stack(gradients).mean(0)
+        for work in one.average(total, errors):
+            work.wait()
+        return total
+
+    return average
+
+
+def compressed_mean(form: Codec, named: Mapping[str, Tensor], least: int) -> tuple[list[str], Mean]:
+    """Which tensors travel in a form, and their mean."""
+    means = compressor_of(form, dist.group.WORLD)
+    names = [k for k, p in named.items() if p.numel() >= least and means.takes(p.shape)]
+    parts = [Part(name, named[name].shape, True) for name in names]
+    num_values = sum(part.num_values for part in parts)
+    if isinstance(means, LowRankMeans):
+        return names, low_rank_mean(means, parts, num_values)
+    units = Units(parts, {}, torch.empty(0)) if isinstance(means, ScaledMeans) else None
+    return names, block_mean(codec_of(form), num_values, units)
+
+
+class Replicas:
+    """The gradients of all replicas, and their mean.
+
+    Args:
+        module: computes them, one replica after the other.
+        form: they travel in; None: none.
+        least: values of a tensor that is compressed.
+    """
+
+    def __init__(self, module: nn.Module, form: Codec | None, least: int) -> None:
+        self._named = dict(module.named_parameters())
+        self._average: Mean | None = None
+        if form is not None:
+            names, self._average = compressed_mean(form, self._named, least)
+            self._compressed = [self._named[name] for name in names]
+        self._given: list[Tensor] = []
+
+    def take(self, *, exact: bool) -> None:
+        """Keep what one replica's backward pass left apart, unless it is to be summed up."""
+        if not exact and self._average is not None:
+            self._given.append(torch.cat([_taken(p) for p in self._compressed]))
+
+    def finish(self) -> None:
+        """Leave the mean as the parameters' gradients."""
+        for parameter in self._named.values():
+            if parameter.grad is not None:
+                parameter.grad /= NUM_REPLICAS
+        if self._given and self._average is not None:
+            arrived = self._average(self._given).split([p.numel() for p in self._compressed])
+            for parameter, values in zip(self._compressed, arrived, strict=True):
+                parameter.grad = values.view(parameter.shape).clone()
+            self._given = []
+
+
+def _taken(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None, "every parameter of a decoder has a gradient"
+    gradient, parameter.grad = parameter.grad, None
+    return gradient.flatten()
+
+
+def train(form: str, seed: int, steps: int, warmup_steps: int) -> Trained:
+    """Train in a form of exchange.
+
+    Args:
+        form: as in comm.dp.compress.
+        seed: of weights and batches.
+        steps: of the whole run.
+        warmup_steps: the first ones, that are exact.
+    """
+    job = job_of(steps, seed)
+    task = language_model(job, Ranks())
+    module = task.module.to_empty(device="cpu")
+    assert task.fill is not None
+    assert task.eval_steps is not None
+    task.fill(module)
+    optimizer = build_optimizer(module.named_parameters(), job.optim, job.layout)
+    chosen = None if form == EXACT else codec(form)
+    replicas = Replicas(module, chosen, job.comm.compress_from)
+    losses = []
+    for index, batch in enumerate(islice(task.steps_from(0), steps)):
+        set_learning_rate(optimizer, learning_rate(job.optim, index, steps))
+        found = []
+        for micro_batch in batch:
+            loss = task.loss(module, micro_batch)
+            loss.backward()
+            replicas.take(exact=index < warmup_steps)
+            found.append(loss.item())
+        replicas.finish()
+        clip_grad_norm_(module.parameters(), job.optim.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(found))
+    with torch.no_grad():
+        held_out = [task.loss(module, one).item() for step in task.eval_steps() for one in step]
+    return Trained(form, seed, steps, warmup_steps, losses, mean(held_out))
+
+
+def table(runs: Sequence[Trained]) -> str:
+    """Held-out losses beside those of exact sums, of the seeds that are there."""
+    exact = {run.seed: run.eval_loss for run in runs if run.form == EXACT}
+    lines = []
+    for form in dict.fromkeys(run.form for run in runs):
+        of = [run for run in runs if run.form == form and run.seed in exact]
+        if not of:
+            continue
+        apart = [run.eval_loss / exact[run.seed] - 1 for run in of]
+        loss = mean(run.eval_loss for run in of)
+        spread = f"{min(apart):+.2%} – {max(apart):+.2%}"
+        lines.append((form, f"{loss:.4f}", f"{mean(apart):+.2%}", spread, str(len(of))))
+    return markdown(("form", "held-out loss", "to exact", "least – most", "seeds"), lines)
+
+
+def facts(options: argparse.Namespace) -> dict[str, Any]:
+    """What the figures were taken with and on."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    job = job_of(options.steps, 0)
+    prepare(job.data)  # tokenised once, not by every process
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks.compression_loss", *sys.argv[1:]]),
+        "commit": commit or None,
+        "versions": {name: version(name) for name in ("paceline", "torch")},
+        "python": platform.python_version(),
+        "device": this_machine().known_device.name,
+        "cores": num_cores(),
+        "num_params": job.model.num_params,
+        "settings": SETTINGS,
+    }
+
+
+def write(folder: Path, about: dict[str, Any], runs: Sequence[Trained]) -> None:
+    """Write compression_loss.json with every step's loss, and compression_loss.md."""
+    folder.mkdir(parents=True, exist_ok=True)
+    result = {"facts": about, "runs": [asdict(run) for run in runs]}
+    (folder / "compression_loss.json").write_text(json.dumps(result) + "\n")
+    first = runs[0]
+    (folder / "compression_loss.md").write_text(
+        f"{table(runs)}\n\n{about['num_params'] / 1e6:.2f} M parameters, {NUM_REPLICAS} replicas, "
+        f"{first.steps} steps, the first {first.warmup_steps} exact; {about['cores']} cores of "
+        f"{about['device']}, {about['date']}, commit {about['commit']}, torch "
+        f"{about['versions']['torch']}: `{about['command']}`\n"
+    )
+
+
+def _prepare_process() -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def main() -> None:
+    """Run every form with every seed, a process for each core."""
+    options = _options()
+    about = facts(options)
+    device = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
+    folder = options.results / f"{device}-{num_cores()}-cores"
+    cases = [(form, seed) for form in (EXACT, *options.forms) for seed in options.seeds]
+    spawn = multiprocessing.get_context("spawn")
+    runs: list[Trained] = []
+    with ProcessPoolExecutor(num_cores(), spawn, initializer=_prepare_process) as pool:
+        jobs = [pool.submit(train, *case, options.steps, options.warmup_steps) for case in cases]
+        for done in as_completed(jobs):
+            runs.append(done.result())
+            print(f"seed {runs[-1].seed}  {runs[-1].form:<12} {runs[-1].eval_loss:.4f}", flush=True)
+            order = sorted(runs, key=lambda run: cases.index((run.form, run.seed)))
+            write(folder, about, order)
+    print(table(order))
+    print(f"results: {folder / 'compression_loss.md'}, load {os.getloadavg()[0]:.1f}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--forms", nargs="+", default=[*FORMS])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=400, help="more than the learning rate's 20")
+    parser.add_argument("--warmup-steps", type=int, default=0, help="the first ones, exact")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -32,7 +32,7 @@ from paceline.train.session import keep_freed_memory
 
 OPS = ("all_reduce", "all_to_all", "all_gather", "send_recv")
 """What replicas use, and what the planner reads a link's latency and bandwidth from."""
-_SIZES = (512, 1 << 20, 1 << 22)
+_SIZES = (512, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _BLOCK_S, _NUM_BLOCKS = 0.3, 2
 _LIMIT_S = 900
 _OF_LINKS = ("comm_time_inside", "comm_time_across")

@@ -36,6 +36,14 @@ def test_it_goes_on_bit_identically(kind, num_ranks, tmp_path):
     assert losses(tmp_path) == whole
 
 
+def test_what_was_owed_is_not_dropped_in_silence(tmp_path):
+    write_tiny_job(tmp_path)
+    assert "dropped" not in _train(tmp_path, *_settings("int8"))
+    said = _train(tmp_path, *_settings("none"), "--set=train.steps=14")
+    told = "what compression still owed in the checkpoint of step 12 is dropped."
+    assert f"nothing is compressed now: {told}" in " ".join(said.split())
+
+
 def _says_what_was_sent_and_waited_for(lines: list[dict]) -> None:
     sent = [line["comm"]["dp.bytes"] for line in lines]
     assert sent[0] == pytest.approx(sent[1], rel=1e-3)

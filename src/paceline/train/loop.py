@@ -42,6 +42,10 @@ COMM_SECTION = "comm"
 # And under these what workers under local updates share, and what each but the first has.
 ROUNDS_SECTION = "rounds"
 WORKER_SECTION = "worker"
+_OWED = {
+    COMM_SECTION: "nothing is compressed now: what compression still owed",
+    ROUNDS_SECTION: "workers meet in every step now: what they had not yet agreed on",
+}
 
 
 @dataclass(frozen=True)
@@ -143,9 +147,17 @@ def _restore(trainer: Trainer, checkpointer: Checkpointer, ledger: Ledger) -> in
     restore_rng_state(rng)
     for section, exchange in exchanges(trainer).items():
         exchange.load(owed[section])
+    for section in _left_behind(trainer, found):
+        checkpointer.tell(f"{_OWED[section]} in the checkpoint of step {found.step} is dropped.")
     trainer.loss_scale.load_state_dict(facts["loss_scale"])
     ledger.num_skipped = facts["skipped"]
     return facts["step"]
+
+
+def _left_behind(trainer: Trainer, found: FoundCheckpoint) -> list[str]:
+    """Sections that nothing of this run takes: the Job's comm is another one now."""
+    saved = {name.partition(".")[0] for name in found.manifest.tensors}
+    return [section for section in _OWED if section in saved - exchanges(trainer).keys()]
 
 
 def owed_to_load(trainer: Trainer, found: FoundCheckpoint) -> dict[str, State]:

@@ -129,7 +129,7 @@ class Checkpointer:
         kept = self._keeping.last_good
         if outcome.failure is None:
             self._keeping.accept(outcome.step)
-        self._tell(outcome.sentence(kept))
+        self.tell(outcome.sentence(kept))
 
     def latest_good(self) -> FoundCheckpoint | None:
         """Return the newest checkpoint whose every byte is as written, or None where there is none.
@@ -140,7 +140,7 @@ class Checkpointer:
             InputError: there are checkpoints, but none of them is good.
         """
         self.finish()
-        found, damaged = newest_good(self.directory, self._ranks, self._tell)
+        found, damaged = newest_good(self.directory, self._ranks, self.tell)
         self._keeping.damaged |= damaged
         if found is not None:
             self._keeping.accept(found.step)
@@ -194,7 +194,8 @@ class Checkpointer:
         sync_directory(self.directory)
         return sum(entry.size_bytes for entry in manifest.files.values())
 
-    def _tell(self, sentence: str) -> None:
+    def tell(self, sentence: str) -> None:
+        """Say something of a checkpoint, on rank 0 only."""
         if self._ranks.rank == 0:
             self._say(sentence)
 

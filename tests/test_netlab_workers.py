@@ -41,7 +41,7 @@ def test_a_worker_behind_a_cut_link_is_gone_on_without_and_taken_back(tmp_path):
     with Laboratory(2, 200e6) as lab, _start(lab, tmp_path) as both:
         _wait_for_lines(tmp_path, 8, both)
         lab.cut(1)
-        _until_said(tmp_path, "worker 1 is lost: 1 workers go on.", both)
+        _until_said(tmp_path, "worker 1 is lost: 1 worker goes on.", both)
         lab.mend(1)
         while both.are_running:  # the one that was cut off ends by itself
             time.sleep(0.02)

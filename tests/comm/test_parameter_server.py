@@ -404,6 +404,28 @@ def test_a_server_killed_comes_back_and_loses_what_came_after_its_checkpoint(tmp
     assert (killed[~mine] != plain[~mine]).all()
 
 
+def test_a_server_that_came_back_waits_for_no_worker_that_asks_it_nothing(tmp_path):
+    """Such a worker may wait for the one that asks, in an all-reduce: it says hello by itself."""
+    kept = Kept(_settings(tmp_path, num_workers=2, lag=1), print)
+    placement = Placement(TABLES, 1)
+    both = [Servers(placement, DIM, [kept.address], KEY, worker, 8.0) for worker in range(2)]
+    try:
+        both[0].ask_all(Kind.LOAD, 0)
+        for servers in both:
+            servers.greet(0)
+        for servers in both:
+            servers.push(np.arange(3), np.ones((3, DIM), np.float32), 0, 0.1)
+            servers.settle()
+        kept.process.kill()
+        values, clock = both[0].pull(np.arange(3), 1)
+        assert clock == 1
+        assert values.shape == (3, DIM)
+    finally:
+        for servers in both:
+            servers.close()
+        kept.close()
+
+
 def test_a_stranger_without_the_key_learns_and_changes_nothing(tmp_path):
     kept = Kept(_settings(tmp_path), print)
     try:

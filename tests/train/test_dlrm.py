@@ -218,6 +218,7 @@ def test_a_run_survives_the_kill_of_a_server_and_says_what_is_lost(tmp_path):
         output, _ = run.communicate(timeout=60)
     finally:
         run.kill()
+        run.communicate()
     assert run.returncode == 0, output
     assert "ended by SIGKILL: started again, the workers wait" in output
     found = re.search(r"checkpoint of step (\d+): (?:no update|the updates of .* to (\d+))", output)

@@ -245,9 +245,10 @@ class Membership:
                 f"worker {self.rank} was late for a round by more than {self._timeout_s:g} s and "
                 "the others went on: start it again to join them."
             )
+        left = "1 worker goes on" if len(now) == 1 else f"{len(now)} workers go on"
         for ranks, what in ((lost, "lost"), (verdict.joining, "taken in")):
             if ranks:
-                self._say(f"{_named(ranks)} {what}: {len(now)} workers go on.")
+                self._say(f"{_named(ranks)} {what}: {left}.")
         if len(now) < self._min_workers:
             raise RunError(
                 f"{len(now)} workers are fewer than the {self._min_workers} that a round needs: "

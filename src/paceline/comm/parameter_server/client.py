@@ -6,6 +6,9 @@ far it is and repeats them: pulls change nothing, and a push is known by its ste
 long as the Job lets a rank wait, then says which server it lost.
 """
 
+import os
+import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -31,6 +34,8 @@ from paceline.config.errors import RunError
 Address = tuple[str, int]
 # Between two attempts; a server that is started anew takes about a second.
 _RETRY_S = 0.2
+# How often links that nobody uses are looked at.
+_LOOK_S = 0.2
 
 
 @dataclass
@@ -47,15 +52,35 @@ class ServerLink:
     num_reconnected: int = 0
     _connection: Connection | None = None
     _unanswered: deque[Message] = field(default_factory=deque)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, message: Message) -> None:
         """Ask something; `receive` gives the answers in the same order."""
-        self._unanswered.append(message)
+        with self._lock:
+            self._unanswered.append(message)
+            try:
+                if self._connection is not None:
+                    self._connection.send_bytes(encode(message))
+            except OSError:
+                self.close()
+
+    def look(self) -> None:
+        """Where nobody uses the link and the server has left it, connect and say hello again.
+
+        A server that came back answers nobody before all workers have said hello, and a worker may
+        wait for another one instead of asking it.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
         try:
-            if self._connection is not None:
-                self._connection.send_bytes(encode(message))
-        except OSError:
-            self.close()
+            was_there = self.num_reconnected > 0
+            if was_there and (self._connection is None or _is_at_end(self._connection)):
+                self.close()
+                self._connect()
+        except (OSError, EOFError, ValueError, AuthenticationError):
+            pass  # the next look is soon; whoever asks it something says that it is gone
+        finally:
+            self._lock.release()
 
     def receive(self) -> Message:
         """The answer to the oldest request that has none.
@@ -63,6 +88,10 @@ class ServerLink:
         Raises:
             RunError: the server refuses, or is gone for longer than the Job allows.
         """
+        with self._lock:
+            return self._receive()
+
+    def _receive(self) -> Message:
         deadline = time.monotonic() + self.timeout_s
         while True:
             try:
@@ -111,6 +140,15 @@ class ServerLink:
         )
 
 
+def _is_at_end(connection: Connection) -> bool:
+    """Whether the other end is gone; reads nothing."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        try:
+            return end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+
+
 class Servers:
     """All servers, as one worker sees them.
 
@@ -139,6 +177,13 @@ class Servers:
         ]
         self._num_unread = 0
         self._last_split: tuple[Ids, list[Ids]] | None = None
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="tables-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_LOOK_S):
+            for link in self.links:
+                link.look()
 
     def pull(self, ids: Ids, step: int) -> tuple[Rows, int]:
         """Rows as they are before step `step`, as far as the mode promises.
@@ -198,6 +243,7 @@ class Servers:
 
     def close(self) -> None:
         """Drop all connections."""
+        self._closed.set()
         for link in self.links:
             link.close()
 

@@ -17,16 +17,9 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
-import re
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from statistics import mean
@@ -38,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.network_table import markdown
+from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
 from paceline.comm.compress.codec import BlockCodec
 from paceline.comm.compress.codecs import codec_of
 from paceline.comm.compress.compressors import compressor_of
@@ -54,7 +48,6 @@ from paceline.train.data import prepare
 from paceline.train.optim import build_optimizer, learning_rate, set_learning_rate
 from paceline.train.session import keep_freed_memory, language_model
 
-ROOT = Path(__file__).resolve().parents[1]
 FORMS = ("quinary", "int4", "int8", "powersgd:32", "onebit", "powersgd:16", "topk:0.1")
 EXACT = "none"
 NUM_REPLICAS = 2
@@ -245,35 +238,20 @@ def table(runs: Sequence[Trained]) -> str:
 
 def facts(options: argparse.Namespace) -> dict[str, Any]:
     """What the figures were taken with and on."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     job = job_of(options.steps, 0)
     prepare(job.data)  # tokenised once, not by every process
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.compression_loss", *sys.argv[1:]]),
-        "commit": commit or None,
-        "versions": {name: version(name) for name in ("paceline", "torch")},
-        "python": platform.python_version(),
-        "device": this_machine().known_device.name,
-        "cores": num_cores(),
-        "num_params": job.model.num_params,
-        "settings": SETTINGS,
-    }
+    about = {"num_params": job.model.num_params, "settings": SETTINGS}
+    return {**taken_with("benchmarks.compression_loss"), **about}
 
 
-def write(folder: Path, about: dict[str, Any], runs: Sequence[Trained]) -> None:
-    """Write compression_loss.json with every step's loss, and compression_loss.md."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write(file: Path, about: dict[str, Any], runs: Sequence[Trained]) -> None:
+    """Write every step's loss as JSON, and the table beside it."""
     result = {"facts": about, "runs": [asdict(run) for run in runs]}
-    (folder / "compression_loss.json").write_text(json.dumps(result) + "\n")
-    first = runs[0]
-    (folder / "compression_loss.md").write_text(
-        f"{table(runs)}\n\n{about['num_params'] / 1e6:.2f} M parameters, {NUM_REPLICAS} replicas, "
-        f"{first.steps} steps, the first {first.warmup_steps} exact; {about['cores']} cores of "
-        f"{about['device']}, {about['date']}, commit {about['commit']}, torch "
-        f"{about['versions']['torch']}: `{about['command']}`\n"
-    )
+    file.write_text(json.dumps(result) + "\n")
+    size = f"{about['num_params'] / 1e6:.2f} M parameters, {NUM_REPLICAS} replicas"
+    steps = f"{runs[0].steps} steps, the first {runs[0].warmup_steps} exact"
+    text = f"{table(runs)}\n{size}, {steps}; {signature(about)}\n"
+    file.with_suffix(".md").write_text(text)
 
 
 def _prepare_process() -> None:
@@ -286,8 +264,8 @@ def main() -> None:
     """Run every form with every seed, a process for each core."""
     options = _options()
     about = facts(options)
-    device = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
-    folder = options.results / f"{device}-{num_cores()}-cores"
+    name = f"compression_loss_after_{options.warmup_steps}.json"
+    file = folder_of(options.results, about) / name
     cases = [(form, seed) for form in (EXACT, *options.forms) for seed in options.seeds]
     spawn = multiprocessing.get_context("spawn")
     runs: list[Trained] = []
@@ -297,9 +275,9 @@ def main() -> None:
             runs.append(done.result())
             print(f"seed {runs[-1].seed}  {runs[-1].form:<12} {runs[-1].eval_loss:.4f}", flush=True)
             order = sorted(runs, key=lambda run: cases.index((run.form, run.seed)))
-            write(folder, about, order)
+            write(file, about, order)
     print(table(order))
-    print(f"results: {folder / 'compression_loss.md'}, load {os.getloadavg()[0]:.1f}")
+    print(f"results: {file}, load {os.getloadavg()[0]:.1f}")
 
 
 def _options() -> argparse.Namespace:
@@ -308,7 +286,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=400, help="more than the learning rate's 20")
     parser.add_argument("--warmup-steps", type=int, default=0, help="the first ones, exact")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args()
 
 

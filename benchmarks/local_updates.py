@@ -16,25 +16,17 @@ minutes on two quiet cores; other work beside it costs time, but changes no figu
 
 import argparse
 import json
-import os
-import platform
-import re
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 
+from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
 from paceline.comm.compress.exchange import exact_bytes
 from paceline.comm.ranks import Ranks
-from paceline.comm.topology import num_cores, this_machine
 from paceline.config.hardware import Cluster, Device
 from paceline.config.job import read_job
 from paceline.plan.resolve import resolve
@@ -67,7 +59,6 @@ METHODS = {
 }
 """Without more, the outer optimizer is that of DiLoCo's paper: learning rate 0.7, momentum 0.9."""
 _NUM_HELD_OUT = 8
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -160,36 +151,17 @@ def table(runs: Iterable[Run]) -> str:
 
 def facts(steps: int) -> dict[str, Any]:
     """What the figures were taken with and on."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.local_updates", *sys.argv[1:]]),
-        "commit": commit or None,
-        "versions": {name: version(name) for name in ("paceline", "torch")},
-        "python": platform.python_version(),
-        "device": this_machine().known_device.name,
-        "cores": num_cores(),
-        "load_average_before": os.getloadavg(),
-        "steps": steps,
-        "settings": [*MODEL],
-        "methods": METHODS,
-    }
+    about = {"steps": steps, "settings": [*MODEL], "methods": METHODS}
+    return {**taken_with("benchmarks.local_updates"), **about}
 
 
 def write_results(results: Path, about: dict[str, Any], runs: Sequence[Run]) -> Path:
     """Write local_updates.json with every run, and local_updates.md with the table."""
-    device = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
-    folder = results / f"{device}-{about['cores']}-cores"
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "local_updates.json"
+    file = folder_of(results, about) / "local_updates.json"
     kept = {"facts": about, "runs": [asdict(run) for run in runs]}
     file.write_text(json.dumps(kept, indent=1) + "\n")
-    (folder / "local_updates.md").write_text(
-        f"{table(runs)}\n{about['steps']} steps, {NUM_WORKERS} workers on {about['cores']} cores "
-        f"of {about['device']}; {about['date']}, commit {about['commit']}, torch "
-        f"{about['versions']['torch']}: `{about['command']}`\n"
-    )
+    size = f"{about['steps']} steps, {NUM_WORKERS} workers on"
+    file.with_suffix(".md").write_text(f"{table(runs)}\n{size} {signature(about)}\n")
     return file
 
 
@@ -199,7 +171,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", default=[], choices=[*METHODS], metavar="METHOD")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
     methods = [name for name in METHODS if name == PEER or name in (asked.methods or METHODS)]
     about = facts(asked.steps)

@@ -27,17 +27,12 @@ It says nothing about latency (there is none) or GPUs. Leave the machine alone m
 import argparse
 import json
 import os
-import platform
-import re
-import shlex
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -68,14 +63,13 @@ from benchmarks.network_ways import (
     possible,
     predicted_s,
 )
+from benchmarks.provenance import RESULTS, ROOT, folder_of, signature, taken_with
 from paceline.bench.command import to_text
-from paceline.comm.topology import num_cores, this_machine
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job, read_cluster, to_raw, to_toml
 from paceline.train.data import prepare
 
-ROOT = Path(__file__).resolve().parents[1]
 HOSTS = (2, 4)
 RATES = ("50mbit", "200mbit", "1gbit", "none")
 SEEDS = (0, 1, 2)
@@ -133,7 +127,7 @@ def run_cell(
 
 def measure_times(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """All cells; the table grows on the terminal. Cells of earlier runs stay with --add."""
-    file = options.folder / "network.json"
+    file = options.folder / f"{_result_name(options)}.json"
     cells = json.loads(file.read_text())["cells"] if options.add and file.exists() else []
     for num_hosts in options.hosts:
         clusters = clusters_of(num_hosts, options.rate, options.folder / "network_clusters")
@@ -212,39 +206,29 @@ def _chosen(options: argparse.Namespace) -> list[Way]:
     return [way for way in WAYS if way.name in asked and way not in left_out]
 
 
+def _result_name(options: argparse.Namespace) -> str:
+    """Workers alone have a file of their own: their control's turns are as long as their rounds."""
+    if options.loss:
+        return "network_loss"
+    names = {way.name for way in _chosen(options)} - {CONTROL, PEER}
+    return "network_workers" if names and names <= {way.name for way in LOCAL} else "network"
+
+
 def facts(options: argparse.Namespace) -> dict[str, Any]:
     """What the figures were taken with and on."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     job = job_of(WAYS[1], options.hosts[0], STEPS)
     prepare(job.data)  # tokenised once, not by every rank
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.network", *sys.argv[1:]]),
-        "commit": commit or None,
-        "versions": {name: version(name) for name in ("paceline", "torch")},
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "device": this_machine().known_device.name,
-        "cores": num_cores(),
-        "load_average_before": os.getloadavg(),
-        "num_params": job.model.num_params,
-        "job": to_raw(job),
-    }
+    about = {"num_params": job.model.num_params, "job": to_raw(job)}
+    return {**taken_with("benchmarks.network"), **about}
 
 
 def write_results(folder: Path, name: str, about: dict[str, Any], result: dict[str, Any]) -> Path:
     """Write <name>.json with every block, and <name>.md with the table."""
-    folder.mkdir(parents=True, exist_ok=True)
     text = result.pop("markdown")
     file = folder / f"{name}.json"
     file.write_text(json.dumps({"facts": about, **result}, indent=1) + "\n")
-    (folder / f"{name}.md").write_text(
-        f"{text}\n{about['num_params'] / 1e6:.1f} M parameters, {about['cores']} cores of "
-        f"{about['device']} shared by the hosts, load {about['load_average_before'][0]:.1f} "
-        f"before; {about['date']}, commit {about['commit']}, torch {about['versions']['torch']}: "
-        f"`{about['command']}`\n"
-    )
+    size = f"{about['num_params'] / 1e6:.1f} M parameters, hosts share"
+    (folder / f"{name}.md").write_text(f"{text}\n{size} {signature(about)}\n")
     return file
 
 
@@ -254,15 +238,14 @@ def main() -> None:
     if problem := why_not():
         sys.exit(problem)
     about = facts(options)
-    device = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
-    options.folder = options.results / f"{device}-{num_cores()}-cores"
+    options.folder = folder_of(options.results, about)
     try:
         work = measure_losses if options.loss else measure_times
         result = work(options, console.print)
     except (CellError, MeasuringError, InputError) as failure:
         sys.exit(str(failure))
-    name = "network_loss" if options.loss else "network"
-    console.print(f"results: {write_results(options.folder, name, about, result)}")
+    file = write_results(options.folder, _result_name(options), about, result)
+    console.print(f"results: {file}")
 
 
 def _options() -> argparse.Namespace:
@@ -278,7 +261,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="of --loss, 20 or more")
     parser.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS], help="of --loss")
     parser.add_argument("--whole", action="store_true", help="--loss with the network of the times")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.quick:
         options.hosts, options.rate, options.rounds = [2], ["200mbit", "none"], 3

@@ -3,24 +3,25 @@
     python docs/make_compression_page.py
 
 The seconds of the codecs are those of benchmarks/results/<device>/codecs.toml, which
-`paceline bench --only codecs --ranks 1` wrote. The plot needs matplotlib (extra `docs`).
+`paceline bench --only codecs --ranks 1` wrote; the losses those of compression_loss_after_30.json
+and compression_loss_after_0.json beside it (benchmarks/compression_loss.py). The plot needs
+matplotlib (extra `docs`).
 """
 
+import json
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
+from measured import MEASURED, TECHNIQUES, axes_of, filled, save, table
 
 from paceline.config.comm import Codec, codec, coded_bits
 from paceline.config.curves import CodecCurve
 from paceline.config.job import read_cluster
 
-HERE = Path(__file__).parent
-PAGE = HERE / "techniques/compression.md"
-PLOT = HERE / "techniques/compression.svg"
-MEASURED = HERE.parent / "benchmarks/results/intel-r-xeon-r-processor-2-cores/codecs.toml"
 FORMS = ("fp16", "bf16", "int8", "fp8", "int4", "quinary", "onebit", "topk:0.01", "topk:0.001")
 VALUES, RANKS = 20e6, 2
-BEGIN, END = "<!-- made by make_compression_page.py -->", "<!-- end -->"
+LOSS_FORMS = ("int8", "int4", "quinary")
 
 
 def seconds(curve: CodecCurve, values: float = VALUES) -> tuple[float, float]:
@@ -43,52 +44,70 @@ def break_even(form: Codec, curve: CodecCurve) -> float:
     return 8 * saved / sum(seconds(curve))
 
 
-def table(curves: dict[str, CodecCurve]) -> str:
-    """The page's table, as Markdown."""
-    lines = [
-        "| form | bits per value | MB a step | codec, ms | pays below |",
-        "|---|---:|---:|---:|---:|",
-        f"| exact | 32 | {sent_bytes(32) / 1e6:.1f} | 0 | |",
-    ]
+def codecs_table(curves: dict[str, CodecCurve]) -> str:
+    """What each form sends and takes, and where it pays."""
+    lines = [("exact", "32", f"{sent_bytes(32) / 1e6:.1f}", "0", "")]
     for name in FORMS:
         form, curve = codec(name), curves[name]
         bits = coded_bits(form)
-        lines.append(
-            f"| `{name}` | {bits:.3g} | {sent_bytes(bits) / 1e6:.3g} | "
-            f"{sum(seconds(curve)) * 1e3:.0f} | {break_even(form, curve) / 1e9:.1f} Gbit/s |"
-        )
-    return "\n".join(lines)
+        coding = f"{sum(seconds(curve)) * 1e3:.0f}"
+        sent, pays = f"{sent_bytes(bits) / 1e6:.3g}", f"{break_even(form, curve) / 1e9:.1f} Gbit/s"
+        lines.append((f"`{name}`", f"{bits:.3g}", sent, coding, pays))
+    return table(("form", "bits per value", "MB a step", "codec, ms", "pays below"), lines)
+
+
+def losses_table() -> str:
+    """Held-out losses above those of exact sums on the same seed, with and without exact steps."""
+    lines = [
+        (f"`{form}`", f"{coded_bits(codec(form)):.3g}", _above(form, 30), _above(form, 0))
+        for form in LOSS_FORMS
+    ]
+    titles = ("form", "bits per value", "after 30 exact steps (seeds)", "without (seeds)")
+    return table(titles, lines)
+
+
+def _above(form: str, num_exact: int) -> str:
+    file = MEASURED / f"compression_loss_after_{num_exact}.json"
+    runs = json.loads(file.read_text())["runs"]
+    exact = {run["seed"]: run["eval_loss"] for run in runs if run["form"] == "none"}
+    apart = [run["eval_loss"] / exact[run["seed"]] - 1 for run in runs if run["form"] == form]
+    if not apart:
+        return "not measured"
+    return f"{mean(apart):+.2%} ({min(apart):+.2%} – {max(apart):+.2%})"
 
 
 def plot(curves: dict[str, CodecCurve]) -> None:
     """Exposed seconds of an exchange over the link's bandwidth, one line per form."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "paceline"
-    from matplotlib import pyplot as plt
-
+    figure, axes = axes_of(
+        "20 M gradients among 2 ranks, codecs on one CPU core",
+        "bandwidth of the link, Gbit/s",
+        "seconds of an exchange, nothing hidden",
+    )
     bandwidth = np.geomspace(2e7, 1e11, 200)
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     axes.loglog(bandwidth / 1e9, 8 * sent_bytes(32) / bandwidth, "k", lw=2, label="exact (fp32)")
     for name in ("bf16", "int8", "int4", "quinary", "onebit", "topk:0.01"):
         wire = 8 * sent_bytes(coded_bits(codec(name))) / bandwidth
         axes.loglog(bandwidth / 1e9, wire + sum(seconds(curves[name])), label=name)
-    axes.set_xlabel("bandwidth of the link, Gbit/s")
-    axes.set_ylabel("seconds of an exchange, nothing hidden")
-    axes.set_title("20 M gradients among 2 ranks, codecs on one CPU core")
-    axes.grid(True, which="both", alpha=0.2)
-    axes.legend()
-    figure.savefig(PLOT, metadata={"Date": None})
+    save(figure, "compression")
+
+
+def measured_codecs() -> dict[str, CodecCurve]:
+    """By name."""
+    return dict(read_cluster(MEASURED / "codecs.toml").known_device.codecs)
+
+
+def pages() -> dict[Path, str]:
+    """The page as it should be."""
+    page = TECHNIQUES / "compression.md"
+    tables = {"codecs": codecs_table(measured_codecs()), "losses": losses_table()}
+    return {page: filled(page.read_text(), tables)}
 
 
 def main() -> None:
     """Renew what stands between the marks, and the plot."""
-    curves = dict(read_cluster(MEASURED).known_device.codecs)
-    before, rest = PAGE.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(curves)}\n{END}{after}")
-    plot(curves)
+    for page, text in pages().items():
+        page.write_text(text)
+    plot(measured_codecs())
 
 
 if __name__ == "__main__":

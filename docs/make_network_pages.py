@@ -2,10 +2,10 @@
 
     python docs/make_network_pages.py
 
-Measured rows are those of benchmarks/results/<device>/network.json and local_updates.json, which
-benchmarks/network.py and benchmarks/local_updates.py wrote; what they lack is "not measured yet".
-The rest are the formulas of the two pages, for the network of network.py on two hosts. The plots
-need matplotlib (extra `docs`).
+Measured rows are those of benchmarks/results/<device>/network.json, network_workers.json and
+local_updates.json, which benchmarks/network.py and benchmarks/local_updates.py wrote; what they
+lack is "not measured yet". The rest are the formulas of the two pages, for the network of
+network.py on two hosts. The plots need matplotlib (extra `docs`).
 """
 
 import json
@@ -16,12 +16,10 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
+from measured import MEASURED, TECHNIQUES, axes_of, filled, save, table
 
 from paceline.config.comm import codec, coded_bits
 
-HERE = Path(__file__).parent
-MEASURED = HERE.parent / "benchmarks/results/intel-r-xeon-r-processor-2-cores"
-BEGIN, END = "<!-- {name}, made by make_network_pages.py -->", "<!-- end -->"
 RANKS, VALUES, STEP_S = 2, 12.2e6, 0.93
 """Hosts, parameters and seconds that a step computes, as in network.json at 200 Mbit/s."""
 BACKWARD_S = STEP_S * 2 / 3
@@ -71,11 +69,6 @@ def rate_for(meeting: Meeting, wanted: float) -> float:
     return fragment_bits / (spare_s + meeting.overlap_steps * STEP_S)
 
 
-def _table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(titles) - 1)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (titles, rule, *lines))
-
-
 def _rate(bits_per_s: float) -> str:
     size, unit = (1e9, "Gbit/s") if bits_per_s >= 1e9 else (1e6, "Mbit/s")
     return f"{bits_per_s / size:.3g} {unit}"
@@ -84,7 +77,7 @@ def _rate(bits_per_s: float) -> str:
 def meetings_table() -> str:
     """What each way sends, and the links it needs."""
     titles = ("what travels", "MB a step", *(f"at {_rate(r)}" for r in RATES), "95 % above")
-    return _table(
+    return table(
         titles,
         [
             (
@@ -110,7 +103,7 @@ def losses_table(runs: Sequence[Mapping[str, Any]]) -> str:
         sent = mean(run["bytes_per_step"] for run in mine)
         loss, spread = mean(run["loss"] for run in mine), f"{min(apart):+.2%} – {max(apart):+.2%}"
         lines.append((method, f"{sent / 1e3:.1f}", f"{loss:.4f}", f"{mean(apart):+.2%} ({spread})"))
-    return _table(("method", "kB sent a step", "held-out loss", "to synchronous (seeds)"), lines)
+    return table(("method", "kB sent a step", "held-out loss", "to synchronous (seeds)"), lines)
 
 
 def local_times_table(cells: Sequence[Mapping[str, Any]]) -> str:
@@ -129,7 +122,7 @@ def local_times_table(cells: Sequence[Mapping[str, Any]]) -> str:
         if row["way"] in ("diloco", "streaming")
     ]
     titles = ("way", "hosts", "link", "step, s", "MB sent a step", "of computing alone")
-    return _table(titles, lines) if lines else f"Step times: {NOT_YET}."
+    return table(titles, lines) if lines else f"Step times: {NOT_YET}."
 
 
 def _link(cell: Mapping[str, Any]) -> str:
@@ -159,7 +152,7 @@ def overlap_table(cells: Sequence[Mapping[str, Any]]) -> str:
                 )
             )
     titles = ("gradients as", "hosts", "link", "on the wire, s", "exposed, s", "step, s")
-    return _table((*titles, "predicted, s", "error"), lines) if lines else NOT_YET
+    return table((*titles, "predicted, s", "error"), lines) if lines else NOT_YET
 
 
 def _link_rate(cell: Mapping[str, Any]) -> float:
@@ -173,65 +166,46 @@ def exposed_s(bits_per_s: float, num_buckets: float, latency_s: float = 1e-3) ->
     return wire_s - hidden_s
 
 
-def _pyplot() -> Any:
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "paceline"
-    from matplotlib import pyplot as plt
-
-    return plt
-
-
-def plot_local(file: Path) -> None:
+def plot_local() -> None:
     """Share of the throughput that is left, over the link's bandwidth."""
-    figure, axes = _pyplot().subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axes = axes_of(
+        f"12.2 M parameters on 2 ranks, {STEP_S:g} s a step, nothing else hidden",
+        "bandwidth of the link, Mbit/s",
+        "throughput over that of computing alone",
+    )
     rates = np.geomspace(1e6, 1e10, 300)
     for meeting in MEETINGS:
         axes.semilogx(rates / 1e6, [efficiency(meeting, r) for r in rates], label=meeting.name)
     axes.axhline(0.95, color="k", lw=0.8, ls=":")
-    axes.set_xlabel("bandwidth of the link, Mbit/s")
-    axes.set_ylabel("throughput over that of computing alone")
-    axes.set_title("12.2 M parameters on 2 ranks, 0.93 s a step, nothing else hidden")
-    axes.grid(True, which="both", alpha=0.2)
-    axes.legend(fontsize="small")
-    figure.savefig(file, metadata={"Date": None})
+    save(figure, "local_updates")
 
 
-def plot_overlap(file: Path) -> None:
+def plot_overlap() -> None:
     """Exposed seconds over the link's bandwidth, a line per number of buckets."""
-    figure, axes = _pyplot().subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axes = axes_of(
+        f"49 MB of gradients on 2 ranks beside {BACKWARD_S:.2f} s of backward pass",
+        "bandwidth of the link, Gbit/s",
+        "exposed seconds of an exchange",
+    )
     rates = np.geomspace(5e7, 5e10, 300)
     for count, label in ((1, "one bucket"), (2, "25 MiB"), (12, "4 MiB"), (47, "1 MiB")):
         axes.loglog(rates / 1e9, [exposed_s(rate, count) for rate in rates], label=label)
     axes.axvline(8 * round_bytes(MEETINGS[0]) / BACKWARD_S / 1e9, color="k", lw=0.8, ls=":")
-    axes.set_xlabel("bandwidth of the link, Gbit/s")
-    axes.set_ylabel("exposed seconds of an exchange")
-    axes.set_title("49 MB of gradients on 2 ranks beside 0.62 s of backward pass")
-    axes.grid(True, which="both", alpha=0.2)
-    axes.legend()
-    figure.savefig(file, metadata={"Date": None})
-
-
-def filled(page: str, tables: Mapping[str, str]) -> str:
-    """A page with what stands between the marks renewed."""
-    for name, table in tables.items():
-        begin = BEGIN.format(name=name)
-        before, rest = page.split(begin)
-        _, after = rest.split(END, 1)
-        page = f"{before}{begin}\n{table}\n{END}{after}"
-    return page
+    save(figure, "overlap")
 
 
 def pages() -> dict[Path, str]:
     """The two pages as they should be."""
-    cells = json.loads((MEASURED / "network.json").read_text())["cells"]
+    cells, workers = (
+        json.loads((MEASURED / f"{name}.json").read_text())["cells"]
+        for name in ("network", "network_workers")
+    )
     runs = json.loads((MEASURED / "local_updates.json").read_text())["runs"]
-    local, overlap = (HERE / f"techniques/{name}.md" for name in ("local_updates", "overlap"))
+    local, overlap = (TECHNIQUES / f"{name}.md" for name in ("local_updates", "overlap"))
     of_local = {
         "meetings": meetings_table(),
         "losses": losses_table(runs),
-        "times": local_times_table(cells),
+        "times": local_times_table(workers),
     }
     return {
         local: filled(local.read_text(), of_local),
@@ -243,8 +217,8 @@ def main() -> None:
     """Renew what stands between the marks, and the plots."""
     for page, text in pages().items():
         page.write_text(text)
-    plot_local(HERE / "techniques/local_updates.svg")
-    plot_overlap(HERE / "techniques/overlap.svg")
+    plot_local()
+    plot_overlap()
 
 
 if __name__ == "__main__":

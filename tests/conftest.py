@@ -1,6 +1,17 @@
 """Settings for every test."""
 
+import os
+
 import torch
+from hypothesis import settings
+
+if not torch.cuda.is_available():
+    # Before anything imports Triton: then its kernels run on the CPU, in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Tests are many small tensors on few cores: threads would wait for each other.
 torch.set_num_threads(1)
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("paceline", deadline=None)
+settings.load_profile("paceline")

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -56,7 +57,21 @@ def _stream(lab: Laboratory, size: int = SIZE) -> float:
 
 
 def _lives(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _end(pids: Iterable[int]) -> bool:
+    """Whether all of them end: a process that was killed takes its time to be gone."""
+    deadline = time.monotonic() + 5
+    while living := [pid for pid in pids if _lives(pid)]:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+        pids = living
+    return True
 
 
 @pytest.mark.parametrize(
@@ -153,7 +168,7 @@ def test_ranks_that_hang_are_killed_with_their_children():
     with Laboratory(1) as lab:
         (rank,) = lab.run(["sh", "-c", "echo $$; sleep 60 & echo $!; wait"], timeout_s=0.5)
         assert rank.code == -signal.SIGKILL
-        assert not any(_lives(int(pid)) for pid in rank.output.split())
+        assert _end(int(pid) for pid in rank.output.split())
 
 
 BUSY = """
@@ -187,7 +202,7 @@ def test_an_interrupted_laboratory_leaves_nothing(number):
         process.wait(20)
     assert ranks
     assert process.pid not in namespaces().values()
-    assert not any(_lives(rank.pid) for rank in ranks)
+    assert _end(rank.pid for rank in ranks)
 
 
 @laboratory
@@ -202,7 +217,7 @@ def test_what_a_killed_laboratory_left_is_swept_up_by_the_next():
         assert list(namespaces().values()).count(os.getpid()) == 2, "its own stays"
         assert sweep() == []
         assert lab.traffic(0).sent_bytes == 0
-    assert not any(_lives(rank.pid) for rank in ranks)
+    assert _end(rank.pid for rank in ranks)
 
 
 @laboratory

@@ -1,6 +1,6 @@
-"""The pages on local updates and overlap: their tables are the generator's, its formulas hold."""
+"""The pages on what crosses the wires: their tables are the generators', the formulas hold."""
 
-import importlib.util
+import importlib
 from pathlib import Path
 
 import pytest
@@ -8,21 +8,30 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def made():
-    spec = importlib.util.spec_from_file_location("made", ROOT / "docs/make_network_pages.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+GENERATORS = ("make_network_pages", "make_compression_page")
 
 
-def test_the_pages_are_made_from_what_was_measured(made):
-    for page, text in made.pages().items():
-        assert page.read_text() == text, "run: python docs/make_network_pages.py"
+@pytest.fixture
+def generators(monkeypatch):
+    """The modules, which find what they share beside them."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return {name: importlib.import_module(name) for name in GENERATORS}
 
 
-def test_links_of_the_pages_lead_somewhere(made):
-    for page in made.pages():
+@pytest.fixture
+def made(generators):
+    return generators["make_network_pages"]
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_the_pages_are_made_from_what_was_measured(name, generators):
+    for page, text in generators[name].pages().items():
+        assert page.read_text() == text, f"run: python docs/{name}.py"
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_links_of_the_pages_lead_somewhere(name, generators):
+    for page in generators[name].pages():
         targets = [part.split(")")[0] for part in page.read_text().split("](")[1:]]
         assert targets
         assert all((page.parent / target).exists() for target in targets)

@@ -1,0 +1,55 @@
+"""What a benchmark's figures were taken with and on, and where its results are kept."""
+
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.topology import num_cores, this_machine
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results"
+
+
+def taken_with(module: str) -> dict[str, Any]:
+    """Date, command, commit, versions and machine.
+
+    Args:
+        module: as it was started, by its full name.
+    """
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "commit": commit or None,
+        "versions": {name: version(name) for name in ("paceline", "torch")},
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "device": this_machine().known_device.name,
+        "cores": num_cores(),
+        "load_average_before": os.getloadavg(),
+    }
+
+
+def folder_of(results: Path, facts: dict[str, Any]) -> Path:
+    """The machine's own folder among the results, made where it is missing."""
+    device = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")
+    folder = results / f"{device}-{facts['cores']}-cores"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def signature(facts: dict[str, Any]) -> str:
+    """The last line of a results page."""
+    return (
+        f"{facts['cores']} cores of {facts['device']}, load {facts['load_average_before'][0]:.1f} "
+        f"before; {facts['date']}, commit {facts['commit']}, torch {facts['versions']['torch']}: "
+        f"`{facts['command']}`"
+    )

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench kernels-report clean
 
 demo: $(VENV)/.installed
 	$(BIN)/paceline train $(ARGS)
@@ -23,6 +23,10 @@ format: $(VENV)/.installed-lint
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/overhead.py
+
+# What each kernel needs of a GPU, without one; fails where a kernel spills registers.
+kernels-report: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.kernels.report
 
 # One environment; each stamp adds what its targets need and is renewed when pyproject.toml changes.
 $(VENV)/bin/python:

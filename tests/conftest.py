@@ -5,6 +5,8 @@ import os
 import torch
 from hypothesis import settings
 
+# Kernels are tested with torch's deterministic mode on, which cuBLAS needs to be told beforehand.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 if not torch.cuda.is_available():
     # Before anything imports Triton: then its kernels run on the CPU, in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")

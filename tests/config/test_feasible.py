@@ -77,6 +77,12 @@ REFUSED = {
         "train.seq_len = 18 leaves 18 tokens to a rank's sequence, which layout.tp = 4 with "
         "sequence_parallel does not divide: use a seq_len that is a multiple of 4.",
     ),
+    "kernels without a GPU": (
+        {"kernels": "triton"},
+        {},
+        'layout.kernels = "triton" needs CUDA devices and the cluster has CPU: use "auto" or '
+        '"reference".',
+    ),
     "sequence parallel without tp": (
         {"sequence_parallel": True},
         {},

@@ -144,3 +144,39 @@ def collectives(
         print(json.dumps(facts))
     if given_ranks("cpu") is not None:
         leave()
+
+
+@bench_app.command()
+def kernels(
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="One operator, such as swiglu. May be repeated.", show_default=False),
+    ] = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Look for the best launches and write their table.")
+    ] = False,
+    out: Annotated[
+        Path, typer.Option(help="The table of launches that --tune writes or adds to.")
+    ] = Path("launches.json"),
+    quick: Quick = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check and time the Triton kernels on this GPU.
+
+    Each operator, forward and backward, is checked against fp64 and against itself,
+    and timed in turns with eager torch and torch.compile: milliseconds, bytes or
+    operations per second, and the share of what a copy or a product reached.
+
+    layout.kernels = "auto" takes an operator's kernels only where a table of launches
+    says that they win on this device: --tune writes one.
+
+    \b
+    paceline bench kernels --only swiglu
+    paceline bench kernels --tune --out h100.json
+    PACELINE_KERNEL_TABLE=h100.json paceline train job.toml
+    """
+    from paceline.bench.kernels.command import kernels_command
+
+    facts = kernels_command(only or [], out, tune=tune, quick=quick)
+    if as_json:
+        print(json.dumps(facts))

@@ -72,6 +72,15 @@ def _precision(demand: Demand) -> Iterator[str]:
         )
 
 
+def _kernels(demand: Demand) -> Iterator[str]:
+    device = demand.cluster.known_device
+    if demand.layout.kernels == "triton" and device.kind != "cuda":
+        yield (
+            f'layout.kernels = "triton" needs CUDA devices and the cluster has {device.name}: '
+            'use "auto" or "reference".'
+        )
+
+
 def _known_model(demand: Demand) -> Iterator[str]:
     """Only a decoder says how it can be cut; any module can be replicated or sharded."""
     layout = demand.layout
@@ -354,6 +363,7 @@ def _shown(value: object) -> str:
 
 _RULES: tuple[Rule, ...] = (
     _precision,
+    _kernels,
     _known_model,
     _ranks,
     _zero,

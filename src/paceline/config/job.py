@@ -149,8 +149,7 @@ class Job(Noun):
     @property
     def is_concrete(self) -> bool:
         """Whether no "auto" is left that a run depends on."""
-        sections = (self.cluster, self.layout)
-        return not any(value == "auto" for section in sections for value in vars(section).values())
+        return "auto" not in vars(self.cluster).values() and not self.layout.undecided
 
     @property
     def micro_batch(self) -> int:

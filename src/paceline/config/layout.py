@@ -25,6 +25,7 @@ from paceline.config.noun import Auto, Count, Noun, size
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 ParamDtype = Literal["fp64", "fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
+Kernels = Literal["auto", "reference", "triton"]
 ScheduleName = Literal[
     "none",
     "gpipe",
@@ -99,10 +100,18 @@ class Layout(Noun):
     """What waits in host memory until it is needed; params takes the optimizer along."""
     compile: Auto | bool = "auto"
     """Whether each block goes through torch.compile."""
+    kernels: Kernels = "auto"
+    """Plain torch, or fused Triton kernels (CUDA). "auto" stays so in a concrete layout: each
+    operator takes its kernel where it was measured to be faster on the rank's own device."""
     bucket_mib: Auto | Annotated[float, Field(gt=0)] = "auto"
     """Size of DDP's gradient buckets, MiB: each is reduced as soon as its gradients are there."""
     rebalance_every: Annotated[int, Field(ge=0)] = 0
     """With ep: steps between moves of experts to even out the load of the ranks; 0: never."""
+
+    @property
+    def undecided(self) -> list[str]:
+        """Settings that a plan still has to decide."""
+        return [name for name, value in vars(self).items() if name != "kernels" and value == "auto"]
 
     @property
     def num_ranks(self) -> int:

@@ -18,6 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.kernels import switch
+from paceline.kernels.select import reference
+
 # Sampled values; fewer than these are sorted at once. More make the threshold no sharper than the
 # margin, fewer miss it often.
 _SAMPLE = 1 << 16
@@ -72,8 +75,12 @@ def _kth_largest(magnitudes: Tensor, k: int) -> float:
 
 def _at_least(values: Tensor, threshold: float) -> Tensor:
     """Where magnitudes reach a threshold, or are NaN: (m,) int64, rising."""
+    if switch.takes("select", values) and values.is_contiguous():
+        from paceline.kernels.select import kernel
+
+        return kernel.at_least(values, threshold)
     if values.device.type != "cpu":
-        return (values.abs() < threshold).logical_not_().nonzero().view(-1)
+        return reference.at_least(values, threshold)
     scratch = values.new_empty(_CHUNK, dtype=torch.promote_types(values.dtype, torch.float32))
     below = np.empty(_CHUNK, np.bool_)
     found = []

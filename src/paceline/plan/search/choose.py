@@ -57,7 +57,7 @@ def plan_job(job: Job, machine: Cluster, wishes: Wishes | None = None) -> Plan:
     unknown = unsearchable(job, cluster)
     if unknown is not None:
         return replace(resolve(job, machine), notes=(unknown,))
-    if _is_concrete(job.layout):
+    if not job.layout.undecided:
         return _with_exchange(job, resolve(job, machine))
     wishes = replace(wishes or Wishes(), layout=job.layout)
     return _with_exchange(job, _searched(job, cluster, wishes, reasons))
@@ -117,17 +117,12 @@ def unsearchable(job: Job, cluster: Cluster) -> str | None:
     return None
 
 
-def _is_concrete(layout: Layout) -> bool:
-    return not any(value == "auto" for value in vars(layout).values())
-
-
 # ---- reasons -------------------------------------------------------------------------------------
 
 
 def _reasons(given: Layout, chosen: Layout, found: Found) -> dict[str, str]:
     """Why each setting that was "auto" became what it is, by the best layout with another value."""
-    names = [name for name, value in vars(given).items() if value == "auto"]
-    return {f"layout.{name}": _reason(name, chosen, found) for name in names}
+    return {f"layout.{name}": _reason(name, chosen, found) for name in given.undecided}
 
 
 def _reason(name: str, chosen: Layout, found: Found) -> str:

@@ -1,0 +1,249 @@
+"""All cases: the operators at shapes that people train, in the order of the report."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Generator, Tensor
+
+from paceline.bench.kernels.cases import Case, Make, normal, whole_numbers
+from paceline.kernels import (
+    activations,
+    adamw,
+    batch_norm,
+    experts,
+    loss,
+    matmul,
+    norm,
+    residual,
+    rope,
+    softmax,
+)
+
+# Of tokens in a batch, where a shape has none of its own.
+_WIDE = 16384
+
+
+def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
+    """All of them.
+
+    Args:
+        dtype: of the tensors; weights of norms and statistics are fp32 where training has them so.
+    """
+    for group in (_norms, _pointwise, _rotary, _images, _losses, _products, _optimizers):
+        yield from group(dtype)
+
+
+def _tensors(*shapes: tuple[int, ...], dtype: torch.dtype) -> Make:
+    return lambda generator: tuple(normal(generator, *shape, dtype=dtype) for shape in shapes)
+
+
+def _norms(dtype: torch.dtype) -> Iterator[Case]:
+    size = dtype.itemsize
+    for rows, width in norm.SHAPES:
+        shape, x, weight = f"{rows} x {width}", (rows, width), (width,)
+        forward, backward = (
+            cost(rows, width, size) for cost in (norm.forward_cost, norm.backward_cost)
+        )
+        make = _tensors(x, weight, dtype=dtype)
+        yield Case("norm", "rms_norm", shape, make, norm.rms_norm, forward, backward)
+        make = _tensors(x, weight, weight, dtype=dtype)
+        yield Case("norm", "layer_norm", shape, make, norm.layer_norm, forward, backward)
+        make = _tensors(x, x, weight, dtype=dtype)
+        added = norm.add_forward_cost(rows, width, size), norm.add_backward_cost(rows, width, size)
+        yield Case("norm", "add_rms_norm", shape, make, norm.add_rms_norm, *added)
+
+
+def _pointwise(dtype: torch.dtype) -> Iterator[Case]:
+    size = dtype.itemsize
+    for rows, width in activations.SHAPES:
+        yield Case(
+            *("activations", "swiglu", f"{rows} x {width}"),
+            _tensors((rows, width), (rows, width), dtype=dtype),
+            activations.gated,
+            activations.gated_forward_cost(rows, width, size),
+            activations.gated_backward_cost(rows, width, size),
+        )
+    rows = activations.SHAPES[0][0]
+    yield Case(
+        *("activations", "squared_relu", f"{rows} x {_WIDE}"),
+        _tensors((rows, _WIDE), dtype=dtype),
+        activations.squared_relu,
+        activations.squared_relu_forward_cost(rows, _WIDE, size),
+        activations.squared_relu_backward_cost(rows, _WIDE, size),
+    )
+    for rows, width in softmax.SHAPES[:3]:
+        rows = min(rows, 2**30 // width)
+        yield Case(
+            *("softmax", "softmax", f"{rows} x {width}"),
+            _tensors((rows, width), dtype=dtype),
+            softmax.softmax,
+            softmax.forward_cost(rows, width, size),
+            softmax.backward_cost(rows, width, size),
+        )
+    for rows, width in residual.SHAPES[1:]:
+        yield Case(
+            *("residual", "bias_dropout_residual", f"{rows} x {width}"),
+            _tensors((rows, width), (width,), (rows, width), dtype=dtype),
+            partial(_dropout, p=0.1),
+            residual.forward_cost(rows, width, size),
+            residual.backward_cost(rows, width, size),
+        )
+
+
+def _dropout(x: Tensor, bias: Tensor, stream: Tensor, p: float) -> Tensor:
+    return residual.bias_dropout_residual(x, bias, stream, p, 1)
+
+
+def _rotary(dtype: torch.dtype) -> Iterator[Case]:
+    for tokens, heads, kv_heads, head_dim in rope.SHAPES:
+        for has_norm in (False, True):
+            sizes = tokens, heads, kv_heads, head_dim, dtype.itemsize
+            yield Case(
+                "rope",
+                "qk_norm_rope" if has_norm else "rope",
+                f"{tokens} x {heads}+{kv_heads} x {head_dim}",
+                partial(_queries, sizes[:4], dtype, has_norm),
+                rope.rotate,
+                rope.rotate_forward_cost(*sizes),
+                rope.rotate_backward_cost(*sizes, has_norm),
+            )
+
+
+def _queries(
+    sizes: tuple[int, ...], dtype: torch.dtype, has_norm: bool, generator: Generator
+) -> tuple[Tensor, ...]:
+    tokens, heads, kv_heads, head_dim = sizes
+    q, k = (normal(generator, 1, tokens, n, head_dim, dtype=dtype) for n in (heads, kv_heads))
+    angles = torch.rand((1, tokens, 1, head_dim), generator=generator, device=generator.device)
+    weights = [normal(generator, head_dim, dtype=dtype) for _ in range(2 * has_norm)]
+    return q, k, angles.cos(), angles.sin(), *weights
+
+
+def _images(dtype: torch.dtype) -> Iterator[Case]:
+    for rows, channels in batch_norm.SHAPES:
+        side = round((rows / 256) ** 0.5)
+        yield Case(
+            *("batch_norm", "batch_norm_add_relu", f"256 x {channels} x {side} x {side}"),
+            partial(_pictures, (256, channels, side, side), dtype),
+            _normalised,
+            batch_norm.forward_cost(rows, channels, dtype.itemsize),
+            batch_norm.backward_cost(rows, channels, dtype.itemsize),
+        )
+
+
+def _pictures(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: Generator
+) -> tuple[Tensor, ...]:
+    x, stream = (normal(generator, *shape, dtype=dtype, grad=False) for _ in range(2))
+    layout = torch.channels_last
+    weights = (normal(generator, shape[1], dtype=torch.float32) for _ in range(2))
+    x, stream = (each.contiguous(memory_format=layout).requires_grad_() for each in (x, stream))
+    return x, stream, *weights
+
+
+def _normalised(x: Tensor, stream: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return batch_norm.batch_norm_act(x, stream, weight, bias, None, None, True)
+
+
+def _losses(dtype: torch.dtype) -> Iterator[Case]:
+    size = dtype.itemsize
+    for tokens, vocab in loss.SHAPES[:2]:
+        yield Case(
+            *("loss", "cross_entropy", f"{tokens} x {vocab}"),
+            partial(_logits, tokens, vocab, dtype),
+            loss.cross_entropy,
+            loss.cross_entropy_forward_cost(tokens, vocab, size),
+            loss.cross_entropy_backward_cost(tokens, vocab, size),
+            is_used_once=True,
+        )
+    for tokens, width, vocab in loss.LINEAR_SHAPES:
+        yield Case(
+            *("loss", "linear_cross_entropy", f"{tokens} x {width} x {vocab}"),
+            partial(_hidden, tokens, width, vocab, dtype),
+            loss.linear_cross_entropy,
+            loss.linear_cross_entropy_forward_cost(tokens, width, vocab, size),
+            loss.linear_cross_entropy_backward_cost(tokens, width, vocab, size),
+            is_used_once=True,
+        )
+
+
+def _logits(
+    tokens: int, vocab: int, dtype: torch.dtype, generator: Generator
+) -> tuple[Tensor, Tensor]:
+    return normal(generator, tokens, vocab, dtype=dtype), whole_numbers(generator, vocab, tokens)
+
+
+def _hidden(
+    tokens: int, width: int, vocab: int, dtype: torch.dtype, generator: Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    weight = normal(generator, vocab, width, dtype=torch.float32, grad=False) / width**0.5
+    hidden = normal(generator, tokens, width, dtype=dtype)
+    return hidden, weight.to(dtype).requires_grad_(), whole_numbers(generator, vocab, tokens)
+
+
+def _products(dtype: torch.dtype) -> Iterator[Case]:
+    kinds: tuple[matmul.Activation, ...] = ("relu", "gelu", "swiglu")
+    for (rows, columns, inner), kind in zip(matmul.SHAPES, (*kinds, kinds[1]), strict=True):
+        sizes = rows, columns, inner, dtype.itemsize, kind
+        yield Case(
+            *("matmul", f"linear_{kind}", f"{rows} x {columns} x {inner}"),
+            _tensors((rows, inner), (columns, inner), (columns,), dtype=dtype),
+            partial(matmul.linear_act, activation=kind),
+            matmul.linear_act_forward_cost(*sizes),
+            matmul.linear_act_backward_cost(*sizes),
+        )
+    for tokens, width, inner, num_experts, copies in experts.SHAPES[:2]:
+        rows, columns = tokens * copies, 2 * inner
+        counted = rows, columns, width, num_experts, dtype.itemsize, kinds[2]
+        yield Case(
+            *("experts", "grouped_swiglu", f"{rows} x {columns} x {width}, {num_experts} experts"),
+            partial(_rows_of_experts, rows, columns, width, num_experts, dtype),
+            partial(experts.grouped_linear, activation=kinds[2]),
+            experts.grouped_linear_forward_cost(*counted),
+            experts.grouped_linear_backward_cost(*counted),
+        )
+
+
+def _rows_of_experts(
+    rows: int, columns: int, width: int, num: int, dtype: torch.dtype, generator: Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    counts = torch.bincount(whole_numbers(generator, num, rows), minlength=num)
+    x = normal(generator, rows, width, dtype=dtype)
+    return x, normal(generator, num, columns, width, dtype=dtype), counts
+
+
+def _optimizers(dtype: torch.dtype) -> Iterator[Case]:
+    for number, rows, columns in adamw.SHAPES[:1]:
+        yield Case(
+            *("adamw", "adamw", f"{number} x {rows} x {columns}"),
+            partial(_state, number, rows, columns, dtype),
+            _stepped,
+            adamw.step_cost(number * rows * columns, 4, dtype.itemsize, 4),
+        )
+
+
+def _state(
+    number: int, rows: int, columns: int, dtype: torch.dtype, generator: Generator
+) -> tuple[Tensor, ...]:
+    """Parameters, gradients, moments, step counts."""
+    kinds = torch.float32, dtype, torch.float32, torch.float32
+    made = [
+        normal(generator, rows, columns, dtype=kind, grad=False)
+        for kind in kinds
+        for _ in range(number)
+    ]
+    squares = [each.square_() for each in made[3 * number :]]
+    steps = [torch.ones((), device=generator.device) for _ in range(number)]
+    return *made[: 3 * number], *squares, *steps
+
+
+def _stepped(*state: Tensor) -> list[Tensor]:
+    number = len(state) // 5
+    lists = [list(state[first : first + number]) for first in range(0, len(state), number)]
+    params, grads, firsts, seconds, steps = lists
+    adamw.adamw_(
+        params, grads, firsts, seconds, steps,
+        lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
+    )  # fmt: skip
+    return [*params, *firsts, *seconds]

@@ -1,0 +1,74 @@
+"""Chooses which implementation of attention runs: torch's own fused kernels, none of ours.
+
+What is fastest depends on the device, the shape and the mask, and torch's default isn't it on
+Hopper (there it is half as fast as cuDNN's, published in pytorch#142132). `choose` gives what was
+measured on this device (`measure`, when asked: never in training), else what a stated rule says,
+and always why. `attend` runs it.
+
+Not here: ring attention (`parallel/cp.py`) and layers (`models/attention.py`).
+"""
+
+from pathlib import Path
+
+import torch
+
+from paceline.kernels.attention.backends import asking
+from paceline.kernels.attention.backends import attend as attend
+from paceline.kernels.attention.backends import block_mask as block_mask
+from paceline.kernels.attention.rule import Backend as Backend
+from paceline.kernels.attention.rule import Choice, Mask, Shape, rule
+from paceline.kernels.attention.table import measure as measure
+from paceline.kernels.attention.table import remembered
+from paceline.kernels.cost import Cost
+
+SHAPES = (
+    Shape(4, 32, 8, 4096, 128, 128),
+    Shape(1, 32, 8, 32768, 128, 128),
+    Shape(8, 16, 16, 2048, 64, 64),
+    Shape(2, 128, 128, 4096, 192, 128),
+)
+"""Of layers that people train; the last is latent attention's."""
+
+
+def choose(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    mask: Mask = "causal",
+    path: Path | None = None,
+) -> Choice:
+    """Which implementation to run, and why.
+
+    Args:
+        shape: of the call.
+        dtype: of queries, keys and values.
+        device: where it runs.
+        mask: who sees whom.
+        path: the file of measured choices; by default the one that PACELINE_ATTENTION_TABLE names,
+            or attention.json beside the table that PACELINE_KERNEL_TABLE names.
+    """
+    measured = remembered(shape, dtype, device, mask, path)
+    can = asking(shape, dtype, device, mask)
+    if measured is not None and can(measured.backend):
+        return measured
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return rule(shape, dtype, capability, mask, can)
+
+
+def forward_cost(shape: Shape, item_size: int, is_causal: bool = True) -> Cost:
+    """Read q, k and v, write the result; two products, of which a causal mask needs half."""
+    q_size = shape.batch * shape.heads * shape.seq_len
+    kv_size = shape.batch * shape.kv_heads * shape.seq_len
+    width = shape.head_dim + shape.value_dim
+    flops = 2 * q_size * shape.seq_len * width
+    return Cost((q_size + kv_size) * width * item_size, flops // 2 if is_causal else flops)
+
+
+def backward_cost(shape: Shape, item_size: int, is_causal: bool = True) -> Cost:
+    """Read those four and a gradient, write three; five products, for the scores are made anew."""
+    q_size = shape.batch * shape.heads * shape.seq_len
+    kv_size = shape.batch * shape.kv_heads * shape.seq_len
+    values = 2 * q_size * (shape.head_dim + shape.value_dim)
+    values += 2 * kv_size * (shape.head_dim + shape.value_dim)
+    flops = 2 * q_size * shape.seq_len * (3 * shape.head_dim + 2 * shape.value_dim)
+    return Cost(values * item_size, flops // 2 if is_causal else flops)

@@ -1,0 +1,72 @@
+"""Which of torch's implementations of attention is fast, where nobody has measured it.
+
+A pure function of what is known of the device and the problem; `can` is asked of torch.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+
+Backend = Literal["default", "cudnn", "flash", "efficient", "flex", "math"]
+"""Torch's: "default" is its own choice at each call, "flex" its compiled FlexAttention."""
+Mask = Literal["causal", "none", "window", "documents", "pairs"]
+"""Who sees whom: all before, all, the last few, one's own document, or any tensor of pairs."""
+
+_HOPPER = (9, 0)
+_WIDEST_CUDNN_HEAD = 128
+_16_BITS = (torch.bfloat16, torch.float16)
+
+
+class Shape(NamedTuple):
+    """Of one call."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seq_len: int
+    head_dim: int
+    value_dim: int
+
+
+class Choice(NamedTuple):
+    """What to run, and why."""
+
+    backend: Backend
+    why: str
+
+
+def rule(
+    shape: Shape,
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+    mask: Mask,
+    can: Callable[[Backend], bool],
+) -> Choice:
+    """Choose without measuring.
+
+    Args:
+        shape: of the call.
+        dtype: of queries, keys and values.
+        capability: of the CUDA device; None for any other.
+        mask: its kind.
+        can: whether torch says that a backend takes the call; asked for few of them.
+    """
+    if capability is None:
+        return Choice("default", "torch's own choice, for this is no CUDA device")
+    if dtype not in _16_BITS:
+        return Choice("default", f"torch's own choice, for {dtype} is not of 16 bits")
+    if mask in ("window", "documents") and can("flex"):
+        return Choice("flex", f'skips blocks that no query sees under the "{mask}" mask')
+    if mask in ("causal", "none"):
+        if capability == _HOPPER and shape.head_dim <= _WIDEST_CUDNN_HEAD and can("cudnn"):
+            # Published for an H100 at 4608 tokens: 631 against 329 TFLOP/s (pytorch#142132); less
+            # than flash on an A100 and on consumer cards (transformers#48163).
+            return Choice("cudnn", "published as nearly twice flash on Hopper; not measured here")
+        if can("flash"):
+            return Choice(
+                "flash", "fused, and torch takes this call; cuDNN is for heads to 128 on Hopper"
+            )
+    if can("efficient"):
+        return Choice("efficient", f'takes the "{mask}" mask without writing out scores')
+    return Choice("default", "torch's own choice, for no fused implementation takes this call")

@@ -1,0 +1,212 @@
+"""Measured choices between implementations of attention, remembered in a file.
+
+Measured when asked, forward and backward, on random data, implementations in turn: a device's clock
+drifts, and depends on the data. A row holds for one device, type, kind of mask, bucket of shapes
+and version of torch, for with torch its kernels change.
+"""
+
+import json
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.config.errors import InputError
+from paceline.kernels.attention.backends import attend, block_mask, candidates
+from paceline.kernels.attention.reference import visible_pairs
+from paceline.kernels.attention.rule import Backend, Choice, Mask, Shape
+from paceline.kernels.launch import OWN as OWN_LAUNCHES
+from paceline.kernels.launch import next_power_of_2
+
+OWN = "PACELINE_ATTENTION_TABLE"
+"""The environment variable that names the file; else it is beside one's own table of launches."""
+_NAME = "attention.json"
+_WARM_UP = 2
+_DOCUMENTS = 4
+
+
+class Row(NamedTuple):
+    """What was measured."""
+
+    device: str
+    dtype: str
+    mask: str
+    bucket: str
+    torch: str
+    ms: Mapping[Backend, float]
+    """Forward and backward, the median, of each implementation that took the call."""
+
+
+def default_path() -> Path | None:
+    """The file of this process; None where no environment variable names it."""
+    if named := os.environ.get(OWN):
+        return Path(named)
+    launches = os.environ.get(OWN_LAUNCHES)
+    return Path(launches).with_name(_NAME) if launches else None
+
+
+def bucket(shape: Shape) -> str:
+    """Shapes that are taken to be alike: work and length up to the next power of two."""
+    lines, length = shape.batch * shape.heads, shape.seq_len
+    return (
+        f"{next_power_of_2(lines)}x{next_power_of_2(length)}"
+        f"x{shape.head_dim}x{shape.value_dim}/{shape.heads // shape.kv_heads}"
+    )
+
+
+def remembered(
+    shape: Shape, dtype: torch.dtype, device: torch.device, mask: Mask, path: Path | None = None
+) -> Choice | None:
+    """The choice that was measured; None where none was with this version of torch."""
+    path = path or default_path()
+    if path is None or not path.exists():
+        return None
+    row = _rows(path, path.stat().st_mtime_ns).get(_key(shape, dtype, device, mask))
+    if row is None or not row.ms:
+        return None
+    return _fastest(row)
+
+
+def measure(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    mask: Mask = "causal",
+    path: Path | None = None,
+    rounds: int = 10,
+) -> Choice:
+    """Run every implementation that takes the call, and remember how long each took.
+
+    Args:
+        shape: of the call; the "window" mask is measured with a quarter of its sequence, the
+            "documents" mask with four equal ones.
+        dtype: of queries, keys and values.
+        device: where to run.
+        mask: its kind.
+        path: the file to keep it in; by default `default_path`.
+        rounds: how often each runs.
+
+    Raises:
+        InputError: no file is named, or no implementation takes the call.
+    """
+    path = path or default_path()
+    if path is None:
+        raise InputError(
+            f"No file was named to keep the measurement in; give a path, or set {OWN}."
+        )
+    times = _times(shape, dtype, device, mask, rounds)
+    if not times:
+        raise InputError(
+            f'Attention of {shape} in {dtype} with the "{mask}" mask was to be measured, but no '
+            f"implementation takes it on {device}; change the shape or the type."
+        )
+    key = _key(shape, dtype, device, mask)
+    rows = dict(_rows(path, path.stat().st_mtime_ns)) if path.exists() else {}
+    rows[key] = Row(*key, times)
+    _write(path, rows)
+    return _fastest(rows[key])
+
+
+def _fastest(row: Row) -> Choice:
+    best = min(row.ms, key=row.ms.__getitem__)
+    told = ", ".join(f"{name} {ms:.3g} ms" for name, ms in sorted(row.ms.items()))
+    return Choice(best, f"measured on this device: {told}")
+
+
+_Key = tuple[str, str, str, str, str]
+
+
+def _key(shape: Shape, dtype: torch.dtype, device: torch.device, mask: Mask) -> _Key:
+    on = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return on, str(dtype).removeprefix("torch."), mask, bucket(shape), torch.__version__
+
+
+@lru_cache(maxsize=1)
+def _rows(path: Path, changed_ns: int) -> Mapping[_Key, Row]:
+    """The file's rows; read anew when it changed."""
+    read = [Row(**row) for row in json.loads(path.read_text())["rows"]]
+    return {(row.device, row.dtype, row.mask, row.bucket, row.torch): row for row in read}
+
+
+def _write(path: Path, rows: Mapping[_Key, Row]) -> None:
+    """All or nothing: another process may be reading."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    text = json.dumps({"rows": [row._asdict() for row in rows.values()]}, indent=1)
+    new.write_text(text + "\n")
+    new.replace(path)
+    _rows.cache_clear()
+
+
+def _times(
+    shape: Shape, dtype: torch.dtype, device: torch.device, mask: Mask, rounds: int
+) -> dict[Backend, float]:
+    inputs = _random_inputs(shape, dtype, device)
+    taken: dict[Backend, list[float]] = {}
+    for backend in candidates(shape, dtype, device, mask):
+        given = _mask(shape, device, mask, backend)
+        try:
+            for _ in range(_WARM_UP):
+                _once(inputs, given, backend, mask)
+        except RuntimeError:
+            continue  # torch's tests of a call are not complete
+        taken[backend] = []
+    masks = {backend: _mask(shape, device, mask, backend) for backend in taken}
+    for _ in range(rounds):
+        for backend, mine in taken.items():
+            mine.append(_once(inputs, masks[backend], backend, mask))
+    return {backend: statistics.median(mine) for backend, mine in taken.items()}
+
+
+def _random_inputs(
+    shape: Shape, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values, and the gradient of the result, laid out as a layer makes them."""
+    batch, heads, kv_heads, length, width, value_width = shape
+
+    def random(heads: int, width: int) -> Tensor:
+        made = torch.randn(batch, length, heads, width, device=device, dtype=dtype)
+        return made.transpose(1, 2).requires_grad_()
+
+    return (
+        *(random(heads, width), random(kv_heads, width), random(kv_heads, value_width)),
+        random(heads, value_width).detach(),
+    )
+
+
+def _mask(shape: Shape, device: torch.device, mask: Mask, backend: Backend) -> Any:
+    window = max(shape.seq_len // 4, 1) if mask == "window" else None
+    documents = None
+    if mask == "documents":
+        numbers = torch.arange(shape.seq_len, device=device) * _DOCUMENTS // shape.seq_len
+        documents = numbers.expand(shape.batch, -1)
+    if backend == "flex":
+        return block_mask(shape.seq_len, window, documents, device, is_causal=mask != "none")
+    if mask in ("causal", "none"):
+        return None
+    return visible_pairs(shape.seq_len, window, documents, device)
+
+
+def _once(inputs: tuple[Tensor, ...], given: Any, backend: Backend, mask: Mask) -> float:
+    """Milliseconds of forward and backward."""
+    *asking, grad = inputs
+    q, k, v = asking
+    start = _now(q.device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # why torch doesn't take a call, or runs it unfused
+        out = attend(q, k, v, given, backend, is_causal=mask == "causal")
+        torch.autograd.grad(out, asking, grad)
+    return (_now(q.device) - start) * 1e3
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,74 @@
+"""Cross-entropy, the specification: plain torch, in fp64 for fp64 logits, else in fp32.
+
+Papers: vocabularies shared out https://arxiv.org/abs/1909.08053 (section 3), the z-loss
+https://arxiv.org/abs/2204.02311 (section 5).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float, ignore_index: int) -> Tensor:
+    """Mean negative log-likelihood of (..., vocab), and z_loss times the mean square of log Z."""
+    rows, targets = _wide(logits).reshape(-1, logits.shape[-1]), targets.reshape(-1).long()
+    loss = F.cross_entropy(rows, targets, ignore_index=ignore_index)
+    if z_loss:
+        counted = targets != ignore_index
+        kept = rows.masked_fill(~counted.unsqueeze(-1), 0)
+        loss = loss + z_loss * _mean(kept.logsumexp(-1).square(), counted)
+    return loss
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, ignore_index: int
+) -> Tensor:
+    """Cross-entropy of the logits hidden @ weight.T."""
+    return cross_entropy(F.linear(hidden, weight), targets, z_loss, ignore_index)
+
+
+def cross_entropy_parallel(
+    logits: Tensor,
+    targets: Tensor,
+    first_row: int,
+    group: dist.ProcessGroup,
+    z_loss: float,
+    ignore_index: int,
+) -> Tensor:
+    """Cross-entropy of logits of which each rank has some columns, from first_row on."""
+    rows, targets = _wide(logits).reshape(-1, logits.shape[-1]), targets.reshape(-1).long()
+    largest = rows.detach().amax(-1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    own = targets - first_row
+    is_own = (own >= 0) & (own < rows.shape[-1]) & (targets != ignore_index)
+    chosen = rows.gather(-1, torch.where(is_own, own, 0).unsqueeze(-1)).squeeze(-1)
+    total = (rows - largest.unsqueeze(-1)).exp().sum(-1)
+    total, chosen = _SumOverRanks.apply(torch.stack([total, torch.where(is_own, chosen, 0)]), group)
+    log_total = total.log() + largest
+    return _mean(log_total - chosen + z_loss * log_total.square(), targets != ignore_index)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over ranks of which each computes the same loss: the gradient goes through as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _mean(values: Tensor, counted: Tensor) -> Tensor:
+    """Of the counted ones; NaN where there are none."""
+    return torch.where(counted, values, 0).sum() / counted.sum()

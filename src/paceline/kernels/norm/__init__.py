@@ -1,0 +1,132 @@
+"""Normalisation of rows: RMSNorm, LayerNorm, and RMSNorm of a sum with the residual stream.
+
+Forward is one pass over memory, and so is backward: gradients of x and of the weights come from
+one reading of the gradient and of x (from two where a row is of more than 8192 values; RMSNorm in
+16 bits, 16384). What is kept for it are one or two numbers of a row. Arithmetic is in fp32 whatever
+the tensors' type, and results are in x's type, also where the weights are wider.
+
+On DTensors whose rows are whole (sharded along any dimension but the last) and weights that are
+replicated, rows stay where they are, and the weights' gradients are partial sums.
+
+Not here: normalisation of several dimensions at once, or of any dimension but the last.
+"""
+
+from torch import Tensor
+
+from paceline.config.errors import InputError
+from paceline.kernels import switch
+from paceline.kernels.cost import Cost
+from paceline.kernels.norm import reference
+
+SHAPES = ((8192, 4096), (8192, 8192), (4096, 16384), (8192 * 32, 128))
+"""Rows and width: the streams of models of 8, 70 and 405 billion, and heads' queries."""
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight, row by row.
+
+    Args:
+        x: (..., width).
+        weight: (width,), of x's type or a wider one; None is all ones.
+        eps: added to the mean square.
+
+    Returns:
+        (..., width), contiguous, of x's type.
+
+    Raises:
+        InputError: a weight is not of x's width.
+
+    Source: https://arxiv.org/abs/1910.07467.
+    """
+    _check_width(x, "weight", weight)
+    if not switch.takes("norm", x):
+        return reference.rms_norm(x, weight, eps)
+    from paceline.kernels.norm import kernel
+
+    return kernel.norm(x, weight, None, eps, False)[0]
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, row by row.
+
+    Args:
+        x: (..., width).
+        weight: (width,), of x's type or a wider one; None is all ones.
+        bias: likewise; None is all zeros.
+        eps: added to the variance.
+
+    Returns:
+        (..., width), contiguous, of x's type.
+
+    Raises:
+        InputError: weight or bias are not of x's width.
+
+    Source: https://arxiv.org/abs/1607.06450.
+    """
+    _check_width(x, "weight", weight)
+    _check_width(x, "bias", bias)
+    if not switch.takes("norm", x):
+        return reference.layer_norm(x, weight, bias, eps)
+    from paceline.kernels.norm import kernel
+
+    return kernel.norm(x, weight, bias, eps, True)[0]
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """Add x to the residual stream, and normalise the sum: (rms_norm(x + residual), x + residual).
+
+    What is normalised is the sum as it is stored, rounded to x's type. Backward, the gradient of
+    the sum is added in the pass that computes the gradient of the normalisation.
+
+    Args:
+        x: (..., width).
+        residual: of x's shape and type.
+        weight: (width,), of x's type or a wider one; None is all ones.
+        eps: added to the mean square.
+
+    Raises:
+        InputError: the weight is not of x's width, or residual not of x's shape and type.
+    """
+    _check_width(x, "weight", weight)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise InputError(
+            f"x is {tuple(x.shape)} of {x.dtype} and residual {tuple(residual.shape)} of "
+            f"{residual.dtype}; add_rms_norm needs both alike: expand or cast one of them."
+        )
+    if not switch.takes("norm", x):
+        return reference.add_rms_norm(x, residual, weight, eps)
+    from paceline.kernels.norm import kernel
+
+    normed, summed, _ = kernel.add_norm(x, residual, weight, eps)
+    return normed, summed
+
+
+def forward_cost(rows: int, width: int, item_size: int) -> Cost:
+    """RMSNorm or LayerNorm: read x, write the result."""
+    return Cost(2 * rows * width * item_size)
+
+
+def backward_cost(rows: int, width: int, item_size: int) -> Cost:
+    """RMSNorm or LayerNorm: read the gradient and x, write the gradient of x."""
+    return Cost(3 * rows * width * item_size)
+
+
+def add_forward_cost(rows: int, width: int, item_size: int) -> Cost:
+    """Read x and the residual stream, write their sum and the result."""
+    return Cost(4 * rows * width * item_size)
+
+
+def add_backward_cost(rows: int, width: int, item_size: int) -> Cost:
+    """Read two gradients and the sum, write one gradient, which is both inputs'."""
+    return Cost(4 * rows * width * item_size)
+
+
+def _check_width(x: Tensor, name: str, values: Tensor | None) -> None:
+    if x.ndim == 0 or (values is not None and values.shape != x.shape[-1:]):
+        given = "none" if values is None else tuple(values.shape)
+        raise InputError(
+            f"x is {tuple(x.shape)} and {name} {given}; a norm is over x's last dimension, with a "
+            f"{name} of that length: change one of them."
+        )

@@ -1,0 +1,247 @@
+"""Normalisation of rows against fp64; then what torch asks of operators; then two ranks.
+
+The ranks run the kernels too, in the interpreter: on DTensors, and under FSDP2.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from paceline.config.errors import InputError
+from paceline.kernels.activations import gated, squared_relu
+from paceline.kernels.norm import add_rms_norm, layer_norm, reference, rms_norm
+from paceline.kernels.softmax import softmax
+from tests.kernels.agreement import DEVICE, check, kernels, random, relative_error, with_kernels
+from tests.ranks import run_ranks
+
+pytestmark = with_kernels
+EPS = 1e-5
+# With a small eps, gradients of rows of one or two values are differences of nearly equal terms.
+LARGE_EPS = 0.5
+shapes = st.lists(st.integers(0, 9), min_size=0, max_size=2).flatmap(
+    lambda outer: st.integers(1, 300).map(lambda width: (*outer, width))
+)
+
+
+def _weights(width: int) -> tuple[Tensor, Tensor]:
+    return random(width, seed=5), random(width, seed=6)
+
+
+@given(shape=shapes, has_weight=st.booleans())
+@settings(max_examples=8, deadline=None)
+def test_rms_norm_is_the_reference(shape, has_weight):
+    weight = (_weights(shape[-1])[0],) if has_weight else ()
+    check(lambda x, w=None: rms_norm(x, w, LARGE_EPS), (random(*shape), *weight))
+
+
+@given(shape=shapes, given_values=st.sampled_from(["", "w", "b", "wb"]))
+@settings(max_examples=8, deadline=None)
+def test_layer_norm_is_the_reference(shape, given_values):
+    weight, bias = _weights(shape[-1])
+    # Of one value, x less its mean is zero, and so is every gradient but the bias's.
+    values = [weight] * ("w" in given_values) + [bias] * ("b" in given_values)
+
+    def apply(x: Tensor, *given_tensors: Tensor) -> Tensor:
+        left = dict(zip(given_values, given_tensors, strict=True))
+        return layer_norm(x, left.get("w"), left.get("b"), LARGE_EPS)
+
+    check(apply, (random(*shape), *values), within=1e-5)
+
+
+@given(shape=shapes, has_weight=st.booleans())
+@settings(max_examples=8, deadline=None)
+def test_add_rms_norm_is_the_reference(shape, has_weight):
+    weight = (_weights(shape[-1])[0],) if has_weight else ()
+    inputs = random(*shape, seed=1), random(*shape, seed=2), *weight
+    check(lambda x, r, w=None: add_rms_norm(x, r, w, LARGE_EPS), inputs)
+
+
+@pytest.mark.parametrize("unread", [0, 1])
+def test_either_result_of_add_rms_norm_may_stay_unread(unread):
+    inputs = random(3, 24, seed=1), random(3, 24, seed=2)
+    check(lambda x, r: add_rms_norm(x, r, None, EPS)[1 - unread], inputs)
+
+
+def test_rows_of_many_blocks():
+    """Each of the two programs walks over several blocks, and the last one is not full."""
+    check(lambda x, w: rms_norm(x, w, EPS), (random(13, 1500), random(1500, seed=1)))
+    check(lambda x, *w: layer_norm(x, *w, EPS), (random(7, 700), *_weights(700)), within=1e-5)
+
+
+def test_rows_that_are_read_again_backward():
+    width = 4100
+    weight, bias = _weights(width)
+    x, residual = random(3, width), random(3, width, seed=1)
+    check(lambda x, r, w: add_rms_norm(x, r, w, EPS), (x, residual, weight))
+    check(lambda x, w, b: layer_norm(x, w, b, EPS), (x, weight, bias), within=1e-5)
+    check(lambda x: layer_norm(x, None, None, EPS), [x], within=1e-5)
+
+
+def test_rows_of_16_bits_may_be_twice_as_long():
+    width = 8200
+    x = random(3, width).detach().half().requires_grad_()
+    weight, wide = random(width, seed=1), x.detach().double().requires_grad_()
+    with kernels():
+        ours = torch.autograd.grad(rms_norm(x, weight).sum(), (x, weight))
+    right = reference.rms_norm(wide, weight.double(), 1e-6).sum()
+    for mine, grad in zip(ours, torch.autograd.grad(right, (wide, weight)), strict=True):
+        assert relative_error(mine, grad) < 1e-3
+
+
+def test_rows_too_wide_for_registers():
+    width = 16384 + 77
+    x, weight, bias = random(3, width, scale=2), *_weights(width)
+    check(lambda x, w: rms_norm(x, w, EPS), (x, weight))
+    check(lambda x, r, w: add_rms_norm(x, r, w, EPS), (x, random(3, width, seed=9), weight))
+    check(lambda x, w, b: layer_norm(x, w, b, EPS), (x, weight, bias))
+    check(lambda x, w, b: layer_norm(x + 100, w, b, EPS), (x, weight, bias), within=5e-5)
+
+
+def test_rows_are_read_where_they_lie():
+    halves = random(6, 2, 40)
+    check(lambda both: rms_norm(both.chunk(2, dim=-1)[1], None, EPS), [halves])
+    check(lambda x: rms_norm(x.transpose(0, 1), None, EPS), [random(40, 6)])
+    check(lambda x: rms_norm(x, None, EPS).transpose(0, 1).sum(0), [random(6, 40)])
+
+
+def test_a_large_mean_does_not_drown_the_variance():
+    x = (random(4, 200) + 1000).detach().requires_grad_()
+    check(lambda x: layer_norm(x, None, None, EPS), [x], within=1e-3)
+
+
+def test_weights_may_be_wider_than_x():
+    x, weight = random(4, 16).detach().bfloat16(), random(16, seed=1).detach()
+    for normed in (rms_norm(x, weight), layer_norm(x, weight, weight)):
+        assert normed.dtype == torch.bfloat16
+    wanted = reference.rms_norm(x.double(), weight.double(), 1e-6)
+    assert relative_error(rms_norm(x, weight), wanted) < 3e-3
+    half, x = x.half(), x.half().float()
+    with kernels():
+        ours = rms_norm(half, weight)
+    assert ours.dtype == torch.float16
+    assert relative_error(ours, reference.rms_norm(x, weight, 1e-6)) < 1e-3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("width", [8, 16390])
+def test_what_is_not_finite_stays_in_its_row(value, width):
+    x = random(2, width).detach()
+    x[0, 3] = value
+    with kernels():
+        normed, layered = rms_norm(x, None), layer_norm(x, None, None)
+    for ours in (normed, layered):
+        assert ours[0, 3].isnan()
+        assert ours[1].isfinite().all()
+    torch.testing.assert_close(normed, reference.rms_norm(x, None, 1e-6), equal_nan=True)
+
+
+def test_what_does_not_fit_is_refused():
+    x = random(2, 8)
+    with pytest.raises(InputError, match="weight"):
+        rms_norm(x, random(4))
+    with pytest.raises(InputError, match="bias"):
+        layer_norm(x, random(8), random(1))
+    with pytest.raises(InputError, match="residual"):
+        add_rms_norm(x, random(1, 8), None)
+
+
+def test_operators_are_what_torch_wants_of_them():
+    from paceline.kernels.norm import kernel
+
+    x, weight, bias = random(3, 8), *_weights(8)
+    torch.library.opcheck(kernel._norm.custom, (x, weight, bias, EPS, True))
+    torch.library.opcheck(kernel._norm.custom, (x, None, None, EPS, False))
+    torch.library.opcheck(kernel._add_norm.custom, (x, random(3, 8, seed=1), weight, EPS))
+    grad, stats = x.detach(), torch.ones(3, 1, device=DEVICE)
+    taken = grad, grad, grad, weight.detach(), None, stats, False
+    torch.library.opcheck(kernel._backward.custom, taken)
+
+
+def test_it_compiles_as_one_graph():
+    def both(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        normed, summed = add_rms_norm(x, residual, weight, EPS)
+        return layer_norm(rms_norm(normed, weight) + summed, weight, None)
+
+    inputs = random(3, 8, seed=1), random(3, 8, seed=2), random(8, seed=3)
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    with kernels():
+        results = [
+            torch.autograd.grad(function(*inputs).square().sum(), inputs)
+            for function in (compiled, both)
+        ]
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def _sharded(rank, world_size):
+    """By place of x: results and gradients of everything that has rules."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    x, residual = random(4, 6, 10, seed=1).detach(), random(4, 6, 10, seed=2).detach()
+    weight = random(10, seed=3).detach()
+    found = {}
+    for name, place in {"none": None, "batch": Shard(0), "sequence": Shard(1)}.items():
+        put = x, residual, weight
+        if place is not None:
+            places = [place], [place], [Replicate()]
+            put = [distribute_tensor(t, mesh, p) for t, p in zip(put, places, strict=True)]
+        put = [each.detach().requires_grad_() for each in put]
+        with kernels():
+            normed, summed = add_rms_norm(put[0], put[1], put[2], EPS)
+            out = gated(layer_norm(normed, put[2], None), squared_relu(softmax(summed)))
+            out = rms_norm(out, put[2], EPS)
+            out.square().sum().backward()
+        if place is not None:
+            assert out.placements == (place,)
+            assert put[0].grad.placements == (place,)
+            assert put[2].grad.placements == (Partial(),)
+        values = [out.detach(), *(each.grad for each in put)]
+        found[name] = [v.full_tensor() if isinstance(v, DTensor) else v for v in values]
+    return found
+
+
+class _Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(self.linear(x), self.weight, EPS)
+
+
+def _under_fsdp(rank, world_size):
+    """Gradients of the mean of the ranks' losses: alone, and sharded."""
+    batches = random(world_size, 5, 6, seed=4).detach()
+    grads = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        net = _Net()
+        if sharded:
+            fully_shard(net, mesh=init_device_mesh("cpu", (world_size,)))
+        with kernels():
+            for batch in batches[rank : rank + 1] if sharded else batches:
+                net(batch).pow(3).mean().div(1 if sharded else world_size).backward()
+        grads.append([p.grad.full_tensor() if sharded else p.grad for p in net.parameters()])
+    return grads
+
+
+def _on_ranks(rank, world_size):
+    torch.manual_seed(0)
+    assert dist.get_world_size() == world_size
+    return _sharded(rank, world_size), _under_fsdp(rank, world_size)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="ranks of these tests share one CPU")
+def test_sharded_rows_and_sharded_weights_equal_one_process():
+    for found, (alone, sharded) in run_ranks(_on_ranks, 2, timeout_s=120):
+        for place in ("batch", "sequence"):
+            for mine, right in zip(found[place], found["none"], strict=True):
+                torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
+        for mine, right in zip(sharded, alone, strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The pages on what crosses the wires: their tables are the generators', the formulas hold."""
+"""Pages on the network and on kernels: their tables are the generators', the formulas hold."""
 
 import importlib
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-GENERATORS = ("make_network_pages", "make_compression_page")
+GENERATORS = ("make_network_pages", "make_compression_page", "make_kernels_page")
 
 
 @pytest.fixture

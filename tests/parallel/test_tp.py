@@ -6,6 +6,7 @@ each over three micro-batches. Then what is sent, and what is never made whole. 
 one process, then two ranks, then four.
 """
 
+import math
 from collections import Counter
 from functools import cache, partial
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -411,3 +412,16 @@ def test_traced_blocks_equal_one_process():
     case = Case(tp=2, sequence_parallel=True, compile=True, model={"num_layers": 1, **QWEN})
     for result in run_ranks(_run_cases, 2, {"traced": case}, timeout_s=200):
         assert all(result["traced"][dtype] < limit for dtype, limit in PRECISIONS.items())
+
+
+def _loss_of_forbidden_ids(rank: int, world_size: int) -> float:
+    """Each rank's first id is impossible: its logit is -inf."""
+    logits = torch.zeros(1, 3, 8)
+    logits[..., [0, 4]] = -torch.inf
+    mesh = init_device_mesh("cpu", (world_size,))
+    spread = distribute_tensor(logits, mesh, [Shard(-1)])
+    return float(vocabulary.cross_entropy(spread, torch.tensor([[1, 2, 7]])))
+
+
+def test_an_impossible_id_of_another_rank_leaves_the_loss_finite():
+    assert run_ranks(_loss_of_forbidden_ids, 2) == pytest.approx([math.log(6)] * 2)

@@ -14,7 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.comm.mesh import local_part
 from paceline.config.model import Model
+from paceline.kernels import rope as fused
+from paceline.kernels.attention.backends import attend
+from paceline.kernels.attention.rule import Backend
+from paceline.models.norm import RMSNorm
 from paceline.models.rope import Rope, rotate
 
 # That of the published code, whatever the other norms have.
@@ -57,7 +62,13 @@ class Sdpa:
     A mask is None (plain causal, the fast path) or a boolean tensor that broadcasts to
     (batch, heads, seq, seq). That takes seq² bytes: windows over very long sequences ask for
     another core.
+
+    Args:
+        backend: torch's implementation under the plain causal mask, see `kernels.attention`.
     """
+
+    def __init__(self, backend: Backend = "default") -> None:
+        self.backend = backend
 
     def mask(
         self, seq_len: int, window: int | None, documents: Tensor | None, device: torch.device
@@ -87,6 +98,8 @@ class Sdpa:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         grouped = q.shape[1] != k.shape[1]
+        if mask is None and self.backend != "default":
+            return attend(q, k, v, None, self.backend)
         if mask is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         if grouped:
@@ -108,8 +121,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(model.hidden_size, kv_width, bias=model.qkv_bias)
         self.v_proj = nn.Linear(model.hidden_size, kv_width, bias=model.qkv_bias)
         self.o_proj = nn.Linear(width, model.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
-        self.k_norm = nn.RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
+        self.q_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
+        self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
 
     def forward(self, x: Tensor, rope: Rope, mask: Any) -> Tensor:
         """Map (batch, seq, hidden) to (batch, seq, hidden)."""
@@ -118,11 +131,16 @@ class Attention(nn.Module):
             project(x).unflatten(-1, (-1, self.head_dim))
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, rope), rotate(k, rope)
+        q, k = self._turned(q, k, rope)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (batch, heads, seq, head_dim)
         return self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(-2))
+
+    def _turned(self, q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Queries and keys, normalised where the model does that, at their positions' angles."""
+        if self.q_norm is None or self.k_norm is None:
+            return fused.rotate(q, k, *rope)
+        weights = local_part(self.q_norm.weight), local_part(self.k_norm.weight)
+        return fused.rotate(q, k, *rope, *weights, self.q_norm.eps)
 
 
 class LatentAttention(nn.Module):
@@ -142,10 +160,10 @@ class LatentAttention(nn.Module):
             self.q_proj = nn.Linear(hidden, heads * shape.head_dim, bias=False)
         else:
             self.q_a_proj = nn.Linear(hidden, shape.q_rank, bias=False)
-            self.q_a_norm = nn.RMSNorm(shape.q_rank, _LATENT_NORM_EPS)
+            self.q_a_norm = RMSNorm(shape.q_rank, _LATENT_NORM_EPS)
             self.q_b_proj = nn.Linear(shape.q_rank, heads * shape.head_dim, bias=False)
         self.kv_a_proj = nn.Linear(hidden, shape.kv_rank + shape.rope_dim, bias=False)
-        self.kv_a_norm = nn.RMSNorm(shape.kv_rank, _LATENT_NORM_EPS)
+        self.kv_a_norm = RMSNorm(shape.kv_rank, _LATENT_NORM_EPS)
         per_head = shape.nope_dim + shape.v_dim
         self.kv_b_proj = nn.Linear(shape.kv_rank, heads * per_head, bias=False)
         self.o_proj = nn.Linear(heads * shape.v_dim, hidden, bias=False)

@@ -27,9 +27,11 @@ from torch import Tensor, nn
 
 from paceline.config.errors import InputError
 from paceline.config.model import Model
+from paceline.kernels.loss import linear_cross_entropy
 from paceline.models.attention import Attend, Attention, LatentAttention, Sdpa
 from paceline.models.feedforward import FeedForward
 from paceline.models.moe import ExpertLayer, expert_layers
+from paceline.models.norm import AddNorm, RMSNorm
 from paceline.models.placements import Style, placements
 from paceline.models.rope import Rope, rope_tables
 from paceline.models.shares import assign, assign_row, held_rows
@@ -41,15 +43,16 @@ class Block(nn.Module):
     def __init__(self, model: Model, layer: int, attend: Attend) -> None:
         super().__init__()
         self.window = model.window(layer)
-        self.attention_norm = nn.RMSNorm(model.hidden_size, model.norm_eps)
+        self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.attention = _attention(model, attend)
-        self.ffn_norm = nn.RMSNorm(model.hidden_size, model.norm_eps)
+        self.ffn_norm = AddNorm(model.hidden_size, model.norm_eps)
         self.ffn = _feed_forward(model, layer)
 
     def forward(self, x: Tensor, rope: Rope, mask: Any) -> Tensor:
         """Map (batch, seq, hidden) to (batch, seq, hidden)."""
-        x = x + self.attention(self.attention_norm(x), rope, mask)
-        return x + self.ffn(self.ffn_norm(x))
+        attended = self.attention(self.attention_norm(x), rope, mask)
+        normed, x = self.ffn_norm(attended, x)
+        return x + self.ffn(normed)
 
 
 def _attention(model: Model, attend: Attend) -> Attention | LatentAttention:
@@ -82,7 +85,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(
             Block(model, layer, self.attend) for layer in range(model.num_layers)
         )
-        self.norm: nn.RMSNorm | None = nn.RMSNorm(model.hidden_size, model.norm_eps)
+        self.norm: RMSNorm | None = RMSNorm(model.hidden_size, model.norm_eps)
         self.head = (
             None if model.tie_embeddings else nn.Linear(model.hidden_size, model.vocab_size, False)
         )
@@ -118,9 +121,13 @@ class Decoder(nn.Module):
             self.embed = None
 
     def forward(
-        self, x: Tensor, document_ids: Tensor | None = None, positions: Tensor | None = None
+        self,
+        x: Tensor,
+        document_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> Tensor:
-        """Predict each next token.
+        """Predict each next token, or say how well it does.
 
         Args:
             x: (batch, seq) token ids; on a later stage (batch, seq, hidden), what the stage before
@@ -130,9 +137,12 @@ class Decoder(nn.Module):
                 there, and no token sees another document.
             positions: (seq,) which tokens of the whole sequence these are, where ranks share a
                 sequence; all of them by default.
+            targets: (batch, seq) the tokens to predict; -100 leaves one out.
 
         Returns:
-            (batch, seq, vocab) logits; (batch, seq, hidden) on a stage that is not the last.
+            (batch, seq, vocab) logits, or with targets their mean loss in nats, for which the
+            logits of a part of the tokens at a time are enough; (batch, seq, hidden) on a stage
+            that is not the last.
 
         Raises:
             InputError: the sequence is longer than `max_seq_len`.
@@ -147,15 +157,20 @@ class Decoder(nn.Module):
             x = self.embed(x)  # (batch, seq, hidden)
         for block in self._held:
             x = block(x, rope, masks[block.window])
-        return self._logits(x) if self.is_last else x
-
-    def _logits(self, x: Tensor) -> Tensor:
+        if not self.is_last:
+            return x
         assert self.norm is not None
         x = self.norm(x)
-        if self.head is not None:
-            return self.head(x)
-        assert self.embed is not None
-        return F.linear(x, self.embed.weight)
+        if targets is not None:
+            return linear_cross_entropy(x, self._head_weight, targets)
+        return F.linear(x, self._head_weight) if self.head is None else self.head(x)
+
+    @property
+    def _head_weight(self) -> Tensor:
+        """(vocab, hidden)"""
+        head = self.embed if self.head is None else self.head
+        assert head is not None
+        return head.weight
 
     def _check_length(self, seq_len: int) -> None:
         if seq_len > self.model.max_seq_len:

@@ -1,7 +1,8 @@
 """The dense feed-forward layer, alone or beside experts."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from paceline.kernels.activations import gated
 
 
 class FeedForward(nn.Module):
@@ -15,4 +16,4 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., hidden) to (..., hidden)."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))

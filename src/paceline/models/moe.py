@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from paceline.comm.mesh import local_part
 from paceline.config.layers import Experts as Shape
+from paceline.kernels.activations import gated
 from paceline.models.feedforward import FeedForward
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -112,7 +113,7 @@ class Experts(nn.Module):
             (num_rows, hidden)
         """
         gate, up, down = map(local_part, (self.gate_proj, self.up_proj, self.down_proj))
-        inner = F.silu(grouped_product(rows, gate, counts)) * grouped_product(rows, up, counts)
+        inner = gated(grouped_product(rows, gate, counts), grouped_product(rows, up, counts))
         return grouped_product(inner, down, counts)
 
 

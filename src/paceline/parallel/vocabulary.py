@@ -22,7 +22,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-IGNORED = -100
+from paceline.kernels import loss, switch
+
+IGNORED = loss.IGNORED
 """The target that leaves a token out of the loss, as in `torch.nn.functional.cross_entropy`."""
 
 
@@ -54,8 +56,14 @@ def cross_entropy(logits: DTensor, targets: Tensor) -> Tensor:
     Returns:
         () the same on every rank.
     """
-    own, is_own = _own_ids(targets, logits.shape[-1], logits.device_mesh)
-    losses = _TokenLosses.apply(logits.to_local(), own, is_own, logits.device_mesh.get_group())
+    mesh, local = logits.device_mesh, logits.to_local()
+    if switch.takes("loss", local):
+        first_row = mesh.get_local_rank() * local.shape[-1]
+        return loss.cross_entropy_parallel(
+            local, targets, first_row, mesh.get_group(), inplace=True
+        )
+    own, is_own = _own_ids(targets, logits.shape[-1], mesh)
+    losses = _TokenLosses.apply(local, own, is_own, mesh.get_group())
     counted = targets != IGNORED
     return torch.where(counted, losses, 0).sum() / counted.sum()
 
@@ -71,7 +79,8 @@ class _TokenLosses(torch.autograd.Function):
         largest = scores.amax(-1)  # (batch, seq)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         total = (scores - largest.unsqueeze(-1)).exp().sum(-1)
-        target = scores.gather(-1, own.unsqueeze(-1)).squeeze(-1) * is_own
+        # Not times is_own: a logit of -inf that isn't the target's would make the loss NaN.
+        target = torch.where(is_own, scores.gather(-1, own.unsqueeze(-1)).squeeze(-1), 0)
         sums = torch.stack([total, target])
         dist.all_reduce(sums, group=group)
         log_total = sums[0].log() + largest

@@ -6,7 +6,8 @@ inner optimizer, and the momentum of the outer one. Samples, learning rate and t
 follow from the number of steps, so they agree from then on. What a lost worker would have read in
 the meantime is not seen.
 
-All of it does nothing in any other run. What a round does is `parallel.changing`'s.
+`open_rounds` and `welcome` do nothing in any other run. What a round does is
+`parallel.changing`'s.
 """
 
 from typing import Any

@@ -45,6 +45,7 @@ from paceline.observe.metrics import Metrics
 from paceline.observe.profile import ProfiledWindows
 from paceline.observe.report import write_report
 from paceline.observe.run import Run
+from paceline.train.attention_core import attention_choice
 from paceline.train.checkpoint import Checkpointer
 from paceline.train.clicks import click_task
 from paceline.train.data import prepare
@@ -141,6 +142,8 @@ def run_rank(
         trainer = Trainer.of(job, ranks, task, membership)
         for exchange in exchanges(trainer).values():
             teller.say(exchange.describe())
+        if (attention := attention_choice(job, ranks.device)) is not None:
+            teller.say(f"attention by {attention.backend}: {attention.why}")
         if task.tables is not None:
             stack.callback(task.tables.close)
             task.tables.open(run.path / "tables", run.checkpoint_folder, teller.tell)

@@ -147,8 +147,11 @@ def next_token(job: Job, ranks: Ranks) -> Staged:
     layout, seq_len = job.layout, job.train.seq_len
     if layout.is_plain:
         return Staged(
-            inputs=lambda batch: (batch.tokens, {"document_ids": batch.document_ids}),
-            criterion=lambda logits, batch: cross_entropy(logits, batch.targets),
+            inputs=lambda batch: (
+                batch.tokens,
+                {"document_ids": batch.document_ids, "targets": batch.targets},
+            ),
+            criterion=lambda loss, batch: loss,
         )
     ulysses = size(layout.ulysses)
     place = layout.place(ranks.rank).cp

@@ -25,6 +25,9 @@ from paceline.config.comm import Comm
 from paceline.config.job import Job
 from paceline.config.noun import size
 from paceline.config.schedule import Schedule
+from paceline.kernels import switch
+from paceline.models.attention import Sdpa
+from paceline.models.decoder import Decoder
 from paceline.parallel.apply import apply, arithmetic, prepare_micro_batch
 from paceline.parallel.changing import ChangingRounds
 from paceline.parallel.ep import messages_in
@@ -37,6 +40,7 @@ from paceline.parallel.replicate import GradientExchange, exchange_of
 from paceline.parallel.stages import Stages
 from paceline.parallel.tail import Tail, tail_of
 from paceline.plan.schedules import build_schedule
+from paceline.train.attention_core import attention_choice
 from paceline.train.balance import Balance
 from paceline.train.checkpoint import parameter_names, restore_rng_state, rng_state
 from paceline.train.loss_scale import LossScale
@@ -81,8 +85,12 @@ class Trainer:
             membership: of a worker whose run goes on without lost ones, and without process group.
         """
         layout, is_local = job.layout, job.comm.local.method != "none"
+        switch.use(layout.kernels, ranks.device)
         if is_local:
             layout = layout.replace(dp=1)  # of one worker, which is one rank
+        attention = attention_choice(job, ranks.device)
+        if attention is not None and isinstance(task.module, Decoder):
+            task.module.set_attend(Sdpa(attention.backend))
         meshes = None if is_local else build_meshes(layout, ranks)
         schedule = _schedule(job) if layout.pp != 1 else None
         module = apply(

@@ -3,7 +3,8 @@
 How it works: a payload is the blocks' fp32 scales, then their levels (`kernels/quantize`); the last
 block is filled up with zeros. A scale in bf16, rounded up, would save 0.8 % of int8's bytes and
 raise its error by as much, so scales are fp32. Values are coded in fp32, those of fp64 in fp64;
-above fp32's range they count as infinite.
+above fp32's range they count as infinite. On a GPU a kernel does it in one pass, where kernels are
+chosen, but for quinary and stochastic rounding.
 
 | codec | bits per value | step of the rounding |
 |---|---|---|
@@ -29,6 +30,7 @@ from torch import Tensor
 from paceline.comm.compress.chunks import chunk_values, noise_of
 from paceline.comm.compress.codec import ALIGNMENT, BlockCodec, check, refuse_seed, working_type
 from paceline.config.comm import BLOCK
+from paceline.kernels import quantize
 from paceline.kernels.quantize.floats import write_rounded
 from paceline.kernels.quantize.schemes import (
     Float8,
@@ -90,6 +92,9 @@ class Blockwise:
         check(self, values, payload, error)
         if not self.is_unbiased:
             refuse_seed(self, seed)
+        if seed is None and quantize.takes(self.name, values, error):
+            quantize.encode(self.name, values, payload, error)
+            return
         chunk = chunk_values(values.device)
         dtype = working_type(values) if error is None else working_type(error)
         scratch = values.new_empty(min(chunk, -(-len(values) // BLOCK) * BLOCK), dtype=dtype)
@@ -117,6 +122,9 @@ class Blockwise:
     def decode(self, payload: Tensor, values: Tensor, *, add: bool = False) -> None:
         """See BlockCodec."""
         check(self, values, payload)
+        if quantize.takes(self.name, values):
+            quantize.decode(self.name, payload.view(1, -1), values, add=add)
+            return
         chunk = chunk_values(values.device)
         dtype = working_type(values)
         scratch = values.new_empty(min(chunk, -(-len(values) // BLOCK) * BLOCK), dtype=dtype)

@@ -1,0 +1,25 @@
+"""The norm of a decoder's residual stream, alone or with the sum before it."""
+
+from torch import Tensor, nn
+
+from paceline.kernels import norm
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMS norm of the last dimension, by a kernel where one is chosen (`layout.kernels`)."""
+
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., width) to (..., width), of x's type."""
+        return norm.rms_norm(x, self.weight, self.eps)
+
+
+class AddNorm(RMSNorm):
+    """RMS norm of the residual stream after a layer's output was added to it."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Add x to the stream (both (..., width)); return the sum's norm, and the sum."""
+        if x.dtype != residual.dtype:  # autocast: the stream is wider than what layers return
+            x = x.to(residual.dtype)
+        return norm.add_rms_norm(x, residual, self.weight, self.eps)

@@ -14,6 +14,7 @@ Results: benchmarks/results/<device>/step.json and .md.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from rich.console import Console
 from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
 from paceline.comm.topology import this_machine
 from paceline.config.device import Device
+from paceline.config.errors import RunError
 from paceline.config.model import Model
 from paceline.observe.run import Run
 
@@ -56,9 +58,12 @@ class Variant(NamedTuple):
     kernels: str
     compile: bool
     precision: str
+    graphs: bool = False
+    """Whether compiled blocks are replayed as CUDA graphs."""
 
     def __str__(self) -> str:
-        return f"{self.precision} {self.kernels} {'compiled' if self.compile else 'eager'}"
+        how = "graphs" if self.graphs else "compiled" if self.compile else "eager"
+        return f"{self.precision} {self.kernels} {how}"
 
 
 ON_CUDA = (
@@ -66,6 +71,7 @@ ON_CUDA = (
     Variant("triton", False, "bf16"),
     Variant("reference", True, "bf16"),
     Variant("triton", True, "bf16"),
+    Variant("triton", True, "bf16", graphs=True),
     Variant("triton", True, "fp8"),
 )
 ON_CPU = (Variant("reference", False, "fp32"),)
@@ -86,17 +92,22 @@ def main() -> int:
         return 2
     facts, device = taken_with("benchmarks.step"), this_machine().known_device
     names = ["tiny"] if options.tiny else options.models
-    rows = []
+    rows, failed = [], list[str]()
     for name in names:
         for variant in ON_CUDA if torch.cuda.is_available() else ON_CPU:
-            runs = [train(name, variant, options.steps) for _ in range(options.rounds)]
+            try:
+                runs = [train(name, variant, options.steps) for _ in range(options.rounds)]
+            except RunError as error:  # the others are worth having
+                failed.append(str(error))
+                console.print(error, style="red", highlight=False)
+                continue
             rows.append(_row(name, variant, runs, device))
             console.print(_line(rows[-1]), highlight=False)
     folder = folder_of(options.results, facts)
-    data = {"facts": facts, "rows": rows}
+    data = {"facts": facts, "rows": rows, "failed": failed}
     (folder / "step.json").write_text(json.dumps(data, indent=1) + "\n")
     (folder / "step.md").write_text(_page(rows, facts))
-    return 0
+    return 1 if failed else 0
 
 
 def job_of(name: str, variant: Variant, steps: int) -> dict[str, Any]:
@@ -126,16 +137,23 @@ def _seq_len(name: str) -> int:
 
 
 def train(name: str, variant: Variant, steps: int) -> dict[str, Any]:
-    """One Run: medians of its warm steps, the mean of each term, and what was predicted."""
+    """One Run: medians of its warm steps, the mean of each term, and what was predicted.
+
+    Raises:
+        RunError: with what it said, where it failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.toml"
         job.write_text(tomli_w.dumps(job_of(name, variant, steps)))
         command = [sys.executable, "-m", "paceline", "train", str(job)]
+        # What layout.compile compiles, and nothing else: each block.
+        environment = {**os.environ, "TORCHINDUCTOR_CUDAGRAPHS": "1" if variant.graphs else "0"}
         done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=_MOST_S, check=False
-        )
+            command, cwd=folder, env=environment, capture_output=True, text=True,
+            timeout=_MOST_S, check=False,
+        )  # fmt: skip
         if done.returncode:
-            raise SystemExit(f"{name}, {variant} failed:\n{done.stdout}\n{done.stderr}")
+            raise RunError(f"{name}, {variant} failed:\n{done.stdout}\n{done.stderr}")
         run = Run(Path(folder) / "runs/step")
         return figures_of(run.metrics(), run.plan())
 

@@ -25,7 +25,7 @@ def test_everything_becomes_concrete_and_each_choice_has_a_reason(num):
     plan = resolve(_job(), _machine(num))
     assert plan.job.is_concrete
     assert plan.job.layout.num_ranks == num
-    asked = {f"layout.{key}" for key, value in vars(_job().layout).items() if value == "auto"}
+    asked = {f"layout.{key}" for key in _job().layout.undecided}
     assert asked <= set(plan.reasons)
 
 

@@ -127,7 +127,7 @@ def test_a_job_becomes_concrete_with_a_reason_for_each_choice():
     job = _job()
     plan = plan_job(job, _cluster(nodes=1))
     assert plan.job.is_concrete
-    autos = {f"layout.{key}" for key, value in vars(job.layout).items() if value == "auto"}
+    autos = {f"layout.{key}" for key in job.layout.undecided}
     assert autos <= set(plan.reasons)
     assert plan.job.layout.num_ranks == 8
     assert plan.job.layout.offload == ()

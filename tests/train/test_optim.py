@@ -19,10 +19,12 @@ from torch.distributed.tensor import (
 from paceline.config.job import Optim
 from paceline.config.layout import Layout
 from paceline.config.model import Model
+from paceline.kernels import launch
+from paceline.kernels.adamw.eight_bit import decode, encode, num_row_dims, zeros
 from paceline.models.decoder import Decoder, cross_entropy
 from paceline.train import optim as optim_module
-from paceline.train.eight_bit import decode, encode, num_row_dims, zeros
 from paceline.train.optim import AdamW, build_optimizer, learning_rate, skip_if
+from tests.kernels.agreement import DEVICE, kernels, relative_error, with_kernels
 from tests.ranks import run_ranks
 
 STEPS = 100
@@ -123,6 +125,37 @@ def test_bf16_parameters_follow_their_fp32_masters(layout):
     assert torch.equal(rounded.weight, master.bfloat16())
     assert torch.allclose(master, exact.weight, atol=2e-3)
     assert not torch.allclose(exact.weight, exact.weight.bfloat16().float(), atol=1e-6)
+
+
+def _after_steps(layout: Layout, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Parameters and what checkpoints keep of their state, after some steps of drawn gradients."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = (5, 300), (7,), (64, 256)
+    params = [
+        nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE, dtype)) for shape in shapes
+    ]
+    named = ((str(index), p) for index, p in enumerate(params))
+    optimizer = build_optimizer(named, Optim(lr=1e-2, weight_decay=0.1), layout)
+    for bad in (0.0, 1.0, 0.0):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(DEVICE, dtype)
+        skip_if(optimizer, torch.tensor(bad, device=DEVICE))
+        optimizer.step()
+    kept = [value for p in params for value in optimizer.saved_state(p).values()]
+    return [*(p.detach() for p in params), *kept]
+
+
+@with_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", [FULL, CODED, BOTH], ids=["full", "8 bits", "both"])
+def test_the_kernel_steps_as_torch_does(layout, dtype):
+    expected = _after_steps(layout, dtype)
+    with kernels(), launch.watched() as seen:
+        found = _after_steps(layout, dtype)
+    assert {kernel.name.partition(".")[0] for kernel, _ in seen} == {"adamw"}
+    within = 1e-6 if layout == FULL else 2e-2  # a code may be the neighbour
+    for mine, right in zip(found, expected, strict=True):
+        assert relative_error(mine, right) < max(within, torch.finfo(mine.dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -83,6 +83,12 @@ def takes(operator: str, x: Tensor) -> bool:
         operator: its name in the table, before the dot.
         x: decides by its device and type.
     """
+    return takes_on(operator, x.device.type, x.dtype)
+
+
+def takes_on(operator: str, device_type: str, dtype: torch.dtype) -> bool:
+    """As `takes`, where there is no tensor yet."""
+    is_cuda = device_type == "cuda"
     if _chosen == "triton":
-        return x.dtype in _TYPES and (x.is_cuda or is_interpreted())
-    return _chosen == "auto" and x.is_cuda and (operator, x.dtype) in _paying
+        return dtype in _TYPES and (is_cuda or is_interpreted())
+    return _chosen == "auto" and is_cuda and (operator, dtype) in _paying

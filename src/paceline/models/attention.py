@@ -67,6 +67,8 @@ class Sdpa:
         backend: torch's implementation under the plain causal mask, see `kernels.attention`.
     """
 
+    backend: Backend = "default"
+
     def __init__(self, backend: Backend = "default") -> None:
         self.backend = backend
 

@@ -4,9 +4,9 @@ AdamW with decoupled weight decay (https://arxiv.org/abs/1711.05101). Matrices d
 weights, biases) don't. The warm-up-stable-decay schedule is that of MiniCPM
 (https://arxiv.org/abs/2404.06395).
 
-The update is torch's fused kernel, on each rank's own shards as plain tensors: parameters of
-different meshes step in one call. Around it this module chooses where a parameter's state lies
-between steps and in which form:
+The update is torch's fused kernel, or ours where it is chosen (`layout.kernels`), on each rank's
+own shards as plain tensors: parameters of different meshes step in one call. Around it this module
+chooses where a parameter's state lies between steps and in which form:
 
 - parameters of 16 bits have an fp32 master copy, which is what steps;
 - moments are fp32 (fp64 for fp64 parameters), or 8-bit codes of them (`eight_bit`), 2.03 bytes per
@@ -36,7 +36,9 @@ from torch.optim.adamw import adamw
 from paceline.comm.mesh import local_part
 from paceline.config.job import Optim
 from paceline.config.layout import Layout
-from paceline.train.eight_bit import Coded, decode, encode, num_row_dims, zeros
+from paceline.kernels import switch
+from paceline.kernels.adamw import adamw_
+from paceline.kernels.adamw.eight_bit import Coded, decode, encode, num_row_dims, zeros
 
 # Elements whose state is decoded or on the device at once: 64 MiB per fp32 tensor.
 _CHUNK = 2**24
@@ -166,6 +168,37 @@ class AdamW(torch.optim.Optimizer):
         road = self._road(pieces[0].parameter.device)
         if self.is_on_host:
             road.arrive()
+        if all(switch.takes("adamw", piece.parameter) for piece in pieces):
+            self._step_in_one_launch(pieces, group)
+        else:
+            self._step_by_torch(pieces, group)
+        if self.is_on_host:
+            for piece in pieces:
+                for key, near in piece.near.items():
+                    road.send(near, piece.far[key])
+
+    def _step_in_one_launch(self, pieces: list["_Piece"], group: dict[str, Any]) -> None:
+        """By our kernel, which reads and writes codes and masters itself."""
+        for have_master in (False, True):
+            chosen = [piece for piece in pieces if ("master" in piece.near) == have_master]
+            if not chosen:
+                continue
+            first, second = ([_stored(piece.near, each) for piece in chosen] for each in _MOMENTS)
+            adamw_(
+                [piece.parameter for piece in chosen],
+                [piece.gradient for piece in chosen],
+                first,
+                second,
+                [piece.num_steps for piece in chosen],
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                found_inf=self._found_inf(chosen[0].parameter.device),
+                masters=[piece.near["master"] for piece in chosen] if have_master else None,
+            )
+
+    def _step_by_torch(self, pieces: list["_Piece"], group: dict[str, Any]) -> None:
         stepped = [piece.near.get("master", piece.parameter) for piece in pieces]
         moments = [piece.moments() for piece in pieces]
         adamw(
@@ -176,7 +209,7 @@ class AdamW(torch.optim.Optimizer):
             [],
             [piece.num_steps for piece in pieces],
             fused=True,
-            found_inf=self._found_inf(road.device),
+            found_inf=self._found_inf(stepped[0].device),
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -187,9 +220,6 @@ class AdamW(torch.optim.Optimizer):
         )
         for piece, (first, second) in zip(pieces, moments, strict=True):
             piece.keep(first, second)
-            if self.is_on_host:
-                for key, near in piece.near.items():
-                    road.send(near, piece.far[key])
 
     def _found_inf(self, device: torch.device) -> Tensor | None:
         bad: Tensor | None = getattr(self, "found_inf", None)
@@ -318,9 +348,17 @@ def _working_dtype(p: Tensor) -> torch.dtype:
 def _numbers(state: dict[str, Any], moment: str, dtype: torch.dtype) -> Tensor:
     if moment in state:
         return state[moment]
-    coded = Coded(state[f"{moment}.codes"], state[f"{moment}.scales"])
+    coded = _stored(state, moment)
+    assert isinstance(coded, Coded)
     numbers = decode(coded, dtype, signed=_MOMENTS[moment])
     return numbers if _MOMENTS[moment] else numbers.square_()
+
+
+def _stored(state: dict[str, Any], moment: str) -> Tensor | Coded:
+    """A moment in the form it has between steps."""
+    if moment in state:
+        return state[moment]
+    return Coded(state[f"{moment}.codes"], state[f"{moment}.scales"])
 
 
 def _code(numbers: Tensor, moment: str, row_dims: int) -> Coded:

@@ -23,13 +23,16 @@ from paceline.config.errors import InputError
 from paceline.config.job import Job, Train
 from paceline.config.model import Model
 from paceline.config.noun import size
+from paceline.kernels import switch
 from paceline.models.decoder import Decoder, cross_entropy
 from paceline.models.weights import load_weights
 from paceline.parallel import vocabulary
+from paceline.parallel.apply import DTYPES
 from paceline.parallel.cp import positions_of
 from paceline.train.data import (
     BatchShape,
     Meta,
+    MicroBatch,
     PreparedData,
     eval_batches,
     rank_share,
@@ -146,13 +149,9 @@ def next_token(job: Job, ranks: Ranks) -> Staged:
     """The loss of a decoder: of the tokens of each sequence that this rank holds."""
     layout, seq_len = job.layout, job.train.seq_len
     if layout.is_plain:
-        return Staged(
-            inputs=lambda batch: (
-                batch.tokens,
-                {"document_ids": batch.document_ids, "targets": batch.targets},
-            ),
-            criterion=lambda loss, batch: loss,
-        )
+        assert layout.precision != "auto"
+        dtype = DTYPES[layout.precision]
+        return Staged(partial(_whole_inputs, ranks.device.type, dtype), _whole_loss)
     ulysses = size(layout.ulysses)
     place = layout.place(ranks.rank).cp
     held = positions_of(seq_len, size(layout.cp) // ulysses, ulysses, place).to(ranks.device)
@@ -163,6 +162,22 @@ def next_token(job: Job, ranks: Ranks) -> Staged:
         ),
         criterion=lambda logits, batch: _cross_entropy(logits, batch.targets[:, held]),
     )
+
+
+def _whole_inputs(
+    device_type: str, dtype: torch.dtype, batch: MicroBatch
+) -> tuple[Tensor, dict[str, Any]]:
+    told = {"document_ids": batch.document_ids}
+    if switch.takes_on("loss", device_type, dtype):
+        # The fused loss needs the head's weight, so it is the network's last layer. Plain torch's
+        # is better off outside, where FSDP2 has let that weight go.
+        told["targets"] = batch.targets
+    return batch.tokens, told
+
+
+def _whole_loss(out: Tensor, batch: MicroBatch) -> Tensor:
+    """What the network returned, if that is the loss."""
+    return out if out.ndim == 0 else cross_entropy(out, batch.targets)
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

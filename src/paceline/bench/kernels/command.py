@@ -16,7 +16,7 @@ from paceline.bench.kernels.timing import Ceilings, ceilings
 from paceline.bench.kernels.tune import tuned
 from paceline.config.errors import InputError
 from paceline.config.noun import nearest
-from paceline.kernels import launch, switch
+from paceline.kernels import attention, launch, switch
 
 _TURNS, _QUICK_TURNS = 40, 5
 
@@ -44,8 +44,9 @@ def kernels_command(only: Sequence[str], out: Path, *, tune: bool, quick: bool) 
     if tune:
         rows = [row for case in chosen for row in tuned(case, device, turns, console.print)]
         write_table(out, rows)
+        choices = [] if only else _attention(out.with_name("attention.json"), device, console)
         console.print(f"{len(rows)} launches: {out}; use them: export {launch.OWN}={out}")
-        return {"launches": rows}
+        return {"launches": rows, "attention": choices}
     ceiling = ceilings(device)
     console.print(
         f"copy {ceiling.copy_gb_s:.0f} GB/s, product {ceiling.matmul_tflop_s:.0f} TFLOP/s"
@@ -71,6 +72,16 @@ def _chosen(only: Sequence[str]) -> list[Case]:
         if name not in names:
             raise InputError(f'--only "{name}" is no operator{nearest(name, names)}')
     return [case for case in every if not only or case.name in only]
+
+
+def _attention(path: Path, device: torch.device, console: Console) -> list[dict[str, Any]]:
+    """Measure torch's implementations of attention; a run finds the file beside the table."""
+    found = []
+    for shape in attention.SHAPES:
+        choice = attention.measure(shape, torch.bfloat16, device, path=path)
+        console.print(f"attention {tuple(shape)}: {choice.backend}, {choice.why}", highlight=False)
+        found.append({**shape._asdict(), **choice._asdict()})
+    return found
 
 
 def _told(

@@ -34,7 +34,7 @@ from paceline.plan.memory.sharing import (
 from paceline.plan.points import Array, Points, Setting
 
 _FP32 = 4
-# `paceline.train.eight_bit`: a code of a byte, and an fp32 scale for 256 codes.
+# `paceline.kernels.adamw.eight_bit`: a code of a byte, and an fp32 scale for 256 codes.
 _CODE_BYTES = 1 + 4 / 256
 # DeepSpeed's default `reduce_bucket_size`: https://www.deepspeed.ai/docs/config-json
 _MESSAGE = 5e8

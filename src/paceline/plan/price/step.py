@@ -68,7 +68,8 @@ _NORM_AND_CLIP_BYTES = 12.0
 _ADAM_BYTES = 28.0
 # A 16-bit parameter: its gradient is cast to fp32, the fp32 copy steps, and is cast back.
 _MASTER_BYTES = 12.0
-# Decoding and coding two moments is some ten passes over fp32 copies of each (train/eight_bit.py).
+# Decoding and coding two moments is some ten passes over fp32 copies of each, in plain torch
+# (kernels/adamw/eight_bit.py).
 _CODING_BYTES = 70.0
 # One kernel per operation and group of parameters reads and writes everything in between as well.
 _FOREACH_FACTOR = 2.0

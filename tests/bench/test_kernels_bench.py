@@ -41,6 +41,8 @@ SMALL = {
     "matmul": ((4, 16, 8),) * 4,
     "experts": ((4, 16, 8, 3, 2),),
     "adamw": ((2, 4, 8),),
+    "muon": ((2, 4, 8),),
+    "quantize": (256, 600),
 }
 
 
@@ -114,10 +116,10 @@ def test_a_table_keeps_what_others_wrote(tmp_path):
 def test_a_trial_is_over_when_its_block_is():
     kernel = Kernel("norm.f", None, "x: *T", lambda size: Launch({"B": size}), (8,))
     x = torch.ones(1)
-    with tune.trial(CPU, kernel.name, "fp32", 8, Launch({"B": 1})):
+    with tune.trial(CPU, launch.Launched(kernel, 8, "fp32"), Launch({"B": 1})):
         assert kernel.at(8, x).blocks == {"B": 1}
     assert kernel.at(8, x).blocks == {"B": 8}
-    assert not launch.table().get(("cpu", "norm.f", "fp32"))
+    assert launch.paying(CPU) == set()
 
 
 def test_launched_kernels_are_seen_with_their_sizes():
@@ -131,7 +133,7 @@ def test_launched_kernels_are_seen_with_their_sizes():
     with launch.watched() as seen:
         kernel((3,), 16, torch.ones(1), "x", CONSTANT=True)
     kernel((3,), 32, torch.ones(1), "x")
-    assert seen == [(kernel, 16)]
+    assert seen == [(kernel, 16, "fp32")]
     options = {"CONSTANT": True, "B": 16, "num_warps": 8, "num_stages": 2}
     assert started[0] == ((3,), ("x",), options)
 

@@ -69,6 +69,18 @@ def test_the_next_larger_row_decides_elsewhere(table):
     assert KERNEL.at(1024, torch.ones(1, dtype=torch.bfloat16)).blocks == {"B": 1024}
 
 
+@pytest.mark.parametrize("text", [None, "{", '{"rows": [{"device": "cpu"}]}', '{"rows": 1}'])
+def test_what_is_no_table_is_refused(text, tmp_path, monkeypatch):
+    path = tmp_path / "launches.json"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setenv(launch.OWN, str(path))
+    launch.table.cache_clear()
+    with pytest.raises(InputError, match=r"is no table of launches .* paceline bench kernels"):
+        launch.table()
+    launch.table.cache_clear()
+
+
 def test_an_operator_pays_where_all_its_rows_beat_torch(table):
     table(ROWS)
     assert launch.paying(CPU) == {("norm", torch.float32)}

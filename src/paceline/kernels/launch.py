@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.config.errors import InputError
+
 SHIPPED = Path(__file__).with_name("launches.json")
 OWN = "PACELINE_KERNEL_TABLE"
 """The environment variable that names a table of one's own."""
@@ -104,17 +106,25 @@ class Kernel:
         """
         options = self.at(size, tensor).options
         if _watchers:
-            _watchers[-1].append((self, size))
+            _watchers[-1].append(Launched(self, size, word(tensor.dtype)))
         self.function[grid](*arguments, **constants, **options)
 
 
-_watchers: list[list[tuple[Kernel, int]]] = []
+class Launched(NamedTuple):
+    """A launch that was seen: what its row of the table goes by."""
+
+    kernel: Kernel
+    size: int
+    dtype: str
+
+
+_watchers: list[list[Launched]] = []
 
 
 @contextmanager
-def watched() -> Iterator[list[tuple[Kernel, int]]]:
-    """A list of the kernels that are launched within a block, and by which sizes."""
-    seen: list[tuple[Kernel, int]] = []
+def watched() -> Iterator[list[Launched]]:
+    """A list of the launches within a block."""
+    seen: list[Launched] = []
     _watchers.append(seen)
     try:
         yield seen
@@ -134,7 +144,7 @@ def paying(device: torch.device) -> frozenset[tuple[str, torch.dtype]]:
     name = device_name(device)
     best: dict[tuple[str, torch.dtype], bool] = {}
     for (on, kernel, dtype), rows in table().items():
-        if on == name:
+        if on == name and rows:
             key = (kernel.partition(".")[0], _DTYPES[dtype])
             best[key] = best.get(key, True) and all(r.ms <= r.peer_ms for r in rows.values())
     return frozenset(key for key, wins in best.items() if wins)
@@ -142,15 +152,30 @@ def paying(device: torch.device) -> frozenset[tuple[str, torch.dtype]]:
 
 @lru_cache
 def table() -> dict[tuple[str, str, str], dict[int, Measured]]:
-    """All rows: device, kernel and type, then size. One's own rows replace those that ship."""
+    """All rows: device, kernel and type, then size. One's own rows replace those that ship.
+
+    Raises:
+        InputError: the file of one's own is no such table.
+    """
     found: dict[tuple[str, str, str], dict[int, Measured]] = {}
     own = os.environ.get(OWN)
-    for path in [SHIPPED, *([Path(own)] if own else [])]:
-        for row in json.loads(path.read_text())["rows"]:
-            launch = Launch(row["blocks"], row["num_warps"], row["num_stages"])
-            sizes = found.setdefault((row["device"], row["kernel"], row["dtype"]), {})
-            sizes[row["size"]] = Measured(launch, row["ms"], row["peer_ms"])
+    _read(SHIPPED, found)
+    if own:
+        try:
+            _read(Path(own), found)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise InputError(
+                f"{OWN} = {own} is no table of launches ({error}): unset it, or write one with "
+                "paceline bench kernels --tune."
+            ) from None
     return found
+
+
+def _read(path: Path, found: dict[tuple[str, str, str], dict[int, Measured]]) -> None:
+    for row in json.loads(path.read_text())["rows"]:
+        launch = Launch(row["blocks"], row["num_warps"], row["num_stages"])
+        sizes = found.setdefault((row["device"], row["kernel"], row["dtype"]), {})
+        sizes[row["size"]] = Measured(launch, row["ms"], row["peer_ms"])
 
 
 @lru_cache

@@ -7,6 +7,8 @@ import torch
 from torch import Generator, Tensor
 
 from paceline.bench.kernels.cases import Case, Make, normal, whole_numbers
+from paceline.comm.compress.codecs import codec_of
+from paceline.config.comm import codec
 from paceline.kernels import (
     activations,
     adamw,
@@ -14,11 +16,14 @@ from paceline.kernels import (
     experts,
     loss,
     matmul,
+    muon,
     norm,
+    quantize,
     residual,
     rope,
     softmax,
 )
+from paceline.kernels.cost import Cost
 
 # Of tokens in a batch, where a shape has none of its own.
 _WIDE = 16384
@@ -30,8 +35,10 @@ def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
     Args:
         dtype: of the tensors; weights of norms and statistics are fp32 where training has them so.
     """
-    for group in (_norms, _pointwise, _rotary, _images, _losses, _products, _optimizers):
+    groups = (_norms, _pointwise, _rotary, _images, _losses, _products, _optimizers, _orthogonal)
+    for group in groups:
         yield from group(dtype)
+    yield from _compression()
 
 
 def _tensors(*shapes: tuple[int, ...], dtype: torch.dtype) -> Make:
@@ -247,3 +254,48 @@ def _stepped(*state: Tensor) -> list[Tensor]:
         lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
     )  # fmt: skip
     return [*params, *firsts, *seconds]
+
+
+def _orthogonal(dtype: torch.dtype) -> Iterator[Case]:
+    for number, rows, columns in muon.SHAPES:
+        yield Case(
+            *("muon", "orthogonalize", f"{number} x {rows} x {columns}"),
+            partial(_matrices, (number, rows, columns), dtype),
+            muon.orthogonalize,
+            muon.orthogonalize_cost(number, rows, columns, dtype.itemsize),
+        )
+
+
+def _matrices(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: Generator
+) -> tuple[Tensor, ...]:
+    return (normal(generator, *shape, dtype=dtype, grad=False),)
+
+
+def _compression() -> Iterator[Case]:
+    """Gradients with their errors, in fp32: coded as they are sent, and decoded."""
+    num_values = quantize.SHAPES[1]
+    for name in ("int8", "fp8", "int4", "onebit"):
+        encoding = quantize.encode_cost(name, num_values, 4, has_error=True)
+        decoding = quantize.decode_cost(name, num_values, 4, num_ranks=1, add=False)
+        yield Case(
+            *("quantize", f"{name}_with_error", f"{num_values}"),
+            partial(_gradients, num_values),
+            partial(_coded, name),
+            Cost(encoding.bytes + decoding.bytes),
+        )
+
+
+def _gradients(num_values: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    values = normal(generator, num_values, dtype=torch.float32, grad=False)
+    return values, normal(generator, num_values, dtype=torch.float32, grad=False) / 100
+
+
+def _coded(name: str, values: Tensor, error: Tensor) -> list[Tensor]:
+    """What arrives, and the error that stays."""
+    coder = codec_of(codec(name))
+    payload = torch.zeros(coder.num_bytes(len(values)), dtype=torch.uint8, device=values.device)
+    coder.encode_with_error(values, error, payload)
+    arrived = torch.empty_like(values)
+    coder.decode(payload, arrived)
+    return [arrived, error]

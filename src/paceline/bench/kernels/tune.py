@@ -15,7 +15,7 @@ import torch
 from paceline.bench.kernels.cases import Case
 from paceline.bench.kernels.timing import Timing, alternate, copies, variant
 from paceline.kernels import launch, switch
-from paceline.kernels.launch import Kernel, Launch, Measured
+from paceline.kernels.launch import Launch, Launched, Measured
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
@@ -31,21 +31,20 @@ def tuned(case: Case, device: torch.device, turns: int, tell: Tell) -> list[Row]
         tell: gets a line for each kernel.
     """
     inputs = copies(case, device)
-    dtype = launch.word(inputs[0][0].dtype)
     rows = []
     for direction in [each for each in case.directions if each != "both"] or ["both"]:
-        for kernel, size in _launched(case, inputs[0], direction, device):
-            best, timing = _best(case, inputs, direction, (kernel, size, dtype), turns, device)
-            peer_ms = _peer_ms(case, inputs, direction, turns, device)
-            tell(f"{kernel.name} {dtype} {size}: {best.options} {timing.ms:.3f} ms ({peer_ms:.3f})")
-            rows.append(_row(kernel, size, dtype, device, Measured(best, timing.ms, peer_ms)))
+        peer_ms = _peer_ms(case, inputs, direction, turns, device)
+        for seen in _launched(case, inputs[0], direction, device):
+            best, timing = _best(case, inputs, direction, seen, turns, device)
+            tell(f"{seen.kernel.name} {seen.dtype} {seen.size}: {best.options} {timing.ms:.3f} ms")
+            rows.append(_row(seen, device, Measured(best, timing.ms, peer_ms)))
     return rows
 
 
 def _launched(
     case: Case, inputs: tuple[Any, ...], direction: str, device: torch.device
-) -> list[tuple[Kernel, int]]:
-    """Kernels with their sizes, in the order in which they are first launched."""
+) -> list[Launched]:
+    """Launches that differ, in the order in which they come first."""
     with switch.using("triton", device):
         call = variant(case.function, [inputs], direction, "triton", device).calls[0]
         with launch.watched() as seen:
@@ -57,16 +56,16 @@ def _best(
     case: Case,
     inputs: list[tuple[Any, ...]],
     direction: str,
-    key: tuple[Kernel, int, str],
+    seen: Launched,
     turns: int,
     device: torch.device,
 ) -> tuple[Launch, Timing]:
-    kernel, size, dtype = key
+    kernel, size, _ = seen
     tried: list[tuple[Launch, Timing]] = []
     for candidate in {
         str(each): each for each in (kernel.rule(size), *kernel.others(size))
     }.values():
-        with trial(device, kernel.name, dtype, size, candidate):
+        with trial(device, seen, candidate):
             try:
                 made = variant(case.function, inputs, direction, "triton", device)
             except Exception:  # Triton refuses what asks for too much: not a launch for this device
@@ -86,13 +85,12 @@ def _peer_ms(
 
 
 @contextmanager
-def trial(
-    device: torch.device, kernel: str, dtype: str, size: int, candidate: Launch
-) -> Iterator[None]:
+def trial(device: torch.device, seen: Launched, candidate: Launch) -> Iterator[None]:
     """Let a kernel be launched so for the length of a block."""
-    rows = launch.table().setdefault((launch.device_name(device), kernel, dtype), {})
+    key = (launch.device_name(device), seen.kernel.name, seen.dtype)
+    rows = launch.table().setdefault(key, {})
     before = dict(rows)
-    rows[size] = Measured(candidate, 0.0, 0.0)
+    rows[seen.size] = Measured(candidate, 0.0, 0.0)
     try:
         yield
     finally:
@@ -100,12 +98,12 @@ def trial(
         rows.update(before)
 
 
-def _row(kernel: Kernel, size: int, dtype: str, device: torch.device, measured: Measured) -> Row:
+def _row(seen: Launched, device: torch.device, measured: Measured) -> Row:
     return {
         "device": launch.device_name(device),
-        "kernel": kernel.name,
-        "dtype": dtype,
-        "size": size,
+        "kernel": seen.kernel.name,
+        "dtype": seen.dtype,
+        "size": seen.size,
         "blocks": dict(measured.launch.blocks),
         "num_warps": measured.launch.num_warps,
         "num_stages": measured.launch.num_stages,

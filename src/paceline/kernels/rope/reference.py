@@ -5,8 +5,9 @@ https://arxiv.org/abs/2010.04245.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from paceline.kernels.norm.reference import rms_norm
 
 
 def rotate(
@@ -24,7 +25,7 @@ def rotate(
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is not None:
-        x = F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
+        x = rms_norm(x, weight, eps)
     rope_dim = cos.shape[-1]
     still, turned = x.split((x.shape[-1] - rope_dim, rope_dim), dim=-1)
     turned = (turned * cos + turned.roll(rope_dim // 2, dims=-1) * sin).to(x.dtype)

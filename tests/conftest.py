@@ -1,7 +1,9 @@
 """Settings for every test."""
 
 import os
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -17,3 +19,14 @@ torch.set_num_threads(1)
 # How long an example takes depends on what else the machine does.
 settings.register_profile("paceline", deadline=None)
 settings.load_profile("paceline")
+
+# Networks of namespaces are the machine's: tests that build them take turns.
+_ONE_AFTER_ANOTHER = "test_net"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers (make test), a file is one worker's: its fixtures are made once."""
+    for item in items:
+        file = Path(item.path)
+        group = _ONE_AFTER_ANOTHER if file.name.startswith(_ONE_AFTER_ANOTHER) else str(file)
+        item.add_marker(pytest.mark.xdist_group(group))

@@ -1,10 +1,13 @@
 """Settings for every test."""
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import settings
 
 # Kernels are tested with torch's deterministic mode on, which cuBLAS needs to be told beforehand.
@@ -20,13 +23,9 @@ torch.set_num_threads(1)
 settings.register_profile("paceline", deadline=None)
 settings.load_profile("paceline")
 
-# Networks of namespaces are the machine's: tests that build them take turns.
-_ONE_AFTER_ANOTHER = "test_net"
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers (make test), a file is one worker's: its fixtures are made once."""
-    for item in items:
-        file = Path(item.path)
-        group = _ONE_AFTER_ANOTHER if file.name.startswith(_ONE_AFTER_ANOTHER) else str(file)
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.fixture(scope="module")
+def networks_alone() -> Iterator[None]:
+    """Networks of namespaces are the machine's: with several workers, modules take turns."""
+    with FileLock(Path(tempfile.gettempdir()) / "paceline-tests-networks.lock"):
+        yield

@@ -20,6 +20,7 @@ from paceline.config.errors import InputError
 
 ROOT = Path(__file__).parents[1]
 laboratory = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = pytest.mark.usefixtures("networks_alone")
 
 # Rank 1 sends to rank 0, which says how long the bytes took from the first megabyte on: before that
 # the token bucket is full.

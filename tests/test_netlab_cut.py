@@ -9,7 +9,10 @@ import pytest
 from benchmarks.netlab import Finished, Laboratory, StartedRanks, why_not
 from tests.command_line import environment, losses, metrics, write_tiny_job
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.usefixtures("networks_alone"),
+]
 TIMEOUT_S = 5
 SLACK_S = 15
 """A rank may have begun to wait a little after the cut; and other tests may hold the cores."""

@@ -9,7 +9,10 @@ import pytest
 from benchmarks.netlab import Laboratory, StartedRanks, why_not
 from tests.command_line import environment, metrics, write_tiny_job
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.usefixtures("networks_alone"),
+]
 SETTINGS = (
     *("comm.local.method=diloco", "comm.local.every=4", "comm.local.min_workers=1"),
     *("comm.timeout_s=3", "train.steps=100000", "optim.schedule=constant"),

@@ -20,6 +20,7 @@ from paceline.bench.memory import peak_bytes
 from paceline.comm.ranks import Ranks
 from paceline.config.job import Job
 from paceline.config.model import Model
+from paceline.kernels import switch
 from paceline.train.data import MicroBatch
 from paceline.train.task import Step, Task, decoder_on_meta, fill_decoder, next_token, whole
 from paceline.train.trainer import Trainer
@@ -116,6 +117,7 @@ def _prepared(job: Job, ranks: Ranks, *, counts_memory: bool) -> _Ready:
 
 
 def _turn(ready: _Ready, num_steps: int) -> list[float]:
+    switch.use(ready.job.layout.kernels, ready.trainer.ranks.device)  # of the process, not a Job's
     ready.trainer.step(2, ready.batch)()
     times = []
     began = time.perf_counter()

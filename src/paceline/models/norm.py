@@ -21,5 +21,6 @@ class AddNorm(RMSNorm):
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Add x to the stream (both (..., width)); return the sum's norm, and the sum."""
         if x.dtype != residual.dtype:  # autocast: the stream is wider than what layers return
-            x = x.to(residual.dtype)
+            summed = residual + x
+            return norm.rms_norm(summed, self.weight, self.eps), summed
         return norm.add_rms_norm(x, residual, self.weight, self.eps)

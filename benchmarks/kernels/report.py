@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
+from paceline.kernels import switch
 from paceline.kernels.ahead import MOST_SHARED, Compilation, Resources, all_kernels, compilations
 from paceline.kernels.ahead import resources as resources_of
 
@@ -58,13 +59,16 @@ def faults(rows: list[tuple[str | int, ...]]) -> list[str]:
 def main() -> int:
     """Compile everything, write the table, say what is wrong."""
     console = Console()
-    todo = [
+    if switch.is_interpreted():
+        console.print("TRITON_INTERPRET is set: interpreted functions can't be compiled; unset it.")
+        return 2
+    jobs = [
         (number, place)
         for number, kernel in enumerate(all_kernels())
         for place, _ in enumerate(compilations(kernel))
     ]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        rows = list(track(pool.map(row, todo), "compiling", len(todo), console=console))
+        rows = list(track(pool.map(row, jobs), "compiling", len(jobs), console=console))
     with RESOURCES.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
@@ -82,5 +86,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os.environ.pop("TRITON_INTERPRET", None)
     sys.exit(main())

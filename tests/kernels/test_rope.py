@@ -3,7 +3,6 @@ against the models' own rotation."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,7 +13,6 @@ from paceline.config.errors import InputError
 from paceline.kernels import launch
 from paceline.kernels.launch import Launch, Measured
 from paceline.kernels.rope import rotate
-from paceline.models import rope as models_rope
 from tests.kernels.agreement import DEVICE, check, kernels, random, with_kernels
 from tests.ranks import run_ranks
 
@@ -82,13 +80,14 @@ def test_parts_of_one_product_are_read_where_they_lie():
     check(heads_first, [random(2, 4, 3, 8, seed=1), random(2, 2, 3, 8, seed=2)])
 
 
-def test_it_is_what_the_models_do():
-    q, k, (q_weight, k_weight) = random(2, 3, 4, 8), random(2, 3, 2, 8, seed=1), weights(8, 8)
-    rope = tables(2, 3, 8)
-    mine = rotate(q, k, *rope, q_weight, k_weight, 1e-5)
-    for turned, x, weight in ((mine[0], q, q_weight), (mine[1], k, k_weight)):
-        expected = models_rope.rotate(F.rms_norm(x, (8,), weight, 1e-5), rope)
-        torch.testing.assert_close(turned, expected)
+def test_pairs_are_complex_numbers_that_turn():
+    q, k = random(2, 3, 4, 8), random(2, 3, 2, 8, seed=1)
+    angles = random(2, 3, 1, 4, seed=9, scale=3).detach()
+    cos, sin = angles.cos(), angles.sin()
+    turned = rotate(q, k, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    for mine, x in zip(turned, (q, k), strict=True):
+        expected = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
+        torch.testing.assert_close(mine, torch.cat((expected.real, expected.imag), -1))
 
 
 @with_kernels

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paceline.config.layers import Experts
+from paceline.kernels.experts import grouped_linear
 from paceline.models.moe import (
     ExpertLayer,
     balance_loss,
     choose,
     expert_layers,
-    grouped_product,
     updated_bias,
 )
 
@@ -84,7 +84,7 @@ def test_product_of_groups(counts, dtype, outputs):
     """With the kernel (fp32 and bf16, rows of 16 bytes) and without, also of no rows at all."""
     rows = torch.randn(sum(counts), HIDDEN, generator=seeded()).to(dtype).requires_grad_()
     weights = torch.randn(4, outputs, HIDDEN, generator=seeded(1)).to(dtype).requires_grad_()
-    found = grouped_product(rows, weights, torch.tensor(counts))
+    found = grouped_linear(rows, weights, torch.tensor(counts))
     group = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))
     expected = torch.einsum("ri,roi->ro", rows, weights[group])
     above = torch.randn(found.shape, generator=seeded(2)).to(dtype)

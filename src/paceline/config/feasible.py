@@ -79,6 +79,11 @@ def _kernels(demand: Demand) -> Iterator[str]:
             f'layout.kernels = "triton" needs CUDA devices and the cluster has {device.name}: '
             'use "auto" or "reference".'
         )
+    if demand.layout.kernels == "triton" and demand.layout.precision == "fp64":
+        yield (
+            'layout.kernels = "triton" can\'t compute in layout.precision = "fp64": set kernels to '
+            '"reference" or precision to fp32 or less.'
+        )
 
 
 def _known_model(demand: Demand) -> Iterator[str]:

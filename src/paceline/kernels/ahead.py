@@ -93,6 +93,15 @@ def compilations(kernel: Kernel) -> Iterator[Compilation]:
 
 def resources(compilation: Compilation) -> Resources:
     """Compile it, and read what it needs."""
+    made, num_warps = compiled(compilation), compilation.launch.num_warps
+    registers, stack = _figures(made.asm["cubin"])
+    shared = made.metadata.shared
+    programs = _programs(registers, shared, num_warps, compilation.capability)
+    return Resources(registers, stack, shared, programs)
+
+
+def compiled(compilation: Compilation) -> Any:
+    """Compile it; Triton's own object, with the code of each stage in `asm`."""
     kernel, capability, dtype, _, variant, launch = compilation
     constants = {**variant, **launch.blocks}
     types = {name: kind.replace("*T", f"*{dtype}") for name, kind in kernel.argument_types.items()}
@@ -109,12 +118,7 @@ def resources(compilation: Compilation) -> Resources:
         attributes,
     )
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, _WARP), options=options)
-    registers, stack = _figures(made.asm["cubin"])
-    shared = made.metadata.shared
-    return Resources(
-        registers, stack, shared, _programs(registers, shared, launch.num_warps, capability)
-    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, _WARP), options=options)
 
 
 def _figures(cubin: bytes) -> tuple[int, int]:

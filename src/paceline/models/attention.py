@@ -19,8 +19,9 @@ from paceline.config.model import Model
 from paceline.kernels import rope as fused
 from paceline.kernels.attention.backends import attend
 from paceline.kernels.attention.rule import Backend
+from paceline.kernels.rope.reference import turn
 from paceline.models.norm import RMSNorm
-from paceline.models.rope import Rope, rotate
+from paceline.models.rope import Rope
 
 # That of the published code, whatever the other norms have.
 _LATENT_NORM_EPS = 1e-6
@@ -202,4 +203,4 @@ class LatentAttention(nn.Module):
         if self.shape.interleaved:
             # Pairs of neighbours; in q and k alike, so that their order afterwards is free.
             x = x.unflatten(-1, (-1, 2)).mT.flatten(-2)
-        return rotate(x, rope)
+        return turn(x, *rope)

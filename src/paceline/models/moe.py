@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from paceline.comm.mesh import local_part
 from paceline.config.layers import Experts as Shape
 from paceline.kernels.activations import gated
+from paceline.kernels.experts import grouped_linear
 from paceline.models.feedforward import FeedForward
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -113,8 +114,8 @@ class Experts(nn.Module):
             (num_rows, hidden)
         """
         gate, up, down = map(local_part, (self.gate_proj, self.up_proj, self.down_proj))
-        inner = gated(grouped_product(rows, gate, counts), grouped_product(rows, up, counts))
-        return grouped_product(inner, down, counts)
+        inner = gated(grouped_linear(rows, gate, counts), grouped_linear(rows, up, counts))
+        return grouped_linear(inner, down, counts)
 
 
 class ExpertLayer(nn.Module):
@@ -231,44 +232,6 @@ def choose(scores: Tensor, bias: Tensor | None, shape: Shape) -> Tensor:
         left_out = torch.ones_like(of_group, dtype=torch.bool).scatter_(-1, groups, False)
         scores = grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(-2)
     return scores.topk(shape.experts_per_token, dim=-1, sorted=False).indices
-
-
-def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each group of rows by its own matrix.
-
-    Args:
-        rows: (num_rows, inputs), sorted by group.
-        weights: (num_groups, outputs, inputs).
-        counts: (num_groups,) int64, rows of each group; their sum is num_rows.
-
-    Returns:
-        (num_rows, outputs), in the dtype of autocast where that is on.
-    """
-    device = rows.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        rows, weights = rows.to(dtype), weights.to(dtype)
-    if _has_grouped_kernel(rows, weights):
-        return F.grouped_mm(rows, weights.mT, offs=counts.cumsum(0, dtype=torch.int32))
-    # All groups, also empty ones: each weight has a gradient, on every rank.
-    groups = zip(rows.split(counts.tolist()), weights.unbind(), strict=True)
-    return torch.cat([F.linear(group, weight) for group, weight in groups])
-
-
-def _has_grouped_kernel(rows: Tensor, weights: Tensor) -> bool:
-    """Whether torch multiplies groups of these rows at once (seen in its sources, 2.11 to 2.13).
-
-    Rows of 16 bytes; bf16 on CUDA from compute capability 8 on. CPUs also take fp32 and fp16, but
-    compiled code is made for bf16 only. No rows at all is not a case for a kernel.
-    """
-    aligned = all(n * rows.dtype.itemsize % 16 == 0 for n in weights.shape[1:])
-    if not aligned or not rows.shape[0]:
-        return False
-    if rows.device.type == "cuda":
-        return rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (8, 0)
-    if torch.compiler.is_compiling():
-        return rows.dtype == torch.bfloat16
-    return rows.device.type == "cpu" and rows.dtype != torch.float64
 
 
 def balance_loss(

@@ -14,18 +14,6 @@ from paceline.config.model import Model
 Rope = tuple[Tensor, Tensor]
 
 
-def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Turn the pairs (i, i + head_dim/2) of each head by the angle of its position.
-
-    Args:
-        x: (batch, seq, heads, head_dim).
-        rope: cos and sin, each (1 or batch, seq, 1, head_dim); the first half of sin is negated.
-            They may be of higher precision than x: the product is rounded once, to x's dtype.
-    """
-    cos, sin = rope
-    return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).to(x.dtype)
-
-
 def rope_tables(model: Model) -> Rope:
     """Return cos and sin of every position and frequency: (max_seq_len, rope_dim / 2) each, fp32.
 

@@ -20,12 +20,22 @@ def rotate(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Normalise each head (where there are weights), then turn its last numbers."""
-    return _turn(q, cos, sin, q_weight, eps), _turn(k, cos, sin, k_weight, eps)
+    if q_weight is not None:
+        q = rms_norm(q, q_weight, eps)
+    if k_weight is not None:
+        k = rms_norm(k, k_weight, eps)
+    return turn(q, cos, sin), turn(k, cos, sin)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    if weight is not None:
-        x = rms_norm(x, weight, eps)
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + rope_dim/2) of each head's last rope_dim numbers.
+
+    Args:
+        x: (batch, seq, heads, head_dim).
+        cos: (1 or batch, seq, 1, rope_dim).
+        sin: of that shape, the first half negated. Both may be of higher precision than x: the
+            product is rounded once, to x's type.
+    """
     rope_dim = cos.shape[-1]
     still, turned = x.split((x.shape[-1] - rope_dim, rope_dim), dim=-1)
     turned = (turned * cos + turned.roll(rope_dim // 2, dims=-1) * sin).to(x.dtype)

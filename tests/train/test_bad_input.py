@@ -186,3 +186,12 @@ def test_help_loads_neither_torch_nor_pydantic(tmp_path):
     command = [os.sys.executable, "-c", code]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_table_of_launches_that_is_none_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_KERNEL_TABLE", "nowhere.json")
+    write_tiny_job(tmp_path)
+    done = paceline("train", "job.toml", folder=tmp_path)
+    assert done.returncode == 2
+    assert "PACELINE_KERNEL_TABLE = nowhere.json is no table of launches" in done.stderr
+    assert not (tmp_path / "runs" / "tiny").exists()

@@ -20,6 +20,7 @@ from paceline.config.model import Model
 from paceline.config.noun import size
 from paceline.config.recommender import Dlrm
 from paceline.config.vision import ConvNet
+from paceline.kernels import launch
 from paceline.models.weights import read_model
 from paceline.observe.run import Run
 from paceline.plan.answer.answer import prediction_json
@@ -50,6 +51,7 @@ def resolve_here(job: Job) -> Plan:
     """
     if problem := why_only_planned(job):
         raise InputError(problem)
+    launch.table()  # refuses one's own that is none, before anything is written
     machine = this_machine()
     ranks = given_ranks(machine.known_device.kind)
     if ranks is not None:

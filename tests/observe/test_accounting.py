@@ -1,28 +1,26 @@
 """The accounting of a step: interval arithmetic and priorities against a count of every nanosecond
-(pure), then real traces of A100s and an H800 against HolisticTraceAnalysis's figures (files)."""
+(pure)."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config.errors import InputError
 from paceline.observe.accounting import (
     accounting,
     accounting_ns,
     clip,
     complement,
-    device_breakdown,
+    intersection,
     join,
+    owners,
     union,
 )
 from paceline.observe.terms import TERM_ID, TERMS
-from paceline.observe.timeline import COMM, PROCESSOR, Builder, Span, Timeline
+from paceline.observe.timeline import Builder, Span, Timeline
 
-TRACES = Path(__file__).parents[2] / ".." / "shared" / "data" / "traces"
 HORIZON = 40
 
 edges = st.tuples(st.integers(0, HORIZON), st.integers(0, HORIZON)).map(sorted)
@@ -52,6 +50,7 @@ def test_interval_arithmetic_is_that_of_sets(one, other, window):
     a, b = union(*intervals(one)), union(*intervals(other))
     assert instants(a) == covered(one)
     assert instants(join(a, b)) == covered(one) | covered(other)
+    assert instants(intersection(a, b)) == covered(one) & covered(other)
     assert instants(clip(a, low, high)) == covered(one) & inside
     assert instants(complement(a, low, high)) == inside - covered(one)
 
@@ -98,79 +97,16 @@ def test_ranks_and_steps_are_kept_apart():
     }
 
 
-def test_a_rank_without_a_device_has_no_device_breakdown():
-    timeline = Timeline.of([Span("mm", "matmul", 0, "main", 0, 1)], [])
-    with pytest.raises(InputError, match="rank 0 has no device spans"):
-        device_breakdown(timeline, 0)
-
-
-# --- real traces --------------------------------------------------------------------------------
-
-
-def trace(name):
-    path = TRACES / f"{name}.json.gz"
-    if not path.exists():
-        pytest.skip(f"{path.name} is not in ../shared/data/traces")
-    return Timeline.from_kineto(path)
-
-
-def to_whole_microseconds(timeline):
-    """Shrink spans inwards, as HolisticTraceAnalysis does with traces that have nanoseconds."""
-    spans = timeline.spans.copy()
-    ends = (spans["start_ns"] + spans["duration_ns"]) // 1000 * 1000
-    spans["start_ns"] = -(-spans["start_ns"] // 1000) * 1000
-    spans["duration_ns"] = np.maximum(ends - spans["start_ns"], 0)
-    return Timeline(spans, timeline.steps, timeline.names, timeline.streams)
-
-
-@pytest.mark.parametrize(
-    ("name", "rank", "shares"),
-    [
-        # Figures of HolisticTraceAnalysis's temporal breakdown on the same files.
-        ("a100_8ranks_rank3", 3, (61.2, 22.6, 16.2)),
-        ("a100_2ranks_rank0", 0, (17.3, 5.0, 77.8)),
-        ("a100_128ranks_rank0", 0, (17.7, 28.7, 53.6)),
-    ],
-)
-def test_the_split_of_a_device_is_that_of_holistic_trace_analysis(name, rank, shares):
-    timeline = to_whole_microseconds(trace(name))
-    found = device_breakdown(timeline, rank)
-    assert [100 * found[k] for k in ("compute", "non_compute", "idle")] == pytest.approx(
-        shares, abs=0.1
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [
-        ("a100_128ranks_rank1", [551, 552]),
-        ("a100_2ranks_rank0", [4, 5, 6]),
-        ("a100_alexnet", [0]),
-        ("h800_dualpipe_pair", [1]),
-    ],
-)
-def test_the_terms_of_real_steps_sum_to_the_nanosecond(name, steps):
-    timeline = trace(name)
-    (rank,) = timeline.ranks
-    account = accounting_ns(timeline)[rank]
-    assert sorted(account) == steps
-    for _, step, start, end in timeline.steps.tolist():
-        assert sum(account[step].values()) == end - start > 0
-        assert "unattributed" not in account[step]
-
-
-def test_the_dualpipe_pair_is_busy_and_its_exchange_hidden():
-    account = accounting(trace("h800_dualpipe_pair"))[0][1]
-    whole = sum(account.values())
-    assert account["matmul"] > 0.5 * whole
-    assert account["attention"] > 0.1 * whole
-    assert account["exposed_comm"] < 0.05 * whole  # 112 ms of exchange, 4 ms of it exposed
-
-
-def test_collectives_of_ddp_are_found_by_the_operator_that_started_them():
-    # This NCCL names every kernel SendRecv: only the launching operator tells them apart.
-    timeline = trace("a100_128ranks_rank0")
-    reduced = timeline.spans[timeline.spans["term"] == TERM_ID["exposed_comm.dp"]]
-    assert len(reduced) > 0
-    assert set(reduced["layer"]) == {COMM}
-    assert (timeline.spans["layer"] == PROCESSOR).sum() > 1000
+@given(spans, st.lists(edges, max_size=4), edges)
+def test_time_that_is_given_to_another_term_is_taken_from_the_named_ones(drawn, given_away, window):
+    build = Builder()
+    for term, layer, (start, end) in drawn:
+        build.add("x", term, 0, "s", start, end, layer)
+    before = owners(build.timeline([(0, 0, *window)]), 0)
+    of, to = [TERM_ID["exposed_comm"], TERM_ID["matmul"]], TERM_ID["straggler_wait"]
+    after = before.give(union(*intervals(given_away)), of, to)
+    for instant in range(HORIZON):
+        (old,) = np.flatnonzero(before.within(instant, instant + 1))
+        moves = instant in covered(given_away) and old in of
+        assert np.flatnonzero(after.within(instant, instant + 1)) == [to if moves else old]
+    assert after.within(*window).sum() == window[1] - window[0]

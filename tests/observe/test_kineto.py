@@ -296,6 +296,17 @@ def test_a_kernel_belongs_to_what_launched_it(account):
     }
 
 
+def test_without_the_calls_of_the_driver_the_external_id_tells_who_launched(account):
+    found = account(
+        step(),
+        span("paceline.optimizer", 0, 20),
+        event("aten::add", 5, 10, External_id=3),
+        kernel("elementwise_kernel", 20, 50, 0, External_id=3),
+        kernel("Cijk_Ailk_Bljk_HSS_BH_MT128x128x16", 50, 100, 0, External_id=4),
+    )
+    assert found == {"optimizer": 30, "matmul": 50, "host_gap": 20}
+
+
 def test_a_step_lasts_until_its_kernels_have_finished(read):
     # The host needs 10 us a step, the device 40.
     events = []
@@ -345,6 +356,33 @@ def test_times_keep_their_nanoseconds_and_their_base(read):
     )
     assert timeline.spans["start_ns"].tolist() == [base + 4311774718446563]
     assert timeline.spans["duration_ns"].tolist() == [103]
+
+
+CUT = {
+    # The host's events come first: of the second step's two kernels, one was written.
+    "device": [
+        *(step(100, start=0), step(200, start=100)),
+        *(launch(11, 1), launch(110, 2), launch(120, 3)),
+        *(kernel("elementwise", 20, 100, 1), kernel("elementwise", 130, 200, 3)),
+    ],
+    "host": [
+        *(step(100, start=0), event("aten::mm", 10, 90)),
+        *(step(200, start=100), event("aten::mm", 110, 115)),
+    ],
+    "nothing whole": [step(100), launch(11, 1), launch(12, 2)],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*ends in the middle of an event")
+@pytest.mark.parametrize("name", CUT)
+def test_of_a_cut_trace_only_whole_steps_count(tmp_path, name):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [*CUT[name], *CUT[name][-1:]]})[:-30])
+    if name == "nothing whole":
+        with pytest.raises(InputError, match="cut before it had a whole step"):
+            Timeline.from_kineto(path)
+    else:
+        assert list(accounting_ns(Timeline.from_kineto(path))[0]) == [0]
 
 
 def test_the_trace_says_which_rank_it_is(read):

@@ -9,19 +9,17 @@ the end rounds.
 The same rule serves predicted and measured timelines, CPU and CUDA: how a trace becomes layered
 spans is decided before (`observe.kineto`).
 
-`device_breakdown` is the coarser split (compute, anything else, idle) of HolisticTraceAnalysis
-(https://github.com/facebookresearch/HolisticTraceAnalysis), to compare with its figures.
+`observe.device_mix` is the coarser split (compute, anything else, idle) of other tools.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.config.errors import InputError
 from paceline.observe.terms import TERM_ID, TERMS
-from paceline.observe.timeline import HOST, PROCESSOR, Timeline
+from paceline.observe.timeline import Timeline
 
 _Array = npt.NDArray[np.int64]
 UNATTRIBUTED = "unattributed"
@@ -65,6 +63,16 @@ def join(one: Intervals, other: Intervals) -> Intervals:
     return union(starts, np.concatenate([one.ends, other.ends]))
 
 
+def intersection(one: Intervals, other: Intervals) -> Intervals:
+    """Return what both sets of intervals have."""
+    if not len(one.starts) or not len(other.starts):
+        return Intervals(one.starts[:0], one.ends[:0])
+    low = int(min(one.starts[0], other.starts[0]))
+    high = int(max(one.ends[-1], other.ends[-1]))
+    outside = join(complement(one, low, high), complement(other, low, high))
+    return complement(outside, low, high)
+
+
 def complement(intervals: Intervals, start_ns: int, end_ns: int) -> Intervals:
     """Return what a window has beside the intervals."""
     inside = clip(intervals, start_ns, end_ns)
@@ -90,57 +98,74 @@ def accounting(timeline: Timeline) -> dict[int, dict[int, dict[str, float]]]:
 
 def accounting_ns(timeline: Timeline) -> dict[int, dict[int, dict[str, int]]]:
     """Do as `accounting`, in whole nanoseconds: the sums are exact."""
-    accounts: dict[int, dict[int, dict[str, int]]] = {}
-    for rank in timeline.ranks:
-        classes = _classes(timeline, rank)
-        windows = timeline.steps[timeline.steps["rank"] == rank]
-        accounts[rank] = {
-            int(step): _account(classes, int(start), int(end))
-            for _, step, start, end in windows.tolist()
-        }
+    accounts: dict[int, dict[int, dict[str, int]]] = {rank: {} for rank in timeline.ranks}
+    for (rank, step, _, _), row in zip(
+        timeline.steps.tolist(), terms_matrix(timeline).tolist(), strict=True
+    ):
+        accounts[rank][step] = {term: ns for term, ns in zip(TERMS, row, strict=True) if ns}
     return accounts
 
 
-def device_breakdown(timeline: Timeline, rank: int) -> dict[str, float]:
-    """Split the time between a device's first and last span as HolisticTraceAnalysis does.
-
-    Like there, the last step is left out where there are several: its kernels are often cut off.
-
-    Returns:
-        shares of 1: "compute" (a compute kernel runs), "non_compute" (only communication or
-        copies run), "idle".
-
-    Raises:
-        InputError: this rank has no device spans.
-    """
-    spans = timeline.spans[timeline.spans["rank"] == rank]
-    streams = np.array([label.startswith("device") for label in timeline.streams], bool)
-    spans = spans[streams[spans["stream"]] & (spans["layer"] < HOST)]
-    steps = timeline.steps[timeline.steps["rank"] == rank]
-    if len(steps) > 1:
-        spans = spans[spans["start_ns"] < np.sort(steps["end_ns"])[-2]]
-    if not len(spans):
-        raise InputError(f"rank {rank} has no device spans; give a trace recorded with CUDA.")
-    ends = spans["start_ns"] + spans["duration_ns"]
-    working = spans["layer"] == PROCESSOR
-    whole = int(ends.max() - spans["start_ns"].min())
-    at_work = union(spans["start_ns"], ends).total_ns
-    compute = union(spans["start_ns"][working], ends[working]).total_ns
-    shares = {"compute": compute, "non_compute": at_work - compute, "idle": whole - at_work}
-    return {name: ns / whole for name, ns in shares.items()}
+def terms_matrix(timeline: Timeline) -> _Array:
+    """Return the nanoseconds of each step's terms, (num_steps, len(TERMS)): rows sum exactly."""
+    terms = np.zeros((len(timeline.steps), len(TERMS)), np.int64)
+    for rank in timeline.ranks:
+        line = owners(timeline, rank)
+        for index in np.flatnonzero(timeline.steps["rank"] == rank).tolist():
+            _, _, start, end = timeline.steps[index].tolist()
+            terms[index] = line.within(start, end)
+    return terms
 
 
-def busy(timeline: Timeline, rank: int) -> Intervals:
-    """Return when a rank's processor, links or copy engines were at work."""
-    spans = timeline.spans[timeline.spans["rank"] == rank]
-    spans = spans[spans["layer"] < HOST]
-    return union(spans["start_ns"], spans["start_ns"] + spans["duration_ns"])
+class Owners(NamedTuple):
+    """Which term each instant of a rank's time belongs to."""
+
+    at: _Array
+    """Cuts in rising order, in nanoseconds."""
+    term: npt.NDArray[np.int8]
+    """Index into TERMS from each cut to the next; before the first nothing is known."""
+
+    def within(self, start_ns: int, end_ns: int) -> _Array:
+        """Return the nanoseconds of each term in a window; they sum to its length."""
+        low, high = np.searchsorted(self.at, [start_ns, end_ns], "right")
+        edges = np.concatenate([[start_ns], self.at[low:high], [end_ns]])
+        before = self.term[low - 1] if low else TERM_ID[UNATTRIBUTED]
+        inside = np.concatenate([[before], self.term[low:high]])
+        terms = np.zeros(len(TERMS), np.int64)
+        np.add.at(terms, inside, np.diff(edges))
+        return terms
+
+    def shifted(self, by_ns: int) -> "Owners":
+        """Return the same on another clock."""
+        return Owners(self.at + by_ns, self.term)
+
+    def give(self, taken: "Intervals", of: Sequence[int], to: int) -> "Owners":
+        """Give the time of some terms within intervals to another term."""
+        edges = np.concatenate([taken.starts, taken.ends])
+        place = np.searchsorted(self.at, edges, "right") - 1
+        there = np.where(place >= 0, np.append(self.term, 0)[place], TERM_ID[UNATTRIBUTED])
+        at = np.concatenate([self.at, edges])
+        order = np.argsort(at, kind="stable")
+        at, term = at[order], np.concatenate([self.term, there])[order]
+        place = np.searchsorted(taken.starts, at, "right") - 1
+        inside = (place >= 0) & (at < np.append(taken.ends, 0)[place])
+        return Owners(at, np.where(inside & np.isin(term, of), to, term).astype(np.int8))
 
 
-def _classes(timeline: Timeline, rank: int) -> list[tuple[str, Intervals]]:
-    """Return (term, when) for each layer and term that occurs, in order of priority."""
-    spans = timeline.spans[timeline.spans["rank"] == rank]
-    return [(TERMS[term], when) for term, when in _by_priority(spans)]
+def owners(timeline: Timeline, rank: int) -> Owners:
+    """Cut a rank's time by the term that each instant belongs to."""
+    classes = list(_by_priority(timeline.spans[timeline.spans["rank"] == rank]))
+    # A class's intervals are disjoint, so it is a bit that goes on and off. The lowest bit that is
+    # on owns the instant.
+    edges = [edge for _, when in classes for edge in when]
+    bits = [sign << k for k in range(len(classes)) for sign in (1, -1)]
+    at = np.concatenate([np.empty(0, np.int64), *edges])
+    change = np.repeat(np.array(bits, np.int64), [len(edge) for edge in edges])
+    order = np.argsort(at, kind="stable")
+    active = np.cumsum(change[order])
+    lowest = np.frexp((active & -active).astype(float))[1] - 1  # -1: none is on
+    terms = np.array([*(term for term, _ in classes), TERM_ID[UNATTRIBUTED]], np.int8)
+    return Owners(at[order], terms[lowest])
 
 
 def _by_priority(spans: npt.NDArray[Any]) -> Iterator[tuple[int, Intervals]]:
@@ -149,16 +174,3 @@ def _by_priority(spans: npt.NDArray[Any]) -> Iterator[tuple[int, Intervals]]:
         chosen = spans[keys == key]
         ends = chosen["start_ns"] + chosen["duration_ns"]
         yield int(key % len(TERMS)), union(chosen["start_ns"], ends)
-
-
-def _account(classes: list[tuple[str, Intervals]], start: int, end: int) -> dict[str, int]:
-    """Give each class what is left of the window, in order of priority."""
-    terms: dict[str, int] = {}
-    claimed = Intervals(np.empty(0, np.int64), np.empty(0, np.int64))
-    claimed_ns = 0
-    for term, when in classes:
-        claimed = join(claimed, clip(when, start, end))
-        terms[term] = terms.get(term, 0) + claimed.total_ns - claimed_ns
-        claimed_ns = claimed.total_ns
-    terms[UNATTRIBUTED] = terms.get(UNATTRIBUTED, 0) + end - start - claimed_ns
-    return {term: terms[term] for term in sorted(terms, key=TERM_ID.__getitem__) if terms[term]}

@@ -32,6 +32,7 @@ TERMS = (
     "unattributed",
 )
 TERM_ID = {term: index for index, term in enumerate(TERMS)}
+EXPOSED_IDS = tuple(TERM_ID[term] for term in TERMS if term.startswith(EXPOSED_COMM))
 
 # What our own loop records with torch.profiler.record_function.
 STEP_RANGE = "paceline.step"
@@ -41,6 +42,7 @@ _RANGES = {
     "paceline.checkpoint_stall": "checkpoint_stall",
     "paceline.recompute": "recompute",
     "paceline.attention": "attention",
+    "paceline.wait": EXPOSED_COMM,  # for other ranks, see comm.busy
 }
 COMM_RANGE = "paceline.comm."  # + axis
 
@@ -57,12 +59,58 @@ _HOST_OPS = re.compile(
 )
 _COMM_OPS = ("c10d::", "_c10d_functional::", "c10d_functional::", "record_param_comms", "nccl:")
 
-_COMM_KERNELS = ("nccl", "nvshmem", "deep_ep", "::ep::internode", "::ep::intranode", "rccl")
-_ATTENTION_KERNELS = ("flash", "fmha", "sdpa", "attention", "attn_")
-_OPTIMIZER_KERNELS = ("multi_tensor_apply", "fusedadam", "fused_adam", "fusedsgd")
+# Inductor names its pointwise and reducing kernels after the operators around them ("convolution",
+# "all_reduce"), whose own kernels they are not.
+_INDUCTOR_KERNELS = re.compile(r"triton_(poi|red|per|for|spl)\w*_fused")
+# NCCL and its like of other vendors; NVSHMEM and DeepEP; reductions over shared memory by vLLM,
+# TensorRT-LLM, FlashInfer, TransformerEngine ("userbuffers") and PyTorch's symmetric memory.
+_COMM_KERNELS = re.compile(
+    r"(n|r|h|x|mu|msc|one)ccl|(nv|roc)shmem|(deep_ep|::ep)::(internode|intranode)|"
+    r"cross_device_reduce|allreduce|all_reduce|all_?gather|reduce_?scatter|all_?to_?all|"
+    r"(one|two)_?shot|multimem|userbuffers|moe_a2a|ring_exchange|low_latency_(dispatch|combine)"
+)
+_ATTENTION_KERNELS = re.compile(
+    r"flash(?!infer::(norm|activation|sampling))|fmha|sdpa|attention|attn_|_attn|bwd_kernel_d[kq]"
+)
+_OPTIMIZER_KERNELS = ("multi_tensor_apply", "fusedadam", "fused_adam", "fusedsgd", "fusedlamb")
 _MATMUL_KERNELS = re.compile(
     r"(?<!fb)gemm|gemv|cutlass|xmma|nvjet|scudnn|cublas|splitk|winograd|convolve|convolution|conv2d|"
-    r"conv_depthwise|wgrad|dgrad|fprop|triton_tem\w*mm|^_?(matmul|bmm|mm)_kernel|cijk_"
+    r"conv_depthwise|wgrad|dgrad|fprop|triton_(tem\w*)?mm|^_?(matmul|bmm|mm)_kernel|"
+    r"cijk_|tensile|asmconv|miopenconv"
+)
+
+# Collectives by what their kernels, operators and ranges are called, underscores left out; the
+# first that fits.
+_COLLECTIVES = {
+    "reducescatter": "reduce_scatter",
+    "allgather": "all_gather",
+    "allreduce": "all_reduce",
+    "crossdevicereduce": "all_reduce",  # vLLM's
+    "alltoall": "all_to_all",
+    "dispatch": "dispatch",  # of tokens to experts: DeepEP
+    "combine": "combine",
+    "cachednotify": "barrier",  # before a dispatch whose layout is known: it sends no tokens
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "sendrecv": "send_recv",
+    "send": "send",
+    "recv": "recv",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce": "reduce",
+}
+
+# `.item()` and its like read one value; on a device that waits for all work before it.
+_SYNC_OPS = ("aten::item", "aten::_local_scalar_dense")
+_SYNC_CALLS = (
+    "StreamSynchronize",
+    "DeviceSynchronize",
+    "EventSynchronize",
+    "CtxSynchronize",
+    "Memcpy",  # without Async: until the copy is done
+    "MemcpyDtoH",
+    "MemcpyHtoD",
+    "MemcpyWithStream",
 )
 
 # Mesh dimensions as other systems name them.
@@ -108,13 +156,31 @@ def is_comm_op(name: str) -> bool:
     return name.startswith(_COMM_OPS)
 
 
+def is_collective(name: str) -> bool:
+    """Say whether a host operator, a range of a backend's thread or a kernel communicates."""
+    return is_comm_op(name) or name.startswith("gloo:") or kernel_term(name) == EXPOSED_COMM
+
+
+def collective_name(name: str) -> str | None:
+    """Return a collective's name as torch.distributed spells it ("all_reduce"), or None."""
+    squeezed = name.lower().replace("_", "").replace(" ", "")
+    return next((word for key, word in _COLLECTIVES.items() if key in squeezed), None)
+
+
+def is_sync(name: str) -> bool:
+    """Say whether the host waits in this operator or call until a device has done its work."""
+    return name in _SYNC_OPS or name.removeprefix("cuda").removeprefix("hip") in _SYNC_CALLS
+
+
 @lru_cache(maxsize=4096)
 def kernel_term(name: str) -> str:
     """Return the term of a device kernel, judged by its name alone."""
     lowered = name.lower()
-    if any(word in lowered for word in _COMM_KERNELS):
+    if _INDUCTOR_KERNELS.match(lowered):
+        return "other_kernels"
+    if _COMM_KERNELS.search(lowered):
         return EXPOSED_COMM
-    if any(word in lowered for word in _ATTENTION_KERNELS):
+    if _ATTENTION_KERNELS.search(lowered):
         return "attention"
     if any(word in lowered for word in _OPTIMIZER_KERNELS):
         return "optimizer"
@@ -143,5 +209,7 @@ def axis_hint(name: str) -> str | None:
         return axis_of_group(name.removeprefix(COMM_RANGE))
     if name.startswith("FSDP::"):
         return "fsdp"
+    if name.startswith("PP:"):  # torch.distributed.pipelining's actions
+        return "pp"
     # Started while a gradient is accumulated: by DDP's reducer or its communication hooks.
     return "dp" if name.endswith("evaluate_function: torch::autograd::AccumulateGrad") else None

@@ -234,6 +234,23 @@ class Builder:
         )
 
 
+def span_columns(
+    name: _Array | int,
+    term: _Array | int,
+    layer: _Array | int,
+    rank: int,
+    stream: _Array | int,
+    start_ns: _Array,
+    end_ns: _Array,
+) -> _Array:
+    """Return an array of dtype SPAN of columns, or of values that hold for all rows."""
+    spans = np.empty(len(start_ns), SPAN)
+    columns = (name, term, layer, rank, stream, start_ns, end_ns - start_ns)
+    for field, column in zip(SPAN.names or (), columns, strict=True):
+        spans[field] = column
+    return spans
+
+
 def load_trace(path: str | Path) -> dict[str, Any]:
     """Read Chrome trace JSON, gzipped or not, as a dict with the list "traceEvents".
 

@@ -6,137 +6,134 @@ Each instant belongs to the innermost operator running. Where none runs and a co
 the autograd engine, the dispatcher.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from paceline.observe import terms as words
-from paceline.observe.kineto.host import STRENGTH, Event, Host, Thread, own_term
-from paceline.observe.terms import EXPOSED_COMM
-from paceline.observe.timeline import COMM, PROCESSOR, Builder
+from paceline.observe.kineto.events import OP, RANGE
+from paceline.observe.kineto.host import NONE, Host, comm_terms
+from paceline.observe.kineto.nest import own_time, within
+from paceline.observe.terms import EXPOSED_COMM, TERM_ID
 
-_Array = npt.NDArray[np.int64]
-Window = tuple[int, int, int]  # (step, start_ns, end_ns)
-_Collective = tuple[Event, str]  # with its term
+_Array = npt.NDArray[Any]
+_Bools = npt.NDArray[np.bool_]
 
 # Python and the dispatcher pause for 0.01-0.3 ms between operators.
 _LONG_PAUSE_NS = 500_000
-_EDGE = -2  # of a window, among the indices of events
+_EXPOSED = [TERM_ID[term] for term in TERM_ID if term.startswith(EXPOSED_COMM)]
+_WAITS_ANYWAY = [*_EXPOSED, TERM_ID["data_wait"], TERM_ID["checkpoint_stall"]]
 
 
-def add_main_thread(
-    build: Builder, rank: int, host: Host, main: Thread | None, windows: list[Window]
-) -> None:
-    """Add the main thread, cut into the own time of its events, and the collectives beside it."""
-    collectives = _collectives(host)
-    for event, term in collectives:
-        stream = f"thread {event.thread[1]}"
-        build.add(event.name, term, rank, stream, event.start, event.end, COMM)
-    starts, ends, owners = _own_time(host, main, windows)
-    in_flight = _overlapped(starts, ends, collectives)
-    rows = zip(starts.tolist(), ends.tolist(), owners.tolist(), in_flight.tolist(), strict=True)
-    for start, end, owner, beside in rows:
-        name, term, is_gap = _piece(host, owner)
-        awaited = _awaited(start, end, collectives) if is_gap and beside else None
-        if awaited:
-            begun, comm_term = awaited
-            build.add("(waits for a collective)", comm_term, rank, "main", begun, end, PROCESSOR)
-            end = begun
-        if end > start:
-            build.add(name, term, rank, "main", start, end, PROCESSOR)
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """A thread's time, cut by what ran innermost."""
+
+    start: _Array
+    end: _Array
+    owner: _Array
+    """Index of a host event, or NONE."""
+    term: _Array
+
+    def take(self, chosen: _Array) -> "Pieces":
+        """Return some of the pieces."""
+        return Pieces(self.start[chosen], self.end[chosen], self.owner[chosen], self.term[chosen])
 
 
-def _collectives(host: Host) -> list[_Collective]:
-    """Return gloo's collectives, each under the axis of the operator that started it.
+def main_pieces(host: Host, main: int, windows: _Array) -> Pieces:
+    """Cut the main thread's steps into the own time of its events; the pieces tile the steps."""
+    at, owners = own_time(host.nest, host.events["start"], host.events["thread"] == main)
+    pieces = within(at, owners, windows["start_ns"], windows["end_ns"])
+    term = np.append(host.own_term(), TERM_ID["host_gap"])[pieces[2]]
+    return Pieces(*pieces, term)
+
+
+def split_waits(host: Host, pieces: Pieces, collectives: Pieces) -> Pieces:
+    """Cut off the part of each pause in which a collective was awaited.
+
+    A wait ends when its collective does. But on busy cores gloo's thread may write its end down
+    after the waiting thread has gone on, so a long pause beside a collective counts as well.
+
+    Returns:
+        the pieces, with the waits among them: they have no owner, and the collective's term.
+    """
+    pauses = np.flatnonzero(_is_pause(host, pieces))
+    pause, other = _pairs(pieces.start[pauses], pieces.end[pauses], collectives)
+    end = pieces.end[pauses]
+    finished = collectives.end[other] <= end[pause]
+    any_finished = np.zeros(len(pauses), bool)
+    any_finished[pause[finished]] = True
+    is_long = end - pieces.start[pauses] >= _LONG_PAUSE_NS
+    counts = np.where(any_finished[pause], finished, is_long[pause])
+    pause, other = pause[counts], other[counts]
+    since = end.copy()
+    np.minimum.at(since, pause, collectives.start[other])
+    last = np.lexsort((collectives.end[other], pause))  # of each pause, the last to end names it
+    term = np.full(len(pauses), NONE)
+    term[pause[last]] = collectives.term[other[last]]
+    waited = np.flatnonzero(term != NONE)
+    chosen, since = pauses[waited], np.maximum(since, pieces.start[pauses])[waited]
+    rest = pieces.end.copy()
+    rest[chosen] = since
+    waits = Pieces(since, pieces.end[chosen], np.full(len(chosen), NONE), term[waited])
+    return _in_order(Pieces(pieces.start, rest, pieces.owner, pieces.term), waits)
+
+
+def gloo_collectives(host: Host) -> _Array:
+    """Return the indices of the collectives that ran on threads of gloo, in order of start."""
+    names = np.array([name.startswith("gloo:") for name in host.names], bool)
+    found = np.flatnonzero(names[host.events["name"]])
+    return found[np.argsort(host.events["start"][found], kind="stable")]
+
+
+def starters(host: Host, collectives: _Array) -> _Array:
+    """Return the operator that started each collective, or NONE.
 
     A collective runs on a thread of gloo and doesn't say who asked for it. It is taken to be the
     communication operator that began last before it did.
     """
-    starters = [
-        index
-        for index, event in enumerate(host.events)
-        if event.kind == "op" and words.is_comm_op(event.name)
-    ]
-    began = np.array([host.events[index].start for index in starters], np.int64)
-    found = []
-    for event in host.events:
-        if event.name.startswith("gloo:"):
-            place = int(np.searchsorted(began, event.start, "right")) - 1
-            axis = host.scopes[starters[place]].axis if place >= 0 else None
-            found.append((event, words.comm_term(axis or host.axis)))
-    return found
+    names = np.array([words.is_comm_op(name) for name in host.names], bool)
+    asked = np.flatnonzero(names[host.events["name"]] & (host.events["kind"] == OP))
+    asked = asked[np.argsort(host.events["start"][asked], kind="stable")]
+    began = host.events["start"]
+    place = np.searchsorted(began[asked], began[collectives], "right") - 1
+    return np.where(place >= 0, np.append(asked, NONE)[place], NONE)
 
 
-def _own_time(
-    host: Host, main: Thread | None, windows: list[Window]
-) -> tuple[_Array, _Array, _Array]:
-    """Cut the main thread's steps at every start and end of an event.
-
-    Returns:
-        start, end and innermost event (-1: none) of each piece; the pieces tile the windows.
-    """
-    mine = [
-        index
-        for index, event in enumerate(host.events)
-        if event.thread == main and host.scopes[index].end > event.start
-    ]
-    depth = {-1: 0}
-    for index in mine:
-        depth[index] = depth[host.scopes[index].parent] + 1
-    # At equal times: ends before starts, inner ends before outer, outer starts before inner.
-    cuts = [(host.events[i].start, depth[i], i) for i in mine]
-    cuts += [(host.scopes[i].end, -depth[i], host.scopes[i].parent) for i in mine]
-    cuts += [(edge, -len(host.events) - 1, _EDGE) for _, *edges in windows for edge in edges]
-    cuts.sort()
-    at = np.array([time for time, _, _ in cuts], np.int64)
-    owners = np.array(_carry_over_edges([owner for _, _, owner in cuts]), np.int64)
-    inside = np.zeros(len(at), bool)
-    for _, start, end in windows:
-        inside |= (at >= start) & (at < end)
-    kept = inside[:-1] & (at[1:] > at[:-1])
-    return at[:-1][kept], at[1:][kept], owners[:-1][kept]
+def as_pieces(host: Host, collectives: _Array, started_by: _Array) -> Pieces:
+    """Return collectives with their terms, each under the axis of what started it."""
+    axis = np.append(host.axis, host.default_axis)[started_by]
+    events = host.events[collectives]
+    return Pieces(events["start"], events["end"], collectives, comm_terms(axis))
 
 
-def _carry_over_edges(owners: list[int]) -> list[int]:
-    """Let the edge of a window keep the owner before it."""
-    current = -1
-    result = []
-    for owner in owners:
-        current = current if owner == _EDGE else owner
-        result.append(current)
-    return result
+def _is_pause(host: Host, pieces: Pieces) -> _Bools:
+    """Say of which pieces no operator runs, and nothing that waits by itself is named."""
+    is_range = np.append(host.events["kind"] == RANGE, True)[pieces.owner]
+    idle = is_range | (pieces.term == TERM_ID["host_gap"])
+    return idle & ~np.isin(pieces.term, _WAITS_ANYWAY)
 
 
-def _piece(host: Host, owner: int) -> tuple[str, str, bool]:
-    """Return name and term of a piece of the main thread, and whether no operator runs in it."""
-    if owner < 0:
-        return "(no operator)", "host_gap", True
-    event, scope = host.events[owner], host.scopes[owner]
-    term = own_term(event, scope)
-    if term == EXPOSED_COMM:
-        return event.name, words.comm_term(scope.axis or host.axis), False
-    is_gap = event.kind == "range" or term == "host_gap"
-    return event.name, term, is_gap and STRENGTH.get(term, 0) < STRENGTH["data_wait"]
+def _pairs(start: _Array, end: _Array, collectives: Pieces) -> tuple[_Array, _Array]:
+    """Return all pairs of an interval and a collective that share time, as two columns."""
+    reach = np.maximum.accumulate(collectives.end)
+    low = np.searchsorted(reach, start, "right")
+    high = np.maximum(np.searchsorted(collectives.start, end, "left"), low)
+    count = high - low
+    one = np.repeat(np.arange(len(start)), count)
+    other = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + low[one]
+    share = collectives.end[other] > start[one]
+    return one[share], other[share]
 
 
-def _overlapped(
-    starts: _Array, ends: _Array, collectives: list[_Collective]
-) -> npt.NDArray[np.bool_]:
-    """Say which pieces have a collective in flight beside them."""
-    begun = np.sort(np.array([event.start for event, _ in collectives], np.int64))
-    ended = np.sort(np.array([event.end for event, _ in collectives], np.int64))
-    return np.searchsorted(begun, ends, "left") > np.searchsorted(ended, starts, "right")
-
-
-def _awaited(start: int, end: int, collectives: list[_Collective]) -> tuple[int, str] | None:
-    """Return since when, and for which term, a pause of the main thread was a wait; None if not.
-
-    A wait ends when its collective does. But on busy cores gloo's thread may write its end down
-    after the waiting thread has gone on, so a long pause beside a collective counts as well.
-    """
-    beside = [pair for pair in collectives if pair[0].start < end and pair[0].end > start]
-    finished = [pair for pair in beside if pair[0].end <= end]
-    chosen = finished or (beside if end - start >= _LONG_PAUSE_NS else [])
-    if not chosen:
-        return None
-    since = max(start, min(event.start for event, _ in chosen))
-    return since, max(chosen, key=lambda pair: pair[0].end)[1]
+def _in_order(*parts: Pieces) -> Pieces:
+    joined = Pieces(
+        *(
+            np.concatenate([getattr(part, field) for part in parts])
+            for field in Pieces.__match_args__
+        )
+    )
+    joined = joined.take(joined.end > joined.start)
+    return joined.take(np.argsort(joined.start, kind="stable"))

@@ -10,87 +10,64 @@ nothing of the host.
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.observe import terms as words
-from paceline.observe.accounting import Intervals, busy, complement, join
-from paceline.observe.kineto.cpu import Window
-from paceline.observe.kineto.host import Event, Host, Scope
+from paceline.observe.kineto.events import COPY, LAUNCH, OP, Trace
+from paceline.observe.kineto.host import NONE, Host, call_axes, comm_terms
 from paceline.observe.terms import EXPOSED_COMM, TERM_ID
-from paceline.observe.timeline import COMM, COPY, HOST, IDLE, PROCESSOR, SPAN, Builder, Timeline
 
-Launches = dict[Any, int]  # correlation id -> index of the host event
-
-
-def launches_of(host: Host) -> Launches:
-    """Return the host event that launched each correlation id."""
-    return {
-        event.args["correlation"]: index
-        for index, event in enumerate(host.events)
-        if event.kind == "launch" and "correlation" in event.args
-    }
+_Array = npt.NDArray[Any]
+_BY_OPERATOR = [TERM_ID[term] for term in ("recompute", "optimizer", "attention")]
 
 
-def add_device(
-    build: Builder, rank: int, device: list[Event], launches: Launches, host: Host
-) -> None:
-    """Add kernels and copies on the streams of the device, and the host's waiting."""
-    for event in device:
-        launch = launches.get(event.args.get("correlation"))
-        scope = host.scopes[launch] if launch is not None else None
-        term, layer = _kernel(event, scope, host.axis)
-        stream = f"device {event.args.get('stream', event.thread[1])}"
-        build.add(event.name, term, rank, stream, event.start, event.end, layer)
-    for event in host.events:
-        waits = words.range_term(event.name) if event.kind == "range" else None
-        if waits in ("data_wait", "checkpoint_stall"):
-            stream = f"host {event.thread[1]}"
-            build.add(event.name, waits, rank, stream, event.start, event.end, HOST)
+def launches(host: Host, device: _Array) -> _Array:
+    """Return the host event that launched each event of the device, or NONE.
+
+    The correlation id tells; where the calls of the driver weren't recorded, the operator's
+    external id does.
+    """
+    events = host.events
+    by_call = _match(events, "correlation", LAUNCH, device["correlation"])
+    by_operator = _match(events, "external_id", OP, device["external_id"])
+    if (by_call != NONE).any():
+        return by_call
+    return by_operator
 
 
-def follow_device(
-    windows: list[Window], device: list[Event], launches: Launches, host: Host
-) -> list[Window]:
+def _match(events: _Array, field: str, kind: int, wanted: _Array) -> _Array:
+    """Return the last event of a kind with each wanted number, or NONE."""
+    have = np.flatnonzero((events["kind"] == kind) & (events[field] >= 0))
+    have = have[np.argsort(events[field][have], kind="stable")]
+    numbers = events[field][have]
+    place = np.searchsorted(numbers, wanted, "right") - 1
+    found = (place >= 0) & (wanted >= 0)
+    found[found] = numbers[place[found]] == wanted[found]
+    return np.where(found, np.append(have, NONE)[place], NONE)
+
+
+def device_terms(trace: Trace, host: Host, device: _Array, launch: _Array) -> _Array:
+    """Return the term of each kernel or copy; copies have no say in what they are for."""
+    by_name = np.array([TERM_ID[words.kernel_term(name)] for name in trace.names], np.int64)
+    term = by_name[device["name"]]
+    claim = np.append(host.claim, NONE)[launch]
+    communicates = term == TERM_ID[EXPOSED_COMM]
+    term = np.where(np.isin(claim, _BY_OPERATOR) & ~communicates, claim, term)
+    axis = call_axes(trace)[device["call"]]
+    axis = np.where(axis == NONE, np.append(host.axis, host.default_axis)[launch], axis)
+    term = np.where(communicates, comm_terms(axis), term)
+    return np.where(device["kind"] == COPY, TERM_ID["other_kernels"], term)
+
+
+def follow_device(windows: _Array, host: Host, device: _Array, launch: _Array) -> _Array:
     """Let each step last until the kernels that it launched have finished.
 
     A host that runs ahead of its device shifts the windows: it doesn't empty them.
     """
-    starts = np.array([start for _, start, _ in windows], np.int64)
-    ends = [end for _, _, end in windows]
-    for event in device:
-        launch = launches.get(event.args.get("correlation"))
-        if launch is None:
-            continue
-        launched = host.events[launch].start
-        index = int(np.searchsorted(starts, launched, "right")) - 1
-        if index >= 0 and launched < windows[index][2]:
-            ends[index] = max(ends[index], event.end)
-    return [(step, start, end) for (step, start, _), end in zip(windows, ends, strict=True)]
-
-
-def with_idle(timeline: Timeline, rank: int) -> Timeline:
-    """Add the device's idle time within steps, as spans of the lowest priority."""
-    at_work = busy(timeline, rank)
-    idle = Intervals(np.empty(0, np.int64), np.empty(0, np.int64))
-    for _, _, start, end in timeline.steps.tolist():
-        idle = join(idle, complement(at_work, start, end))
-    names, streams = (*timeline.names, "(device idle)"), (*timeline.streams, "idle")
-    label, stream, term = len(names) - 1, len(streams) - 1, TERM_ID["host_gap"]
-    rows = [
-        (label, term, IDLE, rank, stream, start, end - start)
-        for start, end in zip(idle.starts.tolist(), idle.ends.tolist(), strict=True)
-    ]
-    spans = np.concatenate([timeline.spans, np.array(rows, SPAN)])
-    return Timeline(spans, timeline.steps, names, streams)
-
-
-def _kernel(event: Event, scope: Scope | None, axis: str | None) -> tuple[str, int]:
-    """Return the term and the layer of one kernel or copy."""
-    if event.kind == "copy":
-        return "other_kernels", COPY
-    term = words.kernel_term(event.name)
-    if term == EXPOSED_COMM:
-        group = words.axis_of_group(str(event.args.get("Process Group Description", "")))
-        return words.comm_term(group or (scope.axis if scope else None) or axis), COMM
-    if scope and scope.claim in ("recompute", "optimizer", "attention"):
-        return scope.claim, PROCESSOR
-    return term, PROCESSOR
+    known = launch != NONE
+    at = host.events["start"][launch[known]]
+    place = np.searchsorted(windows["start_ns"], at, "right") - 1
+    mine = (place >= 0) & (at < windows["end_ns"][place])
+    reached = windows.copy()
+    np.maximum.at(reached["end_ns"], place[mine], device["end"][known][mine])
+    return reached

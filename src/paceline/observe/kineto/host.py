@@ -1,7 +1,8 @@
 """The host's side of a trace: operators and ranges, each with what surrounds it.
 
 Events of a thread nest. What an outer one says (this is the optimizer, this is FSDP's all-gather)
-holds for everything inside it, and is passed on here in one walk through the events.
+holds for everything inside it, and is passed on here from each depth to the next, all events of a
+depth at once.
 
 Recomputed activations are seen by this: operators that record for autograd (they carry a sequence
 number) inside a node of the backward pass. The backward of an attention that was computed from
@@ -9,13 +10,20 @@ plain matrix products is found by the same number, which a node of the graph sha
 operator.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from paceline.observe import terms as words
-from paceline.observe.terms import EXPOSED_COMM
+import numpy as np
+import numpy.typing as npt
 
-Thread = tuple[Any, Any]  # (pid, tid)
+from paceline.observe import terms as words
+from paceline.observe.kineto.events import LAUNCH, OP, RANGE, Trace
+from paceline.observe.kineto.nest import Nest, nest_events
+from paceline.observe.terms import AXES, EXPOSED_COMM, TERM_ID
+
+_Array = npt.NDArray[Any]
+_Bools = npt.NDArray[np.bool_]
 
 # A claim holds for everything within; the stronger one wins, then the outer one.
 STRENGTH = {
@@ -27,150 +35,183 @@ STRENGTH = {
     "attention": 1,
 }
 _NODE = "autograd::engine::evaluate_function: "
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Event:
-    """One complete event of the trace, times in ns since the epoch."""
-
-    name: str
-    kind: str
-    """"op", "range", "launch" on the host; "kernel", "copy" on a device."""
-    thread: Thread
-    start: int
-    end: int
-    args: dict[str, Any]
-
-
-@dataclass(eq=False, slots=True)
-class Scope:
-    """What surrounds a host event, itself included."""
-
-    parent: int
-    """Index of the event around it, or -1."""
-    end: int
-    """Where the event ends, at the latest where its parent does."""
-    claim: str | None = None
-    """A key of STRENGTH: the term that all within belongs to."""
-    axis: str | None = None
-    is_axis_sure: bool = False
-    """Whether the axis was named by the process group or by a range of ours, not inferred."""
-    in_backward: bool = False
-    in_attention: bool = False
+NONE = -1
+_STRENGTHS = np.array([*(STRENGTH.get(term, 0) for term in TERM_ID), 0])  # last: of NONE
 
 
 @dataclass(frozen=True, eq=False)
 class Host:
-    """The host's events in order of their start, each with its surroundings."""
+    """The host's events by thread and start, each with its surroundings, as columns."""
 
-    events: list[Event]
-    scopes: list[Scope]
-    axis: str | None
-    """The axis of collectives whose process group and surroundings say nothing."""
+    events: _Array
+    """dtype `events.EVENT`; `end` is at the latest where the surrounding event ends."""
+    nest: Nest
+    claim: _Array
+    """The term that the surroundings claim for each event, or NONE."""
+    axis: _Array
+    """Index into AXES of the communication in each event, or NONE."""
+    in_backward: _Bools
+    op: _Array
+    """The innermost operator around each event, itself included, or NONE."""
+    default_axis: int
+    """The axis of collectives whose process group and surroundings say nothing, or NONE."""
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def own_term(self) -> _Array:
+        """Return the term of each event's own time, communication with its axis."""
+        by_name = _each(self.names, lambda name: TERM_ID[words.op_term(name)])[self.events["name"]]
+        by_name[self.events["kind"] != OP] = TERM_ID["host_gap"]
+        term = np.where(self.claim == NONE, by_name, self.claim)
+        return np.where(term == TERM_ID[EXPOSED_COMM], comm_terms(self.axis), term)
 
 
-@dataclass(frozen=True, eq=False)
-class _Graph:
-    """Which nodes of the autograd graph belong to attention, by sequence number.
-
-    Numbers are counted per thread. Only those of the thread that runs the forward pass are kept,
-    which the profiler calls thread 1.
-    """
-
-    thread: Thread | None
-    is_attention: dict[int, bool] = field(default_factory=dict)
+def comm_terms(axis: _Array) -> _Array:
+    """Return the terms of exposed communication over axes, NONE among them."""
+    ids = [*(TERM_ID[words.comm_term(axis)] for axis in AXES), TERM_ID[EXPOSED_COMM]]
+    return np.array(ids)[axis]
 
 
-def nest(events: list[Event], axis: str | None) -> Host:
-    """Find what surrounds each event.
+def call_axes(trace: Trace) -> _Array:
+    """Return the axis that each call's process group names, or NONE; the last is "not a call"."""
+    groups = _each((*trace.names, ""), lambda name: _axis_id(words.axis_of_group(name)))
+    return np.append(groups[trace.calls["group"]], NONE)
+
+
+def surround(trace: Trace, events: _Array, axis: str | None) -> Host:
+    """Find what surrounds each event of the host.
 
     Args:
-        events: of the host, in order of start, outer before inner.
+        trace: that they are of.
+        events: operators, ranges and launches.
         axis: mesh axis of collectives that don't tell theirs.
     """
-    graph = _Graph(next((event.thread for event in events if _records(event)), None))
-    scopes: list[Scope] = []
-    open_on: dict[Thread, list[int]] = {}
-    for index, event in enumerate(events):
-        stack = open_on.setdefault(event.thread, [])
-        while stack and scopes[stack[-1]].end <= event.start:
-            stack.pop()
-        parent = stack[-1] if stack else -1
-        scope = _inherit(event, parent, scopes[parent] if stack else None)
-        if event.kind != "launch":
-            _place_in_graph(scope, event, graph)
-            _claim(scope, event)
-            _name_axis(scope, event)
-        scopes.append(scope)
-        stack.append(index)
-    return Host(events, scopes, axis)
+    events, found = nest_events(events)
+    speaks = events["kind"] != LAUNCH
+    flags = _Flags(trace.names, events, speaks)
+    records = speaks & (events["sequence"] >= 0) & (events["forward_thread"] <= 0)
+    in_backward = pass_on(found, flags.is_node)
+    in_attention = _in_attention(found, events, flags, records)
+    claim = _claims(found, events, flags, records & in_backward, in_attention)
+    groups = call_axes(trace)[events["call"]]
+    places = np.arange(len(events))
+    op = inherit(found, np.where(events["kind"] == OP, places, NONE))
+    default = _axis_id(axis)
+    axes = _axes(found, flags, np.where(speaks, groups, NONE))
+    axes[axes == NONE] = default
+    return Host(events, found, claim, axes, in_backward, op, default, trace.names)
 
 
-def own_term(event: Event, scope: Scope) -> str:
-    """Return the term of a host event's own time; communication without its axis."""
-    if scope.claim:
-        return scope.claim
-    return words.op_term(event.name) if event.kind == "op" else "host_gap"
+class _Flags:
+    """What the names of the events say, one value for each event."""
+
+    def __init__(self, names: tuple[str, ...], events: _Array, speaks: _Bools) -> None:
+        def flag(say: Callable[[str], bool]) -> _Bools:
+            return _each(names, say).astype(bool)[events["name"]] & speaks
+
+        def number(say: Callable[[str], int]) -> _Array:
+            return np.where(speaks, _each(names, say)[events["name"]], NONE)
+
+        self.is_node = flag(lambda name: name.startswith(_NODE))
+        self.is_attention = flag(words.is_attention_op)
+        self.is_comm = flag(words.is_comm_op)
+        self.range_term = number(lambda name: TERM_ID.get(words.range_term(name) or "", NONE))
+        self.hint = number(lambda name: _axis_id(words.axis_hint(name)))
+        self.names_axis = flag(lambda name: name.startswith(words.COMM_RANGE))
+        self.exchanges = flag(words.is_all_to_all)
+        self.is_all_reduce = flag(lambda name: name == "c10d::allreduce_")
+        self.is_range = events["kind"] == RANGE
 
 
-def _inherit(event: Event, parent: int, outer: Scope | None) -> Scope:
-    if outer is None:
-        return Scope(parent, event.end)
-    return Scope(
-        parent,
-        min(event.end, outer.end),  # rounding lets some children outlive their parents by a ns
-        outer.claim,
-        outer.axis,
-        outer.is_axis_sure,
-        outer.in_backward,
-        outer.in_attention,
-    )
+def _in_attention(found: Nest, events: _Array, flags: _Flags, records: _Bools) -> _Bools:
+    """Say which events are attention's: by their operator, or by the operator of their node."""
+    forward = pass_on(found, flags.is_attention)
+    number, order = _graph(events, records)
+    known = flags.is_node & (events["forward_thread"] == 1) & (events["sequence"] >= 0)
+    place = np.searchsorted(number, events["sequence"][known])
+    matches = np.append(number, -1)[place] == events["sequence"][known]
+    nodes = np.zeros(len(events), bool)
+    nodes[known] = matches & np.append(forward[order], False)[place]
+    # A node stands for itself, whatever it is evaluated in.
+    value = np.where(flags.is_attention, 1, np.where(flags.is_node, nodes.astype(int), NONE))
+    return inherit(found, value) == 1
 
 
-def _records(event: Event) -> bool:
-    """Say whether an operator records for autograd: nodes name their forward thread as well."""
-    return "Sequence number" in event.args and not event.args.get("Fwd thread id")
+def _graph(events: _Array, records: _Bools) -> tuple[_Array, _Array]:
+    """Return the sequence numbers of the forward pass, and the operator that made each node.
+
+    Numbers are counted per thread. Only those of the thread that runs the forward pass are kept,
+    which the profiler calls thread 1. Of all operators with a node's number, the last to start is
+    the one that made the node.
+    """
+    mine = np.flatnonzero(records)
+    if not len(mine):
+        return np.empty(0, np.int64), mine
+    first = events["thread"][mine[np.argmin(events["start"][mine])]]
+    mine = mine[events["thread"][mine] == first][::-1]
+    number, last = np.unique(events["sequence"][mine], return_index=True)
+    return number, mine[last]
 
 
-def _place_in_graph(scope: Scope, event: Event, graph: _Graph) -> None:
-    if event.name.startswith(_NODE):
-        scope.in_backward = True
-        known = event.args.get("Fwd thread id") == 1
-        number = event.args.get("Sequence number", -1)
-        scope.in_attention = known and graph.is_attention.get(number, False)
-    elif words.is_attention_op(event.name):
-        scope.in_attention = True
-    if event.thread == graph.thread and _records(event):
-        # Of all operators with a node's number, the last to start is the one that made the node.
-        graph.is_attention[event.args["Sequence number"]] = scope.in_attention
+def _claims(
+    found: Nest, events: _Array, flags: _Flags, recomputes: _Bools, in_attention: _Bools
+) -> _Array:
+    own = np.full(len(events), NONE)
+    speaks = events["kind"] != LAUNCH
+    own[in_attention & speaks] = TERM_ID["attention"]
+    own[recomputes] = TERM_ID["recompute"]
+    own[flags.is_comm] = TERM_ID[EXPOSED_COMM]
+    own = np.where(flags.is_range, flags.range_term, own)
+    for level in found.levels[1:]:
+        outer = own[found.parent[level]]
+        own[level] = np.where(_STRENGTHS[own[level]] > _STRENGTHS[outer], own[level], outer)
+    return own
 
 
-def _claim(scope: Scope, event: Event) -> None:
-    own = None
-    if event.kind == "range":
-        own = words.range_term(event.name)
-    elif words.is_comm_op(event.name):
-        own = EXPOSED_COMM
-    elif scope.in_backward and _records(event):
-        own = "recompute"
-    elif scope.in_attention:
-        own = "attention"
-    if own and STRENGTH[own] > (STRENGTH[scope.claim] if scope.claim else 0):
-        scope.claim = own
+def _axes(found: Nest, flags: _Flags, groups: _Array) -> _Array:
+    """Return the axis of communication in each event.
+
+    Named for sure by the process group or by a range of ours; else inferred from who started it.
+    """
+    sure = (groups != NONE) | flags.names_axis
+    axis = np.where(groups != NONE, groups, flags.hint)
+    fsdp, dp = AXES.index("fsdp"), AXES.index("dp")
+    axis[flags.exchanges & ~sure] = NONE  # neither DDP nor FSDP started it, wherever it stands
+    for level in found.levels[1:]:
+        outer = found.parent[level]
+        around = axis[outer]
+        kept = np.where(axis[level] == NONE, around, axis[level])
+        # FSDP2 all-reduces over replicas only (HSDP).
+        kept = np.where(flags.is_all_reduce[level] & (around == fsdp), dp, kept)
+        kept = np.where(flags.exchanges[level], NONE, kept)
+        kept = np.where(sure[outer], around, kept)
+        axis[level] = np.where(sure[level], axis[level], kept)
+        sure[level] |= sure[outer]
+    return axis
 
 
-def _name_axis(scope: Scope, event: Event) -> None:
-    group = words.axis_of_group(str(event.args.get("Process Group Description", "")))
-    hint = words.axis_hint(event.name)
-    if group:
-        scope.axis, scope.is_axis_sure = group, True
-    elif event.name.startswith(words.COMM_RANGE):
-        scope.axis, scope.is_axis_sure = hint, True
-    elif scope.is_axis_sure:
-        return
-    elif words.is_all_to_all(event.name):
-        scope.axis = None  # neither DDP nor FSDP started it, wherever it stands
-    elif scope.axis == "fsdp" and event.name == "c10d::allreduce_":
-        scope.axis = "dp"  # FSDP2 all-reduces over replicas only (HSDP)
-    else:
-        scope.axis = hint or scope.axis
+def inherit(found: Nest, own: _Array) -> _Array:
+    """Give each event that has no value of its own that of what is around it."""
+    own = own.copy()
+    for level in found.levels[1:]:
+        own[level] = np.where(own[level] == NONE, own[found.parent[level]], own[level])
+    return own
+
+
+def pass_on(found: Nest, flag: _Bools) -> _Bools:
+    """Say which events, or something around them, have the flag."""
+    flag = flag.copy()
+    for level in found.levels[1:]:
+        flag[level] |= flag[found.parent[level]]
+    return flag
+
+
+def _each(names: tuple[str, ...], say: Callable[[str], Any]) -> _Array:
+    """Ask about each name once."""
+    return np.array([say(name) for name in names], np.int64)
+
+
+def _axis_id(axis: str | None) -> int:
+    return AXES.index(axis) if axis in AXES else NONE

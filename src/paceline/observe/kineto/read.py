@@ -5,39 +5,44 @@ There are two kinds of trace, told apart by whether work of a device was recorde
 `paceline.step` ranges (or of `ProfilerStep#n`, or else the trace as a whole). On a device a step
 lasts until its last kernel has finished, and the next begins there at the earliest.
 
-Not here: traces larger than memory, traces of several devices in one process.
+Not here: traces of several devices in one process.
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from paceline.config.errors import InputError
-from paceline.observe.kineto.cpu import Window, add_main_thread
-from paceline.observe.kineto.cuda import add_device, follow_device, launches_of, with_idle
-from paceline.observe.kineto.host import Event, Thread, nest
+from paceline.observe.kineto import cpu, cuda
+from paceline.observe.kineto.events import (
+    COPY,
+    KERNEL,
+    LAUNCH,
+    OP,
+    PYTHON,
+    RANGE,
+    Trace,
+    read_events,
+)
+from paceline.observe.kineto.host import NONE, Host, surround
+from paceline.observe.kineto.recording import Recording
+from paceline.observe.kineto.spans import timeline_of
 from paceline.observe.terms import STEP_RANGE
-from paceline.observe.timeline import Builder, Timeline, load_trace
+from paceline.observe.timeline import STEP, Timeline
 
 METADATA = "paceline"  # what our profiler notes in a trace: {"first_step": .., "axis": ..}
 
-# Categories, with the names that PyTorch before 1.12 gave them.
-_KINDS = {
-    "cpu_op": "op",
-    "operator": "op",
-    "user_annotation": "range",
-    "cuda_runtime": "launch",
-    "cuda_driver": "launch",
-    "runtime": "launch",
-    "kernel": "kernel",
-    "gpu_memcpy": "copy",
-    "memcpy": "copy",
-    "gpu_memset": "copy",
-    "memset": "copy",
-}
 _OUR_STEP = re.compile(rf"{re.escape(STEP_RANGE)}(?:#(\d+))?$")
+_STARTS_WORK = re.compile(r"Launch|Mem(cpy|set)")  # calls that give work to a device
+_MAX_LOST = 0.01  # whole traces lose a few events as well
 _FOREIGN_STEP = re.compile(r"ProfilerStep#(\d+)$")
+
+_Array = npt.NDArray[Any]
 
 
 def read_kineto(path: str | Path, rank: int | None = None, axis: str | None = None) -> Timeline:
@@ -50,99 +55,117 @@ def read_kineto(path: str | Path, rank: int | None = None, axis: str | None = No
             by default what our profiler noted in the trace, else unknown.
 
     Raises:
-        InputError: the file is missing, cut, or has no events of a profiler.
+        InputError: the file is missing, damaged, or has no events of a profiler.
     """
-    trace = load_trace(path)
+    return timeline_of(read_recording(path, rank, axis))
+
+
+def read_recording(path: str | Path, rank: int | None = None, axis: str | None = None) -> Recording:
+    """Do as `read_kineto`, up to the columns that a Timeline and an Account are made of."""
+    trace = read_events(path)
+    kinds = trace.events["kind"]
+    if not (kinds != PYTHON).any():
+        raise InputError(
+            f"{path} has no operators or kernels; record it with torch.profiler around whole steps."
+        )
     try:
-        noted = trace.get(METADATA) or {}
-        where = trace.get("distributedInfo") or {}
+        noted = trace.about.get(METADATA) or {}
+        where = trace.about.get("distributedInfo") or {}
         rank = int(where.get("rank", 0)) if rank is None else rank
         axis = noted.get("axis") if axis is None else axis
-        events = _events(trace)
-        if events:
-            return _timeline(events, rank, axis, int(noted.get("first_step", 0)))
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        first_step = int(noted.get("first_step", 0))
+    except (TypeError, ValueError, AttributeError) as error:
         raise InputError(
-            f"{path} has an event that a profiler's trace can't have ({error!r}); record it again."
+            f"{path} has a header that a profiler's trace can't have ({error!r}); record it again."
         ) from None
-    raise InputError(
-        f"{path} has no operators or kernels; record it with torch.profiler around whole steps."
+    recording = _recording(trace, rank, axis, first_step)
+    if not trace.is_cut:
+        return recording
+    whole = _whole_steps(recording)
+    if not len(whole):
+        raise InputError(f"{path} was cut before it had a whole step; record it again.")
+    return replace(recording, windows=whole)
+
+
+def _whole_steps(recording: Recording) -> _Array:
+    """Return the steps of a cut file that have all of their work.
+
+    The device's events stand behind the host's, in any order: a step may have its range and its
+    operators and not its kernels, and would look idle.
+    """
+    events, windows = recording.host.events, recording.windows
+    starts_work = np.array([bool(_STARTS_WORK.search(name)) for name in recording.trace.names])
+    calls = events[(events["kind"] == LAUNCH) & starts_work[events["name"]]]
+    if len(calls):
+        lost = ~np.isin(calls["correlation"], recording.device["correlation"])
+        begun, missing = (_count_in(windows, rows["start"]) for rows in (calls, calls[lost]))
+        return windows[missing <= _MAX_LOST * begun]
+    work = (events["kind"] == OP) & (events["thread"] == recording.main)
+    reached = np.concatenate([recording.device["end"], events["start"][work]]).max(initial=0)
+    return windows[windows["end_ns"] <= reached]
+
+
+def _count_in(windows: _Array, at: _Array) -> _Array:
+    at = np.sort(at)
+    edges = (np.searchsorted(at, windows[edge], "left") for edge in ("end_ns", "start_ns"))
+    return np.subtract(*edges)
+
+
+def _recording(trace: Trace, rank: int, axis: str | None, first_step: int) -> Recording:
+    kinds = trace.events["kind"]
+    on_device = np.isin(kinds, (KERNEL, COPY))
+    python = trace.events[kinds == PYTHON]
+    host = surround(trace, trace.events[~on_device & (kinds != PYTHON)], axis)
+    main, windows = _steps(host, trace, rank, first_step)
+    device = trace.events[on_device]
+    device = device[np.argsort(device["start"], kind="stable")]
+    launch = cuda.launches(host, device)
+    terms = cuda.device_terms(trace, host, device, launch)
+    found = cpu.gloo_collectives(host)
+    asked = cpu.starters(host, found)
+    gloo, pieces = cpu.as_pieces(host, found, asked), None
+    if len(device):
+        windows = _disjoint(cuda.follow_device(windows, host, device, launch))
+    else:
+        windows = _disjoint(windows)
+        pieces = cpu.split_waits(host, cpu.main_pieces(host, main, windows), gloo)
+    return Recording(
+        rank, trace, host, main, python, device, terms, launch, windows, pieces, gloo, asked
     )
 
 
-def _events(trace: dict[str, Any]) -> list[Event]:
-    """Keep the complete events of operators, ranges, launches and kernels, in order of start."""
-    raw = [
-        (event, kind)
-        for event in trace["traceEvents"]
-        if event.get("ph") == "X"
-        and (kind := _KINDS.get(str(event.get("cat", "")).lower())) is not None
-    ]
-    # Microseconds since the epoch fill a double; relative to the first event they keep their ns.
-    origin_us = int(min((event["ts"] for event, _ in raw), default=0))
-    base_ns = int(trace.get("baseTimeNanoseconds") or 0) + origin_us * 1000
-    events = [_event(event, kind, origin_us, base_ns) for event, kind in raw]
-    events.sort(key=lambda event: (event.start, -event.end))
-    return events
-
-
-def _event(raw: dict[str, Any], kind: str, origin_us: int, base_ns: int) -> Event:
-    start = base_ns + round((raw["ts"] - origin_us) * 1e3)
-    duration = round(raw["dur"] * 1e3)
-    if duration < 0:
-        raise ValueError(f"{raw['name']} lasts {raw['dur']} us")
-    thread = (raw["pid"], raw["tid"])
-    return Event(str(raw["name"]), kind, thread, start, start + duration, raw.get("args") or {})
-
-
-def _timeline(events: list[Event], rank: int, axis: str | None, first_step: int) -> Timeline:
-    on_device = [event for event in events if event.kind in ("kernel", "copy")]
-    host = nest([event for event in events if event.kind not in ("kernel", "copy")], axis)
-    main, windows = _steps(host.events, events, first_step)
-    build = Builder()
-    if not on_device:
-        windows = _disjoint(windows)
-        add_main_thread(build, rank, host, main, windows)
-        return build.timeline([(rank, *window) for window in windows])
-    launches = launches_of(host)
-    add_device(build, rank, on_device, launches, host)
-    windows = _disjoint(follow_device(windows, on_device, launches, host))
-    timeline = build.timeline([(rank, *window) for window in windows])
-    return with_idle(timeline, rank) if host.events else timeline
-
-
-def _steps(
-    host: list[Event], events: list[Event], first_step: int
-) -> tuple[Thread | None, list[Window]]:
+def _steps(host: Host, trace: Trace, rank: int, first_step: int) -> tuple[int, _Array]:
     """Return the main thread and the steps that its ranges mark."""
-    ranges = [event for event in host if event.kind == "range"]
+    ranges = host.events[host.events["kind"] == RANGE]
     for pattern, first in ((_OUR_STEP, first_step), (_FOREIGN_STEP, 0)):
-        found = [(event, match) for event in ranges if (match := pattern.match(event.name))]
-        if found:
-            main = found[0][0].thread
-            mine = [pair for pair in found if pair[0].thread == main]
-            return main, [
-                (int(match[1] or first + index), event.start, event.end)
-                for index, (event, match) in enumerate(mine)
+        matches = {
+            index: match for index, name in enumerate(trace.names) if (match := pattern.match(name))
+        }
+        found = ranges[np.isin(ranges["name"], list(matches))]
+        if len(found):
+            found = found[np.argsort(found["start"], kind="stable")]
+            main = int(found["thread"][0])
+            mine = found[found["thread"] == main]
+            rows = [
+                (rank, int(matches[name][1] or first + index), start, end)
+                for index, (name, start, end) in enumerate(
+                    zip(*(mine[field].tolist() for field in ("name", "start", "end")), strict=True)
+                )
             ]
-    whole = (first_step, events[0].start, max(event.end for event in events))
-    return _busiest_thread(host), [whole]
+            return main, np.array(rows, STEP)
+    start, end = trace.events["start"].min(), trace.events["end"].max()
+    return _busiest_thread(host), np.array([(rank, first_step, start, end)], STEP)
 
 
-def _busiest_thread(host: list[Event]) -> Thread | None:
-    operators: dict[Thread, int] = {}
-    for event in host:
-        if event.kind == "op":
-            operators[event.thread] = operators.get(event.thread, 0) + 1
-    return max(operators, key=operators.__getitem__, default=None)
+def _busiest_thread(host: Host) -> int:
+    operators = host.events["thread"][host.events["kind"] == OP]
+    return int(np.bincount(operators).argmax()) if len(operators) else NONE
 
 
-def _disjoint(windows: list[Window]) -> list[Window]:
+def _disjoint(windows: _Array) -> _Array:
     """Let each step begin where the one before it ended, at the earliest."""
-    result = []
-    reached = 0
-    for step, start, end in windows:
-        start, end = max(start, reached), max(end, reached)
-        result.append((step, start, end))
-        reached = end
+    result = windows.copy()
+    result["end_ns"] = np.maximum.accumulate(windows["end_ns"])
+    result["start_ns"][1:] = np.maximum(windows["start_ns"][1:], result["end_ns"][:-1])
+    result["end_ns"] = np.maximum(result["end_ns"], result["start_ns"])
     return result

@@ -1,0 +1,44 @@
+"""Recording: one rank's trace, read into columns."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+from paceline.observe.kineto.cpu import Pieces
+from paceline.observe.kineto.events import Trace
+from paceline.observe.kineto.host import Host
+
+_Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """One rank's trace, read."""
+
+    rank: int
+    trace: Trace
+    host: Host
+    main: int
+    """Index of the main thread."""
+    python: _Array
+    """Events of Python functions, where stacks were recorded."""
+    device: _Array
+    """Kernels and copies in order of start; empty for a CPU."""
+    terms: _Array
+    """Of each of those."""
+    launch: _Array
+    """The host event that launched each of those, or NONE."""
+    windows: _Array
+    """dtype `timeline.STEP`."""
+    pieces: Pieces | None
+    """The main thread's time by what ran, waits among them (owner NONE); None for a device."""
+    gloo: Pieces
+    """The collectives on gloo's threads."""
+    asked: _Array
+    """The operator that started each of those, or NONE."""
+
+    @property
+    def host_name(self) -> str | None:
+        """The machine that it was recorded on, where the trace says so."""
+        return self.trace.about.get("host_name")

@@ -1,0 +1,145 @@
+"""Collectives: over which axis and group, how many bytes, and how much of each was exposed."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.observe import terms as words
+from paceline.observe.account import COLLECTIVE
+from paceline.observe.accounting import Intervals, union
+from paceline.observe.kineto.cpu import Pieces
+from paceline.observe.kineto.events import CALL, KERNEL, OP
+from paceline.observe.kineto.host import NONE, inherit
+from paceline.observe.kineto.recording import Recording
+from paceline.observe.tables.names import Names, step_numbers, step_of
+from paceline.observe.terms import AXES, EXPOSED_COMM, EXPOSED_IDS, TERMS
+
+_Array = npt.NDArray[Any]
+_AXIS_OF_TERM = np.array(
+    [
+        AXES.index(axis) if (axis := term.removeprefix(f"{EXPOSED_COMM}.")) in AXES else NONE
+        for term in TERMS
+    ]
+)
+
+
+def collectives(recording: Recording, names: Names) -> _Array:
+    """List the collectives of the steps in order of start.
+
+    Returns:
+        dtype `account.COLLECTIVE`.
+    """
+    if recording.pieces is None:
+        events, terms, asked, exposed = _of_device(recording)
+    else:
+        events, terms, asked, exposed = _of_gloo(recording, recording.pieces)
+    host, windows = recording.host, recording.windows
+    step = step_of(windows, events["start"])
+    began = np.where(asked == NONE, events["start"], np.append(host.events["start"], 0)[asked])
+    table = np.zeros(len(events), COLLECTIVE)
+    table["rank"], table["step"] = recording.rank, step_numbers(windows, step)
+    table["axis"] = _AXIS_OF_TERM[terms]
+    table["start_ns"], table["duration_ns"] = events["start"], events["end"] - events["start"]
+    table["exposed_ns"] = exposed
+    table["micro_batch"] = _passes_begun(recording, step, began)
+    _describe(recording, names, table, events, asked)
+    _name_groups(recording, names, table)
+    return table[step != NONE]
+
+
+def _of_device(recording: Recording) -> tuple[_Array, _Array, _Array, _Array]:
+    """Return events, terms, launches and exposed time of the kernels that communicate."""
+    device, terms = recording.device, recording.terms
+    communicates = np.isin(terms, EXPOSED_IDS)
+    computes = ~communicates & (device["kind"] == KERNEL)
+    chosen = communicates & (device["kind"] == KERNEL)
+    events = device[chosen]
+    beside = union(device["start"][computes], device["end"][computes])
+    hidden = _covered(beside, events["end"]) - _covered(beside, events["start"])
+    exposed = events["end"] - events["start"] - hidden
+    return events, terms[chosen], recording.launch[chosen], exposed
+
+
+def _of_gloo(recording: Recording, pieces: Pieces) -> tuple[_Array, _Array, _Array, _Array]:
+    """Return events, terms, starting operators and awaited time of gloo's collectives."""
+    events = recording.host.events[recording.gloo.owner]
+    waits = pieces.take(np.isin(pieces.term, EXPOSED_IDS))
+    waited = union(waits.start, waits.end)
+    exposed = _covered(waited, events["end"]) - _covered(waited, events["start"])
+    return events, recording.gloo.term, recording.asked, exposed
+
+
+def _covered(intervals: Intervals, at: _Array) -> _Array:
+    """Return how much of the time up to each moment the intervals cover."""
+    if not len(intervals.starts):
+        return np.zeros(len(at), np.int64)
+    before = np.concatenate([[0], np.cumsum(intervals.ends - intervals.starts)])
+    place = np.searchsorted(intervals.starts, at, "right")
+    still_on = np.maximum(intervals.ends[place - 1] - at, 0)
+    return before[place] - np.where(place > 0, still_on, 0)
+
+
+def _describe(
+    recording: Recording, names: Names, table: _Array, events: _Array, asked: _Array
+) -> None:
+    """Say what each is: by its own arguments, else by those of the call that asked for it."""
+    host, trace = recording.host, recording.trace
+    said = {}
+    for field in CALL.names or ():
+        column = np.append(trace.calls[field], NONE)
+        own, outer = column[events["call"]], column[host.events["call"]]
+        around = np.append(inherit(host.nest, outer), NONE)[asked]
+        said[field] = np.where(own == NONE, around, own)
+    texts = names.of(trace.names)
+    by_kernel = np.array([names[words.collective_name(name) or name] for name in trace.names])
+    name = texts[said["name"]]
+    table["name"] = np.where(name == NONE, by_kernel[events["name"]], name)
+    table["group"], table["members"] = texts[said["group"]], texts[said["ranks"]]
+    table["bytes"], table["group_size"] = said["bytes"], np.maximum(said["group_size"], 0)
+
+
+def _name_groups(recording: Recording, names: Names, table: _Array) -> None:
+    """Name the group of collectives that don't, where only one can be meant.
+
+    The trace's header lists the process groups. gloo's collectives say nothing but their name: one
+    over an axis has the ranks of that axis' group, or those of the only group there is.
+    """
+    where = recording.trace.about.get("distributedInfo") or {}
+    groups = [group for group in where.get("pg_config") or () if isinstance(group, dict)]
+    groups = [group for group in groups if len(group.get("ranks") or ()) > 1]  # one says nothing
+    for axis in np.unique(table["axis"]).tolist():
+        mine = [group for group in groups if axis != NONE and _axis_of(group) == AXES[axis]]
+        ranks = {str(group.get("ranks")) for group in mine or groups}
+        if len(ranks) != 1:
+            continue
+        group, rows = (mine or groups)[0], (table["axis"] == axis) & (table["members"] == NONE)
+        table["members"][rows] = names[ranks.pop()]
+        table["group"][rows] = names[str(group.get("pg_desc", ""))]
+        table["group_size"][rows] = len(group.get("ranks") or ())
+
+
+def _axis_of(group: dict[str, Any]) -> str | None:
+    return words.axis_of_group(str(group.get("pg_desc", "")))
+
+
+def _passes_begun(recording: Recording, step: _Array, when: _Array) -> _Array:
+    """Return how many forward-backward passes of its step had begun, or NONE where none is seen.
+
+    A pass begins with the first operator that records for autograd after a node was evaluated.
+    """
+    host, windows = recording.host, recording.windows
+    events = host.events
+    records = (events["kind"] == OP) & (events["sequence"] >= 0)
+    node = records & (events["forward_thread"] > 0)
+    forward = records & (events["forward_thread"] <= 0) & ~host.in_backward
+    if not node.any() or not forward.any():
+        return np.full(len(when), NONE)
+    parts = events["start"][node], windows["start_ns"], events["start"][forward]
+    at = np.concatenate(parts)
+    is_forward = np.arange(len(at)) >= len(parts[0]) + len(parts[1])
+    order = np.argsort(at, kind="stable")
+    at, is_forward = at[order], is_forward[order]
+    begins = at[1:][is_forward[1:] & ~is_forward[:-1]]
+    earlier = np.searchsorted(begins, windows["start_ns"][step], "left")
+    return np.searchsorted(begins, when, "right") - earlier

@@ -31,7 +31,7 @@ SECTIONS = {
     "model.rope_scaling": RopeScaling,
     'model, with family = "custom"': CustomModel,
     'model, with family = "dlrm"': Dlrm,
-    'model, with family = "resnet" (to plan)': ResNet,
+    'model, with family = "resnet"': ResNet,
     'model, with family = "efficientnet" (to plan)': EfficientNet,
     "cluster": Cluster,
     "cluster.prices": Prices,

@@ -270,6 +270,205 @@ def validate(
     validate_command(tables, calibrate_on, only, seed, html, as_json)
 
 
+@app.command()
+def explain(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="The directory of a run, a trace of torch.profiler (json, json.gz), or a folder "
+            "of traces, one per rank.",
+            show_default=False,
+        ),
+    ],
+    top: Annotated[int, typer.Option(help="Findings to show.", min=1)] = 5,
+    all_: Annotated[
+        bool, typer.Option("--all", help="Show findings of less than 1 % of the step, too.")
+    ] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Another run or trace: what differs, term by term.", show_default=False),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a page too: this one's, or with --against the comparison's.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say why a step takes as long as it does, and what to change.
+
+    Splits the step into terms that sum to it, from the devices' peak to what was
+    measured, beside what was planned; names causes with their evidence and the
+    gain of mending them, as settings to try. Reads any PyTorch job's trace
+    (docs/explain.md: how to record one); a run of Paceline's own needs
+    --set observe.profile_every=50. A run that ended out of memory is told which
+    term was too large, and the cheapest change that fits.
+
+    \b
+    paceline explain runs/demo
+    paceline explain trace.json.gz --all
+    paceline explain runs/new --against runs/old
+    """
+    from paceline.explain.command import explain_command
+
+    explain_command(path, top=top, all_findings=all_, as_json=as_json, against=against, html=html)
+
+
+@app.command()
+def tune(
+    job: JobFile = None,
+    set_: Settings = None,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            help="Stop at efficiency=0.85 (scaling), mfu=0.5 or tokens_per_s=2e5.",
+            metavar="GOAL",
+            show_default=False,
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help='The most time, e.g. "15 min"; measuring an unknown machine comes before it.',
+            metavar="TIME",
+            show_default=False,
+        ),
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="The most trials.", min=1, show_default=False)
+    ] = None,
+    free: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Change this too, which changes what is computed: precision, param_dtype, "
+            "optimizer_state. May be repeated.",
+            metavar="KEY",
+            show_default=False,
+        ),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Never change this, e.g. --keep tp, --keep comm.dp.compress. May be repeated.",
+            metavar="KEY",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for trials, page and result. Left out: tunes/<name of the Job>.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a Job faster: measure, plan, try, explain, keep what helped.
+
+    Tries few layouts, those that the planner and the findings of profiles
+    promise most of, as short real runs that take turns on the real ranks.
+    Changes whatever the Job says of how its work is split, stored and sent;
+    never model, data, optimizer or batch. Gradients may travel in a form that was
+    measured to keep the loss, where that gains 3 % or more (--keep
+    comm.dp.compress holds it). Run it again to go on; Ctrl-C keeps what is there.
+
+    \b
+    paceline tune my.toml --until efficiency=0.85 --budget "15 min"
+    paceline train tunes/my/job.toml
+    torchrun --nnodes 2 ... -m paceline tune my.toml
+    """
+    from paceline.comm.warm_up import MEASURING, warm_up_ranks
+
+    warm_up_ranks(MEASURING)
+    from paceline.comm.ranks import given_ranks, leave
+    from paceline.tune.command import Asked, tune_command
+
+    wanted = _read(job, set_ or [])
+    asked = Asked(until, budget, trials, free or (), keep or ())
+    found = tune_command(wanted, asked, out or Path("tunes") / wanted.name)
+    if as_json and found is not None:
+        print(json.dumps(found))
+    if given_ranks("cpu") is not None:
+        leave()
+
+
+@app.command()
+def doctor(
+    folder: Annotated[
+        Path, typer.Option(help="Where runs are kept: its space and speed are looked at.")
+    ] = Path(),
+    nccl_log: Annotated[
+        Path | None,
+        typer.Option(help="Output of a job with NCCL_DEBUG=INFO.", show_default=False),
+    ] = None,
+    from_: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Judge another machine, by a folder that --save wrote there (or with "
+            "nvidia-smi.xml, nvidia-smi-topo.txt, ibstat.txt, nccl.log, ... made by hand).",
+            show_default=False,
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Write what this machine says to a folder.", show_default=False),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep what was found with this run, as its doctor.json, which paceline explain "
+            "reads. Do it while the run trains: clocks are told under load.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check devices, drivers, network, NCCL and host; each finding with its fix.
+
+    Changes nothing; a file of at most 256 MiB is written to the folder, and
+    removed. What can't be looked at is said. The exit code is 1 if there is a
+    problem, which a job's script may heed.
+
+    \b
+    paceline doctor --folder /scratch
+    NCCL_DEBUG=INFO paceline train ... > job.log; paceline doctor --nccl-log job.log
+    """
+    from paceline.doctor.command import Asked, doctor_command
+
+    found = doctor_command(Asked(folder, nccl_log, from_, save, run))
+    if as_json:
+        print(json.dumps(found))
+    if found["problems"]:
+        sys.exit(1)
+
+
+@app.command()
+def top(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Directories of runs; several make one line each. Left out: those in runs/.",
+            show_default=False,
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Show one frame, and stop.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between frames.", min=0.1)] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Watch runs: loss, throughput, terms of a step, lag and memory of each rank.
+
+    Reads the run's directory alone, so it works from any machine that sees it,
+    before, during and after the run, and never disturbs it. q or Ctrl-C leaves.
+    """
+    from paceline.observe.top.command import top_command
+
+    paths = runs or sorted(path.parent for path in Path("runs").glob("*/job.toml"))
+    top_command(paths, once=once, every_s=every, as_json=as_json)
+
+
 def _read(path: Path | None, overrides: list[str]) -> "Job":
     from paceline.config.job import read_job
 

@@ -10,8 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paceline.comm.busy import BusyClock
 from paceline.comm.ranks import Ranks, limit_waits, wait_limit
-from paceline.comm.roll_call import Answer, Roll, RollCall, _reason, reserve_s, verdict
+from paceline.comm.roll_call import (
+    Answer,
+    Roll,
+    RollCall,
+    _reason,
+    _where_failed,
+    reserve_s,
+    verdict,
+)
 from tests.ranks import run_ranks
 
 WAITING = Answer("all_reduce of train/trainer.py:9")
@@ -123,3 +132,13 @@ def test_the_others_hear_of_a_failure(tmp_path):
     for text in _told(2, "raise", tmp_path).values():
         assert "rank 2 on " in text
         assert "failed (ValueError: the tokeniser ate it)" in text
+
+
+def _fail() -> None:
+    raise RuntimeError("waited in vain")
+
+
+def test_who_counts_waits_is_not_where_a_rank_waits():
+    with BusyClock() as clock, pytest.raises(RuntimeError) as failed:
+        clock._counted(_fail)()
+    assert "busy" not in _where_failed(failed.value)

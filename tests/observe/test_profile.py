@@ -15,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
+from paceline.observe.account import Account
 from paceline.observe.accounting import accounting
 from paceline.observe.profile import ProfiledWindows
+from paceline.observe.terms import TERM_ID
 from paceline.observe.timeline import Timeline
 from tests.ranks import run_ranks
 
@@ -224,6 +226,16 @@ def test_ranks_are_put_side_by_side(trained):
     folder, _ = trained
     traces = sorted((folder / "ddp").iterdir())
     assert len(traces) == 2
+    account = Account.read(folder / "ddp")
+    assert (
+        account.terms_ns.sum(axis=1) == account.steps["end_ns"] - account.steps["start_ns"]
+    ).all()
+    assert account.terms_ns[:, TERM_ID["unattributed"]].sum() == 0
+    assert set(account.collectives["micro_batch"]) == {1}
+    # One of the two is always the last to come to a collective, and waits for nobody.
+    assert (account.collectives["wait_ns"] == 0).sum() >= len(account.collectives) / 2
+    assert account.term_s("straggler_wait") > 0
+    assert sorted(set(account.path["step"])) == [4, 5, 6]
     both = Timeline.merge([Timeline.from_kineto(path) for path in traces])
     assert both.ranks == (0, 1)
     assert [sorted(steps) for steps in accounting(both).values()] == [[4, 5, 6]] * 2

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 
 import pytest
@@ -12,7 +10,7 @@ from PIL import Image
 
 from paceline.observe import summary
 from paceline.observe.charts import charts, smooth, thin
-from paceline.observe.report import render, write_report
+from paceline.observe.report import render
 from tests.observe import synthetic
 
 CHARTS = ["loss", "terms", "rate", "memory", "lr", "grad_norm"]
@@ -88,7 +86,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     run = synthetic.run(tmp_path_factory.mktemp("runs") / "demo", synthetic.lines(240))
-    return write_report(run)
+    return run.write("report.html", render(run))
 
 
 def test_the_page_is_complete_and_refers_to_nothing_outside(demo):
@@ -157,26 +155,6 @@ def test_a_run_with_nothing_but_steps(tmp_path):
     for name in ("job.toml", "plan.json", "facts.json"):
         (tmp_path / name).unlink()
     assert "The training loss went from 3 to 3 in 2 steps." in Page(render(run)).text
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    names = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
-    binary = next(filter(None, map(shutil.which, names)), None)
-    if binary is None:
-        pytest.skip("no chromium or chrome on this machine")
-    profile = tmp_path_factory.mktemp("browser")
-    quiet = "--disable-quic --no-first-run --disable-background-networking --disable-sync"
-    flags = f"--headless --no-sandbox --disable-gpu --disable-component-update {quiet}".split()
-
-    def open_page(page, *options):
-        command = [binary, *flags, f"--user-data-dir={profile}", "--enable-logging=stderr"]
-        command += ["--window-size=1280,2400", "--virtual-time-budget=5000", *options]
-        return subprocess.run(
-            [*command, page.as_uri()], capture_output=True, text=True, check=True, timeout=120
-        )
-
-    return open_page
 
 
 def test_a_browser_draws_every_chart_without_an_error(demo, browser):

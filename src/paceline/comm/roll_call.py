@@ -31,9 +31,12 @@ from pathlib import Path
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from paceline.comm import busy
 from paceline.comm.ranks import Ranks
 
 _PACKAGE = Path(__file__).parents[1]
+# Counts the waits of others, so it is never where a rank waits.
+_COUNTER = Path(busy.__file__)
 _PREFIX = "paceline/roll_call"
 _TROUBLE = "trouble"
 # Of the reserve: the time in which the others may fail later than the first one did.
@@ -252,6 +255,8 @@ def _where(frames: Iterable[traceback.FrameSummary]) -> str:
     place, called = "", ""
     for frame in frames:
         file = Path(frame.filename)
+        if file == _COUNTER:
+            continue
         if file.is_relative_to(_PACKAGE):
             place, called = f"{file.parent.name}/{file.name}:{frame.lineno}", ""
         elif not called and not frame.name.startswith(("_", "wrapper")):  # torch's own layers

@@ -43,7 +43,7 @@ class Data(Noun):
 
     source: str | Names = "python-stdlib"
     """Files, globs or folders; "python-stdlib": the running interpreter's own library; "clicks": a
-    synthetic click log, for recommenders."""
+    synthetic click log, for recommenders; "images": synthetic textures, for ResNets."""
     format: Auto | Literal["text", "jsonl", "parquet", "arrow"] = "auto"
     """"auto" goes by the file's suffix; "arrow" is a Hugging Face dataset directory on disk."""
     text_field: str = "text"
@@ -121,6 +121,9 @@ class Observe(Noun):
     prometheus_port: int | None = Field(None, ge=1, le=65535)
     """Port of the metrics endpoint; none is opened where this is left out."""
     prometheus_host: str = "127.0.0.1"
+    debug_port: int | None = Field(None, ge=1, le=65535)
+    """Port of torch's debug page (stacks of all ranks, collectives), on rank 0's host; it has no
+    password."""
 
 
 class Job(Noun):
@@ -222,6 +225,18 @@ def read_job(path: Path | None, overrides: Iterable[str] = ()) -> Job:
         _override(raw, text)
     folder = path.parent if path is not None and path.is_file() else Path.cwd()
     return Job.parse(_expand_cluster(_expand_hf(raw, folder), folder))
+
+
+def change_job(job: Job, overrides: Iterable[str]) -> Job:
+    """The Job with some `--set`s applied.
+
+    Raises:
+        InputError: one sentence with what is wrong.
+    """
+    raw = to_raw(job)
+    for text in overrides:
+        _override(raw, text)
+    return Job.parse(raw)
 
 
 def read_cluster(path: Path) -> Cluster:

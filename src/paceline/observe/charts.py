@@ -10,7 +10,7 @@ Nothing here imports plotly, and nothing is drawn: report.html does that.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.observe import summary
@@ -53,6 +53,24 @@ def charts(lines: Lines, figures: Summary) -> dict[str, Chart]:
         "grad_norm": _curve(lines, "grad_norm", "%{y:.4~g}", smoothed=True),
     }
     return {name: chart for name, chart in drawn.items() if chart["data"]}
+
+
+def beside(runs: Mapping[str, Lines], key: str, title: str) -> Chart:
+    """One figure of several runs over their steps.
+
+    Args:
+        runs: name -> lines, the one to compare with first.
+        key: of the lines.
+        title: of the vertical axis, with its unit.
+    """
+    colours = ("var(--muted)", "var(--accent)", "var(--accent-2)")
+    traces = [
+        _line(_steps(lines), summary.column(lines, key), name, {"color": colour, "width": 1.8})
+        for (name, lines), colour in zip(runs.items(), colours, strict=False)
+        if any(value is not None for value in summary.column(lines, key))
+    ]
+    layout = _layout(y={"title": _title(title), "rangemode": "tozero"})
+    return {"data": traces, "layout": {**layout, "showlegend": True}}
 
 
 def thin(xs: Sequence[int], ys: Series, most: int = _MAX_POINTS) -> tuple[list[int], Series]:

@@ -22,44 +22,16 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator
 from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
-
-from paceline.config.errors import InputError
 from paceline.config.job import Observe
+from paceline.observe.endpoint import Endpoint
 from paceline.observe.run import Run, write_whole
 
 Line = dict[str, Any]
 
-# Key of a line -> name and help text of the endpoint, in the units the names say.
-_GAUGES = {
-    "loss": ("paceline_loss", "Training loss of the last step."),
-    "eval_loss": ("paceline_eval_loss", "Loss on the held-out split, at the last evaluation."),
-    "lr": ("paceline_learning_rate", "Learning rate of the last step."),
-    "grad_norm": ("paceline_gradient_norm", "Global gradient norm before clipping."),
-    "step_time_s": ("paceline_step_time_seconds", "Wall-clock time of the last step."),
-    "tokens_per_s": ("paceline_tokens_per_second", "Tokens a second over all ranks."),
-    "samples_per_s": ("paceline_samples_per_second", "Samples a second over all ranks."),
-    "mfu": ("paceline_mfu_ratio", "Model FLOPs over the peak of the devices, 0 to 1."),
-    "memory_bytes": ("paceline_memory_bytes", "Peak memory of rank 0."),
-    "time": ("paceline_last_step_timestamp_seconds", "Unix time at which the last step ended."),
-}
-_COUNTERS = {
-    "step": ("paceline_steps", "Optimizer steps done."),
-    "tokens": ("paceline_tokens", "Tokens trained on."),
-    "samples": ("paceline_samples", "Samples trained on."),
-    "skipped": ("paceline_skipped_steps", "Steps skipped for a non-finite loss or gradient."),
-}
 _SCALARS = ("loss", "eval_loss", "eval_perplexity", "lr", "grad_norm", "step_time_s", "mfu")
 
 
@@ -79,7 +51,7 @@ class Metrics:
             InputError: the port of the Prometheus endpoint can't be opened.
         """
         # First, because it is the one that can fail for a reason the person can mend.
-        self._endpoint = _Endpoint(run, settings) if settings.prometheus_port else None
+        self._endpoint = Endpoint(run, settings) if settings.prometheus_port else None
         keep_until(run.metrics_file, resume_step)
         run.path.mkdir(parents=True, exist_ok=True)
         self._lines = run.metrics_file.open("ab", buffering=0)
@@ -214,47 +186,3 @@ class _EventFile:
 
     def close(self) -> None:
         self._records.close()
-
-
-class _Endpoint:
-    """Prometheus endpoint: a scrape turns the last line into samples, a step only replaces it."""
-
-    def __init__(self, run: Run, settings: Observe) -> None:
-        self._name = run.path.name
-        self._line: Line = {}
-        registry = CollectorRegistry()
-        registry.register(self)
-        host, port = settings.prometheus_host, settings.prometheus_port
-        assert port is not None
-        try:
-            self._server, self._thread = start_http_server(port, host, registry)
-        except OSError as error:
-            raise InputError(
-                f"observe.prometheus_port = {port} can't be opened on {host}: {error.strerror}; "
-                "choose a free port of this machine, or leave the setting out."
-            ) from None
-
-    def update(self, line: Line) -> None:
-        # Merged, because an evaluation's numbers stay true until the next one.
-        self._line = {**self._line, **line}
-
-    def collect(self) -> Iterator[Metric]:
-        line = self._line
-        yield InfoMetricFamily("paceline_run", "The run.", {"name": self._name})
-        for key, (name, text) in _GAUGES.items():
-            if line.get(key) is not None:
-                yield GaugeMetricFamily(name, text, line[key])
-        for key, (name, text) in _COUNTERS.items():
-            if line.get(key) is not None:
-                yield CounterMetricFamily(name, text, line[key])
-        terms = GaugeMetricFamily(
-            "paceline_term_seconds", "Part of the last step's time, by term.", labels=["term"]
-        )
-        for term, seconds in line.get("terms", {}).items():
-            terms.add_metric([term], seconds)
-        yield terms
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()

@@ -22,6 +22,9 @@ Closing a window happens between steps, so no step's own time contains it. On mo
 the others wait for rank 0 at their next collective: leave out the step after a window when steps
 are compared.
 
+Beside the trace a window leaves what it did with memory, where a recorder was given
+(`observe.memory`).
+
 Not here: what the terms mean (`observe.terms`) and how they are found (`observe.kineto`).
 Source: torch.profiler, https://docs.pytorch.org/docs/stable/profiler.html
 """
@@ -39,6 +42,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from paceline.config.errors import InputError
 from paceline.observe.accounting import accounting
 from paceline.observe.kineto.read import METADATA
+from paceline.observe.memory import MemoryRecorder
 from paceline.observe.timeline import Timeline
 
 _WARMUP = 1
@@ -58,6 +62,7 @@ class ProfiledWindows:
         *,
         first_step: int = 0,
         axis: str | None = None,
+        memory: MemoryRecorder | None = None,
     ) -> None:
         """Say which steps are recorded; nothing starts before the context is entered.
 
@@ -69,6 +74,7 @@ class ProfiledWindows:
             num_steps: recorded steps of a window.
             first_step: number of the step that the loop runs first (after a resume: not 0).
             axis: the mesh axis of collectives in the default process group, for their term.
+            memory: records what windows do with memory.
         """
         assert not every or every >= _WARMUP + num_steps, "windows would run into one another"
         self._folder = folder
@@ -76,6 +82,7 @@ class ProfiledWindows:
         self._every = every
         self._num_steps = num_steps
         self._axis = axis
+        self._memory = memory
         self._next_step = first_step
         self._close_before = first_step
         self._profiler: profile | None = None
@@ -115,6 +122,8 @@ class ProfiledWindows:
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
+            if self._memory is not None:
+                self._memory.end(None)
 
     def _open_if_due(self) -> None:
         if not self._every:
@@ -126,11 +135,14 @@ class ProfiledWindows:
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         plan = schedule(wait=0, warmup=_WARMUP, active=self._num_steps, repeat=1)
-        self._profiler = profile(activities=activities, schedule=plan)
+        # With shapes: without them nothing says how many bytes gloo's collectives carry.
+        self._profiler = profile(activities=activities, schedule=plan, record_shapes=True)
         self._close_before = self._next_step + _WARMUP + self._num_steps
         note = {"first_step": self._next_step + _WARMUP, "axis": self._axis}
         self._profiler.preset_metadata_json(METADATA, json.dumps(note))
         self._profiler.start()
+        if self._memory is not None:
+            self._memory.begin()
 
     def _close(self, profiler: profile) -> dict[int, dict[str, float]]:
         profiler.stop()
@@ -140,6 +152,8 @@ class ProfiledWindows:
         trace = self._folder / f"rank{self._rank}-step{first}.json.gz"
         plain, draft = trace.with_name(trace.name + ".json"), trace.with_name(trace.name + ".tmp")
         try:
+            if self._memory is not None:
+                self._memory.end(f"rank{self._rank}-step{first}")
             profiler.export_chrome_trace(str(plain))
             account = self._account(plain)
             # Level 3 takes a third of the time of the default and 15 % more bytes.

@@ -6,6 +6,7 @@ facts.json      what the run ran on and with: versions, device, ranks, parameter
 metrics.jsonl   one object per step
 cluster.toml    what its steps said about the machine, for the next plan
 trace/          profiled windows: rank<k>-step<n>.json.gz (open in Perfetto)
+memory/         memory over these windows: rank<k>-step<n>.json, and .pickle of torch's on CUDA
 checkpoints/    step-<n>/ complete or absent, latest
 tensorboard/    report.html    log/rank<k>.log
 """
@@ -35,6 +36,11 @@ class Run:
     def trace_folder(self) -> Path:
         """Traces of profiled windows."""
         return self.path / "trace"
+
+    @property
+    def memory_folder(self) -> Path:
+        """Memory over profiled windows."""
+        return self.path / "memory"
 
     @property
     def checkpoint_folder(self) -> Path:
@@ -88,6 +94,14 @@ class Run:
             except json.JSONDecodeError:
                 break
         return steps
+
+    def last_checkpoint(self) -> tuple[int, float] | None:
+        """Step and unix time of the newest checkpoint, None where there is none."""
+        latest = self.checkpoint_folder / "latest"
+        try:
+            return int(latest.readlink().name.removeprefix("step-")), latest.stat().st_mtime
+        except (OSError, ValueError):
+            return None
 
     def write(self, name: str, text: str) -> Path:
         """Write a file of the Run so that a reader never sees half of it."""

@@ -1,41 +1,50 @@
 """The tail of data parallelism: what the last gradients still take when the backward pass is over.
 
-DDP notes when the last gradient was computed and when the last bucket had arrived; on a CPU, where
-both are the host's own clock, the difference is what communication adds to the step (a stub of the
-backward pass that DDP itself takes is in it). It costs 0.1 ms a step (measured, torch 2.13), on the
-rank that asks. On CUDA asking would wait for the device; there a profile tells.
+DDP waits for its buckets in a callback at the end of the backward pass. Callbacks run in the order
+in which they were queued, so one that is queued when the pass begins runs when the last gradient of
+this rank was computed, before DDP's; from there to the return of `backward` the rank waits for the
+others and for its buckets. On CUDA the host's clock says nothing about it; there a profile tells.
 """
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.comm.busy import BusyClock
 from paceline.comm.ranks import Ranks
-
-_NS_PER_S = 1e9
 
 
 class Tail:
-    """Reads DDP's clocks."""
+    """Takes the time from the last gradient to the end of a backward pass."""
 
-    def __init__(self, module: DistributedDataParallel) -> None:
-        assert module.logger is not None, "DDP makes one"
-        self._logger = module.logger
-        module._set_ddp_runtime_logging_sample_rate(1)
+    def __init__(self, clock: BusyClock) -> None:
+        self._clock = clock
+        self._began = False
+        self.seconds = 0.0
+        """Of the last backward pass, which is the one that exchanges gradients."""
 
-    def seconds(self) -> float:
-        """Of the last backward pass that exchanged gradients."""
-        self._logger.set_runtime_stats_and_log()
-        clocks = self._logger._get_ddp_logging_data().ints_map
-        after_ns = clocks["backward_comm_time_end"] - clocks["backward_compute_time_end"]
-        return max(0, after_ns) / _NS_PER_S
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of a loss."""
+        loss.register_hook(self._on_first_gradient)
+        self._began = False
+        loss.backward()
+        self.seconds = self._clock.end_wait() if self._began else 0.0
+
+    def _on_first_gradient(self, _gradient: Tensor) -> None:
+        Variable._execution_engine.queue_callback(self._begin)
+
+    def _begin(self) -> None:
+        self._began = True
+        self._clock.begin_wait()
 
 
-def tail_of(module: nn.Module, ranks: Ranks) -> Tail | None:
-    """The tail of a module's gradients, on the rank that tells of it; None where none is measured.
+def tail_of(module: nn.Module, ranks: Ranks, clock: BusyClock) -> Tail | None:
+    """The tail of a module's backward pass; None where nothing can be told of it.
 
     Args:
         module: as `parallel.apply` left it.
         ranks: this process's place.
+        clock: counts the tail among this rank's waits.
     """
-    is_measured = ranks.is_first and ranks.device_type == "cpu"
-    return Tail(module) if is_measured and isinstance(module, DistributedDataParallel) else None
+    is_measured = ranks.world_size > 1 and ranks.device_type == "cpu"
+    return Tail(clock) if is_measured and isinstance(module, DistributedDataParallel) else None

@@ -20,6 +20,7 @@ from paceline.comm.ranks import (
 from paceline.config.job import Job, to_raw
 from paceline.config.model import Model
 from paceline.config.recommender import Dlrm
+from paceline.config.vision import ResNet
 from paceline.observe.console import step_time_table
 from paceline.observe.run import Run
 from paceline.observe.summary import bytes_text, step_time_text
@@ -93,7 +94,7 @@ def carry_out(
 
 def learn(plan: Plan, run: Run) -> None:
     """Write down what the steps of a predicted Run say about the machine, for the next plan."""
-    if plan.ranked:
+    if plan.ranked and isinstance(plan.job.model, Model):
         run.write("cluster.toml", tomli_w.dumps(to_raw(calibrate_from_run(run))))
 
 
@@ -133,7 +134,7 @@ def introduce(plan: Plan, run: Run) -> bool:
 def _description(job: Job) -> str:
     layout, model = job.layout, job.model
     what = "own model"
-    if isinstance(model, Model | Dlrm):
+    if isinstance(model, Model | Dlrm | ResNet):
         what = f"{model.num_params / 1e6:.1f} M parameters"
     sample = f" x {job.train.seq_len} tokens" if isinstance(model, Model) else " samples"
     return (

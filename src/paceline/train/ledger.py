@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.config.errors import RunError
+from paceline.observe.ranks import of_ranks
 from paceline.train.results import StepResult
 
 Line = dict[str, Any]
@@ -71,6 +72,8 @@ class Ledger:
         line |= {"loss": result.loss, "grad_norm": result.grad_norm, "skipped": self.num_skipped}
         if result.comm:
             line["comm"] = result.comm
+        if result.ranks:
+            line["ranks"] = {name: of_ranks(values) for name, values in result.ranks.items()}
         self._held.append(line)
         if self.num_bad_in_a_row >= self.most_bad_steps:
             self.release()

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from torch.profiler import record_function as span
 
 from paceline.config.job import Job
+from paceline.observe.garbage import GarbageCollections
 from paceline.observe.profile import ProfiledWindows
 from paceline.parallel.hybrid import HybridExchange
 from paceline.parallel.local import LocalRounds
@@ -31,6 +31,7 @@ from paceline.train.checkpoint import (
 from paceline.train.checkpoint.files import TensorEntry
 from paceline.train.ledger import Ledger, Line, perplexity
 from paceline.train.optim import learning_rate
+from paceline.train.standing import memory_bytes
 from paceline.train.stopping import StopRequest
 from paceline.train.task import Step, Task
 from paceline.train.trainer import Trainer
@@ -74,9 +75,15 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
     job, ledger = trainer.job, around.ledger
     done = first = _begin(trainer, around)
     steps = _resumed_steps(trainer, task, first)
-    with around.windows_from(first + 1) as windows:
+    ended = time.perf_counter()
+    with (
+        around.windows_from(first + 1) as windows,
+        GarbageCollections() as garbage,
+        trainer.clock,
+    ):
         while done < job.train.steps and not ledger.stop_wanted:
             began = time.perf_counter()
+            between_s = began - ended
             with span("paceline.step"):
                 stall_s = _save_if_due(trainer, around, done, first)
                 with span("paceline.data_wait"):
@@ -84,9 +91,11 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
                     micro_batches = next(steps)
                     data_wait_s = time.perf_counter() - asked
                 result = trainer.step(done, micro_batches, bool(around.stop))
-            step_time_s = time.perf_counter() - began
+            ended = time.perf_counter()
+            step_time_s = ended - began
             done += 1
             line = _line(trainer, task, done, step_time_s)
+            line |= {"between_s": between_s, "gc_s": garbage.take_s()}
             line["terms"] = _measured_terms(step_time_s, data_wait_s, stall_s, trainer.tail)
             if _evaluation_due(job, task, done):
                 line |= _evaluation(trainer, task)
@@ -253,7 +262,7 @@ def _line(trainer: Trainer, task: Task, done: int, step_time_s: float) -> Line:
         "profiled": False,
         f"{task.unit}_per_s": rate,
         "mfu": _mfu(job, task, rate),
-        "memory_bytes": _memory_bytes(trainer.ranks.device),
+        "memory_bytes": memory_bytes(trainer.ranks.device),
         "time": time.time(),
     }
 
@@ -269,20 +278,13 @@ def _mfu(job: Job, task: Task, units_per_s: float) -> float | None:
     return units_per_s * task.train_flops_per_unit / (peak.value * job.layout.num_ranks)
 
 
-def _memory_bytes(device: torch.device) -> int:
-    """Peak reserved memory of this rank's device; on a CPU what the process holds now."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return psutil.Process().memory_info().rss
-
-
 def _measured_terms(
     step_time_s: float, data_wait_s: float, stall_s: float, tail: Tail | None
 ) -> dict[str, float]:
     """The terms a host clock can tell apart; only a profile splits the rest."""
     known = {"data_wait": data_wait_s, "checkpoint_stall": stall_s}
     if tail is not None:
-        known["exposed_comm.dp"] = tail.seconds()
+        known["exposed_comm.dp"] = tail.seconds
     return known | {"unattributed": step_time_s - sum(known.values())}
 
 
@@ -294,7 +296,9 @@ def _evaluation_due(job: Job, task: Task, done: int) -> bool:
 
 def _evaluation(trainer: Trainer, task: Task) -> Line:
     assert task.eval_steps is not None
+    began = time.perf_counter()
     loss = trainer.evaluate(list(task.eval_steps()))
+    line = {"eval_loss": loss, "eval_s": time.perf_counter() - began}
     is_language = task.unit == "tokens"
     more = {"eval_perplexity": perplexity(loss)} if is_language else {}
-    return {"eval_loss": loss} | more | (task.eval_figures() if task.eval_figures else {})
+    return line | more | (task.eval_figures() if task.eval_figures else {})

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from paceline.train.standing import figures_of_ranks
+
 SumUp = Callable[[Tensor], tuple[Tensor, int]]
 """Maps a rank's numbers to their sum over all ranks, in place or not, and how many ranks it is of.
 """
@@ -32,15 +34,25 @@ class StepResult:
     """What rank 0 sent in a form of ours ("dp.bytes"), now and then the norm of all that
     compression still owes ("error_norm"), and of how many workers the numbers are where some may be
     lost ("dp.workers"); empty where nothing is."""
+    ranks: dict[str, list[float]]
+    """What each rank said of itself; empty where the step has none of it (`standing`)."""
 
 
-def read_later(values: Tensor, sent: Mapping[str, float]) -> Callable[[], StepResult]:
-    """Start copying a step's numbers to the host; the result waits for them.
+@dataclass(frozen=True)
+class Numbers:
+    """A step's numbers, which may still be on their way."""
 
-    Args:
-        values: loss, norm of the gradient, wishes to stop; perhaps the squared error: (3 or 4,).
-        sent: what is known already.
-    """
+    values: Tensor
+    """Loss, norm of the gradient, wishes to stop; perhaps the squared error; what each rank said:
+    (3 or 4 + num_said,)."""
+    sent: Mapping[str, float]
+    """What is known already."""
+    num_said: int
+
+
+def read_later(numbers: Numbers) -> Callable[[], StepResult]:
+    """Start copying a step's numbers to the host; the result waits for them."""
+    values = numbers.values
     is_cuda = values.device.type == "cuda"
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_cuda)
     host.copy_(values, non_blocking=True)
@@ -51,7 +63,7 @@ def read_later(values: Tensor, sent: Mapping[str, float]) -> Callable[[], StepRe
     def read() -> StepResult:
         if arrived is not None:
             arrived.synchronize()
-        return _result(host.tolist(), sent)
+        return _result(host.tolist(), numbers)
 
     return read
 
@@ -64,31 +76,28 @@ class Reports:
     _agreed: dict[int, list[float]] = field(default_factory=dict)
     _num_added: int = 0
 
-    def add(self, values: Tensor, sent: Mapping[str, float]) -> Callable[[], StepResult]:
-        """Keep a step's numbers; the result can be read, once, after the next `agree`.
-
-        Args:
-            values: this worker's loss, norm of its gradient, wish to stop: (3,).
-            sent: what is known already.
-        """
+    def add(self, numbers: Numbers) -> Callable[[], StepResult]:
+        """Keep a worker's own numbers; the result can be read, once, after the next `agree`."""
         number = self._num_added
         self._num_added += 1
-        self._waiting.append(values)
-        return lambda: _result(self._agreed.pop(number), sent)
+        self._waiting.append(numbers.values)
+        return lambda: _result(self._agreed.pop(number), numbers)
 
     def agree(self, sum_up: SumUp) -> None:
         """Average what is waiting over all workers, who each have as many."""
         if not self._waiting:
             return
-        rows, num_workers = sum_up(torch.stack(self._waiting))  # (steps, 3)
+        rows, num_workers = sum_up(torch.stack(self._waiting))  # (steps, 3 + num_said)
         rows[:, :2] /= num_workers
         first = self._num_added - len(self._waiting)
         self._agreed |= dict(enumerate(rows.tolist(), first))
         self._waiting.clear()
 
 
-def _result(values: list[float], sent: Mapping[str, float]) -> StepResult:
-    loss, grad_norm, stops, *squared_error = values
+def _result(values: list[float], numbers: Numbers) -> StepResult:
+    first_said = len(values) - numbers.num_said
+    loss, grad_norm, stops, *squared_error = values[:first_said]
     is_bad = not (abs(loss) < float("inf") and abs(grad_norm) < float("inf"))
     owed = {"error_norm": math.sqrt(squared_error[0])} if squared_error else {}
-    return StepResult(loss, grad_norm, is_bad, stops > 0, {**sent, **owed})
+    ranks = figures_of_ranks(values[first_said:])
+    return StepResult(loss, grad_norm, is_bad, stops > 0, {**numbers.sent, **owed}, ranks)

@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,21 +41,25 @@ from paceline.config.errors import RunError
 from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.config.recommender import Dlrm
+from paceline.config.vision import ResNet
 from paceline.observe.console import Progress, step_time_table
+from paceline.observe.memory import memory_recorder
 from paceline.observe.metrics import Metrics
 from paceline.observe.profile import ProfiledWindows
-from paceline.observe.report import write_report
 from paceline.observe.run import Run
 from paceline.train.attention_core import attention_choice
 from paceline.train.checkpoint import Checkpointer
 from paceline.train.clicks import click_task
 from paceline.train.data import prepare
+from paceline.train.debugging import debug_server, keep_flight, keep_nccl_flights
+from paceline.train.held import held_memory
 from paceline.train.ledger import Ledger, Line
 from paceline.train.loop import Around, exchanges, lag_of, train_loop
 from paceline.train.start import identity
 from paceline.train.stopping import StopRequest, end_with
 from paceline.train.task import Task, language_task
 from paceline.train.trainer import Trainer
+from paceline.train.vision import image_task
 
 # A rank whose peer died lets the launcher see the peer first: its traceback is the one that counts.
 _PATIENCE_FOR_CULPRIT_S = 5.0
@@ -95,6 +100,8 @@ def language_model(job: Job, ranks: Ranks) -> Task:
     """The Task of a Job that is complete in itself."""
     if isinstance(job.model, Dlrm):
         return click_task(job, ranks)
+    if isinstance(job.model, ResNet):
+        return image_task(job, ranks)
     return language_task(job, ranks, prepare(job.data))
 
 
@@ -126,6 +133,7 @@ def run_rank(
         if ranks.device_type == "cpu":
             keep_freed_memory()
         if store is None:
+            keep_nccl_flights(run.log_folder)
             connect(ranks)
         if ranks.world_size > 1:
             log = run.log_folder / f"rank{ranks.rank}.log"
@@ -133,7 +141,8 @@ def run_rank(
             if not launched:  # there is no launcher that could say why this rank failed
                 stack.callback(back)
         if store is None:
-            stack.enter_context(_together(job, ranks, launched=launched))
+            stack.enter_context(_together(job, run, ranks, launched=launched))
+        stack.enter_context(debug_server(job.observe.debug_port, ranks))
         torch.manual_seed(job.train.seed)
         task = make_task(job, ranks)
         torch.manual_seed(job.train.seed + ranks.rank)  # dropout differs from rank to rank
@@ -147,7 +156,7 @@ def run_rank(
         if task.tables is not None:
             stack.callback(task.tables.close)
             task.tables.open(run.path / "tables", run.checkpoint_folder, teller.tell)
-        around = _around(job, run, ranks, task, stop, teller)
+        around = _around(job, run, trainer, stop, teller)
         done = train_loop(trainer, task, around)
         teller.conclude(done)
         if membership is not None:
@@ -162,7 +171,7 @@ def _membership(job: Job, ranks: Ranks, store: Store, teller: "Teller") -> Membe
 
 
 @contextmanager
-def _together(job: Job, ranks: Ranks, *, launched: bool) -> Iterator[None]:
+def _together(job: Job, run: Run, ranks: Ranks, *, launched: bool) -> Iterator[None]:
     """Let no rank wait longer than the Job allows, and say who is missing when one waits in vain.
 
     Raises:
@@ -180,16 +189,17 @@ def _together(job: Job, ranks: Ranks, *, launched: bool) -> Iterator[None]:
             if not is_lost_peer(error):
                 roll_call.tell(error)
                 raise
+            kept = keep_flight(run.log_folder, ranks.rank)
             sentence = roll_call.explain(error)
             traceback.print_exc()  # to the log
+            print(f"the last collectives of this rank are in {kept}", file=sys.stderr)
             if launched:
                 time.sleep(min(_PATIENCE_FOR_CULPRIT_S, reserve_s(timeout_s)))
             raise RunError(sentence) from error
 
 
-def _around(
-    job: Job, run: Run, ranks: Ranks, task: Task, stop: StopRequest, teller: "Teller"
-) -> Around:
+def _around(job: Job, run: Run, trainer: Trainer, stop: StopRequest, teller: "Teller") -> Around:
+    ranks = trainer.ranks
     lag, most_bad_steps = lag_of(job, ranks.device_type)
     keeps_state = ranks.is_first or not job.comm.local.min_workers
     return Around(
@@ -201,10 +211,11 @@ def _around(
             job.observe.profile_steps,
             first_step=first,
             axis=_only_axis(job.layout),
+            memory=memory_recorder(run.memory_folder, ranks.device, partial(held_memory, trainer)),
         ),
         stop=stop,
         ledger=Ledger(teller.record, lag, most_bad_steps),
-        identity=identity(job, task.data_key),
+        identity=identity(job, trainer.task.data_key),
     )
 
 
@@ -285,10 +296,13 @@ class Teller:
                 f"stopped after step {done} of {self.job.train.steps}, checkpoint kept; "
                 f"go on with: paceline train {self.run.path}"
             )
+        # Here, because only this rank needs it, and only at the end.
+        from paceline.explain.page import write_report
+
         try:
-            self.progress.say(f"report: {write_report(self.run)}")
-        except OSError as error:
-            self.say(f"report.html was not written ({error.strerror}).")
+            self.progress.say(f"report: {write_report(self.run, self.say)}")
+        except Exception as error:  # a page is no reason for a run that has trained to fail
+            self.say(f"report.html was not written ({error}).")
 
 
 def facts_of(job: Job, ranks: Ranks, task: Task) -> dict[str, Any]:
@@ -304,6 +318,7 @@ def facts_of(job: Job, ranks: Ranks, task: Task) -> dict[str, Any]:
         "device": device.name,
         "num_ranks": ranks.world_size,
         "threads_per_rank": torch.get_num_threads(),
+        "num_cores": num_cores(),
         "unit": task.unit,
         "train_flops_per_token": task.train_flops_per_unit,
         "peak_flops": peak.value if peak else None,

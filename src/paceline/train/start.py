@@ -19,7 +19,7 @@ from paceline.config.job import Job, to_raw, to_toml
 from paceline.config.model import Model
 from paceline.config.noun import size
 from paceline.config.recommender import Dlrm
-from paceline.config.vision import ConvNet
+from paceline.config.vision import EfficientNet, ResNet
 from paceline.kernels import launch
 from paceline.models.weights import read_model
 from paceline.observe.run import Run
@@ -36,6 +36,7 @@ from paceline.train.checkpoint.files import (
 )
 from paceline.train.clicks import data_key as click_log_key
 from paceline.train.data import check_vocab, prepare
+from paceline.train.vision import data_key as images_key
 
 # Of the layouts that the plan of a run tells about, the best ones.
 _NUM_ALTERNATIVES = 20
@@ -80,10 +81,15 @@ def why_only_planned(job: Job) -> str | None:
             f'cluster.device = "{device.name}" can be planned for, not trained on: PyTorch runs on '
             'CUDA devices and CPUs here, so name one of these or leave it to "auto".'
         )
-    if isinstance(model, ConvNet):
+    if isinstance(model, EfficientNet):
         return (
-            f'model.family = "{model.family}" can be planned, not trained yet: train your own '
-            "module of it with paceline.train."
+            'model.family = "efficientnet" can be planned, not trained yet: train your own module '
+            "of it with paceline.train."
+        )
+    if isinstance(model, ResNet) and model.squeeze_excite:
+        return (
+            "model.squeeze_excite = true can be planned, not trained yet: leave it out, or train "
+            "your own module with paceline.train."
         )
     if isinstance(model, Model) and not model.gated:
         return (
@@ -133,6 +139,8 @@ def read_inputs(job: Job, progress: Callable[[int, int], None]) -> str | None:
     """
     if isinstance(job.model, Dlrm):
         return click_log_key(job)
+    if isinstance(job.model, ResNet):
+        return images_key(job)
     if not isinstance(job.model, Model):
         return None
     if job.train.weights is not None and read_model(job.train.weights) != job.model:
@@ -204,12 +212,13 @@ def begin(run: Run, plan: Plan, data_key: str | None, *, fresh: bool) -> None:
 
 def _write_plan(run: Run, plan: Plan) -> None:
     """Why the Job is what it is, and what is expected of it: by terms, and as a Timeline."""
-    predicted = [prediction_json(one) for one in plan.ranked[:_NUM_ALTERNATIVES]]
+    unit = "tokens" if isinstance(plan.job.model, Model) else "samples"
+    predicted = [prediction_json(one, unit) for one in plan.ranked[:_NUM_ALTERNATIVES]]
     run.write_json(
         "plan.json",
         {"reasons": dict(plan.reasons), "notes": list(plan.notes), "layouts": predicted},
     )
-    if predicted:
+    if predicted and isinstance(plan.job.model, Model):
         run.trace_folder.mkdir(exist_ok=True)
         timeline = predicted_timeline(Setting.of(plan.job), plan.job.layout)
         timeline.write(run.trace_folder / "predicted.json.gz")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function as span
 
+from paceline.comm.busy import BusyClock
 from paceline.comm.compress.messages import messages_of
 from paceline.comm.mesh import Meshes, build_meshes
 from paceline.comm.ranks import Ranks, wait_limit
@@ -45,7 +46,8 @@ from paceline.train.balance import Balance
 from paceline.train.checkpoint import parameter_names, restore_rng_state, rng_state
 from paceline.train.loss_scale import LossScale
 from paceline.train.optim import build_optimizer, learning_rate, set_learning_rate, skip_if
-from paceline.train.results import Reports, StepResult, read_later
+from paceline.train.results import Numbers, Reports, StepResult, read_later
+from paceline.train.standing import standing
 from paceline.train.task import Step, Task
 
 # Keeps a gradient of zero from being divided by: torch's clip_grad_norm_ adds as much.
@@ -67,6 +69,7 @@ class Trainer:
     gradients: Gradients
     exchange: GradientExchange | HybridExchange | None
     """Of replicas or shards, where they don't leave it to DDP or FSDP2."""
+    clock: BusyClock
     tail: Tail | None
     local: LocalRounds | None
     """Of workers that step each for itself."""
@@ -102,6 +105,7 @@ class Trainer:
             device=ranks.device,
             fill=task.fill,
         )
+        clock = BusyClock()
         names, _ = parameter_names(module)
         named = [(name, parameter) for parameter, name in names.items()]
         return cls(
@@ -113,7 +117,8 @@ class Trainer:
             Gradients(module, named, meshes, layout),
             exchange_of(module, names, job.comm, ranks.local_world_size)
             or hybrid_exchange_of(module, names, job.comm, layout, meshes, job.accumulation),
-            tail_of(module, ranks),
+            clock,
+            tail_of(module, ranks, clock),
             _rounds(job, module, names, membership) if is_local else None,
             Reports(),
             build_optimizer(named, job.optim, layout),
@@ -137,11 +142,13 @@ class Trainer:
             self.exchange.begin(index)
         loss = self._forward_backward(micro_batches)
         if self.exchange is not None:
-            self.exchange.finish()
+            with self.clock.waiting():
+                self.exchange.finish()
         with span("paceline.optimizer"):
             squared_norm = self.gradients.finish()
-            loss, stops, squared_norm, *squared_error = self._agree_in_step(
-                loss, float(stop_wanted), squared_norm, *self._squared_error(index)
+            each = standing(self.ranks, self.clock, index)
+            (loss, stops, squared_norm, *squared_error), each = self._agree_in_step(
+                loss, float(stop_wanted), squared_norm, *self._squared_error(index), each=each
             )
             grad_norm = squared_norm.sqrt() / self.loss_scale.value
             bad = ~torch.isfinite(grad_norm + loss)
@@ -158,9 +165,15 @@ class Trainer:
         sent = self._sent()
         if self.task.tables is not None:
             sent |= self.task.tables.figures()
-        numbers = torch.stack([loss, grad_norm, stops, *squared_error])
-        keep = read_later if self.local is None else self.reports.add
-        return keep(numbers, sent)
+        numbers = torch.cat([torch.stack([loss, grad_norm, stops, *squared_error]), each])
+        kept = Numbers(numbers, sent, len(each))
+        read = self.reports.add(kept) if self.local is not None else read_later(kept)
+
+        def read_and_wait() -> StepResult:
+            with self.clock.waiting():  # on CUDA for this rank's device
+                return read()
+
+        return read_and_wait
 
     def meet(self, done: int, *, at_once: bool = False) -> bool:
         """Agree with the other workers on the numbers of the steps since they last met.
@@ -232,9 +245,15 @@ class Trainer:
             with span("paceline.forward"):
                 part = self.forward(micro_batch) / len(micro_batches)
             with span("paceline.backward"):
-                self.loss_scale.scale(part).backward()
+                self._backward(self.loss_scale.scale(part))
             loss += part.detach()
         return loss
+
+    def _backward(self, loss: Tensor) -> None:
+        if self.tail is not None:
+            self.tail.backward(loss)
+        else:
+            loss.backward()
 
     def _staged(self, micro_batches: Step) -> tuple[list[MicroBatch], Criterion]:
         """What enters the pipeline, and what its last stage does; the sum of losses is the mean."""
@@ -259,8 +278,7 @@ class Trainer:
         losses = [self._forward_only(step) for step in steps]
         self.module.train()
         free_gathered(self.module)
-        (mean_loss,) = self._agree(torch.stack(losses).mean())
-        return mean_loss.item()
+        return self._agree_on(torch.stack(losses).mean()[None]).item()
 
     def _forward_only(self, micro_batches: Step) -> Tensor:
         if self.pipeline is not None:
@@ -321,18 +339,26 @@ class Trainer:
             factor = factor * (clip_norm / (grad_norm + _CLIP_EPS)).clamp(max=1)
         return factor
 
-    def _agree_in_step(self, loss: Tensor, *sums: Tensor | float) -> tuple[Tensor, ...]:
-        """As `_agree`; a worker that steps for itself has to agree with nobody."""
-        if self.local is not None:
-            return loss, *(torch.as_tensor(value).to(loss) for value in sums)
-        return self._agree(loss, *sums)
+    def _agree_in_step(
+        self, loss: Tensor, *sums: Tensor | float, each: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        """As `_agree_on`, with what each rank says of itself, in the same exchange.
 
-    def _agree(self, loss: Tensor, *sums: Tensor | float) -> tuple[Tensor, ...]:
-        """The mean loss of all ranks, and the sums of other numbers, in one exchange."""
-        values = torch.stack([torch.as_tensor(value).to(loss) for value in (loss, *sums)])
+        A worker that steps for itself has to agree with nobody, and keeps its own numbers.
+        """
+        own = [loss, *(torch.as_tensor(value).to(loss) for value in sums)]
+        each = each.to(loss)
+        if self.local is not None:
+            return own, each
+        values = self._agree_on(torch.cat([torch.stack(own), each]))
+        return list(values[: len(own)]), values[len(own) :]
+
+    def _agree_on(self, values: Tensor) -> Tensor:
+        """Of all ranks: the mean of the loss, which comes first, and the sums of what follows."""
         values, num_ranks = self._sum_up(values)
         # In a pipeline only the ranks of the last stage have a loss.
-        return (values[0] / (num_ranks // size(self.job.layout.pp)), *values[1:])
+        values[0] /= num_ranks // size(self.job.layout.pp)
+        return values
 
 
 def _schedule(job: Job) -> Schedule:

@@ -1,0 +1,91 @@
+"""`paceline top`: redraw until the person at the terminal has seen enough."""
+
+import json
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from paceline.config.errors import InputError
+from paceline.observe.top.frame import frame, overview
+from paceline.observe.top.gpus import Gpu, gpus_here
+from paceline.observe.top.state import State, Watched
+
+# nvidia-smi takes a second on a machine of eight devices.
+_GPU_EVERY_S = 5.0
+
+
+def top_command(paths: Sequence[Path], *, once: bool, every_s: float, as_json: bool) -> None:
+    """Show runs again and again; once where the output is no terminal.
+
+    Args:
+        paths: directories of runs.
+        once: show one frame and stop.
+        every_s: seconds between frames.
+        as_json: show one frame, and its figures as the last line.
+
+    Raises:
+        InputError: a path is no run, or there is none.
+    """
+    if not paths:
+        raise InputError("no run is named and there is none in runs/: name a run's directory.")
+    watched = [Watched(path) for path in paths]
+    console = Console(highlight=False)
+    if not (once or as_json) and console.is_terminal:
+        with suppress(KeyboardInterrupt), _single_keys():
+            _watch(watched, console, every_s)
+        return
+    states = [each.look() for each in watched]
+    console.print(_picture(states, console, gpus_here()))
+    if as_json:
+        shown = [state.as_json() for state in states]
+        print(json.dumps(shown[0] if len(shown) == 1 else shown))
+
+
+def _watch(watched: Sequence[Watched], console: Console, every_s: float) -> None:
+    gpus, asked_s = gpus_here(), time.monotonic()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            states = [each.look() for each in watched]
+            live.update(_picture(states, console, gpus), refresh=True)
+            if _key(every_s) == "q":
+                return
+            if gpus and time.monotonic() - asked_s > _GPU_EVERY_S:
+                gpus, asked_s = gpus_here(), time.monotonic()
+
+
+def _picture(states: Sequence[State], console: Console, gpus: Sequence[Gpu]) -> RenderableType:
+    if len(states) > 1:
+        return overview(states)
+    plain = not console.encoding.startswith("utf")
+    return frame(states[0], console.width, console.height, gpus, plain=plain)
+
+
+def _key(patience_s: float) -> str:
+    """The key that was pressed within this time, "" where none was."""
+    if not sys.stdin.isatty():
+        time.sleep(patience_s)
+        return ""
+    ready, _, _ = select.select([sys.stdin], [], [], patience_s)
+    return sys.stdin.read(1) if ready else ""
+
+
+@contextmanager
+def _single_keys() -> Iterator[None]:
+    """Let keys arrive as they are pressed; the terminal is given back as it was."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

@@ -1,0 +1,216 @@
+"""Frame: one picture of a run, fitted to a terminal; or one line for each of several runs."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from paceline.observe import summary
+from paceline.observe.ranks import spread_of
+from paceline.observe.top.gpus import Gpu
+from paceline.observe.top.state import State
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+_PLAIN_LEVELS = "_.-=+*#@"
+# Terms and ranks stand beside each other where there is room for both.
+_WIDE = 110
+_SPARK = 32
+_HEAD_ROWS = 9
+# What memory may take of its limit, and a lag of the step, before it is marked.
+_FULL, _LATE = 0.92, 0.1
+_STATES = {"running": "green", "complete": "cyan", "starting": "yellow", "stopping": "yellow"}
+
+
+def frame(
+    state: State, width: int, height: int, gpus: Sequence[Gpu] = (), *, plain: bool = False
+) -> RenderableType:
+    """A run as a picture of at most `height` rows.
+
+    Args:
+        state: of the run.
+        width: columns of the terminal.
+        height: rows of the terminal.
+        gpus: of this machine.
+        plain: with characters of ASCII only.
+    """
+    room = height - _HEAD_ROWS - 1
+    if width >= _WIDE:
+        side = Table.grid(expand=True, padding=(0, 3))
+        side.add_column(ratio=1)
+        side.add_column(ratio=1)
+        side.add_row(_terms(state, room), _ranks(state, gpus, room))
+        return Group(_head(state, width), _figures(state, plain), Text(), side)
+    num_terms = min(len(state.terms.terms_s) + 1, max(2, room // 2))
+    return Group(
+        _head(state, width),
+        _figures(state, plain),
+        Text(),
+        _terms(state, num_terms),
+        _ranks(state, gpus, room - num_terms),
+    )
+
+
+def overview(states: Sequence[State]) -> RenderableType:
+    """Several runs, one line each; a column that no run fills is left out."""
+    rows = [_line(state) for state in states]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    for name in names:
+        is_word = name in ("run", "state", "late rank")
+        table.add_column(name, justify="left" if is_word else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
+    return table
+
+
+def sparkline(values: Sequence[float], width: int = _SPARK, *, plain: bool = False) -> str:
+    """Values as a row of bars between their least and their largest, oldest first.
+
+    Where there are more values than columns a column is the mean of its share of them.
+    """
+    if not values:
+        return ""
+    count = min(width, len(values))
+    cuts = [len(values) * at // count for at in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means), max(means)
+    levels = _PLAIN_LEVELS if plain else _LEVELS
+    scale = (len(levels) - 1) / (high - low) if high > low else 0.0
+    return "".join(levels[round((value - low) * scale)] for value in means)
+
+
+def _head(state: State, width: int) -> RenderableType:
+    grid = Table.grid(expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    name = Text.assemble((state.name, "bold"), "  ", (state.word, _STATES.get(state.word, "red")))
+    where = f"{state.num_ranks} x {state.device}"
+    grid.add_row(name, Text(where, "bright_black", overflow="ellipsis"))
+    bar = Table.grid()
+    bar.add_row(ProgressBar(total=max(1, state.num_steps), completed=state.step, width=width))
+    return Group(grid, bar)
+
+
+def _figures(state: State, plain: bool) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    for style in ("bright_black", "", "bright_black"):
+        grid.add_column(style=style, no_wrap=True)
+    rate = f"{state.unit}_per_s"
+    for name, text, column in (
+        ("step", f"{state.step:,} of {state.num_steps:,}{_left(state)}", None),
+        ("loss", _loss(state), "loss"),
+        ("throughput", _rate(state), rate),
+        ("step time", summary.step_time_text(state.typical("step_time_s")), "step_time_s"),
+        ("memory", *_memory(state)),
+        ("checkpoint", _checkpoint(state), None),
+    ):
+        values = [v for v in summary.column(state.lines, column) if v is not None] if column else []
+        grid.add_row(name, text, Text(sparkline(values, plain=plain), "cyan"))
+    return grid
+
+
+def _left(state: State) -> str:
+    if state.word == "complete" or state.remaining_s is None:
+        return ""
+    return f", {summary.duration_text(state.remaining_s)} left"
+
+
+def _loss(state: State) -> str:
+    held_out, skipped = state.last("eval_loss"), state.last("skipped")
+    parts = [summary.loss_text(state.last("loss"))]
+    if held_out is not None:
+        parts.append(f"held out {summary.loss_text(held_out)}")
+    if skipped:
+        parts.append(f"{skipped:.0f} steps skipped")
+    return ", ".join(parts)
+
+
+def _rate(state: State) -> str:
+    rate = summary.rate_text(state.typical(f"{state.unit}_per_s"))
+    return f"{rate} {state.unit}/s, {summary.mfu_text(state.typical('mfu'))}"
+
+
+def _memory(state: State) -> tuple[Text, str]:
+    spread = spread_of(state.figure("memory_bytes"))
+    most = state.last("memory_bytes") if spread is None else spread.most
+    whose = "" if spread is None else f" on rank {spread.at}"
+    text = f"{summary.bytes_text(most)}{whose}"
+    limit = state.memory_limit_bytes
+    if most is None or limit is None:
+        return Text(text), "memory_bytes"
+    style = "red" if most > _FULL * limit else ""
+    return Text(f"{text}, {most / limit:.0%} of {summary.bytes_text(limit)}", style), "memory_bytes"
+
+
+def _checkpoint(state: State) -> str:
+    if state.checkpoint is None:
+        return "none yet"
+    step, written_s = state.checkpoint
+    return f"step {step:,}, {summary.duration_text(max(0.0, state.now_s - written_s))} ago"
+
+
+def _terms(state: State, rows: int) -> RenderableType:
+    """Where the time of a step goes: the largest terms that fit."""
+    times = state.terms
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    kind = "profiled " if times.profiled else ""
+    table.add_column(f"term, mean of {times.num_steps} {kind}steps", no_wrap=True)
+    for name in ("ms", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    for term, milliseconds, share in sorted(times.rows(), key=lambda row: -row[1])[: rows - 1]:
+        bar = ProgressBar(total=1.0, completed=share, width=20, complete_style=summary.colour(term))
+        table.add_row(term, f"{milliseconds:.1f}", f"{share:.1%}", bar)
+    return table
+
+
+def _ranks(state: State, gpus: Sequence[Gpu], rows: int) -> RenderableType:
+    """Each rank's busy time, lag and memory: of those that don't fit the latest are shown."""
+    busy, memory = state.figure("busy_s"), state.figure("memory_bytes")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("rank", "busy ms", "lag ms", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    spread = spread_of(busy)
+    if spread is not None and isinstance(busy, list) and isinstance(memory, list):
+        shown = sorted(range(len(busy)), key=lambda rank: -busy[rank])[: max(1, rows - 1)]
+        for rank in sorted(shown):
+            lag_s = max(0.0, busy[rank] - spread.median)
+            style = "red" if lag_s > _LATE * (state.step_s or 0) else ""
+            figures = (f"{busy[rank] * 1e3:.1f}", f"{lag_s * 1e3:.1f}")
+            table.add_row(str(rank), *figures, summary.bytes_text(memory[rank]), style=style)
+    elif spread is not None:
+        lag_ms = (spread.most - spread.median) * 1e3
+        table.add_row(f"{spread.at} (latest)", f"{spread.most * 1e3:.1f}", f"{lag_ms:.1f}")
+        table.add_row("median", f"{spread.median * 1e3:.1f}")
+    else:
+        return _gpus(gpus, rows)
+    return Group(table, _gpus(gpus, rows - table.row_count - 1)) if gpus else table
+
+
+def _gpus(gpus: Sequence[Gpu], rows: int) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("GPU here", "busy", "memory", "°C", "W", "MHz"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for gpu in gpus[: max(0, rows - 1)]:
+        busy = "?" if gpu.busy is None else f"{gpu.busy:.0%}"
+        rest = ["?" if n is None else f"{n:.0f}" for n in (gpu.celsius, gpu.watts, gpu.megahertz)]
+        table.add_row(str(gpu.index), busy, summary.bytes_text(gpu.memory_bytes), *rest)
+    return table if table.row_count else Text()
+
+
+def _line(state: State) -> dict[str, str | Text]:
+    late, mfu, remaining_s = state.late, state.typical("mfu"), state.remaining_s
+    return {
+        "run": Text(state.name, "bold"),
+        "state": Text(state.word, _STATES.get(state.word, "red")),
+        "step": f"{state.step:,}/{state.num_steps:,}",
+        "loss": summary.loss_text(state.last("loss")),
+        "rate": f"{summary.rate_text(state.typical(f'{state.unit}_per_s'))}/s",
+        "MFU": "" if mfu is None else f"{mfu:.1%}",
+        "a step": summary.step_time_text(state.typical("step_time_s")),
+        "left": "" if remaining_s is None else summary.duration_text(remaining_s),
+        "late rank": "" if late is None else f"{late[0]}: {late[1] * 1e3:.0f} ms",
+    }

@@ -1,0 +1,127 @@
+"""`paceline doctor`: look, judge, show."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.config.errors import InputError
+from paceline.doctor import readings, storage
+from paceline.doctor.checks import GROUPS, examine
+from paceline.doctor.checks.verdict import Check, Verdict
+from paceline.doctor.facts import as_data, facts_of
+from paceline.observe.run import Run
+
+_COLOURS = {"problem": "bold red", "warning": "yellow", "ok": "green", "not checked": "dim"}
+_CONSOLE = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of the command line."""
+
+    folder: Path = Path()
+    nccl_log: Path | None = None
+    saved: Path | None = None
+    save: Path | None = None
+    run: Path | None = None
+
+
+def doctor_command(asked: Asked) -> dict[str, Any]:
+    """Examine this machine, or what another one said, and show it.
+
+    Returns:
+        "facts", "checks" (status, seen, fix by name), "problems" and "warnings" (how many).
+
+    Raises:
+        InputError: a file is not there or not what it should be.
+    """
+    run = None if asked.run is None else _run(asked.run)
+    said = _said(asked)
+    if asked.save is not None:
+        readings.save(said, asked.save)
+    facts = facts_of(said)
+    verdicts = examine(facts)
+    for group, checks in GROUPS.items():
+        _CONSOLE.print(_shown(group, checks, verdicts))
+    _CONSOLE.print(_summary(verdicts), markup=False)
+    found = {
+        "facts": as_data(facts),
+        "checks": {name: asdict(verdict) for name, verdict in verdicts.items()},
+        "problems": _count(verdicts, "problem"),
+        "warnings": _count(verdicts, "warning"),
+    }
+    if run is not None:
+        run.write_json("doctor.json", found)
+    return found
+
+
+def _run(path: Path) -> Run:
+    run = Run(path)
+    if not run.exists:
+        raise InputError(f"--run {path} is no run: give a run's directory, as runs/demo.")
+    return run
+
+
+def _said(asked: Asked) -> dict[str, str]:
+    """The readings, with what the options bring."""
+    if asked.saved is not None:
+        said = readings.saved(asked.saved)
+    else:
+        said = readings.here() | {"storage.json": storage.text(storage.measure(asked.folder))}
+    if asked.nccl_log is not None:
+        try:
+            said["nccl.log"] = asked.nccl_log.read_text(errors="replace")
+        except OSError as error:
+            raise InputError(
+                f"--nccl-log {asked.nccl_log} can't be read ({error.strerror}): give the output of "
+                "a job that ran with NCCL_DEBUG=INFO."
+            ) from None
+    return said
+
+
+def _shown(group: str, checks: tuple[Check, ...], verdicts: dict[str, Verdict]) -> Table:
+    """What needs doing with its reason and fix, then what is well, then what wasn't checked."""
+    table = Table(title=group, title_justify="left", box=SIMPLE_HEAD, show_header=False)
+    table.add_column(no_wrap=True, width=11)
+    table.add_column(width=16)
+    table.add_column()
+    for status, colour in _COLOURS.items():
+        those = [check for check in checks if verdicts[check.name].status == status]
+        for names, said in _lines(those, verdicts):
+            table.add_row(Text(status, colour), Text(names, "bold"), said)
+    return table
+
+
+def _lines(checks: Sequence[Check], verdicts: dict[str, Verdict]) -> Iterator[tuple[str, Text]]:
+    """Names and text of rows; checks that were not made for one reason share theirs."""
+    unmade: dict[str, list[str]] = {}
+    for check in checks:
+        verdict = verdicts[check.name]
+        if verdict.status == "not checked":
+            unmade.setdefault(verdict.seen, []).append(check.name)
+            continue
+        said = Text(verdict.seen)
+        if verdict.fix:
+            said.append(f"\nWhy: {check.why}.", style="dim")
+            said.append(f"\nDo:  {verdict.fix}")
+        yield check.name, said
+    for reason, names in unmade.items():
+        yield "\n".join(names), Text(reason)
+
+
+def _summary(verdicts: dict[str, Verdict]) -> str:
+    counted = {status: _count(verdicts, status) for status in _COLOURS}
+    return (
+        f"{len(verdicts)} checks: {counted['problem']} problems, {counted['warning']} warnings, "
+        f"{counted['ok']} in order, {counted['not checked']} could not be looked at."
+    )
+
+
+def _count(verdicts: dict[str, Verdict], status: str) -> int:
+    return sum(verdict.status == status for verdict in verdicts.values())

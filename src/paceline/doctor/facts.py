@@ -1,0 +1,132 @@
+"""Facts: all that is known of a machine, from its readings."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from paceline.comm.fabric import nvidia_smi
+from paceline.config.errors import InputError
+from paceline.doctor import amd, infiniband, nccl_log, nvidia, software, storage, system
+from paceline.doctor.infiniband import Port
+from paceline.doctor.nccl_log import NcclLog
+from paceline.doctor.nvidia import Driver, Gpu
+from paceline.doctor.software import Software
+from paceline.doctor.storage import Storage
+from paceline.doctor.system import Kernel, System
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A machine; None: not known."""
+
+    driver: Driver | None
+    driver_error: str | None
+    """What nvidia-smi printed instead of devices."""
+    gpus: tuple[Gpu, ...]
+    """Of either maker; empty: none seen."""
+    matrix: nvidia_smi.Matrix | None
+    """Links between devices and cards."""
+    amd_links: frozenset[str]
+    """Kinds of links between AMD's devices: XGMI, PCIE."""
+    ports: tuple[Port, ...] | None
+    nccl: NcclLog | None
+    software: Software | None
+    system: System | None
+    kernel: Kernel
+    storage: Storage | None
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Variables that NCCL, gloo and torch heed: of this process and of the job that logged."""
+        return {
+            **(self.system.environment if self.system else {}),
+            **(self.nccl.settings if self.nccl else {}),
+        }
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Ranks on this host: a launcher's word, else one per device."""
+        told = self.environment.get("LOCAL_WORLD_SIZE", "")
+        return int(told) if told.isdigit() else len(self.gpus) or None
+
+
+def facts_of(said: Mapping[str, str]) -> Facts:
+    """Understand what a machine said.
+
+    Raises:
+        InputError: a text is not what its name promises.
+    """
+    driver, gpus, amd_links = _devices(said)
+    return Facts(
+        driver=driver,
+        driver_error=nvidia.failure(said.get("nvidia-smi.xml", "")),
+        gpus=gpus,
+        matrix=_read(said, "nvidia-smi-topo.txt", nvidia_smi.parse),
+        amd_links=amd_links,
+        ports=_ports(said),
+        nccl=_read(said, "nccl.log", nccl_log.parse),
+        software=_read(said, "software.json", software.parse),
+        system=_read(said, "system.json", system.parse),
+        kernel=system.kernel(said),
+        storage=_read(said, "storage.json", storage.parse),
+    )
+
+
+def _devices(
+    said: Mapping[str, str],
+) -> tuple[Driver | None, tuple[Gpu, ...], frozenset[str]]:
+    """Driver, devices, and AMD's links; NVIDIA's devices where there are both."""
+    nvlink = said.get("nvidia-smi-nvlink.txt", "")
+    if nvidia.failure(said.get("nvidia-smi.xml", "")) is None:
+        found = _read(said, "nvidia-smi.xml", lambda xml: nvidia.parse(xml, nvlink))
+        if found is not None:
+            return *found, frozenset()
+    return _read(said, "rocm-smi.json", amd.parse) or (None, (), frozenset())
+
+
+def _ports(said: Mapping[str, str]) -> tuple[Port, ...] | None:
+    if "ibstat.txt" in said:
+        return infiniband.parse_ibstat(said["ibstat.txt"])
+    return _read(said, "infiniband.json", infiniband.parse)
+
+
+def _read(said: Mapping[str, str], name: str, parse: Callable[[str], _T]) -> _T | None:
+    if name not in said:
+        return None
+    try:
+        return parse(said[name])
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            f"{name} is not understood ({error}): leave it out, or save it anew with "
+            "paceline doctor --save."
+        ) from None
+
+
+def as_data(facts: Facts) -> dict[str, Any]:
+    """The facts as plain data, for JSON."""
+    return {name: _plain(value) for name, value in _shallow(facts).items()}
+
+
+def _shallow(facts: Facts) -> dict[str, Any]:
+    found = dict(vars(facts))
+    if facts.matrix is not None:
+        joined = {f"{a} {b}": kind for (a, b), kind in facts.matrix.links.items()}
+        found["matrix"] = {"devices": facts.matrix.devices, "links": joined}
+    if facts.system is not None:
+        cards = [card.model_dump(mode="json") for card in facts.system.cards]
+        found["system"] = {**vars(facts.system), "cards": cards}
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "__dataclass_fields__"):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, frozenset):
+        return sorted(value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return "unlimited" if value == float("inf") else value

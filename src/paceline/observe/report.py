@@ -4,14 +4,13 @@ Python decides what is shown: figures as text, and charts as plain plotly figure
 template beside this file, report.html, lays them out (see `observe.page`). The numbers of a
 10,000-step run take under 0.5 MB; a term has one colour everywhere.
 
-The page shows what stands in the Run and predicts nothing. It is not live: it is written anew when
-there is more to show.
+The page shows what stands in the Run and predicts nothing; `explain.page` adds why the step takes
+as long. It is not live: it is written anew when there is more to show.
 """
 
 import tomllib
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from paceline.observe import summary
@@ -21,23 +20,23 @@ from paceline.observe.run import Run
 from paceline.observe.summary import Summary
 
 
-def write_report(run: Run) -> Path:
-    """Write report.html into the Run directory.
+def render(
+    run: Run, package: str = "paceline.observe", template: str = "report.html", **more: Any
+) -> str:
+    """The page as text: complete HTML without references to anything outside it.
 
-    Returns:
-        the path of the page.
+    Args:
+        run: what it is about.
+        package: the room of the template.
+        template: one that extends report.html, to show more.
+        more: what that one asks for besides.
     """
-    return run.write("report.html", render(run))
-
-
-def render(run: Run) -> str:
-    """The page as text: complete HTML without references to anything outside it."""
     lines, facts, job_text = run.metrics(), run.facts(), _job_text(run)
     job = tomllib.loads(job_text)
     figures, times = summary.summarise(lines, facts), summary.step_time(lines)
     return render_page(
-        "paceline.observe",
-        "report.html",
+        package,
+        template,
         name=job.get("name", run.path.name),
         subtitle=_subtitle(facts, figures),
         lede=_lede(figures, _num_steps(job)),
@@ -49,6 +48,7 @@ def render(run: Run) -> str:
         job_text=job_text,
         choices=_choices(run.plan(), job),
         facts=_fact_rows(facts),
+        **more,
     )
 
 

@@ -1,0 +1,207 @@
+"""What goes wrong inside a rank: each function makes its own process slower in one way.
+
+They are called in the rank's process before it trains, with the arguments that the fault drew. They
+change what a rank does or waits for, never what is recorded of it.
+"""
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.diagnosis.gate import Gate
+from paceline.config.layout import Layout
+from paceline.models import moe
+from paceline.models.decoder import Block
+from paceline.observe.metrics import Line, Metrics
+from paceline.train import session, task, trainer
+from paceline.train.checkpoint import checkpointer
+from paceline.train.data import MicroBatch
+from paceline.train.trainer import Trainer
+
+_DIE_WITH_PARENT = "import ctypes; ctypes.CDLL(None).prctl(1, 9)"
+
+Injections = Mapping[str, Mapping[str, Any]]
+"""Name of a function below -> its arguments."""
+
+
+def inject(injections: Injections, rank: int, gate: Gate) -> None:
+    """Make this process, which is the rank, as faulty as asked."""
+    for name, arguments in injections.items():
+        mine = dict(arguments)
+        if mine.pop("rank", rank) == rank:
+            INJECTIONS[name](gate, **mine)
+
+
+def slow_blocks(_gate: Gate, every: int) -> None:
+    """Compute each so many-th layer's forward pass twice, as a slower processor would take longer.
+
+    Args:
+        every: 1: of all layers.
+    """
+    forward, calls = Block.forward, count()
+
+    def slower(block: Block, *inputs: Any, **told: Any) -> Any:
+        if next(calls) % every == 0:
+            with torch.no_grad():
+                forward(block, *inputs, **told)
+        return forward(block, *inputs, **told)
+
+    Block.forward = slower  # type: ignore[method-assign]
+
+
+def sleepy_blocks(_gate: Gate, seconds: float) -> None:
+    """Stand still for so long in each layer's forward pass, as a processor that throttles."""
+    forward = Block.forward
+
+    def later(block: Block, *inputs: Any, **told: Any) -> Any:
+        time.sleep(seconds)
+        return forward(block, *inputs, **told)
+
+    Block.forward = later  # type: ignore[method-assign]
+
+
+def busy_neighbour(gate: Gate, core: int, num_burners: int) -> None:
+    """Stay on one core, and share it with processes that burn it while this run has its turn."""
+    os.sched_setaffinity(0, {core})
+    for _ in range(num_burners):  # they inherit the core, and die with this process
+        burner = subprocess.Popen([sys.executable, "-c", f"{_DIE_WITH_PARENT}\nwhile True: pass"])
+        gate.runs_in_turn(burner.pid)
+
+
+def slow_loader(_gate: Gate, seconds: float) -> None:
+    """Each step's batch is so much later."""
+    batches = task.train_batches
+
+    def later(*arguments: Any) -> Iterator[list[MicroBatch]]:
+        for batch in batches(*arguments):
+            time.sleep(seconds)
+            yield batch
+
+    task.train_batches = later
+
+
+def metrics_of_every_micro_batch(_gate: Gate, num_metrics: int) -> None:
+    """After each forward pass, average some numbers over the ranks and read them with .item()."""
+    forward = Trainer.forward
+
+    def and_read(of: Trainer, micro_batch: object) -> Tensor:
+        loss = forward(of, micro_batch)
+        for power in range(num_metrics):
+            metric = loss.detach() ** (power + 1)
+            dist.all_reduce(metric)
+            metric.item()
+        return loss
+
+    Trainer.forward = and_read  # type: ignore[method-assign]
+
+
+def reduce_every_micro_batch(_gate: Gate) -> None:
+    """As if nobody had heard of no_sync."""
+    prepare = trainer.prepare_micro_batch
+
+    def as_the_last(module: nn.Module, layout: Layout, _number: int, total: int) -> None:
+        prepare(module, layout, total - 1, total)
+
+    trainer.prepare_micro_batch = as_the_last
+
+
+def collect_garbage(_gate: Gate, num_objects: int) -> None:
+    """Keep so many objects alive, and collect before each forward pass "to save memory"."""
+    kept = [[number] for number in range(num_objects)]
+    forward = Trainer.forward
+
+    def after_collecting(of: Trainer, micro_batch: object) -> Tensor:
+        assert len(kept) == num_objects
+        gc.collect()
+        return forward(of, micro_batch)
+
+    Trainer.forward = after_collecting  # type: ignore[method-assign]
+
+
+def slow_disk(_gate: Gate, bytes_per_s: float) -> None:
+    """Checkpoints' shards take so long to write."""
+    write = checkpointer.write_shard
+
+    def slowly(path: Any, named_buffers: Any) -> Any:
+        entry = write(path, named_buffers)
+        time.sleep(entry.size_bytes / bytes_per_s)
+        return entry
+
+    checkpointer.write_shard = slowly
+
+
+def slow_log(_gate: Gate, seconds: float) -> None:
+    """Each line takes so long to write."""
+    record = Metrics.record
+
+    def slowly(metrics: Metrics, line: Line) -> str | None:
+        time.sleep(seconds)
+        return record(metrics, line)
+
+    Metrics.record = slowly  # type: ignore[method-assign]
+
+
+def skewed_choice(_gate: Gate, share: float) -> None:
+    """So large a share of the tokens may choose among the first half of the experts only."""
+    choose, stream = moe.choose, torch.Generator().manual_seed(0)
+
+    def skewed(scores: Tensor, bias: Tensor | None, shape: moe.Shape) -> Tensor:
+        is_bound = torch.rand(len(scores), 1, generator=stream) < share
+        is_far = torch.arange(scores.shape[-1]) >= scores.shape[-1] // 2
+        return choose(scores.masked_fill(is_bound & is_far, -1.0), bias, shape)
+
+    moe.choose = skewed
+
+
+def more_threads(_gate: Gate, num_threads: int) -> None:
+    """Each rank computes with so many threads, whatever else runs on its cores."""
+    set_threads = torch.set_num_threads
+    session.torch.set_num_threads = lambda _rule: set_threads(num_threads)  # type: ignore[assignment]
+
+
+def python_work(_gate: Gate, seconds: float) -> None:
+    """Python computes something of its own before each forward pass."""
+    forward = Trainer.forward
+
+    def after_python(of: Trainer, micro_batch: object) -> Tensor:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            sum(range(1000))
+        return forward(of, micro_batch)
+
+    Trainer.forward = after_python  # type: ignore[method-assign]
+
+
+def uneven_lengths(_gate: Gate, shortest: int, longest: int, seed: int) -> None:
+    """Each micro-batch is cut to a length of its own, not the same on all ranks."""
+    batches, draw = task.train_batches, Random(f"{seed} {os.environ['RANK']}")
+
+    def cut(*arguments: Any) -> Iterator[list[MicroBatch]]:
+        for batch in batches(*arguments):
+            lengths = [draw.randint(shortest, longest) for _ in batch]
+            yield [
+                MicroBatch(part.tokens[:, :length], part.targets[:, :length], None)
+                for part, length in zip(batch, lengths, strict=True)
+            ]
+
+    task.train_batches = cut
+
+
+INJECTIONS: dict[str, Callable[..., None]] = {
+    function.__name__: function
+    for function in (
+        slow_blocks, sleepy_blocks, busy_neighbour, slow_loader, metrics_of_every_micro_batch,
+        reduce_every_micro_batch, collect_garbage, slow_disk, slow_log, skewed_choice, more_threads,
+        python_work, uneven_lengths,
+    )
+}  # fmt: skip

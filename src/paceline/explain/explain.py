@@ -1,0 +1,173 @@
+"""Explain: a Run or a trace, put into one record that terminal, page and --json draw."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.config.job import Job
+from paceline.config.noun import size
+from paceline.explain.finding import Finding
+from paceline.explain.out_of_memory import OutOfMemory, out_of_memory
+from paceline.explain.rules import SHOWN, findings
+from paceline.explain.rules.links import expected_s
+from paceline.explain.subject import Subject
+from paceline.explain.traffic import Flow
+from paceline.explain.waterfall import Waterfall, waterfall
+from paceline.observe.summary import mfu_text, step_time_text, summarise
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Where the time of a step goes, why, and what to change."""
+
+    name: str
+    headline: str
+    """One sentence."""
+    waterfall: Waterfall | None
+    """None where a run ended before its first step."""
+    flows: tuple[Flow, ...]
+    """Collectives by kind and axis, the most exposed first; none where no step was profiled."""
+    findings: tuple[Finding, ...]
+    """All of them, the largest gain first."""
+    notes: tuple[str, ...]
+    """What could not be looked at, and what was fitted to the Run."""
+    next_command: str | None
+    """What to do now."""
+    job: Job | None = None
+    """The Run's."""
+    out_of_memory: OutOfMemory | None = None
+    """Where a rank ran out of it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        flows = [{**each._asdict(), "bus_bytes_per_s": each.bus_bytes_per_s} for each in self.flows]
+        return {
+            "name": self.name,
+            "headline": self.headline,
+            "waterfall": self.waterfall
+            and {
+                **self.waterfall._asdict(),
+                "rows": [row._asdict() for row in self.waterfall.rows],
+            },
+            "communication": flows,
+            "findings": [asdict(each) for each in self.findings],
+            "notes": list(self.notes),
+            "next": self.next_command,
+            "out_of_memory": self.out_of_memory and asdict(self.out_of_memory),
+        }
+
+
+def explain(path: Path) -> Explanation:
+    """Explain a Run directory, a trace, or a folder of traces.
+
+    Raises:
+        InputError: nothing there is one of these, or a trace is damaged.
+    """
+    return explain_subject(Subject.of(path))
+
+
+def explain_subject(subject: Subject) -> Explanation:
+    """As `explain`, of what was read already."""
+    memory = out_of_memory(subject)
+    if memory is not None and subject.account is None and not subject.steady:
+        return _of_no_step(subject, memory)
+    found = findings(subject)
+    return Explanation(
+        subject.name,
+        _headline(subject, found),
+        waterfall(subject),
+        tuple(_flows(subject)),
+        tuple(found),
+        tuple(_notes(subject)),
+        _next_command(subject, found),
+        subject.job,
+        memory,
+    )
+
+
+def _of_no_step(subject: Subject, memory: OutOfMemory) -> Explanation:
+    """Of a run that ran out of memory before its first step was done."""
+    notes = tuple(memory.sentences)
+    way = memory.ways[0].changes if memory.ways else ()
+    command = _train_command(subject, way) if way else None
+    headline = f"{subject.name} ran out of memory before its first step was done"
+    return Explanation(subject.name, headline, None, (), (), notes, command, subject.job, memory)
+
+
+def _flows(subject: Subject) -> Iterator[Flow]:
+    """The collectives by kind, beside what the cluster's links should take for them."""
+    if subject.account is not None:
+        for flow in subject.traffic.flows():
+            yield flow._replace(expected_s=expected_s(subject, flow))
+
+
+def _headline(subject: Subject, found: Sequence[Finding]) -> str:
+    figures = summarise(subject.steady, subject.facts)
+    told = [f"a step takes {step_time_text(subject.step_s)}"]
+    if subject.job is not None:
+        told = [f"{subject.job.layout.summary}: {told[0]}", mfu_text(figures.mfu)]
+    worth = [each for each in found if each.gain >= SHOWN]
+    if worth:
+        told.append(f"{worth[0].name} costs {worth[0].gain:.0%} of it")
+    else:
+        told.append("nothing found that costs more than 1 % of it")
+    return ", ".join(told)
+
+
+def _notes(subject: Subject) -> list[str]:
+    memory = out_of_memory(subject)
+    told = list(memory.sentences) if memory is not None else []
+    if subject.account is None:
+        told.append(
+            "No steps were profiled, so only what the loop times is known: train with --set "
+            "observe.profile_every=50 to see the rest."
+        )
+    elif subject.job is None:
+        told.append("A trace alone: no Job to change and no plan to compare with.")
+    elif len(subject.account.ranks) < subject.job.layout.num_ranks:
+        told.append(
+            f"{len(subject.account.ranks)} of {subject.job.layout.num_ranks} ranks were recorded: "
+            "who waits for whom can't be told."
+        )
+    if subject.job is not None and subject.planned is None:
+        told += [str(note) for note in subject.plan.get("notes", ())]
+    return told + _fitted(subject)
+
+
+def _fitted(subject: Subject) -> list[str]:
+    """What calibration changed, and from which steps."""
+    from paceline.config.job import read_cluster
+    from paceline.config.stack import CONSTANTS
+
+    file = None if subject.folder is None else subject.folder / "cluster.toml"
+    if file is None or not file.exists() or subject.job is None:
+        return []
+    stack = read_cluster(file).stack
+    before = subject.job.cluster.stack
+    if stack is None:
+        return []
+    moved = []
+    for name, value in stack.constants.items():
+        was = (before.constants if before else {}).get(name, CONSTANTS[name].default)
+        if abs(value / was - 1) > 0.1:
+            moved.append(f"{name} {was:.3g} -> {value:.3g}")
+    changed = f": {', '.join(moved)}" if moved else ", none by more than 10 %"
+    return [f"{file} has the planner's constants {stack.origin}{changed}."]
+
+
+def _next_command(subject: Subject, found: Sequence[Finding]) -> str | None:
+    """The command that tries the first change there is."""
+    job = subject.job
+    if job is None:
+        return None
+    best = next((each for each in found if each.changes and each.gain >= SHOWN), None)
+    if best is None:
+        return f"paceline tune {subject.name}" if size(job.layout.dp) else None
+    return _train_command(subject, best.changes)
+
+
+def _train_command(subject: Subject, changes: Sequence[str]) -> str:
+    assert subject.job is not None
+    texts = " ".join(f"--set '{text}'" for text in changes)
+    return f"paceline train {subject.name}/job.toml --set name={subject.job.name}-2 {texts}"

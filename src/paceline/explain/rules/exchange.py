@@ -1,0 +1,233 @@
+"""Rules about when and in what pieces gradients are exchanged.
+
+What an exchange costs is what no kernel hides, and on a CPU also the processor's time that sockets
+take from the kernels beside it: there, a hidden exchange isn't free.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.config.noun import size
+from paceline.config.stack import Stack, constant
+from paceline.explain.changes import offered
+from paceline.explain.finding import Finding
+from paceline.explain.subject import Subject
+from paceline.explain.traffic import bus_factor
+from paceline.explain.what_if import what_if
+from paceline.observe.summary import bytes_text, step_time_text
+from paceline.plan.search.exchange import BUCKETS_MIB
+
+Array = npt.NDArray[Any]
+
+# Micro-batches whose exchanges carry this part of the last one's bytes reduce gradients, too.
+_AS_MUCH = 0.8
+# Fewer buckets than this leave most of an exchange for the end of the backward pass.
+_FEW_BUCKETS = 2.5
+_GOOD_NUMBER = 8
+# A backward pass takes two of three parts of a pass through the network.
+_BACKWARD = 2 / 3
+# Exchanges of which this part is exposed don't overlap.
+_EXPOSED = 0.75
+_GOOD_BUCKET_BYTES = 25 * 2**20
+
+
+def reduce_every_micro_batch(subject: Subject) -> Finding | None:
+    """Gradients are all-reduced after each micro-batch, not once a step."""
+    where = gradients(subject)
+    if where is None:
+        return None
+    times = _reductions(subject, where)
+    if times < 2:
+        return None
+    cost_s = cost_of_s(subject, where)
+    return Finding.of(
+        subject,
+        "reduce-every-micro-batch",
+        f"Gradients are all-reduced {times} times in a step, after each micro-batch.",
+        cost_s * (times - 1) / times,
+        [
+            f"{bytes_text(subject.traffic.per_step(where, 'bytes'))} a step in "
+            f"{subject.traffic.count(where):.0f} all-reduces cost {step_time_text(cost_s)}; once "
+            "would do."
+        ],
+        advice="Wrap all but the last micro-batch in DDP's no_sync() (FSDP2: "
+        "set_requires_gradient_sync(False)), around forward and backward.",
+        confidence="high",
+    )
+
+
+def buckets_too_small(subject: Subject) -> Finding | None:
+    """So many small all-reduces that their latency is what takes the time."""
+    where = gradients(subject)
+    if where is None:
+        return None
+    traffic = subject.traffic
+    times = max(1, _reductions(subject, where))
+    count, total = traffic.count(where), traffic.per_step(where, "bytes")
+    wanted = times * max(_GOOD_NUMBER, total / times / _GOOD_BUCKET_BYTES)
+    if count <= 1.5 * wanted:
+        return None
+    latency_s = _latency_s(subject, where)
+    felt = min(1.0, cost_of_s(subject, where) / max(1e-12, traffic.link_s(where)))
+    measured_s = (count - wanted) * latency_s * felt
+    changes, _ = best_bucket(subject)
+    mib = total / times / wanted / 2**20
+    return Finding.of(
+        subject,
+        "buckets-too-small",
+        f"{count:.0f} all-reduces of {bytes_text(total / count)} a step, each with "
+        f"{step_time_text(latency_s)} of latency.",
+        measured_s,
+        [f"{wanted:.0f} of {mib:.3g} MiB would carry the same bytes and still overlap."],
+        changes=changes or offered(subject.job, f"layout.bucket_mib={max(0.1, mib):.2g}"),
+        advice="Larger buckets (bucket_cap_mb of DDP).",
+    )
+
+
+def buckets_too_large(subject: Subject) -> Finding | None:
+    """One or two buckets hold all gradients: the exchange begins when backward is over."""
+    where = gradients(subject)
+    if where is None or _number_of_buckets(subject, where) > _FEW_BUCKETS:
+        return None
+    if not _is_exposed(subject, where):
+        return None
+    gain_s = _hideable_s(subject, where)
+    count = _number_of_buckets(subject, where)
+    total = subject.traffic.per_step(where, "bytes")
+    changes, _ = best_bucket(subject)
+    mib = max(0.25, total / _GOOD_NUMBER / 2**20)
+    return Finding.of(
+        subject,
+        "buckets-too-large",
+        f"{bytes_text(total)} of gradients travel in {count:.0f} bucket"
+        f"{'s' if count > 1.5 else ''}: {_exposed_share(subject, where):.0%} of the exchange is "
+        "exposed.",
+        gain_s,
+        [f"{_GOOD_NUMBER} buckets would begin with the first eighth of the backward pass."],
+        changes=changes or offered(subject.job, f"layout.bucket_mib={mib:.2g}"),
+        advice="Smaller buckets (bucket_cap_mb of DDP), so that exchanging starts early.",
+    )
+
+
+def no_overlap(subject: Subject) -> Finding | None:
+    """Gradients travel in enough buckets, and still nothing is computed meanwhile."""
+    where = gradients(subject)
+    if where is None or _number_of_buckets(subject, where) <= _FEW_BUCKETS:
+        return None
+    if not _is_exposed(subject, where):
+        return None
+    return Finding.of(
+        subject,
+        "no-overlap",
+        f"{_exposed_share(subject, where):.0%} of the gradients' exchange is exposed: nothing is "
+        "computed beside it.",
+        _hideable_s(subject, where),
+        [
+            f"{subject.traffic.count(where):.0f} collectives take "
+            f"{step_time_text(subject.traffic.link_s(where))} of a step."
+        ],
+        advice="Reduce each bucket as soon as its gradients are there, asynchronously and on a "
+        "stream of its own, and wait once, before the optimizer.",
+        confidence="low",
+    )
+
+
+# ---- what exchanges cost -------------------------------------------------------------------------
+
+
+def gradients(subject: Subject) -> Array | None:
+    """Which collectives exchange gradients between replicas; None where there are none."""
+    if subject.account is None:
+        return None
+    traffic = subject.traffic
+    where = traffic.is_axis("dp") & traffic.is_op("all_reduce") & traffic.is_large
+    return where if where.any() else None
+
+
+def cost_of_s(subject: Subject, where: Array) -> float:
+    """What some collectives add to a step: what is exposed, and the processor's time they take."""
+    traffic = subject.traffic
+    exposed_s = traffic.removed_s(where)
+    hidden_s = max(0.0, traffic.link_s(where) - exposed_s)
+    return exposed_s + min(hidden_s, _processor_s(subject, where))
+
+
+def _processor_s(subject: Subject, where: Array) -> float:
+    """Seconds that sockets take from the cores that compute; 0 where a device computes."""
+    if subject.account is None or subject.account.is_device or not _is_crowded(subject):
+        return 0.0
+    rows = subject.traffic.rows[where]
+    ranks = max(2, int(rows["group_size"].max(initial=0)))
+    stack = (subject.job.cluster.stack if subject.job else None) or Stack()
+    rate = constant(stack, "socket_gb_per_s") * 1e9
+    total = subject.traffic.per_step(where, "bytes") * bus_factor("all_reduce", ranks)
+    return min(total / rate, subject.traffic.link_s(where))
+
+
+def _is_crowded(subject: Subject) -> bool:
+    """Whether all cores compute, so that what sockets take is missing there."""
+    cores = subject.facts.get("num_cores")
+    used = subject.facts.get("threads_per_rank", 1) * subject.facts.get("num_ranks", 1)
+    return cores is None or used >= cores
+
+
+def _reductions(subject: Subject, where: Array) -> int:
+    """How often the gradients are exchanged in a step, by the micro-batches before each."""
+    rows = subject.traffic.rows[where & (subject.traffic.rows["micro_batch"] >= 0)]
+    if not len(rows):
+        return 0
+    batches, which = np.unique(rows["micro_batch"], return_inverse=True)
+    sums = np.bincount(which.reshape(-1), np.maximum(rows["bytes"], 1).astype(float))
+    return int(np.count_nonzero(sums >= _AS_MUCH * sums.max())) if len(batches) else 0
+
+
+def _number_of_buckets(subject: Subject, where: Array) -> float:
+    return subject.traffic.count(where) / max(1, _reductions(subject, where))
+
+
+def _exposed_share(subject: Subject, where: Array) -> float:
+    link_s = subject.traffic.link_s(where)
+    return min(1.0, subject.traffic.removed_s(where) / link_s) if link_s else 0.0
+
+
+def _is_exposed(subject: Subject, where: Array) -> bool:
+    return _exposed_share(subject, where) > _EXPOSED
+
+
+def _latency_s(subject: Subject, where: Array) -> float:
+    """What an all-reduce takes however little it carries: that of single numbers, where seen."""
+    traffic = subject.traffic
+    numbers = traffic.is_op("all_reduce") & ~traffic.is_large
+    link = traffic.link(where | numbers)
+    smallest = traffic.link_ns[numbers if numbers.any() else where] / 1e9
+    latency_s = float(np.median(smallest))
+    return latency_s if link is None else min(latency_s, max(link.latency_s, latency_s / 2))
+
+
+def _hideable_s(subject: Subject, where: Array) -> float:
+    """What smaller buckets would hide of an exchange behind the last backward pass."""
+    job, traffic = subject.job, subject.traffic
+    exposed_s, link_s = traffic.removed_s(where), traffic.link_s(where)
+    passes = job.accumulation if job is not None else max(1, _reductions(subject, where))
+    terms = ("matmul", "attention", "recompute", "other_kernels", "host_gap")
+    work_s = float(subject.measured.term_s(*terms).mean()) * subject.pace
+    backward_s = work_s / passes * _BACKWARD * (1 - 1 / _GOOD_NUMBER)
+    # What sockets take of the cores isn't hidden, but moved.
+    idle_s = max(0.0, link_s - _processor_s(subject, where))
+    return max(0.0, min(exposed_s * (1 - 1 / _GOOD_NUMBER), backward_s, idle_s))
+
+
+def best_bucket(subject: Subject) -> tuple[tuple[str, ...], float]:
+    """The size of buckets that the planner expects most of, and its gain in seconds."""
+    job = subject.job
+    if job is None or size(job.layout.dp) == 1:
+        return (), 0.0
+    best: tuple[str, ...] = ()
+    gain_s = 0.0
+    for mib in BUCKETS_MIB:
+        asked = what_if(subject, (f"layout.bucket_mib={mib}",))
+        if asked is not None and asked.gain_s > gain_s:
+            best, gain_s = asked.changes, asked.gain_s
+    return best, gain_s

@@ -1,0 +1,311 @@
+"""Rules about what the device computes with: arithmetic, attention, fusion, sizes."""
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.config.job import Job
+from paceline.config.noun import size
+from paceline.explain.changes import changed, offered
+from paceline.explain.finding import Finding
+from paceline.explain.subject import Subject
+from paceline.explain.what_if import fits, what_if
+from paceline.observe.summary import step_time_text
+from paceline.observe.terms import TERM_ID
+
+_FP32_KERNELS = re.compile(r"sgemm|f32f32_f32f32|_ffma|simt_s|gemmsn?_f32|fp32_fp32|_s_nn_|SB_MT")
+_TF32_KERNELS = re.compile(r"tf32|s1688gemm|s16816gemm_tf32")
+# Peak rates over those of bf16 on the tensor cores of data-centre devices, roughly: 19.5 and 156 of
+# 312 TFLOP/s (NVIDIA A100 datasheet). Products also move bytes, so half of it counts.
+_TIME_LEFT = {"fp32": 0.15, "tf32": 0.55}
+_PLAIN_ATTENTION = re.compile(r"attention_math|softmax_warp|masked_softmax|_softmax", re.I)
+_FUSED_ATTENTION = re.compile(r"flash|fmha|efficient_attention|cudnn.*attention|sdpa.*fprop", re.I)
+# Fused attention takes a third of the time of separate kernels or less (arXiv:2205.14135).
+_ATTENTION_LEFT = 0.4
+# Element-wise kernels that read and write everything in between; fused they take half or less.
+_FUSED_LEFT = 0.5
+_MUCH_ELEMENTWISE = 0.2
+_ELEMENTWISE = re.compile(
+    r"elementwise|vectorized|reduce|norm|softmax|[gs]elu|silu|sigmoid|relu|copy_kernel|cast|"
+    r"transpose|fill|cat_|dropout|rotary|where|loss",
+    re.I,
+)
+# On a device a kernel shorter than this ends before the next one is launched.
+_SHORT_NS = 10_000
+# Tokens of a micro-batch that fill a device, by whether it is a CPU: a core slows down again where
+# activations leave its caches (see plan.resolve).
+_FILLING_TOKENS = {True: 1024, False: 8192}
+# Products gain by larger sizes as well as the host does.
+_BEYOND_SEEN = 2.0
+
+
+def wide_arithmetic(subject: Subject) -> Finding | None:
+    """Products in fp32 (or fp64) where bf16 was at hand."""
+    job = subject.job
+    if job is None:
+        return _wide_kernels(subject)
+    now = job.layout.precision
+    if now not in ("fp32", "fp64"):
+        return None
+    changes = _narrower(job)
+    if not changes:
+        return None
+    asked = what_if(subject, changes)
+    if asked is not None:
+        gain_s = asked.gain_s
+    elif now == "fp64":
+        # Half the bytes, and twice as many numbers in a vector register: half the time.
+        work = ("matmul", "attention", "other_kernels", "recompute", "optimizer")
+        gain_s = 0.5 * _work_s(subject, *work)
+    else:
+        return _wide_kernels(subject)
+    return Finding.of(
+        subject,
+        "fp32",
+        f"Products are computed in {now}.",
+        gain_s,
+        [f"{job.cluster.known_device.name} computes in "
+         f"{', '.join(job.cluster.known_device.precisions)}."],
+        changes=changes,
+        advice="bf16 keeps fp32's range and needs no loss scaling; parameters and optimizer stay "
+        "in fp32.",
+    )  # fmt: skip
+
+
+def slow_attention(subject: Subject) -> Finding | None:
+    """Attention written to memory as products and softmax, where a fused kernel is at hand."""
+    if subject.account is None or not subject.account.is_device:
+        return None
+    names = subject.account.names
+    kernels = subject.account.kernels
+    attention = kernels[kernels["term"] == TERM_ID["attention"]]
+    if any(_FUSED_ATTENTION.search(names[name]) for name in np.unique(attention["name"])):
+        return None
+    plain = [
+        bool(_PLAIN_ATTENTION.search(names[name]) or _PLAIN_ATTENTION.search(names[op]))
+        for name, op in zip(kernels["name"], kernels["op"], strict=True)
+    ]
+    if not any(plain):
+        return None
+    chosen = kernels[plain]
+    attention = attention if len(attention) else chosen
+    seconds = float(attention["total_ns"].sum()) / len(subject.account.steps) / 1e9
+    return Finding.of(
+        subject,
+        "slow-attention",
+        f"Attention runs as separate kernels: {step_time_text(seconds)} of a step.",
+        seconds * (1 - _ATTENTION_LEFT) * subject.pace,
+        [f"{chosen['count'].sum() / len(subject.account.steps):.0f} softmax kernels a step, none "
+         "of a fused attention."],
+        advice="Call torch.nn.functional.scaled_dot_product_attention with bf16 or fp16 inputs and "
+        "is_causal instead of a mask, so that it can take FlashAttention.",
+        confidence="low",
+    )  # fmt: skip
+
+
+def unfused_elementwise(subject: Subject) -> Finding | None:
+    """Much of the device's time goes into norms, activations and copies, kernel by kernel."""
+    if subject.account is None or not subject.account.is_device:
+        return None
+    if subject.job is not None and subject.job.layout.compile is True:
+        return None
+    account = subject.account
+    kernels = account.kernels[account.kernels["term"] == TERM_ID["other_kernels"]]
+    simple = [bool(_ELEMENTWISE.search(account.names[name])) for name in kernels["name"]]
+    whole_ns, simple_ns = kernels["total_ns"].sum(), kernels["total_ns"][simple].sum()
+    # Kernels beside products cost nothing: the term has what is left of them.
+    seconds = _work_s(subject, "other_kernels") * float(simple_ns) / max(1.0, float(whole_ns))
+    if seconds < _MUCH_ELEMENTWISE * subject.step_s:
+        return None
+    changes = offered(subject.job, "layout.compile=true")
+    asked = what_if(subject, changes) if changes else None
+    gain_s = seconds * (1 - _FUSED_LEFT)
+    return Finding.of(
+        subject,
+        "unfused-elementwise",
+        f"{seconds / subject.step_s:.0%} of the step is norms, activations, casts and copies, "
+        "kernel by kernel.",
+        gain_s if asked is None else min(asked.gain_s, seconds),
+        longest(subject, "other_kernels"),
+        changes=changes,
+        advice="Fuse them: torch.compile, or fused norms, activations and losses (layout.kernels).",
+    )
+
+
+def small_kernels(subject: Subject) -> Finding | None:
+    """Micro-batches so small that launching takes longer than computing."""
+    job = subject.job
+    if subject.account is None:
+        return None
+    if job is None:
+        return _short_kernels(subject)
+    best = _best_micro_batch(subject, job)
+    if best is None:
+        return None
+    return Finding.of(
+        subject,
+        "small-kernels",
+        f"Micro-batches of {job.micro_batch} are too small: {job.accumulation} passes a step, each "
+        "with the same launches.",
+        best.gain_s,
+        [f"Between operators {step_time_text(_work_s(subject, 'host_gap'))} of a step pass; "
+         f"with micro-batches of {best.micro_batch}, passes: {best.passes}."],
+        changes=(f"layout.micro_batch={best.micro_batch}",),
+    )  # fmt: skip
+
+
+def model_too_small(subject: Subject) -> Finding | None:
+    """Ranks wait for each other longer than it would take one of them to do it all."""
+    if subject.account is None:
+        return None
+    job = subject.job
+    measured = subject.measured
+    num_ranks = job.layout.num_ranks if job is not None else len(measured.ranks)
+    if num_ranks < 2:
+        return None
+    alone_s = num_ranks * (measured.step_s - float(measured.term_s("exposed_comm").mean()))
+    if alone_s >= measured.step_s:
+        return None
+    return Finding.of(
+        subject,
+        "model-too-small",
+        f"Exchanges take so much of the step that one rank alone would be faster than {num_ranks}.",
+        (measured.step_s - alone_s) * subject.pace,
+        [f"{step_time_text(measured.step_s)} a step on {num_ranks} ranks, "
+         f"{step_time_text(alone_s)} of work for one."],
+        advice="Use fewer devices, a larger global batch, or exchange less often (comm.local).",
+    )  # fmt: skip
+
+
+# ---- what it rests on ----------------------------------------------------------------------------
+
+
+class _Better(NamedTuple):
+    micro_batch: int
+    passes: int
+    gain_s: float
+
+
+def _best_micro_batch(subject: Subject, job: Job) -> _Better | None:
+    """The larger micro-batch that gains most, among those that fit."""
+    if size(job.layout.pp) > 1:
+        return None
+    best = None
+    most = _FILLING_TOKENS[job.cluster.known_device.is_cpu] // job.train.seq_len
+    for factor in range(2, job.accumulation + 1):
+        larger = job.micro_batch * factor
+        if job.accumulation % factor or larger > most:
+            continue
+        changes = (f"layout.micro_batch={larger}",)
+        other = changed(job, changes)
+        if other is None or fits(other) is False:
+            continue
+        seconds = _fewer_passes_s(subject, job, other, changes)
+        if best is None or seconds > 1.02 * best.gain_s:
+            best = _Better(larger, other.accumulation, seconds)
+    return best
+
+
+def _fewer_passes_s(subject: Subject, job: Job, other: Job, changes: tuple[str, ...]) -> float:
+    """What fewer passes save: by the planner, but not much more than operators were seen to take
+    however little they compute."""
+    share = 1 - other.accumulation / job.accumulation
+    seen_s = (_work_s(subject, "host_gap") + _least_operator_s(subject)) * share
+    asked = what_if(subject, changes)
+    return seen_s if asked is None else min(asked.gain_s, _BEYOND_SEEN * seen_s)
+
+
+def _least_operator_s(subject: Subject) -> float:
+    """Seconds of a step if each of its operators were as short as the shortest ones."""
+    account = subject.account
+    assert account is not None
+    kernels = account.kernels
+    if account.is_device or not len(kernels):
+        return 0.0
+    each_ns = np.percentile(kernels["total_ns"] / np.maximum(kernels["count"], 1), 10)
+    number = kernels["count"].sum() / len(account.steps)
+    return float(each_ns * number) / 1e9 * subject.pace
+
+
+def _short_kernels(subject: Subject) -> Finding | None:
+    """Of a trace without a Job: a device whose kernels are mostly shorter than their launch."""
+    account = subject.account
+    assert account is not None
+    if not account.is_device or not account.kernels["count"].sum():
+        return None
+    kernels = account.kernels
+    short = kernels["total_ns"] < _SHORT_NS * kernels["count"]
+    share = float(kernels["count"][short].sum() / kernels["count"].sum())
+    idle_s = _work_s(subject, "host_gap")
+    if share < 0.7 or idle_s < 0.2 * subject.step_s:
+        return None
+    return Finding.of(
+        subject,
+        "small-kernels",
+        f"{share:.0%} of the kernels take less than {_SHORT_NS // 1000} us, and the device is idle "
+        f"for {idle_s / subject.step_s:.0%} of the step.",
+        idle_s * share / 2,
+        [f"{int(kernels['count'].sum() / len(account.steps))} kernels a step."],
+        advice="Larger micro-batches, fused kernels, or CUDA graphs (torch.compile with "
+        'mode="reduce-overhead").',
+        confidence="low",
+    )
+
+
+def _narrower(job: Job) -> tuple[str, ...]:
+    """The settings that compute in bf16 where the device has it, else in fp32; none where not."""
+    device, layout = job.cluster.known_device, job.layout
+    dtype = () if layout.param_dtype == "fp32" else ('layout.param_dtype="fp32"',)
+    for precision in ("bf16", "fp32"):
+        if precision in device.precisions and precision != layout.precision:
+            changes = offered(job, f'layout.precision="{precision}"', *dtype)
+            if changes:
+                return changes
+    return ()
+
+
+def _wide_kernels(subject: Subject) -> Finding | None:
+    """By the names of kernels: products that didn't take the tensor cores' fast path."""
+    account = subject.account
+    if account is None or not account.is_device:
+        return None
+    kernels = account.kernels[account.kernels["term"] == TERM_ID["matmul"]]
+    gain_s, told = 0.0, []
+    for form, pattern in (("fp32", _FP32_KERNELS), ("tf32", _TF32_KERNELS)):
+        wide = kernels[[bool(pattern.search(account.names[name])) for name in kernels["name"]]]
+        seconds = float(wide["total_ns"].sum()) / len(account.steps) / 1e9
+        if seconds:
+            told.append(f"{step_time_text(seconds)} of a step in {form} kernels.")
+            gain_s += seconds * (1 - _TIME_LEFT[form])
+    return Finding.of(
+        subject,
+        "fp32",
+        "Products are computed in fp32 or TF32, not in 16 bits.",
+        gain_s,
+        told,
+        changes=_narrower(subject.job) if subject.job is not None else (),
+        advice="Run forward and loss under torch.autocast(device, torch.bfloat16).",
+        confidence="low",
+    )
+
+
+def _work_s(subject: Subject, *terms: str) -> float:
+    """Mean seconds of some terms in a step, as long as they take when nobody looks."""
+    if subject.account is None:
+        return 0.0
+    return float(subject.measured.term_s(*terms).mean()) * subject.pace
+
+
+def longest(subject: Subject, *terms: str) -> list[str]:
+    """The kernels of some terms that take most, as a sentence."""
+    account = subject.account
+    assert account is not None
+    kernels = account.kernels[np.isin(account.kernels["term"], [TERM_ID[term] for term in terms])]
+    if not len(kernels):
+        return []
+    names, which = np.unique(kernels["name"], return_inverse=True)
+    totals = np.bincount(which.reshape(-1), kernels["total_ns"]) / len(account.steps)
+    order = np.argsort(-totals)[:3]
+    told = [f"{account.names[names[at]][:60]} {step_time_text(totals[at] / 1e9)}" for at in order]
+    return [f"Most of it: {'; '.join(told)}."]

@@ -1,0 +1,111 @@
+"""Rules about what is paid in time to save memory that is free."""
+
+from paceline.config.job import Job
+from paceline.config.noun import size
+from paceline.explain.changes import changed
+from paceline.explain.finding import Finding
+from paceline.explain.subject import Subject
+from paceline.explain.what_if import fits, limit_bytes, peak_bytes, what_if
+from paceline.observe.summary import bytes_text, step_time_text
+
+ALLOCATING = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree")
+_NOT_ALLOCATING = ("cudaMallocHost", "cudaFreeHost", "cudaMallocAsync", "cudaFreeAsync")
+
+
+def recompute_not_needed(subject: Subject) -> Finding | None:
+    """Activations are computed twice although there is memory for them."""
+    job = subject.job
+    if subject.account is None or job is None or job.layout.recompute == "none":
+        return None
+    measured = subject.measured
+    again = measured.term_s("recompute")
+    changes = ("layout.recompute=none", 'layout.recompute_layers="all"')
+    without = changed(job, changes)
+    if without is None or fits(without) is False:
+        return None
+    # Between operators that run again the host takes its time again.
+    work_s = float(measured.term_s("matmul", "attention", "other_kernels", "recompute").mean())
+    gaps_s = 0.0 if subject.account.is_device else float(measured.term_s("host_gap").mean())
+    gain_s = measured.gain_s(again) * subject.pace * (1 + gaps_s / max(work_s, 1e-12))
+    return Finding.of(
+        subject,
+        "recompute-not-needed",
+        f"{step_time_text(float(again.mean()))} of a step computes activations again, and they "
+        "would fit into memory.",
+        gain_s,
+        [_memory_sentence(without)],
+        changes=changes,
+        confidence="high",
+    )
+
+
+def sharding_not_needed(subject: Subject) -> Finding | None:
+    """Parameters are sharded and gathered although every rank has room for all of them."""
+    job = subject.job
+    if subject.account is None or job is None or size(job.layout.fsdp) == 1:
+        return None
+    changes = (
+        f"layout.dp={size(job.layout.dp) * size(job.layout.fsdp)}",
+        "layout.fsdp=1",
+        "layout.zero=0",
+    )
+    without = changed(job, changes)
+    if without is None or fits(without) is False:
+        return None
+    asked = what_if(subject, changes)
+    gathers_s = _gathers_s(subject)
+    gain_s = gathers_s if asked is None else asked.gain_s
+    return Finding.of(
+        subject,
+        "sharding-not-needed",
+        f"Parameters are sharded over {job.layout.fsdp} ranks and gathered in every pass, and "
+        "would fit as replicas.",
+        gain_s,
+        [
+            f"Gathering exposes {step_time_text(gathers_s)} of a step; replicas all-reduce "
+            "gradients once.",
+            _memory_sentence(without),
+        ],
+        changes=changes,
+    )
+
+
+def allocator_retries(subject: Subject) -> Finding | None:
+    """The allocator asks the driver for memory within steps, which stops the device."""
+    if subject.account is None:
+        return None
+    names = subject.account.names
+    calls = [
+        at
+        for at, name in enumerate(names)
+        if name.startswith(ALLOCATING) and not name.startswith(_NOT_ALLOCATING)
+    ]
+    count, seconds = 0, 0.0
+    for table in (subject.account.syncs, subject.account.gaps):
+        rows = table[[name in calls for name in table["name"]]]
+        count = max(count, len(rows))
+        seconds = max(seconds, subject.measured.gain_s(subject.measured.sum_s(rows)))
+    return Finding.of(
+        subject,
+        "allocator-retries",
+        f"The allocator goes to the driver {count / len(subject.account.steps):.1f} times a step.",
+        seconds,
+        [f"The device stands still for {step_time_text(seconds)} of a step meanwhile."],
+        advice="Memory is nearly full or fragmented: set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, keep shapes constant, or save memory "
+        "(smaller micro-batches, recompute).",
+        confidence="high",
+    )
+
+
+def _gathers_s(subject: Subject) -> float:
+    traffic = subject.traffic
+    gathers = traffic.is_axis("fsdp") & traffic.is_op("all_gather") & traffic.is_large
+    return traffic.removed_s(gathers)
+
+
+def _memory_sentence(job: Job) -> str:
+    needed, limit = peak_bytes(job), limit_bytes(job)
+    if needed is None or limit is None:
+        return "How much memory there is isn't known: watch it."
+    return f"It would take {bytes_text(needed)} of the {bytes_text(limit)} a device may use."

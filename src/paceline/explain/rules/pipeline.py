@@ -1,0 +1,233 @@
+"""Rules about pipelines: uneven stages, too few micro-batches, parameters gathered again and again.
+
+A pipeline of p stages with k micro-batches takes (k + p - 1) passes of its slowest stage, of which
+p - 1 are bubble (https://arxiv.org/abs/1811.06965).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.config.errors import InputError
+from paceline.config.feasible import num_stages
+from paceline.config.job import Job
+from paceline.config.model import Model
+from paceline.config.noun import size
+from paceline.explain.changes import changed, offered
+from paceline.explain.finding import Finding
+from paceline.explain.subject import Subject
+from paceline.explain.what_if import what_if
+from paceline.observe.summary import bytes_text, step_time_text
+from paceline.plan.points import Setting
+from paceline.plan.price.step import Simulated
+from paceline.plan.schedules import split_layers
+
+_ONCE = ("optimizer", "data_wait", "checkpoint_stall")
+
+
+def uneven_stages(subject: Subject) -> Finding | None:
+    """One stage has more to do than the others, and sets the pace of all."""
+    job = subject.job
+    if job is None or not _is_simple_pipeline(job):
+        return None
+    assert isinstance(job.model, Model)
+    assert job.layout.split != "auto"
+    work = stage_work(job)
+    best = split_layers(layer_work(job), len(work), 0.0, head_work(job))
+    even = stage_work(job, best)
+    if tuple(best) == tuple(job.layout.split):
+        return None
+    change = f"layout.split={list(best)}"
+    asked = what_if(subject, (change,))
+    gain_s = _in_pipeline_s(subject) * (1 - max(even) / max(work))
+    return Finding.of(
+        subject,
+        "uneven-stages",
+        f"The heaviest stage has {max(work) / np.mean(work):.2f} times the work of the mean one.",
+        gain_s if asked is None else asked.gain_s,
+        [
+            f"Stages of {list(job.layout.split)} layers do {_listed(work)} blocks' worth of work, "
+            f"with the head; {list(best)} would do {_listed(even)}.",
+            *_busy_of_stages(subject),
+        ],
+        changes=offered(job, change),
+        confidence="high",
+    )
+
+
+def few_micro_batches(subject: Subject) -> Finding | None:
+    """The pipeline is filled and drained for too few micro-batches."""
+    job = subject.job
+    if job is None or size(job.layout.pp) == 1:
+        return None
+    best: tuple[str, ...] = ()
+    gain_s = 0.0
+    for smaller in _divisors_below(job.micro_batch):
+        changes = (f"layout.micro_batch={smaller}",)
+        seconds = _gain_of_micro_batch(subject, changes)
+        if seconds is not None and seconds > gain_s:
+            best, gain_s = changes, seconds
+    stages, number = size(job.layout.pp), job.accumulation
+    bubble = (stages - 1) / (number + stages - 1)
+    return Finding.of(
+        subject,
+        "few-micro-batches",
+        f"{number} micro-batches in a pipeline of {stages} ranks: {bubble:.0%} of it is bubble.",
+        gain_s,
+        [f"Ranks wait for other stages {_waits(subject):.0%} of the step."],
+        changes=best,
+        advice="A larger train.global_batch, or an interleaved or zero-bubble schedule, shrinks "
+        "the bubble too.",
+    )
+
+
+def regather_in_pipeline(subject: Subject) -> Finding | None:
+    """Sharded parameters are gathered anew for every micro-batch of a pipeline."""
+    if subject.account is None:
+        return None
+    traffic = subject.traffic
+    if not traffic.is_axis("pp").any():
+        return None
+    gathers = traffic.is_axis("fsdp") & traffic.is_op("all_gather") & traffic.is_large
+    per_pass = np.unique(traffic.rows["micro_batch"][gathers])
+    times = len(per_pass[per_pass >= 0])
+    if times < 2:
+        return None
+    total = traffic.per_step(gathers, "bytes")
+    return Finding.of(
+        subject,
+        "regather-in-pipeline",
+        f"Parameters are gathered {times} times in a step, once for each micro-batch.",
+        traffic.removed_s(gathers) * (times - 1) / times,
+        [f"{bytes_text(total)} of all-gathers in a step."],
+        changes=offered(subject.job, "layout.zero=1"),
+        advice="Keep parameters gathered over the step (ZeRO-1, reshard_after_forward=False) in a "
+        "pipeline.",
+    )
+
+
+# ---- what stages have to do ----------------------------------------------------------------------
+
+
+def rank_work(job: Job) -> tuple[list[float], bool]:
+    """How much each pipeline rank has to do, in any unit, and whether the planner says so: then
+    all work counts, else the FLOPs of blocks and head do."""
+    try:
+        passes = Simulated.of(Setting.of(job), job.layout).times.passes
+    except InputError:
+        return stage_work(job), False
+    return _by_rank(job, passes.whole_s[:, 0].tolist()), True
+
+
+def layer_work(job: Job) -> list[float]:
+    """FLOPs of each block over those of the mean one."""
+    model = job.model
+    assert isinstance(model, Model)
+    attention = model.attention_flops_per_token(job.train.seq_len) / model.num_layers
+    flops = [
+        2 * model.num_block_matmul_params(layer) + attention for layer in range(model.num_layers)
+    ]
+    return [each / float(np.mean(flops)) for each in flops]
+
+
+def head_work(job: Job) -> float:
+    """FLOPs of the head over those of the mean block."""
+    model = job.model
+    assert isinstance(model, Model)
+    whole = model.forward_flops_per_token(job.train.seq_len)
+    head = 2 * model.num_embedding_params
+    return head / ((whole - head) / model.num_layers)
+
+
+def stage_work(job: Job, split: Sequence[int] = ()) -> list[float]:
+    """Work of each pipeline rank in blocks, the head included; of a split, by default the Job's."""
+    layers = layer_work(job)
+    assert job.layout.split != "auto"
+    split = split or job.layout.split
+    ends = np.cumsum(split)
+    work = [sum(layers[end - count : end]) for count, end in zip(split, ends, strict=True)]
+    work[-1] += head_work(job)
+    return _by_rank(job, work)
+
+
+def _by_rank(job: Job, work: Sequence[float]) -> list[float]:
+    """The work of stages, added up for the ranks that hold them."""
+    ranks = size(job.layout.pp)
+    if len(work) == ranks:
+        return list(work)
+    # Several stages a rank: in turn, or there and back (V-shaped schedules).
+    is_v = "v" in job.layout.schedule or job.layout.schedule == "dualpipe"
+    sums = [0.0] * ranks
+    for stage, each in enumerate(work):
+        lap, at = divmod(stage, ranks)
+        sums[ranks - 1 - at if is_v and lap % 2 else at] += each
+    return sums
+
+
+def _is_simple_pipeline(job: Job) -> bool:
+    """Whether each rank has one stage, so that the heaviest stage sets the pace."""
+    is_known = isinstance(job.model, Model) and size(job.layout.pp) > 1
+    return is_known and num_stages(job.layout) == size(job.layout.pp)
+
+
+def _in_pipeline_s(subject: Subject) -> float:
+    """Seconds of the step that depend on the pace of the pipeline."""
+    if subject.account is None:
+        return subject.step_s
+    once_s = float(subject.measured.term_s(*_ONCE).mean()) * subject.pace
+    return max(0.0, subject.step_s - once_s)
+
+
+def _gain_of_micro_batch(subject: Subject, changes: tuple[str, ...]) -> float | None:
+    """By the planner; where it doesn't know the device, by the bubble's formula."""
+    job = subject.job
+    assert job is not None
+    other = changed(job, changes)
+    if other is None:
+        return None
+    asked = what_if(subject, changes)
+    if asked is not None:
+        return asked.gain_s
+    stages = size(job.layout.pp)
+
+    def passes(one: Job) -> float:
+        return (one.accumulation + stages - 1) / one.accumulation
+
+    more = other.accumulation - job.accumulation
+    saved_s = _in_pipeline_s(subject) * (1 - passes(other) / passes(job))
+    return saved_s - more * _host_s_of_pass(subject)
+
+
+def _host_s_of_pass(subject: Subject) -> float:
+    """What the host does for each micro-batch however small it is."""
+    if subject.account is None or subject.job is None:
+        return 0.0
+    gaps_s = float(subject.measured.term_s("host_gap").mean()) * subject.pace
+    return gaps_s / subject.job.accumulation
+
+
+def _divisors_below(value: int) -> list[int]:
+    return [each for each in range(1, value) if value % each == 0]
+
+
+def _waits(subject: Subject) -> float:
+    if subject.account is None:
+        return 0.0
+    waits_s = subject.measured.term_s("bubble", "exposed_comm.pp", "straggler_wait")
+    return float(waits_s.mean()) / subject.measured.step_s
+
+
+def _busy_of_stages(subject: Subject) -> list[str]:
+    job = subject.job
+    if subject.account is None or job is None:
+        return []
+    busy_s = subject.measured.busy_s.mean(axis=0)
+    told = [
+        f"rank {rank} {step_time_text(float(seconds))}"
+        for rank, seconds in zip(subject.measured.ranks, busy_s, strict=True)
+    ]
+    return [f"At work in a step: {', '.join(told)}."]
+
+
+def _listed(work: Sequence[float]) -> str:
+    return ", ".join(f"{each:.1f}" for each in work)

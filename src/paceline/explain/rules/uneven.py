@@ -1,0 +1,269 @@
+"""Rules about ranks that don't take equally long: a slow one, uneven lengths, uneven experts.
+
+Ranks wait for the slowest in every step. A slow rank is the slowest in most of them; samples of
+uneven lengths make now this rank the slowest, now that one; uneven experts lengthen products but
+not the optimizer, whose parameters are as many everywhere. A loader or a collector of garbage has
+a term of its own, and is subtracted before a rank is called slow.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.config.noun import size
+from paceline.explain.changes import offered
+from paceline.explain.finding import Finding
+from paceline.explain.measured import WAITING
+from paceline.explain.rules.pipeline import rank_work
+from paceline.explain.subject import Subject
+from paceline.observe.summary import step_time_text
+from paceline.observe.terms import TERMS
+
+Array = npt.NDArray[Any]
+
+_SAMPLES = ("matmul", "attention", "recompute", "other_kernels")
+# What takes equally long on all ranks, however long their samples are.
+_FIXED = ("optimizer",)
+# Uneven work: the most over the mean, of what depends on samples and of what doesn't.
+_LEAST_EXCESS = 0.08
+# A slow rank is the slowest in most steps, not by chance in some.
+_MOSTLY = 0.7
+_REBALANCE_EVERY = 20
+_NOTHING_BETWEEN = 0.02
+_ENOUGH_STEPS = 8
+# How well the work of pipeline stages is known: a rank is slow only if it lags by more.
+_STAGES_ARE_KNOWN_TO, _FLOPS_ARE_KNOWN_TO = 0.1, 0.4
+
+
+def straggler_rank(subject: Subject) -> Finding | None:
+    """One rank takes longer than the others for its work, whatever it does."""
+    if len(_ranks(subject)) < 2 or uneven_work_s(subject) is not None:
+        return None
+    lag = _lag(subject)
+    if lag is None:
+        return None
+    return Finding.of(
+        subject,
+        "straggler-rank",
+        f"Rank {lag.rank} is {step_time_text(lag.seconds)} behind the others in each step.",
+        lag.seconds,
+        [
+            f"It is at work for {step_time_text(lag.busy_s)} of a step, the others for "
+            f"{step_time_text(lag.others_s)}, and is the last one in {lag.share:.0%} of the steps.",
+            *_differing(subject, lag.rank),
+        ],
+        advice=f"Look at the machine of rank {lag.rank}: other processes, clocks and temperature, "
+        "a failing device or link; take it out of the job if it stays slow.",
+        confidence="high" if lag.share > 0.9 else "medium",
+    )
+
+
+def length_imbalance(subject: Subject) -> Finding | None:
+    """Samples of different lengths: some rank has more to compute in a step than the others."""
+    seconds = uneven_work_s(subject)
+    if seconds is None or _has_experts(subject):
+        return None
+    return Finding.of(
+        subject,
+        "length-imbalance",
+        f"In each step the rank with most to compute takes {step_time_text(seconds)} longer than "
+        "the mean.",
+        seconds,
+        _uneven_evidence(subject),
+        advice="Pack samples to equal lengths, or share them out by their tokens: sort a global "
+        "batch by length and deal it out to the ranks in turn.",
+    )
+
+
+def expert_imbalance(subject: Subject) -> Finding | None:
+    """Tokens prefer some experts: the rank that holds them computes while the others wait."""
+    seconds = uneven_work_s(subject)
+    if seconds is None or not _has_experts(subject):
+        return None
+    job = subject.job
+    rebalances = job is not None and job.layout.rebalance_every > 0
+    return Finding.of(
+        subject,
+        "expert-imbalance",
+        f"The rank with the busiest experts computes {step_time_text(seconds)} longer than the "
+        "mean.",
+        seconds,
+        _uneven_evidence(subject),
+        changes=() if rebalances else offered(job, f"layout.rebalance_every={_REBALANCE_EVERY}"),
+        advice="Raise the balance loss, let biases of the choice follow the load "
+        "(experts.bias_update_speed), or move experts between ranks.",
+    )
+
+
+class _Lag(NamedTuple):
+    rank: int
+    seconds: float
+    busy_s: float
+    others_s: float
+    share: float
+    """Part of the steps in which it was the last."""
+
+
+def _lag(subject: Subject) -> _Lag | None:
+    """The slowest rank, and by how much, beyond what has a name of its own."""
+    ranks = _ranks(subject)
+    shares, is_sure = _work_shares(subject, len(ranks))
+    own_s = (_busy_s(subject) - _explained_s(subject)) / shares
+    mean_s = np.median(own_s, axis=0)
+    slowest = int(mean_s.argmax())
+    others_s = float(np.median(np.delete(mean_s, slowest)))
+    share = float(np.mean(own_s[:, slowest] > np.delete(own_s, slowest, axis=1).max(axis=1)))
+    held_up_s = _held_up_s(subject, ranks[slowest])
+    if share < _MOSTLY:
+        return None
+    seconds = float(mean_s[slowest]) - others_s
+    if seconds < others_s * (_STAGES_ARE_KNOWN_TO if is_sure else _FLOPS_ARE_KNOWN_TO) * (
+        shares.max() > shares.min()
+    ):
+        return None
+    return _Lag(ranks[slowest], min(seconds, held_up_s), float(mean_s[slowest]), others_s, share)
+
+
+def _held_up_s(subject: Subject, rank: int) -> float:
+    """What the other ranks wait in a step: no more can be gained by mending one."""
+    if subject.account is None or rank not in subject.measured.ranks:
+        return float("inf")
+    waits_s = subject.measured.term_s(*WAITING).mean(axis=0)
+    return float(np.delete(waits_s, subject.measured.ranks.index(rank)).max(initial=0.0))
+
+
+def _ranks(subject: Subject) -> tuple[int, ...]:
+    told = _told_busy_s(subject)
+    if told is not None:
+        return tuple(range(told.shape[1]))
+    return subject.measured.ranks if subject.account is not None else ()
+
+
+def _busy_s(subject: Subject) -> Array:
+    """(steps, ranks), of every steady step where the Run says so, else of the profiled ones."""
+    told = _told_busy_s(subject)
+    return subject.measured.busy_s * subject.pace if told is None else told
+
+
+def _told_busy_s(subject: Subject) -> Array | None:
+    """(steps, ranks), by the Run's lines; None where they don't say it of enough steps.
+
+    Steps with something before them (an evaluation, slow writing) are left out: lines count it as
+    work, of one rank or of all.
+    """
+    told = [
+        (line.get("ranks") or {}).get("busy_s")
+        for line in subject.steady
+        if (line.get("between_s") or 0.0) < _NOTHING_BETWEEN * subject.step_s
+    ]
+    lists = [each for each in told if isinstance(each, list)]
+    lists = [each for each in lists if len(each) == len(lists[-1])]
+    return np.array(lists) if len(lists) >= _ENOUGH_STEPS else None
+
+
+def _explained_s(subject: Subject) -> Array:
+    """(ranks,), what of a rank's time has a rule of its own."""
+    if subject.account is None or subject.measured.ranks != _ranks(subject):
+        return np.zeros(len(_ranks(subject)))
+    measured, names = subject.measured, subject.account.names
+    gaps = subject.account.gaps
+    collected = gaps[["paceline.gc" in names[name] for name in gaps["name"]]]
+    stalls = measured.term_s("data_wait", "checkpoint_stall") + measured.sum_s(collected)
+    return stalls.mean(axis=0)
+
+
+def _work_shares(subject: Subject, num_ranks: int) -> tuple[Array, bool]:
+    """(ranks,), how much there is to do on each rank, 1 on average, for stages of a pipeline
+    differ; and whether the planner says so."""
+    job = subject.job
+    if job is None or size(job.layout.pp) == 1 or job.layout.num_ranks != num_ranks:
+        return np.ones(num_ranks), True
+    work, is_sure = rank_work(job)
+    of_rank = np.array([work[job.layout.place(rank).pp] for rank in range(num_ranks)])
+    return of_rank / of_rank.mean(), is_sure
+
+
+def uneven_work_s(subject: Subject) -> float | None:
+    """Seconds by which the rank with most to compute exceeds the mean; None where work is even,
+    or it is always the same rank, without experts: then that one is slow."""
+    if len(_ranks(subject)) < 2 or _is_pipeline(subject):
+        return None
+    own_s = _busy_s(subject) - _explained_s(subject)
+    if _excess(own_s) < _LEAST_EXCESS or not _is_work(subject):
+        return None
+    if not _has_experts(subject) and _is_always_one(own_s):
+        return None
+    return float((own_s.max(axis=1) - own_s.mean(axis=1)).mean())
+
+
+def _is_always_one(own_s: Array) -> bool:
+    """Whether the same rank is the slowest in most steps."""
+    slowest = own_s.argmax(axis=1)
+    return float(np.bincount(slowest).max() / len(slowest)) >= _MOSTLY
+
+
+def _is_work(subject: Subject) -> bool:
+    """Whether ranks differ in what depends on samples, and less in what doesn't."""
+    if subject.account is None:
+        return False
+    if _has_experts(subject) and (exchanged := _expert_bytes(subject)).any():
+        return _excess(exchanged) >= _LEAST_EXCESS
+    work = _excess(subject.measured.term_s(*_SAMPLES))
+    fixed = 0.0 if _has_experts(subject) else _excess(subject.measured.term_s(*_FIXED))
+    return work >= _LEAST_EXCESS and work > 2 * fixed
+
+
+def _expert_bytes(subject: Subject) -> Array:
+    """(steps, ranks), the largest exchange of tokens: of what a rank got, or sent back."""
+    traffic, measured = subject.traffic, subject.measured
+    rows = traffic.rows[traffic.is_axis("ep")]
+    table = np.zeros(measured.rows.shape)
+    for at in np.ndindex(table.shape):
+        step = measured.account.steps[measured.rows[at]]
+        mine = (rows["rank"] == step["rank"]) & (rows["step"] == step["step"])
+        table[at] = rows["bytes"][mine].max(initial=0)
+    return table
+
+
+def _excess(seconds: Array) -> float:
+    """The most of the ranks over their mean, less 1; mean over steps."""
+    mean = seconds.mean(axis=1)
+    return float((seconds.max(axis=1)[mean > 0] / mean[mean > 0]).mean() - 1) if mean.any() else 0.0
+
+
+def _uneven_evidence(subject: Subject) -> list[str]:
+    work_s = subject.measured.term_s(*_SAMPLES)
+    fixed = _excess(subject.measured.term_s(*_FIXED))
+    return [
+        f"Computing on samples takes up to {_excess(work_s):.0%} longer than on the mean rank, the "
+        f"optimizer, which has equally much to do everywhere, {fixed:.0%}."
+    ]
+
+
+def _differing(subject: Subject, rank: int) -> list[str]:
+    """In which term a rank exceeds the others most, as a sentence."""
+    if subject.account is None or rank not in subject.measured.ranks:
+        return []
+    at = subject.measured.ranks.index(rank)
+    more = {}
+    for term in TERMS:
+        seconds = subject.measured.term_s(term).mean(axis=0)
+        more[term] = float(seconds[at] - np.median(np.delete(seconds, at)))
+    worst = max(
+        (term for term in more if not term.startswith(("exposed_comm", "straggler", "bubble"))),
+        key=more.__getitem__,
+    )
+    return [f"Most of it is {worst}: {step_time_text(max(0.0, more[worst]))} more than the others."]
+
+
+def _has_experts(subject: Subject) -> bool:
+    if subject.job is not None:
+        return size(subject.job.layout.ep) > 1
+    return bool(subject.traffic.is_axis("ep").any())
+
+
+def _is_pipeline(subject: Subject) -> bool:
+    if subject.job is not None:
+        return size(subject.job.layout.pp) > 1
+    return bool(subject.traffic.is_axis("pp").any())

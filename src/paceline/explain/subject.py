@@ -1,0 +1,192 @@
+"""Subject: everything that is known of what is to be explained, measured and expected.
+
+A Run has all of it; a trace of somebody else's has an account and nothing more. Rules take a
+Subject and look at what they need; what isn't there makes them silent, not wrong.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from paceline.config.errors import InputError
+from paceline.config.job import Job
+from paceline.explain.measured import Measured
+from paceline.explain.traffic import Traffic
+from paceline.explain.windows import read_windows
+from paceline.observe.account import Account
+from paceline.observe.run import Run
+from paceline.observe.summary import number
+
+Line = Mapping[str, Any]
+
+_MOST_LOG_BYTES = 4 << 20
+
+
+class Planned(NamedTuple):
+    """What the plan expected of a step."""
+
+    step_s: float
+    interval_s: tuple[float, float]
+    time_s: Mapping[str, float]
+    """By term."""
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A Run or a trace, ready to be looked at."""
+
+    name: str
+    """For people: the path."""
+    account: Account | None
+    """Of profiled steps; None where a Run has no window."""
+    job: Job | None = None
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """The Run's plan.json."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """The Run's facts.json."""
+    lines: Sequence[Line] = ()
+    """The Run's metrics.jsonl."""
+    folder: Path | None = None
+    """The Run's directory."""
+
+    @classmethod
+    def of(cls, path: Path) -> "Subject":
+        """Read a Run directory, a trace, or a folder of traces.
+
+        Raises:
+            InputError: nothing there is one of these, or a trace is damaged.
+        """
+        run = Run(path)
+        if not run.exists:
+            return cls(str(path), Account.read(path))
+        job = run.job()
+        account = read_windows(run.trace_folder, only_axis(job))
+        return cls(str(path), account, job, run.plan(), run.facts(), run.metrics(), path)
+
+    @cached_property
+    def measured(self) -> Measured:
+        """The profiled steps, rank by rank.
+
+        Raises:
+            InputError: there are none.
+        """
+        if self.account is None:
+            raise InputError(
+                f"{self.name} has no profiled steps: train it with --set observe.profile_every=50, "
+                "which records a few steps now and then."
+            )
+        return Measured.of(self.account)
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """The collectives of the profiled steps, by what they do."""
+        assert self.account is not None
+        return Traffic.of(self.account)
+
+    @cached_property
+    def steady(self) -> list[Line]:
+        """Lines of metrics.jsonl without the profiled steps, those after a window (ranks wait for
+        the one that accounts for it), and the first ones, which allocate and compile."""
+        kept = [
+            line
+            for before, line in zip([{}, *self.lines], self.lines, strict=False)
+            if number(line.get("step_time_s")) and not _profiled(before) and not _profiled(line)
+        ]
+        return kept[min(3, len(kept) // 4) :]
+
+    @cached_property
+    def step_s(self) -> float:
+        """Median seconds of the steady, not profiled steps; of the profiled ones without a Run.
+
+        Raises:
+            InputError: no step was finished.
+        """
+        if self.steady:
+            return median(float(line["step_time_s"]) for line in self.steady)
+        if self.account is None:
+            raise InputError(f"{self.name} has no finished step: train it for a few steps first.")
+        return self.measured.step_s
+
+    @cached_property
+    def between_s(self) -> list[float]:
+        """Seconds between steady steps, where neither an evaluation nor a window lay between."""
+        steady = {id(line) for line in self.steady}
+        return [
+            float(line["between_s"])
+            for before, line in zip(self.lines, self.lines[1:], strict=False)
+            if id(line) in steady and "between_s" in line and "eval_s" not in before
+        ]
+
+    @cached_property
+    def mean_step_s(self) -> float:
+        """Mean seconds from one steady step to the next, with all that doesn't happen in each."""
+        if not self.steady:
+            return self.step_s
+        between = [number(line.get("between_s")) or 0.0 for line in self.steady]
+        steps = [float(line["step_time_s"]) for line in self.steady]
+        return (sum(steps) + sum(between)) / len(steps)
+
+    @cached_property
+    def pace(self) -> float:
+        """How much of the seconds of profiled work the same work takes when nobody looks.
+
+        Recording costs a few microseconds for each operator; waits are not longer for it.
+        """
+        waits_s = self.measured.waits_s
+        work_s = self.measured.step_s - waits_s
+        return min(1.1, max(0.2, (self.step_s - waits_s) / work_s)) if work_s > 0 else 1.0
+
+    @cached_property
+    def logs(self) -> Mapping[str, str]:
+        """What the ranks wrote: the end of each file of the Run's log/, by its name."""
+        if self.folder is None:
+            return {}
+        files = sorted((self.folder / "log").glob("*"))
+        return {file.name: _tail(file) for file in files if file.is_file()}
+
+    @cached_property
+    def doctor(self) -> Mapping[str, Any]:
+        """The Run's doctor.json, which `paceline doctor --run` keeps; empty without it."""
+        file = None if self.folder is None else self.folder / "doctor.json"
+        return json.loads(file.read_text()) if file is not None and file.exists() else {}
+
+    @cached_property
+    def planned(self) -> Planned | None:
+        """What plan.json expects of the Run's own layout; None where nothing was predicted."""
+        layouts = self.plan.get("layouts") or ()
+        if not layouts:
+            return None
+        one = layouts[0]
+        return Planned(one["step_s"], tuple(one["interval_s"]), one["time_s"])
+
+    def rank_of_log(self, name: str) -> int | None:
+        """The rank whose log has this name."""
+        found = re.fullmatch(r"rank(\d+)\.log", name)
+        return None if found is None else int(found[1])
+
+    def mean_s(self, key: str) -> float:
+        """Mean of a line's seconds over the steady steps: a term, or a key of the line itself."""
+        values = [number({**line, **(line.get("terms") or {})}.get(key)) for line in self.steady]
+        present = [value for value in values if value is not None]
+        return sum(present) / len(present) if present else 0.0
+
+
+def only_axis(job: Job) -> str | None:
+    """The axis of collectives that don't tell theirs; None where it could be one of several."""
+    used = [axis for axis in ("dp", "fsdp", "tp", "pp", "cp") if getattr(job.layout, axis) != 1]
+    return (used or ["dp"])[0] if len(used) < 2 else None
+
+
+def _profiled(line: Line) -> bool:
+    return bool(line.get("profiled"))
+
+
+def _tail(file: Path) -> str:
+    with file.open("rb") as log:
+        log.seek(max(0, file.stat().st_size - _MOST_LOG_BYTES))
+        return log.read().decode(errors="replace")

@@ -1,0 +1,133 @@
+"""Book: the folder of a tuning, from which it goes on.
+
+asked.toml     the concrete Job as it was given
+cluster.toml   the machine, where it had to be measured first
+trials.jsonl   one object per trial, decision or reference, in the order of time
+heats/<n>/     the fastest of each heat as a Run with a trace: `paceline explain` reads it
+job.toml       the fastest Job so far
+tune.html      the page
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from paceline.config.errors import InputError
+from paceline.config.job import Job, read_job, to_toml
+from paceline.observe.run import json_lines, write_whole
+from paceline.tune.trial import Decision, Known, Reference, Trial
+
+_LOCK_PATIENCE_S = 2.0
+_READ: Mapping[str, Any] = {
+    "trial": Trial.from_json,
+    "decision": lambda raw: Decision(**_without_kind(raw)),
+    "reference": lambda raw: Reference(**_without_kind(raw)),
+}
+
+Entry = Trial | Decision | Reference
+
+
+def _without_kind(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if key != "kind"}
+
+
+@dataclass
+class FolderBook:
+    """A book in a folder."""
+
+    folder: Path
+    _known: Known = field(init=False)
+    _entries: list[Entry] = field(default_factory=list, init=False)
+
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Own the folder for the life of this process.
+
+        Raises:
+            InputError: another live process tunes in it, or it can't be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.folder / ".lock", timeout=_LOCK_PATIENCE_S)
+            lock.acquire()
+        except Timeout:
+            raise InputError(
+                f"--out {self.folder} is in use by another live process: wait for it, or give "
+                "another folder."
+            ) from None
+        except OSError as error:
+            raise InputError(
+                f"--out {self.folder} can't be written: {error.strerror}; give a folder that can."
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @property
+    def cluster_file(self) -> Path:
+        """The machine, as it was measured before the first trial."""
+        return self.folder / "cluster.toml"
+
+    def open(self, given: Job) -> None:
+        """Begin with a Job, or go on where an earlier start of it was left.
+
+        Raises:
+            InputError: the folder is of another Job.
+        """
+        asked = self.folder / "asked.toml"
+        if asked.exists() and read_job(asked) != given:
+            raise InputError(
+                f"--out {self.folder} has the trials of another Job: give another folder, or "
+                f"delete {asked.parent} to start over."
+            )
+        write_whole(asked, to_toml(given))
+        self._entries = list(self._read())
+        self._known = Known(given)
+        for entry in self._entries:
+            self._take(entry)
+
+    @property
+    def known(self) -> Known:
+        """See `loop.Book.known`."""
+        return self._known
+
+    def add(self, *entries: Entry) -> None:
+        """See `loop.Book.add`."""
+        self._entries += entries
+        lines = json_lines(entry.to_json() for entry in self._entries)
+        write_whole(self.folder / "trials.jsonl", lines)
+        for entry in entries:
+            self._take(entry)
+        best = self._known.best
+        if best is not None:
+            write_whole(self.folder / "job.toml", to_toml(best.job(self._known.given)))
+
+    def run_folder(self, heat: int) -> Path | None:
+        """See `loop.Book.run_folder`."""
+        return self.folder / "heats" / str(heat)
+
+    def newest_run(self) -> Path | None:
+        """See `loop.Book.newest_run`."""
+        folders = (self.run_folder(heat) for heat in reversed(range(self._known.num_heats)))
+        return next((one for one in folders if one and (one / "job.toml").exists()), None)
+
+    def _take(self, entry: Entry) -> None:
+        known = self._known
+        if isinstance(entry, Trial):
+            self._known = replace(known, trials=(*known.trials, entry))
+        elif isinstance(entry, Decision):
+            self._known = replace(known, decisions=(*known.decisions, entry))
+        else:
+            self._known = replace(known, reference=entry)
+
+    def _read(self) -> Iterator[Entry]:
+        file = self.folder / "trials.jsonl"
+        for line in file.read_text().splitlines() if file.exists() else ():
+            raw = json.loads(line)
+            yield _READ[raw["kind"]](raw)

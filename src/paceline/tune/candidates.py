@@ -1,0 +1,254 @@
+"""Candidates: Jobs that might be faster, from the planner, from findings, and next to the best.
+
+The planner ranks all layouts, a few of each mesh, with one size of buckets; its choice of buckets
+and compression (`plan.search.exchange`) belongs to each. Neighbours of the best differ in one
+setting: they find what the ranking left out, and what the planner prices wrongly. Findings name
+the setting that would mend what was seen in a profile.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.config.errors import InputError
+from paceline.config.feasible_comm import check_comm
+from paceline.config.job import Job, change_job
+from paceline.config.layout import Layout
+from paceline.config.model import Model
+from paceline.config.noun import size
+from paceline.config.schedule import DEMANDS
+from paceline.explain.finding import Finding
+from paceline.plan.comm import resolve_comm
+from paceline.plan.points import RECOMPUTE, Setting
+from paceline.plan.prediction import Prediction
+from paceline.plan.price.step import predict
+from paceline.plan.search.exchange import (
+    AFTER_WARM_UP,
+    BUCKETS_MIB,
+    FORMS,
+    LEAST_STEPS,
+    WARM_UP_STEPS,
+    Chosen,
+    choose_exchange,
+)
+from paceline.plan.search.search import memory_limit, search
+from paceline.plan.search.space import divisors, split_of
+from paceline.tune.settings import Freedom, change_texts, differences
+from paceline.tune.trial import Candidate
+
+_RANKED = 24
+"""Layouts of the planner's ranking that are candidates."""
+# How far a finding's gain is usually off, as a standard deviation of the step's logarithm. Assumed;
+# benchmarks/diagnosis measures it.
+_DEVIATIONS = {"high": 0.03, "medium": 0.06, "low": 0.12}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is tuned."""
+
+    given: Job
+    """Concrete."""
+    freedom: Freedom
+
+    @property
+    def freed(self) -> Job:
+        """With "auto" wherever tune may choose."""
+        return self.freedom.freed(self.given)
+
+    def allows(self, job: Job) -> bool:
+        """Whether the Job differs from the given one in nothing that is kept."""
+        return self.freedom.allows(differences(self.given, job))
+
+    @property
+    def limit_bytes(self) -> float:
+        """What a layout may use of a device's memory."""
+        return memory_limit(Setting.of(self.given)) or math.inf
+
+
+def predicted(job: Job, why: str) -> Candidate:
+    """A concrete Job with what the planner says about it."""
+    found = predict(Setting.of(job), job.layout)
+    return _candidate(job, why, found)
+
+
+def _candidate(job: Job, why: str, found: Prediction) -> Candidate:
+    terms = found.heaviest.terms
+    heaviest = max(terms, key=lambda term: terms[term])
+    return Candidate(job, why, found.step_s, found.peak_memory_bytes, heaviest)
+
+
+# ---- the planner's ranking -----------------------------------------------------------------------
+
+
+def from_planner(question: Question, num: int = _RANKED) -> list[Candidate]:
+    """The planner's ranking, each layout with the exchange that it chooses for it.
+
+    That choice takes as long as the search, so it is made for the first layout of replicas; the
+    others begin with the same, and neighbours of the best try the rest.
+    """
+    freed = question.freed
+    found = search(Setting.of(freed), question.freedom.wishes(freed.layout), num)
+    candidates, exchange = [], None
+    for place, one in enumerate(found.ranked[:num]):
+        with suppress(InputError):  # what the Job holds can't be used with this layout
+            if exchange is None and _has_buckets(one.layout):
+                exchange = choose_exchange(freed, one.layout)
+            job = _with_exchange(question, one.layout, exchange)
+            if question.allows(job):
+                candidates.append(predicted(job, f"number {place + 1} of the planner"))
+    return candidates
+
+
+def _with_exchange(question: Question, layout: Layout, exchange: Chosen | None) -> Job:
+    """A concrete Job with this layout, and the exchange where it has one."""
+    given = question.given
+    comm, _ = resolve_comm(question.freed, layout, given.cluster)
+    # Without buckets what the Job says of them has no effect and needn't change.
+    bucket_mib = given.layout.bucket_mib
+    if exchange is not None and _has_buckets(layout):
+        bucket_mib = exchange.layout.bucket_mib
+        dp = comm.dp.replace(compress=exchange.comm.dp.compress)
+        comm = comm.replace(dp=dp, warmup_steps=exchange.comm.warmup_steps)
+    return checked(given.replace(layout=layout.replace(bucket_mib=bucket_mib), comm=comm))
+
+
+def _has_buckets(layout: Layout) -> bool:
+    """Whether replicas exchange gradients in buckets, whose codecs the planner can price."""
+    return layout.dp != 1 and layout.fsdp == 1 and layout.is_plain
+
+
+def checked(job: Job) -> Job:
+    """The concrete Job.
+
+    Raises:
+        InputError: it can't run.
+    """
+    job.layout.check(job.model, job.cluster, job.train.seq_len, job.train.global_batch)
+    check_comm(job.comm, job.layout)
+    return job
+
+
+# ---- next to the best ----------------------------------------------------------------------------
+
+
+def neighbours(question: Question, best: Job) -> list[Candidate]:
+    """Jobs that differ from the best in one setting that is free, or what belongs to it."""
+    found = []
+    for changes in _moves(best):
+        job = _moved(best, changes)
+        if job is not None and question.allows(job):
+            texts = ", ".join(change_texts(differences(best, job)))
+            found.append(predicted(job, f"beside the best: {texts}"))
+    return found
+
+
+def _moved(best: Job, changes: Mapping[str, Any]) -> Job | None:
+    layout = best.layout.replace(
+        **{key: value for key, value in changes.items() if key not in ("compress", "algorithm")}
+    )
+    comm = best.comm
+    if "compress" in changes:
+        warm_up = WARM_UP_STEPS if changes["compress"] in AFTER_WARM_UP else 0
+        dp = comm.dp.replace(compress=changes["compress"])
+        comm = comm.replace(dp=dp, warmup_steps=max(warm_up, comm.warmup_steps))
+    with suppress(InputError):
+        return checked(best.replace(layout=layout, comm=comm))
+    return None
+
+
+def _moves(best: Job) -> Iterator[dict[str, Any]]:
+    """Settings to change together, of all techniques that the best one uses or could use."""
+    layout = best.layout
+    for name, values in _alternatives(best):
+        for value in values:
+            if value != getattr(layout, name):
+                yield {name: value}
+    yield from _recomputes(layout)
+    yield from _pipelines(best)
+    if _has_buckets(layout):
+        few_bits = AFTER_WARM_UP if best.train.steps >= LEAST_STEPS else ()
+        forms = [form for form in (*FORMS, *few_bits) if form != best.comm.dp.compress]
+        yield from ({"compress": form} for form in forms)
+
+
+def _alternatives(best: Job) -> Iterator[tuple[str, Sequence[Any]]]:
+    layout = best.layout
+    share = best.train.global_batch // layout.num_data_ranks
+    yield "micro_batch", divisors(share)
+    if _has_buckets(layout):
+        yield "bucket_mib", BUCKETS_MIB
+    if size(layout.fsdp) > 1:
+        yield "zero", (1, 2, 3)
+    if size(layout.tp) > 1:
+        yield "sequence_parallel", (False, True)
+    if size(layout.cp) > 1:
+        yield "ulysses", divisors(size(layout.cp))
+    if best.cluster.known_device.kind != "cpu":
+        yield "compile", (False, True)
+        yield "kernels", ("auto",)
+
+
+def _recomputes(layout: Layout) -> Iterator[dict[str, Any]]:
+    for name in RECOMPUTE:
+        if name != layout.recompute:
+            yield {"recompute": name, "recompute_layers": "all"}
+    if layout.offload:
+        yield {"offload": ()}
+
+
+def _pipelines(best: Job) -> Iterator[dict[str, Any]]:
+    """Other schedules, and the even split."""
+    layout, model = best.layout, best.model
+    if layout.pp == 1:
+        return
+    assert isinstance(model, Model)
+    for name, demand in DEMANDS.items():
+        for per_rank in {demand.stages_per_rank or 2, size(layout.stages_per_rank)}:
+            stages = size(layout.pp) * (1 if name == "dualpipe" else per_rank)
+            if stages > model.num_layers:
+                continue
+            split = split_of(model, best.train.seq_len, stages)
+            yield {"schedule": name, "stages_per_rank": per_rank, "split": split}
+
+
+# ---- findings ------------------------------------------------------------------------------------
+
+
+def from_findings(
+    question: Question, findings: Iterable[Finding], best: Job, best_s: float
+) -> list[Candidate]:
+    """The best with what findings change, where tune may change it."""
+    found = []
+    for finding in findings:
+        with suppress(InputError):  # a change that can't run with this Job
+            job = checked(change_job(best, finding.changes))
+            changes = differences(best, job)
+            if changes and question.allows(job):
+                found.append(_mended(job, finding, best_s))
+    return found
+
+
+def _mended(job: Job, finding: Finding, best_s: float) -> Candidate:
+    left_s = best_s * max(1 - finding.gain, 0.1)
+    known = (math.log(left_s), _DEVIATIONS[finding.confidence])
+    return replace(predicted(job, f"finding {finding.name}"), known=known)
+
+
+def untried(
+    candidates: Iterable[Candidate], tried: Iterable[Job], is_too_large: Callable[[Candidate], bool]
+) -> list[Candidate]:
+    """Each Job once, without those that were tried and those that can't fit."""
+    seen = {_key(job) for job in tried}
+    left = []
+    for one in candidates:
+        if _key(one.job) not in seen and not is_too_large(one):
+            seen.add(_key(one.job))
+            left.append(one)
+    return left
+
+
+def _key(job: Job) -> tuple[Any, ...]:
+    return job.layout, job.comm

@@ -1,0 +1,273 @@
+"""Measurer: runs a heat of candidates and says what came of each.
+
+Whatever a candidate does (run out of memory, die, hang) is a result of that candidate; the others
+run again without it. What doesn't fit together runs in heats of its own.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+from paceline.bench.ranks import News, SilentError
+from paceline.config.errors import InputError, RunError
+from paceline.config.job import Job, to_toml
+from paceline.observe.run import Run, json_lines
+from paceline.plan.answer.answer import prediction_json
+from paceline.plan.points import Setting
+from paceline.plan.price.step import predict
+from paceline.tune.heat import Ran, Wish, heat
+from paceline.tune.race import gap
+from paceline.tune.team import Team
+from paceline.tune.trial import Candidate, Outcome
+
+# Ranks are silent for no longer than this, and so many predicted steps: the slowest thing between
+# two news is setting a Job up (compiling it, where the Job says so, takes minutes).
+_SILENCE_S, _SILENT_STEPS, _COMPILING_S = 40.0, 30, 600.0
+# Of a device's memory, for Jobs that are alive together: what is predicted is each one's peak, and
+# only one is at its peak at a time.
+_SHARE_TOGETHER = 0.9
+_NO_MEMORY = re.compile(
+    r"OutOfMemoryError|can't allocate memory|MemoryError|Cannot allocate memory"
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a candidate in a heat."""
+
+    outcome: Outcome
+    steps_s: tuple[float, ...] = ()
+    versus: tuple[float, float] | None = None
+    """Logarithm of its step over that of the first candidate of its heat, and half of the 90 %
+    interval; None: they did not run together."""
+    note: str = ""
+
+    @property
+    def step_s(self) -> float | None:
+        """Median."""
+        return median(self.steps_s) if self.steps_s else None
+
+
+Heat = Mapping[int, Result]
+"""By the number of the candidate."""
+Progress = Callable[[int, str], None]
+"""Called with the number of a candidate and what happens to it: "set up", "turn", "died"."""
+
+
+class Measurer(Protocol):
+    """What can tell how long steps of Jobs take."""
+
+    def measure(
+        self, candidates: Sequence[Candidate], folder: Path | None, progress: Progress
+    ) -> Heat:
+        """Let candidates take turns.
+
+        Args:
+            candidates: the first one is what the others are held against.
+            folder: where the fastest is kept as a Run with a trace; None: it isn't profiled.
+            progress: hears how far it is.
+        """
+        ...
+
+    def alone(self, job: Job) -> float:
+        """Seconds of a step of a Job for one device, on one device.
+
+        Raises:
+            RunError: it can't run there.
+        """
+        ...
+
+
+@dataclass
+class RealMeasurer:
+    """On the ranks of a team."""
+
+    team: Team
+    limit_bytes: float
+    """What Jobs may use of a device's memory together."""
+
+    def measure(
+        self, candidates: Sequence[Candidate], folder: Path | None, progress: Progress
+    ) -> Heat:
+        """See `Measurer.measure`."""
+        results: dict[int, Result] = {}
+        all_groups = list(groups([one.peak_bytes for one in candidates], self.limit_bytes))
+        if len(all_groups) > 1:
+            folder = None  # there is no fastest of all: they didn't run together
+        for group in all_groups:
+            for at, result in self._together(candidates, group, folder, progress).items():
+                results.setdefault(at, result)  # the first one may be in several
+        return results
+
+    def alone(self, job: Job) -> float:
+        """See `Measurer.alone`."""
+        ran: Ran = self.team.run(partial(heat, Wish((job,))), _ignore, 10 * _SILENCE_S, alone=True)
+        return median(step for turn in ran.steps_s[0] for step in turn)
+
+    def _together(
+        self,
+        candidates: Sequence[Candidate],
+        group: Sequence[int],
+        folder: Path | None,
+        progress: Progress,
+    ) -> dict[int, Result]:
+        """Run a heat, and again without whoever ended it, which runs by itself: it may have
+        suffered from its company."""
+        results: dict[int, Result] = {}
+        left = list(group)
+        while left:
+            watch = _Watch(left, progress)
+            wish = Wish(tuple(candidates[at].job for at in left), folder and folder / "trace")
+            silence_s = _silence_s([candidates[at] for at in left])
+            try:
+                ran: Ran = self.team.run(partial(heat, wish), watch.hear, silence_s)
+            except (RunError, InputError) as error:
+                found = _failure(error)
+                left.remove(watch.about)
+                if left and found.outcome != "hung":
+                    found = self._together(candidates, [watch.about], None, progress)[watch.about]
+                results[watch.about] = found
+                progress(watch.about, found.outcome)
+                continue
+            if folder is not None:
+                keep_run(folder, candidates[left[ran.fastest]].job, ran)
+            return results | dict(zip(left, _results(ran, left[0] == 0), strict=True))
+        return results
+
+
+@dataclass
+class _Watch:
+    """Which candidate a heat is about, as rank 0 tells."""
+
+    numbers: Sequence[int]
+    progress: Progress
+    about: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.about = self.numbers[0]
+
+    def hear(self, news: News) -> None:
+        """Of a heat."""
+        self.about = self.numbers[news.done]
+        self.progress(self.about, news.what)
+
+
+def _silence_s(candidates: Sequence[Candidate]) -> float:
+    compiles = any(one.job.layout.compile for one in candidates)
+    steps_s = max(one.predicted_s for one in candidates) * _SILENT_STEPS
+    return _SILENCE_S + steps_s + (_COMPILING_S if compiles else 0)
+
+
+def groups(peaks_bytes: Sequence[float], limit_bytes: float) -> Iterator[list[int]]:
+    """Which candidates run together: as many as fit, each time with the first one if it fits."""
+    first, *others = peaks_bytes
+    limit = _SHARE_TOGETHER * limit_bytes
+    group, used = [0], first
+    for at, peak in enumerate(others, start=1):
+        if used + peak > limit and len(group) > 1:
+            yield group
+            group, used = [0], first
+        if used + peak > limit:
+            yield [at]
+        else:
+            group.append(at)
+            used += peak
+    yield group
+
+
+def _results(ran: Ran, has_first: bool) -> list[Result]:
+    rounds = ran.rounds
+    most = max(len(times) for times in rounds.values())
+    return [_result(ran, at, most, has_first) for at in rounds]
+
+
+def _result(ran: Ran, at: int, most: int, has_first: bool) -> Result:
+    rounds = ran.rounds
+    found = gap(rounds[at], rounds[0])
+    half = found.half if math.isfinite(found.half) else abs(found.mean)
+    return Result(
+        "measured" if len(rounds[at]) == most else "slower",
+        tuple(step for turn in ran.steps_s[at] for step in turn),
+        (found.mean, half if at else 0.0) if has_first else None,
+    )
+
+
+def _failure(error: Exception) -> Result:
+    lines = str(error).strip().splitlines() or [""]
+    if isinstance(error, SilentError):
+        return Result("hung", note=lines[0])
+    lacking = [line for line in lines if _NO_MEMORY.search(line)]
+    if lacking:
+        return Result("out of memory", note=lacking[-1].strip())
+    return Result("died", note=lines[-1].strip())
+
+
+def keep_run(folder: Path, job: Job, ran: Ran) -> None:
+    """Keep what a trial left as a Run, so that `paceline explain` reads it."""
+    run = Run(folder)
+    run.write("job.toml", to_toml(job))
+    expected = predict(Setting.of(job), job.layout)
+    run.write_json(
+        "plan.json", {"reasons": {}, "notes": [], "layouts": [prediction_json(expected)]}
+    )
+    run.write_json("facts.json", ran.facts)
+    run.write("metrics.jsonl", json_lines(_lines(job, ran)))
+
+
+def _lines(job: Job, ran: Ran) -> Iterator[dict[str, Any]]:
+    """A line for each timed step of the fastest, then its profiled ones."""
+    tokens = job.train.global_batch * job.train.seq_len
+    steps = [step for turn in ran.steps_s[ran.fastest] for step in turn]
+    rows = [(step_s, False, {"unattributed": step_s}) for step_s in steps]
+    rows += [(sum(terms.values()), True, dict(terms)) for terms in ran.terms.values()]
+    for number, (step_s, is_profiled, terms) in enumerate(rows, start=1):
+        yield {
+            "step": number,
+            "tokens": number * tokens,
+            "step_time_s": step_s,
+            "profiled": is_profiled,
+            "tokens_per_s": tokens / step_s,
+            "terms": terms,
+        }
+
+
+def _ignore(_news: News) -> None:
+    """Nobody watches."""
+
+
+@dataclass
+class FakeMeasurer:
+    """A measurer whose Jobs take what a function says: for tests of whatever decides by it."""
+
+    step_s: Callable[[Job], float | Outcome]
+    """Seconds of a Job's step, or how it fails."""
+    tried: list[Job] = field(default_factory=list)
+    """In the order of the trials, again for each heat."""
+
+    def measure(
+        self, candidates: Sequence[Candidate], folder: Path | None, progress: Progress
+    ) -> Heat:
+        """See `Measurer.measure`."""
+        self.tried += [one.job for one in candidates]
+        told = [self.step_s(one.job) for one in candidates]
+        first = told[0]
+        return {at: _told(one, first) for at, one in enumerate(told)}
+
+    def alone(self, job: Job) -> float:
+        """See `Measurer.alone`."""
+        found = self.step_s(job)
+        if isinstance(found, str):
+            raise RunError(found)
+        return found
+
+
+def _told(one: float | Outcome, first: float | Outcome) -> Result:
+    if isinstance(one, str):
+        return Result(one, note=f"it is said to be {one}")
+    versus = None if isinstance(first, str) else (math.log(one / first), 0.0)
+    return Result("measured", (one, one, one), versus)

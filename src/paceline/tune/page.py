@@ -1,0 +1,124 @@
+"""Page: a tuning as one self-contained HTML file; the frame is that of all pages."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.observe.page import Card, Chart, chart_layout, render_page
+from paceline.observe.summary import rate_text, step_time_text
+from paceline.tune.goal import Figures
+from paceline.tune.show import outcome_text, row, what_text
+from paceline.tune.story import paragraph, parts
+from paceline.tune.trial import Known, Trial
+
+_COLOURS = {"best": "var(--accent)", "slower": "var(--grid)"}
+
+
+def render(known: Known, folder: Path, left: Sequence[str] = ()) -> str:
+    """The page as text: complete HTML without references to anything outside it.
+
+    Args:
+        known: all that was tried.
+        folder: where the result is.
+        left: sentences on what could still be gained.
+    """
+    return render_page(
+        "paceline.tune",
+        "tune.html",
+        name=f"Tuning of {known.given.name}",
+        subtitle=_facts(known),
+        lede=paragraph(known),
+        cards=_cards(known),
+        charts={"trials": _trials(known), "errors": _errors(known)} if known.ran else {},
+        rows=[(*row(known, trial), trial.why, trial.note) for trial in known.trials],
+        decisions=[(one.heat + 1, one.text) for one in known.decisions],
+        parts=[(one.text, f"{-one.gain:+.1%}", _origin(one.is_measured)) for one in parts(known)],
+        left=list(left),
+        job_file=str(folder / "job.toml"),
+    )
+
+
+def _origin(is_measured: bool) -> str:
+    return "measured" if is_measured else "estimated from planner and trials"
+
+
+def _facts(known: Known) -> list[str]:
+    job = known.given
+    cluster, train = job.cluster, job.train
+    return [
+        f"{cluster.num_devices} x {cluster.known_device.name}",
+        f"{train.global_batch} x {train.seq_len} tokens a step",
+        f"{len(known.trials)} trials in {known.num_heats} heats",
+    ]
+
+
+def _cards(known: Known) -> list[Card]:
+    best, first = known.best, known.first
+    if best is None or first is None:
+        return []
+    figures = Figures.of(known, best)
+    was = step_time_text(known.seconds(first))
+    cards = [
+        ("Step", step_time_text(known.seconds(best)), f"{was} in the first trial"),
+        ("Tokens a second", rate_text(figures.tokens_per_s), "all devices"),
+    ]
+    if figures.efficiency is not None and known.reference is not None:
+        cards.append(("Scaling efficiency", f"{figures.efficiency:.0%}", known.reference.origin))
+    if figures.mfu is not None:
+        cards.append(("MFU", f"{figures.mfu:.1%}", "of the devices' peak"))
+    return cards
+
+
+def _trials(known: Known) -> Chart:
+    """The step of each trial, in order, with its interval."""
+    factor, unit = (1.0, "s") if known.seconds(known.ran[0]) >= 1 else (1e3, "ms")
+    seconds = [factor * known.seconds(trial) for trial in known.ran]
+    spread = [value * trial.uncertainty for value, trial in zip(seconds, known.ran, strict=True)]
+    bars = {
+        "type": "bar",
+        "x": [trial.number for trial in known.ran],
+        "y": [float(f"{value:.5g}") for value in seconds],
+        "text": [what_text(trial) for trial in known.ran],
+        "textposition": "none",
+        "hovertemplate": "%{text}<br>%{y:.4~g} " + unit + "<extra></extra>",
+        "error_y": {"type": "data", "array": spread, "color": "var(--muted)", "thickness": 1},
+        "marker": {"color": [_colour(known, trial) for trial in known.ran]},
+    }
+    layout = chart_layout(
+        {"title": {"text": "trial"}, "dtick": 1, "showgrid": False},
+        {"title": {"text": f"{unit} per step"}, "rangemode": "tozero"},
+    )
+    return {"data": [bars], "layout": {**layout, "bargap": 0.3}}
+
+
+def _colour(known: Known, trial: Trial) -> str:
+    return "var(--accent)" if outcome_text(known, trial) == "best" else "var(--accent-pale)"
+
+
+def _errors(known: Known) -> Chart:
+    """Expected against measured, with the line on which they are equal."""
+    factor, unit = (1.0, "s") if known.seconds(known.ran[0]) >= 1 else (1e3, "ms")
+    expected = [factor * trial.expected_s for trial in known.ran]
+    measured = [factor * known.seconds(trial) for trial in known.ran]
+    ends = [0.9 * min(expected + measured), 1.1 * max(expected + measured)]
+    points = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": expected,
+        "y": measured,
+        "text": [f"{trial.number}: {what_text(trial)}" for trial in known.ran],
+        "hovertemplate": "%{text}<extra></extra>",
+        "marker": {"size": 9, "color": [_colour(known, trial) for trial in known.ran]},
+    }
+    line = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": ends,
+        "y": ends,
+        "hoverinfo": "skip",
+        "line": {"color": "var(--muted)", "width": 1, "dash": "dot"},
+    }
+    layout = chart_layout(
+        {"title": {"text": f"expected when it was chosen, {unit}"}},
+        {"title": {"text": f"measured, {unit}"}},
+    )
+    return {"data": [line, points], "layout": layout}

@@ -1,0 +1,109 @@
+"""Propose: which Jobs a heat tries next, by what the planner, the findings and the trials say.
+
+The planner's constants are fitted to the trials each time there are twice as many; what it still
+gets wrong about a Job is learnt from the trials near to it (`tune.expect`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from paceline.config.job import Job
+from paceline.config.stack import Stack
+from paceline.explain.finding import Finding
+from paceline.plan.calibrate import Case, fit
+from paceline.plan.points import Setting
+from paceline.tune.candidates import (
+    Question,
+    from_findings,
+    from_planner,
+    neighbours,
+    predicted,
+    untried,
+)
+from paceline.tune.expect import Seen, most_promising
+from paceline.tune.trial import Candidate, Known, Trial
+
+LEAST_GAIN = 0.01
+"""Of a step: what a candidate must promise on average to be worth a trial."""
+_LEAST_CASES = 3
+_HALF_INTERVAL = 1.64
+"""Half of a 90 % interval, in standard deviations."""
+_MOST_CASES = 8
+"""Trials that constants are fitted to, the latest ones."""
+
+
+@dataclass
+class Proposer:
+    """Knows the planner's constants of now, and what was found in the best one's profile."""
+
+    question: Question
+    calibrate: Callable[[Sequence[Case], Stack, str], Stack] = fit
+    findings: Sequence[Finding] = ()
+    """In the profile of the best."""
+    _stack: Stack = field(init=False)
+    _fitted_to: int = 0
+    _ranked: list[Candidate] | None = None
+    """By the planner, with the constants of now."""
+
+    def __post_init__(self) -> None:
+        self._stack = self._start
+
+    @property
+    def _start(self) -> Stack:
+        return self.question.given.cluster.stack or Stack()
+
+    def first(self) -> Candidate:
+        """The Job as it was given."""
+        return predicted(self.question.given, "the Job as it was given")
+
+    def again(self, known: Known, trial: Trial) -> Candidate:
+        """What was tried, for another heat."""
+        return predicted(self._now(trial.job(known.given)), trial.why)
+
+    def next(self, known: Known, num: int) -> list[Candidate]:
+        """What promises most; nothing where no candidate promises enough."""
+        self._calibrate(known)
+        pool = self._pool(known)
+        best = known.best
+        if best is not None:
+            return most_promising(pool, self._seen(known), known.seconds(best), num, LEAST_GAIN)
+        planned_s = min((one.predicted_s for one in pool), default=0.0)
+        return most_promising(pool, [], planned_s, num, 0.0)
+
+    def _pool(self, known: Known) -> list[Candidate]:
+        question, best = replace(self.question, given=self._now(known.given)), known.best
+        if self._ranked is None:
+            self._ranked = from_planner(question)
+        candidates = self._ranked
+        if best is not None:
+            job = self._now(best.job(known.given))
+            mended = from_findings(question, self.findings, job, known.seconds(best))
+            candidates = [*mended, *neighbours(question, job), *candidates]
+        tried = [known.given, *(trial.job(known.given) for trial in known.trials)]
+        limit = min(self.question.limit_bytes, known.ceiling_bytes)
+        return untried(candidates, tried, lambda one: one.peak_bytes >= limit)
+
+    def _seen(self, known: Known) -> list[Seen]:
+        found = []
+        for trial in known.ran:
+            now = self.again(known, trial)
+            deviation = trial.uncertainty / _HALF_INTERVAL
+            found.append(Seen(now.job, now.predicted_s, known.seconds(trial), deviation))
+        return found
+
+    def _now(self, job: Job) -> Job:
+        """With the constants of now."""
+        return job.replace(cluster=job.cluster.replace(stack=self._stack))
+
+    def _calibrate(self, known: Known) -> None:
+        if len(known.ran) < max(_LEAST_CASES, 2 * self._fitted_to):
+            return
+        self._fitted_to = len(known.ran)
+        cases = [_case(known, trial) for trial in known.ran[-_MOST_CASES:]]
+        self._stack = self.calibrate(cases, self._start, f"trials of {known.given.name}")
+        self._ranked = None
+
+
+def _case(known: Known, trial: Trial) -> Case:
+    job = trial.job(known.given)
+    return Case(Setting.of(job), job.layout, known.seconds(trial))

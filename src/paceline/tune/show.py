@@ -1,0 +1,117 @@
+"""Show: trials on a terminal while they run, and as a table; nothing is worked out here."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+from paceline.observe.summary import duration_text, step_time_text
+from paceline.tune.settings import change_texts
+from paceline.tune.trial import Candidate, Known, Trial
+
+COLUMNS = ("#", "what", "expected", "measured", "vs given", "outcome")
+
+
+class Display:
+    """Tells a person at the terminal what happens; see `loop.Watcher`."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock, self._began = console, clock, clock()
+        self._status = Status("", console=console)
+        self._heat = 0
+        self._candidates: Sequence[Candidate] = ()
+        self._shown = 0
+
+    @contextmanager
+    def running(self, known: Known) -> Iterator[None]:
+        """While the loop runs; what an earlier start found is shown first."""
+        if known.trials:
+            self._console.print(f"going on after {len(known.trials)} trials")
+            self._rows(known)
+        with self._status:
+            self._say("one device with its share of the work")
+            yield
+
+    def heat_begins(self, number: int, candidates: Sequence[Candidate]) -> None:
+        """See `Watcher.heat_begins`."""
+        self._heat, self._candidates = number, candidates
+        self._say(f"heat {number + 1}: {len(candidates)} Jobs")
+
+    def progress(self, candidate: int, what: str) -> None:
+        """See `Watcher.progress`."""
+        name = self._candidates[candidate].why
+        place = f"{candidate + 1} of {len(self._candidates)}"
+        self._say(f"heat {self._heat + 1}: {what}, {place} ({name})")
+
+    def heat_ended(self, known: Known) -> None:
+        """See `Watcher.heat_ended`."""
+        self._rows(known)
+        text = Text(f"    {known.decisions[-1].text}", "dim")
+        self._console.print(text)
+        self._say("what to try next")
+
+    def _say(self, what: str) -> None:
+        elapsed = duration_text(self._clock() - self._began)
+        self._status.update(f"{elapsed}  {what}")
+
+    def _rows(self, known: Known) -> None:
+        for trial in known.trials[self._shown :]:
+            number, what, expected, measured, versus, outcome = row(known, trial)
+            figures = f"{measured or outcome}, expected {expected}"
+            gained = f", {versus} vs given" if versus else ""
+            self._console.print(f"{number:>3} {figures}{gained}: {what}")
+        self._shown = len(known.trials)
+
+
+def row(known: Known, trial: Trial) -> tuple[str, ...]:
+    """Cells of COLUMNS."""
+    return (
+        str(trial.number),
+        what_text(trial),
+        step_time_text(trial.expected_s),
+        "" if trial.step_s is None else step_time_text(known.seconds(trial)),
+        versus_text(trial),
+        outcome_text(known, trial),
+    )
+
+
+def what_text(trial: Trial) -> str:
+    """What was changed."""
+    texts = change_texts(trial.changes)
+    short = [text.removeprefix("layout.").removeprefix("comm.") for text in texts]
+    return ", ".join(short) or "as given"
+
+
+def versus_text(trial: Trial) -> str:
+    """The step against that of the first Job that ran, with half of its 90 % interval."""
+    if trial.relative is None:
+        return ""
+    if trial.relative == 0.0:
+        return "100%"
+    share = 100 * 2.718281828459045**trial.relative
+    return f"{share:.0f}% ±{100 * trial.uncertainty:.0f}"
+
+
+def outcome_text(known: Known, trial: Trial) -> str:
+    """What came of it, and whether it is the best."""
+    if known.best is not None and known.best.number == trial.number:
+        return "best"
+    if trial.outcome == "out of memory":
+        return f"out of memory: {trial.heaviest}"
+    return {"measured": "", "slower": "dropped early"}.get(trial.outcome, trial.outcome)
+
+
+def table(known: Known) -> Table:
+    """All trials."""
+    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in COLUMNS:
+        is_text = name in ("what", "outcome")
+        found.add_column(name, justify="left" if is_text else "right", overflow="fold")
+    for trial in known.trials:
+        is_best = known.best is not None and known.best.number == trial.number
+        found.add_row(*row(known, trial), style="bold" if is_best else "")
+    return found

@@ -1,0 +1,228 @@
+"""The loop with a fake measurer and the real planner: choice, failures, stopping, going on."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from paceline.config.errors import InputError
+from paceline.config.job import Job
+from paceline.explain.finding import Finding
+from paceline.plan.points import Setting
+from paceline.plan.price.step import predict
+from paceline.tune.book import FolderBook
+from paceline.tune.candidates import Question, neighbours, predicted
+from paceline.tune.goal import Goal
+from paceline.tune.loop import Limits, Loop
+from paceline.tune.measurer import FakeMeasurer
+from paceline.tune.page import render
+from paceline.tune.propose import Proposer
+from paceline.tune.settings import Freedom
+from paceline.tune.story import paragraph, parts
+from paceline.tune.trial import Outcome
+from tests.tune.jobs import job
+
+GIVEN = job()
+
+
+def true_s(one: Job) -> float:
+    """As the planner has it, but for what it doesn't know: pipelines are twice as slow here."""
+    step_s = predict(Setting.of(one.replace(cluster=GIVEN.cluster)), one.layout).step_s
+    return step_s * (2.0 if one.layout.pp != 1 else 1.0)
+
+
+@dataclass
+class Quiet:
+    heats: list[list[str]] = field(default_factory=list)
+
+    def heat_begins(self, number, candidates) -> None:
+        self.heats.append([one.why for one in candidates])
+
+    def progress(self, candidate, what) -> None:
+        pass
+
+    def heat_ended(self, known) -> None:
+        pass
+
+
+def believed(_cases, stack, _origin):
+    """Fitting takes seconds, and what is true here is the planner's with these constants."""
+    return stack
+
+
+def tuned(folder: Path, step_s=true_s, *, freedom=None, findings=(), clock=None, **limits):
+    """A book after a tuning, its measurer, and the decision that ended it."""
+    measurer, book = FakeMeasurer(step_s), FolderBook(folder)
+    book.open(GIVEN)
+    folder.mkdir(exist_ok=True)
+    for heat in range(9):  # as if each had left a Run
+        place = book.run_folder(heat)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "job.toml").touch()
+    loop = Loop(
+        Proposer(Question(GIVEN, freedom or Freedom.of()), believed),
+        Limits(**limits),
+        measurer,
+        book,
+        Quiet(),
+        lambda _folder: findings,
+        **({"clock": clock} if clock else {}),
+    )
+    return book, measurer, loop.run()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return tuned(tmp_path_factory.mktemp("whole"))
+
+
+def test_what_is_mis_set_is_mended_in_few_trials(whole):
+    book, _, last = whole
+    best = book.known.best.job(GIVEN)
+    assert best.layout.recompute == "none"
+    assert best.layout.micro_batch > 1
+    assert best.train == GIVEN.train
+    assert last.ends
+    assert "promises" in last.text or "gained nothing" in last.text
+    assert len(book.known.trials) < 20
+
+
+def test_no_single_change_would_be_faster_by_much(whole):
+    """It ends near an optimum of what is true, not of what is predicted."""
+    book, _, _ = whole
+    best = book.known.best.job(GIVEN)
+    others = [true_s(one.job) for one in neighbours(Question(GIVEN, Freedom.of()), best)]
+    assert min(others) > 0.97 * true_s(best)
+
+
+def test_every_result_is_kept_before_the_next_heat_and_gone_on_from(tmp_path):
+    book, first, _ = tuned(tmp_path, trials=4)
+    assert len(book.known.trials) == 4
+    reread, second, _ = tuned(tmp_path, trials=8)
+    assert reread.known.trials[:4] == book.known.trials
+    tried = [str(one.layout) + str(one.comm) for one in first.tried]
+    again = [str(one.layout) + str(one.comm) for one in second.tried]
+    assert len(reread.known.trials) == 8
+    best_so_far = tried.index(again[0])
+    assert best_so_far >= 0  # what is held against the new ones
+    assert not set(again[1:4]) & set(tried)
+    assert (tmp_path / "job.toml").exists()
+
+
+def test_a_tuning_that_ended_has_nothing_more_to_do(tmp_path):
+    tuned(tmp_path, trials=4)
+    _, again, last = tuned(tmp_path, trials=4)
+    assert again.tried == []
+    assert last.text == "4 trials were made"
+
+
+def test_another_job_in_the_same_folder_is_refused(tmp_path):
+    FolderBook(tmp_path).open(GIVEN)
+    with pytest.raises(InputError, match="has the trials of another Job"):
+        FolderBook(tmp_path).open(job(samples=16))
+
+
+def test_memory_that_was_lacking_is_not_asked_for_again(tmp_path):
+    """All that is predicted to take as much as what failed is left out from then on."""
+
+    least = predicted(GIVEN, "").peak_bytes
+
+    def lacks(one: Job) -> float | Outcome:
+        return true_s(one) if predicted(one, "").peak_bytes <= least else "out of memory"
+
+    book, _, _ = tuned(tmp_path, lacks, trials=12)
+    failed = [one for one in book.known.trials if one.outcome == "out of memory"]
+    assert len({one.heat for one in failed}) > 1
+    for one in book.known.trials:
+        before = [other.peak_bytes for other in failed if other.heat < one.heat]
+        assert one.peak_bytes < min(before, default=math.inf)
+    assert "activations" in failed[0].note
+    assert book.known.best is not None
+
+
+def test_a_job_that_dies_as_it_was_given_is_mended(tmp_path):
+    def dies(one: Job) -> float | Outcome:
+        return "died" if one.layout.recompute == "full" else true_s(one)
+
+    book, _, _ = tuned(tmp_path, dies, trials=6)
+    assert book.known.trials[0].outcome == "died"
+    assert book.known.best is not None
+    assert "did not run" in paragraph(book.known)
+
+
+def test_nothing_runs(tmp_path):
+    book, _, last = tuned(tmp_path, lambda _job: "hung", trials=5)
+    assert book.known.best is None
+    assert last.best == -1
+    assert paragraph(book.known).startswith("Nothing ran")
+    assert "<html" in render(book.known, tmp_path)
+
+
+def test_it_ends_at_the_goal(tmp_path):
+    def much_faster(one: Job) -> float:
+        return 1.0 if one.layout.recompute == "full" else 0.1
+
+    goal = Goal("tokens_per_s", 2500)
+    book, _, last = tuned(tmp_path, much_faster, goal=goal)
+    assert last.text == "tokens_per_s=2500 is reached"
+    assert book.known.num_heats == 1
+
+
+def test_it_ends_when_another_heat_would_take_too_long(tmp_path):
+    ticks = iter(range(0, 100_000, 10))  # whoever asks for the time lets it pass
+    book, _, last = tuned(tmp_path, seconds=35, clock=lambda: next(ticks))
+    assert last.text.startswith("another heat would take longer")
+    assert 1 <= book.known.num_heats <= 3
+
+
+def test_a_finding_that_names_the_change_is_tried_at_once(tmp_path):
+    """The planner thinks nothing of it: only the profile shows it."""
+
+    def slow_unless_set(one: Job) -> float:
+        return true_s(one) * (0.5 if one.layout.bucket_mib == 3.0 else 1.0)
+
+    finding = Finding("small-buckets", "t", (), 0.4, 0.4, ("layout.bucket_mib=3.0",), "", "high")
+    freedom = Freedom.of(keep=["dp", "recompute", "micro_batch"])
+    book, _, _ = tuned(tmp_path, slow_unless_set, freedom=freedom, findings=[finding])
+    assert book.known.best.why == "finding small-buckets"
+    assert book.known.best.heat == 1
+
+
+def test_what_is_kept_is_never_changed(tmp_path):
+    _, measurer, _ = tuned(tmp_path, freedom=Freedom.of(keep=["recompute", "dp"]), trials=8)
+    assert {one.layout.recompute for one in measurer.tried} == {"full"}
+    assert {one.layout.dp for one in measurer.tried} == {2}
+
+
+def test_rounded_gradients_must_win_by_more(tmp_path):
+    """Two per cent are not worth rounding what is learnt; ten are."""
+    for gain, wanted in ((0.02, "none"), (0.1, "int8")):
+
+        def step_s(one: Job, gain: float = gain) -> float:
+            return 1.0 - gain * (one.comm.dp.compress == "int8")
+
+        folder = tmp_path / wanted
+        freedom = Freedom.of(keep=["dp", "micro_batch", "recompute", "bucket_mib"])
+        finding = Finding("slow-link", "t", (), gain, gain, ("comm.dp.compress=int8",))
+        book, measurer, _ = tuned(folder, step_s, freedom=freedom, findings=[finding])
+        assert any(one.comm.dp.compress == "int8" for one in measurer.tried)
+        assert book.known.best.job(GIVEN).comm.dp.compress == wanted
+
+
+def test_the_parts_lead_from_the_first_to_the_best(whole):
+    book, _, _ = whole
+    left = 1.0
+    for part in parts(book.known):
+        left *= 1 - part.gain
+    assert left == pytest.approx(math.exp(book.known.best.relative), rel=1e-6)
+    text = paragraph(book.known)
+    assert "layout.recompute full -> none" in text
+    assert f"in {len(book.known.trials)} trials" in text
+
+
+def test_the_page_is_complete_and_loads_nothing(whole, tmp_path):
+    book, _, _ = whole
+    text = render(book.known, tmp_path)
+    assert text.count('<tr><td class="n">') == len(book.known.trials)
+    assert "http://" not in text.split("<script>")[0]

@@ -9,12 +9,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from examples import llama3, rent_or_buy, resnet50
+from examples import llama3, rent_or_buy
 from examples.markdown import reflow
 
 FOLDER = Path(__file__).parent / "examples"
 PAGES = {
-    "resnet50.md": resnet50.page,
     "llama3-405b.md": llama3.page,
     "rent-or-buy.md": rent_or_buy.page,
 }

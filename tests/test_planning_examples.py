@@ -30,7 +30,7 @@ def _words(page: str) -> str:
     return " ".join(NUMBER.sub("#", page).split())
 
 
-@pytest.mark.parametrize("name", ["resnet50.md", "llama3-405b.md", "rent-or-buy.md"])
+@pytest.mark.parametrize("name", ["llama3-405b.md", "rent-or-buy.md"])
 def test_pages_are_what_the_planner_says(maker, name):
     made = maker.reflow(maker.PAGES[name]())
     written = (ROOT / "docs" / "examples" / name).read_text()
@@ -55,12 +55,6 @@ def test_paragraphs_are_filled_and_tables_left_alone(maker):
     assert max(map(len, text.splitlines())) <= 100
     assert items == "- first of it\n- second"
     assert table == "| a |\n|---|\n"
-
-
-def test_the_case_study_is_judged_by_arithmetic(maker):
-    page = maker.reflow(maker.PAGES["resnet50.md"]())
-    for fact in ("53.4 min", "6.7 min", "7,118 images/s", "64,058 images/s", "102.2 MB"):
-        assert fact in page
 
 
 def test_the_large_run_is_near_what_was_published(maker):

@@ -4,7 +4,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
-MADE = "*This page is made by `docs/make_planning_examples.py` from the planner's own functions.*"
+MADE = "*This page is made by `docs/make_planning_examples.py` from the planner's own functions.*\n"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

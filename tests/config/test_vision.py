@@ -124,7 +124,8 @@ def test_networks_that_are_only_planned_are_not_trained():
     from paceline.config.job import read_job
     from paceline.train.start import resolve_here, why_only_planned
 
-    for model in ({"family": "resnet"}, {"family": "efficientnet"}):
+    only_planned = ({"family": "resnet", "squeeze_excite": True}, {"family": "efficientnet"})
+    for model in only_planned:
         with pytest.raises(InputError, match="can be planned, not trained yet"):
             resolve_here(_job(**model))
     for switch in ("gated", "causal"):

@@ -7,17 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from paceline.config.comm import Comm, DpComm, LocalUpdates, codec
 from paceline.config.errors import InputError
 from paceline.config.figure import Figure
 from paceline.config.hardware import Cluster, Tier
+from paceline.config.job import read_job
 from paceline.config.layout import Layout
+from paceline.config.links import faster
 from paceline.config.stack import CONSTANTS, Stack
 from paceline.config.vision import Conv, EfficientNet, ResNet
 from paceline.observe.terms import TERMS
+from paceline.plan.collectives import collective_s, tiers_of
 from paceline.plan.convnet import (
     Training,
     convnet_memory_bytes,
     convnet_times,
+    exchange_s,
     network_named,
     predict_convnet,
     predict_images_per_s,
@@ -25,7 +30,9 @@ from paceline.plan.convnet import (
 from paceline.plan.convnet.kernels import forward_backward_s
 from paceline.plan.convnet.memory import kept_bytes
 from paceline.plan.convnet.step import bucket_ends
-from paceline.plan.prediction import MEMORY_TERMS
+from paceline.plan.prediction import MEMORY_TERMS, Prediction
+from paceline.plan.price.compress import codec_s
+from paceline.plan.search.choose import plan_job
 
 
 def _cluster(name: str = "A100-80", per_node: int = 8, nodes: int = 1) -> Cluster:
@@ -340,3 +347,84 @@ def test_published_residual_networks_are_met_without_a_fit():
         errors.append(abs(found.tokens_per_s / rate - 1))
     assert np.mean(errors) < 0.15
     assert max(errors) < 0.25
+
+
+# ---- how gradients travel ------------------------------------------------------------------------
+
+
+def _with_comm(comm: Comm, cluster: Cluster | None = None, **changes: object) -> Prediction:
+    return predict_convnet(
+        ResNet(), cluster or _cluster(nodes=2), _layout(16, 64, **changes), 1024, comm=comm
+    )
+
+
+def test_an_algorithm_is_priced_by_its_own_rounds():
+    num_bytes = 4.0 * ResNet().num_params
+    cluster = _cluster(nodes=2)
+    for name in ("hierarchical", "ring"):
+        training = _training(num_ranks=np.array([16]), algorithm=name)
+        found = float(exchange_s(cluster, Stack(), training, num_bytes / 4)[0])
+        assert found == pytest.approx(
+            float(collective_s(cluster, f"all_reduce.{name}", num_bytes, 16, 1))
+        )
+    exact = _with_comm(Comm())
+    assert _with_comm(Comm(dp=DpComm(algorithm="backend"))).time_s == exact.time_s
+    assert _with_comm(Comm(dp=DpComm(algorithm="ring"))).step_s > exact.step_s
+
+
+def test_eight_bits_send_a_quarter_and_cost_the_device_its_coding():
+    """Both collectives of the form are on the wire; coding is exposed however fast that is."""
+    num_params, cluster = float(ResNet().num_params), _cluster(nodes=2)
+    training = _training(num_ranks=np.array([16]), codec=codec("int8"))
+    coded_bytes = num_params * (8 + 32 / 256) / 8
+    parts = [
+        float(collective_s(cluster, op, coded_bytes, 16, 1)) for op in ("all_to_all", "all_gather")
+    ]
+    found = float(exchange_s(cluster, Stack(), training, num_params)[0])
+    assert found == pytest.approx(sum(parts))
+    coding_s = float(codec_s(cluster.known_device, codec("int8"), np.array([num_params]), 16)[0])
+    instant = cluster.replace(tiers=tuple(faster(tier, 1e3) for tier in tiers_of(cluster)))
+    in_bits = Comm(dp=DpComm(compress="int8"))
+    added_s = (
+        _with_comm(in_bits, instant).time_s["exposed_comm.dp"]
+        - _with_comm(Comm(), instant).time_s["exposed_comm.dp"]
+    )
+    assert added_s == pytest.approx(coding_s, rel=0.25)
+
+
+def test_a_slow_network_is_where_eight_bits_pay():
+    """Between single devices; several on a node would send half their codes to another one."""
+    in_bits, fast = Comm(dp=DpComm(compress="int8")), _cluster(per_node=1, nodes=16)
+    slow = fast.replace(tiers=tuple(faster(tier, 1 / 50) for tier in tiers_of(fast)))
+    assert _with_comm(in_bits, fast).step_s > 0.95 * _with_comm(Comm(), fast).step_s
+    assert _with_comm(in_bits, slow).step_s < 0.4 * _with_comm(Comm(), slow).step_s
+
+
+def test_fused_norms_are_priced_as_compiled_ones():
+    fused = _with_comm(Comm(), kernels="triton")
+    assert fused.time_s == _with_comm(Comm(), compile=True).time_s
+    assert fused.time_s["other_kernels"] < 0.8 * _with_comm(Comm()).time_s["other_kernels"]
+
+
+@pytest.mark.parametrize(
+    ("comm", "changes", "words"),
+    [
+        (Comm(dp=DpComm(compress="powersgd:4")), {}, 'comm.dp.compress = "powersgd" is not priced'),
+        (Comm(local=LocalUpdates(method="diloco")), {}, 'comm.local.method = "diloco" is not'),
+        (Comm(), {"recompute": "full"}, 'layout.recompute = "full" and'),
+    ],
+)
+def test_what_is_not_priced_is_refused(comm, changes, words):
+    with pytest.raises(InputError) as error:
+        _with_comm(comm, **changes)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_job_that_is_trained_has_its_prediction(tmp_path):
+    file = tmp_path / "job.toml"
+    file.write_text('[model]\nfamily = "resnet"\n[train]\nsteps = 1\nglobal_batch = 512\n')
+    job = read_job(file)
+    plan = plan_job(job, _cluster())
+    assert plan.ranked[0].layout == plan.job.layout
+    assert plan.ranked[0].tokens_per_s == pytest.approx(512 / plan.ranked[0].step_s)

@@ -141,7 +141,7 @@ def test_a_measured_codec_has_its_own_seconds():
         values=(1e6, 1e7), encode=(0.01, 0.1), decode=(0.005, 0.05), source="this test"
     )
     setting = Setting.of(_job(200, device=_core(codecs={"int8": curve})))
-    found = codec_s(setting, codec("int8"), np.array([2e7]), np.array([2]))
+    found = codec_s(setting.device, codec("int8"), np.array([2e7]), np.array([2]))
     # 20 M values are coded, 1.5 times as many decoded; beyond the curve in proportion.
     assert found[0] == pytest.approx(0.2 + 0.15)
 
@@ -151,7 +151,7 @@ def test_units_cost_passes_beside_the_codec():
     curve = CodecCurve(values=(1e6, 1e7), **rates, source="this test")
     setting = Setting.of(_job(200, device=_core(codecs=dict.fromkeys(("int4", "quinary"), curve))))
     int4, quinary = (
-        codec_s(setting, codec(name), np.array([1e7]), np.array([2]))[0]
+        codec_s(setting.device, codec(name), np.array([1e7]), np.array([2]))[0]
         for name in ("int4", "quinary")
     )
     assert int4 == pytest.approx(0.1)

@@ -12,6 +12,7 @@ from paceline.config.hardware import Cluster
 from paceline.config.model import Model
 from paceline.config.noun import Noun, size
 from paceline.config.schedule import refusal as schedule_refusal
+from paceline.config.vision import ResNet
 
 if TYPE_CHECKING:
     from paceline.config.layout import Layout
@@ -97,6 +98,25 @@ def _known_model(demand: Demand) -> Iterator[str]:
                 f"layout.{axis} = {getattr(layout, axis)} needs a model that Paceline knows the "
                 f"layers of, not one of your own: set it to 1 and use dp or fsdp."
             )
+
+
+def _images(demand: Demand) -> Iterator[str]:
+    """Batch norms count every forward pass; and a ResNet's products are convolutions."""
+    layout, model = demand.layout, demand.model
+    if not isinstance(model, ResNet):
+        return
+    if layout.recompute != "none":
+        yield (
+            f'layout.recompute = "{layout.recompute}" would count each micro-batch twice in the '
+            'running statistics of batch norms: set it to "none".'
+        )
+    if layout.precision == "fp8":
+        yield ('layout.precision = "fp8" has no effect on convolutions: use "bf16" or "fp16".')
+    if layout.micro_batch == 1 and model.convolutions[-1].out_side == 1:
+        yield (
+            f"layout.micro_batch = 1 with model.image_size = {model.image_size} leaves the last "
+            "batch norms one value a channel, and statistics need two: raise one of them."
+        )
 
 
 def _zero(demand: Demand) -> Iterator[str]:
@@ -370,6 +390,7 @@ _RULES: tuple[Rule, ...] = (
     _precision,
     _kernels,
     _known_model,
+    _images,
     _ranks,
     _zero,
     _context,

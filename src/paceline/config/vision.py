@@ -8,7 +8,8 @@ bottleneck takes the stride), ResNeXt by `groups` and `width_per_group`, wide on
 FLOP convention as in `paceline.config.model`: 2 per multiply-add, the backward pass twice the
 forward, norms and element-wise work nothing. (torchvision's "GFLOPS" are multiply-adds.)
 
-These networks are planned, not trained: Paceline trains your own module of them.
+ResNets without squeeze-and-excitation are trained as well (`paceline.models.resnet`); the others
+are planned, and trained as modules of your own.
 
 Papers: ResNet https://arxiv.org/abs/1512.03385, ResNeXt https://arxiv.org/abs/1611.05431,
 squeeze-and-excitation https://arxiv.org/abs/1709.01507, EfficientNet

@@ -6,7 +6,6 @@ are made beside it as many as `train.eval_batches` asks for, and their AUC stand
 that is possible on them.
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -26,9 +25,9 @@ from paceline.comm.ranks import Ranks
 from paceline.config.job import Job
 from paceline.config.recommender import Dlrm
 from paceline.models.dlrm import DlrmNetwork
-from paceline.train.data import rank_share
-from paceline.train.data.clicks import EVAL_START, auc, samples
-from paceline.train.task import Step, Task
+from paceline.train.data.clicks import auc, samples
+from paceline.train.synthetic import made_eval_steps, made_steps
+from paceline.train.task import Task
 
 
 class Clicked(NamedTuple):
@@ -55,14 +54,14 @@ def click_task(job: Job, ranks: Ranks) -> Task:
     model = job.model
     assert isinstance(model, Dlrm)
     tables = tables_of(job, ranks)
-    seen = Seen()
+    make, seen = partial(_micro_batch, job, ranks), Seen()
     with torch.device("meta"):
         module = DlrmNetwork(model)
     return Task(
         module=module,
         loss=partial(_loss, tables, seen),
-        steps_from=lambda first: _steps(job, ranks, first),
-        eval_steps=lambda: _eval_steps(job, ranks),
+        steps_from=lambda first: made_steps(job, ranks, make, first),
+        eval_steps=lambda: made_eval_steps(job, ranks, make),
         unit="samples",
         train_flops_per_unit=model.train_flops_per_sample,
         data_key=data_key(job),
@@ -131,27 +130,6 @@ def _loss(tables: Tables, seen: "Seen", module: nn.Module, batch: Clicked) -> Te
     if not module.training:
         seen.add(logits, batch)
     return binary_cross_entropy_with_logits(logits, batch.clicked)
-
-
-def _steps(job: Job, ranks: Ranks, first: int) -> Iterator[Step]:
-    while True:
-        yield _step(job, ranks, first)
-        first += job.train.global_batch
-
-
-def _eval_steps(job: Job, ranks: Ranks) -> Iterable[Step]:
-    batch = job.train.global_batch
-    return (
-        _step(job, ranks, EVAL_START + number * batch) for number in range(job.train.eval_batches)
-    )
-
-
-def _step(job: Job, ranks: Ranks, first: int) -> Step:
-    """This rank's share of the global batch that begins with a sample."""
-    indices = np.arange(first, first + job.train.global_batch)
-    mine = rank_share(indices, ranks.rank, ranks.world_size)
-    cuts = range(0, len(mine), job.micro_batch)
-    return [_micro_batch(job, ranks, mine[cut : cut + job.micro_batch]) for cut in cuts]
 
 
 def _micro_batch(job: Job, ranks: Ranks, indices: np.ndarray) -> Clicked:

@@ -105,13 +105,14 @@ def _of_decoder(job: Job, wishes: Wishes) -> Answer:
 
 
 def _of_convnet(job: Job, network: ConvNet, wishes: Wishes) -> Answer:
-    found = predict_all(network, job.cluster, job.train.global_batch, wishes)
+    found = predict_all(network, job.cluster, job.train.global_batch, wishes, job.comm)
     memory = job.cluster.known_device.memory_bytes
     limit = None if memory is None else (1 - MARGIN) * memory.value
     fits = tuple(one for one in found if limit is None or one.peak_memory_bytes <= limit)
     best = fits[0] if fits else None
     leanest = min(found, key=lambda one: one.peak_memory_bytes)
-    notes = sentences_of(network, job.cluster, job.train.global_batch, best) if best else ()
+    batch = job.train.global_batch
+    notes = sentences_of(network, job.cluster, batch, best, job.comm) if best else ()
     return Answer(
         job=job,
         unit="images",

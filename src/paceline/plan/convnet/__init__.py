@@ -24,18 +24,20 @@ from paceline.plan.convnet.published import network_named, predict_images_per_s
 from paceline.plan.convnet.step import (
     Times,
     Training,
-    all_reduce_s,
     convnet_times,
+    exchange_s,
     predict_convnet,
+    training_of,
 )
 
 __all__ = [
     "Times",
     "Training",
-    "all_reduce_s",
     "convnet_memory_bytes",
     "convnet_times",
+    "exchange_s",
     "network_named",
     "predict_convnet",
     "predict_images_per_s",
+    "training_of",
 ]

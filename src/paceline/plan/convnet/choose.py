@@ -7,8 +7,7 @@ precision is asked for), so that all of them are predicted. What is fixed is kep
 from collections.abc import Iterator
 from itertools import product
 
-import numpy as np
-
+from paceline.config.comm import Comm
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.layout import Layout
@@ -16,8 +15,7 @@ from paceline.config.noun import size
 from paceline.config.stack import Stack
 from paceline.config.vision import ConvNet
 from paceline.plan.convnet.kernels import VALUE_BYTES
-from paceline.plan.convnet.step import Training, convnet_times, predict_convnet
-from paceline.plan.points import Array
+from paceline.plan.convnet.step import convnet_times, predict_convnet, training_of
 from paceline.plan.prediction import Prediction
 from paceline.plan.scale import weak_efficiency
 from paceline.plan.search.space import Wishes, divisors
@@ -37,7 +35,11 @@ _PLAIN: dict[str, object] = {
 
 
 def predict_all(
-    network: ConvNet, cluster: Cluster, global_batch: int, wishes: Wishes | None = None
+    network: ConvNet,
+    cluster: Cluster,
+    global_batch: int,
+    wishes: Wishes | None = None,
+    comm: Comm | None = None,
 ) -> tuple[Prediction, ...]:
     """Every layout of replicas that agrees with the wishes, the fastest first.
 
@@ -46,6 +48,7 @@ def predict_all(
         cluster: concrete.
         global_batch: images of a step.
         wishes: of its `free`, only precision has a meaning here.
+        comm: of the Job.
 
     Raises:
         InputError: another way to split is fixed, the batch can't be shared out, or the speed of
@@ -59,7 +62,7 @@ def predict_all(
             "replicas only: leave it out."
         )
     found = [
-        predict_convnet(network, cluster, layout, global_batch)
+        predict_convnet(network, cluster, layout, global_batch, comm=comm)
         for layout in _layouts(cluster, global_batch, wishes)
     ]
     return tuple(sorted(found, key=lambda one: one.step_s))
@@ -107,7 +110,7 @@ def _compiled(cluster: Cluster, wishes: Wishes) -> tuple[bool, ...]:
 
 
 def sentences_of(
-    network: ConvNet, cluster: Cluster, global_batch: int, best: Prediction
+    network: ConvNet, cluster: Cluster, global_batch: int, best: Prediction, comm: Comm
 ) -> tuple[str, ...]:
     """What reducing the gradients takes and leaves exposed, and how well the replicas scale."""
     ranks = size(best.layout.dp)
@@ -115,7 +118,9 @@ def sentences_of(
         return ()
     alone = predict_convnet(network, cluster, best.layout.replace(dp=1), global_batch // ranks)
     share = float(weak_efficiency(best.tokens_per_s, ranks, alone.tokens_per_s))
-    reduced_s = _reduce_s(network, cluster, global_batch, best.layout)
+    training = training_of(cluster, best.layout, global_batch, comm)
+    stack = cluster.stack or Stack()
+    reduced_s = float(convnet_times(network, cluster, stack, training).reduce_s[0])
     exposed_s = best.time_s["exposed_comm.dp"]
     return (
         f"all-reducing {network.num_params * _GRADIENT_BYTES / 1e6:.3g} MB of gradients takes "
@@ -123,22 +128,3 @@ def sentences_of(
         f"({exposed_s / best.step_s:.1%} of the step).",
         f"{ranks} devices do {share:.1%} of {ranks} times the work of one.",
     )
-
-
-def _reduce_s(network: ConvNet, cluster: Cluster, global_batch: int, layout: Layout) -> float:
-    batch, ranks = size(layout.micro_batch), size(layout.dp)
-    assert layout.bucket_mib != "auto"
-    training = Training(
-        batch=_column(batch),
-        num_ranks=_column(ranks),
-        precision=str(layout.precision),
-        num_micro_batches=_column(global_batch // (batch * ranks)),
-        bucket_bytes=_column(layout.bucket_mib * 2**20),
-        grad_bytes=_column(_GRADIENT_BYTES),
-    )
-    stack = cluster.stack or Stack()
-    return float(convnet_times(network, cluster, stack, training).reduce_s[0])
-
-
-def _column(value: float) -> Array:
-    return np.array([value])

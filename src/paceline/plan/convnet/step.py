@@ -1,12 +1,13 @@
 """A convolutional network's step by term, in columns, and the Prediction of one layout."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from paceline.config.comm import Codec, Comm, codec
 from paceline.config.errors import InputError
+from paceline.config.feasible_comm import check_comm
 from paceline.config.hardware import Cluster, Device
 from paceline.config.layout import Layout
 from paceline.config.noun import size
@@ -23,6 +24,13 @@ from paceline.plan.convnet.kernels import (
 from paceline.plan.convnet.memory import convnet_memory_bytes
 from paceline.plan.points import Array
 from paceline.plan.prediction import Memory, Prediction
+from paceline.plan.price.compress import (
+    bits_per_value,
+    codec_s,
+    sent_bytes,
+    waiting_share,
+    wire_ops,
+)
 from paceline.plan.rates import memory_s, origins, peak_flops
 from paceline.plan.scale import straggler_wait_s
 
@@ -33,6 +41,7 @@ _SGD_BYTES = 5 * _FP32
 _SCALING_BYTES, _CAST_BYTES = 2 * _FP32, _FP32 + 2
 # Launches of the optimizer, its check of gradients and their zeroing, over all parameters.
 _STEP_KERNELS = 20
+_EXACT = Codec("none")
 _FIRST_BUCKET_BYTES = 2**20  # DDP's first bucket, so that reducing starts early
 
 # By how much a step may differ, either way; from residuals of published rates (docs/planning.md),
@@ -53,7 +62,11 @@ class Training:
     num_micro_batches: Array
     bucket_bytes: Array
     grad_bytes: Array
-    """Of one gradient on the wire: 4, 2 (16-bit) or 1 (8-bit compression)."""
+    """Of one gradient that travels as it is: 4, or 2 where the software sends 16 bits."""
+    algorithm: str = "backend"
+    """Who carries out the all-reduces, see `Comm.dp`."""
+    codec: Codec = _EXACT
+    """In what form gradients travel."""
     input_images_per_s: Array | None = None
     """What the loader gives each rank; None: unknown, taken as enough."""
 
@@ -127,11 +140,12 @@ def _optimizer_s(network: ConvNet, device: Device, stack: Stack, training: Train
 def _reduced(
     network: ConvNet, cluster: Cluster, stack: Stack, training: Training, backward: Array
 ) -> tuple[Array, Array]:
-    """All seconds of the gradients' all-reduces, and those that no computation hides.
+    """All seconds of the gradients' collectives, and those that no computation hides.
 
     Buckets fill from the last layer to the first and go out in that order, each as soon as it is
     full and the one before is through; what is left after the backward pass is exposed. Computing
-    beside them slows down, which counts as exposed too.
+    beside them slows down, which counts as exposed too, and so does coding and decoding, for which
+    the device leaves the backward pass.
 
     Args:
         backward: (c, n) seconds of each convolution's backward pass.
@@ -142,29 +156,39 @@ def _reduced(
     for full, params in buckets:
         index = np.broadcast_to(np.minimum(full, len(ready) - 1), ready.shape[1:])
         at = np.take_along_axis(ready, index[None, :].astype(int), axis=0)[0]
-        seconds = all_reduce_s(cluster, stack, params * training.grad_bytes, training.num_ranks)
+        seconds = exchange_s(cluster, stack, training, params)
         end = np.maximum(end, at) + seconds
         total = total + seconds
+    device, params = cluster.known_device, np.array([float(network.num_params)])
+    coding = codec_s(device, training.codec, params, training.num_ranks)
+    coding = np.where(training.num_ranks > 1, coding, 0.0)
     if not stack.overlaps_data_axes:
-        return total, total
+        return total, total + coding
     exposed = np.maximum(end - ready[-1], 0.0)
-    hidden = np.maximum(total - exposed, 0.0) * constant(stack, "overlap_share")
+    sent = sent_bytes(training.codec, params * _wire_bytes(training), training.num_ranks)
+    share = constant(stack, "overlap_share") * waiting_share(device, stack, sent, total)
+    hidden = np.maximum(total - exposed, 0.0) * share
     beside = hidden * (constant(stack, "overlap_slowdown") - 1)
-    return total, total - hidden + beside
+    return total, total - hidden + beside + coding
 
 
-def all_reduce_s(
-    cluster: Cluster, stack: Stack, num_bytes: npt.ArrayLike, num_ranks: npt.ArrayLike
-) -> Array:
-    """Seconds of one all-reduce among neighbours in rank order, with the stack's constants."""
-    num_bytes, num_ranks = np.atleast_1d(num_bytes), np.atleast_1d(num_ranks)
+def exchange_s(cluster: Cluster, stack: Stack, training: Training, num_params: Array) -> Array:
+    """Seconds on the wire of the mean of so many gradients over all ranks: (n,)."""
+    ranks = np.atleast_1d(training.num_ranks)
+    num_bytes = num_params * _wire_bytes(training)
+    across = is_across(cluster, ranks, 1)
     factor = np.where(
-        is_across(cluster, num_ranks, 1),
-        constant(stack, "comm_time_across"),
-        constant(stack, "comm_time_inside"),
+        across, constant(stack, "comm_time_across"), constant(stack, "comm_time_inside")
     )
-    seconds = collective_s(cluster, "all_reduce", num_bytes, num_ranks, 1)
+    by = "" if training.algorithm in ("auto", "backend") else f".{training.algorithm}"
+    ops = wire_ops(training.codec) if training.codec.kind != "none" else ("all_reduce" + by,)
+    seconds = sum((collective_s(cluster, op, num_bytes, ranks, 1) for op in ops), np.zeros(1))
     return np.where(num_bytes > 0, seconds * factor, 0.0)
+
+
+def _wire_bytes(training: Training) -> Array:
+    """Of a gradient in each of the collectives of its form."""
+    return bits_per_value(training.codec, (), np.atleast_1d(training.grad_bytes)) / 8
 
 
 def bucket_ends(network: ConvNet, bucket_bytes: Array) -> list[tuple[Array, Array]]:
@@ -192,7 +216,7 @@ def predict_convnet(
     stack: Stack | None = None,
     *,
     tf32: bool = True,
-    grad_bytes: float = _FP32,
+    comm: Comm | None = None,
     input_images_per_s: float | None = None,
 ) -> Prediction:
     """Time and memory of one concrete data-parallel layout.
@@ -200,51 +224,27 @@ def predict_convnet(
     Args:
         network: the convolutions.
         cluster: concrete.
-        layout: concrete; only dp, micro_batch, precision, compile and bucket_mib count.
+        layout: concrete; only dp, micro_batch, precision, compile, kernels and bucket_mib count.
         global_batch: images of a step.
         stack: the cluster's, or our own runtime's, by default.
         tf32: whether fp32 convolutions use TF32 where the device has it, PyTorch's default.
-        grad_bytes: bytes of a gradient on the wire: 4, 2 (16-bit) or 1 (8-bit compression).
+        comm: of the Job; "auto" counts as exact sums by the backend.
         input_images_per_s: what the loader gives each rank; None: unknown, taken as enough.
 
     Returns:
         the Prediction, whose tokens_per_s are images per second of all ranks.
 
     Raises:
-        InputError: the layout has other axes than dp, or the device's peak is not known.
+        InputError: the layout or the comm asks for what replicas of convolutions don't have, or the
+            device's peak is not known.
     """
     device, stack = cluster.known_device, stack or cluster.stack or Stack()
-    if layout.compile is True:
+    if layout.compile is True or layout.kernels == "triton":
         stack = stack.replace(elementwise="fused")
-    if not layout.is_plain or layout.fsdp != 1:
-        raise InputError(
-            f"the layout {layout.summary} was given, and a convolutional network is priced with "
-            "replicas only: set every axis but dp to 1."
-        )
-    batch, ranks = size(layout.micro_batch), size(layout.dp)
-    if global_batch % (batch * ranks):
-        raise InputError(
-            f"global_batch = {global_batch} is not a multiple of {ranks} ranks x micro-batches of "
-            f"{batch}: use one that is."
-        )
-    assert layout.bucket_mib != "auto"
-    precision = str(layout.precision)
-    if precision not in VALUE_BYTES:
-        raise InputError(
-            f'layout.precision = "{precision}" is not known for convolutions: use "fp32", "bf16" '
-            'or "fp16".'
-        )
-    if precision == "fp32" and tf32 and device.peak("tf32") is not None:
-        precision = "tf32"
-    training = Training(
-        batch=np.array([batch]),
-        num_ranks=np.array([ranks]),
-        precision=precision,
-        num_micro_batches=np.array([global_batch // (batch * ranks)]),
-        bucket_bytes=np.array([layout.bucket_mib * 2**20]),
-        grad_bytes=np.array([grad_bytes]),
-        input_images_per_s=None if input_images_per_s is None else np.array([input_images_per_s]),
-    )
+    training = training_of(cluster, layout, global_batch, comm or Comm(), tf32=tf32)
+    precision, batch, ranks = training.precision, size(layout.micro_batch), size(layout.dp)
+    if input_images_per_s is not None:
+        training = replace(training, input_images_per_s=np.array([input_images_per_s]))
     times = convnet_times(network, cluster, stack, training)
     step_s = float(times.step_s[0])
     memory = convnet_memory_bytes(network, batch, precision, ranks)
@@ -263,6 +263,67 @@ def predict_convnet(
     )
 
 
+def training_of(
+    cluster: Cluster, layout: Layout, global_batch: int, comm: Comm, *, tf32: bool = True
+) -> Training:
+    """What a Job says about how it trains; arguments as of `predict_convnet`.
+
+    Raises:
+        InputError: see there.
+    """
+    _check(layout, comm)
+    batch, ranks = size(layout.micro_batch), size(layout.dp)
+    if global_batch % (batch * ranks):
+        raise InputError(
+            f"global_batch = {global_batch} is not a multiple of {ranks} ranks x micro-batches of "
+            f"{batch}: use one that is."
+        )
+    precision = str(layout.precision)
+    if precision == "fp32" and tf32 and cluster.known_device.peak("tf32") is not None:
+        precision = "tf32"
+    assert layout.bucket_mib != "auto"
+    form = comm.dp.compress
+    return Training(
+        batch=np.array([batch]),
+        num_ranks=np.array([ranks]),
+        precision=precision,
+        num_micro_batches=np.array([global_batch // (batch * ranks)]),
+        bucket_bytes=np.array([layout.bucket_mib * 2**20]),
+        grad_bytes=np.array([float(_FP32)]),
+        algorithm=comm.dp.algorithm,
+        codec=_EXACT if form == "auto" else codec(form),
+    )
+
+
+def _check(layout: Layout, comm: Comm) -> None:
+    """Refuse what is not priced."""
+    check_comm(comm, layout)
+    if not layout.is_plain or layout.fsdp != 1:
+        raise InputError(
+            f"the layout {layout.summary} was given, and a convolutional network is priced with "
+            "replicas only: set every axis but dp to 1."
+        )
+    if str(layout.precision) not in VALUE_BYTES:
+        raise InputError(
+            f'layout.precision = "{layout.precision}" is not known for convolutions: use "fp32", '
+            '"bf16" or "fp16".'
+        )
+    if layout.recompute != "none" or layout.offload:
+        raise InputError(
+            f'layout.recompute = "{layout.recompute}" and layout.offload = {list(layout.offload)} '
+            "are not priced for convolutional networks: leave both out."
+        )
+    for name, value in (
+        ("comm.local.method", comm.local.method),
+        ("comm.dp.compress", comm.dp.compress.partition(":")[0]),
+    ):
+        if value in ("local_sgd", "diloco", "streaming", "powersgd"):
+            raise InputError(
+                f'{name} = "{value}" is not priced for convolutional networks: leave it out, or '
+                "measure it."
+            )
+
+
 def _assumptions(
     device: Device, stack: Stack, precision: str, input_images_per_s: float | None
 ) -> dict[str, str]:
@@ -272,6 +333,7 @@ def _assumptions(
         if stack.channels_last is not None
         else "assumed: "
         + ("images are turned around each convolution" if turned else "as the device wants it"),
+        "optimizer": "assumed: SGD with momentum, as published runs have it",
         "conv_time": stack.origin if "conv_time" in stack.constants else "assumed",
         "straggler_wait": f"assumed: ranks' work scatters by {constant(stack, 'rank_spread'):.1%}",
     }

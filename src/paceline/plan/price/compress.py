@@ -21,7 +21,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.config.comm import Codec, coded_bits
-from paceline.plan.points import Array, Setting
+from paceline.config.device import Device
+from paceline.config.stack import Stack, constant
+from paceline.plan.points import Array
 from paceline.plan.price.work import Work
 from paceline.plan.rates import memory_s
 
@@ -42,6 +44,10 @@ _UNIT_BYTES = 36
 # Passes of PowerSGD over errors and gradients (comm/compress/low_rank.py): added up (12), read for
 # P and for Q (8), rebuilt (4), the error left (12).
 _LOW_RANK_BYTES = 36
+
+
+# How often a buffer crosses a rank's link, but for the rank's own share of it.
+_CROSSINGS = {"all_reduce": 2, "all_to_all": 1, "all_gather": 1}
 
 
 def wire_ops(codec: Codec) -> tuple[str, ...]:
@@ -70,26 +76,48 @@ def bits_per_value(codec: Codec, works: Sequence[Work], value_bytes: Array) -> A
     return np.full(1, coded_bits(codec))
 
 
-def codec_s(setting: Setting, codec: Codec, num_values: Array, num_ranks: Array) -> Array:
+def codec_s(device: Device, codec: Codec, num_values: Array, num_ranks: Array) -> Array:
     """Seconds of a rank's coding and decoding for the mean of so many values: (n,)."""
     if codec.kind == "none":
         return np.zeros(1)
     if codec.kind == "powersgd":
-        return memory_s(setting.device, num_values * _LOW_RANK_BYTES)
+        return memory_s(device, num_values * _LOW_RANK_BYTES)
     decoded = num_values * (2 - 1 / np.maximum(num_ranks, 1))
     scaled: Array | int = 0
     if codec.kind == "quinary":
-        scaled = memory_s(setting.device, num_values * _UNIT_BYTES)
-    curve = setting.device.codecs.get(str(codec))
+        scaled = memory_s(device, num_values * _UNIT_BYTES)
+    curve = device.codecs.get(str(codec))
     if curve is None:
-        coding = memory_s(setting.device, num_values * _CODING_BYTES[codec.kind])
-        decoding = memory_s(setting.device, decoded * _DECODING_BYTES[codec.kind])
+        coding = memory_s(device, num_values * _CODING_BYTES[codec.kind])
+        decoding = memory_s(device, decoded * _DECODING_BYTES[codec.kind])
         return scaled + coding + decoding
     encode, decode = (
         np.interp(values, curve.values, seconds) * np.maximum(values / curve.values[-1], 1)
         for values, seconds in ((num_values, curve.encode), (decoded, curve.decode))
     )
     return scaled + encode + decode
+
+
+def sent_bytes(codec: Codec, num_bytes: Array, num_ranks: Array) -> Array:
+    """What a rank sends for the mean of a buffer whose form takes so many bytes: (n,)."""
+    crossings = sum(_CROSSINGS[op] for op in wire_ops(codec))
+    num_ranks = np.maximum(num_ranks, 1)
+    return num_bytes * crossings * (num_ranks - 1) / num_ranks
+
+
+def waiting_share(device: Device, stack: Stack, num_sent: Array, seconds: Array) -> Array:
+    """Part of an exchange's seconds in which its device could compute: (n,), 0 to 1.
+
+    On a CPU whoever sends works: only what a link is slower than a socket can be hidden.
+
+    Args:
+        num_sent: bytes that a rank sends.
+        seconds: that the exchange takes.
+    """
+    if not device.is_cpu:
+        return np.ones(1)
+    busy_s = num_sent / (constant(stack, "socket_gb_per_s") * 1e9)
+    return np.clip(1 - busy_s / np.maximum(seconds, 1e-12), 0.0, 1.0)
 
 
 def _sides(works: Sequence[Work]) -> Array:

@@ -29,12 +29,16 @@ import numpy as np
 
 from paceline.config.stack import constant
 from paceline.plan.points import PRECISIONS, SCHEDULES, Array, Points, Setting
-from paceline.plan.price.compress import bits_per_value, codec_s, wire_ops
+from paceline.plan.price.compress import (
+    bits_per_value,
+    codec_s,
+    sent_bytes,
+    waiting_share,
+    wire_ops,
+)
 from paceline.plan.price.parts import Part, Request, hidden_share
 from paceline.plan.price.work import Work, autocasts, is_sharded
 
-# How often a buffer crosses a rank's link, but for the rank's own share of it.
-_CROSSINGS = {"all_reduce": 2, "all_to_all": 1, "all_gather": 1}
 _DUALPIPE = SCHEDULES.index("dualpipe")
 _FP8 = PRECISIONS.index("fp8")
 
@@ -274,7 +278,7 @@ def _buckets(
     number = np.maximum(total_bytes / np.maximum(bucket_bytes, 1), 1)
     all_s = number * bucket_s
     replicas = dense_groups(points).replicas
-    coding_s = codec_s(setting, setting.replica_codec, total_bytes / reduced, replicas)
+    coding_s = codec_s(setting.device, setting.replica_codec, total_bytes / reduced, replicas)
     coding_s = np.where(replicas > 1, coding_s, 0.0)
     backward_s = sum(
         (count * part.beside_backward_s for count, part in zip(held.blocks, parts, strict=False)),
@@ -307,18 +311,10 @@ def _steps_beside_s(
 def _waiting_share(
     setting: Setting, points: Points, works: Sequence[Work], held: Held, all_s: Array
 ) -> Array:
-    """Part of the buckets' seconds in which the device could compute.
-
-    On a CPU whoever sends works: only what a link is slower than a socket can be hidden.
-    """
-    if not setting.device.is_cpu:
-        return np.ones(1)
-    replicas = np.maximum(dense_groups(points).replicas, 1)
-    crossings = sum(_CROSSINGS[op] for op in wire_ops(setting.replica_codec))
+    """Part of the buckets' seconds in which the device could compute."""
     coded = total_params(works, held) * coded_bytes(setting, points, works)
-    sent = coded * crossings * (replicas - 1) / replicas
-    busy_s = sent / (constant(setting.stack, "socket_gb_per_s") * 1e9)
-    return np.clip(1 - busy_s / np.maximum(all_s, 1e-12), 0.0, 1.0)
+    sent = sent_bytes(setting.replica_codec, coded, dense_groups(points).replicas)
+    return waiting_share(setting.device, setting.stack, sent, all_s)
 
 
 def shard_of_params(setting: Setting, points: Points, works: Sequence[Work], held: Held) -> Array:

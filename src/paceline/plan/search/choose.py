@@ -12,8 +12,10 @@ from paceline.config.hardware import Cluster
 from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.config.model import Model
+from paceline.config.vision import ResNet
 from paceline.plan.collectives import tiers_of
 from paceline.plan.comm import resolve_comm
+from paceline.plan.convnet import predict_convnet
 from paceline.plan.points import Setting
 from paceline.plan.prediction import Prediction
 from paceline.plan.price.step import predict
@@ -57,10 +59,24 @@ def plan_job(job: Job, machine: Cluster, wishes: Wishes | None = None) -> Plan:
     unknown = unsearchable(job, cluster)
     if unknown is not None:
         return replace(resolve(job, machine), notes=(unknown,))
+    if isinstance(job.model, ResNet):
+        return _of_images(resolve(job, machine), job.model)
     if not job.layout.undecided:
         return _with_exchange(job, resolve(job, machine))
     wishes = replace(wishes or Wishes(), layout=job.layout)
     return _with_exchange(job, _searched(job, cluster, wishes, reasons))
+
+
+def _of_images(plan: Plan, network: ResNet) -> Plan:
+    """The plan that rules made for a ResNet, with what is predicted of it."""
+    job = plan.job
+    try:
+        found = predict_convnet(
+            network, job.cluster, job.layout, job.train.global_batch, comm=job.comm
+        )
+    except InputError as error:  # it can run, but isn't priced
+        return replace(plan, notes=(f"not predicted: {error}",))
+    return replace(plan, ranked=(found,))
 
 
 def _with_exchange(job: Job, plan: Plan) -> Plan:
@@ -104,7 +120,7 @@ def _searched(job: Job, cluster: Cluster, wishes: Wishes, reasons: dict[str, str
 
 def unsearchable(job: Job, cluster: Cluster) -> str | None:
     """Why there is nothing to search by, as one sentence; None where there is."""
-    if not isinstance(job.model, Model):
+    if not isinstance(job.model, Model | ResNet):
         return "simple rules decided: what a model of your own costs is not known."
     try:
         wanted = job.layout.precision

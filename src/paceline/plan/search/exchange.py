@@ -27,7 +27,8 @@ PowerSGD fall too far behind (benchmarks/compression_loss.py): a person asks for
 WARM_UP_STEPS = 30
 """With so many exact steps int4 and quinary ended 300 steps within 0.5 % of the loss of exact sums,
 without them 0.6 to 0.7 % above it (means of three seeds, benchmarks/compression_loss.py)."""
-_LEAST_STEPS = 10 * WARM_UP_STEPS
+LEAST_STEPS = 10 * WARM_UP_STEPS
+"""Runs shorter than this have none of them."""
 BUCKETS_MIB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0)
 _MARGIN = 0.03
 """Of a step: exact sums stay unless another form is predicted to win by more. Assumed."""
@@ -101,7 +102,7 @@ def _forms(job: Job, layout: Layout) -> tuple[str, ...]:
         return (job.comm.dp.compress,)
     if not layout.is_plain or layout.fsdp != 1:
         return ("none",)  # what codecs cost replicas of shards is not priced
-    return (*FORMS, *AFTER_WARM_UP) if job.train.steps >= _LEAST_STEPS else FORMS
+    return (*FORMS, *AFTER_WARM_UP) if job.train.steps >= LEAST_STEPS else FORMS
 
 
 def _in_form(comm: Comm, form: str) -> Comm:

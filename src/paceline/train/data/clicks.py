@@ -25,8 +25,6 @@ from paceline.config.recommender import Clicks, Dlrm
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
-# Held-out samples come from here on: no training run gets that far.
-EVAL_START = 1 << 48
 # Shares of the logit's variance; a rule with all three parts needs all of DLRM.
 _DENSE_SHARE, _ROW_SHARE, _PAIR_SHARE = 0.3, 0.5, 0.2
 # Width of the hidden vectors of ids.

@@ -1,0 +1,192 @@
+"""A ResNet through the ordinary run: its images (pure), its steps on gloo ranks, the command."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.comm.ranks import Ranks
+from paceline.config.errors import InputError
+from paceline.config.hardware import Cluster
+from paceline.config.job import Job, read_job
+from paceline.config.vision import ResNet
+from paceline.plan.resolve import resolve
+from paceline.train.checkpoint import parameter_names
+from paceline.train.data.images import samples
+from paceline.train.start import read_inputs, why_only_planned
+from paceline.train.synthetic import EVAL_START
+from paceline.train.trainer import Trainer
+from paceline.train.vision import image_task
+from tests.command_line import metrics, paceline
+from tests.parallel.training import CPU
+from tests.ranks import run_ranks
+
+JOB = """
+name = "textures"
+[model]
+family = "resnet"
+depth = 18
+image_size = 32
+num_classes = 4
+[data]
+source = "images"
+[cluster]
+devices_per_node = 1
+[train]
+steps = 3
+global_batch = 8
+eval_batches = 1
+[optim]
+eps = 1e-3
+[checkpoint]
+every = 0
+"""
+FP64 = ("layout.precision=fp64", "layout.param_dtype=fp64")
+
+
+@pytest.fixture(scope="module")
+def job_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("jobs") / "job.toml"
+    file.write_text(JOB)
+    return file
+
+
+# ---- images --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, EVAL_START), min_size=2, max_size=6), st.integers(0, 2**31))
+def test_a_sample_is_a_function_of_seed_and_index_alone(indices, seed):
+    model = ResNet(image_size=32, num_classes=4)
+    together = samples(model, seed, np.array(indices))
+    alone = samples(model, seed, np.array(indices[-1:]))
+    assert np.array_equal(together.images[-1:], alone.images)
+    assert together.labels[-1] == alone.labels[0]
+    others = samples(model, seed, np.array(indices) + 1)
+    for other in (samples(model, seed + 1, np.array(indices)), others):
+        assert not np.array_equal(other.images, together.images)
+
+
+def test_classes_hide_in_phases_and_show_in_spectra():
+    """Pixels alone tell nothing; the strengths of frequencies, which filters see, nearly all."""
+    model = ResNet(image_size=32, num_classes=4)
+    train, held_out = (samples(model, 5, np.arange(400) + first) for first in (0, EVAL_START))
+    assert np.bincount(train.labels, minlength=4).min() > 60
+    assert train.images.mean() == pytest.approx(0, abs=0.01)
+    assert train.images.var() == pytest.approx(2, rel=0.1)
+    assert _right(lambda images: images.reshape(len(images), -1), train, held_out) < 0.5
+    assert (
+        _right(
+            lambda images: np.abs(np.fft.fft2(images)).reshape(len(images), -1), *(train, held_out)
+        )
+        > 0.95
+    )
+
+
+def _right(features, train, held_out) -> float:
+    """Share of held-out images whose class has the nearest mean of features."""
+    seen = features(train.images)
+    means = np.stack([seen[train.labels == label].mean(axis=0) for label in range(4)])
+    distances = ((features(held_out.images)[:, None] - means) ** 2).sum(axis=2)
+    return (distances.argmin(axis=1) == held_out.labels).mean()
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def _job(file: Path, num_ranks: int, *overrides: str) -> Job:
+    machine = Cluster(device=CPU, devices_per_node=num_ranks, num_nodes=1)
+    here = f"cluster.devices_per_node={num_ranks}"
+    return resolve(read_job(file, [here, *overrides]), machine).job
+
+
+def _trained(rank: int, num_ranks: int, file: Path, overrides: list[tuple[str, ...]]) -> list:
+    """Losses and parameters after two steps, for each list of overrides."""
+    found = []
+    for changes in overrides:
+        job = _job(file, num_ranks, *changes)
+        ranks = Ranks(rank, num_ranks, rank, num_ranks, "cpu")
+        task = image_task(job, ranks)
+        trainer = Trainer.of(job, ranks, task)
+        steps = task.steps_from(0)
+        losses = [trainer.step(index, next(steps))().loss for index in range(2)]
+        names, _ = parameter_names(trainer.module)
+        found.append((losses, {name: p.detach().clone() for p, name in names.items()}))
+    return found
+
+
+def test_two_ranks_step_as_one_does_that_sees_their_images_one_after_the_other(job_file):
+    """A micro-batch has its own statistics on whichever rank: the serial step accumulates."""
+    alone = (*FP64, "layout.micro_batch=4")
+    lossy = ("layout.precision=bf16", "comm.dp.compress=int8", "layout.bucket_mib=2")
+    [(losses, parameters)] = _trained(0, 1, job_file, [alone])
+    both = run_ranks(_trained, 2, job_file, [FP64, (*FP64, "comm.dp.algorithm=ring"), lossy])
+    for of_rank in both:
+        for got_losses, got in of_rank[:2]:
+            assert got_losses == pytest.approx(losses, rel=1e-10)
+            for name, value in parameters.items():
+                torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=name)
+    (first, one), (second, other) = (of_rank[2] for of_rank in both)
+    assert first == second == pytest.approx(losses, rel=0.05)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_images_of_16_bit_steps_have_their_channels_together(job_file):
+    for precision, is_last in (("fp32", False), ("bf16", True)):
+        job = _job(job_file, 1, f"layout.precision={precision}")
+        task = image_task(job, Ranks())
+        (batch,) = next(task.steps_from(0))
+        task.loss(_Looking(is_last), batch)
+
+
+class _Looking(torch.nn.Module):
+    """Looks at how the images lie that it is given; its logits are four numbers."""
+
+    def __init__(self, is_last: bool) -> None:
+        super().__init__()
+        self.is_last = is_last
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        assert images.is_contiguous(memory_format=torch.channels_last) == self.is_last
+        return F.pad(images.mean(dim=(2, 3)), (0, 1))
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_trains_evaluates_and_goes_on(job_file, tmp_path):
+    done = paceline("train", str(job_file), folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = metrics(tmp_path, "textures")[-1]
+    assert last["samples"] == 24
+    assert 0 <= last["eval_accuracy"] <= 1
+    again = paceline("train", str(job_file), "--set", "train.steps=4", folder=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "going on after step 3 of 4" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("layout.recompute=full", 'layout.recompute = "full" would count each micro-batch twice'),
+        ("layout.precision=fp8", 'layout.precision = "fp8" has no effect on convolutions'),
+        ("layout.micro_batch=1", "leaves the last batch norms one value a channel"),
+        ("layout.tp=2", "layout.tp = 2 needs a model that Paceline knows the layers of"),
+    ],
+)
+def test_layouts_that_a_resnet_can_t_have_are_refused_in_one_sentence(job_file, change, words):
+    with pytest.raises(InputError) as error:
+        _job(job_file, 2, change)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_networks_and_sources_without_a_training_are_refused(job_file):
+    job = read_job(job_file, ["model.squeeze_excite=true"])
+    assert "can be planned, not trained yet" in why_only_planned(job)
+    with pytest.raises(InputError, match=r"data\.source = .images."):
+        read_inputs(read_job(job_file, ["data.source=python-stdlib"]), print)

@@ -9,7 +9,7 @@ demo: $(VENV)/.installed
 	$(BIN)/paceline train $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff format --check .

@@ -3,15 +3,21 @@
 import json
 import os
 import random
+import runpy
+import signal
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Sequence
-from multiprocessing import util
+from multiprocessing import get_context, util
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from tests.ranks import WARM
 
+COMMAND = str(Path(sys.executable).parent / "paceline")
 _start = util.spawnv_passfds
 
 # Small enough that a step takes milliseconds; bytes as tokens, so that nothing is trained first.
@@ -63,39 +69,128 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def paceline(*arguments: str, folder: Path, timeout_s: float = 120) -> subprocess.CompletedProcess:
-    """Run `paceline ARGUMENTS` in `folder` and return what it printed and its exit code.
+    """Run `paceline ARGUMENTS` in `folder` and return what it printed and its exit code."""
+    return python(COMMAND, *arguments, folder=folder, timeout_s=timeout_s)
+
+
+def start_paceline(*arguments: str, folder: Path) -> "Started":
+    """Start `paceline ARGUMENTS` in `folder`, in a process group of its own, and don't wait."""
+    return Started([COMMAND, *arguments], folder, num_outputs=1)
+
+
+def python(*arguments: str, folder: Path, timeout_s: float = 120) -> subprocess.CompletedProcess:
+    """Run `python ARGUMENTS` in `folder`: a script, or -m and a module, and what they are given.
+
+    Ranks of a script are forks of it, so it shouldn't compute with threads before it trains.
+    """
+    process = Started(arguments, folder, num_outputs=2)
+    try:
+        printed = process.communicate(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(list(arguments), process.returncode, *printed)
+
+
+class Started:
+    """A program under way, as much of a `subprocess.Popen` as the tests need.
 
     In a process of its own that has torch imported already: importing it anew in the command and
     in the process its ranks are forked from takes four fifths of a short run.
     """
-    with tempfile.TemporaryDirectory() as printed:
-        outputs = [Path(printed, name) for name in ("stdout", "stderr")]
-        command = (arguments, folder, environment(folder), outputs)
-        process = WARM.Process(target=_run_command, args=command)
-        process.start()
-        process.join(timeout_s)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(list(arguments), timeout_s)
-        texts = [each.read_text() for each in outputs]
-    return subprocess.CompletedProcess(list(arguments), process.exitcode, *texts)
+
+    def __init__(self, arguments: Sequence[str], folder: Path, num_outputs: int) -> None:
+        """Start it.
+
+        Args:
+            arguments: of python.
+            folder: where it runs.
+            num_outputs: 2, or 1 where what goes to stderr is to come with stdout.
+        """
+        self._arguments = list(arguments)
+        ours, theirs = zip(*(WARM.Pipe(duplex=False) for _ in range(num_outputs)), strict=True)
+        self._printed = dict.fromkeys(ours, b"")
+        what = (self._arguments, folder, environment(folder), theirs)
+        self._process = WARM.Process(target=_be_python, args=what)
+        self._process.start()
+        for each in theirs:
+            each.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def communicate(self, timeout: float = 120) -> tuple[str, str]:
+        """What it printed to stdout and stderr, once it and all that it started have ended."""
+        deadline = time.monotonic() + timeout
+        while still_open := [each for each in self._printed if not each.closed]:
+            ready = wait(still_open, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise subprocess.TimeoutExpired(self._arguments, timeout)
+            for each in ready:
+                part = os.read(each.fileno(), 1 << 16)
+                self._printed[each] += part
+                if not part:
+                    each.close()
+        self._process.join()
+        stdout, *stderr = (text.decode() for text in self._printed.values())
+        return stdout, "".join(stderr)
 
 
-def _run_command(
-    arguments: Sequence[str], folder: Path, env: dict[str, str], outputs: Sequence[Path]
+def _be_python(
+    arguments: Sequence[str], folder: Path, env: dict[str, str], outputs: Sequence[Connection]
 ) -> None:
-    """Be `python -m paceline ARGUMENTS`."""
-    for number, output in enumerate(outputs, start=1):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), number)
+    """Be `python ARGUMENTS` in a session of its own."""
+    os.setsid()
+    # A fork inherits its parent's handlers, a new program doesn't.
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, output in zip((1, 2), (*outputs, *outputs), strict=False):
+        os.dup2(output.fileno(), number)
+    for output in outputs:
+        output.close()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
-    sys.argv = ["paceline", *arguments]
+    # What `paceline.train` runs again in each rank.
+    sys.orig_argv = [sys.executable, *arguments]
     util.spawnv_passfds = _forked_server
-    from paceline.cli import main
+    subprocess_handler.Popen = _ForkedRank
+    if arguments[0] == "-m":
+        sys.argv = list(arguments[1:])
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(arguments)
+        sys.path.insert(0, str(Path(arguments[0]).absolute().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
 
-    main()
+
+class _ForkedRank:
+    """Stands for the Popen with which torchrun's agent starts a script's rank: a fork of it."""
+
+    def __init__(self, args: Sequence[str], env: dict[str, str], **_outputs: object) -> None:
+        what = (args[1:], Path.cwd(), env, ())
+        self._process = get_context("fork").Process(target=_be_python, args=what)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        return self._process.exitcode
 
 
 def _forked_server(path: bytes, arguments: Sequence[str], kept: Sequence[int]) -> int:
@@ -113,19 +208,6 @@ def _forked_server(path: bytes, arguments: Sequence[str], kept: Sequence[int]) -
         exec(arguments[-1], {})
     finally:
         os._exit(0)
-
-
-def start_paceline(*arguments: str, folder: Path) -> subprocess.Popen:
-    """Start `paceline ARGUMENTS` in `folder`, in a process group of its own, and don't wait."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "paceline", *arguments],
-        cwd=folder,
-        env=environment(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def metrics(folder: Path, name: str = "tiny") -> list[dict]:

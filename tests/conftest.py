@@ -1,8 +1,10 @@
 """Settings for every test."""
 
 import os
+import shutil
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,9 +25,60 @@ torch.set_num_threads(1)
 settings.register_profile("paceline", deadline=None)
 settings.load_profile("paceline")
 
+# Two workers share the files: the longest first, so that neither has long to do when the other is
+# through.
+LONGEST = (
+    "test_combinations",
+    "test_documents",
+    "test_tp",
+    "test_resume",
+    "test_reshard",
+    "test_compressed_replicas",
+    "test_trainer",
+    "test_kernels_bench",
+    "test_network_benchmark",
+    "test_netlab_workers",
+    "test_pp",
+    "test_cp",
+    "test_ep",
+    "test_own",
+    "test_workers",
+    "test_dlrm",
+    "test_faults",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files."""
+    place = {name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
 
 @pytest.fixture(scope="module")
 def networks_alone() -> Iterator[None]:
     """Networks of namespaces are the machine's: with several workers, modules take turns."""
     with FileLock(Path(tempfile.gettempdir()) / "paceline-tests-networks.lock"):
         yield
+
+
+@pytest.fixture(scope="session")
+def browser(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Opens a page, headless, with more options of chromium's."""
+    names = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
+    binary = next(filter(None, map(shutil.which, names)), None)
+    if binary is None:
+        pytest.skip("no chromium or chrome on this machine")
+    profile = tmp_path_factory.mktemp("browser")
+    quiet = "--disable-quic --no-first-run --disable-background-networking --disable-sync"
+    flags = f"--headless --no-sandbox --disable-gpu --disable-component-update {quiet}".split()
+
+    def open_page(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
+        command = [binary, *flags, f"--user-data-dir={profile}", "--enable-logging=stderr"]
+        command += ["--window-size=1280,2400", "--virtual-time-budget=5000", *options]
+        return subprocess.run(
+            [*command, page.as_uri()], capture_output=True, text=True, check=True, timeout=120
+        )
+
+    return open_page

@@ -31,6 +31,15 @@ def _run(command: list[str], folder: Path, timeout_s: float = 200) -> str:
     return done.stdout
 
 
+@pytest.fixture
+def demo_cache(tmp_path, tmp_path_factory):
+    """The demo's text is tokenised by the test that comes first."""
+    cache = tmp_path_factory.getbasetemp() / "demo-cache"
+    cache.mkdir(exist_ok=True)
+    (tmp_path / "cache").symlink_to(cache)
+
+
+@pytest.mark.usefixtures("demo_cache")
 def test_the_demo_command_beats_a_unigram_model_and_says_so(tmp_path):
     """A quarter of the demo is enough to fall below what no model of single tokens can reach."""
     if not (ROOT / ".venv" / ".installed").exists():
@@ -50,6 +59,7 @@ def test_the_demo_command_beats_a_unigram_model_and_says_so(tmp_path):
     assert f"alone can&#39;t get below {bound:.2f}" in Path(report[1]).read_text()
 
 
+@pytest.mark.usefixtures("demo_cache")
 def test_the_commands_of_the_table_run(tmp_path):
     write_tiny_job(tmp_path).rename(tmp_path / "my.toml")
     some_runs = PUBLISHED.read_text().splitlines(keepends=True)[:4]

@@ -1,8 +1,6 @@
 """The bubble benchmark: its arithmetic, then one short run. No time is asserted."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from benchmarks.pipeline_bubbles import (
     verdict,
 )
 from paceline.config.schedule import DEMANDS
+from tests.command_line import python
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "pipeline_bubbles.py"
 
@@ -102,8 +101,8 @@ def test_a_sleeping_stage_sleeps_for_each_of_its_gradients(monkeypatch):
 
 
 def test_a_quick_run_writes_its_results(tmp_path):
-    command = [sys.executable, SCRIPT, "--quick", "--results", tmp_path]
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    done = python(str(SCRIPT), "--quick", "--results", str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     (file,) = tmp_path.glob("*/pipeline_bubbles.json")
     result = json.loads(file.read_text())
     assert result["facts"]["versions"]["torch"] == torch.__version__

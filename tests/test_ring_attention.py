@@ -1,8 +1,6 @@
 """The ring attention benchmark: its arithmetic, its count of memory, then a short run of it all."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from benchmarks.ring_attention import (
     peak_bytes,
     rows,
 )
+from tests.command_line import python
 
 ROOT = Path(__file__).parents[1]
 RING = Way(2, 1)
@@ -82,8 +81,8 @@ def test_kept_counts_each_saved_tensor_once():
 
 
 def test_a_quick_run_writes_its_results(tmp_path):
-    command = [sys.executable, "benchmarks/ring_attention.py", "--quick", "--results", tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    script = str(ROOT / "benchmarks" / "ring_attention.py")
+    done = python(script, "--quick", "--results", str(tmp_path), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.glob("*/ring_attention.json")
     found = json.loads(file.read_text())

@@ -73,7 +73,9 @@ def learned():
     """Of two ranks, by codec; "again" is a second run of int8."""
     names = ("none", *LEAST_PROGRESS, "again")
     kinds = {"again": "int8"}
-    cases = [(f"comm.dp.compress={kinds.get(name, name)}",) for name in names]
+    cases = [
+        (f"comm.dp.compress={kinds.get(name, name)}", "layout.micro_batch=6") for name in names
+    ]
     per_rank = run_ranks(_learn, 2, cases, timeout_s=240)
     return {name: runs for name, *runs in zip(names, *per_rank, strict=True)}
 
@@ -135,7 +137,7 @@ def test_it_learns_in_every_precision_and_number_of_ranks(name):
 @pytest.mark.parametrize("precision", [FP64, FP32], ids=["fp64", "fp32"])
 def test_an_exact_exchange_of_ours_equals_serial(precision):
     """By another algorithm, and in the warm-up of a compressed run."""
-    own = ("layout.dp=2", "layout.micro_batch=2", "layout.bucket_mib=0.02")
+    own = ("layout.dp=2", "layout.micro_batch=6", "layout.bucket_mib=0.02")
     cases = [(*precision, *own, "comm.dp.algorithm=ring")]
     if precision == FP32:
         cases.append((*precision, *own, "comm.dp.compress=int8", "comm.warmup_steps=3"))
@@ -209,7 +211,7 @@ def test_another_number_of_ranks_takes_over_all_that_is_owed(kind, old, new, tmp
 
 
 def _late(rank, world_size):
-    """What rank 0 measures when the other's gradients come so much later."""
+    """What each rank measures when the other's gradients come so much later."""
     job = job_of(world_size, [*REPLICAS, "layout.dp=2"])
     trainer = trainer_of(job, Ranks(rank, world_size, rank, world_size))
     tails = []
@@ -219,14 +221,13 @@ def _late(rank, world_size):
         handle = weight.register_hook(lambda _, late_s=late_s: time.sleep(late_s * rank))
         trainer.step(0, step)()
         handle.remove()
-        tails.append(trainer.tail.seconds() if trainer.tail else None)
+        tails.append(trainer.tail.seconds)
     return tails
 
 
 def test_the_tail_is_how_long_the_last_gradients_are_waited_for():
     of_first, of_second = run_ranks(_late, 2)
-    assert of_second == [None, None]
-    assert 0 <= of_first[0] < 0.2
+    assert max(*of_first[:1], *of_second) < 0.2
     assert of_first[1] > 0.3
 
 

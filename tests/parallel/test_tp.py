@@ -7,6 +7,7 @@ one process, then two ranks, then four.
 """
 
 import math
+import pickle
 from collections import Counter
 from functools import cache, partial
 from typing import NamedTuple
@@ -231,12 +232,17 @@ def _parallel(case, mesh, dtype):
     return losses, norms, grads, {name: _whole(p) for name, p in net.named_parameters()}
 
 
-def _differences(case, mesh):
+def _wanted(case):
+    """By precision: what one process gets."""
+    model = Model(**SHAPES | case.model)
+    return {dtype: _serial(model, dtype, case.dp * case.fsdp) for dtype in PRECISIONS}
+
+
+def _differences(case, mesh, serial):
     """By precision: the largest difference from one process, relative to 1 + the value."""
     worst = {}
-    for dtype in PRECISIONS:
+    for dtype, wanted in serial.items():
         got = _parallel(case, mesh, dtype)
-        wanted = _serial(Model(**SHAPES | case.model), dtype, case.dp * case.fsdp)
         assert min(wanted[1]) > 0.5, "clipping must have had something to do"
         pairs = [*zip(got[0] + got[1], wanted[0] + wanted[1], strict=True)]
         for mine, theirs in zip(got[2:], wanted[2:], strict=True):
@@ -253,24 +259,30 @@ def _difference(a, b):
     return ((a - b).abs() / (1 + b.abs())).max().item()
 
 
-def _run_cases(rank, world_size, cases):
-    results, meshes = {}, {}
+def _differences_on(num_ranks, cases, timeout_s=120):
+    """Of each rank, by case. One process's results are made here, once, and sent as bytes."""
+    serial = pickle.dumps({name: _wanted(case) for name, case in cases.items()})
+    return run_ranks(_run_cases, num_ranks, cases, serial, timeout_s=timeout_s)
+
+
+def _run_cases(rank, world_size, cases, serial):
+    results, meshes, wanted = {}, {}, pickle.loads(serial)
     for name, case in cases.items():
         sizes = (1, case.dp, case.fsdp, case.tp)
         if sizes not in meshes:
             meshes[sizes] = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
-        results[name] = _differences(case, meshes[sizes])
+        results[name] = _differences(case, meshes[sizes], wanted[name])
     return results
 
 
 @pytest.fixture(scope="module")
 def on_two():
-    return run_ranks(_run_cases, 2, ON_TWO, timeout_s=120)
+    return _differences_on(2, ON_TWO)
 
 
 @pytest.fixture(scope="module")
 def on_four():
-    return run_ranks(_run_cases, 4, ON_FOUR, timeout_s=120)
+    return _differences_on(4, ON_FOUR)
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
@@ -410,7 +422,7 @@ def test_the_vocabulary_is_never_whole_on_a_rank(model):
 def test_traced_blocks_equal_one_process():
     """Without the code generation of torch.compile, which takes minutes here."""
     case = Case(tp=2, sequence_parallel=True, compile=True, model={"num_layers": 1, **QWEN})
-    for result in run_ranks(_run_cases, 2, {"traced": case}, timeout_s=200):
+    for result in _differences_on(2, {"traced": case}, timeout_s=200):
         assert all(result["traced"][dtype] < limit for dtype, limit in PRECISIONS.items())
 
 

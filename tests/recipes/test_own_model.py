@@ -3,13 +3,14 @@
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.command_line import environment, metrics
 
-pytest.importorskip("sklearn")
+pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn")
 RECIPE = Path(__file__).parents[2] / "recipes" / "own_model.py"
 
 

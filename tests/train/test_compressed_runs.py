@@ -1,14 +1,12 @@
 """Whole runs with compressed gradients, through the command line: what they say, and going on."""
 
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.command_line import environment, losses, metrics, paceline, ranks, write_tiny_job
+from tests.command_line import losses, metrics, paceline, python, ranks, write_tiny_job
 
 
 def _settings(kind: str, num_ranks: int = 2) -> list[str]:
@@ -66,14 +64,7 @@ def test_a_rank_that_fails_in_an_exchange_ends_the_run_with_its_traceback(tmp_pa
     write_tiny_job(tmp_path)
     command = ("train", "job.toml", *_settings("int8"))
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.train.faulty_exchange", *command],
-        cwd=tmp_path,
-        env={**environment(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    done = python("-m", "tests.train.faulty_exchange", *command, folder=tmp_path, timeout_s=90)
     assert done.returncode == 1
     tracebacks = done.stderr.split("Traceback (most recent call last):")
     assert "ValueError: the payload is torn" in tracebacks[1]

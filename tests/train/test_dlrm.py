@@ -21,8 +21,9 @@ from paceline.config.job import read_job
 from paceline.config.recommender import Clicks, Dlrm
 from paceline.models.dlrm import DlrmNetwork
 from paceline.train.clicks import click_task
-from paceline.train.data.clicks import EVAL_START, auc, samples
+from paceline.train.data.clicks import auc, samples
 from paceline.train.start import resolve_here
+from paceline.train.synthetic import EVAL_START
 from paceline.train.trainer import Trainer
 from tests.command_line import metrics, paceline, start_paceline
 from tests.ranks import run_ranks

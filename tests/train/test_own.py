@@ -6,8 +6,6 @@ script, which `paceline.train` starts again once per rank.
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,11 @@ import paceline
 from paceline.comm.ranks import Ranks
 from paceline.config.errors import InputError
 from paceline.train.task import custom_task
-from tests.command_line import environment, losses
+from tests.command_line import losses, python
 from tests.ranks import run_ranks
 from tests.train import own_script
 
-SCRIPT = Path(own_script.__file__)
+SCRIPT = own_script.__file__
 ONE_RANK = {"devices_per_node": 1}
 
 
@@ -46,14 +44,7 @@ def _script(folder: Path, num_ranks: int, *trainings: dict[str, Any]):
     """Train on ranks, once for each of the settings; return the finished process."""
     cluster = {"cluster": {"devices_per_node": num_ranks}}
     settings = [{**one, "job": {**cluster, **one.get("job", {})}} for one in trainings]
-    return subprocess.run(
-        [sys.executable, SCRIPT, *map(json.dumps, settings)],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return python(SCRIPT, *map(json.dumps, settings), folder=folder)
 
 
 def _on_ranks(folder: Path, num_ranks: int, **settings: Any):

@@ -97,7 +97,7 @@ LAYOUTS = ("dp=2", "fsdp=2", "tp=2", "pp=2 schedule=zb_h1", "cp=2")
 def low():
     """Losses by precision and layout."""
     cases = {
-        (name, layout): (*sets, "layout.micro_batch=2", *(f"layout.{x}" for x in layout.split()))
+        (name, layout): (*sets, "layout.micro_batch=6", *(f"layout.{x}" for x in layout.split()))
         for name, sets in PRECISIONS.items()
         for layout in LAYOUTS
     }

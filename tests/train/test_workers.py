@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 from paceline.config.errors import InputError
 from paceline.config.job import read_job
 from paceline.train.workers import MOST_RESTARTS, after
-from tests.command_line import environment, losses, metrics, paceline, ranks, write_tiny_job
+from tests.command_line import Started, losses, metrics, paceline, ranks, write_tiny_job
 
 SETTINGS = ("comm.local.method=diloco", "comm.local.every=4")
 TIMEOUT_S = 60
@@ -98,15 +96,8 @@ class _Watched:
         write_tiny_job(folder)
         self.folder, self.run = folder, folder / "runs/tiny"
         sets = _sets(*ENDLESS, f"comm.timeout_s={TIMEOUT_S}", *settings)
-        keeping = (sys.executable, "-m", "tests.train.keeping_rank")
-        self.process = subprocess.Popen(
-            [*keeping, "train", "job.toml", *sets, *ranks(3)],
-            cwd=folder,
-            env={**environment(folder), "PYTHONPATH": str(Path(__file__).parents[2])},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        keeping = ("-m", "tests.train.keeping_rank", "train", "job.toml")
+        self.process = Started([*keeping, *sets, *ranks(3)], folder, num_outputs=1)
 
     def __enter__(self) -> "_Watched":
         return self

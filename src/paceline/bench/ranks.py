@@ -5,6 +5,9 @@ like ranks that train: a session, threads and an allocator of the same kind. Wha
 through a pipe to the process that started them. Where torchrun or srun started this process as a
 rank, nothing is started: the function is called right here.
 
+`started` starts the ranks of one host among several, and ends them where somebody else's failed or
+nobody says anything any more.
+
 It is no launcher of runs: nothing is restarted or logged (that is `paceline.train.launch`).
 """
 
@@ -15,15 +18,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, Store
 
 from paceline.comm.ranks import Ranks, connect, disconnect, given_ranks
 from paceline.comm.topology import num_cores
@@ -34,6 +38,8 @@ from paceline.train.stopping import end_with
 
 # A rank whose peer died lets the peer speak first.
 _PATIENCE_FOR_CULPRIT_S = 5.0
+# How often ranks that are silent are looked after.
+_LOOK_S = 0.2
 
 
 class News(NamedTuple):
@@ -49,6 +55,12 @@ class News(NamedTuple):
 
 Tell = Callable[[News], None]
 Work = Callable[[Ranks, Tell], Any]
+MeetAt = Callable[[], Store]
+"""Picklable: opens the store that ranks meet at, in the process of a rank."""
+
+
+class SilentError(RunError):
+    """No rank of this host said anything for too long: they hang, and were ended."""
 
 
 def counted(tell: Tell, part: str, total: int) -> Callable[[str], None]:
@@ -113,45 +125,96 @@ def _settle_in(ranks: Ranks) -> None:
 def _started(
     num_ranks: int, device_type: str, work: Work, hear: Tell, environment: Mapping[str, str]
 ) -> Any:
+    places = [Ranks(rank, num_ranks, rank, num_ranks, device_type) for rank in range(num_ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        meet_at = partial(store_in, folder, num_ranks)
+        return started(places, meet_at, work, hear, environment=environment)
+
+
+def store_in(folder: str, num_ranks: int) -> Store:
+    """Where ranks of one machine meet: a file in a folder that outlives them."""
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return FileStore(str(Path(folder) / "store"), num_ranks)
+
+
+def started(
+    places: Sequence[Ranks],
+    meet_at: MeetAt,
+    work: Work,
+    hear: Tell,
+    *,
+    environment: Mapping[str, str] | None = None,
+    silence_s: float | None = None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Any:
+    """Start ranks of this host, each a process of its own, and return what the first one returned.
+
+    Whatever way this ends, the processes have ended.
+
+    Args:
+        places: of the ranks to start; others may be started elsewhere.
+        meet_at: where all of them meet.
+        work: as of `on_ranks`.
+        hear: called with rank 0's news, where rank 0 is among them.
+        environment: variables for the ranks, besides this process's own.
+        silence_s: the longest time without news or results; None: any.
+        is_over: asked a few times a second: whether ranks elsewhere ended the work.
+
+    Raises:
+        InputError: a rank found wrong input.
+        SilentError: `silence_s` have passed.
+        RunError: a rank failed, or it is over; the traceback of the rank is in the text.
+    """
     warm_up_ranks(MEASURING)
     context = multiprocessing.get_context("forkserver")
     job = pickle.dumps(work)
     ends: list[Connection] = []
     processes = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as logs:
         try:
-            for rank in range(num_ranks):
+            for ranks in places:
                 ours, theirs = context.Pipe(duplex=False)
-                ranks = Ranks(rank, num_ranks, rank, num_ranks, device_type)
-                arguments = (theirs, ranks, folder, job, os.getpid(), dict(environment))
+                arguments = (theirs, ranks, logs, meet_at, job, os.getpid(), environment or {})
                 processes.append(context.Process(target=_rank_main, args=arguments, daemon=True))
                 processes[-1].start()
                 theirs.close()
                 ends.append(ours)
-            return _collected(ends, hear)
+            return _collected([each.rank for each in places], ends, hear, silence_s, is_over)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collected(ends: list[Connection], hear: Tell) -> Any:
-    """Pass on news until every rank has ended, and return rank 0's result."""
+def _collected(
+    numbers: Sequence[int],
+    ends: list[Connection],
+    hear: Tell,
+    silence_s: float | None,
+    is_over: Callable[[], bool],
+) -> Any:
+    """Pass on news until every rank has ended, and return the first one's result."""
     results: dict[int, Any] = {}
+    heard = time.monotonic()
     while len(results) < len(ends):
-        waiting = [end for rank, end in enumerate(ends) if rank not in results]
-        for end in wait(waiting):
+        waiting = [end for at, end in enumerate(ends) if at not in results]
+        for end in wait(waiting, timeout=_LOOK_S):
             assert isinstance(end, Connection)
-            rank = ends.index(end)
+            at, heard = ends.index(end), time.monotonic()
             kind, value = _received(end)
             if kind == "news":
                 hear(value)
             elif kind == "result":
-                results[rank] = value
+                results[at] = value
             elif kind == "input":
                 raise InputError(value)
             else:
-                raise RunError(f"rank {rank} failed while it measured:\n{value}")
+                raise RunError(f"rank {numbers[at]} failed while it measured:\n{value}")
+        if is_over():
+            raise RunError("a rank on another host failed")
+        if silence_s is not None and time.monotonic() - heard > silence_s:
+            raise SilentError(f"no rank said anything for {silence_s:.0f} s, so they were ended")
     return results[0]
 
 
@@ -165,15 +228,16 @@ def _received(end: Connection) -> tuple[str, Any]:
 def _rank_main(
     end: Connection,
     ranks: Ranks,
-    folder: str,
+    logs: str,
+    meet_at: MeetAt,
     job: bytes,
     starter_pid: int,
-    environment: dict[str, str],
+    environment: Mapping[str, str],
 ) -> None:
     os.environ.update(environment)
     os.setsid()  # a session of its own, as a rank that trains has
     end_with(starter_pid)
-    _be_quiet(Path(folder) / f"rank{ranks.rank}.log")
+    _be_quiet(Path(logs) / f"rank{ranks.rank}.log")
 
     def tell(news: News) -> None:
         if ranks.is_first:
@@ -181,7 +245,7 @@ def _rank_main(
 
     try:
         _settle_in(ranks)
-        _meet(ranks, Path(folder))
+        _meet(ranks, meet_at)
         result = pickle.loads(job)(ranks, tell)
         end.send(("result", result if ranks.is_first else None))
         # The first rank's store must outlive the others' goodbyes.
@@ -209,16 +273,14 @@ def _be_quiet(log: Path) -> None:
     os.close(file)
 
 
-def _meet(ranks: Ranks, folder: Path) -> None:
+def _meet(ranks: Ranks, meet_at: MeetAt) -> None:
     if ranks.device_type == "cuda":
         torch.cuda.set_device(ranks.device)
     if ranks.world_size == 1:
         return
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if ranks.device_type == "cuda" else "gloo",
-        store=FileStore(str(folder / "store"), ranks.world_size),
+        store=meet_at(),
         rank=ranks.rank,
         world_size=ranks.world_size,
         device_id=ranks.device if ranks.device_type == "cuda" else None,

@@ -41,7 +41,7 @@ from paceline.tune.book import FolderBook
 from paceline.tune.candidates import Question, checked, predicted
 from paceline.tune.command import findings_of, on_known_cluster
 from paceline.tune.loop import Limits, Loop
-from paceline.tune.measurer import RealMeasurer
+from paceline.tune.measurer import Measurer, RealMeasurer
 from paceline.tune.propose import Proposer
 from paceline.tune.settings import Freedom, change_texts, differences
 from paceline.tune.show import Display
@@ -243,7 +243,7 @@ def _candidates(choice: Job, jobs: Sequence[Job]) -> list[Candidate]:
 
 
 def _sweep(
-    measurer: RealMeasurer, choice: Job, jobs: Sequence[Job], console: Console
+    measurer: Measurer, choice: Job, jobs: Sequence[Job], console: Console
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Of every Job: the logarithm of its step over that of tune's choice, and its seconds.
 
@@ -267,7 +267,7 @@ def _sweep(
 
 
 def _duel(
-    measurer: RealMeasurer, choice: Job, finalists: Sequence[Job]
+    measurer: Measurer, choice: Job, finalists: Sequence[Job]
 ) -> tuple[float, float, int | None]:
     """What the best of these gains over the choice, half of its interval, and which it is."""
     results = measurer.measure(_candidates(choice, finalists), None, lambda _at, _what: None)

@@ -79,8 +79,8 @@ _EXPERTS = (
 
 def _slow_rank(draw: Draw) -> Fault:
     slower = {
-        "slow_blocks": {"rank": draw.randrange(2), "every": draw.choice((1, 2))},
-        "sleepy_blocks": {"rank": draw.randrange(2), "seconds": draw.uniform(0.002, 0.008)},
+        "slow_blocks": {"rank": draw.randrange(2), "times": draw.randint(1, 3)},
+        "sleepy_blocks": {"rank": draw.randrange(2), "seconds": draw.uniform(0.005, 0.02)},
     }
     name = draw.in_turn([*slower])
     return Fault(("straggler-rank",), Way(injections={name: slower[name]}), Way(), _DP2)
@@ -121,9 +121,9 @@ def _uneven_pipeline(draw: Draw) -> Fault:
 
 
 def _few_micro_batches(draw: Draw) -> Fault:
-    few = draw.in_turn((1, 2))
-    wrong, right = Way((f"layout.micro_batch={16 // few}",)), Way(("layout.micro_batch=2",))
-    return Fault(("few-micro-batches",), wrong, right, _PP2[:3])
+    wrong = Way((f"layout.micro_batch={draw.in_turn((16, 8))}",))
+    settings = (*_PP2[:2], "train.seq_len=256")
+    return Fault(("few-micro-batches",), wrong, Way(("layout.micro_batch=2",)), settings)
 
 
 def _skewed_experts(draw: Draw) -> Fault:
@@ -153,9 +153,9 @@ def _needless_recompute(draw: Draw) -> Fault:
 
 
 def _needless_sharding(draw: Draw) -> Fault:
-    micro_batch = f"layout.micro_batch={draw.in_turn((4, 8))}"
-    wrong = Way(("layout.fsdp=2", "layout.dp=1", "layout.zero=3"))
-    return Fault(("sharding-not-needed",), wrong, Way(("layout.fsdp=1", *_DP2)), (micro_batch,))
+    wrong = Way(("layout.fsdp=2", "layout.dp=1", f"layout.zero={draw.in_turn((3, 2))}"))
+    right = Way(("layout.fsdp=1", *_DP2))
+    return Fault(("sharding-not-needed",), wrong, right, ("model.vocab_size=4096",))
 
 
 def _small_kernels(draw: Draw) -> Fault:
@@ -180,7 +180,7 @@ def _busy_neighbour(draw: Draw) -> Fault:
 
 
 def _slow_stage(draw: Draw) -> Fault:
-    way = Way(injections={"slow_blocks": {"rank": draw.randrange(2), "every": 1}})
+    way = Way(injections={"slow_blocks": {"rank": draw.randrange(2), "times": draw.randint(1, 3)}})
     return Fault(("straggler-rank",), way, Way(), _PP2)
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from itertools import count
 from random import Random
 from typing import Any
 
@@ -42,17 +41,13 @@ def inject(injections: Injections, rank: int, gate: Gate) -> None:
             INJECTIONS[name](gate, **mine)
 
 
-def slow_blocks(_gate: Gate, every: int) -> None:
-    """Compute each so many-th layer's forward pass twice, as a slower processor would take longer.
-
-    Args:
-        every: 1: of all layers.
-    """
-    forward, calls = Block.forward, count()
+def slow_blocks(_gate: Gate, times: int) -> None:
+    """Compute each layer's forward pass some more times, as a slower processor would need."""
+    forward = Block.forward
 
     def slower(block: Block, *inputs: Any, **told: Any) -> Any:
-        if next(calls) % every == 0:
-            with torch.no_grad():
+        with torch.no_grad():
+            for _ in range(times):
                 forward(block, *inputs, **told)
         return forward(block, *inputs, **told)
 
@@ -116,12 +111,13 @@ def reduce_every_micro_batch(_gate: Gate) -> None:
 
 
 def collect_garbage(_gate: Gate, num_objects: int) -> None:
-    """Keep so many objects alive, and collect before each forward pass "to save memory"."""
-    kept = [[number] for number in range(num_objects)]
+    """Make so many objects in the first pass, keep them, and collect before each one "to save
+    memory"."""
     forward = Trainer.forward
+    kept: list[list[int]] = []
 
     def after_collecting(of: Trainer, micro_batch: object) -> Tensor:
-        assert len(kept) == num_objects
+        kept.extend([number] for number in range(num_objects - len(kept)))
         gc.collect()
         return forward(of, micro_batch)
 

@@ -10,8 +10,8 @@ from paceline.observe.garbage import GARBAGE_RANGE, GarbageCollections
 
 
 def test_collections_are_timed_until_they_are_taken():
-    kept = [[number] for number in range(200_000)]
     with GarbageCollections() as garbage:
+        kept = [[number] for number in range(200_000)]
         garbage.take_s()
         began = time.perf_counter()
         gc.collect()
@@ -22,6 +22,14 @@ def test_collections_are_timed_until_they_are_taken():
     assert 0 < taken_s <= whole_s
     gc.collect()
     assert garbage.take_s() == 0, "nobody listens any more"
+
+
+def test_what_is_there_already_is_spared():
+    frozen = gc.get_freeze_count()
+    with GarbageCollections():
+        assert gc.get_freeze_count() > frozen + 10_000
+        assert not gc.get_objects(generation=2)
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_collection_stands_in_the_profile(tmp_path):

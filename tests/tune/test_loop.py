@@ -8,9 +8,10 @@ import pytest
 
 from paceline.config.errors import InputError
 from paceline.config.job import Job
+from paceline.config.stack import Stack
 from paceline.explain.finding import Finding
-from paceline.plan.points import Setting
 from paceline.plan.price.step import predict
+from paceline.tune import candidates, propose
 from paceline.tune.book import FolderBook
 from paceline.tune.candidates import Question, neighbours, predicted
 from paceline.tune.goal import Goal
@@ -26,10 +27,33 @@ from tests.tune.jobs import job
 GIVEN = job()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _planned_once():
+    """The planner gives the same answers in all of these tests, so each is asked for once."""
+    known: dict[object, object] = {}
+
+    def once(function, key):
+        def answer(*arguments):
+            at = (function, key(*arguments))
+            if at not in known:
+                known[at] = function(*arguments)
+            return known[at]
+
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            candidates, "predict", once(predict, lambda setting, layout: (setting.comm, layout))
+        )
+        patch.setattr(
+            propose, "from_planner", once(propose.from_planner, lambda asked: asked.freedom)
+        )
+        yield
+
+
 def true_s(one: Job) -> float:
     """As the planner has it, but for what it doesn't know: pipelines are twice as slow here."""
-    step_s = predict(Setting.of(one.replace(cluster=GIVEN.cluster)), one.layout).step_s
-    return step_s * (2.0 if one.layout.pp != 1 else 1.0)
+    return predicted(one, "").predicted_s * (2.0 if one.layout.pp != 1 else 1.0)
 
 
 @dataclass
@@ -51,7 +75,16 @@ def believed(_cases, stack, _origin):
     return stack
 
 
-def tuned(folder: Path, step_s=true_s, *, freedom=None, findings=(), clock=None, **limits):
+def tuned(
+    folder: Path,
+    step_s=true_s,
+    *,
+    freedom=None,
+    findings=(),
+    clock=None,
+    calibrate=believed,
+    **limits,
+):
     """A book after a tuning, its measurer, and the decision that ended it."""
     measurer, book = FakeMeasurer(step_s), FolderBook(folder)
     book.open(GIVEN)
@@ -61,7 +94,7 @@ def tuned(folder: Path, step_s=true_s, *, freedom=None, findings=(), clock=None,
         place.mkdir(parents=True, exist_ok=True)
         (place / "job.toml").touch()
     loop = Loop(
-        Proposer(Question(GIVEN, freedom or Freedom.of()), believed),
+        Proposer(Question(GIVEN, freedom or Freedom.of()), calibrate),
         Limits(**limits),
         measurer,
         book,
@@ -110,6 +143,21 @@ def test_every_result_is_kept_before_the_next_heat_and_gone_on_from(tmp_path):
     assert (tmp_path / "job.toml").exists()
 
 
+def test_the_planner_learns_from_the_trials(tmp_path):
+    """Its constants are fitted to the first heat, and again when there is twice as much."""
+    fitted = Stack(constants={"launch_us": 50.0})
+    cases: list[int] = []
+
+    def calibrate(some, _stack, _origin):
+        cases.append(len(some))
+        return fitted
+
+    _, measurer, _ = tuned(tmp_path, calibrate=calibrate, trials=9)
+    assert cases[:2] == [4, 8] or cases == [4]
+    assert measurer.tried[0].cluster.stack is None
+    assert measurer.tried[4].cluster.stack == fitted
+
+
 def test_a_tuning_that_ended_has_nothing_more_to_do(tmp_path):
     tuned(tmp_path, trials=4)
     _, again, last = tuned(tmp_path, trials=4)
@@ -152,9 +200,9 @@ def test_a_job_that_dies_as_it_was_given_is_mended(tmp_path):
 
 
 def test_nothing_runs(tmp_path):
-    book, _, last = tuned(tmp_path, lambda _job: "hung", trials=5)
+    book, _, last = tuned(tmp_path, lambda _job: "hung")
     assert book.known.best is None
-    assert last.best == -1
+    assert (last.best, last.text) == (-1, "nothing ran in 3 heats")
     assert paragraph(book.known).startswith("Nothing ran")
     assert "<html" in render(book.known, tmp_path)
 

@@ -1,9 +1,9 @@
 """What if: the seconds of a step with some settings changed.
 
-The planner predicts the Job as it is and as it would be; their ratio, times what was measured, is
-the answer. What the planner knows nothing of (waits for data, checkpoints, late ranks) stays as it
-was measured. Where a rule can measure a loss directly, that counts instead: it has no model's error
-in it.
+The planner predicts the Job as it is and as it would be, term by term; the ratio of both, times
+what was measured of the term, is the answer. What the planner knows nothing of (waits for data,
+checkpoints) stays as it was measured. Where a rule can measure a loss directly, that counts
+instead: it has no model's error in it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,10 @@ from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job, read_cluster
 from paceline.config.model import Model
+from paceline.config.noun import size
 from paceline.explain.changes import changed
 from paceline.explain.subject import Subject
+from paceline.explain.waterfall import measured_terms
 from paceline.plan.memory import memory_bytes
 from paceline.plan.memory.holdings import bounding_holdings
 from paceline.plan.points import Points, Setting
@@ -26,6 +28,8 @@ from paceline.plan.price.step import predict
 from paceline.plan.search.search import memory_limit
 
 _UNPLANNED = ("data_wait", "checkpoint_stall")
+# A term smaller than this part of the predicted step says nothing by its ratio.
+_LEAST_OF_STEP = 0.005
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,35 @@ def what_if(subject: Subject, changes: Sequence[str]) -> WhatIf | None:
     then = predicted(other.replace(cluster=_cluster(subject)))
     if then is None:
         return None
-    unplanned_s = sum(subject.mean_s(term) for term in _UNPLANNED)
-    planned_s = max(0.0, subject.step_s - unplanned_s)
-    seconds = unplanned_s + planned_s * then.step_s / now.step_s
+    # A pipeline's predicted terms are those of its busiest rank, the measured ones a mean.
+    is_pipeline = subject.job is not None and size(subject.job.layout.pp) > 1
+    scale = _whole if subject.account is None or is_pipeline else _scaled
+    seconds = scale(subject, now, then)
     return WhatIf(tuple(changes), seconds, subject.step_s, then.time_s)
+
+
+def _whole(subject: Subject, now: Prediction, then: Prediction) -> float:
+    """The step by the ratio of both predictions: without profiled steps that is all there is."""
+    unplanned_s = sum(subject.mean_s(term) for term in _UNPLANNED)
+    return unplanned_s + max(0.0, subject.step_s - unplanned_s) * then.step_s / now.step_s
+
+
+def _scaled(subject: Subject, now: Prediction, then: Prediction) -> float:
+    """The step term by term: each measured one by the ratio of its predictions.
+
+    A term that the present Job is not predicted to have counts as predicted, at the pace of the
+    measured step; what is measured of it and can't be explained by the Job stays.
+    """
+    before, after, measured = now.time_s, then.time_s, measured_terms(subject)
+    pace = subject.step_s / now.step_s
+    total = 0.0
+    for term in {*before, *after, *measured}:
+        seen, was, will = (terms.get(term, 0.0) for terms in (measured, before, after))
+        if was > _LEAST_OF_STEP * now.step_s:
+            total += seen * will / was
+        else:
+            total += seen + pace * (will - was)
+    return total
 
 
 @lru_cache(maxsize=8)

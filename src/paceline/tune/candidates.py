@@ -146,10 +146,8 @@ def neighbours(question: Question, best: Job) -> list[Candidate]:
 
 
 def _moved(best: Job, changes: Mapping[str, Any]) -> Job | None:
-    layout = best.layout.replace(
-        **{key: value for key, value in changes.items() if key not in ("compress", "algorithm")}
-    )
-    comm = best.comm
+    own = {name: value for name, value in changes.items() if name != "compress"}
+    layout, comm = best.layout.replace(**own), best.comm
     if "compress" in changes:
         warm_up = WARM_UP_STEPS if changes["compress"] in AFTER_WARM_UP else 0
         dp = comm.dp.replace(compress=changes["compress"])

@@ -145,7 +145,8 @@ def _tune(
     given = _begun(job, freedom)
     if limits.goal is not None:
         limits.goal.check(given)
-    read_inputs(given, lambda _done, _total: None)
+    with _CONSOLE.status("reading the data"):
+        read_inputs(given, lambda _done, _total: None)
     book.open(given)
     question = Question(given, freedom)
     display = Display(_CONSOLE)

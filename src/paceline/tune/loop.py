@@ -4,8 +4,8 @@ A heat tries the best so far and a few candidates that promise most (`tune.propo
 profiled, and what `explain` finds there joins the candidates of the next heat.
 
 It ends at the goal; when no candidate promises a gain worth a trial; when two heats in a row gained
-nothing; with the last trial or the last minute allowed. Every result is in the book before the next
-heat begins, so that what was interrupted goes on from there.
+nothing, or nothing ran in three; with the last trial or the last minute allowed. Every result is in
+the book before the next heat begins, so that what was interrupted goes on from there.
 """
 
 import math
@@ -26,6 +26,7 @@ from paceline.tune.trial import Candidate, Decision, Known, Reference, Trial
 _IN_A_HEAT = 3
 """Candidates beside the best."""
 _FRUITLESS_HEATS = 2
+_FAILED_HEATS = 3
 
 Explain = Callable[[Path], Sequence[Finding]]
 """Of the Run in a folder."""
@@ -114,6 +115,8 @@ class Loop:
             return f"{limits.trials} trials were made"
         if known.trials and elapsed_s + self._slowest_heat_s > limits.seconds:
             return "another heat would take longer than the time that is left"
+        if best is None and known.num_heats >= _FAILED_HEATS:
+            return f"nothing ran in {_FAILED_HEATS} heats"
         if _num_fruitless(known) >= _FRUITLESS_HEATS:
             return f"{_FRUITLESS_HEATS} heats in a row gained nothing"
         return None
@@ -218,8 +221,8 @@ def decision(before: Known, after: Known) -> Decision:
     if best.number == was.number:
         return Decision(heat, best.number, f"trial {best.number} stays the fastest")
     gain = _gain(was, best)
-    text = f"trial {best.number} takes {gain:.1%} less time than trial {was.number}"
-    return Decision(heat, best.number, text)
+    by = f"{gain:.1%} less" if gain >= 0 else f"{-gain:.1%} more, with exact sums,"
+    return Decision(heat, best.number, f"trial {best.number} takes {by} than trial {was.number}")
 
 
 def _gain(was: Trial, best: Trial) -> float:

@@ -1,15 +1,15 @@
 """Show: trials on a terminal while they run, and as a table; nothing is worked out here."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.status import Status
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from paceline.observe.summary import duration_text, step_time_text
+from paceline.observe.summary import step_time_text
 from paceline.tune.settings import change_texts
 from paceline.tune.trial import Candidate, Known, Trial
 
@@ -19,9 +19,11 @@ COLUMNS = ("#", "what", "expected", "measured", "vs given", "outcome")
 class Display:
     """Tells a person at the terminal what happens; see `loop.Watcher`."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock, self._began = console, clock, clock()
-        self._status = Status("", console=console)
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._task = self._progress.add_task("")
         self._heat = 0
         self._candidates: Sequence[Candidate] = ()
         self._shown = 0
@@ -32,7 +34,7 @@ class Display:
         if known.trials:
             self._console.print(f"going on after {len(known.trials)} trials")
             self._rows(known)
-        with self._status:
+        with self._progress:
             self._say("one device with its share of the work")
             yield
 
@@ -55,8 +57,7 @@ class Display:
         self._say("what to try next")
 
     def _say(self, what: str) -> None:
-        elapsed = duration_text(self._clock() - self._began)
-        self._status.update(f"{elapsed}  {what}")
+        self._progress.update(self._task, description=what)
 
     def _rows(self, known: Known) -> None:
         for trial in known.trials[self._shown :]:
@@ -92,7 +93,7 @@ def versus_text(trial: Trial) -> str:
         return ""
     if trial.relative == 0.0:
         return "100%"
-    share = 100 * 2.718281828459045**trial.relative
+    share = 100 * math.exp(trial.relative)
     return f"{share:.0f}% ±{100 * trial.uncertainty:.0f}"
 
 

@@ -72,14 +72,14 @@ def buckets_too_small(subject: Subject) -> Finding | None:
     latency_s = _latency_s(subject, where)
     felt = min(1.0, cost_of_s(subject, where) / max(1e-12, traffic.link_s(where)))
     measured_s = (count - wanted) * latency_s * felt
-    changes, _ = best_bucket(subject)
+    changes, planned_s = best_bucket(subject)
     mib = total / times / wanted / 2**20
     return Finding.of(
         subject,
         "buckets-too-small",
         f"{count:.0f} all-reduces of {bytes_text(total / count)} a step, each with "
         f"{step_time_text(latency_s)} of latency.",
-        measured_s,
+        max(measured_s, min(planned_s, _cost_of_term_s(subject))),
         [f"{wanted:.0f} of {mib:.3g} MiB would carry the same bytes and still overlap."],
         changes=changes or offered(subject.job, f"layout.bucket_mib={max(0.1, mib):.2g}"),
         advice="Larger buckets (bucket_cap_mb of DDP).",
@@ -152,6 +152,11 @@ def cost_of_s(subject: Subject, where: Array) -> float:
     exposed_s = traffic.removed_s(where)
     hidden_s = max(0.0, traffic.link_s(where) - exposed_s)
     return exposed_s + min(hidden_s, _processor_s(subject, where))
+
+
+def _cost_of_term_s(subject: Subject) -> float:
+    """What a step has of exposed exchanges between replicas, collectives and calls alike."""
+    return float(subject.measured.term_s("exposed_comm.dp", "straggler_wait").mean())
 
 
 def _processor_s(subject: Subject, where: Array) -> float:

@@ -26,6 +26,8 @@ _SLOWER = 2.5
 # Bytes of a collective above which it says something about the rate of a link.
 _TELLING_BYTES = 1 << 16
 _PRICED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+# Collectives of which it is known when the last rank came.
+_MEETINGS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 # The inner axes' product is the distance between an axis' neighbours in rank order.
 _INNER_FIRST = ("tp", "cp", "fsdp", "dp", "pp")
 # Sockets carry a tenth of what InfiniBand does, PCIe a tenth of NVLink, or somewhat more: what is
@@ -87,7 +89,7 @@ def slow_flow(subject: Subject) -> Slow | None:
     if subject.account is None:
         return None
     for flow in subject.traffic.flows():
-        if not flow.num_calls or flow.bytes / flow.num_calls < _TELLING_BYTES or not flow.link_s:
+        if flow.op not in _MEETINGS or flow.bytes / flow.num_calls < _TELLING_BYTES:
             continue
         if (by_curve := expected_s(subject, flow)) is not None:
             is_measured = subject.job is not None and bool(subject.job.cluster.tiers)

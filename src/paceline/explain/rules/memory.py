@@ -1,11 +1,13 @@
 """Rules about what is paid in time to save memory that is free."""
 
+import numpy as np
+
 from paceline.config.job import Job
 from paceline.config.noun import size
 from paceline.explain.changes import changed
 from paceline.explain.finding import Finding
 from paceline.explain.subject import Subject
-from paceline.explain.what_if import fits, limit_bytes, peak_bytes, what_if
+from paceline.explain.what_if import expected, fits, limit_bytes, peak_bytes, what_if
 from paceline.observe.summary import bytes_text, step_time_text
 
 ALLOCATING = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree")
@@ -52,18 +54,17 @@ def sharding_not_needed(subject: Subject) -> Finding | None:
     without = changed(job, changes)
     if without is None or fits(without) is False:
         return None
-    asked = what_if(subject, changes)
-    gathers_s = _gathers_s(subject)
-    gain_s = gathers_s if asked is None else asked.gain_s
+    exposed_s = float(subject.measured.term_s("exposed_comm.fsdp").mean())
+    hooks_s = _hooks_s(subject)
     return Finding.of(
         subject,
         "sharding-not-needed",
         f"Parameters are sharded over {job.layout.fsdp} ranks and gathered in every pass, and "
         "would fit as replicas.",
-        gain_s,
+        exposed_s + hooks_s - _reducing_s(subject, without, exposed_s),
         [
-            f"Gathering exposes {step_time_text(gathers_s)} of a step; replicas all-reduce "
-            "gradients once.",
+            f"Exchanging shards exposes {step_time_text(exposed_s)} of a step, and the host takes "
+            f"{step_time_text(hooks_s)} for it; replicas all-reduce gradients once.",
             _memory_sentence(without),
         ],
         changes=changes,
@@ -98,10 +99,30 @@ def allocator_retries(subject: Subject) -> Finding | None:
     )
 
 
-def _gathers_s(subject: Subject) -> float:
-    traffic = subject.traffic
-    gathers = traffic.is_axis("fsdp") & traffic.is_op("all_gather") & traffic.is_large
-    return traffic.removed_s(gathers)
+def _hooks_s(subject: Subject) -> float:
+    """What the host does around shards: FSDP2's hooks, in which nothing is computed."""
+    account = subject.account
+    assert account is not None
+    is_hook = np.array([name.startswith("FSDP::") for name in (*account.names, "")])
+    gaps = account.gaps[is_hook[account.gaps["name"]]]
+    return float(subject.measured.sum_s(gaps).mean()) * subject.pace
+
+
+def _reducing_s(subject: Subject, without: Job, exposed_s: float) -> float:
+    """What replicas will wait for gradients: by the planner, else the share that isn't gathering.
+
+    Shards are gathered twice and reduced once; an all-reduce carries as much as two of the three.
+    """
+    now = expected(subject)
+    then = what_if(subject, _differing(without))
+    if now is None or then is None:
+        return exposed_s * 2 / 3
+    return then.time_s.get("exposed_comm.dp", 0.0) * subject.step_s / now.step_s
+
+
+def _differing(without: Job) -> tuple[str, ...]:
+    layout = without.layout
+    return tuple(f"layout.{name}={getattr(layout, name)}" for name in ("dp", "fsdp", "zero"))
 
 
 def _memory_sentence(job: Job) -> str:

@@ -72,11 +72,17 @@ def test_the_commands_of_the_table_run(tmp_path):
             words += SHORT  # the demo, cut short
         if words[1] == "bench":
             words += LINKS if "collectives" in words else QUICK
+        if words[1] == "top":
+            words.append("--once")
+        if words[1] == "tune":
+            words.append("--help")  # minutes of trials: tests/tune has a real one
         if words[0] == "torchrun":
             _run(words, tmp_path)
         else:
             done = paceline(*words[1:], folder=tmp_path)
-            assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+            # This machine may have problems for the doctor to find.
+            fine = (0, 1) if words[1] == "doctor" else (0,)
+            assert done.returncode in fine, f"{command}: {done.stdout}{done.stderr}"
     assert losses(tmp_path, "demo").keys() == {1, 2, 3, 4}
     assert len(losses(tmp_path, "tiny")) == 12
     assert (tmp_path / "cluster.toml").exists()

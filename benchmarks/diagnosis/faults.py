@@ -114,7 +114,7 @@ def _tiny_buckets(draw: Draw) -> Fault:
 
 
 def _uneven_pipeline(draw: Draw) -> Fault:
-    long = draw.in_turn((5, 6))
+    long = draw.in_turn((6, 7))
     split = draw.in_turn((f"[{long},{8 - long}]", f"[{8 - long},{long}]"))
     wrong, right = Way((f"layout.split={split}",)), Way(("layout.split=[4,4]",))
     return Fault(("uneven-stages",), wrong, right, _PP2)

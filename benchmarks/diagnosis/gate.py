@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.observe.profile import ProfiledWindows
 
-_LOOK_EVERY_S = 0.005
+_LOOK_EVERY_S = 0.05
 
 
 class Gate:
@@ -53,8 +53,8 @@ class Gate:
             self.wait()
             return account
 
-        ProfiledWindows.__enter__ = enter_in_turn  # type: ignore[method-assign]
-        ProfiledWindows._close = close_and_wait  # type: ignore[method-assign]
+        ProfiledWindows.__enter__ = enter_in_turn
+        ProfiledWindows._close = close_and_wait
 
 
 def last_gate(folder: Path, num_ranks: int) -> int:

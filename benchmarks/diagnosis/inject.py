@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.diagnosis.gate import Gate
+from paceline.config.layers import Experts
 from paceline.config.layout import Layout
 from paceline.models import moe
 from paceline.models.decoder import Block
@@ -51,7 +52,7 @@ def slow_blocks(_gate: Gate, times: int) -> None:
                 forward(block, *inputs, **told)
         return forward(block, *inputs, **told)
 
-    Block.forward = slower  # type: ignore[method-assign]
+    Block.forward = slower
 
 
 def sleepy_blocks(_gate: Gate, seconds: float) -> None:
@@ -62,7 +63,7 @@ def sleepy_blocks(_gate: Gate, seconds: float) -> None:
         time.sleep(seconds)
         return forward(block, *inputs, **told)
 
-    Block.forward = later  # type: ignore[method-assign]
+    Block.forward = later
 
 
 def busy_neighbour(gate: Gate, core: int, num_burners: int) -> None:
@@ -97,7 +98,7 @@ def metrics_of_every_micro_batch(_gate: Gate, num_metrics: int) -> None:
             metric.item()
         return loss
 
-    Trainer.forward = and_read  # type: ignore[method-assign]
+    Trainer.forward = and_read
 
 
 def reduce_every_micro_batch(_gate: Gate) -> None:
@@ -121,7 +122,7 @@ def collect_garbage(_gate: Gate, num_objects: int) -> None:
         gc.collect()
         return forward(of, micro_batch)
 
-    Trainer.forward = after_collecting  # type: ignore[method-assign]
+    Trainer.forward = after_collecting
 
 
 def slow_disk(_gate: Gate, bytes_per_s: float) -> None:
@@ -144,14 +145,14 @@ def slow_log(_gate: Gate, seconds: float) -> None:
         time.sleep(seconds)
         return record(metrics, line)
 
-    Metrics.record = slowly  # type: ignore[method-assign]
+    Metrics.record = slowly
 
 
 def skewed_choice(_gate: Gate, share: float) -> None:
     """So large a share of the tokens may choose among the first half of the experts only."""
     choose, stream = moe.choose, torch.Generator().manual_seed(0)
 
-    def skewed(scores: Tensor, bias: Tensor | None, shape: moe.Shape) -> Tensor:
+    def skewed(scores: Tensor, bias: Tensor | None, shape: Experts) -> Tensor:
         is_bound = torch.rand(len(scores), 1, generator=stream) < share
         is_far = torch.arange(scores.shape[-1]) >= scores.shape[-1] // 2
         return choose(scores.masked_fill(is_bound & is_far, -1.0), bias, shape)
@@ -162,7 +163,7 @@ def skewed_choice(_gate: Gate, share: float) -> None:
 def more_threads(_gate: Gate, num_threads: int) -> None:
     """Each rank computes with so many threads, whatever else runs on its cores."""
     set_threads = torch.set_num_threads
-    session.torch.set_num_threads = lambda _rule: set_threads(num_threads)  # type: ignore[assignment]
+    session.torch.set_num_threads = lambda _rule: set_threads(num_threads)
 
 
 def python_work(_gate: Gate, seconds: float) -> None:
@@ -175,7 +176,7 @@ def python_work(_gate: Gate, seconds: float) -> None:
             sum(range(1000))
         return forward(of, micro_batch)
 
-    Trainer.forward = after_python  # type: ignore[method-assign]
+    Trainer.forward = after_python
 
 
 def uneven_lengths(_gate: Gate, shortest: int, longest: int, seed: int) -> None:

@@ -42,8 +42,7 @@ class Cell:
         found = tuple(_described(finding) for finding in explain(run.path).findings[:5])
         measured = None
         if not is_healthy:
-            gain = gain_of(fault, run, Run(folder / "mended/runs/run"))
-            measured = {**asdict(gain), "gain": gain.gain}
+            measured = gain_of(fault, run, Run(folder / "mended/runs/run"))._asdict()
         return cls(name, seed, fault.expected, found, measured, taken)
 
     @property

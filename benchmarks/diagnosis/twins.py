@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.diagnosis.faults import Fault, Way
 from benchmarks.diagnosis.gate import last_gate, open_gate
@@ -73,7 +72,7 @@ class Twin:
         while last_gate(self.folder, self.num_ranks) < number:
             if not self.ranks.are_running or time.monotonic() > deadline:
                 raise FailedError(f"{self.folder} ended or hung before gate {number}: see output-*")
-            time.sleep(0.01)
+            time.sleep(0.1)
 
 
 def measure(fault: Fault, folder: Path, settings: Sequence[str], num_turns: int) -> None:
@@ -195,26 +194,24 @@ def steady_turns(lines: Sequence[Mapping[str, Any]]) -> list[list[float]]:
     return [turn for turn in turns if turn]
 
 
-@dataclass(frozen=True)
-class Gain:
+class Gain(NamedTuple):
     """What mending a fault gave."""
 
+    gain: float
+    """The share of the faulty step that is gone: the mean over pairs of turns, since turns of one
+    pair follow each other, and a machine is not equally fast all the time."""
+    spread: float
+    """Half of the range of the gains of single pairs."""
     faulty_s: float
     """Of a step."""
     mended_s: float
-    spread: float
-    """Half of the range of the gains of single turns."""
-
-    @property
-    def gain(self) -> float:
-        """The share of the faulty step that is gone."""
-        return 1 - self.mended_s / self.faulty_s
 
 
 def gain_of(fault: Fault, faulty: Run, mended: Run) -> Gain:
     """Compare two runs that took turns."""
     typical = median if fault.is_in_every_step else fmean
-    turns = [steady_turns(run.metrics()) for run in (faulty, mended)]
-    both = [typical(list(chain.from_iterable(each))) for each in turns]
-    gains = [1 - typical(right) / typical(wrong) for wrong, right in zip(*turns, strict=False)]
-    return Gain(*both, (max(gains) - min(gains)) / 2)
+    wrong, right = (
+        [typical(turn) for turn in steady_turns(run.metrics())] for run in (faulty, mended)
+    )
+    gains = [1 - after / before for before, after in zip(wrong, right, strict=True)]
+    return Gain(fmean(gains), (max(gains) - min(gains)) / 2, fmean(wrong), fmean(right))

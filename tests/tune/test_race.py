@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from paceline.tune.race import MOST_ROUNDS, gap, leader, still_in
+from paceline.tune.race import gap, leader, of_turn, still_in
 
 
 def test_rounds_pair_what_is_compared():
@@ -37,8 +37,13 @@ def test_a_race_ends_when_nothing_is_left_to_decide():
     assert still_in(alike) == [0, 1]  # within 1 %: not yet known that well
     noisy = {0: [1.0, 1.3, 0.9], 1: [1.1, 1.0, 1.2]}
     assert still_in(noisy) == [0, 1]
-    assert still_in({job: times * 2 for job, times in noisy.items()}) == []
-    assert MOST_ROUNDS == 6
+    assert still_in({job: times * 3 for job, times in noisy.items()}) == []
+
+
+def test_a_turn_is_what_most_of_its_steps_took_undisturbed():
+    assert of_turn([1.0, 1.1, 1.2, 9.0]) == 1.0
+    assert of_turn([1.0, 1.1, 1.2, 1.3, 9.0, 9.0, 9.0, 9.0]) == 1.1
+    assert of_turn([2.0]) == 2.0
 
 
 def test_the_faster_of_two_wins_most_races_on_a_noisy_machine():

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import psutil
@@ -35,7 +34,7 @@ from paceline.observe.profile import ProfiledWindows
 from paceline.train.session import facts_of, language_model
 from paceline.train.task import Step
 from paceline.train.trainer import Trainer
-from paceline.tune.race import leader, still_in
+from paceline.tune.race import leader, of_turn, still_in
 
 # A turn's timed steps take about so long, so that a scheduler's whims are small beside it.
 _TURN_S = 0.6
@@ -67,8 +66,8 @@ class Ran:
 
     @property
     def rounds(self) -> dict[int, list[float]]:
-        """Median seconds of a step in each round, by the number of the Job."""
-        return {at: [median(turn) for turn in turns] for at, turns in enumerate(self.steps_s)}
+        """What each turn stands for, by the number of the Job."""
+        return _rounds(self.steps_s)
 
 
 def heat(wish: Wish, ranks: Ranks, tell: Tell) -> Ran:
@@ -80,8 +79,7 @@ def heat(wish: Wish, ranks: Ranks, tell: Tell) -> Ran:
         say.about(at, "set up")
         ready.append(_Ready.of(job, ranks))
     turns = _race(ready, ranks, say)
-    rounds = {at: [median(turn) for turn in of_it] for at, of_it in enumerate(turns)}
-    fastest = leader(rounds)
+    fastest = leader(_rounds(turns))
     terms: Mapping[int, Mapping[str, float]] = {}
     if wish.trace_folder is not None:
         say.about(fastest, "profile")
@@ -159,8 +157,12 @@ def _race(ready: Sequence[_Ready], ranks: Ranks, say: _Saying) -> list[list[tupl
 
 def _next_round(turns: Sequence[Sequence[Sequence[float]]]) -> list[tuple[int, int]]:
     """Who has another turn, and how many steps it has."""
-    rounds = {at: [median(turn) for turn in of_it] for at, of_it in enumerate(turns)}
+    rounds = _rounds(turns)
     return [(at, _steps_of_turn(min(rounds[at]))) for at in still_in(rounds)]
+
+
+def _rounds(turns: Sequence[Sequence[Sequence[float]]]) -> dict[int, list[float]]:
+    return {at: [of_turn(turn) for turn in of_it] for at, of_it in enumerate(turns)}
 
 
 def _steps_of_turn(step_s: float) -> int:

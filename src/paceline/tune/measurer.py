@@ -27,7 +27,7 @@ from paceline.tune.trial import Candidate, Outcome
 
 # Ranks are silent for no longer than this, and so many predicted steps: the slowest thing between
 # two news is setting a Job up (compiling it, where the Job says so, takes minutes).
-_SILENCE_S, _SILENT_STEPS, _COMPILING_S = 60.0, 60, 600.0
+_SILENCE_S, _SILENT_STEPS, _COMPILING_S = 40.0, 30, 600.0
 # Of a device's memory, for Jobs that are alive together: what is predicted is each one's peak, and
 # only one is at its peak at a time.
 _SHARE_TOGETHER = 0.9

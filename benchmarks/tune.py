@@ -203,7 +203,7 @@ def run_case(case: Case, folder: Path, team: Team, console: Console) -> Outcome:
         jobs = list(every_job(question))
         most = len(jobs) // 3
         console.print(f"{case.name}: {case.what}; {len(jobs)} Jobs, at most {most} trials")
-        measurer = RealMeasurer(team, question.limit_bytes)
+        measurer = RealMeasurer(team, question.limit_bytes, folder / "failures.log")
         display = Display(console)
         limits = Limits(trials=most)
         began = time.monotonic()

@@ -2,6 +2,7 @@
 take turns (two short runs of two ranks)."""
 
 import json
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,9 @@ def _lines(seconds: dict[int, float], profiled: set[int], between_s: float = 0.0
 
 
 def test_only_undisturbed_steps_are_compared():
-    profiled = {6, 7, 12, 13}
-    lines = _lines({step: float(step) for step in range(1, 17)}, profiled, between_s=0.5)
-    assert steady_turns(lines) == [[9.5, 10.5], [15.5, 16.5]]
+    profiled = {4, 5, 10, 11}
+    lines = _lines({step: float(step) for step in range(1, 15)}, profiled, between_s=0.5)
+    assert steady_turns(lines) == [[7.5, 8.5], [13.5, 14.5]]
 
 
 def _run(folder: Path, lines: list[dict]) -> Run:
@@ -62,14 +63,27 @@ def _run(folder: Path, lines: list[dict]) -> Run:
     return Run(folder)
 
 
-def test_a_gain_is_of_typical_steps_or_of_their_mean(tmp_path):
-    seconds = {step: 0.4 if step % 4 == 0 else 0.1 for step in range(8, 12)}
-    wrong = _run(tmp_path / "wrong", _lines(seconds, set()))
-    right = _run(tmp_path / "right", _lines(dict.fromkeys(range(8, 12), 0.1), set()))
-    always = Fault(("x",), Way(), Way())
-    sometimes = Fault(("x",), Way(), Way(), is_in_every_step=False)
-    assert gain_of(always, wrong, right).gain == pytest.approx(0)
-    assert gain_of(sometimes, wrong, right).gain == pytest.approx(1 - 0.1 / 0.175)
+def _turns(folder: Path, turns: list[list[float]]) -> Run:
+    """A run whose turns have these steps besides those that are left out."""
+    seconds = [second for turn in turns for second in (9.0, *turn, 9.0, 9.0)]
+    ends = accumulate(3 + len(turn) for turn in turns)
+    lines = _lines(dict(enumerate([9.0, *seconds], start=5)), {5, *(5 + end for end in ends)})
+    return _run(folder, lines)
+
+
+def test_a_gain_is_of_turns_in_a_pair(tmp_path):
+    wrong = _turns(tmp_path / "wrong", [[0.2, 0.2, 0.8], [0.6, 0.6, 0.6], [0.4, 0.4, 0.4]])
+    right = _turns(tmp_path / "right", [[0.1, 0.1, 0.1], [0.3, 0.3, 0.3], [0.3, 0.3, 0.3]])
+    gain = gain_of(Fault(("x",), Way(), Way()), wrong, right)
+    assert gain.gain == pytest.approx(0.5), "by the ratio of each pair, not of all steps"
+    assert (gain.faulty_s, gain.mended_s) == pytest.approx((0.4, 0.3))
+
+
+def test_where_single_steps_stand_out_the_mean_counts(tmp_path):
+    wrong = _turns(tmp_path / "wrong", [[0.1, 0.1, 0.4], [0.1, 0.1, 0.1]])
+    right = _turns(tmp_path / "right", [[0.1, 0.1, 0.1], [0.1, 0.1, 0.1]])
+    fault = Fault(("x",), Way(), Way(), is_in_every_step=False)
+    assert gain_of(fault, wrong, right).gain == pytest.approx(1 - 0.1 / 0.15)
 
 
 def _cell(name: str, expected: tuple[str, ...], found: list[tuple[str, float]], gain: float | None):

@@ -16,7 +16,7 @@ from benchmarks.diagnosis.results import COLUMNS, NUMBERS, Cell, row, sentences,
 from benchmarks.diagnosis.twins import FIRST_TURN, TURN, FailedError, measure, warm_up
 from benchmarks.provenance import RESULTS, ROOT, taken_with
 
-_NUM_TURNS = 2
+_NUM_TURNS = 6
 _DONE = "measured"
 
 
@@ -77,7 +77,9 @@ def _options() -> argparse.Namespace:
         "--fault", nargs="+", choices=FAULTS, metavar="NAME", help=f"some of: {', '.join(FAULTS)}"
     )
     parser.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--quick", action="store_true", help="the fifteen faults, once, one turn")
+    parser.add_argument(
+        "--quick", action="store_true", help="the fifteen faults, once, in two turns"
+    )
     parser.add_argument("--again", action="store_true", help="measure what was measured before")
     parser.add_argument(
         "--work", type=Path, default=ROOT / "runs/diagnosis", help="folder of the runs; kept"
@@ -85,7 +87,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="write the table among the results")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    options.turns = 1 if options.quick else _NUM_TURNS
+    options.turns = 2 if options.quick else _NUM_TURNS
     options.fault = options.fault or [*(LISTED if options.quick else FAULTS)]
     options.seed = options.seed[:1] if options.quick else options.seed
     return options

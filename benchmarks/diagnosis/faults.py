@@ -67,6 +67,7 @@ class Draw(Random):
 
 
 Make = Callable[[Draw], Fault]
+_AS_IT_IS = Way()
 _DP2 = ("layout.dp=2",)
 _ACCUMULATING = (*_DP2, "layout.micro_batch=4", "train.global_batch=32")
 _PP2 = ("layout.pp=2", "layout.schedule=1f1b", "model.num_layers=8", "layout.micro_batch=2")
@@ -83,34 +84,37 @@ def _slow_rank(draw: Draw) -> Fault:
         "sleepy_blocks": {"rank": draw.randrange(2), "seconds": draw.uniform(0.005, 0.02)},
     }
     name = draw.in_turn([*slower])
-    return Fault(("straggler-rank",), Way(injections={name: slower[name]}), Way(), _DP2)
+    return Fault(("straggler-rank",), Way(injections={name: slower[name]}), _AS_IT_IS, _DP2)
 
 
 def _slow_link(draw: Draw) -> Fault:
     slow = Way(rate_bits_per_s=draw.uniform(200, 600) * MBIT)
-    return Fault(("slow-link",), slow, Way(), _DP2, num_hosts=2)
+    return Fault(("slow-link",), slow, _AS_IT_IS, _DP2, num_hosts=2)
 
 
 def _slow_loader(draw: Draw) -> Fault:
     way = Way(injections={"slow_loader": {"seconds": draw.uniform(0.03, 0.15)}})
-    return Fault(("loader-bound",), way, Way(), _DP2)
+    return Fault(("loader-bound",), way, _AS_IT_IS, _DP2)
 
 
 def _item_per_micro_batch(draw: Draw) -> Fault:
     read = {"metrics_of_every_micro_batch": {"num_metrics": draw.randint(30, 90)}}
-    return Fault(("sync-points",), Way(injections=read), Way(), _ACCUMULATING)
+    return Fault(("sync-points",), Way(injections=read), _AS_IT_IS, _ACCUMULATING)
 
 
 def _missing_no_sync(draw: Draw) -> Fault:
     way = Way(injections={"reduce_every_micro_batch": {}})
     settings = (*_ACCUMULATING, f"train.global_batch={draw.in_turn((32, 64))}")
-    return Fault(("reduce-every-micro-batch",), way, Way(), settings)
+    return Fault(("reduce-every-micro-batch",), way, _AS_IT_IS, settings)
 
 
 def _tiny_buckets(draw: Draw) -> Fault:
     deep = ("model.hidden_size=64", "model.ffn_size=192", "model.num_layers=24")
+    short = ("train.seq_len=64", "train.global_batch=4", "layout.micro_batch=2")
     wrong = Way((f"layout.bucket_mib={draw.in_turn((0.005, 0.01, 0.02))}",))
-    return Fault(("buckets-too-small",), wrong, Way(("layout.bucket_mib=25",)), (*_DP2, *deep))
+    return Fault(
+        ("buckets-too-small",), wrong, Way(("layout.bucket_mib=25",)), (*_DP2, *deep, *short)
+    )
 
 
 def _uneven_pipeline(draw: Draw) -> Fault:
@@ -126,20 +130,25 @@ def _few_micro_batches(draw: Draw) -> Fault:
     return Fault(("few-micro-batches",), wrong, Way(("layout.micro_batch=2",)), settings)
 
 
+def _shared_out(share: float) -> Way:
+    """Untrained routers are uneven by themselves: whom tokens go to is dealt out."""
+    return Way(injections={"shared_out": {"share": share}})
+
+
 def _skewed_experts(draw: Draw) -> Fault:
-    way = Way(injections={"skewed_choice": {"share": draw.uniform(0.5, 0.9)}})
-    return Fault(("expert-imbalance",), way, Way(), _EXPERTS)
+    wrong, right = _shared_out(draw.uniform(0.5, 0.9)), _shared_out(0.0)
+    return Fault(("expert-imbalance",), wrong, right, _EXPERTS)
 
 
 def _checkpoint_stall(draw: Draw) -> Fault:
     injections = {"slow_disk": {"bytes_per_s": draw.uniform(30e6, 60e6)}}
     wrong = Way((f"checkpoint.every={draw.in_turn((2, 3))}",), injections)
-    return Fault(("checkpoint-stall",), wrong, Way(), _DP2, is_in_every_step=False)
+    return Fault(("checkpoint-stall",), wrong, _AS_IT_IS, _DP2, is_in_every_step=False)
 
 
 def _garbage_storm(draw: Draw) -> Fault:
-    way = Way(injections={"collect_garbage": {"num_objects": draw.randint(200_000, 800_000)}})
-    return Fault(("garbage-collection",), way, Way(), _DP2)
+    way = Way(injections={"collect_garbage": {"num_objects": draw.randint(1_000_000, 3_000_000)}})
+    return Fault(("garbage-collection",), way, _AS_IT_IS, _DP2)
 
 
 def _fp32(_draw: Draw) -> Fault:
@@ -149,7 +158,7 @@ def _fp32(_draw: Draw) -> Fault:
 
 def _needless_recompute(draw: Draw) -> Fault:
     wrong = Way((f"layout.recompute={draw.in_turn(('full', 'selective'))}",))
-    return Fault(("recompute-not-needed",), wrong, Way(), _DP2)
+    return Fault(("recompute-not-needed",), wrong, _AS_IT_IS, _DP2)
 
 
 def _needless_sharding(draw: Draw) -> Fault:
@@ -169,7 +178,7 @@ def _small_kernels(draw: Draw) -> Fault:
 
 def _slow_loader_of_one(draw: Draw) -> Fault:
     loader = {"rank": draw.randrange(2), "seconds": draw.uniform(0.03, 0.15)}
-    return Fault(("loader-bound",), Way(injections={"slow_loader": loader}), Way(), _DP2)
+    return Fault(("loader-bound",), Way(injections={"slow_loader": loader}), _AS_IT_IS, _DP2)
 
 
 def _busy_neighbour(draw: Draw) -> Fault:
@@ -181,27 +190,27 @@ def _busy_neighbour(draw: Draw) -> Fault:
 
 def _slow_stage(draw: Draw) -> Fault:
     way = Way(injections={"slow_blocks": {"rank": draw.randrange(2), "times": draw.randint(1, 3)}})
-    return Fault(("straggler-rank",), way, Way(), _PP2)
+    return Fault(("straggler-rank",), way, _AS_IT_IS, _PP2)
 
 
 def _evaluation(draw: Draw) -> Fault:
     wrong = Way((f"train.eval_every={draw.in_turn((1, 2))}", "train.eval_batches=2"))
-    return Fault(("evaluation-stall",), wrong, Way(), _DP2, is_in_every_step=False)
+    return Fault(("evaluation-stall",), wrong, _AS_IT_IS, _DP2, is_in_every_step=False)
 
 
 def _slow_log(draw: Draw) -> Fault:
     way = Way(injections={"slow_log": {"seconds": draw.uniform(0.03, 0.15)}})
-    return Fault(("logging-stall",), way, Way(), _DP2)
+    return Fault(("logging-stall",), way, _AS_IT_IS, _DP2)
 
 
 def _many_threads(draw: Draw) -> Fault:
     way = Way(injections={"more_threads": {"num_threads": draw.in_turn((4, 8))}})
-    return Fault(("thread-oversubscription",), way, Way(), _DP2)
+    return Fault(("thread-oversubscription",), way, _AS_IT_IS, _DP2)
 
 
 def _python_work(draw: Draw) -> Fault:
     way = Way(injections={"python_work": {"seconds": draw.uniform(0.02, 0.06)}})
-    return Fault(("host-bound",), way, Way(), _DP2)
+    return Fault(("host-bound",), way, _AS_IT_IS, _DP2)
 
 
 def _uneven_lengths(draw: Draw) -> Fault:
@@ -243,8 +252,8 @@ def _tp_across_hosts(_draw: Draw) -> Fault:
 # ---- nothing is wrong --------------------------------------------------------------------------
 
 
-def _healthy(*settings: str, memory_bytes: float | None = None) -> Make:
-    return lambda _draw: Fault((), Way(), Way(), settings, memory_bytes=memory_bytes)
+def _healthy(*settings: str, way: Way = _AS_IT_IS, memory_bytes: float | None = None) -> Make:
+    return lambda _draw: Fault((), way, way, settings, memory_bytes=memory_bytes)
 
 
 LISTED: dict[str, Make] = {
@@ -283,7 +292,7 @@ HEALTHY: dict[str, Make] = {
     # Replicas of all of it would need 136 MB.
     "healthy, fsdp 2": _healthy("layout.fsdp=2", "layout.zero=1", memory_bytes=115e6),
     "healthy, pp 2": _healthy(*_PP2),
-    "healthy, ep 2": _healthy(*_EXPERTS),
+    "healthy, ep 2": _healthy(*_EXPERTS, way=_shared_out(0.0)),
     "healthy, tp 2": _healthy("layout.tp=2"),
 }
 FAULTS = LISTED | MORE | HEALTHY

@@ -148,16 +148,17 @@ def slow_log(_gate: Gate, seconds: float) -> None:
     Metrics.record = slowly
 
 
-def skewed_choice(_gate: Gate, share: float) -> None:
-    """So large a share of the tokens may choose among the first half of the experts only."""
-    choose, stream = moe.choose, torch.Generator().manual_seed(0)
+def shared_out(_gate: Gate, share: float) -> None:
+    """Deal tokens out to experts in turn, so large a share of them to the first half only."""
+    stream = torch.Generator().manual_seed(0)
 
-    def skewed(scores: Tensor, bias: Tensor | None, shape: Experts) -> Tensor:
-        is_bound = torch.rand(len(scores), 1, generator=stream) < share
-        is_far = torch.arange(scores.shape[-1]) >= scores.shape[-1] // 2
-        return choose(scores.masked_fill(is_bound & is_far, -1.0), bias, shape)
+    def choose(scores: Tensor, _bias: Tensor | None, shape: Experts) -> Tensor:
+        tokens, num_experts = scores.shape
+        is_bound = torch.rand(tokens, 1, generator=stream) < share
+        turn = torch.arange(tokens).unsqueeze(1) + torch.arange(shape.experts_per_token)
+        return turn % torch.where(is_bound, num_experts // 2, num_experts)
 
-    moe.choose = skewed
+    moe.choose = choose
 
 
 def more_threads(_gate: Gate, num_threads: int) -> None:
@@ -198,7 +199,7 @@ INJECTIONS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
         slow_blocks, sleepy_blocks, busy_neighbour, slow_loader, metrics_of_every_micro_batch,
-        reduce_every_micro_batch, collect_garbage, slow_disk, slow_log, skewed_choice, more_threads,
+        reduce_every_micro_batch, collect_garbage, slow_disk, slow_log, shared_out, more_threads,
         python_work, uneven_lengths,
     )
 }  # fmt: skip

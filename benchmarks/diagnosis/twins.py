@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
 from typing import Any, NamedTuple
 
 from benchmarks.diagnosis.faults import Fault, Way
@@ -20,7 +21,7 @@ from benchmarks.diagnosis.rank import forked_rank
 from benchmarks.netlab import Laboratory
 from paceline.observe.run import Run
 
-FIRST_TURN, TURN = 7, 14
+FIRST_TURN, TURN = 5, 8
 """Steps up to the end of the first window, which are not compared, and from window to window: see
 base.toml."""
 _TURN_S = 300.0
@@ -85,7 +86,11 @@ def measure(fault: Fault, folder: Path, settings: Sequence[str], num_turns: int)
     Raises:
         FailedError: a run broke off.
     """
-    ways = {"faulty": fault.wrong, "mended": fault.right} if fault.expected else {"healthy": Way()}
+    ways = (
+        {"faulty": fault.wrong, "mended": fault.right}
+        if fault.expected
+        else {"healthy": fault.right}
+    )
     with ExitStack() as stack:
         lab = stack.enter_context(Laboratory(fault.num_hosts)) if fault.num_hosts > 1 else None
         twins = [
@@ -198,20 +203,24 @@ class Gain(NamedTuple):
     """What mending a fault gave."""
 
     gain: float
-    """The share of the faulty step that is gone: the mean over pairs of turns, since turns of one
-    pair follow each other, and a machine is not equally fast all the time."""
+    """The share of the faulty step that is gone."""
     spread: float
-    """Half of the range of the gains of single pairs."""
+    """Half of what the middle half of the gains of single pairs of turns differs by."""
     faulty_s: float
     """Of a step."""
     mended_s: float
 
 
 def gain_of(fault: Fault, faulty: Run, mended: Run) -> Gain:
-    """Compare two runs that took turns."""
-    typical = median if fault.is_in_every_step else fmean
-    wrong, right = (
-        [typical(turn) for turn in steady_turns(run.metrics())] for run in (faulty, mended)
-    )
+    """Compare two runs that took turns: turn by turn, for machines are faster now and slower then.
+
+    Where single steps stand out in a fault, the mean of all steps counts.
+    """
+    turns = [steady_turns(run.metrics()) for run in (faulty, mended)]
+    wrong, right = ([*map(median, each)] for each in turns)
     gains = [1 - after / before for before, after in zip(wrong, right, strict=True)]
-    return Gain(fmean(gains), (max(gains) - min(gains)) / 2, fmean(wrong), fmean(right))
+    low, _, high = quantiles(gains, n=4) if len(gains) > 1 else gains * 3
+    if fault.is_in_every_step:
+        return Gain(median(gains), (high - low) / 2, median(wrong), median(right))
+    before, after = (fmean(chain.from_iterable(each)) for each in turns)
+    return Gain(1 - after / before, (high - low) / 2, before, after)

@@ -67,6 +67,7 @@ def test_a_real_device_is_measured_into_whole_curves():
     assert all(0 < share <= 1 for share in curves.matmul["fp32"].share)
     assert "fp64" not in curves.matmul
     assert len(curves.attention["flash"].backward) == 4
+    assert [*curves.attention] == ["flash"]
     assert curves.memory.bytes[-1] == pytest.approx(65536, rel=1e-3)
     assert curves.memory.source == "a test"
     assert 1e-8 < rates.launching.forward_s < 1e-3
@@ -84,3 +85,12 @@ def test_a_block_has_as_many_calls_as_fill_it():
     seconds = Clock(Ranks(), block_s=5e-3, num_blocks=2).seconds(call)
     assert 1e-8 < seconds < 1e-3
     assert calls > 2
+
+
+def test_a_cpu_s_attention_is_measured_in_each_arithmetic_it_trains_in():
+    both, said = CPU.replace(precisions=("fp32", "bf16")), []
+    curves = measure_device(Knowing(Ranks()), both, TINY, "test", said.append).device.curves
+    assert curves is not None
+    assert [*curves.attention] == ["flash", "flash.bf16"]
+    assert len(said) == num_measurements(TINY, both)
+    assert "attention to 32 tokens in bf16" in said

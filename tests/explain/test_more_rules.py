@@ -76,7 +76,7 @@ def test_the_planner_s_gain_of_a_larger_micro_batch_is_bounded_by_what_was_seen(
     of = job(8, cluster=cluster(nodes=1), batch=64, micro_batch=1)
     work = {"matmul": 95.0, "host_gap": 1.0}
     made = account([work] * 8, is_device=True)
-    assert 0 < found("small-kernels", subject(made, of)).gain_s <= 2 * 0.001
+    assert 0 < found("small-kernels", subject(made, of)).gain_s <= 3 * 0.001
 
 
 def test_ranks_that_wait_longer_than_one_would_take_alone() -> None:

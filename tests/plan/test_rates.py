@@ -265,6 +265,19 @@ def test_measured_scores_in_memory_gain_nothing_by_a_mask():
     assert causal == whole == pytest.approx(2 * 128 * 128 * 64 / 20e9)
 
 
+def test_attention_of_an_arithmetic_measured_by_itself_has_its_own_curve():
+    slower = CPU.curves.attention["flash"].model_copy(update={"forward": (0.05,)})
+    attention = CPU.curves.attention | {"flash.bf16": slower}
+    entry = _own(
+        curves=CPU.curves.model_copy(update={"attention": attention}),
+        peak_flops={"fp32": _figure(100e9), "bf16": _figure(200e9)},
+    )
+    shape = (1, 1, 128, 128, 64, 0.5)
+    in_fp32, in_bf16 = (attention_s(entry, name, "flash", *shape) for name in ("fp32", "bf16"))
+    assert in_fp32 == pytest.approx(2 * 128 * 128 * 64 / 20e9)
+    assert in_bf16 == pytest.approx(2 * 128 * 128 * 64 / 10e9)
+
+
 def test_few_heads_wait_for_the_longest_block():
     assert filling(np.array(1e9), 132) == pytest.approx(1)
     assert filling(np.array(1), 132) == pytest.approx(264, rel=1e-3)

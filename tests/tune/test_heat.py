@@ -17,6 +17,7 @@ from paceline.comm.ranks import Ranks
 from paceline.config.errors import RunError
 from paceline.observe.run import Run
 from paceline.tune.candidates import predicted
+from paceline.tune.heat import Ran
 from paceline.tune.measurer import RealMeasurer, groups
 from paceline.tune.team import GivenTeam, LocalTeam
 from tests.tune.jobs import CLUSTER, figure, job
@@ -78,6 +79,37 @@ def test_memory_that_is_not_there_is_a_result(text):
     assert results[1].outcome == "measured"
     assert results[1].versus is None  # they had no turns together
     assert time.monotonic() - began < 120
+
+
+class FakeTeam:
+    """Ranks that take a second for each step, whose heat ends at the last Job where it has
+    `most` or more for company."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.heats = most, []
+
+    def run(self, work, hear, silence_s, *, alone=False):
+        wish = work.args[0]
+        self.heats.append(len(wish.jobs))
+        last = len(wish.jobs) - 1
+        hear(News("heat", last, len(wish.jobs), "turn"))
+        if wish.jobs[-1].layout.tp == 2 and last >= self.most:
+            raise RunError("rank 1 failed while it measured:\nOutOfMemoryError: no room")
+        return Ran(tuple(((1.0,),) * 3 for _ in wish.jobs), 0, {}, {})
+
+
+@pytest.mark.parametrize(("most", "outcome"), [(2, "measured"), (1, "out of memory")])
+def test_who_fails_in_company_is_tried_beside_the_first_alone(most, outcome, tmp_path):
+    log = tmp_path / "failures.log"
+    team = FakeTeam(most)
+    jobs = [job(), job(recompute="none"), job(dp=1, tp=2)]
+    measurer = RealMeasurer(team, 1e12, log)
+    results = measurer.measure([predicted(one, "") for one in jobs], None, lambda _at, _what: None)
+    assert team.heats[:3] == [3, 2, 2]
+    assert [one.outcome for one in results.values()].count("measured") == 2 + (most == 2)
+    assert results[2].outcome == outcome
+    assert (results[2].versus is not None) == (outcome == "measured")
+    assert "no room" in log.read_text()
 
 
 def test_one_device_has_its_share_of_the_cores_and_nobody_to_wait_for(text):

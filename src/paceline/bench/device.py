@@ -117,7 +117,8 @@ Say = Callable[[str], None]
 
 def num_measurements(grid: Grid, device: Device) -> int:
     """How many times `measure_device` will speak."""
-    return 4 + len(_precisions(device)) + len(grid.seq_len)
+    attentions = len(_attention_precisions(device)) * len(grid.seq_len)
+    return 4 + len(_precisions(device)) + attentions
 
 
 def measure_device(clock: Clock, device: Device, grid: Grid, source: str, say: Say) -> Rates:
@@ -141,10 +142,13 @@ def measure_device(clock: Clock, device: Device, grid: Grid, source: str, say: S
         seconds[precision] = bench.products(DTYPES[precision])
         say(f"products in {precision}")
     device = device.replace(peak_flops=_peaks(device, seconds, grid, source))
-    attention = bench.attention(device, say)
+    attention = {
+        key: bench.attention(device, precision, say)
+        for key, precision in _attention_precisions(device).items()
+    }
     curves = DeviceCurves(
         matmul={name: bench.curve(device, name, each) for name, each in seconds.items()},
-        attention={"flash": attention},
+        attention=attention,
         memory=memory,
         sharing=measure_sharing(clock, source),
     )
@@ -164,6 +168,17 @@ def measure_device(clock: Clock, device: Device, grid: Grid, source: str, say: S
 def _precisions(device: Device) -> list[str]:
     """Arithmetic to measure: what the device trains in; fp64 is for tests."""
     return [name for name in DTYPES if name in device.precisions]
+
+
+def _attention_precisions(device: Device) -> dict[str, str]:
+    """Keys of attention's curves, and in what arithmetic each is measured.
+
+    A CPU trains in either, and its fused attention may be slower in bf16 (seen: 2.4 times).
+    """
+    has_bf16 = "bf16" in device.precisions
+    if device.kind == "cuda":
+        return {"flash": "bf16" if has_bf16 else "fp32"}
+    return {"flash": "fp32"} | ({"flash.bf16": "bf16"} if has_bf16 else {})
 
 
 def _peaks(
@@ -268,9 +283,8 @@ class Bench(NamedTuple):
         m, n, k = (tuple(map(float, sizes)) for sizes in self.grid[:3])
         return MatmulCurve(m=m, n=n, k=k, share=shares, source=self.source)
 
-    def attention(self, device: Device, say: Say) -> AttentionCurve:
-        """Causal attention, forward and backward, in the arithmetic that training prefers."""
-        precision = "bf16" if device.kind == "cuda" and "bf16" in device.precisions else "fp32"
+    def attention(self, device: Device, precision: str, say: Say) -> AttentionCurve:
+        """Causal attention, forward and backward."""
         peak, dtype = _value(device.peak(precision)), DTYPES[precision]
         forward, backward = [], []
         for seq_len in self.grid.seq_len:
@@ -280,7 +294,7 @@ class Bench(NamedTuple):
                 forward_s, backward_s = self._attention(heads, seq_len, head_dim, dtype)
                 forward.append(flops / forward_s / peak)
                 backward.append(2.5 * flops / backward_s / peak)
-            say(f"attention to {seq_len} tokens")
+            say(f"attention to {seq_len} tokens in {precision}")
         return AttentionCurve(
             seq_len=tuple(map(float, self.grid.seq_len)),
             head_dim=tuple(map(float, self.grid.head_dim)),

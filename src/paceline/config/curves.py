@@ -133,7 +133,8 @@ class DeviceCurves(Noun):
     """By arithmetic: fp32, tf32, bf16, fp16, fp8, fp4."""
     attention: Mapping[str, AttentionCurve] = Field(default_factory=dict)
     """By backend: "flash" (as FlashAttention-2), "flash3" (FlashAttention-3, cuDNN and others made
-    for the generation; missing: the same as "flash"), "unfused"."""
+    for the generation; missing: the same as "flash"), "unfused"; "flash.bf16" where it was measured
+    in an arithmetic of its own besides."""
     memory: MemoryCurve | None = None
     sharing: SharingCurve | None = None
     """Of CPU ranks; None: as fast as while all compute."""

@@ -129,7 +129,7 @@ def attention_s(
     squares = _floats(batch) * _floats(heads)
     q_len, kv_len = _floats(q_len), _floats(kv_len)
     head_dim, visible = _floats(head_dim), _floats(visible)
-    curve = _attention_curve(_Same(device), backend)
+    curve = _attention_curve(_Same(device), backend, precision)
     if curve is None:
         products = _attention_products_s(
             device, precision, squares, q_len, kv_len, head_dim, backward
@@ -295,7 +295,7 @@ class _Attention(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _attention_curve(key: _Same, backend: str) -> _Attention | None:
+def _attention_curve(key: _Same, backend: str, precision: str) -> _Attention | None:
     """None: priced as its products."""
     curves, scale, _ = _curves(key)
     name = backend
@@ -304,7 +304,7 @@ def _attention_curve(key: _Same, backend: str) -> _Attention | None:
         scale = scale / FLASH1_TIME if backend == "flash1" else scale
     if name not in curves.attention:
         return None
-    curve = curves.attention[name]
+    curve = curves.attention.get(f"{name}.{precision}", curves.attention[name])
     forward, backward = attention_grid(curve, True, scale), attention_grid(curve, False, scale)
 
     def share(keys: Array, head_dim: Array, is_backward: bool) -> Array:

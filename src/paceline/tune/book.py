@@ -3,6 +3,7 @@
 asked.toml     the concrete Job as it was given
 cluster.toml   the machine, where it had to be measured first
 trials.jsonl   one object per trial, decision or reference, in the order of time
+failures.log   what ranks said that failed, in full
 heats/<n>/     the fastest of each heat as a Run with a trace: `paceline explain` reads it
 job.toml       the fastest Job so far
 tune.html      the page

@@ -150,7 +150,7 @@ def _tune(
     book.open(given)
     question = Question(given, freedom)
     display = Display(_CONSOLE)
-    measurer = RealMeasurer(team, question.limit_bytes)
+    measurer = RealMeasurer(team, question.limit_bytes, book.folder / "failures.log")
     loop = Loop(Proposer(question), limits, measurer, book, display, findings_of)
     try:
         with display.running(book.known):

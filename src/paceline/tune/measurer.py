@@ -1,7 +1,8 @@
 """Measurer: runs a heat of candidates and says what came of each.
 
-Whatever a candidate does (run out of memory, die, hang) is a result of that candidate; the others
-run again without it. What doesn't fit together runs in heats of its own.
+Whatever a candidate does (run out of memory, die, hang) is a result of that candidate, if it does
+so with the first one alone as well; the others run again without it. What doesn't fit together runs
+in heats of its own.
 """
 
 import math
@@ -27,10 +28,11 @@ from paceline.tune.trial import Candidate, Outcome
 
 # Ranks are silent for no longer than this, and so many predicted steps: the slowest thing between
 # two news is setting a Job up (compiling it, where the Job says so, takes minutes).
-_SILENCE_S, _SILENT_STEPS, _COMPILING_S = 40.0, 30, 600.0
+_SILENCE_S, _SILENT_STEPS, _COMPILING_S = 60.0, 60, 600.0
 # Of a device's memory, for Jobs that are alive together: what is predicted is each one's peak, and
 # only one is at its peak at a time.
 _SHARE_TOGETHER = 0.9
+_PAIR = 2
 _NO_MEMORY = re.compile(
     r"OutOfMemoryError|can't allocate memory|MemoryError|Cannot allocate memory"
 )
@@ -90,6 +92,8 @@ class RealMeasurer:
     team: Team
     limit_bytes: float
     """What Jobs may use of a device's memory together."""
+    failures: Path | None = None
+    """A file for the tracebacks of whatever fails."""
 
     def measure(
         self, candidates: Sequence[Candidate], folder: Path | None, progress: Progress
@@ -116,10 +120,10 @@ class RealMeasurer:
         folder: Path | None,
         progress: Progress,
     ) -> dict[int, Result]:
-        """Run a heat, and again without whoever ended it, which runs by itself: it may have
-        suffered from its company."""
+        """Run a heat; whoever ends it runs once more with the first one alone, for it may have
+        suffered from the company of the others, and these go on without it."""
+        left, again = list(group), []
         results: dict[int, Result] = {}
-        left = list(group)
         while left:
             watch = _Watch(left, progress)
             wish = Wish(tuple(candidates[at].job for at in left), folder and folder / "trace")
@@ -127,17 +131,30 @@ class RealMeasurer:
             try:
                 ran: Ran = self.team.run(partial(heat, wish), watch.hear, silence_s)
             except (RunError, InputError) as error:
-                found = _failure(error)
+                self._note(candidates[watch.about], error)
                 left.remove(watch.about)
-                if left and found.outcome != "hung":
-                    found = self._together(candidates, [watch.about], None, progress)[watch.about]
-                results[watch.about] = found
-                progress(watch.about, found.outcome)
+                if len(group) > _PAIR:
+                    again.append(watch.about)
+                else:
+                    results[watch.about] = _failure(error)
+                    progress(watch.about, results[watch.about].outcome)
                 continue
             if folder is not None:
                 keep_run(folder, candidates[left[ran.fastest]].job, ran)
-            return results | dict(zip(left, _results(ran, left[0] == 0), strict=True))
+            results |= dict(zip(left, _results(ran, left[0] == 0), strict=True))
+            break
+        for at in again:
+            pair = self._together(candidates, sorted({group[0], at}), None, progress)
+            results[at] = pair[at]
         return results
+
+    def _note(self, candidate: Candidate, error: Exception) -> None:
+        """Keep all that a rank said, for people."""
+        if self.failures is None:
+            return
+        changes = candidate.job.layout.summary
+        with self.failures.open("a") as file:
+            print(f"--- {candidate.why} ({changes}) ---\n{error}\n", file=file)
 
 
 @dataclass

@@ -79,6 +79,8 @@ class Proposer:
             job = self._now(best.job(known.given))
             mended = from_findings(question, self.findings, job, known.seconds(best))
             candidates = [*mended, *neighbours(question, job), *candidates]
+        elif candidates:
+            candidates = [*candidates, *neighbours(question, candidates[0].job)]
         tried = [known.given, *(trial.job(known.given) for trial in known.trials)]
         limit = min(self.question.limit_bytes, known.ceiling_bytes)
         return untried(candidates, tried, lambda one: one.peak_bytes >= limit)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from paceline.observe.summary import step_time_text
 from paceline.tune.settings import change_texts
-from paceline.tune.trial import Candidate, Known, Trial
+from paceline.tune.trial import FAILURES, Candidate, Known, Trial
 
 COLUMNS = ("#", "what", "expected", "measured", "vs given", "outcome")
 
@@ -48,6 +48,8 @@ class Display:
         name = self._candidates[candidate].why
         place = f"{candidate + 1} of {len(self._candidates)}"
         self._say(f"heat {self._heat + 1}: {what}, {place} ({name})")
+        if what in FAILURES:
+            self._console.print(f"    {name}: {what}")
 
     def heat_ended(self, known: Known) -> None:
         """See `Watcher.heat_ended`."""

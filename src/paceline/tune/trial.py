@@ -17,6 +17,7 @@ _ROUNDING = 0.03
 
 Outcome = Literal["measured", "slower", "out of memory", "died", "hung"]
 """slower: measured until it was clear that it isn't the best, and dropped early."""
+FAILURES = ("out of memory", "died", "hung")
 
 
 @dataclass(frozen=True, eq=False)

@@ -147,11 +147,21 @@ def gradients(subject: Subject) -> Array | None:
 
 
 def cost_of_s(subject: Subject, where: Array) -> float:
-    """What some collectives add to a step: what is exposed, and the processor's time they take."""
+    """What some collectives add to a step: what is exposed, and of the hidden part as much as
+    sockets take of the cores. Waiting for a late rank is not their cost."""
+    exposed_s, link_s = _sending_s(subject, where), subject.traffic.link_s(where)
+    if not link_s:
+        return exposed_s
+    hidden_s = max(0.0, link_s - exposed_s)
+    return exposed_s + hidden_s * _processor_s(subject, where) / link_s
+
+
+def _sending_s(subject: Subject, where: Array) -> float:
+    """Exposed seconds of some of the exchanges between replicas, without waiting for late ranks."""
     traffic = subject.traffic
-    exposed_s = traffic.removed_s(where)
-    hidden_s = max(0.0, traffic.link_s(where) - exposed_s)
-    return exposed_s + min(hidden_s, _processor_s(subject, where))
+    of_axis = traffic.per_step(traffic.is_axis("dp"), "exposed_ns")
+    share = traffic.per_step(where, "exposed_ns") / of_axis if of_axis else 0.0
+    return float(subject.measured.term_s("exposed_comm.dp").mean()) * share
 
 
 def _cost_of_term_s(subject: Subject) -> float:

@@ -38,7 +38,7 @@ def sync_points(subject: Subject) -> Finding | None:
     if per_step <= _FAIR_SYNCS and agreed <= _FAIR_SYNCS:
         return None
     gain_s = _idle_after_syncs_s(subject) if account.is_device else 0.0
-    gain_s += subject.traffic.removed_s(numbers) * subject.pace
+    gain_s += subject.traffic.removed_s(numbers)
     return Finding.of(
         subject,
         "sync-points",

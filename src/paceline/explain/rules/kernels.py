@@ -36,8 +36,9 @@ _SHORT_NS = 10_000
 # Tokens of a micro-batch that fill a device, by whether it is a CPU: a core slows down again where
 # activations leave its caches (see plan.resolve).
 _FILLING_TOKENS = {True: 1024, False: 8192}
-# Products gain by larger sizes as well as the host does.
-_BEYOND_SEEN = 2.0
+# Operators gain by larger sizes as well as the host does: of few rows they reach a part of their
+# rate.
+_BEYOND_SEEN = 3.0
 
 
 def wide_arithmetic(subject: Subject) -> Finding | None:

@@ -17,7 +17,7 @@ from paceline.explain.subject import Subject
 from paceline.explain.traffic import Flow, bus_factor
 from paceline.explain.what_if import what_if
 from paceline.observe.summary import bytes_text, step_time_text
-from paceline.plan.collectives import collective_s
+from paceline.plan.collectives import collective_s, is_across
 
 Array = npt.NDArray[Any]
 
@@ -195,17 +195,20 @@ def tp_across_nodes(subject: Subject) -> Finding | None:
 
 
 def expected_s(subject: Subject, flow: Flow) -> float | None:
-    """What a step's collectives of a kind should take by the cluster's links; None: not known."""
+    """What a step's collectives of a kind should take by the cluster's links, beside ranks that
+    compute; None: not known."""
     job = subject.job
     if job is None or not flow.axis or flow.op not in _PRICED or flow.bytes <= 0:
         return None
     ranks = flow.num_ranks or size(getattr(job.layout, flow.axis))
-    each = flow.bytes / flow.num_calls
+    each, stride = flow.bytes / flow.num_calls, _stride(job, flow.axis)
     try:
-        seconds = collective_s(job.cluster, flow.op, each, ranks, _stride(job, flow.axis))
+        alone_s = collective_s(job.cluster, flow.op, each, ranks, stride)
     except InputError:
         return None
-    return float(seconds) * flow.num_calls
+    tier = "across" if is_across(job.cluster, ranks, stride) else "inside"
+    beside = constant(job.cluster.stack or Stack(), f"comm_time_{tier}")
+    return float(alone_s) * beside * flow.num_calls
 
 
 def _by_sockets_s(subject: Subject, flow: Flow) -> float | None:

@@ -132,6 +132,24 @@ def test_checkpoints_cost_their_mean_over_all_steps() -> None:
     assert first.changes[0].startswith("checkpoint.every=")
 
 
+def test_writing_checkpoints_costs_ranks_that_compute_on_every_core() -> None:
+    writing = lines(100, checkpoint_cpu_s=0.01, terms={"checkpoint_stall": 0.02})
+    for num_cores, wanted in ((2, 0.030), (3, 0.020)):
+        facts = {"num_cores": num_cores, "num_ranks": 2}
+        made = subject(None, job(2), lines=writing, facts=facts)
+        assert the("checkpoint-stall", made).gain_s == pytest.approx(wanted, rel=0.02)
+
+
+def test_what_was_measured_stands_before_what_was_predicted_to_gain_as_much() -> None:
+    of = subject(None, job(2), step_ms=100)
+    sure, guess = (
+        Finding.of(of, "x", "", gain_s, (), confidence=confidence)
+        for gain_s, confidence in ((0.010, "high"), (0.012, "medium"))
+    )
+    assert sure.weight > guess.weight
+    assert sure.gain < guess.gain
+
+
 def test_garbage_collection_is_what_the_slowest_rank_loses() -> None:
     gap = {"name": "paceline.gc", "duration_ms": 12}
     slow, fast = {**WORK, "host_gap": 17.0}, {**WORK, "straggler_wait": 12.0}

@@ -177,6 +177,17 @@ def test_what_is_known_of_collectives(read):
     assert account.collectives["axis"].tolist() == [AXES.index("fsdp"), -1, -1]
 
 
+def test_collectives_that_are_on_their_way_together_share_what_is_exposed(read):
+    account = read(
+        step(200),
+        kernel("ampere_sgemm_128x64_nn", 0, 40),
+        kernel("ncclDevKernel_AllReduce", 20, 80, stream=9),  # 20 hidden, 20 alone, 20 of two
+        kernel("ncclDevKernel_AllGather", 60, 100, stream=10),  # 20 of two, 20 alone
+    )
+    assert account.collectives["exposed_ns"].tolist() == [30_000, 30_000]
+    assert account.collectives["duration_ns"].tolist() == [60_000, 40_000]
+
+
 # --- ranks --------------------------------------------------------------------------------------
 
 

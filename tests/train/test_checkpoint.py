@@ -231,6 +231,15 @@ def test_poll_is_quiet_until_the_save_ends_and_the_next_save_waits_for_it(tmp_pa
     assert len(said) == 2
 
 
+def test_what_writing_takes_of_the_processor_is_told_once(tmp_path):
+    checkpointer = opened(tmp_path)
+    assert checkpointer.take_cpu_s() == 0
+    checkpointer.save(1, {"w": torch.ones(1_000_000)}, {})
+    checkpointer.finish()
+    assert 0 < checkpointer.take_cpu_s() < 5
+    assert checkpointer.take_cpu_s() == 0
+
+
 def test_only_the_wanted_checkpoints_and_latest_remain(tmp_path):
     checkpointer = opened(tmp_path, keep_last=2, keep_every=4)
     for step in range(1, 10):

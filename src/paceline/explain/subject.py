@@ -142,6 +142,17 @@ class Subject:
         return min(1.1, max(0.2, (self.step_s - waits_s) / work_s)) if work_s > 0 else 1.0
 
     @cached_property
+    def cores_are_taken(self) -> bool:
+        """Whether ranks compute on all cores of the host, so that work beside them holds them up."""
+        if self.job is not None and not self.job.cluster.known_device.is_cpu:
+            return False
+        if self.account is not None and self.account.is_device:
+            return False
+        cores = self.facts.get("num_cores")
+        used = self.facts.get("threads_per_rank", 1) * self.facts.get("num_ranks", 1)
+        return cores is None or used >= cores
+
+    @cached_property
     def logs(self) -> Mapping[str, str]:
         """What the ranks wrote: the end of each file of the Run's log/, by its name."""
         if self.folder is None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.observe.account import Account
-from paceline.observe.terms import AXES
+from paceline.observe.terms import AXES, EXPOSED_COMM, TERM_ID
 
 Array = npt.NDArray[Any]
 
@@ -114,10 +114,16 @@ class Traffic:
         return float(self.link_ns[where].sum()) / self.num_steps / 1e9
 
     def sent_exposed_s(self, where: Array) -> float:
-        """Exposed seconds per step in which something was on the link: not the waiting before."""
-        rows = self.rows[where]
-        sending = np.maximum(rows["exposed_ns"] - rows["wait_ns"], 0)
-        return float(sending.sum()) / self.num_steps / 1e9
+        """Exposed seconds per step of some collectives, without waiting for late ranks: their
+        share of the term that has those of their axis."""
+        total = 0.0
+        for axis in np.unique(self.rows["axis"][where]).tolist():
+            beside = self.rows["axis"] == axis
+            of_axis = self.per_step(beside, "exposed_ns")
+            share = self.per_step(where & beside, "exposed_ns") / of_axis if of_axis else 0.0
+            term = TERM_ID[f"{EXPOSED_COMM}.{AXES[axis]}" if axis >= 0 else EXPOSED_COMM]
+            total += share * float(self.account.terms_ns[:, term].sum()) / self.num_steps / 1e9
+        return total
 
     def removed_s(self, where: Array) -> float:
         """Seconds by which a step is shorter without some collectives.

@@ -47,6 +47,7 @@ COLLECTIVE = np.dtype(
         ("start_ns", "i8"),
         ("duration_ns", "i8"),
         # The part with no kernel beside it; on a CPU, that in which the main thread waited for it.
+        # Several that are on their way at once share it.
         ("exposed_ns", "i8"),
         ("micro_batch", "i4"),  # forward-backward passes of the step begun before it, -1: unknown
         ("members", "i4"),  # its ranks as text, "[0, 1]"

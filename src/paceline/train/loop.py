@@ -96,6 +96,8 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
             done += 1
             line = _line(trainer, task, done, step_time_s)
             line |= {"between_s": between_s, "gc_s": garbage.take_s()}
+            if around.checkpointer is not None:
+                line["checkpoint_cpu_s"] = around.checkpointer.take_cpu_s()
             line["terms"] = _measured_terms(step_time_s, data_wait_s, stall_s, trainer.tail)
             if _evaluation_due(job, task, done):
                 line |= _evaluation(trainer, task)

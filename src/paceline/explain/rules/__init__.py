@@ -72,12 +72,12 @@ SHOWN = 0.01
 
 
 def findings(subject: Subject) -> list[Finding]:
-    """What makes the steps slow, the largest gain first, what is left over last.
+    """What makes the steps slow, the largest sure gain first, what is left over last.
 
     What was measured beyond the prediction, and no rule explains, is asked for last.
     """
     found = [each for rule in RULES.values() if (each := rule(subject)) is not None]
-    found.sort(key=lambda each: -each.gain)
+    found.sort(key=lambda each: -each.weight)
     for rest in RESIDUALS.values():
         left = rest(subject, sum(each.gain_s for each in found))
         found += [left] if left is not None else []

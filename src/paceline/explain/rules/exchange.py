@@ -149,19 +149,11 @@ def gradients(subject: Subject) -> Array | None:
 def cost_of_s(subject: Subject, where: Array) -> float:
     """What some collectives add to a step: what is exposed, and of the hidden part as much as
     sockets take of the cores. Waiting for a late rank is not their cost."""
-    exposed_s, link_s = _sending_s(subject, where), subject.traffic.link_s(where)
+    exposed_s, link_s = subject.traffic.sent_exposed_s(where), subject.traffic.link_s(where)
     if not link_s:
         return exposed_s
     hidden_s = max(0.0, link_s - exposed_s)
     return exposed_s + hidden_s * _processor_s(subject, where) / link_s
-
-
-def _sending_s(subject: Subject, where: Array) -> float:
-    """Exposed seconds of some of the exchanges between replicas, without waiting for late ranks."""
-    traffic = subject.traffic
-    of_axis = traffic.per_step(traffic.is_axis("dp"), "exposed_ns")
-    share = traffic.per_step(where, "exposed_ns") / of_axis if of_axis else 0.0
-    return float(subject.measured.term_s("exposed_comm.dp").mean()) * share
 
 
 def _cost_of_term_s(subject: Subject) -> float:
@@ -171,7 +163,7 @@ def _cost_of_term_s(subject: Subject) -> float:
 
 def _processor_s(subject: Subject, where: Array) -> float:
     """Seconds that sockets take from the cores that compute; 0 where a device computes."""
-    if subject.account is None or subject.account.is_device or not _is_crowded(subject):
+    if subject.account is None or not subject.cores_are_taken:
         return 0.0
     rows = subject.traffic.rows[where]
     ranks = max(2, int(rows["group_size"].max(initial=0)))
@@ -179,13 +171,6 @@ def _processor_s(subject: Subject, where: Array) -> float:
     rate = constant(stack, "socket_gb_per_s") * 1e9
     total = subject.traffic.per_step(where, "bytes") * bus_factor("all_reduce", ranks)
     return min(total / rate, subject.traffic.link_s(where))
-
-
-def _is_crowded(subject: Subject) -> bool:
-    """Whether all cores compute, so that what sockets take is missing there."""
-    cores = subject.facts.get("num_cores")
-    used = subject.facts.get("threads_per_rank", 1) * subject.facts.get("num_ranks", 1)
-    return cores is None or used >= cores
 
 
 def _reductions(subject: Subject, where: Array) -> int:

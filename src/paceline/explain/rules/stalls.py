@@ -39,25 +39,30 @@ def loader_bound(subject: Subject) -> Finding | None:
 
 
 def checkpoint_stall(subject: Subject) -> Finding | None:
-    """Steps wait until the state has been copied for a checkpoint."""
+    """Steps wait until the state has been copied for a checkpoint; on cores that are all at work
+    they lose what writing it takes of them, too."""
     stall_s = subject.mean_s("checkpoint_stall")
+    taken_s = subject.mean_s("checkpoint_cpu_s") if subject.cores_are_taken else 0.0
+    lost_s = stall_s + taken_s
     stalls = [line["terms"].get("checkpoint_stall", 0.0) for line in subject.steady]
     longest_s = max(stalls, default=0.0)
     every = subject.job.checkpoint.every if subject.job else 0
-    fewer = 0 if not every else every * ceil(max(1.0, stall_s / subject.mean_step_s / 0.002))
+    fewer = 0 if not every else every * ceil(max(1.0, lost_s / subject.mean_step_s / 0.002))
     # What is left when there are fewer.
     left = every / fewer if fewer else 1.0
     return Finding.of(
         subject,
         "checkpoint-stall",
         f"Checkpoints hold up a step by {step_time_text(stall_s)} on average.",
-        stall_s * (1 - left) if every else stall_s,
-        [f"The longest stall took {step_time_text(longest_s)}; one is due every {every} steps."],
+        lost_s * (1 - left) if every else lost_s,
+        [f"The longest stall took {step_time_text(longest_s)}; one is due every {every} steps.",
+         *([f"Writing them takes {step_time_text(taken_s)} of a step from its core."]
+           if taken_s else [])],
         changes=offered(subject.job, f"checkpoint.every={fewer}") if fewer > every else (),
         advice="Keep checkpoints less often, or on a disk that takes them faster.",
         confidence="high",
         of_s=subject.mean_step_s,
-    )
+    )  # fmt: skip
 
 
 def garbage_collection(subject: Subject) -> Finding | None:

@@ -1,5 +1,6 @@
 """Collectives: over which axis and group, how many bytes, and how much of each was exposed."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -56,8 +57,7 @@ def _of_device(recording: Recording) -> tuple[_Array, _Array, _Array, _Array]:
     chosen = communicates & (device["kind"] == KERNEL)
     events = device[chosen]
     beside = union(device["start"][computes], device["end"][computes])
-    hidden = _covered(beside, events["end"]) - _covered(beside, events["start"])
-    exposed = events["end"] - events["start"] - hidden
+    exposed = _shares(events, lambda at: at - _covered(beside, at))
     return events, terms[chosen], recording.launch[chosen], exposed
 
 
@@ -66,8 +66,24 @@ def _of_gloo(recording: Recording, pieces: Pieces) -> tuple[_Array, _Array, _Arr
     events = recording.host.events[recording.gloo.owner]
     waits = pieces.take(np.isin(pieces.term, EXPOSED_IDS))
     waited = union(waits.start, waits.end)
-    exposed = _covered(waited, events["end"]) - _covered(waited, events["start"])
+    exposed = _shares(events, lambda at: _covered(waited, at))
     return events, recording.gloo.term, recording.asked, exposed
+
+
+def _shares(events: _Array, exposed_until: Callable[[_Array], _Array]) -> _Array:
+    """Return the exposed time of each event: what several are on their way in, they share.
+
+    Args:
+        exposed_until: how much of the time up to each moment is exposed.
+    """
+    edges = np.unique(np.concatenate([events["start"], events["end"]]))
+    begun = np.searchsorted(np.sort(events["start"]), edges, "right")
+    ended = np.searchsorted(np.sort(events["end"]), edges, "right")
+    on_their_way = np.maximum(begun - ended, 1)
+    shares = np.diff(exposed_until(edges)) / on_their_way[:-1]
+    until = np.concatenate([[0.0], np.cumsum(shares)])
+    first, last = (np.searchsorted(edges, events[side]) for side in ("start", "end"))
+    return np.rint(until[last] - until[first]).astype(np.int64)
 
 
 def _covered(intervals: Intervals, at: _Array) -> _Array:

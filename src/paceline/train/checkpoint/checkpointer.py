@@ -86,6 +86,7 @@ class Checkpointer:
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[_Outcome] | None = None
         self._staging: Staging | None = None
+        self._cpu_s = 0.0
         self._ranks.on_first(lambda: _open(directory))
 
     def save(self, step: int, tensors: dict[str, Any], facts: dict[str, Any]) -> float:
@@ -131,6 +132,12 @@ class Checkpointer:
             self._keeping.accept(outcome.step)
         self.tell(outcome.sentence(kept))
 
+    def take_cpu_s(self) -> float:
+        """Seconds of processor time that writing took beside training, of the saves that ended
+        since the last call."""
+        taken, self._cpu_s = self._cpu_s, 0.0
+        return taken
+
     def latest_good(self) -> FoundCheckpoint | None:
         """Return the newest checkpoint whose every byte is as written, or None where there is none.
 
@@ -166,7 +173,7 @@ class Checkpointer:
         self, step: int, staging: Staging, values: dict[str, Any], facts: dict[str, Any]
     ) -> "_Outcome":
         """Write one checkpoint. Runs in the background, on every rank."""
-        started_s = time.perf_counter()
+        started_s, began_s = time.perf_counter(), time.thread_time()
         partial = self.directory / f"step-{step}.tmp"
         shard = partial / shard_name(self._ranks.rank)
         try:
@@ -181,6 +188,7 @@ class Checkpointer:
                 shutil.rmtree(partial, ignore_errors=True)
             return _Outcome(step, failure=str(error))
         trouble = self._keeping.tidy(self.directory, step) if self._ranks.rank == 0 else None
+        self._cpu_s += time.thread_time() - began_s
         return _Outcome(step, size_bytes, time.perf_counter() - started_s, trouble=trouble)
 
     def _publish(self, partial: Path, manifest: Manifest) -> int:

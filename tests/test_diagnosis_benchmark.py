@@ -122,7 +122,7 @@ def test_twins_take_turns_and_differ_by_the_fault(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     way = Way(injections={"slow_loader": {"rank": 1, "seconds": 0.1}})
     fault = Fault(("loader-bound",), way, Way(), ("layout.dp=2",))
-    measure(fault, tmp_path / "pair", _TINY, num_turns=2)
+    measure(fault, tmp_path / "pair", _TINY, range(2, 3))
     faulty, mended = (Run(tmp_path / "pair" / way / "runs/run") for way in ("faulty", "mended"))
     a, b = ([line["time"] for line in run.metrics()] for run in (faulty, mended))
     assert len(a) == len(b) == 16

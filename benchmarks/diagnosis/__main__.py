@@ -16,7 +16,8 @@ from benchmarks.diagnosis.results import COLUMNS, NUMBERS, Cell, row, sentences,
 from benchmarks.diagnosis.twins import FIRST_TURN, TURN, FailedError, measure, warm_up
 from benchmarks.provenance import RESULTS, ROOT, taken_with
 
-_NUM_TURNS = 6
+# The least and the most.
+_TURNS, _QUICK_TURNS = range(5, 17), range(2, 3)
 _DONE = "measured"
 
 
@@ -48,7 +49,7 @@ def _cells(options: argparse.Namespace, console: Console) -> Iterator[Cell]:
             done.unlink(missing_ok=True)
             console.print(f"{number} of {len(wanted)}: {name}, seed {seed}", markup=False)
             cluster = cluster_for(fault, options.work / "clusters")
-            steps = FIRST_TURN + TURN * options.turns
+            steps = FIRST_TURN + TURN * options.turns.stop
             settings = (f'cluster.file="{cluster}"', f"train.seed={seed}", f"train.steps={steps}")
             taken = taken_with("benchmarks.diagnosis")
             try:
@@ -87,7 +88,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="write the table among the results")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    options.turns = 2 if options.quick else _NUM_TURNS
+    options.turns = _QUICK_TURNS if options.quick else _TURNS
     options.fault = options.fault or [*(LISTED if options.quick else FAULTS)]
     options.seed = options.seed[:1] if options.quick else options.seed
     return options

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from math import sqrt
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ FIRST_TURN, TURN = 5, 8
 """Steps up to the end of the first window, which are not compared, and from window to window: see
 base.toml."""
 _TURN_S = 300.0
+# The standard error of a gain, over the gain.
+_WELL_KNOWN = 0.1
 _WARM = multiprocessing.get_context("forkserver")
 
 
@@ -76,12 +79,13 @@ class Twin:
             time.sleep(0.1)
 
 
-def measure(fault: Fault, folder: Path, settings: Sequence[str], num_turns: int) -> None:
+def measure(fault: Fault, folder: Path, settings: Sequence[str], num_turns: range) -> None:
     """Run both ways in turns; a healthy run has no twin. Leaves `folder`/<way>/runs/run.
 
     Args:
-        settings: of the Job, besides those of the fault.
-        num_turns: of each run, after the first one, which is not compared.
+        settings: of the Job, besides those of the fault; enough steps for the most turns.
+        num_turns: of each run after the first one, which is not compared: as few or as many.
+            Between them, twins go on until their gain is known well enough.
 
     Raises:
         FailedError: a run broke off.
@@ -99,14 +103,26 @@ def measure(fault: Fault, folder: Path, settings: Sequence[str], num_turns: int)
         ]
         for twin in twins:
             twin.reach(0)
-        for number in range(1 + num_turns):
+        for number in range(num_turns.stop):  # 0 is the first one
             # A B, B A, A B: neither is always the first after the other.
             for twin in twins if number % 2 == 0 else reversed(twins):
                 twin.take_turn(number)
+            if number >= num_turns.start and _is_known(fault, twins):
+                break
         for twin in twins:
-            open_gate(twin.folder, 1 + num_turns)
+            twin.run.stop_file.touch()
+            open_gate(twin.folder, number + 1)
         for twin in twins:
             twin.ranks.wait(_TURN_S)
+
+
+def _is_known(fault: Fault, twins: Sequence[Twin]) -> bool:
+    """Whether more turns would hardly change what is known of a gain."""
+    if len(twins) == 1:
+        return True
+    faulty, mended = (twin.run for twin in twins)
+    gain = gain_of(fault, faulty, mended)
+    return gain.error <= _WELL_KNOWN * abs(gain.gain)
 
 
 @contextmanager
@@ -206,9 +222,16 @@ class Gain(NamedTuple):
     """The share of the faulty step that is gone."""
     spread: float
     """Half of what the middle half of the gains of single pairs of turns differs by."""
+    pairs: int
+    """Of turns."""
     faulty_s: float
     """Of a step."""
     mended_s: float
+
+    @property
+    def error(self) -> float:
+        """The standard error of the gain, by the spread (of a median of normal values)."""
+        return 1.86 * self.spread / sqrt(self.pairs)
 
 
 def gain_of(fault: Fault, faulty: Run, mended: Run) -> Gain:
@@ -221,6 +244,6 @@ def gain_of(fault: Fault, faulty: Run, mended: Run) -> Gain:
     gains = [1 - after / before for before, after in zip(wrong, right, strict=True)]
     low, _, high = quantiles(gains, n=4) if len(gains) > 1 else gains * 3
     if fault.is_in_every_step:
-        return Gain(median(gains), (high - low) / 2, median(wrong), median(right))
+        return Gain(median(gains), (high - low) / 2, len(gains), median(wrong), median(right))
     before, after = (fmean(chain.from_iterable(each)) for each in turns)
-    return Gain(1 - after / before, (high - low) / 2, before, after)
+    return Gain(1 - after / before, (high - low) / 2, len(gains), before, after)

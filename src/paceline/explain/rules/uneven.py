@@ -27,10 +27,11 @@ _SAMPLES = ("matmul", "attention", "recompute", "other_kernels")
 _FIXED = ("optimizer",)
 # Uneven work: the most over the mean, of what depends on samples and of what doesn't.
 _LEAST_EXCESS = 0.08
-# A slow rank is the slowest in most steps, not by chance in some; in three quarters of them by half
-# of what it usually is behind.
+# A slow rank is the slowest in most steps, not by chance in some (the sign test's standard errors),
+# and in the first half of the run as in the second: a part of what it usually is behind.
 _MOSTLY = 0.7
-_RELIABLY = 0.5
+_SURELY = 3.0
+_ALWAYS = 0.6
 _REBALANCE_EVERY = 20
 _NOTHING_BETWEEN = 0.02
 _ENOUGH_STEPS = 8
@@ -114,18 +115,37 @@ def _lag(subject: Subject) -> _Lag | None:
     own_s = (_busy_s(subject) - _explained_s(subject)) / shares
     mean_s = np.median(own_s, axis=0)
     slowest = int(mean_s.argmax())
-    others_s = float(np.median(np.delete(mean_s, slowest)))
-    behind_s = own_s[:, slowest] - np.delete(own_s, slowest, axis=1).max(axis=1)
+    others_s = np.delete(own_s, slowest, axis=1)
+    behind_s = own_s[:, slowest] - others_s.max(axis=1)
+    if not _is_lasting(behind_s):
+        return None
+    usual_s = float(np.median(others_s, axis=0).mean())
+    doubt = _STAGES_ARE_KNOWN_TO if is_sure else _FLOPS_ARE_KNOWN_TO
+    if shares.max() > shares.min() and float(mean_s[slowest]) < (1 + doubt) * usual_s:
+        return None
+    seconds = min(_gain_of_equals_s(own_s, others_s), _held_up_s(subject, ranks[slowest]))
     share = float(np.mean(behind_s > 0))
-    held_up_s = _held_up_s(subject, ranks[slowest])
-    if share < _MOSTLY or np.quantile(behind_s, 0.25) < _RELIABLY * np.median(behind_s):
-        return None
-    seconds = float(mean_s[slowest]) - others_s
-    if seconds < others_s * (_STAGES_ARE_KNOWN_TO if is_sure else _FLOPS_ARE_KNOWN_TO) * (
-        shares.max() > shares.min()
-    ):
-        return None
-    return _Lag(ranks[slowest], min(seconds, held_up_s), float(mean_s[slowest]), others_s, share)
+    return _Lag(ranks[slowest], seconds, float(mean_s[slowest]), usual_s, share)
+
+
+def _is_lasting(behind_s: Array) -> bool:
+    """Whether a rank is always behind, by what it is behind in each step."""
+    number, share = len(behind_s), float(np.mean(behind_s > 0))
+    if share < _MOSTLY or (share < 1 and (2 * share - 1) * number**0.5 < _SURELY):
+        return False
+    halves = [np.median(half) for half in np.array_split(behind_s, 2) if len(half)]
+    return bool(min(halves) >= _ALWAYS * np.median(behind_s))
+
+
+def _gain_of_equals_s(own_s: Array, others_s: Array) -> float:
+    """What a step would be shorter if its slowest rank were as the others are.
+
+    All ranks vary, and the step waits for the most: in place of the slow one stands what the others
+    take in the step before.
+    """
+    like_others_s = np.roll(np.median(others_s, axis=1), 1)
+    then_s = np.maximum(others_s.max(axis=1), like_others_s)
+    return float(np.median(own_s.max(axis=1) - then_s))
 
 
 def _held_up_s(subject: Subject, rank: int) -> float:

@@ -143,7 +143,7 @@ class Subject:
 
     @cached_property
     def cores_are_taken(self) -> bool:
-        """Whether ranks compute on all cores of the host, so that work beside them holds them up."""
+        """Whether ranks compute on all cores of the host: work beside them then holds them up."""
         if self.job is not None and not self.job.cluster.known_device.is_cpu:
             return False
         if self.account is not None and self.account.is_device:

@@ -12,6 +12,7 @@ from paceline.explain.finding import Finding
 from paceline.explain.rules import RESIDUALS, RULES
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import predicted
+from paceline.observe.tables.gaps import BETWEEN_KERNELS
 from tests.explain.accounts import account, job, line, subject
 from tests.plan.planned import cluster, tiers
 
@@ -146,7 +147,8 @@ def test_asking_the_driver_for_memory_within_steps() -> None:
 def test_what_happens_once_is_not_the_host_s_fault() -> None:
     waits = {"matmul": 20.0, "host_gap": 80.0}
     loading = {"name": "cuModuleLoadData", "duration_ms": 70}
-    of = on_device(waits, gaps=[loading, {"name": "aten::mm", "duration_ms": 10}])
+    late, queued = ({"name": name, "duration_ms": 10} for name in ("aten::mm", BETWEEN_KERNELS))
+    of = on_device(waits, gaps=[loading, late, queued])
     assert found("warm-up-recorded", of).gain_s == pytest.approx(0.07)
     assert found("host-bound", of).gain_s == pytest.approx(0.01)
 
@@ -167,6 +169,16 @@ def test_more_threads_than_cores() -> None:
     assert found("thread-oversubscription", subject(work, job(2), facts=facts)).gain > 0
     fair = {**facts, "num_cores": 8}
     assert RULES["thread-oversubscription"](subject(work, job(2), facts=fair)) is None
+
+
+def test_ranks_bound_to_one_core_of_many_are_told_from_a_small_host() -> None:
+    work = account([{"matmul": 100.0}] * 2)
+    bound = {"num_cores": 1, "num_cores_of_host": 16, "num_ranks": 2, "threads_per_rank": 1}
+    assert found("crowded-cores", subject(work, job(2), facts=bound)).gain == pytest.approx(0.5)
+    small = {**bound, "num_cores_of_host": 1}
+    assert RULES["crowded-cores"](subject(work, job(2), facts=small)) is None
+    apart = {**bound, "num_cores": 2}
+    assert RULES["crowded-cores"](subject(work, job(2), facts=apart)) is None
 
 
 # ---- links ---------------------------------------------------------------------------------------

@@ -340,8 +340,9 @@ def test_reading_values_in_every_micro_batch_keeps_the_device_idle() -> None:
     assert "train.py(12)" in finding.evidence[0]
 
 
-def test_agreeing_on_numbers_costs_what_the_last_rank_loses() -> None:
-    number = {**BUCKET, "bytes": 8, "duration_ms": 2, "times": 9}
+@pytest.mark.parametrize("what", [{"bytes": 8}, {"name": "barrier", "bytes": -1}])
+def test_agreeing_on_numbers_costs_what_the_last_rank_loses(what: dict[str, Any]) -> None:
+    number = {**BUCKET, **what, "duration_ms": 2, "times": 9}
     read = {"name": "aten::item", "duration_ms": 0.01, "times": 9}
     of = account([DP, DP], collectives=[number], syncs=[read])
     # Eight of nine: the last one agrees on loss and norm.

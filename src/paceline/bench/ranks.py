@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store
 
+from paceline.comm.cores import cores_of
 from paceline.comm.ranks import Ranks, connect, disconnect, given_ranks
-from paceline.comm.topology import num_cores
 from paceline.comm.warm_up import MEASURING, warm_up_ranks
 from paceline.config.errors import InputError, RunError
 from paceline.train.session import is_lost_peer, keep_freed_memory
@@ -103,8 +103,8 @@ def on_ranks(
             f"--ranks {num_ranks} was asked for but {given.world_size} ranks were started: "
             "leave --ranks out or start as many."
         )
-    _settle_in(given)
     connect(given)
+    _settle_in(given)
     try:
         return work(given, hear if given.is_first else _silence)
     finally:
@@ -117,7 +117,7 @@ def _silence(_news: News) -> None:
 
 def _settle_in(ranks: Ranks) -> None:
     """Threads and allocator as a rank has them that trains."""
-    torch.set_num_threads(max(1, num_cores() // ranks.local_world_size))
+    torch.set_num_threads(cores_of(ranks).own)
     if ranks.device_type == "cpu":
         keep_freed_memory()
 
@@ -244,8 +244,8 @@ def _rank_main(
             end.send(("news", news))
 
     try:
-        _settle_in(ranks)
         _meet(ranks, meet_at)
+        _settle_in(ranks)
         result = pickle.loads(job)(ranks, tell)
         end.send(("result", result if ranks.is_first else None))
         # The first rank's store must outlive the others' goodbyes.

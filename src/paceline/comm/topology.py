@@ -95,10 +95,10 @@ def num_cpu_ranks(cores: int) -> int:
 def num_cores() -> int:
     """Cores this process may use: its affinity mask, or a container's quota where that is less."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(usable or 1, _cgroup_quota() or usable or 1))
+    return max(1, min(usable or 1, cgroup_quota() or usable or 1))
 
 
-def _cgroup_quota() -> int | None:
+def cgroup_quota() -> int | None:
     """Whole cores of a cgroup-v2 CPU quota, None where there is none."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

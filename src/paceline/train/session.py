@@ -25,6 +25,7 @@ from torch import nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from paceline.comm.cores import Cores, cores_of
 from paceline.comm.ranks import (
     Ranks,
     connect,
@@ -36,7 +37,6 @@ from paceline.comm.ranks import (
 )
 from paceline.comm.roll_call import RollCall, reserve_s
 from paceline.comm.rounds import Membership
-from paceline.comm.topology import num_cores
 from paceline.config.errors import RunError
 from paceline.config.job import Job
 from paceline.config.layout import Layout
@@ -129,7 +129,6 @@ def run_rank(
     with ExitStack() as stack:
         stop = StopRequest(run.stop_file, catch_signals=not launched)
         stack.callback(stop.close)
-        torch.set_num_threads(max(1, num_cores() // ranks.local_world_size))
         if ranks.device_type == "cpu":
             keep_freed_memory()
         if store is None:
@@ -142,11 +141,13 @@ def run_rank(
                 stack.callback(back)
         if store is None:
             stack.enter_context(_together(job, run, ranks, launched=launched))
+        cores = cores_of(ranks)
+        torch.set_num_threads(cores.own)
         stack.enter_context(debug_server(job.observe.debug_port, ranks))
         torch.manual_seed(job.train.seed)
         task = make_task(job, ranks)
         torch.manual_seed(job.train.seed + ranks.rank)  # dropout differs from rank to rank
-        teller = stack.enter_context(Teller(job, run, ranks, task))
+        teller = stack.enter_context(Teller(job, run, ranks, task, cores))
         membership = None if store is None else _membership(job, ranks, store, teller)
         trainer = Trainer.of(job, ranks, task, membership)
         for exchange in exchanges(trainer).values():
@@ -237,11 +238,11 @@ def _only_axis(layout: Layout) -> str | None:
 class Teller:
     """What rank 0 writes and says about a run; silent on the other ranks."""
 
-    def __init__(self, job: Job, run: Run, ranks: Ranks, task: Task) -> None:
+    def __init__(self, job: Job, run: Run, ranks: Ranks, task: Task, cores: Cores) -> None:
         self.job, self.run, self.task = job, run, task
         self.speaks = ranks.is_first
         self._log = run.log_folder / "rank0.log"
-        self.facts = facts_of(job, ranks, task) if self.speaks else {}
+        self.facts = facts_of(job, ranks, task, cores) if self.speaks else {}
         self.progress = Progress(job.train.steps, task.unit)
         self._metrics: Metrics | None = None
         self._trouble: str | None = None
@@ -305,7 +306,7 @@ class Teller:
             self.say(f"report.html was not written ({error}).")
 
 
-def facts_of(job: Job, ranks: Ranks, task: Task) -> dict[str, Any]:
+def facts_of(job: Job, ranks: Ranks, task: Task, cores: Cores) -> dict[str, Any]:
     """What a reader of the Run wants to know besides the Job."""
     device = job.cluster.known_device
     peak = device.peak(job.layout.precision)
@@ -318,7 +319,8 @@ def facts_of(job: Job, ranks: Ranks, task: Task) -> dict[str, Any]:
         "device": device.name,
         "num_ranks": ranks.world_size,
         "threads_per_rank": torch.get_num_threads(),
-        "num_cores": num_cores(),
+        "num_cores": cores.together,
+        "num_cores_of_host": cores.of_host,
         "unit": task.unit,
         "train_flops_per_token": task.train_flops_per_unit,
         "peak_flops": peak.value if peak else None,

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.profiler import record_function as span
 
 from paceline.bench.ranks import News, Tell
+from paceline.comm.cores import cores_of
 from paceline.comm.ranks import Ranks
 from paceline.config.device import Device
 from paceline.config.job import Job
@@ -84,7 +85,7 @@ def heat(wish: Wish, ranks: Ranks, tell: Tell) -> Ran:
     if wish.trace_folder is not None:
         say.about(fastest, "profile")
         terms = _profiled(ready[fastest], wish.trace_folder, ranks)
-    facts = facts_of(wish.jobs[fastest], ranks, ready[fastest].trainer.task)
+    facts = facts_of(wish.jobs[fastest], ranks, ready[fastest].trainer.task, cores_of(ranks))
     return Ran(tuple(map(tuple, turns)), fastest, facts, terms)
 
 

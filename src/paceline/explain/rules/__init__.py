@@ -57,6 +57,7 @@ RULES: Mapping[str, Rule] = {
     "recompilation": host.recompilation,
     "pageable-copies": host.pageable_copies,
     "thread-oversubscription": host.thread_oversubscription,
+    "crowded-cores": host.crowded_cores,
     "clock-throttling": environment.clock_throttling,
     "compression-missing": links.compression_missing,
     "tp-across-nodes": links.tp_across_nodes,

@@ -10,6 +10,7 @@ from paceline.explain.rules.memory import ALLOCATING
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import predicted_s
 from paceline.observe.summary import step_time_text
+from paceline.observe.tables.gaps import BETWEEN_KERNELS
 
 Array = npt.NDArray[Any]
 
@@ -159,12 +160,46 @@ def thread_oversubscription(subject: Subject) -> Finding | None:
     )
 
 
+def crowded_cores(subject: Subject) -> Finding | None:
+    """Ranks are bound to fewer cores than they have threads, while others of the host are idle."""
+    cores, of_host = subject.facts.get("num_cores"), subject.facts.get("num_cores_of_host")
+    threads = subject.facts.get("threads_per_rank", 1)
+    if cores is None or of_host is None or subject.job is None or threads > 1:
+        return None
+    ranks = min(subject.facts.get("num_ranks", 1), subject.job.cluster.devices_per_node)
+    could = min(ranks, of_host)
+    if could <= cores:
+        return None
+    return Finding.of(
+        subject,
+        "crowded-cores",
+        f"{ranks} ranks share {cores} of the host's {of_host} cores.",
+        _work_of_cores_s(subject) * (1 - cores / could),
+        ["The ranks' affinity masks, or the container's CPU limit, leave them no others."],
+        advice="Bind each rank to cores of its own (srun --cpu-bind=cores, mpirun --map-by with "
+        "--bind-to core, taskset), or raise the container's limit.",
+        confidence="medium",
+    )
+
+
+def _work_of_cores_s(subject: Subject) -> float:
+    """Seconds of a step that get shorter with more cores: on a CPU all but waiting for the link,
+    on a device what it waits for the host."""
+    if subject.account is None:
+        return subject.step_s if subject.cores_are_taken else 0.0
+    if subject.account.is_device:
+        return float(subject.measured.term_s("host_gap", "data_wait").mean())
+    return subject.step_s - float(subject.measured.term_s("exposed_comm").mean())
+
+
 def _agreements(subject: Subject) -> Array:
-    """Which collectives agree on a number, but for the last of each step on each rank."""
+    """Which collectives agree on a number, or on being there, but for the last of each step on each
+    rank."""
     traffic = subject.traffic
     size_bytes = traffic.rows["bytes"]
-    where = traffic.is_op("all_reduce", "broadcast") & (size_bytes >= 0)
+    where = traffic.is_op("all_reduce", "all_gather", "broadcast") & (size_bytes >= 0)
     where &= size_bytes <= _NUMBER_BYTES
+    where |= traffic.is_op("barrier") & ~traffic.is_axis("ep")  # there it is a part of dispatching
     places = np.flatnonzero(where)
     keys = np.stack([traffic.rows["rank"][places], traffic.rows["step"][places]], axis=1)
     # Rows are in order of rank and time: the last of each key is the loss and norm of the step.
@@ -201,10 +236,10 @@ def _common_s(subject: Subject, gaps: Array) -> float:
 
 
 def _own_gaps(subject: Subject) -> Array:
-    """Gaps that no other rule speaks of."""
+    """Gaps that no other rule speaks of, and in which the host was late."""
     account = subject.account
     assert account is not None
-    named = _is_named(subject, _GC_RANGE, *_ONCE, *_COMPILING, *ALLOCATING)
+    named = _is_named(subject, _GC_RANGE, BETWEEN_KERNELS, *_ONCE, *_COMPILING, *ALLOCATING)
     return account.gaps[~named[account.gaps["name"]]]
 
 

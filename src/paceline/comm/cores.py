@@ -1,0 +1,63 @@
+"""Cores: which of a host's its ranks may use, and how many threads each takes.
+
+A launcher may bind each rank to cores of its own (srun, mpirun), to the same few by mistake, or to
+none: then all ranks share the host, or what a container leaves them. Only together they know.
+"""
+
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from paceline.comm.ranks import Ranks
+from paceline.comm.topology import cgroup_quota
+
+
+@dataclass(frozen=True)
+class Cores:
+    """What a rank has to compute on."""
+
+    together: int
+    """Cores that the ranks of its host may use between them."""
+    own: int
+    """Its share of them, at least 1: as many threads pay."""
+    of_host: int
+    """All that the host has, be they allowed or not."""
+
+
+def cores_of(ranks: Ranks) -> Cores:
+    """Agree on the cores of this rank's host. Every connected rank calls this; one that is alone,
+    or connected to nobody, takes it that its neighbours may use what it may use itself."""
+    mine = _usable()
+    everyone = [(platform.node(), mine)] * ranks.local_world_size
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = [("", frozenset())] * dist.get_world_size()
+        dist.all_gather_object(everyone, (platform.node(), mine))
+    neighbours = [cores for host, cores in everyone if host == platform.node()]
+    return shared(mine, neighbours, cgroup_quota(), os.cpu_count() or len(mine))
+
+
+def shared(
+    mine: frozenset[int], neighbours: Iterable[frozenset[int]], quota: int | None, of_host: int
+) -> Cores:
+    """Share cores out: one that several ranks may use counts for each of them in part.
+
+    Args:
+        mine: cores this rank may use.
+        neighbours: those of each rank of the host, this one among them.
+        quota: of the container, in whole cores; None where there is none.
+        of_host: all that the host has.
+    """
+    users = Counter(core for cores in neighbours for core in cores)
+    together = min(len(users), quota or len(users))
+    share = sum(1 / users[core] for core in mine) * together / len(users)
+    return Cores(together, max(1, int(share + 1e-6)), max(of_host, together))
+
+
+def _usable() -> frozenset[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))

@@ -140,12 +140,16 @@ def _is_lasting(behind_s: Array) -> bool:
 def _gain_of_equals_s(own_s: Array, others_s: Array) -> float:
     """What a step would be shorter if its slowest rank were as the others are.
 
-    All ranks vary, and the step waits for the most: in place of the slow one stands what the others
-    take in the step before.
+    All ranks vary, and the step waits for the most. In place of the slow one stands what the others
+    take in the step before, as far as ranks vary each for itself: what they have in common, by their
+    correlation, doesn't make one wait for another.
     """
-    like_others_s = np.roll(np.median(others_s, axis=1), 1)
+    usual_s, slow_s = np.median(others_s, axis=1), own_s.max(axis=1)
+    varies = usual_s.std() > 0 and slow_s.std() > 0
+    alike = max(0.0, float(np.corrcoef(usual_s, slow_s)[0, 1])) if varies else 0.0
+    like_others_s = usual_s + (1 - alike) ** 0.5 * (np.roll(usual_s, 1) - usual_s)
     then_s = np.maximum(others_s.max(axis=1), like_others_s)
-    return float(np.median(own_s.max(axis=1) - then_s))
+    return float(np.median(slow_s - then_s))
 
 
 def _held_up_s(subject: Subject, rank: int) -> float:

@@ -65,14 +65,17 @@ _INDUCTOR_KERNELS = re.compile(r"triton_(poi|red|per|for|spl)\w*_fused")
 # NCCL and its like of other vendors; NVSHMEM and DeepEP; reductions over shared memory by vLLM,
 # TensorRT-LLM, FlashInfer, TransformerEngine ("userbuffers") and PyTorch's symmetric memory.
 _COMM_KERNELS = re.compile(
-    r"(n|r|h|x|mu|msc|one)ccl|(nv|roc)shmem|(deep_ep|::ep)::(internode|intranode)|"
+    r"(n|r|h|x|mu|ms|one)ccl|(nv|roc)shmem|(deep_ep|::ep)::(internode|intranode)|"
     r"cross_device_reduce|allreduce|all_reduce|all_?gather|reduce_?scatter|all_?to_?all|"
     r"(one|two)_?shot|multimem|userbuffers|moe_a2a|ring_exchange|low_latency_(dispatch|combine)"
 )
 _ATTENTION_KERNELS = re.compile(
     r"flash(?!infer::(norm|activation|sampling))|fmha|sdpa|attention|attn_|_attn|bwd_kernel_d[kq]"
 )
-_OPTIMIZER_KERNELS = ("multi_tensor_apply", "fusedadam", "fused_adam", "fusedsgd", "fusedlamb")
+_OPTIMIZER_KERNELS = (
+    *("multi_tensor_apply", "fusedadam", "fused_adam", "adamw", "fusedsgd", "fusedlamb"),
+    "koptimizer",  # bitsandbytes
+)
 _MATMUL_KERNELS = re.compile(
     r"(?<!fb)gemm|gemv|cutlass|xmma|nvjet|scudnn|cublas|splitk|winograd|convolve|convolution|conv2d|"
     r"conv_depthwise|wgrad|dgrad|fprop|triton_(tem\w*)?mm|^_?(matmul|bmm|mm)_kernel|"

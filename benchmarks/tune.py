@@ -336,6 +336,15 @@ def _sentence(one: Outcome) -> str:
     )
 
 
+def _keep(outcomes: Sequence[Outcome], facts: dict[str, Any], folder: Path) -> Path:
+    """Write what there is after each case: all of them take most of an hour."""
+    figures = {"facts": facts, "wanted": WANTED, "cases": [asdict(one) for one in outcomes]}
+    (folder / "tune.json").write_text(json.dumps(figures, indent=1) + "\n")
+    file = folder / "tune.md"
+    file.write_text(page(outcomes, facts))
+    return file
+
+
 def main() -> None:
     options = _options()
     warm_up_ranks(MEASURING)
@@ -351,11 +360,9 @@ def main() -> None:
             continue
         outcomes.append(measured(case, options.out / name, console))
         console.print(page(outcomes, facts))
-    folder = folder_of(options.results, facts)
-    figures = {"facts": facts, "wanted": WANTED, "cases": [asdict(one) for one in outcomes]}
-    (folder / "tune.json").write_text(json.dumps(figures, indent=1) + "\n")
-    (folder / "tune.md").write_text(page(outcomes, facts))
-    console.print(f"wrote {folder / 'tune.md'}")
+        file = _keep(outcomes, facts, folder_of(options.results, facts))
+    if outcomes:
+        console.print(f"wrote {file}")
     sys.exit(0 if all(one.is_reached for one in outcomes) else 1)
 
 

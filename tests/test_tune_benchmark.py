@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from benchmarks.tune import CASES, Case, Outcome, _duel, _sweep, every_job, page
+from benchmarks.tune import CASES, Case, Outcome, _duel, _keep, _sweep, every_job, page
 from paceline.config.job import Job
 from paceline.tune.candidates import Question
 from paceline.tune.measurer import FakeMeasurer
@@ -55,12 +55,24 @@ def test_the_regret_is_what_the_best_of_all_gains_over_the_choice():
     assert _duel(FakeMeasurer(step_s), jobs[best], [choice]) == (0.0, 0.0, None)
 
 
-def test_a_case_is_reached_within_the_margin_in_a_third_of_the_trials():
-    def outcome(regret: float, trials: int) -> Outcome:
-        figures = (24, trials, 1.0, 2.0, 2.0, 1.0, regret, 0.01)
-        return Outcome("small", "a test", *figures, ["a=1"], [], "it was enough")
+def outcome(regret: float, trials: int, name: str = "small") -> Outcome:
+    figures = (24, trials, 1.0, 2.0, 2.0, 1.0, regret, 0.01)
+    return Outcome(name, "a test", *figures, ["a=1"], [], "it was enough")
 
+
+def test_a_case_is_reached_within_the_margin_in_a_third_of_the_trials():
     assert outcome(0.04, 8).is_reached
     assert not outcome(0.06, 8).is_reached
     assert not outcome(0.04, 9).is_reached
     assert "| small | 2000 ms | 1000 ms | 4.0% ± 1.0% | 8 | 24 |" in page([outcome(0.04, 8)], FACTS)
+
+
+def test_cases_measured_before_stay_with_their_own_facts(tmp_path):
+    _keep([outcome(0.04, 8), outcome(0.01, 8, "other")], FACTS, tmp_path)
+    file = _keep([outcome(0.02, 7)], {**FACTS, "commit": "def"}, tmp_path)
+    pages = file.read_text().split("| case |")[1:]
+    assert len(pages) == 2
+    new, old = (next(one for one in pages if commit in one) for commit in ("def", "abc"))
+    assert "| small | 2000 ms | 1000 ms | 2.0%" in new
+    assert "| other |" in old
+    assert "| small |" not in old

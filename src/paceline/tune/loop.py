@@ -3,7 +3,8 @@
 A heat tries the best so far and a few candidates that promise most (`tune.propose`); its fastest is
 profiled, and what `explain` finds there joins the candidates of the next heat.
 
-It ends at the goal; when no candidate promises a gain worth a trial; when two heats in a row gained
+It ends at the goal; when no candidate promises a gain worth a trial, nor one more heat of those that
+promise less found any; when two heats in a row gained
 nothing, or nothing ran in three; with the last trial or the last minute allowed. Every result is in
 the book before the next heat begins, so that what was interrupted goes on from there.
 """
@@ -25,6 +26,9 @@ from paceline.tune.trial import Candidate, Decision, Known, Reference, Trial
 
 _IN_A_HEAT = 3
 """Candidates beside the best."""
+_WORTH_A_LOOK = 0.002
+"""What has to be promised for one more heat, where nothing promises `LEAST_GAIN`: predictions of
+Jobs that differ little are not that exact."""
 _FRUITLESS_HEATS = 2
 _FAILED_HEATS = 3
 
@@ -90,6 +94,8 @@ class Loop:
     explain: Explain
     clock: Callable[[], float] = time.monotonic
     _slowest_heat_s: float = field(default=0.0, init=False)
+    _looked_beside: int | None = field(default=None, init=False)
+    """The best trial when lesser promises were tried."""
 
     def run(self) -> Decision:
         """Tune until there is nothing more to do."""
@@ -130,8 +136,12 @@ class Loop:
         chosen = proposer.next(known, num)
         if not known.trials:
             return [proposer.first(), *chosen]
-        best = [] if known.best is None else [proposer.again(known, known.best)]
-        return [*best, *chosen] if chosen else []
+        best = known.best
+        if best is not None and not chosen and best.number != self._looked_beside:
+            self._looked_beside = best.number
+            chosen = proposer.next(known, num, _WORTH_A_LOOK)
+        first = [] if best is None else [proposer.again(known, best)]
+        return [*first, *chosen] if chosen else []
 
     def _heat(self, candidates: Sequence[Candidate]) -> None:
         known, began = self.book.known, self.clock()

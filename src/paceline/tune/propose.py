@@ -60,13 +60,19 @@ class Proposer:
         """What was tried, for another heat."""
         return predicted(self._now(trial.job(known.given)), trial.why)
 
-    def next(self, known: Known, num: int) -> list[Candidate]:
-        """What promises most; nothing where no candidate promises enough."""
+    def next(self, known: Known, num: int, least: float = LEAST_GAIN) -> list[Candidate]:
+        """What promises most; nothing where no candidate promises enough.
+
+        Args:
+            known: what was tried.
+            num: how many at most.
+            least: share of the best step that a candidate has to promise.
+        """
         self._calibrate(known)
         pool = self._pool(known)
         best = known.best
         if best is not None:
-            return most_promising(pool, self._seen(known), known.seconds(best), num, LEAST_GAIN)
+            return most_promising(pool, self._seen(known), known.seconds(best), num, least)
         planned_s = min((one.predicted_s for one in pool), default=0.0)
         return most_promising(pool, [], planned_s, num, 0.0)
 

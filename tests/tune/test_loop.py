@@ -13,12 +13,12 @@ from paceline.explain.finding import Finding
 from paceline.plan.price.step import predict
 from paceline.tune import candidates, propose
 from paceline.tune.book import FolderBook
-from paceline.tune.candidates import Question, neighbours, predicted
+from paceline.tune.candidates import Question, neighbours, predicted, untried
 from paceline.tune.goal import Goal
 from paceline.tune.loop import Limits, Loop
 from paceline.tune.measurer import FakeMeasurer
 from paceline.tune.page import render
-from paceline.tune.propose import Proposer
+from paceline.tune.propose import LEAST_GAIN, Proposer
 from paceline.tune.settings import Freedom
 from paceline.tune.story import paragraph, parts
 from paceline.tune.trial import Outcome
@@ -222,6 +222,37 @@ def test_it_ends_when_another_heat_would_take_too_long(tmp_path):
     book, _, last = tuned(tmp_path, seconds=35, clock=lambda: next(ticks))
     assert last.text.startswith("another heat would take longer")
     assert 1 <= book.known.num_heats <= 3
+
+
+class Hesitant(Proposer):
+    """Promises nothing after the first heat, and little when asked for less."""
+
+    asked: list[float]
+
+    def next(self, known, num, least=LEAST_GAIN):
+        self.asked.append(least)
+        if known.trials and least == LEAST_GAIN:
+            return []
+        sizes = (8.0, 4.0) if known.trials else (16.0,)
+        found = [predicted(job(bucket_mib=size), f"buckets of {size}") for size in sizes]
+        return untried(found, [one.job(GIVEN) for one in known.trials], lambda _one: False)
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.1])
+def test_little_promises_get_one_heat_for_each_best(tmp_path, gain):
+    """A neighbour that is a tenth faster than predicted is found; then it is looked beside that."""
+    proposer = Hesitant(Question(GIVEN, Freedom.of()), believed)
+    proposer.asked = []
+    book = FolderBook(tmp_path)
+    book.open(GIVEN)
+    measurer = FakeMeasurer(lambda one: 1.0 - gain * (one.layout.bucket_mib == 4.0))
+    loop = Loop(proposer, Limits(), measurer, book, Quiet(), lambda _folder: ())
+    assert "promises" in loop.run().text
+    assert (book.known.best.job(GIVEN).layout.bucket_mib == 4.0) == bool(gain)
+    assert book.known.num_heats == 2
+    looks = 1 + bool(gain)
+    assert proposer.asked.count(LEAST_GAIN) == 1 + looks + (not gain)
+    assert len(proposer.asked) == proposer.asked.count(LEAST_GAIN) + looks
 
 
 def test_a_finding_that_names_the_change_is_tried_at_once(tmp_path):

@@ -3,10 +3,10 @@
 A heat tries the best so far and a few candidates that promise most (`tune.propose`); its fastest is
 profiled, and what `explain` finds there joins the candidates of the next heat.
 
-It ends at the goal; when no candidate promises a gain worth a trial, nor one more heat of those that
-promise less found any; when two heats in a row gained
-nothing, or nothing ran in three; with the last trial or the last minute allowed. Every result is in
-the book before the next heat begins, so that what was interrupted goes on from there.
+It ends at the goal; when no candidate promises a gain worth a trial, nor one more heat of those
+that promise less found any; when two heats in a row gained nothing, or nothing ran in three; with
+the last trial or the last minute allowed. Every result is in the book before the next heat begins,
+so that what was interrupted goes on from there.
 """
 
 import math

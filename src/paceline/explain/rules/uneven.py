@@ -140,9 +140,9 @@ def _is_lasting(behind_s: Array) -> bool:
 def _gain_of_equals_s(own_s: Array, others_s: Array) -> float:
     """What a step would be shorter if its slowest rank were as the others are.
 
-    All ranks vary, and the step waits for the most. In place of the slow one stands what the others
-    take in the step before, as far as ranks vary each for itself: what they have in common, by their
-    correlation, doesn't make one wait for another.
+    All ranks vary, and the step waits for the most. In place of the slow one stands what the
+    others take in the step before, as far as ranks vary each for itself: what they have in common,
+    by their correlation, doesn't make one wait for another.
     """
     usual_s, slow_s = np.median(others_s, axis=1), own_s.max(axis=1)
     varies = usual_s.std() > 0 and slow_s.std() > 0

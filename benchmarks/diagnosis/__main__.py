@@ -45,6 +45,8 @@ def _cells(options: argparse.Namespace, console: Console) -> Iterator[Cell]:
         fault = fault_of(name, seed)
         folder = options.work / f"{'-'.join(re.findall(r'[a-zA-Z0-9]+', name))}-{seed}"
         done = folder / _DONE
+        if options.measured and not done.exists():
+            continue
         if options.again or not done.exists():
             done.unlink(missing_ok=True)
             console.print(f"{number} of {len(wanted)}: {name}, seed {seed}", markup=False)
@@ -81,6 +83,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="the fifteen faults, once, in two turns"
     )
+    parser.add_argument("--measured", action="store_true", help="only explain what was measured")
     parser.add_argument("--again", action="store_true", help="measure what was measured before")
     parser.add_argument(
         "--work", type=Path, default=ROOT / "runs/diagnosis", help="folder of the runs; kept"

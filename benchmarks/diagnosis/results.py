@@ -133,11 +133,10 @@ def _count(cells: Sequence[Cell]) -> str:
     names = {cell.fault for cell in cells}
     named = {name for name in names if all(c.is_named for c in cells if c.fault == name)}
     near = {name for name in names if all(c.is_near for c in cells if c.fault == name)}
-    seeds = len({cell.seed for cell in cells})
     return (
-        f"{len(named)} of {len(names)} named first at all {seeds} seeds "
+        f"{len(named)} of {len(names)} named first at every seed of theirs "
         f"({sum(c.is_named for c in cells)} of {len(cells)} runs); gain within "
-        f"{_percent(MOST_ERROR)} at all seeds for {len(near)} "
+        f"{_percent(MOST_ERROR)} at every one for {len(near)} "
         f"({sum(c.is_near for c in cells)} of {len(cells)} runs)"
     )
 

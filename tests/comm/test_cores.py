@@ -21,7 +21,7 @@ ALL = frozenset(range(64))
         (frozenset({0}), [frozenset({0})] * 2, None, 8, Cores(1, 1, 8)),
         (frozenset(range(8)), [frozenset(range(8)), frozenset(range(8, 16))], None, 16,
          Cores(16, 8, 16)),
-        (ALL, [ALL] * 8, 16, 64, Cores(16, 2, 64)),
+        (ALL, [ALL] * 8, 16, 64, Cores(16, 2, 16)),  # a container's limit is nobody's mistake
         (ALL, [ALL] * 2, None, 32, Cores(64, 32, 64)),  # hot-plugged since
     ],
 )  # fmt: skip
@@ -43,4 +43,4 @@ def bound(rank, world_size):
 
 def test_ranks_bound_to_the_same_core_know_it():
     for cores in run_ranks(bound, 2):
-        assert cores == Cores(1, 1, os.cpu_count())
+        assert cores == Cores(1, 1, len(os.sched_getaffinity(1)))

@@ -8,12 +8,16 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from paceline.comm.ranks import Ranks
 from paceline.comm.topology import cgroup_quota
+
+# No launcher binds it: it has all cores of the host, or of the container.
+_FIRST_PROCESS = 1
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Cores:
     own: int
     """Its share of them, at least 1: as many threads pay."""
     of_host: int
-    """All that the host has, be they allowed or not."""
+    """What a launcher could bind its ranks to: the host's, or what a container has of them."""
 
 
 def cores_of(ranks: Ranks) -> Cores:
@@ -37,7 +41,7 @@ def cores_of(ranks: Ranks) -> Cores:
         everyone = [("", frozenset())] * dist.get_world_size()
         dist.all_gather_object(everyone, (platform.node(), mine))
     neighbours = [cores for host, cores in everyone if host == platform.node()]
-    return shared(mine, neighbours, cgroup_quota(), os.cpu_count() or len(mine))
+    return shared(mine, neighbours, cgroup_quota(), len(_usable(_FIRST_PROCESS)))
 
 
 def shared(
@@ -49,15 +53,18 @@ def shared(
         mine: cores this rank may use.
         neighbours: those of each rank of the host, this one among them.
         quota: of the container, in whole cores; None where there is none.
-        of_host: all that the host has.
+        of_host: cores of the host, or of the container.
     """
     users = Counter(core for cores in neighbours for core in cores)
     together = min(len(users), quota or len(users))
     share = sum(1 / users[core] for core in mine) * together / len(users)
-    return Cores(together, max(1, int(share + 1e-6)), max(of_host, together))
+    could = max(min(of_host, quota or of_host), together)
+    return Cores(together, max(1, int(share + 1e-6)), could)
 
 
-def _usable() -> frozenset[int]:
+def _usable(pid: int = 0) -> frozenset[int]:
+    """Cores that a process may use, by default this one."""
     if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
+        with suppress(OSError):
+            return frozenset(os.sched_getaffinity(pid))
     return frozenset(range(os.cpu_count() or 1))

@@ -175,9 +175,9 @@ def crowded_cores(subject: Subject) -> Finding | None:
         "crowded-cores",
         f"{ranks} ranks share {cores} of the host's {of_host} cores.",
         _work_of_cores_s(subject) * (1 - cores / could),
-        ["The ranks' affinity masks, or the container's CPU limit, leave them no others."],
+        ["The ranks' affinity masks leave them no others."],
         advice="Bind each rank to cores of its own (srun --cpu-bind=cores, mpirun --map-by with "
-        "--bind-to core, taskset), or raise the container's limit.",
+        "--bind-to core, taskset), or to none.",
         confidence="medium",
     )
 

@@ -15,14 +15,14 @@ ALL = frozenset(range(64))
 @pytest.mark.parametrize(
     ("mine", "neighbours", "quota", "of_host", "wanted"),
     [
-        (TWO, [TWO], None, 2, Cores(2, 2, 2)),
-        (TWO, [TWO] * 2, None, 2, Cores(2, 1, 2)),
-        (TWO, [TWO] * 4, None, 2, Cores(2, 1, 2)),  # never less than a thread
-        (frozenset({0}), [frozenset({0})] * 2, None, 8, Cores(1, 1, 8)),
+        (TWO, [TWO], None, 2, Cores(1, 2, 2, 2)),
+        (TWO, [TWO] * 2, None, 2, Cores(2, 2, 1, 2)),
+        (TWO, [TWO] * 4, None, 2, Cores(4, 2, 1, 2)),  # never less than a thread
+        (frozenset({0}), [frozenset({0})] * 2, None, 8, Cores(2, 1, 1, 8)),
         (frozenset(range(8)), [frozenset(range(8)), frozenset(range(8, 16))], None, 16,
-         Cores(16, 8, 16)),
-        (ALL, [ALL] * 8, 16, 64, Cores(16, 2, 16)),  # a container's limit is nobody's mistake
-        (ALL, [ALL] * 2, None, 32, Cores(64, 32, 64)),  # hot-plugged since
+         Cores(2, 16, 8, 16)),
+        (ALL, [ALL] * 8, 16, 64, Cores(8, 16, 2, 16)),  # a container's limit is nobody's mistake
+        (ALL, [ALL] * 2, None, 32, Cores(2, 64, 32, 64)),  # hot-plugged since
     ],
 )  # fmt: skip
 def test_a_core_that_several_ranks_may_use_counts_in_part(mine, neighbours, quota, of_host, wanted):
@@ -43,4 +43,4 @@ def bound(rank, world_size):
 
 def test_ranks_bound_to_the_same_core_know_it():
     for cores in run_ranks(bound, 2):
-        assert cores == Cores(1, 1, len(os.sched_getaffinity(1)))
+        assert cores == Cores(2, 1, 1, len(os.sched_getaffinity(1)))

@@ -17,9 +17,10 @@ LAYOUTS = {
     "tensor": ("layout.tp=2",),
     "pipeline": ("layout.pp=2", "layout.micro_batch=12"),
 }
-# Longer than what else this machine does adds to the best of some steps.
 DELAY_S = 0.1
-_STEPS = 4
+# What else the machine does only adds to a step, so the best of some is near the truth: of as many
+# as that takes, at most.
+_MOST_STEPS = 40
 
 
 def _busy_s(rank, world_size, layouts):
@@ -43,9 +44,24 @@ def _told(rank, world_size, overrides):
         for late in range(world_size):
             delay_s = DELAY_S / job.accumulation * (rank == late)
             hook = block.register_forward_hook(lambda *_, s=delay_s: time.sleep(s))
-            told[late] = [step() for _ in range(_STEPS)]
+            told[late] = _best((step() for _ in range(_MOST_STEPS)), late)
             hook.remove()
     return told
+
+
+def _best(steps, late):
+    """The least busy time of each rank: of four steps, or more while they don't show the delay."""
+    least = [float("inf")] * 2
+    for index, busy_s in enumerate(steps):
+        least = [min(pair) for pair in zip(least, busy_s, strict=True)]
+        if index >= 3 and _shows(least, late):
+            break
+    return least
+
+
+def _shows(busy_s, late):
+    named, lag_s = late_by(busy_s)
+    return named == late and 0.5 * DELAY_S < lag_s < 2 * DELAY_S
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +73,5 @@ def told():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_late_rank_is_named(told, layout):
-    for late, steps in told[layout].items():
-        named, lag_s = late_by([min(of_rank) for of_rank in zip(*steps, strict=True)])
-        assert named == late
-        assert 0.5 * DELAY_S < lag_s < 2 * DELAY_S
+    for late, busy_s in told[layout].items():
+        assert _shows(busy_s, late), (late, busy_s)

@@ -4,17 +4,15 @@ A launcher may bind each rank to cores of its own (srun, mpirun), to the same fe
 none: then all ranks share the host, or what a container leaves them. Only together they know.
 """
 
-import os
 import platform
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from paceline.comm.ranks import Ranks
-from paceline.comm.topology import cgroup_quota
+from paceline.comm.topology import cgroup_quota, usable_cores
 
 # No launcher binds it: it has all cores of the host, or of the container.
 _FIRST_PROCESS = 1
@@ -24,8 +22,10 @@ _FIRST_PROCESS = 1
 class Cores:
     """What a rank has to compute on."""
 
+    ranks: int
+    """Those of its host."""
     together: int
-    """Cores that the ranks of its host may use between them."""
+    """Cores that they may use between them."""
     own: int
     """Its share of them, at least 1: as many threads pay."""
     of_host: int
@@ -35,17 +35,17 @@ class Cores:
 def cores_of(ranks: Ranks) -> Cores:
     """Agree on the cores of this rank's host. Every connected rank calls this; one that is alone,
     or connected to nobody, takes it that its neighbours may use what it may use itself."""
-    mine = _usable()
+    mine = usable_cores()
     everyone = [(platform.node(), mine)] * ranks.local_world_size
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [("", frozenset())] * dist.get_world_size()
         dist.all_gather_object(everyone, (platform.node(), mine))
     neighbours = [cores for host, cores in everyone if host == platform.node()]
-    return shared(mine, neighbours, cgroup_quota(), len(_usable(_FIRST_PROCESS)))
+    return shared(mine, neighbours, cgroup_quota(), len(usable_cores(_FIRST_PROCESS)))
 
 
 def shared(
-    mine: frozenset[int], neighbours: Iterable[frozenset[int]], quota: int | None, of_host: int
+    mine: frozenset[int], neighbours: Sequence[frozenset[int]], quota: int | None, of_host: int
 ) -> Cores:
     """Share cores out: one that several ranks may use counts for each of them in part.
 
@@ -59,12 +59,4 @@ def shared(
     together = min(len(users), quota or len(users))
     share = sum(1 / users[core] for core in mine) * together / len(users)
     could = max(min(of_host, quota or of_host), together)
-    return Cores(together, max(1, int(share + 1e-6)), could)
-
-
-def _usable(pid: int = 0) -> frozenset[int]:
-    """Cores that a process may use, by default this one."""
-    if hasattr(os, "sched_getaffinity"):
-        with suppress(OSError):
-            return frozenset(os.sched_getaffinity(pid))
-    return frozenset(range(os.cpu_count() or 1))
+    return Cores(len(neighbours), together, max(1, int(share + 1e-6)), could)

@@ -10,6 +10,7 @@ import platform
 import socket
 import subprocess
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -94,8 +95,16 @@ def num_cpu_ranks(cores: int) -> int:
 
 def num_cores() -> int:
     """Cores this process may use: its affinity mask, or a container's quota where that is less."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(usable or 1, cgroup_quota() or usable or 1))
+    usable = len(usable_cores())
+    return min(usable, cgroup_quota() or usable)
+
+
+def usable_cores(pid: int = 0) -> frozenset[int]:
+    """The affinity mask of a process, by default this one; where it can't be read, all cores."""
+    if hasattr(os, "sched_getaffinity"):
+        with suppress(OSError):
+            return frozenset(os.sched_getaffinity(pid))
+    return frozenset(range(os.cpu_count() or 1))
 
 
 def cgroup_quota() -> int | None:

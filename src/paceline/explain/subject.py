@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from paceline.config.errors import InputError
 from paceline.config.job import Job
+from paceline.config.noun import size
 from paceline.explain.measured import Measured
 from paceline.explain.traffic import Traffic
 from paceline.explain.windows import read_windows
@@ -149,8 +150,16 @@ class Subject:
         if self.account is not None and self.account.is_device:
             return False
         cores = self.facts.get("num_cores")
-        used = self.facts.get("threads_per_rank", 1) * self.facts.get("num_ranks", 1)
+        used = self.facts.get("threads_per_rank", 1) * self.ranks_of_host
         return cores is None or used >= cores
+
+    @cached_property
+    def ranks_of_host(self) -> int:
+        """How many ranks share rank 0's host."""
+        ranks = self.facts.get("num_ranks", 1)
+        if self.job is not None:
+            ranks = min(ranks, size(self.job.cluster.devices_per_node))
+        return int(self.facts.get("num_ranks_of_host", ranks))
 
     @cached_property
     def logs(self) -> Mapping[str, str]:

@@ -319,6 +319,7 @@ def facts_of(job: Job, ranks: Ranks, task: Task, cores: Cores) -> dict[str, Any]
         "device": device.name,
         "num_ranks": ranks.world_size,
         "threads_per_rank": torch.get_num_threads(),
+        "num_ranks_of_host": cores.ranks,
         "num_cores": cores.together,
         "num_cores_of_host": cores.of_host,
         "unit": task.unit,

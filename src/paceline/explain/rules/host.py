@@ -140,7 +140,7 @@ def thread_oversubscription(subject: Subject) -> Finding | None:
     cores, threads = subject.facts.get("num_cores"), subject.facts.get("threads_per_rank", 1)
     if cores is None or subject.job is None or threads < 2:
         return None
-    ranks = min(subject.facts.get("num_ranks", 1), subject.job.cluster.devices_per_node)
+    ranks = subject.ranks_of_host
     wanted = threads * ranks
     if wanted <= cores:
         return None
@@ -161,12 +161,12 @@ def thread_oversubscription(subject: Subject) -> Finding | None:
 
 
 def crowded_cores(subject: Subject) -> Finding | None:
-    """Ranks are bound to fewer cores than they have threads, while others of the host are idle."""
+    """Ranks are bound to fewer cores than they are, while the host has more."""
     cores, of_host = subject.facts.get("num_cores"), subject.facts.get("num_cores_of_host")
     threads = subject.facts.get("threads_per_rank", 1)
     if cores is None or of_host is None or subject.job is None or threads > 1:
         return None
-    ranks = min(subject.facts.get("num_ranks", 1), subject.job.cluster.devices_per_node)
+    ranks = subject.ranks_of_host
     could = min(ranks, of_host)
     if could <= cores:
         return None

@@ -119,7 +119,7 @@ def _lag(subject: Subject) -> _Lag | None:
     behind_s = own_s[:, slowest] - others_s.max(axis=1)
     if not _is_lasting(behind_s):
         return None
-    usual_s = float(np.median(others_s, axis=0).mean())
+    usual_s = float(np.median(np.delete(mean_s, slowest)))
     doubt = _STAGES_ARE_KNOWN_TO if is_sure else _FLOPS_ARE_KNOWN_TO
     if shares.max() > shares.min() and float(mean_s[slowest]) < (1 + doubt) * usual_s:
         return None

@@ -127,6 +127,7 @@ class Checkpointer:
             return
         running, self._running = self._running, None
         outcome = running.result()
+        self._cpu_s += outcome.cpu_s
         kept = self._keeping.last_good
         if outcome.failure is None:
             self._keeping.accept(outcome.step)
@@ -188,8 +189,8 @@ class Checkpointer:
                 shutil.rmtree(partial, ignore_errors=True)
             return _Outcome(step, failure=str(error))
         trouble = self._keeping.tidy(self.directory, step) if self._ranks.rank == 0 else None
-        self._cpu_s += time.thread_time() - began_s
-        return _Outcome(step, size_bytes, time.perf_counter() - started_s, trouble=trouble)
+        cpu_s = time.thread_time() - began_s
+        return _Outcome(step, size_bytes, time.perf_counter() - started_s, cpu_s, trouble=trouble)
 
     def _publish(self, partial: Path, manifest: Manifest) -> int:
         """Make a written checkpoint exist. Returns the bytes of its shards."""
@@ -224,6 +225,7 @@ class _Outcome:
     step: int
     size_bytes: int = 0
     duration_s: float = 0.0
+    cpu_s: float = 0.0
     failure: str | None = None
     trouble: str | None = None
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any, NamedTuple
 
+import psutil
+
 from benchmarks.diagnosis.faults import Fault, Way
 from benchmarks.diagnosis.gate import last_gate, open_gate
 from benchmarks.diagnosis.rank import forked_rank
@@ -26,6 +28,8 @@ FIRST_TURN, TURN = 5, 8
 """Steps up to the end of the first window, which are not compared, and from window to window: see
 base.toml."""
 _TURN_S = 300.0
+# Above it, in percent, another virtual machine has the processors; how long to wait for them.
+_STOLEN, _PATIENCE_S = 2.0, 120.0
 # The standard error of a gain, over the gain.
 _WELL_KNOWN = 0.1
 _WARM = multiprocessing.get_context("forkserver")
@@ -104,6 +108,7 @@ def measure(fault: Fault, folder: Path, settings: Sequence[str], num_turns: rang
         for twin in twins:
             twin.reach(0)
         for number in range(num_turns.stop):  # 0 is the first one
+            _wait_for_processors()
             # A B, B A, A B: neither is always the first after the other.
             for twin in twins if number % 2 == 0 else reversed(twins):
                 twin.take_turn(number)
@@ -114,6 +119,14 @@ def measure(fault: Fault, folder: Path, settings: Sequence[str], num_turns: rang
             open_gate(twin.folder, number + 1)
         for twin in twins:
             twin.ranks.wait(_TURN_S)
+
+
+def _wait_for_processors() -> None:
+    """Wait while a hypervisor gives them to others: all ranks stand at a gate now."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline:
+        if getattr(psutil.cpu_times_percent(interval=0.5), "steal", 0.0) <= _STOLEN:
+            break
 
 
 def _is_known(fault: Fault, twins: Sequence[Twin]) -> bool:

@@ -158,6 +158,54 @@ def test_units_cost_passes_beside_the_codec():
     assert 0.001 < quinary - int4 < 0.2
 
 
+def _sharded(mbit: float, *settings: str, **wishes):
+    return _plan(mbit, "layout.dp=1", "layout.fsdp=2", "layout.zero=3", *settings, **wishes)
+
+
+@pytest.mark.parametrize(("mbit", "expected"), [(50, "int4"), (1e5, "none")])
+def test_auto_flips_between_shards_too(mbit, expected):
+    plan = _sharded(mbit, "comm.fsdp.compress=auto", LONG)
+    assert plan.job.comm.fsdp.compress == expected
+    assert "a step takes" in plan.reasons["comm.fsdp.compress"]
+    assert (plan.job.comm.warmup_steps > 0) == (expected == "int4")
+    forms = ("none", "bf16", "int8", "int4")
+    fixed = [_sharded(mbit, f"comm.fsdp.compress={f}").ranked[0].step_s for f in forms]
+    assert plan.ranked[0].step_s <= min(fixed) * 1.03 + 1e-9
+
+
+def test_replicas_of_shards_flip_alone():
+    settings = ("layout.dp=2", "layout.fsdp=2", "layout.zero=2", "comm.dp.compress=auto", LONG)
+    slow, fast = (_plan(mbit, *settings, hosts=4).job.comm for mbit in (50, 1e5))
+    assert (slow.dp.compress, slow.fsdp.compress) == ("int4", "none")
+    assert (fast.dp.compress, fast.fsdp.compress) == ("none", "none")
+
+
+def test_coding_of_shards_takes_the_codec_s_seconds():
+    curve = CodecCurve(
+        values=(1e3, 1e8), encode=(1e-6, 0.1), decode=(5e-7, 0.05), source="this test"
+    )
+    free = CodecCurve(values=(1.0,), encode=(1e-18,), decode=(1e-18,), source="this test")
+    plans = [
+        _sharded(200, "comm.fsdp.compress=int8", device=_core(codecs={"int8": each}))
+        for each in (curve, free)
+    ]
+    (slow, num_params), (fast, _) = (
+        (plan.ranked[0].time_s["exposed_comm.fsdp"], plan.job.model.num_params) for plan in plans
+    )
+    # Half of the gradients are coded for the other rank, whose half of its own is decoded.
+    assert slow - fast == pytest.approx(num_params / 2 * 1.5e-9, rel=0.01)
+
+
+def test_a_form_is_not_chosen_where_its_errors_do_not_fit():
+    roomy = _sharded(50, "comm.fsdp.compress=auto")
+    errors = roomy.ranked[0].heaviest.terms["comm_buffers"]
+    tight = roomy.ranked[0].peak_memory_bytes - errors / 2
+    device = _core(memory_bytes=_figure(tight))
+    plan = _sharded(50, "comm.fsdp.compress=auto", device=device)
+    assert roomy.job.comm.fsdp.compress == "int8"
+    assert plan.job.comm.fsdp.compress == "none"
+
+
 def test_a_slow_codec_is_not_chosen():
     slow = CodecCurve(values=(1.0,), encode=(1.0,), decode=(1.0,), source="this test")
     device = _core(codecs=dict.fromkeys([*FORMS[1:], *AFTER_WARM_UP], slow))

@@ -107,7 +107,7 @@ class FsdpComm(Noun):
 
     compress: BlockCompress = "none"
     """In what form gradients are reduced and scattered, with error feedback: nearly 4 bytes per
-    parameter on every rank."""
+    parameter on every rank; "auto" as for dp, and only where that fits."""
     compress_weights: Annotated[
         str, AfterValidator(_checked), _only("none", "bf16", "fp16", "int8", "fp8", "int4")
     ] = "none"

@@ -61,8 +61,10 @@ def _shards(comm: Comm, layout: "Layout") -> Iterator[str]:
         setting = f'comm.fsdp.{name} = "{value}"'
         if value == "none":
             continue
+        if value == "auto" and name == "compress":
+            continue  # the planner's, which knows where nothing else than exact sums can be used
         if value == "auto":
-            yield f'{setting} is nothing that the planner can price: name a form, "int8" for one.'
+            yield f'{setting} asks for what nobody has measured: name a form, "int8" for one.'
         if size(layout.fsdp) == 1:
             yield f"{setting} has no effect with layout.fsdp = 1: raise fsdp or leave it out."
         yield from _whole(setting, "shards of whole layers", layout, "tp", "pp", "ep")

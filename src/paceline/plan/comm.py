@@ -1,6 +1,6 @@
 """Comm: who carries out the exchanges of a concrete layout, where the Job says "auto".
 
-In what form replicas exchange gradients needs a prediction: `search.exchange` chooses that, and
+In what form data ranks exchange gradients needs a prediction: `search.exchange` chooses that, and
 here it is exact sums.
 """
 
@@ -16,6 +16,7 @@ from paceline.plan.collectives import Choice, choose_algorithm
 
 _VALUE_BYTES = 4
 """Gradients are reduced in fp32, or in fp64 where everything is."""
+_NO_PREDICTION = "what another form would gain is not known"
 _UNKNOWN_UNIT_BYTES = 16 * 2**20
 """What is reduced at once of a model whose layers are not known. Assumed."""
 
@@ -35,10 +36,13 @@ def resolve_comm(job: Job, layout: Layout, cluster: Cluster) -> tuple[Comm, dict
     dp, fsdp, reasons = job.comm.dp, job.comm.fsdp, {}
     if dp.compress == "auto":
         dp = dp.replace(compress="none")
-        reasons["comm.dp.compress"] = "what another form would gain is not known"
+        reasons["comm.dp.compress"] = _NO_PREDICTION
     if dp.algorithm == "auto":
         dp = dp.replace(algorithm="backend")
         reasons["comm.dp.algorithm"] = "it overlaps with the backward pass as DDP does"
+    if fsdp.compress == "auto":
+        fsdp = fsdp.replace(compress="none")
+        reasons["comm.fsdp.compress"] = _NO_PREDICTION
     if fsdp.algorithm == "auto":
         choice = _over_shards(job, layout, cluster)
         fsdp = fsdp.replace(algorithm=choice.algorithm)

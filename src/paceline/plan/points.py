@@ -84,6 +84,17 @@ class Setting:
         return codec("none" if form == "auto" else form)
 
     @property
+    def shard_codec(self) -> Codec:
+        """In what form gradients are scattered to shards."""
+        form = self.comm.fsdp.compress
+        return codec("none" if form == "auto" else form)
+
+    @property
+    def weight_codec(self) -> Codec:
+        """In what form parameters are gathered from shards."""
+        return codec(self.comm.fsdp.compress_weights)
+
+    @property
     def updates_locally(self) -> bool:
         """Whether replicas do steps of their own between exchanges."""
         return self.comm.local.method != "none"

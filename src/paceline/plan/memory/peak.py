@@ -20,6 +20,7 @@ import numpy as np
 
 from paceline.plan.memory import activations, states
 from paceline.plan.memory.buffers import context_bytes, exchange_bytes, sent_bytes, slack_bytes
+from paceline.plan.memory.exchanged import kept_for_exchanges
 from paceline.plan.memory.halves import left_to_weights
 from paceline.plan.memory.logits import logits_bytes
 from paceline.plan.memory.sharing import Counts, counts_of, largest_matrix
@@ -155,6 +156,7 @@ def _resident(setting: Setting, points: Points, counts: Counts) -> Terms:
         "params": np.where(on_host, 0, params),
         "grads": states.resident_grads(setting, points, counts),
         "optimizer": np.where(on_host | points.offload_optimizer.astype(bool), 0, state),
+        "comm_buffers": kept_for_exchanges(setting, points, counts),
     }
 
 

@@ -2,10 +2,10 @@
 
 How it works, as `comm.compress` does it: a codec's payloads cross in an all-to-all, are decoded and
 added, coded again and gathered. So a buffer of n values costs the wire its coded size twice over,
-and each rank one coding of n values and somewhat less than two decodings. PowerSGD sums up two thin
-factors of every matrix instead. The kernels of compression take time of the device that computes;
-a codec that was measured (`paceline bench`) has its own curve, another one is a number of passes
-over memory.
+and each rank one coding of n values and somewhat less than two decodings. What is scattered to
+shards, or gathered from them, crosses once. PowerSGD sums up two thin factors of every matrix
+instead. The kernels of compression take time of the device that computes; a codec that was measured
+(`paceline bench`) has its own curve, another one is a number of passes over memory.
 
 When it pays: where (1 - 1 / ratio) x bytes / bandwidth, less what was hidden beside the backward
 pass, is more than the codec's seconds (https://arxiv.org/abs/2103.00543 finds few such places among
@@ -86,16 +86,36 @@ def codec_s(device: Device, codec: Codec, num_values: Array, num_ranks: Array) -
     scaled: Array | int = 0
     if codec.kind == "quinary":
         scaled = memory_s(device, num_values * _UNIT_BYTES)
+    return scaled + _coding_s(device, codec, num_values, decoded)
+
+
+def scattering_s(device: Device, codec: Codec, num_values: Array, num_ranks: Array) -> Array:
+    """The same where each rank keeps its own part of a sum of so many values, which it never codes
+    (`comm.compress.shards`)."""
+    others = num_values * (1 - 1 / np.maximum(num_ranks, 1))
+    return _coding_s(device, codec, others, others)
+
+
+def gathering_s(device: Device, codec: Codec, num_values: Array, num_ranks: Array) -> Array:
+    """The same where each rank codes its part of so many values, and decodes all parts, its own
+    too."""
+    coded = num_values / np.maximum(num_ranks, 1)
+    return np.where(num_ranks > 1, _coding_s(device, codec, coded, num_values), 0.0)
+
+
+def _coding_s(device: Device, codec: Codec, coded: Array, decoded: Array) -> Array:
+    """Seconds for coding so many values and decoding so many: (n,)."""
+    if codec.kind == "none":
+        return np.zeros(1)
     curve = device.codecs.get(str(codec))
     if curve is None:
-        coding = memory_s(device, num_values * _CODING_BYTES[codec.kind])
-        decoding = memory_s(device, decoded * _DECODING_BYTES[codec.kind])
-        return scaled + coding + decoding
+        coding = memory_s(device, coded * _CODING_BYTES[codec.kind])
+        return coding + memory_s(device, decoded * _DECODING_BYTES[codec.kind])
     encode, decode = (
         np.interp(values, curve.values, seconds) * np.maximum(values / curve.values[-1], 1)
-        for values, seconds in ((num_values, curve.encode), (decoded, curve.decode))
+        for values, seconds in ((coded, curve.encode), (decoded, curve.decode))
     )
-    return scaled + encode + decode
+    return encode + decode
 
 
 def sent_bytes(codec: Codec, num_bytes: Array, num_ranks: Array) -> Array:

@@ -32,6 +32,8 @@ from paceline.plan.points import PRECISIONS, SCHEDULES, Array, Points, Setting
 from paceline.plan.price.compress import (
     bits_per_value,
     codec_s,
+    gathering_s,
+    scattering_s,
     sent_bytes,
     waiting_share,
     wire_ops,
@@ -115,7 +117,7 @@ def coded_bytes(setting: Setting, points: Points, works: Sequence[Work]) -> Arra
 
 
 class _Unit(NamedTuple):
-    """Seconds of a unit's collectives."""
+    """Seconds of a unit's collectives, or of what codes them."""
 
     gather_s: Array
     reduce_s: Array
@@ -123,33 +125,59 @@ class _Unit(NamedTuple):
 
 
 def requests(setting: Setting, points: Points, works: Sequence[Work], held: Held) -> list[Request]:
-    """The collectives of all units: six for each part, and those of a bucket (or fragment)."""
-    gathered, reduced = wire_bytes(setting, points)
+    """The collectives of all units: for each part those of the dense parameters, then of the
+    experts (`_num_calls` each); and those of a bucket (or fragment)."""
     across = coded_bytes(setting, points, works)
     sharded = is_sharded(points)
-    by = "" if setting.shard_algorithm == "backend" else f".{setting.shard_algorithm}"
-    asked = []
+    asked: list[Request] = []
     for work in works:
-        for params, groups in (
-            (work.params, dense_groups(points)),
-            (work.expert_params, expert_groups(setting, points)),
-        ):
-            shards = np.where(sharded, groups.shards, 1)
+        for params, groups in _halves(setting, points, work):
             replicas = np.where(sharded, groups.replicas, 1)
+            asked += _among_shards(setting, points, params, groups)
             asked += [
-                Request("all_gather" + by, params * gathered, shards, groups.shard_stride),
-                Request("reduce_scatter" + by, params * reduced, shards, groups.shard_stride),
-                Request(
-                    "all_reduce", params / groups.shards * across, replicas, groups.replica_stride
-                ),
+                Request(op, params / groups.shards * across, replicas, groups.replica_stride)
+                for op in wire_ops(setting.replica_codec)
             ]
     groups = dense_groups(points)
     replicas = np.where(sharded, 1, groups.replicas)
+    _, reduced = wire_bytes(setting, points)
     bucket = _bucket_bytes(setting, points, total_params(works, held) * reduced)
     return asked + [
         Request(op, bucket / reduced * across, replicas, groups.replica_stride)
         for op in wire_ops(setting.replica_codec)
     ]
+
+
+def _halves(setting: Setting, points: Points, work: Work) -> tuple[tuple[Array, Groups], ...]:
+    """A part's dense parameters and its experts, each with the ranks that share them."""
+    return (
+        (np.asarray(work.params), dense_groups(points)),
+        (np.asarray(work.expert_params), expert_groups(setting, points)),
+    )
+
+
+def _among_shards(
+    setting: Setting, points: Points, params: Array, groups: Groups
+) -> tuple[Request, Request]:
+    """The gathering of a unit's parameters, and the reduction of its gradients. Coded rows go
+    straight to the rank that keeps them, by the backend's collectives."""
+    gathered, reduced = wire_bytes(setting, points)
+    by = "" if setting.shard_algorithm == "backend" else f".{setting.shard_algorithm}"
+    shards = np.where(is_sharded(points), groups.shards, 1)
+    weights, gradients = setting.weight_codec, setting.shard_codec
+    gather = "all_gather" + (by if weights.kind == "none" else "")
+    reduce = "reduce_scatter" + by if gradients.kind == "none" else "all_to_all"
+    gathered = bits_per_value(weights, (), gathered) / 8
+    reduced = bits_per_value(gradients, (), reduced) / 8
+    return (
+        Request(gather, params * gathered, shards, groups.shard_stride),
+        Request(reduce, params * reduced, shards, groups.shard_stride),
+    )
+
+
+def _num_calls(setting: Setting) -> int:
+    """Collectives of a unit's dense parameters, or of its experts."""
+    return 2 + len(wire_ops(setting.replica_codec))
 
 
 def _bucket_bytes(setting: Setting, points: Points, total_bytes: Array) -> Array:
@@ -181,11 +209,10 @@ def data_seconds(
     seconds: Sequence[Array],
 ) -> DataSeconds:
     """What the data axes add to a step; `seconds` answer `requests`."""
-    units = _units(seconds, len(works))
-    host_s = constant(setting.stack, "unit_us") * 1e-6 if setting.device.is_cpu else 0.0
-    share = hidden_share(setting) * setting.stack.overlaps_data_axes
-    sharded = _sharded(points, parts, held, units, share, host_s)
-    bucket_s = sum(seconds[6 * len(works) :], np.zeros(1))
+    num_of_units = 2 * _num_calls(setting) * len(works)
+    units = _units(setting, seconds[:num_of_units])
+    sharded = _sharded(setting, points, works, parts, held, units)
+    bucket_s = sum(seconds[num_of_units:], np.zeros(1))
     buckets = _buckets(setting, points, works, parts, held, bucket_s)
     every = 1 / setting.comm.local.every if setting.updates_locally else 1.0
     is_ddp = ~is_sharded(points)
@@ -196,62 +223,130 @@ def data_seconds(
     )
 
 
-def _units(seconds: Sequence[Array], num_parts: int) -> list[_Unit]:
-    units = []
-    for part in range(num_parts):
-        dense, experts = seconds[6 * part : 6 * part + 3], seconds[6 * part + 3 : 6 * part + 6]
-        units.append(_Unit(*(one + other for one, other in zip(dense, experts, strict=True))))
-    return units
+def _units(setting: Setting, seconds: Sequence[Array]) -> list[_Unit]:
+    """Of each part, its dense parameters and its experts together."""
+    count = _num_calls(setting)
+    calls = [seconds[at : at + count] for at in range(0, len(seconds), count)]
+    halves = [
+        _Unit(gather_s, reduce_s, sum(replicate, np.zeros(1)))
+        for gather_s, reduce_s, *replicate in calls
+    ]
+    return list(map(_both, halves[::2], halves[1::2]))
+
+
+def _both(one: _Unit, other: _Unit) -> _Unit:
+    return _Unit(*(mine + its for mine, its in zip(one, other, strict=True)))
+
+
+def _coding(setting: Setting, points: Points, works: Sequence[Work]) -> list[_Unit]:
+    """Seconds in which a rank codes and decodes what each part exchanges."""
+    return [
+        _both(*(_coding_of(setting, *half) for half in _halves(setting, points, work)))
+        for work in works
+    ]
+
+
+def _coding_of(setting: Setting, params: Array, groups: Groups) -> _Unit:
+    device, own = setting.device, params / groups.shards
+    replicated_s = codec_s(device, setting.replica_codec, own, groups.replicas)
+    return _Unit(
+        gathering_s(device, setting.weight_codec, params, groups.shards),
+        scattering_s(device, setting.shard_codec, params, groups.shards),
+        np.where(groups.replicas > 1, replicated_s, 0.0),
+    )
+
+
+class _Passes(NamedTuple):
+    """How often FSDP2 gathers and reduces in a step."""
+
+    forward: Array
+    """Gatherings in forward passes."""
+    again: Array
+    """Of blocks, in backward passes."""
+    backward: Array
+    """Reductions."""
+
+    @staticmethod
+    def of(points: Points) -> "_Passes":
+        """Of the zero degree and the micro-batches."""
+        batches = points.num_micro_batches
+        backward = np.where(points.zero >= 2, batches, 1)
+        forward = np.where(points.zero == 3, batches, 1)
+        return _Passes(forward, np.where(points.zero == 3, backward, 0), backward)
+
+
+def _of_blocks(held: Held, units: Sequence[_Unit]) -> _Unit:
+    """One pass of all blocks of a rank."""
+    columns = zip(*units[:-2], strict=True)
+    return _Unit(
+        *(
+            sum((count * s for count, s in zip(held.blocks, column, strict=True)), np.zeros(1))
+            for column in columns
+        )
+    )
+
+
+def _of_root(held: Held, units: Sequence[_Unit]) -> _Unit:
+    """One pass of what is in no block."""
+    *_, embedding, head = units
+    return _Unit(
+        *(held.embeddings * e + held.heads * h for e, h in zip(embedding, head, strict=True))
+    )
+
+
+def _in_step(points: Points, held: Held, units: Sequence[_Unit]) -> _Unit:
+    """All that a step has of each."""
+    blocks, root, passes = _of_blocks(held, units), _of_root(held, units), _Passes.of(points)
+    return _Unit(
+        passes.forward * (root.gather_s + blocks.gather_s) + passes.again * blocks.gather_s,
+        passes.backward * (root.reduce_s + blocks.reduce_s),
+        root.replicate_s + blocks.replicate_s,
+    )
 
 
 def _sharded(
+    setting: Setting,
     points: Points,
+    works: Sequence[Work],
     parts: Sequence[Part],
     held: Held,
     units: list[_Unit],
-    share: float,
-    host_s: float,
 ) -> DataSeconds:
-    """What FSDP2 adds; a gathering or reduction takes the host `host_s` of the device's time."""
-    *blocks, embedding, head = units
-    root = _Unit(
-        *(held.embeddings * e + held.heads * h for e, h in zip(embedding, head, strict=True))
-    )
-    batches = points.num_micro_batches
+    """What FSDP2 adds. A gathering or reduction takes a CPU's time of its own; coding takes that of
+    the device that computes."""
+    host_s = constant(setting.stack, "unit_us") * 1e-6 if setting.device.is_cpu else 0.0
+    share = hidden_share(setting) * setting.stack.overlaps_data_axes
+    root, passes = _of_root(held, units), _Passes.of(points)
     num_layers = sum(held.blocks, np.zeros(1))
     # One unit is gathered, or reduced, with nothing to compute beside.
     inner = share * np.maximum(num_layers - 1, 0) / np.maximum(num_layers, 1)
-    again = points.zero == 3
-    forward_passes = np.where(again, batches, 1)
-    backward_passes = np.where(points.zero >= 2, batches, 1)
-    gathers, reduces, hidden_forward, hidden_backward, replicas, spare = (np.zeros(1),) * 6
-    for count, unit, part in zip(held.blocks, blocks, parts, strict=False):
-        backward_s = np.where(again, unit.gather_s, 0.0) + unit.reduce_s
-        gathers = gathers + count * unit.gather_s
-        reduces = reduces + count * unit.reduce_s
-        replicas = replicas + count * unit.replicate_s
+    hidden_forward, hidden_backward, spare = (np.zeros(1),) * 3
+    for count, unit, part in zip(held.blocks, units, parts, strict=False):
+        backward_s = np.where(points.zero == 3, unit.gather_s, 0.0) + unit.reduce_s
         hidden_forward = hidden_forward + count * np.minimum(unit.gather_s, part.forward.beside_s)
         beside = np.minimum(backward_s, part.beside_backward_s)
         hidden_backward = hidden_backward + count * beside
         spare = spare + count * (part.beside_backward_s - beside)
     hidden_forward, hidden_backward = inner * hidden_forward, inner * hidden_backward
     hidden_backward = hidden_backward * _beside_reduction(points)
-    total_s = (
-        forward_passes * (root.gather_s + gathers)
-        + np.where(again, backward_passes * gathers, 0.0)
-        + backward_passes * (root.reduce_s + reduces)
-    )
     num_units = num_layers + 1
-    num_gathers = forward_passes * num_units + np.where(again, backward_passes * num_layers, 0.0)
-    total_s = total_s + host_s * (num_gathers + backward_passes * num_units)
-    # The next micro-batch goes on without waiting for the last reductions of this one.
-    late = np.maximum(backward_passes - 1, 0) * share * root.reduce_s
-    hidden = forward_passes * hidden_forward + backward_passes * hidden_backward + late
-    replicas = replicas + root.replicate_s
-    hidden_replicas = np.minimum(
-        share * np.maximum(replicas - root.replicate_s, 0), spare * _beside_reduction(points)
+    num_host = passes.forward * num_units + passes.again * num_layers + passes.backward * num_units
+    total, coding = (
+        _in_step(points, held, each) for each in (units, _coding(setting, points, works))
     )
-    return DataSeconds(total_s - hidden, replicas - hidden_replicas, hidden + hidden_replicas)
+    total_s = total.gather_s + total.reduce_s + host_s * num_host
+    # The next micro-batch goes on without waiting for the last reductions of this one.
+    late = np.maximum(passes.backward - 1, 0) * share * root.reduce_s
+    hidden = passes.forward * hidden_forward + passes.backward * hidden_backward + late
+    hidden_replicas = np.minimum(
+        share * np.maximum(total.replicate_s - root.replicate_s, 0),
+        spare * _beside_reduction(points),
+    )
+    return DataSeconds(
+        total_s - hidden + coding.gather_s + coding.reduce_s,
+        total.replicate_s - hidden_replicas + coding.replicate_s,
+        hidden + hidden_replicas,
+    )
 
 
 def _beside_reduction(points: Points) -> Array:

@@ -80,7 +80,7 @@ def _of_images(plan: Plan, network: ResNet) -> Plan:
 
 
 def _with_exchange(job: Job, plan: Plan) -> Plan:
-    """The plan with the form and the buckets in which replicas exchange gradients.
+    """The plan with the form and the buckets in which data ranks exchange gradients.
 
     Args:
         job: as it was given.
@@ -90,10 +90,11 @@ def _with_exchange(job: Job, plan: Plan) -> Plan:
     asked = job.replace(cluster=plan.job.cluster)
     notes, reasons = plan.notes, dict(plan.reasons)
     concrete = plan.job
-    if layout.dp != 1 and layout.fsdp == 1 and layout.is_plain:
+    if layout.is_plain and layout.num_data_ranks > 1:
         chosen = choose_exchange(asked, layout)
         dp = concrete.comm.dp.replace(compress=chosen.comm.dp.compress)
-        comm = concrete.comm.replace(dp=dp, warmup_steps=chosen.comm.warmup_steps)
+        fsdp = concrete.comm.fsdp.replace(compress=chosen.comm.fsdp.compress)
+        comm = concrete.comm.replace(dp=dp, fsdp=fsdp, warmup_steps=chosen.comm.warmup_steps)
         concrete = concrete.replace(layout=chosen.layout, comm=comm)
         reasons |= chosen.reasons
         note = worth_compressing(asked, layout)

@@ -1,0 +1,55 @@
+"""Exchanged: what lossy and rare exchanges keep from step to step, in bytes.
+
+- `comm.dp.compress`: an fp32 error for every gradient that a rank exchanges, and payloads of
+  3 - 1/N times the coded size (to send to and received from the others, means, its own one); under
+  FSDP2 the gradients once more, flat.
+- `comm.fsdp.compress`: an fp32 error for every parameter but those of its own shard, and payloads
+  each way of the largest unit.
+- `comm.fsdp.compress_weights`: payloads of the largest unit, its own one and those that come.
+- `comm.local`: where the workers last agreed, the outer momentum and what is on its way; errors and
+  payloads as between replicas.
+
+Tensors too small to be compressed are counted as if they were. Not counted: PowerSGD's factors and
+quinary's units, a few per cent of the errors.
+
+Source: `paceline.comm.compress`, `paceline.parallel.local`.
+"""
+
+import numpy as np
+
+from paceline.config.comm import Codec, coded_bits
+from paceline.plan.memory.sharing import Counts, is_fsdp, num_shards
+from paceline.plan.points import Array, Points, Setting
+
+_FP32 = 4
+
+
+def kept_for_exchanges(setting: Setting, points: Points, counts: Counts) -> Array:
+    """What stays for the exchanges of the data axes: (s, n)."""
+    replicas = points.dp * np.where(points.fsdp > 1, 1, points.cp)
+    of_replicas = _of_replicas(setting, points, counts, replicas)
+    shards = num_shards(points)
+    of_shards = _of_shards(setting, counts, shards)
+    return np.where(replicas > 1, of_replicas, 0) + np.where(shards > 1, of_shards, 0)
+
+
+def _of_replicas(setting: Setting, points: Points, counts: Counts, replicas: Array) -> Array:
+    codec, owned = setting.replica_codec, np.where(is_fsdp(points), counts.sharded, counts.whole)
+    errors = _FP32 if codec.kind != "none" else 0
+    flat = np.where(is_fsdp(points) & (codec.kind != "none"), _FP32, 0)
+    if setting.updates_locally:
+        flat = 3 * points.param_bytes
+    return owned * (errors + flat + (3 - 1 / replicas) * _payload_bytes(codec))
+
+
+def _of_shards(setting: Setting, counts: Counts, shards: Array) -> Array:
+    others, unit = 1 - 1 / shards, np.maximum(counts.block, counts.ends)
+    errors = _FP32 * others * counts.whole if setting.shard_codec.kind != "none" else 0
+    reducing = 2 * others * unit * _payload_bytes(setting.shard_codec)
+    gathering = (1 + 1 / shards) * unit * _payload_bytes(setting.weight_codec)
+    return errors + reducing + gathering
+
+
+def _payload_bytes(codec: Codec) -> float:
+    """Of a value; 0 where no payload is made."""
+    return 0.0 if codec.kind in ("none", "powersgd") else coded_bits(codec) / 8

@@ -15,8 +15,9 @@ from paceline.config.model import Model
 from paceline.config.noun import size
 from paceline.explain.changes import changed, offered
 from paceline.explain.finding import Finding
+from paceline.explain.rules.busy import busy_s, ranks_of
 from paceline.explain.subject import Subject
-from paceline.explain.what_if import what_if
+from paceline.explain.what_if import expected, what_if
 from paceline.observe.summary import bytes_text, step_time_text
 from paceline.plan.points import Setting
 from paceline.plan.price.step import Simulated
@@ -38,13 +39,11 @@ def uneven_stages(subject: Subject) -> Finding | None:
     if tuple(best) == tuple(job.layout.split):
         return None
     change = f"layout.split={list(best)}"
-    asked = what_if(subject, (change,))
-    gain_s = _in_pipeline_s(subject) * (1 - max(even) / max(work))
     return Finding.of(
         subject,
         "uneven-stages",
         f"The heaviest stage has {max(work) / np.mean(work):.2f} times the work of the mean one.",
-        gain_s if asked is None else asked.gain_s,
+        _gain_of_even_s(subject, work, even, change),
         [
             f"Stages of {list(job.layout.split)} layers do {_listed(work)} blocks' worth of work, "
             f"with the head; {list(best)} would do {_listed(even)}.",
@@ -168,6 +167,40 @@ def _is_simple_pipeline(job: Job) -> bool:
     """Whether each rank has one stage, so that the heaviest stage sets the pace."""
     is_known = isinstance(job.model, Model) and size(job.layout.pp) > 1
     return is_known and num_stages(job.layout) == size(job.layout.pp)
+
+
+def _gain_of_even_s(
+    subject: Subject, work: Sequence[float], even: Sequence[float], change: str
+) -> float:
+    """By what the ranks were seen to take for their work, less the bubble that grows when none of
+    them has time to spare; where that wasn't seen, by the planner, or in proportion."""
+    asked, now = what_if(subject, (change,)), expected(subject)
+    seen_s = _seen_s(subject, max(work) - max(even))
+    if seen_s is not None:
+        if asked is None or now is None:
+            return seen_s
+        bubble_s = asked.time_s.get("bubble", 0.0) - now.time_s.get("bubble", 0.0)
+        return seen_s - bubble_s * subject.step_s / now.step_s
+    if asked is not None:
+        return asked.gain_s
+    return _in_pipeline_s(subject) * (1 - max(even) / max(work))
+
+
+def _seen_s(subject: Subject, less: float) -> float | None:
+    """Seconds of so much less work, in blocks, by how much longer ranks with more of it were at
+    work; what all have besides, and what they cost each other, is in it.
+
+    None where that isn't known: on a device, where the host's time says little, or where ranks with
+    more work were not busy for longer.
+    """
+    job, ranks = subject.job, ranks_of(subject)
+    is_device = subject.account is not None and subject.account.is_device
+    if job is None or is_device or len(ranks) != job.layout.num_ranks:
+        return None
+    of_stage = stage_work(job)
+    work = [of_stage[job.layout.place(rank).pp] for rank in ranks]
+    each_s, _ = np.polyfit(work, np.median(busy_s(subject), axis=0), 1)
+    return float(each_s) * less if each_s > 0 else None
 
 
 def _in_pipeline_s(subject: Subject) -> float:

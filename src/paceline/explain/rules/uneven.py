@@ -15,6 +15,7 @@ from paceline.config.noun import size
 from paceline.explain.changes import offered
 from paceline.explain.finding import Finding
 from paceline.explain.measured import WAITING
+from paceline.explain.rules.busy import busy_s, ranks_of
 from paceline.explain.rules.pipeline import rank_work
 from paceline.explain.subject import Subject
 from paceline.observe.summary import step_time_text
@@ -33,15 +34,13 @@ _MOSTLY = 0.7
 _SURELY = 3.0
 _ALWAYS = 0.6
 _REBALANCE_EVERY = 20
-_NOTHING_BETWEEN = 0.02
-_ENOUGH_STEPS = 8
 # How well the work of pipeline stages is known: a rank is slow only if it lags by more.
 _STAGES_ARE_KNOWN_TO, _FLOPS_ARE_KNOWN_TO = 0.1, 0.4
 
 
 def straggler_rank(subject: Subject) -> Finding | None:
     """One rank takes longer than the others for its work, whatever it does."""
-    if len(_ranks(subject)) < 2 or uneven_work_s(subject) is not None:
+    if len(ranks_of(subject)) < 2 or uneven_work_s(subject) is not None:
         return None
     lag = _lag(subject)
     if lag is None:
@@ -110,9 +109,9 @@ class _Lag(NamedTuple):
 
 def _lag(subject: Subject) -> _Lag | None:
     """The slowest rank, and by how much, beyond what has a name of its own."""
-    ranks = _ranks(subject)
+    ranks = ranks_of(subject)
     shares, is_sure = _work_shares(subject, len(ranks))
-    own_s = (_busy_s(subject) - _explained_s(subject)) / shares
+    own_s = (busy_s(subject) - _explained_s(subject)) / shares
     mean_s = np.median(own_s, axis=0)
     slowest = int(mean_s.argmax())
     others_s = np.delete(own_s, slowest, axis=1)
@@ -160,39 +159,10 @@ def _held_up_s(subject: Subject, rank: int) -> float:
     return float(np.delete(waits_s, subject.measured.ranks.index(rank)).max(initial=0.0))
 
 
-def _ranks(subject: Subject) -> tuple[int, ...]:
-    told = _told_busy_s(subject)
-    if told is not None:
-        return tuple(range(told.shape[1]))
-    return subject.measured.ranks if subject.account is not None else ()
-
-
-def _busy_s(subject: Subject) -> Array:
-    """(steps, ranks), of every steady step where the Run says so, else of the profiled ones."""
-    told = _told_busy_s(subject)
-    return subject.measured.busy_s * subject.pace if told is None else told
-
-
-def _told_busy_s(subject: Subject) -> Array | None:
-    """(steps, ranks), by the Run's lines; None where they don't say it of enough steps.
-
-    Steps with something before them (an evaluation, slow writing) are left out: lines count it as
-    work, of one rank or of all.
-    """
-    told = [
-        (line.get("ranks") or {}).get("busy_s")
-        for line in subject.steady
-        if (line.get("between_s") or 0.0) < _NOTHING_BETWEEN * subject.step_s
-    ]
-    lists = [each for each in told if isinstance(each, list)]
-    lists = [each for each in lists if len(each) == len(lists[-1])]
-    return np.array(lists) if len(lists) >= _ENOUGH_STEPS else None
-
-
 def _explained_s(subject: Subject) -> Array:
     """(ranks,), what of a rank's time has a rule of its own."""
-    if subject.account is None or subject.measured.ranks != _ranks(subject):
-        return np.zeros(len(_ranks(subject)))
+    if subject.account is None or subject.measured.ranks != ranks_of(subject):
+        return np.zeros(len(ranks_of(subject)))
     measured, names = subject.measured, subject.account.names
     gaps = subject.account.gaps
     collected = gaps[["paceline.gc" in names[name] for name in gaps["name"]]]
@@ -214,9 +184,9 @@ def _work_shares(subject: Subject, num_ranks: int) -> tuple[Array, bool]:
 def uneven_work_s(subject: Subject) -> float | None:
     """Seconds by which the rank with most to compute exceeds the mean; None where work is even,
     or it is always the same rank, without experts: then that one is slow."""
-    if len(_ranks(subject)) < 2 or _is_pipeline(subject):
+    if len(ranks_of(subject)) < 2 or _is_pipeline(subject):
         return None
-    own_s = _busy_s(subject) - _explained_s(subject)
+    own_s = busy_s(subject) - _explained_s(subject)
     if _excess(own_s) < _LEAST_EXCESS or not _is_work(subject):
         return None
     if not _has_experts(subject) and _is_always_one(own_s):

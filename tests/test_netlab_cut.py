@@ -63,6 +63,19 @@ def test_a_cut_link_ends_the_run_in_time_and_says_who_lost_whom(tmp_path):
     assert {step: again[step] for step in kept} == kept
 
 
+def test_ranks_are_numbered_by_the_cluster_s_hosts(tmp_path):
+    """Who is lost has the number of its place in the order, not of its start."""
+    write_tiny_job(tmp_path)
+    order = 'cluster.hosts=["host2", "host1", "host0"]'
+    settings = ("train.steps=100000", f"comm.timeout_s={TIMEOUT_S}", order)
+    with Laboratory(3, 200e6) as lab, _start(lab, tmp_path, *settings) as ranks:
+        _wait_for_lines(tmp_path, 3, ranks)
+        lab.cut(1)
+        first, *_ = ranks.wait(60)
+    assert _sentence(first).startswith("rank 0 on host0, in ")
+    assert "lost rank 2 on host1, which does not answer" in _sentence(first)
+
+
 def test_a_link_that_comes_back_in_time_does_no_harm(tmp_path):
     write_tiny_job(tmp_path)
     with Laboratory(2, 200e6) as lab, _start(lab, tmp_path, "train.steps=100000") as ranks:

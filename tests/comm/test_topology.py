@@ -4,13 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.comm import ranks
 from paceline.comm.fabric import nvidia_smi, sysfs
 from paceline.comm.fabric.interfaces import hca_setting, interface_with, socket_settings
-from paceline.comm.fabric.order import order_hosts, order_ranks
+from paceline.comm.fabric.order import numbers, order_hosts
 from paceline.comm.ranks import Ranks, given_ranks, tasks_per_node
 from paceline.comm.topology import interface_to, interfaces, this_host
 from paceline.config.errors import InputError
@@ -210,28 +210,40 @@ def test_ports_that_differ_in_rate_are_named_to_nccl():
 
 
 def test_ranks_of_a_host_stand_together():
-    assert order_ranks(["a", "b", "a", "b"]) == (0, 2, 1, 3)
-    assert order_ranks(["a", "a", "b", "b"]) == (0, 1, 2, 3)
+    assert numbers("abab", "") == [0, 2, 1, 3]
+    assert numbers("aabb", "") == [0, 1, 2, 3]
 
 
-@settings(deadline=None)
-@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12), st.integers(0, 2**32))
-def test_an_order_is_a_permutation_with_rank_0_first(hosts, seed):
-    import numpy as np
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12), st.permutations("abcde"))
+def test_numbers_are_a_permutation_that_leaves_rank_0_and_keeps_hosts_together(hosts, order):
+    given_numbers = numbers(hosts, order)
+    assert sorted(given_numbers) == list(range(len(hosts)))
+    assert given_numbers[0] == 0
+    stand = [hosts[given_numbers.index(rank)] for rank in range(len(hosts))]
+    assert all(stand.index(host) + stand.count(host) > at for at, host in enumerate(stand))
+    for host in set(hosts):
+        own = [number for number, its in zip(given_numbers, hosts, strict=True) if its == host]
+        assert own == sorted(own)
 
-    rates = np.random.default_rng(seed).uniform(1, 10, (len(hosts), len(hosts))).tolist()
-    for order in (order_ranks(hosts), order_ranks(hosts, rates)):
-        assert sorted(order) == list(range(len(hosts)))
-        assert order[0] == 0
-        stand = [hosts[rank] for rank in order]
-        assert all(stand.index(host) + stand.count(host) > at for at, host in enumerate(stand))
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("acbd", [0, 2, 1, 3]),
+        ("bdac", [0, 2, 1, 3]),  # the same neighbours, begun elsewhere
+        ("ad", [0, 2, 3, 1]),  # hosts that it lacks come last
+        ("xyz", [0, 1, 2, 3]),
+        ("", [0, 1, 2, 3]),
+    ],
+)
+def test_ranks_are_numbered_from_the_first_host_on(order, expected):
+    assert numbers("abcd", order) == expected
 
 
 def test_hosts_of_a_rack_stand_together_and_noise_moves_nobody():
     hosts = ["a", "b", "c", "d"]  # racks: a and c, b and d
     rates = [[0, 1, 9, 1], [1, 0, 1, 9], [9, 1, 0, 1], [1, 9, 1, 0]]
     assert order_hosts(hosts, rates) == ["a", "c", "b", "d"]
-    assert order_ranks(hosts, rates) == (0, 2, 1, 3)
     noisy = [[0, 8, 9, 10], [8, 0, 9, 10], [9, 9, 0, 11], [10, 10, 11, 0]]
     assert order_hosts(hosts, noisy) == hosts
 

@@ -9,8 +9,8 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NoReturn
 
@@ -18,10 +18,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from paceline.comm.fabric.interfaces import socket_settings
+from paceline.comm.fabric.order import numbers
 from paceline.comm.topology import interface_to, interfaces
 from paceline.config.errors import RunError
+
+_HOST = "paceline/host/{}"
 
 
 @dataclass(frozen=True)
@@ -83,21 +87,44 @@ def tasks_per_node(text: str) -> list[int]:
     return [int(number) for number, times in found for _ in range(int(times or 1))]
 
 
-def connect(ranks: Ranks, timeout_s: float = 1800) -> None:
-    """Join the process group of the run, once: gloo for CPU tensors, NCCL for CUDA tensors."""
+def connect(ranks: Ranks, timeout_s: float = 1800, hosts: Sequence[str] = ()) -> Ranks:
+    """Join the process group of the run, once: gloo for CPU tensors, NCCL for CUDA tensors.
+
+    Args:
+        ranks: the launcher's place.
+        timeout_s: of the meeting, and of collectives until `limit_waits`.
+        hosts: in which order they are numbered (`comm.fabric.order`); none: as the launcher did.
+
+    Returns:
+        this rank's place.
+    """
     if ranks.device_type == "cuda":
         torch.cuda.set_device(ranks.device)
     if ranks.world_size == 1 or dist.is_initialized():
-        return
+        return ranks
     _fill_in_rendezvous(ranks)
+    timeout, store = timedelta(seconds=timeout_s), None
+    if hosts:
+        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        ranks = replace(ranks, rank=_number(ranks, hosts, store))
     backend = "cpu:gloo,cuda:nccl" if ranks.device_type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
+        store=store,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
         device_id=ranks.device if ranks.device_type == "cuda" else None,
     )
+    return ranks
+
+
+def _number(ranks: Ranks, order: Sequence[str], store: Store) -> int:
+    """This rank's number when the hosts stand in an order. All ranks say theirs in the store."""
+    store.set(_HOST.format(ranks.rank), socket.gethostname())
+    keys = [_HOST.format(rank) for rank in range(ranks.world_size)]
+    return numbers([store.get(key).decode() for key in keys], order)[ranks.rank]
 
 
 def store_of_run(ranks: Ranks, timeout_s: float = 1800) -> Store:

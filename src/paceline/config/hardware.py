@@ -8,7 +8,13 @@ worse than none.
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, WrapSerializer
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    WrapSerializer,
+)
 
 from paceline.config.catalogue.devices import CATALOGUE as CATALOGUE
 from paceline.config.catalogue.devices import recognise as recognise
@@ -45,6 +51,12 @@ def _as_name(given: Any, handler: SerializerFunctionWrapHandler) -> Any:
     return handler(given)
 
 
+def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) < len(names):
+        raise ValueError("a host is named twice: name each once.")
+    return names
+
+
 CollectiveCurves = Annotated[tuple[CollectiveCurve, ...], Field(strict=False)]
 
 
@@ -76,6 +88,9 @@ class Cluster(Noun):
     """Machines; more than one are reached by torchrun or srun."""
     tiers: Annotated[tuple[Tier, ...], Field(strict=False)] = ()
     """Links, the fastest first; none: those that the catalogue knows for the device."""
+    hosts: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_distinct)] = ()
+    """Names of the nodes, those next to each other that fast links join; runs number their ranks in
+    this order. Written by `paceline bench collectives`; none: as the launcher numbers them."""
     host: Host | None = None
     """What a node is made of; None: nobody looked."""
     stack: Stack | None = None

@@ -19,14 +19,21 @@ def advice(measured: Measured, host: Host, backend: str) -> Iterator[str]:
     if backend == "nccl":
         for name, value in hca_setting(host.cards).items():
             yield f"{name}={value}: ports differ in rate here, and rings wait for the slowest."
+    chain = host_order(measured)
+    if chain and chain != list(dict.fromkeys(measured.hosts)):
+        yield (
+            "Neighbours in rank order would have faster links if the hosts stood in the order "
+            f"{', '.join(chain)}: runs with this Cluster number their ranks so."
+        )
+
+
+def host_order(measured: Measured) -> list[str]:
+    """The hosts as a chain of fast links; empty where pairs weren't measured or every order of the
+    hosts has the same neighbours."""
     pairs = measured.pairs
-    if pairs is not None and len(set(measured.hosts)) > 2:
-        chain = order_hosts(measured.hosts, pairs.best_bytes_per_s)
-        if chain != list(dict.fromkeys(measured.hosts)):
-            yield (
-                "Neighbours in rank order would have faster links if the hosts were started in the "
-                f"order {', '.join(chain)}."
-            )
+    if pairs is None or len(set(measured.hosts)) < 3:
+        return []
+    return order_hosts(measured.hosts, pairs.best_bytes_per_s)
 
 
 def described(host: Host) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from paceline.bench.command import shown, source_text, start_from, to_text
-from paceline.bench.network.advice import advice, described
+from paceline.bench.network.advice import advice, described, host_order
 from paceline.bench.network.bandwidth import by_curve, fit
 from paceline.bench.network.measure import Measured, NetworkWish, measure_network
 from paceline.bench.network.page import render
@@ -119,7 +119,8 @@ def _written(asked: Asked, cluster: Cluster, backend: str, measured: Measured) -
     elif measured.rows:
         inside = measured.ranks_per_node
         tiers = tiers_from(measured.rows, kind, inside, len(measured.hosts), source)
-        write_whole(asked.out, to_text(cluster.replace(tiers=tiers)))
+        hosts = tuple(host_order(measured)) or cluster.hosts
+        write_whole(asked.out, to_text(cluster.replace(tiers=tiers, hosts=hosts)))
         facts["file"] = str(asked.out)
         told = f'{asked.out}: the curves, for the planner: [cluster] file = "{asked.out}"'
         _CONSOLE.print(told, markup=False)

@@ -8,6 +8,8 @@ the control, the same steps without any exchange. Step times are medians over al
 least and most block median; ratios are taken within a round, then their median. Bytes are what a
 host's interface counted. Efficiency is the control's step time over that of the way.
 
+The ways named "shards" are FSDP2 at ZeRO-2 over all hosts, the others replicas.
+
 Workers under local updates (DiLoCo, streaming) meet in some steps only: their turn is one whole
 round of exchanges, as many steps as there are between two, and its mean is the step time. (The
 control's blocks are then as long, and its median is that of more steps.) `--no-local` leaves them
@@ -55,6 +57,7 @@ from benchmarks.network_table import (
 from benchmarks.network_ways import (
     LOCAL,
     MODEL,
+    SHARDS,
     SMALL_MODEL,
     STEPS,
     WAYS,
@@ -207,11 +210,15 @@ def _chosen(options: argparse.Namespace) -> list[Way]:
 
 
 def _result_name(options: argparse.Namespace) -> str:
-    """Workers alone have a file of their own: their control's turns are as long as their rounds."""
+    """Workers alone have a file of their own: their control's turns are as long as their rounds;
+    and shards alone, beside which the ways of replicas needn't be measured again."""
     if options.loss:
         return "network_loss"
     names = {way.name for way in _chosen(options)} - {CONTROL, PEER}
-    return "network_workers" if names and names <= {way.name for way in LOCAL} else "network"
+    for result, ways in (("network_workers", LOCAL), ("network_shards", SHARDS)):
+        if names and names <= {way.name for way in ways}:
+            return result
+    return "network"
 
 
 def facts(options: argparse.Namespace) -> dict[str, Any]:

@@ -52,6 +52,16 @@ LOCAL = (
 )
 """Who stands still to meet does so seldom; who steps on meanwhile meets as often as the workers of
 local_updates.py, which measures the loss. Nothing is under way when a round of these ends."""
+_SHARDED = {"layout.dp": 1, "layout.fsdp": "auto", "layout.zero": 2}
+_BOTH_WAYS = {"comm.fsdp.compress": "int8", "comm.fsdp.compress_weights": "int8"}
+SHARDS = (
+    Way("shards", "paceline", settings=_SHARDED),
+    Way("shards int8", "paceline", settings={**_SHARDED, "comm.fsdp.compress": "int8"}),
+    Way("shards int8, both ways", "paceline", settings={**_SHARDED, **_BOTH_WAYS}),
+    Way("shards auto", "paceline", settings={**_SHARDED, "comm.fsdp.compress": "auto"}),
+)
+"""FSDP2 over all hosts, which gathers parameters once a step; in which form gradients are reduced,
+and parameters gathered."""
 WAYS = (
     Way(CONTROL, "alone"),
     Way(PEER, "ddp", settings={"layout.bucket_mib": 25.0}),
@@ -62,6 +72,7 @@ WAYS = (
         Way(mode, "paceline", settings={"comm.dp.compress": mode, **_WARM_UP.get(mode, {})})
         for mode in _COMPRESS
     ),
+    *SHARDS,
     *LOCAL,
 )
 """All of them; what this version of Paceline refuses is left out, and said."""
@@ -147,7 +158,7 @@ def _on_one_rank(job: Job) -> Job:
     """What a rank of the Job computes, without the others."""
     return job.replace(
         cluster=job.cluster.replace(num_nodes=1, tiers=()),
-        layout=job.layout.replace(dp=1),
+        layout=job.layout.replace(dp=1, fsdp=1, zero=0),
         train=job.train.replace(global_batch=job.layout.micro_batch),
     )
 
@@ -159,6 +170,8 @@ def form_of(way: Way, job: Job) -> str:
     local = job.comm.local
     if local.method != "none":
         return f"{local.compress}, every {local.every}"
+    if job.layout.fsdp != 1:
+        return f"{job.comm.fsdp.compress}, zero {job.layout.zero}"
     return f"{job.comm.dp.compress}, {job.layout.bucket_mib:g} MiB"
 
 

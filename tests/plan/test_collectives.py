@@ -204,6 +204,19 @@ def test_a_curve_that_was_not_measured_is_that_of_its_mirror_image():
     assert collective_s(where, "reduce_scatter", 2 * GIB, 2, 1) == pytest.approx(2e-2, rel=0.01)
 
 
+def test_a_reduce_scatter_of_gloo_is_an_all_reduce():
+    rates = {"all_reduce": 2e-2, "all_gather": 1e-2}
+    curves = {
+        op: (CollectiveCurve(num_ranks=2, bytes=(1024.0, GIB), seconds=(1e-5, s), source="a test"),)
+        for op, s in rates.items()
+    }
+    cpu = Device(name="CPU", kind="cpu", precisions=("fp32",))
+    loopback = network("loopback", 2, 72, 60).replace(collectives=curves)
+    where = Cluster(device=cpu, devices_per_node=2, num_nodes=1, tiers=(loopback,))
+    assert collective_s(where, "reduce_scatter", GIB, 2, 1) == pytest.approx(2e-2)
+    assert collective_s(where, "all_gather", GIB, 2, 1) == pytest.approx(1e-2)
+
+
 # Algorithms.
 
 # all_reduce_bench of stas00/ml-engineering, 4 x 8 B200 over EFA (8 x 400 Gbit/s): MiB, bus GB/s;

@@ -124,7 +124,7 @@ def _links_of(same: _Same) -> Links | None:
 def _worked_out(tiers: Sequence[Tier], *, is_gloo: bool) -> Links:
     kinds = [_kind(tier, level, is_gloo) for level, tier in enumerate(tiers)]
     rates = [tier.bytes_per_s.value * kind.share for tier, kind in zip(tiers, kinds, strict=True)]
-    tables = tuple(_tables(tier) for tier in tiers)
+    tables = tuple(_tables(tier, is_gloo=is_gloo) for tier in tiers)
     rates[0] = _ring_rate(tables[0]) or rates[0]
     protocols = _protocols(tiers, is_gloo)
     late_us = [
@@ -202,14 +202,18 @@ def _sum_s_per_byte(tier: Tier, tables: Mapping[str, Table], rate: float) -> flo
     return chain if table is None else min(chain, float(np.exp(table.log_slope[-1])))
 
 
-def _tables(tier: Tier) -> dict[str, Table]:
-    """Tables of what was measured; a collective that was not takes that of its mirror image."""
+def _tables(tier: Tier, *, is_gloo: bool) -> dict[str, Table]:
+    """Tables of what was measured; a collective that was not takes that of its mirror image, and
+    gloo's reduce-scatter, which is a whole all-reduce, that of this."""
     tables = {
         op: table_of(op, curves)
         for op, curves in tier.collectives.items()
         if any(curve.num_ranks > 1 for curve in curves)
     }
-    for missing, other in (("all_gather", "reduce_scatter"), ("reduce_scatter", "all_gather")):
+    same = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+    if is_gloo:
+        same = {"reduce_scatter": "all_reduce"}
+    for missing, other in same.items():
         if missing not in tables and other in tables:
             tables[missing] = tables[other]
     return tables

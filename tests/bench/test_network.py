@@ -1,5 +1,6 @@
 """`paceline bench collectives`: definitions and rules (pure), one sweep on gloo ranks, its page."""
 
+import dataclasses
 import io
 import json
 import os
@@ -19,6 +20,7 @@ from paceline.bench.command import to_text
 from paceline.bench.network import command
 from paceline.bench.network import sweep as sweeping
 from paceline.bench.network import tune as tuning
+from paceline.bench.network.advice import host_order
 from paceline.bench.network.bandwidth import Row, bus_factor, fit
 from paceline.bench.network.command import Asked, collectives_command, figures
 from paceline.bench.network.measure import Measured, NetworkWish, measure_network
@@ -107,6 +109,20 @@ def test_everybody_meets_everybody_once_and_nobody_two_at_once(num_ranks):
     for pairs in rounds:
         seen = [rank for pair in pairs for rank in pair]
         assert len(seen) == len(set(seen))
+
+
+def test_hosts_stand_as_a_chain_where_there_are_orders_to_choose_from():
+    racks = np.full((4, 4), 1e8)
+    racks[0, 2] = racks[2, 0] = racks[1, 3] = racks[3, 1] = 1e9
+    assert host_order(_measured(racks)) == ["node0", "node2", "node1", "node3"]
+    assert host_order(_measured(racks[:2, :2])) == []
+    assert host_order(dataclasses.replace(_measured(racks), pairs=None)) == []
+
+
+def _measured(rates):
+    hosts = tuple(own_hosts(len(rates)))
+    each = tuple(map(tuple, rates.tolist()))
+    return Measured((), (), Pairs(hosts, 1, each, each, None, each), hosts, 1)
 
 
 # ---- what is slow -------------------------------------------------------------------------------

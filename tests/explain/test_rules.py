@@ -282,6 +282,14 @@ def test_uneven_stages_gain_what_the_heaviest_has_too_much() -> None:
     assert first.gain_s == pytest.approx(0.038, rel=0.05)
 
 
+def test_uneven_stages_gain_no_work_that_every_rank_has() -> None:
+    heavy = {"matmul": 90.0, "other_kernels": 30.0, "optimizer": 5.0}
+    light = {"matmul": 30.0, "other_kernels": 30.0, "optimizer": 5.0, "bubble": 60.0}
+    # A block takes (125 - 65) / (6 - 2.1) ms, whatever the light rank does besides.
+    found_ = the("uneven-stages", subject(account([heavy, light]), pipeline((6, 2))))
+    assert found_.gain_s == pytest.approx(0.0154 * 1.9, rel=0.05)
+
+
 def test_few_micro_batches_leave_a_bubble() -> None:
     half = {"matmul": 60.0, "other_kernels": 20.0, "bubble": 26.0}
     of = subject(account([half, half]), pipeline((4, 4), micro_batch=16))

@@ -179,9 +179,11 @@ def test_ranks_that_hang_are_killed_with_their_children():
         assert _end(int(pid) for pid in rank.output.split())
 
 
+# Jobs that a shell has put into the background ignore SIGINT, and so would this one under them.
 BUSY = """
-import subprocess, sys
+import signal, subprocess, sys
 from benchmarks.netlab import Laboratory
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with Laboratory(2) as lab:
     ranks = lab.start(["sh", "-c", "sleep 60"])
     print("up", flush=True)

@@ -92,11 +92,11 @@ REFUSED = {
         'comm.fsdp.compress = "int8" would round what layout.param_dtype = "fp64" keeps exact: '
         'set it to "none", or param_dtype = "fp32".',
     ),
-    "a price for shards": (
-        {"fsdp": {"compress": "auto"}},
+    "a choice of weights' form": (
+        {"fsdp": {"compress_weights": "auto"}},
         {"fsdp": 2},
-        'comm.fsdp.compress = "auto" is nothing that the planner can price: name a form, "int8" '
-        "for one.",
+        'comm.fsdp.compress_weights = "auto" asks for what nobody has measured: name a form, '
+        '"int8" for one.',
     ),
     "weights that are as short": (
         {"fsdp": {"compress_weights": "bf16"}},

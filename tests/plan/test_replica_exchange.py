@@ -16,6 +16,7 @@ from paceline.config.device import Device
 from paceline.config.figure import Figure
 from paceline.config.hardware import Cluster, Tier
 from paceline.config.job import Job, read_job
+from paceline.plan.answer.answer import answer
 from paceline.plan.points import Setting
 from paceline.plan.price.compress import codec_s
 from paceline.plan.price.step import predict
@@ -171,6 +172,16 @@ def test_auto_flips_between_shards_too(mbit, expected):
     forms = ("none", "bf16", "int8", "int4")
     fixed = [_sharded(mbit, f"comm.fsdp.compress={f}").ranked[0].step_s for f in forms]
     assert plan.ranked[0].step_s <= min(fixed) * 1.03 + 1e-9
+
+
+def test_an_answer_has_the_exchange_that_a_run_will_have():
+    job = _job(50, "layout.dp=1", "layout.fsdp=2", "layout.zero=3", "comm.fsdp.compress=auto", LONG)
+    found, plan = answer(job), plan_job(job, job.cluster)
+    assert found.best.step_s == pytest.approx(plan.ranked[0].step_s)
+    assert found.best_job.comm.fsdp.compress == plan.job.comm.fsdp.compress == "int4"
+    assert found.best_job.comm.warmup_steps == plan.job.comm.warmup_steps
+    (note,) = found.notes
+    assert note.startswith("comm.fsdp.compress = int4: after 30 exact steps a step takes")
 
 
 def test_replicas_of_shards_flip_alone():

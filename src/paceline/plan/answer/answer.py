@@ -6,12 +6,13 @@ convolutions), why (`plan.search.why`), and what the whole run takes (`plan.answ
 
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, Literal
 
 import numpy as np
 
+from paceline.config.comm import Comm
 from paceline.config.errors import InputError
 from paceline.config.job import Job, to_raw
 from paceline.config.model import Model
@@ -20,7 +21,9 @@ from paceline.plan.answer.outlook import Outlook, outlook
 from paceline.plan.convnet.choose import predict_all, sentences_of
 from paceline.plan.points import Setting
 from paceline.plan.prediction import Prediction
+from paceline.plan.price.step import predict
 from paceline.plan.search import why
+from paceline.plan.search.exchange import AXES, choose_exchange
 from paceline.plan.search.search import MARGIN, Counts, Found, search
 from paceline.plan.search.space import Wishes
 
@@ -47,6 +50,8 @@ class Answer:
     flips: tuple[why.Flip, ...] = ()
     notes: tuple[str, ...] = ()
     """Further sentences about the fastest layout."""
+    comm: Comm | None = None
+    """What was chosen for the fastest layout where the Job left it open; None: nothing."""
     shortage: why.Shortage | None = None
     """Where nothing fits: what comes nearest, and what would help."""
     outlook: Outlook | None = None
@@ -58,8 +63,8 @@ class Answer:
 
     @property
     def best_job(self) -> Job:
-        """The concrete Job: with the fastest layout, which must exist."""
-        return self.job.replace(layout=self.ranked[0].layout)
+        """The concrete Job: with the fastest layout, which must exist, and its exchange."""
+        return self.job.replace(layout=self.ranked[0].layout, comm=self.comm or self.job.comm)
 
 
 def answer(job: Job, wishes: Wishes | None = None) -> Answer:
@@ -88,20 +93,41 @@ def _of_decoder(job: Job, wishes: Wishes) -> Answer:
         train = job.train
         job.layout.check(job.model, job.cluster, train.seq_len, train.global_batch)
     found = search(Setting.of(job), wishes)
-    best = found.ranked[0] if found.ranked else None
+    ranked, comm = found.ranked, None
+    notes: tuple[str, ...] = ()
+    if ranked and "auto" in (job.comm.dp.compress, job.comm.fsdp.compress):
+        first, comm, notes = _exchanging(job, ranked[0])
+        ranked = (first, *ranked[1:])
+    best = ranked[0] if ranked else None
     return Answer(
         job=job,
         unit="tokens",
         counts=found.counts,
         limit_bytes=found.limit_bytes,
-        ranked=found.ranked,
-        front=_front((*found.ranked, *found.front)),
+        ranked=ranked,
+        front=_front((*ranked, *found.front)),
         margin=why.margin(found),
         binding=why.binding(best) if best else None,
         flips=why.flips(found),
+        notes=notes,
+        comm=comm,
         shortage=None if best else _shortage(found),
         outlook=outlook(job, best) if best else None,
     )
+
+
+def _exchanging(job: Job, best: Prediction) -> tuple[Prediction, Comm, tuple[str, ...]]:
+    """The fastest layout, found with exact sums, in the form and the buckets that are best for it;
+    and why."""
+    chosen = choose_exchange(job, best.layout)
+    setting = replace(Setting.of(job), comm=chosen.comm)
+    forms = {f"comm.{axis}.compress": getattr(chosen.comm, axis).compress for axis in AXES}
+    notes = (
+        f"{name} = {forms[name]}: {reason}"
+        for name, reason in chosen.reasons.items()
+        if name in forms
+    )
+    return predict(setting, chosen.layout), chosen.comm, tuple(notes)
 
 
 def _of_convnet(job: Job, network: ConvNet, wishes: Wishes) -> Answer:

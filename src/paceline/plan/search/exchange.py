@@ -38,7 +38,8 @@ BUCKETS_MIB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0)
 _MARGIN = 0.03
 """Of a step: exact sums stay unless another form is predicted to win by more. Assumed."""
 _BETWEEN = {"dp": "replicas", "fsdp": "shards"}
-_AXES = tuple(_BETWEEN)
+AXES = tuple(_BETWEEN)
+"""Data axes, as Comm calls them."""
 
 
 class Chosen(NamedTuple):
@@ -61,7 +62,7 @@ class _Tried(NamedTuple):
     @property
     def num_lossy(self) -> int:
         """Axes that send something else than exact sums."""
-        return sum(_form(self.comm, axis) != "none" for axis in _AXES)
+        return sum(_form(self.comm, axis) != "none" for axis in AXES)
 
 
 def choose_exchange(job: Job, layout: Layout) -> Chosen:
@@ -82,7 +83,7 @@ def choose_exchange(job: Job, layout: Layout) -> Chosen:
     best = min((one for one in close if one.num_lossy == fewest), key=lambda one: one.step_s)
     reasons = {
         f"comm.{axis}.compress": _why_form(best, axis, tried)
-        for axis in _AXES
+        for axis in AXES
         if _form(job.comm, axis) == "auto"
     }
     if _has_open_buckets(job, layout):
@@ -92,12 +93,12 @@ def choose_exchange(job: Job, layout: Layout) -> Chosen:
 
 def worth_compressing(job: Job, layout: Layout) -> str | None:
     """A note where a Job with exact sums would be a good deal faster with "auto"; else None."""
-    is_exact = all(_form(job.comm, axis) == "none" for axis in _AXES)
+    is_exact = all(_form(job.comm, axis) == "none" for axis in AXES)
     if not is_exact or job.comm.local.method != "none":
         return None
-    asked = job.replace(comm=_in_forms(job.comm, dict.fromkeys(_AXES, "auto")))
+    asked = job.replace(comm=_in_forms(job.comm, dict.fromkeys(AXES, "auto")))
     chosen = choose_exchange(asked, layout)
-    lossy = {axis: form for axis in _AXES if (form := _form(chosen.comm, axis)) != "none"}
+    lossy = {axis: form for axis in AXES if (form := _form(chosen.comm, axis)) != "none"}
     if not lossy:
         return None
     gain = _try(job, layout, job.comm).step_s / _try(job, chosen.layout, chosen.comm).step_s
@@ -113,9 +114,9 @@ def worth_compressing(job: Job, layout: Layout) -> str | None:
 
 def _candidates(job: Job, layout: Layout) -> Iterator[tuple[Layout, Comm]]:
     buckets = BUCKETS_MIB if _has_open_buckets(job, layout) else ()
-    forms = product(*(_forms(job, layout, axis) for axis in _AXES))
+    forms = product(*(_forms(job, layout, axis) for axis in AXES))
     for chosen, bucket in product(forms, (layout.bucket_mib, *buckets)):
-        comm = _in_forms(job.comm, dict(zip(_AXES, chosen, strict=True)))
+        comm = _in_forms(job.comm, dict(zip(AXES, chosen, strict=True)))
         if set(chosen) == {"none"} or _can(comm, layout):
             yield layout.replace(bucket_mib=bucket), comm
 

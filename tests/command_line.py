@@ -68,7 +68,7 @@ def environment(folder: Path) -> dict[str, str]:
     return {**kept, "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "200", "NO_COLOR": "1"}
 
 
-def paceline(*arguments: str, folder: Path, timeout_s: float = 120) -> subprocess.CompletedProcess:
+def paceline(*arguments: str, folder: Path, timeout_s: float = 400) -> subprocess.CompletedProcess:
     """Run `paceline ARGUMENTS` in `folder` and return what it printed and its exit code."""
     return python(COMMAND, *arguments, folder=folder, timeout_s=timeout_s)
 
@@ -78,7 +78,7 @@ def start_paceline(*arguments: str, folder: Path) -> "Started":
     return Started([COMMAND, *arguments], folder, num_outputs=1)
 
 
-def python(*arguments: str, folder: Path, timeout_s: float = 120) -> subprocess.CompletedProcess:
+def python(*arguments: str, folder: Path, timeout_s: float = 400) -> subprocess.CompletedProcess:
     """Run `python ARGUMENTS` in `folder`: a script, or -m and a module, and what they are given.
 
     Ranks of a script are forks of it, so it shouldn't compute with threads before it trains.
@@ -130,7 +130,7 @@ class Started:
     def kill(self) -> None:
         self._process.kill()
 
-    def communicate(self, timeout: float = 120) -> tuple[str, str]:
+    def communicate(self, timeout: float = 400) -> tuple[str, str]:
         """What it printed to stdout and stderr, once it and all that it started have ended."""
         deadline = time.monotonic() + timeout
         while still_open := [each for each in self._printed if not each.closed]:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 
 import psutil
 import pytest
@@ -58,9 +59,13 @@ def _stream(lab: Laboratory, size: int = SIZE) -> float:
 
 
 def _near(lab: Laboratory, rate: float, size: int = SIZE) -> bool:
-    """Whether a stream has the rate: on a busy machine a sender that waits for its turn makes one
-    slower, and a receiver that does finds bytes that were there already; so one of twenty."""
-    return any(_stream(lab, size) == pytest.approx(rate, rel=0.1) for _ in range(20))
+    """Whether one of twenty streams has the rate, and most until then were no faster: on a busy
+    machine a sender that waits for its turn makes a stream slower, and a receiver that does finds
+    bytes that were there already."""
+    streams: list[float] = []
+    while len(streams) < 20 and not (streams and streams[-1] == pytest.approx(rate, rel=0.1)):
+        streams.append(_stream(lab, size))
+    return streams[-1] == pytest.approx(rate, rel=0.1) and median(streams) < 1.1 * rate
 
 
 def _lives(pid: int) -> bool:

@@ -76,7 +76,7 @@ def _predicted(job):
     setting = Setting.of(job)
     points = Points.of([job.layout], setting)
     counts = counts_of(setting, points, holdings_of(setting, job.layout, None))
-    return float(kept_for_exchanges(setting, points, counts)[0, 0])
+    return float(kept_for_exchanges(setting, points, counts).ravel()[0])
 
 
 @pytest.mark.parametrize("name", KEPT)

@@ -95,6 +95,12 @@ class Setting:
         return codec(self.comm.fsdp.compress_weights)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether nothing between data ranks is coded: searches needn't ask what coding costs."""
+        codecs = (self.replica_codec, self.shard_codec, self.weight_codec)
+        return all(each.kind == "none" for each in codecs)
+
+    @property
     def updates_locally(self) -> bool:
         """Whether replicas do steps of their own between exchanges."""
         return self.comm.local.method != "none"

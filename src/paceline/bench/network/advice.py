@@ -23,7 +23,7 @@ def advice(measured: Measured, host: Host, backend: str) -> Iterator[str]:
     if chain and chain != list(dict.fromkeys(measured.hosts)):
         yield (
             "Neighbours in rank order would have faster links if the hosts stood in the order "
-            f"{', '.join(chain)}: runs with this Cluster number their ranks so."
+            f"{', '.join(chain)}: [cluster] hosts makes runs number their ranks so."
         )
 
 

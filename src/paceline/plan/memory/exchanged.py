@@ -26,6 +26,8 @@ _FP32 = 4
 
 def kept_for_exchanges(setting: Setting, points: Points, counts: Counts) -> Array:
     """What stays for the exchanges of the data axes: (s, n)."""
+    if setting.is_exact and not setting.updates_locally:
+        return np.zeros(1)
     replicas = points.dp * np.where(points.fsdp > 1, 1, points.cp)
     of_replicas = _of_replicas(setting, points, counts, replicas)
     shards = num_shards(points)

@@ -240,6 +240,8 @@ def _both(one: _Unit, other: _Unit) -> _Unit:
 
 def _coding(setting: Setting, points: Points, works: Sequence[Work]) -> list[_Unit]:
     """Seconds in which a rank codes and decodes what each part exchanges."""
+    if setting.is_exact:
+        return [_Unit(*(np.zeros(1),) * 3)] * len(works)
     return [
         _both(*(_coding_of(setting, *half) for half in _halves(setting, points, work)))
         for work in works

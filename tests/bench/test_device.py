@@ -70,7 +70,7 @@ def test_a_real_device_is_measured_into_whole_curves():
     assert [*curves.attention] == ["flash"]
     assert curves.memory.bytes[-1] == pytest.approx(65536, rel=1e-3)
     assert curves.memory.source == "a test"
-    assert 1e-8 < rates.launching.forward_s < 1e-3
+    assert 1e-8 < rates.launching.forward_s < 1e-1
     assert 0 < rates.optimizer_s_per_param < 1e-5
 
 
@@ -83,7 +83,7 @@ def test_a_block_has_as_many_calls_as_fill_it():
         torch.ones(1000)
 
     seconds = Clock(Ranks(), block_s=5e-3, num_blocks=2).seconds(call)
-    assert 1e-8 < seconds < 1e-3
+    assert 1e-8 < seconds < 1e-1
     assert calls > 2
 
 

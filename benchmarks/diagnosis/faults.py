@@ -188,6 +188,14 @@ def _busy_neighbour(draw: Draw) -> Fault:
     return Fault(("straggler-rank",), Way(injections=shared), Way(injections=alone), _DP2)
 
 
+def _busy_machine(_draw: Draw) -> Fault:
+    return Fault(("cores-taken",), Way(injections={"busy_machine": {}}), _AS_IT_IS, _DP2)
+
+
+def _anomaly_detection(_draw: Draw) -> Fault:
+    return Fault(("checking-left-on",), Way(injections={"detect_anomaly": {}}), _AS_IT_IS, _DP2)
+
+
 def _slow_stage(draw: Draw) -> Fault:
     way = Way(injections={"slow_blocks": {"rank": draw.randrange(2), "times": draw.randint(1, 3)}})
     return Fault(("straggler-rank",), way, _AS_IT_IS, _PP2)
@@ -276,6 +284,8 @@ LISTED: dict[str, Make] = {
 MORE: dict[str, Make] = {
     "slow loader of one rank": _slow_loader_of_one,
     "busy neighbour": _busy_neighbour,
+    "busy machine": _busy_machine,
+    "anomaly detection": _anomaly_detection,
     "slow pipeline stage": _slow_stage,
     "evaluation too often": _evaluation,
     "slow log": _slow_log,

@@ -69,9 +69,24 @@ def sleepy_blocks(_gate: Gate, seconds: float) -> None:
 def busy_neighbour(gate: Gate, core: int, num_burners: int) -> None:
     """Stay on one core, and share it with processes that burn it while this run has its turn."""
     os.sched_setaffinity(0, {core})
-    for _ in range(num_burners):  # they inherit the core, and die with this process
-        burner = subprocess.Popen([sys.executable, "-c", f"{_DIE_WITH_PARENT}\nwhile True: pass"])
-        gate.runs_in_turn(burner.pid)
+    for _ in range(num_burners):
+        _burn(gate)
+
+
+def busy_machine(gate: Gate) -> None:
+    """As many processes as ranks burn whatever core they get while this run has its turn."""
+    _burn(gate)
+
+
+def detect_anomaly(_gate: Gate) -> None:
+    """Let autograd check every gradient, as for finding a NaN."""
+    torch.autograd.set_detect_anomaly(True)
+
+
+def _burn(gate: Gate) -> None:
+    # It inherits this process' cores, and dies with it.
+    burner = subprocess.Popen([sys.executable, "-c", f"{_DIE_WITH_PARENT}\nwhile True: pass"])
+    gate.runs_in_turn(burner.pid)
 
 
 def slow_loader(_gate: Gate, seconds: float) -> None:
@@ -198,7 +213,8 @@ def uneven_lengths(_gate: Gate, shortest: int, longest: int, seed: int) -> None:
 INJECTIONS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
-        slow_blocks, sleepy_blocks, busy_neighbour, slow_loader, metrics_of_every_micro_batch,
+        slow_blocks, sleepy_blocks, busy_neighbour, busy_machine, detect_anomaly, slow_loader,
+        metrics_of_every_micro_batch,
         reduce_every_micro_batch, collect_garbage, slow_disk, slow_log, shared_out, more_threads,
         python_work, uneven_lengths,
     )

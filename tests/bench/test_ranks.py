@@ -153,8 +153,7 @@ def test_reference_jobs_use_every_axis_that_there_are_ranks_for():
     def whole_and_pairs(fsdp: int, others: int) -> list[str]:
         sizes = (("fsdp", fsdp, "deep"), *((axis, others, "deep") for axis in ("tp", "pp")))
         named = [(f"{axis}-{size}-plain", f"{axis}-2-{shape}") for axis, size, shape in sizes]
-        named += [(f"cp-{others}-plain", "cp-2-long"), ("pp-2-even",)]
-        return [name for jobs in named for name in jobs]
+        return [name for pair in (*named, (f"cp-{others}-plain", "cp-2-long")) for name in pair]
 
     assert len(names(1)) == 8
     assert names(6)[8:] == whole_and_pairs(6, 6)

@@ -171,6 +171,30 @@ def test_more_threads_than_cores() -> None:
     assert RULES["thread-oversubscription"](subject(work, job(2), facts=fair)) is None
 
 
+def test_what_all_ranks_wait_for_a_core_is_told_but_not_what_one_waits_alone() -> None:
+    facts = {"num_cores": 2, "threads_per_rank": 1, "num_ranks": 2}
+
+    def waiting(first_s: float, second_s: float, **more: int) -> Finding | None:
+        lines = [line(step, 100, ranks={"core_wait_s": [first_s, second_s]}) for step in range(9)]
+        each = subject(None, job(2), facts={**facts, **more}, lines=lines)
+        return RULES["cores-taken"](each)
+
+    both = waiting(0.04, 0.05)
+    assert both is not None
+    assert both.gain_s == pytest.approx(0.037)
+    assert "Rank 1" in both.evidence[0]
+    assert waiting(0.002, 0.06) is None
+    assert waiting(0.04, 0.05, threads_per_rank=2) is None  # they wait for each other
+
+
+def test_settings_for_finding_errors() -> None:
+    facts = {"checking": ["CUDA_LAUNCH_BLOCKING=1", "python -X dev"]}
+    told = found("checking-left-on", subject(None, job(2), facts=facts, step_ms=1e5))
+    assert "CUDA_LAUNCH_BLOCKING=1, python -X dev" in told.title
+    assert told.gain > 0
+    assert RULES["checking-left-on"](subject(None, job(2), step_ms=1e5)) is None
+
+
 def test_ranks_bound_to_one_core_of_many_are_told_from_a_small_host() -> None:
     work = account([{"matmul": 100.0}] * 2)
     bound = {"num_cores": 1, "num_cores_of_host": 16, "num_ranks": 2, "threads_per_rank": 1}

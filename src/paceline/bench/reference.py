@@ -29,7 +29,6 @@ _SHAPES = {
         "long": Shape(128, 512, 1024),
         "narrow": Shape(64, 64, 256),
         "deep": Shape(64, 64, 256, 8),
-        "even": Shape(384, 128, 256),
     },
     "cuda": {
         "plain": Shape(1024, 1024, 32768),
@@ -37,7 +36,6 @@ _SHAPES = {
         "long": Shape(1024, 8192, 32768),
         "narrow": Shape(512, 512, 32768),
         "deep": Shape(512, 512, 32768, 8),
-        "even": Shape(4096, 2048, 4096),
     },
 }
 # Name, shape, samples of a rank, layout.
@@ -53,8 +51,7 @@ _ON_ANY: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
 )
 
 # Axis, shape, samples of a step for each rank, micro-batch: a usual one over all ranks, and one
-# over pairs; that of more layers does so little that what an exchange costs at least decides. A
-# full pipeline of equal stages, whose head weighs little, tells what equal ranks wait.
+# over pairs; that of more layers does so little that what an exchange costs at least decides.
 _ON_AN_AXIS: tuple[tuple[str, str, int, int], ...] = (
     ("fsdp", "plain", 4, 2),
     ("fsdp", "deep", 2, 1),
@@ -64,13 +61,11 @@ _ON_AN_AXIS: tuple[tuple[str, str, int, int], ...] = (
     ("pp", "deep", 2, 1),
     ("cp", "plain", 4, 2),
     ("cp", "long", 2, 1),
-    ("pp", "even", 4, 1),
 )
 
 
 def reference_jobs(cluster: Cluster) -> list[Job]:
-    """Jobs for all ranks of a Cluster: eight, and two or three for each axis that it has ranks
-    for."""
+    """Jobs for all ranks of a Cluster: eight, and two for each axis that it has ranks for."""
     return list(_jobs(cluster))
 
 
@@ -85,7 +80,7 @@ def _jobs(cluster: Cluster) -> Iterator[Job]:
     # Sharding goes over all ranks; what exchanges within layers stays inside a node.
     for axis, shape, samples, micro_batch in _ON_AN_AXIS:
         ranks = total if axis == "fsdp" else inside
-        if ranks > 1 and shape in ("deep", "long", "even") and inside % 2 == 0:
+        if ranks > 1 and shape in ("deep", "long") and inside % 2 == 0:
             ranks = 2  # the rest are replicas
         if ranks > 1:
             chosen = shapes[shape]

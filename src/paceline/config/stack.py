@@ -160,9 +160,6 @@ CONSTANTS: dict[str, Constant] = {
     ),
     "select_us": _constant(40.0, 1.0, 400.0, "host time per choice what to keep, on CPUs, us"),
     "unit_us": _constant(300.0, 5.0, 3000.0, "host time per gather or reduction on CPUs, us"),
-    # Of equal ranks now the one is late, now the other: a tenth to a seventh (measured, passes of
-    # 2 to 70 ms on two cores).
-    "pass_spread": _constant(0.1, 0.005, 0.4, "standard deviation of a pass on CPUs, over mean"),
     "step_overhead_ms": _constant(2.0, 0.01, 200.0, "host work once per step, milliseconds"),
     "micro_batch_overhead_ms": _constant(0.5, 0.001, 50.0, "host work once per micro-batch, ms"),
 }

@@ -50,6 +50,10 @@ _OF_RANKS = {
         "paceline_rank_busy_seconds",
         "Of the last step in which the rank did not wait for others.",
     ),
+    "core_wait_s": (
+        "paceline_rank_core_wait_seconds",
+        "Of the last step in which the rank's main thread was ready and had no core.",
+    ),
     "memory_bytes": ("paceline_rank_memory_bytes", "Peak memory of the rank; resident on a CPU."),
 }
 

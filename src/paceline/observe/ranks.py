@@ -1,8 +1,8 @@
 """What a line of metrics.jsonl says of each rank, and who is late: pure functions, no torch.
 
-A line's `ranks` holds figures by name ("busy_s", "memory_bytes"), each a list with one number a
-rank. Of many ranks a line holds only what a person looks for: the least, the median, the largest
-and whose that is, because a list of thousands in every step would be most of the file.
+A line's `ranks` holds figures by name (FIGURES), each a list with one number a rank. Of many ranks
+a line holds only what a person looks for: the least, the median, the largest and whose that is,
+because a list of thousands in every step would be most of the file.
 
 Busy time is the time since the exchange of the step before, less what the rank waited for others
 (`comm.busy`). Its lag is by how much it exceeds that of a typical rank: so long do the others wait.
@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from statistics import mean, median_low
 from typing import Any
 
+FIGURES = ("busy_s", "core_wait_s", "memory_bytes")
+"""Seconds of a step at work, those ready to work and without a core (`comm.queued`), memory held.
+Runs of an earlier version lack the second one."""
 _MOST_LISTED = 64
 
 Figure = list[float] | dict[str, float]

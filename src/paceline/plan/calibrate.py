@@ -44,7 +44,6 @@ _SPREAD = {
     "comm_time_across": 0.4,
     "overlap_slowdown": 0.08,
     "overlap_share": 0.4,
-    "pass_spread": 0.6,
     "step_overhead_ms": 1.0,
     "micro_batch_overhead_ms": 1.0,
 }

@@ -48,6 +48,7 @@ from paceline.observe.metrics import Metrics
 from paceline.observe.profile import ProfiledWindows
 from paceline.observe.run import Run
 from paceline.train.attention_core import attention_choice
+from paceline.train.checking import checking
 from paceline.train.checkpoint import Checkpointer
 from paceline.train.clicks import click_task
 from paceline.train.data import prepare
@@ -322,6 +323,7 @@ def facts_of(job: Job, ranks: Ranks, task: Task, cores: Cores) -> dict[str, Any]
         "num_ranks_of_host": cores.ranks,
         "num_cores": cores.together,
         "num_cores_of_host": cores.of_host,
+        "checking": checking(),
         "unit": task.unit,
         "train_flops_per_token": task.train_flops_per_unit,
         "peak_flops": peak.value if peak else None,

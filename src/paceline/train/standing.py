@@ -1,8 +1,8 @@
 """Standing: what each rank says of itself in the exchange that a step has anyway.
 
 Every rank has places of its own in the vector of numbers that all ranks sum up, and zeros in
-everybody else's, so the sum holds what each said: 16 bytes a rank more in one all-reduce, and not a
-message more. Beyond 512 ranks not every step has it, so that a step carries 8 KiB on average at
+everybody else's, so the sum holds what each said: 24 bytes a rank more in one all-reduce, and not a
+message more. Beyond 512 ranks not every step has it, so that a step carries 12 KiB on average at
 most.
 """
 
@@ -13,36 +13,38 @@ import torch
 from torch import Tensor
 
 from paceline.comm.busy import BusyClock
+from paceline.comm.queued import CoreClock
 from paceline.comm.ranks import Ranks
+from paceline.observe.ranks import FIGURES
 
-_FIGURES = ("busy_s", "memory_bytes")
 _RANKS_IN_EVERY_STEP = 512
 
 
-def standing(ranks: Ranks, clock: BusyClock, index: int) -> Tensor:
+def standing(ranks: Ranks, clock: BusyClock, cores: CoreClock, index: int) -> Tensor:
     """This rank's part of the vector.
 
     Args:
         ranks: its place.
         clock: a lap of it ends here: from one step's exchange to the next.
+        cores: the same.
         index: of the step; the same on all ranks.
 
     Returns:
-        (2 * world_size,) fp64, in host memory; empty where there is nobody to tell, or where the
+        (3 * world_size,) fp64, in host memory; empty where there is nobody to tell, or where the
         step has none.
     """
     if ranks.world_size == 1 or index % -(-ranks.world_size // _RANKS_IN_EVERY_STEP):
         return torch.empty(0, dtype=torch.float64)
-    each = torch.zeros(len(_FIGURES), ranks.world_size, dtype=torch.float64)
-    each[:, ranks.rank] = torch.tensor([clock.lap(), memory_bytes(ranks.device)])
+    each = torch.zeros(len(FIGURES), ranks.world_size, dtype=torch.float64)
+    each[:, ranks.rank] = torch.tensor([clock.lap(), cores.lap(), memory_bytes(ranks.device)])
     return each.flatten()
 
 
 def figures_of_ranks(values: list[float]) -> dict[str, list[float]]:
     """What every rank said, by figure: empty where the step has none."""
-    num_ranks = len(values) // len(_FIGURES)
-    parts = [values[at * num_ranks : (at + 1) * num_ranks] for at in range(len(_FIGURES))]
-    return dict(zip(_FIGURES, parts, strict=True)) if values else {}
+    num_ranks = len(values) // len(FIGURES)
+    parts = [values[at * num_ranks : (at + 1) * num_ranks] for at in range(len(FIGURES))]
+    return dict(zip(FIGURES, parts, strict=True)) if values else {}
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -20,6 +20,7 @@ from torch.profiler import record_function as span
 from paceline.comm.busy import BusyClock
 from paceline.comm.compress.messages import messages_of
 from paceline.comm.mesh import Meshes, build_meshes
+from paceline.comm.queued import CoreClock
 from paceline.comm.ranks import Ranks, wait_limit
 from paceline.comm.rounds import Membership
 from paceline.config.comm import Comm
@@ -70,6 +71,7 @@ class Trainer:
     exchange: GradientExchange | HybridExchange | None
     """Of replicas or shards, where they don't leave it to DDP or FSDP2."""
     clock: BusyClock
+    cores: CoreClock
     tail: Tail | None
     local: LocalRounds | None
     """Of workers that step each for itself."""
@@ -118,6 +120,7 @@ class Trainer:
             exchange_of(module, names, job.comm, ranks.local_world_size)
             or hybrid_exchange_of(module, names, job.comm, layout, meshes, job.accumulation),
             clock,
+            CoreClock(),
             tail_of(module, ranks, clock),
             _rounds(job, module, names, membership) if is_local else None,
             Reports(),
@@ -146,7 +149,7 @@ class Trainer:
                 self.exchange.finish()
         with span("paceline.optimizer"):
             squared_norm = self.gradients.finish()
-            each = standing(self.ranks, self.clock, index)
+            each = standing(self.ranks, self.clock, self.cores, index)
             (loss, stops, squared_norm, *squared_error), each = self._agree_in_step(
                 loss, float(stop_wanted), squared_norm, *self._squared_error(index), each=each
             )

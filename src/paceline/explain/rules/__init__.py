@@ -58,6 +58,8 @@ RULES: Mapping[str, Rule] = {
     "pageable-copies": host.pageable_copies,
     "thread-oversubscription": host.thread_oversubscription,
     "crowded-cores": host.crowded_cores,
+    "cores-taken": host.cores_taken,
+    "checking-left-on": host.checking_left_on,
     "clock-throttling": environment.clock_throttling,
     "compression-missing": links.compression_missing,
     "tp-across-nodes": links.tp_across_nodes,

@@ -9,6 +9,7 @@ from paceline.explain.finding import Finding
 from paceline.explain.rules.memory import ALLOCATING
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import predicted_s
+from paceline.observe.ranks import mean_figure, spread_of
 from paceline.observe.summary import step_time_text
 from paceline.observe.tables.gaps import BETWEEN_KERNELS
 
@@ -21,6 +22,10 @@ _FAIR_SYNCS = 3
 # Python and the dispatcher pause for less than this between operators.
 _LONG_GAP_NS = 1_000_000
 _GC_RANGE = "paceline.gc"
+# What a rank's own threads and the system's keep it waiting, of a step.
+_FAIR_QUEUE = 0.03
+# What checking costs where nothing is predicted, of a step: a rule of thumb.
+_ASSUMED_CHECKS = 0.1
 _ONCE = (
     *("cudaDeviceGetStreamPriorityRange", "cudaGetDeviceCount", "cuModuleLoad", "cuLibraryLoad"),
     *("cudaStreamCreate", "hipModuleLoad", "hipInit", "cuInit", "cublasCreate", "cudnnCreate"),
@@ -179,6 +184,49 @@ def crowded_cores(subject: Subject) -> Finding | None:
         advice="Bind each rank to cores of its own (srun --cpu-bind=cores, mpirun --map-by with "
         "--bind-to core, taskset), or to none.",
         confidence="medium",
+    )
+
+
+def cores_taken(subject: Subject) -> Finding | None:
+    """All ranks of a step stand in queues for a core: something else computes there."""
+    waits = spread_of(mean_figure(subject.steady, "core_wait_s"))
+    cores = subject.facts.get("num_cores")
+    if waits is None or cores is None:
+        return None
+    # Where ranks have more threads than cores they queue behind each other.
+    if subject.facts.get("threads_per_rank", 1) * subject.ranks_of_host > cores:
+        return None
+    return Finding.of(
+        subject,
+        "cores-taken",
+        f"Every rank is without a core for {step_time_text(waits.least)} of a step or more.",
+        # What one rank alone waits is a slow rank's.
+        waits.least - _FAIR_QUEUE * subject.step_s,
+        [
+            f"Rank {waits.at} was ready to compute and had none for {step_time_text(waits.most)}, "
+            "by the kernel's count of queues and of stolen time."
+        ],
+        advice="Look for other programs on the hosts (top), a quota of the container (cpu.max), "
+        "and what the hypervisor gives to others (st in top); stop them or take other hosts.",
+        confidence="high",
+    )
+
+
+def checking_left_on(subject: Subject) -> Finding | None:
+    """Python, torch or NCCL check themselves, as for finding an error."""
+    checks = subject.facts.get("checking") or ()
+    if not checks or subject.job is None:
+        return None
+    should_s = predicted_s(subject.job)
+    gain_s = _ASSUMED_CHECKS * subject.step_s if should_s is None else subject.step_s - should_s
+    return Finding.of(
+        subject,
+        "checking-left-on",
+        f"Set for finding errors: {', '.join(checks)}.",
+        gain_s,
+        ["Such a setting makes every operator, collective or allocation slower."],
+        advice="Unset it once the error is found.",
+        confidence="low" if should_s is None else "medium",
     )
 
 

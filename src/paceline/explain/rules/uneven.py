@@ -18,6 +18,7 @@ from paceline.explain.measured import WAITING
 from paceline.explain.rules.busy import busy_s, ranks_of
 from paceline.explain.rules.pipeline import rank_work
 from paceline.explain.subject import Subject
+from paceline.observe.ranks import mean_figure
 from paceline.observe.summary import step_time_text
 from paceline.observe.terms import TERMS
 
@@ -33,6 +34,8 @@ _LEAST_EXCESS = 0.08
 _MOSTLY = 0.7
 _SURELY = 3.0
 _ALWAYS = 0.6
+# A rank's wait for a core that is worth a word, of a step.
+_LEAST_WAIT = 0.02
 _REBALANCE_EVERY = 20
 # How well the work of pipeline stages is known: a rank is slow only if it lags by more.
 _STAGES_ARE_KNOWN_TO, _FLOPS_ARE_KNOWN_TO = 0.1, 0.4
@@ -54,6 +57,7 @@ def straggler_rank(subject: Subject) -> Finding | None:
             f"It is at work for {step_time_text(lag.busy_s)} of a step, the others for "
             f"{step_time_text(lag.others_s)}, and is the last one in {lag.share:.0%} of the steps.",
             *_differing(subject, lag.rank),
+            *_without_core(subject, lag.rank),
         ],
         advice=f"Look at the machine of rank {lag.rank}: other processes, clocks and temperature, "
         "a failing device or link; take it out of the job if it stays slow.",
@@ -252,6 +256,17 @@ def _differing(subject: Subject, rank: int) -> list[str]:
         key=more.__getitem__,
     )
     return [f"Most of it is {worst}: {step_time_text(max(0.0, more[worst]))} more than the others."]
+
+
+def _without_core(subject: Subject, rank: int) -> list[str]:
+    """By how much longer than the others a rank was without a core, where that is told of each."""
+    waits = mean_figure(subject.steady, "core_wait_s")
+    if not isinstance(waits, list) or rank >= len(waits):
+        return []
+    more_s = waits[rank] - float(np.median(np.delete(waits, rank)))
+    if more_s < _LEAST_WAIT * subject.step_s:
+        return []
+    return [f"It was ready and had no core for {step_time_text(more_s)} more than the others."]
 
 
 def _has_experts(subject: Subject) -> bool:

@@ -168,10 +168,12 @@ def _terms(state: State, rows: int) -> RenderableType:
 
 
 def _ranks(state: State, gpus: Sequence[Gpu], rows: int) -> RenderableType:
-    """Each rank's busy time, lag and memory: of those that don't fit the latest are shown."""
+    """Each rank's busy time, lag, wait for a core and memory: of those that don't fit the latest
+    are shown."""
     busy, memory = state.figure("busy_s"), state.figure("memory_bytes")
+    waits = state.figure("core_wait_s")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("rank", "busy ms", "lag ms", "memory"):
+    for name in ("rank", "busy ms", "lag ms", "no core ms", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     spread = spread_of(busy)
     if spread is not None and isinstance(busy, list) and isinstance(memory, list):
@@ -179,7 +181,8 @@ def _ranks(state: State, gpus: Sequence[Gpu], rows: int) -> RenderableType:
         for rank in sorted(shown):
             lag_s = max(0.0, busy[rank] - spread.median)
             style = "red" if lag_s > _LATE * (state.step_s or 0) else ""
-            figures = (f"{busy[rank] * 1e3:.1f}", f"{lag_s * 1e3:.1f}")
+            wait = f"{waits[rank] * 1e3:.1f}" if isinstance(waits, list) else ""
+            figures = (f"{busy[rank] * 1e3:.1f}", f"{lag_s * 1e3:.1f}", wait)
             table.add_row(str(rank), *figures, summary.bytes_text(memory[rank]), style=style)
     elif spread is not None:
         lag_ms = (spread.most - spread.median) * 1e3

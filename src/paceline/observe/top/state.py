@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.config.errors import InputError
 from paceline.observe import summary
-from paceline.observe.ranks import Figure, late_by, mean_figure
+from paceline.observe.ranks import FIGURES, Figure, late_by, mean_figure
 from paceline.observe.run import Run
 from paceline.observe.top.follow import Follow
 
@@ -68,7 +68,7 @@ class State:
         return summary.step_time(newest or self.recent)
 
     def figure(self, name: str) -> Figure | None:
-        """A figure of each rank over the recent steps: "busy_s", "memory_bytes"."""
+        """One of FIGURES of each rank over the recent steps."""
         return mean_figure(self.recent, name)
 
     @property
@@ -120,7 +120,7 @@ class State:
             "step_time_s": self.typical("step_time_s"),
             "remaining_s": self.remaining_s,
             "terms": dict(self.terms.terms_s),
-            "ranks": {name: self.figure(name) for name in ("busy_s", "memory_bytes")},
+            "ranks": {name: self.figure(name) for name in FIGURES},
             "late_rank": None if late is None else {"rank": late[0], "lag_s": late[1]},
             "skipped": self.last("skipped"),
             "checkpoint": None if self.checkpoint is None else self.checkpoint[0],

@@ -93,11 +93,11 @@ class Times:
     gaps: Passes
     """The host's delays in them."""
     ran: Ran
-    """What became of its micro-batches, if transfers took no time but what equal ranks wait."""
+    """What became of its micro-batches, if transfers took no time."""
     hidden_s: Array
     """(n,), communication of the data axes beside computing."""
     hop_s: Array
-    """(n,), of a transfer between pipeline stages, and what equal ranks wait for each other."""
+    """(n,), of a transfer between pipeline stages."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,14 +268,13 @@ def times_of(
         pipeline: `pipelined.simulated` of a layout's list, `closed_form`, or `one_stage`.
     """
     passes, gaps = _stage_passes(setting, points, network, stages)
-    late = _late_s(setting, points, stages, passes)
-    alone = pipeline(setting, points, stages, passes, late)
+    alone = pipeline(setting, points, stages, passes, np.zeros(len(points)))
     held = _held(points, stages, alone.work)
     asked = [*_requests(setting, points, network, held)]
     asked += data_axes.requests(setting, points, network.works, held)
     hop, gathered, norm_s, tied, twins, tp_norms, *units = exchange_s(setting, asked)
     exposed = data_axes.data_seconds(setting, points, network.works, network.parts, held, units)
-    hop_s = np.broadcast_to(hop + gathered, len(points)) + late
+    hop_s = np.broadcast_to(hop + gathered, len(points))
     terms = _work_terms(stages, alone, network, gaps)
     _slow_down(setting, terms, exposed.hidden_s)
     terms["exposed_comm.fsdp"] = exposed.fsdp_s
@@ -332,19 +331,6 @@ def _sends_s(setting: Setting, points: Points, stages: Stages) -> Array:
         return np.zeros(1)
     ends = 2.0 - stages.has_embedding - stages.has_head
     return np.where(points.pp > 1, ends * constant(setting.stack, "hop_us") * 1e-6 / 2, 0.0)
-
-
-def _late_s(setting: Setting, points: Points, stages: Stages, passes: Passes) -> Array:
-    """What a CPU rank waits, on average, for what an equal one sends, beyond the way: (n,).
-
-    Of two passes that scatter by sigma the later one ends sigma / sqrt(pi) behind their mean. Ranks
-    with time to spare make up for it. A stage sends in its forward pass and in its backward one.
-    """
-    if not setting.device.is_cpu:
-        return np.zeros(len(points))
-    pass_s = (stages.count * passes.whole_s).sum(0) / (2 * stages.count.sum(0))
-    late_s = constant(setting.stack, "pass_spread") / np.sqrt(np.pi) * pass_s
-    return np.broadcast_to(np.where(points.pp > 1, late_s, 0.0), len(points))
 
 
 def unsplit_first(stages: Stages, passes: Passes) -> Passes:

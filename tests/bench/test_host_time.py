@@ -102,7 +102,7 @@ def test_a_ring_that_recomputes_selectively_sends_again():
 
 def test_a_slow_host_is_slow_in_everything():
     found = [
-        _launching(Outcome(_cpus()), Rates(CPU, Launching(s, s), 1e-9)).constants
+        _launching(Outcome(_cpus()), Rates(CPU, Launching(s, s), 1e-9, 1.5)).constants
         for s in (3e-6, 6e-6)
     ]
     for name in ("launch_us", *LAYOUTS):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.bench.clock import Call, Clock
+from paceline.bench.convolution import conv_time
 from paceline.bench.sharing import measure_sharing
 from paceline.config.curves import AttentionCurve, DeviceCurves, MatmulCurve, MemoryCurve
 from paceline.config.hardware import Device, Figure
@@ -110,6 +111,8 @@ class Rates(NamedTuple):
     device: Device
     launching: Launching
     optimizer_s_per_param: float
+    conv_time: float
+    """Convolutions over the products they imply."""
 
 
 Say = Callable[[str], None]
@@ -118,7 +121,7 @@ Say = Callable[[str], None]
 def num_measurements(grid: Grid, device: Device) -> int:
     """How many times `measure_device` will speak."""
     attentions = len(_attention_precisions(device)) * len(grid.seq_len)
-    return 4 + len(_precisions(device)) + attentions
+    return 5 + len(_precisions(device)) + attentions
 
 
 def measure_device(clock: Clock, device: Device, grid: Grid, source: str, say: Say) -> Rates:
@@ -155,13 +158,19 @@ def measure_device(clock: Clock, device: Device, grid: Grid, source: str, say: S
     say("sharing of cores")
     optimizer_s = bench.optimizer()
     say("optimizer")
+    # In what a device trains images in; a CPU's bf16 is no faster there.
+    precision = "bf16" if device.kind == "cuda" and "bf16" in device.precisions else "fp32"
+    measured = device.replace(curves=curves)
+    conv = conv_time(clock, measured, precision, DTYPES[precision])
+    say("convolutions")
     bandwidth = Figure(
         value=memory.bytes[-1] / memory.seconds[-1], origin="measured", source=source
     )
     return Rates(
-        device.replace(curves=curves, memory_bytes_per_s=device.memory_bytes_per_s or bandwidth),
+        measured.replace(memory_bytes_per_s=device.memory_bytes_per_s or bandwidth),
         launching,
         optimizer_s / grid.optimizer_params,
+        conv,
     )
 
 

@@ -96,17 +96,20 @@ def _device(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
 
 
 def _launching(outcome: Outcome, rates: Rates) -> Stack:
-    """The stack with the host's time per operator, mean of forward and backward."""
+    """The stack with the host's time per operator, mean of forward and backward, and that of
+    convolutions over products."""
     stack = outcome.cluster.stack or Stack()
     launch_us = sum(rates.launching) / len(rates.launching) * 1e6
-    found = {"launch_us": launch_us}
+    found = {"launch_us": launch_us, "conv_time": rates.conv_time}
     if rates.device.kind == "cpu":
         found |= {name: number * launch_us for name, number in _IN_LAUNCHES.items()}
     within = {
         name: min(max(value, CONSTANTS[name].low), CONSTANTS[name].high)
         for name, value in found.items()
     }
-    return stack.replace(constants={**stack.constants, **within}, origin="launch_us measured")
+    return stack.replace(
+        constants={**stack.constants, **within}, origin="launch_us and conv_time measured"
+    )
 
 
 def _codecs(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:

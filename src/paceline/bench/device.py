@@ -158,7 +158,7 @@ def measure_device(clock: Clock, device: Device, grid: Grid, source: str, say: S
     say("sharing of cores")
     optimizer_s = bench.optimizer()
     say("optimizer")
-    # In what a device trains images in; a CPU's bf16 is no faster there.
+    # What images are trained in: a CPU convolves no faster in bf16.
     precision = "bf16" if device.kind == "cuda" and "bf16" in device.precisions else "fp32"
     measured = device.replace(curves=curves)
     conv = conv_time(clock, measured, precision, DTYPES[precision])

@@ -54,6 +54,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
+@pytest.fixture(autouse=True)
+def environment_put_back() -> Iterator[None]:
+    """What a test leaves in the environment would reach the programs that later tests start."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="module")
 def networks_alone() -> Iterator[None]:
     """Networks of namespaces are the machine's: with several workers, modules take turns."""

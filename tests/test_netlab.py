@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import median
 
 import psutil
 import pytest
@@ -23,21 +22,17 @@ ROOT = Path(__file__).parents[1]
 laboratory = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 pytestmark = pytest.mark.usefixtures("networks_alone")
 
-# Rank 1 sends to rank 0, which says how long the bytes took from the first megabyte on: before that
-# the token bucket is full.
+# Rank 1 says when it began to send to rank 0, which says when it had it all: a clock they share, and
+# a time that whoever waits for a turn makes longer, never shorter.
 STREAM = """
 import os, socket, time
-SIZE, SKIPPED = {size}, {skipped}
 rank = int(os.environ["RANK"])
 if rank == 0:
     server = socket.create_server(("", 5000))
     peer, _ = server.accept()
-    got, began = 0, None
-    while part := peer.recv(1 << 16):
-        got += len(part)
-        if began is None and got >= SKIPPED:
-            began, first = time.perf_counter(), got
-    print((got - first) * 8 / (time.perf_counter() - began))
+    while peer.recv(1 << 16):
+        pass
+    print(time.perf_counter())
 else:
     while True:
         try:
@@ -45,27 +40,28 @@ else:
             break
         except ConnectionRefusedError:
             time.sleep(0.01)
-    peer.sendall(bytes(SIZE))
+    print(time.perf_counter())
+    peer.sendall(bytes({size}))
 """
 SIZE = 6 << 20
+PATIENCE_S = 120
+"""Other tests, and other guests of the machine, may hold the cores for so long."""
 
 
 def _stream(lab: Laboratory, size: int = SIZE) -> float:
-    """Bits per second from host1 to host0."""
-    program = STREAM.format(size=size, skipped=1 << 20)
+    """Bits per second from host1 to host0: at most what the link lets through."""
+    program = STREAM.format(size=size)
     first, second = lab.run([sys.executable, "-c", program], timeout_s=30)
     assert (first.code, second.code) == (0, 0), first.output + second.output
-    return float(first.output)
+    return size * 8 / (float(first.output) - float(second.output))
 
 
-def _near(lab: Laboratory, rate: float, size: int = SIZE) -> bool:
-    """Whether one of twenty streams has the rate, and most until then were no faster: on a busy
-    machine a sender that waits for its turn makes a stream slower, and a receiver that does finds
-    bytes that were there already."""
-    streams: list[float] = []
-    while len(streams) < 20 and not (streams and streams[-1] == pytest.approx(rate, rel=0.1)):
+def _fastest(lab: Laboratory, enough: float, size: int = SIZE) -> float:
+    """The fastest of a few streams, of more while none is fast enough."""
+    deadline, streams = time.monotonic() + PATIENCE_S, [_stream(lab, size) for _ in range(3)]
+    while max(streams) < enough and time.monotonic() < deadline:
         streams.append(_stream(lab, size))
-    return streams[-1] == pytest.approx(rate, rel=0.1) and median(streams) < 1.1 * rate
+    return max(streams)
 
 
 def _lives(pid: int) -> bool:
@@ -150,19 +146,19 @@ def test_a_link_has_the_rate_that_was_asked_for_and_counts():
         assert sent.sent_bytes == pytest.approx(SIZE, rel=0.02)
         assert sent.received_bytes < 0.05 * SIZE
         assert lab.traffic(0).received_bytes == pytest.approx(SIZE, rel=0.02)
-        assert _near(lab, 100e6)
+        assert 90e6 < _fastest(lab, 90e6) < 110e6
         lab.set_rate(300e6, host=1)  # the other host's link is the slower one now
-        assert min(_stream(lab) for _ in range(3)) < 110e6
+        assert 90e6 < _fastest(lab, 90e6) < 110e6
         lab.set_rate(300e6)
-        assert _near(lab, 300e6, 16 << 20)
+        assert 270e6 < _fastest(lab, 270e6, 16 << 20) < 330e6
         lab.set_rate(None)
-        assert max(_stream(lab, 64 << 20) for _ in range(3)) > 1e9
+        assert _fastest(lab, 1e9, 64 << 20) > 1e9
 
 
 @laboratory
 def test_a_cut_link_carries_nothing_until_it_is_mended():
     with Laboratory(2, 100e6) as lab:
-        program = STREAM.format(size=SIZE, skipped=1 << 20)
+        program = STREAM.format(size=SIZE)
         with lab.start([sys.executable, "-c", program]) as ranks:
             while lab.traffic(0).received_bytes < 2 << 20:
                 time.sleep(0.005)

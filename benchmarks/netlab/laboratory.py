@@ -71,6 +71,7 @@ class Laboratory:
             raise InputError(f"{num_hosts} hosts were asked for: take 1 to {_MOST_HOSTS}.")
         self.num_hosts = num_hosts
         self._rate = rate_bits_per_s
+        self._started: list[StartedRanks] = []
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Laboratory":
@@ -111,13 +112,15 @@ class Laboratory:
             for rank in range(self.num_hosts * ranks_per_host)
             if only_on in (None, rank // ranks_per_host)
         ]
-        return StartedRanks(
+        ranks = StartedRanks(
             [str(part) for part in command],
             [(_name(f"host{place.host}"), place) for place in places],
             settings or {},
             folder,
             show_first=show_first,
         )
+        self._started.append(ranks)
+        return ranks
 
     def run(self, command: Sequence[Any], *, timeout_s: float, **how: Any) -> list[Finished]:
         """Start a program on all hosts and wait for all its ranks; `how` is that of `start`."""
@@ -174,6 +177,9 @@ class Laboratory:
     def _bring_down(self) -> None:
         for number in self._before:  # nothing may interrupt it
             signal.signal(number, signal.SIG_IGN)
+        for ranks in self._started:  # also those that have yet to enter their namespace
+            ranks.kill()
+        self._started = []
         for name in [*(f"host{host}" for host in range(self.num_hosts)), "switch"]:
             _forget(_name(name))
         for number, handler in self._before.items():

@@ -1,10 +1,14 @@
 """Whose place a process takes, and what machine it is on (pure, one process)."""
 
-import pytest
+import os
 
-from paceline.comm.ranks import Ranks, first_host, given_ranks
+import pytest
+import torch.distributed as dist
+
+from paceline.comm.ranks import Ranks, connect, first_host, given_ranks
 from paceline.comm.topology import num_cores, num_cpu_ranks, this_machine
 
+HIGH_PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
@@ -73,3 +77,17 @@ def test_this_machine_is_concrete():
     assert machine.device.memory_bytes.origin in {"measured", "cited"}
     if machine.device.kind == "cpu":
         assert machine.device.peak("fp32") is None, "a CPU's peak is unknown, never guessed"
+
+
+@pytest.mark.parametrize(("priority", "told"), [("normal", None), ("high", "1")])
+def test_messages_come_first_where_the_job_says_so(monkeypatch, priority, told):
+    """NCCL's streams are made later, by torch, which reads this variable."""
+    _set(monkeypatch, MASTER_ADDR="localhost", MASTER_PORT="1")
+    monkeypatch.setenv(HIGH_PRIORITY, "")  # put back afterwards, whatever connect leaves
+    monkeypatch.delenv(HIGH_PRIORITY)
+    seen = []
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get(HIGH_PRIORITY))
+    )
+    connect(Ranks(1, 2, 1, 2, "cpu"), priority=priority)
+    assert seen == [told]

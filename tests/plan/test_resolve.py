@@ -94,3 +94,10 @@ def test_what_can_not_be_is_refused_in_one_sentence(overrides):
 def test_bf16_is_refused_on_a_gpu_without_it():
     with pytest.raises(InputError, match="V100"):
         resolve(_job("layout.precision=bf16"), _machine(2, device("V100")))
+
+
+def test_a_cpu_has_no_streams_to_put_first():
+    with pytest.raises(InputError, match=r'comm.priority = "high" is of the streams of CUDA'):
+        resolve(_job("comm.priority=high"), _machine(2))
+    gpus = _machine(2, device("A100-80"))
+    assert resolve(_job("comm.priority=high"), gpus).job.comm.priority == "high"

@@ -33,6 +33,9 @@ import torch.distributed as dist
 Job = Generator[dist.Work, None, None]
 """Yields each collective that it has issued and has to wait for."""
 
+_PRIORITIES = {"normal": 0, "high": -1}
+"""Of comm.priority: as CUDA numbers its streams."""
+
 
 @dataclass(frozen=True)
 class _Submitted:
@@ -50,8 +53,10 @@ class _Flush:
 class Queue:
     """Runs jobs of collectives on a thread, in an order that every rank shares."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, priority: str = "normal") -> None:
+        self._stream = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=_PRIORITIES[priority])
         self._inbox: SimpleQueue[_Submitted | _Flush | None] = SimpleQueue()
         self._active: list[tuple[_Submitted, dist.Work]] = []
         self._num_submitted = 0

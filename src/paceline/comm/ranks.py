@@ -87,13 +87,16 @@ def tasks_per_node(text: str) -> list[int]:
     return [int(number) for number, times in found for _ in range(int(times or 1))]
 
 
-def connect(ranks: Ranks, timeout_s: float = 1800, hosts: Sequence[str] = ()) -> Ranks:
+def connect(
+    ranks: Ranks, timeout_s: float = 1800, hosts: Sequence[str] = (), priority: str = "normal"
+) -> Ranks:
     """Join the process group of the run, once: gloo for CPU tensors, NCCL for CUDA tensors.
 
     Args:
         ranks: the launcher's place.
         timeout_s: of the meeting, and of collectives until `limit_waits`.
         hosts: in which order they are numbered (`comm.fabric.order`); none: as the launcher did.
+        priority: "high": NCCL's streams come before those that compute.
 
     Returns:
         this rank's place.
@@ -103,6 +106,9 @@ def connect(ranks: Ranks, timeout_s: float = 1800, hosts: Sequence[str] = ()) ->
     if ranks.world_size == 1 or dist.is_initialized():
         return ranks
     _fill_in_rendezvous(ranks)
+    if priority == "high":
+        # Of all groups, those that torch makes for meshes too; per group it has to be asked anew.
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     timeout, store = timedelta(seconds=timeout_s), None
     if hosts:
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout))

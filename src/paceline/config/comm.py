@@ -107,7 +107,8 @@ class FsdpComm(Noun):
 
     compress: BlockCompress = "none"
     """In what form gradients are reduced and scattered, with error feedback: nearly 4 bytes per
-    parameter on every rank; "auto" as for dp, and only where that fits."""
+    parameter on every rank; "auto" as for dp, and only where that fits. With algorithm =
+    "hierarchical" only between nodes: inside them gradients are added up exactly."""
     compress_weights: Annotated[
         str, AfterValidator(_checked), _only("none", "bf16", "fp16", "int8", "fp8", "int4")
     ] = "none"
@@ -194,6 +195,8 @@ class Comm(Noun):
     """First steps of a run that send gradients exactly, whatever is set above."""
     compress_from: Count = 1024
     """Tensors with fewer values than this are always sent exactly (norms, biases)."""
+    priority: Literal["normal", "high"] = "normal"
+    """high: on GPUs, NCCL's kernels and those of compression are scheduled before the network's."""
     timeout_s: float = Field(1800, gt=0)
     """How long a rank waits for another one before it ends the run and says whom it lost, or goes
     on without it (comm.local.min_workers)."""

@@ -81,7 +81,7 @@ class ReplicaExchange:
     ) -> None:
         self._names, self._comm, self._compressor = names, comm, compressor
         self._collectives, self._num_reductions = collectives, num_reductions
-        self._queue = Queue(next(module.parameters()).device)
+        self._queue = Queue(next(module.parameters()).device, comm.priority)
         self._rest = ExactRest(collectives)
         self._is_exact = True
         self._arrived: list[_Unit] = []

@@ -78,7 +78,7 @@ class GradientExchange:
         self._names, self._comm, self._compressor = names, comm, compressor
         self._group = module.process_group
         self._device = next(module.parameters()).device
-        self._queue = Queue(self._device)
+        self._queue = Queue(self._device, comm.priority)
         self._collectives = collectives
         self._rest = ExactRest(collectives)
         self._buckets: dict[tuple[Part, ...], _Bucket] = {}

@@ -33,6 +33,11 @@ def resolve_comm(job: Job, layout: Layout, cluster: Cluster) -> tuple[Comm, dict
         InputError: the layout can't communicate so.
     """
     check_comm(job.comm, layout)
+    if job.comm.priority == "high" and cluster.known_device.kind != "cuda":
+        raise InputError(
+            'comm.priority = "high" is of the streams of CUDA devices and the cluster has '
+            f'{cluster.known_device.name}: leave it out or set it to "normal".'
+        )
     dp, fsdp, reasons = job.comm.dp, job.comm.fsdp, {}
     if dp.compress == "auto":
         dp = dp.replace(compress="none")

@@ -75,7 +75,7 @@ def carry_out(
     if plan.job.comm.local.min_workers and not is_alone:
         store = store_of_run(ranks)
     else:
-        ranks = connect(ranks, hosts=plan.job.cluster.hosts)
+        ranks = connect(ranks, hosts=plan.job.cluster.hosts, priority=plan.job.comm.priority)
     with owned(run) if ranks.is_first else nullcontext():
         # The other ranks wait here for what rank 0 finds.
         is_ready = ranks.is_first and _is_ready(plan, run, fresh=fresh)

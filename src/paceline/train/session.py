@@ -134,7 +134,7 @@ def run_rank(
             keep_freed_memory()
         if store is None:
             keep_nccl_flights(run.log_folder)
-            connect(ranks)
+            connect(ranks, priority=job.comm.priority)
         if ranks.world_size > 1:
             log = run.log_folder / f"rank{ranks.rank}.log"
             back = _log_to(log, keep_stdout=ranks.is_first)

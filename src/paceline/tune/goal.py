@@ -141,7 +141,7 @@ def one_device(job: Job) -> Job:
     single = job.replace(
         cluster=cluster,
         train=job.train.replace(global_batch=samples),
-        comm=type(job.comm)(timeout_s=job.comm.timeout_s),
+        comm=type(job.comm)(timeout_s=job.comm.timeout_s, priority=job.comm.priority),
     )
     axes = ("dp", "fsdp", "tp", "pp", "cp", "ep")
     same = ("precision", "param_dtype", "optimizer_state", "compile", "kernels")

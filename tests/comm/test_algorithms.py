@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.algorithms import ALGORITHMS, OPS, load, rounds
+from paceline.comm.algorithms import ALGORITHMS, OPS, load, rounds, rounds_inside
 from paceline.comm.algorithms import tree as trees
 from paceline.comm.algorithms.blocks import Cut
 from paceline.comm.collectives import Collectives, members_per_node
@@ -136,6 +136,20 @@ def test_hierarchical_sends_the_least_across_nodes():
     assert across == 2 * (nodes - 1) / nodes * size
     flat = load("halving_doubling", "all_reduce", nodes * inside, size, inside)
     assert sum(each.values_across for each in flat) > 1.5 * across
+
+
+@pytest.mark.parametrize(("n", "g"), [(1, 1), (4, 1), (4, 2), (6, 3), (8, 8), (9, 3)])
+def test_inside_nodes_the_parts_of_a_place_are_added_up(n, g):
+    num_values = 7 * n
+    buffers = [np.arange(1, num_values + 1) * 4**rank for rank in range(n)]
+    start = [each.copy() for each in buffers]
+    simulate([rounds_inside(n, rank, num_values, ranks_per_node=g) for rank in range(n)], buffers)
+    for rank, buffer in enumerate(buffers):
+        node = rank // g * g
+        total = np.sum(start[node : node + g], axis=0)
+        for other in range(rank % g, n, g):
+            mine = part(other, n, num_values)
+            np.testing.assert_array_equal(buffer[mine], total[mine])
 
 
 def test_load_counts_the_busiest_rank():

@@ -6,14 +6,16 @@ with what was owed, on other numbers of shards and replicas too.
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.comm.compress.codecs import codec_of
-from paceline.comm.compress.shards import Payloads, Row
+from paceline.comm.compress.shards import CodedShards, Payloads, Room, Row
 from paceline.comm.ranks import Ranks
 from paceline.config.comm import codec
-from paceline.parallel.compressed_shards import Part
+from paceline.parallel.compressed_shards import Part, _Errors
+from paceline.parallel.scatter import Algorithm
 from paceline.train.checkpoint import (
     Checkpointer,
     parameter_names,
@@ -89,10 +91,11 @@ def _learn(rank, world_size, cases):
     return [_learned(rank, world_size, case) for case in cases]
 
 
-def _learned(rank, world_size, case):
+def _learned(rank, world_size, case, ranks_per_node=None):
     """Losses, what the first step tells of communication, and all whole parameters."""
     job = job_of(world_size, [*SETTINGS, *case])
-    trainer = trainer_of(job, Ranks(rank, world_size, rank, world_size))
+    local = ranks_per_node or world_size
+    trainer = trainer_of(job, Ranks(rank, world_size, rank % local, local))
     results = [trainer.step(step, _learnable(step, job, rank))() for step in range(job.train.steps)]
     names, _ = parameter_names(trainer.module)
     whole = torch.cat([whole_tensor(parameter).flatten() for parameter in names])
@@ -187,6 +190,70 @@ def test_replicas_of_shards_learn_about_as_much_as_exact_ones():
         assert told["dp.bytes"] > 0
         assert told["error_norm"] > 0
     assert "fsdp.bytes" not in learned["replicas"][0][1]
+
+
+# The same among four ranks, two on each of two nodes: coded between nodes only.
+NODES = ("layout.fsdp=4", "layout.zero=2", "layout.micro_batch=3", "train.steps=12")
+NODES_CASES = {
+    "exact": NODES,
+    "flat": (*NODES, "comm.fsdp.compress=int8"),
+    "nodes": (*NODES, "comm.fsdp.compress=int8", "comm.fsdp.algorithm=hierarchical"),
+}
+
+
+def _learn_on_nodes(rank, world_size, cases):
+    return [_learned(rank, world_size, case, ranks_per_node=2) for case in cases]
+
+
+def test_what_is_coded_between_nodes_only_learns_as_much_and_owes_less():
+    cases = [(*case, "optim.warmup_steps=0") for case in NODES_CASES.values()]
+    per_rank = run_ranks(_learn_on_nodes, 4, cases, timeout_s=300)
+    learned = dict(zip(NODES_CASES, zip(*per_rank, strict=True), strict=True))
+    exact, flat, nodes = (learned[name][0] for name in NODES_CASES)
+    assert 0.98 < (nodes[0][0] - nodes[0][-1]) / (exact[0][0] - exact[0][-1]) < 1.02
+    assert all(torch.equal(nodes[2], whole) for _, _, whole in learned["nodes"][1:])
+    assert 0 < (nodes[2] - exact[2]).norm() < 0.02 * exact[2].norm()
+    assert 0 < nodes[1]["error_norm"] < flat[1]["error_norm"]
+
+
+def _scattered(rank, world_size):
+    """What a rank gets, and then owes to each row, of what it gave and owed."""
+    drawn = torch.Generator().manual_seed(rank)
+    values = torch.randn(world_size, 1000, generator=drawn)
+    owed = torch.zeros(world_size, 1000)
+    by = Algorithm("hierarchical", 2).among(dist.group.WORLD)
+    coded = CodedShards(by, Room())
+    payloads = Payloads(codec_of(codec("int4")), Row.of([(1000, True)]), torch.float32)
+    errors = torch.randn(len(coded.others), 1000, generator=drawn)
+    owed[coded.others] = errors
+    given = values + owed
+    received = torch.empty(1000)
+    sent = coded.reduce_scatter(payloads, received, values.flatten(), errors)
+    left = torch.zeros(world_size, 1000)
+    left[coded.others] = errors
+    return coded.others, given, received, left, sent - payloads.num_bytes
+
+
+def test_sums_of_nodes_are_coded_and_what_is_lost_is_owed():
+    others, given, received, left, sent_inside = zip(*run_ranks(_scattered, 4), strict=True)
+    assert others == ([2], [3], [0], [1])
+    assert sent_inside == (2 * 1000 * 4,) * 4
+    whole = torch.stack(received) + sum(left)
+    assert torch.allclose(whole, sum(given), atol=1e-5)
+    assert not torch.allclose(torch.stack(received), sum(given), atol=1e-2)
+
+
+@given(st.sets(st.integers(0, 3)), st.integers(1, 40))
+def test_nothing_owed_is_lost_when_others_are_coded(others, num_values):
+    """A rank that starts to send hierarchically, or keeps another shard, owes what it owed."""
+    chunk = torch.Size([-(-num_values // 4)])
+    part = Part("weight", torch.Size([num_values]), 0, chunk, True)
+    errors = _Errors([part], sorted(others), 4, torch.zeros(0))
+    before = torch.randn(num_values, generator=torch.Generator().manual_seed(num_values))
+    assert errors.take({}) is None
+    rest = errors.take({"weight": before.clone()})
+    assert torch.equal(errors.by_name()["weight"] + part.whole(rest), before)
+    assert not rest[sorted(others)].any()
 
 
 EQUAL = {

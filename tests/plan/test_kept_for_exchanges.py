@@ -22,8 +22,12 @@ LAYOUTS = {
     "replicas": (2, ("layout.dp=2",)),
     "shards": (2, ("layout.fsdp=2", "layout.zero=3")),
     "replicas of shards": (4, ("layout.dp=2", "layout.fsdp=2", "layout.zero=2")),
+    "shards of nodes": (
+        4,
+        ("layout.fsdp=4", "layout.zero=3", "cluster.num_nodes=2", "cluster.devices_per_node=2"),
+    ),
 }
-STARTS = {2: ("one rank", "replicas", "shards"), 4: ("replicas of shards",)}
+STARTS = {2: ("one rank", "replicas", "shards"), 4: ("replicas of shards", "shards of nodes")}
 INT8 = "comm.fsdp.compress=int8"
 MEETINGS = ("comm.local.method=diloco", "comm.local.every=1", "comm.local.compress=int8")
 KEPT = {
@@ -31,6 +35,7 @@ KEPT = {
     "int4 between replicas": ("replicas", ("comm.dp.compress=int4",)),
     "gradients of shards": ("shards", (INT8,)),
     "both ways of shards": ("shards", (INT8, "comm.fsdp.compress_weights=int8")),
+    "gradients of nodes": ("shards of nodes", (INT8, "comm.fsdp.algorithm=hierarchical")),
     "int8 between replicas of shards": ("replicas of shards", ("comm.dp.compress=int8",)),
     "workers": ("one rank", ("layout.dp=2", *MEETINGS)),
 }
@@ -47,8 +52,8 @@ def _held_bytes(rank, world_size, jobs):
 
 
 def _after_a_step(job, rank):
-    num_ranks = job.layout.num_ranks
-    place = Ranks(rank % num_ranks, num_ranks, rank % num_ranks, num_ranks)
+    num_ranks, of_node = job.layout.num_ranks, job.cluster.devices_per_node
+    place = Ranks(rank % num_ranks, num_ranks, rank % of_node, of_node)
     before = _alive_bytes()
     trainer = trainer_of(job, place)
     trainer.step(0, micro_batches(0, job, place.rank))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.algorithms import Op, Round, rounds
+from paceline.comm.algorithms import Op, Round, rounds, rounds_inside
 from paceline.comm.algorithms.execute import exchange
 
 # Renamed in torch 2.13, where the old names warn.
@@ -90,6 +90,24 @@ class Collectives:
         """`all_gather_works`, waited for."""
         wait(self.all_gather_works(whole, part))
 
+    @property
+    def inside(self) -> int:
+        """Ranks of a node that a hierarchical exchange takes together; 1 in others."""
+        return self.ranks_per_node if self.algorithm == "hierarchical" else 1
+
+    @property
+    def peers(self) -> list[int]:
+        """Whom this rank meets beyond what is taken together, itself among them: the ranks at its
+        place in all nodes, or all ranks."""
+        return list(range(self.group.rank() % self.inside, self.group.size(), self.inside))
+
+    def add_inside(self, values: Tensor) -> None:
+        """The first half of a hierarchical reduce-scatter: leave this node's sums in the parts of
+        `peers` in `values` (n,), in place; the rest is spoiled. Nothing changes in others."""
+        if self.inside > 1:
+            n, rank = self.group.size(), self.group.rank()
+            wait(exchange(_inside(n, rank, values.numel(), self.inside), values, self.group))
+
     def _mine(self, whole: Tensor, length: int) -> Tensor:
         return whole.narrow(0, dist.get_rank(self.group) * length, length)
 
@@ -116,6 +134,11 @@ def _cached(
 ) -> tuple[Round, ...]:
     """The same few buffers come every step."""
     return tuple(rounds(algorithm, op, num_ranks, rank, num_values, ranks_per_node=ranks_per_node))
+
+
+@lru_cache(maxsize=256)
+def _inside(num_ranks: int, rank: int, num_values: int, ranks_per_node: int) -> tuple[Round, ...]:
+    return tuple(rounds_inside(num_ranks, rank, num_values, ranks_per_node=ranks_per_node))
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -5,9 +5,11 @@ buffer with one row per rank (`comm.compress.shards`). Which parameter lies wher
 FSDP2's to know, and read from it, once.
 
 Error feedback of a sum that is scattered costs memory: each rank owes something of every value that
-it sends, so it keeps fp32 errors of the whole unit but its own shard, (N-1)/N of 4 bytes for every
-parameter. They belong to parameters by name, in units of the mean over all data ranks, so another
-number of shards or replicas takes over all that is owed.
+it codes, so it keeps fp32 errors of the whole unit but its own shard, (N-1)/N of 4 bytes for every
+parameter; of a g-th of them where the g ranks of a node add up exactly (hierarchical). They belong
+to parameters by name, in units of the mean over all data ranks, so another number of shards or
+replicas takes over all that is owed; what a rank doesn't code any more it adds to its next
+gradient.
 
 Replicas of shards (HSDP) are `compressed_replicas`; ours without compression `scatter`.
 """
@@ -72,15 +74,17 @@ class Place:
 class _Errors:
     """What a rank owes of the gradients of one unit."""
 
-    def __init__(self, parts: Sequence[Part], others: Sequence[int], like: Tensor) -> None:
+    def __init__(
+        self, parts: Sequence[Part], others: Sequence[int], num_ranks: int, like: Tensor
+    ) -> None:
         self._coded = [part for part in parts if part.is_compressed]
-        self._others, self._num_ranks = list(others), len(others) + 1
+        self._others, self._num_ranks = list(others), num_ranks
         sizes = [part.chunk.numel() for part in self._coded]
         self.held = like.new_zeros(len(others), sum(sizes))
         self._views = self.held.split(sizes, 1) if sizes else ()
 
     def by_name(self) -> dict[str, Tensor]:
-        """Of whole parameters: {name: (num_values,)}, zeros for this rank's own part."""
+        """Of whole parameters: {name: (num_values,)}, zeros for parts that it doesn't code."""
         whole = {}
         for part, view in zip(self._coded, self._views, strict=True):
             rows = view.new_zeros(self._num_ranks, view.shape[1])
@@ -88,11 +92,22 @@ class _Errors:
             whole[part.name] = part.whole(rows)
         return whole
 
-    def take(self, errors: dict[str, Tensor]) -> None:
-        """Go on with what `by_name` gave, on any number of ranks; what is taken leaves the dict."""
-        for part, view in zip(self._coded, self._views, strict=True):
+    def take(self, errors: dict[str, Tensor]) -> Tensor | None:
+        """Go on with what `by_name` gave, on any number of ranks; what is taken leaves the dict.
+
+        Returns:
+            what is owed of rows that this rank doesn't code: (ranks, num_coded); None: nothing.
+        """
+        if not any(part.name in errors for part in self._coded):
+            return None
+        left = self.held.new_zeros(self._num_ranks, self.held.shape[1])
+        of_parts = left.split([view.shape[1] for view in self._views], 1)
+        for part, view, rest in zip(self._coded, self._views, of_parts, strict=True):
             if part.name in errors:
-                view.copy_(part.rows(errors.pop(part.name), self._num_ranks)[self._others])
+                rest.copy_(part.rows(errors.pop(part.name), self._num_ranks))
+                view.copy_(rest[self._others])
+        left[self._others] = 0
+        return left
 
 
 class _Unit:
@@ -187,7 +202,8 @@ class ShardExchange:
         """What travels in which form, a sentence for a person."""
         clauses = []
         if self._gradients is not None:
-            clauses.append(f"gradients as {self._comm.fsdp.compress}, with error feedback")
+            where = " between nodes" if self.algorithm.name == "hierarchical" else ""
+            clauses.append(f"gradients as {self._comm.fsdp.compress}{where}, with error feedback")
         if self._weights is not None:
             clauses.append(f"parameters as {self._comm.fsdp.compress_weights}")
         exact = f"tensors below {self._comm.compress_from} values exactly"
@@ -212,10 +228,13 @@ class ShardExchange:
         known = self._known(unit)
         payloads = Payloads(self._gradients, known.trained, values.dtype)
         _must_fill(known.trained, len(received), "gradients")
-        coded = CodedShards(group, self._rooms["reduce"])
+        coded = CodedShards(self.algorithm.among(group), self._rooms["reduce"])
         if known.errors is None:
-            known.errors = _Errors(known.trained_parts, coded.others, values)
-            known.errors.take(self._loaded)
+            known.errors = _Errors(known.trained_parts, coded.others, group.size(), values)
+            owed = known.errors.take(self._loaded)
+            if owed is not None:
+                for row, of_row in zip(values.view(group.size(), -1), owed, strict=True):
+                    payloads.owe(row, of_row)
         held = known.errors.held
         self.sent_bytes += coded.reduce_scatter(payloads, received, values, held)
 
@@ -232,7 +251,7 @@ class ShardExchange:
         # The same in forward and backward pass, and in every replica.
         seed = zlib.crc32(f"{known.seed_name} {self._step} {group.rank()}".encode())
         payloads = Payloads(self._weights, known.all, part.dtype)
-        coded = CodedShards(group, self._rooms["gather"])
+        coded = CodedShards(self.algorithm.among(group), self._rooms["gather"])
         drawn = seed if self._weights.is_unbiased else None
         self.sent_bytes += coded.all_gather(payloads, whole, part, drawn)
 

@@ -101,6 +101,17 @@ class Setting:
         return all(each.kind == "none" for each in codecs)
 
     @property
+    def codes_between_nodes(self) -> bool:
+        """Whether gradients are scattered exactly inside nodes, and coded from node to node."""
+        return self.shard_codec.kind != "none" and self.shard_algorithm == "hierarchical"
+
+    def shards_inside(self, shards: Array, stride: Array) -> Array:
+        """Of such a group of shards: how many of a node are taken together; else 1 (n,)."""
+        if not self.codes_between_nodes:
+            return np.ones(1)
+        return np.clip(size(self.cluster.devices_per_node) // stride, 1, shards)
+
+    @property
     def updates_locally(self) -> bool:
         """Whether replicas do steps of their own between exchanges."""
         return self.comm.local.method != "none"

@@ -1,7 +1,7 @@
 """Rounds: what each rank does in a collective, by the name of an algorithm."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from paceline.comm.algorithms import flat
 from paceline.comm.algorithms.blocks import Block, Cut, Round, Transfer, halves
@@ -70,12 +70,47 @@ def _flat(phases: tuple[Phase, Phase], op: Op, blocks: Sequence[Block], me: int)
     ]
 
 
+def rounds_inside(
+    num_ranks: int, rank: int, num_values: int, *, ranks_per_node: int
+) -> list[Round]:
+    """The part of a hierarchical reduce-scatter that stays inside the nodes.
+
+    Behind it the blocks of all ranks at this rank's place in their nodes hold this node's sums, and
+    the rest is spoiled. Arguments and errors as of `rounds`.
+    """
+    (inside, _) = _tiers("reduce_scatter", Cut(0, num_values), num_ranks, rank, ranks_per_node)
+    return inside.phase("reduce_scatter")
+
+
+class _Tier(NamedTuple):
+    """Ranks that exchange with each other in a hierarchical collective, as one of them sees it."""
+
+    blocks: Sequence[Block]
+    me: int
+    members: Sequence[int]
+
+    def phase(self, op: Op) -> list[Round]:
+        rounds = _flat(_PHASES["halving_doubling"], op, self.blocks, self.me)
+        return [_among(self.members, each) for each in rounds]
+
+
 def _hierarchical(op: Op, whole: Cut, num_ranks: int, rank: int, inside: int) -> list[Round]:
     """Scattered inside a node, then across by ranks of the same place, gathered the way back.
 
     Of the buffer's S bytes each rank sends (m - 1) / m S / g across m nodes of g ranks, and as much
     back: the least that leaves a node when each of its ranks has a g-th of the link.
     """
+    within, across = _tiers(op, whole, num_ranks, rank, inside)
+    found: list[Round] = []
+    if op != "all_gather":
+        found += within.phase("reduce_scatter") + across.phase("reduce_scatter")
+    if op != "reduce_scatter":
+        found += across.phase("all_gather") + within.phase("all_gather")
+    return found
+
+
+def _tiers(op: Op, whole: Cut, num_ranks: int, rank: int, inside: int) -> tuple[_Tier, _Tier]:
+    """A rank's node, and the ranks at its place in all nodes."""
     if num_ranks % inside:
         raise InputError(
             f"{num_ranks} ranks are not whole nodes of {inside}: a hierarchical {op} needs as many "
@@ -84,17 +119,10 @@ def _hierarchical(op: Op, whole: Cut, num_ranks: int, rank: int, inside: int) ->
     nodes, (node, place) = num_ranks // inside, divmod(rank, inside)
     of_place = _blocks_by_place(op, whole, nodes, inside)
     within = [tuple(cut for block in row for cut in block) for row in of_place]
-    phases = _PHASES["halving_doubling"]
-    groups = (
-        (within, place, [node * inside + other for other in range(inside)]),
-        (of_place[place], node, [other * inside + place for other in range(nodes)]),
+    return (
+        _Tier(within, place, [node * inside + other for other in range(inside)]),
+        _Tier(of_place[place], node, [other * inside + place for other in range(nodes)]),
     )
-    down = [_flat(phases, "reduce_scatter", blocks, me) for blocks, me, _ in groups]
-    up = [_flat(phases, "all_gather", blocks, me) for blocks, me, _ in groups]
-    members = [group for _, _, group in groups]
-    parts = [*zip(down, members, strict=True)] if op != "all_gather" else []
-    parts += [*zip(up, members, strict=True)][::-1] if op != "reduce_scatter" else []
-    return [_among(members, each) for part, members in parts for each in part]
 
 
 def _blocks_by_place(op: Op, whole: Cut, nodes: int, inside: int) -> list[list[Block]]:

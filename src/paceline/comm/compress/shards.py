@@ -2,11 +2,13 @@
 
 A buffer has one row per rank: that rank's shards of a few parameters, one after the other.
 Gradients are coded row by row, each sent to its rank alone, which decodes the rows it gets and adds
-them to its own, never coded one. Each rank sends (N-1)/N of the coded size. What a coding loses
-stays with the rank that coded (`feedback`). Parameters are coded once by the rank that keeps them,
-rounded stochastically, and decoded by all, that rank too: all compute with the same bits, and the
-shards themselves stay exact (both as ZeRO++ does, https://arxiv.org/abs/2306.10209, which keeps no
-errors).
+them to its own, never coded one. Each rank sends (N-1)/N of the coded size. Hierarchical, gradients
+are added up exactly inside each node first, and only these sums are coded, to the ranks at the same
+place in other nodes: over m nodes of g ranks each rank sends (m-1)/m of a g-th of the coded size.
+What a coding loses stays with the rank that coded (`feedback`). Parameters are coded once by the
+rank that keeps them, rounded stochastically, and decoded by all, that rank too: all compute with
+the same bits, and the shards themselves stay exact (both as ZeRO++ does,
+https://arxiv.org/abs/2306.10209, which keeps no errors).
 
 Small tensors travel as they are, behind the coded part of the same payload.
 
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.collectives import Collectives
 from paceline.comm.compress.codec import BlockCodec
 
 # Payloads begin at multiples of this, so that codecs may look at them as wider types.
@@ -105,6 +108,10 @@ class Payloads:
                 _put(values, self.row.coded, decoded, add=add)
         _put(values, self.row.exact, self._exact(payload), add=add)
 
+    def owe(self, values: Tensor, owed: Tensor) -> None:
+        """Add to a row's values (num_values,), in place, what is owed of the coded ones."""
+        _put(values, self.row.coded, owed, add=True)
+
     @property
     def _used_bytes(self) -> int:
         return self.codec.num_bytes(self.row.num_coded)
@@ -131,13 +138,18 @@ class Room:
 class CodedShards:
     """The exchanges of a group of shards."""
 
-    group: dist.ProcessGroup
+    collectives: Collectives
     room: Room
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        """Of all shards."""
+        return self.collectives.group
+
+    @property
     def others(self) -> list[int]:
-        """The group's ranks but this one."""
-        return [rank for rank in range(self.group.size()) if rank != self.group.rank()]
+        """Whom this rank sends coded gradients to."""
+        return [rank for rank in self.collectives.peers if rank != self.group.rank()]
 
     def reduce_scatter(
         self, payloads: Payloads, received: Tensor, values: Tensor, errors: Tensor
@@ -147,26 +159,25 @@ class CodedShards:
         Args:
             payloads: of the rows.
             received: (num_values,) fp32, overwritten.
-            values: (ranks * num_values,) fp32.
-            errors: (ranks - 1, num_coded) fp32, in place: of the rows of the `others`.
+            values: (ranks * num_values,) fp32; spoiled.
+            errors: (others, num_coded) fp32, in place: of the rows of the `others`.
 
         Returns:
             the bytes that this rank sent.
         """
+        self.collectives.add_inside(values)
         rows = values.view(self.group.size(), -1)
-        size = payloads.num_bytes * len(self.others)
-        to_send, arrived = self.room.take(2 * size, values.device).split(size)
-        for payload, error, rank in zip(
-            to_send.split(payloads.num_bytes), errors, self.others, strict=True
-        ):
+        others, size = self.others, payloads.num_bytes * len(self.others)
+        held = self.room.take(2 * size, values.device)
+        to_send, arrived = held.view(2, len(others), payloads.num_bytes)
+        for payload, error, rank in zip(to_send, errors, others, strict=True):
             payloads.encode(rows[rank], payload, error)
-        splits = [payloads.num_bytes] * self.group.size()
-        splits[self.group.rank()] = 0
-        dist.all_to_all_single(arrived, to_send, splits, splits, group=self.group)
+        splits = [payloads.num_bytes * (rank in others) for rank in range(self.group.size())]
+        dist.all_to_all_single(arrived.view(-1), to_send.view(-1), splits, splits, group=self.group)
         received.copy_(rows[self.group.rank()])
-        for payload in arrived.split(payloads.num_bytes):
+        for payload in arrived:
             payloads.decode(payload, received, add=True)
-        return size
+        return size + values.nbytes * (self.collectives.inside - 1) // self.collectives.inside
 
     def all_gather(self, payloads: Payloads, whole: Tensor, part: Tensor, seed: int | None) -> int:
         """Fill `whole` with what all ranks decode of all ranks' parts.
@@ -190,7 +201,7 @@ class CodedShards:
         work.wait()
         for payload, values in zip(arrived.split(size), whole.view(num_ranks, -1), strict=True):
             payloads.decode(payload, values)
-        return size * len(self.others)
+        return size * (num_ranks - 1)
 
 
 def _joined(cuts: Sequence[slice]) -> tuple[slice, ...]:

@@ -3,8 +3,8 @@
 - `comm.dp.compress`: an fp32 error for every gradient that a rank exchanges, and payloads of
   3 - 1/N times the coded size (to send to and received from the others, means, its own one); under
   FSDP2 the gradients once more, flat.
-- `comm.fsdp.compress`: an fp32 error for every parameter but those of its own shard, and payloads
-  each way of the largest unit.
+- `comm.fsdp.compress`: an fp32 error for every parameter that a rank codes (all but its own shard;
+  where nodes add up exactly, its place's part), and payloads each way of the largest unit.
 - `comm.fsdp.compress_weights`: payloads of the largest unit, its own one and those that come.
 - `comm.local`: where the workers last agreed, the outer momentum and what is on its way; errors and
   payloads as between replicas.
@@ -31,7 +31,8 @@ def kept_for_exchanges(setting: Setting, points: Points, counts: Counts) -> Arra
     replicas = points.dp * np.where(points.fsdp > 1, 1, points.cp)
     of_replicas = _of_replicas(setting, points, counts, replicas)
     shards = num_shards(points)
-    of_shards = _of_shards(setting, counts, shards)
+    inside = setting.shards_inside(shards, points.tp)
+    of_shards = _of_shards(setting, counts, shards, inside)
     return np.where(replicas > 1, of_replicas, 0) + np.where(shards > 1, of_shards, 0)
 
 
@@ -44,8 +45,8 @@ def _of_replicas(setting: Setting, points: Points, counts: Counts, replicas: Arr
     return owned * (errors + flat + (3 - 1 / replicas) * _payload_bytes(codec))
 
 
-def _of_shards(setting: Setting, counts: Counts, shards: Array) -> Array:
-    others, unit = 1 - 1 / shards, np.maximum(counts.block, counts.ends)
+def _of_shards(setting: Setting, counts: Counts, shards: Array, inside: Array) -> Array:
+    others, unit = 1 / inside - 1 / shards, np.maximum(counts.block, counts.ends)
     errors = _FP32 * others * counts.whole if setting.shard_codec.kind != "none" else 0
     reducing = 2 * others * unit * _payload_bytes(setting.shard_codec)
     gathering = (1 + 1 / shards) * unit * _payload_bytes(setting.weight_codec)

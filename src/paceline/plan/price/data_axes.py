@@ -156,11 +156,10 @@ def _halves(setting: Setting, points: Points, work: Work) -> tuple[tuple[Array, 
     )
 
 
-def _among_shards(
-    setting: Setting, points: Points, params: Array, groups: Groups
-) -> tuple[Request, Request]:
+def _among_shards(setting: Setting, points: Points, params: Array, groups: Groups) -> list[Request]:
     """The gathering of a unit's parameters, and the reduction of its gradients. Coded rows go
-    straight to the rank that keeps them, by the backend's collectives."""
+    straight to the rank that keeps them, by the backend's collectives; hierarchically, sums of
+    nodes do, behind an exact reduction inside."""
     gathered, reduced = wire_bytes(setting, points)
     by = "" if setting.shard_algorithm == "backend" else f".{setting.shard_algorithm}"
     shards = np.where(is_sharded(points), groups.shards, 1)
@@ -168,16 +167,26 @@ def _among_shards(
     gather = "all_gather" + (by if weights.kind == "none" else "")
     reduce = "reduce_scatter" + by if gradients.kind == "none" else "all_to_all"
     gathered = bits_per_value(weights, (), gathered) / 8
-    reduced = bits_per_value(gradients, (), reduced) / 8
-    return (
-        Request(gather, params * gathered, shards, groups.shard_stride),
-        Request(reduce, params * reduced, shards, groups.shard_stride),
-    )
+    coded = bits_per_value(gradients, (), reduced) / 8
+    stride, inside = groups.shard_stride, setting.shards_inside(shards, groups.shard_stride)
+    asked = [
+        Request(gather, params * gathered, shards, stride),
+        Request(reduce, params * coded / inside, shards / inside, stride * inside),
+    ]
+    if setting.codes_between_nodes:
+        within = "reduce_scatter.halving_doubling"
+        asked.append(Request(within, params * reduced, inside, stride))
+    return asked
+
+
+def _num_reductions(setting: Setting) -> int:
+    """Collectives that scatter a unit's gradients."""
+    return 2 if setting.codes_between_nodes else 1
 
 
 def _num_calls(setting: Setting) -> int:
     """Collectives of a unit's dense parameters, or of its experts."""
-    return 2 + len(wire_ops(setting.replica_codec))
+    return 1 + _num_reductions(setting) + len(wire_ops(setting.replica_codec))
 
 
 def _bucket_bytes(setting: Setting, points: Points, total_bytes: Array) -> Array:
@@ -227,10 +236,8 @@ def _units(setting: Setting, seconds: Sequence[Array]) -> list[_Unit]:
     """Of each part, its dense parameters and its experts together."""
     count = _num_calls(setting)
     calls = [seconds[at : at + count] for at in range(0, len(seconds), count)]
-    halves = [
-        _Unit(gather_s, reduce_s, sum(replicate, np.zeros(1)))
-        for gather_s, reduce_s, *replicate in calls
-    ]
+    own, none = 1 + _num_reductions(setting), np.zeros(1)
+    halves = [_Unit(call[0], sum(call[1:own], none), sum(call[own:], none)) for call in calls]
     return list(map(_both, halves[::2], halves[1::2]))
 
 
@@ -251,9 +258,10 @@ def _coding(setting: Setting, points: Points, works: Sequence[Work]) -> list[_Un
 def _coding_of(setting: Setting, params: Array, groups: Groups) -> _Unit:
     device, own = setting.device, params / groups.shards
     replicated_s = codec_s(device, setting.replica_codec, own, groups.replicas)
+    inside = setting.shards_inside(groups.shards, groups.shard_stride)
     return _Unit(
         gathering_s(device, setting.weight_codec, params, groups.shards),
-        scattering_s(device, setting.shard_codec, params, groups.shards),
+        scattering_s(device, setting.shard_codec, params / inside, groups.shards / inside),
         np.where(groups.replicas > 1, replicated_s, 0.0),
     )
 

@@ -4,10 +4,12 @@ How it works: ranks run in the network laboratory (`benchmarks.netlab`), so that
 their interfaces count nothing else. First the ranks' links are measured as `paceline bench` does
 it; from these curves the planner's price of every algorithm is asked, which stands beside what was
 measured. Algorithms alternate, in short blocks of calls; what is told is the median over blocks of
-the slowest rank. Three set-ups:
+the slowest rank. The set-ups:
 - one host, over loopback: where ours wins against gloo's without any slow link;
 - two hosts with two ranks each and a slow link between: hierarchical against flat. Its bytes over
-  the link must be the theoretical minimum, 2 (m - 1) / m of the buffer per node;
+  the link must be the theoretical minimum, 2 (m - 1) / m of the buffer per node. Sums that are
+  scattered to shards are also sent as int8, by all ranks and between the hosts only
+  (`comm.compress.shards`);
 - two hosts with one rank each: one step of FSDP2, whose bytes must be (n - 1) / n of what it
   gathers and scatters.
 
@@ -18,17 +20,15 @@ It needs root, `ip` and `tc`.
 
 import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -38,16 +38,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from benchmarks.netlab import Laboratory, rate_text, read_rate
+from benchmarks.provenance import RESULTS, folder_of, taken_with
 from paceline.bench.clock import Clock
 from paceline.bench.collectives import all_groups, measure_tiers
 from paceline.comm.algorithms import ALGORITHMS, OPS
 from paceline.comm.collectives import Collectives
+from paceline.comm.compress.codecs import codec_of
+from paceline.comm.compress.shards import CodedShards, Payloads, Room
+from paceline.comm.compress.shards import Row as ShardRow
 from paceline.comm.ranks import Ranks, connect, given_ranks, leave
 from paceline.comm.topology import this_machine
+from paceline.config.comm import codec, coded_bits
 from paceline.config.hardware import Cluster, Figure
 from paceline.parallel import fsdp
 from paceline.parallel.scatter import Algorithm
 from paceline.plan.collectives import collective_s
+from paceline.plan.price.compress import scattering_s
 
 HERE = Path(__file__).resolve().parent
 LOCAL = (2**12, 2**16, 2**20, 2**24)
@@ -94,6 +100,9 @@ def exchanges(ranks: Ranks, sizes: Sequence[int], blocks: int) -> list[Row]:
     for op in OPS:
         for size in sizes:
             rows += _at_size(op, size, blocks, ranks, cluster)
+    if nodes > 1:
+        for size in sizes:
+            rows += _coded(size, blocks, ranks, cluster)
     return rows
 
 
@@ -118,16 +127,58 @@ def _at_size(op: str, size: int, blocks: int, ranks: Ranks, cluster: Cluster) ->
             "reduce_scatter": lambda among=among: among.reduce_scatter(part, whole),
             "all_gather": lambda among=among: among.all_gather(whole, part),
         }[op]
-    found = _alternating(todo, blocks, max(1, min(10, BLOCK_BYTES // size)))
-    rows = []
-    for name, (seconds, wire) in found.items():
-        asked = op if name == "backend" else f"{op}.{name}"
-        predicted = float(collective_s(cluster, asked, size, n, 1))
-        rows.append(
-            {"op": op, "bytes": size, "ranks": n, "nodes": n // ranks.local_world_size}
-            | {"algorithm": name, "seconds": seconds, "predicted_s": predicted, "wire": wire}
+    predicted = {
+        name: collective_s(cluster, op if name == "backend" else f"{op}.{name}", size, n, 1)
+        for name in names
+    }
+    return _rows(op, size, blocks, ranks, todo, predicted)
+
+
+def _coded(size: int, blocks: int, ranks: Ranks, cluster: Cluster) -> list[Row]:
+    """A sum that is scattered to shards: by the backend, and as int8 with error feedback."""
+    n, inside = ranks.world_size, ranks.local_world_size
+    whole, part = torch.zeros(size // 4), torch.zeros(size // 4 // n)
+    form = codec("int8")
+    payloads = Payloads(codec_of(form), ShardRow.of([(len(part), True)]), torch.float32)
+    backend = Collectives(dist.group.WORLD, "backend")
+    todo: dict[str, Callable[[], None]] = {"backend": lambda: backend.reduce_scatter(part, whole)}
+    predicted = {"backend": collective_s(cluster, "reduce_scatter", size, n, 1)}
+    coded_bytes = size // 4 * coded_bits(form) / 8
+    for name, by, taken in (
+        ("int8", "pairwise", 1),
+        ("int8 between nodes", "hierarchical", inside),
+    ):
+        shards = CodedShards(Collectives(dist.group.WORLD, by, inside), Room())
+        errors = torch.zeros(len(shards.others), len(part))
+        todo[name] = lambda shards=shards, errors=errors: shards.reduce_scatter(
+            payloads, part, whole, errors
         )
-    return rows
+        device, ones = cluster.known_device, np.ones(1)
+        predicted[name] = (
+            collective_s(cluster, "reduce_scatter.halving_doubling", size, taken, 1)
+            + collective_s(cluster, "all_to_all", coded_bytes / taken, n // taken, taken)
+            + scattering_s(device, form, size / 4 / taken * ones, n / taken * ones)
+        )
+    return _rows("coded reduce_scatter", size, blocks, ranks, todo, predicted)
+
+
+def _rows(
+    op: str,
+    size: int,
+    blocks: int,
+    ranks: Ranks,
+    todo: dict[str, Callable[[], None]],
+    predicted: dict[str, Any],
+) -> list[Row]:
+    """Time calls in turns, and set what was predicted beside it."""
+    found = _alternating(todo, blocks, max(1, min(10, BLOCK_BYTES // size)))
+    n = ranks.world_size
+    return [
+        {"op": op, "bytes": size, "ranks": n, "nodes": n // ranks.local_world_size}
+        | {"algorithm": name, "seconds": seconds, "wire": wire}
+        | {"predicted_s": float(np.squeeze(predicted[name]))}
+        for name, (seconds, wire) in found.items()
+    ]
 
 
 def _alternating(
@@ -277,14 +328,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", default="200mbit", help="of the slow link, as tc writes it")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and blocks: two minutes")
-    parser.add_argument("--result", type=Path, help="where to write the figures (JSON)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where they are written")
     for hidden in ("--worker", "--blocks", "--file"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--sizes", nargs="*", type=int, default=[], help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         run_rank(given.worker, given.sizes, int(given.blocks), Path(given.file))
-    rate = read_rate(given.rate)
+    about, rate = taken_with("benchmarks.collectives"), read_rate(given.rate)
     blocks, skip = (5, 2) if given.quick else (15, 1)
     slow, console = rate_text(rate), Console(width=110)
     found = {
@@ -300,13 +351,9 @@ def main() -> None:
         if "predicted_s" in rows[0]:
             told = ", ".join(f"{name} {off:.0%}" for name, off in misfit(rows).items())
             console.print(f"median error of the predicted seconds: {told}\n")
-    if given.result:
-        about = {
-            "made": datetime.now(UTC).isoformat(timespec="seconds"),
-            "torch": torch.__version__,
-        }
-        about |= {"machine": platform.processor(), "cores": os.cpu_count()}
-        given.result.write_text(json.dumps(about | {"rows": found}, indent=1) + "\n")
+    file = folder_of(given.results, about) / "collectives.json"
+    file.write_text(json.dumps({"facts": about, "rows": found}, indent=1) + "\n")
+    console.print(f"results: {file}")
 
 
 if __name__ == "__main__":

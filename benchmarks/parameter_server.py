@@ -1,6 +1,6 @@
 """Pull and push of embedding rows: our servers, torch.distributed.rpc's pattern, all-to-all.
 
-    python benchmarks/parameter_server.py [--rows 100000] [--batch 4096] [--rounds 15]
+    python -m benchmarks.parameter_server [--rows 100000] [--batch 4096] [--rounds 15]
 
 Two workers; two servers, or the tables on the workers themselves. A step is the pull of the rows of
 a batch and the push of as many gradients, applied by row-wise Adagrad: no network is trained, so
@@ -14,15 +14,11 @@ benchmarks/results/<device>/parameter_server.json.
 import argparse
 import json
 import os
-import re
 import socket
 import statistics
-import subprocess
 import tempfile
 import time
 import warnings
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import rpc
 
+from benchmarks.provenance import RESULTS, folder_of, taken_with
 from paceline.comm.parameter_server.exchanged import ExchangedTables
 from paceline.comm.parameter_server.rows import RowStore
 from paceline.comm.parameter_server.serve import Settings
@@ -39,7 +36,6 @@ from paceline.comm.parameter_server.shards import Numbering, Placement
 from paceline.comm.parameter_server.start import start_servers
 from paceline.comm.parameter_server.tables import ServedTables, Serving
 from paceline.comm.ranks import Ranks
-from paceline.comm.topology import num_cores, this_machine
 from paceline.config.recommender import Clicks, Dlrm, RowOptim
 from paceline.train.data.clicks import samples
 
@@ -47,7 +43,6 @@ NUM_WORKERS = NUM_SERVERS = 2
 NUM_TABLES, DIM, LR = 8, 16, 0.05
 LAGS = {"synchronous": 0, "stale": 2, "stale, cached": 2, "asynchronous": None}
 VARIANTS = (*LAGS, "rpc", "all_to_all")
-HERE = Path(__file__).parent
 
 
 class RpcShard:
@@ -223,6 +218,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of one variant in one round")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
+    about = taken_with("benchmarks.parameter_server")
     tables = (arguments.rows // NUM_TABLES,) * NUM_TABLES
     model = Dlrm(family="dlrm", tables=tables, dim=DIM, num_dense=1)
     with tempfile.TemporaryDirectory() as folder:
@@ -230,10 +226,15 @@ def main() -> None:
             process, (model, arguments, folder, free_port()), NUM_SERVERS + NUM_WORKERS, join=True
         )
         times, distinct = json.loads((Path(folder) / "times.json").read_text())
-    report(arguments, times, distinct)
+    report(arguments, about, times, distinct)
 
 
-def report(arguments: argparse.Namespace, times: dict[str, list[float]], distinct: float) -> None:
+def report(
+    arguments: argparse.Namespace,
+    about: dict[str, Any],
+    times: dict[str, list[float]],
+    distinct: float,
+) -> None:
     """Rows pulled and pushed a second by both workers, with the range of rounds."""
     touched = arguments.batch * NUM_TABLES
     print(f"{arguments.batch} samples x {NUM_TABLES} tables of {DIM} values, {arguments.rows} rows")
@@ -244,24 +245,10 @@ def report(arguments: argparse.Namespace, times: dict[str, list[float]], distinc
         span = f"{min(values) * 1e3:.1f}-{max(values) * 1e3:.1f}"
         rate, ratio = touched / medians[name] / 1e6, medians["rpc"] / medians[name]
         print(f"{name:16}{medians[name] * 1e3:10.2f}{span:>16}{rate:10.2f}{ratio:8.2f}")
-    result = facts() | {"settings": vars(arguments), "distinct": distinct, "seconds": times}
-    device = re.sub(r"[^a-z0-9]+", "-", result["device"].lower()).strip("-")
-    folder = HERE / "results" / f"{device}-{num_cores()}-cores"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "parameter_server.json").write_text(json.dumps(result, indent=1) + "\n")
-
-
-def facts() -> dict[str, Any]:
-    """What the figures were taken with and on."""
-    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit or None,
-        "versions": {name: version(name) for name in ("paceline", "torch")},
-        "device": this_machine().known_device.name,
-        "load_average": os.getloadavg(),
-    }
+    settings = {"rows": arguments.rows, "batch": arguments.batch, "steps": arguments.steps}
+    result = about | {"settings": settings, "distinct": distinct, "seconds": times}
+    file = folder_of(RESULTS, about) / "parameter_server.json"
+    file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

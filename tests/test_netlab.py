@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[1]
 laboratory = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 pytestmark = pytest.mark.usefixtures("networks_alone")
 
-# Rank 1 says when it began to send to rank 0, which says when it had it all: a clock they share, and
-# a time that whoever waits for a turn makes longer, never shorter.
+# Rank 1 says when it began to send to rank 0, which says when it had it all: a clock that they
+# share, and a time that whoever waits for a turn makes longer, never shorter.
 STREAM = """
 import os, socket, time
 rank = int(os.environ["RANK"])

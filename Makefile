@@ -22,7 +22,7 @@ format: $(VENV)/.installed-lint
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.installed-bench
-	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python -m benchmarks.overhead
 
 # What each kernel needs of a GPU, without one; fails where a kernel spills registers.
 kernels-report: $(VENV)/.installed-test

@@ -12,15 +12,13 @@ The losses of the first steps must agree: a faster loop that computes something 
 
 It is no measure of scaling or of kernels; all four run the same ones.
 
-    python benchmarks/overhead.py [--rounds 5] [--steps 16]      (or: make bench)
+    python -m benchmarks.overhead [--rounds 5] [--steps 16]      (or: make bench)
 """
 
 import argparse
 import json
 import os
-import platform
 import pty
-import re
 import subprocess
 import sys
 import tempfile
@@ -28,8 +26,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -42,6 +38,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
 from paceline.comm.topology import num_cores
 from paceline.config.job import Job, read_job, to_raw, to_toml
 from paceline.observe.run import Run
@@ -302,38 +299,15 @@ def measure(job: Job, num_rounds: int, folder: Path, say: Callable[[str], None])
     return blocks
 
 
-def facts(job: Job) -> dict[str, Any]:
-    """What the figures were taken with and on."""
-    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    packages = ("paceline", "torch", "lightning-fabric", "accelerate")
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "benchmarks/overhead.py", *sys.argv[1:]]),
-        "commit": commit or None,
-        "versions": {name: version(name) for name in packages},
-        "python": platform.python_version(),
-        "device": job.cluster.device.name,
-        "cores": num_cores(),
-        "load_average_before": os.getloadavg(),
-        "num_ranks": job.layout.num_ranks,
-        "timed_steps": [FIRST_TIMED_STEP + 1, job.train.steps],
-        "checkpoint_every": job.checkpoint.every,
-        "job": to_raw(job),
-    }
-
-
 def write_results(folder: Path, result: dict[str, Any], lines: Sequence[tuple[str, ...]]) -> Path:
     """Write overhead.json with every block, and overhead.md with the table."""
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "overhead.json"
     file.write_text(json.dumps(result, indent=1) + "\n")
     about = result["facts"]
     (folder / "overhead.md").write_text(
         f"{markdown_table(lines)}\nMedian (least – most) of {result['num_rounds']} rounds on "
-        f"{about['num_ranks']} ranks of {about['device']}, {about['date']}, commit "
-        f"{about['commit']}, torch {about['versions']['torch']}; `paceline --help` takes "
-        f"{result['help_s']['median']:.2f} s.\n"
+        f"{about['num_ranks']} ranks; `paceline --help` takes {result['help_s']['median']:.2f} s; "
+        f"{signature(about)}\n"
     )
     return file
 
@@ -346,7 +320,13 @@ def main() -> None:
     if missing:
         sys.exit(f"{' and '.join(missing)} can't be imported: pip install -e '.[bench]'.")
     job = workload_job(options.steps)
-    about = facts(job)
+    about = {
+        **taken_with("benchmarks.overhead", "lightning-fabric", "accelerate"),
+        "num_ranks": job.layout.num_ranks,
+        "timed_steps": [FIRST_TIMED_STEP + 1, job.train.steps],
+        "checkpoint_every": job.checkpoint.every,
+        "job": to_raw(job),
+    }
     with tempfile.TemporaryDirectory() as place:
         write_workload(job, Path(place))
         help_s = Spread.of([help_time_s() for _ in range(5)])
@@ -372,16 +352,14 @@ def main() -> None:
         },
         "blocks": [asdict(block) for block in blocks],
     }
-    device = re.sub(r"[^a-z0-9]+", "-", job.cluster.device.name.lower()).strip("-")
-    folder = options.results / f"{device}-{num_cores()}-cores"
-    console.print(f"results: {write_results(folder, result, lines)}")
+    console.print(f"results: {write_results(folder_of(options.results, about), result, lines)}")
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="blocks of each contender")
     parser.add_argument("--steps", type=int, default=16, help="steps of a block")
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder to write to")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     if options.rounds < 1 or options.steps <= FIRST_TIMED_STEP:
         parser.error(f"--rounds must be at least 1 and --steps more than {FIRST_TIMED_STEP}")

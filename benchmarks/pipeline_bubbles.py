@@ -18,24 +18,19 @@ It is no measure of networks or of kernels: transfers are tiny, and nothing is c
 little of the processor, but at once: on a machine that is busy with other things, ranks wake up
 late. Where that can't be helped, `chrt --rr 5` before the command lets them go first.
 
-    python benchmarks/pipeline_bubbles.py [--steps 3] [--quick] [--pp 4 --micro-batches 8]
+    python -m benchmarks.pipeline_bubbles [--steps 3] [--quick] [--pp 4 --micro-batches 8]
 """
 
 import argparse
 import json
 import multiprocessing
 import os
-import platform
-import re
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -47,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from paceline.comm.topology import num_cores, this_machine
+from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
 from paceline.config.schedule import DEMANDS, Schedule, refusal
 from paceline.parallel.pp import Pipeline
 from paceline.plan.schedules import (
@@ -57,7 +52,6 @@ from paceline.plan.schedules import (
     makespan,
 )
 
-HERE = Path(__file__).resolve().parent
 PP = (2, 4, 8)
 MICRO_BATCHES = (4, 8, 16, 32)
 TOLERANCE = 0.05
@@ -382,25 +376,8 @@ def verdict(measured: Sequence[Measured]) -> list[str]:
 # ---- the command -------------------------------------------------------------------------------
 
 
-def facts() -> dict[str, Any]:
-    """What the figures were taken with and on."""
-    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "benchmarks/pipeline_bubbles.py", *sys.argv[1:]]),
-        "commit": commit or None,
-        "versions": {name: version(name) for name in ("paceline", "torch")},
-        "python": platform.python_version(),
-        "device": this_machine().device.name,
-        "cores": num_cores(),
-        "load_average_before": os.getloadavg(),
-    }
-
-
 def write_results(folder: Path, about: dict[str, Any], groups: dict[str, list[Measured]]) -> Path:
     """Write pipeline_bubbles.json with every step, and pipeline_bubbles.md with the tables."""
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "pipeline_bubbles.json"
     figures = {
         title: [{**asdict(m), "case": m.case._asdict()} for m in measured]
@@ -412,11 +389,8 @@ def write_results(folder: Path, about: dict[str, Any], groups: dict[str, list[Me
         + "\n".join(verdict(measured))
         for title, measured in groups.items()
     ]
-    taken = (
-        f"{about['cores']} cores of {about['device']}, {about['date']}, commit {about['commit']}, "
-        f"torch {about['versions']['torch']}"
-    )
-    (folder / "pipeline_bubbles.md").write_text("\n\n".join([*parts, taken]) + "\n")
+    text = "\n\n".join([*parts, signature(about)])
+    (folder / "pipeline_bubbles.md").write_text(text + "\n")
     return file
 
 
@@ -452,7 +426,7 @@ def main() -> None:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     console = Console(highlight=False)
-    about = facts()
+    about = taken_with("benchmarks.pipeline_bubbles")
     cases = all_cases(options.pp, options.micro_batches, QUICK if options.quick else EQUAL)
     if not options.quick:
         cases += all_cases({4} & set(options.pp), {8} & set(options.micro_batches), UNEQUAL)
@@ -463,9 +437,7 @@ def main() -> None:
     for title, of in groups.items():
         console.print(terminal_table(title, titles(of), rows(of)))
         console.print("\n".join(verdict(of)))
-    device = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
-    folder = options.results / f"{device}-{about['cores']}-cores"
-    console.print(f"results: {write_results(folder, about, groups)}")
+    console.print(f"results: {write_results(folder_of(options.results, about), about, groups)}")
 
 
 def _options() -> argparse.Namespace:
@@ -476,7 +448,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="2 ranks and short sleeps: a smoke run"
     )
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder to write to")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     if options.quick:
         options.pp, options.micro_batches, options.steps = [2], [4], 1

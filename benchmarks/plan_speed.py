@@ -8,24 +8,19 @@ reasons.
 
 It is no measure of how right the answers are: see `benchmarks/planner.md`.
 
-    python benchmarks/plan_speed.py [--repeats 3] [--results benchmarks/results]
+    python -m benchmarks.plan_speed [--repeats 3] [--results benchmarks/results]
 """
 
 import argparse
 import json
-import os
-import platform
-import re
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).resolve().parent
+from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
 
 
 class Case(NamedTuple):
@@ -100,7 +95,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     answers = []
     for _ in range(repeats):
         began = time.perf_counter()
-        command = [sys.executable, str(HERE / "plan_speed.py"), "--case", case.name]
+        command = [sys.executable, "-m", "benchmarks.plan_speed", "--case", case.name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         whole_s = time.perf_counter() - began
         if done.returncode:
@@ -116,28 +111,6 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
         "most_s": times[-1],
         "answers": answers,
     }
-
-
-def facts() -> dict[str, Any]:
-    """What the figures were taken with and on."""
-    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "benchmarks/plan_speed.py", *sys.argv[1:]]),
-        "commit": commit or None,
-        "versions": {name: version(name) for name in ("paceline", "numpy")},
-        "python": platform.python_version(),
-        "device": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load_average_before": os.getloadavg(),
-    }
-
-
-def _processor() -> str:
-    file = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", file.read_text()) if file.exists() else None
-    return found[1] if found else platform.machine()
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -161,27 +134,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=3, help="answers per question")
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder to write to")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     if options.case:
         case = next(case for case in CASES if case.name == options.case)
         print(json.dumps(answer(case)))
         return
-    about = facts()
+    about = taken_with("benchmarks.plan_speed", "numpy")
     results = [measure(case, options.repeats) for case in CASES]
     text = table(results)
     print(text)
-    vendor = "amd-epyc" if "EPYC" in about["device"] else about["device"].lower()
-    device = re.sub(r"[^a-z0-9]+", "-", vendor).strip("-")
-    folder = options.results / f"{device}-{about['cores']}-cores"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder_of(options.results, about)
     file = folder / "plan_speed.json"
     file.write_text(json.dumps({"facts": about, "figures": results}, indent=1) + "\n")
-    taken = (
-        f"{about['cores']} cores of {about['device']}, {about['date']}, commit {about['commit']}, "
-        f"numpy {about['versions']['numpy']}"
-    )
-    (folder / "plan_speed.md").write_text(f"{text}\n{taken}\n")
+    (folder / "plan_speed.md").write_text(f"{text}\n{signature(about)}\n")
     print(f"results: {file}")
 
 

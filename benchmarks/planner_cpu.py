@@ -13,24 +13,20 @@ than the best measured step does the layout take that is predicted to be the fas
 It says nothing about GPUs or networks: it checks the planner's own arithmetic, from measuring over
 predicting to choosing, where everybody can run it. Leave the machine alone meanwhile.
 
-    python benchmarks/planner_cpu.py [--jobs 30] [--seed 0] [--quick]
+    python -m benchmarks.planner_cpu [--jobs 30] [--seed 0] [--quick]
 """
 
 import argparse
 import json
 import math
 import os
-import platform
 import random
-import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,13 +34,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
 from paceline.bench.command import with_ranks
 from paceline.bench.measure import Part, Wish, calibrated, measure
 from paceline.bench.ranks import News, Tell, on_ranks
 from paceline.bench.reference import small_job
 from paceline.bench.step import Measured, measure_jobs
 from paceline.comm.ranks import Ranks
-from paceline.comm.topology import num_cores, this_machine
+from paceline.comm.topology import this_machine
 from paceline.comm.warm_up import MEASURING, warm_up_ranks
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
@@ -55,7 +52,6 @@ from paceline.config.schedule import DEMANDS
 from paceline.plan.points import Setting
 from paceline.plan.price.step import predict
 
-HERE = Path(__file__).resolve().parent
 RANKS = (1, 2, 4)
 _PARTS: tuple[Part, ...] = ("device", "collectives", "step")
 MOST_FLOPS = 2e10
@@ -333,7 +329,6 @@ def write_results(
     folder: Path, about: dict[str, Any], cases: Sequence[Case], choices: Sequence[Choice]
 ) -> Path:
     """Write planner_cpu.json with every figure, and planner_cpu.md with the table."""
-    folder.mkdir(parents=True, exist_ok=True)
     figures = {
         "facts": about,
         "verdict": verdict(cases, choices),
@@ -344,33 +339,17 @@ def write_results(
     file.write_text(json.dumps(figures, indent=1) + "\n")
     lines = [COLUMNS, ("---:", "---", *["---:"] * (len(COLUMNS) - 2)), *rows(cases)]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    taken = (
-        f"{about['cores']} cores of {about['device']}, {about['date']}, commit {about['commit']}"
-    )
-    text = "\n".join([table, *(f"- {each}" for each in sentences(cases, choices)), "", taken])
+    found = [f"- {each}" for each in sentences(cases, choices)]
+    text = "\n".join([table, *found, "", signature(about)])
     (folder / "planner_cpu.md").write_text(text + "\n")
     return file
 
 
-def facts() -> dict[str, Any]:
-    """What the figures were taken with and on."""
-    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "benchmarks/planner_cpu.py", *sys.argv[1:]]),
-        "commit": commit or None,
-        "versions": {name: version(name) for name in ("paceline", "torch", "numpy")},
-        "python": platform.python_version(),
-        "device": this_machine().device.name,
-        "cores": num_cores(),
-        "load_average_before": os.getloadavg(),
-    }
-
-
-def run(options: argparse.Namespace, console: Console) -> tuple[list[Case], list[Choice]]:
-    """Measure, predict and compare for every number of ranks."""
-    cases, choices = [], []
+def run(options: argparse.Namespace, about: dict[str, Any], console: Console) -> None:
+    """Measure, predict and compare for every number of ranks; the results grow with each."""
+    cases: list[Case] = []
+    choices: list[Choice] = []
+    folder = folder_of(options.results, about)
     shares = {ranks: options.jobs // len(options.ranks) for ranks in options.ranks}
     for ranks in options.ranks:
         with console.status("") as status:
@@ -397,7 +376,8 @@ def run(options: argparse.Namespace, console: Console) -> tuple[list[Case], list
         console.print(_table(f"{ranks} ranks", [*found.values()]))
         stack = cluster.stack
         console.print({} if stack is None else dict(stack.constants))
-    return cases, choices
+        console.print("\n".join(sentences(cases, choices)))
+        console.print(f"results: {write_results(folder, about, cases, choices)}")
 
 
 def _show(console: Console, status: Any, ranks: int, news: News) -> None:
@@ -423,12 +403,8 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks are CPU processes, wherever this runs
     warm_up_ranks(MEASURING)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    about = facts()
-    cases, choices = run(options, console)
-    console.print("\n".join(sentences(cases, choices)))
-    device = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
-    folder = options.results / f"{device}-{about['cores']}-cores"
-    console.print(f"results: {write_results(folder, about, cases, choices)}")
+    about = taken_with("benchmarks.planner_cpu", "numpy")
+    run(options, about, console)
 
 
 def _options() -> argparse.Namespace:
@@ -438,7 +414,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=4, help="turns of three timed steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a smoke run")
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder to write to")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     if options.quick:
         options.rounds = 2

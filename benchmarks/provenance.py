@@ -17,11 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 
 
-def taken_with(module: str) -> dict[str, Any]:
+def taken_with(module: str, *packages: str) -> dict[str, Any]:
     """Date, command, commit, versions and machine.
 
     Args:
         module: as it was started, by its full name.
+        packages: whose versions matter, too.
     """
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
@@ -29,7 +30,7 @@ def taken_with(module: str) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "commit": commit or None,
-        "versions": {name: version(name) for name in ("paceline", "torch")},
+        "versions": {name: version(name) for name in ("paceline", "torch", *packages)},
         "python": platform.python_version(),
         "kernel": platform.release(),
         "device": this_machine().known_device.name,

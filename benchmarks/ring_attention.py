@@ -17,21 +17,18 @@ buffer unseen, which can only raise the count, so the least of a few steps is ta
 
 It is no measure of a network of machines: here messages are copies within one.
 
-    python benchmarks/ring_attention.py [--rounds 5] [--quick]
+    python -m benchmarks.ring_attention [--rounds 5] [--quick]
 """
 
 import argparse
 import json
 import multiprocessing
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -45,11 +42,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.comm.topology import num_cores, this_machine
+from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
 from paceline.models.attention import Sdpa
 from paceline.parallel.cp import Core, context_groups, make_attend, positions_of
 
-HERE = Path(__file__).resolve().parent
 NUM_RANKS = 4
 TOLERANCE = 1e-4
 _MEMORY_STEPS = 4
@@ -382,35 +378,16 @@ def _terminal_table(table: Sequence[Row]) -> Table:
     return shown
 
 
-def facts(plan: Plan) -> dict[str, Any]:
-    """What the figures were taken with and on."""
-    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "benchmarks/ring_attention.py", *sys.argv[1:]]),
-        "commit": commit or None,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": this_machine().device.name,
-        "cores": num_cores(),
-        "load_average_before": os.getloadavg(),
-        "plan": asdict(plan),
-    }
-
-
 def write_results(folder: Path, result: dict[str, Any], table: Sequence[Row]) -> Path:
     """Write ring_attention.json with every step, and ring_attention.md with the table."""
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "ring_attention.json"
     file.write_text(json.dumps(result, indent=1) + "\n")
     about, plan = result["facts"], result["facts"]["plan"]
     heads, kv_heads, dim = plan["shape"]
     (folder / "ring_attention.md").write_text(
         f"{markdown_table(table)}\nOne layer's attention ({heads} heads, {kv_heads} key heads of "
-        f"{dim}, one sequence), {plan['rounds']} rounds on {about['cores']} cores of "
-        f"{about['device']} ({plan['device_type']}), {about['date']}, commit {about['commit']}, "
-        f"torch {about['torch']}.\n"
+        f"{dim}, one sequence), {plan['rounds']} rounds on {plan['device_type']}, "
+        f"{signature(about)}\n"
     )
     return file
 
@@ -422,7 +399,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="short sequences, one round")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     device_type = "cuda" if torch.cuda.device_count() >= NUM_RANKS else "cpu"
     seq_lens = (1024, 2048, 4096, 8192) if device_type == "cpu" else (8192, 32768, 131072)
@@ -430,7 +407,7 @@ def main() -> None:
     plan = Plan(shape, seq_lens, options.rounds, device_type)
     if options.quick:
         plan = Plan(Shape(4, 2, 16), (128, 256), 1, device_type)
-    about = facts(plan)
+    about = {**taken_with("benchmarks.ring_attention"), "plan": asdict(plan)}
     peaks, samples = measure(plan)
     table = rows(peaks, samples)
     console = Console(highlight=False)
@@ -440,9 +417,7 @@ def main() -> None:
         "peaks": list(map(asdict, peaks)),
         "samples": list(map(asdict, samples)),
     }
-    name = "".join(c if c.isalnum() else "-" for c in about["device"].lower())
-    folder = options.results / f"{name}-{num_cores()}-cores"
-    console.print(f"results: {write_results(folder, result, table)}")
+    console.print(f"results: {write_results(folder_of(options.results, about), result, table)}")
 
 
 if __name__ == "__main__":

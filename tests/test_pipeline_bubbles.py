@@ -24,7 +24,8 @@ from benchmarks.pipeline_bubbles import (
 from paceline.config.schedule import DEMANDS
 from tests.command_line import python
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "pipeline_bubbles.py"
+ROOT = Path(__file__).parents[1]
+PROGRAM = ("-m", "benchmarks.pipeline_bubbles")
 
 
 def _measured(name: str, step_s: float, micro_batches: int = 8) -> Measured:
@@ -101,7 +102,7 @@ def test_a_sleeping_stage_sleeps_for_each_of_its_gradients(monkeypatch):
 
 
 def test_a_quick_run_writes_its_results(tmp_path):
-    done = python(str(SCRIPT), "--quick", "--results", str(tmp_path), folder=tmp_path)
+    done = python(*PROGRAM, "--quick", "--results", str(tmp_path), folder=ROOT)
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.glob("*/pipeline_bubbles.json")
     result = json.loads(file.read_text())

@@ -18,6 +18,7 @@ from benchmarks.planner_cpu import (
     verdict,
     write_results,
 )
+from benchmarks.provenance import taken_with
 from paceline.config.hardware import Cluster, Device
 
 CPU = Device(name="here", kind="cpu", precisions=("fp64", "fp32"))
@@ -72,7 +73,7 @@ def test_figures_say_how_far_off_and_what_the_choice_costs(tmp_path):
     assert any("choice: 25.0%, wanted 5% or less" in text for text in sentences([CASE], [choice]))
     unseen = replace(CASE, measured_bytes=None)
     assert rows([unseen])[0][-2:] == ("", "")
-    about = {"cores": 2, "device": "here", "date": "today", "commit": "abc"}
+    about = taken_with("benchmarks.planner_cpu")
     file = write_results(tmp_path, about, [CASE, best], [choice])
     assert json.loads(file.read_text())["cases"][1]["measured_s"] == 0.08
     assert "h64 tp2" in (tmp_path / "planner_cpu.md").read_text()

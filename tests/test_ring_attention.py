@@ -81,8 +81,8 @@ def test_kept_counts_each_saved_tensor_once():
 
 
 def test_a_quick_run_writes_its_results(tmp_path):
-    script = str(ROOT / "benchmarks" / "ring_attention.py")
-    done = python(script, "--quick", "--results", str(tmp_path), folder=tmp_path)
+    program = ("-m", "benchmarks.ring_attention", "--quick")
+    done = python(*program, "--results", str(tmp_path), folder=ROOT)
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.glob("*/ring_attention.json")
     found = json.loads(file.read_text())

@@ -129,11 +129,13 @@ def run_cell(
 
 
 def measure_times(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """All cells; the table grows on the terminal. Cells of earlier runs stay with --add."""
+    """All cells; the table grows on the terminal. With --add cells and Clusters of earlier runs
+    stay; else both are measured in this run, of one quiet hour or one busy one."""
     file = options.folder / f"{_result_name(options)}.json"
     cells = json.loads(file.read_text())["cells"] if options.add and file.exists() else []
     for num_hosts in options.hosts:
-        clusters = clusters_of(num_hosts, options.rate, options.folder / "network_clusters")
+        folder = options.folder / "network_clusters"
+        clusters = clusters_of(num_hosts, options.rate, folder, anew=not options.add)
         ways = possible(_chosen(options), num_hosts, say)
         for text in options.rate:
             cell = measure_cell(num_hosts, text, ways, clusters[text], options.rounds)
@@ -144,13 +146,15 @@ def measure_times(options: argparse.Namespace, say: Callable[[str], None]) -> di
     return {"cells": cells, "markdown": summary(cells)}
 
 
-def clusters_of(num_hosts: int, rates: Sequence[str], folder: Path) -> dict[str, Cluster]:
-    """Clusters by rate: those measured before, and the others measured now and kept."""
+def clusters_of(
+    num_hosts: int, rates: Sequence[str], folder: Path, *, anew: bool
+) -> dict[str, Cluster]:
+    """Clusters by rate: those measured before, unless anew; the others are measured and kept."""
     files = {rate: folder / f"{num_hosts}x{rate}.toml" for rate in rates}
-    missing = [rate for rate, file in files.items() if not file.exists()]
+    missing = [rate for rate, file in files.items() if anew or not file.exists()]
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
-        earlier = sorted(folder.glob(f"{num_hosts}x*.toml"))
+        earlier = [] if anew else sorted(folder.glob(f"{num_hosts}x*.toml"))
         known = read_cluster(earlier[0]) if earlier else None
         for rate, cluster in measured_clusters(num_hosts, missing, known).items():
             files[rate].write_text(to_text(cluster))
@@ -263,7 +267,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ways", nargs="+", help="names of ways beside the control and DDP fp32")
     parser.add_argument("--no-local", action="store_true", help="no workers that meet seldom")
-    parser.add_argument("--add", action="store_true", help="keep cells of earlier runs")
+    parser.add_argument("--add", action="store_true", help="keep earlier cells and Clusters")
     parser.add_argument("--loss", action="store_true", help="the loss, not the time")
     parser.add_argument("--steps", type=int, default=300, help="of --loss, 20 or more")
     parser.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS], help="of --loss")

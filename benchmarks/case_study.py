@@ -38,6 +38,7 @@ from benchmarks.network_cell import Block, Way
 from benchmarks.network_table import markdown
 from benchmarks.provenance import RESULTS, ROOT, folder_of, signature, taken_with
 from paceline.comm.topology import this_machine
+from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job, read_cluster, read_job, to_raw, to_toml
 from paceline.config.vision import ResNet
@@ -216,7 +217,7 @@ def main() -> None:
     began = time.monotonic()
     try:
         blocks, cluster = run(ways, options.rate, options.rounds)
-    except CellError as failure:
+    except (CellError, InputError) as failure:  # a machine may have no bf16
         sys.exit(str(failure))
     predicted = {way.name: predicted_s(way, job_of(way), cluster) for way in ways}
     table = rows(blocks, predicted)

@@ -12,19 +12,20 @@ from benchmarks.diagnosis.faults import FAULTS, Fault, Way, fault_of
 from benchmarks.diagnosis.rank import BASE
 from benchmarks.diagnosis.results import Cell, sentences
 from benchmarks.diagnosis.twins import gain_of, measure, steady_turns
-from paceline.bench.command import with_ranks
-from paceline.comm.topology import this_machine
+from paceline.config.hardware import Cluster, Device
 from paceline.config.job import Job, read_job
 from paceline.explain.rules import RULES
 from paceline.observe.run import Run
 from paceline.plan.resolve import resolve
 
+CPU = Device(name="CPU", kind="cpu", precisions=("fp64", "fp32", "bf16"))
+
 
 def _job(fault: Fault, way: Way) -> Job:
     job = read_job(BASE, [*fault.settings, *way.settings])
-    machine = with_ranks(this_machine(), fault.num_ranks)
-    nodes = {"num_nodes": fault.num_hosts, "devices_per_node": fault.num_ranks // fault.num_hosts}
-    return resolve(job, machine.replace(**nodes)).job
+    each = fault.num_ranks // fault.num_hosts
+    machine = Cluster(device=CPU, devices_per_node=each, num_nodes=fault.num_hosts)
+    return resolve(job, machine).job
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -112,7 +113,7 @@ def test_a_diagnosis_is_right_when_name_and_gain_are():
 _TINY = (
     "model.hidden_size=16", "model.ffn_size=16", "model.num_layers=2", "train.seq_len=16",
     "observe.profile_every=6", "observe.profile_steps=1", "train.steps=16",
-    'data.source="text.txt"',
+    'data.source="text.txt"', 'layout.precision="fp32"',
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from benchmarks.diagnosis.faults import FAULTS, LISTED, fault_of
 from benchmarks.diagnosis.results import COLUMNS, NUMBERS, Cell, row, sentences, write
 from benchmarks.diagnosis.twins import FIRST_TURN, TURN, FailedError, measure, warm_up
 from benchmarks.provenance import RESULTS, ROOT, taken_with
+from paceline.comm.topology import this_machine
 
 # The least and the most.
 _TURNS, _QUICK_TURNS = range(4, 9), range(2, 3)
@@ -40,6 +41,8 @@ def main() -> None:
 
 def _cells(options: argparse.Namespace, console: Console) -> Iterator[Cell]:
     """Each fault at each seed; what was measured before is only explained again."""
+    has_bf16 = "bf16" in this_machine().known_device.precisions
+    arithmetic = () if has_bf16 else ('layout.precision="fp32"',)
     wanted = [(name, seed) for name in options.fault for seed in options.seed]
     for number, (name, seed) in enumerate(wanted, start=1):
         fault = fault_of(name, seed)
@@ -47,12 +50,16 @@ def _cells(options: argparse.Namespace, console: Console) -> Iterator[Cell]:
         done = folder / _DONE
         if options.measured and not done.exists():
             continue
+        if fault.needs_bf16 and not has_bf16:
+            console.print(f"left out: {name}, for this machine has no bf16", markup=False)
+            continue
         if options.again or not done.exists():
             done.unlink(missing_ok=True)
             console.print(f"{number} of {len(wanted)}: {name}, seed {seed}", markup=False)
             cluster = cluster_for(fault, options.work / "clusters")
             steps = FIRST_TURN + TURN * options.turns.stop
-            settings = (f'cluster.file="{cluster}"', f"train.seed={seed}", f"train.steps={steps}")
+            lasting = (f"train.seed={seed}", f"train.steps={steps}")
+            settings = (f'cluster.file="{cluster}"', *lasting, *arithmetic)
             taken = taken_with("benchmarks.diagnosis")
             try:
                 measure(fault, folder, settings, options.turns)

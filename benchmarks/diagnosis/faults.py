@@ -43,6 +43,8 @@ class Fault:
     """Of a device, as the Cluster file states it; None: as it is."""
     is_in_every_step: bool = True
     """Else steps differ, and their mean counts instead of their median."""
+    needs_bf16: bool = False
+    """Whether it is none on a machine that has no products in bf16."""
 
     @property
     def num_ranks(self) -> int:
@@ -153,7 +155,7 @@ def _garbage_storm(draw: Draw) -> Fault:
 
 def _fp32(_draw: Draw) -> Fault:
     wrong, right = Way(("layout.precision=fp32",)), Way(("layout.precision=bf16",))
-    return Fault(("fp32",), wrong, right, _DP2)
+    return Fault(("fp32",), wrong, right, _DP2, needs_bf16=True)
 
 
 def _needless_recompute(draw: Draw) -> Fault:

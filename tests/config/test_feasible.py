@@ -256,7 +256,7 @@ REFUSED = {
     "fp8 on a device without it": (
         {"precision": "fp8"},
         {"what": device("A100-80")},
-        'layout.precision = "fp8" is not supported by A100-80: it has fp64, fp32, bf16, fp16.',
+        'layout.precision = "fp8" is not supported by A100-80: use one of fp64, fp32, bf16, fp16.',
     ),
     "precision wider than the parameters": (
         {"precision": "fp64"},

@@ -64,7 +64,7 @@ def _precision(demand: Demand) -> Iterator[str]:
         if wish not in device.precisions:
             yield (
                 f'layout.{name} = "{wish}" is not supported by {device.name}: '
-                f"it has {', '.join(device.precisions)}."
+                f"use one of {', '.join(device.precisions)}."
             )
     if layout.precision not in ARITHMETIC[layout.param_dtype]:
         yield (

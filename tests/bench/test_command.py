@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from paceline.bench.device import Grid
 from paceline.bench.measure import Outcome, Wish, calibrated
 from paceline.bench.ranks import News, Tell
 from paceline.bench.step import Measured
+from paceline.comm import queued
 from paceline.comm.ranks import Ranks
 from paceline.comm.topology import this_machine
 from paceline.config.errors import InputError
@@ -61,6 +63,18 @@ def test_what_is_measured_is_written_and_read_back(tiny: list[News], tmp_path: P
     assert [news.done for news in tiny] == list(range(1, tiny[0].total + 1))
     assert "products, fp32" in capsys.readouterr().out
     assert json.loads(json.dumps(facts))["peak_flops"]["fp32"] > 0
+
+
+@pytest.mark.parametrize(("share", "is_told"), [(0.25, True), (0.02, False)])
+def test_it_says_how_much_of_the_cores_others_had(
+    tiny, tmp_path, monkeypatch, capsys, share, is_told
+):
+    """A bench that others slow down, unnoticed, makes every later prediction too slow."""
+    monkeypatch.setattr(queued, "_stolen_s", lambda: share * time.perf_counter())
+    bench_command(tmp_path / "cluster.toml", num_ranks=1, quick=True, only=["input"])
+    said = capsys.readouterr().out
+    assert ("gave 25% of this host's cores to others" in said) == is_told
+    assert ("Measure again" in said) == is_told
 
 
 def test_a_part_measured_later_completes_the_file(tiny: list[News], tmp_path: Path):

@@ -28,6 +28,7 @@ from rich.progress import (
 from paceline.bench.measure import PARTS, Outcome, Part, Wish, calibrated, measure
 from paceline.bench.ranks import News, Tell, on_ranks
 from paceline.bench.table import figures, summary
+from paceline.comm.queued import StolenClock
 from paceline.comm.ranks import given_ranks
 from paceline.comm.topology import this_machine
 from paceline.config.errors import InputError
@@ -37,6 +38,8 @@ from paceline.config.noun import nearest, size
 from paceline.observe.run import write_whole
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
+# Of every core: as much as what is measured differs by from one time to the next.
+_STOLEN = 0.03
 
 
 def bench_command(
@@ -146,7 +149,7 @@ def source_text() -> str:
 
 @contextmanager
 def shown() -> Iterator[Tell]:
-    """A progress bar for each part."""
+    """A progress bar for each part, and a word where others had this host's cores meanwhile."""
     columns = (
         TextColumn("{task.fields[part]:<11}"),
         BarColumn(),
@@ -155,6 +158,7 @@ def shown() -> Iterator[Tell]:
         TextColumn("{task.description}"),
     )
     bars: dict[str, TaskID] = {}
+    stolen = StolenClock()
     with Progress(*columns, console=_CONSOLE) as progress:
 
         def hear(news: News) -> None:
@@ -163,3 +167,9 @@ def shown() -> Iterator[Tell]:
             progress.update(bars[news.part], completed=news.done, description=news.what)
 
         yield hear
+    share = stolen.lap()
+    if bars and share > _STOLEN:
+        _CONSOLE.print(
+            f"The hypervisor gave {share:.0%} of this host's cores to others meanwhile (st in top):"
+            " what was measured is slower by about as much. Measure again at a quieter time."
+        )

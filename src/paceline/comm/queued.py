@@ -24,20 +24,32 @@ class CoreClock:
 
     def __init__(self) -> None:
         self._began_s = self._looked_s = time.perf_counter()
-        self._queued_s, self._stolen_s = _queued_s(), _stolen_s()
-        self._stolen_share = 0.0
+        self._queued_s = _queued_s()
+        self._stolen, self._stolen_share = StolenClock(), 0.0
 
     def lap(self) -> float:
         """Seconds since the last lap, or the beginning, in which the main thread had no core."""
         now_s, queued_s = time.perf_counter(), _queued_s()
         if now_s - self._looked_s >= _LOOK_EVERY_S:
-            stolen_s = _stolen_s()
-            self._stolen_share = (stolen_s - self._stolen_s) / (now_s - self._looked_s)
-            self._looked_s, self._stolen_s = now_s, stolen_s
+            self._looked_s, self._stolen_share = now_s, self._stolen.lap()
         queue_s, lap_s = queued_s - self._queued_s, now_s - self._began_s
         self._began_s, self._queued_s = now_s, queued_s
         # In a queue nothing can be stolen from it.
         return queue_s + self._stolen_share * max(lap_s - queue_s, 0.0)
+
+
+class StolenClock:
+    """Counts what a hypervisor gives to its other guests."""
+
+    def __init__(self) -> None:
+        self._began_s, self._stolen_s = time.perf_counter(), _stolen_s()
+
+    def lap(self) -> float:
+        """The share of every core, on average, that was stolen since the last lap."""
+        now_s, stolen_s = time.perf_counter(), _stolen_s()
+        share = (stolen_s - self._stolen_s) / (now_s - self._began_s)
+        self._began_s, self._stolen_s = now_s, stolen_s
+        return share
 
 
 def _queued_s() -> float:

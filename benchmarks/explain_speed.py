@@ -10,7 +10,7 @@ gigabyte, which is read by ours alone.
 The figures of HolisticTraceAnalysis for the traces it was given are kept in the result: the tests
 compare ours with them.
 
-    python benchmarks/explain_speed.py TRACES [--peer PYTHON] [--repeats 5] [--large-gb 1]
+    python -m benchmarks.explain_speed TRACES [--peer PYTHON] [--repeats 5] [--large-gb 1]
 
 TRACES: a folder of traces by torch.profiler. --peer: an interpreter with HolisticTraceAnalysis
 (`pip install HolisticTraceAnalysis`), where this one has none.

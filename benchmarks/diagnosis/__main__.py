@@ -58,8 +58,8 @@ def _cells(options: argparse.Namespace, console: Console) -> Iterator[Cell]:
             console.print(f"{number} of {len(wanted)}: {name}, seed {seed}", markup=False)
             cluster = cluster_for(fault, options.work / "clusters")
             steps = FIRST_TURN + TURN * options.turns.stop
-            lasting = (f"train.seed={seed}", f"train.steps={steps}")
-            settings = (f'cluster.file="{cluster}"', *lasting, *arithmetic)
+            drawn = (f"train.seed={seed}", f"train.steps={steps}")
+            settings = (f'cluster.file="{cluster}"', *drawn, *arithmetic)
             taken = taken_with("benchmarks.diagnosis")
             try:
                 measure(fault, folder, settings, options.turns)

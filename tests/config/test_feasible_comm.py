@@ -162,6 +162,12 @@ REFUSED = {
         "comm.local.min_workers = 1 needs rounds of everything, and comm.local.method = "
         '"streaming" is always between two of some fragment: use "diloco", or set min_workers = 0.',
     ),
+    "priority of messages over gloo": (
+        {"local": {"method": "diloco", "min_workers": 1}, "priority": "high"},
+        {"dp": 2},
+        'comm.priority = "high" is of NCCL, and workers that may be lost (comm.local.min_workers '
+        '= 1) exchange over gloo: set it to "normal".',
+    ),
     "gradients of workers": (
         {**DILOCO, **INT8},
         {"dp": 2},

@@ -38,7 +38,7 @@ from paceline.config.noun import nearest, size
 from paceline.observe.run import write_whole
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
-# Of every core: as much as what is measured differs by from one time to the next.
+# Of every core. Assumed: less of it is lost in what figures differ by anyway.
 _STOLEN = 0.03
 
 

@@ -185,6 +185,15 @@ def _lost_workers(local: LocalUpdates, layout: "Layout") -> Iterator[str]:
         )
 
 
+def _priority(comm: Comm, _layout: "Layout") -> Iterator[str]:
+    if comm.priority == "high" and comm.local.min_workers:
+        least = f"comm.local.min_workers = {comm.local.min_workers}"
+        yield (
+            f'comm.priority = "high" is of NCCL, and workers that may be lost ({least}) exchange '
+            'over gloo: set it to "normal".'
+        )
+
+
 def _timetable(comm: Comm, _layout: "Layout") -> Iterator[str]:
     local = comm.local
     if local.method == "none":
@@ -222,6 +231,6 @@ def _changed(local: LocalUpdates) -> dict[str, object]:
 
 
 _RULES: tuple[Rule, ...] = (
-    *(_workers, _timetable),
+    *(_workers, _timetable, _priority),
     *(_replicas, _precision, _shards, _messages),
 )

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from multiprocessing.connection import Listener
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,15 @@ from paceline.comm.parameter_server.serve import Settings, make_server
 from paceline.comm.parameter_server.shards import Numbering, Placement
 from paceline.comm.parameter_server.snapshot import Snapshots
 from paceline.comm.parameter_server.start import own_address, servers_of_node
-from paceline.comm.parameter_server.wire import Kind, Message, decode, encode, failed, sentence_of
+from paceline.comm.parameter_server.wire import (
+    Kind,
+    Message,
+    decode,
+    encode,
+    failed,
+    sentence_of,
+    welcome,
+)
 from paceline.comm.ranks import Ranks
 from paceline.config.errors import InputError, RunError
 from paceline.config.recommender import RowOptim
@@ -426,6 +435,32 @@ def test_a_server_that_came_back_waits_for_no_worker_that_asks_it_nothing(tmp_pa
         kept.close()
 
 
+def test_closing_while_a_look_waits_for_a_server_leaves_the_connection_to_it():
+    """A server that came back and hasn't answered yet: the look drops the link once it has."""
+    with Listener(("127.0.0.1", 0)) as listener:
+        others = set(threading.enumerate())
+        servers = Servers(Placement(TABLES, 1), DIM, [listener.address], KEY, 0, 20.0)
+        (watch,) = set(threading.enumerate()) - others
+        asked = threading.Thread(target=servers.greet, args=(0,))
+        asked.start()
+        with listener.accept() as first:
+            welcome(first, KEY)
+            for _ in range(2):  # of the connection, of greet
+                first.recv_bytes()
+                first.send_bytes(encode(Message(Kind.HELLO)))
+            asked.join()
+        with listener.accept() as again:
+            welcome(again, KEY)
+            assert decode(again.recv_bytes()).kind == Kind.HELLO
+            servers.close()
+            assert watch.is_alive()
+            again.send_bytes(encode(Message(Kind.HELLO)))
+            watch.join(10)
+            assert not watch.is_alive()
+            with pytest.raises((EOFError, ConnectionResetError)):
+                again.recv_bytes()
+
+
 def test_a_stranger_without_the_key_learns_and_changes_nothing(tmp_path):
     kept = Kept(_settings(tmp_path), print)
     try:
@@ -433,6 +468,7 @@ def test_a_stranger_without_the_key_learns_and_changes_nothing(tmp_path):
         stranger = Servers(placement, DIM, [kept.address], b"guess" * 8, 0, 0.5)
         with pytest.raises(RunError, match="can't be reached"):
             stranger.pull(np.arange(3), 0)
+        stranger.close()
         friend = Servers(placement, DIM, [kept.address], KEY, 0, 20.0)
         friend.greet(0)
         assert friend.pull(np.arange(3), 0)[0].shape == (3, DIM)

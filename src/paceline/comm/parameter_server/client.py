@@ -53,6 +53,7 @@ class ServerLink:
     _connection: Connection | None = None
     _unanswered: deque[Message] = field(default_factory=deque)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _is_closed: bool = False
 
     def send(self, message: Message) -> None:
         """Ask something; `receive` gives the answers in the same order."""
@@ -62,7 +63,7 @@ class ServerLink:
                 if self._connection is not None:
                     self._connection.send_bytes(encode(message))
             except OSError:
-                self.close()
+                self._drop()
 
     def look(self) -> None:
         """Where nobody uses the link and the server has left it, connect and say hello again.
@@ -70,17 +71,19 @@ class ServerLink:
         A server that came back answers nobody before all workers have said hello, and a worker may
         wait for another one instead of asking it.
         """
-        if not self._lock.acquire(blocking=False):
+        if self._is_closed or not self._lock.acquire(blocking=False):
             return
         try:
             was_there = self.num_reconnected > 0
             if was_there and (self._connection is None or _is_at_end(self._connection)):
-                self.close()
+                self._drop()
                 self._connect()
         except (OSError, EOFError, ValueError, AuthenticationError):
             pass  # the next look is soon; whoever asks it something says that it is gone
         finally:
             self._lock.release()
+        if self._is_closed:
+            self.close()
 
     def receive(self) -> Message:
         """The answer to the oldest request that has none.
@@ -101,7 +104,7 @@ class ServerLink:
                 answer = decode(connection.recv_bytes())
                 break
             except (OSError, EOFError, ValueError, AuthenticationError):
-                self.close()
+                self._drop()
                 if time.monotonic() > deadline:
                     raise self._lost("can't be reached") from None
                 time.sleep(_RETRY_S)
@@ -113,7 +116,19 @@ class ServerLink:
         return answer
 
     def close(self) -> None:
-        """Drop the connection, if there is one."""
+        """Use the link no more.
+
+        Waits for nobody: a look that is on its way, perhaps at a server that doesn't answer, drops
+        the connection once it is back. Nobody else may: to close what another thread reads from
+        would hand it a descriptor that is nobody's, or soon somebody else's.
+        """
+        self._is_closed = True
+        if self._lock.acquire(blocking=False):
+            self._drop()
+            self._lock.release()
+
+    def _drop(self) -> None:
+        """Close the connection, if there is one; for whoever holds the lock."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

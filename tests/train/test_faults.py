@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
@@ -143,3 +145,28 @@ def test_too_many_bad_steps_end_the_run_in_one_sentence(tmp_path):
     assert done.stderr.count("Traceback") == 1, "the script's own, none of a rank"
     manifest = json.loads((tmp_path / "runs/own/checkpoints/latest/manifest.json").read_text())
     assert manifest["manifest"]["step"] <= 10
+
+
+_LAUNCHER_GOES_BETWEEN = """
+import time
+import psutil
+from paceline.train import stopping
+
+class Going:
+    def __init__(self, pid):
+        self.pid = pid
+    def is_running(self):
+        return True
+    def status(self):
+        raise psutil.NoSuchProcess(self.pid)
+
+psutil.Process = Going
+stopping.end_with(1)
+time.sleep(30)
+"""
+
+
+def test_a_rank_ends_though_its_launcher_goes_between_two_questions():
+    program = [sys.executable, "-c", _LAUNCHER_GOES_BETWEEN]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=25)
+    assert (ended.returncode, ended.stderr) == (1, "")

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -50,8 +51,9 @@ def end_with(launcher_pid: int) -> None:
     launcher = psutil.Process(launcher_pid)
 
     def watch() -> None:
-        while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.5)
+        with suppress(psutil.NoSuchProcess):  # gone between the two questions
+            while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.5)
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

@@ -21,7 +21,7 @@ from paceline.plan.points import Setting
 from paceline.plan.price.compress import codec_s
 from paceline.plan.price.step import predict
 from paceline.plan.search.choose import plan_job
-from paceline.plan.search.exchange import AFTER_WARM_UP, FORMS
+from paceline.plan.search.exchange import AFTER_WARM_UP, FORMS, named_forms
 
 VALUES = 20_000_000
 
@@ -112,6 +112,28 @@ def test_auto_begins_nothing_exactly_that_needs_no_such_steps():
     named = _plan(50, "comm.dp.compress=int4", LONG)
     assert [plan.job.comm.dp.compress for plan in (short, fast, named)] == ["int8", "none", "int4"]
     assert {plan.job.comm.warmup_steps for plan in (short, fast, named)} == {0}
+
+
+@pytest.mark.parametrize(
+    ("mbit", "change", "other_mbit", "form"),
+    [
+        (50, "network twice as fast", 100, "int4 between replicas"),
+        (100, "network half as fast", 50, "quinary between replicas"),
+        (400, "network twice as fast", 800, "exact sums"),
+        (200, "network twice as fast", 400, None),
+    ],
+)
+def test_a_flip_of_the_form_is_what_a_plan_on_such_links_chooses(mbit, change, other_mbit, form):
+    auto = ("comm.dp.compress=auto", LONG)
+    (flip,) = (flip for flip in answer(_job(mbit, *auto)).flips if flip.change == change)
+    assert flip.is_other == (form is not None)
+    assert flip.exchange == named_forms(_plan(other_mbit, *auto).job.comm)
+    assert flip.exchange == form or form is None
+    assert (f"dp 2 with {form} is chosen" in flip.text) == flip.is_other
+
+
+def test_without_auto_flips_know_exact_sums_only():
+    assert {flip.exchange for flip in answer(_job(50, LONG)).flips} == {None}
 
 
 @pytest.mark.parametrize("mbit", [50, 200, 1000, 20_000])

@@ -7,6 +7,7 @@ convolutions), why (`plan.search.why`), and what the whole run takes (`plan.answ
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import numpy as np
 from paceline.config.comm import Comm
 from paceline.config.errors import InputError
 from paceline.config.job import Job, to_raw
+from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.vision import ConvNet, EfficientNet, ResNet
 from paceline.plan.answer.outlook import Outlook, outlook
@@ -23,7 +25,7 @@ from paceline.plan.points import Setting
 from paceline.plan.prediction import Prediction
 from paceline.plan.price.step import predict
 from paceline.plan.search import why
-from paceline.plan.search.exchange import AXES, choose_exchange
+from paceline.plan.search.exchange import AXES, choose_exchange, named_forms
 from paceline.plan.search.search import MARGIN, Counts, Found, search
 from paceline.plan.search.space import Wishes
 
@@ -95,8 +97,10 @@ def _of_decoder(job: Job, wishes: Wishes) -> Answer:
     found = search(Setting.of(job), wishes)
     ranked, comm = found.ranked, None
     notes: tuple[str, ...] = ()
+    exchanging = None
     if ranked and "auto" in (job.comm.dp.compress, job.comm.fsdp.compress):
         first, comm, notes = _exchanging(job, ranked[0])
+        exchanging = partial(_exchanged, job, first.layout.bucket_mib)
         ranked = (first, *ranked[1:])
     best = ranked[0] if ranked else None
     return Answer(
@@ -108,7 +112,7 @@ def _of_decoder(job: Job, wishes: Wishes) -> Answer:
         front=_front((*ranked, *found.front)),
         margin=why.margin(found),
         binding=why.binding(best) if best else None,
-        flips=why.flips(found),
+        flips=why.flips(found, exchanging),
         notes=notes,
         comm=comm,
         shortage=None if best else _shortage(found),
@@ -128,6 +132,18 @@ def _exchanging(job: Job, best: Prediction) -> tuple[Prediction, Comm, tuple[str
         if name in forms
     )
     return predict(setting, chosen.layout), chosen.comm, tuple(notes)
+
+
+def _exchanged(
+    job: Job, bucket_mib: float | Literal["auto"], setting: Setting, layout: Layout
+) -> why.Choice:
+    """The exchange that is best for a layout of this Job under another setting, in such buckets."""
+    layout = layout.replace(bucket_mib=bucket_mib)
+    batch = job.train.replace(global_batch=setting.global_batch)
+    asked = job.replace(cluster=setting.cluster, train=batch, layout=layout)
+    comm = choose_exchange(asked, layout).comm
+    step_s = predict(replace(setting, comm=comm), layout).step_s
+    return why.Choice(layout, named_forms(comm), setting.global_batch / step_s)
 
 
 def _of_convnet(job: Job, network: ConvNet, wishes: Wishes) -> Answer:

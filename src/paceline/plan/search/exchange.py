@@ -91,6 +91,13 @@ def choose_exchange(job: Job, layout: Layout) -> Chosen:
     return Chosen(best.layout, best.comm, reasons)
 
 
+def named_forms(comm: Comm) -> str:
+    """What data ranks exchange, in words."""
+    forms = {axis: form for axis in AXES if (form := _form(comm, axis)) != "none"}
+    lossy = (f"{form} between {_BETWEEN[axis]}" for axis, form in forms.items())
+    return " and ".join(lossy) or "exact sums"
+
+
 def worth_compressing(job: Job, layout: Layout) -> str | None:
     """A note where a Job with exact sums would be a good deal faster with "auto"; else None."""
     is_exact = all(_form(job.comm, axis) == "none" for axis in AXES)
@@ -104,7 +111,7 @@ def worth_compressing(job: Job, layout: Layout) -> str | None:
     gain = _try(job, layout, job.comm).step_s / _try(job, chosen.layout, chosen.comm).step_s
     if gain < 1 + 2 * _MARGIN:
         return None
-    named = " and ".join(f"{form} between {_BETWEEN[axis]}" for axis, form in lossy.items())
+    named = named_forms(chosen.comm)
     settings = " ".join(f"--set comm.{axis}.compress=auto" for axis in lossy)
     return (
         f"gradients in another form ({named}) would make the step {gain:.2g} times as fast: "

@@ -2,7 +2,8 @@
 
 - the margin to the runner-up and the terms it loses by,
 - the term that binds: the largest one that is no progress,
-- flips: what other hardware, or another batch, would make the best choice,
+- flips: what other hardware, or another batch, would make the best choice, of layout and, where the
+  Job leaves it open, of the form in which gradients are exchanged,
 - where nothing fits: the layout that comes nearest, what fills its memory, and the smallest change
   that fits.
 
@@ -11,8 +12,9 @@ don't search again, so a layout that only another cluster could run is not among
 data with one sentence each.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -67,11 +69,27 @@ class Flip:
 
     change: str
     best: Layout
+    exchange: str | None
+    """How its data ranks exchange gradients, where the Job leaves that open."""
     is_other: bool
-    """Whether another layout than today's best is the best then."""
+    """Whether another layout or exchange than today's best is the best then."""
     gain: float
     """How much faster samples pass than today: 0.04 is 4 %."""
     text: str
+
+
+class Choice(NamedTuple):
+    """A layout under some setting."""
+
+    layout: Layout
+    exchange: str | None
+    """As in Flip."""
+    rate: float
+    """Samples per second; 0: it doesn't fit."""
+
+
+Exchanging = Callable[[Setting, Layout], Choice]
+"""Chooses the exchange that is best for a layout under a setting."""
 
 
 @dataclass(frozen=True)
@@ -118,30 +136,46 @@ def binding(best: Prediction) -> Binding:
     return Binding(term, share, f"{term} takes {share:.0%} of the step, the most besides progress.")
 
 
-def flips(found: Found) -> tuple[Flip, ...]:
-    """What faster links, more memory, a faster device or another batch would change."""
+def flips(found: Found, exchanging: Exchanging | None = None) -> tuple[Flip, ...]:
+    """What faster links, more memory, a faster device or another batch would change.
+
+    Args:
+        found: by a search, which prices gradients as exact sums.
+        exchanging: given where the Job leaves the exchange open: it may change with the links, too.
+    """
     if not found.ranked:
         return ()
     setting = found.space.setting
     layouts = [each.layout for each in (*found.ranked, *found.near)]
     today = _rates(setting, layouts, found.limit_bytes)
     best = int(np.argmax(today))
+    now = _choice(setting, layouts[best], today[best], exchanging)
     result = []
     for change, changed, limit in _changes(setting, found.limit_bytes):
         rates = _rates(changed, layouts, limit)
-        winner = int(np.argmax(rates))
+        stays, other = (
+            _choice(changed, layouts[at], rates[at], exchanging)
+            for at in (best, int(np.argmax(rates)))
+        )
         # Today's best stays where nothing is clearly better.
-        winner = best if rates[winner] < 1.001 * rates[best] else winner
-        gain = float(rates[winner] / today[best] - 1)
-        result.append(_flip(change, layouts[best], layouts[winner], gain))
+        result.append(_flip(change, now, stays if other.rate < 1.001 * stays.rate else other))
     return tuple(result)
 
 
-def _flip(change: str, today: Layout, best: Layout, gain: float) -> Flip:
-    if best == today:
-        return Flip(change, best, False, gain, f"{change}: the choice stays, {gain:+.1%} speed.")
-    text = f"{change}: {name_of(best, today)} becomes best, {gain:+.1%} speed."
-    return Flip(change, best, True, gain, text)
+def _choice(setting: Setting, layout: Layout, rate: float, exchanging: Exchanging | None) -> Choice:
+    if exchanging is None or not rate:
+        return Choice(layout, None, rate)
+    return exchanging(setting, layout)
+
+
+def _flip(change: str, now: Choice, then: Choice) -> Flip:
+    gain = float(then.rate / now.rate - 1)
+    is_other = (then.layout, then.exchange) != (now.layout, now.exchange)
+    what = f"{name_of(then.layout, now.layout)} becomes best" if is_other else "the choice stays"
+    if then.exchange != now.exchange:  # exact sums are chosen where they are nearly the fastest
+        what = f"{name_of(then.layout, now.layout)} with {then.exchange} is chosen"
+    text = f"{change}: {what}, {gain:+.1%} speed."
+    return Flip(change, then.layout, then.exchange, is_other, gain, text)
 
 
 def _rates(setting: Setting, layouts: Sequence[Layout], limit: float | None) -> np.ndarray:

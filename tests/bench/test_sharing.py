@@ -1,9 +1,10 @@
 """Ranks that share cores: what the curve says with a clock that knows (pure), then on two ranks."""
 
+import numpy as np
 import pytest
 
 from paceline.bench.clock import Call, Clock
-from paceline.bench.sharing import measure_sharing
+from paceline.bench.sharing import measure_sharing, successive_spread
 from paceline.comm.ranks import Ranks
 from paceline.config.curves import SharingCurve
 from tests.ranks import run_ranks
@@ -17,13 +18,31 @@ class Sharing(Clock):
     def seconds(self, *calls: Call) -> float:
         for call in calls:
             call()
+        of_round = type(self).asked % 3
         type(self).asked += 1
-        return 2e-3 if self.asked == 3 else 1e-3
+        machine = 1 + (type(self).asked - 1) // 3  # slower from round to round
+        return machine * (2e-3 if of_round == 2 else 1e-3)
+
+    def mean(self, value: float) -> float:
+        return value
+
+    most = mean
 
 
-def test_the_pace_is_that_of_some_ranks_over_that_of_all():
+def test_the_pace_is_that_of_some_ranks_over_that_of_all_in_each_round():
     curve = measure_sharing(Sharing(Ranks(0, 4, 0, 4)), "a test")
-    assert curve == SharingCurve(num_ranks=(1, 2, 4), pace=(2.0, 2.0, 1.0), source="a test")
+    assert curve.num_ranks == (1, 2, 4)
+    assert curve.pace == (pytest.approx(2.0), pytest.approx(2.0), 1.0)
+    assert 0 < curve.spread <= 1
+
+
+def test_the_spread_is_that_between_neighbours():
+    drawn = 1 + 0.1 * np.random.default_rng(1).standard_normal(4000)
+    assert successive_spread(drawn) == pytest.approx(0.1, rel=0.05)
+    slower = np.repeat([1.0, 2.0, 1.5, 3.0], 1000)  # a machine that is slow for a while
+    assert successive_spread(slower * drawn) == pytest.approx(0.1, rel=0.2)
+    assert np.std(slower * drawn) / np.mean(slower) > 0.3
+    assert successive_spread([2.0, 2.0, 2.0]) == 0
 
 
 @pytest.mark.parametrize("ranks", [Ranks(), Ranks(0, 4, 0, 2), Ranks(0, 2, 0, 2, "cuda")])

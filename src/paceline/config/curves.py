@@ -78,13 +78,16 @@ class MemoryCurve(Noun):
 
 
 class SharingCurve(Noun):
-    """How much faster a CPU rank computes while others of its node wait: they leave it their cores,
-    caches and bandwidth."""
+    """How ranks that share a node's cores compute: how much faster while others wait, who leave
+    them their cores, caches and bandwidth; and how unevenly, while all do."""
 
     num_ranks: Sizes
     """Ranks of a node that compute at once; the last: all, as in the other curves."""
     pace: Values
     """Over that with all of them, whose own is 1."""
+    spread: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """By how much equal passes of some tens of milliseconds differ while all ranks compute, from
+    each to the next: a standard deviation over the mean. 0 where nobody measured it."""
     source: str
 
     @model_validator(mode="after")

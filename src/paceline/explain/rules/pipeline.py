@@ -17,7 +17,7 @@ from paceline.explain.changes import changed, offered
 from paceline.explain.finding import Finding
 from paceline.explain.rules.busy import busy_s, ranks_of
 from paceline.explain.subject import Subject
-from paceline.explain.what_if import expected, what_if
+from paceline.explain.what_if import what_if
 from paceline.observe.summary import bytes_text, step_time_text
 from paceline.plan.points import Setting
 from paceline.plan.price.step import Simulated
@@ -172,17 +172,14 @@ def _is_simple_pipeline(job: Job) -> bool:
 def _gain_of_even_s(
     subject: Subject, work: Sequence[float], even: Sequence[float], change: str
 ) -> float:
-    """By what the ranks were seen to take for their work, less the bubble that grows when none of
-    them has time to spare; where that wasn't seen, by the planner, or in proportion."""
-    asked, now = what_if(subject, (change,)), expected(subject)
-    seen_s = _seen_s(subject, max(work) - max(even))
-    if seen_s is not None:
-        if asked is None or now is None:
-            return seen_s
-        bubble_s = asked.time_s.get("bubble", 0.0) - now.time_s.get("bubble", 0.0)
-        return seen_s - bubble_s * subject.step_s / now.step_s
+    """By the planner, which knows that ranks without time to spare slow each other down, and wait
+    for each other; else by what ranks were seen to take for their work, or in proportion."""
+    asked = what_if(subject, (change,))
     if asked is not None:
         return asked.gain_s
+    seen_s = _seen_s(subject, max(work) - max(even))
+    if seen_s is not None:
+        return seen_s
     return _in_pipeline_s(subject) * (1 - max(even) / max(work))
 
 

@@ -19,11 +19,11 @@ def crowd_of(setting: Setting, points: Points) -> Crowd | None:
     """The neighbours of one layout's pipeline on a machine; None where ranks don't slow each other
     down, as far as is known.
     """
-    count = int(_neighbours(setting, points)[0])
-    if sharing_of(setting) is None or count == 1:
+    curve, count = sharing_of(setting), int(_neighbours(setting, points)[0])
+    if curve is None or count == 1:
         return None
     computing = np.arange(1, count + 1)
-    return Crowd(count, tuple(paces(setting, points, computing).tolist()))
+    return Crowd(count, tuple(paces(setting, points, computing).tolist()), curve.spread)
 
 
 def paces(setting: Setting, points: Points, computing: Array) -> Array:

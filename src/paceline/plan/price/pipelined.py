@@ -37,7 +37,7 @@ from paceline.plan.kinds import Kind
 from paceline.plan.points import SCHEDULES, Array, Points, Setting
 from paceline.plan.price.crowd import crowd_of, paces, sharing_of
 from paceline.plan.schedules import build_schedule
-from paceline.plan.schedules.sharing import shared_timeline, stretches
+from paceline.plan.schedules.sharing import ended_s, scatter_wait_s, shared_timeline, stretches
 from paceline.plan.schedules.timing import Cost, Timed, makespan
 from paceline.plan.stages import Stages
 
@@ -65,6 +65,8 @@ class Ran(NamedTuple):
     spent: Passes
     """(s, n): the same by pass, each for the share of its seconds that it took; less than `work`
     where ranks that wait leave this one their cores."""
+    scattered_s: Array = np.zeros(1)
+    """(n,) or (1,), what ranks wait besides because passes of one length scatter."""
 
     def seconds_of(self, passes: Passes) -> Array:
         """Seconds (n,) of the busiest rank in passes, or in a part of them."""
@@ -231,8 +233,8 @@ def simulated(schedule: Schedule) -> Pipeline:
         if crowd is None:
             return Ran(np.array([makespan(schedule, cost)]), own, Passes(own, own, own))
         rows = shared_timeline(schedule, cost, crowd)
-        end_s = max(row[-1].end_s for row in rows)
-        return Ran(np.array([end_s]), own, _spent(rows[busiest], cost))
+        scattered_s = np.array([scatter_wait_s(schedule, cost, crowd)])
+        return Ran(np.array([ended_s(rows)]), own, _spent(rows[busiest], cost), scattered_s)
 
     return run
 

@@ -285,16 +285,18 @@ def times_of(
         setting, points, stages, passes, hop_s, pipeline, alone.makespan_s
     ) + np.where(points.pp > 1, tied + twins, 0.0)
     _once_per_step(setting, points, network, held, norm_s, terms)
-    whole = _summed(setting, points, terms)
+    whole = _summed(setting, points, terms, alone.scattered_s)
     step_s = sum(whole.values(), np.zeros(len(points)))
     return Times(step_s, whole, passes, gaps, alone, exposed.hidden_s, hop_s)
 
 
-def _summed(setting: Setting, points: Points, terms: dict[str, Array]) -> dict[str, Array]:
-    """Add what all wait for the slowest rank, and bring every term to n points."""
+def _summed(
+    setting: Setting, points: Points, terms: dict[str, Array], scattered_s: Array
+) -> dict[str, Array]:
+    """Add what ranks wait for slower ones, and bring every term to n points."""
     own_s = sum(terms.values(), np.zeros(1))
     spread = constant(setting.stack, "rank_spread")
-    terms["straggler_wait"] = straggler_wait_s(own_s * spread, points.num_ranks)
+    terms["straggler_wait"] = scattered_s + straggler_wait_s(own_s * spread, points.num_ranks)
     n = len(points)
     return {
         term: np.broadcast_to(np.asarray(terms[term], float), n) for term in TERMS if term in terms

@@ -6,6 +6,10 @@ how many ranks compute at the moment (processor sharing, as queueing theory has 
 https://doi.org/10.1145/321386.321388). From one start or end of an action to the next the paces
 stay as they are; the execution goes from each such event to the next one.
 
+Passes of one length scatter on such a machine: a rank that is a little late is waited for by those
+after it, and what it saves by being early is lost. `scatter_wait_s` says what that adds: it goes
+through the list with passes drawn at random.
+
 Beyond that the rules are those of `paceline.plan.schedules.timing`, to which this comes down where
 the pace is always 1. It is slower by an order, and meant for ranks on CPUs, of which there are few.
 """
@@ -13,11 +17,19 @@ the pace is always 1. It is slower by an order, and meant for ranks on CPUs, of 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from paceline.config.schedule import Action, Schedule
 from paceline.plan.schedules.timing import Cost, Product, Timed, must_be_whole, needs
 
+Stretches = Sequence[Sequence[float]]
 _Running = dict[int, float]
 """By rank, what is left of its action: seconds at pace 1."""
+
+
+# As many executions as have about so many actions, within bounds.
+_ACTIONS_DRAWN = 1000
+_LEAST_PAIRS, _MOST_PAIRS = 2, 8
 
 
 class Crowd(NamedTuple):
@@ -27,22 +39,69 @@ class Crowd(NamedTuple):
     """Neighbours in the pipeline that are on one machine."""
     pace: tuple[float, ...]
     """Of each rank while 1, 2, ... of them compute; costs are those at pace 1."""
+    spread: float = 0.0
+    """Of equal passes: standard deviation over the mean."""
 
 
-def shared_timeline(schedule: Schedule, cost: Cost, crowd: Crowd) -> list[list[Timed]]:
-    """Per rank, its actions with their times. Raises ValueError where the ranks deadlock."""
-    run = _Run(schedule, cost, crowd)
+def shared_timeline(
+    schedule: Schedule, cost: Cost, crowd: Crowd, stretches: Stretches | None = None
+) -> list[list[Timed]]:
+    """Per rank, its actions with their times.
+
+    Args:
+        schedule: what is executed.
+        cost: of its actions.
+        crowd: who shares cores.
+        stretches: of each rank's actions, in their order: by what their cost is multiplied.
+
+    Raises:
+        ValueError: the ranks deadlock.
+    """
+    run = _Run(schedule, cost, crowd, stretches)
     while run.advance():
         pass
     must_be_whole(schedule, [len(row) for row in run.rows])
     return run.rows
 
 
+def ended_s(rows: Sequence[Sequence[Timed]]) -> float:
+    """When the last rank is done."""
+    return max(row[-1].end_s for row in rows)
+
+
+def scatter_wait_s(schedule: Schedule, cost: Cost, crowd: Crowd) -> float:
+    """Seconds that the scatter of passes adds to the execution, on average; 0 where they don't.
+
+    Draws come in pairs, of which one is late where the other one is early, so that few are enough;
+    they are the same at every call.
+    """
+    if not crowd.spread:
+        return 0.0
+    sizes = [len(actions) for actions in schedule.actions]
+    pairs = max(_LEAST_PAIRS, min(_MOST_PAIRS, _ACTIONS_DRAWN // (2 * sum(sizes))))
+    generator = np.random.default_rng(0)
+    # Logarithms scatter normally, means are those without scatter.
+    sigma = np.sqrt(np.log1p(crowd.spread**2))
+    drawn = [
+        [sigma * sign * each for each in normal]
+        for normal in ([generator.standard_normal(size) for size in sizes] for _ in range(pairs))
+        for sign in (1, -1)
+    ]
+    ends = [
+        ended_s(shared_timeline(schedule, cost, crowd, [np.exp(z - sigma**2 / 2) for z in one]))
+        for one in drawn
+    ]
+    return max(0.0, float(np.mean(ends)) - ended_s(shared_timeline(schedule, cost, crowd)))
+
+
 class _Run:
     """An execution under way."""
 
-    def __init__(self, schedule: Schedule, cost: Cost, crowd: Crowd) -> None:
+    def __init__(
+        self, schedule: Schedule, cost: Cost, crowd: Crowd, stretches: Stretches | None
+    ) -> None:
         self._schedule, self._cost, self._crowd = schedule, cost, crowd
+        self._stretches = stretches
         self._now_s = 0.0
         self._made: dict[Product, float] = {}
         """When each product was made."""
@@ -79,7 +138,8 @@ class _Run:
             if ready_s is None:
                 continue
             if ready_s <= self._now_s:
-                self._running[rank] = self._cost.of(actions[done])
+                stretch = 1.0 if self._stretches is None else float(self._stretches[rank][done])
+                self._running[rank] = stretch * self._cost.of(actions[done])
                 self.rows[rank].append(Timed(actions[done], self._now_s, self._now_s))
             else:
                 arrivals.append(ready_s)

@@ -15,6 +15,7 @@ the pace is always 1. It is slower by an order, and meant for ranks on CPUs, of 
 """
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -23,13 +24,13 @@ from paceline.config.schedule import Action, Schedule
 from paceline.plan.schedules.timing import Cost, Product, Timed, must_be_whole, needs
 
 Stretches = Sequence[Sequence[float]]
+"""By rank and action, in their order: by what the action's cost is multiplied."""
 _Running = dict[int, float]
 """By rank, what is left of its action: seconds at pace 1."""
 
-
 # As many executions as have about so many actions, within bounds.
-_ACTIONS_DRAWN = 1000
-_LEAST_PAIRS, _MOST_PAIRS = 2, 8
+_ACTIONS_DRAWN = 400
+_LEAST_PAIRS, _MOST_PAIRS = 1, 6
 
 
 class Crowd(NamedTuple):
@@ -46,17 +47,7 @@ class Crowd(NamedTuple):
 def shared_timeline(
     schedule: Schedule, cost: Cost, crowd: Crowd, stretches: Stretches | None = None
 ) -> list[list[Timed]]:
-    """Per rank, its actions with their times.
-
-    Args:
-        schedule: what is executed.
-        cost: of its actions.
-        crowd: who shares cores.
-        stretches: of each rank's actions, in their order: by what their cost is multiplied.
-
-    Raises:
-        ValueError: the ranks deadlock.
-    """
+    """Per rank, its actions with their times. Raises ValueError where the ranks deadlock."""
     run = _Run(schedule, cost, crowd, stretches)
     while run.advance():
         pass
@@ -80,18 +71,14 @@ def scatter_wait_s(schedule: Schedule, cost: Cost, crowd: Crowd) -> float:
     sizes = [len(actions) for actions in schedule.actions]
     pairs = max(_LEAST_PAIRS, min(_MOST_PAIRS, _ACTIONS_DRAWN // (2 * sum(sizes))))
     generator = np.random.default_rng(0)
-    # Logarithms scatter normally, means are those without scatter.
-    sigma = np.sqrt(np.log1p(crowd.spread**2))
-    drawn = [
-        [sigma * sign * each for each in normal]
-        for normal in ([generator.standard_normal(size) for size in sizes] for _ in range(pairs))
-        for sign in (1, -1)
-    ]
-    ends = [
-        ended_s(shared_timeline(schedule, cost, crowd, [np.exp(z - sigma**2 / 2) for z in one]))
-        for one in drawn
-    ]
-    return max(0.0, float(np.mean(ends)) - ended_s(shared_timeline(schedule, cost, crowd)))
+    sigma = float(np.sqrt(np.log1p(crowd.spread**2)))  # of logarithms, which scatter normally
+    ends = []
+    for _ in range(pairs):
+        normal = [generator.standard_normal(size) for size in sizes]
+        for sign in (1, -1):
+            stretches = [np.exp(sign * sigma * z - sigma**2 / 2).tolist() for z in normal]
+            ends.append(ended_s(shared_timeline(schedule, cost, crowd, stretches)))
+    return max(0.0, fmean(ends) - ended_s(shared_timeline(schedule, cost, crowd)))
 
 
 class _Run:
@@ -138,7 +125,7 @@ class _Run:
             if ready_s is None:
                 continue
             if ready_s <= self._now_s:
-                stretch = 1.0 if self._stretches is None else float(self._stretches[rank][done])
+                stretch = 1.0 if self._stretches is None else self._stretches[rank][done]
                 self._running[rank] = stretch * self._cost.of(actions[done])
                 self.rows[rank].append(Timed(actions[done], self._now_s, self._now_s))
             else:

@@ -153,10 +153,9 @@ def flips(found: Found, exchanging: Exchanging | None = None) -> tuple[Flip, ...
     result = []
     for change, changed, limit in _changes(setting, found.limit_bytes):
         rates = _rates(changed, layouts, limit)
-        stays, other = (
-            _choice(changed, layouts[at], rates[at], exchanging)
-            for at in (best, int(np.argmax(rates)))
-        )
+        both = dict.fromkeys((best, int(np.argmax(rates))))  # often the same one
+        choices = [_choice(changed, layouts[at], rates[at], exchanging) for at in both]
+        stays, other = choices[0], choices[-1]
         # Today's best stays where nothing is clearly better.
         result.append(_flip(change, now, stays if other.rate < 1.001 * stays.rate else other))
     return tuple(result)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from paceline.config.errors import InputError
 from paceline.config.hardware import CATALOGUE, Cluster, device, recognise
 from paceline.config.job import read_job, to_toml
 
@@ -77,3 +78,13 @@ def test_a_known_device_is_written_by_name_and_an_unknown_one_in_full():
     odd = device("H200").model_copy(update={"name": "H200-cut"})
     text = to_toml(job.replace(cluster=Cluster(device=odd)))
     assert "[cluster.device.memory_bytes]" in text
+
+
+def test_a_wrong_figure_inside_a_device_is_named_itself():
+    raw = {"name": "mine", "kind": "cpux"}
+    with pytest.raises(InputError, match=r"^device\.kind = 'cpux' can't be used"):
+        Cluster.parse({"device": raw})
+    with pytest.raises(InputError) as refused:
+        Cluster.parse({"num_nodes": {"a": "b" * 5000}})
+    assert str(refused.value).startswith("num_nodes = {'a': 'bbb")
+    assert len(str(refused.value)) < 400

@@ -18,14 +18,8 @@ from paceline.plan.price.pipelined import Passes, bounding_stages, closed_form, 
 from paceline.plan.price.simulate import predicted_timeline
 from paceline.plan.price.step import predict
 from paceline.plan.schedules import build_schedule
-from paceline.plan.schedules.sharing import (
-    Crowd,
-    ended_s,
-    scatter_wait_s,
-    shared_timeline,
-    stretches,
-)
-from paceline.plan.schedules.timing import Cost, equal_cost, makespan, timeline
+from paceline.plan.schedules.sharing import Crowd, scatter_wait_s, shared_timeline, stretches
+from paceline.plan.schedules.timing import Cost, ended_s, equal_cost, makespan, timeline
 from paceline.plan.stages import Stages
 from tests.bench.test_host_time import CPU, CURVES, KNOWN, MEASURED
 from tests.plan.planned import MODEL, layout, setting, tiers
@@ -62,7 +56,7 @@ def test_a_pipeline_of_two_on_one_core_waits_for_nothing():
     """Either rank alone is twice as fast: all that counts is the sum of the work."""
     schedule = build_schedule("gpipe", 2, 3, 1)
     rows = shared_timeline(schedule, equal_cost(2), Crowd(2, (2.0, 1.0)))
-    assert max(row[-1].end_s for row in rows) == pytest.approx(2 * 3 * 3.0 / 2)
+    assert ended_s(rows) == pytest.approx(2 * 3 * 3.0 / 2)
     assert stretches(rows[0], equal_cost(2))[0] == pytest.approx(0.5)  # nobody else computes
 
 
@@ -91,7 +85,7 @@ def test_the_wait_for_scattered_passes_is_that_of_many_draws(name):
 
 
 def test_scatter_is_waited_for_where_ranks_have_no_time_to_spare():
-    """The even pipeline loses 3 % of a step (seen: LOG.md), the uneven one next to nothing."""
+    """With passes as LOG.md has them: the even one loses 3 % of a step, the uneven one nothing."""
     schedule = build_schedule("1f1b", 2, 8, 1)
     even = Cost((27.0, 27.0), (30.0, 30.0), (30.0, 30.0))
     uneven = Cost((36.0, 17.0), (40.0, 17.0), (40.0, 17.0))
@@ -124,9 +118,9 @@ def test_scattered_passes_are_a_wait_of_the_predicted_step():
 def test_ranks_of_other_machines_are_not_in_the_way():
     schedule = build_schedule("gpipe", 4, 4, 1)
     pairs = shared_timeline(schedule, equal_cost(4), Crowd(2, (1.0, 1.0)))
-    assert max(row[-1].end_s for row in pairs) == makespan(schedule, equal_cost(4))
+    assert ended_s(pairs) == makespan(schedule, equal_cost(4))
     slower = shared_timeline(schedule, equal_cost(4), Crowd(4, (1.0, 1.0, 0.5, 0.5)))
-    assert max(row[-1].end_s for row in slower) > makespan(schedule, equal_cost(4))
+    assert ended_s(slower) > makespan(schedule, equal_cost(4))
 
 
 @settings(deadline=None, max_examples=30)
@@ -135,7 +129,7 @@ def test_it_takes_no_less_than_the_cores_need_and_no_more_than_without(name, rou
     schedule = build_schedule(name, 4, 4 * rounds, PER_RANK[name])
     seconds = [1.0] * (schedule.num_stages - 1) + [uneven]
     cost = Cost(seconds, seconds, seconds)
-    end_s = max(row[-1].end_s for row in shared_timeline(schedule, cost, TWO_CORES))
+    end_s = ended_s(shared_timeline(schedule, cost, TWO_CORES))
     work_s = sum(cost.of(action) for actions in schedule.actions for action in actions)
     longest_s = max(sum(map(cost.of, actions)) for actions in schedule.actions)
     assert end_s >= max(work_s / 4, longest_s / 2) - 1e-9

@@ -15,6 +15,8 @@ from paceline.config.errors import InputError
 
 Auto = Literal["auto"]
 Count = Annotated[int, Field(gt=0)]
+# Characters of a wrong value that an error repeats.
+_MOST_SHOWN = 200
 
 
 def size(axis: Auto | int) -> int:
@@ -63,6 +65,8 @@ def nearest(word: str, known: Sequence[str]) -> str:
 def _describe(error: ValidationError, noun: type[BaseModel], where: str) -> str:
     """Put the first problem that pydantic found into one sentence."""
     problems = error.errors()
+    # Where a section or a word may stand, a section's own problem says more than that it's no word.
+    problems = [each for each in problems if not _refuses_a_section(each)] or problems
     first = problems[0]
     section, path = _walk(noun, first["loc"])
     name = ".".join(filter(None, [where, *path]))
@@ -83,7 +87,14 @@ def _describe(error: ValidationError, noun: type[BaseModel], where: str) -> str:
     # A field that takes several types reports one problem for each: they belong to one sentence.
     same = [p for p in problems if _walk(noun, p["loc"])[1] == path]
     required = " or ".join(dict.fromkeys(_required(p) for p in same))
-    return f"{name} = {first['input']!r} can't be used: it must be {required}."
+    given = repr(first["input"])
+    shown = given if len(given) <= _MOST_SHOWN else f"{given[:_MOST_SHOWN]}..."
+    return f"{name} = {shown} can't be used: it must be {required}."
+
+
+def _refuses_a_section(problem: ErrorDetails) -> bool:
+    is_word = problem["type"] in ("literal_error", "string_type")
+    return is_word and isinstance(problem["input"], Mapping)
 
 
 def _required(problem: ErrorDetails) -> str:

@@ -37,8 +37,8 @@ from paceline.plan.kinds import Kind
 from paceline.plan.points import SCHEDULES, Array, Points, Setting
 from paceline.plan.price.crowd import crowd_of, paces, sharing_of
 from paceline.plan.schedules import build_schedule
-from paceline.plan.schedules.sharing import ended_s, scatter_wait_s, shared_timeline, stretches
-from paceline.plan.schedules.timing import Cost, Timed, makespan
+from paceline.plan.schedules.sharing import scatter_wait_s, shared_timeline, stretches
+from paceline.plan.schedules.timing import Cost, Timed, ended_s, makespan
 from paceline.plan.stages import Stages
 
 

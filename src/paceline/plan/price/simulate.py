@@ -26,7 +26,7 @@ from paceline.plan.price.parts import BLOCKING, COMPUTE, Pass
 from paceline.plan.price.pipelined import Passes, cost_of, with_transfers
 from paceline.plan.price.step import Network, Simulated, Times, unsplit_first
 from paceline.plan.schedules.sharing import shared_timeline
-from paceline.plan.schedules.timing import Timed, timeline
+from paceline.plan.schedules.timing import Timed, ended_s, timeline
 from paceline.plan.stages import Stages
 
 # Without a pipeline these belong to its micro-batches: they are spread over the actions.
@@ -100,7 +100,7 @@ def _step(setting: Setting, one: Simulated) -> _Step:
     num_actions = sum(timed.action.kind != "W" for timed in rows[0])
     hidden_term = "exposed_comm.dp" if points.fsdp[0] == 1 else "exposed_comm.fsdp"
     hidden_s = float(np.max(found.hidden_s)) / max(num_actions, 1)
-    end_s = max(row[-1].end_s for row in rows)
+    end_s = ended_s(rows)
     transfers_s = 0.0 if schedule is None else end_s - alone_s
     once["exposed_comm.pp"] -= transfers_s
     return _Step(actions, rows, once, hop_s, transfers_s, hidden_s, hidden_term, end_s)

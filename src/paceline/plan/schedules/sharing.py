@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.config.schedule import Action, Schedule
-from paceline.plan.schedules.timing import Cost, Product, Timed, must_be_whole, needs
+from paceline.plan.schedules.timing import Cost, Product, Timed, ended_s, must_be_whole, needs
 
 Stretches = Sequence[Sequence[float]]
 """By rank and action, in their order: by what the action's cost is multiplied."""
@@ -53,11 +53,6 @@ def shared_timeline(
         pass
     must_be_whole(schedule, [len(row) for row in run.rows])
     return run.rows
-
-
-def ended_s(rows: Sequence[Sequence[Timed]]) -> float:
-    """When the last rank is done."""
-    return max(row[-1].end_s for row in rows)
 
 
 def scatter_wait_s(schedule: Schedule, cost: Cost, crowd: Crowd) -> float:

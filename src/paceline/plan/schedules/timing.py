@@ -160,6 +160,11 @@ def timeline(schedule: Schedule, cost: Cost) -> list[list[Timed]]:
     return timed
 
 
+def ended_s(rows: Sequence[Sequence[Timed]]) -> float:
+    """When the last rank is done."""
+    return max(row[-1].end_s for row in rows)
+
+
 def must_be_whole(schedule: Schedule, done: list[int]) -> None:
     """Raise ValueError unless every rank did all of its actions."""
     if done != [len(actions) for actions in schedule.actions]:

@@ -213,6 +213,25 @@ def test_tiny_buckets_cost_their_latency() -> None:
     assert float(first.changes[0].partition("=")[2]) > 0.09
 
 
+def test_tiny_buckets_cost_the_cores_that_their_threads_take() -> None:
+    tiny = {**BUCKET, "bytes": 10_000, "duration_ms": 0.5, "times": 80, "micro_batch": 1}
+    account_ = account([DP, DP], collectives=[tiny, {**BUCKET, "bytes": 24, "duration_ms": 0.45}])
+
+    def gain_s(num_cores: int, **ranks: Any) -> float:
+        told = lines(100, ranks=ranks)
+        facts = {"num_cores": num_cores, "num_ranks": 2}
+        finding = found("buckets-too-small", subject(account_, job(2), lines=told, facts=facts))
+        assert finding is not None
+        return finding.gain_s
+
+    unknown_s = gain_s(2)
+    # 8 buckets of the 80 stay, and with them their part of the queue.
+    assert gain_s(2, core_wait_s=[0.010, 0.020]) == pytest.approx(unknown_s + 0.9 * 0.015)
+    # It queues for something else while nothing is exchanged: 40 ms.
+    assert gain_s(2, core_wait_s=[0.080, 0.080]) == pytest.approx(unknown_s + 0.9 * 0.040)
+    assert gain_s(64, core_wait_s=[0.010, 0.020]) == pytest.approx(gain_s(64))
+
+
 def test_one_bucket_can_t_overlap() -> None:
     whole = {**BUCKET, "bytes": 32 << 20, "duration_ms": 40, "micro_batch": 1}
     of = subject(account([DP, DP], collectives=[whole]), job(2), facts={"num_cores": 64})

@@ -16,6 +16,7 @@ from paceline.explain.finding import Finding
 from paceline.explain.subject import Subject
 from paceline.explain.traffic import bus_factor
 from paceline.explain.what_if import what_if
+from paceline.observe.ranks import mean_figure, spread_of
 from paceline.observe.summary import bytes_text, step_time_text
 from paceline.plan.search.exchange import BUCKETS_MIB
 
@@ -74,7 +75,8 @@ def buckets_too_small(subject: Subject) -> Finding | None:
         return None
     latency_s = _latency_s(subject, where)
     felt = min(1.0, cost_of_s(subject, where) / max(1e-12, traffic.link_s(where)))
-    measured_s = (count - wanted) * latency_s * felt
+    queued_s = _queued_s(subject, where)
+    measured_s = (count - wanted) * latency_s * felt + (1 - wanted / count) * queued_s
     changes, planned_s = best_bucket(subject)
     mib = total / times / wanted / 2**20
     return Finding.of(
@@ -82,8 +84,11 @@ def buckets_too_small(subject: Subject) -> Finding | None:
         "buckets-too-small",
         f"{count:.0f} all-reduces of {bytes_text(total / count)} a step, each with "
         f"{step_time_text(latency_s)} of latency.",
-        max(measured_s, min(planned_s, _cost_of_term_s(subject))),
-        [f"{wanted:.0f} of {mib:.3g} MiB would carry the same bytes and still overlap."],
+        max(measured_s, min(planned_s, _cost_of_term_s(subject) + queued_s)),
+        [
+            f"{wanted:.0f} of {mib:.3g} MiB would carry the same bytes and still overlap.",
+            *_told_queued(queued_s),
+        ],
         changes=changes or offered(subject.job, f"layout.bucket_mib={max(0.1, mib):.2g}"),
         advice="Larger buckets (bucket_cap_mb of DDP).",
     )
@@ -162,6 +167,22 @@ def cost_of_s(subject: Subject, where: Array) -> float:
 def _cost_of_term_s(subject: Subject) -> float:
     """What a step has of exposed exchanges between replicas, collectives and calls alike."""
     return float(subject.measured.term_s("exposed_comm.dp", "straggler_wait").mean())
+
+
+def _queued_s(subject: Subject, where: Array) -> float:
+    """What ranks are without a core in a step while collectives are on their way: where ranks
+    compute on all cores, the threads that exchange have it. 0 where that isn't known."""
+    waits = spread_of(mean_figure(subject.steady, "core_wait_s"))
+    if waits is None or subject.account is None or not subject.cores_are_taken:
+        return 0.0
+    return min((waits.least + waits.most) / 2, subject.traffic.link_s(where))
+
+
+def _told_queued(queued_s: float) -> list[str]:
+    """That threads of the exchange hold ranks up, where they do."""
+    if not queued_s:
+        return []
+    return [f"Threads that exchange had a rank's core for {step_time_text(queued_s)} of a step."]
 
 
 def _processor_s(subject: Subject, where: Array) -> float:

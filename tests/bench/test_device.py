@@ -1,5 +1,6 @@
 """Rates of a device: the grid and its curves with a clock that knows (pure), then a real one."""
 
+import time
 from collections.abc import Callable
 from itertools import product
 
@@ -85,6 +86,18 @@ def test_a_block_has_as_many_calls_as_fill_it():
     seconds = Clock(Ranks(), block_s=5e-3, num_blocks=2).seconds(call)
     assert 1e-8 < seconds < 1e-1
     assert calls > 2
+
+
+def test_a_block_isn_t_chosen_by_calls_that_get_their_memory_for_the_first_time():
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.03 if calls <= 2 else 0.0)
+
+    Clock(Ranks(), block_s=5e-3, num_blocks=2).seconds(call)
+    assert calls > 10
 
 
 def test_a_cpu_s_attention_is_measured_in_each_arithmetic_it_trains_in():

@@ -6,11 +6,13 @@ import pytest
 
 from paceline.config.job import Job
 from paceline.config.layers import Experts
+from paceline.config.stack import Stack
 from paceline.explain.changes import changed
 from paceline.explain.finding import Finding
 from paceline.explain.rules import RESIDUALS, RULES, findings
 from paceline.explain.subject import Subject
 from tests.explain.accounts import MODEL, account, job, line, subject
+from tests.plan.planned import cluster
 
 WORK = {"matmul": 60.0, "other_kernels": 20.0, "optimizer": 10.0, "host_gap": 5.0}
 
@@ -327,6 +329,20 @@ def test_recompute_that_memory_doesn_t_need() -> None:
     first = the("recompute-not-needed", subject(account([again, again]), job(2, recompute="full")))
     assert first.gain_s == pytest.approx(0.020 * (1 + 5 / 100))
     assert "layout.recompute=none" in first.changes
+
+
+def test_choosing_what_is_kept_costs_the_forward_pass_too() -> None:
+    again = account([{**WORK, "recompute": 20.0}] * 8)
+
+    def gain_s(select_us: float, **more: Any) -> float:
+        # A processor whose speed is known, whatever it is.
+        on = cluster(nodes=1, kind="cpu").replace(stack=Stack(constants={"select_us": select_us}))
+        of = subject(again, job(8, cluster=on, batch=64, **more))
+        return the("recompute-not-needed", of).gain_s
+
+    cheap_s, dear_s = gain_s(5, recompute="selective"), gain_s(100, recompute="selective")
+    assert dear_s > 1.1 * cheap_s > 1.1 * 0.020 * (1 + 5 / 115)
+    assert gain_s(5, recompute="full") == gain_s(100, recompute="full")  # keeps nothing
 
 
 def test_recompute_that_memory_needs_is_kept() -> None:

@@ -28,13 +28,13 @@ def recompute_not_needed(subject: Subject) -> Finding | None:
     # Between operators that run again the host takes its time again.
     work_s = float(measured.term_s("matmul", "attention", "other_kernels", "recompute").mean())
     gaps_s = 0.0 if subject.account.is_device else float(measured.term_s("host_gap").mean())
-    gain_s = measured.gain_s(again) * subject.pace * (1 + gaps_s / max(work_s, 1e-12))
+    again_s = measured.gain_s(again) * subject.pace * (1 + gaps_s / max(work_s, 1e-12))
     return Finding.of(
         subject,
         "recompute-not-needed",
         f"{step_time_text(float(again.mean()))} of a step computes activations again, and they "
         "would fit into memory.",
-        gain_s,
+        again_s + _choosing_s(subject, changes),
         [_memory_sentence(without)],
         changes=changes,
         confidence="high",
@@ -97,6 +97,20 @@ def allocator_retries(subject: Subject) -> Finding | None:
         "(smaller micro-batches, recompute).",
         confidence="high",
     )
+
+
+def _choosing_s(subject: Subject, without: tuple[str, ...]) -> float:
+    """What selective recompute costs the forward pass, by the planner: Python decides operator by
+    operator what is kept. It does so again when a block is repeated, which is measured with it."""
+    assert subject.job is not None
+    assert subject.account is not None
+    if subject.job.layout.recompute != "selective" or subject.account.is_device:
+        return 0.0
+    now, then = expected(subject), what_if(subject, without)
+    if now is None or then is None:
+        return 0.0
+    both_s = now.time_s.get("host_gap", 0.0) - then.time_s.get("host_gap", 0.0)
+    return max(0.0, both_s) / 2 * subject.step_s / now.step_s
 
 
 def _hooks_s(subject: Subject) -> float:

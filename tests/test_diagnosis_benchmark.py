@@ -107,6 +107,7 @@ def test_a_diagnosis_is_right_when_name_and_gain_are():
     assert "1 of 2 named" in told[0]
     assert "2 of 3 runs" in told[0]
     assert "for 0 (1 of 3" in told[0]
+    assert told[0].endswith("seed by seed: 1")
     assert "1 of 2" in told[1]
 
 

@@ -133,11 +133,16 @@ def _count(cells: Sequence[Cell]) -> str:
     names = {cell.fault for cell in cells}
     named = {name for name in names if all(c.is_named for c in cells if c.fault == name)}
     near = {name for name in names if all(c.is_near for c in cells if c.fault == name)}
+    of_seeds = [
+        sum(c.is_named and c.is_near for c in cells if c.seed == seed)
+        for seed in sorted({c.seed for c in cells})
+    ]
     return (
         f"{len(named)} of {len(names)} named first at every seed of theirs "
         f"({sum(c.is_named for c in cells)} of {len(cells)} runs); gain within "
         f"{_percent(MOST_ERROR)} at every one for {len(near)} "
-        f"({sum(c.is_near for c in cells)} of {len(cells)} runs)"
+        f"({sum(c.is_near for c in cells)} of {len(cells)} runs); both, seed by seed: "
+        f"{', '.join(map(str, of_seeds))}"
     )
 
 

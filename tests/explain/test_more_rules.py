@@ -126,6 +126,22 @@ def test_what_the_hooks_of_shards_take_of_the_host_is_saved_too() -> None:
     assert found("sharding-not-needed", of).gain_s == pytest.approx(0.032)
 
 
+def test_shards_keep_more_cores_from_computing_than_replicas() -> None:
+    waits = {**DEVICE, "exposed_comm.fsdp": 60.0}
+    gather = {"name": "all_gather", "axis": "fsdp", "bytes": 1 << 20, "duration_ms": 40}
+    made = account([waits, waits], collectives=[gather])
+
+    def gain_s(zero: int, core_wait_s: float) -> float:
+        lines = [line(step, 120, ranks={"core_wait_s": [core_wait_s] * 2}) for step in range(9)]
+        facts = {"num_cores": 2, "num_ranks": 2}
+        of = subject(made, job(2, dp=1, fsdp=2, zero=zero), lines=lines, facts=facts)
+        return found("sharding-not-needed", of).gain_s
+
+    # Of three times the parameters that travel, two go on travelling.
+    assert gain_s(3, 0.009) - gain_s(3, 0.0) == pytest.approx(0.003)
+    assert gain_s(2, 0.009) == gain_s(2, 0.0)
+
+
 def test_shards_on_devices_whose_speed_is_known_are_the_planner_s_to_judge() -> None:
     """Eight H100, whose replicas would expose next to nothing of their gradients."""
     of = job(8, cluster=cluster(nodes=1), batch=256, dp=1, fsdp=8, zero=3)

@@ -142,6 +142,14 @@ def test_writing_checkpoints_costs_ranks_that_compute_on_every_core() -> None:
         assert the("checkpoint-stall", made).gain_s == pytest.approx(wanted, rel=0.02)
 
 
+def test_writing_that_is_told_beside_a_window_counts() -> None:
+    told = lines(100, num=43, checkpoint_cpu_s=0.0, terms={"checkpoint_stall": 0.02})
+    for one, after in zip(told[3::4], told[4::4], strict=True):
+        one["profiled"], after["checkpoint_cpu_s"] = True, 0.04
+    of = subject(None, job(2), lines=told, facts={"num_cores": 2, "num_ranks": 2})
+    assert the("checkpoint-stall", of).gain_s == pytest.approx(0.030, rel=0.02)
+
+
 def test_what_was_measured_stands_before_what_was_predicted_to_gain_as_much() -> None:
     of = subject(None, job(2), step_ms=100)
     sure, guess = (
@@ -309,6 +317,25 @@ def test_uneven_stages_gain_no_work_that_every_rank_has() -> None:
     # A block takes (125 - 65) / (6 - 2.1) ms, whatever the light rank does besides.
     found_ = the("uneven-stages", subject(account([heavy, light]), pipeline((6, 2))))
     assert found_.gain_s == pytest.approx(0.0154 * 1.9, rel=0.05)
+
+
+def test_even_stages_have_no_core_to_spare_for_threads_that_send() -> None:
+    known = cluster(nodes=1, kind="cpu").replace(devices_per_node=2)
+    work = [{"matmul": 110.0}, {"matmul": 50.0, "bubble": 60.0}]
+
+    def gain_s(cores: int, *core_wait_s: float) -> float:
+        told = lines(110, ranks={"busy_s": [0.1, 0.05], "core_wait_s": [*core_wait_s]})
+        facts = {"num_cores": cores, "num_ranks": 2}
+        of = pipeline((6, 2), cluster=known)
+        finding = found("uneven-stages", subject(account(work), of, lines=told, facts=facts))
+        assert finding is not None
+        return finding.gain_s
+
+    # Of 75 ms each is at work then it queues for 2 of 50, less 1, in 17 passes of 16.
+    assert gain_s(2, 0.0, 0.0) - gain_s(2, 0.001, 0.002) == pytest.approx(0.002 * 17 / 16)
+    # However it queued, not for more than threads of its own can be the cause of.
+    assert gain_s(2, 0.0, 0.0) - gain_s(2, 0.001, 0.025) == pytest.approx(0.0035 * 17 / 16)
+    assert gain_s(8, 0.0, 0.0) == gain_s(8, 0.001, 0.002)
 
 
 def test_few_micro_batches_leave_a_bubble() -> None:

@@ -98,7 +98,7 @@ class Subject:
             for before, line in zip([{}, *self.lines], self.lines, strict=False)
             if number(line.get("step_time_s")) and not _profiled(before) and not _profiled(line)
         ]
-        return kept[min(3, len(kept) // 4) :]
+        return _without_first(kept)
 
     @cached_property
     def step_s(self) -> float:
@@ -150,8 +150,12 @@ class Subject:
         if self.account is not None and self.account.is_device:
             return False
         cores = self.facts.get("num_cores")
-        used = self.facts.get("threads_per_rank", 1) * self.ranks_of_host
-        return cores is None or used >= cores
+        return cores is None or self.threads_of_host >= cores
+
+    @property
+    def threads_of_host(self) -> int:
+        """How many threads the ranks of rank 0's host compute with."""
+        return int(self.facts.get("threads_per_rank", 1)) * self.ranks_of_host
 
     @cached_property
     def ranks_of_host(self) -> int:
@@ -191,15 +195,30 @@ class Subject:
 
     def mean_s(self, key: str) -> float:
         """Mean of a line's seconds over the steady steps: a term, or a key of the line itself."""
-        values = [number({**line, **(line.get("terms") or {})}.get(key)) for line in self.steady]
-        present = [value for value in values if value is not None]
-        return sum(present) / len(present) if present else 0.0
+        return _mean_s(self.steady, key)
+
+    def background_s(self, key: str) -> float:
+        """The same of what goes on beside steps, and is told by whichever is the next: over all but
+        the first, those around windows too."""
+        return _mean_s(_without_first(self.lines), key)
 
 
 def only_axis(job: Job) -> str | None:
     """The axis of collectives that don't tell theirs; None where it could be one of several."""
     used = [axis for axis in ("dp", "fsdp", "tp", "pp", "cp") if getattr(job.layout, axis) != 1]
     return (used or ["dp"])[0] if len(used) < 2 else None
+
+
+def _without_first(lines: Sequence[Line]) -> list[Line]:
+    """Lines but for the first ones, whose steps allocate and compile."""
+    return [*lines[min(3, len(lines) // 4) :]]
+
+
+def _mean_s(lines: Sequence[Line], key: str) -> float:
+    """Mean of a term of some lines, or of a key of the lines themselves; 0 where none has it."""
+    values = [number({**line, **(line.get("terms") or {})}.get(key)) for line in lines]
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else 0.0
 
 
 def _profiled(line: Line) -> bool:

@@ -1,7 +1,8 @@
 """Busy: how long each rank was at work in each step, for the rules that compare ranks.
 
 The Run's lines say it of every step (`comm.busy`); where they don't, as in traces of others, the
-profiled steps do.
+profiled steps do. And how long ranks were ready and had no core, for those about what exchanging
+takes of them.
 """
 
 from typing import Any
@@ -10,9 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.explain.subject import Subject
+from paceline.observe.ranks import mean_figure, spread_of
 
 Array = npt.NDArray[Any]
 
+FAIR_QUEUE = 0.06
+"""Where ranks take all cores, their own threads that send and receive keep them waiting for so much
+of a step (measured, 4 to 8 % on two cores)."""
 _NOTHING_BETWEEN = 0.02
 _ENOUGH_STEPS = 8
 
@@ -29,6 +34,15 @@ def busy_s(subject: Subject) -> Array:
     """(steps, ranks), of every steady step where the Run says so, else of the profiled ones."""
     told = _told_busy_s(subject)
     return subject.measured.busy_s * subject.pace if told is None else told
+
+
+def queued_s(subject: Subject, under_way_s: float) -> float:
+    """What ranks are without a core in a step, at most while exchanges are under way: where ranks
+    compute on all cores, the threads that exchange have it. 0 where that isn't known."""
+    waits = spread_of(mean_figure(subject.steady, "core_wait_s"))
+    if waits is None or subject.account is None or not subject.cores_are_taken:
+        return 0.0
+    return min((waits.least + waits.most) / 2, under_way_s)
 
 
 def _told_busy_s(subject: Subject) -> Array | None:

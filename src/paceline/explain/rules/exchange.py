@@ -13,10 +13,10 @@ from paceline.config.noun import size
 from paceline.config.stack import Stack, constant
 from paceline.explain.changes import offered
 from paceline.explain.finding import Finding
+from paceline.explain.rules.busy import queued_s
 from paceline.explain.subject import Subject
 from paceline.explain.traffic import bus_factor
 from paceline.explain.what_if import what_if
-from paceline.observe.ranks import mean_figure, spread_of
 from paceline.observe.summary import bytes_text, step_time_text
 from paceline.plan.search.exchange import BUCKETS_MIB
 
@@ -74,9 +74,10 @@ def buckets_too_small(subject: Subject) -> Finding | None:
     if count <= 1.5 * wanted:
         return None
     latency_s = _latency_s(subject, where)
-    felt = min(1.0, cost_of_s(subject, where) / max(1e-12, traffic.link_s(where)))
-    queued_s = _queued_s(subject, where)
-    measured_s = (count - wanted) * latency_s * felt + (1 - wanted / count) * queued_s
+    # As much of it as is exposed: several on their way at once wait for each other besides.
+    felt = min(1.0, traffic.sent_exposed_s(where) / max(1e-12, count * latency_s))
+    waits_s = queued_s(subject, traffic.per_step(where, "duration_ns"))
+    measured_s = (count - wanted) * latency_s * felt + (1 - wanted / count) * waits_s
     changes, planned_s = best_bucket(subject)
     mib = total / times / wanted / 2**20
     return Finding.of(
@@ -84,10 +85,10 @@ def buckets_too_small(subject: Subject) -> Finding | None:
         "buckets-too-small",
         f"{count:.0f} all-reduces of {bytes_text(total / count)} a step, each with "
         f"{step_time_text(latency_s)} of latency.",
-        max(measured_s, min(planned_s, _cost_of_term_s(subject) + queued_s)),
+        max(measured_s, min(planned_s, _cost_of_term_s(subject) + waits_s)),
         [
             f"{wanted:.0f} of {mib:.3g} MiB would carry the same bytes and still overlap.",
-            *_told_queued(queued_s),
+            *_told_queued(waits_s),
         ],
         changes=changes or offered(subject.job, f"layout.bucket_mib={max(0.1, mib):.2g}"),
         advice="Larger buckets (bucket_cap_mb of DDP).",
@@ -155,13 +156,14 @@ def gradients(subject: Subject) -> Array | None:
 
 
 def cost_of_s(subject: Subject, where: Array) -> float:
-    """What some collectives add to a step: what is exposed, and of the hidden part as much as
-    sockets take of the cores. Waiting for a late rank is not their cost."""
-    exposed_s, link_s = subject.traffic.sent_exposed_s(where), subject.traffic.link_s(where)
+    """What some collectives add to a step: what is exposed, and what their threads take of the
+    cores, as ranks feel it or as sockets need it. Waiting for a late rank is not their cost."""
+    traffic = subject.traffic
+    exposed_s, link_s = traffic.sent_exposed_s(where), traffic.link_s(where)
     if not link_s:
         return exposed_s
-    hidden_s = max(0.0, link_s - exposed_s)
-    return exposed_s + hidden_s * _processor_s(subject, where) / link_s
+    hidden_s = max(0.0, link_s - exposed_s) * _processor_s(subject, where) / link_s
+    return exposed_s + max(hidden_s, queued_s(subject, traffic.per_step(where, "duration_ns")))
 
 
 def _cost_of_term_s(subject: Subject) -> float:
@@ -169,20 +171,11 @@ def _cost_of_term_s(subject: Subject) -> float:
     return float(subject.measured.term_s("exposed_comm.dp", "straggler_wait").mean())
 
 
-def _queued_s(subject: Subject, where: Array) -> float:
-    """What ranks are without a core in a step while collectives are on their way: where ranks
-    compute on all cores, the threads that exchange have it. 0 where that isn't known."""
-    waits = spread_of(mean_figure(subject.steady, "core_wait_s"))
-    if waits is None or subject.account is None or not subject.cores_are_taken:
-        return 0.0
-    return min((waits.least + waits.most) / 2, subject.traffic.link_s(where))
-
-
-def _told_queued(queued_s: float) -> list[str]:
+def _told_queued(waits_s: float) -> list[str]:
     """That threads of the exchange hold ranks up, where they do."""
-    if not queued_s:
+    if not waits_s:
         return []
-    return [f"Threads that exchange had a rank's core for {step_time_text(queued_s)} of a step."]
+    return [f"Threads that exchange had a rank's core for {step_time_text(waits_s)} of a step."]
 
 
 def _processor_s(subject: Subject, where: Array) -> float:

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.explain.finding import Finding
+from paceline.explain.rules.busy import FAIR_QUEUE
 from paceline.explain.rules.memory import ALLOCATING
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import predicted_s
@@ -22,9 +23,8 @@ _FAIR_SYNCS = 3
 # Python and the dispatcher pause for less than this between operators.
 _LONG_GAP_NS = 1_000_000
 _GC_RANGE = "paceline.gc"
-# Where ranks take all cores, their own threads that send and receive keep them waiting for so much
-# of a step (measured, 4 to 8 % on two cores); a wait is told from where it can't be that any more.
-_FAIR_QUEUE, _LEAST_QUEUE = 0.06, 0.12
+# A wait for a core is told from where threads of the ranks' own can't be the cause any more.
+_LEAST_QUEUE = 0.12
 # What checking costs where nothing is predicted, of a step: a rule of thumb.
 _ASSUMED_CHECKS = 0.1
 _ONCE = (
@@ -195,15 +195,14 @@ def cores_taken(subject: Subject) -> Finding | None:
     if waits is None or cores is None:
         return None
     # Where ranks have more threads than cores they queue behind each other.
-    is_crowded = subject.facts.get("threads_per_rank", 1) * subject.ranks_of_host > cores
-    if is_crowded or waits.least < _LEAST_QUEUE * subject.step_s:
+    if subject.threads_of_host > cores or waits.least < _LEAST_QUEUE * subject.step_s:
         return None
     return Finding.of(
         subject,
         "cores-taken",
         f"Every rank is without a core for {step_time_text(waits.least)} of a step or more.",
         # What one rank alone waits is a slow rank's.
-        waits.least - _FAIR_QUEUE * subject.step_s,
+        waits.least - FAIR_QUEUE * subject.step_s,
         [
             f"Rank {waits.at} was ready to compute and had none for {step_time_text(waits.most)}, "
             "by the kernel's count of queues and of stolen time."

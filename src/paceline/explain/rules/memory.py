@@ -6,6 +6,7 @@ from paceline.config.job import Job
 from paceline.config.noun import size
 from paceline.explain.changes import changed
 from paceline.explain.finding import Finding
+from paceline.explain.rules.busy import queued_s
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import expected, fits, limit_bytes, peak_bytes, what_if
 from paceline.observe.summary import bytes_text, step_time_text
@@ -55,13 +56,16 @@ def sharding_not_needed(subject: Subject) -> Finding | None:
     if without is None or fits(without) is False:
         return None
     exposed_s = float(subject.measured.term_s("exposed_comm.fsdp").mean())
-    hooks_s = _hooks_s(subject)
+    hooks_s, reducing_s = _hooks_s(subject), _reducing_s(subject, without, exposed_s)
+    # Shards are gathered twice and reduced once (below ZeRO-3 gathered once), an all-reduce carries
+    # as much as two of these; and as much less do threads of the exchange take of the cores.
+    less = 1 / 3 if job.layout.zero == 3 else 0.0
     return Finding.of(
         subject,
         "sharding-not-needed",
         f"Parameters are sharded over {job.layout.fsdp} ranks and gathered in every pass, and "
         "would fit as replicas.",
-        exposed_s + hooks_s - _reducing_s(subject, without, exposed_s),
+        exposed_s + hooks_s + queued_s(subject, exposed_s) * less - reducing_s,
         [
             f"Exchanging shards exposes {step_time_text(exposed_s)} of a step, and the host takes "
             f"{step_time_text(hooks_s)} for it; replicas all-reduce gradients once.",

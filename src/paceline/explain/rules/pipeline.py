@@ -15,9 +15,10 @@ from paceline.config.model import Model
 from paceline.config.noun import size
 from paceline.explain.changes import changed, offered
 from paceline.explain.finding import Finding
-from paceline.explain.rules.busy import busy_s, ranks_of
+from paceline.explain.rules.busy import FAIR_QUEUE, busy_s, ranks_of
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import what_if
+from paceline.observe.ranks import mean_figure
 from paceline.observe.summary import bytes_text, step_time_text
 from paceline.plan.points import Setting
 from paceline.plan.price.step import Simulated
@@ -176,11 +177,32 @@ def _gain_of_even_s(
     for each other; else by what ranks were seen to take for their work, or in proportion."""
     asked = what_if(subject, (change,))
     if asked is not None:
-        return asked.gain_s
+        return asked.gain_s - _queued_more_s(subject)
     seen_s = _seen_s(subject, max(work) - max(even))
     if seen_s is not None:
         return seen_s
     return _in_pipeline_s(subject) * (1 - max(even) / max(work))
+
+
+def _queued_more_s(subject: Subject) -> float:
+    """What a step with even stages loses because no rank has a core to spare.
+
+    Where ranks compute on all cores, threads that send and receive hold up those that compute
+    whenever all of them do: with uneven stages while the lightest one is at work, with even ones
+    always. The rank that is held up most sets the pace. 0 where that isn't known, and where ranks
+    outnumber cores, for then the planner knows what they cost each other.
+    """
+    job, waits = subject.job, mean_figure(subject.steady, "core_wait_s")
+    is_full = subject.threads_of_host == subject.facts.get("num_cores")
+    if job is None or not is_full or not isinstance(waits, list):
+        return 0.0
+    queued_s, at_work_s = np.array(waits), np.median(busy_s(subject), axis=0)
+    if len(queued_s) != len(at_work_s) or at_work_s.min() <= 0:
+        return 0.0
+    share = min(FAIR_QUEUE, queued_s.max() / at_work_s.min())
+    more_s = share * at_work_s.mean() - queued_s[at_work_s.argmax()]
+    stages, number = size(job.layout.pp), job.accumulation
+    return max(0.0, float(more_s)) * (number + stages - 1) / number
 
 
 def _seen_s(subject: Subject, less: float) -> float | None:

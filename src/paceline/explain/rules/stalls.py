@@ -42,7 +42,7 @@ def checkpoint_stall(subject: Subject) -> Finding | None:
     """Steps wait until the state has been copied for a checkpoint; on cores that are all at work
     they lose what writing it takes of them, too."""
     stall_s = subject.mean_s("checkpoint_stall")
-    taken_s = subject.mean_s("checkpoint_cpu_s") if subject.cores_are_taken else 0.0
+    taken_s = subject.background_s("checkpoint_cpu_s") if subject.cores_are_taken else 0.0
     lost_s = stall_s + taken_s
     stalls = [line["terms"].get("checkpoint_stall", 0.0) for line in subject.steady]
     longest_s = max(stalls, default=0.0)

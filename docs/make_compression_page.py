@@ -25,11 +25,10 @@ LOSS_FORMS = ("int8", "int4", "quinary")
 
 
 def seconds(curve: CodecCurve, values: float = VALUES) -> tuple[float, float]:
-    """Of coding so many values and of decoding what a mean over RANKS decodes."""
-    decoded = values * (2 - 1 / RANKS)
+    """Of coding so many values and of decoding those of both ranks."""
     return tuple(
         float(spent[-1] * count / curve.values[-1])
-        for spent, count in ((curve.encode, values), (curve.decode, decoded))
+        for spent, count in ((curve.encode, values), (curve.decode, RANKS * values))
     )
 
 

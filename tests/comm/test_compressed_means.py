@@ -101,7 +101,7 @@ def test_errors_and_bytes_are_those_of_the_codec():
         error, sent = found[name]
         # The largest of a block of normal values is about 3; a rounding is off by 0.3 steps.
         assert step / 10 < error < step * 2.5, name
-        # Of two ranks each sends the other its half of the summand, then of the mean; whole blocks.
+        # Of two ranks each sends the other its whole summand.
         assert sent == pytest.approx(num_values * bits / 8, rel=0.1), name
 
 

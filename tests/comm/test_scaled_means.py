@@ -60,7 +60,7 @@ def test_out_of_units_is_what_went_in_whatever_the_chunks(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ):
     whole = Units(PARTS, {}, LIKE)
-    monkeypatch.setattr(scaled, "chunk_values", lambda _device: chunk)
+    monkeypatch.setattr(scaled, "_CHUNK_VALUES", chunk)
     cut = Units(PARTS, {}, LIKE)
     for seed in range(3):
         whole.learn(_uneven(seed))

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from paceline.comm.compress.exchange import BlockMean
+from paceline.comm.compress.blockwise import Blockwise
 from paceline.comm.ranks import Ranks
 from paceline.parallel.replicate import exchange_of
 from paceline.train.checkpoint import Checkpointer, training_state
@@ -235,7 +235,7 @@ def _torn(rank, world_size):
     job = job_of(world_size, [*REPLICAS, "layout.dp=2", "comm.dp.compress=int8"])
     trainer = trainer_of(job, Ranks(rank, world_size, rank, world_size))
     if rank == 1:
-        BlockMean._decode = _raise
+        Blockwise.decode = _raise
     with pytest.raises((ValueError, RuntimeError)) as raised:
         trainer.step(0, _learnable(0, job, rank))()
     if rank == 1:

@@ -5,7 +5,7 @@ import os
 
 from torch import Tensor
 
-from paceline.comm.compress.exchange import BlockMean
+from paceline.comm.compress.blockwise import Blockwise
 from paceline.train import command, session
 
 CALL = 40
@@ -20,15 +20,15 @@ def faulty_rank(run_path: str, launcher_pid: int) -> None:
 
 
 def _break_decoding() -> None:
-    decode, calls = BlockMean._decode, []
+    decode, calls = Blockwise.decode, []
 
-    def broken(mean: BlockMean, *given: Tensor | int, **named: bool) -> None:
+    def broken(codec: Blockwise, *given: Tensor, **named: bool) -> None:
         calls.append(1)
         if len(calls) == CALL:
             raise ValueError("the payload is torn")
-        decode(mean, *given, **named)  # type: ignore[arg-type]
+        decode(codec, *given, **named)
 
-    BlockMean._decode = broken  # type: ignore[method-assign]
+    Blockwise.decode = broken  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ whatever N is, where an all-gather of everything would send N-1 times the coded 
 two codings, however many ranks. All ranks decode the same payloads, their own too, so all end with
 the same bits.
 
+Two ranks have it simpler: each codes all of its summand and sends it to the other. These are as
+many bytes, one wait instead of two, and no coding of what was coded already.
+
 What a coding loses stays with the rank that coded, in one buffer as long as the values: the errors
 of its summand for the chunks of others, the error of the mean for its own chunk (as the two-sided
 error feedback of 1-bit Adam, https://arxiv.org/abs/2102.02888, whose scheme this is).
@@ -26,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.collectives import Collectives
+from paceline.comm.compress.chunks import chunk_values
 from paceline.comm.compress.codec import BlockCodec
 from paceline.comm.compress.feedback import Part
 from paceline.comm.queue import Job
@@ -95,9 +99,10 @@ class BlockMeans:
         """Any."""
         return True
 
-    def mean_of(self, parts: Sequence[Part], like: Tensor) -> "BlockMean":
+    def mean_of(self, parts: Sequence[Part], like: Tensor) -> Mean:
         """The mean of a buffer as long as all parts; where one begins does not matter."""
-        return BlockMean(self.codec, self.group, sum(p.num_values for p in parts), like.device)
+        kind = PairMean if self.group.size() == 2 else BlockMean
+        return kind(self.codec, self.group, sum(p.num_values for p in parts), like.device)
 
     def state(self) -> dict[str, Tensor]:
         """Nothing."""
@@ -117,6 +122,7 @@ class BlockMean:
         self._num_ranks, self._rank = group.size(), group.rank()
         self._others = [rank for rank in range(self._num_ranks) if rank != self._rank]
         self._cuts = chunks(num_values, self._num_ranks)
+        chunk_values(device)  # tried now, and not beside a backward pass
         longest = codec.num_bytes(self._cuts[0].stop)
         self._payload_bytes = -(-longest // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self.sent_bytes = 2 * len(self._others) * self._payload_bytes
@@ -135,7 +141,7 @@ class BlockMean:
         for payload in self._received:
             self._decode(payload, values, self._rank, add=True)
         self._encode(values, errors, self._rank, self._own_mean[0])
-        yield self._all_gather()
+        yield _all_gather(self._means, self._own_mean, self._group)
         for rank, payload in enumerate(self._means):
             self._decode(payload, values, rank)
 
@@ -150,10 +156,6 @@ class BlockMean:
             )
         )
 
-    def _all_gather(self) -> dist.Work:
-        # By its lower name: the public one was renamed between torch 2.11 and 2.13.
-        return issued(self._group._allgather_base(self._means.view(-1), self._own_mean.view(-1)))
-
     def _encode(self, values: Tensor, errors: Tensor, rank: int, payload: Tensor) -> None:
         chunk = values[self._cuts[rank]]
         if chunk.numel():
@@ -165,6 +167,28 @@ class BlockMean:
         if chunk.numel():
             used = self._codec.num_bytes(chunk.numel())
             self._codec.decode(payload[:used], chunk, add=add)
+
+
+class PairMean:
+    """A mean of two ranks in the form of a codec, see the module."""
+
+    def __init__(
+        self, codec: BlockCodec, group: dist.ProcessGroup, num_values: int, device: torch.device
+    ) -> None:
+        self._codec, self._group = codec, group
+        self._used = codec.num_bytes(num_values)
+        self.sent_bytes = -(-self._used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        chunk_values(device)  # tried now, and not beside a backward pass
+        self._own = torch.zeros(self.sent_bytes, dtype=torch.uint8, device=device)
+        self._both = torch.zeros(2, self.sent_bytes, dtype=torch.uint8, device=device)
+
+    def average(self, values: Tensor, errors: Tensor) -> Job:
+        """Replace each rank's values by the mean of both, as `Mean` says."""
+        values.mul_(1 / 2)
+        self._codec.encode_with_error(values, errors, self._own[: self._used])
+        yield _all_gather(self._both, self._own, self._group)
+        for at, payload in enumerate(self._both):
+            self._codec.decode(payload[: self._used], values, add=at > 0)
 
 
 class ExactRest:
@@ -209,6 +233,11 @@ def exact_mean(values: Tensor, collectives: Collectives) -> Job:
 def exact_bytes(values_bytes: int, num_ranks: int) -> int:
     """What a rank sends for an exact sum: the least that is possible, which gloo and NCCL reach."""
     return 2 * (num_ranks - 1) * values_bytes // num_ranks
+
+
+def _all_gather(payloads: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    # By its lower name: the public one was renamed between torch 2.11 and 2.13.
+    return issued(group._allgather_base(payloads.view(-1), own.view(-1)))
 
 
 def issued(work: dist.Work | None) -> dist.Work:

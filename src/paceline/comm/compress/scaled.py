@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.compress.chunks import chunk_values
 from paceline.comm.compress.codec import BlockCodec
 from paceline.comm.compress.exchange import BlockMeans, Mean
 from paceline.comm.compress.feedback import Part
@@ -31,6 +30,9 @@ _MEMORY = 0.95
 """Of the squares that a step adds to: that of AdamW's second moment, whose noise is to be small."""
 _LEAST = 0.01
 """Of the mean square of a matrix: what a row or column has at least. Assumed."""
+_CHUNK_VALUES = 1 << 17
+"""Fits a core's cache. Not what is fastest here (`chunks`): sums over columns are added up chunk by
+chunk, and all ranks need the same bits."""
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -112,7 +114,7 @@ class Units:
                 num_rows, length = part.shape[0], part.shape[0] + part.shape[1:].numel()
                 if part.name not in squares:
                     squares[part.name] = torch.zeros(length, device=like.device)
-                chunks = tuple(_chunks(at, part.shape, chunk_values(like.device)))
+                chunks = tuple(_chunks(at, part.shape, _CHUNK_VALUES))
                 self._matrices.append(_Matrix(chunks, squares[part.name], num_rows))
             at += part.num_values
 

@@ -181,8 +181,14 @@ def exchange_s(cluster: Cluster, stack: Stack, training: Training, num_params: A
         across, constant(stack, "comm_time_across"), constant(stack, "comm_time_inside")
     )
     by = "" if training.algorithm in ("auto", "backend") else f".{training.algorithm}"
-    ops = wire_ops(training.codec) if training.codec.kind != "none" else ("all_reduce" + by,)
-    seconds = sum((collective_s(cluster, op, num_bytes, ranks, 1) for op in ops), np.zeros(1))
+    by = by if training.codec.kind == "none" else ""
+    seconds = sum(
+        (
+            collective_s(cluster, op + by, num_bytes * often, ranks, 1)
+            for op, often in wire_ops(training.codec, ranks)
+        ),
+        np.zeros(1),
+    )
     return np.where(num_bytes > 0, seconds * factor, 0.0)
 
 

@@ -1,8 +1,8 @@
 """Exchanged: what lossy and rare exchanges keep from step to step, in bytes.
 
 - `comm.dp.compress`: an fp32 error for every gradient that a rank exchanges, and payloads of
-  3 - 1/N times the coded size (to send to and received from the others, means, its own one); under
-  FSDP2 the gradients once more, flat.
+  3 - 1/N times the coded size (to send to and received from the others, means, its own one), of two
+  ranks 3 times (its own, and both); under FSDP2 the gradients once more, flat.
 - `comm.fsdp.compress`: an fp32 error for every parameter that a rank codes (all but its own shard;
   where nodes add up exactly, its place's part), and payloads each way of the largest unit.
 - `comm.fsdp.compress_weights`: payloads of the largest unit, its own one and those that come.
@@ -42,7 +42,8 @@ def _of_replicas(setting: Setting, points: Points, counts: Counts, replicas: Arr
     flat = np.where(is_fsdp(points) & (codec.kind != "none"), _FP32, 0)
     if setting.updates_locally:
         flat = 3 * points.param_bytes
-    return owned * (errors + flat + (3 - 1 / replicas) * _payload_bytes(codec))
+    payloads = np.where(replicas == 2, 3, 3 - 1 / replicas)
+    return owned * (errors + flat + payloads * _payload_bytes(codec))
 
 
 def _of_shards(setting: Setting, counts: Counts, shards: Array, inside: Array) -> Array:

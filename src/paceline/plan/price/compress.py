@@ -1,11 +1,12 @@
 """Compress: what the mean of replicas' gradients takes in each form that a Job can ask for.
 
 How it works, as `comm.compress` does it: a codec's payloads cross in an all-to-all, are decoded and
-added, coded again and gathered. So a buffer of n values costs the wire its coded size twice over,
-and each rank one coding of n values and somewhat less than two decodings. What is scattered to
-shards, or gathered from them, crosses once. PowerSGD sums up two thin factors of every matrix
-instead. The kernels of compression take time of the device that computes; a codec that was measured
-(`paceline bench`) has its own curve, another one is a number of passes over memory.
+added, coded again and gathered; two ranks gather their payloads at once. So a buffer of n values
+costs the wire its coded size twice over, but for the rank's own share, and each rank one coding of
+n values and nearly two decodings. What is scattered to shards, or gathered from them, crosses once.
+PowerSGD sums up two thin factors of every matrix instead. The kernels of compression take time of
+the device that computes; a codec that was measured (`paceline bench`) has its own curve, another
+one is a number of passes over memory.
 
 When it pays: where (1 - 1 / ratio) x bytes / bandwidth, less what was hidden beside the backward
 pass, is more than the codec's seconds (https://arxiv.org/abs/2103.00543 finds few such places among
@@ -19,6 +20,7 @@ Legend of shapes: n points.
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from paceline.config.comm import Codec, coded_bits
 from paceline.config.device import Device
@@ -50,17 +52,20 @@ _LOW_RANK_BYTES = 36
 _CROSSINGS = {"all_reduce": 2, "all_to_all": 1, "all_gather": 1}
 
 
-def wire_ops(codec: Codec) -> tuple[str, ...]:
-    """The collectives of a mean in this form, each of as many bits as `bits_per_value` says."""
+def wire_ops(codec: Codec, num_ranks: ArrayLike) -> tuple[tuple[str, Array], ...]:
+    """The collectives of a mean in this form, and how often each carries what `bits_per_value`
+    says: (n,) each."""
+    one = np.ones(1)
     if codec.kind == "none":
-        return ("all_reduce",)
+        return (("all_reduce", one),)
     if codec.kind == "powersgd":
-        return ("all_reduce", "all_reduce")
-    return ("all_to_all", "all_gather")
+        return (("all_reduce", one), ("all_reduce", one))
+    is_pair = np.asarray(num_ranks) == 2
+    return (("all_to_all", np.where(is_pair, 0, one)), ("all_gather", np.where(is_pair, 2, one)))
 
 
 def bits_per_value(codec: Codec, works: Sequence[Work], value_bytes: Array) -> Array:
-    """Of a buffer that one of `wire_ops` carries: (n,).
+    """Of a buffer as `wire_ops` carry it: (n,).
 
     Args:
         codec: in which form.
@@ -82,7 +87,8 @@ def codec_s(device: Device, codec: Codec, num_values: Array, num_ranks: Array) -
         return np.zeros(1)
     if codec.kind == "powersgd":
         return memory_s(device, num_values * _LOW_RANK_BYTES)
-    decoded = num_values * (2 - 1 / np.maximum(num_ranks, 1))
+    own_sum = np.where(num_ranks == 2, 0, 1 / np.maximum(num_ranks, 1))  # is never decoded
+    decoded = num_values * (2 - own_sum)
     scaled: Array | int = 0
     if codec.kind == "quinary":
         scaled = memory_s(device, num_values * _UNIT_BYTES)
@@ -120,7 +126,7 @@ def _coding_s(device: Device, codec: Codec, coded: Array, decoded: Array) -> Arr
 
 def sent_bytes(codec: Codec, num_bytes: Array, num_ranks: Array) -> Array:
     """What a rank sends for the mean of a buffer whose form takes so many bytes: (n,)."""
-    crossings = sum(_CROSSINGS[op] for op in wire_ops(codec))
+    crossings = sum(_CROSSINGS[op] * often for op, often in wire_ops(codec, num_ranks))
     num_ranks = np.maximum(num_ranks, 1)
     return num_bytes * crossings * (num_ranks - 1) / num_ranks
 

@@ -111,7 +111,7 @@ def wire_bytes(setting: Setting, points: Points) -> tuple[Array, Array]:
 
 
 def coded_bytes(setting: Setting, points: Points, works: Sequence[Work]) -> Array:
-    """Bytes per value of a gradient between replicas: in each collective of `wire_ops`."""
+    """Bytes per value of a gradient between replicas, as `wire_ops` carry it."""
     _, reduced = wire_bytes(setting, points)
     return bits_per_value(setting.replica_codec, works, reduced) / 8
 
@@ -135,16 +135,18 @@ def requests(setting: Setting, points: Points, works: Sequence[Work], held: Held
             replicas = np.where(sharded, groups.replicas, 1)
             asked += _among_shards(setting, points, params, groups)
             asked += [
-                Request(op, params / groups.shards * across, replicas, groups.replica_stride)
-                for op in wire_ops(setting.replica_codec)
+                Request(
+                    op, params / groups.shards * across * often, replicas, groups.replica_stride
+                )
+                for op, often in wire_ops(setting.replica_codec, replicas)
             ]
     groups = dense_groups(points)
     replicas = np.where(sharded, 1, groups.replicas)
     _, reduced = wire_bytes(setting, points)
     bucket = _bucket_bytes(setting, points, total_params(works, held) * reduced)
     return asked + [
-        Request(op, bucket / reduced * across, replicas, groups.replica_stride)
-        for op in wire_ops(setting.replica_codec)
+        Request(op, bucket / reduced * across * often, replicas, groups.replica_stride)
+        for op, often in wire_ops(setting.replica_codec, replicas)
     ]
 
 
@@ -186,7 +188,7 @@ def _num_reductions(setting: Setting) -> int:
 
 def _num_calls(setting: Setting) -> int:
     """Collectives of a unit's dense parameters, or of its experts."""
-    return 1 + _num_reductions(setting) + len(wire_ops(setting.replica_codec))
+    return 1 + _num_reductions(setting) + len(wire_ops(setting.replica_codec, 1))
 
 
 def _bucket_bytes(setting: Setting, points: Points, total_bytes: Array) -> Array:

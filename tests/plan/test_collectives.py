@@ -352,6 +352,24 @@ def test_a_measured_network_is_composed_with_the_measured_node():
     assert collective_s(where, "send_recv", big, 4, 1) == pytest.approx(across)
 
 
+def measured_hosts() -> Cluster:
+    """Two hosts with two CPU ranks each, and a slow link between."""
+    tiers = (measured_tier("loopback", 2, 100.0), measured_tier("network", 4, 10.0))
+    return cluster(Device(name="CPU", kind="cpu"), per_node=2, nodes=2).replace(tiers=tiers)
+
+
+def test_gloo_goes_around_one_ring_of_all_ranks():
+    where, big = measured_hosts(), 2.0**30
+    # A quarter of the buffer leaves a node in each step: half of what its two ranks were measured
+    # to send at once.
+    step = 1e-5 + big / 8 / 10e9
+    assert collective_s(where, "all_gather", big, 4, 1) == pytest.approx(3 * step)
+    assert collective_s(where, "all_reduce", big, 4, 1) == pytest.approx(6 * step)
+    assert collective_s(where, "reduce_scatter", big, 4, 1) == pytest.approx(6 * step)
+    assert collective_s(where, "all_gather", big, 2, 2) == pytest.approx(1e-5 + big / 10e9)
+    assert collective_s(where, "all_reduce.hierarchical", big, 4, 1) < 6 * step
+
+
 CLUSTERS = {
     "a100": cluster("A100-80", nodes=16),
     "b200 efa": cluster("B200", nodes=16, net=network("efa", 128, 400, 18)),
@@ -359,6 +377,7 @@ CLUSTERS = {
     "pcie": cluster("A100-80-PCIe", nodes=16),
     "tpu": cluster("TPUv5p", per_node=4, nodes=32),
     "cpu": cluster(Device(name="CPU", kind="cpu"), per_node=4, nodes=2),
+    "measured hosts": measured_hosts(),
     "measured": cluster(per_node=2, nodes=2).replace(
         tiers=(measured_tier("node", 2, 100.0), measured_tier("network", 4, 10.0))
     ),

@@ -3,7 +3,9 @@
 Curves of the first tier are of groups inside one of its domains. Curves of an outer tier are of
 groups with one rank in each of its domains below, while all groups beside them exchange as well (so
 `paceline bench` measures them). A group with more ranks per domain is composed of both: scattered
-inside, exchanged across by all its members at once, gathered inside.
+inside, exchanged across by all its members at once, gathered inside. gloo knows no domains: its
+sums and gatherings go around one ring of all ranks, whose steps take as long as the slowest of a
+step's messages.
 """
 
 from collections.abc import Mapping
@@ -148,17 +150,36 @@ _PARTS_INSIDE = {
 }
 
 
+_GLOO_ROUNDS = {"all_reduce": 2, "reduce_scatter": 2, "all_gather": 1}
+"""How often a ring is gone round; gloo scatters the sums of a whole all-reduce."""
+
+
 def _composed_s(links: Links, op: str, size: Array, groups: Spread) -> Array | None:
     """Seconds by curves of the outer tier, where it was measured and is the only one."""
     nodes = groups.domains[1]
     local = groups.num_ranks / nodes
-    shared = op in ("all_reduce", "all_gather", "reduce_scatter")
     if len(links.tables) != 2:
         return None
+    shared = op in _GLOO_ROUNDS
     across = _table_s(links.tables[1], op, size / local if shared else size, nodes)
     if across is None:
         return None
+    if links.is_gloo and shared and all("send_recv" in tables for tables in links.tables):
+        return np.where(local > 1, _gloo_ring_s(links, op, size, groups), across)
     within = groups.on_one_domain(local)
     for part in _PARTS_INSIDE[op]:
         across = across + np.where(local > 1, _inside_s(links, part, size, within), 0.0)
     return across
+
+
+def _gloo_ring_s(links: Links, op: str, size: Array, groups: Spread) -> Array:
+    """Seconds of a ring of all ranks in their order: one message leaves each node at a time."""
+    nodes = groups.domains[1]
+    local = groups.num_ranks / nodes
+    message = size / groups.num_ranks
+    inside = _table_s(links.tables[0], "send_recv", message, local)
+    # That curve is of messages by all ranks of a node at once.
+    across = _table_s(links.tables[1], "send_recv", message / local, nodes)
+    assert inside is not None
+    assert across is not None
+    return _GLOO_ROUNDS[op] * (groups.num_ranks - 1) * np.maximum(inside, across)

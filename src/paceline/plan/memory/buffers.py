@@ -23,6 +23,10 @@ _GIB = 2**30
 # prediction should rather be too high. Assumed for other systems, and for expandable segments,
 # which need less.
 SLACK_SHARE = 0.15
+# Tensors that were freed while a second stream had them, so that the allocator holds them still: of
+# tp those that were gathered and summed; of gathered keys and values those of the forward pass made
+# again, and of the backward pass. Two explains tp's published peaks (torchtitan).
+_LATE = 2
 # A CUDA context with its loaded kernels and cuBLAS workspaces (assumed; 0.4-0.6 GiB are usual).
 CONTEXT_BYTES = 0.5 * _GIB
 # NCCL's buffers for one group of ranks (assumed: 0.4 GiB are usual for eight ranks, with 16
@@ -35,9 +39,9 @@ def slack_bytes(setting: Setting, points: Points, terms: Mapping[str, Array]) ->
 
     A segment that was freed serves requests that are no larger, so some memory is reserved for one
     moment only: 16-bit logits make no room for what follows them, and shards of gradients lie among
-    what activations left (counted up to the general share). Tensors that a second stream uses,
-    those that tp gathers and sums, come free late: two of the whole stream, unless symmetric
-    memory, which isn't the allocator's, takes their place.
+    what activations left (counted up to the general share). What tp gathers and sums comes free
+    late, each as long as the whole stream, unless symmetric memory, which isn't the allocator's,
+    takes its place.
 
     Args:
         setting: its device; a CPU's allocator gives memory back.
@@ -53,7 +57,7 @@ def slack_bytes(setting: Setting, points: Points, terms: Mapping[str, Array]) ->
     absent = np.minimum(np.maximum(terms["waiting"] - terms["grads"], 0), share)
     narrow = terms["logits"] * narrow_share(setting, points)
     stream = shape_of(setting, points).tokens * setting.model.hidden_size * points.value_bytes
-    late = np.where((points.tp > 1) & ~points.async_tp.astype(bool), 2 * stream, 0)
+    late = np.where((points.tp > 1) & ~points.async_tp.astype(bool), _LATE * stream, 0)
     return share + absent + narrow + late + terms["flat"]
 
 
@@ -80,12 +84,12 @@ def sent_bytes(setting: Setting, points: Points, holdings: Holdings) -> Array:
 def _gathered_numbers(points: Points, value: Array) -> Array:
     """Bytes per query number of a rank where keys and values come all together.
 
-    As torch.distributed.tensor.experimental._context_parallel has it: keys and values of all ranks
-    and those that are sent; their gradients in fp32 at home, sent and received, and this step's;
-    the gradient of the queries in fp32 and this step's.
+    As torch.distributed.tensor.experimental._context_parallel has it: keys and values of all ranks,
+    those that come free late, and those that are sent; their gradients in fp32 at home, sent and
+    received, and this step's; the gradient of the queries in fp32 and this step's.
     """
     ranks = points.cp / points.ulysses
-    keys_and_values = 2 * ((ranks + 1) * value + 3 * _FP32 + value)
+    keys_and_values = 2 * (((1 + _LATE) * ranks + 1) * value + 3 * _FP32 + value)
     return keys_and_values + _FP32 + value
 
 

@@ -1,10 +1,11 @@
 """Collectives by our algorithms against gloo's: seconds, bytes on the wire, and both as predicted.
 
 How it works: ranks run in the network laboratory (`benchmarks.netlab`), so that the counters of
-their interfaces count nothing else. First the ranks' links are measured as `paceline bench` does
-it; from these curves the planner's price of every algorithm is asked, which stands beside what was
-measured. Algorithms alternate, in short blocks of calls; what is told is the median over blocks of
-the slowest rank. The set-ups:
+their interfaces count nothing else. Before each op the ranks' links are measured as `paceline
+bench` does it, since what a small message takes drifts within minutes; from these curves the
+planner's price of every algorithm is asked, which stands beside what was measured. Algorithms
+alternate, in blocks as long as the bench's; what is told is the median over blocks of the slowest
+rank. The set-ups:
 - one host, over loopback: where ours wins against gloo's without any slow link;
 - two hosts with two ranks each and a slow link between: hierarchical against flat. Its bytes over
   the link must be the theoretical minimum, 2 (m - 1) / m of the buffer per node. Sums that are
@@ -40,7 +41,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from benchmarks.netlab import Laboratory, rate_text, read_rate
 from benchmarks.provenance import RESULTS, folder_of, taken_with
 from paceline.bench.clock import Clock
-from paceline.bench.collectives import all_groups, measure_tiers
+from paceline.bench.collectives import Group, all_groups, measure_tiers
 from paceline.comm.algorithms import ALGORITHMS, OPS
 from paceline.comm.collectives import Collectives
 from paceline.comm.compress.codecs import codec_of
@@ -58,9 +59,8 @@ from paceline.plan.price.compress import scattering_s
 HERE = Path(__file__).resolve().parent
 LOCAL = (2**12, 2**16, 2**20, 2**24)
 SLOW = (2**18, 2**20, 2**22)
-LINK_SIZES = (2**9, 2**13, 2**17, 2**20, 2**22)
-BLOCK_BYTES = 2**23
-"""Buffers of a block of calls, ten at most: a scheduler's turn is a few milliseconds."""
+MOST_CALLS = 200
+"""Of a block."""
 LEAST_BYTES = 2**18
 """Of what is counted: below, the counters see more of barriers and acknowledgements."""
 
@@ -87,34 +87,43 @@ def exchanges(ranks: Ranks, sizes: Sequence[int], blocks: int) -> list[Row]:
     """Every op by every algorithm at every size."""
     # Links of the laboratory let a burst through at once: only longer blocks see their rate.
     is_shaped = ranks.local_world_size < ranks.world_size
-    clock = Clock(ranks, block_s=0.3 if is_shaped else 0.03, num_blocks=3)
+    clock = Clock(ranks, *((0.3, 3) if is_shaped else (0.03, 15)))
     groups = all_groups(ranks)
-    tiers = measure_tiers(clock, groups, LINK_SIZES, "this run", lambda _: None)
-    nodes = ranks.world_size // ranks.local_world_size
-    here = this_machine()
-    device = here.known_device.replace(memory_bytes_per_s=_adding_rate(clock))
-    cluster = here.replace(
-        device=device, devices_per_node=ranks.local_world_size, num_nodes=nodes, tiers=tiers
-    )
     rows = []
     for op in OPS:
+        cluster = _measured(clock, groups, op, max(sizes))
         for size in sizes:
-            rows += _at_size(op, size, blocks, ranks, cluster)
-    if nodes > 1:
+            rows += _at_size(op, size, blocks, clock, cluster)
+    if is_shaped:
+        cluster = _measured(clock, groups, "all_to_all", max(sizes))
         for size in sizes:
-            rows += _coded(size, blocks, ranks, cluster)
+            rows += _coded(size, blocks, clock, cluster)
     return rows
+
+
+def _measured(clock: Clock, groups: Sequence[Group], op: str, largest: int) -> Cluster:
+    """The links as they are now, by what the prices of an op are made of."""
+    ranks, sizes = clock.ranks, tuple(2**power for power in range(9, largest.bit_length(), 2))
+    ops = (op, "send_recv")
+    tiers = measure_tiers(clock, groups, (*sizes, largest), "this run", lambda _: None, ops)
+    here = this_machine()
+    return here.replace(
+        device=here.known_device.replace(memory_bytes_per_s=_adding_rate(clock)),
+        devices_per_node=ranks.local_world_size,
+        num_nodes=ranks.world_size // ranks.local_world_size,
+        tiers=tiers,
+    )
 
 
 def _adding_rate(clock: Clock) -> Figure:
     """Bytes/s that are read and written by adding one buffer to another."""
-    sums, values = torch.zeros(2**18), torch.ones(2**18)
+    sums, values = torch.zeros(2**21), torch.ones(2**21)
     seconds = clock.seconds(lambda: sums.add_(values))
     return Figure(value=3 * sums.nbytes / seconds, origin="measured", source="this run")
 
 
-def _at_size(op: str, size: int, blocks: int, ranks: Ranks, cluster: Cluster) -> list[Row]:
-    n = ranks.world_size
+def _at_size(op: str, size: int, blocks: int, clock: Clock, cluster: Cluster) -> list[Row]:
+    ranks, n = clock.ranks, clock.ranks.world_size
     whole, part = torch.zeros(size // 4), torch.zeros(size // 4 // n)
     names = ("backend", *ALGORITHMS[op])
     if ranks.local_world_size == n:
@@ -131,11 +140,12 @@ def _at_size(op: str, size: int, blocks: int, ranks: Ranks, cluster: Cluster) ->
         name: collective_s(cluster, op if name == "backend" else f"{op}.{name}", size, n, 1)
         for name in names
     }
-    return _rows(op, size, blocks, ranks, todo, predicted)
+    return _rows(op, size, blocks, clock, todo, predicted)
 
 
-def _coded(size: int, blocks: int, ranks: Ranks, cluster: Cluster) -> list[Row]:
+def _coded(size: int, blocks: int, clock: Clock, cluster: Cluster) -> list[Row]:
     """A sum that is scattered to shards: by the backend, and as int8 with error feedback."""
+    ranks = clock.ranks
     n, inside = ranks.world_size, ranks.local_world_size
     whole, part = torch.zeros(size // 4), torch.zeros(size // 4 // n)
     form = codec("int8")
@@ -159,22 +169,23 @@ def _coded(size: int, blocks: int, ranks: Ranks, cluster: Cluster) -> list[Row]:
             + collective_s(cluster, "all_to_all", coded_bytes / taken, n // taken, taken)
             + scattering_s(device, form, size / 4 / taken * ones, n / taken * ones)
         )
-    return _rows("coded reduce_scatter", size, blocks, ranks, todo, predicted)
+    return _rows("coded reduce_scatter", size, blocks, clock, todo, predicted)
 
 
 def _rows(
     op: str,
     size: int,
     blocks: int,
-    ranks: Ranks,
+    clock: Clock,
     todo: dict[str, Callable[[], None]],
     predicted: dict[str, Any],
 ) -> list[Row]:
     """Time calls in turns, and set what was predicted beside it."""
-    found = _alternating(todo, blocks, max(1, min(10, BLOCK_BYTES // size)))
-    n = ranks.world_size
+    usual_s = clock.mean(median(float(np.squeeze(each)) for each in predicted.values()))
+    found = _alternating(todo, blocks, max(1, min(MOST_CALLS, round(clock.block_s / usual_s))))
+    n = clock.ranks.world_size
     return [
-        {"op": op, "bytes": size, "ranks": n, "nodes": n // ranks.local_world_size}
+        {"op": op, "bytes": size, "ranks": n, "nodes": n // clock.ranks.local_world_size}
         | {"algorithm": name, "seconds": seconds, "wire": wire}
         | {"predicted_s": float(np.squeeze(predicted[name]))}
         for name, (seconds, wire) in found.items()
@@ -316,11 +327,12 @@ def least_bytes(row: Row) -> float:
 
 
 def misfit(rows: Sequence[Row]) -> dict[str, float]:
-    """Median absolute error of the predicted seconds, by algorithm."""
+    """Median absolute error of the predicted seconds, of all rows and by algorithm."""
     errors: dict[str, list[float]] = {}
     for row in rows:
         off = abs(row["predicted_s"] / row["seconds"] - 1)
-        errors.setdefault(row["algorithm"], []).append(off)
+        for name in ("all", row["algorithm"]):
+            errors.setdefault(name, []).append(off)
     return {name: median(each) for name, each in errors.items()}
 
 
@@ -351,6 +363,8 @@ def main() -> None:
         if "predicted_s" in rows[0]:
             told = ", ".join(f"{name} {off:.0%}" for name, off in misfit(rows).items())
             console.print(f"median error of the predicted seconds: {told}\n")
+    priced = [row for rows in found.values() for row in rows if "predicted_s" in row]
+    console.print(f"of all {len(priced)} predicted seconds: {misfit(priced)['all']:.0%}")
     file = folder_of(given.results, about) / "collectives.json"
     file.write_text(json.dumps({"facts": about, "rows": found}, indent=1) + "\n")
     console.print(f"results: {file}")

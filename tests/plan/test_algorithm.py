@@ -14,6 +14,7 @@ from paceline.plan.resolve import resolve
 
 CPU = Device(name="CPU", kind="cpu", precisions=("fp32",))
 FAST, SLOW = 72.0, 0.2  # Gbit/s
+HOST_S = 110e-6  # of a round, beside its messages
 MIB = 2**20
 
 
@@ -41,7 +42,8 @@ def test_bandwidth_and_latency_are_those_of_theory():
     small = [seconds(where, f"all_reduce.{name}", 64, 8) for name in ("ring", "halving_doubling")]
     # A message takes its latency twice (announced, then sent). Of eight ranks, some rounds of
     # halving send around the end of the buffer: one more message in four of its six rounds.
-    assert small == pytest.approx([14 * 120e-6, (6 + 4 / 2) * 120e-6], rel=0.01)
+    in_theory = [14 * (120e-6 + HOST_S), (6 + 4 / 2) * 120e-6 + 6 * HOST_S]
+    assert small == pytest.approx(in_theory, rel=0.01)
 
 
 def test_across_nodes_only_what_leaves_them_counts():
@@ -76,16 +78,17 @@ def test_messages_take_what_was_measured_of_them():
     curve = CollectiveCurve(num_ranks=2, bytes=(64.0, MIB), seconds=(1e-3, 5e-3), source="here")
     where = hosts(1, 2)
     where = where.replace(tiers=(where.tiers[0].replace(collectives={"send_recv": (curve,)}),))
-    assert seconds(where, "reduce_scatter.pairwise", 2 * MIB, 2) == pytest.approx(5e-3)
-    assert seconds(where, "all_reduce.one_shot", 64, 2) == pytest.approx(1e-3)
+    assert seconds(where, "reduce_scatter.pairwise", 2 * MIB, 2) == pytest.approx(5e-3 + HOST_S)
+    assert seconds(where, "all_reduce.one_shot", 64, 2) == pytest.approx(1e-3 + HOST_S)
 
 
-def test_adding_takes_the_memorys_time():
+def test_adding_and_copying_take_the_memorys_time():
     fast = CPU.replace(memory_bytes_per_s=Figure(value=3e9, origin="measured", source="here"))
     where = hosts(1, 2)
     more = seconds(where.replace(device=fast), "reduce_scatter.pairwise", 64 * MIB, 2)
     more -= seconds(where, "reduce_scatter.pairwise", 64 * MIB, 2)
-    assert more == pytest.approx(3 * 32 * MIB / 3e9, rel=0.5)
+    # Two reads and a write to add a half, a read and a write to hand out the sum.
+    assert more == pytest.approx(5 * 32 * MIB / 3e9, rel=0.3)
 
 
 def test_what_the_choice_depends_on():
@@ -101,7 +104,7 @@ def test_what_the_choice_depends_on():
     gpus = hosts(2, 8, device=Device(name="GPU", kind="cuda", precisions=("bf16",)))
     assert chosen(gpus, "reduce_scatter", MIB, 16) == "backend"
     why = choose_algorithm(hosts(2, 2), "all_reduce", MIB, 4, 1)
-    assert why.reason.startswith("1 MiB among 4 ranks take 46.1 ms by hierarchical, 68.")
+    assert why.reason.startswith("1 MiB among 4 ranks take 46.5 ms by hierarchical, 68.")
 
 
 def test_groups_too_large_to_count_are_the_backends():

@@ -11,7 +11,7 @@ it all: what is seen is the device's time, not the host's.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
 
@@ -44,6 +44,15 @@ class Clock:
         caches; all ranks must give as many.
         """
         return self.mean(median(self.blocks(*calls)))
+
+    def in_rounds(self, calls: Iterable[Call]) -> list[float]:
+        """Seconds of each call, mean over ranks. A block of each comes before the next of any, so
+        that what lasts for a while is seen by all of them."""
+        sized = [(call, self._calls_in_a_block((call,))) for call in calls]
+        rounds = [
+            [self._block((call,), number) for call, number in sized] for _ in range(self.num_blocks)
+        ]
+        return [self.mean(median(each)) for each in zip(*rounds, strict=True)]
 
     def blocks(self, *calls: Call) -> list[float]:
         """Seconds of a call in each block, as this rank saw them; arguments as in `seconds`."""

@@ -3,13 +3,20 @@
 How it works: through torch.distributed, as training does (gloo between CPU ranks, NCCL between
 CUDA devices). All groups of a size run at the same time, as the groups of a layout do. Before a
 size is timed, its result is compared with what it must be. Sizes are those of nccl-tests: the whole
-buffer that is reduced, gathered or scattered.
+buffer that is reduced, gathered or scattered; they take turns.
+
+Between CPU ranks a small exchange takes 0.3 to 2.5 ms, as the scheduler places gloo's threads, and
+that lasts for tenths of a second (measured: 300 blocks of 30 all-reduces of 4 KiB, two ranks on two
+cores). It depends on what was done before: repeated for a second, all-reduces take 1.1 to 1.6 ms,
+in turns with other exchanges, as a step has them, 0.5 to 0.9. So there all collectives take turns,
+and many of them.
 
 Inside a node a group is of neighbours in rank order; across nodes it has one rank of each.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice, product
 from typing import NamedTuple
 
 import torch
@@ -88,7 +95,12 @@ def _group(ranks: Ranks, size: int, stride: int, ranks_per_node: int, backend: s
 
 
 def measure_tiers(
-    clock: Clock, groups: Sequence[Group], sizes: Sequence[int], source: str, say: Say
+    clock: Clock,
+    groups: Sequence[Group],
+    sizes: Sequence[int],
+    source: str,
+    say: Say,
+    ops: Sequence[str] = OPS,
 ) -> tuple[Tier, ...]:
     """The links of this cluster with their measured collectives, the fastest first.
 
@@ -98,6 +110,7 @@ def measure_tiers(
         sizes: bytes, see `sizes_of`.
         source: where, when and by which command.
         say: called with each collective and number of ranks.
+        ops: which; send_recv among them.
 
     Raises:
         RunError: a collective gave a wrong result.
@@ -111,7 +124,7 @@ def measure_tiers(
     ):
         of_tier = [each for each in groups if each.across == across]
         if of_tier:
-            curves = measure_curves(clock, of_tier, sizes, source, say)
+            curves = measure_curves(clock, of_tier, sizes, source, say, ops)
             tiers.append(tier_of(name, num_devices, curves, source))
     return tuple(tiers)
 
@@ -125,13 +138,11 @@ def measure_curves(
     ops: Sequence[str] = OPS,
 ) -> dict[str, tuple[CollectiveCurve, ...]]:
     """Curves of every collective, or of some; other arguments as in `measure_tiers`."""
-    curves: dict[str, tuple[CollectiveCurve, ...]] = {}
-    for op in ops:
-        found = []
-        for group in groups:
-            found.append(_curve(clock, op, group, sizes, source))
-            say(f"{op} of {group.num_ranks} ranks")
-        curves[op] = tuple(found)
+    in_turns = [tuple(ops)] if clock.ranks.device_type == "cpu" else [(op,) for op in ops]
+    curves: dict[str, tuple[CollectiveCurve, ...]] = dict.fromkeys(ops, ())
+    for group, some in product(groups, in_turns):
+        found = _curves(clock, some, group, sizes, source, say)
+        curves |= {op: (*curves[op], curve) for op, curve in zip(some, found, strict=True)}
     return curves
 
 
@@ -140,20 +151,28 @@ def num_measurements(groups: Sequence[Group]) -> int:
     return len(OPS) * len(groups)
 
 
-def _curve(
-    clock: Clock, op: str, group: Group, sizes: Sequence[int], source: str
-) -> CollectiveCurve:
-    found: dict[float, float] = {}
-    for wanted in sizes:
-        length = max(1, wanted // (_ITEM_BYTES * group.num_ranks))
-        call = checked_exchange(op, group, length, clock.ranks.device)
-        found[float(length * group.num_ranks * _ITEM_BYTES)] = clock.seconds(call)
-    return CollectiveCurve(
-        num_ranks=group.num_ranks,
-        bytes=tuple(found),
-        seconds=tuple(found.values()),
-        source=source,
-    )
+def _curves(
+    clock: Clock, ops: Sequence[str], group: Group, sizes: Sequence[int], source: str, say: Say
+) -> list[CollectiveCurve]:
+    """Of collectives that take turns."""
+    lengths = sorted({max(1, wanted // (_ITEM_BYTES * group.num_ranks)) for wanted in sizes})
+
+    def calls() -> Iterator[Call]:
+        for op in ops:
+            for length in lengths:
+                yield checked_exchange(op, group, length, clock.ranks.device)
+            say(f"{op} of {group.num_ranks} ranks")
+
+    seconds = iter(clock.in_rounds(calls()))
+    return [
+        CollectiveCurve(
+            num_ranks=group.num_ranks,
+            bytes=tuple(float(length * group.num_ranks * _ITEM_BYTES) for length in lengths),
+            seconds=tuple(islice(seconds, len(lengths))),
+            source=source,
+        )
+        for _ in ops
+    ]
 
 
 def checked_exchange(

@@ -27,6 +27,8 @@ from paceline.plan.points import Setting
 Part = Literal["device", "codecs", "collectives", "step", "input"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
+# Of collectives between CPU ranks, for one elsewhere: see bench.collectives.
+_TURNS_ON_CPU = 3
 # What else Python does on a CPU, in operators of an eager chain: where fitting starts from, so that
 # a slower host, or one whose ranks share cores, is slower in all of it. Assumed, but for an
 # operator computed again: blocks of 23 took 0.85 ms each beyond computing them twice, where a
@@ -125,7 +127,10 @@ def _collectives(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outc
     groups = all_groups(ranks)
     sizes = sizes_of(ranks.device_type, quick=wish.quick)
     say = counted(tell, "collectives", num_collectives(groups))
-    tiers = measure_tiers(wish.clock(ranks), groups, sizes, wish.source, say)
+    clock = wish.clock(ranks)
+    if ranks.device_type == "cpu":
+        clock = replace(clock, num_blocks=_TURNS_ON_CPU * clock.num_blocks)
+    tiers = measure_tiers(clock, groups, sizes, wish.source, say)
     return replace(outcome, cluster=outcome.cluster.replace(tiers=tiers))
 
 

@@ -2,10 +2,10 @@
 
 How it works: one process is two replicas. Each has its own micro-batch of every step and its own
 errors; their gradients go through the codecs of `comm.compress` as `comm.compress.exchange` sends
-them: the other replica's half is coded, decoded and added, the mean of the own half is coded and
-decoded by both. (PowerSGD is linear in the replicas' gradients, so there its own code averages the
-one mean gradient with the sum of the errors.) Decoder, text, AdamW, clipping and schedule are
-Paceline's; a run of a seed sees the same tokens from the same weights in every form.
+them: each replica's is coded, and what is decoded of both is added up. (PowerSGD is linear in the
+replicas' gradients, so there its own code averages the one mean gradient with the sum of the
+errors.) Decoder, text, AdamW, clipping and schedule are Paceline's; a run of a seed sees the same
+tokens from the same weights in every form.
 
 A form's distance is that of its held-out loss to the exact run's of the same seed; the table gives
 the mean, least and most over the seeds. No link is needed, and no time is measured.
@@ -35,7 +35,6 @@ from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
 from paceline.comm.compress.codec import BlockCodec
 from paceline.comm.compress.codecs import codec_of
 from paceline.comm.compress.compressors import compressor_of
-from paceline.comm.compress.exchange import chunks
 from paceline.comm.compress.feedback import Part
 from paceline.comm.compress.low_rank import LowRankMeans
 from paceline.comm.compress.scaled import ScaledMeans, Units
@@ -87,15 +86,9 @@ def job_of(steps: int, seed: int) -> Job:
 
 def block_mean(coder: BlockCodec, num_values: int, units: Units | None) -> Mean:
     """The mean in the form of a codec, with errors that are kept from call to call."""
-    cuts = chunks(num_values, NUM_REPLICAS)
     errors = [torch.zeros(num_values) for _ in range(NUM_REPLICAS)]
 
-    def sent(values: Tensor, error: Tensor) -> Tensor:
-        payload = torch.zeros(coder.num_bytes(len(values)), dtype=torch.uint8)
-        coder.encode_with_error(values, error, payload)
-        received = torch.empty_like(values)
-        coder.decode(payload, received)
-        return received
+    payload = torch.zeros(coder.num_bytes(num_values), dtype=torch.uint8)
 
     def average(gradients: list[Tensor]) -> Tensor:
         if units is None:
@@ -107,14 +100,11 @@ def block_mean(coder: BlockCodec, num_values: int, units: Units | None) -> Mean:
         return arrived
 
     def coded(gradients: list[Tensor]) -> Tensor:
-        found = []
-        for own, cut in enumerate(cuts):
-            shares = [gradient[cut] / NUM_REPLICAS for gradient in gradients]
-            for rank in range(NUM_REPLICAS):
-                if rank != own:
-                    shares[own] += sent(shares[rank], errors[rank][cut])
-            found.append(sent(shares[own], errors[own][cut]))
-        return torch.cat(found)
+        arrived = torch.empty(num_values)
+        for replica, (gradient, error) in enumerate(zip(gradients, errors, strict=True)):
+            coder.encode_with_error(gradient / NUM_REPLICAS, error, payload)
+            coder.decode(payload, arrived, add=replica > 0)
+        return arrived
 
     return average
 

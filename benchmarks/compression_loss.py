@@ -87,7 +87,6 @@ def job_of(steps: int, seed: int) -> Job:
 def block_mean(coder: BlockCodec, num_values: int, units: Units | None) -> Mean:
     """The mean in the form of a codec, with errors that are kept from call to call."""
     errors = [torch.zeros(num_values) for _ in range(NUM_REPLICAS)]
-
     payload = torch.zeros(coder.num_bytes(num_values), dtype=torch.uint8)
 
     def average(gradients: list[Tensor]) -> Tensor:

@@ -4,7 +4,7 @@
 
 The seconds of the codecs are those of benchmarks/results/<device>/codecs.toml, which
 `paceline bench --only codecs --ranks 1` wrote; the losses those of compression_loss_after_30.json
-and compression_loss_after_0.json beside it (benchmarks/compression_loss.py). The plot needs
+and compression_loss_after_0.json of another machine (benchmarks/compression_loss.py). The plot needs
 matplotlib (extra `docs`).
 """
 
@@ -22,6 +22,8 @@ from paceline.config.job import read_cluster
 FORMS = ("fp16", "bf16", "int8", "fp8", "int4", "quinary", "onebit", "topk:0.01", "topk:0.001")
 VALUES, RANKS = 20e6, 2
 LOSS_FORMS = ("int8", "int4", "quinary")
+LOSSES = MEASURED.parent / "amd-epyc-2-cores"
+"""As two replicas exchange since they gather both payloads at once."""
 
 
 def seconds(curve: CodecCurve, values: float = VALUES) -> tuple[float, float]:
@@ -66,7 +68,7 @@ def losses_table() -> str:
 
 
 def _above(form: str, num_exact: int) -> str:
-    file = MEASURED / f"compression_loss_after_{num_exact}.json"
+    file = LOSSES / f"compression_loss_after_{num_exact}.json"
     runs = json.loads(file.read_text())["runs"]
     exact = {run["seed"]: run["eval_loss"] for run in runs if run["form"] == "none"}
     apart = [run["eval_loss"] / exact[run["seed"]] - 1 for run in runs if run["form"] == form]

@@ -4,8 +4,8 @@
 
 The seconds of the codecs are those of benchmarks/results/<device>/codecs.toml, which
 `paceline bench --only codecs --ranks 1` wrote; the losses those of compression_loss_after_30.json
-and compression_loss_after_0.json of another machine (benchmarks/compression_loss.py). The plot needs
-matplotlib (extra `docs`).
+and compression_loss_after_0.json of another machine (benchmarks/compression_loss.py). The plot
+needs matplotlib (extra `docs`).
 """
 
 import json

@@ -3,8 +3,9 @@
 A round takes its latency, its bytes and its additions. Of each, what the busiest rank (inside a
 node) or node (across) has of it counts (`comm.algorithms.load`); rounds follow each other. Messages
 of a round are started one after the other, so each one more costs a part of its latency again.
-Both come from what was measured of messages (send_recv) where that is known. Between rounds a host
-prepares the next one, and a rank's own part is copied into what it gathers, or out of the sums.
+Both come from what was measured of messages (send_recv) where that is known. Between rounds the
+host of a CPU rank prepares the next one, and a rank's own part is copied into what it gathers, or
+out of the sums.
 """
 
 from functools import lru_cache
@@ -26,8 +27,9 @@ _ONE_MORE = 0.5
 """Of a message's latency, for one more in the same round; measured: a round of four ranks on two
 cores takes 0.28 ms with one peer each and 0.15 ms more with each further one."""
 _ROUND_S = 1.1e-4
-"""Of a round on its host, beside its messages; measured: a gathering of one round takes 0.34 ms
-between two ranks on two cores of an EPYC, where the messages alone take 0.23."""
+"""Of a round on the host of a CPU rank, beside its messages; measured: a gathering of one round
+takes 0.34 ms between two ranks on two cores of an EPYC, where the messages alone take 0.23. A
+device's host is ahead of it."""
 _GRID = 40320
 """Values per rank and block that shares are counted with: divisible by 1 to 10."""
 
@@ -113,7 +115,8 @@ def _rounds_s(cluster: Cluster, links: Links, size: Array, counts: _Counts) -> A
     far = _messages_s(links, level, counts.nodes, counts.messages_across, leaving)
     # Two reads and a write for each value that is added.
     added_s = _passed_over_s(cluster, 3 * np.outer(size, counts.added))
-    return (np.maximum(near, far) + added_s + _ROUND_S).sum(axis=1)
+    host_s = _ROUND_S if links.is_gloo else 0.0
+    return (np.maximum(near, far) + added_s + host_s).sum(axis=1)
 
 
 def _messages_s(

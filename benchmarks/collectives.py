@@ -87,7 +87,7 @@ def exchanges(ranks: Ranks, sizes: Sequence[int], blocks: int) -> list[Row]:
     """Every op by every algorithm at every size."""
     # Links of the laboratory let a burst through at once: only longer blocks see their rate.
     is_shaped = ranks.local_world_size < ranks.world_size
-    clock = Clock(ranks, *((0.3, 3) if is_shaped else (0.03, 15)))
+    clock = Clock(ranks, 0.3, 3) if is_shaped else Clock(ranks, 0.03, 15)
     groups = all_groups(ranks)
     rows = []
     for op in OPS:

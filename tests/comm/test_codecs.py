@@ -254,6 +254,15 @@ def test_chunks_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch):
     torch.testing.assert_close(received + errors[0], values)
 
 
+def test_a_core_tries_chunks_of_whole_blocks_once():
+    chunk = chunks.chunk_values(torch.device("cpu"))
+    assert chunk in chunks._CPU_CHUNKS
+    assert chunk % BLOCK == 0
+    before = chunks._fastest_on_this_core.cache_info().misses
+    assert chunks.chunk_values(torch.device("cpu")) == chunk
+    assert chunks._fastest_on_this_core.cache_info().misses == before
+
+
 def test_payloads_stand_side_by_side():
     """As the chunks of an all-to-all do, one per rank."""
     values = torch.randn(2, 1001)

@@ -101,6 +101,9 @@ class BlockMeans:
 
     def mean_of(self, parts: Sequence[Part], like: Tensor) -> Mean:
         """The mean of a buffer as long as all parts; where one begins does not matter."""
+        chunk_values(
+            like.device
+        )  # tried here, and not on the queue's thread beside a backward pass
         kind = PairMean if self.group.size() == 2 else BlockMean
         return kind(self.codec, self.group, sum(p.num_values for p in parts), like.device)
 
@@ -122,7 +125,6 @@ class BlockMean:
         self._num_ranks, self._rank = group.size(), group.rank()
         self._others = [rank for rank in range(self._num_ranks) if rank != self._rank]
         self._cuts = chunks(num_values, self._num_ranks)
-        chunk_values(device)  # tried now, and not beside a backward pass
         longest = codec.num_bytes(self._cuts[0].stop)
         self._payload_bytes = -(-longest // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self.sent_bytes = 2 * len(self._others) * self._payload_bytes
@@ -178,7 +180,6 @@ class PairMean:
         self._codec, self._group = codec, group
         self._used = codec.num_bytes(num_values)
         self.sent_bytes = -(-self._used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        chunk_values(device)  # tried now, and not beside a backward pass
         self._own = torch.zeros(self.sent_bytes, dtype=torch.uint8, device=device)
         self._both = torch.zeros(2, self.sent_bytes, dtype=torch.uint8, device=device)
 

@@ -24,6 +24,7 @@ from paceline.plan.published import PublishedRun, read_runs
 from paceline.plan.validate.validate import (
     Calibration,
     Errors,
+    Regret,
     Report,
     errors,
     mean_regrets,
@@ -90,12 +91,16 @@ def _vtrain(folder: Path | None, draws: int) -> Iterator[str]:
     yield "row lengths were found on these rows: they are development data, not a blind test.\n"
     yield "| rows | predictor | mean error | regret, mean | regret, worst | best chosen |"
     yield "|---|---|---:|---:|---:|---:|"
+    regrets: list[Regret] = []
     for name in ("vtrain_a100_single", "vtrain_a100_multi"):
         runs = read_runs([Path(folder) / f"{name}.csv"])
         yield _row_of_draws(name, "nothing fitted", [_told(runs, Calibration())])
         fitted = [_told(runs, Calibration(share=0.05, seed=seed)) for seed in range(draws)]
         yield _row_of_draws(name, f"fitted to 5 % of the rows, {draws} draws", fitted)
         yield from _others(name, "", "| | | |")
+        regrets += [one for report in fitted for one in report.regrets()]
+    works, mean = {(one.group, one.work) for one in regrets}, fmean(one.regret for one in regrets)
+    yield f"\nOver the {len(works)} works of both tables together the mean regret, fitted, is {mean:.1%}."
 
 
 def _others(name: str, start: str, end: str) -> Iterator[str]:

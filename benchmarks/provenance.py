@@ -11,8 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.topology import num_cores, this_machine
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 
@@ -24,6 +22,9 @@ def taken_with(module: str, *packages: str) -> dict[str, Any]:
         module: as it was started, by its full name.
         packages: whose versions matter, too.
     """
+    # Imports torch, which a process that plan_speed times from its start must not pay for.
+    from paceline.comm.topology import num_cores, this_machine
+
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return {

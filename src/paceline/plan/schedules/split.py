@@ -8,7 +8,12 @@ among these the one with fewer layers in the early stages, which hold the most a
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
+
 from paceline.config.errors import InputError
+
+Costs = npt.NDArray[np.float64]
 
 
 def split_layers(
@@ -28,46 +33,38 @@ def split_layers(
         raise InputError(
             f"{num_layers} layers can't be split into {num_stages} stages: use 1 to {num_layers}."
         )
-    before = [0.0, *accumulate(layer_costs)]
+    before = np.array([0.0, *accumulate(layer_costs)])
+    # Of layers start to end (rows, columns) as one stage; a stage has one layer at least.
+    between = np.where(np.tri(num_layers + 1, dtype=bool), np.inf, before - before[:, None])
+    stages = [between] * num_stages
+    stages[0] = stages[0] + first_extra
+    stages[-1] = stages[-1] + last_extra
 
-    def cost(stage: int, start: int, end: int) -> float:
-        extra = first_extra * (stage == 0) + last_extra * (stage == num_stages - 1)
-        return before[end] - before[start] + extra
-
-    heaviest, _ = _best(num_layers, num_stages, cost, max)
+    heaviest, _ = _best(stages, np.maximum)
     # The bound leaves room for the rounding of sums taken in another order.
     bound = heaviest + 1e-9 * abs(heaviest)
-
-    def evenness(stage: int, start: int, end: int) -> float:
-        seconds = cost(stage, start, end)
-        return seconds * seconds if seconds <= bound else float("inf")
-
-    return _best(num_layers, num_stages, evenness, lambda one, other: one + other)[1]
+    squares = [np.where(seconds <= bound, seconds * seconds, np.inf) for seconds in stages]
+    return _best(squares, np.add)[1]
 
 
 def _best(
-    num_layers: int,
-    num_stages: int,
-    cost: Callable[[int, int, int], float],
-    join: Callable[[float, float], float],
+    stages: Sequence[Costs], join: Callable[[Costs, Costs], Costs]
 ) -> tuple[float, tuple[int, ...]]:
     """The split with the least joined cost of its stages, by dynamic programming from the end.
 
-    cost(stage, start, end) is that of layers start to end as this stage.
+    stages: of each, the cost (l + 1, l + 1) of layers start to end; infinite where it can't be.
     """
-    last = num_stages - 1
-    # By first layer: the best split of the layers from there on over the stages from here on.
-    best: dict[int, tuple[float, tuple[int, ...]]] = {
-        start: (cost(last, start, num_layers), (num_layers - start,))
-        for start in range(last, num_layers)
-    }
-    for stage in range(last - 1, -1, -1):
-        starts = range(stage, num_layers - (num_stages - stage) + 1)
-        best = {
-            start: min(
-                (join(cost(stage, start, end), best[end][0]), (end - start, *best[end][1]))
-                for end in range(start + 1, num_layers - (last - stage) + 1)
-            )
-            for start in (starts if stage else (0,))
-        }
-    return best[0]
+    *others, last = stages
+    # By first layer: the least cost of the layers from there on over the stages from here on.
+    best = last[:, -1]
+    ends = [np.full(len(best), len(best) - 1)]
+    for stage in reversed(others):
+        joined = join(stage, best)
+        # The first of equals: fewer layers in the earlier stage.
+        ends.insert(0, joined.argmin(1))
+        best = joined.min(1)
+    split, start = [], 0
+    for end in ends:
+        split.append(int(end[start]) - start)
+        start += split[-1]
+    return float(best[0]), tuple(split)

@@ -22,8 +22,9 @@ from paceline.plan.price.work import Work, is_sharded
 from paceline.plan.search.tables import distinct
 from paceline.plan.stages import Stages
 
-_ROWS = 8192
-"""Priced together: fewer rows cost more calls, more leave the cache."""
+_ROWS = 16384
+"""Priced together: fewer rows cost more calls, more leave the cache; measured: half
+of it takes a tenth more on two cores of an EPYC, twice as many as long."""
 SEEN_BY_PARTS = (
     *("tp", "sequence_parallel", "async_tp", "cp", "ulysses", "ep", "micro_batch", "precision"),
     *("param_dtype", "compile", "recompute", "recompute_share"),

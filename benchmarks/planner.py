@@ -99,8 +99,9 @@ def _vtrain(folder: Path | None, draws: int) -> Iterator[str]:
         yield _row_of_draws(name, f"fitted to 5 % of the rows, {draws} draws", fitted)
         yield from _others(name, "", "| | | |")
         regrets += [one for report in fitted for one in report.regrets()]
-    works, mean = {(one.group, one.work) for one in regrets}, fmean(one.regret for one in regrets)
-    yield f"\nOver the {len(works)} works of both tables together the mean regret, fitted, is {mean:.1%}."
+    works = {(one.group, one.work) for one in regrets}
+    mean = fmean(one.regret for one in regrets)
+    yield f"\nFitted, over the {len(works)} works of both tables, the mean regret is {mean:.1%}."
 
 
 def _others(name: str, start: str, end: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.stack import Stack
 from paceline.plan.points import Setting
-from paceline.plan.price.step import price
+from paceline.plan.price.step import predict, price
 from paceline.plan.search import search as searching
 from paceline.plan.search.bounds import SLACK, bounds_of_meshes, least_bytes, least_seconds
 from paceline.plan.search.pricing import peak_bytes, step_seconds
@@ -59,6 +59,26 @@ def test_it_finds_the_best_of_everything(kind, free):
     best = np.full(size_of(turned), np.inf)
     np.minimum.at(best, table["row"][fits], step_s)
     assert set(np.sort(best)[:12]) <= set(found)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_threads_change_nothing(kind):
+    space = Space.of(_setting(MODELS[kind]), Wishes())
+    limit = memory_limit(space.setting)
+    alone, shared = (searching._hunt(space, limit, 20, number)[0] for number in (1, 2))
+    assert alone.keys() == shared.keys()
+    for name in alone.keys() - {"row"}:  # of a visit's own table
+        assert np.array_equal(alone[name], shared[name]), name
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_predictions_of_a_search_are_those_of_each_layout_alone(kind):
+    found = search(_setting(MODELS[kind]))
+    for each in found.ranked[:10]:
+        alone = predict(found.space.setting, each.layout)
+        assert each.step_s == pytest.approx(alone.step_s, rel=1e-12)
+        assert each.time_s == pytest.approx(alone.time_s, rel=1e-9, abs=1e-12)
+        assert each.memory == alone.memory
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -28,9 +28,7 @@ def size(axis: Auto | int) -> int:
 class Noun(BaseModel):
     """A frozen record that accepts exactly its own fields, in their own types."""
 
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str = "") -> Self:

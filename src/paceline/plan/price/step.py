@@ -140,14 +140,14 @@ class Simulated(NamedTuple):
     times: Times
 
     @classmethod
-    def of(cls, setting: Setting, layout: Layout) -> "Simulated":
-        """Price the parts, and run the schedule.
+    def of(cls, setting: Setting, layout: Layout, network: Network | None = None) -> "Simulated":
+        """Price the parts, where that isn't done, and run the schedule.
 
         Raises:
             InputError: the device has no known rate at the layout's precision.
         """
         points, schedule = Points.of([layout], setting), schedule_for(setting, layout)
-        network = Network.of(setting, points)
+        network = network or Network.of(setting, points)
         stages = stages_of(setting, layout, network.kinds)
         pipeline = one_stage if schedule is None else simulated(schedule)
         found = times_of(setting, points, network, stages, pipeline)
@@ -159,17 +159,18 @@ class Simulated(NamedTuple):
         return float(self.times.step_s[0])
 
 
-def predict(setting: Setting, layout: Layout) -> Prediction:
+def predict(setting: Setting, layout: Layout, network: Network | None = None) -> Prediction:
     """Time and memory of one concrete layout, with its schedule's own list of actions.
 
     Args:
         setting: model, cluster, batch and stack.
         layout: concrete.
+        network: its priced parts, where many layouts' were priced together.
 
     Raises:
         InputError: the device has no known rate at the layout's precision.
     """
-    one = Simulated.of(setting, layout)
+    one = Simulated.of(setting, layout, network)
     error = relative_error(setting)
     tokens_per_s = setting.global_batch * setting.seq_len / one.step_s
     return Prediction(

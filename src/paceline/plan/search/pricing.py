@@ -6,12 +6,13 @@ schedule only: so the parts of the network are priced once for each group of row
 tell apart, and the tables go through the formulas in pieces that stay in the processor's cache.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from paceline.config.layout import Layout
 from paceline.plan.memory import memory_bytes
 from paceline.plan.memory.holdings import bounding_holdings
 from paceline.plan.points import PRECISIONS, Array, Points, Setting
@@ -89,18 +90,28 @@ def _in_pieces(
 
 
 def _network(setting: Setting, points: Points) -> Network:
-    """As `Network.of`, by the distinct rows; of the works only what the data axes ask for."""
+    """As `Network.of`, by the distinct rows."""
     table = {name: getattr(points, name) for name in SEEN_BY_PARTS}
     table["sharded"] = is_sharded(points)
     table["schedule"] = np.where(points.precision == _FP8, points.schedule, 0)
     n = len(points)
     first, group, _ = distinct({name: np.broadcast_to(c, n) for name, c in table.items()}, table)
-    network = Network.of(setting, points.take(first))
+    return _of_rows(Network.of(setting, points.take(first)), group)
+
+
+def networks_of(setting: Setting, layouts: Sequence[Layout]) -> list[Network]:
+    """Each concrete layout's own, priced together."""
+    whole = _network(setting, Points.of(layouts, setting))
+    return [_of_rows(whole, np.array([row])) for row in range(len(layouts))]
+
+
+def _of_rows(network: Network, rows: Array) -> Network:
+    """Some rows, or some more than once; of the works only what the data axes ask for."""
     works = [
-        Work(params=_spread(work.params, group), expert_params=_spread(work.expert_params, group))
+        Work(params=_spread(work.params, rows), expert_params=_spread(work.expert_params, rows))
         for work in network.works
     ]
-    return Network(network.kinds, works, [_spread_part(part, group) for part in network.parts])
+    return Network(network.kinds, works, [_spread_part(part, rows) for part in network.parts])
 
 
 def _spread(column: Array | float, group: Array) -> Array:

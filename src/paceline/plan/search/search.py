@@ -17,6 +17,7 @@ then the smaller tp, pp, cp and fsdp. The result doesn't depend on the number of
 It is no optimiser of continuous choices (bucket sizes, splits), and it knows decoders only.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ from paceline.plan.search.bounds import (
     least_seconds,
     slower,
 )
-from paceline.plan.search.pricing import peak_bytes, step_seconds
+from paceline.plan.search.pricing import networks_of, peak_bytes, step_seconds
 from paceline.plan.search.rules import Columns
 from paceline.plan.search.space import Space, Wishes
 from paceline.plan.search.tables import joined, size_of, take
@@ -51,7 +52,9 @@ _PER_MESH = 3
 _MESHES_AT_ONCE = 2048
 _CORES_OF_ROUND = 8_000
 _MESHES_OF_FIRST_ROUND = 64
+# A second thread works while the first one is in numpy: with short arrays that gives nothing.
 _THREADS = 2
+_POINTS_FOR_THREADS = 1_000_000
 # Actions of pipelines that all predictions execute together: a second or two.
 _ACTIONS = 200_000
 _FRONT = 12
@@ -110,7 +113,8 @@ def search(
     num = num or min(100, max(20, num_points // 2000))
     limit = memory_limit(setting, margin)
     most = np.inf if limit is None else limit
-    pool, num_priced, num_fitting = _hunt(space, most, num)
+    num_threads = _THREADS if num_points > _POINTS_FOR_THREADS else 1
+    pool, num_priced, num_fitting = _hunt(space, most, num, num_threads)
     fits = pool["memory_bytes"] <= most
     best, near = (take(pool, np.flatnonzero(where)) for where in (fits, ~fits))
     oracle = _Oracle(space)
@@ -144,14 +148,14 @@ def _no_layout(space: Space) -> str:
 # ---- branch and bound ----------------------------------------------------------------------------
 
 
-def _hunt(space: Space, limit: float, num: int) -> tuple[Columns, int, int]:
+def _hunt(space: Space, limit: float, num: int, num_threads: int = 1) -> tuple[Columns, int, int]:
     """Visit meshes, the most promising first.
 
     Returns:
         a pool of priced layouts, the best first, with `step_s` and `memory_bytes`, also of some
         that need up to NEAR times the limit; how many were priced; how many of them fit.
     """
-    with ThreadPoolExecutor(_THREADS) as threads:
+    with ThreadPoolExecutor(num_threads) as threads:
         chunks = space.chunks(_MESHES_AT_ONCE)
         bounds = [*threads.map(lambda rows: bounds_of_meshes(space, rows), chunks)]
         seconds, least = (np.concatenate(part) for part in zip(*bounds, strict=True))
@@ -163,7 +167,7 @@ def _hunt(space: Space, limit: float, num: int) -> tuple[Columns, int, int]:
         while at < len(order) and seconds[order[at]] <= SLACK * slowest:
             rows = order[at : at + step]
             at += step
-            halves = (rows[half::_THREADS] for half in range(_THREADS))
+            halves = (rows[part::num_threads] for part in range(num_threads))
             visits = [*threads.map(lambda rows: _visit(space, rows, limit, slowest), halves)]  # noqa: B023
             num_priced += sum(visit.num_priced for visit in visits)
             num_fitting += sum(visit.num_fitting for visit in visits)
@@ -290,17 +294,20 @@ class _Oracle:
         """Predictions of whole layouts, of those that fit, the fastest first."""
         points = self.space.points(table)
         layouts = [self.space.layout(points, index) for index in range(size_of(table))]
-        found = [self._predicted(layout) for layout in layouts]
-        fits = [each for each in found if each is not None and each.peak_memory_bytes <= limit]
+        self._learn([layout for layout in dict.fromkeys(layouts) if layout not in self.known])
+        found = [self.known[layout] for layout in layouts if layout in self.known]
+        fits = [each for each in found if each.peak_memory_bytes <= limit]
         return tuple(sorted(fits, key=lambda each: float(f"{each.step_s:.4g}")))
 
-    def _predicted(self, layout: Layout) -> Prediction | None:
-        if layout not in self.known:
-            self.left -= _num_actions(self.space.setting, layout)
-            if self.left < 0:
-                return None
-            self.known[layout] = predict(self.space.setting, layout)
-        return self.known[layout]
+    def _learn(self, layouts: Sequence[Layout]) -> None:
+        """Predict the first ones, as far as their actions may take time."""
+        setting = self.space.setting
+        needs = np.cumsum([_num_actions(setting, layout) for layout in layouts])
+        layouts = layouts[: int((needs <= self.left).sum())]
+        if layouts:
+            self.left -= needs[len(layouts) - 1]
+            for layout, network in zip(layouts, networks_of(setting, layouts), strict=True):
+                self.known[layout] = predict(setting, layout, network)
 
 
 def _num_actions(setting: Setting, layout: Layout) -> int:

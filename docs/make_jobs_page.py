@@ -1,9 +1,6 @@
 """Write docs/jobs.md, the page of every setting, from the nouns' own docstrings."""
 
-import ast
-import inspect
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,36 +60,14 @@ def page() -> str:
 
 def _section(name: str, noun: type[BaseModel]) -> str:
     title, _, rest = name.partition(",")
-    meanings = _meanings(noun)
     rows = "".join(
-        f"| `{key}` | {_default(field)} | {_cell(meanings.get(key, ''))} |\n"
+        f"| `{key}` | {_default(field)} | {_cell(field.description or '')} |\n"
         for key, field in noun.model_fields.items()
     )
     head = "| setting | default | meaning |\n|---|---|---|\n"
     return (
         f"\n## [{title}]{',' if rest else ''}{rest}\n\n{_cell(noun.__doc__ or '')}\n\n{head}{rows}"
     )
-
-
-def _meanings(noun: type[BaseModel]) -> dict[str, str]:
-    """What stands below each field, of its bases too.
-
-    Pydantic reads it on request (`use_attribute_docstrings`), but at every import, which is a tenth
-    of a second of every command.
-    """
-    found: dict[str, str] = {}
-    for base in reversed(noun.__mro__):
-        if issubclass(base, BaseModel) and base is not BaseModel:
-            (definition,) = ast.parse(inspect.getsource(base)).body
-            assert isinstance(definition, ast.ClassDef)
-            for field, below in pairwise(definition.body):
-                match field, below:
-                    case (
-                        ast.AnnAssign(target=ast.Name(id=key)),
-                        ast.Expr(value=ast.Constant(value=str(words))),
-                    ):
-                        found[key] = words
-    return found
 
 
 def _default(field: Any) -> str:

@@ -28,7 +28,9 @@ def size(axis: Auto | int) -> int:
 class Noun(BaseModel):
     """A frozen record that accepts exactly its own fields, in their own types."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True
+    )
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str = "") -> Self:

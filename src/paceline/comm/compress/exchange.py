@@ -101,9 +101,8 @@ class BlockMeans:
 
     def mean_of(self, parts: Sequence[Part], like: Tensor) -> Mean:
         """The mean of a buffer as long as all parts; where one begins does not matter."""
-        chunk_values(
-            like.device
-        )  # tried here, and not on the queue's thread beside a backward pass
+        # Tried here, and not on the queue's thread beside a backward pass.
+        chunk_values(like.device)
         kind = PairMean if self.group.size() == 2 else BlockMean
         return kind(self.codec, self.group, sum(p.num_values for p in parts), like.device)
 

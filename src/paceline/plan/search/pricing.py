@@ -25,7 +25,7 @@ from paceline.plan.stages import Stages
 
 _ROWS = 16384
 """Priced together: fewer rows cost more calls, more leave the cache; measured: half
-of it takes a tenth more on two cores of an EPYC, twice as many as long."""
+as many take a tenth longer on two cores of an EPYC, twice as many as long."""
 SEEN_BY_PARTS = (
     *("tp", "sequence_parallel", "async_tp", "cp", "ulysses", "ep", "micro_batch", "precision"),
     *("param_dtype", "compile", "recompute", "recompute_share"),

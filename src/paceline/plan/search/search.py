@@ -138,10 +138,11 @@ def memory_limit(setting: Setting, margin: float = MARGIN) -> float | None:
 
 def _no_layout(space: Space) -> str:
     setting, ranks = space.setting, space.setting.cluster.num_devices
+    batch = f", or use a global_batch that is a multiple of {ranks}"
     return (
         f"no layout of {ranks} devices can run with train.global_batch = {setting.global_batch}, "
         f"train.seq_len = {setting.seq_len} and the settings that are fixed: leave more of them "
-        f'to "auto", or use a global_batch that is a multiple of {ranks}.'
+        f'to "auto"{batch if setting.global_batch % ranks else ""}.'
     )
 
 
@@ -167,8 +168,8 @@ def _hunt(space: Space, limit: float, num: int, num_threads: int = 1) -> tuple[C
         while at < len(order) and seconds[order[at]] <= SLACK * slowest:
             rows = order[at : at + step]
             at += step
-            halves = (rows[part::num_threads] for part in range(num_threads))
-            visits = [*threads.map(lambda rows: _visit(space, rows, limit, slowest), halves)]  # noqa: B023
+            parts = (rows[part::num_threads] for part in range(num_threads))
+            visits = [*threads.map(lambda rows: _visit(space, rows, limit, slowest), parts)]  # noqa: B023
             num_priced += sum(visit.num_priced for visit in visits)
             num_fitting += sum(visit.num_fitting for visit in visits)
             tables = [pool, *(visit.table for visit in visits)]

@@ -39,11 +39,10 @@ def part(rank, num_ranks, num_values):
 def simulate(of_rank, buffers):
     """Run all ranks' rounds side by side, each to its end before the next; values sent by rank."""
     sent = [0] * len(of_rank)
-    for number in range(max(map(len, of_rank))):
+    for now in zip(*of_rank, strict=True):  # as many rounds on every rank
         on_the_way = {}
-        now = [each[number] if number < len(each) else None for each in of_rank]
         for rank, each in enumerate(now):
-            for peer, start, stop in each.sends if each else ():
+            for peer, start, stop in each.sends:
                 assert peer != rank
                 assert start < stop, "an empty message"
                 on_the_way.setdefault((rank, peer), []).append(
@@ -51,7 +50,7 @@ def simulate(of_rank, buffers):
                 )
                 sent[rank] += stop - start
         for rank, each in enumerate(now):
-            for peer, start, stop in each.receives if each else ():
+            for peer, start, stop in each.receives:
                 *cut, values = on_the_way[peer, rank].pop(0)
                 assert cut == [start, stop], "the ends of a message differ"
                 kept = buffers[rank][start:stop] if each.adds else 0

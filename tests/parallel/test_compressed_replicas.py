@@ -146,6 +146,16 @@ def test_an_exact_exchange_of_ours_equals_serial(precision):
         assert_equal(ranks, serial, TOLERANCE[precision], case)
 
 
+def test_many_buckets_at_once_equal_serial_by_a_tree():
+    """Eight equal layers on three ranks, which have different numbers of messages in a round."""
+    layers = (*FP64, "model.num_layers=8")
+    buckets = ("layout.dp=3", "layout.micro_batch=4", "layout.bucket_mib=0.02")
+    case = (*layers, *buckets, "comm.dp.algorithm=tree")
+    serial = train(0, 1, (*layers, "layout.micro_batch=4"))
+    (ranks,) = run_cases(3, [case])
+    assert_equal(ranks, serial, TOLERANCE[FP64], case)
+
+
 def _bad_step(rank, world_size, kind):
     """Loss before, at and after a step whose gradient is not finite on one rank."""
     job = job_of(world_size, [*REPLICAS, "layout.dp=2", f"comm.dp.compress={kind}"])

@@ -1,8 +1,8 @@
 """Collectives over a group by the algorithm that was chosen for it: the backend's or one of ours.
 
 How it works: "backend" is torch.distributed's own call. Any other algorithm is a list of messages
-(`comm.algorithms`). Each operation comes as a generator that yields the work it waits for, for
-whoever has something to do meanwhile, and as a plain call.
+(`comm.algorithms`). Each operation comes as a generator that yields the works of each round, for
+whoever has something to do while they are under way, and as a plain call.
 
 What it is not: the choice. The planner chooses (`plan.collectives.algorithm`) and writes it into
 the Job; here it is carried out.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.comm.algorithms import Op, Round, rounds, rounds_inside
 from paceline.comm.algorithms.execute import exchange
+from paceline.comm.queue import Works
 
 # Renamed in torch 2.13, where the old names warn.
 _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -34,10 +35,10 @@ class Collectives:
     ranks_per_node: int = 1
     """Neighbours in the group's order that share a node; "hierarchical" asks."""
 
-    def all_reduce_works(self, values: Tensor, *, mean: bool = False) -> Iterator[dist.Work]:
+    def all_reduce_works(self, values: Tensor, *, mean: bool = False) -> Iterator[Works]:
         """Leave in `values` (n,), in place, the sum or mean over the ranks, bit-equal on all."""
         if self.algorithm == "backend":
-            yield _started(dist.all_reduce(values, group=self.group, async_op=True))
+            yield issued(dist.all_reduce(values, group=self.group, async_op=True))
         else:
             yield from exchange(self._rounds("all_reduce", values), values, self.group)
         if mean:
@@ -45,7 +46,7 @@ class Collectives:
 
     def reduce_scatter_works(
         self, received: Tensor, values: Tensor, *, mean: bool = False
-    ) -> Iterator[dist.Work]:
+    ) -> Iterator[Works]:
         """Leave in `received` this rank's part of the sum or mean over the ranks.
 
         Args:
@@ -55,8 +56,7 @@ class Collectives:
         """
         _must_divide(received, values, self.group)
         if self.algorithm == "backend":
-            work = _SCATTER(received, values, group=self.group, async_op=True)
-            yield _started(work)
+            yield issued(_SCATTER(received, values, group=self.group, async_op=True))
             if mean:
                 received /= self.group.size()
             return
@@ -67,11 +67,11 @@ class Collectives:
         else:
             received.copy_(mine)
 
-    def all_gather_works(self, whole: Tensor, part: Tensor) -> Iterator[dist.Work]:
+    def all_gather_works(self, whole: Tensor, part: Tensor) -> Iterator[Works]:
         """Fill `whole` (n,) with the parts (n / num_ranks,) of all ranks, in order of rank."""
         _must_divide(part, whole, self.group)
         if self.algorithm == "backend":
-            yield _started(_GATHER(whole, part, group=self.group, async_op=True))
+            yield issued(_GATHER(whole, part, group=self.group, async_op=True))
             return
         mine = self._mine(whole, len(part))
         if mine.data_ptr() != part.data_ptr():
@@ -109,10 +109,10 @@ class Collectives:
             wait(exchange(_inside(n, rank, values.numel(), self.inside), values, self.group))
 
     def _mine(self, whole: Tensor, length: int) -> Tensor:
-        return whole.narrow(0, dist.get_rank(self.group) * length, length)
+        return whole.narrow(0, self.group.rank() * length, length)
 
     def _rounds(self, op: Op, values: Tensor) -> tuple[Round, ...]:
-        n, rank = self.group.size(), dist.get_rank(self.group)
+        n, rank = self.group.size(), self.group.rank()
         return _cached(self.algorithm, op, n, rank, values.numel(), self.ranks_per_node)
 
 
@@ -122,10 +122,11 @@ def members_per_node(group: dist.ProcessGroup, ranks_per_node: int) -> int:
     return nodes.count(nodes[0])
 
 
-def wait(works: Iterable[dist.Work]) -> None:
-    """Wait for one piece of work after the other."""
-    for work in works:
-        work.wait()
+def wait(rounds: Iterable[Works]) -> None:
+    """Wait for the works of one round after the other."""
+    for works in rounds:
+        for work in works:
+            work.wait()
 
 
 @lru_cache(maxsize=256)
@@ -141,9 +142,10 @@ def _inside(num_ranks: int, rank: int, num_values: int, ranks_per_node: int) -> 
     return tuple(rounds_inside(num_ranks, rank, num_values, ranks_per_node=ranks_per_node))
 
 
-def _started(work: dist.Work | None) -> dist.Work:
+def issued(work: dist.Work | None) -> Works:
+    """A collective as one round; torch says that it may be None, for ranks outside of the group."""
     assert work is not None, "this rank is in the group"
-    return work
+    return (work,)
 
 
 def _must_divide(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:

@@ -12,6 +12,11 @@ youngest first. So the next bucket's all-to-all is issued before the last bucket
 while the one is on the wire, the other is decoded. `flush` ends a series: what is left of its jobs
 goes on in the same rounds. Ranks must submit equal series; their timing is free.
 
+Parts are what ranks count, so a job has as many of them on every rank. Of a collective made of
+messages each round is one part, also on a rank that sends and receives nothing in it: two ranks
+then issue their messages to each other in one order, by which both gloo and NCCL match them, and
+the earliest part that is not done can always be done.
+
 The thread lets a backward pass go on beside it (operators release the interpreter). On CUDA it
 works on a stream of its own, behind what was queued when the job was submitted.
 
@@ -20,7 +25,7 @@ group has one.
 """
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +35,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-Job = Generator[dist.Work, None, None]
-"""Yields each collective that it has issued and has to wait for."""
+Works = Sequence[dist.Work]
+"""What a part of a job has issued; a rank that takes no part in a round has none."""
+Job = Generator[Works, None, None]
+"""Yields what it has issued and has to wait for, equally often on every rank."""
 
 _PRIORITIES = {"normal": 0, "high": -1}
 """Of comm.priority: as CUDA numbers its streams."""
@@ -58,7 +65,7 @@ class Queue:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=_PRIORITIES[priority])
         self._inbox: SimpleQueue[_Submitted | _Flush | None] = SimpleQueue()
-        self._active: list[tuple[_Submitted, dist.Work]] = []
+        self._active: list[tuple[_Submitted, Works]] = []
         self._num_submitted = 0
         self._num_entered = self._num_left = 0
         self._changed = threading.Condition()
@@ -142,17 +149,18 @@ class Queue:
             before, self._active = self._active, []
             self._round(before)
 
-    def _round(self, jobs: list[tuple[_Submitted, dist.Work]]) -> None:
-        """Wait for each job's collective and go on with it, the youngest first."""
-        for submitted, work in jobs:
-            work.wait()
+    def _round(self, jobs: list[tuple[_Submitted, Works]]) -> None:
+        """Wait for what each job has issued and go on with it, the youngest first."""
+        for submitted, works in jobs:
+            for work in works:
+                work.wait()
             self._go_on(submitted)
 
     def _go_on(self, submitted: _Submitted) -> None:
         try:
-            work = next(submitted.job, None)
+            works = next(submitted.job, None)
         except Exception as error:
             error.add_note(f"in job {submitted.number} of this rank's queue of collectives")
             raise
-        if work is not None:
-            self._active.append((submitted, work))
+        if works is not None:
+            self._active.append((submitted, works))

@@ -27,7 +27,8 @@ class Transfer(NamedTuple):
 class Round(NamedTuple):
     """Messages of one rank that are on their way at the same time.
 
-    Both ends list the messages of a pair in one order, and in rounds of the same number.
+    All ranks have as many rounds, some of them empty. Both ends list the messages of a pair in one
+    order, and in rounds of the same number.
     """
 
     sends: tuple[Transfer, ...]

@@ -1,7 +1,9 @@
 """Execute: the rounds of an algorithm over torch.distributed, in place on a flat buffer.
 
 Written as a generator that yields what it waits for, so that whoever runs it decides what happens
-meanwhile. A wait ends by the group's time-out, like that of any collective.
+meanwhile. It yields once per round, whatever this rank has to do in it: whoever interleaves several
+exchanges does so alike on every rank. A wait ends by the group's time-out, like that of any
+collective.
 
 A message that is added arrives in a scratch buffer. What arrives in a round for the same values is
 added in order of rank, this rank's own among them, so that ranks which add up the same
@@ -18,7 +20,7 @@ from paceline.comm.algorithms.blocks import Round, Transfer
 
 def exchange(
     rounds: Sequence[Round], values: Tensor, group: dist.ProcessGroup
-) -> Iterator[dist.Work]:
+) -> Iterator[Sequence[dist.Work]]:
     """Run a rank's rounds; the buffer is complete when the generator ends.
 
     Args:
@@ -27,15 +29,16 @@ def exchange(
         group: all its ranks must run theirs, one exchange at a time or interleaved alike.
 
     Yields:
-        work that must have been waited for when the generator is continued.
+        for each round the works, perhaps none, that must have been waited for when the generator is
+        continued.
     """
     largest = max((_received(each) for each in rounds if each.adds), default=0)
     scratch = values.new_empty(largest)
     for each in rounds:
         arriving = _arriving(each, values, scratch)
-        yield from _messages(each, values, arriving, group)
+        yield _messages(each, values, arriving, group)
         if each.adds:
-            _add(values, each.receives, arriving, dist.get_rank(group))
+            _add(values, each.receives, arriving, group.rank())
 
 
 def _received(each: Round) -> int:

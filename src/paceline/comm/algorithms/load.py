@@ -36,9 +36,7 @@ def load(
         rounds(algorithm, op, num_ranks, rank, num_values, ranks_per_node=ranks_per_node)
         for rank in range(num_ranks)
     ]
-    number = max(map(len, of_rank))
-    padded = [[*each, *[Round((), (), False)] * (number - len(each))] for each in of_rank]
-    return tuple(_load(column, ranks_per_node) for column in zip(*padded, strict=True))
+    return tuple(_load(column, ranks_per_node) for column in zip(*of_rank, strict=True))
 
 
 def _load(of_rank: Sequence[Round], ranks_per_node: int) -> Load:

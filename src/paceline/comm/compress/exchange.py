@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.collectives import Collectives
+from paceline.comm.collectives import Collectives, issued
 from paceline.comm.compress.chunks import chunk_values
 from paceline.comm.compress.codec import BlockCodec
 from paceline.comm.compress.feedback import Part
-from paceline.comm.queue import Job
+from paceline.comm.queue import Job, Works
 from paceline.config.comm import BLOCK
 
 # Payloads begin at multiples of this, so that codecs may look at them as wider types.
@@ -146,7 +146,7 @@ class BlockMean:
         for rank, payload in enumerate(self._means):
             self._decode(payload, values, rank)
 
-    def _all_to_all(self) -> dist.Work:
+    def _all_to_all(self) -> Works:
         """Send each other rank the payload for it; nothing to this one."""
         splits = [self._payload_bytes] * self._num_ranks
         splits[self._rank] = 0
@@ -235,12 +235,6 @@ def exact_bytes(values_bytes: int, num_ranks: int) -> int:
     return 2 * (num_ranks - 1) * values_bytes // num_ranks
 
 
-def _all_gather(payloads: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+def _all_gather(payloads: Tensor, own: Tensor, group: dist.ProcessGroup) -> Works:
     # By its lower name: the public one was renamed between torch 2.11 and 2.13.
     return issued(group._allgather_base(payloads.view(-1), own.view(-1)))
-
-
-def issued(work: dist.Work | None) -> dist.Work:
-    """An asynchronous collective, which torch says may be None."""
-    assert work is not None, "a rank sums only in groups it belongs to"
-    return work

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.compress.exchange import exact_bytes, issued
+from paceline.comm.collectives import issued
+from paceline.comm.compress.exchange import exact_bytes
 from paceline.comm.compress.feedback import Part
 from paceline.comm.queue import Job
 

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint format bench kernels-report clean
+.PHONY: demo test lint format bench gpu kernels-report clean
 
 demo: $(VENV)/.installed
 	$(BIN)/paceline train $(ARGS)
@@ -23,6 +23,10 @@ format: $(VENV)/.installed-lint
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.overhead
+
+# The first contact with a GPU: is it right, then how fast. Goes on where it stopped.
+gpu: $(VENV)/.installed-test $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 # What each kernel needs of a GPU, without one; fails where a kernel spills registers.
 kernels-report: $(VENV)/.installed-test

@@ -13,6 +13,7 @@ The losses of the first steps must agree: a faster loop that computes something 
 It is no measure of scaling or of kernels; all four run the same ones.
 
     python -m benchmarks.overhead [--rounds 5] [--steps 16]      (or: make bench)
+    python -m benchmarks.overhead --cuda        on the CUDA devices, against the hand-written loop
 """
 
 import argparse
@@ -31,10 +32,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# All four run on the CPU ranks, here and in every process that is started from here.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# All run on the CPU ranks, here and in every process that is started from here, or with --cuda on
+# every device that there is: CUDA leaves out the numbers from the first that doesn't exist on.
+os.environ["CUDA_VISIBLE_DEVICES"] = "0,1,2,3,4,5,6,7" if "--cuda" in sys.argv else ""
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -49,7 +52,9 @@ HERE = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent
 PEERS = {"plain DDP": "plain_ddp", "Fabric": "fabric_loop", "Accelerate": "accelerate_loop"}
 OURS = "Paceline"
-CONTENDERS = (OURS, *PEERS)
+ON_CUDA = "--cuda" in sys.argv
+# Fabric's and Accelerate's loops are written for CPU ranks.
+CONTENDERS = (OURS, "plain DDP") if ON_CUDA else (OURS, *PEERS)
 FIRST_TIMED_STEP = 4
 """Steps up to this one warm up: allocators, DDP's first bucket order, the progress line."""
 COMPARED_STEPS = 5
@@ -300,11 +305,12 @@ def measure(job: Job, num_rounds: int, folder: Path, say: Callable[[str], None])
 
 
 def write_results(folder: Path, result: dict[str, Any], lines: Sequence[tuple[str, ...]]) -> Path:
-    """Write overhead.json with every block, and overhead.md with the table."""
-    file = folder / "overhead.json"
+    """Write overhead.json with every block, and overhead.md with the table; _cuda on CUDA."""
+    name = "overhead_cuda" if ON_CUDA else "overhead"
+    file = folder / f"{name}.json"
     file.write_text(json.dumps(result, indent=1) + "\n")
     about = result["facts"]
-    (folder / "overhead.md").write_text(
+    file.with_suffix(".md").write_text(
         f"{markdown_table(lines)}\nMedian (least – most) of {result['num_rounds']} rounds on "
         f"{about['num_ranks']} ranks; `paceline --help` takes {result['help_s']['median']:.2f} s; "
         f"{signature(about)}\n"
@@ -316,12 +322,15 @@ def main() -> None:
     """Run the benchmark, show the table and write the results."""
     options = _options()
     console = Console(highlight=False)
-    missing = [name for name in ("lightning_fabric", "accelerate") if not find_spec(name)]
+    if ON_CUDA and not torch.cuda.is_available():
+        sys.exit("--cuda needs a CUDA device and torch sees none here.")
+    packages = () if ON_CUDA else ("lightning_fabric", "accelerate")
+    missing = [name for name in packages if not find_spec(name)]
     if missing:
         sys.exit(f"{' and '.join(missing)} can't be imported: pip install -e '.[bench]'.")
     job = workload_job(options.steps)
     about = {
-        **taken_with("benchmarks.overhead", "lightning-fabric", "accelerate"),
+        **taken_with("benchmarks.overhead", *(name.replace("_", "-") for name in packages)),
         "num_ranks": job.layout.num_ranks,
         "timed_steps": [FIRST_TIMED_STEP + 1, job.train.steps],
         "checkpoint_every": job.checkpoint.every,
@@ -359,6 +368,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="blocks of each contender")
     parser.add_argument("--steps", type=int, default=16, help="steps of a block")
+    parser.add_argument("--cuda", action="store_true", help="on the CUDA devices of this machine")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     if options.rounds < 1 or options.steps <= FIRST_TIMED_STEP:

@@ -16,7 +16,7 @@ from paceline.models.decoder import cross_entropy
 
 def main() -> None:
     work, clock = Workload.read(), Clock()
-    dist.init_process_group("gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if work.device.type == "cuda" else "gloo")
     share = work.job.train.global_batch // dist.get_world_size()
     model = DistributedDataParallel(work.network())
     optimizer = work.adamw(model)
@@ -24,6 +24,7 @@ def main() -> None:
     for step in range(work.job.train.steps):
         first = step * work.job.train.global_batch + dist.get_rank() * share
         batch = torch.from_numpy(work.samples[first : first + share].astype(np.int64))
+        batch = batch.to(work.device)
         loss = cross_entropy(model(batch[:, :-1]), batch[:, 1:])
         loss.backward()
         clip_grad_norm_(model.parameters(), work.job.optim.clip_norm)

@@ -42,11 +42,18 @@ class Workload:
         samples = np.load(folder / "samples.npy", mmap_mode="r")
         return cls(read_job(folder / "job.toml"), samples, result)
 
+    @property
+    def device(self) -> torch.device:
+        """What this rank computes on."""
+        if self.job.cluster.known_device.kind == "cuda":
+            return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        return torch.device("cpu")
+
     def network(self) -> Decoder:
         """The Job's decoder with the weights that Paceline starts from."""
         network = Decoder(self.job.model)
         network.init_weights(torch.Generator().manual_seed(self.job.train.seed))
-        return network
+        return network.to(self.device)
 
     def adamw(self, network: nn.Module) -> torch.optim.AdamW:
         """Fused AdamW; matrices decay, vectors don't."""
@@ -79,19 +86,30 @@ class Samples(Dataset):
 
 @dataclass
 class Clock:
-    """When each step ended, and its loss on this rank."""
+    """When each step ended, and its loss on this rank.
+
+    A CUDA device is behind its host: there the ends are those of the device, by its own events.
+    """
 
     ends_s: list[float] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+    events: list[torch.cuda.Event] = field(default_factory=list)
 
     def step_done(self, loss: Tensor) -> None:
         """Stamp a step; the loss is not read before the end, so nothing waits for it."""
         self.ends_s.append(time.time())
         self.losses.append(loss.detach())
+        if loss.is_cuda:
+            self.events.append(torch.cuda.Event(enable_timing=True))
+            self.events[-1].record()
 
     def finish(self, file: Path) -> NoReturn:
         """Average the losses over the ranks, write them and the stamps (rank 0), and end."""
         losses = torch.stack(self.losses).double()
+        if self.events:
+            torch.cuda.synchronize()
+            last, now = self.events[-1], time.time()
+            self.ends_s = [now - event.elapsed_time(last) / 1e3 for event in self.events]
         if dist.is_initialized():
             dist.all_reduce(losses)
             losses /= dist.get_world_size()

@@ -25,7 +25,11 @@ from paceline.train.trainer import Trainer
 from tests.ranks import run_ranks
 
 BATCH, SEQ, VOCAB, STEPS = 24, 24, 64, 3
-CPU = Device(name="CPU", kind="cpu", precisions=("fp64", "fp32", "bf16", "fp16", "fp8"))
+DEVICES = {
+    kind: Device(name=kind.upper(), kind=kind, precisions=("fp64", "fp32", "bf16", "fp16", "fp8"))
+    for kind in ("cpu", "cuda")
+}
+CPU = DEVICES["cpu"]
 DENSE = (
     f"model.vocab_size={VOCAB}", "model.hidden_size=32", "model.ffn_size=64", "model.num_layers=4",
     "model.num_heads=8", "model.num_kv_heads=4", f"model.max_seq_len={SEQ}", "model.head_dim=8",
@@ -58,9 +62,9 @@ class Trained(NamedTuple):
     parameters: dict[str, Tensor]
 
 
-def job_of(num_ranks: int, overrides: Sequence[str]) -> Job:
-    """The tiny Job on CPU ranks; overrides are `--set`s."""
-    machine = Cluster(device=CPU, devices_per_node=num_ranks, num_nodes=1)
+def job_of(num_ranks: int, overrides: Sequence[str], device_type: str = "cpu") -> Job:
+    """The tiny Job; overrides are `--set`s."""
+    machine = Cluster(device=DEVICES[device_type], devices_per_node=num_ranks, num_nodes=1)
     return resolve(read_job(None, [*DENSE, *TRAIN, *overrides]), machine).job
 
 
@@ -94,15 +98,23 @@ def trainer_of(job: Job, ranks: Ranks) -> Trainer:
     return Trainer.of(job, ranks, task)
 
 
-def train(rank: int, world_size: int, overrides: Sequence[str]) -> Trained:
+def train(
+    rank: int, world_size: int, overrides: Sequence[str], device_type: str = "cpu"
+) -> Trained:
     """Three steps under one layout."""
-    job = job_of(world_size, overrides)
-    trainer = trainer_of(job, Ranks(rank, world_size, rank, world_size))
+    job = job_of(world_size, overrides, device_type)
+    ranks = Ranks(rank, world_size, rank, world_size, device_type)
+    trainer = trainer_of(job, ranks)
     documents = job.data.reset_at_documents
-    results = [
-        trainer.step(step, micro_batches(step, job, rank, documents))() for step in range(STEPS)
-    ]
-    eval_loss = trainer.evaluate([micro_batches(STEPS, job, rank, documents)])
+
+    def batches(step: int) -> list[MicroBatch]:
+        made = micro_batches(step, job, rank, documents)
+        return [
+            MicroBatch(*(x if x is None else x.to(ranks.device) for x in each)) for each in made
+        ]
+
+    results = [trainer.step(step, batches(step))() for step in range(STEPS)]
+    eval_loss = trainer.evaluate([batches(STEPS)])
     names, _ = parameter_names(trainer.module)
     slots = _slots(trainer)
     parameters = {
@@ -123,25 +135,32 @@ def _slots(trainer: Trainer) -> dict[Tensor, Tensor]:
 
 
 def whole_tensor(parameter: Tensor) -> Tensor:
-    """A copy of all of a parameter; every rank that holds a part must ask."""
+    """A copy of all of a parameter, on the host; every rank that holds a part must ask."""
     full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return full.detach().clone()
+    return full.detach().cpu().clone()
 
 
-def train_many(rank: int, world_size: int, cases: Sequence[Sequence[str]]) -> list[Trained]:
+def train_many(
+    rank: int, world_size: int, cases: Sequence[Sequence[str]], device_type: str = "cpu"
+) -> list[Trained]:
     """One layout after the other on the same ranks."""
     # Putting parameters together to look at them is slow in a way that torch warns of.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    return [train(rank, world_size, case) for case in cases]
+    return [train(rank, world_size, case, device_type) for case in cases]
 
 
 def run_cases(
-    num_ranks: int, cases: Sequence[Sequence[str]], timeout_s: float = 240
+    num_ranks: int,
+    cases: Sequence[Sequence[str]],
+    timeout_s: float = 240,
+    device_type: str = "cpu",
 ) -> list[list[Trained]]:
     """All cases on that many ranks: per case, what each rank got."""
     if num_ranks == 1:
-        return [[train(0, 1, case)] for case in cases]
-    per_rank = run_ranks(train_many, num_ranks, cases, timeout_s=timeout_s)
+        return [[train(0, 1, case, device_type)] for case in cases]
+    per_rank = run_ranks(
+        train_many, num_ranks, cases, device_type, timeout_s=timeout_s, device_type=device_type
+    )
     return [list(results) for results in zip(*per_rank, strict=True)]
 
 

@@ -127,10 +127,10 @@ class _Kept:
         # While this lives, no other storage gets the address by which we know this one.
         self.source = StorageWeakRef(storage)
         self.on_device: Tensor | None = torch.empty(
-            0, dtype=torch.uint8, device=storage.device
+            0, dtype=torch.uint8, device=part.device
         ).set_(storage)
         self.on_host = torch.empty(
-            storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
+            storage.nbytes(), dtype=torch.uint8, pin_memory=part.device.type == "cuda"
         )
         self.moved: torch.cuda.Event | None = None
         """The end of the last copy, out or in."""
@@ -264,8 +264,9 @@ def _packed(tensor: Any, keep: Callable[[Tensor], Any]) -> Any:
 @_disable_dynamo
 def _unpacked(packed: Any) -> Any:
     if isinstance(packed, _View):
-        storage = packed.traffic.fetch(packed.kept).untyped_storage()
-        empty = torch.empty(0, dtype=packed.dtype, device=storage.device)
+        on_device = packed.traffic.fetch(packed.kept)
+        empty = torch.empty(0, dtype=packed.dtype, device=on_device.device)
+        storage = on_device.untyped_storage()
         return empty.set_(storage, packed.offset, packed.shape, packed.stride)
     if isinstance(packed, _Wrapped):
         parts = {name: _unpacked(part) for name, part in packed.parts.items()}

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.config.errors import InputError
 from paceline.config.model import Model
 from paceline.models.decoder import Decoder, cross_entropy
+from paceline.parallel.ep import expert_layers
 from paceline.parallel.recompute import recompute
 from tests.parallel.layers import Layers
 from tests.ranks import run_ranks
@@ -125,6 +126,49 @@ def test_a_module_without_layers_is_refused():
         recompute(nn.Linear(2, 2), "full")
 
 
+def _normed() -> nn.Sequential:
+    torch.manual_seed(2)
+    layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Sequential(nn.Tanh(), nn.BatchNorm1d(16))]
+    return nn.Sequential(*layers, nn.Linear(16, 4)).double()
+
+
+def _trained_normed(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients and buffers after two micro-batches, the second one under way before the first
+    one's backward pass."""
+    drawn = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    for loss in [module(x).square().mean() for x in drawn]:
+        loss.backward()
+    buffers = {
+        name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): buffer
+        for name, buffer in module.named_buffers()
+    }
+    return {**_gradients(module), **buffers}
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_running_statistics_count_a_micro_batch_once(kind):
+    exact, module = _trained_normed(_normed()), _normed()
+    recompute(module, kind)
+    got = _trained_normed(module)
+    assert got.keys() == exact.keys()
+    assert exact["1.num_batches_tracked"] == 2
+    assert all(torch.equal(got[name], exact[name]) for name in exact)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_tokens_of_experts_are_counted_once(kind):
+    model = MODEL.replace(experts={"num_experts": 4, "experts_per_token": 2, "ffn_size": 8})
+    loads = []
+    for each in ("none", kind):
+        decoder = Decoder(model)
+        decoder.init_weights(torch.Generator().manual_seed(0))
+        recompute(decoder, each)
+        _loss(decoder).backward()
+        loads.append([layer.expert_load.tolist() for layer in expert_layers(decoder)])
+    assert loads[0] == loads[1]
+    assert sum(loads[0][0]) == 2 * SEQ * 2
+
+
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_a_backward_pass_split_in_two(kind):
     """The input's gradient first, the weights' later, for two micro-batches in flight."""
@@ -147,6 +191,20 @@ def test_a_backward_pass_split_in_two(kind):
     for groups in waiting:
         stage_backward_weight(split.parameters(), groups)
     _assert_same(split, exact)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # the compiler's own imports
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # and its looks at inputs
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_compiled_blocks_count_a_micro_batch_once(kind):
+    exact, module = _trained_normed(_normed()), _normed()
+    recompute(module, kind)
+    module[2].compile()
+    got = _trained_normed(module)
+    assert got.keys() == exact.keys()
+    for name, value in exact.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=name)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")

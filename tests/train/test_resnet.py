@@ -172,7 +172,6 @@ def test_the_command_trains_evaluates_and_goes_on(job_file, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("layout.recompute=full", 'layout.recompute = "full" would count each micro-batch twice'),
         ("layout.precision=fp8", 'layout.precision = "fp8" has no effect on convolutions'),
         ("layout.micro_batch=1", "leaves the last batch norms one value a channel"),
         ("layout.tp=2", "layout.tp = 2 needs a model that Paceline knows the layers of"),

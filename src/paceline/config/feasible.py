@@ -101,15 +101,10 @@ def _known_model(demand: Demand) -> Iterator[str]:
 
 
 def _images(demand: Demand) -> Iterator[str]:
-    """Batch norms count every forward pass; and a ResNet's products are convolutions."""
+    """Batch norms need two values a channel; and a ResNet's products are convolutions."""
     layout, model = demand.layout, demand.model
     if not isinstance(model, ResNet):
         return
-    if layout.recompute != "none":
-        yield (
-            f'layout.recompute = "{layout.recompute}" would count each micro-batch twice in the '
-            'running statistics of batch norms: set it to "none".'
-        )
     if layout.precision == "fp8":
         yield ('layout.precision = "fp8" has no effect on convolutions: use "bf16" or "fp16".')
     if layout.micro_batch == 1 and model.convolutions[-1].out_side == 1:

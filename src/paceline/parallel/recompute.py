@@ -15,12 +15,15 @@ each time the block is computed again: once for the gradient of its input, once 
 weights. torch's own selective contexts allow one backward pass only, so eager code uses those
 below; compiled code needs torch's, which tell the compiler's partitioner what to keep.
 
+Buffers that a block changes in its forward pass (running statistics of batch norms, counts of an
+expert layer) it changes once: what is computed again works on copies of them.
+
 Papers: https://arxiv.org/abs/1604.06174; selective https://arxiv.org/abs/2205.05198, here by
 operator as in torch.utils.checkpoint.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Self
 
 import torch
@@ -71,8 +74,8 @@ def recompute(
     """
     if kind == "none":
         return
-    options: dict[str, Any] = {"context_fn": _selective_contexts} if kind == "selective" else {}
     for placed in blocks_of(module)[: None if num_layers == "all" else num_layers]:
+        options = _options(placed.block, kind == "selective")
         replace_block(placed, checkpoint_wrapper(placed.block, **options), "recompute", module)
 
 
@@ -90,12 +93,44 @@ def replace_block(placed: Placed, wrapper: nn.Module, setting: str, module: nn.M
     placed.parent.register_module(placed.name, wrapper)
 
 
-def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts for a block's forward pass and for each repetition of it."""
-    if torch.compiler.is_compiling():
-        return create_selective_checkpoint_contexts(_policy)
-    kept: list[Any] = []
-    return _Keep(kept), _Reuse(kept)
+def _options(block: nn.Module, is_selective: bool) -> dict[str, Any]:
+    """Of torch's wrapper; contexts only where they have something to do."""
+    if not is_selective and next(block.buffers(), None) is None:
+        return {}
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """For the block's forward pass and for each repetition of it."""
+        if torch.compiler.is_compiling():  # compiled code changes buffers once by itself
+            if is_selective:
+                return create_selective_checkpoint_contexts(_policy)
+            return nullcontext(), nullcontext()
+        kept: list[Any] = []
+        forward, again = (_Keep(kept), _Reuse(kept)) if is_selective else (nullcontext(), None)
+        return forward, _Apart(block, again)
+
+    return {"context_fn": contexts}
+
+
+class _Apart:
+    """A block computes again on copies of its buffers, so that it leaves no trace in them."""
+
+    def __init__(self, block: nn.Module, inner: AbstractContextManager[Any] | None) -> None:
+        self._block, self._inner = block, inner or nullcontext()
+        self._held: list[tuple[nn.Module, str, Tensor]] = []
+
+    def __enter__(self) -> None:
+        for module in self._block.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    self._held.append((module, name, buffer))
+                    module._buffers[name] = buffer.clone()
+        self._inner.__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        self._inner.__exit__(*failure)
+        while self._held:
+            module, name, buffer = self._held.pop()
+            module._buffers[name] = buffer
 
 
 def _policy(_context: Any, operator: Any, *_args: Any, **_kw: Any) -> CheckpointPolicy:

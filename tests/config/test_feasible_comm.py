@@ -150,6 +150,12 @@ REFUSED = {
         'comm.local.method = "diloco" needs a whole network on every rank, which layout.fsdp = 2 '
         "cuts: set fsdp = 1 or leave it out.",
     ),
+    "workers that share statistics": (
+        DILOCO,
+        {"dp": 2, "sync_batch_norm": True},
+        "layout.sync_batch_norm = true shares statistics in every step, and comm.local.method = "
+        '"diloco" lets each worker step for itself: leave one of them out.',
+    ),
     "more workers left than there are": (
         {"local": {"method": "local_sgd", "min_workers": 3}},
         {"dp": 2},

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
+from paceline.comm.mesh import local_part
 from paceline.comm.ranks import Ranks
 from paceline.config.errors import InputError
 from paceline.config.job import read_job
@@ -175,7 +176,7 @@ def _train(rank, world_size, folder, overrides):
             torch.distributed.barrier()
     finally:
         task.tables.close()
-    return losses, rows, [p.detach().numpy() for p in trainer.module.parameters()]
+    return losses, rows, [local_part(p).detach().numpy() for p in trainer.module.parameters()]
 
 
 @pytest.mark.parametrize("kind", ["adagrad", "adam"])
@@ -188,6 +189,14 @@ def test_two_ranks_equal_one_process(tmp_path, by, kind):
         np.testing.assert_allclose(got[1], serial[1], atol=1e-6)
         for mine, theirs in zip(got[2], serial[2], strict=True):
             np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
+def test_two_shards_equal_one_process(tmp_path):
+    tables = 'comm.embeddings.by="all_to_all"'
+    losses, rows, _ = _train(0, 1, tmp_path, (tables,))
+    for got_losses, got_rows, _ in run_ranks(_train, 2, str(tmp_path), (tables, "layout.fsdp=2")):
+        np.testing.assert_allclose(got_losses, losses, atol=1e-6)
+        np.testing.assert_allclose(got_rows, rows, atol=1e-6)
 
 
 def test_a_run_that_stopped_goes_on_as_if_it_had_not(tmp_path):

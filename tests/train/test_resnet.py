@@ -22,7 +22,7 @@ from paceline.train.synthetic import EVAL_START
 from paceline.train.trainer import Trainer
 from paceline.train.vision import image_task
 from tests.command_line import metrics, paceline
-from tests.parallel.training import CPU
+from tests.parallel.training import CPU, whole_tensor
 from tests.ranks import run_ranks
 
 JOB = """
@@ -105,7 +105,7 @@ def _job(file: Path, num_ranks: int, *overrides: str) -> Job:
 
 
 def _trained(rank: int, num_ranks: int, file: Path, overrides: list[tuple[str, ...]]) -> list:
-    """Losses and parameters after two steps, for each list of overrides."""
+    """Losses, parameters and buffers after two steps, for each list of overrides."""
     found = []
     for changes in overrides:
         job = _job(file, num_ranks, *changes)
@@ -115,24 +115,66 @@ def _trained(rank: int, num_ranks: int, file: Path, overrides: list[tuple[str, .
         steps = task.steps_from(0)
         losses = [trainer.step(index, next(steps))().loss for index in range(2)]
         names, _ = parameter_names(trainer.module)
-        found.append((losses, {name: p.detach().clone() for p, name in names.items()}))
+        held = {name: whole_tensor(p) for p, name in names.items()}
+        buffers = {
+            name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""): buffer.clone()
+            for name, buffer in trainer.module.named_buffers()
+        }
+        found.append((losses, held, buffers))
     return found
+
+
+def _assert_close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=name)
 
 
 def test_two_ranks_step_as_one_does_that_sees_their_images_one_after_the_other(job_file):
     """A micro-batch has its own statistics on whichever rank: the serial step accumulates."""
     alone, bf16 = "layout.micro_batch=4", "layout.precision=bf16"
     lossy = (bf16, "comm.dp.compress=int8", "layout.bucket_mib=2")
-    [(losses, parameters), (of_bf16, _)] = _trained(0, 1, job_file, [(*FP64, alone), (bf16, alone)])
-    both = run_ranks(_trained, 2, job_file, [FP64, (*FP64, "comm.dp.algorithm=ring"), lossy])
+    [(losses, parameters, _), (of_bf16, _, _)] = _trained(
+        0, 1, job_file, [(*FP64, alone), (bf16, alone)]
+    )
+    exact = [FP64, (*FP64, "comm.dp.algorithm=ring"), (*FP64, "layout.fsdp=2", "layout.zero=3")]
+    both = run_ranks(_trained, 2, job_file, [*exact, (bf16, "layout.fsdp=2"), lossy])
     for of_rank in both:
-        for got_losses, got in of_rank[:2]:
+        for got_losses, got, _ in of_rank[: len(exact)]:
             assert got_losses == pytest.approx(losses, rel=1e-10)
-            for name, value in parameters.items():
-                torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=name)
-    (first, one), (second, other) = (of_rank[2] for of_rank in both)
-    assert first == second == pytest.approx(of_bf16, rel=0.05)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+            _assert_close(got, parameters)
+    for (_, one, kept), (_, other, its) in zip(*both, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert all(torch.equal(kept[name], its[name]) for name in kept)
+    for (first, *_), (second, *_) in zip(*(of_rank[len(exact) :] for of_rank in both), strict=True):
+        assert first == second == pytest.approx(of_bf16, rel=0.05)
+
+
+def test_running_means_are_those_of_all_ranks_images(job_file):
+    """Of the first norm, before which nothing is normalised; weights stay where they are."""
+    still = ("optim.lr=1e-30", *FP64)
+    [(_, _, alone)] = _trained(0, 1, job_file, [(*still, "layout.micro_batch=8")])
+    for [(_, _, kept)] in run_ranks(_trained, 2, job_file, [still]):
+        mean, all_images = kept["stem.norm.running_mean"], alone["stem.norm.running_mean"]
+        torch.testing.assert_close(mean, all_images, rtol=1e-10, atol=1e-12)
+
+
+SYNCHRONISED = (*FP64, "layout.sync_batch_norm=true", "layout.micro_batch=4")
+
+
+def test_synchronised_norms_equal_one_rank_with_all_images(job_file):
+    """Losses, parameters and running statistics, with gradients of ours on their way meanwhile."""
+    [alone] = _trained(0, 1, job_file, [(*FP64, "layout.micro_batch=8")])
+    cases = [
+        SYNCHRONISED,
+        (*SYNCHRONISED, "comm.dp.algorithm=ring", "layout.bucket_mib=1"),
+        (*SYNCHRONISED, "layout.fsdp=2", "layout.zero=2", "layout.recompute=full"),
+    ]
+    for of_rank in run_ranks(_trained, 2, job_file, cases):
+        for losses, parameters, buffers in of_rank:
+            assert losses == pytest.approx(alone[0], rel=1e-10)
+            _assert_close(parameters, alone[1])
+            _assert_close(buffers, alone[2])
 
 
 def test_images_of_16_bit_steps_have_their_channels_together(job_file):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.config.hardware import Cluster
 from paceline.config.model import Model
 from paceline.config.noun import Noun, size
+from paceline.config.recommender import Dlrm
 from paceline.config.schedule import refusal as schedule_refusal
 from paceline.config.vision import ResNet
 
@@ -111,6 +112,14 @@ def _images(demand: Demand) -> Iterator[str]:
         yield (
             f"layout.micro_batch = 1 with model.image_size = {model.image_size} leaves the last "
             "batch norms one value a channel, and statistics need two: raise one of them."
+        )
+
+
+def _shared_statistics(demand: Demand) -> Iterator[str]:
+    if demand.layout.sync_batch_norm and isinstance(demand.model, Model | Dlrm):
+        yield (
+            f'layout.sync_batch_norm = true has no effect on model.family = "{demand.model.family}"'
+            ", which has no batch norms: leave it out."
         )
 
 
@@ -386,6 +395,7 @@ _RULES: tuple[Rule, ...] = (
     _kernels,
     _known_model,
     _images,
+    _shared_statistics,
     _ranks,
     _zero,
     _context,

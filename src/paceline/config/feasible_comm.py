@@ -137,6 +137,11 @@ def _workers(comm: Comm, layout: "Layout") -> Iterator[str]:
                 f"{setting} needs a whole network on every rank, which layout.{axis} = "
                 f"{getattr(layout, axis)} cuts: set {axis} = 1 or leave it out."
             )
+    if layout.sync_batch_norm:
+        yield (
+            f"layout.sync_batch_norm = true shares statistics in every step, and {setting} lets "
+            "each worker step for itself: leave one of them out."
+        )
     for name, value in _lossy_or_own(comm).items():
         yield (
             f'comm.dp.{name} = "{value}" has no effect with {setting}, under which no gradients '

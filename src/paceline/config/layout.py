@@ -105,6 +105,9 @@ class Layout(Noun):
     operator takes its kernel where it was measured to be faster on the rank's own device."""
     bucket_mib: Auto | Annotated[float, Field(gt=0)] = "auto"
     """Size of DDP's gradient buckets, MiB: each is reduced as soon as its gradients are there."""
+    sync_batch_norm: bool = False
+    """Let batch norms train by the statistics of all data ranks' micro-batches together, as one
+    rank with all of them would; else by each rank's own. Running statistics are averaged anyway."""
     rebalance_every: Annotated[int, Field(ge=0)] = 0
     """With ep: steps between moves of experts to even out the load of the ranks; 0: never."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.config.recommender import Dlrm
+from paceline.models.shares import assign
 
 
 class DlrmNetwork(nn.Module):
@@ -39,7 +40,8 @@ class DlrmNetwork(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         """Normal weights and biases with the deviations of DLRM's own code.
 
-        Weights: sqrt(2 / (inputs + outputs)); biases: sqrt(1 / outputs).
+        Weights: sqrt(2 / (inputs + outputs)); biases: sqrt(1 / outputs). In place, also on a
+        sharded module: give every rank a generator with the same seed.
         """
         for layer in self.modules():
             if isinstance(layer, nn.Linear):
@@ -49,7 +51,7 @@ class DlrmNetwork(nn.Module):
                     (layer.bias, layer.out_features**-0.5),
                 ):
                     drawn = torch.randn(parameter.shape, generator=generator) * std
-                    parameter.copy_(drawn.to(parameter))
+                    assign(parameter, drawn)
 
 
 def _mlp(widths: Sequence[int], *, last_is_linear: bool) -> nn.Sequential:

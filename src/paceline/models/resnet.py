@@ -2,11 +2,10 @@
 
 Every convolution has a batch norm behind it; norm, residual sum and ReLU are one operator
 (`paceline.kernels.batch_norm`), fused on CUDA where `layout.kernels` says so. Statistics are those
-of a rank's own micro-batch, as DistributedDataParallel leaves them: with few images a rank they are
-noisy, and parallel steps equal serial ones only where every rank sees the same statistics.
-Evaluation uses the running ones.
+of a rank's own micro-batch, unless a norm is given whom it shares them with
+(`paceline.parallel.statistics`); evaluation uses the running ones.
 
-Not here: squeeze-and-excitation (planned only), statistics over all ranks (SyncBatchNorm).
+Not here: squeeze-and-excitation (planned only).
 
 Papers: https://arxiv.org/abs/1512.03385, grouped convolutions https://arxiv.org/abs/1611.05431.
 Shapes and first values are torchvision's ("v1.5": the 3x3 convolution takes the stride).
@@ -20,6 +19,8 @@ from torch import Tensor, nn
 
 from paceline.config.vision import Conv, ResNet
 from paceline.kernels.batch_norm import batch_norm_act
+from paceline.kernels.batch_norm.shared import MeanOverRanks
+from paceline.models.shares import assign
 
 
 class ResNetwork(nn.Module):
@@ -43,19 +44,20 @@ class ResNetwork(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         """Normal convolutions of deviation sqrt(2 / fan out), norms that change nothing at first.
 
-        The head is uniform within sqrt(1 / inputs), as torch's linear layers are.
+        The head is uniform within sqrt(1 / inputs), as torch's linear layers are. In place, also on
+        a sharded module: give every rank a generator with the same seed.
         """
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d):
-                fan_out = layer.weight[:, 0].numel() // layer.groups
                 drawn = torch.randn(layer.weight.shape, generator=generator)
-                layer.weight.copy_(drawn * (2 / fan_out) ** 0.5)
+                fan_out = drawn[:, 0].numel() // layer.groups
+                assign(layer.weight, drawn * (2 / fan_out) ** 0.5)
             elif isinstance(layer, Norm):
                 layer.init_weights()
         bound = self.head.in_features**-0.5
         for parameter in self.head.parameters():
             drawn = torch.rand(parameter.shape, generator=generator)
-            parameter.copy_((2 * drawn - 1) * bound)
+            assign(parameter, (2 * drawn - 1) * bound)
 
 
 class Residual(nn.Module):
@@ -104,6 +106,8 @@ class Norm(nn.Module):
     def __init__(self, num_channels: int, *, relu: bool) -> None:
         super().__init__()
         self.relu = relu
+        self.mean_over_ranks: MeanOverRanks | None = None
+        """Whom statistics are shared with in training; None: nobody."""
         self.weight = nn.Parameter(torch.empty(num_channels))
         self.bias = nn.Parameter(torch.empty(num_channels))
         self.register_buffer("running_mean", torch.empty(num_channels))
@@ -111,15 +115,17 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Map (batch, channels, side, side) to the same shape."""
+        kept = self.running_mean.dtype  # where shards compute in 16 bits, weights come in them
         return batch_norm_act(
             x,
             residual,
-            self.weight,
-            self.bias,
+            self.weight.to(kept),
+            self.bias.to(kept),
             self.running_mean,
             self.running_var,
             self.training,
             relu=self.relu,
+            mean_over_ranks=self.mean_over_ranks,
         )
 
     @torch.no_grad()

@@ -48,6 +48,7 @@ from paceline.parallel.offload import host_shards, offload_activations
 from paceline.parallel.recompute import recompute
 from paceline.parallel.scatter import algorithm_of
 from paceline.parallel.stages import Stages
+from paceline.parallel.statistics import RUNNING, keep_type, synchronise
 from paceline.parallel.tp import enable_async, tensor_parallel
 
 _TAKES_SIZES = "bucket_cap_mb_list" in signature(DistributedDataParallel.__init__).parameters
@@ -137,6 +138,8 @@ def _part(
     fill: Callable[[nn.Module], None] | None,
 ) -> nn.Module:
     """Steps 2 to 10, on a whole network or one stage of it."""
+    if layout.sync_batch_norm:
+        synchronise(part, is_alone=meshes is None)
     if layout.precision == "fp8":
         to_fp8(part, emulate=device.type != "cuda")
     if meshes is not None:
@@ -250,6 +253,8 @@ def _shard(
         # Gradients of many ranks are added up, which 8 bits of mantissa are too few for.
         reduce_dtype=torch.float32 if dtype.itemsize < 4 else None,
     )
+    if policy.param_dtype is not None:
+        keep_type(part)
     offload = host_shards(device) if "params" in layout.offload else OffloadPolicy()
     algorithm = algorithm_of(comm.fsdp, meshes.ranks_per_node)
     options = (_zero(layout), policy, offload, algorithm)
@@ -268,10 +273,11 @@ def _data_axes(mesh: DeviceMesh, replicas: str, shards: str) -> DeviceMesh:
 
 def _replicate(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> nn.Module:
     assert layout.bucket_mib != "auto"
-    # DDP gives all ranks the buffers of rank 0 before each forward pass, for running statistics;
-    # how many tokens went to each expert is each rank's own.
-    counts = [name for name, _ in module.named_buffers() if name.endswith("expert_load")]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, counts)
+    # DDP gives all ranks the buffers of rank 0 before each forward pass. How many tokens went to
+    # each expert is each rank's own, and running statistics are averaged (`statistics`).
+    kept = ("expert_load", *RUNNING)
+    own = [name for name, _ in module.named_buffers() if name.endswith(kept)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, own)
     return DistributedDataParallel(
         module,
         process_group=mesh.get_group("dp"),

@@ -41,6 +41,7 @@ from torch.distributed.tensor import (
 )
 
 from paceline.comm.mesh import local_part
+from paceline.parallel.forward import compute_with, replace_forward
 from paceline.parallel.vocabulary import look_up
 
 _SUMMED_OVER = "_paceline_gradient_summed_over"
@@ -143,7 +144,7 @@ def enable_async(mesh: DeviceMesh) -> None:
 def _embedding(module: nn.Module, ranks: _Ranks) -> None:
     ranks.place(module, Shard(0))
     module.register_forward_hook(lambda _module, _inputs, output: ranks.add_up(output))
-    _replace_forward(module, partial(look_up, module))
+    replace_forward(module, partial(look_up, module))
 
 
 def _norm(module: nn.Module, ranks: _Ranks) -> None:
@@ -172,14 +173,14 @@ def _layer(module: nn.Module, ranks: _Ranks) -> None:
 
 def _column(module: nn.Module, ranks: _Ranks) -> None:
     ranks.place(module, Shard(0))
-    _compute_with_local_parameters(module)
+    compute_with(module, local_part)
 
 
 def _summand(module: nn.Module, ranks: _Ranks) -> None:
     if getattr(module, "bias", None) is not None:
         raise ValueError("a row-parallel module with a bias would add it once per rank.")
     ranks.place(module, Shard(1))
-    _compute_with_local_parameters(module)
+    compute_with(module, local_part)
 
 
 def _row(module: nn.Module, ranks: _Ranks) -> None:
@@ -189,7 +190,7 @@ def _row(module: nn.Module, ranks: _Ranks) -> None:
 
 def _inner(module: nn.Module, ranks: _Ranks) -> None:
     ranks.place(module, Replicate())
-    _compute_with_local_parameters(module)
+    compute_with(module, local_part)
     setattr(module, _SUMMED_OVER, ranks.mesh)
 
 
@@ -223,26 +224,6 @@ def _check_all_cared_for(module: nn.Module, cared: set[nn.Module]) -> None:
     ]
     if forgotten:
         raise ValueError(f"placements say nothing of {', '.join(forgotten)}, which has parameters.")
-
-
-def _compute_with_local_parameters(module: nn.Module) -> None:
-    """Let a module's forward find this rank's parts where its parameters are."""
-    forward = module.forward
-
-    def forward_locally(*inputs: Any) -> Any:
-        spread = module._parameters
-        local = {name: None if p is None else local_part(p) for name, p in spread.items()}
-        module._parameters = local  # type: ignore[assignment]
-        try:
-            return forward(*inputs)
-        finally:
-            module._parameters = spread
-
-    _replace_forward(module, forward_locally)
-
-
-def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    module.forward = forward
 
 
 @torch.no_grad()

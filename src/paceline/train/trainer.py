@@ -40,6 +40,7 @@ from paceline.parallel.local import LocalRounds
 from paceline.parallel.pp import Criterion, MicroBatch, Pipeline
 from paceline.parallel.replicate import GradientExchange, exchange_of
 from paceline.parallel.stages import Stages
+from paceline.parallel.statistics import RunningStatistics
 from paceline.parallel.tail import Tail, tail_of
 from paceline.plan.schedules import build_schedule
 from paceline.train.attention_core import attention_choice
@@ -68,6 +69,7 @@ class Trainer:
     """This rank's part of the network, as `parallel.apply` left it."""
     pipeline: Pipeline | None
     gradients: Gradients
+    statistics: RunningStatistics
     exchange: GradientExchange | HybridExchange | None
     """Of replicas or shards, where they don't leave it to DDP or FSDP2."""
     clock: BusyClock
@@ -117,6 +119,7 @@ class Trainer:
             module,
             _pipeline(schedule, module, meshes, ranks, job.comm),
             Gradients(module, named, meshes, layout),
+            RunningStatistics(module),
             exchange_of(module, names, job.comm, ranks.local_world_size)
             or hybrid_exchange_of(module, names, job.comm, layout, meshes, job.accumulation),
             clock,
@@ -156,6 +159,8 @@ class Trainer:
             grad_norm = squared_norm.sqrt() / self.loss_scale.value
             bad = ~torch.isfinite(grad_norm + loss)
             self.gradients.scale(self._clip_factor(grad_norm))
+            if self.local is None:
+                self.statistics.average()
             skip_if(self.optimizer, bad)
             self.optimizer.step()
             self._update_scale(bad)
@@ -193,6 +198,7 @@ class Trainer:
         is_round = self.local.is_round(done)
         self.reports.agree(partial(self._sum_up, ends_round=is_round))
         if is_round and not isinstance(self.local, ChangingRounds):
+            self.statistics.average()
             self._take_first_buffers()
         return True
 
@@ -291,11 +297,11 @@ class Trainer:
         return torch.stack(losses).mean()
 
     def agree_on_buffers(self) -> None:
-        """Give every rank the buffers of rank 0 (running statistics), as DDP does before a step.
+        """Give every rank the buffers of rank 0, as DDP does before a step.
 
-        What is evaluated or kept then does not depend on which rank computes or writes it. A
-        decoder's buffers are the same wherever they are, a stage has its own, and so has a worker
-        until the next round.
+        What is evaluated or kept then does not depend on which rank computes or writes it. Running
+        statistics and a decoder's buffers are the same wherever they are, a stage has its own, and
+        so has a worker until the next round.
         """
         if self.local is None and self.ranks.world_size > 1 and self.job.layout.is_plain:
             self._take_first_buffers()

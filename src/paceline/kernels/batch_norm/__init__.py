@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.kernels import switch
-from paceline.kernels.batch_norm import reference
+from paceline.kernels.batch_norm import reference, shared
 from paceline.kernels.cost import Cost
 
 SHAPES = ((256 * 112 * 112, 64), (256 * 56 * 56, 256), (256 * 14 * 14, 1024), (256 * 7 * 7, 2048))
@@ -39,6 +39,7 @@ def batch_norm_act(
     momentum: float = 0.1,
     eps: float = 1e-5,
     relu: bool = True,
+    mean_over_ranks: shared.MeanOverRanks | None = None,
 ) -> Tensor:
     """relu((x - mean) / sqrt(variance + eps) * weight + bias + residual), channel by channel.
 
@@ -55,6 +56,7 @@ def batch_norm_act(
         momentum: share of the batch in the running statistics.
         eps: added to the variance.
         relu: whether results below zero become zero.
+        mean_over_ranks: of ranks whose values count together in training; None: this rank's alone.
 
     Returns:
         of x's shape and type; channels-last where kernels run.
@@ -74,6 +76,10 @@ def batch_norm_act(
             "running_mean or running_var is None and training=False; evaluation needs both: give "
             "them, or use the batch's own statistics with training=True."
         )
+    if training and mean_over_ranks is not None:
+        kept = (running_mean, running_var, momentum, eps)
+        out = shared.batch_norm(x, weight, bias, *kept, mean_over_ranks)
+        return reference.follow(out, residual, relu)
     if not (training and switch.takes("batch_norm", x)):
         return reference.batch_norm_act(
             x, residual, weight, bias, running_mean, running_var, training, momentum, eps, relu

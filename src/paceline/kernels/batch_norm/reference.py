@@ -22,6 +22,11 @@ def batch_norm_act(
 ) -> Tensor:
     """relu(batch_norm(x) + residual); updates the running statistics in training."""
     out = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    return follow(out, residual, relu)
+
+
+def follow(out: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+    """What follows the norm: the residual sum, and ReLU."""
     if residual is not None:
         out = out + residual
     return F.relu(out) if relu else out

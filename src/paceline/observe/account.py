@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.observe.caveats import Caveat, Device
 from paceline.observe.clocks import Clock
 from paceline.observe.critical_path import PATH
 from paceline.observe.terms import TERM_ID
@@ -103,6 +104,10 @@ class Account:
     launch_delays_ns: _Array = field(default_factory=lambda: np.empty(0, np.int64))
     """Of each step, the median from the end of a kernel's launch to its start: near 0, the device
     waits for the host; -1: not known, or a CPU's."""
+    caveats: tuple[Caveat, ...] = ()
+    """What the traces can't say: one of each kind."""
+    devices: Mapping[int, Device] = field(default_factory=dict)
+    """Of each rank whose trace describes its device."""
 
     @classmethod
     def read(cls, paths: Path | Sequence[Path], axis: str | None = None) -> "Account":
@@ -123,6 +128,10 @@ class Account:
     def ranks(self) -> tuple[int, ...]:
         """The ranks that were recorded, in order."""
         return tuple(int(rank) for rank in np.unique(self.steps["rank"]))
+
+    def caveat(self, kind: str) -> Caveat | None:
+        """The caveat of a kind in `observe.caveats`, where there is one."""
+        return next((one for one in self.caveats if one.kind == kind), None)
 
     def step_s(self, rank: int | None = None) -> float:
         """Median seconds of a step, of a rank or of all."""

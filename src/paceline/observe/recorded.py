@@ -13,6 +13,7 @@ import numpy.typing as npt
 from paceline.config.errors import InputError
 from paceline.observe.account import COLLECTIVE, GAP, KERNEL, SYNC, Account
 from paceline.observe.accounting import Owners, complement, intersection, owners, union
+from paceline.observe.caveats import Caveat, Device, joined
 from paceline.observe.clocks import Clock, align
 from paceline.observe.critical_path import critical_path
 from paceline.observe.kineto.read import read_recording
@@ -46,6 +47,8 @@ class _Part:
     gaps: _Array
     syncs: _Array
     delays_ns: _Array
+    caveats: tuple[Caveat, ...]
+    device: Device | None
 
 
 def read_account(paths: Path | Sequence[Path], axis: str | None) -> Account:
@@ -80,6 +83,8 @@ def _joined(parts: list[_Part], names: Names) -> Account:
         table("syncs", SYNC),
         tuple(names),
         launch_delays_ns=table("delays_ns", np.int64),
+        caveats=joined(caveat for part in parts for caveat in part.caveats),
+        devices={part.rank: part.device for part in parts if part.device is not None},
     )
 
 
@@ -173,6 +178,8 @@ def _part(path: Path, names: Names, axis: str | None) -> _Part:
         gaps(recording, names),
         syncs(recording, names),
         launch_delays(recording),
+        recording.caveats,
+        recording.device_properties,
     )
 
 

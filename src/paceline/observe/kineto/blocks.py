@@ -75,6 +75,7 @@ class Header(msgspec.Struct, rename={"events": "traceEvents", "base_ns": "baseTi
     distributedInfo: dict[str, Any] | None = None  # noqa: N815 (as the file spells it)
     host_name: str | None = None
     paceline: dict[str, Any] | None = None
+    deviceProperties: Any = None  # noqa: N815
 
 
 _events = msgspec.json.Decoder(list[Event], strict=False)
@@ -164,7 +165,7 @@ class Source:
         return header.events
 
     def _note(self, header: Header) -> None:
-        for name in ("base_ns", "distributedInfo", "host_name", "paceline"):
+        for name in ("base_ns", "distributedInfo", "host_name", "paceline", "deviceProperties"):
             if (value := getattr(header, name)) is not None:
                 self.about[name] = value
 

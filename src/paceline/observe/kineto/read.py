@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config.errors import InputError
+from paceline.observe import caveats
+from paceline.observe.caveats import Caveat
 from paceline.observe.kineto import cpu, cuda
 from paceline.observe.kineto.events import (
     COPY,
@@ -84,7 +86,19 @@ def read_recording(path: str | Path, rank: int | None = None, axis: str | None =
     whole = _whole_steps(recording)
     if not len(whole):
         raise InputError(f"{path} was cut before it had a whole step; record it again.")
-    return replace(recording, windows=whole)
+    return replace(recording, windows=whole, caveats=(*recording.caveats, _cut(recording, whole)))
+
+
+def _cut(recording: Recording, whole: _Array) -> Caveat:
+    left_out = len(recording.windows) - len(whole)
+    return Caveat(
+        caveats.CUT,
+        f"The file ends in the middle: {len(recording.trace.events):,} events before that were "
+        f"read, {left_out} of {len(recording.windows)} steps are left out because their work isn't "
+        "all there.",
+        {"events": len(recording.trace.events), "steps": len(whole), "left_out": left_out},
+        (recording.rank,),
+    )
 
 
 def _whole_steps(recording: Recording) -> _Array:
@@ -117,6 +131,9 @@ def _recording(trace: Trace, rank: int, axis: str | None, first_step: int) -> Re
     python = trace.events[kinds == PYTHON]
     host = surround(trace, trace.events[~on_device & (kinds != PYTHON)], axis)
     main, windows = _steps(host, trace, rank, first_step)
+    are_marked = len(windows) > 0
+    if not are_marked:
+        windows = _whole_trace(trace, rank, first_step)
     device = trace.events[on_device]
     device = device[np.argsort(device["start"], kind="stable")]
     launch = cuda.launches(host, device)
@@ -130,12 +147,42 @@ def _recording(trace: Trace, rank: int, axis: str | None, first_step: int) -> Re
         windows = _disjoint(windows)
         pieces = cpu.split_waits(host, cpu.main_pieces(host, main, windows), gloo)
     return Recording(
-        rank, trace, host, main, python, device, terms, launch, windows, pieces, gloo, asked
+        rank,
+        trace,
+        host,
+        main,
+        python,
+        device,
+        terms,
+        launch,
+        windows,
+        pieces,
+        gloo,
+        asked,
+        () if are_marked else (_no_steps(windows),),
+    )
+
+
+def _whole_trace(trace: Trace, rank: int, number: int) -> _Array:
+    """Return one step that lasts as long as the trace."""
+    start, end = trace.events["start"].min(), trace.events["end"].max()
+    return np.array([(rank, number, start, end)], STEP)
+
+
+def _no_steps(windows: _Array) -> Caveat:
+    rank, _, start, end = windows[0].tolist()
+    seconds = (end - start) / 1e9
+    return Caveat(
+        caveats.NO_STEPS,
+        f"The trace marks no steps (ProfilerStep#n or {STEP_RANGE}), so all of its {seconds:.3g} s "
+        "count as one.",
+        {"seconds": seconds},
+        (rank,),
     )
 
 
 def _steps(host: Host, trace: Trace, rank: int, first_step: int) -> tuple[int, _Array]:
-    """Return the main thread and the steps that its ranges mark."""
+    """Return the main thread and the steps that its ranges mark, if any."""
     ranges = host.events[host.events["kind"] == RANGE]
     for pattern, first in ((_OUR_STEP, first_step), (_FOREIGN_STEP, 0)):
         matches = {
@@ -153,8 +200,7 @@ def _steps(host: Host, trace: Trace, rank: int, first_step: int) -> tuple[int, _
                 )
             ]
             return main, np.array(rows, STEP)
-    start, end = trace.events["start"].min(), trace.events["end"].max()
-    return _busiest_thread(host), np.array([(rank, first_step, start, end)], STEP)
+    return _busiest_thread(host), np.empty(0, STEP)
 
 
 def _busiest_thread(host: Host) -> int:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
+from paceline.observe.caveats import Caveat, Device, device_of
 from paceline.observe.kineto.cpu import Pieces
 from paceline.observe.kineto.events import Trace
 from paceline.observe.kineto.host import Host
@@ -37,6 +39,16 @@ class Recording:
     """The collectives on gloo's threads."""
     asked: _Array
     """The operator that started each of those, or NONE."""
+    caveats: tuple[Caveat, ...]
+    """What the trace can't say."""
+
+    @property
+    def device_properties(self) -> Device | None:
+        """The device that most kernels ran on, where the trace's header describes it."""
+        threads = self.device["thread"]
+        process = self.trace.threads[int(np.bincount(threads).argmax())][0] if len(threads) else 0
+        number = process if isinstance(process, int) else 0
+        return device_of(self.trace.about.get("deviceProperties"), number)
 
     @property
     def host_name(self) -> str | None:

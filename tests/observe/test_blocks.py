@@ -102,7 +102,7 @@ def test_damage_is_refused_in_a_sentence(tmp_path, small_blocks):
     damaged = {
         "middle.json": whole.replace(b'"tid": 1, "ts": 5012.5', b'"tid": 1, "ts"; 5012.5', 1),
         "binary.json": bytes(range(128, 256)) * 40,
-        "number.json": whole.replace(b'"dur": 50.125', b'"dur": "long"', 1),
+        "number.json": whole.replace(b'"dur": 50.125', b'"dur": "long"'),
         "middle.gz": packed[:middle] + b"\xff" * 40 + packed[middle + 40 :],
         "sum.gz": packed[:-8] + wrong_sum.to_bytes(4, "little") + packed[-4:],
         "header.json": whole.replace(b'{"id": 0}', b'{"id": 0]', 1),

@@ -8,7 +8,7 @@ each event, but for the dictionary that numbers a name not seen before.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import compress, islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,10 @@ _ITEM_BYTES = {
     **dict.fromkeys(("c10::Float8_e4m3fn", "c10::Float8_e5m2"), 1),
 }
 
+_MOST_LEFT_OUT = 0.1  # of the events that matter: with fewer, terms mean something
+_MOST_US = 1e12  # of time between a trace's events, 11 days; and of what one of them takes
+_MOST_NS = 1 << 62
+
 _Array = npt.NDArray[Any]
 
 
@@ -97,6 +101,10 @@ class Trace:
     """The fields of `blocks.Header` that the file has."""
     is_cut: bool = False
     """Whether the file ends in the middle of an event."""
+    num_left_out: int = 0
+    """Events that a profiler can't have written."""
+    why_left_out: str = ""
+    """Of the first."""
 
 
 class _Numbers(dict[Any, int]):
@@ -107,6 +115,22 @@ class _Numbers(dict[Any, int]):
         return number
 
 
+class _Streams(dict[Any, int]):
+    """Numbers of streams, which some profilers write as text: "7", "0x0", "null stream"."""
+
+    def __missing__(self, stream: Any) -> int:
+        self[stream] = number = self._number(stream)
+        return number
+
+    def _number(self, stream: Any) -> int:
+        try:
+            number = int(stream) if isinstance(stream, int) else int(stream or "-1", 0)
+        except ValueError:
+            number = _MOST_NS
+        # What is no number gets one that no stream has.
+        return number if -_MOST_NS < number < _MOST_NS else (1 << 40) + len(self)
+
+
 def read_events(path: str | Path) -> Trace:
     """Read the complete events of a trace.
 
@@ -114,70 +138,88 @@ def read_events(path: str | Path) -> Trace:
         InputError: the file is missing, damaged, or no trace.
     """
     source = Source(Path(path))
-    reader = _Columns()
-    try:
-        parts = [reader.columns(block) for block in source.blocks()]
-    except (ValueError, OverflowError) as error:
-        raise InputError(
-            f"{path} has an event that a profiler's trace can't have ({error}); record it again."
-        ) from None
+    reader = _Columns(source)
+    parts = [reader.columns(block) for block in source.blocks()]
     events = np.concatenate([np.empty(0, EVENT), *parts])
+    if source.num_left_out > _MOST_LEFT_OUT * (len(events) + source.num_left_out):
+        raise InputError(
+            f"{path} has {source.num_left_out:,} events that a profiler's trace can't have beside "
+            f"{len(events):,} others (the first: {source.why_left_out}); record it again."
+        )
     if len(events):
         source.warn(len(events))
-    base_ns = int(source.about.get("base_ns", 0)) + reader.origin_us * 1000
+    base_ns = source.about.get("base_ns", 0) + reader.origin_us * 1000
+    if not -_MOST_NS < base_ns < _MOST_NS:
+        raise InputError(f"{path} has times that no clock has ({base_ns} ns); record it again.")
     events["start"] += base_ns
     events["end"] += base_ns
-    calls = np.array(reader.calls, CALL)
     return Trace(
-        events, calls, tuple(reader.names), tuple(reader.threads), source.about, source.is_cut
+        events,
+        np.array(reader.calls, CALL),
+        tuple(reader.names),
+        tuple(reader.threads),
+        source.about,
+        source.is_cut,
+        source.num_left_out,
+        source.why_left_out,
     )
 
 
 class _Columns:
     """Makes columns of decoded events, block after block."""
 
-    def __init__(self) -> None:
+    def __init__(self, source: Source) -> None:
         self.names = _Numbers()
         self.threads = _Numbers()
         self.calls: list[tuple[int, ...]] = []
         # Microseconds since the epoch fill a double; relative to the first event they keep
         # their nanoseconds.
         self.origin_us = 0
+        self._source = source
         self._is_first = True
+        self._streams = _Streams()
         self._is_comm: list[bool] = []
 
     def columns(self, block: list[Event]) -> _Array:
         chosen = [event for event in block if event.cat in _KIND_OF and event.ph == "X"]
+        times_us, lengths_us = (
+            np.fromiter(map(attrgetter(field), chosen), "f8", len(chosen))
+            for field in ("ts", "dur")
+        )
+        if self._is_first and np.isfinite(times_us).any():
+            self.origin_us = math.floor(np.median(times_us[np.isfinite(times_us)]))
+            self._is_first = False
+        times_us -= self.origin_us
+        sound = (np.abs(times_us) < _MOST_US) & (lengths_us >= 0) & (lengths_us < _MOST_US)
+        if not sound.all():
+            wrong = chosen[int(np.argmin(sound))]
+            why = f"{wrong.name} at {wrong.ts} us lasts {wrong.dur} us"
+            self._source.leave_out(int(np.count_nonzero(~sound)), why)
+            chosen = [*compress(chosen, sound.tolist())]
         table = np.empty(len(chosen), EVENT)
-        if not chosen:
-            return table
-        if self._is_first:
-            self.origin_us, self._is_first = math.floor(chosen[0].ts), False
+        table["start"] = np.rint(times_us[sound] * 1e3)
+        table["end"] = table["start"] + np.rint(lengths_us[sound] * 1e3).astype("i8")
         self._fill(table, chosen)
         return table
 
     def _fill(self, table: _Array, events: list[Event]) -> None:
+        """Fill in all but the times."""
         size = len(events)
 
-        def column(of: Iterable[Any], kind: str = "i8") -> _Array:
-            return np.fromiter(of, kind, size)
+        def column(of: Iterable[Any]) -> _Array:
+            return np.fromiter(of, "i8", size)
 
         table["name"] = column(map(self.names.__getitem__, map(attrgetter("name"), events)))
         table["kind"] = column(map(_KIND_OF.__getitem__, map(attrgetter("cat"), events)))
         where = map(attrgetter("pid", "tid"), events)
         table["thread"] = column(map(self.threads.__getitem__, where))
-        times_us = column(map(attrgetter("ts"), events), "f8") - self.origin_us
-        lengths_us = column(map(attrgetter("dur"), events), "f8")
-        if not (np.isfinite(times_us) & (lengths_us >= 0)).all():
-            wrong = int(np.argmin(np.isfinite(times_us) & (lengths_us >= 0)))
-            raise ValueError(
-                f"{events[wrong].name} at {events[wrong].ts} us lasts {events[wrong].dur} us"
-            )
-        table["start"] = np.rint(times_us * 1e3)
-        table["end"] = table["start"] + np.rint(lengths_us * 1e3).astype("i8")
         args = [event.args or _NONE for event in events]
-        for field in ("correlation", "external_id", "sequence", "forward_thread", "stream"):
-            table[field] = column(map(attrgetter(field), args))
+        for field in ("correlation", "external_id", "sequence", "forward_thread"):
+            try:
+                table[field] = column(map(attrgetter(field), args))
+            except OverflowError:  # as unsigned numbers are, or damaged ones
+                table[field] = column(map(_within_64_bits, map(attrgetter(field), args)))
+        table["stream"] = column(map(self._streams.__getitem__, map(attrgetter("stream"), args)))
         table["call"] = -1
         for index in np.flatnonzero(self._may_communicate()[table["name"]]).tolist():
             table["call"][index] = len(self.calls)
@@ -196,10 +238,16 @@ class _Columns:
         texts = (name, args.group, args.group_name, ranks)
         size = max(args.num_in, args.num_out) * _ITEM_BYTES.get(args.dtype, 0)
         numbers = (self.names[text] if text else -1 for text in texts)
-        return (*numbers, args.group_size or -1, size or _bytes_of_inputs(args) or -1)
+        group_size = args.group_size if 0 < args.group_size < 1 << 31 else -1
+        return (*numbers, group_size, _within_64_bits(size or _bytes_of_inputs(args) or -1))
 
 
 _NONE = Args()
+
+
+def _within_64_bits(number: int) -> int:
+    """Return a number that a column can hold, or -1."""
+    return number if -_MOST_NS < number < _MOST_NS else -1
 
 
 def _bytes_of_inputs(args: Args) -> int:

@@ -87,7 +87,7 @@ def _streams(recording: Recording) -> tuple[_Array, _Array]:
 
 def _number(thread: Any) -> int:
     """Return the number of a stream, which some traces only have as the thread's."""
-    return thread if isinstance(thread, int) else NONE
+    return thread if isinstance(thread, int) and abs(thread) < 1 << 62 else NONE
 
 
 def _host_waits(recording: Recording) -> tuple[_Array, _Array]:

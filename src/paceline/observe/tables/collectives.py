@@ -121,18 +121,27 @@ def _name_groups(recording: Recording, names: Names, table: _Array) -> None:
     The trace's header lists the process groups. gloo's collectives say nothing but their name: one
     over an axis has the ranks of that axis' group, or those of the only group there is.
     """
-    where = recording.trace.about.get("distributedInfo") or {}
-    groups = [group for group in where.get("pg_config") or () if isinstance(group, dict)]
-    groups = [group for group in groups if len(group.get("ranks") or ()) > 1]  # one says nothing
+    groups = [group for group in _listed(recording) if len(group["ranks"]) > 1]  # one says nothing
     for axis in np.unique(table["axis"]).tolist():
         mine = [group for group in groups if axis != NONE and _axis_of(group) == AXES[axis]]
-        ranks = {str(group.get("ranks")) for group in mine or groups}
+        ranks = {str(group["ranks"]) for group in mine or groups}
         if len(ranks) != 1:
             continue
         group, rows = (mine or groups)[0], (table["axis"] == axis) & (table["members"] == NONE)
         table["members"][rows] = names[ranks.pop()]
         table["group"][rows] = names[str(group.get("pg_desc", ""))]
-        table["group_size"][rows] = len(group.get("ranks") or ())
+        table["group_size"][rows] = len(group["ranks"])
+
+
+def _listed(recording: Recording) -> list[dict[str, Any]]:
+    """Return the process groups that the trace's header lists with their ranks."""
+    where = recording.trace.about.get("distributedInfo") or {}
+    groups = where.get("pg_config")
+    return [
+        group
+        for group in (groups if isinstance(groups, list) else ())
+        if isinstance(group, dict) and isinstance(group.get("ranks"), list)
+    ]
 
 
 def _axis_of(group: dict[str, Any]) -> str | None:

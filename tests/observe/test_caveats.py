@@ -100,3 +100,91 @@ def test_the_device_is_the_one_that_the_kernels_ran_on(read, listed, process, de
 
 def test_a_cpu_has_no_device(read):
     assert read(step(), event("aten::mm", 10, 20)).devices == {}
+
+
+# --- what contradicts idle time -----------------------------------------------------------------
+
+
+def replay(at, correlation, num_kernels, vendor="cuda"):
+    """A graph's launch and those of its kernels that were recorded, each 8 us."""
+    call = event(f"{vendor}GraphLaunch", at, at + 4, "cuda_runtime", correlation=correlation)
+    return [
+        call,
+        *(
+            kernel(f"k{n}", at + 5 + 9 * n, at + 13 + 9 * n, correlation)
+            for n in range(num_kernels)
+        ),
+    ]
+
+
+@pytest.mark.parametrize("vendor", ["cuda", "hip"])
+def test_replayed_graphs_without_kernels_are_told(read, vendor):
+    made = [*replay(0, 1, 10, vendor), *replay(100, 2, 0, vendor), *replay(200, 3, 10, vendor)]
+    account = read(step(300), *made)
+    told = account.caveat(caveats.GRAPH_KERNELS_MISSING)
+    assert told.numbers == {
+        "replays": 3,
+        "without_kernels": 1,
+        "kernels": 20,
+        "waited_for_nothing": 0,
+    }
+    assert "upper bounds" in told.sentence
+
+
+def test_a_host_that_waits_for_an_idle_device_tells_of_lost_kernels(read):
+    # Of each replay two kernels were recorded of many: the host waits for the rest.
+    made = [*replay(0, 1, 2), event("cudaStreamSynchronize", 30, 95, "cuda_runtime")]
+    made += [*replay(100, 2, 2), event("cudaEventSynchronize", 135, 195, "cuda_runtime")]
+    told = read(step(200), *made).caveat(caveats.GRAPH_KERNELS_MISSING)
+    assert told.numbers["without_kernels"] == 0
+    assert told.numbers["waited_for_nothing"] == pytest.approx(0.625)
+
+
+def test_whole_graphs_and_waits_without_graphs_are_no_lost_kernels(read):
+    whole = read(
+        step(100), *replay(0, 1, 10), event("cudaStreamSynchronize", 6, 98, "cuda_runtime")
+    )
+    assert whole.caveats == ()
+    waits = read(step(100), *work(), event("cudaStreamSynchronize", 40, 98, "cuda_runtime"))
+    assert waits.caveats == ()
+
+
+ON_HOST = (step(), event("aten::mm", 10, 40), event("aten::add", 50, 60))
+
+
+@pytest.mark.parametrize(
+    ("events", "header", "calls"),
+    [
+        ([launch(15, 1), launch(52, 2)], {}, 2),
+        ([event("hipExtModuleLaunchKernel", 15, 16, "hip_runtime")], {}, 1),
+        ([], {"deviceProperties": [H100]}, 0),
+    ],
+)
+def test_a_device_without_kernels_is_no_cpu(read, events, header, calls):
+    loads = span("paceline.data_wait", 60, 80)
+    account = read(*ON_HOST, *events, loads, **header)
+    assert account.is_device
+    told = account.caveat(caveats.NO_KERNELS)
+    assert told.numbers == {"calls": calls}
+    assert "no kernel was recorded" in told.sentence
+    assert account.term_s("data_wait") == pytest.approx(20e-6)
+    assert account.term_s("unattributed") == pytest.approx(80e-6)
+    assert len(account.gaps) == 0
+    assert len(account.kernels) == 0
+
+
+@pytest.mark.parametrize(
+    ("events", "header"),
+    [
+        ([], {}),
+        ([], {"deviceProperties": []}),
+        ([event("aten::mkldnn_convolution", 70, 80)], {"deviceProperties": [H100]}),
+        ([span("gloo:all_reduce", 70, 80, tid=2)], {"deviceProperties": [H100]}),
+        ([], {"deviceProperties": [H100], "paceline": {"first_step": 3}}),
+    ],
+)
+def test_a_cpu_is_one_though_its_host_has_a_device(read, events, header):
+    account = read(*ON_HOST, *events, **header)
+    assert not account.is_device
+    assert account.caveats == ()
+    assert account.term_s("matmul") >= 30e-6

@@ -10,7 +10,6 @@ Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsK
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,34 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config.errors import InputError
-from paceline.observe import caveats
-from paceline.observe import terms as words
-from paceline.observe.caveats import Caveat
-from paceline.observe.kineto import cpu, cuda
-from paceline.observe.kineto.events import (
-    COPY,
-    KERNEL,
-    LAUNCH,
-    OP,
-    PYTHON,
-    RANGE,
-    Trace,
-    read_events,
-)
+from paceline.observe.kineto import cpu, cuda, lacks
+from paceline.observe.kineto.events import COPY, KERNEL, OP, PYTHON, RANGE, Trace, read_events
 from paceline.observe.kineto.host import NONE, Host, surround
 from paceline.observe.kineto.recording import Recording
 from paceline.observe.kineto.spans import timeline_of
-from paceline.observe.terms import EXPOSED_IDS, STEP_RANGE
+from paceline.observe.terms import STEP_RANGE
 from paceline.observe.timeline import STEP, Timeline
 
 METADATA = "paceline"  # what our profiler notes in a trace: {"first_step": .., "axis": ..}
 
-_OUR_STEP = re.compile(rf"{re.escape(STEP_RANGE)}(?:#(\d{1, 18}))?$")
-_STARTS_WORK = re.compile(r"Launch|Mem(cpy|set)")  # calls that give work to a device
-_MAX_LOST = 0.01  # whole traces lose a few events as well
-# Operators that launch work in so many of their calls do it as a rule; of these, in whole traces at
-# least so many do.
-_LAUNCHES_AS_A_RULE, _MOST_LAUNCH = 0.25, 0.85
+_OUR_STEP = re.compile(rf"{re.escape(STEP_RANGE)}(?:#(\d{{1,18}}))?$")
 _FOREIGN_STEP = re.compile(r"ProfilerStep#(\d{1,18})$")
 
 _Array = npt.NDArray[Any]
@@ -87,93 +69,13 @@ def read_recording(path: str | Path, rank: int | None = None, axis: str | None =
             f"{path} has a header that a profiler's trace can't have ({error!r}); record it again."
         ) from None
     recording = _recording(trace, rank, axis, first_step)
-    if not trace.is_cut:
-        return recording
-    are_marked = all(one.kind != caveats.NO_STEPS for one in recording.caveats)
-    whole = _whole_steps(recording) if are_marked else recording.windows[:0]
-    if not len(whole):
+    kept = lacks.whole_steps(recording) if trace.is_cut else recording.windows
+    if not len(kept):
         raise InputError(
             f"{path} was cut, and of none of its steps it is certain that all is there; "
             "record it again."
         )
-    return replace(recording, windows=whole, caveats=(*recording.caveats, _cut(recording, whole)))
-
-
-def _cut(recording: Recording, whole: _Array) -> Caveat:
-    left_out = len(recording.windows) - len(whole)
-    return Caveat(
-        caveats.CUT,
-        f"The file ends in the middle: {len(recording.trace.events):,} events before that were "
-        f"read, {left_out} of {len(recording.windows)} steps are left out because their work isn't "
-        "all there.",
-        {"events": len(recording.trace.events), "steps": len(whole), "left_out": left_out},
-        (recording.rank,),
-    )
-
-
-def _whole_steps(recording: Recording) -> _Array:
-    """Return the steps of a cut file that are known to have all of their work.
-
-    The device's events stand behind the host's, each kind in order of time, or thread after thread:
-    a step may have its range and its operators and not its kernels, and would look idle. So a step
-    counts if what was read of each kind reaches beyond its end, if the kernels of its calls are
-    there and operators have their calls, and if no stream may be missing altogether.
-    """
-    events, windows = recording.trace.events, recording.windows
-    starts_work = np.array([bool(_STARTS_WORK.search(name)) for name in recording.trace.names])
-    calls = events[(events["kind"] == LAUNCH) & starts_work[events["name"]]]
-    device = events[np.isin(events["kind"], (KERNEL, COPY))]
-    communicates = len(recording.gloo.owner) or np.isin(recording.terms, EXPOSED_IDS).any()
-    if any(map(words.is_comm_op, recording.trace.names)) and not communicates:
-        return windows[:0]
-    if not len(device):
-        if len(calls) or recording.trace.about.get("deviceProperties"):
-            return windows[:0]
-        return windows[windows["end_ns"] <= _reached(events[events["kind"] == OP])]
-    if _is_by_stream(device["thread"]):
-        return windows[:0]
-    reached = min(_reached(rows) for rows in (calls, device) if len(rows))
-    lost = ~np.isin(calls["correlation"], device["correlation"])
-    # The host's own steps: those of the device end where the last kernel that was read does.
-    _, marked = _steps(recording.host, recording.trace, recording.rank, 0)
-    begun, missing = (_count_in(marked, rows["start"]) for rows in (calls, calls[lost]))
-    known = (windows["end_ns"] <= reached) & (missing <= _MAX_LOST * begun)
-    return windows[known & (_share_launching(recording, marked) >= _MOST_LAUNCH)]
-
-
-def _reached(rows: _Array) -> int:
-    """Return up to when events are all there, by how far they stand behind later ones."""
-    latest = np.maximum.accumulate(rows["start"])
-    return int(latest[-1] - (latest - rows["start"]).max()) if len(rows) else 0
-
-
-def _is_by_stream(streams: _Array) -> bool:
-    """Say whether events stand stream after stream: then whole streams may be missing."""
-    changes = int(np.count_nonzero(np.diff(streams)))
-    return 0 < changes < 2 * len(np.unique(streams))
-
-
-def _share_launching(recording: Recording, windows: _Array) -> _Array:
-    """Return, for each window, how many of its operators that launch work elsewhere do so there."""
-    host = recording.host
-    launching = host.op[recording.launch[recording.launch != NONE]]
-    launches = np.zeros(len(host), bool)
-    launches[launching[launching != NONE]] = True
-    names = host.events["name"]
-    size = len(host.names)
-    ops = host.events["kind"] == OP
-    every, some = (np.bincount(names[rows], minlength=size) for rows in (ops, ops & launches))
-    chosen = ops & (some >= _LAUNCHES_AS_A_RULE * np.maximum(every, 1))[names]
-    rule, kept = (
-        _count_in(windows, host.events["start"][rows]) for rows in (chosen, chosen & launches)
-    )
-    return (kept + (rule == 0)) / np.maximum(rule, 1)
-
-
-def _count_in(windows: _Array, at: _Array) -> _Array:
-    at = np.sort(at)
-    edges = (np.searchsorted(at, windows[edge], "left") for edge in ("end_ns", "start_ns"))
-    return np.subtract(*edges)
+    return replace(recording, windows=kept, caveats=tuple(lacks.caveats_of(recording, kept)))
 
 
 def _recording(trace: Trace, rank: int, axis: str | None, first_step: int) -> Recording:
@@ -181,10 +83,8 @@ def _recording(trace: Trace, rank: int, axis: str | None, first_step: int) -> Re
     on_device = np.isin(kinds, (KERNEL, COPY))
     python = trace.events[kinds == PYTHON]
     host = surround(trace, trace.events[~on_device & (kinds != PYTHON)], axis)
-    main, windows = _steps(host, trace, rank, first_step)
-    are_marked = len(windows) > 0
-    if not are_marked:
-        windows = _whole_trace(trace, rank, first_step)
+    main, marked = _steps(host, trace, rank, first_step)
+    windows = marked if len(marked) else _whole_trace(trace, rank, first_step)
     device = trace.events[on_device]
     device = device[np.argsort(device["start"], kind="stable")]
     launch = cuda.launches(host, device)
@@ -192,7 +92,7 @@ def _recording(trace: Trace, rank: int, axis: str | None, first_step: int) -> Re
     found = cpu.gloo_collectives(host)
     asked = cpu.starters(host, found)
     gloo, pieces = cpu.as_pieces(host, found, asked), None
-    if len(device):
+    if len(device) or lacks.kernels_are_missing(trace, len(found) > 0):
         windows = _disjoint(cuda.follow_device(windows, host, device, launch))
     else:
         windows = _disjoint(windows)
@@ -206,41 +106,18 @@ def _recording(trace: Trace, rank: int, axis: str | None, first_step: int) -> Re
         device,
         terms,
         launch,
+        marked,
         windows,
         pieces,
         gloo,
         asked,
-        (*_left_out(trace, rank), *(() if are_marked else (_no_steps(windows),))),
     )
-
-
-def _left_out(trace: Trace, rank: int) -> Iterator[Caveat]:
-    if trace.num_left_out:
-        yield Caveat(
-            caveats.EVENTS_LEFT_OUT,
-            f"{trace.num_left_out:,} events beside {len(trace.events):,} can't be those of a "
-            f"profiler and are left out; the first: {trace.why_left_out}.",
-            {"events": trace.num_left_out, "read": len(trace.events)},
-            (rank,),
-        )
 
 
 def _whole_trace(trace: Trace, rank: int, number: int) -> _Array:
     """Return one step that lasts as long as the trace."""
     start, end = trace.events["start"].min(), trace.events["end"].max()
     return np.array([(rank, number, start, end)], STEP)
-
-
-def _no_steps(windows: _Array) -> Caveat:
-    rank, _, start, end = windows[0].tolist()
-    seconds = (end - start) / 1e9
-    return Caveat(
-        caveats.NO_STEPS,
-        f"The trace marks no steps (ProfilerStep#n or {STEP_RANGE}), so all of its {seconds:.3g} s "
-        "count as one.",
-        {"seconds": seconds},
-        (rank,),
-    )
 
 
 def _steps(host: Host, trace: Trace, rank: int, first_step: int) -> tuple[int, _Array]:

@@ -31,15 +31,17 @@ class Recording:
     """Of each of those."""
     launch: _Array
     """The host event that launched each of those, or NONE."""
+    marked: _Array
+    """The steps as the host's ranges mark them, dtype `timeline.STEP`; empty: nothing does."""
     windows: _Array
-    """dtype `timeline.STEP`."""
+    """The steps that count, the device's: dtype `timeline.STEP`."""
     pieces: Pieces | None
     """The main thread's time by what ran, waits among them (owner NONE); None for a device."""
     gloo: Pieces
     """The collectives on gloo's threads."""
     asked: _Array
     """The operator that started each of those, or NONE."""
-    caveats: tuple[Caveat, ...]
+    caveats: tuple[Caveat, ...] = ()
     """What the trace can't say."""
 
     @property

@@ -27,14 +27,17 @@ def timeline_of(recording: Recording) -> Timeline:
 
 
 def idle_time(recording: Recording) -> Intervals:
-    """Return when, within steps, a device had nothing to do and the host was being recorded."""
+    """Return when, within steps, a device had nothing to do and the host was being recorded.
+
+    A device of which nothing was recorded isn't known to have idled.
+    """
     device, events = recording.device, recording.host.events
     at_work = union(device["start"], device["end"])
     windows = zip(recording.windows["start_ns"], recording.windows["end_ns"], strict=True)
     parts = [complement(at_work, int(start), int(end)) for start, end in windows]
     starts = np.concatenate([np.empty(0, np.int64), *(part.starts for part in parts)])
     ends = np.concatenate([np.empty(0, np.int64), *(part.ends for part in parts)])
-    if not len(events):
+    if not len(events) or not len(device):
         return Intervals(starts[:0], ends[:0])
     return clip(Intervals(starts, ends), int(events["start"].min()), int(events["end"].max()))
 

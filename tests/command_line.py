@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import get_context, util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-
+from paceline.train import launch
 from tests.ranks import WARM
 
 COMMAND = str(Path(sys.executable).parent / "paceline")
@@ -99,18 +98,25 @@ class Started:
     in the process its ranks are forked from takes four fifths of a short run.
     """
 
-    def __init__(self, arguments: Sequence[str], folder: Path, num_outputs: int) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        num_outputs: int,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         """Start it.
 
         Args:
             arguments: of python.
             folder: where it runs.
             num_outputs: 2, or 1 where what goes to stderr is to come with stdout.
+            variables: of its environment, besides the usual ones.
         """
         self._arguments = list(arguments)
         ours, theirs = zip(*(WARM.Pipe(duplex=False) for _ in range(num_outputs)), strict=True)
         self._printed = dict.fromkeys(ours, b"")
-        what = (self._arguments, folder, environment(folder), theirs)
+        what = (self._arguments, folder, {**environment(folder), **(variables or {})}, theirs)
         self._process = WARM.Process(target=_be_python, args=what)
         self._process.start()
         for each in theirs:
@@ -166,30 +172,31 @@ def _be_python(
     # What `paceline.train` runs again in each rank.
     sys.orig_argv = [sys.executable, *arguments]
     util.spawnv_passfds = _forked_server
-    subprocess_handler.Popen = _ForkedRank
-    if arguments[0] == "-m":
-        sys.argv = list(arguments[1:])
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(arguments)
-        sys.path.insert(0, str(Path(arguments[0]).absolute().parent))
-        runpy.run_path(arguments[0], run_name="__main__")
+    launch.start_program = _ForkedRank
+    try:
+        if arguments[0] == "-m":
+            sys.argv = list(arguments[1:])
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(arguments)
+            sys.path.insert(0, str(Path(arguments[0]).absolute().parent))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except Exception:  # as an interpreter ends, and not as multiprocessing's process does
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
 
 
 class _ForkedRank:
-    """Stands for the Popen with which torchrun's agent starts a script's rank: a fork of it."""
+    """Stands for the Popen with which the launcher starts a script's rank: a fork of it."""
 
-    def __init__(self, args: Sequence[str], env: dict[str, str], **_outputs: object) -> None:
-        what = (args[1:], Path.cwd(), env, ())
+    def __init__(self, program: Sequence[str], env: dict[str, str]) -> None:
+        what = (program[1:], Path.cwd(), env, ())
         self._process = get_context("fork").Process(target=_be_python, args=what)
         self._process.start()
         self.pid = self._process.pid
+        self.kill = self._process.kill
 
     def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        self._process.join(timeout)
         return self._process.exitcode
 
 

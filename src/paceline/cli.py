@@ -1,11 +1,13 @@
 """The command line: each command is a thin function over the Python API.
 
 Commands import what they need when they are called: `paceline --help` loads neither torch nor
-pydantic. Exit codes: 0 done; 2 the input is wrong, said in one sentence; 1 anything else.
+pydantic. Exit codes: 0 done, or stopped with a checkpoint as it was asked to; 2 the input is wrong,
+said in one sentence; 130 ended at once by a second signal; 1 anything else.
 """
 
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -489,10 +491,11 @@ def _show(job: "Job") -> None:
 
 def _leave_with(code: int) -> NoReturn:
     """End a rank without waiting for the threads of process groups that wait for others."""
-    from paceline.comm.ranks import given_ranks, leave
+    if "paceline.comm.ranks" in sys.modules:  # else nobody has met
+        from paceline.comm.ranks import given_ranks, leave
 
-    if given_ranks("cpu") is not None:
-        leave(code)
+        if given_ranks("cpu") is not None:
+            leave(code)
     sys.exit(code)
 
 
@@ -504,7 +507,10 @@ def main() -> None:
         app()
     except InputError as error:
         print(f"paceline: {error}", file=sys.stderr)
-        sys.exit(2)
+        _leave_with(2)
     except RunError as error:
         print(error, file=sys.stderr)
+        _leave_with(1)
+    except Exception:
+        traceback.print_exc()
         _leave_with(1)

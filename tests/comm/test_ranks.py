@@ -1,12 +1,27 @@
 """Whose place a process takes, and what machine it is on (pure, one process)."""
 
 import os
+import socket
+import time
 
+import psutil
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
-from paceline.comm.ranks import Ranks, connect, first_host, given_ranks
+from paceline.comm import ranks as meeting
+from paceline.comm.ranks import (
+    LOOPBACK,
+    Ranks,
+    connect,
+    first_host,
+    given_ranks,
+    kept_store,
+    meeting_point,
+    store_of_run,
+)
 from paceline.comm.topology import num_cores, num_cpu_ranks, this_machine
+from paceline.config.errors import InputError, RunError
 
 HIGH_PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -58,6 +73,9 @@ def test_a_batch_script_of_slurm_is_no_rank(monkeypatch):
         ("host", "host"),
         ("n[7,9]", "n7"),
         ("one,gpu[1-2]", "one"),
+        ("node[01-03,7],gpu5", "node01"),
+        ("rack[1-2]node[03-04],x", "rack1node03"),
+        ("n[7-9]-ib", "n7-ib"),
     ],
 )
 def test_first_host_of_a_slurm_list(nodes, first):
@@ -82,7 +100,7 @@ def test_this_machine_is_concrete():
 @pytest.mark.parametrize(("priority", "told"), [("normal", None), ("high", "1")])
 def test_messages_come_first_where_the_job_says_so(monkeypatch, priority, told):
     """NCCL's streams are made later, by torch, which reads this variable."""
-    _set(monkeypatch, MASTER_ADDR="localhost", MASTER_PORT="1")
+    monkeypatch.setattr(meeting, "store_of_run", lambda *_: HashStore())
     monkeypatch.delenv(HIGH_PRIORITY, raising=False)
     seen = []
     monkeypatch.setattr(
@@ -90,3 +108,68 @@ def test_messages_come_first_where_the_job_says_so(monkeypatch, priority, told):
     )
     connect(Ranks(1, 2, 1, 2, "cpu"), priority=priority)
     assert seen == [told]
+
+
+ON_TWO_HOSTS, ON_ONE = Ranks(1, 4, 1, 2), Ranks(1, 2, 1, 2)
+SLURM = {"SLURM_STEP_NODELIST": "node[01-03,7],gpu5", "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "env", "address", "port"),
+    [
+        (ON_TWO_HOSTS, SLURM, "node01", "24711"),
+        (ON_TWO_HOSTS, {**SLURM, "MASTER_ADDR": "10.0.0.1"}, "10.0.0.1", "24711"),
+        (ON_TWO_HOSTS, {**SLURM, "MASTER_PORT": "29500"}, "node01", "29500"),
+        (ON_TWO_HOSTS, {**SLURM, "SLURM_STEP_ID": "1"}, "node01", "25720"),
+        (ON_TWO_HOSTS, {"SLURM_NODELIST": "a,b", "SLURM_JOB_ID": "12000"}, "a", "20000"),
+        (ON_ONE, SLURM, LOOPBACK, "24711"),
+        (ON_TWO_HOSTS, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "a", "1"),
+    ],
+)
+def test_where_ranks_meet_follows_from_slurms_variables(ranks, env, address, port):
+    assert meeting_point(ranks, env) == {"MASTER_ADDR": address, "MASTER_PORT": port}
+
+
+@pytest.mark.parametrize(
+    ("env", "sentence"),
+    [
+        ({"MASTER_PORT": "1"}, "4 ranks were started but MASTER_ADDR does not say where they meet"),
+        ({"MASTER_ADDR": "a"}, "4 ranks were started but MASTER_PORT does not say where they meet"),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT = 'x' is no port"),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "65536"}, "MASTER_PORT = '65536' is no port"),
+    ],
+)
+def test_ranks_that_nothing_tells_where_to_meet_are_refused(env, sentence):
+    with pytest.raises(InputError, match=sentence):
+        meeting_point(ON_TWO_HOSTS, env)
+
+
+def test_a_first_host_without_a_name_ends_the_wait_in_one_sentence(monkeypatch):
+    def unknown(*_address, **_limit):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    monkeypatch.setattr(meeting, "_RESOLVE_S", 0.5)
+    _set(monkeypatch, MASTER_ADDR="nowhere", MASTER_PORT="1")
+    began = time.monotonic()
+    with pytest.raises(
+        RunError, match=r"store of the run at nowhere:1 \(Name or service not known"
+    ):
+        store_of_run(ON_TWO_HOSTS)
+    assert time.monotonic() - began < 30
+
+
+def test_a_taken_port_is_said_in_one_sentence(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind((LOOPBACK, 0))
+        taken.listen()
+        _set(monkeypatch, MASTER_ADDR=LOOPBACK, MASTER_PORT=str(taken.getsockname()[1]))
+        with pytest.raises(RunError, match=r"can't be opened at 127.0.0.1.*Address already in use"):
+            store_of_run(Ranks(0, 4, 0, 2))
+
+
+def test_a_store_listens_at_its_address_alone():
+    store = kept_store("localhost", 0)
+    sockets = psutil.Process().net_connections("tcp")
+    listening = {one.laddr.ip for one in sockets if one.laddr.port == store.port}
+    assert listening <= {LOOPBACK, "::1"}

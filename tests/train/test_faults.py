@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -64,10 +65,52 @@ def test_a_rank_that_raises_ends_the_others_and_its_traceback_comes_first(tmp_pa
     assert lived_s < 10
     assert done.returncode == 1
     assert "after train" not in done.stdout
-    tracebacks = done.stderr.split("Traceback (most recent call last):")
-    assert "ValueError: the tokeniser ate it" in tracebacks[1]
-    assert "rank 1 " in done.stderr
+    _assert_only_the_persons_traceback(done.stderr, "ValueError: the tokeniser ate it")
     assert losses(tmp_path, "own").keys() == {1, 2, 3, 4}
+
+
+def _assert_only_the_persons_traceback(printed: str, ends: str) -> None:
+    """One traceback, of their lines alone; a sentence of ours before it."""
+    sentence, traceback = printed.split("Traceback (most recent call last):")
+    assert sentence.startswith("rank 1 (pid ")
+    assert "failed and took the run down; its log is" in sentence
+    assert traceback.rstrip().endswith(ends)
+    files = {line.split('"')[1] for line in traceback.splitlines() if line.startswith("  File ")}
+    assert {Path(file).name for file in files} == {"own.py"}, traceback
+
+
+LONG = "'first\\n' + '\\n'.join(f'line {i} ' * 300 for i in range(300)) + '\\nlast'"
+LIKE_GLOO = "[../gloo/transport/tcp/pair.cc:598] Connection closed by peer [127.0.0.1]:12345"
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (f"ValueError({LONG})", "\nlast"),
+        (f"RuntimeError('{LIKE_GLOO}')", f"RuntimeError: {LIKE_GLOO}"),
+        ("torch.distributed.DistNetworkError('lost')", "DistNetworkError: lost"),
+    ],
+    ids=["many lines", "like gloo's", "like torch's"],
+)
+def test_an_error_on_one_rank_ends_the_run_whatever_it_says(error, ends, tmp_path):
+    mark = "open('died', 'w').write(str(time.time()))"
+    done = _run_script(tmp_path, f"if (rank, step) == (1, 5): {mark}; raise {error}")
+    assert time.time() - float((tmp_path / "died").read_text()) < 20
+    assert done.returncode == 1
+    _assert_only_the_persons_traceback(done.stderr, ends)
+
+
+def test_an_error_in_the_backward_pass_of_one_rank_ends_the_run(tmp_path):
+    fault = "if (rank, step, len(more)) == (1, 5, 1): raise RuntimeError('gloo: no')"
+    script = SCRIPT.replace("def fault(rank, step)", "def fault(rank, step, *more)").replace(
+        "    value = model",
+        "    rank, step = int(os.environ.get('RANK', '0')), net.calls\n"
+        "    net.linear.weight.register_hook(lambda grad: fault(rank, step, 1))\n    value = model",
+    )
+    (tmp_path / "own.py").write_text(script.format(fault=fault, steps=12))
+    done = python("own.py", folder=tmp_path, timeout_s=60)
+    assert done.returncode == 1
+    _assert_only_the_persons_traceback(done.stderr, "RuntimeError: gloo: no")
 
 
 EXPERTS = "model.experts={num_experts=4,experts_per_token=2,ffn_size=32}"
@@ -142,7 +185,7 @@ def test_too_many_bad_steps_end_the_run_in_one_sentence(tmp_path):
     done = _run_script(tmp_path, "return float('inf') if step > 6 else 1.0", steps=40)
     assert done.returncode == 1
     assert "not finite for 5 steps in a row" in done.stderr
-    assert done.stderr.count("Traceback") == 1, "the script's own, none of a rank"
+    assert "Traceback" not in done.stderr
     manifest = json.loads((tmp_path / "runs/own/checkpoints/latest/manifest.json").read_text())
     assert manifest["manifest"]["step"] <= 10
 

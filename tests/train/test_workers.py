@@ -32,7 +32,7 @@ def test_a_worker_is_started_again_a_few_times():
     assert killed is not None
     assert killed.is_restarted
     assert killed.sentence == (
-        "worker 2 (pid 77) ended by signal 9, its log is runs/a/log/rank2.log; the others go on, "
+        "worker 2 (pid 77) ended by SIGKILL, its log is runs/a/log/rank2.log; the others go on, "
         "and it is started again (3 of 3 times)."
     )
     failed = after(2, 77, 1, MOST_RESTARTS, log)
@@ -137,7 +137,7 @@ def test_a_killed_worker_is_gone_on_without_and_taken_back(tmp_path):
         (watched.run / "stop").touch()
         output = watched.output()
     assert watched.process.returncode == 0, output
-    assert "ended by signal 9" in output
+    assert "ended by SIGKILL" in output
     assert "the others go on, and it is started again (1 of 3 times)." in output
     assert "worker 2 is lost: 2 workers go on." in watched.log()
     assert "Traceback" not in watched.log() + watched.log(1)

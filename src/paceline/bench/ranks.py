@@ -33,7 +33,8 @@ from paceline.comm.cores import cores_of
 from paceline.comm.ranks import Ranks, connect, disconnect, given_ranks
 from paceline.comm.warm_up import MEASURING, warm_up_ranks
 from paceline.config.errors import InputError, RunError
-from paceline.train.session import is_lost_peer, keep_freed_memory
+from paceline.train.failure import is_lost_peer
+from paceline.train.session import keep_freed_memory
 from paceline.train.stopping import end_with
 
 # A rank whose peer died lets the peer speak first.
@@ -254,7 +255,7 @@ def _rank_main(
     except InputError as error:
         _say_last(end, "input", str(error))
     except BaseException as error:
-        if isinstance(error, RuntimeError) and is_lost_peer(error):
+        if is_lost_peer(error):
             time.sleep(_PATIENCE_FOR_CULPRIT_S)
         _say_last(end, "failure", traceback.format_exc())
     os._exit(0)  # see comm.ranks.leave

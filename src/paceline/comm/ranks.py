@@ -1,31 +1,45 @@
 """Who this process is among the ranks of a run, and how they meet.
 
-A rank learns its place from the environment that a launcher set: torchrun (and Paceline's own
-launcher, which is torchrun's agent) or Slurm's srun. A process without such an environment is
-alone.
+A rank learns its place from the environment that a launcher set: Paceline's own, torchrun or
+Slurm's srun. A process without such an environment is alone. Ranks meet in a file where Paceline's
+launcher started them, else in a store at MASTER_ADDR:MASTER_PORT, which listens at that address
+alone (and not on all interfaces, as torch's own would).
 """
 
+import errno
 import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
-from torch.distributed.rendezvous import rendezvous
 
 from paceline.comm.fabric.interfaces import socket_settings
 from paceline.comm.fabric.order import numbers
 from paceline.comm.topology import interface_to, interfaces
-from paceline.config.errors import RunError
+from paceline.config.errors import InputError, RunError
+
+MEETING = "PACELINE_MEETING"
+"""The variable in which Paceline's launcher names a folder: its ranks meet in a file there."""
+LOOPBACK = "127.0.0.1"
 
 _HOST = "paceline/host/{}"
+# The first rank's process may still be on its way, and so may its host's name.
+_REACH_S, _RESOLVE_S = 300.0, 60.0
+_ATTEMPT_S, _RETRY_S = 5.0, 0.2
+# Below the ports that Linux gives out by itself.
+_FIRST_PORT, _NUM_PORTS = 20_000, 12_000
+# Of a prime, so that steps of one job and jobs that follow each other differ.
+_PORTS_APART = 1009
 
 
 @dataclass(frozen=True)
@@ -105,14 +119,11 @@ def connect(
         torch.cuda.set_device(ranks.device)
     if ranks.world_size == 1 or dist.is_initialized():
         return ranks
-    _fill_in_rendezvous(ranks)
     if priority == "high":
         # Of all groups, those that torch makes for meshes too; per group it has to be asked anew.
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-    timeout, store = timedelta(seconds=timeout_s), None
+    store = store_of_run(ranks, timeout_s)
     if hosts:
-        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout))
-        store.set_timeout(timeout)
         ranks = replace(ranks, rank=_number(ranks, hosts, store))
     backend = "cpu:gloo,cuda:nccl" if ranks.device_type == "cuda" else "gloo"
     dist.init_process_group(
@@ -120,7 +131,7 @@ def connect(
         store=store,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeout_s),
         device_id=ranks.device if ranks.device_type == "cuda" else None,
     )
     return ranks
@@ -134,34 +145,119 @@ def _number(ranks: Ranks, order: Sequence[str], store: Store) -> int:
 
 
 def store_of_run(ranks: Ranks, timeout_s: float = 1800) -> Store:
-    """The store at MASTER_ADDR:MASTER_PORT, for ranks that share no process group.
+    """Where the ranks of a run leave word for each other.
 
     The first rank keeps it, unless the launcher does: then it says so as torchrun does.
 
+    Args:
+        ranks: this rank's place.
+        timeout_s: how long an answer may take.
+
     Raises:
-        RunError: it can't be reached in time.
+        InputError: nothing says where it is.
+        RunError: it can't be reached in time, or not be opened.
     """
     if ranks.device_type == "cuda":
         torch.cuda.set_device(ranks.device)
-    _fill_in_rendezvous(ranks)
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if (folder := os.environ.get(MEETING)) is not None:
+        _use_interfaces(ranks)
+        store: Store = FileStore(str(Path(folder) / "store"), ranks.world_size)
+    else:
+        os.environ.update(meeting_point(ranks, os.environ))
+        _use_interfaces(ranks)
+        store = _store_at(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def _store_at(host: str, port: int, ranks: Ranks) -> Store:
     is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        store = TCPStore(
-            host,
-            port,
-            is_master=ranks.is_first and not is_kept,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
-    except RuntimeError as error:
-        raise RunError(
-            f"rank {ranks.rank} can't reach the store of the run at {host}:{port}: look whether "
-            "the first rank runs and whether the links are up, and start this one again."
-        ) from error
+    if ranks.is_first and not is_kept:
+        store = _opened(host, port)
+    else:
+        _reach(host, port, ranks.rank, _REACH_S, _RESOLVE_S)
+        try:
+            limit = timedelta(seconds=_REACH_S)
+            store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+        except RuntimeError as error:
+            raise _unreachable(host, port, ranks.rank, "it does not answer") from error
     # A launcher's store outlives the ranks where torchrun starts all of them again.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"paceline/start-{start}", store)
+
+
+def _opened(host: str, port: int) -> TCPStore:
+    try:
+        return kept_store(host, port)
+    except socket.gaierror as error:
+        raise RunError(
+            f"MASTER_ADDR = {host!r} is no name or address that this host knows "
+            f"({error.strerror}): set it to the first rank's host."
+        ) from None
+    except OSError as error:
+        raise RunError(
+            f"the store of the run can't be opened at {host}:{port} ({error.strerror}): set "
+            "MASTER_PORT to a free port of the first rank's host."
+        ) from None
+
+
+def kept_store(host: str, port: int) -> TCPStore:
+    """A store that this process keeps, for as long as it is referred to.
+
+    Args:
+        host: the address that it listens at; where it is none of this host's own (an address that a
+            router translates), it listens on all interfaces.
+        port: 0: any free one.
+
+    Raises:
+        OSError: the name is unknown, the port is taken, ...
+    """
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return TCPStore(host, port, is_master=True, wait_for_workers=False)
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _reach(host: str, port: int, rank: int, reach_s: float, resolve_s: float) -> None:
+    """Wait until somebody listens there.
+
+    torch's client would wait as well, with a warning for each attempt.
+
+    Raises:
+        RunError: nobody has, in time.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_ATTEMPT_S).close()
+            return
+        except OSError as error:
+            limit_s = resolve_s if isinstance(error, socket.gaierror) else reach_s
+            if time.monotonic() - began > limit_s:
+                reason = f"{error.strerror or error} for {limit_s:.0f} s"
+                raise _unreachable(host, port, rank, reason) from None
+        time.sleep(_RETRY_S)
+
+
+def _unreachable(host: str, port: int, rank: int, reason: str) -> RunError:
+    return RunError(
+        f"rank {rank} on {socket.gethostname()} can't reach the store of the run at {host}:{port} "
+        f"({reason}): look whether the first rank runs there, whether the links are up, and "
+        "whether MASTER_ADDR and MASTER_PORT are right, and start this one again."
+    )
 
 
 def limit_waits(limit_s: float) -> None:
@@ -236,28 +332,58 @@ def leave(code: int = 0) -> NoReturn:
     os._exit(code)
 
 
-def _fill_in_rendezvous(ranks: Ranks) -> None:
-    if "MASTER_ADDR" not in os.environ:
-        nodes = os.environ.get("SLURM_STEP_NODELIST", socket.gethostname())
-        job = int(os.environ.get("SLURM_JOB_ID", "0"))
-        os.environ["MASTER_ADDR"] = first_host(nodes)
-        os.environ["MASTER_PORT"] = str(20000 + job % 20000)
+def meeting_point(ranks: Ranks, env: Mapping[str, str]) -> dict[str, str]:
+    """MASTER_ADDR and MASTER_PORT: as they are given, else as they follow from Slurm's variables.
+
+    Args:
+        ranks: this rank's place.
+        env: the environment.
+
+    Raises:
+        InputError: they are neither given nor follow.
+    """
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    nodes = nodes or env.get("SLURM_NODELIST")
+    found = {}
+    if ranks.local_world_size == ranks.world_size:
+        found["MASTER_ADDR"] = LOOPBACK
+    elif nodes:
+        found["MASTER_ADDR"] = first_host(nodes)
+    if "SLURM_JOB_ID" in env:
+        number = int(env["SLURM_JOB_ID"]) + _PORTS_APART * int(env.get("SLURM_STEP_ID", "0"))
+        found["MASTER_PORT"] = str(_FIRST_PORT + number % _NUM_PORTS)
+    found |= {name: env[name] for name in ("MASTER_ADDR", "MASTER_PORT") if env.get(name)}
+    for name, what in (("MASTER_ADDR", "the first rank's host"), ("MASTER_PORT", "a free port")):
+        if name not in found:
+            raise InputError(
+                f"{ranks.world_size} ranks were started but {name} does not say where they meet: "
+                f"start them with torchrun or srun, or set it to {what}."
+            )
+    if not found["MASTER_PORT"].isdecimal() or not 0 < int(found["MASTER_PORT"]) < 1 << 16:
+        raise InputError(
+            f"MASTER_PORT = {found['MASTER_PORT']!r} is no port: set it to a free one of the first "
+            "rank's host, 1 to 65535."
+        )
+    return found
+
+
+def first_host(nodelist: str) -> str:
+    """First host of Slurm's compressed list: "gpu[003-006,9],login1" -> "gpu003"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
+    return re.sub(r"\[(\d*)[^\]]*\]", r"\1", first.group() if first else nodelist)
+
+
+def _use_interfaces(ranks: Ranks) -> None:
+    """Tell gloo and NCCL which interface to use; a person's own choice stands."""
     if sys.platform != "linux":
         return
     if ranks.local_world_size == ranks.world_size:
-        # One host: its name may not resolve, and its outward interface may be firewalled or slow.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # One host: its name may not resolve, its outward interface may be firewalled or slow, and
+        # nobody outside has to reach a rank.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
         return
     chosen = interface_to(os.environ["MASTER_ADDR"])
     if chosen is not None:  # else they meet at a loopback, as nodes do that one machine plays
         num_hosts = ranks.world_size // ranks.local_world_size
         os.environ.update(socket_settings(chosen, os.environ, interfaces(), num_hosts))
-
-
-def first_host(nodelist: str) -> str:
-    """First host of Slurm's compressed list: "gpu[003-006,9],login1" -> "gpu003"."""
-    prefix, bracket, rest = nodelist.partition("[")
-    if not bracket or "," in prefix:
-        return nodelist.split(",")[0]
-    number = re.match(r"\d+", rest)
-    return prefix + (number.group() if number else "")

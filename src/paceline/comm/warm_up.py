@@ -7,6 +7,7 @@ this module and what it imports stay free of torch.
 import multiprocessing
 from multiprocessing import forkserver
 
+_AS_HELPER = "paceline.comm.as_helper"
 # What the ranks of a command need, by the full name of the module that imports all of it.
 TRAINING = "paceline.train.session"
 MEASURING = "paceline.bench.measure"
@@ -18,5 +19,5 @@ def warm_up_ranks(module: str) -> None:
     Args:
         module: what it imports, `TRAINING` or `MEASURING`.
     """
-    multiprocessing.set_forkserver_preload([module])
+    multiprocessing.set_forkserver_preload([_AS_HELPER, module])
     forkserver.ensure_running()

@@ -1,30 +1,46 @@
-"""Put a process on every device of this machine and wait for them.
+"""Put a process on every device of this machine, watch them, and end them together.
 
-The ranks are started by torchrun's elastic agent. Signals are this file's business: SIGINT and
-SIGTERM become the Run's stop file, which every rank reads after its step.
+A rank that runs a function comes from the warm forkserver, one that runs a program is started as
+such. They meet in a folder that nobody else may enter, so that no port is opened for it, and there
+a rank that fails leaves why (`train.failure`). With the first that does, or that dies, the others
+are ended, and with each rank whatever it started itself.
+
+Signals are this file's business too: SIGINT and SIGTERM become the Run's stop file, which every
+rank reads after its step.
+
+Not here: workers that may be lost (`train.workers`), who is missing when a collective fails
+(`comm.roll_call`).
 """
 
-import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
+from paceline.comm.ranks import MEETING
 from paceline.config.errors import InputError, RunError
 from paceline.observe.run import Run
+from paceline.train.failure import FILE, Failure
+
+Entry = Callable[..., Any] | str
+_LOOK_S = 0.05
+# After the first failure: time for others to say that theirs was earlier, and to write their logs.
+_GRACE_S = 2.0
+# One signal may arrive twice, from a wrapper that passes it on and from whoever sent it to a group.
+_AGAIN_S = 1.0
+_STOPPED_AT_ONCE = 130
 
 
-def launch(
-    run: Run, num_ranks: int, entry: Callable[..., Any] | str, arguments: Sequence[Any]
-) -> None:
+def launch(run: Run, num_ranks: int, entry: Entry, arguments: Sequence[Any]) -> None:
     """Run `entry` on `num_ranks` processes of this machine and wait for them.
 
     A rank that dies takes the others down within seconds. SIGINT and SIGTERM ask the ranks to stop
@@ -38,40 +54,165 @@ def launch(
         InputError: a rank found wrong input.
         RunError: a rank died, or the ranks agreed that the run can't go on.
     """
-    # Restarts over gloo fail on the addresses of the last attempt where the store is shared.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # The agent logs what is reported below, in pieces and per process.
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder, signals_stop(run):
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id=run.path.name,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            start_method="forkserver",
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGHUP",
-        )
+        ranks = [
+            RankProcess(rank, num_ranks, Path(folder), {MEETING: folder}, entry, arguments)
+            for rank in range(num_ranks)
+        ]
         try:
-            elastic_launch(config, entry)(*arguments)
-        except ChildFailedError as error:
-            raise explained(*error.get_first_failure(), run) from None
+            failed = _first_to_fail(ranks)
+        finally:
+            end(ranks)
+        if failed is not None:
+            raise failed.why(run)
+
+
+class RankProcess:
+    """The process of one rank, and what it left when it failed."""
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        folder: Path,
+        meeting: Mapping[str, str],
+        entry: Entry,
+        arguments: Sequence[Any],
+    ) -> None:
+        """Start it.
+
+        Args:
+            rank: its number.
+            num_ranks: how many there are, all on this machine.
+            folder: for what it leaves.
+            meeting: the variables that tell it where ranks meet.
+            entry: as of `launch`.
+            arguments: as of `launch`.
+        """
+        self.rank = rank
+        self._file = folder / f"failure-{rank}.json"
+        self._file.unlink(missing_ok=True)  # of the process before
+        place = {"RANK": rank, "LOCAL_RANK": rank}
+        place |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+        environment = {name: str(value) for name, value in place.items()}
+        environment |= {**meeting, FILE: str(self._file)}
+        self._process: subprocess.Popen[bytes] | BaseProcess
+        if isinstance(entry, str):
+            self._process = start_program([entry, *arguments], {**os.environ, **environment})
+        else:
+            what = (environment, entry, tuple(arguments))
+            self._process = get_context("forkserver").Process(target=_be, args=what)
+            self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid or 0
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs; the negative number of a signal that killed it."""
+        if isinstance(self._process, BaseProcess):
+            return self._process.exitcode
+        return self._process.poll()
+
+    @property
+    def failure(self) -> Failure | None:
+        """What it says itself, None where it hasn't failed or could not say anything."""
+        return Failure.read(self._file)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it said so, or ended otherwise than well."""
+        return self.failure is not None or self.exitcode not in (None, 0)
+
+    def why(self, run: Run) -> Exception:
+        """The exception that its failure is for whoever started the run."""
+        failure, code = self.failure, self.exitcode
+        if failure is not None and failure.kind == "input":
+            return InputError(failure.text)
+        if failure is not None and failure.kind != "program":
+            return RunError(failure.text)
+        how = "failed" if failure else f"ended {ending(code or 0)}"
+        sentence = (
+            f"rank {self.rank} (pid {self.pid}) {how} and took the run down; its log is "
+            f"{run.log_folder / f'rank{self.rank}.log'}. Start it again to go on from the last "
+            "checkpoint."
+        )
+        return RunError(f"{sentence}\n\n{failure.text}" if failure else sentence)
+
+    def kill(self) -> None:
+        """End it, and whatever it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()
+
+
+def start_program(program: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a program in a session of its own, as `_be` starts a function."""
+    return subprocess.Popen(program, env=env, start_new_session=True)
+
+
+def _be(
+    environment: Mapping[str, str], entry: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
+    # A session of its own: Ctrl-C at the terminal reaches only the launcher, each rank gets its
+    # share where the kernel shares the cores out by session, and what it starts ends with it.
+    os.setsid()
+    os.environ.update(environment)
+    entry(*arguments)
+
+
+def _first_to_fail(ranks: Sequence[RankProcess]) -> RankProcess | None:
+    """Wait until all have ended well, or one has failed and the others had a moment to."""
+    while not any(rank.has_failed for rank in ranks):
+        if all(rank.exitcode == 0 for rank in ranks):
+            return None
+        time.sleep(_LOOK_S)
+    first = _culprit(ranks)
+    until = time.monotonic() + _GRACE_S
+    while any(rank.exitcode is None for rank in ranks) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    is_certain = first.failure is None
+    return first if is_certain else _culprit(ranks)
+
+
+def _culprit(ranks: Sequence[RankProcess]) -> RankProcess:
+    """Of those that failed: the first that says it did so by itself, else one that died without a
+    word, else the first that lost another one."""
+    said = [(failure, one) for one in ranks if (failure := one.failure) is not None]
+    own = [(failure.time, one.rank) for failure, one in said if failure.is_own]
+    lost = [(failure.time, one.rank) for failure, one in said if not failure.is_own]
+    silent = [one for one in ranks if one.has_failed and one.failure is None]
+    if silent and not own:
+        return silent[0]
+    return ranks[min(own or lost)[1]]
+
+
+def end(ranks: Sequence[RankProcess]) -> None:
+    """End all of them, whatever they are at."""
+    for rank in ranks:
+        rank.kill()
+
+
+def ending(code: int) -> str:
+    """ "by SIGKILL", "with 1"."""
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with {code}"
 
 
 @contextmanager
 def signals_stop(run: Run) -> Iterator[None]:
     """Turn SIGINT and SIGTERM into the stop file; a second one ends this process and its ranks."""
+    first: float | None = None
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
-        if run.stop_file.exists():
-            os._exit(130)  # the ranks watch their launcher
-        run.stop_file.touch()
-        print("\nstopping after this step (again: at once)", file=sys.stderr, flush=True)
+        nonlocal first
+        if first is None:
+            first = time.monotonic()
+            run.stop_file.touch()
+            print("\nstopping after this step (again: at once)", file=sys.stderr, flush=True)
+        elif time.monotonic() - first > _AGAIN_S:
+            os._exit(_STOPPED_AT_ONCE)  # the ranks watch their launcher
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, on_signal) for number in numbers]
@@ -80,22 +221,3 @@ def signals_stop(run: Run) -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-
-
-def explained(rank: int, failure: ProcessFailure, run: Run) -> Exception:
-    """The exception that a rank's failure is for whoever started the run.
-
-    The rank's own traceback is printed at once, so that it stands before any of this process.
-    """
-    message: Any = failure.error_file_data.get("message")
-    if isinstance(message, dict):
-        kind, _, sentence = message["message"].partition(": ")
-        for known in (InputError, RunError):
-            if kind == known.__name__:
-                return known(sentence)
-        print(message["extraInfo"]["py_callstack"], file=sys.stderr)
-    died = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with {failure.exitcode}"
-    return RunError(
-        f"rank {rank} (pid {failure.pid}) ended {died} and took the run down; its log is "
-        f"{run.log_folder / f'rank{rank}.log'}. Start it again to go on from the last checkpoint."
-    )

@@ -23,6 +23,7 @@ from paceline.observe.run import Run
 from paceline.train.checkpoint import load, newest_good, parameter_names
 from paceline.train.checkpoint.agreement import Ranks as ReadingRanks
 from paceline.train.command import carry_out
+from paceline.train.failure import say_plainly
 from paceline.train.launch import launch
 from paceline.train.session import MakeTask, run_launched_rank
 from paceline.train.start import resolve_here
@@ -61,6 +62,7 @@ def train(
         InputError: the Job or the data can't be used.
         RunError: the run ended early.
     """
+    say_plainly()
     job = _own_job(job)
 
     def make_task(concrete: Job, ranks: Ranks) -> Task:

@@ -20,10 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import Store
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from paceline.comm.cores import Cores, cores_of
 from paceline.comm.ranks import (
@@ -37,7 +35,6 @@ from paceline.comm.ranks import (
 )
 from paceline.comm.roll_call import RollCall, reserve_s
 from paceline.comm.rounds import Membership
-from paceline.config.errors import RunError
 from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.config.recommender import Dlrm
@@ -53,6 +50,7 @@ from paceline.train.checkpoint import Checkpointer
 from paceline.train.clicks import click_task
 from paceline.train.data import prepare
 from paceline.train.debugging import debug_server, keep_flight, keep_nccl_flights
+from paceline.train.failure import LostPeerError, is_lost_peer, report, reported_at_once
 from paceline.train.held import held_memory
 from paceline.train.ledger import Ledger, Line
 from paceline.train.loop import Around, exchanges, lag_of, train_loop
@@ -62,9 +60,6 @@ from paceline.train.task import Task, language_task
 from paceline.train.trainer import Trainer
 from paceline.train.vision import image_task
 
-# A rank whose peer died lets the launcher see the peer first: its traceback is the one that counts.
-_PATIENCE_FOR_CULPRIT_S = 5.0
-
 # Of glibc's malloc.h.
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 
@@ -73,9 +68,6 @@ MakeTask = Callable[[Job, Ranks], Task]
 
 def launched_rank(run_path: str, launcher_pid: int) -> None:
     """What each process does that Paceline's launcher started: train the Run's own Job."""
-    # A session of its own, as torchrun gives its workers: Ctrl-C at the terminal reaches only the
-    # launcher, and where the kernel shares the cores out by session, each rank gets its share.
-    os.setsid()
     end_with(launcher_pid)
     run_launched_rank(Run(Path(run_path)), language_model)
 
@@ -83,17 +75,17 @@ def launched_rank(run_path: str, launcher_pid: int) -> None:
 def run_launched_rank(run: Run, make_task: MakeTask) -> None:
     """Train the Run's own Job in a process that Paceline's launcher started, and end with it.
 
-    A rank that fails leaves its traceback to the launcher and is gone at once: neither a checkpoint
-    that is being written nor the goodbye of process groups may keep the others waiting.
+    A rank that fails leaves why to the launcher and is gone at once: neither a checkpoint that is
+    being written nor the goodbye of process groups may keep the others waiting.
     """
-    job = run.job()
-    ranks = given_ranks(job.cluster.known_device.kind)
-    assert ranks is not None, "the launcher gives every process a rank"
     try:
+        job = run.job()
+        ranks = given_ranks(job.cluster.known_device.kind)
+        assert ranks is not None, "the launcher gives every process a rank"
         store = store_of_run(ranks) if job.comm.local.min_workers else None
-        record(run_rank)(job, run, ranks, make_task, store, launched=True)
-    except BaseException:
-        traceback.print_exc()
+        run_rank(job, run, ranks, make_task, store, launched=True)
+    except BaseException as error:
+        report(error)
         leave(1)
 
 
@@ -121,14 +113,14 @@ def run_rank(
         job: concrete, and already written to the Run.
         make_task: builds module, loss and batches on this rank.
         store: where workers meet that may be lost, and share no process group.
-        launched: whether Paceline's launcher waits for this process and handles signals.
+        launched: whether Paceline's launcher waits for this process.
 
     Returns:
         the trained module, wrapped as the layout says.
     """
     assert job.is_concrete, "nothing is resolved after the plan"
     with ExitStack() as stack:
-        stop = StopRequest(run.stop_file, catch_signals=not launched)
+        stop = StopRequest(run.stop_file)
         stack.callback(stop.close)
         if ranks.device_type == "cpu":
             keep_freed_memory()
@@ -141,29 +133,44 @@ def run_rank(
             if not launched:  # there is no launcher that could say why this rank failed
                 stack.callback(back)
         if store is None:
-            stack.enter_context(_together(job, run, ranks, launched=launched))
-        cores = cores_of(ranks)
-        torch.set_num_threads(cores.own)
-        stack.enter_context(debug_server(job.observe.debug_port, ranks))
-        torch.manual_seed(job.train.seed)
-        task = make_task(job, ranks)
-        torch.manual_seed(job.train.seed + ranks.rank)  # dropout differs from rank to rank
-        teller = stack.enter_context(Teller(job, run, ranks, task, cores))
-        membership = None if store is None else _membership(job, ranks, store, teller)
-        trainer = Trainer.of(job, ranks, task, membership)
-        for exchange in exchanges(trainer).values():
-            teller.say(exchange.describe())
-        if (attention := attention_choice(job, ranks.device)) is not None:
-            teller.say(f"attention by {attention.backend}: {attention.why}")
-        if task.tables is not None:
-            stack.callback(task.tables.close)
-            task.tables.open(run.path / "tables", run.checkpoint_folder, teller.tell)
-        around = _around(job, run, trainer, stop, teller)
-        done = train_loop(trainer, task, around)
-        teller.conclude(done)
-        if membership is not None:
-            membership.close()
+            stack.enter_context(_together(job, run, ranks))
+        with reported_at_once():
+            module = _train(job, run, ranks, make_task, store, stop, stack)
     disconnect()
+    return module
+
+
+def _train(
+    job: Job,
+    run: Run,
+    ranks: Ranks,
+    make_task: MakeTask,
+    store: Store | None,
+    stop: StopRequest,
+    stack: ExitStack,
+) -> nn.Module:
+    """Train; what is opened for it is closed with the stack."""
+    cores = cores_of(ranks)
+    torch.set_num_threads(cores.own)
+    stack.enter_context(debug_server(job.observe.debug_port, ranks))
+    torch.manual_seed(job.train.seed)
+    task = make_task(job, ranks)
+    torch.manual_seed(job.train.seed + ranks.rank)  # dropout differs from rank to rank
+    teller = stack.enter_context(Teller(job, run, ranks, task, cores))
+    membership = None if store is None else _membership(job, ranks, store, teller)
+    trainer = Trainer.of(job, ranks, task, membership)
+    for exchange in exchanges(trainer).values():
+        teller.say(exchange.describe())
+    if (attention := attention_choice(job, ranks.device)) is not None:
+        teller.say(f"attention by {attention.backend}: {attention.why}")
+    if task.tables is not None:
+        stack.callback(task.tables.close)
+        task.tables.open(run.path / "tables", run.checkpoint_folder, teller.tell)
+    around = _around(job, run, trainer, stop, teller)
+    done = train_loop(trainer, task, around)
+    teller.conclude(done)
+    if membership is not None:
+        membership.close()
     return trainer.module
 
 
@@ -173,11 +180,11 @@ def _membership(job: Job, ranks: Ranks, store: Store, teller: "Teller") -> Membe
 
 
 @contextmanager
-def _together(job: Job, run: Run, ranks: Ranks, *, launched: bool) -> Iterator[None]:
+def _together(job: Job, run: Run, ranks: Ranks) -> Iterator[None]:
     """Let no rank wait longer than the Job allows, and say who is missing when one waits in vain.
 
     Raises:
-        RunError: another rank is lost.
+        LostPeerError: another rank is lost.
     """
     if ranks.world_size == 1:
         yield
@@ -195,9 +202,7 @@ def _together(job: Job, run: Run, ranks: Ranks, *, launched: bool) -> Iterator[N
             sentence = roll_call.explain(error)
             traceback.print_exc()  # to the log
             print(f"the last collectives of this rank are in {kept}", file=sys.stderr)
-            if launched:
-                time.sleep(min(_PATIENCE_FOR_CULPRIT_S, reserve_s(timeout_s)))
-            raise RunError(sentence) from error
+            raise LostPeerError(sentence) from error
 
 
 def _around(job: Job, run: Run, trainer: Trainer, stop: StopRequest, teller: "Teller") -> Around:
@@ -343,13 +348,6 @@ def _commit() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-
-
-def is_lost_peer(error: Exception) -> bool:
-    """Whether a rank failed only because another one was gone."""
-    if not isinstance(error, RuntimeError):
-        return False
-    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
 
 
 def keep_freed_memory() -> None:

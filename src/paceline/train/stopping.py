@@ -1,7 +1,8 @@
 """How a run is asked to stop after the step it is in: by a signal, or by a file named "stop".
 
-The launcher turns SIGINT and SIGTERM into the file, because a signal sent to one process does not
-reach the others; ranks that torchrun or srun started get the signal themselves. The file also lets
+Every process of a run that gets SIGINT or SIGTERM asks for the same stop, for they may reach one of
+them or all at once: the launcher makes the file, a rank says so in the exchange of its step.
+Processes that help a rank (`comm.as_helper`, servers, data workers) ignore them. The file also lets
 a person stop a run on a machine they have no shell on.
 """
 
@@ -12,21 +13,22 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import psutil
+from torch.utils.data._utils import signal_handling
 
 
 class StopRequest:
     """Whether this rank was asked to stop."""
 
-    def __init__(self, file: Path, *, catch_signals: bool) -> None:
+    def __init__(self, file: Path) -> None:
         self.file = file
         self._signalled = False
-        self._before: dict[int, Any] = {}
-        if catch_signals:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._on_signal)
+        self._before = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        _spare_data_workers()
 
     def close(self) -> None:
         """Give signals back the meaning they had before."""
@@ -38,6 +40,23 @@ class StopRequest:
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._signalled = True
+
+
+def _spare_data_workers() -> None:
+    """Let the worker processes of torch's DataLoaders, forked from now on, ignore signals that ask
+    for a stop: they end with their loader. torch gives them handlers of its own, under which
+    SIGTERM kills one, and that ends the rank."""
+    give_handlers = signal_handling._set_worker_signal_handlers  # type: ignore[attr-defined]
+    if getattr(give_handlers, "spares_workers", False):
+        return
+
+    def spared() -> None:
+        give_handlers()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
+    spared.spares_workers = True  # type: ignore[attr-defined]
+    signal_handling._set_worker_signal_handlers = spared  # type: ignore[attr-defined]
 
 
 def end_with(launcher_pid: int) -> None:
@@ -54,6 +73,8 @@ def end_with(launcher_pid: int) -> None:
         with suppress(psutil.NoSuchProcess):  # gone between the two questions
             while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
                 time.sleep(0.5)
+        if os.getpgrp() == os.getpid():  # with all that was started from here
+            os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.config.job import Job as Job
     from paceline.config.layout import Layout as Layout
     from paceline.observe.run import Run as Run
+    from paceline.train.export import load as load
     from paceline.train.own import train as train
 
 _HOMES = {
@@ -21,6 +22,7 @@ _HOMES = {
     "Job": "paceline.config.job",
     "Layout": "paceline.config.layout",
     "Run": "paceline.observe.run",
+    "load": "paceline.train.export",
     "train": "paceline.train.own",
 }
 __all__ = list(_HOMES)

@@ -215,7 +215,8 @@ def export(
 ) -> None:
     """Write a run's weights and tokenizer as a folder that transformers opens.
 
-    The newest good checkpoint is taken, whatever layout it was trained on.
+    The newest good checkpoint is taken, whatever layout it was trained on. Of a ResNet or a module
+    of your own the folder holds one model.safetensors, under the names of its parameters.
     """
     from paceline.config.errors import InputError
     from paceline.observe.run import Run

@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from paceline.config.errors import InputError
+from paceline.config.vision import ResNet
+from paceline.models.resnet import ResNetwork
 from paceline.models.weights import read_decoder
 from paceline.observe.run import Run
 from paceline.train.data import prepare
-from paceline.train.export import export
-from tests.command_line import paceline, ranks, write_tiny_job
+from paceline.train.export import export, load
+from tests.command_line import paceline, python, ranks, write_tiny_job
 from tests.train.reshard_cases import FIRST, SECOND, Leg, job_of, run_legs
 
 LAYOUTS = {
@@ -94,3 +97,93 @@ def test_what_can_not_be_exported_is_refused(arguments, words, trained):
     assert done.returncode == 2
     assert words in done.stderr
     assert not (trained / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers
+def test_generation_in_transformers_stops_where_documents_end(tmp_path):
+    """Documents of two words: a model that has learnt them ends after the second."""
+    from transformers import pipeline
+
+    write_tiny_job(tmp_path)
+    (tmp_path / "text.jsonl").write_text('{"text": "tick tock"}\n' * 400)
+    settings = [
+        "data.source=text.jsonl", "train.steps=60", "optim.lr=1e-2", "data.reset_at_documents=true",
+        "train.eval_every=0",
+    ]  # fmt: skip
+    flags = [part for each in settings for part in ("--set", each)]
+    assert paceline("train", "job.toml", *flags, *ranks(1), folder=tmp_path).returncode == 0
+    assert paceline("export", "runs/tiny", "weights", folder=tmp_path).returncode == 0
+    generate = pipeline("text-generation", str(tmp_path / "weights"))
+    (said,) = generate("tick", max_new_tokens=40, do_sample=False)
+    assert said["generated_text"] == "tick tock"
+
+
+def test_a_module_of_one_s_own_is_exported_and_loaded(tmp_path):
+    from safetensors.torch import load_file
+
+    (tmp_path / "mine.py").write_text(OWN)
+    done = python("mine.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = paceline("export", "runs/mine", "weights", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    stored = load_file(tmp_path / "weights" / "model.safetensors")
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    assert load(tmp_path / "runs" / "mine", module) == 3
+    assert stored.keys() == module.state_dict().keys()
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, stored[name]), name
+    assert module[1].num_batches_tracked > 0
+    with pytest.raises(InputError, match=r"weight"):
+        load(tmp_path / "runs" / "mine", torch.nn.Linear(4, 3))
+    with pytest.raises(InputError, match="is not a run"):
+        load(tmp_path / "nowhere", module)
+
+
+OWN = """
+import paceline, torch
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 3))
+module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+def loss(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+job = {"name": "mine", "train": {"steps": 3, "global_batch": 8},
+       "cluster": {"devices_per_node": 1}, "optim": {"warmup_steps": 0}}
+paceline.train(job, model=module, loss=loss, data=data)
+"""
+
+
+def test_a_resnet_is_exported_and_loaded(tmp_path):
+    settings = [
+        "data.source=images", "train.steps=1", "train.global_batch=4", "train.eval_every=0",
+        "train.eval_batches=1", "optim.warmup_steps=0",
+    ]  # fmt: skip
+    (tmp_path / "job.toml").write_text(IMAGES)
+    flags = [part for each in settings for part in ("--set", each)]
+    done = paceline("train", "job.toml", *flags, *ranks(1), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = paceline("export", "runs/images", "weights", "--dtype", "bf16", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    network = ResNetwork(ResNet(depth=18, num_classes=4, image_size=32))
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    assert load(tmp_path / "runs" / "images", network) == 1
+    changed = [
+        name for name, tensor in network.state_dict().items() if (tensor != before[name]).any()
+    ]
+    assert len(changed) > len(before) / 2
+
+
+IMAGES = """
+name = "images"
+[model]
+family = "resnet"
+depth = 18
+num_classes = 4
+image_size = 32
+"""
+
+
+def test_a_place_that_can_t_be_written_is_refused_in_one_sentence(trained):
+    (trained / "file").write_text("")
+    done = paceline("export", "runs/tiny", "file/weights", folder=trained)
+    assert done.returncode == 2
+    assert "file/weights can't be written" in done.stderr
+    assert "Traceback" not in done.stderr

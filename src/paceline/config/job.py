@@ -49,7 +49,8 @@ class Data(Noun):
     text_field: str = "text"
     """The column or key that holds a document's text (JSONL, Parquet, Arrow)."""
     tokenizer: str = "bpe:4096"
-    """"bpe:N" trains one on the source, "bytes", or the path of a tokenizer.json."""
+    """"bpe:N" trains one on the source, "bytes", or the path of a tokenizer.json (by default that
+    of `model.hf`, where it has one)."""
     eval_fraction: float = Field(0.01, gt=0, lt=0.5)
     """Part of the tokens that is held out for evaluation, by whole documents where it can be."""
     reset_at_documents: bool = False
@@ -97,7 +98,8 @@ class Train(Noun):
     max_bad_steps: int = Field(5, gt=0)
     """Steps in a row with a non-finite loss or gradient (each is skipped) that end the run."""
     weights: str | None = None
-    """Folder of safetensors to start from, in Hugging Face's layout; else random weights."""
+    """Folder of safetensors to start from, in Hugging Face's layout; true: that of `model.hf`. Else
+    random weights."""
 
 
 class Checkpoint(Noun):
@@ -221,6 +223,9 @@ def read_job(path: Path | None, overrides: Iterable[str] = ()) -> Job:
         InputError: one sentence with what is wrong.
     """
     raw = _read_raw(path)
+    overrides = list(overrides)
+    if path is None and any(_key(text) == "model.hf" for text in overrides):
+        del raw["model"], raw["data"]["tokenizer"]  # the demo's
     for text in overrides:
         _override(raw, text)
     folder = path.parent if path is not None and path.is_file() else Path.cwd()
@@ -265,6 +270,10 @@ def _read_toml(file: Path, what: str) -> dict[str, Any]:
         raise InputError(f"{file} can't be read: {error.strerror}.") from None
 
 
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
+
+
 def _override(raw: dict[str, Any], text: str) -> None:
     name, equals, value = text.partition("=")
     keys = name.strip().split(".")
@@ -286,9 +295,17 @@ def _toml_value(text: str) -> Any:
 
 
 def _expand_hf(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Replace `[model] hf = "path"` by the shapes that this config.json states."""
+    """Replace `[model] hf = "path"` by the shapes that this config.json states; its folder's
+    tokenizer is the data's where none is given, and its weights are taken where they are asked for.
+    """
     model = raw.get("model")
+    data, train = ({**raw.get(name, {})} for name in ("data", "train"))
     if not isinstance(model, dict) or "hf" not in model:
+        if train.get("weights") is True:
+            raise InputError(
+                "train.weights = true takes the weights of model.hf, which is not given: name "
+                "their folder."
+            )
         return raw
     path = folder / str(model["hf"])
     path = path / "config.json" if path.is_dir() else path
@@ -299,7 +316,20 @@ def _expand_hf(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise InputError(f"model.hf: {path} is not valid JSON: {error}.") from None
     changes = {key: value for key, value in model.items() if key != "hf"}
-    return {**raw, "model": {**to_raw(shapes), **changes}}
+    if train.get("weights") is True:
+        train["weights"] = str(path.parent)
+    if "tokenizer" not in data and (path.parent / "tokenizer.json").is_file():
+        data["tokenizer"] = str(path.parent)
+    return {**raw, "model": _merged(to_raw(shapes), changes), "data": data, "train": train}
+
+
+def _merged(stated: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """What is stated, with the changes, section by section."""
+    merged = dict(stated)
+    for key, value in changes.items():
+        is_section = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if is_section else value
+    return merged
 
 
 def _expand_cluster(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -311,7 +341,7 @@ def _expand_cluster(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     no_wish: tuple[Any, ...] = ("auto", [], {})
     changes = {key: value for key, value in cluster.items() if value not in no_wish}
     del changes["file"]
-    return {**raw, "cluster": {**stated, **changes}}
+    return {**raw, "cluster": _merged(stated, changes)}
 
 
 def to_raw(noun: Noun) -> dict[str, Any]:

@@ -76,22 +76,42 @@ def read_decoder(
     return decoder
 
 
-def load_weights(decoder: Decoder, directory: str | Path) -> None:
-    """Copy the weights of a directory into a decoder, also a sharded one; fill its rotary tables.
+def check_weights(model: Model, directory: str | Path) -> dict[str, Path]:
+    """Check that a directory holds the tensors of a network; only the files' headers are read.
 
-    Nothing is copied before all names and shapes have been found to fit.
+    Returns:
+        the file of each tensor.
 
     Raises:
         InputError: no safetensors there, a damaged file, or a tensor (the first one is named) that
             is missing, unexpected or of another shape.
     """
     files = _tensor_files(Path(directory))
+    shapes = _shapes_of(model)
+    found = _read_shapes(files, model)
+    _check_tied(model, found, files)
+    check_shapes(_their_shapes(sources(model, shapes), shapes), found, str(directory))
+    return files
+
+
+def _shapes_of(model: Model) -> Shapes:
+    """All tensors of the whole network."""
+    with torch.device("meta"):
+        return {name: tuple(t.shape) for name, t in Decoder(model).state_dict().items()}
+
+
+def load_weights(decoder: Decoder, directory: str | Path) -> None:
+    """Copy the weights of a directory into a decoder; fill its rotary tables.
+
+    The decoder may be sharded, or a stage of a pipeline, which takes its own part. Nothing is
+    copied before all names and shapes have been found to fit.
+
+    Raises:
+        InputError: see `check_weights`.
+    """
+    files = check_weights(decoder.model, directory)
     tensors = decoder.state_dict(keep_vars=True)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    wanted = sources(decoder.model, shapes)
-    found = _read_shapes(files, decoder.model)
-    _check_tied(decoder.model, found, files)
-    check_shapes(_their_shapes(wanted, shapes), found, str(directory))
+    wanted = sources(decoder.model, {name: tuple(each.shape) for name, each in tensors.items()})
     decoder.reset_buffers()  # also puts every expert in the slot of its number
     rows = {name: held_rows(tensor) for name, tensor in tensors.items() if tensor.ndim == 3}
     for path, names in _by_file(files).items():
@@ -122,6 +142,8 @@ def write_weights(
     state: Mapping[str, Tensor],
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = 5_000_000_000,
+    settings: Mapping[str, Any] | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a directory that `AutoModelForCausalLM.from_pretrained` and `read_decoder` open.
 
@@ -131,24 +153,25 @@ def write_weights(
         state: full tensors under the names of `Decoder.state_dict()`.
         dtype: of the tensors in the files: fp32, bf16 or fp16. A bias of experts stays fp32.
         max_shard_bytes: start another file rather than let one grow beyond this.
+        settings: what config.json says besides the shapes.
+        beside: further files by name, such as a tokenizer's.
 
     Raises:
         InputError: the directory holds files, transformers has no such network, or the tensors
             aren't those of the model.
     """
     target = Path(directory)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise InputError(f"{target} exists already; choose another directory or remove it.")
     if dtype not in _DTYPES:
         raise InputError(f"Weights can't be written as {dtype}; choose one of {list(_DTYPES)}.")
-    config = {**to_hf(model), "torch_dtype": _DTYPES[dtype]}
-    with torch.device("meta"):
-        shapes = {name: tuple(t.shape) for name, t in Decoder(model).state_dict().items()}
+    config = {**to_hf(model), **(settings or {}), "torch_dtype": _DTYPES[dtype]}
+    shapes = _shapes_of(model)
     check_shapes(shapes, {name: tuple(t.shape) for name, t in state.items()}, "the given state")
-    with _complete_or_absent(target) as partial:
+    with complete_or_absent(target) as partial:
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         named = {name: _given(source, state) for name, source in sources(model, shapes).items()}
         _write_shards(partial, named, dtype, max_shard_bytes)
+        for name, contents in (beside or {}).items():
+            (partial / name).write_bytes(contents)
 
 
 def _given(source: Source, state: Mapping[str, Tensor]) -> Tensor:
@@ -337,19 +360,35 @@ def _split(tensors: dict[str, Tensor], dtype: torch.dtype, max_shard_bytes: int)
 
 
 @contextmanager
-def _complete_or_absent(target: Path) -> Iterator[Path]:
-    """Yield a hidden directory beside the target; rename it on success, else remove it."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+def complete_or_absent(target: Path) -> Iterator[Path]:
+    """Yield a hidden directory beside the target; rename it on success, else remove it.
+
+    Raises:
+        InputError: the target holds files, or can't be made.
+    """
     partial = target.parent / f".{target.name}.{uuid.uuid4().hex}"
-    partial.mkdir()
     try:
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise InputError(f"{target} exists already; choose another directory or remove it.")
+        partial.mkdir(parents=True)
         yield partial
         for path in [*partial.iterdir(), partial]:
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~_umask())  # safetensors' are private
             _to_disk(path)
         partial.rename(target)
         _to_disk(target.parent)
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"{target} can't be written ({error}): give a folder that can, with room enough."
+        ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _umask() -> int:
+    """What this process takes from the modes of new files; it can only be read by setting it."""
+    os.umask(mask := os.umask(0o077))
+    return mask
 
 
 def _to_disk(path: Path) -> None:

@@ -8,6 +8,7 @@ cluster.toml    what its steps said about the machine, for the next plan
 trace/          profiled windows: rank<k>-step<n>.json.gz (open in Perfetto)
 memory/         memory over these windows: rank<k>-step<n>.json, and .pickle of torch's on CUDA
 checkpoints/    step-<n>/ complete or absent, latest
+tokenizer/      tokenizer.json, and what was given beside it: what an export carries
 tensorboard/    report.html    log/rank<k>.log
 """
 
@@ -56,6 +57,11 @@ class Run:
     def log_folder(self) -> Path:
         """What each rank wrote to its standard error, and the run's own messages."""
         return self.path / "log"
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """What says how tokens are read and written, of a language model."""
+        return self.path / "tokenizer"
 
     @property
     def report_file(self) -> Path:

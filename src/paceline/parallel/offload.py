@@ -126,9 +126,9 @@ class _Kept:
         self.version = part._version
         # While this lives, no other storage gets the address by which we know this one.
         self.source = StorageWeakRef(storage)
-        self.on_device: Tensor | None = torch.empty(
-            0, dtype=torch.uint8, device=part.device
-        ).set_(storage)
+        self.on_device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=part.device).set_(
+            storage
+        )
         self.on_host = torch.empty(
             storage.nbytes(), dtype=torch.uint8, pin_memory=part.device.type == "cuda"
         )

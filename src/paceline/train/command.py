@@ -26,6 +26,7 @@ from paceline.observe.run import Run
 from paceline.observe.summary import bytes_text, step_time_text
 from paceline.plan.calibrate import calibrate_from_run
 from paceline.plan.resolve import Plan
+from paceline.train.export import keep_tokenizer
 from paceline.train.launch import launch
 from paceline.train.session import MakeTask, language_model, launched_rank, run_rank
 from paceline.train.start import begin, newest_facts, owned, read_inputs, resolve_here
@@ -103,6 +104,8 @@ def _is_ready(plan: Plan, run: Run, *, fresh: bool) -> bool:
     with _tokenising() as progress:
         data_key = read_inputs(plan.job, progress)
     begin(run, plan, data_key, fresh=fresh)
+    if isinstance(plan.job.model, Model):
+        keep_tokenizer(run, plan.job.data, plan.job.train.weights)
     return introduce(plan, run)
 
 

@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from paceline.comm.ranks import Ranks, leave
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import CustomModel, Data, Job, read_job
 from paceline.observe.run import Run
-from paceline.train.checkpoint import load, newest_good, parameter_names
-from paceline.train.checkpoint.agreement import Ranks as ReadingRanks
 from paceline.train.command import carry_out
+from paceline.train.export import load
 from paceline.train.failure import say_plainly
 from paceline.train.launch import launch
 from paceline.train.session import MakeTask, run_launched_rank
@@ -72,7 +70,7 @@ def train(
         run = Run(Path(runs).absolute() / job.name)
         if str(run.path) == os.environ[_LAUNCHED_RUN]:
             _train_as_launched_rank(run, make_task)
-        _load_weights(run, model)  # an earlier training of the same script, complete by now
+        load(run, model)  # an earlier training of the same script, complete by now
         return run
     if not _is_script() and job.cluster.devices_per_node == "auto":
         job = job.replace(cluster=Cluster(devices_per_node=1))
@@ -87,7 +85,7 @@ def train(
             del os.environ[_LAUNCHER], os.environ[_LAUNCHED_RUN]
 
     if not carry_out(plan, run, make_task, launch_ranks, fresh=fresh):
-        _load_weights(run, model)
+        load(run, model)
     return run
 
 
@@ -117,13 +115,3 @@ def _train_as_launched_rank(run: Run, make_task: MakeTask) -> NoReturn:
     end_with(int(os.environ[_LAUNCHER]))
     run_launched_rank(run, make_task)
     leave()
-
-
-def _load_weights(run: Run, model: nn.Module) -> None:
-    alone = ReadingRanks.alone()
-    found, _ = newest_good(run.checkpoint_folder, alone, print)
-    assert found is not None, "a run that ended well has a checkpoint"
-    _, aliases = parameter_names(model)
-    state = get_model_state_dict(model)
-    kept = {name: value for name, value in state.items() if name not in aliases}
-    load(found, {"model": kept}, alone)

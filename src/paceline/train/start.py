@@ -21,7 +21,6 @@ from paceline.config.noun import size
 from paceline.config.recommender import Dlrm
 from paceline.config.vision import EfficientNet, ResNet
 from paceline.kernels import launch
-from paceline.models.weights import read_model
 from paceline.observe.run import Run
 from paceline.plan.answer.answer import prediction_json
 from paceline.plan.points import Setting
@@ -36,6 +35,7 @@ from paceline.train.checkpoint.files import (
 )
 from paceline.train.clicks import data_key as click_log_key
 from paceline.train.data import check_vocab, prepare
+from paceline.train.starting_weights import check_network, check_tokens
 from paceline.train.vision import data_key as images_key
 
 # Of the layouts that the plan of a run tells about, the best ones.
@@ -143,12 +143,11 @@ def read_inputs(job: Job, progress: Callable[[int, int], None]) -> str | None:
         return images_key(job)
     if not isinstance(job.model, Model):
         return None
-    if job.train.weights is not None and read_model(job.train.weights) != job.model:
-        raise InputError(
-            f"train.weights = {job.train.weights!r} has other shapes than [model]: "
-            f'take the shapes from it with [model] hf = "{job.train.weights}".'
-        )
+    if job.train.weights is not None:
+        check_network(job.model, job.train.weights)
     data = prepare(job.data, progress)
+    if job.train.weights is not None:
+        check_tokens(data.tokenizer_path, job.data, job.train.weights)
     check_vocab(data.meta.vocab_size, job.model.vocab_size)
     for split in (data.dataset("train"), data.dataset("eval")):
         split.num_samples(job.train.seq_len)  # refuses a sequence longer than the data

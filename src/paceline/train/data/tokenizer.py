@@ -100,16 +100,25 @@ def make_encoder(spec: str, texts: Iterable[str]) -> Encoder:
     elif spec == "bytes":
         tokenizer = _byte_tokenizer()
     else:
-        tokenizer = _read_tokenizer(_tokenizer_file(spec))
-    vocab = tokenizer.get_vocab()
-    end = next((vocab[name] for name in END_NAMES if name in vocab), None)
+        tokenizer = read_tokenizer(_tokenizer_file(spec))
+    end = end_name(tokenizer)
     if end is None:
         raise InputError(
             f'data.tokenizer "{spec}" has no token to end a document with: it needs one of '
             f"{', '.join(END_NAMES)}."
         )
     tokenizer.encode_special_tokens = True
-    return Encoder(tokenizer, end, is_bytes=spec == "bytes")
+    return Encoder(tokenizer, tokenizer.token_to_id(end), is_bytes=spec == "bytes")
+
+
+def end_name(tokenizer: Tokenizer) -> str | None:
+    """The token that ends a document, None where it has none of the usual names."""
+    return next((name for name in END_NAMES if tokenizer.token_to_id(name) is not None), None)
+
+
+def given_folder(spec: str) -> Path | None:
+    """Where a tokenizer.json was given, its folder, which may hold more about it."""
+    return None if spec == "bytes" or bpe_size(spec) else _tokenizer_file(spec).parent
 
 
 def check_vocab(vocab_size: int, model_vocab_size: int) -> None:
@@ -165,7 +174,12 @@ def _tokenizer_file(spec: str) -> Path:
     return path
 
 
-def _read_tokenizer(path: Path) -> Tokenizer:
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Open a tokenizer.json; it neither cuts texts nor fills them up.
+
+    Raises:
+        InputError: it is none.
+    """
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exceptions

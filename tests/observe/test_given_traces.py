@@ -143,6 +143,7 @@ def test_the_terms_of_real_steps_sum_and_nothing_is_left_over(name):
         ("a100_2ranks_rank0", [4, 5, 6]),
         ("a100_alexnet", [0]),
         ("h800_dualpipe_pair", [1]),
+        ("resnet50_loader_2021", [5, 6, 7, 8, 9, 10]),
     ],
 )
 def test_the_steps_are_those_that_were_marked(name, steps):

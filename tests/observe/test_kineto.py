@@ -5,6 +5,7 @@ import json
 import pytest
 
 from paceline.config.errors import InputError
+from paceline.observe.account import Account
 from paceline.observe.accounting import accounting_ns
 from paceline.observe.timeline import Timeline
 
@@ -399,6 +400,50 @@ def test_of_a_cut_trace_only_whole_steps_count(tmp_path, name):
             Timeline.from_kineto(path)
     else:
         assert list(accounting_ns(Timeline.from_kineto(path))[0]) == [0]
+
+
+# --- other dialects -----------------------------------------------------------------------------
+
+LOADER = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
+
+
+@pytest.mark.parametrize("cat", ["user_annotation", "cpu_op", "Operator"])
+def test_waiting_for_a_loader_is_data_wait(account, cat):
+    loads = [event(LOADER, 10, 60, cat), event("aten::cat", 20, 30)]
+    assert account(step(), *loads, event("aten::mm", 60, 100)) == {
+        "data_wait": 50,
+        "matmul": 40,
+        "host_gap": 10,
+    }
+    device = [launch(62, 1), kernel("ampere_sgemm", 64, 100, 1)]
+    assert account(step(), *loads, *device) == {"data_wait": 50, "matmul": 36, "host_gap": 14}
+
+
+@pytest.mark.parametrize("name", [f"[pl][profile][_EvaluationLoop].{n}" for n in ("x", "y_next")])
+def test_other_ranges_are_no_loader(account, name):
+    assert "data_wait" not in account(step(), span(name, 10, 60))
+
+
+def test_a_rank_that_is_late_because_of_its_loader_waits_for_data(tmp_path):
+    for rank, loaded in enumerate((10, 70)):
+        events = [step(), span(LOADER, 0, loaded), event("c10d::allreduce_", loaded, loaded + 2)]
+        events += [span("gloo:all_reduce", loaded + 1, 90, tid=GLOO)]
+        where = {"rank": rank, "pg_config": [{"pg_desc": "default_pg", "ranks": [0, 1]}]}
+        text = json.dumps({"traceEvents": events, "distributedInfo": where, "host_name": "a"})
+        (tmp_path / f"{rank}.json").write_text(text)
+    account = Account.read(tmp_path, axis="dp")
+    assert account.term_s("data_wait", rank=1) == pytest.approx(70e-6)
+    assert account.term_s("data_wait", rank=0) == pytest.approx(10e-6)
+    assert account.term_s("straggler_wait", rank=0) > 50e-6
+    assert account.term_s("straggler_wait", rank=1) == 0
+
+
+def test_steps_of_2021_are_operators(read):
+    steps = [event(f"ProfilerStep#{n}", 100 * n, 100 * n + 100, "Operator") for n in (5, 6)]
+    work = [event("aten::mm", 520, 560, "Operator"), event("Optimizer.step#SGD.step", 620, 650)]
+    found = accounting_ns(read(*steps, *work))[0]
+    assert found[5] == {"matmul": 40_000, "host_gap": 60_000}
+    assert found[6] == {"optimizer": 30_000, "host_gap": 70_000}
 
 
 def test_the_trace_says_which_rank_it_is(read):

@@ -45,6 +45,13 @@ _RANGES = {
     "paceline.wait": EXPOSED_COMM,  # for other ranks, see comm.busy
 }
 COMM_RANGE = "paceline.comm."  # + axis
+# What PyTorch records around the loop's next batch, and Lightning.
+_LOADERS = re.compile(r"enumerate\((DataLoader|DataPipe)\)#|.*\btrain_dataloader_next\b")
+# PyTorch before 1.12 wrote ranges as operators.
+_RANGE_NAMES = re.compile(
+    r"ProfilerStep#|Optimizer\.\w+#|paceline\.|enumerate\((DataLoader|DataPipe)\)#|## |"
+    r"DistributedDataParallel\.forward$"
+)
 
 _ATTENTION_OPS = ("scaled_dot_product", "flash_attn", "attention")
 _MATMUL_OPS = re.compile(
@@ -132,7 +139,14 @@ def range_term(name: str) -> str | None:
     """Return the term that a recorded range claims for everything within it, or None."""
     if name.startswith("Optimizer."):  # torch.optim records Optimizer.step#AdamW.step by itself
         return "optimizer"
+    if _LOADERS.match(name):
+        return "data_wait"
     return _RANGES.get(name)
+
+
+def is_range(name: str) -> bool:
+    """Say whether a name is a range's, as which category it may have been recorded."""
+    return _RANGE_NAMES.match(name) is not None
 
 
 @lru_cache(maxsize=4096)

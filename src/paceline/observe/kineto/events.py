@@ -6,7 +6,7 @@ each event, but for the dictionary that numbers a name not seen before.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import compress, islice
 from operator import attrgetter
@@ -179,6 +179,7 @@ class _Columns:
         self._is_first = True
         self._streams = _Streams()
         self._is_comm: list[bool] = []
+        self._is_range: list[bool] = []
 
     def columns(self, block: list[Event]) -> _Array:
         chosen = [event for event in block if event.cat in _KIND_OF and event.ph == "X"]
@@ -211,6 +212,8 @@ class _Columns:
 
         table["name"] = column(map(self.names.__getitem__, map(attrgetter("name"), events)))
         table["kind"] = column(map(_KIND_OF.__getitem__, map(attrgetter("cat"), events)))
+        ranges = self._flags(self._is_range, words.is_range)
+        table["kind"][(table["kind"] == OP) & ranges[table["name"]]] = RANGE
         where = map(attrgetter("pid", "tid"), events)
         table["thread"] = column(map(self.threads.__getitem__, where))
         args = [event.args or _NONE for event in events]
@@ -221,16 +224,16 @@ class _Columns:
                 table[field] = column(map(_within_64_bits, map(attrgetter(field), args)))
         table["stream"] = column(map(self._streams.__getitem__, map(attrgetter("stream"), args)))
         table["call"] = -1
-        for index in np.flatnonzero(self._may_communicate()[table["name"]]).tolist():
+        may_communicate = self._flags(self._is_comm, words.is_collective)
+        for index in np.flatnonzero(may_communicate[table["name"]]).tolist():
             table["call"][index] = len(self.calls)
             on_host = table["kind"][index] != KERNEL
             self.calls.append(self._call(args[index], events[index].name if on_host else ""))
 
-    def _may_communicate(self) -> _Array:
-        """Say of each name whether it is a collective's."""
-        for name in islice(self.names, len(self._is_comm), None):
-            self._is_comm.append(words.is_collective(name))
-        return np.array(self._is_comm, bool)
+    def _flags(self, known: list[bool], say: Callable[[str], bool]) -> _Array:
+        """Say something of each name, asking about those that are not known yet."""
+        known += map(say, islice(self.names, len(known), None))
+        return np.array(known, bool)
 
     def _call(self, args: Args, otherwise: str) -> tuple[int, ...]:
         ranks = args.ranks if isinstance(args.ranks, str) else str(args.ranks)

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,13 @@ import numpy.typing as npt
 from paceline.config.errors import InputError
 from paceline.observe.account import COLLECTIVE, GAP, KERNEL, SYNC, Account
 from paceline.observe.accounting import Owners, complement, intersection, owners, union
-from paceline.observe.caveats import Caveat, Device, joined
+from paceline.observe.caveats import Caveat, joined
 from paceline.observe.clocks import Clock, align
 from paceline.observe.critical_path import critical_path
 from paceline.observe.kineto.read import read_recording
 from paceline.observe.kineto.spans import timeline_of
 from paceline.observe.meetings import arrivals, match
+from paceline.observe.origin import Origin, exchanged, require_one_job
 from paceline.observe.tables.collectives import collectives
 from paceline.observe.tables.gaps import gaps, syncs
 from paceline.observe.tables.kernels import kernels, launch_delays
@@ -36,8 +36,7 @@ _OUR_PREDICTION = "predicted"
 class _Part:
     """What is kept of one rank's trace."""
 
-    rank: int
-    path: Path
+    origin: Origin
     host_name: str | None
     is_device: bool
     steps: _Array
@@ -48,7 +47,11 @@ class _Part:
     syncs: _Array
     delays_ns: _Array
     caveats: tuple[Caveat, ...]
-    device: Device | None
+
+    @property
+    def rank(self) -> int:
+        """Whose trace it is."""
+        return self.origin.rank
 
 
 def read_account(paths: Path | Sequence[Path], axis: str | None) -> Account:
@@ -56,13 +59,7 @@ def read_account(paths: Path | Sequence[Path], axis: str | None) -> Account:
     names = Names()
     parts = [_part(path, names, axis) for path in trace_files(paths)]
     parts.sort(key=lambda part: part.rank)
-    for one, other in pairwise(parts):
-        if one.rank == other.rank:
-            raise InputError(
-                f"{one.path} and {other.path} are both of rank {one.rank}; "
-                "give one trace of each rank."
-            )
-
+    require_one_job([part.origin for part in parts])
     account = _joined(parts, names)
     return account if len(parts) < 2 else _together(account, parts)
 
@@ -84,7 +81,7 @@ def _joined(parts: list[_Part], names: Names) -> Account:
         tuple(names),
         launch_delays_ns=table("delays_ns", np.int64),
         caveats=joined(caveat for part in parts for caveat in part.caveats),
-        devices={part.rank: part.device for part in parts if part.device is not None},
+        devices={part.rank: part.origin.device for part in parts if part.origin.device is not None},
     )
 
 
@@ -166,20 +163,26 @@ def _shifted(table: _Array, clocks: Mapping[int, Clock]) -> _Array:
 
 def _part(path: Path, names: Names, axis: str | None) -> _Part:
     recording = read_recording(path, rank_in(path), axis)
+    steps, met = recording.windows, collectives(recording, names)
     return _Part(
-        recording.rank,
-        path,
+        Origin(
+            path,
+            recording.rank,
+            recording.trace.about.get("distributedInfo") or {},
+            recording.device_properties,
+            steps,
+            exchanged(met, tuple(names), len(steps)),
+        ),
         recording.host_name,
         recording.pieces is None,
-        recording.windows,
+        steps,
         owners(timeline_of(recording), recording.rank),
         kernels(recording, names),
-        collectives(recording, names),
+        met,
         gaps(recording, names),
         syncs(recording, names),
         launch_delays(recording),
         recording.caveats,
-        recording.device_properties,
     )
 
 

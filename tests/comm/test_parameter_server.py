@@ -22,7 +22,7 @@ from paceline.comm.parameter_server.rows import RowStore, initial_rows, merged
 from paceline.comm.parameter_server.serve import Settings, make_server
 from paceline.comm.parameter_server.shards import Numbering, Placement
 from paceline.comm.parameter_server.snapshot import Snapshots
-from paceline.comm.parameter_server.start import own_address, servers_of_node
+from paceline.comm.parameter_server.start import servers_of_node
 from paceline.comm.parameter_server.wire import (
     Kind,
     Message,
@@ -32,7 +32,7 @@ from paceline.comm.parameter_server.wire import (
     sentence_of,
     welcome,
 )
-from paceline.comm.ranks import Ranks
+from paceline.comm.ranks import Ranks, own_address
 from paceline.config.errors import InputError, RunError
 from paceline.config.recommender import RowOptim
 from tests.ranks import run_ranks

@@ -3,6 +3,7 @@
 The slowest tests of tune: each start of ranks takes a second or two.
 """
 
+import json
 import os
 import threading
 import time
@@ -12,12 +13,13 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from paceline.bench.measure import Wish as Measurements
 from paceline.bench.ranks import News
 from paceline.comm.ranks import Ranks
 from paceline.config.errors import RunError
 from paceline.observe.run import Run
 from paceline.tune.candidates import predicted
-from paceline.tune.heat import Ran
+from paceline.tune.heat import Ran, Wish
 from paceline.tune.measurer import RealMeasurer, groups
 from paceline.tune.team import GivenTeam, LocalTeam
 from tests.tune.jobs import CLUSTER, figure, job
@@ -154,7 +156,9 @@ def test_ranks_that_hang_are_ended_and_their_team_goes_on():
 def test_places_that_a_launcher_gave_go_on_after_a_rank_died():
     """Two processes would each have a place; here two threads have, and start a rank each."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    teams = [GivenTeam(Ranks(at, 2, at, 2), store, ("127.0.0.1", store.port)) for at in (0, 1)]
+    works = {"_dies": lambda _: _dies, "_adds": lambda _: _adds}
+    address = ("127.0.0.1", store.port)
+    teams = [GivenTeam(Ranks(at, 2, at, 2), store, address, works) for at in (0, 1)]
     lead, thread = teams[0], threading.Thread(target=teams[1].follow)
     thread.start()
     try:
@@ -166,3 +170,10 @@ def test_places_that_a_launcher_gave_go_on_after_a_rank_died():
         lead.close()
         thread.join(60)
     assert not thread.is_alive()
+
+
+def test_what_places_ask_of_each_other_is_text_that_reads_back_equal(tmp_path):
+    for wish in (Wish((job(), job(samples=32)), tmp_path), Wish((job(),))):
+        assert Wish.of_plain(json.loads(json.dumps(wish.plain()))) == wish
+    asked = Measurements(CLUSTER, ("device", "step"), "by hand", quick=True)
+    assert Measurements.of_plain(json.loads(json.dumps(asked.plain()))) == asked

@@ -3,9 +3,9 @@
 A Wish says what to measure; what is not measured stays as an earlier Cluster has it, or unknown.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from paceline.bench import codecs
 from paceline.bench.clock import Clock
@@ -20,6 +20,7 @@ from paceline.bench.step import Measured, measure_jobs
 from paceline.bench.step import num_measurements as num_steps
 from paceline.comm.ranks import Ranks
 from paceline.config.hardware import Cluster
+from paceline.config.job import to_raw
 from paceline.config.stack import CONSTANTS, Stack
 from paceline.plan.calibrate import Case, fit
 from paceline.plan.points import Setting
@@ -46,6 +47,16 @@ class Wish:
     source: str
     """Where, when and by which command."""
     quick: bool = False
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON, for another process."""
+        return {**vars(self), "cluster": to_raw(self.cluster)}
+
+    @staticmethod
+    def of_plain(record: Mapping[str, Any]) -> "Wish":
+        """What another process wishes."""
+        known = {"cluster": Cluster.parse(record["cluster"]), "parts": tuple(record["parts"])}
+        return Wish(**{**record, **known})
 
     def clock(self, ranks: Ranks) -> Clock:
         """How long each size is looked at."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from paceline.comm.messages import all_gather
 from paceline.comm.ranks import Ranks
 from paceline.comm.topology import cgroup_quota, usable_cores
 
@@ -36,11 +37,10 @@ def cores_of(ranks: Ranks) -> Cores:
     """Agree on the cores of this rank's host. Every connected rank calls this; one that is alone,
     or connected to nobody, takes it that its neighbours may use what it may use itself."""
     mine = usable_cores()
-    everyone = [(platform.node(), mine)] * ranks.local_world_size
+    neighbours = [mine] * ranks.local_world_size
     if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [("", frozenset())] * dist.get_world_size()
-        dist.all_gather_object(everyone, (platform.node(), mine))
-    neighbours = [cores for host, cores in everyone if host == platform.node()]
+        everyone = all_gather([platform.node(), sorted(mine)])
+        neighbours = [frozenset(cores) for host, cores in everyone if host == platform.node()]
     return shared(mine, neighbours, cgroup_quota(), len(usable_cores(_FIRST_PROCESS)))
 
 

@@ -13,11 +13,13 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
@@ -25,6 +27,7 @@ from torch.distributed import distributed_c10d
 
 from paceline.comm.fabric.interfaces import socket_settings
 from paceline.comm.fabric.order import numbers
+from paceline.comm.messages import broadcast
 from paceline.comm.topology import interface_to, interfaces
 from paceline.config.errors import InputError, RunError
 
@@ -293,11 +296,7 @@ def from_first(value: bool, ranks: Ranks, store: Store | None = None) -> bool:
     """
     if store is not None:
         return _said_in(store, value, ranks)
-    if not dist.is_initialized():
-        return value
-    answer = [value]
-    dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
-    return answer[0]
+    return broadcast(value)
 
 
 def _said_in(store: Store, value: bool, ranks: Ranks) -> bool:
@@ -371,6 +370,34 @@ def first_host(nodelist: str) -> str:
     """First host of Slurm's compressed list: "gpu[003-006,9],login1" -> "gpu003"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
     return re.sub(r"\[(\d*)[^\]]*\]", r"\1", first.group() if first else nodelist)
+
+
+def own_address(ranks: Ranks) -> str:
+    """The address at which what this rank serves listens: of the interface that ranks use.
+
+    Raises:
+        InputError: the interface has none, or only one that other nodes can't reach.
+    """
+    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    if name is None and ranks.local_world_size == ranks.world_size:
+        return LOOPBACK
+    if name is not None:
+        known = psutil.net_if_addrs()
+        for address in known.get(name, []):
+            if address.family == socket.AF_INET:
+                return address.address
+        raise InputError(
+            f"GLOO_SOCKET_IFNAME = {name!r} names no interface with an IPv4 address here: use one "
+            f"of {', '.join(sorted(known))}."
+        )
+    with suppress(OSError):
+        address_of_host = socket.gethostbyname(socket.gethostname())
+        if not address_of_host.startswith("127."):
+            return address_of_host
+    raise InputError(
+        "this host's name leads to no address that other nodes can reach: set GLOO_SOCKET_IFNAME "
+        "to the interface that ranks should use."
+    )
 
 
 def _use_interfaces(ranks: Ranks) -> None:

@@ -123,9 +123,10 @@ class Observe(Noun):
     prometheus_port: int | None = Field(None, ge=1, le=65535)
     """Port of the metrics endpoint; none is opened where this is left out."""
     prometheus_host: str = "127.0.0.1"
+    """Address at which it listens; it has no password (docs/security.md)."""
     debug_port: int | None = Field(None, ge=1, le=65535)
     """Port of torch's debug page (stacks of all ranks, collectives), on rank 0's host; it has no
-    password."""
+    password, so it listens at 127.0.0.1: reach it from elsewhere with `ssh -L`."""
 
 
 class Job(Noun):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.comm.mesh import columns, local_part
+from paceline.comm.messages import all_gather
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -57,9 +58,8 @@ def find_twins(named: Named, dense: DeviceMesh) -> Twins:
     mine: dict[str, list[nn.Parameter]] = defaultdict(list)
     for name, parameter in named:
         mine[name].append(parameter)
-    counts: list[dict[str, int]] = [{} for _ in range(dense.size(0))]
     own = {name: len(copies) for name, copies in mine.items()}
-    dist.all_gather_object(counts, own, group=dense.get_group("pp"))
+    counts: list[dict[str, int]] = all_gather(own, dense.get_group("pp"))
     totals = {name: sum(count.get(name, 0) for count in counts) for name in mine}
     shared: dict[tuple[int, ...], list[list[nn.Parameter]]] = {}
     for holders in _holder_sets(counts):

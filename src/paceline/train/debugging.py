@@ -1,9 +1,10 @@
 """What torch has to look into ranks that hang or died: its debug server and its flight recorder.
 
-The debug server (torch 2.13; `observe.debug_port`) is a page of rank 0's host that asks all ranks:
-Python stacks, stacks from below Python (py-spy, where it is installed), collectives, wait counters,
-a profile on demand. Ranks answer from a thread in C++, also while their main thread hangs. It has
-no password and is reachable from other machines: for a trusted network only.
+The debug page (torch 2.13; `observe.debug_port`) asks all ranks: Python stacks, stacks from below
+Python (py-spy, where it is installed), collectives, wait counters, a profile on demand. Ranks
+answer from a thread in C++, also while their main thread hangs. It has no password, so the page
+listens on the loopback interface of rank 0's host, and ranks at the address where they reach each
+other; torch's own `start_debug_server` would listen on all interfaces.
 
 The flight recorder is always on: it keeps the last collectives of a rank, which `keep_flight`
 writes down when one has failed. On gloo its entries tell what was begun when, and not when it
@@ -14,19 +15,20 @@ Source: torch.distributed.debug, https://docs.pytorch.org/docs/stable/distribute
 """
 
 import importlib.util
-import inspect
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from paceline.comm.ranks import Ranks
+from paceline.comm.messages import all_gather
+from paceline.comm.ranks import Ranks, own_address
 from paceline.config.errors import InputError
-from paceline.train.stopping import end_with
 
 
 def keep_nccl_flights(folder: Path) -> None:
@@ -59,16 +61,32 @@ def debug_server(port: int | None, ranks: Ranks) -> Iterator[None]:
         yield
         return
     _require()
-    from torch.distributed import debug
-    from torch.distributed.debug._debug_handlers import default_handlers
 
-    handlers: list[Any] = [*default_handlers(), _EndWith(os.getpid())]
-    debug.start_debug_server(port, start_method="spawn", handlers=handlers)
+    host = own_address(ranks)
+    answering = c10d._WorkerServer(host, 0)
+    urls = all_gather(f"http://{host}:{answering.port}")
+    page = _page(port, urls) if ranks.is_first else None
     try:
         yield
     finally:
-        if ranks.is_first:
-            debug.stop_debug_server()
+        answering.shutdown()
+        if page is not None:
+            page.kill()
+            page.communicate()
+
+
+def _page(port: int, urls: list[str]) -> "subprocess.Popen[bytes]":
+    """The process that serves it; it ends with this one, whose pipe it reads."""
+    page = subprocess.Popen(
+        [sys.executable, "-m", "paceline.train.debug_page"],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "WORLD_SIZE": str(len(urls))},
+        start_new_session=True,
+    )
+    assert page.stdin is not None
+    page.stdin.write(json.dumps({"port": port, "urls": urls}).encode() + b"\n")
+    page.stdin.flush()
+    return page
 
 
 def _require() -> None:
@@ -77,13 +95,7 @@ def _require() -> None:
             "observe.debug_port shows the ranks of a process group, and this run has none: leave "
             "it out."
         )
-    try:
-        from torch.distributed.debug import start_debug_server
-
-        is_there = "handlers" in inspect.signature(start_debug_server).parameters
-    except ImportError:
-        is_there = False
-    if not is_there:
+    if importlib.util.find_spec("torch.distributed.debug._frontend") is None:
         raise InputError("observe.debug_port needs torch 2.13: update it, or leave it out.")
     missing = [name for name in ("aiohttp", "tabulate") if importlib.util.find_spec(name) is None]
     if missing:
@@ -91,27 +103,3 @@ def _require() -> None:
             f"observe.debug_port needs {' and '.join(missing)}: pip install 'paceline[debug]', or "
             "leave the setting out."
         )
-
-
-class _EndWith:
-    """A page without routes whose process ends when another one does.
-
-    The server's process is rank 0's child and would outlive it where it is killed; a page is the
-    only thing of ours that runs in it.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-
-    def routes(self) -> list[Any]:
-        """Called when the server starts."""
-        end_with(self._pid)
-        return []
-
-    def nav_links(self) -> list[Any]:
-        """None."""
-        return []
-
-    def templates(self) -> dict[str, str]:
-        """None."""
-        return {}

@@ -12,6 +12,7 @@ import dis
 import json
 import os
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -32,6 +33,7 @@ FILE = "PACELINE_FAILURE_FILE"
 
 _OURS = Path(__file__).parents[1]
 _TORCHS = Path(torch.__file__).parent
+_STANDARD = Path(sysconfig.get_path("stdlib"))
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
@@ -154,15 +156,24 @@ def _say_plainly(
 
 
 def _theirs(stack: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """A person's frames behind the last of Paceline's, and of torch's what the last of them called;
-    all frames where none is a person's."""
+    """A person's frames behind the last of Paceline's, and what the last of them called; all frames
+    where none is a person's."""
     frames = list(stack)
     ours = [at for at, frame in enumerate(frames) if _is_in(frame.filename, (_OURS,))]
     behind = frames[ours[-1] + 1 :] if ours else frames
-    own = [at for at, frame in enumerate(behind) if not _is_in(frame.filename, (_TORCHS,))]
+    own = [at for at, frame in enumerate(behind) if _is_a_persons(frame.filename)]
     if not own:
         return frames
     return [behind[at] for at in own] + behind[own[-1] + 1 :]
+
+
+def _is_a_persons(file: str) -> bool:
+    """Whether it is neither Paceline's nor the standard library's nor an installed package's."""
+    return not (
+        file.startswith("<frozen ")
+        or "site-packages" in Path(file).parts
+        or _is_in(file, (_OURS, _TORCHS, _STANDARD))
+    )
 
 
 def _is_in(file: str, folders: Iterable[Path]) -> bool:

@@ -26,9 +26,10 @@ from torch.profiler import record_function as span
 
 from paceline.bench.ranks import News, Tell
 from paceline.comm.cores import cores_of
+from paceline.comm.messages import broadcast
 from paceline.comm.ranks import Ranks
 from paceline.config.device import Device
-from paceline.config.job import Job
+from paceline.config.job import Job, to_raw
 from paceline.explain.subject import only_axis
 from paceline.kernels import switch
 from paceline.observe.profile import ProfiledWindows
@@ -51,6 +52,18 @@ class Wish:
     """Concrete, for as many ranks."""
     trace_folder: Path | None = None
     """Where the trace of the fastest goes; None: nothing is profiled."""
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON, for another process."""
+        folder = None if self.trace_folder is None else str(self.trace_folder)
+        return {"jobs": [to_raw(job) for job in self.jobs], "trace_folder": folder}
+
+    @staticmethod
+    def of_plain(record: Mapping[str, Any]) -> "Wish":
+        """What another process wishes."""
+        folder = record["trace_folder"]
+        jobs = tuple(Job.parse(raw) for raw in record["jobs"])
+        return Wish(jobs, None if folder is None else Path(folder))
 
 
 @dataclass(frozen=True)
@@ -79,7 +92,7 @@ def heat(wish: Wish, ranks: Ranks, tell: Tell) -> Ran:
     for at, job in enumerate(wish.jobs):
         say.about(at, "set up")
         ready.append(_Ready.of(job, ranks))
-    turns = _race(ready, ranks, say)
+    turns = _race(ready, say)
     fastest = leader(_rounds(turns))
     terms: Mapping[int, Mapping[str, float]] = {}
     if wish.trace_folder is not None:
@@ -145,14 +158,14 @@ class _Ready:
             self.trainer.step(self.index, batch)()
 
 
-def _race(ready: Sequence[_Ready], ranks: Ranks, say: _Saying) -> list[list[tuple[float, ...]]]:
+def _race(ready: Sequence[_Ready], say: _Saying) -> list[list[tuple[float, ...]]]:
     turns: list[list[tuple[float, ...]]] = [[] for _ in ready]
     plan = [(at, 1) for at in range(len(ready))]
     while plan:
         for at, num_steps in plan:
             say.about(at, "turn")
             turns[at].append(tuple(ready[at].turn(num_steps)))
-        plan = _from_first(_next_round(turns), ranks)
+        plan = broadcast(_next_round(turns))
     return turns
 
 
@@ -168,15 +181,6 @@ def _rounds(turns: Sequence[Sequence[Sequence[float]]]) -> dict[int, list[float]
 
 def _steps_of_turn(step_s: float) -> int:
     return max(1, min(_MOST_STEPS, round(_TURN_S / step_s)))
-
-
-def _from_first(value: Any, ranks: Ranks) -> Any:
-    """What rank 0 says, on every rank."""
-    if ranks.world_size == 1:
-        return value
-    answer = [value]
-    dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
-    return answer[0]
 
 
 def _profiled(ready: _Ready, folder: Path, ranks: Ranks) -> Mapping[int, Mapping[str, float]]:

@@ -7,10 +7,11 @@ place: the first one leads and says through the launcher's store what to do next
 Whoever's rank fails says so there, and all end theirs within a second.
 """
 
+import json
 import os
-import pickle
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -19,14 +20,23 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError
 
+from paceline.bench.measure import Wish as Measurements
+from paceline.bench.measure import measure
 from paceline.bench.ranks import Tell, Work, started, store_in
 from paceline.comm.ranks import Ranks, store_of_run
 from paceline.config.errors import InputError, RunError
+from paceline.tune.heat import Wish, heat
 
 _LOOK_S = 0.1
 _STORE_WAIT_S = 300.0
 _GOODBYE_S = 10.0
 _END = b"end"
+# What one place can ask of another, by name: where a store would carry pickles, whoever reaches it
+# could have any code run.
+_WORKS: Mapping[str, Callable[[Any], Work]] = {
+    heat.__name__: lambda wish: partial(heat, Wish.of_plain(wish)),
+    measure.__name__: lambda wish: partial(measure, Measurements.of_plain(wish)),
+}
 
 
 class Team(Protocol):
@@ -36,7 +46,7 @@ class Team(Protocol):
         """Call `work(ranks, tell)` on every rank and return what rank 0 returned.
 
         Args:
-            work: picklable.
+            work: picklable; on places that a launcher gave, one of those they know.
             hear: called with rank 0's news.
             silence_s: without news for so long the ranks are ended.
             alone: on rank 0 only, which has then nobody to exchange with.
@@ -79,15 +89,22 @@ def _alone(place: Ranks) -> Ranks:
 class GivenTeam:
     """Ranks on the places that a launcher gave; this process has one of them."""
 
-    def __init__(self, place: Ranks, store: Store, address: tuple[str, int]) -> None:
+    def __init__(
+        self,
+        place: Ranks,
+        store: Store,
+        address: tuple[str, int],
+        works: Mapping[str, Callable[[Any], Work]] = _WORKS,
+    ) -> None:
         """Take a place.
 
         Args:
             place: of this process.
             store: where those of all places leave word for each other.
             address: host and port of that store, for the ranks they start.
+            works: what can be done, by the name of the function: made of what it wishes.
         """
-        self._place, self._address = place, address
+        self._place, self._address, self._works = place, address, works
         self._store = PrefixStore("paceline/tune", store)
         self._number = 0
 
@@ -103,7 +120,7 @@ class GivenTeam:
 
     def run(self, work: Work, hear: Tell, silence_s: float, *, alone: bool = False) -> Any:
         """See `Team.run`; the first place calls it, the others `follow`."""
-        self._store.set(f"work/{self._number}", pickle.dumps((work, alone)))  # type: ignore[arg-type]
+        self._store.set(f"work/{self._number}", _said(work, alone=alone))
         return self._take_part(work, hear, silence_s, alone=alone)
 
     def follow(self) -> None:
@@ -114,7 +131,8 @@ class GivenTeam:
         """
         try:
             while (said := self._next_said()) != _END:
-                work, alone = pickle.loads(said)
+                name, wish, alone = json.loads(said)
+                work = self._works[name](wish)
                 with suppress(RunError, InputError):  # the first place has heard of it
                     self._take_part(work, _hear_nothing, None, alone=alone)
             self._store.add("gone", 1)
@@ -160,6 +178,13 @@ class GivenTeam:
         except BaseException:
             self._store.set(failed, "")
             raise
+
+
+def _said(work: Work, *, alone: bool) -> str:
+    """A piece of work as text: the function's name, what it wishes, and who does it."""
+    if isinstance(work, partial):
+        return json.dumps([work.func.__name__, work.args[0].plain(), alone])
+    return json.dumps([work.__name__, None, alone])
 
 
 def _client(host: str, port: int, prefix: str) -> Store:

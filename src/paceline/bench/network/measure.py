@@ -2,7 +2,6 @@
 
 import socket
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 import torch
@@ -15,6 +14,7 @@ from paceline.bench.network.pairs import Pairs, measure_pairs, num_rounds
 from paceline.bench.network.sizes import Bounds
 from paceline.bench.network.sweep import Left, planned, sweep
 from paceline.bench.ranks import Tell, counted
+from paceline.comm.messages import all_gather
 from paceline.comm.ranks import Ranks
 
 # Of a pair's large message: a bandwidth, not a burst (a token bucket lets some 256 KiB through).
@@ -61,7 +61,7 @@ def measure_network(wish: NetworkWish, ranks: Ranks, tell: Tell) -> Measured:
     Raises:
         RunError: a collective gave a wrong result.
     """
-    hosts = tuple(_gathered(socket.gethostname(), ranks))
+    hosts = tuple(all_gather(socket.gethostname()))
     if ranks.world_size == 1:
         return Measured((), (), None, hosts, 1)
     groups = all_groups(ranks, wish.backend)
@@ -78,14 +78,6 @@ def measure_network(wish: NetworkWish, ranks: Ranks, tell: Tell) -> Measured:
         of_all = everybody.process_group
         pairs = measure_pairs(ranks, hosts, number, 3 if wish.quick else 7, say, of_all)
     return Measured(tuple(rows), tuple(left), pairs, hosts, ranks.local_world_size)
-
-
-def _gathered(value: str, ranks: Ranks) -> list[str]:
-    if ranks.world_size == 1:
-        return [value]
-    found: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(found, value)
-    return found
 
 
 def _memory_bytes(ranks: Ranks) -> float:

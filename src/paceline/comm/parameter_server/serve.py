@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
+import paceline.comm.as_helper  # noqa: F401
 from paceline.comm.parameter_server.rows import RowStore
 from paceline.comm.parameter_server.server import Server
 from paceline.comm.parameter_server.shards import Placement

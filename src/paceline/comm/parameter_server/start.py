@@ -4,24 +4,20 @@ Server k lives on node k modulo the number of nodes, started by that node's firs
 at one address only: of the interface that GLOO_SOCKET_IFNAME names, as gloo's own sockets do.
 """
 
-import os
 import secrets
-import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 
+from paceline.comm.messages import all_gather
 from paceline.comm.parameter_server.client import Address
 from paceline.comm.parameter_server.keeper import Kept
 from paceline.comm.parameter_server.serve import Settings
 from paceline.comm.parameter_server.tables import Say
-from paceline.comm.ranks import Ranks
-from paceline.config.errors import InputError
+from paceline.comm.ranks import Ranks, own_address
 
 _KEY_BYTES = 32
 
@@ -59,34 +55,6 @@ def servers_of_node(ranks: Ranks, num_servers: int) -> range:
     return range(ranks.rank // ranks.local_world_size, num_servers, num_nodes)
 
 
-def own_address(ranks: Ranks) -> str:
-    """The address of this node's servers.
-
-    Raises:
-        InputError: the interface has none, or only one that other nodes can't reach.
-    """
-    name = os.environ.get("GLOO_SOCKET_IFNAME")
-    if name is None and ranks.local_world_size == ranks.world_size:
-        return "127.0.0.1"
-    if name is not None:
-        known = psutil.net_if_addrs()
-        for address in known.get(name, []):
-            if address.family == socket.AF_INET:
-                return address.address
-        raise InputError(
-            f"GLOO_SOCKET_IFNAME = {name!r} names no interface with an IPv4 address here: use one "
-            f"of {', '.join(sorted(known))}."
-        )
-    with suppress(OSError):
-        address_of_host = socket.gethostbyname(socket.gethostname())
-        if not address_of_host.startswith("127."):
-            return address_of_host
-    raise InputError(
-        "this host's name leads to no address that other nodes can reach: set GLOO_SOCKET_IFNAME "
-        "to the interface that the servers of the tables should use."
-    )
-
-
 def _shared_key() -> bytes:
     """Rank 0's random key, on every rank."""
     key = torch.frombuffer(bytearray(secrets.token_bytes(_KEY_BYTES)), dtype=torch.uint8)
@@ -96,9 +64,5 @@ def _shared_key() -> bytes:
 
 
 def _addresses(mine: dict[int, Address]) -> list[Address]:
-    everyone = [mine]
-    if dist.is_initialized():
-        everyone = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, mine)
-    known = {number: address for part in everyone for number, address in part.items()}
-    return [known[number] for number in sorted(known)]
+    known = dict(one for part in all_gather(list(mine.items())) for one in part)
+    return [(host, port) for _, (host, port) in sorted(known.items())]

@@ -4,18 +4,20 @@ A disk fills up on one machine while the others go on; whoever then enters the n
 for a rank that left. So each step of a save or a load runs as an attempt, its failure is a message
 like any other, and all ranks raise or none does.
 
-All messages go over a gloo group of their own: they never interleave with the collectives of
-training, and they need no device. Without a process group the same code runs alone.
+All messages are records (`comm.messages`) and go over a gloo group of their own: they never
+interleave with the collectives of training, and they need no device. Without a process group the
+same code runs alone.
 """
 
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from paceline.comm import messages
 from paceline.comm.ranks import wait_limit
 from paceline.config.errors import InputError
 from paceline.train.checkpoint.files import DamagedError
@@ -77,9 +79,7 @@ class Ranks:
         """Give every rank a small record of every rank, in rank order."""
         if self.group is None:
             return [item]
-        items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item, group=self.group)
-        return items
+        return messages.all_gather(item, self.group)
 
     def any_of(self, flags: list[bool]) -> list[bool]:
         """Whether some rank has each of the flags, of which every rank passes as many."""
@@ -93,26 +93,18 @@ class Ranks:
         """Give rank 0 the record of every rank, in rank order; the others get an empty list."""
         if self.group is None:
             return [item]
-        items: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(item, items, dst=0, group=self.group)
-        return items or []
+        return messages.gather(item, self.group)
 
     def scatter(self, items: list[T]) -> T:
         """Give each rank its entry of rank 0's list; what the others pass is not looked at."""
         if self.group is None:
             return items[0]
-        received: list[Any] = [None]
-        dist.scatter_object_list(
-            received, items if self.rank == 0 else None, src=0, group=self.group
-        )
-        return received[0]
+        return messages.scatter(items, self.group)
 
     def _broadcast(self, item: T) -> T:
         if self.group is None:
             return item
-        items = [item]
-        dist.broadcast_object_list(items, src=0, group=self.group)
-        return items[0]
+        return messages.broadcast(item, self.group)
 
     def _describe(self, error: Exception) -> tuple[str, str]:
         where = f"rank {self.rank}: " if self.size > 1 else ""

@@ -20,6 +20,7 @@ Sources: CheckFreq (Mohan et al., FAST 2021) for copying first and writing behin
 Are Not Created Equal" (Pillai et al., OSDI 2014) for what a rename needs around it to be atomic.
 """
 
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -48,7 +49,7 @@ from paceline.train.checkpoint.files import (
     write_shard,
 )
 from paceline.train.checkpoint.loading import load, newest_good
-from paceline.train.checkpoint.plan import Offer, Staging, as_json, divide
+from paceline.train.checkpoint.plan import Asked, Offer, Share, Staging, as_json, divide
 
 
 class Checkpointer:
@@ -165,9 +166,11 @@ class Checkpointer:
         is_same = last is not None and last.asked == offer.asked
         if all(self._ranks.all_gather(is_same)) and last is not None:
             return last
-        asked = self._ranks.gather(offer.asked)
+        asked = [Asked.of_plain(record) for record in self._ranks.gather(offer.asked.plain())]
         shares = self._ranks.together(lambda: divide(asked) if asked else [])
-        self._staging = Staging.of(offer.asked, self._ranks.scatter(shares))
+        mine = Asked.of_plain(self._ranks.scatter([share.plain() for share in shares]))
+        index = shares[0].tensors if shares else {}
+        self._staging = Staging.of(offer.asked, Share(mine.items, mine.value_names, index))
         return self._staging
 
     def _write(
@@ -180,7 +183,8 @@ class Checkpointer:
         try:
             self._ranks.on_first(lambda: make_empty(partial))
             file = self._ranks.together(lambda: write_shard(shard, staging.named_buffers()))
-            parts = self._ranks.gather(_Part(shard.name, file, values))
+            mine: list[Any] = [shard.name, file.size_bytes, file.sha256, json.dumps(values)]
+            parts = [_Part.of_plain(*record) for record in self._ranks.gather(mine)]
             size_bytes = self._ranks.on_first(
                 lambda: self._publish(partial, _manifest(step, staging, parts, facts))
             )
@@ -216,6 +220,11 @@ class _Part:
     name: str
     file: FileEntry
     values: dict[str, Any]
+
+    @staticmethod
+    def of_plain(name: str, size_bytes: int, sha256: str, values: str) -> "_Part":
+        """What another rank sent."""
+        return _Part(name, FileEntry(size_bytes=size_bytes, sha256=sha256), json.loads(values))
 
 
 @dataclass(frozen=True)

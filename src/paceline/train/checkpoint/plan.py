@@ -18,13 +18,21 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from paceline.config.errors import InputError
 from paceline.train.checkpoint.files import (
+    DTYPES,
     Chunk,
     FoundCheckpoint,
     TensorEntry,
@@ -75,6 +83,16 @@ class Asked:
     items: list[WriteItem]
     value_names: list[str]
 
+    def plain(self) -> list[Any]:
+        """As a record for another rank."""
+        return [[_plain(item) for item in self.items], self.value_names]
+
+    @staticmethod
+    def of_plain(record: list[Any]) -> "Asked":
+        """What another rank sent."""
+        items, value_names = record
+        return Asked([_of_plain(item) for item in items], value_names)
+
 
 @dataclass(frozen=True)
 class Share:
@@ -84,6 +102,10 @@ class Share:
     value_names: list[str]
     tensors: dict[str, TensorEntry]
     """The index of the whole checkpoint; rank 0 alone has it."""
+
+    def plain(self) -> list[Any]:
+        """As a record for another rank, without the index."""
+        return Asked(self.items, self.value_names).plain()
 
 
 @dataclass(frozen=True)
@@ -224,6 +246,24 @@ def _index(plans: Sequence[SavePlan]) -> dict[str, TensorEntry]:
             chunk = Chunk(offsets=offsets, sizes=sizes, file=shard_name(rank))
             index[name].chunks.append(chunk)
     return index
+
+
+def _plain(item: WriteItem) -> list[Any]:
+    data, index = _tensor_data(item), item.index
+    dtype = dtype_name(data.properties.dtype, index.fqn)
+    place = None if index.offset is None else list(index.offset)
+    chunk = [list(data.chunk.offsets), list(data.chunk.sizes)]
+    return [index.fqn, place, index.index, item.type.name, *chunk, list(data.size), dtype]
+
+
+def _of_plain(record: list[Any]) -> WriteItem:
+    name, place, number, kind, offsets, sizes, size, dtype = record
+    data = TensorWriteData(
+        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+        TensorProperties(dtype=DTYPES[dtype]),
+        torch.Size(size),
+    )
+    return WriteItem(MetadataIndex(name, place, number), WriteItemType[kind], tensor_data=data)
 
 
 def _tensor_data(item: WriteItem) -> TensorWriteData:

@@ -6,6 +6,7 @@ said in one sentence; 130 ended at once by a second signal; 1 anything else.
 """
 
 import json
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -504,6 +505,9 @@ def main() -> None:
     """Run the command line and turn exceptions into exit codes."""
     from paceline.config.errors import InputError, RunError
 
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # A script's job in the background inherits that; it can be interrupted all the same.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         app()
     except InputError as error:

@@ -148,12 +148,15 @@ def test_a_killed_rank_takes_the_run_down_and_it_can_go_on(tmp_path):
         time.sleep(0.01)
     logs = sorted((tmp_path / "runs/tiny/log").glob("rank*.log"))
     assert [log.name for log in logs] == ["rank0.log", "rank1.log"]
+    started = psutil.Process(process.pid).children(recursive=True)
     _rank_process(process.pid, logs[1]).send_signal(signal.SIGKILL)
     killed = time.monotonic()
     output, _ = process.communicate(timeout=30)
     assert time.monotonic() - killed < 10
     assert process.returncode == 1
     assert "SIGKILL" in output
+    _, alive = psutil.wait_procs(started, timeout=5)
+    assert not alive, "everything that a run started is gone with it"
     done = max(losses(tmp_path))
     again = paceline(
         "train", "job.toml", "--set", f"train.steps={done + 5}", *ranks(2), folder=tmp_path

@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -121,12 +122,22 @@ def test_it_resumes_on_another_number_of_ranks(tmp_path, uninterrupted):
     assert resumed == pytest.approx(_train(whole, *paths, *ranks(2)), rel=1e-5)
 
 
+def _to_everyone(pid: int, number: int) -> None:
+    """As scancel, a kubelet or `kill` of a group do: to launcher, ranks and helpers at once."""
+    launcher = psutil.Process(pid)
+    for each in [launcher, *launcher.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            each.send_signal(number)
+
+
 @pytest.mark.parametrize(
     ("send", "number", "num_ranks"),
     [
         (os.kill, signal.SIGTERM, 1),  # a scheduler, to the process
         (os.kill, signal.SIGTERM, 2),
         (os.killpg, signal.SIGINT, 2),  # Ctrl-C, to the terminal's whole process group
+        (_to_everyone, signal.SIGTERM, 2),
+        (_to_everyone, signal.SIGINT, 2),
     ],
 )
 def test_a_signal_stops_after_the_step_and_keeps_a_checkpoint(send, number, num_ranks, tmp_path):

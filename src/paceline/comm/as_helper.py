@@ -1,4 +1,4 @@
-"""Imported first by the process that ranks are forked from: makes a helper of it.
+"""Makes a helper of the process that imports it: the one that ranks are forked from does so first.
 
 Signals that ask a run to stop may reach every process of it at once (scancel, a kubelet, `kill` of
 a group). Were this one to follow them, nobody could tell any more how its ranks ended, so it

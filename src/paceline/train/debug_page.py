@@ -14,7 +14,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from torch.distributed.debug import _frontend
 from torch.distributed.debug._debug_handlers import TCPStoreHandler, default_handlers
 
-import paceline.comm.as_helper  # noqa: F401
 from paceline.comm.ranks import LOOPBACK
 
 
@@ -39,6 +38,8 @@ class _LocalServer(ThreadingHTTPServer):
 
 def main() -> None:
     """Serve until standard input ends."""
+    import paceline.comm.as_helper  # noqa: F401
+
     asked = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     ours = {"_IPv6HTTPServer": _LocalServer, "tcpstore_client": lambda: _Addresses(asked["urls"])}

@@ -15,7 +15,6 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-import paceline.comm.as_helper  # noqa: F401
 from paceline.comm.parameter_server.rows import RowStore
 from paceline.comm.parameter_server.server import Server
 from paceline.comm.parameter_server.shards import Placement
@@ -79,6 +78,8 @@ def make_server(settings: Settings, say: Any) -> Server:
 
 def main() -> None:
     """Serve until standard input ends."""
+    import paceline.comm.as_helper  # noqa: F401  # a keeper imports this file for its Settings
+
     settings = Settings(**json.loads(sys.stdin.readline()))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     server = make_server(settings, _tell)

@@ -1,0 +1,92 @@
+"""How a run ends that a script started in the background, and what helps it: the processes that
+ranks are forked from, and the workers of data loaders."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import forkserver
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.comm.warm_up import TRAINING, warm_up_ranks
+from paceline.train.stopping import StopRequest
+from tests.command_line import COMMAND, environment, metrics, ranks, write_tiny_job
+
+# The time that a busy machine may take for what should take a moment.
+PATIENCE_S = 20
+
+
+def test_a_run_that_ignores_sigint_by_birth_can_be_interrupted(tmp_path):
+    """As a shell without job control starts what is put into the background."""
+    write_tiny_job(tmp_path)
+    program = [sys.executable, COMMAND, "train", "job.toml", "--set=train.steps=1000000"]
+    process = subprocess.Popen(
+        [*program, *ranks(2)],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    while len(metrics(tmp_path)) < 3:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "checkpoint kept" in output
+
+
+_HELPED = """
+import subprocess, sys
+helper = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+helper.stdout.readline()
+print(helper.pid, flush=True)
+helper.wait()
+"""
+_HELPER = "import paceline.comm.as_helper, time; print('ready', flush=True); time.sleep(600)"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_helper_ignores_signals_and_ends_with_who_started_it():
+    program = [sys.executable, "-c", _HELPED, _HELPER]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as helped:
+        assert helped.stdout is not None
+        helper = psutil.Process(int(helped.stdout.readline()))
+        helper.send_signal(signal.SIGTERM)
+        helper.send_signal(signal.SIGINT)
+        with pytest.raises(psutil.TimeoutExpired):
+            helper.wait(0.5)
+        helped.kill()
+        helper.wait(PATIENCE_S)
+
+
+def test_the_process_that_ranks_are_forked_from_is_made_a_helper_first(monkeypatch):
+    server = forkserver.ForkServer()
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: None)
+    monkeypatch.setattr("multiprocessing.set_forkserver_preload", server.set_forkserver_preload)
+    warm_up_ranks(TRAINING)
+    assert server._preload_modules == ["paceline.comm.as_helper", TRAINING]
+
+
+def test_data_workers_live_on_when_a_signal_asks_for_a_stop(tmp_path):
+    stop = StopRequest(tmp_path / "stop")
+    try:
+        data = torch.arange(64)
+        loader = DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="fork")
+        batches = iter(loader)
+        got = [next(batches)]
+        for worker in batches._workers:
+            os.kill(worker.pid, signal.SIGTERM)
+            os.kill(worker.pid, signal.SIGINT)
+        got += list(batches)
+    finally:
+        stop.close()
+    assert torch.equal(torch.cat(got), data)
+    assert not stop

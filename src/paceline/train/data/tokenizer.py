@@ -108,7 +108,7 @@ def make_encoder(spec: str, texts: Iterable[str]) -> Encoder:
             f"{', '.join(END_NAMES)}."
         )
     tokenizer.encode_special_tokens = True
-    return Encoder(tokenizer, tokenizer.token_to_id(end), is_bytes=spec == "bytes")
+    return Encoder(tokenizer, tokenizer.get_vocab()[end], is_bytes=spec == "bytes")
 
 
 def end_name(tokenizer: Tokenizer) -> str | None:

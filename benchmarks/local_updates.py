@@ -119,7 +119,7 @@ def _train_one(
         sent += each_step if trainer.local is None else trainer.local.sent_bytes
     read()
     held_out = [_part(-1 - number, rank) for number in range(_NUM_HELD_OUT)]
-    return trainer.evaluate(held_out), sent / steps
+    return trainer.evaluate(held_out)[0], sent / steps
 
 
 def runs_of(seed: int, methods: Sequence[str], steps: int) -> list[Run]:

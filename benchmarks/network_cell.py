@@ -106,7 +106,7 @@ class Ours:
     def evaluate(self) -> float:
         """Mean loss on the held-out batches."""
         assert self._task.eval_steps is not None
-        return self._trainer.evaluate(list(self._task.eval_steps()))
+        return self._trainer.evaluate(list(self._task.eval_steps()))[0]
 
 
 class Workers(Ours):

@@ -114,7 +114,7 @@ def train(
         ]
 
     results = [trainer.step(step, batches(step))() for step in range(STEPS)]
-    eval_loss = trainer.evaluate([batches(STEPS)])
+    eval_loss, _ = trainer.evaluate([batches(STEPS)])
     names, _ = parameter_names(trainer.module)
     slots = _slots(trainer)
     parameters = {

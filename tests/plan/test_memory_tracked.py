@@ -29,6 +29,7 @@ from paceline.plan.memory.activations import held_by_block
 from paceline.plan.memory.holdings import holdings_of
 from paceline.plan.points import Points, Setting
 from paceline.train.data import MicroBatch
+from paceline.train.weighed import Weighed
 from tests.parallel.training import job_of, trainer_of
 
 SEQ = 128
@@ -123,7 +124,7 @@ def track(job: Job) -> Tracked:
         tracker.track_external(trainer.module, trainer.optimizer)
     forward = trainer.forward
 
-    def forward_anew(micro_batch: object) -> torch.Tensor:
+    def forward_anew(micro_batch: object) -> Weighed:
         tracker.reset_mod_stats()  # it wants to hear of every new pass; the peak stays
         return forward(micro_batch)
 

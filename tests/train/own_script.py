@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 
@@ -84,6 +84,8 @@ def train(settings: dict[str, Any], runs: Path) -> tuple[paceline.Run, nn.Module
     data = samples()
     if settings.get("data") == "batches":
         data = Batches(settings.get("size", 12), stop_at, runs / name / "stop")
+    if settings.get("data") == "loader":
+        data = DataLoader(samples(), 12, shuffle=True)
     run = paceline.train(job, model, loss, data, samples(24), runs=runs)
     return run, model
 

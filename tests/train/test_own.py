@@ -15,7 +15,7 @@ import torch
 import paceline
 from paceline.comm.ranks import Ranks
 from paceline.config.errors import InputError
-from paceline.train.task import custom_task
+from paceline.train.custom.task import custom_task
 from tests.command_line import losses, python
 from tests.ranks import run_ranks
 from tests.train import own_script
@@ -127,10 +127,11 @@ def test_after_training_a_signal_means_what_it_did_before(tmp_path):
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_a_longer_job_trains_on(tmp_path):
-    _here(tmp_path, {"train": {"steps": 5}})
-    _here(tmp_path)
-    _here(tmp_path / "whole")
+@pytest.mark.parametrize("data", ["dataset", "loader"])
+def test_a_longer_job_trains_on(data, tmp_path):
+    _here(tmp_path, {"train": {"steps": 5}}, data=data)
+    _here(tmp_path, data=data)
+    _here(tmp_path / "whole", data=data)
     assert losses(tmp_path, "own") == losses(tmp_path / "whole", "own")
 
 
@@ -220,8 +221,11 @@ def test_ranks_whose_modules_differ_start_from_that_of_rank_0():
 
 
 def test_a_script_that_trains_twice_trains_on_two_ranks_as_on_one(tmp_path):
-    """Global batches, then a dataset and tied weights."""
-    trainings = {"name": "own", "data": "batches"}, {"name": "tied", "module": "tied"}
+    """Global batches, then a loader that shuffles and tied weights."""
+    trainings = (
+        {"name": "own", "data": "batches"},
+        {"name": "tied", "module": "tied", "data": "loader"},
+    )
     alone = [_here(tmp_path / "alone", **training)[1] for training in trainings]
     done = _script(tmp_path, 2, *trainings)
     assert done.returncode == 0, done.stderr

@@ -70,6 +70,8 @@ class Ledger:
         self.num_skipped += result.is_bad
         self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if result.is_bad else 0
         line |= {"loss": result.loss, "grad_norm": result.grad_norm, "skipped": self.num_skipped}
+        if result.figures:
+            line["figures"] = result.figures
         if result.comm:
             line["comm"] = result.comm
         if result.ranks:

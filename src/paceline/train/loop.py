@@ -299,8 +299,10 @@ def _evaluation_due(job: Job, task: Task, done: int) -> bool:
 def _evaluation(trainer: Trainer, task: Task) -> Line:
     assert task.eval_steps is not None
     began = time.perf_counter()
-    loss = trainer.evaluate(list(task.eval_steps()))
-    line = {"eval_loss": loss, "eval_s": time.perf_counter() - began}
+    loss, figures = trainer.evaluate(list(task.eval_steps()))
+    line: Line = {"eval_loss": loss, "eval_s": time.perf_counter() - began}
+    if figures:
+        line["eval_figures"] = figures
     is_language = task.unit == "tokens"
     more = {"eval_perplexity": perplexity(loss)} if is_language else {}
     return line | more | (task.eval_figures() if task.eval_figures else {})

@@ -20,13 +20,16 @@ from paceline.config.hardware import Cluster
 from paceline.config.job import CustomModel, Data, Job, read_job
 from paceline.observe.run import Run
 from paceline.train.command import carry_out
+from paceline.train.custom.batches import Collate
+from paceline.train.custom.loss import Loss
+from paceline.train.custom.task import custom_task
 from paceline.train.export import load
 from paceline.train.failure import say_plainly
 from paceline.train.launch import launch
 from paceline.train.session import MakeTask, run_launched_rank
 from paceline.train.start import resolve_here
 from paceline.train.stopping import end_with
-from paceline.train.task import Loss, Task, custom_task
+from paceline.train.task import Task
 
 _LAUNCHER = "PACELINE_LAUNCHER_PID"
 _LAUNCHED_RUN = "PACELINE_LAUNCHED_RUN"
@@ -39,6 +42,8 @@ def train(
     data: Any,
     eval_data: Any | None = None,
     *,
+    collate: Collate | None = None,
+    workers: int | None = None,
     runs: str | Path = "runs",
     fresh: bool = False,
 ) -> Run:
@@ -64,7 +69,7 @@ def train(
     job = _own_job(job)
 
     def make_task(concrete: Job, ranks: Ranks) -> Task:
-        return custom_task(concrete, ranks, model, loss, data, eval_data)
+        return custom_task(concrete, ranks, model, loss, data, eval_data, collate, workers)
 
     if _LAUNCHER in os.environ:
         run = Run(Path(runs).absolute() / job.name)

@@ -36,6 +36,8 @@ class StepResult:
     lost ("dp.workers"); empty where nothing is."""
     ranks: dict[str, list[float]]
     """What each rank said of itself; empty where the step has none of it (`standing`)."""
+    figures: dict[str, float]
+    """Means that the loss gave besides, by name."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,10 @@ class Numbers:
     """A step's numbers, which may still be on their way."""
 
     values: Tensor
-    """Loss, norm of the gradient, wishes to stop; perhaps the squared error; what each rank said:
-    (3 or 4 + num_said,)."""
+    """Sum of losses times weights and of weights, norm of the gradient, wishes to stop; sums of
+    figures; perhaps the squared error; what each rank said: (4 + figures + 0 or 1 + num_said,)."""
+    names: tuple[str, ...]
+    """Of the figures."""
     sent: Mapping[str, float]
     """What is known already."""
     num_said: int
@@ -87,8 +91,8 @@ class Reports:
         """Average what is waiting over all workers, who each have as many."""
         if not self._waiting:
             return
-        rows, num_workers = sum_up(torch.stack(self._waiting))  # (steps, 3 + num_said)
-        rows[:, :2] /= num_workers
+        rows, num_workers = sum_up(torch.stack(self._waiting))  # (steps, 4 + ...)
+        rows[:, 2] /= num_workers
         first = self._num_added - len(self._waiting)
         self._agreed |= dict(enumerate(rows.tolist(), first))
         self._waiting.clear()
@@ -96,8 +100,21 @@ class Reports:
 
 def _result(values: list[float], numbers: Numbers) -> StepResult:
     first_said = len(values) - numbers.num_said
-    loss, grad_norm, stops, *squared_error = values[:first_said]
+    loss_sum, weight, grad_norm, stops, *rest = values[:first_said]
+    loss, *means = (_quotient(each, weight) for each in (loss_sum, *rest[: len(numbers.names)]))
+    squared_error = rest[len(numbers.names) :]
     is_bad = not (abs(loss) < float("inf") and abs(grad_norm) < float("inf"))
     owed = {"error_norm": math.sqrt(squared_error[0])} if squared_error else {}
-    ranks = figures_of_ranks(values[first_said:])
-    return StepResult(loss, grad_norm, is_bad, stops > 0, {**numbers.sent, **owed}, ranks)
+    return StepResult(
+        loss,
+        grad_norm,
+        is_bad,
+        stops > 0,
+        {**numbers.sent, **owed},
+        figures_of_ranks(values[first_said:]),
+        dict(zip(numbers.names, means, strict=True)),
+    )
+
+
+def _quotient(total: float, weight: float) -> float:
+    return total / weight if weight else math.nan

@@ -1,25 +1,20 @@
-"""Task: what the loop trains. A language model from a Job, or a person's own module and data.
+"""Task: what the loop trains, and the Task of a language model.
 
-The loop knows only this record, so that both get the same parallelism, precision, checkpoints,
-metrics and profiles.
+The loop knows only this record, so that a decoder from a Job and a person's own module
+(`train.custom`) get the same parallelism, precision, checkpoints, metrics and profiles.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import default_collate
 
 from paceline.comm.parameter_server.tables import Tables
 from paceline.comm.ranks import Ranks
-from paceline.config.errors import InputError
 from paceline.config.job import Job, Train
 from paceline.config.model import Model
 from paceline.config.noun import size
@@ -35,12 +30,11 @@ from paceline.train.data import (
     MicroBatch,
     PreparedData,
     eval_batches,
-    rank_share,
-    sample_ids,
     train_batches,
 )
+from paceline.train.weighed import Weighed
 
-Loss = Callable[[nn.Module, Any], Tensor]
+Loss = Callable[[nn.Module, Any], Tensor | Weighed]
 
 
 class Staged(NamedTuple):
@@ -64,7 +58,8 @@ class Task:
     """On the rank's device with the same weights on every rank; or on no device (meta) at all, to
     be filled when this rank's share of it is known."""
     loss: Loss
-    """Maps (module, micro-batch) to the mean loss of that micro-batch, a scalar."""
+    """Maps (module, micro-batch) to the mean loss of that micro-batch, a scalar, and perhaps how
+    much it counts."""
     steps_from: Callable[[int], Iterator[Step]]
     """Maps a number of samples already consumed to this rank's steps from there on."""
     eval_steps: Callable[[], Iterable[Step]] | None
@@ -195,134 +190,3 @@ def whole(staged: Staged) -> Loss:
         return staged.criterion(module(x, **told), batch)
 
     return loss
-
-
-def custom_task(
-    job: Job,
-    ranks: Ranks,
-    module: nn.Module,
-    loss: Loss,
-    data: Any,
-    eval_data: Any | None,
-) -> Task:
-    """A person's own module.
-
-    Args:
-        data: a map-style dataset (`len` and `[index]`), whose samples are shuffled by (seed, epoch)
-            and collated by torch's default rule; or an iterable that starts anew at each `iter` and
-            yields *global* batches (nested tensors with the batch first), of which each rank takes
-            its part.
-        eval_data: as data, read once through at each evaluation.
-    """
-    module.to(ranks.device)
-    _take_from_first(module, ranks)
-    split = _Split(job.train.global_batch, job.micro_batch, ranks)
-    if _is_map_style(data) and len(data) < job.train.global_batch:
-        raise InputError(
-            f"data has {len(data)} samples, fewer than train.global_batch = "
-            f"{job.train.global_batch}: lower the batch or bring more data."
-        )
-    return Task(
-        module=module,
-        loss=loss,
-        steps_from=lambda first: _steps(data, job.train.seed, first, split),
-        eval_steps=None if eval_data is None else lambda: _once_through(eval_data, split),
-        unit="samples",
-        facts={"num_params": sum(p.numel() for p in module.parameters())},
-    )
-
-
-@torch.no_grad()
-def _take_from_first(module: nn.Module, ranks: Ranks) -> None:
-    """Start every rank from rank 0's weights: a script may not have seeded its module alike.
-
-    DDP does this by itself; FSDP2 doesn't, and replicas of shards would differ for ever.
-    """
-    if ranks.world_size > 1:
-        for tensor in itertools.chain(module.parameters(), module.buffers()):
-            dist.broadcast(tensor, 0)
-
-
-@dataclass(frozen=True)
-class _Split:
-    """How a global batch is dealt out."""
-
-    global_batch: int
-    micro_batch: int
-    ranks: Ranks
-
-    def micro_batches(self, batch: Any) -> Step:
-        """Cut this rank's part of a global batch (nested tensors) into micro-batches."""
-        mine = rank_share(np.arange(self.global_batch), self.ranks.rank, self.ranks.world_size)
-        cuts = range(0, len(mine), self.micro_batch)
-        return [self._place(batch, torch.from_numpy(mine[c : c + self.micro_batch])) for c in cuts]
-
-    def collate(self, dataset: Any, ids: np.ndarray) -> Step:
-        """Read this rank's samples of a global batch and collate them into micro-batches."""
-        mine = rank_share(ids, self.ranks.rank, self.ranks.world_size)
-        cuts = range(0, len(mine), self.micro_batch)
-        parts = [[dataset[int(i)] for i in mine[c : c + self.micro_batch]] for c in cuts]
-        return [self._place(default_collate(part), None) for part in parts]
-
-    def _place(self, value: Any, rows: Tensor | None) -> Any:
-        if isinstance(value, Tensor):
-            return (value if rows is None else value[rows]).to(self.ranks.device)
-        if isinstance(value, dict):
-            return {key: self._place(item, rows) for key, item in value.items()}
-        if isinstance(value, Sequence) and not isinstance(value, str):
-            return [self._place(item, rows) for item in value]
-        return value
-
-
-def _is_map_style(data: Any) -> bool:
-    return hasattr(data, "__getitem__") and hasattr(data, "__len__")
-
-
-def _steps(data: Any, seed: int, first: int, split: _Split) -> Iterator[Step]:
-    if _is_map_style(data):
-        while True:
-            yield split.collate(data, sample_ids(seed, first, split.global_batch, len(data)))
-            first += split.global_batch
-    skipped = first // split.global_batch
-    for batch in itertools.islice(_endless(data), skipped, None):
-        yield split.micro_batches(_checked(batch, split.global_batch))
-
-
-def _endless(data: Iterable[Any]) -> Iterator[Any]:
-    """The iterable again and again; one that yields nothing is an error, not a hang."""
-    while True:
-        empty = True
-        for batch in data:
-            empty = False
-            yield batch
-        if empty:
-            raise InputError(
-                "data yields no batches (any more): give a dataset, or an iterable that starts "
-                "anew each time it is iterated, not a generator."
-            )
-
-
-def _checked(batch: Any, global_batch: int) -> Any:
-    size = _batch_size(batch)
-    if size != global_batch:
-        raise InputError(
-            f"data yielded a batch of {size} samples but train.global_batch = {global_batch}: "
-            "an iterable must yield whole global batches."
-        )
-    return batch
-
-
-def _batch_size(batch: Any) -> int:
-    if isinstance(batch, Tensor):
-        return batch.shape[0]
-    first = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    return _batch_size(first)
-
-
-def _once_through(data: Any, split: _Split) -> Iterator[Step]:
-    if not _is_map_style(data):
-        yield from (split.micro_batches(_checked(batch, split.global_batch)) for batch in data)
-        return
-    # A last, incomplete global batch is left out: every rank must read as many micro-batches.
-    for first in range(0, len(data) - split.global_batch + 1, split.global_batch):
-        yield split.collate(data, np.arange(first, first + split.global_batch))

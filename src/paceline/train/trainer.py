@@ -7,9 +7,10 @@ Under local updates a rank is a worker: its layout is that of one rank, and it m
 in rounds.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,7 @@ from paceline.train.optim import build_optimizer, learning_rate, set_learning_ra
 from paceline.train.results import Numbers, Reports, StepResult, read_later
 from paceline.train.standing import standing
 from paceline.train.task import Step, Task
+from paceline.train.weighed import Tally, Weighed, means
 
 # Keeps a gradient of zero from being divided by: torch's clip_grad_norm_ adds as much.
 _CLIP_EPS = 1e-6
@@ -146,19 +148,20 @@ class Trainer:
         self.balance.before_step(self.loss_scale.value.double() / len(micro_batches))
         if self.exchange is not None:
             self.exchange.begin(index)
-        loss = self._forward_backward(micro_batches)
+        tally = self._forward_backward(micro_batches)
         if self.exchange is not None:
             with self.clock.waiting():
                 self.exchange.finish()
         with span("paceline.optimizer"):
             squared_norm = self.gradients.finish()
             each = standing(self.ranks, self.clock, self.cores, index)
-            (loss, stops, squared_norm, *squared_error), each = self._agree_in_step(
-                loss, float(stop_wanted), squared_norm, *self._squared_error(index), each=each
-            )
-            grad_norm = squared_norm.sqrt() / self.loss_scale.value
-            bad = ~torch.isfinite(grad_norm + loss)
-            self.gradients.scale(self._clip_factor(grad_norm))
+            rest = (float(stop_wanted), squared_norm, *self._squared_error(index))
+            sums, each, num_ranks = self._agree_in_step(tally, rest, each)
+            # The mean over ranks of what backward passes left, by the mean weight of a rank.
+            to_mean = num_ranks / sums.weight
+            grad_norm = sums.rest[1].sqrt() * to_mean / self.loss_scale.value
+            bad = ~torch.isfinite(grad_norm + sums.loss / sums.weight)
+            self.gradients.scale(to_mean * self._clip_factor(grad_norm))
             if self.local is None:
                 self.statistics.average()
             skip_if(self.optimizer, bad)
@@ -173,8 +176,9 @@ class Trainer:
         sent = self._sent()
         if self.task.tables is not None:
             sent |= self.task.tables.figures()
-        numbers = torch.cat([torch.stack([loss, grad_norm, stops, *squared_error]), each])
-        kept = Numbers(numbers, sent, len(each))
+        stops, _, *squared_error = sums.rest
+        shared = [sums.loss, sums.weight, grad_norm, stops, *sums.figures, *squared_error]
+        kept = Numbers(torch.cat([torch.stack(shared), each]), tally.names, sent, len(each))
         read = self.reports.add(kept) if self.local is not None else read_later(kept)
 
         def read_and_wait() -> StepResult:
@@ -243,20 +247,23 @@ class Trainer:
             is_scaled = self.loss_scale.enabled
             self.exchange.after_step(bad, self.loss_scale.value / before if is_scaled else None)
 
-    def _forward_backward(self, micro_batches: Step) -> Tensor:
-        """Leave the gradients of the mean loss in the parameters; return this rank's part of it."""
+    def _forward_backward(self, micro_batches: Step) -> Tally:
+        """Leave the gradients of this rank's loss, times its weight, in the parameters."""
+        tally = Tally(self.ranks.device, len(micro_batches) if self.pipeline is None else 1)
         if self.pipeline is not None:
             with arithmetic(self.job.layout, self.ranks.device_type):
-                return self.pipeline.step(*self._staged(micro_batches), self.loss_scale.scale)
-        loss = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+                loss = self.pipeline.step(*self._staged(micro_batches), self.loss_scale.scale)
+            tally.add(Weighed(loss), loss)
+            return tally
         for number, micro_batch in enumerate(micro_batches):
             prepare_micro_batch(self.module, self.job.layout, number, len(micro_batches))
             with span("paceline.forward"):
-                part = self.forward(micro_batch) / len(micro_batches)
+                part = self.forward(micro_batch)
+                loss = part.times_weight(part.loss) / len(micro_batches)
             with span("paceline.backward"):
-                self._backward(self.loss_scale.scale(part))
-            loss += part.detach()
-        return loss
+                self._backward(self.loss_scale.scale(loss))
+            tally.add(part, loss)
+        return tally
 
     def _backward(self, loss: Tensor) -> None:
         if self.tail is not None:
@@ -274,27 +281,33 @@ class Trainer:
 
         return [staged.inputs(micro_batch) for micro_batch in micro_batches], criterion
 
-    def forward(self, micro_batch: object) -> Tensor:
+    def forward(self, micro_batch: object) -> Weighed:
         """Loss of one micro-batch, in the layout's arithmetic."""
         with arithmetic(self.job.layout, self.ranks.device_type):
-            return self.task.loss(self.module, micro_batch)
+            return Weighed.of(self.task.loss(self.module, micro_batch))
 
     @torch.no_grad()
-    def evaluate(self, steps: list[Step]) -> float:
-        """Mean loss over held-out steps, of all ranks."""
+    def evaluate(self, steps: list[Step]) -> tuple[float, dict[str, float]]:
+        """Mean loss over held-out steps, of all ranks, and means of the loss's figures."""
         self.agree_on_buffers()
         self.module.eval()
-        losses = [self._forward_only(step) for step in steps]
+        tally = Tally(self.ranks.device)
+        for step in steps:
+            self._forward_only(step, tally)
         self.module.train()
         free_gathered(self.module)
-        return self._agree_on(torch.stack(losses).mean()[None]).item()
+        (loss, weight, *figures), _ = self._agree(torch.stack(tally.sums()))
+        return (loss / weight).item(), means(tally.names, figures, weight)
 
-    def _forward_only(self, micro_batches: Step) -> Tensor:
+    def _forward_only(self, micro_batches: Step, tally: Tally) -> None:
         if self.pipeline is not None:
             with arithmetic(self.job.layout, self.ranks.device_type):
-                return self.pipeline.forward_only(*self._staged(micro_batches))
-        losses = [self.forward(micro_batch).double() for micro_batch in micro_batches]
-        return torch.stack(losses).mean()
+                loss = self.pipeline.forward_only(*self._staged(micro_batches))
+            tally.add(Weighed(loss), loss)
+            return
+        for micro_batch in micro_batches:
+            part = self.forward(micro_batch)
+            tally.add(part, part.times_weight(part.loss.double()))
 
     def agree_on_buffers(self) -> None:
         """Give every rank the buffers of rank 0, as DDP does before a step.
@@ -332,7 +345,7 @@ class Trainer:
         prepare_micro_batch(self.module, self.job.layout, 0, 1)
         if self.exchange is not None:
             self.exchange.begin(None)
-        self.forward(micro_batches[0]).backward()
+        self.forward(micro_batches[0]).loss.backward()
         if self.exchange is not None:
             self.exchange.finish()
         self.optimizer.zero_grad()
@@ -349,25 +362,42 @@ class Trainer:
         return factor
 
     def _agree_in_step(
-        self, loss: Tensor, *sums: Tensor | float, each: Tensor
-    ) -> tuple[list[Tensor], Tensor]:
-        """As `_agree_on`, with what each rank says of itself, in the same exchange.
+        self, tally: Tally, rest: Sequence[Tensor | float], each: Tensor
+    ) -> tuple["_Sums", Tensor, int]:
+        """Sums over all ranks, and what each rank says of itself, in one exchange.
 
         A worker that steps for itself has to agree with nobody, and keeps its own numbers.
-        """
-        own = [loss, *(torch.as_tensor(value).to(loss) for value in sums)]
-        each = each.to(loss)
-        if self.local is not None:
-            return own, each
-        values = self._agree_on(torch.cat([torch.stack(own), each]))
-        return list(values[: len(own)]), values[len(own) :]
 
-    def _agree_on(self, values: Tensor) -> Tensor:
-        """Of all ranks: the mean of the loss, which comes first, and the sums of what follows."""
+        Returns:
+            the sums, what the ranks said, and how many ranks' losses the gradients are a mean of.
+        """
+        own = tally.sums()
+        own += [torch.as_tensor(value).to(own[0]) for value in rest]
+        values, num_ranks = torch.cat([torch.stack(own), each.to(own[0])]), 1
+        if self.local is None:
+            values, num_ranks = self._agree(values)
+        loss, weight, *others = values[: len(own)]
+        num_figures = len(tally.names)
+        sums = _Sums(loss, weight, others[:num_figures], others[num_figures:])
+        return sums, values[len(own) :], num_ranks
+
+    def _agree(self, values: Tensor) -> tuple[Tensor, int]:
+        """Sums over all ranks of numbers that begin with loss and weight, and how many losses."""
         values, num_ranks = self._sum_up(values)
         # In a pipeline only the ranks of the last stage have a loss.
-        values[0] /= num_ranks // size(self.job.layout.pp)
-        return values
+        num_losses = num_ranks // size(self.job.layout.pp)
+        values[1] *= num_losses / num_ranks
+        return values, num_losses
+
+
+class _Sums(NamedTuple):
+    """Over the ranks."""
+
+    loss: Tensor
+    """Of losses times weights; the mean is the quotient."""
+    weight: Tensor
+    figures: list[Tensor]
+    rest: list[Tensor]
 
 
 def _schedule(job: Job) -> Schedule:

@@ -11,6 +11,7 @@ It is not cryptography: the round function only mixes well (the finaliser of spl
 """
 
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,14 +34,20 @@ def sample_ids(seed: int, first: int, count: int, num_samples: int) -> Ids:
     Returns:
         ids, each in 0 .. num_samples - 1, shape (count,).
     """
-    parts = []
-    while count > 0:
-        epoch, position = divmod(first, num_samples)
-        length = min(count, num_samples - position)
-        positions = np.arange(position, position + length)
-        parts.append(permute(positions, num_samples, seed, epoch))
-        first, count = first + length, count - length
+    parts = [
+        permute(positions, num_samples, seed, epoch)
+        for epoch, positions in epochs_of(first, count, num_samples)
+    ]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def epochs_of(first: int, count: int, length: int) -> Iterator[tuple[int, Ids]]:
+    """Cut running numbers first .. first + count - 1 into epochs and positions in them."""
+    while count > 0:
+        epoch, position = divmod(first, length)
+        part = min(count, length - position)
+        yield epoch, np.arange(position, position + part)
+        first, count = first + part, count - part
 
 
 def permute(positions: Ids, size: int, seed: int, epoch: int) -> Ids:

@@ -1,0 +1,440 @@
+"""The steps of one rank from a person's data, whatever form it has.
+
+A dataset with `len` and `[index]` is read sample by sample in an order of ours (`order`), and so is
+the dataset of a `DataLoader`. An `IterableDataset` gives samples as they come. Any other iterable
+gives whole global batches, of which each rank takes its rows. All ranks must read the same ones,
+which the first batch is compared for.
+
+What reading draws at random is a function of (train.seed, running number of the sample), or of the
+pass where samples come as they come, so that a resumed run reads what an undisturbed one reads.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from paceline.comm.ranks import Ranks
+from paceline.config.errors import InputError
+from paceline.config.job import Job
+from paceline.train.custom.batches import (
+    Collate,
+    collate_by_default,
+    num_rows,
+    rows_of,
+    to_device,
+)
+from paceline.train.custom.chance import Chance, seed_of
+from paceline.train.custom.digest import digest
+from paceline.train.custom.order import Order, OwnOrder, SampledOrder, begin_epoch
+from paceline.train.data.order import Ids
+
+# What else of a DataLoader says how samples are read, and not which or when.
+_READING = ("timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
+
+
+class Part(NamedTuple):
+    """A micro-batch on this rank's device."""
+
+    batch: Any
+    num_samples: int
+    """0: it only keeps this rank in step with the others, and doesn't count."""
+
+
+Step = list[Part]
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How a global batch is dealt out to ranks and micro-batches."""
+
+    global_batch: int
+    micro_batch: int
+    seed: int
+    ranks: Ranks
+
+    @classmethod
+    def of(cls, job: Job, ranks: Ranks) -> "Deal":
+        """As a concrete Job says."""
+        return cls(job.train.global_batch, job.micro_batch, job.train.seed, ranks)
+
+    def parts(self, count: int) -> list[slice]:
+        """This rank's micro-batches of a batch of `count` samples: as many as every other rank's,
+        so that the last ones of an incomplete batch may be empty."""
+        share = -(-count // self.ranks.world_size)
+        begin = min(count, self.ranks.rank * share)
+        end = min(count, begin + share)
+        cuts = range(begin, begin + share, self.micro_batch)
+        return [slice(min(cut, end), min(cut + self.micro_batch, end)) for cut in cuts]
+
+    def compare(self, seen: object, name: str) -> None:
+        """Let all ranks say what they read.
+
+        Raises:
+            InputError: it isn't the same.
+        """
+        if self.ranks.world_size == 1:
+            return
+        everyone: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(everyone, digest(seen))
+        if len(set(everyone)) > 1:
+            raise InputError(
+                f"{name} differs from rank to rank, and every rank must read the same to take its "
+                "own part of it: seed alike whatever shuffles and don't split by rank, or give a "
+                "dataset with len and [index], which paceline.train shuffles itself."
+            )
+
+
+class Feed(Protocol):
+    """A person's data as the steps of this rank."""
+
+    def steps(self, first: int) -> Iterator[Step]:
+        """Steps without end, from sample number `first` of the run on."""
+
+    def once(self) -> Iterator[Step]:
+        """One pass, the same at each call; its last step may be incomplete."""
+
+
+def feed_of(data: Any, deal: Deal, collate: Collate | None, workers: int | None) -> Feed:
+    """What reads a person's data.
+
+    Args:
+        data: as `paceline.train` takes it.
+        deal: to this rank.
+        collate: of samples; None: the loader's, or else torch's rule.
+        workers: processes that read ahead; None: as many as the loader has, or else none.
+
+    Raises:
+        InputError: the data can't be used.
+    """
+    reading = _Reading(collate or collate_by_default, workers or 0)
+    if isinstance(data, DataLoader):
+        return _feed_of_loader(data, deal, collate, workers)
+    if isinstance(data, Mapping):
+        raise InputError(
+            "data is a dict: give a dataset of samples, as torch's TensorDataset(*tensors) or "
+            "Hugging Face's Dataset.from_dict(columns)."
+        )
+    if _is_map_style(data):
+        return _Samples(_as_tensors(data), OwnOrder(len(data), deal.seed, True), deal, reading)
+    if not isinstance(data, Iterable):
+        raise InputError(
+            f"data is a {type(data).__name__}: give a dataset with len and [index], or an iterable "
+            "of global batches."
+        )
+    if workers is not None:
+        raise InputError(
+            f"workers = {workers} reads samples of a dataset ahead and this data is an iterable: "
+            "leave it out, or wrap the data in a DataLoader with num_workers."
+        )
+    if isinstance(data, IterableDataset) or _is_of_hf(data):
+        return _Stream(_as_tensors(data), deal, reading.collate)
+    return _batches(data, deal, collate)
+
+
+def _feed_of_loader(
+    loader: DataLoader[Any], deal: Deal, collate: Collate | None, workers: int | None
+) -> Feed:
+    """A loader's dataset in our order where that can be; else its batches as they come."""
+    is_plain = type(loader).__iter__ is DataLoader.__iter__
+    if not is_plain or loader.batch_sampler is None or not _is_map_style(loader.dataset):
+        return _batches(loader, deal, collate)
+    given = {name: getattr(loader, name) for name in _READING}
+    reading = _Reading(
+        collate or loader.collate_fn,
+        loader.num_workers if workers is None else workers,
+        {name: value for name, value in given.items() if value},
+    )
+    order = _order_of(loader, deal)
+    if isinstance(order, SampledOrder):
+        deal.compare(order.first_batch(deal.global_batch), "the order of the loader's sampler")
+    return _Samples(_as_tensors(loader.dataset), order, deal, reading)
+
+
+def _order_of(loader: DataLoader[Any], deal: Deal) -> Order:
+    sampler, batch_sampler = loader.sampler, loader.batch_sampler
+    if type(batch_sampler) is not BatchSampler:
+        assert batch_sampler is not None
+        return SampledOrder(batch_sampler, deal.seed, gives_batches=True)
+    num_samples = len(loader.dataset)  # type: ignore[arg-type]
+    is_shuffled = (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == num_samples
+    )
+    if is_shuffled or type(sampler) is SequentialSampler:
+        return OwnOrder(num_samples, deal.seed, is_shuffled, loader.drop_last)
+    return SampledOrder(sampler, deal.seed, drop_last=loader.drop_last)
+
+
+def check_enough(data: Any, global_batch: int) -> None:
+    """Refuse what can't fill one step.
+
+    Raises:
+        InputError: a dataset is smaller than the global batch, or a loader has batches of another
+            size.
+    """
+    if isinstance(data, DataLoader):
+        size = data.batch_size
+        if size is not None and size != global_batch:
+            raise InputError(
+                f"data yields a batch of {size} samples but train.global_batch = {global_batch}, "
+                "the samples of a step over all ranks: make them equal."
+            )
+        data = data.dataset
+    if _is_map_style(data) and len(data) < global_batch:
+        raise InputError(
+            f"data has {len(data)} samples, fewer than train.global_batch = {global_batch}: "
+            "lower the batch or bring more data."
+        )
+
+
+# ---- samples by index ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How samples become batches."""
+
+    collate: Collate
+    workers: int
+    """Processes that read ahead; 0: samples are read when they are needed."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of a DataLoader's workers."""
+
+
+class _Pick(NamedTuple):
+    """A sample to read."""
+
+    index: Any
+    number: tuple[Any, ...]
+    """What its random numbers are a function of."""
+    counts: bool = True
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A dataset that is asked for picks, in this process or a worker's."""
+
+    dataset: Any
+    collate: Collate
+
+    def __getitems__(self, picks: Sequence[_Pick]) -> list[tuple[Any, bool]]:
+        if _is_of_hf(self.dataset) and hasattr(self.dataset, "__getitems__"):
+            Chance.seed(*picks[0].number)
+            samples = self.dataset.__getitems__([pick.index for pick in picks])
+        else:
+            samples = [self._sample(pick) for pick in picks]
+        return [(sample, pick.counts) for sample, pick in zip(samples, picks, strict=True)]
+
+    def _sample(self, pick: _Pick) -> Any:
+        Chance.seed(*pick.number)
+        return self.dataset[pick.index]
+
+    def part(self, read: Sequence[tuple[Any, bool]]) -> Part:
+        """Samples with whether they count, as a micro-batch on the host."""
+        return Part(self.collate([sample for sample, _ in read]), sum(counts for _, counts in read))
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """A dataset with [index], or that of a loader."""
+
+    dataset: Any
+    order: Order
+    deal: Deal
+    reading: _Reading
+
+    def steps(self, first: int) -> Iterator[Step]:
+        size = self.deal.global_batch
+        batches = zip(itertools.count(first, size), self.order.batches(size, first), strict=False)
+        return self._read(self._picks(ids, number) for number, ids in batches)
+
+    def once(self) -> Iterator[Step]:
+        ids, size = self.order.once(), self.deal.global_batch
+        firsts = range(0, len(ids), size)
+        return self._read(self._picks(ids[first : first + size], -1 - first) for first in firsts)
+
+    def _picks(self, ids: Ids, first: int) -> list[list[_Pick]]:
+        """This rank's micro-batches of a global batch that begins with running number `first`."""
+        picks = [
+            _Pick(index, (self.deal.seed, "sample", first + number))
+            for number, index in enumerate(ids.tolist())
+        ]
+        idle = [picks[0]._replace(counts=False)]
+        return [picks[part] or idle for part in self.deal.parts(len(picks))]
+
+    def _read(self, steps: Iterable[list[list[_Pick]]]) -> Iterator[Step]:
+        """Steps, of which some may be read ahead of the one that is asked for."""
+        lengths: deque[int] = deque()
+
+        def micro_batches() -> Iterator[list[_Pick]]:
+            for step in steps:
+                lengths.append(len(step))
+                yield from step
+
+        parts = self._loaded(micro_batches())
+        for part in parts:
+            step = [part, *itertools.islice(parts, lengths.popleft() - 1)]
+            yield [_placed(each, self.deal) for each in step]
+
+    def _loaded(self, micro_batches: Iterator[list[_Pick]]) -> Iterator[Part]:
+        source, chance = _Source(self.dataset, self.reading.collate), Chance()
+        if not self.reading.workers:
+            for picks in micro_batches:
+                with chance:
+                    part = source.part(source.__getitems__(picks))
+                yield part
+            return
+        yield from DataLoader(
+            source,  # type: ignore[arg-type]
+            batch_sampler=micro_batches,  # type: ignore[arg-type]
+            collate_fn=source.part,
+            num_workers=self.reading.workers,
+            generator=torch.Generator(),  # else it would draw from the one of training
+            **self.reading.options,
+        )
+
+
+# ---- samples and batches as they come ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """An IterableDataset: samples as they come, of which all ranks read all."""
+
+    data: Any
+    deal: Deal
+    collate: Collate
+
+    def steps(self, first: int) -> Iterator[Step]:
+        batches = itertools.islice(self._global(), first // self.deal.global_batch, None)
+        return map(self._step, _compared(batches, self.deal))
+
+    def _global(self) -> Iterator[list[Any]]:
+        size, rest = self.deal.global_batch, []
+        for some in _endless(self.data, self.deal.seed, size):
+            rest += some
+            if len(rest) >= size:
+                yield rest[:size]
+                del rest[:size]
+
+    def once(self) -> Iterator[Step]:
+        batches = _one_pass(self.data, self.deal.seed, 0, self.deal.global_batch)
+        return map(self._step, _compared(batches, self.deal))
+
+    def _step(self, samples: list[Any]) -> Step:
+        parts = [samples[part] for part in self.deal.parts(len(samples))]
+        read = [Part(self.collate(part or samples[:1]), len(part)) for part in parts]
+        return [_placed(part, self.deal) for part in read]
+
+
+def _batches(data: Any, deal: Deal, collate: Collate | None) -> "_Batches":
+    if collate is not None:
+        raise InputError(
+            "collate= makes batches of samples, and this data yields batches already: leave it out."
+        )
+    return _Batches(data, deal)
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """An iterable of global batches, of which each rank takes its rows."""
+
+    data: Any
+    deal: Deal
+
+    def steps(self, first: int) -> Iterator[Step]:
+        size = self.deal.global_batch
+        for (batch,) in _compared(
+            itertools.islice(_endless(self.data, self.deal.seed, 1), first // size, None), self.deal
+        ):
+            if (count := num_rows(batch)) != size:
+                raise InputError(
+                    f"data yielded a batch of {count} samples but train.global_batch = {size}: an "
+                    "iterable must yield whole global batches (a DataLoader with drop_last=True)."
+                )
+            yield self._step(batch)
+
+    def once(self) -> Iterator[Step]:
+        for (batch,) in _compared(_one_pass(self.data, self.deal.seed, 0, 1), self.deal):
+            yield self._step(batch)
+
+    def _step(self, batch: Any) -> Step:
+        step = []
+        for part in self.deal.parts(num_rows(batch)):
+            count = part.stop - part.start
+            rows = part if count else slice(0, 1)
+            step.append(_placed(Part(rows_of(batch, rows), count), self.deal))
+        return step
+
+
+def _compared(batches: Iterator[Any], deal: Deal) -> Iterator[Any]:
+    """The batches, once all ranks have the same first one."""
+    for number, batch in enumerate(batches):
+        if number == 0:
+            deal.compare(batch, "data")
+        yield batch
+
+
+def _endless(data: Iterable[Any], seed: int, count: int) -> Iterator[list[Any]]:
+    """Pass after pass, some items at a time; one that yields nothing is an error, not a hang."""
+    for number in itertools.count():
+        is_empty = True
+        for some in _one_pass(data, seed, number, count):
+            is_empty = False
+            yield some
+        if is_empty:
+            raise InputError(
+                "data yields no batches (any more): give a dataset, or an iterable that starts "
+                "anew each time it is iterated, not a generator."
+            )
+
+
+def _one_pass(data: Iterable[Any], seed: int, number: int, count: int) -> Iterator[list[Any]]:
+    """One pass over an iterable, `count` items at a time, from random numbers of its own."""
+    key = (seed, "pass", number)
+    begin_epoch(data, number, seed_of(*key))
+    if isinstance(data, DataLoader):
+        begin_epoch(data.dataset, number, seed_of(*key))
+    chance, source = Chance(*key), None
+    while True:
+        with chance:
+            source = iter(data) if source is None else source
+            some = list(itertools.islice(source, count))
+        if not some:
+            return
+        yield some
+
+
+def _placed(part: Part, deal: Deal) -> Part:
+    return part._replace(batch=to_device(part.batch, deal.ranks.device))
+
+
+def _is_map_style(data: Any) -> bool:
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__")
+
+
+def _is_of_hf(data: Any) -> bool:
+    """Whether it is a dataset of Hugging Face's `datasets`, which need not be installed."""
+    return type(data).__module__.partition(".")[0] == "datasets"
+
+
+def _as_tensors(data: Any) -> Any:
+    """The data; one of Hugging Face's gives tensors where it would give Python's lists."""
+    if not _is_of_hf(data):
+        return data
+    form = getattr(data, "format", None) or {}  # an IterableDataset says none
+    is_plain = form.get("type") is None and getattr(data, "_formatting", None) is None
+    return data.with_format("torch") if is_plain else data

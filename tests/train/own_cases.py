@@ -11,6 +11,7 @@ from paceline.comm.ranks import Ranks
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job
 from paceline.plan.resolve import resolve
+from paceline.train.custom.brought import Brought
 from paceline.train.custom.task import custom_task
 from paceline.train.trainer import Trainer
 from tests.parallel.training import CPU, whole_tensor
@@ -64,7 +65,7 @@ def train_on_ranks(
     """Steps and an evaluation under a layout."""
     job, ranks = job_of(world_size, layout), Ranks(rank, world_size, rank, world_size)
     held_out = samples(num_held_out)
-    task = custom_task(job, ranks, module(), mean_over_labels, samples(), held_out)
+    task = custom_task(job, ranks, Brought(module(), mean_over_labels, samples(), held_out))
     trainer = Trainer.of(job, ranks, task)
     steps = task.steps_from(0)
     results = [trainer.step(index, next(steps))() for index in range(STEPS)]

@@ -15,6 +15,7 @@ import torch
 import paceline
 from paceline.comm.ranks import Ranks
 from paceline.config.errors import InputError
+from paceline.train.custom.brought import Brought
 from paceline.train.custom.task import custom_task
 from tests.command_line import losses, python
 from tests.ranks import run_ranks
@@ -206,7 +207,8 @@ def _assert_as_alone(folder: Path, name: str, alone: torch.nn.Module) -> None:
 def _weights_at_start(rank: int, world_size: int) -> list[float]:
     torch.manual_seed(rank)
     module, ranks = torch.nn.Linear(2, 1), Ranks(rank, world_size, rank, world_size)
-    task = custom_task(_concrete_job(), ranks, module, own_script.loss, own_script.samples(), None)
+    brought = Brought(module, own_script.loss, own_script.samples())
+    task = custom_task(_concrete_job(), ranks, brought)
     return task.module.weight.flatten().tolist()
 
 
@@ -253,6 +255,6 @@ def test_batch_norm_on_two_ranks_goes_on_bit_identically(tmp_path):
 
 def test_what_a_rank_refuses_reaches_the_person(tmp_path):
     done = _script(tmp_path, 2, {"data": "batches", "size": 10})
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("paceline: data yielded a batch of 10 samples")
     assert done.stderr.count("\n") == 1

@@ -17,7 +17,7 @@ from paceline.comm.ranks import (
     given_ranks,
     store_of_run,
 )
-from paceline.config.job import Job, to_raw
+from paceline.config.job import CustomModel, Job, to_raw
 from paceline.config.model import Model
 from paceline.config.recommender import Dlrm
 from paceline.config.vision import ResNet
@@ -59,13 +59,21 @@ def train_command(job: Job, runs: Path, *, fresh: bool) -> Run:
 
 
 def carry_out(
-    plan: Plan, run: Run, make_task: MakeTask, launch_ranks: Callable[[], None], *, fresh: bool
+    plan: Plan,
+    run: Run,
+    make_task: MakeTask,
+    launch_ranks: Callable[[], None],
+    *,
+    fresh: bool,
+    compare: Callable[[], None] = lambda: None,
 ) -> bool:
     """Check, write and train: in this process where it is a rank already or the only one.
 
     Args:
         make_task: what a rank trains.
         launch_ranks: starts the ranks of this machine and waits for them.
+        fresh: start over.
+        compare: says or refuses what is another than before, where a Run goes on.
 
     Returns:
         whether this process trained, and not others or nobody.
@@ -79,7 +87,7 @@ def carry_out(
         ranks = connect(ranks, hosts=plan.job.cluster.hosts, priority=plan.job.comm.priority)
     with owned(run) if ranks.is_first else nullcontext():
         # The other ranks wait here for what rank 0 finds.
-        is_ready = ranks.is_first and _is_ready(plan, run, fresh=fresh)
+        is_ready = ranks.is_first and _is_ready(plan, run, compare, fresh=fresh)
         if not from_first(is_ready, ranks, store):
             disconnect()
             return False
@@ -99,10 +107,12 @@ def learn(plan: Plan, run: Run) -> None:
         run.write("cluster.toml", tomli_w.dumps(to_raw(calibrate_from_run(run))))
 
 
-def _is_ready(plan: Plan, run: Run, *, fresh: bool) -> bool:
+def _is_ready(plan: Plan, run: Run, compare: Callable[[], None], *, fresh: bool) -> bool:
     """Read the inputs, begin the Run and say what it is; False where nothing is left to do."""
     with _tokenising() as progress:
         data_key = read_inputs(plan.job, progress)
+    if not fresh:
+        compare()
     begin(run, plan, data_key, fresh=fresh)
     if isinstance(plan.job.model, Model):
         keep_tokenizer(run, plan.job.data, plan.job.train.weights)
@@ -127,9 +137,11 @@ def introduce(plan: Plan, run: Run) -> bool:
             _CONSOLE.print(f"going on after step {done} of {steps}")
         return True
     _CONSOLE.print(step_time_table(run.metrics(), run.facts()))
+    is_own = isinstance(plan.job.model, CustomModel)
+    longer, anew = ("train.steps", "fresh=True") if is_own else ("--set train.steps", "--fresh")
     _CONSOLE.print(
-        f"{run.path} is complete after {done} steps: train on with --set train.steps={2 * done}, "
-        f"or start over with --fresh.\nreport: {run.report_file}"
+        f"{run.path} is complete after {done} steps: train on with {longer}={2 * done}, "
+        f"or start over with {anew}.\nreport: {run.report_file}"
     )
     return False
 

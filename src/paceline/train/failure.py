@@ -151,8 +151,10 @@ def _say_plainly(
     else:
         text = str(error) if isinstance(error, RunError) else shown(error)
     print(text, file=sys.stderr, flush=True)
+    code = 2 if isinstance(error, InputError) else 1
     if given_ranks("cpu") is not None:
-        leave(1)
+        leave(code)
+    sys.exit(code)
 
 
 def _theirs(stack: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:

@@ -3,10 +3,12 @@
 Called from a script, it starts that script again once per device, as the ranks; in these processes
 the call trains and then ends the process. The process that the person started waits, loads the
 trained weights into its module and returns the Run, so that what stands after the call happens
-once. In a notebook there is no script to start again, and one device trains.
+once. At a prompt or in a notebook there is no script to start again, and one device trains.
 """
 
+import math
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,11 +18,13 @@ from torch import nn
 
 from paceline.comm.ranks import Ranks, leave
 from paceline.config.errors import InputError
-from paceline.config.hardware import Cluster
 from paceline.config.job import CustomModel, Data, Job, read_job
+from paceline.config.noun import Auto
 from paceline.observe.run import Run
 from paceline.train.command import carry_out
 from paceline.train.custom.batches import Collate
+from paceline.train.custom.brought import Brought
+from paceline.train.custom.changes import changes_since, listed, must_train
 from paceline.train.custom.loss import Loss
 from paceline.train.custom.task import custom_task
 from paceline.train.export import load
@@ -49,27 +53,39 @@ def train(
 ) -> Run:
     """Train a module on every device of this machine, with everything a Job can ask for.
 
+    docs/own-models.md is the whole contract.
+
     Args:
         job: a Job, its settings as nested dicts, or the path of a job.toml. Its [model] is
-            `{family = "custom"}` (or left out) and it has no [data] section.
-        model: any module; on return it holds the trained weights. loss: maps (model, batch) to the
-        mean loss over the batch, a scalar tensor. data: a map-style dataset (`len`, `[index]`):
-        shuffled by (train.seed, epoch) and collated by
-            torch's default rule; or an iterable that starts anew at each `iter` and yields batches
-            of train.global_batch samples, of which each rank takes its part.
+            `{family = "custom"}` (or left out) and it has no [data] section. Without a name it has
+            the script's.
+        model: any module; on return it holds the trained weights.
+        loss: maps (model, batch) to the mean loss over the batch: a scalar tensor, a dict or an
+            output with `loss`, or a pair of that and a dict of further means. Where it is a mean
+            over something else than samples, it states their number as "weight".
+        data: a dataset with `len` and `[index]`, or a DataLoader of one: read in the order of
+            (train.seed, epoch), every sample once in an epoch over all ranks; an IterableDataset of
+            samples; or an iterable that starts anew at each `iter` and yields batches of
+            train.global_batch samples, of which each rank takes its part.
         eval_data: like data, read once through at each evaluation.
+        collate: maps a list of samples to a batch; by default torch's rule stacks them.
+        workers: processes of each rank that read samples ahead; by default those of the DataLoader.
         runs: the folder of Runs; an existing Run of the Job's name goes on where it left off.
         fresh: start over instead.
 
     Raises:
-        InputError: the Job or the data can't be used.
+        InputError: the Job or the data can't be used, or the Run is complete and what was given
+            has changed since.
         RunError: the run ended early.
     """
-    say_plainly()
+    if _is_script():
+        say_plainly()
     job = _own_job(job)
+    brought = Brought(model, loss, data, eval_data, collate, workers)
+    traits = brought.traits()
 
     def make_task(concrete: Job, ranks: Ranks) -> Task:
-        return custom_task(concrete, ranks, model, loss, data, eval_data, collate, workers)
+        return custom_task(concrete, ranks, brought, traits)
 
     if _LAUNCHER in os.environ:
         run = Run(Path(runs).absolute() / job.name)
@@ -77,8 +93,8 @@ def train(
             _train_as_launched_rank(run, make_task)
         load(run, model)  # an earlier training of the same script, complete by now
         return run
-    if not _is_script() and job.cluster.devices_per_node == "auto":
-        job = job.replace(cluster=Cluster(devices_per_node=1))
+    if not _is_script():
+        job = _on_one_rank(job)
     plan = resolve_here(job)
     run = Run(Path(runs).absolute() / job.name)
 
@@ -89,7 +105,12 @@ def train(
         finally:
             del os.environ[_LAUNCHER], os.environ[_LAUNCHED_RUN]
 
-    if not carry_out(plan, run, make_task, launch_ranks, fresh=fresh):
+    def compare() -> None:
+        if changes := changes_since(run, plan.job, traits):
+            must_train(run, plan.job, changes)
+            print(f"{run.path} goes on with another training: {listed(changes)} changed.")
+
+    if not carry_out(plan, run, make_task, launch_ranks, fresh=fresh, compare=compare):
         load(run, model)
     return run
 
@@ -108,12 +129,45 @@ def _own_job(given: Job | Mapping[str, Any] | str | Path) -> Job:
         )
     if job.data != Data():
         raise InputError("data was given but the Job has a [data] section as well: remove one.")
-    return job
+    return job if "name" in job.model_fields_set else job.replace(name=_name_of_script())
+
+
+def _name_of_script() -> str:
+    """What a Run is called when nobody says: as the script, where there is one."""
+    stem = Path(sys.modules["__main__"].__file__ or "").stem if _is_script() else ""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "run"
 
 
 def _is_script() -> bool:
-    """Whether this process runs a program that can be started again."""
-    return hasattr(sys.modules["__main__"], "__file__") and not hasattr(sys, "ps1")
+    """Whether this process runs a program that can be started again.
+
+    A prompt or a notebook can't, nor can what multiprocessing started.
+    """
+    is_child = any(each.startswith("from multiprocessing.") for each in sys.orig_argv)
+    is_program = getattr(sys.modules["__main__"], "__file__", None) is not None
+    return is_program and not is_child and not hasattr(sys, "ps1")
+
+
+def _on_one_rank(job: Job) -> Job:
+    """The Job on one device, since there is no script to start once per device.
+
+    Raises:
+        InputError: it asks for more.
+    """
+    axes = (getattr(job.layout, axis) for axis in ("dp", "fsdp", "tp", "pp", "cp"))
+    asked = max(_at_least(job.cluster.devices_per_node), math.prod(map(_at_least, axes)))
+    if asked > 1:
+        raise InputError(
+            f"the Job asks for {asked} ranks, which are started from a script, and this is a "
+            "prompt, a notebook or a process of multiprocessing, where one device trains: leave "
+            "cluster.devices_per_node and the axes of [layout] out, or run a script that calls "
+            "paceline.train."
+        )
+    return job.replace(cluster=job.cluster.replace(devices_per_node=1))
+
+
+def _at_least(wish: Auto | int) -> int:
+    return 1 if wish == "auto" else wish
 
 
 def _train_as_launched_rank(run: Run, make_task: MakeTask) -> NoReturn:

@@ -1,7 +1,6 @@
 """The Task of a person's own module, loss and data."""
 
 import itertools
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,42 +9,40 @@ from torch import nn
 from paceline.comm.ranks import Ranks
 from paceline.config.errors import InputError
 from paceline.config.job import Job
-from paceline.train.custom.batches import Collate
+from paceline.train.custom.brought import Brought
+from paceline.train.custom.changes import Traits
 from paceline.train.custom.feed import Deal, Feed, Step, check_enough, feed_of
-from paceline.train.custom.loss import Loss, StatedLoss
+from paceline.train.custom.loss import StatedLoss
 from paceline.train.task import Task
 
 
-def custom_task(
-    job: Job,
-    ranks: Ranks,
-    module: nn.Module,
-    loss: Loss,
-    data: Any,
-    eval_data: Any | None,
-    collate: Collate | None = None,
-    workers: int | None = None,
-) -> Task:
+def custom_task(job: Job, ranks: Ranks, brought: Brought, traits: Traits | None = None) -> Task:
     """A person's own module, on the ranks of a concrete Job.
 
-    The arguments are those of `paceline.train`.
+    Args:
+        job: concrete.
+        ranks: this one's place.
+        brought: module, loss, data and what else.
+        traits: of that, to be kept in the Run's facts.
 
     Raises:
         InputError: the data can't be used.
     """
-    module.to(ranks.device)
+    module = brought.model.to(ranks.device)
     _take_from_first(module, ranks)
     deal = Deal.of(job, ranks)
-    check_enough(data, deal.global_batch)
-    feed = feed_of(data, deal, collate, workers)
-    held_out = None if eval_data is None else feed_of(eval_data, deal, collate, workers)
+    check_enough(brought.data, deal.global_batch)
+    how = (deal, brought.collate, brought.workers)
+    feed = feed_of(brought.data, *how)
+    held_out = None if brought.eval_data is None else feed_of(brought.eval_data, *how)
+    facts = {"num_params": sum(p.numel() for p in module.parameters()), "own": traits or {}}
     return Task(
         module=module,
-        loss=StatedLoss(loss, deal.micro_batch, ranks.world_size),
+        loss=StatedLoss(brought.loss, deal.micro_batch, ranks.world_size),
         steps_from=feed.steps,
         eval_steps=None if held_out is None else lambda: _evaluation(held_out, deal),
         unit="samples",
-        facts={"num_params": sum(p.numel() for p in module.parameters())},
+        facts=facts,
     )
 
 

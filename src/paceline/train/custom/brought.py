@@ -1,0 +1,27 @@
+"""What a person gives to `paceline.train` besides the Job."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from paceline.train.custom.batches import Collate
+from paceline.train.custom.changes import Traits, traits_of
+from paceline.train.custom.loss import Loss
+
+
+@dataclass(frozen=True)
+class Brought:
+    """As `paceline.train` describes its arguments."""
+
+    model: nn.Module
+    loss: Loss
+    data: Any
+    eval_data: Any | None = None
+    collate: Collate | None = None
+    workers: int | None = None
+
+    def traits(self) -> Traits:
+        """Short names of what decides the training, to tell when it is another one."""
+        functions = {"the code of the loss": self.loss, "the code of collate": self.collate}
+        return traits_of(self.model, self.data, functions)

@@ -197,9 +197,11 @@ def _memory(report: Report) -> Iterator[str]:
     for one in report.memory():
         share = f"{one.mean:.1%} | {one.bias:+.1%}"
         yield f"| {one.name} | {one.lines} | {share} | {one.over} | {one.under} |"
-    fits = report.fits()
-    yield f"\n{fits.ran_and_fits} of {fits.ran} layouts that ran are predicted to fit;"
-    yield f"{fits.out_of_memory_and_refused} of {fits.out_of_memory} that did not fit are refused."
+    yield "\n| source | ran | of these said not to fit | ran out of memory | of these said to fit |"
+    yield "|---|---:|---:|---:|---:|"
+    for fits in (*report.fits_by_source(), report.fits()):
+        refused, false_fits = fits.false_refusals, fits.false_fits
+        yield f"| {fits.name} | {fits.ran} | {refused} | {fits.out_of_memory} | {false_fits} |"
 
 
 def _unpredicted(report: Report) -> Iterator[str]:

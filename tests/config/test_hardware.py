@@ -22,7 +22,7 @@ def test_every_figure_has_a_source_and_a_sane_size(name):
     figures = [entry.memory_bytes, entry.memory_bytes_per_s, *entry.peak_flops.values()]
     figures += [entry.power_watts] if entry.power_watts else []
     assert all(figure.origin == "cited" and len(figure.source) > 8 for figure in figures)
-    assert 16e9 <= entry.memory_bytes.value <= 300e9
+    assert 14e9 <= entry.memory_bytes.value <= 310e9
     assert {"fp32"} <= set(entry.precisions) <= {"fp64", "fp32", "bf16", "fp16", "fp8"}
     # Each halving of the width at least keeps the rate; sparse figures would break the ratio of 2.
     peaks = {key: figure.value for key, figure in entry.peak_flops.items()}
@@ -41,6 +41,24 @@ def test_a_gpu_draws_and_moves_what_gpus_do(name):
     best = max(figure.value for figure in entry.peak_flops.values())
     assert 30e9 <= best / entry.power_watts.value <= 15e12
     assert 20 <= best / entry.memory_bytes_per_s.value <= 2000
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        # As torch's out-of-memory messages have it: "GPU 0 has a total capacity of 79.11 GiB".
+        ("H100-SXM", 79.1),
+        ("A100-80", 79.1),
+        ("A100-40", 39.4),
+        ("H200", 139.8),
+        ("B200", 178.4),
+        ("V100", 31.7),
+        ("L40S", 44.4),
+        ("MI300X", 191.7),
+    ],
+)
+def test_memory_is_what_a_program_finds(name, gib):
+    assert CATALOGUE[name].memory_bytes.value / 2**30 == pytest.approx(gib, abs=0.1)
 
 
 def test_nothing_is_invented_where_a_vendor_publishes_nothing():

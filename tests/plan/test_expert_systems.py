@@ -17,8 +17,8 @@ from paceline.plan.points import Points
 from paceline.plan.price.parts import part_seconds
 from paceline.plan.price.work import Product, Work, block_work, rows_of_each
 from paceline.plan.price.work.feedforward import _places
-from paceline.plan.published.layouts import recompute_of
 from paceline.plan.published.networks import UnpredictableError, model_of
+from paceline.plan.published.recompute import recompute_of
 from paceline.plan.published.software import software_of
 from paceline.plan.published.table import Line
 from tests.plan.planned import EXPERTS, MODEL, cluster, layout, setting
@@ -200,7 +200,8 @@ def test_a_dense_mlp_is_recomputed_in_the_dense_layers_only():
     def recompute(modules: str, **cells: str) -> str:
         notes = f"recompute modules (preset): {modules}; more"
         cells = {"activation_ckpt": "selective", "notes": notes, **cells}
-        return recompute_of(line(**cells), software_of(line()), [])[0]
+        model = MODEL if cells.get("experts") == "" else NETWORK
+        return recompute_of(line(**cells), model, [])[0]
 
     assert recompute("mlp") == "none"
     assert recompute("moe") == "full"

@@ -14,11 +14,11 @@ from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.stack import Stack
 from paceline.plan.memory import checkpoint_spike_bytes, memory_bytes
-from paceline.plan.memory.activations import kept_whole
+from paceline.plan.memory.activations import between_operators, kept_whole
 from paceline.plan.memory.buffers import exchange_bytes
 from paceline.plan.memory.holdings import bounding_holdings, holdings_of
 from paceline.plan.points import Points, Setting
-from paceline.plan.prediction import MEMORY_TERMS
+from paceline.plan.prediction import MEMORY_TERMS, Memory, Prediction, needed_bytes
 from paceline.plan.schedules import build_schedule, split_layers
 
 GB = 1e9
@@ -161,8 +161,9 @@ BUFFERS: dict[str, tuple[dict[str, object], int, tuple[float, float, float]]] = 
     "fp32 gradients": ({"grad_dtype": "fp32"}, 1, (2, 4, 12 / 8)),
     "16-bit gradients": ({"grad_dtype": "bf16"}, 1, (2, 2, 12 / 8)),
     "beside the buffer": (
-        {"grad_dtype": "fp32", "adds_into_buffer": False}, 1, (2, 6, 12 / 8),
+        {"grad_dtype": "fp32", "adds_into_buffer": False}, 1, (4, 6, 12 / 8),
     ),
+    "16-bit moments": ({"grad_dtype": "bf16", "moments_bytes": 4}, 1, (2, 2, 8 / 8)),
     "zero 3": ({"grad_dtype": "fp32"}, 3, (2 / 8, 0, 12 / 8)),
 }  # fmt: skip
 
@@ -170,7 +171,8 @@ BUFFERS: dict[str, tuple[dict[str, object], int, tuple[float, float, float]]] = 
 @pytest.mark.parametrize("name", BUFFERS)
 def test_states_in_lasting_buffers(name: str) -> None:
     """Megatron's 6 + 12/d bytes per parameter and their kin, with the moment of most activations;
-    what is sharded altogether isn't there twice."""
+    what is sharded altogether isn't there twice. Wider buffers are filled from first parameters,
+    whose room is taken by then."""
     features, zero, expected = BUFFERS[name]
     stack = Stack.model_validate({"states": "buffers", **features})
     given = {"fsdp": 8, "zero": zero, "param_dtype": "bf16", "micro_batch": 4}
@@ -180,6 +182,83 @@ def test_states_in_lasting_buffers(name: str) -> None:
     assert found[1] == pytest.approx(expected[1], abs=0.2 if zero == 3 else 1e-6)
     assert found[2] == pytest.approx(expected[2], rel=1e-6)
     assert (terms["gather_buffers"] > 0) == (zero == 3)
+
+
+def test_xla_gathers_products_and_leaves_no_holes() -> None:
+    """One matrix instead of a block where the last one is at work, the peak; gradients in 16 bits;
+    no slack, no context."""
+    given = {"fsdp": 8, "zero": 3, "recompute": "full"}
+    ours = terms_of(LLAMA2_7B, 4096, 8, **given)
+    xla = terms_of(LLAMA2_7B, 4096, 8, Stack(gather_unit="matrix", allocator="planned"), **given)
+    matrix, block = 4096 * 11008, 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    assert ours["gather_buffers"] - xla["gather_buffers"] == pytest.approx(2 * (block - matrix))
+    assert xla["comm_buffers"] < ours["comm_buffers"]
+    assert (xla["allocator_slack"], xla["context"]) == (0, 0)
+    assert xla["params"] == ours["params"]
+
+
+@pytest.mark.parametrize(
+    ("part", "model", "saved"),
+    [
+        ("mlp", LLAMA2_7B, 4 * 11008),  # gate, up, silu(gate), their product
+        ("layernorm", LLAMA2_7B, 2 * 4096),
+        ("moe_act", MIXTRAL, 2 * 14336),  # the product, of two experts
+        ("mlp", MIXTRAL, 0),  # no block of it has a dense one
+        ("mla_up_proj", LLAMA2_7B, 0),
+    ],
+)
+def test_parts_that_are_made_anew_are_not_kept(part: str, model: Model, saved: int) -> None:
+    """In numbers of a token, of 16 bits; what one block makes anew is there while it works."""
+    plain, anew = Stack(), Stack.model_validate({"remakes": [part]})
+    points = Points.of([layout_of(model, param_dtype="bf16")], Setting(model, NODE, 4096, 1, plain))
+    whole, less = (
+        kept_whole(Setting(model, NODE, 4096, 1, stack), points)[0, 0] for stack in (plain, anew)
+    )
+    assert whole - less == pytest.approx(2 * 4096 * saved)
+    there, again = (
+        between_operators(Setting(model, NODE, 4096, 1, stack), points)[0]
+        for stack in (plain, anew)
+    )
+    assert again - there == pytest.approx(2 * 4096 * saved)
+
+
+def test_activations_on_the_host_by_share() -> None:
+    """Half of the blocks: half of their activations, and those of two blocks on their way."""
+    given = {"fsdp": 8, "zero": 3}
+    all_here = terms_of(LLAMA2_7B, 4096, 8, **given)["activations"]
+    half = terms_of(LLAMA2_7B, 4096, 8, Stack(offloaded_share=0.5), **given)["activations"]
+    block = all_here / 32
+    assert half == pytest.approx(18 * block, abs=1.5 * block)
+
+
+def test_older_cuda_loads_all_its_kernels() -> None:
+    new, old = (
+        terms_of(LLAMA2_7B, 4096, 8, Stack.model_validate({"loads_kernels": name}), fsdp=8, zero=3)
+        for name in ("used", "all")
+    )
+    assert old["context"] - new["context"] == pytest.approx(1.2 * 2**30)
+
+
+def test_what_must_be_there_is_less_than_what_is_reserved() -> None:
+    """Everything but holes that can be given back; of activations and the like 7 % stay as holes.
+    A device that has it suffices."""
+    terms = {"params": 10.0, "activations": 40.0, "logits": 10.0, "allocator_slack": 9.0}
+    assert needed_bytes(terms) == pytest.approx(60 + 0.07 * 50)
+    assert needed_bytes(terms | {"allocator_slack": 2.0}) == pytest.approx(62)
+    assert needed_bytes({"params": 10.0}) == 10.0
+    device = NODE.known_device
+    assert device.memory_bytes is not None
+    capacity = device.memory_bytes.value
+    terms = {"params": 0.5 * capacity, "activations": 0.45 * capacity}
+    tight = Memory(0, terms | {"allocator_slack": 0.06 * capacity})
+    layout = layout_of(LLAMA2_7B)
+    one = Prediction(layout, 1.0, {}, (tight,), 1.0, None, (1.0, 1.0))
+    assert one.peak_memory_bytes > capacity
+    assert one.fits(device)
+    larger = Memory(1, terms | {"logits": 0.06 * capacity})
+    both = Prediction(layout, 1.0, {}, (tight, larger), 1.0, None, (1.0, 1.0))
+    assert not both.fits(device)
+    assert both.fits(device.replace(memory_bytes=None)) is None
 
 
 def test_shards_over_cp_alone() -> None:

@@ -48,7 +48,7 @@ def run_of(folder: Path, **cells: str) -> PublishedRun:
             40 * 2**30,
         ),
         ({"framework": "Megatron-Bridge", "fsdp_or_zero": "ZeRO-1"}, "allocated", 40e9),
-        ({"notes": "from nvidia-smi"}, "in use", 40e9),
+        ({"notes": "from nvidia-smi"}, "in use", 40_000 * 2**20),
     ],
 )
 def test_what_was_measured(tmp_path: Path, cells: dict[str, str], kind: str, memory: float) -> None:
@@ -66,6 +66,7 @@ def test_what_was_measured(tmp_path: Path, cells: dict[str, str], kind: str, mem
         {"notes": "model and batch not restated"},
         {"notes": "checkpointing from recipe not stated"},
         {"notes": "no recompute listed in the preset (recipe defaults not checked)"},
+        {"notes": "sources conflict on the local batch"},
     ],
 )
 def test_what_was_not_published_leaves_memory_open(tmp_path: Path, cells: dict[str, str]) -> None:
@@ -123,11 +124,11 @@ def test_reserved_memory_of_torchtitan(scored: list[Scored]) -> None:
 
 @needs_table
 def test_memory_of_other_systems(scored: list[Scored]) -> None:
-    """Megatron-Bridge, whose types of states aren't stated, never under; BigScience's nvidia-smi
-    within a few per cent in the middle; torchao within its spread."""
+    """Megatron-Bridge, whose overlapped experts hold buffers that aren't known, a tenth under at
+    most; BigScience's nvidia-smi within a few per cent in the middle; torchao within its spread."""
     bridge = ratios(scored, "Megatron-Bridge").values()
-    assert min(bridge) >= 1.0
-    assert max(bridge) < 1.5
+    assert min(bridge) > 0.9
+    assert max(bridge) < 1.25
     science = ratios(scored, "BigScience").values()
     assert 0.95 < statistics.median(science) < 1.05
     assert sum(0.85 < ratio < 1.15 for ratio in science) >= 0.95 * len(science)
@@ -136,16 +137,23 @@ def test_memory_of_other_systems(scored: list[Scored]) -> None:
     assert max(torchao) < 1.45
 
 
+def fits(one: Scored) -> bool | None:
+    assert one.prediction is not None
+    assert one.run.work is not None
+    return one.prediction.fits(one.run.work.device)
+
+
+@needs_table
+def test_what_ran_is_not_refused() -> None:
+    """At most one line in twenty of any source that says enough. A third of all lines suffice."""
+    runs = [run for run in read_runs([PUBLISHED]) if run.work is not None]
+    report = validate([run for run in runs if not run.is_memory_open][::3])
+    assert report.fits().ran > 200
+    for found in report.fits_by_source():
+        assert found.false_refusals <= 0.05 * found.ran, found.name
+
+
 @needs_table
 def test_what_ran_out_of_memory_is_refused(scored: list[Scored]) -> None:
     """All but one, which differs from a line that ran by 1 % of its parameters."""
-    fits = [
-        one.run.name
-        for one in scored
-        if one.run.out_of_memory
-        and one.prediction is not None
-        and one.run.work is not None
-        and one.run.work.device.memory_bytes is not None
-        and one.prediction.peak_memory_bytes <= one.run.work.device.memory_bytes.value
-    ]
-    assert set(fits) <= {"BSC-139"}
+    assert {one.run.name for one in scored if one.run.out_of_memory and fits(one)} <= {"BSC-139"}

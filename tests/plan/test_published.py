@@ -33,7 +33,9 @@ GPT = {
 
 def table(folder: Path, *rows: dict[str, str], name: str = "runs.csv") -> Path:
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [",".join(columns), *(",".join(row.get(c, "") for c in columns) for row in rows)]
+    cells = [[row.get(column, "") for column in columns] for row in rows]
+    quoted = [[f'"{cell}"' if "," in cell else cell for cell in row] for row in cells]
+    lines = [",".join(columns), *map(",".join, quoted)]
     path = folder / name
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -105,6 +107,12 @@ def test_labels_are_matched_whole(label: str, name: str | None) -> None:
         ("not stated", None),
         ("", None),
         ("DCN between slices", None),
+        ("800 Gb/s per VM", 100),
+        ("3.2 Tbit/s per instance", 400),
+        ("3200 Gbps EFA", 400),  # no card has as much
+        ("50 GB/s per GPU", 400),  # bytes
+        ("400 Gbit/s InfiniBand", 400),
+        ("NDR 400Gb/s/GPU", 400),
     ],
 )
 def test_network_texts(text: str, gbit: float | None) -> None:
@@ -311,6 +319,26 @@ def test_sharding(tmp_path: Path) -> None:
     assert (none.dp, none.fsdp, none.zero) == (4, 1, 0)
 
 
+@pytest.mark.parametrize(
+    ("cells", "replicas", "shards", "zero"),
+    [
+        ({"fsdp_or_zero": "HSDP"}, 2, 8, 3),  # a node
+        ({"fsdp_or_zero": "FSDP HYBRID_SHARD"}, 2, 8, 3),
+        ({"fsdp_or_zero": "HSDP 4x4"}, 4, 4, 3),
+        ({"fsdp_or_zero": "HSDP, shard size 4"}, 4, 4, 3),
+        ({"fsdp_or_zero": "HSDP", "notes": "dp_replicate 4; dp_shard 4"}, 4, 4, 3),
+        ({"fsdp_or_zero": "_HYBRID_SHARD_ZERO2"}, 2, 8, 2),
+        ({"fsdp_or_zero": "HSDP", "gpus_per_node": "4"}, 4, 4, 3),
+    ],
+)
+def test_hybrid_sharding(
+    tmp_path: Path, cells: dict[str, str], replicas: int, shards: int, zero: int
+) -> None:
+    """States are sharded in groups, of a node where nothing else is said, and not replicated."""
+    found = work_of(tmp_path, tp="1", pp="1", dp="16", framework="X + FSDP", **cells).layout
+    assert (found.dp, found.fsdp, found.zero) == (replicas, shards, zero)
+
+
 def test_selective_recompute_has_several_meanings(tmp_path: Path) -> None:
     def recompute(notes: str, kind: str = "selective") -> tuple[str, object]:
         layout = work_of(tmp_path, activation_ckpt=kind, notes=notes).layout
@@ -320,6 +348,145 @@ def test_selective_recompute_has_several_meanings(tmp_path: Path) -> None:
     assert recompute("AC: every 2nd layer") == ("full", 6)
     assert recompute("recompute modules (preset): mla_up_proj; more") == ("none", "all")
     assert recompute("", "none") == ("none", "all")
+    assert recompute("every other layer") == ("full", 6)
+    assert recompute("selective 1/3") == ("full", 4)
+    assert recompute("full-block on first 3 layers of each stage", "full") == ("full", 3)
+    assert recompute("recompute_method uniform", "full") == ("full", "all")
+    # Two thirds of GPT's products are in its feed-forward layers.
+    assert recompute("mlp recompute") == ("full", 8)
+
+
+@pytest.mark.parametrize(
+    ("column", "notes", "found"),
+    [
+        ("", "full activation recompute; more", "full"),
+        ("", "gradient checkpointing on", "full"),
+        ("", "no recompute", "none"),
+        ("", "activation checkpointing: selective", "selective"),
+        ("true", "", "full"),
+        ("False", "", "none"),
+        ("full (uniform, 1 layer)", "", "full"),
+        ("selective (core_attn)", "", "selective"),
+    ],
+)
+def test_recompute_stands_in_notes_too(tmp_path: Path, column: str, notes: str, found: str) -> None:
+    """And in other words than none, selective and full."""
+    work = work_of(tmp_path, activation_ckpt=column, notes=notes)
+    assert work.layout.recompute == found
+    assert "activation_ckpt" not in work.inferred
+
+
+@pytest.mark.parametrize(
+    ("notes", "parts", "share"),
+    [
+        ("recompute modules (preset): mla_up_proj,moe_act", ("mla_up_proj", "moe_act"), 0.0),
+        ("recompute layernorm+moe_act", ("moe_act", "layernorm"), 0.0),
+        ("OOM: recompute_modules=moe_act: out of memory", (), 0.0),
+        ("moe_act is fused", (), 0.0),
+        ("activation CPU offload of 6 layers (preset)", (), 0.5),
+        ("activation offload", (), 1.0),
+        ("no activation offload", (), 0.0),
+    ],
+)
+def test_parts_made_anew_and_activations_on_the_host(
+    tmp_path: Path, notes: str, parts: tuple[str, ...], share: float
+) -> None:
+    """Of 24 layers on two stages."""
+    stack = work_of(tmp_path, activation_ckpt="none", notes=notes).setting.stack
+    assert (stack.remakes, stack.offloaded_share) == (parts, share)
+
+
+@pytest.mark.parametrize(
+    ("cells", "grads", "moments"),
+    [
+        ({"framework": "Megatron-LM", "release": "2025"}, "fp32", 8),
+        ({"framework": "Megatron-LM", "release": "2025", "precision": "fp8"}, "bf16", 8),
+        ({"framework": "NeMo / Megatron-Core", "release": "24.07"}, "bf16", 8),
+        ({"framework": "Megatron-Bridge", "release": "26.04"}, "bf16", 8),
+        ({"framework": "Megatron-Bridge", "model": "deepseek-v3"}, "fp32", 4),
+        ({"framework": "Megatron-Bridge", "release": "26.04", "model": "deepseek-v3"}, "bf16", 4),
+        (
+            {
+                "framework": "Megatron-Bridge",
+                "release": "26.04",
+                "notes": "fp32 grads and optimizer states",
+                "model": "kimi-k2",
+            },
+            "fp32",
+            8,
+        ),
+        ({"framework": "Megatron-LM", "notes": "bf16 grads and Adam moments"}, "bf16", 4),
+        ({"framework": "Megatron-LM", "notes": "grad_reduce_in_fp32=False"}, "bf16", 8),
+        ({"framework": "Megatron-LM", "notes": "Muon optimizer"}, "fp32", 4),
+        ({"framework": "X + FSDP"}, "param", 8),
+        ({"framework": "DeepSpeed"}, "fp32", 8),
+    ],
+)
+def test_types_of_gradients_and_moments(cells: dict[str, str], grads: str, moments: float) -> None:
+    stack = software_of(line(**{"precision": "bf16", **cells})).stack
+    assert (stack.grad_dtype, stack.moments_bytes) == (grads, moments)
+
+
+@pytest.mark.parametrize(
+    ("flags", "compiled"),
+    [
+        ("torch.compile", True),
+        ("torch.compile per block", True),
+        ("no compile", False),
+        ("no torch.compile", False),
+        ("without compile", False),
+        ("compile off", False),
+        ("torch.compile=False", False),
+        ("not compiled; SDPA flash", False),
+        ("compile not stated", False),
+    ],
+)
+def test_compilers_that_are_denied(flags: str, compiled: bool) -> None:
+    assert software_of(line(framework="torchtitan", compile_flash_flags=flags)).compile == compiled
+
+
+@pytest.mark.parametrize(
+    ("cells", "micro_batch", "steps"),
+    [
+        ({"grad_accum": "4"}, 4, 4),
+        ({"grad_accum": "16"}, 1, 16),
+        ({"notes": "gradient accumulation steps = 8"}, 2, 8),
+        ({"tp": "1", "pp": "1", "dp": "16", "grad_accum": "2"}, 2, 2),
+    ],
+)
+def test_accumulation_says_what_a_micro_batch_is(
+    tmp_path: Path, cells: dict[str, str], micro_batch: int, steps: int
+) -> None:
+    """Of 64 samples over data ranks: nothing is left to infer, with a pipeline or without."""
+    run = only_run(tmp_path, **{"micro_batch": "", **cells})
+    assert isinstance(run.work, LanguageWork)
+    layout = run.work.layout
+    assert layout.micro_batch == micro_batch
+    assert micro_batch * steps * layout.num_data_ranks == 64
+    assert "micro_batch" not in run.work.inferred
+    assert not run.is_memory_open
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        {"workload": "qlora"},
+        {"workload": "sft", "notes": "LoRA r=8"},
+        {"model": "llama3-70b-lora"},
+        {"framework": "HF + PEFT"},
+        {"notes": "adapters of rank 8"},
+    ],
+)
+def test_adapters_are_named_wherever_they_stand(tmp_path: Path, cells: dict[str, str]) -> None:
+    """They are no full training: their lines say so and aren't predicted."""
+    run = only_run(tmp_path, **cells)
+    assert run.work is None
+    assert run.reason == "adapters only, which are not planned yet"
+
+
+def test_full_training_beside_adapters_is_predicted(tmp_path: Path) -> None:
+    assert only_run(tmp_path, workload="sft", notes="full, not LoRA").work is not None
+    assert only_run(tmp_path, notes="published FLOPs for SFT/LoRA omit attention").work is not None
 
 
 def test_experts_and_latent_attention(tmp_path: Path) -> None:
@@ -372,7 +539,7 @@ def test_surplus_data_ranks_share_sequences(tmp_path: Path) -> None:
         ({"layers": ""}, "no shapes"),
         ({"seq": ""}, "no sequence length"),
         ({"notes": "hybrid Mamba2/attention"}, "state-space layers"),
-        ({"workload": "lora"}, "adapters only"),
+        ({"workload": "lora"}, "adapters only, which are not planned yet"),
         ({"tp": "", "pp": "", "dp": "", "framework": "unheard of"}, "no layout"),
         ({"step_time_s": ""}, "nothing measured"),
         ({"precision": "fp4"}, "no fp4 on A100-80"),

@@ -13,6 +13,7 @@ from paceline.plan.prediction import Memory, Prediction
 from paceline.plan.published import PublishedRun, read_runs
 from paceline.plan.validate import validate as module
 from paceline.plan.validate.page import render
+from paceline.plan.validate.table import show
 from paceline.plan.validate.validate import Calibration, Report, Scored, errors, regrets, validate
 from tests.command_line import paceline
 from tests.plan.test_published import GPT, table
@@ -98,6 +99,32 @@ def test_memory_and_verdicts(tmp_path: Path) -> None:
     assert (verdicts.ran, verdicts.ran_and_fits) == (2, 2)
     assert (verdicts.out_of_memory, verdicts.out_of_memory_and_refused) == (1, 1)
     assert scored(oom, 1.0).ratio is None
+
+
+def test_false_verdicts_are_counted_per_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 85 GB: what ran and is refused, what ran out of memory and is said to fit; lines that
+    leave the memory open have no part."""
+    ran = {"source_group": "one", "peak_mem_gb": "80"}
+    oom = {"source_group": "two", "outcome": "oom", "step_time_s": ""}
+    some = runs(tmp_path, ran, ran, ran, {**ran, "activation_ckpt": ""}, oom, oom)
+    memory = (60.0, 84.0, 86.0, 200.0, 70.0, 90.0)
+    report = Report(
+        Calibration(), tuple(scored(run, 1.0, gb) for run, gb in zip(some, memory, strict=True))
+    )
+    one, two = report.fits_by_source()
+    assert (one.name, one.ran, one.false_refusals, one.out_of_memory) == ("one", 3, 1, 0)
+    assert (two.name, two.ran, two.out_of_memory, two.false_fits) == ("two", 0, 2, 1)
+    total = report.fits()
+    assert (total.ran, total.false_refusals, total.out_of_memory, total.false_fits) == (3, 1, 2, 1)
+    show(report)
+    printed = capsys.readouterr().out
+    assert "fits into memory" in printed
+    assert [line.split() for line in printed.splitlines() if line.strip().startswith("two")] == [
+        ["two", "0", "0", "2", "1"]
+    ]
+    assert "Of these said not to fit" in render(report)
 
 
 @pytest.mark.parametrize(

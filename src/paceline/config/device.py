@@ -1,8 +1,7 @@
 """Device: one accelerator, its limits and what was measured of it, with the origin of every number.
 
 Peak rates and bandwidths are the vendors' dense figures (structured sparsity, which doubles them on
-paper, is never used in training), per device, in FLOP/s and bytes/s. Memory is the datasheet's "GB"
-taken as 1e9 bytes.
+paper, is never used in training), per device, in FLOP/s and bytes/s.
 """
 
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ class Device(Noun):
     """torch's device type; ROCm devices are "cuda" there as well. "other" can be planned for, not
     trained on: TPUs, wafers."""
     memory_bytes: Figure | None = None
+    """What a program may have of it, as torch's `total_memory` says: not the datasheet's number."""
     memory_bytes_per_s: Figure | None = None
     peak_flops: Mapping[str, Figure] = Field(default_factory=dict)
     """Dense peak in FLOP/s by arithmetic: fp64, fp32, tf32, bf16, fp16, fp8, fp4."""

@@ -16,6 +16,8 @@ from pydantic import Field
 
 from paceline.config.noun import Noun
 
+Part = Literal["mla_up_proj", "mlp", "moe_act", "layernorm", "shared_experts", "core_attn"]
+
 
 class Stack(Noun):
     """How a system runs a step. The defaults are those of Paceline's own runtime."""
@@ -51,8 +53,8 @@ class Stack(Noun):
     (torch.distributed.pipelining's own stages), or only for what is on its way (ours)."""
     regathers_tp: bool = False
     """With sequence parallelism: whether the backward pass gathers again over tp what products
-    read (Megatron, https://arxiv.org/abs/2205.05198), or the gathered tensors are kept (DTensor,
-    ours)."""
+    read (Megatron, https://arxiv.org/abs/2205.05198; XLA), or the gathered tensors are kept
+    (DTensor, ours)."""
     optimizer: Literal["fused", "foreach"] = "fused"
     """One kernel over all parameters, or one per operation and group of parameters."""
     overlaps_data_axes: bool = True
@@ -110,6 +112,25 @@ class Stack(Noun):
     cp_keys: Literal["ring", "gathered"] = "ring"
     """How a ring of cp brings keys and values to other ranks' queries: hop by hop (ours), or all
     together, with a copy of a key head for each query head (torch's context_parallel)."""
+
+    moments_bytes: Annotated[float, Field(gt=0)] = 8.0
+    """Of the optimizer's moments, bytes per parameter where they aren't 8-bit codes: Adam's two in
+    fp32 (8), in bf16 (4), or Muon's one in fp32 (4)."""
+    gather_unit: Literal["block", "matrix"] = "block"
+    """What fsdp gathers and reduces at a time: a block's parameters (FSDP2, ours), or one
+    product's, gradients in its arithmetic (XLA)."""
+    allocator: Literal["caching", "planned"] = "caching"
+    """Whether memory is asked for while a step runs and kept by torch's allocator, or laid out
+    before it (XLA), so that there are no holes, and nothing but the program takes any."""
+    loads_kernels: Literal["used", "all"] = "used"
+    """Of its libraries' kernels, whether a process loads those that it calls, or all, as CUDA did
+    before 11.7."""
+    remakes: Annotated[tuple[Part, ...], Field(strict=False)] = ()
+    """Parts of a block that the backward pass makes anew besides what layout.recompute says
+    (Megatron's recompute_modules). They count in memory alone: all are cheap."""
+    offloaded_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Part of a stage's blocks whose activations wait on the host besides what layout.offload says.
+    It counts in memory alone: the copies are taken to be hidden."""
 
     constants: Mapping[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Fitted values of constants of `CONSTANTS`; the others have their defaults."""

@@ -6,7 +6,11 @@ nothing is known about is None, never invented.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+
+from paceline.config.device import Device
 from paceline.config.layout import Layout
 
 MEMORY_TERMS = (
@@ -23,6 +27,24 @@ MEMORY_TERMS = (
 )
 
 
+_MOVING = ("activations", "logits", "gather_buffers", "comm_buffers")
+# Of torchtitan's published peaks that leave least (`plan.memory.buffers.SLACK_SHARE`).
+_LEAST_SLACK = 0.07
+
+
+def needed_bytes(terms: Mapping[str, Any]) -> Any:
+    """What must be there, of the terms of MEMORY_TERMS (numbers, or arrays of one shape).
+
+    Torch reserves more than tensors take as long as there is more. Before it gives up, it returns
+    each segment that holds none, and asks again
+    (https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management). What is left are holes
+    beside tensors: of what comes and goes the least part that published peaks show.
+    """
+    moving = sum(terms[name] for name in _MOVING if name in terms)
+    slack = terms.get("allocator_slack", 0.0)
+    return sum(terms.values()) - slack + np.minimum(slack, _LEAST_SLACK * moving)
+
+
 @dataclass(frozen=True)
 class Memory:
     """Peak memory of one pipeline rank by term of MEMORY_TERMS, as the allocator reserves it."""
@@ -37,6 +59,11 @@ class Memory:
     def total_bytes(self) -> float:
         """All terms."""
         return sum(self.terms.values())
+
+    @property
+    def needed_bytes(self) -> float:
+        """See `needed_bytes`."""
+        return float(needed_bytes(self.terms))
 
 
 @dataclass(frozen=True)
@@ -62,6 +89,12 @@ class Prediction:
     def peak_memory_bytes(self) -> float:
         """Of the heaviest rank."""
         return self.heaviest.total_bytes
+
+    def fits(self, device: Device) -> bool | None:
+        """Whether each rank has the memory that it needs; None: the device's isn't known."""
+        if device.memory_bytes is None:
+            return None
+        return max(each.needed_bytes for each in self.memory) <= device.memory_bytes.value
 
     @property
     def heaviest(self) -> Memory:

@@ -2,6 +2,10 @@
 
 Every figure of an entry stands in the document that its `source` names. What a vendor does not
 publish is not here. A device that is not here is unknown: it never gets another chip's numbers.
+
+Memory is what a program finds, not the datasheet's round number: an "80 GB" H100 offers 85.0e9
+bytes, an L40S of "48 GB", whose error correction takes its part, 47.7e9. `_SEEN_GIB` has them; the
+datasheet's number stands for the few devices whose memory nobody printed.
 """
 
 import re
@@ -9,6 +13,49 @@ from typing import Literal
 
 from paceline.config.device import Device
 from paceline.config.figure import Figure
+
+# Of several drivers the one that leaves least: they differ by 0.1 GiB.
+_SEEN = (
+    "torch's total_memory (a TPU: XLA's hbm) as out-of-memory messages print it: "
+    "pytorch/ao#4002 (B200), hiyouga/LlamaFactory#182 (V100), erfanzar/EasyDeL#166 (TPUv4) ..."
+)
+_SEEN_GIB = {
+    "A100-40": 39.38,
+    "A100-80": 79.14,
+    "A100-80-PCIe": 79.14,
+    "A800-80": 79.14,
+    "H100-SXM": 79.11,
+    "H800-80": 79.11,
+    "H100-PCIe": 79.11,
+    "H100-96-HBM2e": 94.5,
+    "GH200-96": 94.5,
+    "H20": 95.0,
+    "H200": 139.72,
+    "B200": 178.35,
+    "B300": 267.69,
+    "GB200": 184.31,
+    "GB300": 276.5,
+    "RTX-PRO-6000": 94.96,
+    "A6000": 47.4,
+    "A40": 44.34,
+    "L40S": 44.39,
+    "L4": 22.03,
+    "RTX-3090": 23.56,
+    "RTX-4090": 23.51,
+    "V100": 31.73,
+    "V100-16": 15.77,
+    "T4": 14.56,
+    "MI250X-GCD": 63.98,
+    "MI300X": 191.69,
+    "MI325X": 255.69,
+    "MI355X": 287.98,
+    "TPUv2": 2 * 7.48,
+    "TPUv3": 2 * 15.48,
+    "TPUv4": 30.75,
+    "TPUv5e": 15.75,
+    "TPUv5p": 95.74,
+    "TPUv6e": 31.25,
+}
 
 _TRAINABLE = ("fp64", "fp32", "bf16", "fp16", "fp8")
 
@@ -27,10 +74,13 @@ def _entry(
 
     # Parameters may be kept in fp32 on every device, also where no peak of it is published.
     can = {*peak_tflops, "fp32"}
+    memory = cited(memory_gb * 1e9)
+    if name in _SEEN_GIB:
+        memory = Figure(value=_SEEN_GIB[name] * 2**30, origin="cited", source=_SEEN)
     return name, Device(
         name=name,
         kind=kind,
-        memory_bytes=cited(memory_gb * 1e9),
+        memory_bytes=memory,
         memory_bytes_per_s=cited(gb_per_s * 1e9),
         peak_flops={key: cited(value * 1e12) for key, value in peak_tflops.items()},
         precisions=tuple(p for p in _TRAINABLE if p in can),
@@ -64,7 +114,7 @@ _AMPERE = {"fp64": 19.5, "fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}
 _VOLTA = {"fp64": 7.8, "fp32": 15.7, "fp16": 125}
 _CDNA3 = {"fp64": 163.4, "fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4}
 
-# name, source, memory in GB, memory bandwidth in GB/s, watts, peaks in TFLOP/s
+# name, source, the datasheet's memory in GB, memory bandwidth in GB/s, watts, peaks in TFLOP/s
 CATALOGUE: dict[str, Device] = dict(
     [
         _gpu("A100-40", _A100, 40, 1555, 400, **_AMPERE),

@@ -167,7 +167,9 @@ def _per_kind(
 
 
 def _whole_block(setting: Setting, kind: Kind, points: Points, shape: Shape) -> Array:
-    scores = _scores(setting, kind, shape) if setting.stack.attention == "unfused" else 0
+    stack = setting.stack
+    keeps_scores = stack.attention == "unfused" and "core_attn" not in stack.remakes
+    scores = _scores(setting, kind, shape) if keeps_scores else 0
     return _all_but_scores(setting, kind, points, shape) + scores
 
 
@@ -179,6 +181,7 @@ def _all_but_scores(setting: Setting, kind: Kind, points: Points, shape: Shape) 
         + _attention(setting, kind, points, shape)
         + _feed_forward(setting, kind, shape)
         + masks
+        - sum(_remade(setting, kind, shape).values(), np.zeros(1))
     )
 
 
@@ -248,11 +251,17 @@ def _latent(model: Model, shape: Shape) -> Array:
     assert latent is not None
     ranks = latent.kv_rank + (latent.q_rank or 0)
     narrow = ranks * (_norm_input(shape.value, shape) + shape.value)
+    read = _product_input(model.hidden_size, 2, shape)
+    return read + shape.tokens * (narrow + _latent_heads(model, shape) / shape.tp)
+
+
+def _latent_heads(model: Model, shape: Shape) -> Array:
+    """Bytes per token, before tp, of queries, keys and values made of the narrow vectors."""
+    latent = model.latent
+    assert latent is not None
     # The flash kernel of a CPU takes values as wide as keys, and gives as wide a result.
     v_dim = 2 * model.head_dim if shape.is_cpu else latent.nope_dim + latent.v_dim
-    heads = model.num_heads * (2 * model.head_dim + v_dim)
-    read = _product_input(model.hidden_size, 2, shape)
-    return read + shape.tokens * (narrow + heads * shape.value / shape.tp)
+    return model.num_heads * (2 * model.head_dim + v_dim) * shape.value
 
 
 def _scores(setting: Setting, kind: Kind, shape: Shape) -> Array:
@@ -304,6 +313,25 @@ def _router(hidden: int, experts: Experts, shape: Shape) -> Array:
 # ---- recompute ---------------------------------------------------------------------------------
 
 
+def _remade(setting: Setting, kind: Kind, shape: Shape) -> dict[str, Array]:
+    """Bytes of a block that `Stack.remakes` lets go, by part."""
+    model, experts = setting.model, setting.model.experts if kind.has_experts else None
+    found: dict[str, Array] = {}
+    if model.latent is not None:
+        found["mla_up_proj"] = shape.tokens * _latent_heads(model, shape) / shape.tp
+    found["layernorm"] = 2 * _product_input(model.hidden_size, 1, shape)
+    if experts is None:
+        inner = _inner_bytes(model, shape, shape.kept)
+        found["mlp"] = shape.tokens * inner * model.ffn_size / shape.tp
+    else:
+        kept = shape.kept if setting.stack.fp8_experts else shape.value
+        rows = shape.routed_tokens * experts.experts_per_token * setting.expert_imbalance
+        found["moe_act"] = rows * kept * experts.ffn_size / shape.expert_tp
+        inner = _inner_bytes(model, shape, shape.kept)
+        found["shared_experts"] = shape.tokens * inner * experts.shared_ffn_size / shape.tp
+    return {name: found[name] for name in setting.stack.remakes if name in found}
+
+
 def _products(setting: Setting, kind: Kind, points: Points, shape: Shape) -> Array:
     """Selective recompute: the block's input, results of products, attention and sums.
 
@@ -347,13 +375,16 @@ def _projections(model: Model, shape: Shape, setting: Setting) -> Array | float:
 
 
 def _sums(setting: Setting, shape: Shape, second: bool = True) -> Array:
-    """Bytes per token of a product that ends in the stream, and of its sum over tp.
+    """Bytes per token of a product that ends in the stream, and of its sum over tp; of the sum
+    alone where what tp shares isn't kept whole.
 
     second: whether this is one that keeping every second product leaves out.
     """
     left_out = second and setting.stack.recompute_granularity == "half"
     summed = np.where(shape.tp > 1, shape.stream_tokens / shape.tokens, 0)
-    return setting.model.hidden_size * shape.value * ((not left_out) + summed)
+    parts_go = (shape.tp > 1) & setting.stack.regathers_tp
+    product = np.where(parts_go, 0, not left_out)
+    return setting.model.hidden_size * shape.value * (product + summed)
 
 
 def _results_apart(setting: Setting, kind: Kind, points: Points, shape: Shape) -> Array:
@@ -371,6 +402,7 @@ def between_operators(setting: Setting, points: Points) -> Array:
     At its worst place, the inner layer: gradients of gate, up and their product, while the product
     itself is free already; and those of the stream, in the sum and in the branch. In fp8 also
     8-bit copies of what a product reads: of its input, of its result's gradient, of its weight.
+    Of the parts that are made anew the largest is there.
     """
     model, shape = setting.model, shape_of(setting, points)
     stream = 2 * shape.stream_tokens * shape.stream + np.where(
@@ -386,7 +418,10 @@ def between_operators(setting: Setting, points: Points) -> Array:
     eight_bit = shape.tokens * (model.hidden_size + inner / 2)
     eight_bit = eight_bit + model.hidden_size * model.ffn_size / shape.tp
     copies = np.where(points.precision == PRECISIONS.index("fp8"), eight_bit, 0)
-    return model.hidden_size * stream + shape.tokens * shape.value * inner + copies
+    kinds = kinds_of(model) if setting.stack.remakes else []
+    anew = [part for kind in kinds for part in _remade(setting, kind, shape).values()]
+    largest = np.max(np.broadcast_arrays(*anew), axis=0) if anew else 0
+    return model.hidden_size * stream + shape.tokens * shape.value * inner + copies + largest
 
 
 # ---- the ends ----------------------------------------------------------------------------------

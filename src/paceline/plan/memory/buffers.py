@@ -29,6 +29,9 @@ SLACK_SHARE = 0.15
 _LATE = 2
 # A CUDA context with its loaded kernels and cuBLAS workspaces (assumed; 0.4-0.6 GiB are usual).
 CONTEXT_BYTES = 0.5 * _GIB
+# The same where all kernels of torch, cuBLAS and cuDNN are loaded, as before CUDA 11.7 loaded them
+# when called (https://pytorch.org/blog/PyTorch-1.13-release; assumed: 1.5-2 GiB were usual).
+WHOLE_CONTEXT_BYTES = 1.7 * _GIB
 # NCCL's buffers for one group of ranks (assumed: 0.4 GiB are usual for eight ranks, with 16
 # channels or more, buffers each way, and several protocols).
 COMMUNICATOR_BYTES = 0.4 * _GIB
@@ -44,12 +47,12 @@ def slack_bytes(setting: Setting, points: Points, terms: Mapping[str, Array]) ->
     takes its place.
 
     Args:
-        setting: its device; a CPU's allocator gives memory back.
+        setting: its device and stack; a CPU's allocator gives memory back.
         points: n layouts.
         terms: at the peak, what comes and goes; "waiting": gradients as the optimizer finds them;
             "flat": tensors of another moment that are too large for any hole.
     """
-    if setting.device.is_cpu:
+    if setting.device.is_cpu or setting.stack.allocator == "planned":
         return np.zeros(1)
     others = ("waiting", "flat")
     moving = sum((value for name, value in terms.items() if name not in others), np.zeros(1))
@@ -62,12 +65,22 @@ def slack_bytes(setting: Setting, points: Points, terms: Mapping[str, Array]) ->
 
 
 def context_bytes(setting: Setting, points: Points) -> Array:
-    """Outside of the allocator: the context, and a communicator for each axis in use: (n,)."""
-    if setting.device.is_cpu:
+    """Outside of the allocator: the context, and a communicator for each axis in use: (n,).
+
+    Megatron and DeepSpeed have more: one of all ranks and, where several hold a model, one of these
+    for norms and overflows, and one of the two stages that share the embedding.
+    """
+    if setting.device.is_cpu or setting.stack.allocator == "planned":
         return np.zeros(1)
     axes = (points.dp, points.fsdp, points.tp, points.pp, points.cp, points.ep)
     communicators = sum(((axis > 1) * 1.0 for axis in axes), np.zeros(1))
-    return CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES
+    if setting.stack.states == "buffers":
+        communicators = communicators + sum(
+            there * 1.0
+            for there in (points.num_ranks > 1, points.tp * points.pp > 1, points.pp > 1)
+        )
+    context = {"used": CONTEXT_BYTES, "all": WHOLE_CONTEXT_BYTES}[setting.stack.loads_kernels]
+    return context + communicators * COMMUNICATOR_BYTES
 
 
 def sent_bytes(setting: Setting, points: Points, holdings: Holdings) -> Array:

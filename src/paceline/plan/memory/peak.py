@@ -151,18 +151,20 @@ def _resident(setting: Setting, points: Points, counts: Counts) -> Terms:
     """What stays from step to step."""
     on_host = points.offload_params.astype(bool)
     params = states.resident_params(setting, points, counts)
-    state = states.optimizer_bytes_per_param(points) * counts.sharded
+    state = states.optimizer_bytes_per_param(setting, points) * counts.sharded
     return {
         "params": np.where(on_host, 0, params),
         "grads": states.resident_grads(setting, points, counts),
         "optimizer": np.where(on_host | points.offload_optimizer.astype(bool), 0, state),
-        "comm_buffers": kept_for_exchanges(setting, points, counts),
+        "comm_buffers": kept_for_exchanges(setting, points, counts)
+        + states.kept_message(setting, points, counts),
     }
 
 
 def _parts(setting: Setting, points: Points, holdings: Holdings, counts: Counts) -> _Parts:
     on_host = points.offload_activations.astype(bool)
-    in_flight = np.where(on_host, np.minimum(holdings.in_flight, _ON_DEVICE), holdings.in_flight)
+    away = np.maximum(on_host, setting.stack.offloaded_share)
+    in_flight = (1 - away) * holdings.in_flight + np.minimum(away * holdings.in_flight, _ON_DEVICE)
     whole = activations.kept_whole(setting, points)
     other = activations.kept_recomputing(setting, points)
     share = activations.recomputing_share(points)
@@ -170,7 +172,7 @@ def _parts(setting: Setting, points: Points, holdings: Holdings, counts: Counts)
     halves = left_to_weights(setting, points)  # (k, n)
     layers = np.maximum(holdings.layers.sum(0), 1)
     # Where most of them are on the host, those on the device are as many to the end.
-    weights = np.where(on_host, 0, holdings.layers / layers)
+    weights = (1 - away) * holdings.layers / layers
     wait, peak = logits_bytes(setting, points)
     others = np.maximum(holdings.heads_in_flight - 1, 0)
     zero, one = np.zeros(1), np.ones(1)

@@ -91,6 +91,18 @@ def _ends(setting: Setting, points: Points, holdings: Holdings) -> Array:
     return tables * table + holdings.heads * setting.model.hidden_size
 
 
+def largest_of_block(setting: Setting, points: Points) -> Array:
+    """Parameters of a block's largest matrix on a rank, whole over data ranks: (n,). Experts of a
+    rank are one matrix."""
+    model = setting.model
+    dense = model.hidden_size * model.ffn_size / points.tp
+    if model.experts is None:
+        return dense
+    of_tp = points.tp if setting.stack.expert_tp == "tp" else 1
+    stacked = model.experts.num_experts / points.ep * model.experts.ffn_size / of_tp
+    return np.maximum(dense, model.hidden_size * stacked)
+
+
 def largest_matrix(setting: Setting, points: Points) -> Array:
     """Parameters in a rank's shard of the largest matrix: (n,)."""
     model = setting.model

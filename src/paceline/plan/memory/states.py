@@ -3,7 +3,7 @@
 | between steps | bytes per parameter of this rank's shard |
 |---|---|
 | parameters | as stored, at ZeRO-1, -2 and -3 alike |
-| moments | 8 (16 of fp64), or 2.03 as 8-bit codes with a scale for 256 of them |
+| moments | `Stack.moments_bytes`, ours 8 (16 of fp64); 2.03 as 8-bit codes, a scale for 256 |
 | master copy | 4, of 16-bit parameters |
 
 Within a step FSDP2 gathers, in the type of the arithmetic: at ZeRO-3 the block in use and the one
@@ -28,6 +28,7 @@ from paceline.plan.memory.sharing import (
     Counts,
     is_ddp,
     is_fsdp,
+    largest_of_block,
     lasting_buffers,
     num_shards,
 )
@@ -40,17 +41,20 @@ _CODE_BYTES = 1 + 4 / 256
 _MESSAGE = 5e8
 
 
-def optimizer_bytes_per_param(points: Points) -> Array:
-    """Two moments and the master copy: (n,)."""
+def optimizer_bytes_per_param(setting: Setting, points: Points) -> Array:
+    """Moments and the master copy: (n,)."""
     working = np.maximum(points.param_bytes, _FP32)
-    moments = 2 * np.where(points.optimizer_8bit, _CODE_BYTES, working)
+    as_numbers = setting.stack.moments_bytes * working / _FP32
+    moments = np.where(points.optimizer_8bit, 2 * _CODE_BYTES, as_numbers)
     return moments + np.where(points.param_bytes < _FP32, _FP32, 0)
 
 
 def resident_params(setting: Setting, points: Points, counts: Counts) -> Array:
     """Bytes of the parameters between steps: (s, n)."""
     number = np.where(lasting_buffers(setting, points), counts.whole, counts.sharded)
-    return points.param_bytes * number
+    # What buffers were filled from: other tensors lie among it by the time it is free.
+    left = _copies_grads(setting, points) & (_grad_bytes(setting, points, points.param_bytes) > 2)
+    return points.param_bytes * np.where(left, 2, 1) * number
 
 
 def resident_grads(setting: Setting, points: Points, counts: Counts) -> Array:
@@ -124,7 +128,8 @@ def fresh_block(setting: Setting, points: Points, counts: Counts) -> Array:
     kept = _keeps_grads(setting, points)
     alone = (points.num_micro_batches == 1) & ~is_ddp(points) & ~kept
     own = np.where(alone, points.param_bytes, 0)
-    return np.where(is_fsdp(points) & ~kept, points.value_bytes, own) * counts.block
+    unit = _unit(setting, points, counts)
+    return np.where(is_fsdp(points) & ~kept, points.value_bytes * unit, own * counts.block)
 
 
 def fresh_ends(setting: Setting, points: Points, counts: Counts) -> Array:
@@ -180,7 +185,7 @@ def _casts(points: Points) -> Array:
 def gathered_block(setting: Setting, points: Points, counts: Counts) -> Array:
     """A block's parameters on their way in, or in use, where they come and go: (n,)."""
     comes_and_goes = _gathers(setting, points) & ~keeps_whole(points)
-    return np.where(comes_and_goes, _in_transit(setting, counts), 0) * points.value_bytes
+    return np.where(comes_and_goes, _unit(setting, points, counts), 0) * points.value_bytes
 
 
 def reduced_block(setting: Setting, points: Points, counts: Counts) -> Array:
@@ -188,22 +193,31 @@ def reduced_block(setting: Setting, points: Points, counts: Counts) -> Array:
 
     DDP's buckets are the gradients themselves.
     """
-    reduce = np.maximum(points.value_bytes, _FP32)
     is_copied = _gathers(setting, points) & ~sums_whole(points)
-    return np.where(is_copied, _in_transit(setting, counts) * reduce, 0)
+    unit = _unit(setting, points, counts) * _reduced_bytes(setting, points)
+    return np.where(is_copied, unit, 0)
 
 
-def _in_transit(setting: Setting, counts: Counts) -> Array:
-    """Parameters gathered, or gradients reduced, at a time: a block's, or a message's: (n,)."""
+def _reduced_bytes(setting: Setting, points: Points) -> Array:
+    """Bytes of a gradient on its way out: (n,)."""
+    if setting.stack.gather_unit == "matrix":
+        return points.value_bytes
+    return np.maximum(points.value_bytes, _FP32)
+
+
+def _unit(setting: Setting, points: Points, counts: Counts) -> Array:
+    """Parameters gathered, or gradients reduced, at a time: a block's, a product's, or a
+    message's: (n,)."""
+    if setting.stack.gather_unit == "matrix":
+        return np.minimum(counts.block, largest_of_block(setting, points))
     in_messages = setting.stack.states == "buffers" and not setting.stack.adds_into_buffer
     return np.minimum(counts.block, _MESSAGE) if in_messages else counts.block
 
 
 def reduced_ends(setting: Setting, points: Points, counts: Counts) -> Array:
     """The same for what is in no block: (s, n)."""
-    reduce = np.maximum(points.value_bytes, _FP32)
     is_copied = _gathers(setting, points) & ~sums_whole(points)
-    return np.where(is_copied, counts.ends * reduce, 0)
+    return np.where(is_copied, counts.ends * _reduced_bytes(setting, points), 0)
 
 
 def late_message(setting: Setting, points: Points, counts: Counts) -> Array:
@@ -227,10 +241,20 @@ def widened_grads(setting: Setting, points: Points, counts: Counts) -> Array:
 
 
 def flat_copies(setting: Setting, points: Points, counts: Counts) -> Array:
-    """Where products don't add into the buffer, gradients are copied into one tensor: a message's
-    at a time, and for the update a whole shard's, of 16-bit ones in fp32 as well: (s, n)."""
+    """Where products don't add into the buffer, gradients are copied into one tensor for the
+    update, a whole shard's, of 16-bit ones in fp32 as well: (s, n)."""
     given = _grad_bytes(setting, points, points.param_bytes)
     update = np.where(given < _FP32, (given + _FP32) * counts.sharded, 0)
+    return np.where(_copies_grads(setting, points), update, 0)
+
+
+def kept_message(setting: Setting, points: Points, counts: Counts) -> Array:
+    """The buffer that such gradients are reduced in, there from its first use on: (s, n)."""
+    given = _grad_bytes(setting, points, points.param_bytes)
     message = np.where(num_shards(points) > 1, np.minimum(counts.whole, _MESSAGE) * given, 0)
-    copies = lasting_buffers(setting, points) & (not setting.stack.adds_into_buffer)
-    return np.where(copies, update + message, 0)
+    return np.where(_copies_grads(setting, points), message, 0)
+
+
+def _copies_grads(setting: Setting, points: Points) -> Array:
+    """Whether lasting buffers are filled by copies (DeepSpeed): (n,), bool."""
+    return lasting_buffers(setting, points) & (not setting.stack.adds_into_buffer)

@@ -127,8 +127,8 @@ def _run(line: Line, index: int) -> PublishedRun:
 
 
 def _language_work(line: Line) -> LanguageWork:
-    if "lora" in line.text("workload").lower():
-        raise UnpredictableError("adapters only")
+    if _trains_adapters(line):
+        raise UnpredictableError("adapters only, which are not planned yet")
     model, inferred = model_of(line)
     software = software_of(line)
     device, assumed = _device(line, software)
@@ -140,6 +140,15 @@ def _language_work(line: Line) -> LanguageWork:
     if "natural routing" in line.text("notes").lower():
         setting = replace(setting, expert_imbalance=_NATURAL_IMBALANCE)
     return LanguageWork(layout, software, (*inferred, *assumed, *missing, *network), setting)
+
+
+def _trains_adapters(line: Line) -> bool:
+    """LoRA and its like: most parameters have neither gradients nor optimizer states."""
+    said = r"\b(q|do|r)?lora\b|\bpeft\b|\badapters?\b|\badaptor|prefix[ -]tuning|\bdora\b"
+    denied = r"\b(?:no|without|not|vs\.?|than) (?:a )?[a-z]*lora|flops for (?:sft/)?lora"
+    columns = ("workload", "model", "framework", "precision", "notes")
+    words = re.sub(denied, "", "; ".join(line.text(column) for column in columns).lower())
+    return bool(re.search(said, words))
 
 
 def _image_work(line: Line) -> ImageWork:
@@ -218,19 +227,25 @@ def _finer(line: Line, work: LanguageWork, tokens_per_s: float) -> float:
 
 def _is_memory_open(line: Line, work: Work | None) -> bool:
     """Whether cells that decide the memory are inferred, or guesses of the table."""
-    guessed = r"(batch|checkpointing|recompute)[^;]*(assumed|not (re)?stated|not checked)"
+    guessed = (
+        r"(batch|checkpointing|recompute)[^;]*(assumed|not (re)?stated|not checked)"
+        r"|sources conflict|layout[^;]* doubtful"
+    )
     if work is None or re.search(guessed, line.text("notes").lower()):
         return True
     return not _DECIDE_MEMORY.isdisjoint(work.inferred)
 
 
 def _memory_bytes(line: Line) -> float | None:
-    """Measured peak of a device. Some tools print GiB under the name of GB."""
+    """Measured peak of a device. Some tools print GiB under the name of GB; nvidia-smi prints MiB,
+    of which people call a thousand a GB."""
     memory, notes = line.number("peak_mem_gb"), line.text("notes").lower()
     if memory is None:
         return None
     is_gib = "gb as printed" in line.text("peak_mem_raw").lower()
     is_gib = is_gib and bool(re.search(r"printed gb[^;]*reports [^;]*gib", notes))
+    if "nvidia-smi" in notes:
+        return memory * 1000 * 2**20
     return memory * (2**30 if is_gib else 1e9)
 
 

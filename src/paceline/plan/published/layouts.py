@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.plan.published.networks import UnpredictableError
+from paceline.plan.published.recompute import recompute_of
 from paceline.plan.published.software import Software
 from paceline.plan.published.table import Line
 
@@ -49,7 +50,7 @@ def layout_of(line: Line, model: Model, software: Software) -> tuple[Layout, int
     interleaved = axes.pp > 1 and stages > 1
     batch = _batch(line, axes, axes.pp if interleaved else 1, inferred)
     fsdp, zero = sharding_of(line, software, axes, inferred)
-    recompute, layers = recompute_of(line, software, inferred)
+    recompute, layers = recompute_of(line, model, inferred)
     split: tuple[int, ...] = ()
     if axes.pp > 1:
         split = even_split(model.num_layers, axes.pp * stages)
@@ -154,20 +155,22 @@ def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 def _batch(line: Line, axes: Axes, multiple: int, inferred: list[str]) -> Batch:
     """Micro-batches of a data rank: a multiple of what the schedule takes."""
-    total, micro, accumulated = (
-        line.count(name) for name in ("global_batch_seqs", "micro_batch", "grad_accum")
-    )
+    total, micro = line.count("global_batch_seqs"), line.count("micro_batch")
+    accumulated = line.count("grad_accum") or _accumulated_in(line)
     if micro is None:
         per_rank = (total or axes.data) / axes.data
-        # Pipelines run one sample at a time; without one, as many as the accumulation leaves. Where
-        # nothing is known, enough to keep a device busy: a person has tuned it.
-        micro = 1 if axes.pp > 1 else max(1, round(per_rank / (accumulated or per_rank)))
+        # What accumulation leaves; else pipelines run one sample at a time, and without one all are
+        # one. Where nothing is known, enough to keep a device busy: a person has tuned it.
+        least = 1 if axes.pp > 1 else per_rank
+        micro = max(1, round(per_rank / accumulated if accumulated else least))
         if total is None and accumulated is None and axes.pp == 1:
             micro = max(1, _BUSY_TOKENS // (line.count("seq") or 1))
-        if not 1 < axes.pp == per_rank:  # fewer micro-batches don't fill a pipeline
+        follows = total is not None and accumulated is not None
+        if not follows and not 1 < axes.pp == per_rank:  # fewer don't fill a pipeline
             inferred.append("micro_batch")
     if total is None:
-        inferred.append("global_batch_seqs")
+        if micro is None or not accumulated:
+            inferred.append("global_batch_seqs")
         total = micro * axes.data * (accumulated or 1)
     exact = total / (axes.data * micro)
     number = max(1, round(exact / multiple)) * multiple
@@ -178,13 +181,20 @@ def _batch(line: Line, axes: Axes, multiple: int, inferred: list[str]) -> Batch:
     return Batch(micro, number)
 
 
+def _accumulated_in(line: Line) -> int | None:
+    """Micro-batches of a step that the notes name: "gradient accumulation 4", "accum steps = 8"."""
+    words = line.text("notes").lower()
+    found = re.search(r"\bgrad\w*[ _]accum\w*(?:[ _]steps?)?\s*(?:of|=|:|x)?\s*(\d+)\b", words)
+    return int(found[1]) or None if found else None
+
+
 def sharding_of(
     line: Line, software: Software, axes: Axes, inferred: list[str]
 ) -> tuple[int, Literal[0, 1, 2, 3]]:
     """Ranks that shard, and how much: (fsdp, zero)."""
     text = line.text("fsdp_or_zero").lower()
     stage: Literal[0, 1, 2, 3] = 0
-    if re.search(r"zero-?3|full_shard|\bfsdp2?\b", text):
+    if re.search(r"zero-?3|full_?shard|hybrid_?shard|\b[fh]sdp2?\b", text):
         stage = 3
     if re.search(r"zero-?2|shard_grad_op", text):
         stage = 2
@@ -195,50 +205,39 @@ def sharding_of(
         inferred.append("fsdp_or_zero")
     if axes.data * axes.cp == 1 or stage == 0:
         return 1, 0
-    group = re.search(r"(?:fsdp2? x|shard group )\s*(\d+)", text)
-    ranks = int(group[1]) if group else axes.data
+    ranks = _shard_group(line, text) or axes.data
     fits = 1 < ranks <= axes.data and axes.data % ranks == 0
     return (ranks if fits else axes.data), stage
 
 
-def recompute_of(
-    line: Line, software: Software, inferred: list[str]
-) -> tuple[Literal["none", "selective", "full"], float]:
-    """What is recomputed, and in which share of the layers."""
-    text, notes = line.text("activation_ckpt").lower(), line.text("notes").lower()
-    if not line.text("framework"):
-        inferred.append("activation_ckpt")
-        return "full", 1.0
-    if text == "full":
-        return "full", 1.0
-    if text == "selective":
-        return _selective(line, notes)
-    if not text:
-        inferred.append("activation_ckpt")
-    return "none", 1.0
+def _shard_group(line: Line, text: str) -> int | None:
+    """Ranks that share one copy of the states where several groups have one; None: all do.
 
-
-def _selective(line: Line, notes: str) -> tuple[Literal["none", "selective", "full"], float]:
-    """Systems mean different things by it; modules that are named decide."""
-    every = re.search(r"every (\d)(?:nd|rd|th) layer", notes)
-    if every:
-        return "full", 1 / int(every[1])
-    if "every layer" in notes:
-        return "full", 1.0
-    if "selective layer" in notes:
-        return "full", 0.5
-    modules = re.search(r"recompute modules \(preset\): ([\w,]+)", notes)
-    if modules:
-        names = set(modules[1].split(","))
-        # In networks of experts "mlp" are the dense layers alone, of which there are few.
-        if "moe" in names or ("mlp" in names and not line.number("experts")):
-            return "full", 1.0
-        # Norms, activations and small products: cheap beside what they save.
-        return ("selective", 1.0) if "core_attn" in names else ("none", 1.0)
-    return "selective", 1.0
+    "FSDP2 x8", "shard group 8", "dp_shard 8", "HSDP 4x8" (copies x shards): a number that is
+    named. Without one PyTorch's hybrid sharding goes over a node
+    (https://docs.pytorch.org/docs/stable/fsdp.html, HYBRID_SHARD).
+    """
+    words = f"{text}; {line.text('notes').lower()}"
+    hybrid = re.search(r"\bhsdp|hybrid_?shard|within (?:a|each|one|the) node", text)
+    sizes = re.search(r"\bhsdp2?\D{0,3}(\d+)\s*x\s*(\d+)", words)
+    if sizes:
+        return int(sizes[2])
+    named = re.search(
+        r"(?:fsdp2? x|shard(?:s|ed|ing)?(?:[ _](?:group|degree|size))?[ =]+)(\d+)", text
+    )
+    if hybrid and named is None:
+        named = re.search(r"(?:dp_shard|shard(?:ing)?[ _](?:group|degree|size))\D{0,5}(\d+)", words)
+    if named:
+        return int(named[1])
+    return (line.count("gpus_per_node") or 8) if hybrid else None
 
 
 def _sequence_parallel(line: Line, software: Software) -> bool:
+    if software.family == "xla":
+        # MaxText shares what goes from layer to layer over its tensor axis too, by columns: as much
+        # memory as by tokens (https://github.com/AI-Hypercomputer/maxtext, base.yml's
+        # logical_axis_rules).
+        return True
     stated = line.flag("sp")
     if stated is not None:
         return stated

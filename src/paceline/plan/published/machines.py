@@ -39,6 +39,14 @@ _ALIASES = {
     "v100sxm2": "V100",
     "v100sxm232": "V100",
 }
+# A rate of data: "400Gb/s", "3200 Gbps", "50 GB/s", "1.6 Tbit/s".
+_SPEED = r"(?P<number>\d+(?:\.\d+)?)\s*(?P<scale>[TtGg])(?P<unit>[Bb])?(?:it|its)?\s?(?:/s|ps|/sec)"
+_DEVICES = r"(?:gpu|device|accelerator|chip|rank|card|nic)s?\b"
+_NODES = r"(?:node|host|vm|machine|server|instance|box|system)s?\b"
+# Gbit/s of the fastest network card there is (ConnectX-8).
+_FASTEST_CARD = 800
+# Between a datasheet's gigabytes (1e9 bytes, or 2**30) and the bytes that a program finds.
+_MEMORY_OFF = 0.1
 # What may follow a name and changes no number: the power limit is in the name of the entry.
 _HARMLESS = re.compile(r"(sxm\d?|oam|hbm3e?|\d{3,4}w|gpu|nvl72|141|192|180|186|188|288)*")
 
@@ -56,9 +64,12 @@ def device_of(label: str) -> Device | None:
 
 
 def _without_memory(rest: str, device: Device) -> str:
-    """What follows a name, less the gigabytes that the device has."""
-    memory = device.memory_bytes
-    return rest if memory is None else rest.replace(f"{memory.value / 1e9:.0f}", "", 1)
+    """What follows a name, less the gigabytes of its datasheet, which are near to those it has."""
+    gigabytes = re.match(r"\d+", rest)
+    if gigabytes is None or device.memory_bytes is None:
+        return rest
+    off = int(gigabytes[0]) * 1e9 / device.memory_bytes.value - 1
+    return rest[gigabytes.end() :] if abs(off) < _MEMORY_OFF else rest
 
 
 def label_in(text: str) -> str | None:
@@ -107,20 +118,32 @@ def link_bytes_per_s(text: str) -> float | None:
 def network_gbit_per_s(text: str, per_node: int) -> float | None:
     """Gbit/s each way and per device that a text says about the network between nodes.
 
-    "4x Omni-Path 100 Gb/s per node", "8x400Gb/s IB NDR", "1600 Gbps RoCE per node",
-    "400Gb/s per GPU between racks": counts are per node unless the text says per GPU.
+    "4x Omni-Path 100 Gb/s per node", "8x400Gb/s IB NDR", "1600 Gbps RoCE per node", "3.2 Tbit/s per
+    VM", "50 GB/s per GPU" (bytes), "400Gb/s per GPU between racks". Counts are per node unless the
+    text says per GPU, and so is what no card has alone.
     """
-    lowered = text.lower().replace(",", "")
-    per_device = re.search(r"(\d+(?:\.\d+)?)\s*g(?:b|bit)?(?:/s|ps)\s*per\s*gpu", lowered)
-    if per_device:
-        return float(per_device[1])
-    cards = re.search(r"(\d+)\s*x\s*[a-z -]*?(\d+(?:\.\d+)?)\s*g(?:b(?:it)?(?:/s|ps)?)?\b", lowered)
+    plain = text.replace(",", "")
+    speeds = [*re.finditer(_SPEED, plain)]
+    for found in speeds:
+        if re.match(rf"\s*(?:per |/ ?){_DEVICES}", plain[found.end() :], re.IGNORECASE):
+            return _gbit(found)
+    cards = re.search(rf"(\d+)\s*x\s*[A-Za-z -]*?{_SPEED}", plain)
+    if cards:
+        return float(cards[1]) * _gbit(cards) / per_node
+    cards = re.search(r"(\d+)\s*x\s*(\d+(?:\.\d+)?)\s*G\b", plain, re.IGNORECASE)
     if cards:
         return float(cards[1]) * float(cards[2]) / per_node
-    whole = re.search(r"(\d+(?:\.\d+)?)\s*g(?:b|bit)?(?:/s|ps)", lowered)
-    if whole and ("node" in lowered or "host" in lowered):
-        return float(whole[1]) / per_node
-    return float(whole[1]) if whole else None
+    if not speeds:
+        return None
+    whole = _gbit(speeds[0])
+    of_node = re.search(rf"(?:per |/ ?){_NODES}|\b(?:node|host)\b", plain, re.IGNORECASE)
+    return whole / per_node if of_node or whole > _FASTEST_CARD else whole
+
+
+def _gbit(found: re.Match[str]) -> float:
+    """Gbit/s of a match of `_SPEED`: a B after T or G counts bytes, a b or nothing bits."""
+    scale = {"t": 1000, "g": 1}[found["scale"].lower()]
+    return float(found["number"]) * scale * (8 if found["unit"] == "B" else 1)
 
 
 def _with_bandwidth(tier: Tier, bytes_per_s: float, text: str) -> Tier:

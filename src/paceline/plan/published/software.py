@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from paceline.config.stack import Stack
 from paceline.plan.published.machines import device_of
+from paceline.plan.published.recompute import offloaded_share, remade_parts
 from paceline.plan.published.table import Line
 
 # Before it, training ran with scores written to memory: https://arxiv.org/abs/2205.14135
@@ -27,6 +28,13 @@ _LOSS_COMPILED_SINCE = 2025.25
 _EXPERTS_FUSED_SINCE = 2026.3
 # HybridEP, and presets that name DeepEP: https://github.com/deepseek-ai/DeepEP/pull/420
 _TOKENS_SENT_ONCE_SINCE = 2025.6
+# CUDA 11.7 loads kernels when they are called; PyTorch 1.13 was the first to be built with it:
+# https://pytorch.org/blog/PyTorch-1.13-release
+_KERNELS_LOADED_AS_USED_SINCE = 2022.8
+# NVIDIA's presets reduce gradients in 16 bits since then: NeMo's grad_sync_dtype, Bridge's
+# grad_reduce_in_fp32 = False in every file of scripts/performance/configs, and the examples of
+# Megatron-LM with fp8 (--grad-reduce-in-bf16).
+_REDUCED_IN_16_BITS_SINCE = 2024.0
 _ASYNC_TP = r"async[\s_-]*tp"
 
 
@@ -83,7 +91,7 @@ def software_of(line: Line) -> Software:
         states="buffers" if family in ("megatron", "deepspeed") else "shards",
         adds_into_buffer="deepspeed" not in f"{system} {sharding}",
         receives_ahead=family == "fsdp compiled",
-        regathers_tp=family == "megatron",
+        regathers_tp=family in ("megatron", "xla"),
         optimizer="foreach" if family in ("fsdp", "fsdp compiled") else "fused",
         overlaps_data_axes=_overlaps_data(line, system, sharding),
         overlaps_tp="tp comm overlap" in flags or (family == "megatron" and year_of(line) >= 2024),
@@ -94,6 +102,12 @@ def software_of(line: Line) -> Software:
         expert_tp="one" if family == "megatron" and year_of(line) >= 2023 else "tp",
         dropout=line.text("workload").startswith("mlm") or _is_early_megatron(line, family),
         recompute_granularity=_granularity(line, family),
+        moments_bytes=_moments_bytes(words, line, system),
+        gather_unit="matrix" if family == "xla" else "block",
+        allocator="planned" if family == "xla" else "caching",
+        loads_kernels="all" if year_of(line) < _KERNELS_LOADED_AS_USED_SINCE else "used",
+        remakes=remade_parts(line),
+        offloaded_share=offloaded_share(line),
         constants=_USUAL.get(family, {}),
         # Megatron and DeepSpeed repeat a block to its end, by autograd functions of their own.
         recompute_stops_early=family not in ("megatron", "deepspeed"),
@@ -159,7 +173,11 @@ def _family(system: str) -> str:
 
 
 def _compiles(flags: str, system: str) -> bool:
-    if re.search(r"no torch\.?compile|nocompile|compile not stated|^eager", flags):
+    off = r"(?:off|false|no|none|disabled|not stated)\b"
+    if re.search(
+        rf"\b(?:no|non|not|without)[ -]?(?:torch[. ]?)?compil|compiled?\s*[=:]?\s*{off}|^eager",
+        flags,
+    ):
         return False
     # Asynchronous tensor parallelism is a pass of PyTorch's compiler (torch._inductor).
     found = re.search(rf"compile|xla|{_ASYNC_TP}", flags) or re.search(r"jax|maxtext", system)
@@ -242,13 +260,29 @@ def _logits(words: str, family: str, compiled: bool) -> Literal["fp32", "bf16", 
 
 
 def _grad_dtype(line: Line, words: str, family: str) -> Literal["param", "fp32", "bf16"]:
-    if re.search(r"(fp16|bf16) gradient accumulation|reduction all 16-bit", words):
+    if re.search(r"(fp16|bf16|16-bit) grad|reduction all 16-bit|reduce_in_fp32\W*false", words):
         return "bf16"
+    if re.search(r"fp32 (main[ _])?grad", f"{words}; {line.text('precision').lower()}"):
+        return "fp32"
     if "pure" in line.text("precision").lower().split("[")[0]:
         return "bf16"
     if family == "megatron" and year_of(line) < 2022 and precision_of(line) == "fp16":
         return "bf16"
+    if family == "megatron" and year_of(line) >= _REDUCED_IN_16_BITS_SINCE:
+        presets = re.search(r"nemo|bridge", words.split(";")[0]) or precision_of(line) == "fp8"
+        return "bf16" if presets else "fp32"
     return "fp32" if family in ("megatron", "deepspeed") else "param"
+
+
+def _moments_bytes(words: str, line: Line, system: str) -> float:
+    """Bridge's recipes of DeepSeek-V3 and Kimi K2 keep Adam's moments in 16 bits
+    (src/megatron/bridge/recipes/deepseek/deepseek_v3.py: exp_avg_dtype)."""
+    if re.search(r"(bf16|16-bit)[a-z +]* moments|\bmuon\b|\blion\b", words):
+        return 4.0
+    if re.search(r"fp32[a-z +]*(moments|optimizer states)", words):
+        return 8.0
+    is_recipe = "bridge" in system and re.search(r"deepseek-?v3|kimi", line.text("model").lower())
+    return 4.0 if is_recipe else 8.0
 
 
 def _gather_dtype(line: Line, flags: str) -> Literal["arithmetic", "fp8"]:

@@ -148,7 +148,7 @@ def flips(found: Found, exchanging: Exchanging | None = None) -> tuple[Flip, ...
     setting = found.space.setting
     layouts = [each.layout for each in (*found.ranked, *found.near)]
     today = _rates(setting, layouts, found.limit_bytes)
-    best = int(np.argmax(today))
+    best = 0  # the one that was chosen
     now = _choice(setting, layouts[best], today[best], exchanging)
     result = []
     for change, changed, limit in _changes(setting, found.limit_bytes):

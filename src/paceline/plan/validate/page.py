@@ -41,7 +41,7 @@ def render(report: Report) -> str:
         stacks=report.by_stack(),
         regrets=mean_regrets(report.regrets()),
         memory=report.memory(),
-        fits=report.fits(),
+        fits=[*report.fits_by_source(), *([report.fits()] if report.fits().ran else [])],
         unpredicted=report.unpredicted(),
     )
 

@@ -7,7 +7,14 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.plan.validate.validate import Errors, MemoryErrors, Regret, Report, mean_regrets
+from paceline.plan.validate.validate import (
+    Errors,
+    Fits,
+    MemoryErrors,
+    Regret,
+    Report,
+    mean_regrets,
+)
 
 
 def tables(report: Report) -> RenderableType:
@@ -19,7 +26,7 @@ def tables(report: Report) -> RenderableType:
         parts.append(_error_table("device and stack", report.by_stack()))
     parts += _regret_table(report.regrets())
     parts += _memory_table(report.memory())
-    parts += _fit_line(report)
+    parts += _fit_table(report)
     parts += _unpredicted(report)
     return Group(*parts)
 
@@ -97,17 +104,23 @@ def _memory_table(some: Sequence[MemoryErrors]) -> list[RenderableType]:
     return [table]
 
 
-def _fit_line(report: Report) -> list[RenderableType]:
-    fits = report.fits()
-    if not fits.ran and not fits.out_of_memory:
+def _fit_table(report: Report) -> list[RenderableType]:
+    """False refusals and false fits, per source and of all."""
+    some, total = report.fits_by_source(), report.fits()
+    if not some:
         return []
-    parts = [f"{fits.ran_and_fits:,} of {fits.ran:,} layouts that ran are predicted to fit"]
-    if fits.out_of_memory:
-        parts.append(
-            f"{fits.out_of_memory_and_refused} of {fits.out_of_memory} that ran out of memory are "
-            "refused"
-        )
-    return [Text("; ".join(parts) + ".\n")]
+    table = _table("fits into memory", "ran", "refused", "ran out of memory", "said to fit")
+    for fits in some:
+        table.add_row(*_fit_cells(fits))
+    if len(some) > 1:
+        table.add_section()
+        table.add_row(*_fit_cells(total), style="bold")
+    return [table]
+
+
+def _fit_cells(fits: Fits) -> list[str]:
+    counts = (fits.ran, fits.false_refusals, fits.out_of_memory, fits.false_fits)
+    return [fits.name, *(f"{count:,}" for count in counts)]
 
 
 def _unpredicted(report: Report) -> list[RenderableType]:

@@ -146,14 +146,25 @@ class MemoryErrors:
 
 @dataclass(frozen=True)
 class Fits:
-    """Verdicts on whether a layout fits."""
+    """Verdicts on whether layouts fit (`Prediction.fits`), of lines that leave memory closed."""
 
+    name: str
     ran: int
     """Published to run."""
     ran_and_fits: int
     out_of_memory: int
     """Published not to fit."""
     out_of_memory_and_refused: int
+
+    @property
+    def false_refusals(self) -> int:
+        """Those that ran, and are said not to fit."""
+        return self.ran - self.ran_and_fits
+
+    @property
+    def false_fits(self) -> int:
+        """Those that ran out of memory, and are said to fit."""
+        return self.out_of_memory - self.out_of_memory_and_refused
 
 
 @dataclass(frozen=True)
@@ -202,10 +213,16 @@ class Report:
 
     def fits(self) -> Fits:
         """Whether what ran was predicted to fit, and what did not fit to be refused."""
-        judged = [(one, fits) for one in self.scored if (fits := _fits(one)) is not None]
-        ran = [fits for one, fits in judged if not one.run.out_of_memory]
-        oom = [fits for one, fits in judged if one.run.out_of_memory]
-        return Fits(len(ran), sum(ran), len(oom), len(oom) - sum(oom))
+        return _verdicts("all", self._judged)
+
+    def fits_by_source(self) -> list[Fits]:
+        """The same, per source."""
+        grouped = _grouped(self._judged, lambda one: one.run.group)
+        return [_verdicts(name, some) for name, some in grouped.items()]
+
+    @property
+    def _judged(self) -> list[Scored]:
+        return [one for one in self.scored if _fits(one) is not None]
 
 
 def validate(
@@ -392,11 +409,16 @@ def _memory_errors(name: str, some: Sequence[Scored]) -> MemoryErrors:
     )
 
 
+def _verdicts(name: str, judged: Sequence[Scored]) -> Fits:
+    ran = [_fits(one) for one in judged if not one.run.out_of_memory]
+    oom = [_fits(one) for one in judged if one.run.out_of_memory]
+    return Fits(name, len(ran), ran.count(True), len(oom), oom.count(False))
+
+
 def _fits(one: Scored) -> bool | None:
     if one.prediction is None or one.run.is_memory_open:
         return None
-    memory = _work(one).device.memory_bytes
-    return None if memory is None else one.prediction.peak_memory_bytes <= memory.value
+    return one.prediction.fits(_work(one).device)
 
 
 def _correlation(some: Sequence[Scored]) -> float | None:
@@ -474,6 +496,7 @@ def summary(report: Report) -> dict[str, Any]:
         "regret": mean_regrets(report.regrets()),
         "memory": [vars(one) for one in report.memory()],
         "fits": vars(report.fits()),
+        "fits_by_source": [vars(one) for one in report.fits_by_source()],
         "unpredicted": {group: dict(reasons) for group, reasons in report.unpredicted().items()},
     }
 

@@ -115,8 +115,8 @@ def test_kernels_are_summed_by_step_name_and_operator(read):
     found = set(rows(account, account.kernels, "name", "op", "term", "count", "total_ns"))
     assert found == {
         (gemm, "aten::addmm", "matmul", 2, 25.0),
-        (add, None, "other_kernels", 1, 5.0),
-        (add, "aten::add", "other_kernels", 1, 5.0),
+        (add, None, "other_kernels.elementwise", 1, 5.0),
+        (add, "aten::add", "other_kernels.elementwise", 1, 5.0),
     }
 
 

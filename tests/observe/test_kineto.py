@@ -269,7 +269,8 @@ def test_the_device_decides_and_the_host_explains_its_idle_time(account):
         "data_wait": 20,
         "matmul": 20,
         "exposed_comm.dp": 20,
-        "other_kernels": 10 + 5,
+        "other_kernels.copy": 10,
+        "other_kernels.elementwise": 5,
         "host_gap": 10 + 5 + 10,
     }
 
@@ -325,7 +326,7 @@ def test_a_step_lasts_until_its_kernels_have_finished(read):
 
 def test_idle_time_of_a_trace_without_a_host_stays_unattributed(account):
     found = account(kernel("ampere_sgemm_128x64_nn", 0, 10), kernel("elementwise", 30, 40))
-    assert found == {"matmul": 10, "other_kernels": 10, "unattributed": 20}
+    assert found == {"matmul": 10, "other_kernels.elementwise": 10, "unattributed": 20}
 
 
 def test_the_process_group_names_the_axis_of_a_kernel(account):

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from paceline.observe import summary
-from paceline.observe.terms import TERMS
+from paceline.observe.terms import TERMS, coarse
 from tests.observe import synthetic
 
 
@@ -101,3 +101,13 @@ def test_the_unigram_bound_is_said_to_be_beaten_only_where_it_is():
 )
 def test_figures_as_text(text, expected):
     assert text == expected
+
+
+def test_plans_and_metrics_have_one_term_for_all_other_kernels():
+    terms = {
+        "matmul": 1.0,
+        "other_kernels.norm": 2.0,
+        "other_kernels": 3.0,
+        "other_kernels.copy": 4.0,
+    }
+    assert coarse(terms) == {"matmul": 1.0, "other_kernels": 9.0}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.config.errors import InputError
-from paceline.observe.terms import TERM_ID, kernel_term, op_term
+from paceline.observe.terms import TERM_ID, op_term
 from paceline.observe.timeline import COMM, COPY, HOST, IDLE, PROCESSOR, Span, Timeline
 
 # An epoch in microseconds leaves a double 0.25 us: short times here, absolute ones below.
@@ -131,44 +131,3 @@ def test_a_foreign_trace_is_no_timeline_of_ours(tmp_path):
 def test_operators_by_name(name, term):
     assert op_term(name) == term
     assert term in TERM_ID
-
-
-@pytest.mark.parametrize(
-    ("name", "term"),
-    [
-        (
-            "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_256x64_16x4_nn_align4>(...)",
-            "matmul",
-        ),
-        ("sm80_xmma_wgrad_implicit_gemm_indexed_tf32f32_tf32f32_f32", "matmul"),
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_TNT", "matmul"),
-        ("ampere_sgemm_128x64_nn", "matmul"),
-        ("triton_tem_fused_addmm_3", "matmul"),
-        ("void cutlass::device_kernel<flash::FlashAttnBwd<...>>", "attention"),
-        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
-        ("void fbgemm_gpu::permute_2D_data_kernel<false>(int)", "other_kernels"),
-        ("split_embedding_backward_codegen_rowwise_adagrad_unweighted", "other_kernels"),
-        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>", "other_kernels"),
-        ("void at::native::multi_tensor_apply_kernel<TensorListMetadata<4>>", "optimizer"),
-        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgs)", "exposed_comm"),
-        ("void deep_ep::internode_ll::dispatch<true, 7168>(void*)", "exposed_comm"),
-        ("void deep_ep::layout::get_dispatch_layout<256, 32, 8>(long const*)", "other_kernels"),
-        ("void vllm::cross_device_reduce_1stage<__half, 8>(vllm::RankData*)", "exposed_comm"),
-        ("void transformer_engine::userbuffers_fp16_sum_inplace_gpu_rr<8>(int)", "exposed_comm"),
-        ("void one_shot_all_reduce_kernel<c10::BFloat16, 16, 8>(int)", "exposed_comm"),
-        ("mscclKernel_Sum_half_LL128_Simple(ncclDevComm*)", "exposed_comm"),
-        ("mscclKernel_Sum_half_Simple", "exposed_comm"),
-        ("void adamw_kernel<float>(AdamWParams)", "optimizer"),
-        ("void kOptimizerStatic8bit2StateBlockwise<__nv_bfloat16, 0, 256, 1>", "optimizer"),
-        ("triton_poi_fused_all_gather_into_tensor_copy_wait_tensor_3", "other_kernels"),
-        ("triton_red_fused_convolution_native_batch_norm_0", "other_kernels"),
-        ("triton_tem_fused_flex_attention_2", "attention"),
-        ("attn_fwd.kd", "attention"),
-        ("Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x64", "matmul"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matmul"),
-        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<>>>", "attention"),
-    ],
-)
-def test_kernels_by_name(name, term):
-    assert kernel_term(name) == term

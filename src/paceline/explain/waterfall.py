@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from paceline.explain.subject import Subject
 from paceline.observe.summary import in_order, mean_terms, summarise
-from paceline.observe.terms import TERMS
+from paceline.observe.terms import TERMS, coarse
 
 # What the model's FLOPs are done in.
 _USEFUL = ("matmul", "attention")
@@ -68,6 +68,8 @@ def terms_beside(subject: Subject) -> list[Row]:
     """The terms of the step, measured and predicted."""
     measured = measured_terms(subject)
     predicted: Mapping[str, float] = {} if subject.planned is None else subject.planned.time_s
+    if predicted:
+        measured = coarse(measured)
     rows = []
     for term in in_order({*measured, *(term for term, s in predicted.items() if s)}):
         expected = predicted.get(term, 0.0) if predicted else None
@@ -79,14 +81,9 @@ def measured_terms(subject: Subject) -> dict[str, float]:
     """Mean seconds by term over ranks and profiled steps, scaled to sum to `subject.step_s`."""
     if subject.account is None:
         return mean_terms(subject.steady)
-    seconds = {
-        term: float(subject.measured.term_s(term).mean())
-        for term in TERMS
-        if term != "exposed_comm"
-    }
-    seconds["exposed_comm"] = float(subject.measured.term_s("exposed_comm").mean()) - sum(
-        value for term, value in seconds.items() if term.startswith("exposed_comm.")
-    )
+    account, rows = subject.account, subject.measured.rows
+    means = account.terms_ns[rows].reshape(-1, len(TERMS)).mean(axis=0) / 1e9
+    seconds = dict(zip(TERMS, map(float, means), strict=True))
     paced = {
         term: value * (1.0 if term.startswith(_WAITS) else subject.pace)
         for term, value in seconds.items()

@@ -44,6 +44,7 @@ from paceline.config.errors import InputError
 from paceline.observe.accounting import accounting
 from paceline.observe.kineto.read import METADATA
 from paceline.observe.memory import MemoryRecorder
+from paceline.observe.terms import coarse
 from paceline.observe.timeline import Timeline
 
 _WARMUP = 1
@@ -176,4 +177,5 @@ class ProfiledWindows:
     def _account(self, trace: Path) -> dict[int, dict[str, float]]:
         if self._rank != 0:
             return {}
-        return accounting(Timeline.from_kineto(trace, self._rank, self._axis))[self._rank]
+        steps = accounting(Timeline.from_kineto(trace, self._rank, self._axis))[self._rank]
+        return {step: coarse(terms) for step, terms in steps.items()}

@@ -23,7 +23,12 @@ Facts = Mapping[str, Any]
 TERM_COLOURS = {
     "matmul": "#2b6cb0",
     "attention": "#3f9bd1",
-    "other_kernels": "#8cc1e3",
+    "other_kernels.norm": "#6fb0da",
+    "other_kernels.elementwise": "#8cc1e3",
+    "other_kernels.copy": "#a9d2ec",
+    "other_kernels.embedding": "#79b8c9",
+    "other_kernels.routing": "#9cc8d6",
+    "other_kernels": "#c3dfef",
     "recompute": "#5a6fc4",
     "optimizer": "#2f9e8f",
     "bubble": "#b39b5d",

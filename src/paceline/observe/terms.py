@@ -1,18 +1,23 @@
 """The vocabulary of a step's time, and the tables that put a recorded name under a term.
 
 Every instant of a step belongs to one of `TERMS`. The simulator names terms itself; what a profiler
-recorded has only the names of operators and kernels, and the tables here translate them. They are
-substrings seen in real traces (PyTorch on CPU, A100, H800), checked in the order given.
+recorded has only the names of operators and kernels. Operators are translated by the tables here,
+substrings seen in real traces that are checked in the order given; kernels by `kernel_names`.
 
 Not here: anything that depends on where an operator ran (inside the optimizer, inside a recomputed
 block, beside a collective). `observe.kineto` knows the surroundings and has the last word.
 """
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 
+from paceline.observe.kernel_names import EXPOSED_COMM as EXPOSED_COMM
+from paceline.observe.kernel_names import OTHER as OTHER
+from paceline.observe.kernel_names import OTHER_KINDS, is_communication
+from paceline.observe.kernel_names import kernel_term as kernel_term
+
 AXES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
-EXPOSED_COMM = "exposed_comm"
 
 # In order of priority: where two spans of one layer overlap, the instant belongs to the earlier
 # term. Useful work comes first, so that a term of waste never hides a term of progress.
@@ -21,7 +26,8 @@ TERMS = (
     "attention",
     "recompute",
     "optimizer",
-    "other_kernels",
+    *(f"{OTHER}.{kind}" for kind in OTHER_KINDS),
+    OTHER,  # what isn't known by its name, and on a CPU all of these
     *(f"{EXPOSED_COMM}.{axis}" for axis in AXES),
     EXPOSED_COMM,  # the axis is not known: traces of other systems
     "checkpoint_stall",
@@ -32,6 +38,7 @@ TERMS = (
     "unattributed",
 )
 TERM_ID = {term: index for index, term in enumerate(TERMS)}
+OTHER_IDS = tuple(TERM_ID[term] for term in TERMS if term.startswith(OTHER))
 EXPOSED_IDS = tuple(TERM_ID[term] for term in TERMS if term.startswith(EXPOSED_COMM))
 
 # What our own loop records with torch.profiler.record_function.
@@ -65,29 +72,6 @@ _HOST_OPS = re.compile(
     r"CompiledFunction|TorchDynamo|Pregraph|AOTDispatcher|## "
 )
 _COMM_OPS = ("c10d::", "_c10d_functional::", "c10d_functional::", "record_param_comms", "nccl:")
-
-# Inductor names its pointwise and reducing kernels after the operators around them ("convolution",
-# "all_reduce"), whose own kernels they are not.
-_INDUCTOR_KERNELS = re.compile(r"triton_(poi|red|per|for|spl)\w*_fused")
-# NCCL and its like of other vendors; NVSHMEM and DeepEP; reductions over shared memory by vLLM,
-# TensorRT-LLM, FlashInfer, TransformerEngine ("userbuffers") and PyTorch's symmetric memory.
-_COMM_KERNELS = re.compile(
-    r"(n|r|h|x|mu|ms|one)ccl|(nv|roc)shmem|(deep_ep|::ep)::(internode|intranode)|"
-    r"cross_device_reduce|allreduce|all_reduce|all_?gather|reduce_?scatter|all_?to_?all|"
-    r"(one|two)_?shot|multimem|userbuffers|moe_a2a|ring_exchange|low_latency_(dispatch|combine)"
-)
-_ATTENTION_KERNELS = re.compile(
-    r"flash(?!infer::(norm|activation|sampling))|fmha|sdpa|attention|attn_|_attn|bwd_kernel_d[kq]"
-)
-_OPTIMIZER_KERNELS = (
-    *("multi_tensor_apply", "fusedadam", "fused_adam", "adamw", "fusedsgd", "fusedlamb"),
-    "koptimizer",  # bitsandbytes
-)
-_MATMUL_KERNELS = re.compile(
-    r"(?<!fb)gemm|gemv|cutlass|xmma|nvjet|scudnn|cublas|splitk|winograd|convolve|convolution|conv2d|"
-    r"conv_depthwise|wgrad|dgrad|fprop|triton_(tem\w*)?mm|^_?(matmul|bmm|mm)_kernel|"
-    r"cijk_|tensile|asmconv|miopenconv"
-)
 
 # Collectives by what their kernels, operators and ranges are called, underscores left out; the
 # first that fits.
@@ -175,7 +159,7 @@ def is_comm_op(name: str) -> bool:
 
 def is_collective(name: str) -> bool:
     """Say whether a host operator, a range of a backend's thread or a kernel communicates."""
-    return is_comm_op(name) or name.startswith("gloo:") or kernel_term(name) == EXPOSED_COMM
+    return is_comm_op(name) or name.startswith("gloo:") or is_communication(name)
 
 
 def collective_name(name: str) -> str | None:
@@ -189,19 +173,18 @@ def is_sync(name: str) -> bool:
     return name in _SYNC_OPS or name.removeprefix("cuda").removeprefix("hip") in _SYNC_CALLS
 
 
-@lru_cache(maxsize=4096)
-def kernel_term(name: str) -> str:
-    """Return the term of a device kernel, judged by its name alone."""
-    lowered = name.lower()
-    if _INDUCTOR_KERNELS.match(lowered):
-        return "other_kernels"
-    if _COMM_KERNELS.search(lowered):
-        return EXPOSED_COMM
-    if _ATTENTION_KERNELS.search(lowered):
-        return "attention"
-    if any(word in lowered for word in _OPTIMIZER_KERNELS):
-        return "optimizer"
-    return "matmul" if _MATMUL_KERNELS.search(lowered) else "other_kernels"
+def is_peer_copy(name: str) -> bool:
+    """Say whether a copy goes from one device to another ("Memcpy PtoP (Device -> Device)")."""
+    return "ptop" in name.lower() or "peer" in name.lower()
+
+
+def coarse(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Sum up the kinds of other kernels, which plans and metrics don't tell apart."""
+    result: dict[str, float] = {}
+    for term, value in seconds.items():
+        key = OTHER if term.startswith(OTHER) else term
+        result[key] = result.get(key, 0.0) + value
+    return result
 
 
 def comm_term(axis: str | None) -> str:

@@ -1,6 +1,7 @@
 """Rules about what the device computes with: arithmetic, attention, fusion, sizes."""
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from paceline.explain.finding import Finding
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import fits, what_if
 from paceline.observe.summary import step_time_text
-from paceline.observe.terms import TERM_ID
+from paceline.observe.terms import OTHER_IDS, TERM_ID
 
 _FP32_KERNELS = re.compile(r"sgemm|f32f32_f32f32|_ffma|simt_s|gemmsn?_f32|fp32_fp32|_s_nn_|SB_MT")
 _TF32_KERNELS = re.compile(r"tf32|s1688gemm|s16816gemm_tf32")
@@ -112,7 +113,7 @@ def unfused_elementwise(subject: Subject) -> Finding | None:
     if subject.job is not None and subject.job.layout.compile is True:
         return None
     account = subject.account
-    kernels = account.kernels[account.kernels["term"] == TERM_ID["other_kernels"]]
+    kernels = account.kernels[np.isin(account.kernels["term"], OTHER_IDS)]
     simple = [bool(_ELEMENTWISE.search(account.names[name])) for name in kernels["name"]]
     whole_ns, simple_ns = kernels["total_ns"].sum(), kernels["total_ns"][simple].sum()
     # Kernels beside products cost nothing: the term has what is left of them.
@@ -298,11 +299,17 @@ def _work_s(subject: Subject, *terms: str) -> float:
     return float(subject.measured.term_s(*terms).mean()) * subject.pace
 
 
+def _ids(terms: Sequence[str]) -> list[int]:
+    """The terms' indices, those of their kinds and axes too."""
+    prefixes = tuple(f"{term}." for term in terms)
+    return [at for term, at in TERM_ID.items() if term in terms or term.startswith(prefixes)]
+
+
 def longest(subject: Subject, *terms: str) -> list[str]:
     """The kernels of some terms that take most, as a sentence."""
     account = subject.account
     assert account is not None
-    kernels = account.kernels[np.isin(account.kernels["term"], [TERM_ID[term] for term in terms])]
+    kernels = account.kernels[np.isin(account.kernels["term"], _ids(terms))]
     if not len(kernels):
         return []
     names, which = np.unique(kernels["name"], return_inverse=True)

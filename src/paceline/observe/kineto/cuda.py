@@ -15,7 +15,7 @@ import numpy.typing as npt
 from paceline.observe import terms as words
 from paceline.observe.kineto.events import COPY, LAUNCH, OP, Trace
 from paceline.observe.kineto.host import NONE, Host, call_axes, comm_terms
-from paceline.observe.terms import EXPOSED_COMM, TERM_ID
+from paceline.observe.terms import EXPOSED_COMM, OTHER, TERM_ID
 
 _Array = npt.NDArray[Any]
 _BY_OPERATOR = [TERM_ID[term] for term in ("recompute", "optimizer", "attention")]
@@ -47,16 +47,20 @@ def _match(events: _Array, field: str, kind: int, wanted: _Array) -> _Array:
 
 
 def device_terms(trace: Trace, host: Host, device: _Array, launch: _Array) -> _Array:
-    """Return the term of each kernel or copy; copies have no say in what they are for."""
-    by_name = np.array([TERM_ID[words.kernel_term(name)] for name in trace.names], np.int64)
-    term = by_name[device["name"]]
+    """Return the term of each kernel or copy; copies are copies, but between devices
+    they communicate."""
+    used, which = np.unique(device["name"], return_inverse=True)
+    names = [trace.names[name] for name in used.tolist()]
+    term = np.array([TERM_ID[words.kernel_term(name)] for name in names], np.int64)[which]
     claim = np.append(host.claim, NONE)[launch]
     communicates = term == TERM_ID[EXPOSED_COMM]
     term = np.where(np.isin(claim, _BY_OPERATOR) & ~communicates, claim, term)
     axis = call_axes(trace)[device["call"]]
     axis = np.where(axis == NONE, np.append(host.axis, host.default_axis)[launch], axis)
     term = np.where(communicates, comm_terms(axis), term)
-    return np.where(device["kind"] == COPY, TERM_ID["other_kernels"], term)
+    is_peer = np.array([words.is_peer_copy(name) for name in names], bool)[which]
+    copies = np.where(is_peer, comm_terms(axis), TERM_ID[f"{OTHER}.copy"])
+    return np.where(device["kind"] == COPY, copies, term)
 
 
 def follow_device(windows: _Array, host: Host, device: _Array, launch: _Array) -> _Array:

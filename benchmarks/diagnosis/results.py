@@ -90,7 +90,7 @@ def _described(finding: Finding) -> dict[str, Any]:
         "title": finding.title,
         "gain": finding.gain,
         "changes": changes,
-        "evidence": list(finding.evidence),
+        "evidence": [each.sentence for each in finding.evidence],
     }
 
 

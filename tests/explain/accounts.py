@@ -12,6 +12,7 @@ from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.explain.subject import Subject
 from paceline.observe.account import COLLECTIVE, GAP, KERNEL, SYNC, Account
+from paceline.observe.caveats import Caveat, Device
 from paceline.observe.terms import AXES, TERM_ID, TERMS
 from paceline.observe.timeline import STEP
 from tests.plan.planned import layout as plain_layout
@@ -19,6 +20,9 @@ from tests.plan.planned import layout as plain_layout
 MS = 1_000_000
 STEPS = (10, 11, 12, 13)
 Terms = Mapping[str, float]
+
+H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000, is_amd=False)
+V100 = Device("Tesla V100-SXM2-16GB", (7, 0), 16_900_000_000, is_amd=False)
 
 MODEL = Model(
     vocab_size=512,
@@ -38,6 +42,8 @@ def account(
     syncs: Iterable[Mapping[str, Any]] = (),
     kernels: Iterable[Mapping[str, Any]] = (),
     is_device: bool = False,
+    caveats: Iterable[str] = (),
+    device: Device | None = None,
 ) -> Account:
     """An Account of four steps.
 
@@ -49,6 +55,8 @@ def account(
         syncs: rows, likewise.
         kernels: rows, likewise, with `total_ms`.
         is_device: whether a device was recorded.
+        caveats: kinds of what the trace can't say.
+        device: what the trace was recorded on.
     """
     names: dict[str, int] = {}
     steps: list[tuple[int, int, int, int]] = []
@@ -75,6 +83,8 @@ def account(
         gaps=table(GAP, gaps),
         syncs=table(SYNC, syncs),
         names=tuple(names),
+        caveats=tuple(Caveat(kind, f"The trace has {kind}.") for kind in caveats),
+        devices={} if device is None else dict.fromkeys(range(len(ranks)), device),
     )
 
 
@@ -155,6 +165,7 @@ def _row(
         else:
             values[key] = value
     values.setdefault("group", -1)
+    values.setdefault("in_backward", values["micro_batch"] > 0)
     values.setdefault("op", values["name"])
     values.setdefault("exposed_ns", values.get("duration_ns", 0))
     return tuple(int(values[field]) for field in dtype.names)

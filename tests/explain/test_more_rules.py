@@ -50,8 +50,10 @@ def test_elementwise_kernels_count_and_copies_of_batches_don_t() -> None:
 def test_attention_of_separate_kernels_is_slow_and_a_fused_one_isn_t() -> None:
     softmax = kernel("softmax_warp_forward", "attention", 10)
     flash = kernel("flash_fwd_kernel", "attention", 10)
-    assert found("slow-attention", on_device(kernels=[softmax])).gain_s == pytest.approx(0.006)
-    assert RULES["slow-attention"](on_device(kernels=[softmax, flash])) is None
+    products = {**kernel("gemm", "matmul", 10, count=2), "op": "aten::bmm"}
+    plain = on_device(kernels=[softmax, products])
+    assert found("slow-attention", plain).gain_s == pytest.approx(0.006)
+    assert RULES["slow-attention"](on_device(kernels=[softmax, products, flash])) is None
 
 
 def test_a_device_that_waits_for_short_kernels() -> None:
@@ -81,10 +83,13 @@ def test_the_planner_s_gain_of_a_larger_micro_batch_is_bounded_by_what_was_seen(
 
 
 def test_ranks_that_wait_longer_than_one_would_take_alone() -> None:
+    sent = {"name": "all_reduce", "axis": "dp", "bytes": 1 << 20, "members": "[0, 1]"}
+    both = [{**sent, "duration_ms": 20}]
     waits = {"matmul": 20.0, "exposed_comm.dp": 80.0}
-    assert found("model-too-small", subject(account([waits, waits]))).gain_s == pytest.approx(0.06)
+    made = account([waits, waits], collectives=both)
+    assert found("model-too-small", subject(made)).gain_s == pytest.approx(0.06)
     fine = {"matmul": 80.0, "exposed_comm.dp": 20.0}
-    assert RULES["model-too-small"](subject(account([fine, fine]))) is None
+    assert RULES["model-too-small"](subject(account([fine, fine], collectives=both))) is None
 
 
 def test_products_slower_than_the_rest_are_left_over_after_named_causes() -> None:
@@ -162,7 +167,7 @@ def test_asking_the_driver_for_memory_within_steps() -> None:
 
 def test_what_happens_once_is_not_the_host_s_fault() -> None:
     waits = {"matmul": 20.0, "host_gap": 80.0}
-    loading = {"name": "cuModuleLoadData", "duration_ms": 70}
+    loading = {"name": "cuModuleLoadData", "duration_ms": 280, "step": 10}
     late, queued = ({"name": name, "duration_ms": 10} for name in ("aten::mm", BETWEEN_KERNELS))
     of = on_device(waits, gaps=[loading, late, queued])
     assert found("warm-up-recorded", of).gain_s == pytest.approx(0.07)
@@ -198,7 +203,7 @@ def test_what_all_ranks_wait_for_a_core_is_told_but_not_what_one_waits_alone() -
     both = waiting(0.04, 0.05)
     assert both is not None
     assert both.gain_s == pytest.approx(0.034)
-    assert "Rank 1" in both.evidence[0]
+    assert "Rank 1" in both.evidence[0].sentence
     assert waiting(0.011, 0.06) is None
     assert waiting(0.04, 0.05, threads_per_rank=2) is None  # they wait for each other
 

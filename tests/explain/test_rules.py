@@ -8,10 +8,10 @@ from paceline.config.job import Job
 from paceline.config.layers import Experts
 from paceline.config.stack import Stack
 from paceline.explain.changes import changed
-from paceline.explain.finding import Finding
+from paceline.explain.finding import Evidence, Finding
 from paceline.explain.rules import RESIDUALS, RULES, findings
 from paceline.explain.subject import Subject
-from tests.explain.accounts import MODEL, account, job, line, subject
+from tests.explain.accounts import H100, MODEL, account, job, line, subject
 from tests.plan.planned import cluster
 
 WORK = {"matmul": 60.0, "other_kernels": 20.0, "optimizer": 10.0, "host_gap": 5.0}
@@ -44,7 +44,7 @@ def test_a_rank_that_takes_longer_is_named_with_what_it_takes_longer_for() -> No
     first = the("straggler-rank", subject(account([fast, fast, slow, fast]), job(4)))
     assert first.gain_s == pytest.approx(0.020)
     assert "Rank 2" in first.title
-    assert "host_gap" in first.evidence[1]
+    assert "host_gap" in first.evidence[1].sentence
 
 
 def test_a_slow_rank_costs_at_most_what_the_others_wait_for_it() -> None:
@@ -152,9 +152,10 @@ def test_writing_that_is_told_beside_a_window_counts() -> None:
 
 def test_what_was_measured_stands_before_what_was_predicted_to_gain_as_much() -> None:
     of = subject(None, job(2), step_ms=100)
+    told = (Evidence("host", "Seen."), Evidence("clock", "And timed."))
     sure, guess = (
-        Finding.of(of, "x", "", gain_s, (), confidence=confidence)
-        for gain_s, confidence in ((0.010, "high"), (0.012, "medium"))
+        Finding.of(of, "x", "", gain_s, told, basis=basis)
+        for gain_s, basis in ((0.010, "measured"), (0.012, "predicted"))
     )
     assert sure.weight > guess.weight
     assert sure.gain < guess.gain
@@ -389,7 +390,7 @@ def test_fp64_costs_half_of_the_work() -> None:
 
 def test_fp32_kernels_of_a_foreign_trace_are_told_without_a_setting() -> None:
     wide = {"name": "ampere_sgemm_128x64_nn", "op": "aten::mm", "term": "matmul", "total_ms": 60}
-    of = subject(account([WORK], kernels=[wide], is_device=True))
+    of = subject(account([WORK], kernels=[wide], is_device=True, device=H100))
     first = the("fp32", of)
     assert first.gain_s == pytest.approx(0.051)
     assert not first.changes
@@ -407,7 +408,7 @@ def test_reading_values_in_every_micro_batch_keeps_the_device_idle() -> None:
     finding = found("sync-points", subject(of))
     assert finding is not None
     assert finding.gain_s == pytest.approx(0.032)
-    assert "train.py(12)" in finding.evidence[0]
+    assert "train.py(12)" in finding.evidence[0].sentence
 
 
 @pytest.mark.parametrize("what", [{"bytes": 8}, {"name": "barrier", "bytes": -1}])
@@ -427,7 +428,7 @@ def test_long_pauses_of_all_ranks_are_the_host_s() -> None:
     of = subject(account([late, late], gaps=[{**pause, "times": 2}]), job(2))
     first = the("host-bound", of)
     assert first.gain_s == pytest.approx(0.030)
-    assert "train.py(3)" in first.evidence[0]
+    assert "train.py(3)" in first.evidence[0].sentence
 
 
 def test_a_pause_of_one_rank_is_that_rank_s() -> None:

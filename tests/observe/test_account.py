@@ -275,3 +275,61 @@ def test_the_only_trace_needs_no_steps_and_no_ranks(read):
     assert account.term_s("matmul") == account.step_s() == pytest.approx(20e-6)
     assert account.terms_ns[0, TERM_ID["unattributed"]] == 0
     assert np.array_equal(account.ranks, [0])
+
+
+# --- passes of a step ---------------------------------------------------------------------------
+
+
+def one_pass(at, number, device_at, *more):
+    """Forward, backward with an all-reduce of 4 MiB in it, on the host from `at` on, on the device
+    from `device_at` on."""
+    sizes = {"In msg nelems": 1 << 20, "Group size": 2, "dtype": "Float"}
+    name = {"Collective name": "allreduce", "Process Group Ranks": "[0, 1]"}
+    accumulate = NODE + "torch::autograd::AccumulateGrad"
+    return [
+        event("aten::mm", at, at + 10, Sequence_number=number),
+        launch(at + 2, 10 * number),
+        kernel("ampere_sgemm_128x64_nn", device_at, device_at + 4, 10 * number),
+        event(accumulate, at + 20, at + 40, Sequence_number=number, Fwd_thread_id=1),
+        event("record_param_comms", at + 24, at + 30, **name, **sizes),
+        launch(at + 26, 10 * number + 1),
+        kernel("ncclDevKernel_AllReduce", device_at + 5, device_at + 9, 10 * number + 1, stream=9),
+        *more,
+    ]
+
+
+def passes(account):
+    found = account.collectives
+    return list(zip(found["step"].tolist(), found["micro_batch"].tolist(), strict=True))
+
+
+def test_a_host_that_is_ahead_of_its_device_begins_no_second_pass(read):
+    steps = [span(f"ProfilerStep#{n}", 100 * n, 100 * n + 100) for n in range(2)]
+    account = read(*steps, *one_pass(5, 1, 150), *one_pass(105, 2, 180))
+    assert account.steps["end_ns"].tolist()[0] > 105 * US  # the second pass began before
+    assert passes(account) == [(0, 1), (1, 1)]
+    assert account.collectives["in_backward"].all()
+
+
+def test_passes_of_one_step_are_counted_on(read):
+    account = read(step(300), *one_pass(5, 1, 150), *one_pass(105, 2, 180))
+    assert passes(account) == [(0, 1), (0, 2)]
+
+
+def test_an_optimizer_ends_the_passes_that_are_counted_together(read):
+    optimizer = span("Optimizer.step#AdamW.step", 60, 90)
+    account = read(step(300), *one_pass(5, 1, 150, optimizer), *one_pass(105, 2, 180))
+    assert passes(account) == [(0, 1), (0, 1)]
+    fused = [launch(70, 99), kernel("multi_tensor_apply_kernel", 170, 171, 99)]
+    account = read(step(300), *one_pass(5, 1, 150, *fused), *one_pass(105, 2, 180))
+    assert passes(account) == [(0, 1), (0, 1)]
+
+
+def test_a_collective_of_the_forward_pass_is_not_in_the_backward_one(read):
+    forward = event("aten::mm", 0, 12, Sequence_number=1)
+    gather = span("nccl:all_reduce", 4, 9, Input_Dims=[[1 << 20]], Input_type=["float"])
+    node = event(NODE + "MmBackward0", 20, 30, Sequence_number=1, Fwd_thread_id=1)
+    run = [launch(5, 1), kernel("ncclDevKernel_AllReduce", 30, 40, 1, stream=9)]
+    account = read(step(), forward, gather, *run, node)
+    assert passes(account) == [(0, 1)]
+    assert not account.collectives["in_backward"].any()

@@ -9,7 +9,7 @@ import pytest
 from paceline.config.errors import InputError
 from paceline.config.job import Job
 from paceline.config.stack import Stack
-from paceline.explain.finding import Finding
+from paceline.explain.finding import Evidence, Finding
 from paceline.plan.price.step import predict
 from paceline.tune import candidates, propose
 from paceline.tune.book import FolderBook
@@ -23,6 +23,8 @@ from paceline.tune.settings import Freedom
 from paceline.tune.story import paragraph, parts
 from paceline.tune.trial import Outcome
 from tests.tune.jobs import job
+
+SURE = (Evidence("host", "Seen."), Evidence("clock", "Timed."))
 
 GIVEN = job()
 
@@ -261,7 +263,9 @@ def test_a_finding_that_names_the_change_is_tried_at_once(tmp_path):
     def slow_unless_set(one: Job) -> float:
         return true_s(one) * (0.5 if one.layout.bucket_mib == 3.0 else 1.0)
 
-    finding = Finding("small-buckets", "t", (), 0.4, 0.4, ("layout.bucket_mib=3.0",), "", "high")
+    finding = Finding(
+        "small-buckets", "t", SURE, 0.4, 0.4, ("layout.bucket_mib=3.0",), "", "measured"
+    )
     freedom = Freedom.of(keep=["dp", "recompute", "micro_batch"])
     book, _, _ = tuned(tmp_path, slow_unless_set, freedom=freedom, findings=[finding])
     assert book.known.best.why == "finding small-buckets"

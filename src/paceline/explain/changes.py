@@ -1,4 +1,5 @@
-"""Changes: settings for --set that a rule offers, and the Job with them; only what can run."""
+"""Changes: settings for --set that a rule offers, and the Job with them; only what can run, and
+what changes something."""
 
 from collections.abc import Sequence
 
@@ -19,5 +20,18 @@ def changed(job: Job, changes: Sequence[str]) -> Job | None:
 
 
 def offered(job: Job | None, *changes: str) -> tuple[str, ...]:
-    """The changes, where the Job can run with them; else none."""
-    return changes if job is not None and changed(job, changes) is not None else ()
+    """The changes, where the Job can run with them and isn't so already; else none.
+
+    What is to happen every so many steps has to happen within the run.
+    """
+    other = None if job is None else changed(job, changes)
+    if job is None or other is None or other == job:
+        return ()
+    now, then = _intervals(job), _intervals(other)
+    is_never = any(a != b and b > other.train.steps for a, b in zip(now, then, strict=True))
+    return () if is_never else changes
+
+
+def _intervals(job: Job) -> tuple[int, int]:
+    """What happens every so many steps."""
+    return job.train.eval_every, job.checkpoint.every

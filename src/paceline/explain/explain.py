@@ -51,7 +51,7 @@ class Explanation:
                 "rows": [row._asdict() for row in self.waterfall.rows],
             },
             "communication": flows,
-            "findings": [asdict(each) for each in self.findings],
+            "findings": [each.to_json() for each in self.findings],
             "notes": list(self.notes),
             "next": self.next_command,
             "out_of_memory": self.out_of_memory and asdict(self.out_of_memory),

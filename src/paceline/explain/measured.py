@@ -93,6 +93,17 @@ class Measured:
         sums = np.bincount(at[is_known], rows[column][is_known], minlength=len(known))
         return sums[self.rows] / 1e9
 
+    def recurs(self, rows: Array) -> bool:
+        """Whether rows of one of the account's tables stand in half of the steps or more.
+
+        What stands in the first recorded steps alone happens once, however long they take.
+        """
+        steps = self.account.steps["step"][self.rows[:, 0]]
+        is_there = np.isin(steps, rows["step"])
+        return bool(2 * np.count_nonzero(is_there) >= len(steps)) and bool(
+            len(steps) < 2 or is_there[len(steps) // 2 :].any()
+        )
+
     def gain_s(self, saved_s: Array | Sequence[Array]) -> float:
         """Seconds by which a step is shorter if ranks save so much of their own work.
 

@@ -100,7 +100,7 @@ def shown(subject: Subject, why: Explanation) -> SimpleNamespace:
 def finding(each: Finding) -> Mapping[str, Any]:
     """A finding as text."""
     return {
-        **vars(each),
+        **each.to_json(),
         "title": each.title.rstrip("."),
         "gain": f"{step_time_text(each.gain_s)} a step, {each.gain:.1%}",
     }

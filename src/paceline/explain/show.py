@@ -125,7 +125,10 @@ def _finding(each: Finding) -> RenderableType:
         (f"{each.name}", "bold"),
         (f"  {step_time_text(each.gain_s)} of a step, confidence {each.confidence}", "dim"),
     )
-    told: list[Text] = [Text(each.title), *(Text(one, style="dim") for one in each.evidence)]
+    told: list[Text] = [
+        Text(each.title),
+        *(Text(one.sentence, style="dim") for one in each.evidence),
+    ]
     if each.advice:
         told.append(Text(each.advice))
     if each.changes:

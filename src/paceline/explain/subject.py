@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from paceline.config.errors import InputError
 from paceline.config.job import Job
@@ -20,6 +23,8 @@ from paceline.explain.measured import Measured
 from paceline.explain.traffic import Traffic
 from paceline.explain.windows import read_windows
 from paceline.observe.account import Account
+from paceline.observe.caveats import Device
+from paceline.observe.meetings import match
 from paceline.observe.run import Run
 from paceline.observe.summary import number
 
@@ -82,6 +87,31 @@ class Subject:
                 "which records a few steps now and then."
             )
         return Measured.of(self.account)
+
+    @cached_property
+    def ranks_belong_together(self) -> bool:
+        """Whether all recorded ranks are one job's: a Run's are; of traces those whose collectives
+        are the same ones, each rank with some other."""
+        if self.account is None or self.job is not None:
+            return True
+        meetings = match(self.account.collectives, self.account.names)
+        return set(self.account.ranks) == set(meetings["rank"].tolist())
+
+    @property
+    def worker(self) -> Literal["device", "host"]:
+        """Who computed in the profiled steps, and so says what was computed and for how long."""
+        return "device" if self.account is not None and self.account.is_device else "host"
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """The kinds of devices that traces describe, of some ranks or all."""
+        return () if self.account is None else tuple(set(self.account.devices.values()))
+
+    def all_recorded(self, where: npt.NDArray[np.bool_]) -> bool:
+        """Whether all ranks of some collectives were recorded: else the wait for a late rank is
+        part of them, unseen."""
+        ranks = int(self.traffic.rows["group_size"][where].max(initial=0))
+        return 0 < ranks <= len(self.account.ranks) if self.account is not None else False
 
     @cached_property
     def traffic(self) -> Traffic:

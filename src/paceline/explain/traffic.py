@@ -6,6 +6,7 @@ bandwidth is nccl-tests' (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): wha
 send, at least, over the time.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ Array = npt.NDArray[Any]
 
 SMALL_BYTES = 4096
 """Collectives of fewer bytes carry numbers, not tensors: their time is latency."""
+_AS_MUCH = 0.8
 
 
 class Flow(NamedTuple):
@@ -125,6 +127,19 @@ class Traffic:
             total += share * float(self.account.terms_ns[:, term].sum()) / self.num_steps / 1e9
         return total
 
+    def passes(self, where: Array) -> int:
+        """In how many passes of a step the same buffers travel: the median over steps and ranks.
+
+        A pass counts if it carries four fifths of the bytes of the one that carries most, in
+        buffers of the same sizes: two networks that are trained in turn don't.
+        """
+        rows = self.rows[where & (self.rows["micro_batch"] >= 0)]
+        keys = np.stack([rows["rank"], rows["step"]], axis=1)
+        steps, which = np.unique(keys, axis=0, return_inverse=True)
+        counts = [_passes_alike(rows[which.reshape(-1) == at]) for at in range(len(steps))]
+        counts += [0] * (self.num_steps - len(counts))
+        return int(np.median(counts)) if counts else 0
+
     def removed_s(self, where: Array) -> float:
         """Seconds by which a step is shorter without some collectives.
 
@@ -183,3 +198,17 @@ class Traffic:
         if per_byte <= 0:
             late, per_byte = float(np.median(medians)), 0.0
         return Link(float(late), 1 / per_byte if per_byte > 0 else float("inf"))
+
+
+def _passes_alike(rows: Array) -> int:
+    """How many passes of one rank's step carry the buffers of the one that carries most."""
+    sizes = {
+        int(number): Counter(np.maximum(rows["bytes"][rows["micro_batch"] == number], 1).tolist())
+        for number in np.unique(rows["micro_batch"])
+    }
+    most = max(sizes.values(), key=_bytes_of)
+    return sum(_bytes_of(each & most) >= _AS_MUCH * _bytes_of(most) for each in sizes.values())
+
+
+def _bytes_of(sizes: Counter[int]) -> int:
+    return sum(size * count for size, count in sizes.items())

@@ -50,7 +50,10 @@ COLLECTIVE = np.dtype(
         # The part with no kernel beside it; on a CPU, that in which the main thread waited for it.
         # Several that are on their way at once share it.
         ("exposed_ns", "i8"),
-        ("micro_batch", "i4"),  # forward-backward passes of the step begun before it, -1: unknown
+        # Forward-backward passes begun before it, since its step began and since the last optimizer
+        # ran; -1: unknown.
+        ("micro_batch", "i4"),
+        ("in_backward", "?"),  # it was asked for when the backward pass of that one had begun
         ("members", "i4"),  # its ranks as text, "[0, 1]"
         ("wait_ns", "i8"),  # from its start until the last rank came; 0 where that isn't known
     ]

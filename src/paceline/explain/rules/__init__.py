@@ -2,11 +2,18 @@
 
 A rule says nothing where it can't see, and estimates what mending its cause would give, not how
 long the thing takes: a wait that other ranks' work hides gives nothing. To add one, write a
-function in the file of its subject and a line in `RULES`; docs/explain.md tells each.
+function in the file of its subject and a row in `RULES`; docs/explain.md tells each, by that table.
+
+What holds for all of them is done here, for all at once: a rule isn't asked what a trace can't say
+(`blind`), and what it says passes `sound`.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import isfinite
+from typing import NamedTuple
 
+from paceline.explain.changes import offered
 from paceline.explain.finding import Finding
 from paceline.explain.rules import (
     environment,
@@ -21,48 +28,270 @@ from paceline.explain.rules import (
     uneven,
 )
 from paceline.explain.subject import Subject
+from paceline.observe import caveats
 
-Rule = Callable[[Subject], Finding | None]
+# What rests on the device's idle time or kernels says nothing where these were not recorded.
+_NO_DEVICE = (caveats.GRAPH_KERNELS_MISSING, caveats.NO_KERNELS)
+# What happens how often in a step can't be told where nothing marks the steps.
+_NO_STEPS = (caveats.NO_STEPS,)
+_NO_TRAINING = (caveats.INFERENCE,)
+
+
+class Rule(NamedTuple):
+    """A rule, and what a person has to know of it."""
+
+    find: Callable[[Subject], Finding | None]
+    needs: str
+    """What has to be seen for it to speak."""
+    silent: str
+    """What makes it silent, beside caveats; empty: the lack of what it needs, and nothing else."""
+    terms: tuple[str, ...] = ()
+    """Of the vocabulary: whose time it explains."""
+    blind: tuple[str, ...] = ()
+    """Kinds of caveats with which it isn't asked."""
+
+    def __call__(self, subject: Subject) -> Finding | None:
+        """What it finds, as it may be told."""
+        account = subject.account
+        if account is not None and any(account.caveat(kind) for kind in self.blind):
+            return None
+        found = self.find(subject)
+        return None if found is None else sound(subject, found)
+
+
+_EXCHANGES = ("exposed_comm", "straggler_wait")
 
 RULES: Mapping[str, Rule] = {
-    "straggler-rank": uneven.straggler_rank,
-    "slow-link": links.slow_link,
-    "wrong-fabric": links.wrong_fabric,
-    "loader-bound": stalls.loader_bound,
-    "host-bound": host.host_bound,
-    "sync-points": host.sync_points,
-    "reduce-every-micro-batch": exchange.reduce_every_micro_batch,
-    "buckets-too-small": exchange.buckets_too_small,
-    "buckets-too-large": exchange.buckets_too_large,
-    "no-overlap": exchange.no_overlap,
-    "regather-in-pipeline": pipeline.regather_in_pipeline,
-    "uneven-stages": pipeline.uneven_stages,
-    "few-micro-batches": pipeline.few_micro_batches,
-    "expert-imbalance": uneven.expert_imbalance,
-    "length-imbalance": uneven.length_imbalance,
-    "allocator-retries": memory.allocator_retries,
-    "fp32": kernels.wide_arithmetic,
-    "slow-attention": kernels.slow_attention,
-    "unfused-elementwise": kernels.unfused_elementwise,
-    "small-kernels": kernels.small_kernels,
-    "recompute-not-needed": memory.recompute_not_needed,
-    "sharding-not-needed": memory.sharding_not_needed,
-    "model-too-small": kernels.model_too_small,
-    "peak-missing": environment.peak_missing,
-    "checkpoint-stall": stalls.checkpoint_stall,
-    "evaluation-stall": stalls.evaluation_stall,
-    "logging-stall": stalls.logging_stall,
-    "garbage-collection": stalls.garbage_collection,
-    "warm-up-recorded": host.warm_up_recorded,
-    "recompilation": host.recompilation,
-    "pageable-copies": host.pageable_copies,
-    "thread-oversubscription": host.thread_oversubscription,
-    "crowded-cores": host.crowded_cores,
-    "cores-taken": host.cores_taken,
-    "checking-left-on": host.checking_left_on,
-    "clock-throttling": environment.clock_throttling,
-    "compression-missing": links.compression_missing,
-    "tp-across-nodes": links.tp_across_nodes,
+    "straggler-rank": Rule(
+        uneven.straggler_rank,
+        "ranks that met in collectives, or a run; the same rank last in most steps, in the first "
+        "half as in the second",
+        "the ranks' traces don't share collectives; uneven work; stages of a pipeline that nobody "
+        "planned; the rank launches other numbers of kernels than the others",
+        _EXCHANGES,
+        _NO_DEVICE,
+    ),
+    "slow-link": Rule(
+        links.slow_link,
+        "bytes, and the collectives of all ranks of a group; a measured curve, or sockets of a CPU",
+        "one rank alone was recorded: it can't tell a slow link from a late rank",
+        _EXCHANGES,
+        (*_NO_DEVICE, *_NO_STEPS),
+    ),
+    "wrong-fabric": Rule(
+        links.wrong_fabric,
+        "NCCL's log in the run's `log/`, or `paceline doctor --run`",
+        "no communication is exposed",
+        _EXCHANGES,
+        _NO_DEVICE,
+    ),
+    "loader-bound": Rule(
+        stalls.loader_bound,
+        "`data_wait`: a range of our loop, or of torch's DataLoader",
+        "other ranks' work hides the wait",
+        ("data_wait", "straggler_wait"),
+    ),
+    "host-bound": Rule(
+        host.host_bound,
+        "the device idle while the host hadn't launched yet; on a CPU a pause at the same place of "
+        "every step",
+        "the next kernel had been launched; another rule names the pause; one rank alone has it",
+        ("host_gap",),
+        _NO_DEVICE,
+    ),
+    "sync-points": Rule(
+        host.sync_points,
+        "more than three values read, or numbers agreed on, in a step",
+        "the device isn't idle afterwards; numbers of ranks that were not recorded",
+        ("host_gap", *_EXCHANGES),
+        (*_NO_DEVICE, *_NO_STEPS),
+    ),
+    "reduce-every-micro-batch": Rule(
+        exchange.reduce_every_micro_batch,
+        "the same gradients all-reduced in two or more backward passes of most steps, with no "
+        "optimizer between",
+        "operators of autograd were not recorded; passes exchange other sizes (two networks)",
+        _EXCHANGES,
+        (*_NO_DEVICE, *_NO_STEPS, *_NO_TRAINING),
+    ),
+    "buckets-too-small": Rule(
+        exchange.buckets_too_small,
+        "half as many all-reduces of gradients again as are worth it, and their bytes",
+        "",
+        _EXCHANGES,
+        (*_NO_DEVICE, *_NO_STEPS, *_NO_TRAINING),
+    ),
+    "buckets-too-large": Rule(
+        exchange.buckets_too_large,
+        "all gradients in one or two all-reduces, three quarters of them exposed",
+        "",
+        _EXCHANGES,
+        (*_NO_DEVICE, *_NO_STEPS, *_NO_TRAINING),
+    ),
+    "no-overlap": Rule(
+        exchange.no_overlap,
+        "three or more all-reduces of gradients, three quarters of them exposed",
+        "",
+        _EXCHANGES,
+        (*_NO_DEVICE, *_NO_STEPS, *_NO_TRAINING),
+    ),
+    "regather-in-pipeline": Rule(
+        pipeline.regather_in_pipeline,
+        "all-gathers of shards in two or more passes of most steps, beside a pipeline's messages",
+        "operators of autograd were not recorded",
+        _EXCHANGES,
+        (*_NO_DEVICE, *_NO_STEPS, *_NO_TRAINING),
+    ),
+    "uneven-stages": Rule(
+        pipeline.uneven_stages,
+        "a run with one stage a rank",
+        "the split is the best one already",
+        ("bubble", "exposed_comm.pp", "straggler_wait"),
+    ),
+    "few-micro-batches": Rule(
+        pipeline.few_micro_batches,
+        "a run with a pipeline, and a smaller micro-batch that can run",
+        "smaller micro-batches cost more than the bubble they save",
+        ("bubble", "exposed_comm.pp", "straggler_wait"),
+    ),
+    "expert-imbalance": Rule(
+        uneven.expert_imbalance,
+        "several ranks with experts; the busiest computes 8 % more than the mean, and its exchange "
+        "of tokens is larger, where bytes are known",
+        "the ranks' traces don't share collectives",
+        _EXCHANGES,
+        _NO_DEVICE,
+    ),
+    "length-imbalance": Rule(
+        uneven.length_imbalance,
+        "several ranks; now this one, now that one computes 8 % more than the mean, and not in the "
+        "optimizer",
+        "the ranks' traces don't share collectives; it is always the same rank; a pipeline",
+        _EXCHANGES,
+        _NO_DEVICE,
+    ),
+    "allocator-retries": Rule(
+        memory.allocator_retries,
+        "calls of the driver for memory in half of the steps or more",
+        "they are in the first recorded steps only: that is warming up",
+        ("host_gap",),
+        _NO_DEVICE,
+    ),
+    "fp32": Rule(
+        kernels.wide_arithmetic,
+        "kernels of products (cuDNN's, cuBLAS', CUTLASS', Tensile's, MIOpen's) named for fp32 or "
+        "TF32, on a device known to have 16-bit products; of a run its Job",
+        "the trace doesn't describe its device; a device without them (before V100, MI100); bf16 "
+        "isn't advised on V100 and Turing, but fp16",
+        ("matmul", "attention"),
+        _NO_DEVICE,
+    ),
+    "slow-attention": Rule(
+        kernels.slow_attention,
+        "softmax kernels beside batched products, on a GPU",
+        "any kernel is named for attention: flash, fmha, `attn_fwd`, paged, MLA; softmax of a loss "
+        "or a router",
+        ("attention",),
+        _NO_DEVICE,
+    ),
+    "unfused-elementwise": Rule(
+        kernels.unfused_elementwise,
+        "a fifth of the step in kernels that do one simple thing, on a GPU",
+        "kernels are fused: Inductor's, and those that say so",
+        ("other_kernels",),
+        _NO_DEVICE,
+    ),
+    "small-kernels": Rule(
+        kernels.small_kernels,
+        "of a run: micro-batches that fit and are larger; of a trace: seven of ten kernels under "
+        "10 us, and the device idle for a fifth of the step",
+        "a pipeline; graphs are replayed",
+        ("host_gap",),
+        (*_NO_DEVICE, *_NO_STEPS),
+    ),
+    "recompute-not-needed": Rule(
+        memory.recompute_not_needed,
+        "a run with recompute, and memory that would hold the activations",
+        "the device's memory isn't known",
+        ("recompute",),
+    ),
+    "sharding-not-needed": Rule(
+        memory.sharding_not_needed,
+        "a run with shards, and memory that would hold replicas",
+        "the device's memory isn't known",
+        ("exposed_comm.fsdp", "host_gap"),
+    ),
+    "model-too-small": Rule(
+        kernels.model_too_small,
+        "several ranks that exchange as replicas do, most of the step exposed",
+        "ranks that share a network too large for one, or that a trace doesn't tell apart",
+        ("exposed_comm",),
+        (*_NO_DEVICE, *_NO_TRAINING),
+    ),
+    "peak-missing": Rule(
+        environment.peak_missing, "a run whose device has no peak in the catalogue", ""
+    ),
+    "checkpoint-stall": Rule(
+        stalls.checkpoint_stall, "a run's steps that waited", "", ("checkpoint_stall",)
+    ),
+    "evaluation-stall": Rule(
+        stalls.evaluation_stall,
+        "a run that evaluates",
+        "evaluations take less than a hundredth of the time",
+    ),
+    "logging-stall": Rule(stalls.logging_stall, "a run's time between its steps", ""),
+    "garbage-collection": Rule(
+        stalls.garbage_collection,
+        "a run that times its collector, or ranges `paceline.gc`",
+        "other ranks' work hides the pauses",
+        ("host_gap",),
+    ),
+    "warm-up-recorded": Rule(
+        host.warm_up_recorded,
+        "libraries loaded or kernels compiled in the first recorded steps, with the device idle",
+        "it goes on in half of the steps or more",
+        ("host_gap",),
+    ),
+    "recompilation": Rule(
+        host.recompilation,
+        "torch.compile at work in half of the steps or more",
+        "it compiles in the first recorded steps only: that is warming up",
+        ("host_gap",),
+        _NO_STEPS,
+    ),
+    "pageable-copies": Rule(
+        host.pageable_copies,
+        "copies from pageable memory, and an idle device",
+        "",
+        ("host_gap", "data_wait"),
+        _NO_DEVICE,
+    ),
+    "thread-oversubscription": Rule(
+        host.thread_oversubscription, "a run that knows its cores and threads", ""
+    ),
+    "crowded-cores": Rule(host.crowded_cores, "a run that knows its cores and its host's", ""),
+    "cores-taken": Rule(
+        host.cores_taken,
+        "a run whose ranks count their waits for a core",
+        "one rank alone waits; ranks have more threads than cores",
+        ("straggler_wait", "host_gap"),
+    ),
+    "checking-left-on": Rule(
+        host.checking_left_on, "a run whose environment has such a setting", ""
+    ),
+    "clock-throttling": Rule(environment.clock_throttling, "`paceline doctor --run`", ""),
+    "compression-missing": Rule(
+        links.compression_missing,
+        "a run with replicas, bytes, and a link bound by them",
+        "the link is slower than it should be: that is mended first",
+        _EXCHANGES,
+    ),
+    "tp-across-nodes": Rule(
+        links.tp_across_nodes,
+        "a run whose tensor parallel groups are larger than a node",
+        "replicas or shards instead are not expected to gain",
+        ("exposed_comm.tp", "straggler_wait"),
+    ),
 }
 # What is left over, and how much other rules have explained: they never stand before a cause.
 RESIDUALS: Mapping[str, Callable[[Subject, float], Finding | None]] = {
@@ -83,5 +312,25 @@ def findings(subject: Subject) -> list[Finding]:
     found.sort(key=lambda each: -each.weight)
     for rest in RESIDUALS.values():
         left = rest(subject, sum(each.gain_s for each in found))
+        left = None if left is None else sound(subject, left)
         found += [left] if left is not None else []
+    return found
+
+
+def sound(subject: Subject, found: Finding) -> Finding | None:
+    """A finding as it may be told; None where it may not.
+
+    No gain is above the whole, no setting is offered that the Job can't run with or has already,
+    and nothing that is said of "a step" is more than a guess where nothing marks the steps.
+    """
+    if not (isfinite(found.gain) and isfinite(found.gain_s)) or found.gain_s < 0:
+        return None
+    most = min(1.0, 1 / found.gain) if found.gain > 0 else 1.0
+    found = replace(found, gain=found.gain * most, gain_s=found.gain_s * most)
+    if found.changes:
+        found = replace(found, changes=offered(subject.job, *found.changes))
+    if not (found.changes or found.advice):
+        return None
+    if subject.account is not None and subject.account.caveat(caveats.NO_STEPS):
+        found = replace(found, basis="assumed")
     return found

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.explain.finding import Finding
+from paceline.explain.finding import Evidence, Finding
 from paceline.explain.subject import Subject
 
 # As nvidia-smi calls what isn't the power limit's ordinary work.
@@ -23,12 +23,16 @@ def peak_missing(subject: Subject) -> Finding | None:
         "peak-missing",
         f"The {subject.job.layout.precision} peak of {device.name} is not known: no MFU, no "
         "prediction.",
-        ("Without it losses are measured, but not held against what is possible.",),
+        (
+            Evidence(
+                "settings",
+                "Without it losses are measured, but not held against what is possible.",
+            ),
+        ),
         0.0,
         0.0,
         advice="Measure this machine once with `paceline bench`, and train with "
         "--set cluster.file=cluster.toml.",
-        confidence="high",
     )
 
 
@@ -48,7 +52,7 @@ def clock_throttling(subject: Subject) -> Finding | None:
         "clock-throttling",
         f"{len(slow)} of {len(_gpus(subject))} devices run at {share:.0%} of their clock.",
         work_s * (1 - share),
-        [f"`paceline doctor` read {', '.join(reasons)} beside the job."],
+        [Evidence("machine", f"`paceline doctor` read {', '.join(reasons)} beside the job.")],
         advice="Look at cooling, power supplies and power limit (nvidia-smi -q -d "
         "PERFORMANCE,CLOCK).",
     )

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from paceline.config.noun import size
 from paceline.config.stack import Stack, constant
 from paceline.explain.changes import offered
-from paceline.explain.finding import Finding
+from paceline.explain.finding import Evidence, Finding
 from paceline.explain.rules.busy import queued_s
 from paceline.explain.subject import Subject
 from paceline.explain.traffic import bus_factor
@@ -22,8 +22,6 @@ from paceline.plan.search.exchange import BUCKETS_MIB
 
 Array = npt.NDArray[Any]
 
-# Micro-batches whose exchanges carry this part of the last one's bytes reduce gradients, too.
-_AS_MUCH = 0.8
 # Fewer buckets than this leave most of an exchange for the end of the backward pass.
 _FEW_BUCKETS = 2.5
 _GOOD_NUMBER = 8
@@ -52,13 +50,21 @@ def reduce_every_micro_batch(subject: Subject) -> Finding | None:
         f"Gradients are all-reduced {times} times in a step, after each micro-batch.",
         cost_s * (times - 1) / times + chance_s * (1 - times**-0.5),
         [
-            f"{bytes_text(subject.traffic.per_step(where, 'bytes'))} a step in "
-            f"{subject.traffic.count(where):.0f} all-reduces cost {step_time_text(cost_s)}; once "
-            "would do."
+            Evidence(
+                "settings",
+                f"Buffers of the same sizes travel in {times} backward passes of most steps, with "
+                "no optimizer between.",
+            ),
+            Evidence(
+                subject.worker,
+                f"{bytes_text(subject.traffic.per_step(where, 'bytes'))} a step in "
+                f"{subject.traffic.count(where):.0f} all-reduces cost {step_time_text(cost_s)}; "
+                "once would do.",
+            ),
         ],
         advice="Wrap all but the last micro-batch in DDP's no_sync() (FSDP2: "
         "set_requires_gradient_sync(False)), around forward and backward.",
-        confidence="high",
+        basis="measured" if subject.all_recorded(where) else "assumed",
     )
 
 
@@ -87,11 +93,15 @@ def buckets_too_small(subject: Subject) -> Finding | None:
         f"{step_time_text(latency_s)} of latency.",
         max(measured_s, min(planned_s, _cost_of_term_s(subject) + waits_s)),
         [
-            f"{wanted:.0f} of {mib:.3g} MiB would carry the same bytes and still overlap.",
+            Evidence(
+                subject.worker,
+                f"{wanted:.0f} of {mib:.3g} MiB would carry the same bytes and still overlap.",
+            ),
             *_told_queued(waits_s),
         ],
         changes=changes or offered(subject.job, f"layout.bucket_mib={max(0.1, mib):.2g}"),
         advice="Larger buckets (bucket_cap_mb of DDP).",
+        basis="predicted" if subject.all_recorded(where) else "assumed",
     )
 
 
@@ -114,9 +124,16 @@ def buckets_too_large(subject: Subject) -> Finding | None:
         f"{'s' if count > 1.5 else ''}: {_exposed_share(subject, where):.0%} of the exchange is "
         "exposed.",
         gain_s,
-        [f"{_GOOD_NUMBER} buckets would begin with the first eighth of the backward pass."],
+        [
+            Evidence(
+                subject.worker,
+                f"{_GOOD_NUMBER} buckets would begin with the first eighth of the backward pass.",
+            ),
+            *_told_alone(subject, where),
+        ],
         changes=changes or offered(subject.job, f"layout.bucket_mib={mib:.2g}"),
         advice="Smaller buckets (bucket_cap_mb of DDP), so that exchanging starts early.",
+        basis="predicted" if subject.all_recorded(where) else "assumed",
     )
 
 
@@ -134,12 +151,16 @@ def no_overlap(subject: Subject) -> Finding | None:
         "computed beside it.",
         _hideable_s(subject, where),
         [
-            f"{subject.traffic.count(where):.0f} collectives take "
-            f"{step_time_text(subject.traffic.link_s(where))} of a step."
+            Evidence(
+                subject.worker,
+                f"{subject.traffic.count(where):.0f} collectives take "
+                f"{step_time_text(subject.traffic.link_s(where))} of a step.",
+            ),
+            *_told_alone(subject, where),
         ],
         advice="Reduce each bucket as soon as its gradients are there, asynchronously and on a "
         "stream of its own, and wait once, before the optimizer.",
-        confidence="low",
+        basis="assumed",
     )
 
 
@@ -171,11 +192,20 @@ def _cost_of_term_s(subject: Subject) -> float:
     return float(subject.measured.term_s("exposed_comm.dp", "straggler_wait").mean())
 
 
-def _told_queued(waits_s: float) -> list[str]:
+def _told_queued(waits_s: float) -> list[Evidence]:
     """That threads of the exchange hold ranks up, where they do."""
     if not waits_s:
         return []
-    return [f"Threads that exchange had a rank's core for {step_time_text(waits_s)} of a step."]
+    sentence = f"Threads that exchange had a rank's core for {step_time_text(waits_s)} of a step."
+    return [Evidence("machine", sentence)]
+
+
+def _told_alone(subject: Subject, where: Array) -> list[Evidence]:
+    """That a late rank may be the cause, where not all ranks were recorded."""
+    if subject.all_recorded(where):
+        return []
+    sentence = "Not all of these ranks were recorded: a part of it may be waiting for a late one."
+    return [Evidence(subject.worker, sentence)]
 
 
 def _processor_s(subject: Subject, where: Array) -> float:
@@ -191,13 +221,8 @@ def _processor_s(subject: Subject, where: Array) -> float:
 
 
 def _reductions(subject: Subject, where: Array) -> int:
-    """How often the gradients are exchanged in a step, by the micro-batches before each."""
-    rows = subject.traffic.rows[where & (subject.traffic.rows["micro_batch"] >= 0)]
-    if not len(rows):
-        return 0
-    batches, which = np.unique(rows["micro_batch"], return_inverse=True)
-    sums = np.bincount(which.reshape(-1), np.maximum(rows["bytes"], 1).astype(float))
-    return int(np.count_nonzero(sums >= _AS_MUCH * sums.max())) if len(batches) else 0
+    """How often the same gradients are exchanged in a step, each time in a backward pass."""
+    return subject.traffic.passes(where & subject.traffic.rows["in_backward"])
 
 
 def _number_of_buckets(subject: Subject, where: Array) -> float:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.explain.finding import Finding
+from paceline.explain.finding import Basis, Evidence, Finding, Source
 from paceline.explain.rules.busy import FAIR_QUEUE
 from paceline.explain.rules.memory import ALLOCATING
 from paceline.explain.subject import Subject
@@ -31,6 +31,8 @@ _ONCE = (
     *("cudaDeviceGetStreamPriorityRange", "cudaGetDeviceCount", "cuModuleLoad", "cuLibraryLoad"),
     *("cudaStreamCreate", "hipModuleLoad", "hipInit", "cuInit", "cublasCreate", "cudnnCreate"),
 )
+_GRAPHS = ("GraphLaunch",)
+_COMPILED = ("Torch-Compiled Region", "CompiledFunction", "triton_poi_fused")
 _COMPILING = ("_compile.compile_inner", "TorchDynamo Compile", "compile_fx", "async_compile")
 
 
@@ -42,20 +44,27 @@ def sync_points(subject: Subject) -> Finding | None:
     per_step = len(account.syncs) / len(account.steps)
     numbers = _agreements(subject)
     agreed = subject.traffic.count(numbers)
-    if per_step <= _FAIR_SYNCS and agreed <= _FAIR_SYNCS:
-        return None
-    gain_s = _idle_after_syncs_s(subject) if account.is_device else 0.0
-    gain_s += subject.traffic.removed_s(numbers)
+    read_s = _idle_after_syncs_s(subject) if account.is_device and per_step > _FAIR_SYNCS else 0.0
+    # What a rank waits for others at an agreement is no cost of agreeing: all have to be there.
+    is_much = agreed > _FAIR_SYNCS and subject.all_recorded(numbers)
+    agreed_s = subject.traffic.removed_s(numbers) if is_much else 0.0
+    told = _longest(subject, account.syncs, "host")
+    if read_s:
+        sentence = f"The device is idle for {step_time_text(read_s)} after it was waited for."
+        told.append(Evidence("device", sentence))
+    if agreed_s:
+        sentence = f"Agreeing holds up the rank that waits least for {step_time_text(agreed_s)}."
+        told.append(Evidence("ranks", sentence))
     return Finding.of(
         subject,
         "sync-points",
         f"A step reads a value of the device {per_step:.0f} times, and agrees on a number with "
         f"other ranks {agreed:.0f} times.",
-        gain_s,
-        _lines(subject),
+        read_s + agreed_s,
+        told,
         advice="Keep losses and metrics on the device (.detach()), and read them once every few "
         "steps, after the optimizer.",
-        confidence="high" if account.is_device else "medium",
+        basis="measured" if account.is_device else "predicted",
     )
 
 
@@ -81,27 +90,38 @@ def host_bound(subject: Subject) -> Finding | None:
         f"The {'device' if subject.account.is_device else 'step'} stands still for "
         f"{step_time_text(gain_s)} while the host does something else.",
         gain_s,
-        _longest(subject, gaps),
-        advice="Move Python work out of the step, use larger micro-batches, compile the model or "
-        "capture CUDA graphs.",
+        _longest(subject, gaps, "host"),
+        advice=f"Move Python work out of the step, {_fewer_launches(subject)}.",
     )
+
+
+def _fewer_launches(subject: Subject) -> str:
+    """How the host launches less, beside what it does already."""
+    if uses_graphs(subject):
+        return "and look at what runs between the graphs it replays"
+    if _is_named(subject, *_COMPILED).any():
+        return 'use larger micro-batches, and capture CUDA graphs (mode="reduce-overhead")'
+    return "use larger micro-batches, compile the model or capture CUDA graphs"
 
 
 def warm_up_recorded(subject: Subject) -> Finding | None:
     """The trace holds what happens once: libraries are loaded, kernels compiled."""
     if subject.account is None:
         return None
-    gaps = _gaps_named(subject, _ONCE)
+    gaps = _gaps_named(subject, (*_ONCE, *_COMPILING, *ALLOCATING))
+    gaps = gaps[~_recurring(subject, gaps)]
     seconds = float(subject.measured.sum_s(gaps).mean())
+    # Of one or two steps nothing tells that it doesn't go on.
+    basis: Basis = "measured" if len(subject.measured.rows) > 2 else "predicted"
     return Finding.of(
         subject,
         "warm-up-recorded",
         f"{step_time_text(seconds)} of a recorded step loads libraries and kernels, which later "
         "steps don't.",
         seconds,
-        _longest(subject, gaps),
+        [*_longest(subject, gaps, "host"), *_idle(subject, seconds)],
         advice="Record later steps (schedule(wait=10, warmup=1, active=3)), and judge those.",
-        confidence="high",
+        basis=basis,
     )
 
 
@@ -110,16 +130,18 @@ def recompilation(subject: Subject) -> Finding | None:
     if subject.account is None:
         return None
     gaps = _gaps_named(subject, _COMPILING)
+    if len(subject.measured.rows) < 2 or not subject.measured.recurs(gaps):
+        return None
     gain_s = subject.measured.gain_s(subject.measured.sum_s(gaps))
     return Finding.of(
         subject,
         "recompilation",
         f"torch.compile takes {step_time_text(gain_s)} of a step.",
         gain_s,
-        _longest(subject, gaps),
+        [*_longest(subject, gaps, "host"), *_idle(subject, gain_s)],
         advice="Look at TORCH_LOGS=recompiles,graph_breaks: mark sizes that change as dynamic, pad "
         "batches to a few lengths, and take graph breaks out of the blocks.",
-        confidence="high",
+        basis="measured",
     )
 
 
@@ -136,7 +158,7 @@ def pageable_copies(subject: Subject) -> Finding | None:
         "pageable-copies",
         f"{step_time_text(seconds)} of a step copies from pageable memory to the device.",
         min(seconds, float(subject.measured.term_s("host_gap", "data_wait").mean())),
-        [f"{pageable['count'].sum() / len(account.steps):.0f} copies a step."],
+        [Evidence("device", f"{pageable['count'].sum() / len(account.steps):.0f} copies a step.")],
         advice="Give the loader pin_memory=True, and copy with non_blocking=True.",
     )
 
@@ -159,10 +181,16 @@ def thread_oversubscription(subject: Subject) -> Finding | None:
         "thread-oversubscription",
         f"{ranks} ranks with {threads} threads each share {cores} cores.",
         gain_s,
-        ["Threads of an operator wait for one another at its end, and the last one has no core."],
+        [
+            Evidence(
+                "settings",
+                "Threads of an operator wait for one another at its end, and the last one has no "
+                "core.",
+            )
+        ],
         advice=f"Give each rank {max(1, cores // ranks)} threads (OMP_NUM_THREADS, "
         "torch.set_num_threads).",
-        confidence="medium" if should_s is not None else "low",
+        basis="predicted" if should_s is not None else "assumed",
     )
 
 
@@ -181,10 +209,9 @@ def crowded_cores(subject: Subject) -> Finding | None:
         "crowded-cores",
         f"{ranks} ranks share {cores} of the host's {of_host} cores.",
         _work_of_cores_s(subject) * (1 - cores / could),
-        ["The ranks' affinity masks leave them no others."],
+        [Evidence("settings", "The ranks' affinity masks leave them no others.")],
         advice="Bind each rank to cores of its own (srun --cpu-bind=cores, mpirun --map-by with "
         "--bind-to core, taskset), or to none.",
-        confidence="medium",
     )
 
 
@@ -194,22 +221,31 @@ def cores_taken(subject: Subject) -> Finding | None:
     cores = subject.facts.get("num_cores")
     if waits is None or cores is None:
         return None
+    # Waits are means, so they are held against the mean step; no rank waits longer than it takes.
+    step_s = subject.mean_step_s
+    least_s = min(waits.least, step_s)
     # Where ranks have more threads than cores they queue behind each other.
-    if subject.threads_of_host > cores or waits.least < _LEAST_QUEUE * subject.step_s:
+    if subject.threads_of_host > cores or least_s < _LEAST_QUEUE * step_s:
         return None
     return Finding.of(
         subject,
         "cores-taken",
-        f"Every rank is without a core for {step_time_text(waits.least)} of a step or more.",
+        f"Every rank is without a core for {step_time_text(least_s)} of a step or more.",
         # What one rank alone waits is a slow rank's.
-        waits.least - FAIR_QUEUE * subject.step_s,
+        least_s - FAIR_QUEUE * step_s,
         [
-            f"Rank {waits.at} was ready to compute and had none for {step_time_text(waits.most)}, "
-            "by the kernel's count of queues and of stolen time."
+            Evidence(
+                "machine",
+                f"Rank {waits.at} was ready to compute and had none for "
+                f"{step_time_text(min(waits.most, step_s))}, by the kernel's count of queues and "
+                "of stolen time.",
+            ),
+            *_slower_than_known(subject),
         ],
         advice="Look for other programs on the hosts (top), a quota of the container (cpu.max), "
         "and what the hypervisor gives to others (st in top); stop them or take other hosts.",
-        confidence="high",
+        basis="measured",
+        of_s=step_s,
     )
 
 
@@ -225,10 +261,47 @@ def checking_left_on(subject: Subject) -> Finding | None:
         "checking-left-on",
         f"Set for finding errors: {', '.join(checks)}.",
         gain_s,
-        ["Such a setting makes every operator, collective or allocation slower."],
+        [
+            Evidence(
+                "settings", "Such a setting makes every operator, collective or allocation slower."
+            )
+        ],
         advice="Unset it once the error is found.",
-        confidence="low" if should_s is None else "medium",
+        basis="assumed" if should_s is None else "predicted",
     )
+
+
+def uses_graphs(subject: Subject) -> bool:
+    """Whether the host replays graphs."""
+    return bool(_is_named(subject, *_GRAPHS).any())
+
+
+def _slower_than_known(subject: Subject) -> list[Evidence]:
+    """That steps are longer than this machine was known to need, where it was."""
+    should_s = None if subject.job is None else predicted_s(subject.job)
+    if should_s is None or should_s > subject.step_s:
+        return []
+    sentence = (
+        f"A step takes {step_time_text(subject.step_s)}, and {step_time_text(should_s)} by what "
+        "was measured of this machine."
+    )
+    return [Evidence("reference", sentence)]
+
+
+def _idle(subject: Subject, seconds: float) -> list[Evidence]:
+    """That the device has nothing to do meanwhile."""
+    if subject.account is None or not subject.account.is_device:
+        return []
+    return [Evidence("device", f"It is idle for {step_time_text(seconds)} of a step meanwhile.")]
+
+
+def _recurring(subject: Subject, gaps: Array) -> Array:
+    """Which gaps have a name that is found in half of the steps or more, if there are some."""
+    if len(subject.measured.rows) < 3:
+        return np.zeros(len(gaps), bool)
+    names = np.unique(gaps["name"]).tolist()
+    often = [name for name in names if subject.measured.recurs(gaps[gaps["name"] == name])]
+    return np.isin(gaps["name"], often)
 
 
 def _work_of_cores_s(subject: Subject) -> float:
@@ -288,8 +361,10 @@ def _own_gaps(subject: Subject) -> Array:
     """Gaps that no other rule speaks of, and in which the host was late."""
     account = subject.account
     assert account is not None
-    named = _is_named(subject, _GC_RANGE, BETWEEN_KERNELS, *_ONCE, *_COMPILING, *ALLOCATING)
-    return account.gaps[~named[account.gaps["name"]]]
+    named = _is_named(subject, _GC_RANGE, BETWEEN_KERNELS, *_COMPILING, *ALLOCATING)
+    gaps = account.gaps[~named[account.gaps["name"]]]
+    once = _is_named(subject, *_ONCE)[gaps["name"]]
+    return gaps[~once | _recurring(subject, gaps)]
 
 
 def _gaps_named(subject: Subject, words: tuple[str, ...]) -> Array:
@@ -305,13 +380,8 @@ def _is_named(subject: Subject, *words: str) -> Array:
     return np.array([any(word in name for word in words) for name in names])
 
 
-def _lines(subject: Subject) -> list[str]:
-    """Where the host waits most, as a sentence."""
-    assert subject.account is not None
-    return _longest(subject, subject.account.syncs)
-
-
-def _longest(subject: Subject, rows: Array) -> list[str]:
+def _longest(subject: Subject, rows: Array, source: Source) -> list[Evidence]:
+    """Where most of some rows is, as a sentence."""
     account = subject.account
     assert account is not None
     if not len(rows):
@@ -325,4 +395,4 @@ def _longest(subject: Subject, rows: Array) -> list[str]:
         name, line = (account.names[i] if i >= 0 else "" for i in pairs[at])
         place = f" at {line}" if line else ""
         told.append(f"{name[:60]}{place} {step_time_text(totals[at] / 1e9)}")
-    return [f"Most of it: {'; '.join(told)}."]
+    return [Evidence(source, f"Most of it: {'; '.join(told)}.")]

@@ -2,31 +2,48 @@
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from paceline.config.job import Job
 from paceline.config.noun import size
 from paceline.explain.changes import changed, offered
-from paceline.explain.finding import Finding
+from paceline.explain.finding import Evidence, Finding
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import fits, what_if
+from paceline.observe.caveats import Device
 from paceline.observe.summary import step_time_text
 from paceline.observe.terms import OTHER_IDS, TERM_ID
 
-_FP32_KERNELS = re.compile(r"sgemm|f32f32_f32f32|_ffma|simt_s|gemmsn?_f32|fp32_fp32|_s_nn_|SB_MT")
-_TF32_KERNELS = re.compile(r"tf32|s1688gemm|s16816gemm_tf32")
+# Names of cuBLAS, cuDNN (engines take their type first: dgrad_engine<float, ...), CUTLASS, Tensile
+# (Cijk_..._S..: single precision, where H and B are halves) and MIOpen. TF32 is looked for first.
+_NARROW_KERNELS = re.compile(r"b?fp?16(?!gemm)|half|fp8|e4m3|e5m2")
+_TF32_KERNELS = re.compile(r"tf32|s1688(gemm|cudnn|fprop|dgrad|wgrad)")
+_FP32_KERNELS = re.compile(
+    r"sgemm|scudnn|f32f32_f32f32|_ffma|simt_s|gemmsn?_f32|fp32_fp32|_s_nn_|(?<![a-z])fp32(?![a-z0-9])|"
+    r"Cijk_A[a-z]+_B[a-z]+_S(?!_MX)[BS]?_|"
+    r"(engine|conv\w*|winograd\w*|gemm\w*|gemv\w*|dgrad\w*|wgrad\w*|fprop\w*|kernel\w*)"
+    r"<(int, ?)*float\b"
+)
+_AMD = re.compile(r"AMD|Radeon|Instinct|gfx", re.I)
+_MI200 = re.compile(r"MI(2\d\d|3\d\d)", re.I)
 # Peak rates over those of bf16 on the tensor cores of data-centre devices, roughly: 19.5 and 156 of
 # 312 TFLOP/s (NVIDIA A100 datasheet). Products also move bytes, so half of it counts.
 _TIME_LEFT = {"fp32": 0.15, "tf32": 0.55}
-_PLAIN_ATTENTION = re.compile(r"attention_math|softmax_warp|masked_softmax|_softmax", re.I)
-_FUSED_ATTENTION = re.compile(r"flash|fmha|efficient_attention|cudnn.*attention|sdpa.*fprop", re.I)
+_SOFTMAX = re.compile(r"softmax", re.I)
+_NO_ATTENTION = re.compile(r"log_?softmax|topk|gating|sampl|loss|cross_?entropy", re.I)
+_FUSED_ATTENTION = re.compile(
+    r"flash|fmha|attn|attention|sdpa|(?<![a-z])f?mha|(?<![a-z])(mla|paged|pa_(fwd|decode|mqa))",
+    re.I,
+)
+_BATCHED_PRODUCT = re.compile(r"bmm|baddbmm|matmul|einsum")
 # Fused attention takes a third of the time of separate kernels or less (arXiv:2205.14135).
 _ATTENTION_LEFT = 0.4
 # Element-wise kernels that read and write everything in between; fused they take half or less.
 _FUSED_LEFT = 0.5
 _MUCH_ELEMENTWISE = 0.2
+_FUSED = re.compile(r"triton_|fused|liger|batch_?norm|(?<![a-z])bn_", re.I)
 _ELEMENTWISE = re.compile(
     r"elementwise|vectorized|reduce|norm|softmax|[gs]elu|silu|sigmoid|relu|copy_kernel|cast|"
     r"transpose|fill|cat_|dropout|rotary|where|loss",
@@ -46,7 +63,7 @@ def wide_arithmetic(subject: Subject) -> Finding | None:
     """Products in fp32 (or fp64) where bf16 was at hand."""
     job = subject.job
     if job is None:
-        return _wide_kernels(subject)
+        return _of_trace(subject)
     now = job.layout.precision
     if now not in ("fp32", "fp64"):
         return None
@@ -61,18 +78,24 @@ def wide_arithmetic(subject: Subject) -> Finding | None:
         work = ("matmul", "attention", "other_kernels", "recompute", "optimizer")
         gain_s = 0.5 * _work_s(subject, *work)
     else:
-        return _wide_kernels(subject)
+        return _wide_kernels(subject, changes, "bf16")
     return Finding.of(
         subject,
         "fp32",
         f"Products are computed in {now}.",
         gain_s,
-        [f"{job.cluster.known_device.name} computes in "
-         f"{', '.join(job.cluster.known_device.precisions)}."],
+        [
+            Evidence("settings", f"layout.precision is {now}."),
+            Evidence(
+                "machine",
+                f"{job.cluster.known_device.name} computes in "
+                f"{', '.join(job.cluster.known_device.precisions)}.",
+            ),
+        ],
         changes=changes,
         advice="bf16 keeps fp32's range and needs no loss scaling; parameters and optimizer stay "
         "in fp32.",
-    )  # fmt: skip
+    )
 
 
 def slow_attention(subject: Subject) -> Finding | None:
@@ -81,16 +104,14 @@ def slow_attention(subject: Subject) -> Finding | None:
         return None
     names = subject.account.names
     kernels = subject.account.kernels
+    if any(map(_is_fused_attention, (names[name] for name in np.unique(kernels["name"])))):
+        return None
     attention = kernels[kernels["term"] == TERM_ID["attention"]]
-    if any(_FUSED_ATTENTION.search(names[name]) for name in np.unique(attention["name"])):
+    chosen = kernels[[_is_softmax(names, row) for row in kernels]]
+    batched = kernels[[bool(_BATCHED_PRODUCT.search(names[op])) for op in kernels["op"]]]
+    # Attention takes two batched products for each softmax; a loss and a router take none.
+    if not len(chosen) or batched["count"].sum() < 2 * chosen["count"].sum():
         return None
-    plain = [
-        bool(_PLAIN_ATTENTION.search(names[name]) or _PLAIN_ATTENTION.search(names[op]))
-        for name, op in zip(kernels["name"], kernels["op"], strict=True)
-    ]
-    if not any(plain):
-        return None
-    chosen = kernels[plain]
     attention = attention if len(attention) else chosen
     seconds = float(attention["total_ns"].sum()) / len(subject.account.steps) / 1e9
     return Finding.of(
@@ -98,12 +119,18 @@ def slow_attention(subject: Subject) -> Finding | None:
         "slow-attention",
         f"Attention runs as separate kernels: {step_time_text(seconds)} of a step.",
         seconds * (1 - _ATTENTION_LEFT) * subject.pace,
-        [f"{chosen['count'].sum() / len(subject.account.steps):.0f} softmax kernels a step, none "
-         "of a fused attention."],
+        [
+            Evidence(
+                "device",
+                f"{chosen['count'].sum() / len(subject.account.steps):.0f} softmax kernels a step "
+                f"beside {batched['count'].sum() / len(subject.account.steps):.0f} batched "
+                "products, none of a fused attention.",
+            )
+        ],
         advice="Call torch.nn.functional.scaled_dot_product_attention with bf16 or fp16 inputs and "
         "is_causal instead of a mask, so that it can take FlashAttention.",
-        confidence="low",
-    )  # fmt: skip
+        basis="assumed",
+    )
 
 
 def unfused_elementwise(subject: Subject) -> Finding | None:
@@ -114,7 +141,7 @@ def unfused_elementwise(subject: Subject) -> Finding | None:
         return None
     account = subject.account
     kernels = account.kernels[np.isin(account.kernels["term"], OTHER_IDS)]
-    simple = [bool(_ELEMENTWISE.search(account.names[name])) for name in kernels["name"]]
+    simple = [_is_simple(account.names[name]) for name in kernels["name"]]
     whole_ns, simple_ns = kernels["total_ns"].sum(), kernels["total_ns"][simple].sum()
     # Kernels beside products cost nothing: the term has what is left of them.
     seconds = _work_s(subject, "other_kernels") * float(simple_ns) / max(1.0, float(whole_ns))
@@ -131,7 +158,9 @@ def unfused_elementwise(subject: Subject) -> Finding | None:
         gain_s if asked is None else min(asked.gain_s, seconds),
         longest(subject, "other_kernels"),
         changes=changes,
-        advice="Fuse them: torch.compile, or fused norms, activations and losses (layout.kernels).",
+        advice="Fuse them: torch.compile, or fused norms, activations and losses.",
+        with_job="The fused ones are layout.kernels.",
+        basis="assumed" if asked is None else "predicted",
     )
 
 
@@ -151,10 +180,16 @@ def small_kernels(subject: Subject) -> Finding | None:
         f"Micro-batches of {job.micro_batch} are too small: {job.accumulation} passes a step, each "
         "with the same launches.",
         best.gain_s,
-        [f"Between operators {step_time_text(_work_s(subject, 'host_gap'))} of a step pass; "
-         f"with micro-batches of {best.micro_batch}, passes: {best.passes}."],
+        [
+            Evidence(
+                "host",
+                f"Between operators {step_time_text(_work_s(subject, 'host_gap'))} of a step pass; "
+                f"with micro-batches of {best.micro_batch}, passes: {best.passes}.",
+            )
+        ],
         changes=(f"layout.micro_batch={best.micro_batch}",),
-    )  # fmt: skip
+        advice="Give each pass more to do.",
+    )
 
 
 def model_too_small(subject: Subject) -> Finding | None:
@@ -163,8 +198,8 @@ def model_too_small(subject: Subject) -> Finding | None:
         return None
     job = subject.job
     measured = subject.measured
-    num_ranks = job.layout.num_ranks if job is not None else len(measured.ranks)
-    if num_ranks < 2:
+    num_ranks = job.layout.num_ranks if job is not None else _ranks_of_trace(subject)
+    if num_ranks < 2 or len(measured.ranks) < num_ranks:
         return None
     alone_s = num_ranks * (measured.step_s - float(measured.term_s("exposed_comm").mean()))
     if alone_s >= measured.step_s:
@@ -174,10 +209,42 @@ def model_too_small(subject: Subject) -> Finding | None:
         "model-too-small",
         f"Exchanges take so much of the step that one rank alone would be faster than {num_ranks}.",
         (measured.step_s - alone_s) * subject.pace,
-        [f"{step_time_text(measured.step_s)} a step on {num_ranks} ranks, "
-         f"{step_time_text(alone_s)} of work for one."],
-        advice="Use fewer devices, a larger global batch, or exchange less often (comm.local).",
-    )  # fmt: skip
+        [
+            Evidence(
+                "ranks",
+                f"{step_time_text(measured.step_s)} a step on {num_ranks} ranks, "
+                f"{step_time_text(alone_s)} of work for one.",
+            )
+        ],
+        advice="Use fewer devices, a larger global batch, or exchange less often.",
+        with_job="comm.local exchanges every so many steps.",
+    )
+
+
+def _ranks_of_trace(subject: Subject) -> int:
+    """How many ranks exchange as replicas do; 0 where they share a network that may be too large
+    for one, or where that can't be told."""
+    traffic = subject.traffic
+    if not subject.ranks_belong_together or not traffic.is_axis("dp").all():
+        return 0
+    return int(traffic.rows["group_size"].max(initial=0))
+
+
+def _is_fused_attention(name: str) -> bool:
+    return bool(_FUSED_ATTENTION.search(name)) and not _SOFTMAX.search(name)
+
+
+def _is_softmax(names: Sequence[str], row: Any) -> bool:
+    """Whether a kernel may be an attention's softmax, by its own name and its operator's."""
+    told = names[row["name"]], names[row["op"]]
+    if any(_NO_ATTENTION.search(each) for each in told):
+        return False
+    return any(_SOFTMAX.search(each) for each in told)
+
+
+def _is_simple(name: str) -> bool:
+    """Whether a kernel does one simple thing that could be done within another one."""
+    return bool(_ELEMENTWISE.search(name)) and not _FUSED.search(name)
 
 
 # ---- what it rests on ----------------------------------------------------------------------------
@@ -236,6 +303,8 @@ def _short_kernels(subject: Subject) -> Finding | None:
     assert account is not None
     if not account.is_device or not account.kernels["count"].sum():
         return None
+    if any("GraphLaunch" in name for name in account.names):
+        return None
     kernels = account.kernels
     short = kernels["total_ns"] < _SHORT_NS * kernels["count"]
     share = float(kernels["count"][short].sum() / kernels["count"].sum())
@@ -248,10 +317,10 @@ def _short_kernels(subject: Subject) -> Finding | None:
         f"{share:.0%} of the kernels take less than {_SHORT_NS // 1000} us, and the device is idle "
         f"for {idle_s / subject.step_s:.0%} of the step.",
         idle_s * share / 2,
-        [f"{int(kernels['count'].sum() / len(account.steps))} kernels a step."],
+        [Evidence("device", f"{int(kernels['count'].sum() / len(account.steps))} kernels a step.")],
         advice="Larger micro-batches, fused kernels, or CUDA graphs (torch.compile with "
         'mode="reduce-overhead").',
-        confidence="low",
+        basis="assumed",
     )
 
 
@@ -267,29 +336,80 @@ def _narrower(job: Job) -> tuple[str, ...]:
     return ()
 
 
-def _wide_kernels(subject: Subject) -> Finding | None:
-    """By the names of kernels: products that didn't take the tensor cores' fast path."""
+def _of_trace(subject: Subject) -> Finding | None:
+    """Of a trace without a Job: only where it says on what it was recorded, for a device without
+    16-bit products isn't wrong to compute in fp32."""
+    found = {narrow_format(device) for device in subject.devices}
+    if len(found) != 1 or (form := found.pop()) is None:
+        return None
+    return _wide_kernels(subject, (), form)
+
+
+def narrow_format(device: Device) -> Literal["bf16", "fp16"] | None:
+    """The 16-bit format in which a device's matrix units are at least four times as fast as in
+    fp32: bf16 where it has both; None where it has neither, or that isn't known.
+
+    Volta and Turing have fp16 alone (compute capability 7.0 and 7.5, not the GTX 16 series, which
+    has no tensor cores), Ampere and later have bf16 (https://docs.nvidia.com/cuda/
+    cuda-c-programming-guide, arithmetic by compute capability); AMD's MI200 and later have it at
+    the rate of fp16 (CDNA 2's instruction set), which MI100 has not.
+    """
+    if device.is_amd or _AMD.search(device.name):
+        is_mi200 = device.capability >= (9, 4) or _MI200.search(device.name)
+        return "bf16" if is_mi200 and device.capability < (10, 0) else None
+    if device.capability >= (8, 0):
+        return "bf16"
+    has_tensor_cores = device.capability in ((7, 0), (7, 2), (7, 5))
+    return "fp16" if has_tensor_cores and "GTX 16" not in device.name else None
+
+
+def _wide_kernels(subject: Subject, changes: tuple[str, ...], narrow: str) -> Finding | None:
+    """By the names of kernels: products that didn't take the matrix units' fast path."""
     account = subject.account
     if account is None or not account.is_device:
         return None
     kernels = account.kernels[account.kernels["term"] == TERM_ID["matmul"]]
-    gain_s, told = 0.0, []
-    for form, pattern in (("fp32", _FP32_KERNELS), ("tf32", _TF32_KERNELS)):
-        wide = kernels[[bool(pattern.search(account.names[name])) for name in kernels["name"]]]
-        seconds = float(wide["total_ns"].sum()) / len(account.steps) / 1e9
-        if seconds:
-            told.append(f"{step_time_text(seconds)} of a step in {form} kernels.")
-            gain_s += seconds * (1 - _TIME_LEFT[form])
+    forms = np.array([_form_of(account.names[name]) for name in kernels["name"]], "U4")
+    seconds = {
+        form: float(kernels["total_ns"][forms == form].sum()) / len(account.steps) / 1e9
+        for form in _TIME_LEFT
+    }
+    whole_s = float(kernels["total_ns"].sum()) / len(account.steps) / 1e9
+    wide_s = sum(seconds.values())
+    gain_s = sum(each * (1 - _TIME_LEFT[form]) for form, each in seconds.items())
+    told = [
+        Evidence("device", f"{step_time_text(each)} of a step in {form} kernels.")
+        for form, each in seconds.items()
+        if each
+    ]
+    names = " and ".join(sorted({device.name or "device" for device in subject.devices}))
+    if names:
+        told.append(Evidence("machine", f"The {names} computes products in {narrow}, too."))
+    advice = {
+        "bf16": "Run forward and loss under torch.autocast(device, torch.bfloat16).",
+        "fp16": "Run forward and loss under torch.autocast(device, torch.float16), with "
+        "torch.amp.GradScaler; this device has no bf16 at such a rate.",
+    }
     return Finding.of(
         subject,
         "fp32",
-        "Products are computed in fp32 or TF32, not in 16 bits.",
-        gain_s,
+        f"{wide_s / max(whole_s, 1e-12):.0%} of the time of products is in fp32 or TF32, not in "
+        "16 bits.",
+        gain_s * subject.pace,
         told,
-        changes=_narrower(subject.job) if subject.job is not None else (),
-        advice="Run forward and loss under torch.autocast(device, torch.bfloat16).",
-        confidence="low",
+        changes=changes,
+        advice=advice[narrow],
+        basis="assumed",
     )
+
+
+def _form_of(name: str) -> str:
+    """What a kernel of products computes in, where that is more than 16 bits wide; else empty."""
+    if _NARROW_KERNELS.search(name):
+        return ""
+    if _TF32_KERNELS.search(name):
+        return "tf32"
+    return "fp32" if _FP32_KERNELS.search(name) else ""
 
 
 def _work_s(subject: Subject, *terms: str) -> float:
@@ -305,7 +425,7 @@ def _ids(terms: Sequence[str]) -> list[int]:
     return [at for term, at in TERM_ID.items() if term in terms or term.startswith(prefixes)]
 
 
-def longest(subject: Subject, *terms: str) -> list[str]:
+def longest(subject: Subject, *terms: str) -> list[Evidence]:
     """The kernels of some terms that take most, as a sentence."""
     account = subject.account
     assert account is not None
@@ -316,4 +436,4 @@ def longest(subject: Subject, *terms: str) -> list[str]:
     totals = np.bincount(which.reshape(-1), kernels["total_ns"]) / len(account.steps)
     order = np.argsort(-totals)[:3]
     told = [f"{account.names[names[at]][:60]} {step_time_text(totals[at] / 1e9)}" for at in order]
-    return [f"Most of it: {'; '.join(told)}."]
+    return [Evidence(subject.worker, f"Most of it: {'; '.join(told)}.")]

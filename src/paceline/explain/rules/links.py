@@ -12,7 +12,7 @@ from paceline.config.model import Model
 from paceline.config.noun import size
 from paceline.config.stack import Stack, constant
 from paceline.explain.changes import offered
-from paceline.explain.finding import Finding
+from paceline.explain.finding import Evidence, Finding
 from paceline.explain.subject import Subject
 from paceline.explain.traffic import Flow, bus_factor
 from paceline.explain.what_if import what_if
@@ -66,14 +66,18 @@ def slow_link(subject: Subject) -> Finding | None:
         f"need{rate}.",
         exposed_s * spared,
         [
-            f"{bytes_text(flow.bytes)} in {flow.num_calls:.0f} collectives a step take "
-            f"{step_time_text(flow.link_s)} on the link, and {step_time_text(should_s)} by "
-            f"{against}; nothing hides {step_time_text(exposed_s)} of it.",
+            Evidence(
+                subject.worker,
+                f"{bytes_text(flow.bytes)} in {flow.num_calls:.0f} collectives a step take "
+                f"{step_time_text(flow.link_s)} on the link; nothing hides "
+                f"{step_time_text(exposed_s)} of it.",
+            ),
+            Evidence("reference", f"By {against} they take {step_time_text(should_s)}."),
             *_slowest_group(subject, flow),
         ],
-        advice="Run `paceline bench network` and look at the slow pair's cable, port, card and "
+        advice="Run `paceline bench collectives` and look at the slow pair's cable, port, card and "
         "route; look for other traffic on it.",
-        confidence="high" if "curve" in against else "medium",
+        basis="measured" if "curve" in against else "predicted",
     )
 
 
@@ -90,6 +94,8 @@ def slow_flow(subject: Subject) -> Slow | None:
         return None
     for flow in subject.traffic.flows():
         if flow.op not in _MEETINGS or flow.bytes / flow.num_calls < _TELLING_BYTES:
+            continue
+        if not subject.all_recorded(where_of(subject, flow)):
             continue
         if (by_curve := expected_s(subject, flow)) is not None:
             is_measured = subject.job is not None and bool(subject.job.cluster.tiers)
@@ -120,9 +126,15 @@ def wrong_fabric(subject: Subject) -> Finding | None:
         "wrong-fabric",
         title,
         exposed_s * spared,
-        [f"{step_time_text(exposed_s)} of communication is exposed in a step."],
+        [
+            Evidence("machine", "By the doctor, or by NCCL's own log."),
+            Evidence(
+                subject.worker,
+                f"{step_time_text(exposed_s)} of communication is exposed in a step.",
+            ),
+        ],
         advice=advice,
-        confidence="low" if slow is None else "medium",
+        basis="assumed" if slow is None else "predicted",
     )
 
 
@@ -160,12 +172,17 @@ def compression_missing(subject: Subject) -> Finding | None:
         f"Replicas exchange {bytes_text(total)} of gradients a step in full, and wait "
         f"{step_time_text(exposed_s)} for them.",
         gain_s,
-        [f"The link carries {bytes_text(rate)}/s; {best[0].split('=')[1]} sends "
-         f"{_SHARE_OF[best[0].split('=')[1]]:.0%} of the bytes."],
+        [
+            Evidence(
+                subject.worker,
+                f"The link carries {bytes_text(rate)}/s; {best[0].split('=')[1]} sends "
+                f"{_SHARE_OF[best[0].split('=')[1]]:.0%} of the bytes.",
+            )
+        ],
         changes=best,
         advice="Compressed gradients are lossy (error feedback keeps the loss): see "
         "docs/techniques/compression.md.",
-    )  # fmt: skip
+    )
 
 
 def tp_across_nodes(subject: Subject) -> Finding | None:
@@ -184,11 +201,16 @@ def tp_across_nodes(subject: Subject) -> Finding | None:
         f"Tensor parallel groups of {job.layout.tp} ranks span nodes of {inside}, and wait "
         f"{step_time_text(exposed_s)} a step for each other.",
         gain_s,
-        ["Tensor parallelism exchanges activations in every layer and pass: it belongs on the "
-         "links inside a node."],
+        [
+            Evidence(
+                "settings",
+                "Tensor parallelism exchanges activations in every layer and pass: it belongs on "
+                "the links inside a node.",
+            )
+        ],
         changes=changes,
         advice=f"Keep layout.tp within {inside}, and share the rest out over dp, fsdp or pp.",
-    )  # fmt: skip
+    )
 
 
 # ---- what is expected ----------------------------------------------------------------------------
@@ -229,7 +251,7 @@ def _stride(job: Job, axis: str) -> int:
     return stride
 
 
-def _slowest_group(subject: Subject, flow: Flow) -> list[str]:
+def _slowest_group(subject: Subject, flow: Flow) -> list[Evidence]:
     """Which of several groups of an axis is the slow one, where one is."""
     traffic = subject.traffic
     where = where_of(subject, flow) & traffic.is_large
@@ -244,7 +266,8 @@ def _slowest_group(subject: Subject, flow: Flow) -> list[str]:
     usual = float(np.median([value for rank, value in medians.items() if rank != slowest]))
     if medians[slowest] < 2 * usual:
         return []
-    return [f"Rank {slowest}'s group takes {medians[slowest] / usual:.1f} times as long as others."]
+    ratio = medians[slowest] / usual
+    return [Evidence("ranks", f"Rank {slowest}'s group takes {ratio:.1f} times as long as others.")]
 
 
 def _transport(subject: Subject) -> tuple[str, str] | None:

@@ -5,7 +5,7 @@ import numpy as np
 from paceline.config.job import Job
 from paceline.config.noun import size
 from paceline.explain.changes import changed
-from paceline.explain.finding import Finding
+from paceline.explain.finding import Basis, Evidence, Finding
 from paceline.explain.rules.busy import queued_s
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import expected, fits, limit_bytes, peak_bytes, what_if
@@ -24,7 +24,7 @@ def recompute_not_needed(subject: Subject) -> Finding | None:
     again = measured.term_s("recompute")
     changes = ("layout.recompute=none", 'layout.recompute_layers="all"')
     without = changed(job, changes)
-    if without is None or fits(without) is False:
+    if without is None or not fits(without):
         return None
     # Between operators that run again the host takes its time again.
     work_s = float(measured.term_s("matmul", "attention", "other_kernels", "recompute").mean())
@@ -36,9 +36,18 @@ def recompute_not_needed(subject: Subject) -> Finding | None:
         f"{step_time_text(float(again.mean()))} of a step computes activations again, and they "
         "would fit into memory.",
         again_s + _choosing_s(subject, changes),
-        [_memory_sentence(without)],
+        [
+            Evidence(
+                subject.worker,
+                f"Operators that record for autograd within the backward pass take "
+                f"{step_time_text(float(again.mean()))} of a step.",
+            ),
+            Evidence("settings", f"layout.recompute is {job.layout.recompute}."),
+            _memory_evidence(without),
+        ],
         changes=changes,
-        confidence="high",
+        advice="Keep the activations.",
+        basis="measured",
     )
 
 
@@ -53,7 +62,7 @@ def sharding_not_needed(subject: Subject) -> Finding | None:
         "layout.zero=0",
     )
     without = changed(job, changes)
-    if without is None or fits(without) is False:
+    if without is None or not fits(without):
         return None
     exposed_s = float(subject.measured.term_s("exposed_comm.fsdp").mean())
     hooks_s, reducing_s = _hooks_s(subject), _reducing_s(subject, without, exposed_s)
@@ -67,17 +76,21 @@ def sharding_not_needed(subject: Subject) -> Finding | None:
         "would fit as replicas.",
         exposed_s + hooks_s + queued_s(subject, exposed_s) * less - reducing_s,
         [
-            f"Exchanging shards exposes {step_time_text(exposed_s)} of a step, and the host takes "
-            f"{step_time_text(hooks_s)} for it; replicas all-reduce gradients once.",
-            _memory_sentence(without),
+            Evidence(
+                subject.worker,
+                f"Exchanging shards exposes {step_time_text(exposed_s)} of a step, and the host "
+                f"takes {step_time_text(hooks_s)} for it; replicas all-reduce gradients once.",
+            ),
+            _memory_evidence(without),
         ],
         changes=changes,
+        advice="Keep a replica on every rank.",
     )
 
 
 def allocator_retries(subject: Subject) -> Finding | None:
     """The allocator asks the driver for memory within steps, which stops the device."""
-    if subject.account is None:
+    if subject.account is None or len(subject.measured.rows) < 2:
         return None
     names = subject.account.names
     calls = [
@@ -87,19 +100,32 @@ def allocator_retries(subject: Subject) -> Finding | None:
     ]
     count, seconds = 0, 0.0
     for table in (subject.account.syncs, subject.account.gaps):
-        rows = table[[name in calls for name in table["name"]]]
+        rows = table[np.isin(table["name"], calls)]
+        if not subject.measured.recurs(rows):
+            continue
         count = max(count, len(rows))
         seconds = max(seconds, subject.measured.gain_s(subject.measured.sum_s(rows)))
+    # Of one or two steps nothing tells that it goes on.
+    basis: Basis = "measured" if len(subject.measured.rows) > 2 else "assumed"
     return Finding.of(
         subject,
         "allocator-retries",
         f"The allocator goes to the driver {count / len(subject.account.steps):.1f} times a step.",
         seconds,
-        [f"The device stands still for {step_time_text(seconds)} of a step meanwhile."],
+        [
+            Evidence(
+                "host",
+                f"Calls of the driver for memory: {count} in {len(subject.account.steps)} steps.",
+            ),
+            Evidence(
+                subject.worker,
+                f"{step_time_text(seconds)} of a step nothing runs meanwhile.",
+            ),
+        ],
         advice="Memory is nearly full or fragmented: set "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, keep shapes constant, or save memory "
         "(smaller micro-batches, recompute).",
-        confidence="high",
+        basis=basis,
     )
 
 
@@ -143,8 +169,9 @@ def _differing(without: Job) -> tuple[str, ...]:
     return tuple(f"layout.{name}={getattr(layout, name)}" for name in ("dp", "fsdp", "zero"))
 
 
-def _memory_sentence(job: Job) -> str:
-    needed, limit = peak_bytes(job), limit_bytes(job)
-    if needed is None or limit is None:
-        return "How much memory there is isn't known: watch it."
-    return f"It would take {bytes_text(needed)} of the {bytes_text(limit)} a device may use."
+def _memory_evidence(job: Job) -> Evidence:
+    sentence = (
+        f"It would take {bytes_text(peak_bytes(job))} of the {bytes_text(limit_bytes(job))} that a "
+        "device may use."
+    )
+    return Evidence("reference", sentence)

@@ -14,7 +14,7 @@ from paceline.config.job import Job
 from paceline.config.model import Model
 from paceline.config.noun import size
 from paceline.explain.changes import changed, offered
-from paceline.explain.finding import Finding
+from paceline.explain.finding import Basis, Evidence, Finding
 from paceline.explain.rules.busy import FAIR_QUEUE, busy_s, ranks_of
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import what_if
@@ -40,18 +40,23 @@ def uneven_stages(subject: Subject) -> Finding | None:
     if tuple(best) == tuple(job.layout.split):
         return None
     change = f"layout.split={list(best)}"
+    gain_s, basis = _gain_of_even_s(subject, work, even, change)
     return Finding.of(
         subject,
         "uneven-stages",
         f"The heaviest stage has {max(work) / np.mean(work):.2f} times the work of the mean one.",
-        _gain_of_even_s(subject, work, even, change),
+        gain_s,
         [
-            f"Stages of {list(job.layout.split)} layers do {_listed(work)} blocks' worth of work, "
-            f"with the head; {list(best)} would do {_listed(even)}.",
+            Evidence(
+                "settings",
+                f"Stages of {list(job.layout.split)} layers do {_listed(work)} blocks' worth of "
+                f"work, with the head; {list(best)} would do {_listed(even)}.",
+            ),
             *_busy_of_stages(subject),
         ],
         changes=offered(job, change),
-        confidence="high",
+        advice="Give each stage as much to do as the others, the head counted in.",
+        basis=basis,
     )
 
 
@@ -74,7 +79,14 @@ def few_micro_batches(subject: Subject) -> Finding | None:
         "few-micro-batches",
         f"{number} micro-batches in a pipeline of {stages} ranks: {bubble:.0%} of it is bubble.",
         gain_s,
-        [f"Ranks wait for other stages {_waits(subject):.0%} of the step."],
+        [
+            Evidence("settings", f"{number} micro-batches, {stages} stages."),
+            *(
+                [Evidence("ranks", f"Ranks wait for others {_waits(subject):.0%} of the step.")]
+                if subject.account is not None
+                else []
+            ),
+        ],
         changes=best,
         advice="A larger train.global_batch, or an interleaved or zero-bubble schedule, shrinks "
         "the bubble too.",
@@ -89,8 +101,7 @@ def regather_in_pipeline(subject: Subject) -> Finding | None:
     if not traffic.is_axis("pp").any():
         return None
     gathers = traffic.is_axis("fsdp") & traffic.is_op("all_gather") & traffic.is_large
-    per_pass = np.unique(traffic.rows["micro_batch"][gathers])
-    times = len(per_pass[per_pass >= 0])
+    times = traffic.passes(gathers)
     if times < 2:
         return None
     total = traffic.per_step(gathers, "bytes")
@@ -99,10 +110,11 @@ def regather_in_pipeline(subject: Subject) -> Finding | None:
         "regather-in-pipeline",
         f"Parameters are gathered {times} times in a step, once for each micro-batch.",
         traffic.removed_s(gathers) * (times - 1) / times,
-        [f"{bytes_text(total)} of all-gathers in a step."],
+        [Evidence("host", f"{bytes_text(total)} of all-gathers in a step.")],
         changes=offered(subject.job, "layout.zero=1"),
         advice="Keep parameters gathered over the step (ZeRO-1, reshard_after_forward=False) in a "
         "pipeline.",
+        basis="measured",
     )
 
 
@@ -172,16 +184,16 @@ def _is_simple_pipeline(job: Job) -> bool:
 
 def _gain_of_even_s(
     subject: Subject, work: Sequence[float], even: Sequence[float], change: str
-) -> float:
+) -> tuple[float, Basis]:
     """By the planner, which knows that ranks without time to spare slow each other down, and wait
     for each other; else by what ranks were seen to take for their work, or in proportion."""
     asked = what_if(subject, (change,))
     if asked is not None:
-        return asked.gain_s - _queued_more_s(subject)
+        return asked.gain_s - _queued_more_s(subject), "predicted"
     seen_s = _seen_s(subject, max(work) - max(even))
     if seen_s is not None:
-        return seen_s
-    return _in_pipeline_s(subject) * (1 - max(even) / max(work))
+        return seen_s, "measured"
+    return _in_pipeline_s(subject) * (1 - max(even) / max(work)), "predicted"
 
 
 def _queued_more_s(subject: Subject) -> float:
@@ -269,7 +281,7 @@ def _waits(subject: Subject) -> float:
     return float(waits_s.mean()) / subject.measured.step_s
 
 
-def _busy_of_stages(subject: Subject) -> list[str]:
+def _busy_of_stages(subject: Subject) -> list[Evidence]:
     job = subject.job
     if subject.account is None or job is None:
         return []
@@ -278,7 +290,7 @@ def _busy_of_stages(subject: Subject) -> list[str]:
         f"rank {rank} {step_time_text(float(seconds))}"
         for rank, seconds in zip(subject.measured.ranks, busy_s, strict=True)
     ]
-    return [f"At work in a step: {', '.join(told)}."]
+    return [Evidence("ranks", f"At work in a step: {', '.join(told)}.")]
 
 
 def _listed(work: Sequence[float]) -> str:

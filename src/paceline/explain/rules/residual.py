@@ -1,6 +1,6 @@
 """Rules about what was measured beyond the prediction, less all that has a named cause."""
 
-from paceline.explain.finding import Finding
+from paceline.explain.finding import Evidence, Finding
 from paceline.explain.rules.kernels import longest
 from paceline.explain.subject import Subject
 from paceline.explain.waterfall import terms_beside
@@ -44,13 +44,16 @@ def slow_kernels(subject: Subject, explained_s: float) -> Finding | None:
         "need.",
         measured_s - should_s * rest - explained_s,
         [
-            f"{step_time_text(measured_s)} against {step_time_text(should_s)} a step, on the "
-            "fastest rank.",
+            Evidence(
+                "reference",
+                f"{step_time_text(measured_s)} against {step_time_text(should_s)} a step, on the "
+                "fastest rank.",
+            ),
             *longest(subject, *_PRODUCTS),
         ],
         advice="Look for sizes that aren't multiples of 64, for other work on the device, and for "
         "lowered clocks; `paceline bench kernels` times each.",
-        confidence="low",
+        basis="assumed",
     )
 
 
@@ -75,14 +78,20 @@ def slower_than_planned(subject: Subject, explained_s: float) -> Finding | None:
         "predicted.",
         subject.step_s - planned.interval_s[1] - explained_s,
         [
-            f"The largest difference is {worst.term}: {step_time_text(worst.measured_s)} measured, "
-            f"{step_time_text(worst.predicted_s or 0.0)} predicted.",
-            f"Named causes explain {step_time_text(explained_s)} of it; the gain is what is left "
-            f"above the prediction's interval, {step_time_text(planned.interval_s[1])}.",
+            Evidence(
+                "reference",
+                f"The largest difference is {worst.term}: {step_time_text(worst.measured_s)} "
+                f"measured, {step_time_text(worst.predicted_s or 0.0)} predicted.",
+            ),
+            Evidence(
+                "reference",
+                f"Named causes explain {step_time_text(explained_s)} of it; the gain is what is "
+                f"left above the prediction's interval, {step_time_text(planned.interval_s[1])}.",
+            ),
         ],
         advice="If all terms are larger, the machine is slower than when it was measured: run "
         "`paceline bench` again, or plan with the run's own cluster.toml.",
-        confidence="low",
+        basis="assumed",
     )
 
 

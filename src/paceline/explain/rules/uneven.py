@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from paceline.config.noun import size
 from paceline.explain.changes import offered
-from paceline.explain.finding import Finding
+from paceline.explain.finding import Evidence, Finding
 from paceline.explain.measured import WAITING
 from paceline.explain.rules.busy import busy_s, ranks_of
 from paceline.explain.rules.pipeline import rank_work
 from paceline.explain.subject import Subject
-from paceline.observe.ranks import mean_figure
+from paceline.observe.ranks import late_by, mean_figure
 from paceline.observe.summary import step_time_text
 from paceline.observe.terms import TERMS
 
@@ -36,6 +36,10 @@ _SURELY = 3.0
 _ALWAYS = 0.6
 # A rank's wait for a core that is worth a word, of a step.
 _LEAST_WAIT = 0.02
+# A rank that is the last in so many steps is the slow one, however its gain is put.
+_SURE_SHARE = 0.9
+# Ranks with the same work run as many kernels, but for a few.
+_SAME_WORK = 0.02
 _REBALANCE_EVERY = 20
 # How well the work of pipeline stages is known: a rank is slow only if it lags by more.
 _STAGES_ARE_KNOWN_TO, _FLOPS_ARE_KNOWN_TO = 0.1, 0.4
@@ -43,32 +47,39 @@ _STAGES_ARE_KNOWN_TO, _FLOPS_ARE_KNOWN_TO = 0.1, 0.4
 
 def straggler_rank(subject: Subject) -> Finding | None:
     """One rank takes longer than the others for its work, whatever it does."""
-    if len(ranks_of(subject)) < 2 or uneven_work_s(subject) is not None:
+    if len(ranks_of(subject)) < 2 or not subject.ranks_belong_together:
+        return None
+    if uneven_work_s(subject) is not None or (subject.job is None and _is_pipeline(subject)):
         return None
     lag = _lag(subject)
-    if lag is None:
+    if lag is None or _has_other_work(subject, lag.rank):
         return None
+    term = _differing_term(subject, lag.rank)
     return Finding.of(
         subject,
         "straggler-rank",
         f"Rank {lag.rank} is {step_time_text(lag.seconds)} behind the others in each step.",
         lag.seconds,
         [
-            f"It is at work for {step_time_text(lag.busy_s)} of a step, the others for "
-            f"{step_time_text(lag.others_s)}, and is the last one in {lag.share:.0%} of the steps.",
-            *_differing(subject, lag.rank),
+            Evidence(
+                "ranks",
+                f"It is at work for {step_time_text(lag.busy_s)} of a step, the others for "
+                f"{step_time_text(lag.others_s)}, and is the last one in {lag.share:.0%} of the "
+                "steps.",
+            ),
+            *_differing(subject, lag.rank, term),
+            *_told_by_clock(subject, lag.rank),
             *_without_core(subject, lag.rank),
         ],
-        advice=f"Look at the machine of rank {lag.rank}: other processes, clocks and temperature, "
-        "a failing device or link; take it out of the job if it stays slow.",
-        confidence="high" if lag.share > 0.9 else "medium",
+        advice=_to_look_at(lag.rank, term),
+        basis="measured" if lag.share > _SURE_SHARE else "predicted",
     )
 
 
 def length_imbalance(subject: Subject) -> Finding | None:
     """Samples of different lengths: some rank has more to compute in a step than the others."""
     seconds = uneven_work_s(subject)
-    if seconds is None or _has_experts(subject):
+    if seconds is None or _has_experts(subject) or not subject.ranks_belong_together:
         return None
     return Finding.of(
         subject,
@@ -85,7 +96,7 @@ def length_imbalance(subject: Subject) -> Finding | None:
 def expert_imbalance(subject: Subject) -> Finding | None:
     """Tokens prefer some experts: the rank that holds them computes while the others wait."""
     seconds = uneven_work_s(subject)
-    if seconds is None or not _has_experts(subject):
+    if seconds is None or not _has_experts(subject) or not subject.ranks_belong_together:
         return None
     job = subject.job
     rebalances = job is not None and job.layout.rebalance_every > 0
@@ -97,8 +108,9 @@ def expert_imbalance(subject: Subject) -> Finding | None:
         seconds,
         _uneven_evidence(subject),
         changes=() if rebalances else offered(job, f"layout.rebalance_every={_REBALANCE_EVERY}"),
-        advice="Raise the balance loss, let biases of the choice follow the load "
-        "(experts.bias_update_speed), or move experts between ranks.",
+        advice="Raise the balance loss, let biases of the choice follow the load, or move experts "
+        "between ranks.",
+        with_job="The biases are model.experts.bias_update_speed.",
     )
 
 
@@ -233,32 +245,101 @@ def _excess(seconds: Array) -> float:
     return float((seconds.max(axis=1)[mean > 0] / mean[mean > 0]).mean() - 1) if mean.any() else 0.0
 
 
-def _uneven_evidence(subject: Subject) -> list[str]:
+def _uneven_evidence(subject: Subject) -> list[Evidence]:
     work_s = subject.measured.term_s(*_SAMPLES)
     fixed = _excess(subject.measured.term_s(*_FIXED))
-    return [
+    sentence = (
         f"Computing on samples takes up to {_excess(work_s):.0%} longer than on the mean rank, the "
         f"optimizer, which has equally much to do everywhere, {fixed:.0%}."
-    ]
-
-
-def _differing(subject: Subject, rank: int) -> list[str]:
-    """In which term a rank exceeds the others most, as a sentence."""
-    if subject.account is None or rank not in subject.measured.ranks:
-        return []
-    at = subject.measured.ranks.index(rank)
-    more = {}
-    for term in TERMS:
-        seconds = subject.measured.term_s(term).mean(axis=0)
-        more[term] = float(seconds[at] - np.median(np.delete(seconds, at)))
-    worst = max(
-        (term for term in more if not term.startswith(("exposed_comm", "straggler", "bubble"))),
-        key=more.__getitem__,
     )
-    return [f"Most of it is {worst}: {step_time_text(max(0.0, more[worst]))} more than the others."]
+    return [Evidence("ranks", sentence)]
 
 
-def _without_core(subject: Subject, rank: int) -> list[str]:
+class _More(NamedTuple):
+    """A term of which one rank has more than the others."""
+
+    name: str
+    seconds: float
+
+
+def _differing_term(subject: Subject, rank: int) -> _More | None:
+    """In which term a rank exceeds the others most; None where its steps were not recorded."""
+    if subject.account is None or rank not in subject.measured.ranks:
+        return None
+    at = subject.measured.ranks.index(rank)
+    own = [term for term in TERMS if not term.startswith(WAITING)]
+    more = []
+    for term in own:
+        seconds = subject.measured.term_s(term).mean(axis=0)
+        more.append(_More(term, float(seconds[at] - np.median(np.delete(seconds, at)))))
+    worst = max(more, key=lambda each: each.seconds)
+    return worst if worst.seconds > 0 else None
+
+
+def _differing(subject: Subject, rank: int, term: _More | None) -> list[Evidence]:
+    """What the rank's own trace says of it: which term is longer, and for as many kernels."""
+    if term is None or subject.account is None:
+        return []
+    sentence = f"Most of it is {term.name}: {step_time_text(term.seconds)} more than the others."
+    counts = _kernels_of_ranks(subject)
+    if term.name in _SAMPLES and counts is not None:
+        at = subject.measured.ranks.index(rank)
+        usual = float(np.median(np.delete(counts, at)))
+        sentence += f" It runs {counts[at]:.0f} kernels a step, the others {usual:.0f}."
+        return [Evidence(subject.worker, sentence)]
+    # Of time that its host lost in some way, nothing but the comparison says that it is a fault.
+    return [Evidence("ranks", sentence)]
+
+
+def _told_by_clock(subject: Subject, rank: int) -> list[Evidence]:
+    """That the Run's own clock finds the same rank late in the steps that nobody recorded."""
+    figure = mean_figure(subject.steady, "busy_s")
+    late = late_by(figure)
+    if subject.account is None or late is None or late[0] != rank or late[1] <= 0:
+        return []
+    sentence = f"By the run's own clock it is {step_time_text(late[1])} late in the mean step."
+    return [Evidence("clock", sentence)]
+
+
+def _to_look_at(rank: int, term: _More | None) -> str:
+    """What to look at, by what the rank takes longer for."""
+    if term is None or term.name in (*_SAMPLES, *_FIXED):
+        return (
+            f"Look at the machine of rank {rank}: other processes, clocks and temperature, a "
+            "failing device or link; take it out of the job if it stays slow."
+        )
+    return (
+        f"Look at what rank {rank} does beside the step: its loader and disk, logging, other "
+        "processes on its cores."
+    )
+
+
+def _kernels_of_ranks(subject: Subject) -> Array | None:
+    """(ranks,), kernels of a step; None where none were recorded."""
+    assert subject.account is not None
+    kernels = subject.account.kernels
+    counts = [
+        kernels["count"][kernels["rank"] == rank].sum()
+        / np.count_nonzero(subject.account.steps["rank"] == rank)
+        for rank in subject.measured.ranks
+    ]
+    return np.array(counts) if all(counts) else None
+
+
+def _has_other_work(subject: Subject, rank: int) -> bool:
+    """Whether a rank of a foreign trace was given more or less to do than the others: by how many
+    kernels it runs. Of a Run it is known."""
+    if subject.account is None or subject.job is not None:
+        return False
+    counts = _kernels_of_ranks(subject)
+    if counts is None:
+        return False
+    at = subject.measured.ranks.index(rank)
+    usual = float(np.median(np.delete(counts, at)))
+    return abs(float(counts[at]) / usual - 1) > _SAME_WORK
+
+
+def _without_core(subject: Subject, rank: int) -> list[Evidence]:
     """By how much longer than the others a rank was without a core, where that is told of each."""
     waits = mean_figure(subject.steady, "core_wait_s")
     if not isinstance(waits, list) or rank >= len(waits):
@@ -266,7 +347,8 @@ def _without_core(subject: Subject, rank: int) -> list[str]:
     more_s = waits[rank] - float(np.median(np.delete(waits, rank)))
     if more_s < _LEAST_WAIT * subject.step_s:
         return []
-    return [f"It was ready and had no core for {step_time_text(more_s)} more than the others."]
+    sentence = f"It was ready and had no core for {step_time_text(more_s)} more than the others."
+    return [Evidence("machine", sentence)]
 
 
 def _has_experts(subject: Subject) -> bool:

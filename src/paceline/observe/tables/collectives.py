@@ -17,6 +17,7 @@ from paceline.observe.tables.names import Names, step_numbers, step_of
 from paceline.observe.terms import AXES, EXPOSED_COMM, EXPOSED_IDS, TERMS
 
 _Array = npt.NDArray[Any]
+_NEVER = np.iinfo(np.int64).max
 _AXIS_OF_TERM = np.array(
     [
         AXES.index(axis) if (axis := term.removeprefix(f"{EXPOSED_COMM}.")) in AXES else NONE
@@ -43,7 +44,7 @@ def collectives(recording: Recording, names: Names) -> _Array:
     table["axis"] = _AXIS_OF_TERM[terms]
     table["start_ns"], table["duration_ns"] = events["start"], events["end"] - events["start"]
     table["exposed_ns"] = exposed
-    table["micro_batch"] = _passes_begun(recording, step, began)
+    table["micro_batch"], table["in_backward"] = _passes_begun(recording, step, began)
     _describe(recording, names, table, events, asked)
     _name_groups(recording, names, table)
     return table[step != NONE]
@@ -148,23 +149,66 @@ def _axis_of(group: dict[str, Any]) -> str | None:
     return words.axis_of_group(str(group.get("pg_desc", "")))
 
 
-def _passes_begun(recording: Recording, step: _Array, when: _Array) -> _Array:
-    """Return how many forward-backward passes of its step had begun, or NONE where none is seen.
+def _passes_begun(recording: Recording, step: _Array, when: _Array) -> tuple[_Array, _Array]:
+    """Number the forward-backward passes of each step, for some moments of the host.
 
-    A pass begins with the first operator that records for autograd after a node was evaluated.
+    A pass begins with the first operator that records for autograd after a node was evaluated, or
+    after an optimizer ran. Its step is the one whose device time has most of what it launched: the
+    host runs ahead, and begins a step's passes before the device has done the step before.
+
+    Args:
+        recording: with the passes.
+        step: index of the step that what was begun at each moment belongs to, or NONE.
+        when: moments of the host.
+
+    Returns:
+        how many passes of its step had begun since the last optimizer, or NONE where none is seen;
+        and whether a backward pass had begun in the latest of them.
     """
-    host, windows = recording.host, recording.windows
-    events = host.events
+    host, events = recording.host, recording.host.events
     records = (events["kind"] == OP) & (events["sequence"] >= 0)
     node = records & (events["forward_thread"] > 0)
     forward = records & (events["forward_thread"] <= 0) & ~host.in_backward
     if not node.any() or not forward.any():
-        return np.full(len(when), NONE)
-    parts = events["start"][node], windows["start_ns"], events["start"][forward]
-    at = np.concatenate(parts)
-    is_forward = np.arange(len(at)) >= len(parts[0]) + len(parts[1])
+        return np.full(len(when), NONE), np.zeros(len(when), bool)
+    nodes = np.sort(events["start"][node])
+    optimizers = np.sort(_optimizers(recording))
+    ends = np.concatenate([[-_NEVER], nodes, optimizers])
+    at = np.concatenate([ends, events["start"][forward]])
+    is_forward = np.arange(len(at)) >= len(ends)
     order = np.argsort(at, kind="stable")
     at, is_forward = at[order], is_forward[order]
     begins = at[1:][is_forward[1:] & ~is_forward[:-1]]
-    earlier = np.searchsorted(begins, windows["start_ns"][step], "left")
-    return np.searchsorted(begins, when, "right") - earlier
+    of_step = _steps_of_passes(recording, begins)
+    since = np.searchsorted(optimizers, begins)
+    is_first = np.append(True, (of_step[1:] != of_step[:-1]) | (since[1:] != since[:-1]))
+    places = np.arange(len(begins))
+    number = places - np.maximum.accumulate(np.where(is_first, places, 0)) + 1
+    mine = np.searchsorted(begins, when, "right") - 1
+    is_before = (mine == NONE) | (of_step[mine] < step)
+    has_nodes = np.searchsorted(nodes, when, "right") > np.searchsorted(nodes, begins)[mine]
+    return np.where(is_before, 0, number[mine]), ~is_before & has_nodes
+
+
+def _optimizers(recording: Recording) -> _Array:
+    """Return when the host ran optimizers: their ranges, and what launched their kernels."""
+    host, optimizer = recording.host, words.TERM_ID["optimizer"]
+    launched = recording.launch[(recording.terms == optimizer) & (recording.launch != NONE)]
+    ranges = host.events["start"][host.claim == optimizer]
+    return np.concatenate([ranges, host.events["start"][launched]])
+
+
+def _steps_of_passes(recording: Recording, begins: _Array) -> _Array:
+    """Return the index of the step that each pass belongs to, or NONE."""
+    windows = recording.windows
+    by_host = step_of(windows, begins)
+    known = recording.launch != NONE
+    if recording.pieces is not None or not known.any():
+        return by_host
+    launched = recording.host.events["start"][recording.launch[known]]
+    steps = step_of(windows, recording.device["start"][known])
+    which = np.searchsorted(begins, launched, "right") - 1
+    inside = (which >= 0) & (steps != NONE)
+    counts = np.zeros((len(begins), len(windows)), np.int64)
+    np.add.at(counts, (which[inside], steps[inside]), 1)
+    return np.where(counts.any(axis=1), counts.argmax(axis=1), by_host)

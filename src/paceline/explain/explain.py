@@ -13,8 +13,13 @@ from paceline.explain.rules import SHOWN, findings
 from paceline.explain.rules.links import expected_s
 from paceline.explain.subject import Subject
 from paceline.explain.traffic import Flow
+from paceline.explain.unexplained import Unexplained, unexplained
 from paceline.explain.waterfall import Waterfall, waterfall
+from paceline.observe.caveats import GRAPH_KERNELS_MISSING, NO_KERNELS, Caveat
 from paceline.observe.summary import mfu_text, step_time_text, summarise
+
+BOUNDS = (GRAPH_KERNELS_MISSING, NO_KERNELS)
+"""Kinds of caveats with which terms are bounds: they stand before any figure."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class Explanation:
     """Collectives by kind and axis, the most exposed first; none where no step was profiled."""
     findings: tuple[Finding, ...]
     """All of them, the largest gain first."""
+    unexplained: tuple[Unexplained, ...]
+    """Lost terms of a tenth of the step or more without a cause, the largest first."""
     notes: tuple[str, ...]
     """What could not be looked at, and what was fitted to the Run."""
     next_command: str | None
@@ -38,6 +45,8 @@ class Explanation:
     """The Run's."""
     out_of_memory: OutOfMemory | None = None
     """Where a rank ran out of it."""
+    caveats: tuple[Caveat, ...] = ()
+    """What the traces can't say."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -52,6 +61,8 @@ class Explanation:
             },
             "communication": flows,
             "findings": [each.to_json() for each in self.findings],
+            "unexplained": [each._asdict() for each in self.unexplained],
+            "caveats": [asdict(each) for each in self.caveats],
             "notes": list(self.notes),
             "next": self.next_command,
             "out_of_memory": self.out_of_memory and asdict(self.out_of_memory),
@@ -73,16 +84,19 @@ def explain_subject(subject: Subject) -> Explanation:
     if memory is not None and subject.account is None and not subject.steady:
         return _of_no_step(subject, memory)
     found = findings(subject)
+    left = unexplained(subject, found)
     return Explanation(
         subject.name,
-        _headline(subject, found),
+        _headline(subject, found, left),
         waterfall(subject),
         tuple(_flows(subject)),
         tuple(found),
+        tuple(left),
         tuple(_notes(subject)),
         _next_command(subject, found),
         subject.job,
         memory,
+        () if subject.account is None else subject.account.caveats,
     )
 
 
@@ -92,7 +106,9 @@ def _of_no_step(subject: Subject, memory: OutOfMemory) -> Explanation:
     way = memory.ways[0].changes if memory.ways else ()
     command = _train_command(subject, way) if way else None
     headline = f"{subject.name} ran out of memory before its first step was done"
-    return Explanation(subject.name, headline, None, (), (), notes, command, subject.job, memory)
+    return Explanation(
+        subject.name, headline, None, (), (), (), notes, command, subject.job, memory
+    )
 
 
 def _flows(subject: Subject) -> Iterator[Flow]:
@@ -102,22 +118,34 @@ def _flows(subject: Subject) -> Iterator[Flow]:
             yield flow._replace(expected_s=expected_s(subject, flow))
 
 
-def _headline(subject: Subject, found: Sequence[Finding]) -> str:
+def _headline(subject: Subject, found: Sequence[Finding], left: Sequence[Unexplained]) -> str:
+    """What bounds all figures, the step, and what costs most of it, with a cause or without."""
     figures = summarise(subject.steady, subject.facts)
     told = [f"a step takes {step_time_text(subject.step_s)}"]
     if subject.job is not None:
         told = [f"{subject.job.layout.summary}: {told[0]}", mfu_text(figures.mfu)]
-    worth = [each for each in found if each.gain >= SHOWN]
-    if worth:
-        told.append(f"{worth[0].name} costs {worth[0].gain:.0%} of it")
-    else:
+    worth = [each for each in found if each.gain >= SHOWN][:1]
+    causes = [(each.gain, f"{each.name} costs {each.gain:.0%} of it") for each in worth]
+    causes += [(each.share, each.clause) for each in left[:1]]
+    told += [text for _, text in sorted(causes, key=lambda each: -each[0])]
+    if not causes:
         told.append("nothing found that costs more than 1 % of it")
-    return ", ".join(told)
+    told_all = ", ".join(told)
+    bounds = _bounds(subject)
+    return " ".join([*bounds, told_all[0].upper() + told_all[1:]]) if bounds else told_all
+
+
+def _bounds(subject: Subject) -> list[str]:
+    """Caveats that make all figures bounds."""
+    account = subject.account
+    return [] if account is None else [each.text for each in account.caveats if each.kind in BOUNDS]
 
 
 def _notes(subject: Subject) -> list[str]:
     memory = out_of_memory(subject)
     told = list(memory.sentences) if memory is not None else []
+    if subject.account is not None:
+        told += [each.text for each in subject.account.caveats if each.kind not in BOUNDS]
     if subject.account is None:
         told.append(
             "No steps were profiled, so only what the loop times is known: train with --set "
@@ -125,6 +153,11 @@ def _notes(subject: Subject) -> list[str]:
         )
     elif subject.job is None:
         told.append("A trace alone: no Job to change and no plan to compare with.")
+        if not subject.ranks_belong_together and len(subject.account.ranks) > 1:
+            told.append(
+                "These traces share no collectives that all of their ranks took part in, so they "
+                "may be of several jobs: who waits for whom isn't told."
+            )
     elif len(subject.account.ranks) < subject.job.layout.num_ranks:
         told.append(
             f"{len(subject.account.ranks)} of {subject.job.layout.num_ranks} ranks were recorded: "

@@ -83,6 +83,7 @@ def shown(subject: Subject, why: Explanation) -> SimpleNamespace:
         lead=lead,
         fall=None if why.waterfall is None else waterfall_of(why.waterfall),
         notes=why.notes,
+        unexplained=[each.sentence for each in why.unexplained],
         out_of_memory=[] if why.out_of_memory is None else why.out_of_memory.sentences,
         findings=[finding(each) for each in why.findings if each.gain >= SHOWN],
         next=why.next_command,
@@ -422,5 +423,5 @@ def _cards(subject: Subject, why: Explanation) -> list[Card]:
         ("Exposed communication", f"{exposed:.1%}", "of the step"),
         ("Overlapped", "–" if hidden is None else f"{hidden:.1%}", "of all communication"),
         ("Waiting for the host", f"{shares.get('host_gap', 0.0):.1%}", "of the step"),
-        ("Findings", str(len(worth)), worth[0].name if worth else "none above 1 %"),
+        ("Findings", str(len(worth)), worth[0].name if worth else "no cause above 1 %"),
     ]

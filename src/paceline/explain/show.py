@@ -31,6 +31,9 @@ def show(one: Explanation, console: Console, top: int, *, all_findings: bool) ->
     if one.flows:
         console.print()
         console.print(_flows_table(one))
+    for left in one.unexplained:
+        console.print()
+        console.print(Text(left.sentence, style="yellow"))
     if one.waterfall is not None:
         console.print()
         console.print(_findings(one, top, all_findings=all_findings))
@@ -111,7 +114,8 @@ def _time_or_dash(seconds: float | None) -> str:
 def _findings(one: Explanation, top: int, *, all_findings: bool) -> RenderableType:
     worth = [each for each in one.findings if all_findings or each.gain >= SHOWN]
     if not worth:
-        return Text("Nothing found that costs more than 1 % of the step.", style="green")
+        style = "default" if one.unexplained else "green"
+        return Text("No rule found a cause that costs more than 1 % of the step.", style=style)
     left = len(one.findings) - len(worth[:top])
     more = [Text(f"{left} more with --all --top {len(one.findings)}", style="dim")] if left else []
     return Group(*(_finding(each) for each in worth[:top]), *more)

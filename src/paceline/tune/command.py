@@ -221,6 +221,7 @@ def to_json(known: Known, folder: Path) -> dict[str, Any]:
     return found | {
         "job": str(folder / "job.toml"),
         "best": best.number,
+        "is_gain_clear": known.is_gain_clear,
         "changes": change_texts(best.changes),
         "step_s": known.seconds(best),
         "given_step_s": known.seconds(first) if first.ran else None,

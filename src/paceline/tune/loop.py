@@ -231,6 +231,9 @@ def decision(before: Known, after: Known) -> Decision:
     if best.number == was.number:
         return Decision(heat, best.number, f"trial {best.number} stays the fastest")
     gain = _gain(was, best)
+    if gain >= 0 and abs((best.relative or 0.0) - (was.relative or 0.0)) <= best.uncertainty:
+        told = f"trial {best.number} is the fastest, within the noise of trial {was.number}"
+        return Decision(heat, best.number, told)
     by = f"{gain:.1%} less" if gain >= 0 else f"{-gain:.1%} more, with exact sums,"
     return Decision(heat, best.number, f"trial {best.number} takes {by} than trial {was.number}")
 

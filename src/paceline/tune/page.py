@@ -1,16 +1,15 @@
 """Page: a tuning as one self-contained HTML file; the frame is that of all pages."""
 
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 
 from paceline.observe.page import Card, Chart, chart_layout, render_page
 from paceline.observe.summary import rate_text, step_time_text
 from paceline.tune.goal import Figures
-from paceline.tune.show import outcome_text, row, what_text
+from paceline.tune.show import row, what_text
 from paceline.tune.story import paragraph, parts
 from paceline.tune.trial import Known, Trial
-
-_COLOURS = {"best": "var(--accent)", "slower": "var(--grid)"}
 
 
 def render(known: Known, folder: Path, left: Sequence[str] = ()) -> str:
@@ -72,7 +71,9 @@ def _trials(known: Known) -> Chart:
     """The step of each trial, in order, with its interval."""
     factor, unit = (1.0, "s") if known.seconds(known.ran[0]) >= 1 else (1e3, "ms")
     seconds = [factor * known.seconds(trial) for trial in known.ran]
-    spread = [value * trial.uncertainty for value, trial in zip(seconds, known.ran, strict=True)]
+    # After one round there is no interval.
+    halves = [trial.uncertainty if isfinite(trial.uncertainty) else None for trial in known.ran]
+    spread = [half and value * half for value, half in zip(seconds, halves, strict=True)]
     bars = {
         "type": "bar",
         "x": [trial.number for trial in known.ran],
@@ -91,7 +92,8 @@ def _trials(known: Known) -> Chart:
 
 
 def _colour(known: Known, trial: Trial) -> str:
-    return "var(--accent)" if outcome_text(known, trial) == "best" else "var(--accent-pale)"
+    is_best = known.best is not None and known.best.number == trial.number
+    return "var(--accent)" if is_best else "var(--accent-pale)"
 
 
 def _errors(known: Known) -> Chart:

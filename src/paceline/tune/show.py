@@ -96,13 +96,15 @@ def versus_text(trial: Trial) -> str:
     if trial.relative == 0.0:
         return "100%"
     share = 100 * math.exp(trial.relative)
-    return f"{share:.0f}% ±{100 * trial.uncertainty:.0f}"
+    half = f"{100 * trial.uncertainty:.0f}" if math.isfinite(trial.uncertainty) else "?"
+    return f"{share:.0f}% ±{half}"
 
 
 def outcome_text(known: Known, trial: Trial) -> str:
     """What came of it, and whether it is the best."""
     if known.best is not None and known.best.number == trial.number:
-        return "best"
+        is_sure = known.is_gain_clear or trial.relative == 0.0
+        return "best" if is_sure else "fastest, within the noise"
     if trial.outcome == "out of memory":
         return f"out of memory: {trial.heaviest}"
     return {"measured": "", "slower": "dropped early"}.get(trial.outcome, trial.outcome)

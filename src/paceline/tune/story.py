@@ -18,6 +18,7 @@ from paceline.tune.candidates import checked, predicted
 from paceline.tune.expect import Expectation, Seen
 from paceline.tune.goal import Figures
 from paceline.tune.settings import change_texts, changed, differences, grouped, values
+from paceline.tune.show import versus_text
 from paceline.tune.trial import Known, Trial
 
 _KEPT_LOSS = {
@@ -120,7 +121,9 @@ def paragraph(known: Known) -> str:
         return "Nothing ran: " + "; ".join(one.note or one.outcome for one in known.trials) + "."
     sentences = [_step_sentence(known, best), _figures_sentence(known, best)]
     changes = parts(known)
-    if changes:
+    if changes and not known.is_gain_clear:
+        sentences.append(f"It differs in {'; '.join(part.text for part in changes)}.")
+    elif changes:
         said = "; ".join(_gain_text(part) for part in changes)
         sentences.append(f"What was changed, and what it gave: {said}.")
     sentences += _loss_sentence(best)
@@ -136,6 +139,12 @@ def _step_sentence(known: Known, best: Trial) -> str:
     if first.number == best.number:
         return (
             f"The Job as it was given is the fastest of {len(known.trials)} trials: {step} a step."
+        )
+    if not known.is_gain_clear:
+        return (
+            "No trial is faster than the Job as it was given beyond the noise: the fastest, trial "
+            f"{best.number}, takes {versus_text(best)} of its step, by turns on the same ranks, in "
+            f"{len(known.trials)} trials."
         )
     ratio = math.exp((first.relative or 0.0) - (best.relative or 0.0))
     was = step_time_text(known.seconds(first))

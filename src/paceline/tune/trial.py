@@ -137,6 +137,13 @@ class Known:
         return [trial for trial in self.trials if trial.ran]
 
     @property
+    def is_gain_clear(self) -> bool:
+        """Whether the best is faster than the first Job that ran, beyond the noise: by more than
+        half of its 90 % interval."""
+        best = self.best
+        return best is not None and (best.relative or 0.0) + best.uncertainty < 0
+
+    @property
     def best(self) -> Trial | None:
         """The fastest that ran to the end of a race.
 

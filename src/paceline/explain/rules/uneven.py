@@ -242,7 +242,8 @@ def _expert_bytes(subject: Subject) -> Array:
 def _excess(seconds: Array) -> float:
     """The most of the ranks over their mean, less 1; mean over steps."""
     mean = seconds.mean(axis=1)
-    return float((seconds.max(axis=1)[mean > 0] / mean[mean > 0]).mean() - 1) if mean.any() else 0.0
+    known = mean > 0
+    return float((seconds.max(axis=1)[known] / mean[known]).mean() - 1) if known.any() else 0.0
 
 
 def _uneven_evidence(subject: Subject) -> list[Evidence]:

@@ -53,6 +53,25 @@ def test_the_fastest_comes_with_every_setting():
         assert f"{name} = {value}" in text
 
 
+def test_what_the_forecast_cannot_tell_apart_is_as_good():
+    """Steps within 3 % of the choice's, faster ones too; and the title says why it was chosen."""
+    found = small_answer()
+    best = found.best
+    texts = {
+        by: describe.slower_text(replace(best, step_s=(1 + by) * best.step_s), best)
+        for by in (0.009, -0.01, 0.05)
+    }
+    assert texts == {0.009: "as good (+0.9%)", -0.01: "as good (-1.0%)", 0.05: "5.0%"}
+    assert describe.slower_text(best, best) == "–"
+    faster = replace(best, step_s=0.99 * best.step_s)
+    both = replace(found, ranked=(best, faster))
+    assert describe.chosen_text(both) == "the simplest of those as good as the fastest"
+    text = " ".join(_shown(both).split())
+    assert f"the simplest of those as good as the fastest: {best.layout.summary}" in text
+    assert "as good (-1.0%)" in text
+    assert max(map(len, _shown(both).splitlines())) <= 80
+
+
 def test_figures_stand_as_they_are():
     found = small_answer()
     text = _shown(found)

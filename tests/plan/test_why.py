@@ -100,7 +100,7 @@ def test_what_cannot_fit_says_what_lacks_and_what_helps():
     assert not found.ranked
     lack = why.shortage(found)
     assert lack.lacks_bytes > 0
-    assert lack.lacks_bytes == lack.nearest.peak_memory_bytes - found.limit_bytes
+    assert lack.lacks_bytes == lack.nearest.needed_bytes - found.limit_bytes
     terms = lack.nearest.heaviest.terms
     assert terms[lack.term] == max(terms.values())
     assert lack.change is not None

@@ -112,7 +112,7 @@ def fits(job: Job) -> bool | None:
 
 def limit_bytes(job: Job) -> float | None:
     """What a layout may use of a device's memory."""
-    return memory_limit(Setting.of(job)) if isinstance(job.model, Model) else None
+    return memory_limit(job.cluster.known_device) if isinstance(job.model, Model) else None
 
 
 def peak_bytes(job: Job) -> float | None:

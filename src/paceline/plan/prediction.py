@@ -90,11 +90,15 @@ class Prediction:
         """Of the heaviest rank."""
         return self.heaviest.total_bytes
 
+    @property
+    def needed_bytes(self) -> float:
+        """Of the rank that needs most."""
+        return max(each.needed_bytes for each in self.memory)
+
     def fits(self, device: Device) -> bool | None:
         """Whether each rank has the memory that it needs; None: the device's isn't known."""
-        if device.memory_bytes is None:
-            return None
-        return max(each.needed_bytes for each in self.memory) <= device.memory_bytes.value
+        memory = device.memory_bytes
+        return None if memory is None else self.needed_bytes <= memory.value
 
     @property
     def heaviest(self) -> Memory:

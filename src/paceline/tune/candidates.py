@@ -65,7 +65,7 @@ class Question:
     @property
     def limit_bytes(self) -> float:
         """What a layout may use of a device's memory."""
-        return memory_limit(Setting.of(self.given)) or math.inf
+        return memory_limit(self.given.cluster.known_device) or math.inf
 
 
 def predicted(job: Job, why: str) -> Candidate:

@@ -122,7 +122,7 @@ def reference_of(job: Job, measurer: Measurer) -> Reference:
     """
     single = one_device(job)
     found = predicted(single, "one device")
-    limit = memory_limit(Setting.of(single))
+    limit = memory_limit(single.cluster.known_device)
     samples = single.train.global_batch
     if limit is not None and found.peak_bytes > limit:
         why = f"predicted: it would take {found.peak_bytes / 1e9:.3g} GB, which one has not"
@@ -148,7 +148,7 @@ def one_device(job: Job) -> Job:
     kept = {name: getattr(job.layout, name) for name in same}
     layout = Layout.parse({**dict.fromkeys(axes, 1), **kept, "bucket_mib": 25.0})
     wishes = Wishes(layout)
-    found = search(Setting.of(single), wishes, 1, margin=-math.inf)
+    found = search(Setting.of(single), wishes, 1, bounded=False)
     return checked(single.replace(layout=found.ranked[0].layout))
 
 

@@ -26,7 +26,7 @@ from paceline.plan.prediction import Prediction
 from paceline.plan.price.step import predict
 from paceline.plan.search import why
 from paceline.plan.search.exchange import AXES, choose_exchange, named_forms
-from paceline.plan.search.search import MARGIN, Counts, Found, search
+from paceline.plan.search.search import Counts, Found, memory_limit, search
 from paceline.plan.search.space import Wishes
 
 _STEP_OF_FRONT = 0.95
@@ -96,10 +96,11 @@ def _of_decoder(job: Job, wishes: Wishes) -> Answer:
         job.layout.check(job.model, job.cluster, train.seq_len, train.global_batch)
     found = search(Setting.of(job), wishes)
     ranked, comm = found.ranked, None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = (why.tightness(found),) if found.is_tight else ()
     exchanging = None
     if ranked and "auto" in (job.comm.dp.compress, job.comm.fsdp.compress):
-        first, comm, notes = _exchanging(job, ranked[0])
+        first, comm, said = _exchanging(job, ranked[0])
+        notes += said
         exchanging = partial(_exchanged, job, first.layout.bucket_mib)
         ranked = (first, *ranked[1:])
     best = ranked[0] if ranked else None
@@ -148,8 +149,7 @@ def _exchanged(
 
 def _of_convnet(job: Job, network: ConvNet, wishes: Wishes) -> Answer:
     found = predict_all(network, job.cluster, job.train.global_batch, wishes, job.comm)
-    memory = job.cluster.known_device.memory_bytes
-    limit = None if memory is None else (1 - MARGIN) * memory.value
+    limit = memory_limit(job.cluster.known_device)
     fits = tuple(one for one in found if limit is None or one.peak_memory_bytes <= limit)
     best = fits[0] if fits else None
     leanest = min(found, key=lambda one: one.peak_memory_bytes)

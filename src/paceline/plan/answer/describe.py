@@ -14,6 +14,7 @@ from paceline.observe.summary import bytes_text, duration_text, step_time_text
 from paceline.plan.answer.answer import Answer
 from paceline.plan.answer.outlook import Outlook
 from paceline.plan.prediction import Prediction
+from paceline.plan.search.simple import AS_GOOD
 
 MEMORY_COLOURS = {
     "params": "#2b6cb0",
@@ -137,6 +138,21 @@ def step_title(one: Prediction) -> str:
     """The step and its interval."""
     low, high = one.interval_s
     return f"{step_time_text(one.step_s)} ({step_time_text(low)} to {step_time_text(high)})"
+
+
+def slower_text(one: Prediction, best: Prediction) -> str:
+    """How much slower than the choice a layout is, or that it is as good."""
+    by = one.step_s / best.step_s - 1
+    if one is best:
+        return "–"
+    return f"as good ({by:+.1%})" if abs(by) <= AS_GOOD else f"{by:.1%}"
+
+
+def chosen_text(found: Answer) -> str:
+    """What the first layout is among the others."""
+    fastest = min(one.step_s for one in found.ranked)
+    is_fastest = found.ranked[0].step_s < (1 + 5e-4) * fastest
+    return "the fastest" if is_fastest else "the simplest of those as good as the fastest"
 
 
 def spare_text(one: Prediction, limit_bytes: float | None) -> str:

@@ -19,6 +19,7 @@ from paceline.plan.answer.answer import Answer
 from paceline.plan.answer.describe import (
     MEMORY_COLOURS,
     all_settings,
+    chosen_text,
     counted,
     detail_text,
     differing,
@@ -26,6 +27,7 @@ from paceline.plan.answer.describe import (
     outlook_rows,
     sentences,
     settings_text,
+    slower_text,
     spare_text,
 )
 from paceline.plan.prediction import MEMORY_TERMS, Prediction
@@ -58,7 +60,8 @@ def render(found: Answer) -> str:
 
 def _lede(found: Answer) -> str:
     if found.best is not None:
-        return f"The fastest layout that fits: {settings_text(found.best.layout)}."
+        which = chosen_text(found).replace("the fastest", "the fastest layout that fits", 1)
+        return f"{which[0].upper()}{which[1:]}: {settings_text(found.best.layout)}."
     if found.shortage is not None:
         text = found.shortage.text
         return text[0].upper() + text[1:]
@@ -94,7 +97,7 @@ def _rows(shown: Sequence[Prediction]) -> list[tuple[str, ...]]:
             one.layout.summary,
             detail_text(one.layout, told),
             step_time_text(one.step_s),
-            "–" if one is shown[0] else f"{one.step_s / shown[0].step_s - 1:.1%}",
+            slower_text(one, shown[0]),
             rate_text(one.tokens_per_s),
             "unknown" if one.mfu is None else f"{one.mfu:.1%}",
             bytes_text(one.peak_memory_bytes),

@@ -23,6 +23,7 @@ from paceline.plan.answer.answer import Answer
 from paceline.plan.answer.describe import (
     MEMORY_COLOURS,
     all_settings,
+    chosen_text,
     counted,
     detail_text,
     differing,
@@ -31,6 +32,7 @@ from paceline.plan.answer.describe import (
     outlook_rows,
     sentences,
     settings_text,
+    slower_text,
     spare_text,
     step_title,
 )
@@ -65,7 +67,7 @@ def _parts(found: Answer, width: int, num: int) -> Iterator[RenderableType]:
     if found.counts.points > 1:
         yield ""
         yield ranking(found.ranked[:num], best, found.limit_bytes, width, found.unit)
-    yield _title(f"the fastest: {settings_text(best.layout)}")
+    yield _title(f"{chosen_text(found)}: {settings_text(best.layout)}")
     yield Text(", ".join(f"{name} = {value}" for name, value in all_settings(best.layout)), "dim")
     yield time_bars(best, found.unit, width)
     yield memory_bars(best, found.limit_bytes, width)
@@ -109,13 +111,12 @@ def ranking(
         table.add_column("with", overflow="fold")
     told = differing(one.layout for one in ranked)
     for one in ranked:
-        by = one.step_s / best.step_s - 1
         detail = Text(detail_text(one.layout, told), style="dim")
         name = Text(one.layout.summary)
         table.add_row(
             name if wide else Group(name, Padding(detail, (0, 0, 0, 2))),
             step_time_text(one.step_s),
-            "–" if one is best else f"{by:.1%}",
+            slower_text(one, best),
             rate_text(one.tokens_per_s),
             "unknown" if one.mfu is None else f"{one.mfu:.1%}",
             bytes_text(one.peak_memory_bytes),

@@ -49,7 +49,8 @@ def least_seconds(space: Space, cores: Columns) -> Array:
 def least_bytes(space: Space, cores: Columns) -> Array:
     """The least peak memory of a device in any layout of each core."""
     lean = _relieved(space, cores, leanest(space.reliefs))
-    return _least(peak_bytes(space.setting, space.points(lean)), lean["core"], cores["mesh"])
+    needs = peak_bytes(space.setting, space.points(lean), space.tight)
+    return _least(needs, lean["core"], cores["mesh"])
 
 
 def _relieved(space: Space, cores: Columns, reliefs: Columns) -> Columns:

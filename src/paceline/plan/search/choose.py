@@ -167,6 +167,8 @@ def _best_other(name: str, value: object, ranked: tuple[Prediction, ...]) -> Pre
 
 def _loses(name: str, best: Prediction, other: Prediction) -> str:
     by = other.step_s / best.step_s - 1
+    if by < -0.001:
+        return f"{_told(name, other.layout)} is {-by:.1%} faster, less than the forecast's error"
     if by < 0.001:
         return f"{_told(name, other.layout)} is no faster"
     losses = {

@@ -21,6 +21,7 @@ from paceline.plan.points import Setting
 from paceline.plan.prediction import Prediction
 from paceline.plan.price.step import predict
 from paceline.plan.search.search import memory_limit
+from paceline.plan.search.simple import AS_GOOD
 
 FORMS = ("none", "bf16", "int8")
 """What "auto" chooses from."""
@@ -35,8 +36,6 @@ sums, without them 0.4 %, up to 0.7 % (three seeds, two ranks, benchmarks/compre
 LEAST_STEPS = 10 * WARM_UP_STEPS
 """Runs shorter than this have none of them."""
 BUCKETS_MIB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0)
-_MARGIN = 0.03
-"""Of a step: exact sums stay unless another form is predicted to win by more. Assumed."""
 _BETWEEN = {"dp": "replicas", "fsdp": "shards"}
 AXES = tuple(_BETWEEN)
 """Data axes, as Comm calls them."""
@@ -78,7 +77,7 @@ def choose_exchange(job: Job, layout: Layout) -> Chosen:
     """
     tried = _fitting(job, [_try(job, *candidate) for candidate in _candidates(job, layout)])
     fastest_s = min(one.step_s for one in tried)
-    close = [one for one in tried if one.step_s <= fastest_s * (1 + _MARGIN)]
+    close = [one for one in tried if one.step_s <= fastest_s * (1 + AS_GOOD)]
     fewest = min(one.num_lossy for one in close)
     best = min((one for one in close if one.num_lossy == fewest), key=lambda one: one.step_s)
     reasons = {
@@ -109,7 +108,7 @@ def worth_compressing(job: Job, layout: Layout) -> str | None:
     if not lossy:
         return None
     gain = _try(job, layout, job.comm).step_s / _try(job, chosen.layout, chosen.comm).step_s
-    if gain < 1 + 2 * _MARGIN:
+    if gain < 1 + 2 * AS_GOOD:
         return None
     named = named_forms(chosen.comm)
     settings = " ".join(f"--set comm.{axis}.compress=auto" for axis in lossy)
@@ -169,7 +168,7 @@ def _try(job: Job, layout: Layout, comm: Comm) -> _Tried:
 
 def _fitting(job: Job, tried: list[_Tried]) -> list[_Tried]:
     """Those that fit in memory, and the least lossy ones, whose memory is not decided here."""
-    limit = memory_limit(Setting.of(job))
+    limit = memory_limit(job.cluster.known_device)
     least = min(one.num_lossy for one in tried)
     return [
         one

@@ -16,6 +16,7 @@ from paceline.config.layout import Layout
 from paceline.plan.memory import memory_bytes
 from paceline.plan.memory.holdings import bounding_holdings
 from paceline.plan.points import PRECISIONS, Array, Points, Setting
+from paceline.plan.prediction import needed_bytes
 from paceline.plan.price.parts import Part, Pass
 from paceline.plan.price.pipelined import bounding_stages, closed_form
 from paceline.plan.price.step import Network, Times, head_layers, times_of
@@ -68,12 +69,13 @@ def _unwaited_s(setting: Setting, points: Points, stages: Stages, found: Times) 
     return found.step_s * (1 - (waits + uneven_s) / own_s)
 
 
-def peak_bytes(setting: Setting, points: Points) -> Array:
-    """The peak memory of each layout's heaviest device, by the closed form."""
+def peak_bytes(setting: Setting, points: Points, needed: bool = False) -> Array:
+    """The peak memory of each layout's heaviest device, by the closed form: as torch reserves it,
+    or only what must be there."""
 
     def of(piece: Points) -> tuple[Array, ...]:
-        total = sum(memory_bytes(setting, piece, bounding_holdings(setting, piece)).values())
-        return (np.max(total, 0),)
+        terms = memory_bytes(setting, piece, bounding_holdings(setting, piece))
+        return (np.max(needed_bytes(terms) if needed else sum(terms.values()), 0),)
 
     return _in_pieces(of, points, 1)[0]
 

@@ -11,18 +11,23 @@ How it works: branch and bound over the tables of `plan.search.space`.
    (`plan.price.step.predict`), which has the last word.
 
 So each layout of the space is answered for: priced, or proved too large, or proved slower than what
-is shown (tests compare with pricing everything). Ties are won by the simpler layout: fewer axes,
-then the smaller tp, pp, cp and fsdp. The result doesn't depend on the number of threads.
+is shown (tests compare with pricing everything). First comes the simplest of those that are as good
+as the fastest (`plan.search.simple`), the others follow by speed. The result doesn't depend on
+the number of threads.
+
+A layout fits where all fits that torch would reserve. Only where nothing does, that is enough which
+must be there (`plan.prediction.needed_bytes`): such a layout is tight.
 
 It is no optimiser of continuous choices (bucket sizes, splits), and it knows decoders only.
 """
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from paceline.config.device import Device
 from paceline.config.errors import InputError
 from paceline.config.layout import Layout
 from paceline.config.noun import size
@@ -39,15 +44,16 @@ from paceline.plan.search.bounds import (
 )
 from paceline.plan.search.pricing import networks_of, peak_bytes, step_seconds
 from paceline.plan.search.rules import Columns
+from paceline.plan.search.simple import AS_GOOD, complexity, simplest_first
 from paceline.plan.search.space import Space, Wishes
 from paceline.plan.search.tables import joined, size_of, take
 
-MARGIN = 0.04
-"""Part of a device's memory that a layout must leave free: fragmentation differs from run to run,
-and the driver takes some of what the datasheet says."""
+_OF_HOST = 0.04
+"""Part of a host's memory that is its own and its processes', which no prediction counts."""
 NEAR = 1.25
 """Layouts that need up to so many times the memory are kept: what more memory would give."""
 _PER_MESH = 3
+_SIMPLEST = 12
 # Meshes whose bounds are worked out together, and cores that a round of visits looks at.
 _MESHES_AT_ONCE = 2048
 _CORES_OF_ROUND = 8_000
@@ -81,19 +87,24 @@ class Found:
     """What a layout may use of a device's memory; None: the memory is not known."""
     counts: Counts
     ranked: tuple[Prediction, ...]
-    """Those that fit, the fastest first, at most a few of each mesh."""
+    """Those that fit, the choice and then the fastest first, at most a few of each mesh."""
     near: tuple[Prediction, ...]
     """Those that would fit into a quarter more memory, the fastest first."""
     front: tuple[Prediction, ...]
     """Than which none is both faster and leaner, the fastest first. On one cluster the price of a
     token follows from the time."""
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether the ranked ones only fit as torch gives back what it reserved."""
+        return self.space.tight and bool(self.ranked)
+
 
 def search(
     setting: Setting,
     wishes: Wishes | None = None,
     num: int | None = None,
-    margin: float = MARGIN,
+    bounded: bool = True,
 ) -> Found:
     """Search all layouts of a setting.
 
@@ -101,24 +112,33 @@ def search(
         setting: what is trained, on what; its cluster is concrete.
         wishes: what is fixed, freed and bounded.
         num: layouts to predict exactly; by default a hundred, fewer in a small space.
-        margin: part of a device's memory that must stay free.
+        bounded: whether a layout must fit into the memory.
 
     Raises:
         InputError: no layout can run, or nothing is known about the device's speed.
     """
     space = Space.of(setting, wishes)
+    limit = memory_limit(setting.device) if bounded else None
+    found = _search(space, num, limit)
+    if found.ranked or limit is None:
+        return found
+    tight = _search(replace(space, tight=True), num, limit)
+    return tight if tight.ranked else found
+
+
+def _search(space: Space, num: int | None, limit: float | None) -> Found:
     num_points = space.count()
     if not num_points:
         raise InputError(_no_layout(space))
     num = num or min(100, max(20, num_points // 2000))
-    limit = memory_limit(setting, margin)
     most = np.inf if limit is None else limit
     num_threads = _THREADS if num_points > _POINTS_FOR_THREADS else 1
     pool, num_priced, num_fitting = _hunt(space, most, num, num_threads)
     fits = pool["memory_bytes"] <= most
     best, near = (take(pool, np.flatnonzero(where)) for where in (fits, ~fits))
     oracle = _Oracle(space)
-    ranked = oracle.ranked(take(best, _first_of_each_mesh(best, num)), most)
+    rows = np.union1d(_first_of_each_mesh(best, num), _simplest(space, best))
+    ranked = simplest_first(space.setting, oracle.ranked(take(best, rows), most))
     oracle.left = _ACTIONS // 2
     return Found(
         space,
@@ -130,10 +150,16 @@ def search(
     )
 
 
-def memory_limit(setting: Setting, margin: float = MARGIN) -> float | None:
+def memory_limit(device: Device) -> float | None:
     """Bytes of a device that a layout may use; None where its memory is not known."""
-    memory = setting.device.memory_bytes
-    return None if memory is None else (1 - margin) * memory.value
+    memory, others = device.memory_bytes, _OF_HOST * device.is_cpu
+    return None if memory is None else (1 - others) * memory.value
+
+
+def held_bytes(space: Space, one: Prediction) -> float:
+    """What a layout has to fit with: all that would be reserved, or in a tight space all that must
+    be there."""
+    return one.needed_bytes if space.tight else one.peak_memory_bytes
 
 
 def _no_layout(space: Space) -> str:
@@ -220,7 +246,7 @@ def _in_need(turned: Columns, plain: Columns, limit: float, slowest: float) -> C
 def _priced(space: Space, table: Columns, needs: Array | None = None) -> Columns:
     """A table of whole layouts with `step_s` and `memory_bytes` (`needs`, where it is known)."""
     points = space.points(table)
-    needs = peak_bytes(space.setting, points) if needs is None else needs
+    needs = peak_bytes(space.setting, points, space.tight) if needs is None else needs
     step_s = step_seconds(space.setting, points).step_s
     return {**table, "step_s": step_s, "memory_bytes": needs}
 
@@ -228,7 +254,7 @@ def _priced(space: Space, table: Columns, needs: Array | None = None) -> Columns
 def _priced_if_small(space: Space, turned: Columns, limit: float) -> Columns:
     """With the other reliefs, where small enough: memory is cheaper to work out than time."""
     table = space.relieved(turned, slower(space.reliefs))
-    needs = peak_bytes(space.setting, space.points(table))
+    needs = peak_bytes(space.setting, space.points(table), space.tight)
     small = np.flatnonzero(needs <= NEAR * limit)
     return _priced(space, take(table, small), needs[small])
 
@@ -238,7 +264,8 @@ def _merged(table: Columns, limit: float, num: int) -> tuple[Columns, float]:
     table = take(table, _order(table))
     fits = np.flatnonzero(table["memory_bytes"] <= limit)
     chosen = fits[_first_of_each_mesh(take(table, fits), num)]
-    slowest = table["step_s"][chosen].max() if len(chosen) == num else np.inf
+    step_s = table["step_s"][chosen]
+    slowest = max(step_s.max(), (1 + AS_GOOD) * step_s.min()) if len(chosen) == num else np.inf
     return take(table, np.flatnonzero(table["step_s"] <= slowest)), float(slowest)
 
 
@@ -262,6 +289,15 @@ def _first_of_each_mesh(table: Columns, num: int) -> Array:
     place = np.empty(len(by_mesh), int)
     place[by_mesh] = np.arange(len(by_mesh)) - np.repeat(starts, counts)
     return np.flatnonzero(place < _PER_MESH)[:num]
+
+
+def _simplest(space: Space, best: Columns) -> Array:
+    """Of an ordered table's rows that are as good as the fastest the simplest ones."""
+    near = np.flatnonzero(best["step_s"] <= (1 + AS_GOOD) * best["step_s"].min(initial=np.inf))
+    if not len(near):
+        return near
+    counts = np.broadcast_to(complexity(space.points(take(best, near))), len(near))
+    return near[np.argsort(counts, kind="stable")[:_SIMPLEST]]
 
 
 def _front(space: Space, best: Columns, limit: float) -> Columns:
@@ -297,7 +333,7 @@ class _Oracle:
         layouts = [self.space.layout(points, index) for index in range(size_of(table))]
         self._learn([layout for layout in dict.fromkeys(layouts) if layout not in self.known])
         found = [self.known[layout] for layout in layouts if layout in self.known]
-        fits = [each for each in found if each.peak_memory_bytes <= limit]
+        fits = [each for each in found if held_bytes(self.space, each) <= limit]
         return tuple(sorted(fits, key=lambda each: float(f"{each.step_s:.4g}")))
 
     def _learn(self, layouts: Sequence[Layout]) -> None:

@@ -100,6 +100,8 @@ class Space:
     arithmetics: Columns
     turns: Columns
     reliefs: Columns
+    tight: bool = False
+    """Whether of a device's memory only that counts which must be there."""
 
     @classmethod
     def of(cls, setting: Setting, wishes: Wishes | None = None) -> "Space":

@@ -31,6 +31,7 @@ from paceline.plan.price.step import predict
 from paceline.plan.search.bounds import leanest, least_bytes
 from paceline.plan.search.pricing import peak_bytes, step_seconds
 from paceline.plan.search.search import Found
+from paceline.plan.search.simple import AS_GOOD
 from paceline.plan.search.space import Space, Wishes
 from paceline.plan.search.tables import joined, take
 
@@ -122,8 +123,10 @@ def margin(found: Found) -> Margin | None:
     by = second.step_s / best.step_s - 1
     worst = max(loses, key=lambda term: loses[term])
     behind = f"{by:.1%} slower" if by >= 5e-4 else "as fast"
+    if by <= -5e-4:
+        behind = f"{-by:.1%} faster, less than the forecast's error, and not as simple"
     text = f"{name_of(second.layout, best.layout)} is {behind}"
-    if loses[worst] > 0:
+    if loses[worst] > 0 and by > -5e-4:
         text += f", most of all by {worst} (+{loses[worst]:.3g} s)"
     return Margin(second.layout, by, loses, text + ".")
 
@@ -147,17 +150,20 @@ def flips(found: Found, exchanging: Exchanging | None = None) -> tuple[Flip, ...
         return ()
     setting = found.space.setting
     layouts = [each.layout for each in (*found.ranked, *found.near)]
-    today = _rates(setting, layouts, found.limit_bytes)
-    best = 0  # the one that was chosen
+    tight = found.is_tight
+    today = _rates(setting, layouts, found.limit_bytes, tight)
+    # The one that was chosen, unless the bound on its memory is too far above what it holds.
+    best = 0 if today[0] else int(np.argmax(today))
     now = _choice(setting, layouts[best], today[best], exchanging)
     result = []
     for change, changed, limit in _changes(setting, found.limit_bytes):
-        rates = _rates(changed, layouts, limit)
+        rates = _rates(changed, layouts, limit, tight)
         both = dict.fromkeys((best, int(np.argmax(rates))))  # often the same one
         choices = [_choice(changed, layouts[at], rates[at], exchanging) for at in both]
         stays, other = choices[0], choices[-1]
-        # Today's best stays where nothing is clearly better.
-        result.append(_flip(change, now, stays if other.rate < 1.001 * stays.rate else other))
+        # Today's choice stays where nothing is clearly better.
+        is_close = other.rate <= (1 + AS_GOOD) * stays.rate
+        result.append(_flip(change, now, stays if is_close else other))
     return tuple(result)
 
 
@@ -177,13 +183,15 @@ def _flip(change: str, now: Choice, then: Choice) -> Flip:
     return Flip(change, then.layout, then.exchange, is_other, gain, text)
 
 
-def _rates(setting: Setting, layouts: Sequence[Layout], limit: float | None) -> np.ndarray:
+def _rates(
+    setting: Setting, layouts: Sequence[Layout], limit: float | None, tight: bool
+) -> np.ndarray:
     """Samples per second by the closed form, 0 for what doesn't fit or can't share the batch."""
     points = Points.of(layouts, setting)
     rates = setting.global_batch / step_seconds(setting, points).step_s
     if limit is not None:
         # The exact count of what is held let today's layouts pass: the bound errs on the safe side.
-        rates = np.where(peak_bytes(setting, points) <= 1.02 * limit, rates, 0.0)
+        rates = np.where(peak_bytes(setting, points, tight) <= 1.02 * limit, rates, 0.0)
     return rates
 
 
@@ -254,9 +262,9 @@ def shortage(found: Found) -> Shortage:
     offload of the optimizer, of the parameters), and more nodes.
     """
     assert found.limit_bytes is not None
-    space, limit = found.space, found.limit_bytes
+    space, limit = replace(found.space, tight=True), found.limit_bytes
     nearest = leanest_prediction(space)
-    lacks = nearest.peak_memory_bytes - limit
+    lacks = nearest.needed_bytes - limit
     terms = nearest.heaviest.terms
     term = max(terms, key=lambda name: terms[name])
     change = _smallest_change(space, limit)
@@ -269,7 +277,7 @@ def shortage(found: Found) -> Shortage:
 
 
 def leanest_prediction(space: Space) -> Prediction:
-    """The layout whose heaviest device needs the least memory; of equals the fastest."""
+    """The layout whose heaviest device holds the least memory; of equals the fastest."""
     rows = []
     for meshes in space.chunks(_MESHES_AT_ONCE):
         cores = space.cores(meshes)
@@ -280,10 +288,20 @@ def leanest_prediction(space: Space) -> Prediction:
     cores = take(cores, np.argsort(cores["least"], kind="stable")[:50])
     table = space.relieved(space.turned(cores), leanest(space.reliefs))
     points = space.points(table)
-    needs = peak_bytes(space.setting, points)
+    needs = peak_bytes(space.setting, points, space.tight)
     some = np.flatnonzero(needs <= 1.001 * needs.min())
     step_s = step_seconds(space.setting, points.take(some)).step_s
     return predict(space.setting, space.layout(points, int(some[np.argmin(step_s)])))
+
+
+def tightness(found: Found) -> str:
+    """That the choice fits only as torch gives back what it reserved, as a sentence."""
+    best = found.ranked[0]
+    needs, reserved = (each / 1e9 for each in (best.needed_bytes, best.peak_memory_bytes))
+    return (
+        f"it is tight: {needs:.3g} GB a device must be there, and torch would reserve "
+        f"{reserved:.3g}; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer holes."
+    )
 
 
 def _smallest_change(space: Space, limit: float) -> str | None:
@@ -306,10 +324,8 @@ def _smallest_change(space: Space, limit: float) -> str | None:
 
 
 def _fits(setting: Setting, wishes: Wishes, limit: float) -> bool:
-    space = Space.of(setting, wishes)
-    if not space.count():
-        return False
-    return leanest_prediction(space).peak_memory_bytes <= limit
+    space = replace(Space.of(setting, wishes), tight=True)
+    return bool(space.count()) and leanest_prediction(space).needed_bytes <= limit
 
 
 def explain(found: Found) -> tuple[str, ...]:
@@ -318,5 +334,6 @@ def explain(found: Found) -> tuple[str, ...]:
         return (shortage(found).text,) if found.limit_bytes is not None else ()
     best, runner_up = found.ranked[0], margin(found)
     sentences = [f"{name_of(best.layout)}: {best.step_s:.4g} s a step.", binding(best).text]
+    sentences += [tightness(found)] if found.is_tight else []
     sentences += [runner_up.text] if runner_up else []
     return (*sentences, *(flip.text for flip in flips(found)))

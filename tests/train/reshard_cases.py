@@ -11,6 +11,7 @@ from paceline.config.job import Job, read_job, to_toml
 from paceline.observe.profile import ProfiledWindows
 from paceline.observe.run import Run
 from paceline.plan.resolve import resolve
+from paceline.train.best import Best
 from paceline.train.checkpoint import Checkpointer, load, newest_good, training_state
 from paceline.train.checkpoint.agreement import Ranks
 from paceline.train.data import prepare
@@ -82,6 +83,7 @@ def go_on(rank: int, num_ranks: int, leg: Leg) -> list[dict[str, Any]]:
         stop=StopAfter(leg.stop_after),
         ledger=Ledger(lines.append, 0, 5),
         identity=identity(trainer.job, trainer.task.data_key),
+        best=Best(trainer.job),
     )
     if rank == 0:
         run.write("job.toml", to_toml(trainer.job))

@@ -488,7 +488,7 @@ def test_a_full_file_system_is_said_and_survived(tmp_path):
 def test_an_untidy_directory_is_said_and_the_save_counts(tmp_path, monkeypatch):
     said: list[str] = []
     checkpointer = opened(tmp_path, said)
-    monkeypatch.setattr(checkpointer_module, "link_latest", raise_no_space)
+    monkeypatch.setattr(checkpointer_module, "link_to", raise_no_space)
     checkpointer.save(1, {"w": torch.ones(1)}, {})
     assert checkpointer.latest_good().step == 1
     assert "is saved" in said[0]

@@ -95,6 +95,8 @@ class Train(Noun):
     """Steps between evaluations on the held-out split; 0: only at the end."""
     eval_batches: int = Field(4, gt=0)
     """Global batches of the held-out split that an evaluation reads."""
+    patience: int = Field(0, ge=0)
+    """Evaluations in a row without a better `checkpoint.best` that end the run; 0: none do."""
     max_bad_steps: int = Field(5, gt=0)
     """Steps in a row with a non-finite loss or gradient (each is skipped) that end the run."""
     weights: str | None = None
@@ -110,6 +112,11 @@ class Checkpoint(Noun):
     keep_last: int = Field(2, gt=0)
     keep_every: int | None = Field(None, gt=0)
     """Also keep each checkpoint whose step is a multiple of this, for ever."""
+    best: str | None = None
+    """Also keep that of the best evaluation by this figure: "eval_loss", or another one of
+    evaluations or of one's own loss. `checkpoints/best` points to it."""
+    best_is: Literal["least", "most"] = "least"
+    """Which of two figures is the better one."""
 
 
 class Observe(Noun):
@@ -194,6 +201,11 @@ def _disagreement(job: Job) -> str | None:
             f"optim.decay_steps = {optim.decay_steps} has no effect with "
             f'optim.schedule = "{optim.schedule}": set it to 0 or use schedule = "wsd".'
         )
+    if train.patience and job.checkpoint.best is None:
+        return (
+            f"train.patience = {train.patience} has no effect without a figure to judge by: set "
+            'checkpoint.best = "eval_loss" as well.'
+        )
     return _lost_workers(job) or recommender_disagreement(job)
 
 
@@ -204,6 +216,11 @@ def _lost_workers(job: Job) -> str | None:
         return (
             f"comm.local.min_workers = {local.min_workers} needs a model of Paceline's own, for a "
             "script's ranks are started and end together: set it to 0."
+        )
+    if local.min_workers and job.checkpoint.best is not None:
+        return (
+            f"checkpoint.best = {job.checkpoint.best!r} needs workers that are there from the "
+            "start: leave it out, or set comm.local.min_workers = 0."
         )
     if local.min_workers and every % local.every:
         return (

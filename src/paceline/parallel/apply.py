@@ -88,6 +88,7 @@ def apply(
     schedule: Schedule | None = None,
     device: torch.device,
     fill: Callable[[nn.Module], None] | None = None,
+    find_unused: bool = False,
 ) -> nn.Module:
     """Make this rank's part of a module ready to train under a concrete Layout.
 
@@ -100,6 +101,7 @@ def apply(
         schedule: of the pipeline, where there is one.
         device: what this rank computes on.
         fill: gives a module's parameters their first values, in place.
+        find_unused: let DDP look which parameters a forward pass doesn't reach.
 
     Returns:
         the module to call: itself, changed in place, or a wrapper around it; `Stages` of a
@@ -113,7 +115,7 @@ def apply(
         parts = _stages(module, layout, schedule, meshes.dense.get_local_rank("pp"))
     if layout.cp != 1:
         _share_sequences(parts, layout, meshes)
-    ready = [_part(part, layout, meshes, comm, device, fill) for part in parts]
+    ready = [_part(part, layout, meshes, comm, device, fill, find_unused) for part in parts]
     return ready[0] if schedule is None else Stages(ready)
 
 
@@ -136,6 +138,7 @@ def _part(
     comm: Comm,
     device: torch.device,
     fill: Callable[[nn.Module], None] | None,
+    find_unused: bool,
 ) -> nn.Module:
     """Steps 2 to 10, on a whole network or one stage of it."""
     if layout.sync_batch_norm:
@@ -157,7 +160,9 @@ def _part(
         part.to_empty(device="cpu" if "params" in layout.offload else device)
         fill(part)
         _buffers_to(part, device)
-    return _replicate(part, layout, meshes.dense) if meshes and _replicates(layout) else part
+    if meshes is None or not _replicates(layout):
+        return part
+    return _replicate(part, layout, meshes.dense, find_unused=find_unused)
 
 
 def _replicates(layout: Layout) -> bool:
@@ -271,7 +276,9 @@ def _data_axes(mesh: DeviceMesh, replicas: str, shards: str) -> DeviceMesh:
     return mesh[replicas, shards] if mesh[replicas].size() != 1 else mesh[shards]
 
 
-def _replicate(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> nn.Module:
+def _replicate(
+    module: nn.Module, layout: Layout, mesh: DeviceMesh, *, find_unused: bool
+) -> nn.Module:
     assert layout.bucket_mib != "auto"
     # DDP gives all ranks the buffers of rank 0 before each forward pass. How many tokens went to
     # each expert is each rank's own, and running statistics are averaged (`statistics`).
@@ -282,6 +289,7 @@ def _replicate(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> nn.Module
         module,
         process_group=mesh.get_group("dp"),
         gradient_as_bucket_view=True,
+        find_unused_parameters=find_unused,
         **_bucket_sizes(layout.bucket_mib),
     )
 

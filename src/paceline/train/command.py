@@ -26,6 +26,7 @@ from paceline.observe.run import Run
 from paceline.observe.summary import bytes_text, step_time_text
 from paceline.plan.calibrate import calibrate_from_run
 from paceline.plan.resolve import Plan
+from paceline.train.best import Best
 from paceline.train.export import keep_tokenizer
 from paceline.train.launch import launch
 from paceline.train.session import MakeTask, language_model, launched_rank, run_rank
@@ -125,18 +126,23 @@ def introduce(plan: Plan, run: Run) -> bool:
     Returns:
         whether there is anything left to do; where there isn't, the figures are shown again.
     """
-    done, steps = newest_facts(run).get("step", 0), plan.job.train.steps
+    facts, steps, best = newest_facts(run), plan.job.train.steps, Best(plan.job)
+    best.load(facts.get("best", {}))
+    done = facts.get("step", 0)
     _CONSOLE.print(_description(plan.job))
     for expected in plan.ranked[:1]:
         _CONSOLE.print(
             f"expected: {step_time_text(expected.step_s)} a step, "
             f"{bytes_text(expected.peak_memory_bytes)} on a device (plan.json says why)"
         )
-    if done < steps:
+    if done < steps and not best.is_over:
         if done:
             _CONSOLE.print(f"going on after step {done} of {steps}")
         return True
     _CONSOLE.print(step_time_table(run.metrics(), run.facts()))
+    if best.is_over:
+        _CONSOLE.print(f"{run.path} stopped early after step {done}: {best.sentence()}.")
+        return False
     is_own = isinstance(plan.job.model, CustomModel)
     longer, anew = ("train.steps", "fresh=True") if is_own else ("--set train.steps", "--fresh")
     _CONSOLE.print(

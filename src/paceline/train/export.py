@@ -31,6 +31,7 @@ from paceline.train.checkpoint import load as read_checkpoint
 from paceline.train.checkpoint.agreement import Ranks
 from paceline.train.data import prepare
 from paceline.train.data.tokenizer import end_name, given_folder
+from paceline.train.ema import EMA_SECTION
 
 _TOKENIZER, _SETTINGS, _GENERATION = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json",
@@ -45,6 +46,8 @@ _CARRIED = (
 def export(run: Run, folder: Path, dtype: ParamDtype = "fp32") -> int:
     """Write the weights of a Run's newest good checkpoint, and its tokenizer where it has one.
 
+    Where the Run keeps a running mean of the weights, that is written.
+
     Args:
         run: on any layout.
         folder: must not exist yet, or be empty.
@@ -58,13 +61,17 @@ def export(run: Run, folder: Path, dtype: ParamDtype = "fp32") -> int:
             that holds files or can't be written.
     """
     found = _newest(run)
-    job, state = run.job(), _room_for_weights(found)
+    job = run.job()
     if isinstance(job.model, Dlrm):
         raise InputError(
             f"{run.path} trained a recommender, whose tables are no part of its checkpoints' "
             f"weights: they stand in {run.path / 'tables'}; export another run."
         )
+    state = _room_for(found, "model")
     read_checkpoint(found, {"model": state}, Ranks.alone())
+    if means := _room_for(found, EMA_SECTION):
+        read_checkpoint(found, {EMA_SECTION: means}, Ranks.alone())
+        state |= means
     if isinstance(job.model, Model):
         beside = _about_tokens(_kept_tokenizer(run, job), job.model.max_seq_len)
         told = json.loads(beside[_GENERATION])
@@ -80,6 +87,8 @@ def export(run: Run, folder: Path, dtype: ParamDtype = "fp32") -> int:
 def load(run: Run | Path | str, model: nn.Module) -> int:
     """Put the weights of a Run's newest good checkpoint into a module.
 
+    Where the Run keeps a running mean of the weights, that is taken.
+
     Args:
         run: a Run or its directory; of this very module, on any layout.
         model: on any device; changed in place.
@@ -91,10 +100,15 @@ def load(run: Run | Path | str, model: nn.Module) -> int:
         InputError: no Run, no checkpoint, or parameters of other names or shapes.
     """
     found = _newest(run if isinstance(run, Run) else Run(Path(run)))
-    _, aliases = parameter_names(model)
+    names, aliases = parameter_names(model)
     state = get_model_state_dict(model)
     own = {name: value for name, value in state.items() if name not in aliases}
     read_checkpoint(found, {"model": own}, Ranks.alone())
+    if means := _room_for(found, EMA_SECTION):
+        read_checkpoint(found, {EMA_SECTION: means}, Ranks.alone())
+        with torch.no_grad():
+            for parameter, name in names.items():
+                parameter.copy_(means[name])
     return found.step
 
 
@@ -125,12 +139,12 @@ def _newest(run: Run) -> FoundCheckpoint:
     return found
 
 
-def _room_for_weights(found: FoundCheckpoint) -> dict[str, Tensor]:
+def _room_for(found: FoundCheckpoint, section: str) -> dict[str, Tensor]:
     """Whole tensors of the saved types, however they were cut when they were saved."""
     return {
-        name.removeprefix("model."): torch.empty(entry.size, dtype=entry.torch_dtype)
+        name.removeprefix(f"{section}."): torch.empty(entry.size, dtype=entry.torch_dtype)
         for name, entry in found.manifest.tensors.items()
-        if name.startswith("model.")
+        if name.startswith(f"{section}.")
     }
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function as span
 
+from paceline.config.errors import InputError
 from paceline.config.job import Job
 from paceline.observe.garbage import GarbageCollections
 from paceline.observe.profile import ProfiledWindows
@@ -19,6 +20,7 @@ from paceline.parallel.hybrid import HybridExchange
 from paceline.parallel.local import LocalRounds
 from paceline.parallel.replicate import GradientExchange, State
 from paceline.parallel.tail import Tail
+from paceline.train.best import Best
 from paceline.train.changing import join, open_rounds, welcome
 from paceline.train.checkpoint import (
     Checkpointer,
@@ -29,8 +31,8 @@ from paceline.train.checkpoint import (
     training_state,
 )
 from paceline.train.checkpoint.files import TensorEntry
+from paceline.train.ema import EMA_SECTION, Ema
 from paceline.train.ledger import Ledger, Line, perplexity
-from paceline.train.optim import learning_rate
 from paceline.train.standing import memory_bytes
 from paceline.train.stopping import StopRequest
 from paceline.train.task import Step, Task
@@ -46,6 +48,7 @@ WORKER_SECTION = "worker"
 _OWED = {
     COMM_SECTION: "nothing is compressed now: what compression still owed",
     ROUNDS_SECTION: "workers meet in every step now: what they had not yet agreed on",
+    EMA_SECTION: "no mean of the weights is kept now: that",
 }
 
 
@@ -61,6 +64,7 @@ class Around:
     ledger: Ledger
     identity: dict[str, Any]
     """Kept in every checkpoint: what may not change when the run goes on."""
+    best: Best
 
 
 def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
@@ -71,8 +75,14 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
 
     Raises:
         RunError: too many bad steps in a row.
+        InputError: evaluations don't have the figure that the Job wants them judged by.
     """
     job, ledger = trainer.job, around.ledger
+    if job.checkpoint.best is not None and task.eval_steps is None:
+        raise InputError(
+            f"checkpoint.best = {job.checkpoint.best!r} is judged by evaluations and there are "
+            "none: give eval_data, or leave it out."
+        )
     done = first = _begin(trainer, around)
     steps = _resumed_steps(trainer, task, first)
     ended = time.perf_counter()
@@ -81,7 +91,7 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
         GarbageCollections() as garbage,
         trainer.clock,
     ):
-        while done < job.train.steps and not ledger.stop_wanted:
+        while done < job.train.steps and not ledger.stop_wanted and not around.best.is_over:
             began = time.perf_counter()
             between_s = began - ended
             with span("paceline.step"):
@@ -100,7 +110,8 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
                 line["checkpoint_cpu_s"] = around.checkpointer.take_cpu_s()
             line["terms"] = _measured_terms(step_time_s, data_wait_s, stall_s, trainer.tail)
             if _evaluation_due(job, task, done):
-                line |= _evaluation(trainer, task)
+                line |= (evaluation := _evaluation(trainer, task))
+                around.best.see(evaluation, done)
             ledger.add(line, result)
             if trainer.meet(done):
                 ledger.catch_up()
@@ -137,12 +148,12 @@ def _begin(trainer: Trainer, around: Around) -> int:
     if around.checkpointer is None:
         done, around.ledger.stop_wanted = join(trainer)
         return done
-    done = _restore(trainer, around.checkpointer, around.ledger)
+    done = _restore(trainer, around.checkpointer, around)
     open_rounds(trainer, done)
     return done
 
 
-def _restore(trainer: Trainer, checkpointer: Checkpointer, ledger: Ledger) -> int:
+def _restore(trainer: Trainer, checkpointer: Checkpointer, around: Around) -> int:
     """Load the newest good checkpoint, if there is one; return the steps it had done."""
     found = checkpointer.latest_good()
     if trainer.task.tables is not None:
@@ -161,7 +172,9 @@ def _restore(trainer: Trainer, checkpointer: Checkpointer, ledger: Ledger) -> in
     for section in _left_behind(trainer, found):
         checkpointer.tell(f"{_OWED[section]} in the checkpoint of step {found.step} is dropped.")
     trainer.loss_scale.load_state_dict(facts["loss_scale"])
-    ledger.num_skipped = facts["skipped"]
+    trainer.rates.put_back(facts.get("groups", []))
+    around.best.load(facts.get("best", {}))
+    around.ledger.num_skipped = facts["skipped"]
     return facts["step"]
 
 
@@ -190,10 +203,16 @@ def owed_to_load(trainer: Trainer, found: FoundCheckpoint) -> dict[str, State]:
     return owed
 
 
-def exchanges(trainer: Trainer) -> dict[str, GradientExchange | HybridExchange | LocalRounds]:
+def exchanges(
+    trainer: Trainer,
+) -> dict[str, GradientExchange | HybridExchange | LocalRounds | Ema]:
     """What has a state of its own in a checkpoint, by its section."""
-    both = {COMM_SECTION: trainer.exchange, ROUNDS_SECTION: trainer.local}
-    return {section: exchange for section, exchange in both.items() if exchange is not None}
+    all_of_them = {
+        COMM_SECTION: trainer.exchange,
+        ROUNDS_SECTION: trainer.local,
+        EMA_SECTION: trainer.ema,
+    }
+    return {section: each for section, each in all_of_them.items() if each is not None}
 
 
 def own_section(state: dict[str, Any], rank: int, saved: FoundCheckpoint | None) -> dict[str, Any]:
@@ -215,7 +234,7 @@ def own_section(state: dict[str, Any], rank: int, saved: FoundCheckpoint | None)
 
 def _save_if_due(trainer: Trainer, around: Around, done: int, first: int) -> float:
     every = trainer.job.checkpoint.every
-    due = every > 0 and done > first and done % every == 0
+    due = done > first and ((every > 0 and done % every == 0) or done == around.best.step)
     with span("paceline.checkpoint_stall"):
         return _save(trainer, around, done) if due else 0.0
 
@@ -235,7 +254,10 @@ def _save(trainer: Trainer, around: Around, done: int) -> float:
         "skipped": around.ledger.num_skipped,
         "loss_scale": trainer.loss_scale.state_dict(),
         "identity": around.identity,
+        "best": around.best.facts(),
+        "groups": trainer.rates.moved(),
     }
+    around.checkpointer.best = around.best.step or None
     state = training_state(trainer.module, trainer.optimizer)
     if trainer.local is not None:
         state = own_section(state, trainer.ranks.rank, None)
@@ -259,7 +281,7 @@ def _line(trainer: Trainer, task: Task, done: int, step_time_s: float) -> Line:
     return {
         "step": done,
         task.unit: done * units,
-        "lr": learning_rate(job.optim, done - 1, job.train.steps),
+        "lr": trainer.lr,
         "step_time_s": step_time_s,
         "profiled": False,
         f"{task.unit}_per_s": rate,

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,10 +30,12 @@ from paceline.train.custom.task import custom_task
 from paceline.train.export import load
 from paceline.train.failure import say_plainly
 from paceline.train.launch import launch
+from paceline.train.ledger import Line
+from paceline.train.rates import MakeOptimizer, MakeSchedule
 from paceline.train.session import MakeTask, run_launched_rank
 from paceline.train.start import resolve_here
 from paceline.train.stopping import end_with
-from paceline.train.task import Task
+from paceline.train.task import Task, Wishes
 
 _LAUNCHER = "PACELINE_LAUNCHER_PID"
 _LAUNCHED_RUN = "PACELINE_LAUNCHED_RUN"
@@ -48,6 +50,12 @@ def train(
     *,
     collate: Collate | None = None,
     workers: int | None = None,
+    optimizer: MakeOptimizer | None = None,
+    schedule: MakeSchedule | None = None,
+    ema: float | None = None,
+    find_unused_parameters: bool = False,
+    on_step: Callable[[Line], None] | None = None,
+    on_eval: Callable[[Line], None] | None = None,
     runs: str | Path = "runs",
     fresh: bool = False,
 ) -> Run:
@@ -70,6 +78,13 @@ def train(
         eval_data: like data, read once through at each evaluation.
         collate: maps a list of samples to a batch; by default torch's rule stacks them.
         workers: processes of each rank that read samples ahead; by default those of the DataLoader.
+        optimizer: maps the named trainable parameters to an optimizer of torch's kind, in place of
+            the Job's AdamW; its learning rates are the peaks of the schedule.
+        schedule: maps the optimizer to a scheduler of torch's, in place of the Job's.
+        ema: decay of a mean of the weights, which is evaluated, and returned in the module.
+        find_unused_parameters: for a module of which a step may not reach every parameter.
+        on_step: called with each step's line of metrics, on rank 0.
+        on_eval: the same, with the lines that have an evaluation.
         runs: the folder of Runs; an existing Run of the Job's name goes on where it left off.
         fresh: start over instead.
 
@@ -81,7 +96,8 @@ def train(
     if _is_script():
         say_plainly()
     job = _own_job(job)
-    brought = Brought(model, loss, data, eval_data, collate, workers)
+    wishes = Wishes(optimizer, schedule, ema, find_unused_parameters, on_step, on_eval)
+    brought = Brought(model, loss, data, eval_data, collate, workers, wishes)
     traits = brought.traits()
 
     def make_task(concrete: Job, ranks: Ranks) -> Task:

@@ -4,6 +4,7 @@
 metrics.jsonl and the report; the others write to their log only.
 """
 
+import copy
 import ctypes
 import os
 import platform
@@ -45,6 +46,7 @@ from paceline.observe.metrics import Metrics
 from paceline.observe.profile import ProfiledWindows
 from paceline.observe.run import Run
 from paceline.train.attention_core import attention_choice
+from paceline.train.best import Best
 from paceline.train.checking import checking
 from paceline.train.checkpoint import Checkpointer
 from paceline.train.clicks import click_task
@@ -168,7 +170,9 @@ def _train(
         task.tables.open(run.path / "tables", run.checkpoint_folder, teller.tell)
     around = _around(job, run, trainer, stop, teller)
     done = train_loop(trainer, task, around)
-    teller.conclude(done)
+    teller.conclude(done, around.best)
+    if trainer.ema is not None:
+        trainer.ema.take()
     if membership is not None:
         membership.close()
     return trainer.module
@@ -223,6 +227,7 @@ def _around(job: Job, run: Run, trainer: Trainer, stop: StopRequest, teller: "Te
         stop=stop,
         ledger=Ledger(teller.record, lag, most_bad_steps),
         identity=identity(job, trainer.task.data_key),
+        best=Best(job),
     )
 
 
@@ -287,18 +292,28 @@ class Teller:
             first = line["step"] - 1
             self._metrics = Metrics(self.run, self.job.observe, self.task.unit, first)
         trouble = self._metrics.record(line)
+        self._call_back(line)
         if trouble and trouble != self._trouble:
             self.say(f"{trouble}; the run goes on.")
         self._trouble = trouble
         self.progress.update(line)
 
-    def conclude(self, done: int) -> None:
+    def _call_back(self, line: Line) -> None:
+        wishes = self.task.wishes
+        if wishes.on_step is not None:
+            wishes.on_step(copy.deepcopy(line))
+        if wishes.on_eval is not None and "eval_loss" in line:
+            wishes.on_eval(copy.deepcopy(line))
+
+    def conclude(self, done: int, best: Best) -> None:
         """Show where the time went and write the report."""
         if not self.speaks:
             return
         self.progress.close()
         self.progress.say(step_time_table(self.run.metrics(), self.facts))
-        if done < self.job.train.steps:
+        if best.is_over:
+            self.say(f"stopped early after step {done}: {best.sentence()}.")
+        elif done < self.job.train.steps:
             self.say(
                 f"stopped after step {done} of {self.job.train.steps}, checkpoint kept; "
                 f"go on with: paceline train {self.run.path}"

@@ -32,6 +32,8 @@ from paceline.train.data import (
     eval_batches,
     train_batches,
 )
+from paceline.train.ledger import Line
+from paceline.train.rates import MakeOptimizer, MakeSchedule
 from paceline.train.weighed import Weighed
 
 Loss = Callable[[nn.Module, Any], Tensor | Weighed]
@@ -48,6 +50,22 @@ class Staged(NamedTuple):
 
 Step = list[Any]
 """The micro-batches of one rank in one step."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a person may want of the loop besides."""
+
+    optimizer: MakeOptimizer | None = None
+    schedule: MakeSchedule | None = None
+    ema: float | None = None
+    """Decay of a mean of the weights."""
+    find_unused_parameters: bool = False
+    """Whether DDP looks which parameters a step doesn't reach."""
+    on_step: Callable[[Line], None] | None = None
+    """Called on rank 0 with each line of metrics.jsonl."""
+    on_eval: Callable[[Line], None] | None = None
+    """The same, with lines that have an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +97,7 @@ class Task:
     """What the Run keeps about model and data."""
     tables: Tables | None = None
     """Embedding tables that are no parameters of the module; `loss` reads rows of them."""
+    wishes: Wishes = field(default_factory=Wishes)
     eval_figures: Callable[[], dict[str, float]] | None = None
     """What an evaluation found besides the loss, the same on every rank; asked after it."""
 

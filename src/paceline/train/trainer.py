@@ -8,6 +8,7 @@ in rounds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -47,8 +48,10 @@ from paceline.plan.schedules import build_schedule
 from paceline.train.attention_core import attention_choice
 from paceline.train.balance import Balance
 from paceline.train.checkpoint import parameter_names, restore_rng_state, rng_state
+from paceline.train.ema import Ema
 from paceline.train.loss_scale import LossScale
-from paceline.train.optim import build_optimizer, learning_rate, set_learning_rate, skip_if
+from paceline.train.optim import learning_rate
+from paceline.train.rates import Rates, optimizer_of
 from paceline.train.results import Numbers, Reports, StepResult, read_later
 from paceline.train.standing import standing
 from paceline.train.task import Step, Task
@@ -81,8 +84,12 @@ class Trainer:
     """Of workers that step each for itself."""
     reports: Reports
     optimizer: torch.optim.Optimizer
+    rates: Rates
+    ema: Ema | None
     loss_scale: LossScale
     balance: Balance
+    lr: float = 0.0
+    """Of the last step."""
 
     @classmethod
     def of(
@@ -110,10 +117,12 @@ class Trainer:
             schedule=schedule,
             device=ranks.device,
             fill=task.fill,
+            find_unused=task.wishes.find_unused_parameters,
         )
         clock = BusyClock()
         names, _ = parameter_names(module)
         named = [(name, parameter) for parameter, name in names.items()]
+        optimizer = optimizer_of(named, job.optim, layout, task.wishes.optimizer)
         return cls(
             job,
             ranks,
@@ -129,7 +138,9 @@ class Trainer:
             tail_of(module, ranks, clock),
             _rounds(job, module, names, membership) if is_local else None,
             Reports(),
-            build_optimizer(named, job.optim, layout),
+            optimizer,
+            Rates(job, optimizer, task.wishes.schedule),
+            None if task.wishes.ema is None else Ema(named, task.wishes.ema),
             LossScale(ranks.device, enabled=layout.precision == "fp16"),
             Balance(job, module, meshes),
         )
@@ -142,9 +153,7 @@ class Trainer:
         Returns:
             a function that waits for the step's numbers and gives them.
         """
-        set_learning_rate(
-            self.optimizer, learning_rate(self.job.optim, index, self.job.train.steps)
-        )
+        self.lr = self.rates.begin(index)
         self.balance.before_step(self.loss_scale.value.double() / len(micro_batches))
         if self.exchange is not None:
             self.exchange.begin(index)
@@ -164,8 +173,9 @@ class Trainer:
             self.gradients.scale(to_mean * self._clip_factor(grad_norm))
             if self.local is None:
                 self.statistics.average()
-            skip_if(self.optimizer, bad)
-            self.optimizer.step()
+            self.rates.step(bad)
+            if self.ema is not None:
+                self.ema.update(index, bad)
             self._update_scale(bad)
             self._update_tables(index, bad)
             self.optimizer.zero_grad()
@@ -292,10 +302,11 @@ class Trainer:
         self.agree_on_buffers()
         self.module.eval()
         tally = Tally(self.ranks.device)
-        for step in steps:
-            self._forward_only(step, tally)
+        with nullcontext() if self.ema is None else self.ema.taken():
+            for step in steps:
+                self._forward_only(step, tally)
+            free_gathered(self.module)
         self.module.train()
-        free_gathered(self.module)
         (loss, weight, *figures), _ = self._agree(torch.stack(tally.sums()))
         return (loss / weight).item(), means(tally.names, figures, weight)
 

@@ -39,7 +39,7 @@ from paceline.train.checkpoint.files import (
     Manifest,
     complete_steps,
     encode_manifest,
-    link_latest,
+    link_to,
     make_empty,
     rename_over,
     shard_name,
@@ -89,6 +89,16 @@ class Checkpointer:
         self._staging: Staging | None = None
         self._cpu_s = 0.0
         self._ranks.on_first(lambda: _open(directory))
+
+    @property
+    def best(self) -> int | None:
+        """The step whose checkpoint is kept as the best one; the link `best` points to it."""
+        return self._keeping.best
+
+    @best.setter
+    def best(self, step: int | None) -> None:
+        self.finish()  # a save under way removes what isn't kept
+        self._keeping.best = step
 
     def save(self, step: int, tensors: dict[str, Any], facts: dict[str, Any]) -> float:
         """Start saving, and return once this rank's share is copied to host memory.
@@ -256,6 +266,8 @@ class _Keeping:
 
     keep_last: int
     keep_every: int | None
+    best: int | None = None
+    """Kept as long as it is the best one."""
     last_good: int | None = None
     damaged: set[int] = field(default_factory=set)
 
@@ -270,7 +282,7 @@ class _Keeping:
         DamagedError ones don't count as kept, and go: nothing can be loaded from them.
         """
         good = [step for step in steps if step not in self.damaged or step == newest]
-        kept = {newest, *good[-self.keep_last :]}
+        kept = {newest, *good[-self.keep_last :], self.best}
         if self.keep_every is not None:
             kept |= {step for step in good if step % self.keep_every == 0}
         return [step for step in steps if step not in kept]
@@ -278,7 +290,9 @@ class _Keeping:
     def tidy(self, directory: Path, newest: int) -> str | None:
         """Point `latest` to the newest checkpoint and remove old ones. Returns what went wrong."""
         try:
-            link_latest(directory, newest)
+            link_to(directory, "latest", newest)
+            if self.best in complete_steps(directory):
+                link_to(directory, "best", self.best)
             for step in self.to_remove(complete_steps(directory), newest):
                 shutil.rmtree(directory / f"step-{step}")
         except OSError as error:

@@ -309,9 +309,9 @@ def sweep(directory: Path) -> None:
         shutil.rmtree(path)
 
 
-def link_latest(directory: Path, step: int) -> None:
-    """Point the relative symbolic link `latest` to a checkpoint, replacing it in one move."""
-    link = directory / "latest.tmp"
+def link_to(directory: Path, name: str, step: int) -> None:
+    """Point a relative symbolic link to a checkpoint, replacing it in one move."""
+    link = directory / f"{name}.tmp"
     link.unlink(missing_ok=True)
     link.symlink_to(f"step-{step}")
-    link.replace(directory / "latest")
+    link.replace(directory / name)

@@ -1,6 +1,6 @@
 """What a person gives to `paceline.train` besides the Job."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -8,6 +8,7 @@ from torch import nn
 from paceline.train.custom.batches import Collate
 from paceline.train.custom.changes import Traits, traits_of
 from paceline.train.custom.loss import Loss
+from paceline.train.task import Wishes
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,15 @@ class Brought:
     eval_data: Any | None = None
     collate: Collate | None = None
     workers: int | None = None
+    wishes: Wishes = field(default_factory=Wishes)
 
     def traits(self) -> Traits:
         """Short names of what decides the training, to tell when it is another one."""
-        functions = {"the code of the loss": self.loss, "the code of collate": self.collate}
-        return traits_of(self.model, self.data, functions)
+        brought = {
+            "the code of the loss": self.loss,
+            "the code of collate": self.collate,
+            "the code of optimizer": self.wishes.optimizer,
+            "the code of schedule": self.wishes.schedule,
+            "ema": self.wishes.ema,
+        }
+        return traits_of(self.model, self.data, brought)

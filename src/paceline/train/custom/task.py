@@ -43,6 +43,7 @@ def custom_task(job: Job, ranks: Ranks, brought: Brought, traits: Traits | None 
         eval_steps=None if held_out is None else lambda: _evaluation(held_out, deal),
         unit="samples",
         facts=facts,
+        wishes=brought.wishes,
     )
 
 

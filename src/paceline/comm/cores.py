@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from paceline.comm.messages import all_gather
 from paceline.comm.ranks import Ranks
+from paceline.comm.records import all_gather
 from paceline.comm.topology import cgroup_quota, usable_cores
 
 # No launcher binds it: it has all cores of the host, or of the container.

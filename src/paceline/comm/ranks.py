@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 
 from paceline.comm.fabric.interfaces import socket_settings
 from paceline.comm.fabric.order import numbers
-from paceline.comm.messages import broadcast
+from paceline.comm.records import broadcast
 from paceline.comm.topology import interface_to, interfaces
 from paceline.config.errors import InputError, RunError
 
@@ -164,7 +164,8 @@ def store_of_run(ranks: Ranks, timeout_s: float = 1800) -> Store:
         torch.cuda.set_device(ranks.device)
     if (folder := os.environ.get(MEETING)) is not None:
         _use_interfaces(ranks)
-        store: Store = FileStore(str(Path(folder) / "store"), ranks.world_size)
+        # Whoever made the folder removes the file: -1, it doesn't count who has finished.
+        store: Store = FileStore(str(Path(folder) / "store"), -1)
     else:
         os.environ.update(meeting_point(ranks, os.environ))
         _use_interfaces(ranks)

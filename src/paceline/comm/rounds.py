@@ -148,7 +148,7 @@ class Membership:
         last, seen = None, time.monotonic()
         while True:
             is_in, life = self._ask(
-                lambda: (self._store.check([admitted]), self._store.add("life", 0)), limit_s, what
+                lambda: (self._store.check([admitted]), self._count("life")), limit_s, what
             )
             if is_in:
                 break
@@ -279,18 +279,22 @@ class Membership:
     def _asking(self) -> list[int]:
         """Who asked to come in and was not answered, by a process that is there still or not."""
         keys = self._known_askers()
-        asked = {rank: self._store.add(f"asking/{rank}", 0) for rank in keys}
+        asked = {rank: self._count(f"asking/{rank}") for rank in keys}
         return [rank for rank, num in asked.items() if num > self._served.get(rank, 0)]
 
     def _known_askers(self) -> list[int]:
-        num = self._store.add("num_workers", 0)
+        num = self._count("num_workers")
         return [rank for rank in range(1, num) if self._store.check([f"asking/{rank}"])]
+
+    def _count(self, key: str) -> int:
+        """What `add` has made of a key. To add 0 would ask as well, and make a file longer."""
+        return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def _admit(self, verdict: Verdict) -> None:
         members = sorted({*verdict.members, *verdict.joining})
         told = json.dumps({"attempt": self._attempt + 1, "members": members})
         for rank in verdict.joining:
-            self._served[rank] = self._store.add(f"asking/{rank}", 0)
+            self._served[rank] = self._count(f"asking/{rank}")
             self._store.set(f"admitted/{rank}/{self._served[rank]}", told)
 
     def _show_life(self) -> None:
@@ -304,7 +308,14 @@ class Membership:
         """What stands at a key, as soon as the first worker has written it."""
         limit_s = (_PATIENCE + 1) * self._timeout_s  # the store's own time-out comes first
         text: bytes = self._ask(lambda: self._store.get(key), limit_s, what)
-        return json.loads(text)
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise RunError(
+                f"the store of the run holds at {key!r} what no worker wrote: somebody else "
+                "reaches it (docs/security.md); start the run again to go on from the last "
+                "checkpoint."
+            ) from None
 
     def _ask(self, ask: Callable[[], T], limit_s: float, what: str) -> T:
         """The store's answer; its client may wait for ever where a link is cut.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.comm.mesh import columns, local_part
-from paceline.comm.messages import all_gather
+from paceline.comm.records import all_gather
 
 Named = Iterable[tuple[str, nn.Parameter]]
 

@@ -26,8 +26,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from paceline.comm.messages import all_gather
 from paceline.comm.ranks import Ranks, own_address
+from paceline.comm.records import all_gather
 from paceline.config.errors import InputError
 
 

@@ -56,7 +56,7 @@ def launch(run: Run, num_ranks: int, entry: Entry, arguments: Sequence[Any]) -> 
     """
     with tempfile.TemporaryDirectory() as folder, signals_stop(run):
         ranks = [
-            RankProcess(rank, num_ranks, Path(folder), {MEETING: folder}, entry, arguments)
+            RankProcess(rank, num_ranks, Path(folder), entry, arguments)
             for rank in range(num_ranks)
         ]
         try:
@@ -75,7 +75,6 @@ class RankProcess:
         rank: int,
         num_ranks: int,
         folder: Path,
-        meeting: Mapping[str, str],
         entry: Entry,
         arguments: Sequence[Any],
     ) -> None:
@@ -84,8 +83,7 @@ class RankProcess:
         Args:
             rank: its number.
             num_ranks: how many there are, all on this machine.
-            folder: for what it leaves.
-            meeting: the variables that tell it where ranks meet.
+            folder: where ranks meet, and leave why they failed; nobody else may enter it.
             entry: as of `launch`.
             arguments: as of `launch`.
         """
@@ -95,7 +93,7 @@ class RankProcess:
         place = {"RANK": rank, "LOCAL_RANK": rank}
         place |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
         environment = {name: str(value) for name, value in place.items()}
-        environment |= {**meeting, FILE: str(self._file)}
+        environment |= {MEETING: str(folder), FILE: str(self._file)}
         self._process: subprocess.Popen[bytes] | BaseProcess
         if isinstance(entry, str):
             self._process = start_program([entry, *arguments], {**os.environ, **environment})

@@ -3,8 +3,7 @@
 Ranks that exchange gradients end with the first that dies (`train.launch`). Workers of local
 updates are on their own between rounds, so here a worker that dies is started again, a few times,
 and asks the others to let it in (`comm.rounds`); whether they are enough without it is their
-decision. Only the first one can't be lost. The store in which they meet is this process's, on the
-loopback interface.
+decision. Only the first one can't be lost.
 
 On several hosts there is no such process: there a person, or the cluster's manager, starts a lost
 worker again, with the same command.
@@ -19,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.ranks import LOOPBACK, kept_store
 from paceline.observe.run import Run
 from paceline.train.launch import RankProcess, end, ending, signals_stop
 
@@ -48,16 +46,11 @@ def launch_workers(
         InputError: the first worker found wrong input.
         RunError: the first worker died, or too few were left.
     """
-    store = kept_store(LOOPBACK, 0)
-    meeting = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port)}
-    # As torchrun says it: the store is there already.
-    meeting["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     with tempfile.TemporaryDirectory() as folder, signals_stop(run):
         start = partial(
             RankProcess,
             num_ranks=num_workers,
             folder=Path(folder),
-            meeting=meeting,
             entry=entry,
             arguments=arguments,
         )

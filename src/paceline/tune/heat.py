@@ -26,8 +26,8 @@ from torch.profiler import record_function as span
 
 from paceline.bench.ranks import News, Tell
 from paceline.comm.cores import cores_of
-from paceline.comm.messages import broadcast
 from paceline.comm.ranks import Ranks
+from paceline.comm.records import broadcast
 from paceline.config.device import Device
 from paceline.config.job import Job, to_raw
 from paceline.explain.subject import only_axis

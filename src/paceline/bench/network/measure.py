@@ -14,8 +14,8 @@ from paceline.bench.network.pairs import Pairs, measure_pairs, num_rounds
 from paceline.bench.network.sizes import Bounds
 from paceline.bench.network.sweep import Left, planned, sweep
 from paceline.bench.ranks import Tell, counted
-from paceline.comm.messages import all_gather
 from paceline.comm.ranks import Ranks
+from paceline.comm.records import all_gather
 
 # Of a pair's large message: a bandwidth, not a burst (a token bucket lets some 256 KiB through).
 _PAIR_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}

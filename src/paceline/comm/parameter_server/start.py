@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paceline.comm.messages import all_gather
 from paceline.comm.parameter_server.client import Address
 from paceline.comm.parameter_server.keeper import Kept
 from paceline.comm.parameter_server.serve import Settings
 from paceline.comm.parameter_server.tables import Say
 from paceline.comm.ranks import Ranks, own_address
+from paceline.comm.records import all_gather
 
 _KEY_BYTES = 32
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from paceline.comm import records
 from paceline.comm.compress.messages import Messages
 from paceline.config.schedule import Schedule
 from paceline.parallel.pp.program import index_of
@@ -90,16 +91,16 @@ class Wires:
         form = (tensor.shape, tensor.dtype)
         if key not in self.forms:
             self.forms[key] = form
-            dist.send_object_list([form], group=self.group, group_dst=peer)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            records.send([list(tensor.shape), dtype], peer, self.group)
         if self.forms[key] != form:
             raise RuntimeError(f"a stage gave {form}, but {self.forms[key]} for inputs of one form")
 
     def learn(self, key: Hashable, peer: int) -> Form:
         """The counterpart of `announce`."""
         if key not in self.forms:
-            heard: list[Any] = [None]
-            dist.recv_object_list(heard, group=self.group, group_src=peer)
-            self.forms[key] = heard[0]
+            size, dtype = records.receive(peer, self.group)
+            self.forms[key] = torch.Size(size), getattr(torch, dtype)
         return self.forms[key]
 
     def finish(self) -> None:

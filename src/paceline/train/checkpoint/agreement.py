@@ -4,7 +4,7 @@ A disk fills up on one machine while the others go on; whoever then enters the n
 for a rank that left. So each step of a save or a load runs as an attempt, its failure is a message
 like any other, and all ranks raise or none does.
 
-All messages are records (`comm.messages`) and go over a gloo group of their own: they never
+All messages are records (`comm.records`) and go over a gloo group of their own: they never
 interleave with the collectives of training, and they need no device. Without a process group the
 same code runs alone.
 """
@@ -17,7 +17,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from paceline.comm import messages
+from paceline.comm import records
 from paceline.comm.ranks import wait_limit
 from paceline.config.errors import InputError
 from paceline.train.checkpoint.files import DamagedError
@@ -79,7 +79,7 @@ class Ranks:
         """Give every rank a small record of every rank, in rank order."""
         if self.group is None:
             return [item]
-        return messages.all_gather(item, self.group)
+        return records.all_gather(item, self.group)
 
     def any_of(self, flags: list[bool]) -> list[bool]:
         """Whether some rank has each of the flags, of which every rank passes as many."""
@@ -93,18 +93,18 @@ class Ranks:
         """Give rank 0 the record of every rank, in rank order; the others get an empty list."""
         if self.group is None:
             return [item]
-        return messages.gather(item, self.group)
+        return records.gather(item, self.group)
 
     def scatter(self, items: list[T]) -> T:
         """Give each rank its entry of rank 0's list; what the others pass is not looked at."""
         if self.group is None:
             return items[0]
-        return messages.scatter(items, self.group)
+        return records.scatter(items, self.group)
 
     def _broadcast(self, item: T) -> T:
         if self.group is None:
             return item
-        return messages.broadcast(item, self.group)
+        return records.broadcast(item, self.group)
 
     def _describe(self, error: Exception) -> tuple[str, str]:
         where = f"rank {self.rank}: " if self.size > 1 else ""

@@ -3,8 +3,8 @@
 torch's object collectives pickle what they send, so that whoever gets into a connection between
 ranks has the receiver run code. What arrives here is data. Tuples arrive as lists.
 
-Every rank of a group calls alike. Records travel as tensors in host memory; a process without a
-group is alone and hears itself.
+Every rank of a group calls alike; of `send` and `receive` two do. Records travel as tensors in host
+memory; a process without a group is alone and hears itself.
 """
 
 from typing import Any
@@ -59,6 +59,22 @@ def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     dist.broadcast(length, group=group, group_src=0)
     record = mine if is_first else torch.empty(int(length), dtype=torch.uint8)
     dist.broadcast(record, group=group, group_src=0)
+    return _decoded([record], [len(record)])[0]
+
+
+def send(value: Any, peer: int, group: dist.ProcessGroup | None = None) -> None:
+    """Give one rank of the group a record; it calls `receive`."""
+    record = _encoded(value)
+    dist.send(torch.tensor([len(record)]), group=group, group_dst=peer)
+    dist.send(record, group=group, group_dst=peer)
+
+
+def receive(peer: int, group: dist.ProcessGroup | None = None) -> Any:
+    """The counterpart of `send`."""
+    length = torch.empty(1, dtype=torch.int64)
+    dist.recv(length, group=group, group_src=peer)
+    record = torch.empty(int(length), dtype=torch.uint8)
+    dist.recv(record, group=group, group_src=peer)
     return _decoded([record], [len(record)])[0]
 
 

@@ -21,6 +21,7 @@ _NAMELESS = re.compile(r"\(anonymous namespace\)::|\{anonymous\}::|\[clone [^\]]
 # Functions that run what their arguments name.
 _RUNS_ARGUMENTS = re.compile(r"kentry$|(^|::)(device_kernel|kernel\d?|wrapper)$")
 _MANGLED = re.compile(r"_znk?|_z(?=\d)")
+_SAMPLES = re.compile(r"sampl|gumbel|argmax|multinomial|penalt|top_?k?_?top_?p|top_?p_|exponential")
 _LENGTH = re.compile(r"\d+")
 _FUNCTORS = re.compile(r"elementwise_kernel|unrolled_")
 _COPIES = re.compile(r"copy_kernel|fillfunctor")
@@ -129,6 +130,11 @@ def is_communication(name: str) -> bool:
     """Say whether a kernel communicates, as `kernel_term` does, quickly for names that don't."""
     pattern = next(pattern for term, pattern in _TABLE if term == EXPOSED_COMM)
     return pattern.search(name.lower()) is not None and kernel_term(name) == EXPOSED_COMM
+
+
+def samples(name: str) -> bool:
+    """Say whether a kernel picks tokens, as only a sampler does."""
+    return _SAMPLES.search(_own_name(_NAMELESS.sub("", name).lower())) is not None
 
 
 def _own_name(name: str) -> str:

@@ -21,6 +21,9 @@ Facts = Mapping[str, Any]
 # light and on dark ground: cool where the device computes, violet where it waits for the network,
 # warm where it waits for anything else.
 TERM_COLOURS = {
+    "prefill": "#2b6cb0",
+    "decode": "#3f9bd1",
+    "sampling": "#2f9e8f",
     "matmul": "#2b6cb0",
     "attention": "#3f9bd1",
     "other_kernels.norm": "#6fb0da",
@@ -41,6 +44,7 @@ TERM_COLOURS = {
     "exposed_comm.ep": "#c27bd3",
     "data_wait": "#e2903a",
     "host_gap": "#d2504b",
+    "idle": "#d98c89",
     "straggler_wait": "#a83e5c",
     "checkpoint_stall": "#d9b13b",
     "unattributed": "#9aa1a9",

@@ -22,6 +22,9 @@ AXES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
 # In order of priority: where two spans of one layer overlap, the instant belongs to the earlier
 # term. Useful work comes first, so that a term of waste never hides a term of progress.
 TERMS = (
+    "sampling",  # of an engine that serves a model, whose steps are told by phase
+    "prefill",
+    "decode",
     "matmul",
     "attention",
     "recompute",
@@ -35,6 +38,7 @@ TERMS = (
     "straggler_wait",
     "bubble",
     "host_gap",
+    "idle",  # the device's, in an engine that serves a model: it may have no requests
     "unattributed",
 )
 TERM_ID = {term: index for index, term in enumerate(TERMS)}

@@ -286,7 +286,7 @@ def _default_layer(term: str) -> int:
         return COMM
     if term in ("data_wait", "checkpoint_stall", "straggler_wait", "bubble"):
         return HOST
-    return IDLE if term in ("host_gap", "unattributed") else PROCESSOR
+    return IDLE if term in ("host_gap", "idle", "unattributed") else PROCESSOR
 
 
 def _renumber(table: tuple[str, ...], into: dict[str, int]) -> _Array:

@@ -20,7 +20,7 @@ from paceline.observe.kineto.events import COPY, KERNEL, LAUNCH, OP, Trace
 from paceline.observe.kineto.host import NONE
 from paceline.observe.kineto.recording import Recording
 from paceline.observe.kineto.spans import idle_time
-from paceline.observe.terms import EXPOSED_IDS, STEP_RANGE
+from paceline.observe.terms import EXPOSED_IDS, STEP_RANGE, TERM_ID
 
 _Array = npt.NDArray[Any]
 
@@ -89,6 +89,15 @@ def _told(recording: Recording, kept: _Array) -> Iterator[_Told]:
             f"The trace marks no steps (ProfilerStep#n or {STEP_RANGE}), so all of its "
             f"{seconds:.3g} s count as one.",
             {"seconds": seconds},
+        )
+    if recording.engine is not None:
+        prompts = int(np.count_nonzero(recording.engine.phases == TERM_ID["prefill"]))
+        count = len(recording.engine.phases)
+        yield (
+            caveats.INFERENCE,
+            f"An engine that serves a model ran {count:,} iterations, {prompts:,} of them with "
+            "prompts: its time is prefill, decode, sampling and idle.",
+            {"iterations": count, "prefill": prompts, "decode": count - prompts},
         )
     if not len(recording.device) and recording.pieces is None:
         yield _no_kernels(len(_calls(trace)))

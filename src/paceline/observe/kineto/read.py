@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from paceline.config.errors import InputError
 from paceline.observe.kineto import cpu, cuda, lacks
+from paceline.observe.kineto.engine import iterations, phase_terms
 from paceline.observe.kineto.events import COPY, KERNEL, OP, PYTHON, RANGE, Trace, read_events
 from paceline.observe.kineto.host import NONE, Host, surround
 from paceline.observe.kineto.recording import Recording
@@ -84,11 +85,17 @@ def _recording(trace: Trace, rank: int, axis: str | None, first_step: int) -> Re
     python = trace.events[kinds == PYTHON]
     host = surround(trace, trace.events[~on_device & (kinds != PYTHON)], axis)
     main, marked = _steps(host, trace, rank, first_step)
+    engine = iterations(host)
+    if engine is not None and not len(marked):
+        main, marked = engine.main, engine.steps(rank, first_step)
     windows = marked if len(marked) else _whole_trace(trace, rank, first_step)
     device = trace.events[on_device]
     device = device[np.argsort(device["start"], kind="stable")]
     launch = cuda.launches(host, device)
     terms = cuda.device_terms(trace, host, device, launch)
+    phases = None
+    if engine is not None and len(device):
+        phases = phase_terms(trace, host, device, launch, terms, engine)
     found = cpu.gloo_collectives(host)
     asked = cpu.starters(host, found)
     gloo, pieces = cpu.as_pieces(host, found, asked), None
@@ -111,6 +118,8 @@ def _recording(trace: Trace, rank: int, axis: str | None, first_step: int) -> Re
         pieces,
         gloo,
         asked,
+        engine,
+        phases,
     )
 
 

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from paceline.observe.caveats import Caveat, Device, device_of
 from paceline.observe.kineto.cpu import Pieces
+from paceline.observe.kineto.engine import Iterations
 from paceline.observe.kineto.events import Trace
 from paceline.observe.kineto.host import Host
 
@@ -41,6 +42,10 @@ class Recording:
     """The collectives on gloo's threads."""
     asked: _Array
     """The operator that started each of those, or NONE."""
+    engine: Iterations | None = None
+    """The iterations of an engine that serves a model."""
+    phases: _Array | None = None
+    """Of such an engine: the term of each event of the device by what it is for."""
     caveats: tuple[Caveat, ...] = ()
     """What the trace can't say."""
 

@@ -31,15 +31,21 @@ def idle_time(recording: Recording) -> Intervals:
 
     A device of which nothing was recorded isn't known to have idled.
     """
-    device, events = recording.device, recording.host.events
+    events, idle = recording.host.events, _unused_time(recording)
+    if not len(events) or not len(recording.device):
+        return Intervals(idle.starts[:0], idle.ends[:0])
+    return clip(idle, int(events["start"].min()), int(events["end"].max()))
+
+
+def _unused_time(recording: Recording) -> Intervals:
+    """Return when, within steps, a device had nothing to do."""
+    device = recording.device
     at_work = union(device["start"], device["end"])
     windows = zip(recording.windows["start_ns"], recording.windows["end_ns"], strict=True)
     parts = [complement(at_work, int(start), int(end)) for start, end in windows]
     starts = np.concatenate([np.empty(0, np.int64), *(part.starts for part in parts)])
     ends = np.concatenate([np.empty(0, np.int64), *(part.ends for part in parts)])
-    if not len(events) or not len(device):
-        return Intervals(starts[:0], ends[:0])
-    return clip(Intervals(starts, ends), int(events["start"].min()), int(events["end"].max()))
+    return Intervals(starts, ends)
 
 
 def _cpu_timeline(recording: Recording, pieces: Pieces) -> Timeline:
@@ -64,12 +70,14 @@ def _device_timeline(recording: Recording) -> Timeline:
     numbers, stream = _streams(recording)
     hosts = [f"host {thread}" for _, thread in trace.threads]
     streams = (*(f"device {number}" for number in numbers), *hosts, "idle")
-    terms, idle = recording.terms, idle_time(recording)
+    terms, idle, gap = recording.terms, idle_time(recording), TERM_ID["host_gap"]
+    if recording.phases is not None:
+        terms, idle, gap = recording.phases, _unused_time(recording), TERM_ID["idle"]
     layer = np.where(np.isin(terms, EXPOSED_IDS), COMM, PROCESSOR)
     layer[device["kind"] == COPY] = COPIES
     waits, wait_terms = _host_waits(recording)
     wait_streams = len(numbers) + waits["thread"]
-    last, gap = len(streams) - 1, TERM_ID["host_gap"]
+    last = len(streams) - 1
     spans = (
         span_columns(device["name"], terms, layer, rank, stream, device["start"], device["end"]),
         span_columns(

@@ -9,6 +9,7 @@ fp32 where parameters have 16 bits. Buffers, as running statistics, are those of
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from paceline.comm.mesh import local_part
 from paceline.config.errors import InputError
 
-State = dict[str, Tensor]
+State = dict[str, Any]
 EMA_SECTION = "ema"
 """Of a checkpoint."""
 

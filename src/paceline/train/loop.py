@@ -18,7 +18,7 @@ from paceline.observe.garbage import GarbageCollections
 from paceline.observe.profile import ProfiledWindows
 from paceline.parallel.hybrid import HybridExchange
 from paceline.parallel.local import LocalRounds
-from paceline.parallel.replicate import GradientExchange, State
+from paceline.parallel.replicate import GradientExchange
 from paceline.parallel.tail import Tail
 from paceline.train.best import Best
 from paceline.train.changing import join, open_rounds, welcome
@@ -184,10 +184,10 @@ def _left_behind(trainer: Trainer, found: FoundCheckpoint) -> list[str]:
     return [section for section in _OWED if section in saved - exchanges(trainer).keys()]
 
 
-def owed_to_load(trainer: Trainer, found: FoundCheckpoint) -> dict[str, State]:
+def owed_to_load(trainer: Trainer, found: FoundCheckpoint) -> dict[str, dict[str, Any]]:
     """Room for this rank's part of what compression owed, or of what workers share; none where
     nothing is compressed now, and there are no such workers."""
-    owed = {}
+    owed: dict[str, dict[str, Any]] = {}
     for section, exchange in exchanges(trainer).items():
         entries = {
             name.removeprefix(f"{section}."): entry

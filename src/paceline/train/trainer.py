@@ -164,7 +164,7 @@ class Trainer:
         with span("paceline.optimizer"):
             squared_norm = self.gradients.finish()
             each = standing(self.ranks, self.clock, self.cores, index)
-            rest = (float(stop_wanted), squared_norm, *self._squared_error(index))
+            rest = [torch.tensor(float(stop_wanted)), squared_norm, *self._squared_error(index)]
             sums, each, num_ranks = self._agree_in_step(tally, rest, each)
             # The mean over ranks of what backward passes left, by the mean weight of a rank.
             to_mean = num_ranks / sums.weight
@@ -373,7 +373,7 @@ class Trainer:
         return factor
 
     def _agree_in_step(
-        self, tally: Tally, rest: Sequence[Tensor | float], each: Tensor
+        self, tally: Tally, rest: Sequence[Tensor], each: Tensor
     ) -> tuple["_Sums", Tensor, int]:
         """Sums over all ranks, and what each rank says of itself, in one exchange.
 
@@ -383,7 +383,7 @@ class Trainer:
             the sums, what the ranks said, and how many ranks' losses the gradients are a mean of.
         """
         own = tally.sums()
-        own += [torch.as_tensor(value).to(own[0]) for value in rest]
+        own += [value.to(own[0]) for value in rest]
         values, num_ranks = torch.cat([torch.stack(own), each.to(own[0])]), 1
         if self.local is None:
             values, num_ranks = self._agree(values)

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 
 def seed_of(*key: object) -> int:
@@ -32,8 +33,8 @@ class Chance:
         self._key = key
 
     def __enter__(self) -> Self:
-        self._outside = (np.random.get_bit_generator(), random.getstate(), torch.get_rng_state())
-        np.random.set_bit_generator(self._numpy)
+        self._outside = (mtrand.get_bit_generator(), random.getstate(), torch.get_rng_state())
+        mtrand.set_bit_generator(self._numpy)
         if self._others is None:
             self.seed(*self._key)
         else:
@@ -43,7 +44,7 @@ class Chance:
     def __exit__(self, *_failure: object) -> None:
         self._others = (random.getstate(), torch.get_rng_state())
         numpy_outside, *others = self._outside
-        np.random.set_bit_generator(numpy_outside)
+        mtrand.set_bit_generator(numpy_outside)
         _set(*others)
 
     @staticmethod

@@ -299,7 +299,7 @@ class _Samples:
             return
         yield from DataLoader(
             source,  # type: ignore[arg-type]
-            batch_sampler=micro_batches,  # type: ignore[arg-type]
+            batch_sampler=micro_batches,
             collate_fn=source.part,
             num_workers=self.reading.workers,
             generator=torch.Generator(),  # else it would draw from the one of training

@@ -24,9 +24,8 @@ def shown(output: str) -> str:
     return "\n\n".join(part for part in text.split("\n\n") if not part.startswith(_LEFT_OUT))
 
 
-def main() -> None:
-    """Run the command and put its output into the README."""
-    text = README.read_text()
+def made(text: str) -> str:
+    """The README with what the command prints now in place of what it printed."""
     found = _BLOCK.search(text)
     assert found is not None, "README.md shows no output of `paceline plan`"
     done = subprocess.run(
@@ -37,8 +36,8 @@ def main() -> None:
         capture_output=True,
         text=True,
     )
-    README.write_text(text[: found.start(3)] + shown(done.stdout) + text[found.end(3) :])
+    return text[: found.start(3)] + shown(done.stdout) + text[found.end(3) :]
 
 
 if __name__ == "__main__":
-    main()
+    README.write_text(made(README.read_text()))

@@ -116,6 +116,41 @@ def test_the_page_of_settings_is_made_from_the_code():
     )
 
 
+def _made(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_plan_that_the_readme_shows_is_what_the_planner_says():
+    number = re.compile(r"\d[\d,]*\.?\d*")
+
+    def numbers(text):
+        return [float(each.replace(",", "").rstrip(".")) for each in number.findall(text)]
+
+    def words(text):
+        return number.sub("#", text).translate(str.maketrans("", "", "█▏▎▍▌▋▊▉")).split()
+
+    made, hint = _made("make_readme_plan").made(README), "run: python docs/make_readme_plan.py"
+    assert words(made) == words(README), hint
+    # The last digit may differ between numpy's releases.
+    assert numbers(made) == pytest.approx(numbers(README), rel=2e-3, abs=0.02), hint
+
+
+def test_the_table_of_what_rules_need_is_made_from_the_code():
+    page = (ROOT / "docs" / "explain.md").read_text()
+    assert page == _made("make_rules_table").made(page), "run: python docs/make_rules_table.py"
+
+
+def test_every_rule_stands_in_the_table_of_findings():
+    from paceline.explain.rules import RESIDUALS, RULES
+
+    page = (ROOT / "docs" / "explain.md").read_text()
+    table = page[page.index("| finding | what is wrong |") :].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `([a-z0-9-]+)`", table, flags=re.M)) == {*RULES, *RESIDUALS}
+
+
 def test_the_wheel_is_whole_and_runs_outside_the_checkout(tmp_path):
     wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path)]
     subprocess.run([*wheel, str(ROOT)], check=True, capture_output=True)

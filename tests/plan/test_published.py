@@ -125,6 +125,15 @@ def test_link_texts() -> None:
     assert link_bytes_per_s("NVLink5") is None
 
 
+def test_nodes_of_a_line_are_nodes_that_are_built(tmp_path: Path) -> None:
+    """Of devices that don't fill nodes of eight, as many to a node as divide them."""
+    plain = {"gpu": "H100", "tp": "1", "pp": "1", "micro_batch": "1"}
+    odd = work_of(tmp_path, **plain, gpus="12", dp="12", global_batch_seqs="12").setting.cluster
+    assert (odd.devices_per_node, odd.num_nodes) == (4, 3)
+    run = only_run(tmp_path, gpu="H100", gpus_per_node="16")
+    assert run.reason == "no nodes of 16 H100-SXM"
+
+
 def test_the_network_of_a_line_becomes_a_tier(tmp_path: Path) -> None:
     cluster = work_of(tmp_path, interconnect_inter="4x Omni-Path 100 Gb/s per node").setting.cluster
     assert cluster.tiers[-1].bytes_per_s.value == pytest.approx(6.25e9)

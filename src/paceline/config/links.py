@@ -41,6 +41,8 @@ class Fabric(NamedTuple):
     """Devices that the link joins across nodes; 1: those of one node."""
     adds: bool = False
     """Whether its switches add up (NVLink SHARP)."""
+    node: int = 8
+    """Devices of the largest node that is built."""
 
 
 _NVLINK3 = "NVIDIA A100 datasheet: NVLink 600 GB/s, both ways together"
@@ -56,10 +58,11 @@ _PCIE4 = ("pcie4-l40s", "pcie5-rtx-pro-6000")
 
 _A100 = Fabric("nvlink", 300, _NVLINK3, 25, ("nvlink3",))
 _H100 = Fabric("nvlink", 450, _NVLINK4, 50, ("nvlink4-h100",), adds=True)
-_V100 = Fabric("nvlink", 150, _NVLINK2, 12.5, ("nvlink3",))
+# Two boards of eight: NVIDIA's DGX-2, and Google's a2-megagpu-16g.
+_V100 = Fabric("nvlink", 150, _NVLINK2, 12.5, ("nvlink3",), node=16)
 
 _FABRICS: Mapping[str, Fabric] = {
-    "A100-40": _A100,
+    "A100-40": _A100._replace(node=16),
     "A100-80": _A100,
     "H100-SXM": _H100,
     "H100-96-HBM2e": _H100,
@@ -76,9 +79,11 @@ _FABRICS: Mapping[str, Fabric] = {
     "GB200": Fabric("nvlink", 900, _NVLINK5, 50, ("nvlink5-gb200", "nvlink5-b200"), 72, adds=True),
     "GB300": Fabric("nvlink", 900, _NVLINK5, 100, ("nvlink5-gb300", "nvlink5-b300"), 72, adds=True),
     "V100": _V100,
-    "V100-16": _V100,
+    "V100-16": _V100._replace(node=8),
     "P100": Fabric("nvlink", 80, "NVIDIA P100 datasheet: NVLink 160 GB/s", 12.5, ("nvlink3",)),
-    "MI250X-GCD": Fabric("xgmi", 150, "AMD CDNA 2 white paper: 3 links of 50 GB/s each way", 12.5),
+    "MI250X-GCD": Fabric(
+        "xgmi", 150, "AMD CDNA 2 white paper: 3 links of 50 GB/s each way", 12.5, node=16
+    ),
     "MI300X": Fabric(
         "xgmi", 448, "AMD Instinct MI300X data sheet: 7 links of 64 GB/s each way", 50
     ),
@@ -106,18 +111,42 @@ _FABRICS: Mapping[str, Fabric] = {
     "TPUv5e": Fabric("ici", 90, _ICI, 6.25, (), 256),
     "TPUv5p": Fabric("ici", 180, _ICI, 6.25, (), 8960),
     "TPUv6e": Fabric("ici", 180, _ICI, 12.5, (), 256),
-    "Trainium2": Fabric("neuronlink", 640, "AWS Trn2: NeuronLink 1.28 TB/s, both ways", 25),
+    "Trainium2": Fabric(
+        "neuronlink", 640, "AWS Trn2: NeuronLink 1.28 TB/s, both ways", 25, node=16
+    ),
     "Gaudi2": Fabric("gaudi", 262.5, "Intel Gaudi 2: 21 ports of 100 Gbit/s inside a node", 37.5),
     "Gaudi3": Fabric("gaudi", 525, "Intel Gaudi 3: 21 ports of 200 Gbit/s inside a node", 75),
 }
 _LATENCY_S = {"pcie": 2e-6}
+# Of devices on PCIe a host with switches takes so many.
+_PCIE_NODE = 16
+
+
+def largest_node(device: Device) -> int | None:
+    """Devices of a catalogue's device that its link can join, in the largest node or rack that is
+    built; None where its links aren't known."""
+    fabric = _FABRICS.get(device.name)
+    if fabric is None:
+        return None
+    return max(fabric.domain, _PCIE_NODE if fabric.link == "pcie" else fabric.node)
+
+
+def in_nodes(devices: int, device: Device) -> tuple[int, int] | None:
+    """Nodes, and devices of each, as which so many devices can be had; None where one node can
+    have them, or nobody knows."""
+    most = largest_node(device)
+    if most is None or devices <= most:
+        return None
+    each = max(number for number in range(1, most + 1) if devices % number == 0)
+    return devices // each, each
 
 
 def usual_tiers(cluster: Cluster) -> tuple[Tier, ...]:
     """The links that usually come with a concrete cluster's device, the fastest first.
 
     Raises:
-        InputError: the catalogue knows no links of the device, and there are several.
+        InputError: the catalogue knows no links of the device, and there are several; or more are
+            said to be in a node than any has.
     """
     device, total = cluster.known_device, cluster.num_devices
     per_node = size(cluster.devices_per_node)
@@ -125,6 +154,13 @@ def usual_tiers(cluster: Cluster) -> tuple[Tier, ...]:
         return _cpu_tiers(per_node, total)
     if device.name not in _FABRICS:
         return _unknown(device, total)
+    better = in_nodes(per_node, device)
+    if better is not None:
+        raise InputError(
+            f"cluster.devices_per_node = {per_node}, but no node of {device.name} has more than "
+            f"{largest_node(device)}: set num_nodes = {size(cluster.num_nodes) * better[0]} and "
+            f"devices_per_node = {better[1]}, or describe the links by cluster.tiers."
+        )
     fabric = _FABRICS[device.name]
     inner = _inside(fabric, min(total, max(per_node, fabric.domain)))
     if inner.num_devices == total:

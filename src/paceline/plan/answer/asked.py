@@ -13,6 +13,7 @@ from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster, device
 from paceline.config.job import Job, read_cluster
 from paceline.config.layout import Layout
+from paceline.config.links import in_nodes, largest_node
 from paceline.config.model import Model
 from paceline.config.prices import Prices
 from paceline.plan.answer.outlook import samples_per_step
@@ -66,7 +67,8 @@ def cluster_of(text: str) -> Cluster:
             (16 nodes of 8).
 
     Raises:
-        InputError: neither a file nor such a name, or an unknown device.
+        InputError: neither a file nor such a name, an unknown device, or more of it in a node than
+            any has.
     """
     if Path(text).suffix == ".toml":
         return read_cluster(Path(text))
@@ -76,8 +78,16 @@ def cluster_of(text: str) -> Cluster:
             f"--cluster {text} is no Cluster file (.toml) and not of the form 8xH100-SXM or "
             "16x8xH100-SXM (nodes x devices x name)."
         )
-    nodes, devices, name = found.groups()
-    return Cluster(device=device(name), devices_per_node=int(devices), num_nodes=int(nodes or 1))
+    name = found[3]
+    nodes, devices = int(found[1] or 1), int(found[2])
+    better = in_nodes(devices, device(name))
+    if better is not None:
+        raise InputError(
+            f"--cluster {text} puts {devices:,} devices into a node, but no node of {name} has "
+            f"more than {largest_node(device(name))}: write {nodes * better[0]}x{better[1]}x{name} "
+            "(nodes x devices x name), or give a Cluster file whose tiers describe the links."
+        )
+    return Cluster(device=device(name), devices_per_node=devices, num_nodes=nodes)
 
 
 def _with_terms_of(given: Cluster, named: Cluster) -> Cluster:

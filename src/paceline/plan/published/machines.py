@@ -5,11 +5,14 @@ has other clocks and memory and never gets another chip's numbers. A network tha
 gets the catalogue's default for such nodes, marked as assumed.
 """
 
+import math
 import re
 
 from paceline.config.figure import Figure
 from paceline.config.hardware import CATALOGUE, Cluster, Device, Tier
+from paceline.config.links import in_nodes
 from paceline.plan.collectives import tiers_of
+from paceline.plan.published.networks import UnpredictableError
 from paceline.plan.published.table import Line
 
 # How labels of tables differ from the catalogue's names, after `_plain`.
@@ -81,10 +84,14 @@ def label_in(text: str) -> str | None:
 
 
 def cluster_of(device: Device, num_devices: int, line: Line) -> tuple[Cluster, list[str]]:
-    """The machine of a run, and what of it was not published."""
-    per_node = min(num_devices, line.count("gpus_per_node") or 8)
-    if num_devices % per_node:
-        per_node = num_devices
+    """The machine of a run, and what of it was not published.
+
+    Raises:
+        UnpredictableError: it has larger nodes than there are.
+    """
+    per_node = math.gcd(num_devices, min(num_devices, line.count("gpus_per_node") or 8))
+    if in_nodes(per_node, device) is not None:
+        raise UnpredictableError(f"no nodes of {per_node} {device.name}")
     bare = Cluster(device=device, devices_per_node=per_node, num_nodes=num_devices // per_node)
     tiers = tuple(tiers_of(bare))
     inside = link_bytes_per_s(line.text("interconnect_intra"))

@@ -159,6 +159,27 @@ def test_a_cluster_comes_from_a_file_and_other_settings_win(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "base"),
+    [
+        ('{"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.1-8B"}', r" \(meta"),
+        ('{"peft_type": "LORA"}', ","),
+        ("[1, 2]", ","),
+        ("not JSON", ","),
+    ],
+)
+@pytest.mark.parametrize("with_config", [False, True])
+def test_adapters_are_said_to_be_no_network(tmp_path, text, base, with_config):
+    """Whether the shapes of the network stand beside them or not: they aren't planned yet."""
+    (tmp_path / "adapter_config.json").write_text(text)
+    if with_config:
+        (tmp_path / "config.json").write_text("{}")
+    sentence = rf"holds adapters .* neither planned nor trained yet: name .* base model{base}"
+    for named in (tmp_path, tmp_path / "adapter_config.json"):
+        with pytest.raises(InputError, match=sentence):
+            read_job(None, [f"model.hf={named}"])
+
+
+@pytest.mark.parametrize(
     ("text", "sentence"),
     [
         (None, r"here\.toml does not exist: give the path of a Cluster file"),

@@ -312,6 +312,23 @@ def _toml_value(text: str) -> Any:
         return text
 
 
+def _refuse_adapters(folder: Path) -> None:
+    """A folder of LoRA's or other adapters: to train a network is not what it is for."""
+    name = "adapter_config.json"
+    stated = folder if folder.name == name else folder / name
+    if not stated.is_file():
+        return
+    try:
+        base = dict(json.loads(stated.read_text())).get("base_model_name_or_path")
+    except (ValueError, TypeError, OSError):
+        base = None
+    raise InputError(
+        f"model.hf: {folder} holds adapters (adapter_config.json), which are neither planned nor "
+        f"trained yet: name the folder of their base model{f' ({base})' if base else ''}, to plan "
+        "or train all of its parameters."
+    )
+
+
 def _expand_hf(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Replace `[model] hf = "path"` by the shapes that this config.json states; its folder's
     tokenizer is the data's where none is given, and its weights are taken where they are asked for.
@@ -326,6 +343,7 @@ def _expand_hf(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
             )
         return raw
     path = folder / str(model["hf"])
+    _refuse_adapters(path)
     path = path / "config.json" if path.is_dir() else path
     try:
         shapes = from_hf(json.loads(path.read_text()))

@@ -163,6 +163,9 @@ BUFFERS: dict[str, tuple[dict[str, object], int, tuple[float, float, float]]] = 
     "beside the buffer": (
         {"grad_dtype": "fp32", "adds_into_buffer": False}, 1, (4, 6, 12 / 8),
     ),
+    "no master copy": (
+        {"grad_dtype": "bf16", "moments_bytes": 4, "keeps_master": False}, 1, (2, 2, 4 / 8),
+    ),
     "16-bit moments": ({"grad_dtype": "bf16", "moments_bytes": 4}, 1, (2, 2, 8 / 8)),
     "zero 3": ({"grad_dtype": "fp32"}, 3, (2 / 8, 0, 12 / 8)),
 }  # fmt: skip

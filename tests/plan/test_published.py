@@ -429,11 +429,35 @@ def test_parts_made_anew_and_activations_on_the_host(
         ({"framework": "Megatron-LM", "notes": "Muon optimizer"}, "fp32", 4),
         ({"framework": "X + FSDP"}, "param", 8),
         ({"framework": "DeepSpeed"}, "fp32", 8),
+        ({"framework": "DeepSpeed", "fsdp_or_zero": "ZeRO-2"}, "bf16", 8),
+        ({"framework": "X trainer", "fsdp_or_zero": "ZeRO-3"}, "bf16", 8),
+        ({"framework": "X trainer", "fsdp_or_zero": "ZeRO-3", "precision": "fp32"}, "param", 8),
+        ({"framework": "DeepSpeed", "fsdp_or_zero": "ZeRO-1", "notes": "fp32 grads"}, "fp32", 8),
+        ({"framework": "torchtune"}, "param", 4),
     ],
 )
 def test_types_of_gradients_and_moments(cells: dict[str, str], grads: str, moments: float) -> None:
     stack = software_of(line(**{"precision": "bf16", **cells})).stack
     assert (stack.grad_dtype, stack.moments_bytes) == (grads, moments)
+
+
+@pytest.mark.parametrize(
+    ("cells", "state", "offload"),
+    [
+        ({"notes": "8-bit AdamW"}, "8bit", ()),
+        ({"notes": "8-bit/paged optimizer; more"}, "8bit", ()),
+        ({"notes": "adamw_8bit"}, "8bit", ()),
+        ({"precision": "fp8; 8-bit gather"}, "full", ()),
+        ({"fsdp_or_zero": "ZeRO-2 + optimizer offload"}, "full", ("optimizer",)),
+        ({"fsdp_or_zero": "ZeRO-Offload"}, "full", ("optimizer",)),
+        ({"notes": "no optimizer offload"}, "full", ()),
+    ],
+)
+def test_states_in_codes_or_on_the_host(
+    tmp_path: Path, cells: dict[str, str], state: str, offload: tuple[str, ...]
+) -> None:
+    layout = work_of(tmp_path, **{"gpu": "H100", **cells}).layout
+    assert (layout.optimizer_state, layout.offload) == (state, offload)
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,8 @@ class Stack(Noun):
     moments_bytes: Annotated[float, Field(gt=0)] = 8.0
     """Of the optimizer's moments, bytes per parameter where they aren't 8-bit codes: Adam's two in
     fp32 (8), in bf16 (4), or Muon's one in fp32 (4)."""
+    keeps_master: bool = True
+    """Whether 16-bit parameters have a copy in fp32 that the optimizer works on."""
     gather_unit: Literal["block", "matrix"] = "block"
     """What fsdp gathers and reduces at a time: a block's parameters (FSDP2, ours), or one
     product's, gradients in its arithmetic (XLA)."""

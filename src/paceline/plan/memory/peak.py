@@ -329,5 +329,5 @@ def checkpoint_spike_bytes(setting: Setting, points: Points, holdings: Holdings)
     """
     counts = counts_of(setting, points, holdings)
     working = np.maximum(points.param_bytes, _FP32)
-    master = np.where(points.param_bytes < _FP32, _FP32, 0)
+    master = np.where(states.has_master(setting, points), _FP32, 0)
     return counts.sharded * (points.param_bytes + 2 * working + master)

@@ -46,7 +46,12 @@ def optimizer_bytes_per_param(setting: Setting, points: Points) -> Array:
     working = np.maximum(points.param_bytes, _FP32)
     as_numbers = setting.stack.moments_bytes * working / _FP32
     moments = np.where(points.optimizer_8bit, 2 * _CODE_BYTES, as_numbers)
-    return moments + np.where(points.param_bytes < _FP32, _FP32, 0)
+    return moments + np.where(has_master(setting, points), _FP32, 0)
+
+
+def has_master(setting: Setting, points: Points) -> Array:
+    """Whether an fp32 copy of the parameters is kept: (n,), bool."""
+    return (points.param_bytes < _FP32) & setting.stack.keeps_master
 
 
 def resident_params(setting: Setting, points: Points, counts: Counts) -> Array:

@@ -73,6 +73,8 @@ def layout_of(line: Line, model: Model, software: Software) -> tuple[Layout, int
         precision=_LAYOUT_PRECISION[software.precision],
         param_dtype=software.param_dtype,
         recompute=recompute,
+        optimizer_state="8bit" if _has_codes(line) else "full",
+        offload=("optimizer",) if _offloads_optimizer(line) else (),
         recompute_layers=share if recompute != "none" else "all",  # type: ignore[arg-type]
         compile=software.compile,
         bucket_mib=25.0,
@@ -208,6 +210,28 @@ def sharding_of(
     ranks = _shard_group(line, text) or axes.data
     fits = 1 < ranks <= axes.data and axes.data % ranks == 0
     return (ranks if fits else axes.data), stage
+
+
+def _states_words(line: Line) -> str:
+    columns = ("fsdp_or_zero", "framework", "precision", "compile_flash_flags", "notes")
+    return "; ".join(line.text(column) for column in columns).lower()
+
+
+def _has_codes(line: Line) -> bool:
+    """Whether the optimizer's moments are 8-bit codes (bitsandbytes and its like)."""
+    said = r"8-?bit\W{0,2}(?:paged )?(?:\w+ )?(?:optim|adam|moments)|adamw?[ _-]?8-?bit"
+    return bool(re.search(said, _states_words(line)))
+
+
+def _offloads_optimizer(line: Line) -> bool:
+    """Whether the optimizer's state is on the host, as DeepSpeed's ZeRO-Offload has it."""
+    said = (
+        r"zero-?offload|optimizer (?:cpu )?offload|offload\w* (?:the )?optimizer|offload_optimizer"
+        r"|optimizer on (?:the )?(?:cpu|host)|zero-?infinity"
+    )
+    words = _states_words(line)
+    found = re.search(said, words)
+    return found is not None and not re.search(r"(?:no|without) $", words[: found.start()])
 
 
 def _shard_group(line: Line, text: str) -> int | None:

@@ -87,7 +87,7 @@ def software_of(line: Line) -> Software:
         logits=_logits(words, family, compiled and year_of(line) >= _LOSS_COMPILED_SINCE),
         steps_loss=family == "megatron",
         shared_vocab_loss="wide" if family == "fsdp compiled" else "narrow",
-        grad_dtype=_grad_dtype(line, words, family),
+        grad_dtype=_grad_dtype(line, words, family, sharding),
         states="buffers" if family in ("megatron", "deepspeed") else "shards",
         adds_into_buffer="deepspeed" not in f"{system} {sharding}",
         receives_ahead=family == "fsdp compiled",
@@ -103,6 +103,7 @@ def software_of(line: Line) -> Software:
         dropout=line.text("workload").startswith("mlm") or _is_early_megatron(line, family),
         recompute_granularity=_granularity(line, family),
         moments_bytes=_moments_bytes(words, line, system),
+        keeps_master=_keeps_master(line, system),
         gather_unit="matrix" if family == "xla" else "block",
         allocator="planned" if family == "xla" else "caching",
         loads_kernels="all" if year_of(line) < _KERNELS_LOADED_AS_USED_SINCE else "used",
@@ -169,7 +170,8 @@ def _family(system: str) -> str:
     for family, words in FAMILIES:
         if any(word in system for word in words):
             return family
-    return "plain"
+    # Trainers that call their sharding ZeRO have DeepSpeed do it.
+    return "deepspeed" if re.search(r"\bzero[ -]?[123]\b", system) else "plain"
 
 
 def _compiles(flags: str, system: str) -> bool:
@@ -259,7 +261,10 @@ def _logits(words: str, family: str, compiled: bool) -> Literal["fp32", "bf16", 
     return "bf16" if fused or (family == "fsdp compiled" and compiled) else "fp32"
 
 
-def _grad_dtype(line: Line, words: str, family: str) -> Literal["param", "fp32", "bf16"]:
+def _grad_dtype(
+    line: Line, words: str, family: str, sharding: str
+) -> Literal["param", "fp32", "bf16"]:
+    system = line.text("framework").lower()
     if re.search(r"(fp16|bf16|16-bit) grad|reduction all 16-bit|reduce_in_fp32\W*false", words):
         return "bf16"
     if re.search(r"fp32 (main[ _])?grad", f"{words}; {line.text('precision').lower()}"):
@@ -271,7 +276,16 @@ def _grad_dtype(line: Line, words: str, family: str) -> Literal["param", "fp32",
     if family == "megatron" and year_of(line) >= _REDUCED_IN_16_BITS_SINCE:
         presets = re.search(r"nemo|bridge", words.split(";")[0]) or precision_of(line) == "fp8"
         return "bf16" if presets else "fp32"
+    if family == "deepspeed" and re.search(r"zero[ -]?[123]", f"{system} {sharding}"):
+        # https://www.deepspeed.ai/docs/config-json, data_types: the model's, if it is sharded.
+        return "bf16" if precision_of(line) in ("bf16", "fp16", "fp8") else "param"
     return "fp32" if family in ("megatron", "deepspeed") else "param"
+
+
+def _keeps_master(line: Line, system: str) -> bool:
+    """Whether 16-bit parameters have an fp32 copy: torchtune's, Lightning's "true" ones don't."""
+    said = f"{line.text('precision')}; {line.text('notes')}".lower()
+    return not ("torchtune" in system or re.search(r"bf16-true|no (fp32 )?master", said))
 
 
 def _moments_bytes(words: str, line: Line, system: str) -> float:
@@ -279,6 +293,8 @@ def _moments_bytes(words: str, line: Line, system: str) -> float:
     (src/megatron/bridge/recipes/deepseek/deepseek_v3.py: exp_avg_dtype)."""
     if re.search(r"(bf16|16-bit)[a-z +]* moments|\bmuon\b|\blion\b", words):
         return 4.0
+    if not _keeps_master(line, system):
+        return 4.0  # of the parameters' own type
     if re.search(r"fp32[a-z +]*(moments|optimizer states)", words):
         return 8.0
     is_recipe = "bridge" in system and re.search(r"deepseek-?v3|kimi", line.text("model").lower())
@@ -352,7 +368,7 @@ def _granularity(line: Line, family: str) -> Literal["block", "attention", "half
 def _param_dtype(line: Line, family: str) -> Literal["fp32", "bf16"]:
     """bf16 stands for any 16-bit parameters with an fp32 master copy."""
     text = line.text("precision").lower()
-    if "pure" in text or "bf16-true" in text:
+    if "pure" in text or "bf16-true" in text or "torchtune" in line.text("framework").lower():
         return "bf16"
     if re.search(r"amp|fp32|tf32|default", text.replace("fp32 grad", "")):
         return "fp32"

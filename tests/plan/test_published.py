@@ -500,6 +500,15 @@ def test_accumulation_says_what_a_micro_batch_is(
     assert not run.is_memory_open
 
 
+def test_a_large_share_is_no_single_micro_batch(tmp_path: Path) -> None:
+    """Where neither is stated, as many of a rank's 256 samples of 4,096 tokens as 16,384 hold."""
+    plain = {"tp": "1", "pp": "1", "dp": "16", "micro_batch": "", "seq": "4096"}
+    work = work_of(tmp_path, **plain, global_batch_seqs="4096")
+    assert work.layout.micro_batch == 4
+    assert "micro_batch" in work.inferred
+    assert work_of(tmp_path, **plain, global_batch_seqs="48").layout.micro_batch == 3
+
+
 @pytest.mark.parametrize(
     "cells",
     [

@@ -1,8 +1,9 @@
 """The layout of a published run, and of its batch what closes.
 
 Cells that are missing are inferred where only one value fits (data ranks from the number of
-devices) or where the system has a habit (no accumulation, one sample a time in a pipeline), and
-their names are kept with the run. What leaves several possibilities is not predicted.
+devices) or where the system has a habit (one sample a time in a pipeline, enough to keep a device
+busy without one), and their names are kept with the run. What leaves several possibilities is not
+predicted.
 """
 
 import math
@@ -161,12 +162,15 @@ def _batch(line: Line, axes: Axes, multiple: int, inferred: list[str]) -> Batch:
     accumulated = line.count("grad_accum") or _accumulated_in(line)
     if micro is None:
         per_rank = (total or axes.data) / axes.data
-        # What accumulation leaves; else pipelines run one sample at a time, and without one all are
-        # one. Where nothing is known, enough to keep a device busy: a person has tuned it.
-        least = 1 if axes.pp > 1 else per_rank
-        micro = max(1, round(per_rank / accumulated if accumulated else least))
-        if total is None and accumulated is None and axes.pp == 1:
-            micro = max(1, _BUSY_TOKENS // (line.count("seq") or 1))
+        # What accumulation leaves; else pipelines run one sample at a time, and others as many as
+        # keep a device busy: a person has tuned it.
+        busy = max(1, _BUSY_TOKENS * axes.cp // (line.count("seq") or 1))
+        micro = 1 if axes.pp > 1 else busy
+        if accumulated:
+            micro = max(1, round(per_rank / accumulated))
+        elif total is not None and axes.pp == 1:
+            share = max(1, round(per_rank))
+            micro = max(part for part in range(1, min(busy, share) + 1) if share % part == 0)
         follows = total is not None and accumulated is not None
         if not follows and not 1 < axes.pp == per_rank:  # fewer don't fill a pipeline
             inferred.append("micro_batch")

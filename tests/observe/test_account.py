@@ -174,7 +174,7 @@ def test_what_is_known_of_collectives(read):
         ("all_reduce", None, None, 0, 136, 10.0, 2),
         ("combine", None, None, 0, -1, 30.0, 2),
     ]
-    assert account.collectives["axis"].tolist() == [AXES.index("fsdp"), -1, -1]
+    assert account.collectives["axis"].tolist() == [AXES.index("fsdp"), -1, AXES.index("ep")]
 
 
 def test_collectives_that_are_on_their_way_together_share_what_is_exposed(read):

@@ -86,7 +86,7 @@ def test_what_a_sampler_launches_is_sampling(read, sampler):
 def test_communication_of_an_engine_keeps_its_term(read):
     reduced = [launch(7, 9), kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 90, 96, 9)]
     account = read(*serve(PREFILL[0], DECODE[0], *reduced))
-    assert terms(account)[0] == {"prefill": 40, "exposed_comm": 6, "idle": 54}
+    assert terms(account)[0] == {"prefill": 40, "exposed_comm.tp": 6, "idle": 54}
 
 
 def test_steps_that_are_marked_stay_and_other_ranges_are_no_engine(read):

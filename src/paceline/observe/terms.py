@@ -79,7 +79,7 @@ _COMM_OPS = ("c10d::", "_c10d_functional::", "c10d_functional::", "record_param_
 
 # Collectives by what their kernels, operators and ranges are called, underscores left out; the
 # first that fits.
-_COLLECTIVES = {
+COLLECTIVES = {
     "reducescatter": "reduce_scatter",
     "allgather": "all_gather",
     "allreduce": "all_reduce",
@@ -169,7 +169,7 @@ def is_collective(name: str) -> bool:
 def collective_name(name: str) -> str | None:
     """Return a collective's name as torch.distributed spells it ("all_reduce"), or None."""
     squeezed = name.lower().replace("_", "").replace(" ", "")
-    return next((word for key, word in _COLLECTIVES.items() if key in squeezed), None)
+    return next((word for key, word in COLLECTIVES.items() if key in squeezed), None)
 
 
 def is_sync(name: str) -> bool:

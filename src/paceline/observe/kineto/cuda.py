@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.observe import terms as words
+from paceline.observe.kineto.axes import axes_by_use
 from paceline.observe.kineto.events import COPY, LAUNCH, OP, Trace
 from paceline.observe.kineto.host import NONE, Host, call_axes, comm_terms
 from paceline.observe.terms import EXPOSED_COMM, OTHER, TERM_ID
@@ -46,7 +47,9 @@ def _match(events: _Array, field: str, kind: int, wanted: _Array) -> _Array:
     return np.where(found, np.append(have, NONE)[place], NONE)
 
 
-def device_terms(trace: Trace, host: Host, device: _Array, launch: _Array) -> _Array:
+def device_terms(
+    trace: Trace, host: Host, device: _Array, launch: _Array, *, serves: bool
+) -> _Array:
     """Return the term of each kernel or copy; copies are copies, but between devices
     they communicate."""
     used, which = np.unique(device["name"], return_inverse=True)
@@ -57,6 +60,8 @@ def device_terms(trace: Trace, host: Host, device: _Array, launch: _Array) -> _A
     term = np.where(np.isin(claim, _BY_OPERATOR) & ~communicates, claim, term)
     axis = call_axes(trace)[device["call"]]
     axis = np.where(axis == NONE, np.append(host.axis, host.default_axis)[launch], axis)
+    by_use = axes_by_use(trace, host, device, launch, term, serves=serves)
+    axis = np.where(axis == NONE, by_use, axis)
     term = np.where(communicates, comm_terms(axis), term)
     is_peer = np.array([words.is_peer_copy(name) for name in names], bool)[which]
     copies = np.where(is_peer, comm_terms(axis), TERM_ID[f"{OTHER}.copy"])

@@ -92,7 +92,7 @@ def _recording(trace: Trace, rank: int, axis: str | None, first_step: int) -> Re
     device = trace.events[on_device]
     device = device[np.argsort(device["start"], kind="stable")]
     launch = cuda.launches(host, device)
-    terms = cuda.device_terms(trace, host, device, launch)
+    terms = cuda.device_terms(trace, host, device, launch, serves=engine is not None)
     phases = None
     if engine is not None and len(device):
         phases = phase_terms(trace, host, device, launch, terms, engine)

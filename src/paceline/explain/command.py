@@ -46,20 +46,24 @@ def explain_command(
 
         show_difference(one, other, console)
     if html is not None:
-        write_whole(html, _page(subject, one, beside, other))
+        write_whole(html, _page(subject, one, beside, other, html))
         console.print(f"{html}: the same as a page", markup=False)
     if as_json:
         print(json.dumps(one.to_json()))
 
 
 def _page(
-    subject: Subject, one: Explanation, beside: Subject | None, other: Explanation | None
+    subject: Subject,
+    one: Explanation,
+    beside: Subject | None,
+    other: Explanation | None,
+    at: Path,
 ) -> str:
     """The templates and plotly are needed for this alone."""
     if beside is None or other is None:
         from paceline.explain import page
 
-        return page.render(subject, one)
+        return page.render(subject, one, at)
     from paceline.explain import comparison
 
-    return comparison.render(subject, one, beside, other)
+    return comparison.render(subject, one, beside, other, at)

@@ -12,7 +12,7 @@ from paceline.explain.against import difference
 from paceline.explain.explain import Explanation
 from paceline.explain.finding import Finding
 from paceline.explain.noise import Change, Estimate
-from paceline.explain.page import bar, finding, milliseconds
+from paceline.explain.page import bar, finding, milliseconds, next_of
 from paceline.explain.rules import SHOWN
 from paceline.explain.subject import Subject
 from paceline.observe import charts, summary
@@ -23,7 +23,13 @@ _ALIKE = 0.001
 """Part of the step below which a term's change isn't shown."""
 
 
-def render(now: Subject, why: Explanation, before: Subject, was: Explanation) -> str:
+def render(
+    now: Subject,
+    why: Explanation,
+    before: Subject,
+    was: Explanation,
+    at: Path | None = None,
+) -> str:
     """The page as text: complete HTML without references to anything outside it.
 
     Args:
@@ -31,6 +37,7 @@ def render(now: Subject, why: Explanation, before: Subject, was: Explanation) ->
         why: its explanation.
         before: the older one.
         was: its explanation.
+        at: where the page will stand, where it is known.
     """
     step = step_change(now, before)
     found = difference(why, was)
@@ -40,9 +47,11 @@ def render(now: Subject, why: Explanation, before: Subject, was: Explanation) ->
         "comparison.html",
         name=f"{names[1]} against {names[0]}",
         subtitle=_subtitle(now, before),
+        next_=_next(now, _only_in(why, was), why),
         lede=lede(step),
         cards=list(_cards(now, before, step)),
         charts=_charts(now, before, names),
+        at=at,
         names=names,
         settings=[row for row in found.settings if row[0] != "name"],
         has_jobs=now.job is not None and before.job is not None,
@@ -52,6 +61,13 @@ def render(now: Subject, why: Explanation, before: Subject, was: Explanation) ->
         new=_only_in(why, was),
         kept=[finding(each) for each in _worth(why) if each.name in _rule_names(was)],
     )
+
+
+def _next(now: Subject, new: Sequence[Mapping[str, Any]], why: Explanation) -> str:
+    """What is new is looked at first, and else what the newer one should change."""
+    if new:
+        return f"mend {new[0]['name']}, which the other one didn't have. {new[0]['advice']}"
+    return next_of(why)
 
 
 def step_change(now: Subject, before: Subject) -> Change:

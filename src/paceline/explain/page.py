@@ -58,35 +58,58 @@ def write_report(run: Run, say: Callable[[str], None]) -> Path:
     return run.write("report.html", text or report.render(run))
 
 
-def render(subject: Subject, why: Explanation) -> str:
-    """The page as text: of a Run its report and the explanation, of a trace the latter alone."""
+def render(subject: Subject, why: Explanation, at: Path | None = None) -> str:
+    """The page as text: of a Run its report and the explanation, of a trace the latter alone.
+
+    Args:
+        at: where that of a trace will stand, where it is known.
+    """
     told = shown(subject, why)
     if subject.folder is not None:
-        return report.render(Run(subject.folder), _PACKAGE, "explained.html", why=told)
+        return report.render(
+            Run(subject.folder),
+            _PACKAGE,
+            "explained.html",
+            verdict=f"{why.headline.rstrip('.')}.",
+            next_=next_of(why),
+            why=told,
+        )
     return render_page(
         _PACKAGE,
         "trace.html",
         name=Path(subject.name).name,
         subtitle=_subtitle(subject),
+        next_=next_of(why),
         lede=f"{sentence(why.headline)}.",
         cards=_cards(subject, why),
         charts={},
+        at=at,
         why=told,
     )
+
+
+def next_of(why: Explanation) -> str:
+    """What to do now: what is unexplained is recorded first, where it is more than any cause."""
+    worth = next((each for each in why.findings if each.gain >= SHOWN), None)
+    left = next(iter(why.unexplained), None)
+    if left is not None and (worth is None or left.share > worth.gain):
+        return f"find what {left.term} is. {left.to_record}"
+    if why.next_command is not None and (worth is None or worth.changes):
+        return f"`{why.next_command}`"
+    if worth is not None:
+        return f"mend {worth.name}. {worth.advice}"
+    return "nothing of this step. `paceline explain --against` compares it with another one."
 
 
 def shown(subject: Subject, why: Explanation) -> SimpleNamespace:
     """What the templates draw of an explanation."""
     account = subject.account
-    lead = "" if subject.job is None else f"{why.headline.rstrip('.')}. "
     return SimpleNamespace(
-        lead=lead,
         fall=None if why.waterfall is None else waterfall_of(why.waterfall),
         notes=why.notes,
         unexplained=[each.sentence for each in why.unexplained],
         out_of_memory=[] if why.out_of_memory is None else why.out_of_memory.sentences,
         findings=[finding(each) for each in why.findings if each.gain >= SHOWN],
-        next=why.next_command,
         lanes=_lanes(_read_lanes(subject)),
         ranks=None if account is None or len(account.ranks) < 2 else _ranks(account),
         flows=[_flow(flow) for flow in why.flows],

@@ -110,8 +110,11 @@ class Subject:
     def all_recorded(self, where: npt.NDArray[np.bool_]) -> bool:
         """Whether all ranks of some collectives were recorded: else the wait for a late rank is
         part of them, unseen."""
-        ranks = int(self.traffic.rows["group_size"][where].max(initial=0))
-        return 0 < ranks <= len(self.account.ranks) if self.account is not None else False
+        if self.account is None:
+            return False
+        if self.job is not None:
+            return len(self.account.ranks) >= self.job.layout.num_ranks
+        return 0 < self.traffic.rows["group_size"][where].max(initial=0) <= len(self.account.ranks)
 
     @cached_property
     def traffic(self) -> Traffic:

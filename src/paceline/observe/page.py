@@ -1,7 +1,8 @@
 """Page: one self-contained HTML file, to look at and to pass on.
 
-page.html beside this file has what all pages share: style sheet, head line, key figures, and the
-script that draws the charts. A page extends it by its own template. plotly.js is written into the
+page.html beside this file has what all pages share: style sheet, head line, what to do next, key
+figures, the script that draws the charts, and links to the pages of other commands that are near. A
+page extends it by its own template. plotly.js is written into the
 page, compressed (2 MB instead of 4.8; the browser unpacks it at once), and the page's content
 policy forbids it to load anything. Charts and text take their colours from the same style sheet
 variables, so a page follows the reader's light or dark setting.
@@ -11,12 +12,23 @@ plotly is imported only when a page is written.
 
 import base64
 import gzip
+import html
+import os
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jinja2
+
+_MARK = "paceline"
+_TITLE = re.compile(r"<title>(.*) · Paceline</title>")
+_HEAD = 2000
+"""Characters that the head of a page with its title takes at most."""
+_MOST_NEAR = 12
 
 Card = tuple[str, str, str]
 """Label, figure and note of a key figure."""
@@ -56,9 +68,11 @@ def render_page(
     *,
     name: str,
     subtitle: Sequence[str],
+    next_: str,
     lede: str,
     cards: Sequence[Card],
     charts: Mapping[str, Any],
+    at: Path | None = None,
     **values: Any,
 ) -> str:
     """A page as text: complete HTML without references to anything outside it.
@@ -68,13 +82,20 @@ def render_page(
         template: a file that extends page.html.
         name: the head line.
         subtitle: short facts below it.
+        next_: what to do now, in a sentence; commands in backticks.
         lede: the page in a sentence or two.
         cards: the key figures.
         charts: name -> plotly figure as plain data; the one called x is drawn in #chart-x.
+        at: where the page will stand, for links to those near it; None: that isn't known.
         values: what else the template asks for.
     """
+    is_report = at is not None and at.name == "report.html"
     return _template(package, template).render(
         name=name,
+        title=f"Run {name}" if is_report else name,
+        mark=_MARK,
+        next_parts=next_.split("`"),
+        near=[] if at is None else pages_near(at),
         subtitle=subtitle,
         lede=lede,
         cards=cards,
@@ -83,6 +104,38 @@ def render_page(
         plotlyjs=_packed_plotly() if charts else "",
         **values,
     )
+
+
+def pages_near(at: Path) -> list[tuple[str, str]]:
+    """Pages that commands left near a place, the newest first: title and relative address.
+
+    Runs, plans and tunings stand in folders of their own, which stand beside each other; a tuning
+    keeps runs of its own in heats/.
+    """
+    here = at.parent.resolve()
+    folders = [here, here.parent, here.parent.parent]
+    patterns = ("*.html", "*/report.html", "*/plan.html", "*/tune.html", "heats/*/report.html")
+    found = {file for folder in folders for pattern in patterns for file in folder.glob(pattern)}
+    found |= {
+        file
+        for place in ("runs", "plans", "tunes")
+        for file in here.parent.parent.glob(f"{place}/*/*.html")
+    }
+    titles = {file: title for file in found if (title := _title(file)) is not None}
+    titles.pop(here / at.name, None)
+    newest = sorted(titles, key=lambda file: -file.stat().st_mtime)[:_MOST_NEAR]
+    return [(titles[file], quote(os.path.relpath(file, here))) for file in newest]
+
+
+def _title(file: Path) -> str | None:
+    """Of a page of ours; None of any other file."""
+    try:
+        with file.open(errors="replace") as page:
+            head = page.read(_HEAD)
+    except OSError:
+        return None
+    found = _TITLE.search(head)
+    return html.unescape(found[1]) if found and f'content="{_MARK}"' in head else None
 
 
 @cache

@@ -21,7 +21,13 @@ from paceline.observe.summary import Summary
 
 
 def render(
-    run: Run, package: str = "paceline.observe", template: str = "report.html", **more: Any
+    run: Run,
+    package: str = "paceline.observe",
+    template: str = "report.html",
+    *,
+    verdict: str = "",
+    next_: str | None = None,
+    **more: Any,
 ) -> str:
     """The page as text: complete HTML without references to anything outside it.
 
@@ -29,6 +35,8 @@ def render(
         run: what it is about.
         package: the room of the template.
         template: one that extends report.html, to show more.
+        verdict: a sentence that stands before all others.
+        next_: what to do now, where an explanation says it.
         more: what that one asks for besides.
     """
     lines, facts, job_text = run.metrics(), run.facts(), _job_text(run)
@@ -39,12 +47,14 @@ def render(
         template,
         name=job.get("name", run.path.name),
         subtitle=_subtitle(facts, figures),
-        lede=_lede(figures, _num_steps(job)),
+        next_=next_ or _next(run, figures, _num_steps(job)),
+        lede=" ".join(filter(None, [verdict, _lede(figures, _num_steps(job))])),
         cards=_cards(figures, facts, _num_steps(job)),
         times=times if times.terms_s else None,
         colour=summary.colour,
         rate_title=f"{figures.unit.capitalize()} a second",
         charts=charts(lines, figures),
+        at=run.path / "report.html",
         job_text=job_text,
         choices=_choices(run.plan(), job),
         facts=_fact_rows(facts),
@@ -75,6 +85,12 @@ def _subtitle(facts: summary.Facts, figures: Summary) -> list[str]:
     if started := summary.number(facts.get("started")):
         parts.append(_utc(started))
     return parts
+
+
+def _next(run: Run, figures: Summary, num_steps: int | None) -> str:
+    if num_steps and figures.step < num_steps:
+        return f"`paceline train {run.path}` goes on to step {num_steps:,}."
+    return f"`paceline explain {run.path}` says why a step takes as long as it does."
 
 
 def _lede(figures: Summary, num_steps: int | None) -> str:

@@ -25,15 +25,25 @@ def render(known: Known, folder: Path, left: Sequence[str] = ()) -> str:
         "tune.html",
         name=f"Tuning of {known.given.name}",
         subtitle=_facts(known),
+        next_=_next(known, folder),
         lede=paragraph(known),
         cards=_cards(known),
         charts={"trials": _trials(known), "errors": _errors(known)} if known.ran else {},
+        at=folder / "tune.html",
         rows=[(*row(known, trial), trial.why, trial.note) for trial in known.trials],
         decisions=[(one.heat + 1, one.text) for one in known.decisions],
         parts=[(one.text, f"{-one.gain:+.1%}", _origin(one.is_measured)) for one in parts(known)],
         left=list(left),
         job_file=str(folder / "job.toml"),
     )
+
+
+def _next(known: Known, folder: Path) -> str:
+    if known.best is None:
+        return "look at what the trials say below, and tune again."
+    if not known.is_gain_clear and known.best.relative:
+        return f"`paceline tune {folder / 'job.toml'}` for longer, or keep the Job as it is."
+    return f"`paceline train {folder / 'job.toml'}`"
 
 
 def _origin(is_measured: bool) -> str:

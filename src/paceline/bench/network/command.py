@@ -111,7 +111,7 @@ def _written(asked: Asked, cluster: Cluster, backend: str, measured: Measured) -
     facts = {"file": None, "backend": backend, **figures(measured)}
     source = source_text()
     if asked.html is not None:
-        write_whole(asked.html, render(measured, source))
+        write_whole(asked.html, render(measured, source, asked.html))
         _CONSOLE.print(f"{asked.html}: the same as a page", markup=False)
     kind = cluster.known_device.kind
     if _DEVICES[backend] != kind or backend == "mpi":

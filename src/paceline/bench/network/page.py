@@ -4,6 +4,7 @@ Its frame is that of all pages (`paceline.observe.page`). Python decides what is
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,8 +24,14 @@ _SCALE = [[0.0, "#b2182b"], [0.5, "#f4c98b"], [1.0, "#2166ac"]]
 _MOST_FIGURES = 16  # ranks whose cells have room for a figure
 
 
-def render(measured: Measured, source: str) -> str:
-    """The page as text: complete HTML without references to anything outside it."""
+def render(measured: Measured, source: str, at: Path | None = None) -> str:
+    """The page as text: complete HTML without references to anything outside it.
+
+    Args:
+        measured: what is drawn.
+        source: on what and when, in a sentence.
+        at: where the page will stand, where it is known.
+    """
     pairs = measured.pairs
     slow = [] if pairs is None else _slow(pairs)
     return render_page(
@@ -32,7 +39,11 @@ def render(measured: Measured, source: str) -> str:
         "network.html",
         name="The links between the ranks",
         subtitle=[source],
+        next_="look at the slow link's cable, port and route, and measure again."
+        if slow
+        else "`paceline plan my.toml --cluster cluster.toml` plans with these links.",
         lede=" ".join(slow) or _lede(measured),
+        at=at,
         cards=_cards(measured),
         charts=_charts(measured),
         groups=_groups(measured),

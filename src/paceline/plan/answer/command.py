@@ -197,7 +197,7 @@ def write(found: Answer, folder: Path) -> list[Path]:
     draft = folder.absolute().with_name(f".{folder.name}.tmp{os.getpid()}")
     try:
         draft.mkdir(parents=True)
-        _write_into(draft, found)
+        _write_into(draft, found, folder)
         folder.mkdir(exist_ok=True)
         for name in _FILES:
             (folder / name).unlink(missing_ok=True)
@@ -210,12 +210,13 @@ def write(found: Answer, folder: Path) -> list[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _write_into(folder: Path, found: Answer) -> None:
+def _write_into(folder: Path, found: Answer, then: Path) -> None:
+    """Write the files into a folder that will be another one's."""
     # plotly and the templates are needed for this alone.
     from paceline.plan.answer.page import render
 
     (folder / "plan.json").write_text(json.dumps(to_json(found), indent=1, allow_nan=False))
-    (folder / "plan.html").write_text(render(found))
+    (folder / "plan.html").write_text(render(found, then))
     if found.best is None:
         return
     (folder / "job.toml").write_text(to_toml(found.best_job))

@@ -5,6 +5,7 @@ answer out. Nothing is worked out here.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from paceline.observe.page import Card, Chart, chart_layout, render_page
 from paceline.observe.summary import (
@@ -36,8 +37,13 @@ _BARS = 12
 """Layouts that are compared in the pictures."""
 
 
-def render(found: Answer) -> str:
-    """The page as text: complete HTML without references to anything outside it."""
+def render(found: Answer, folder: Path | None = None) -> str:
+    """The page as text: complete HTML without references to anything outside it.
+
+    Args:
+        found: what was planned.
+        folder: where page and job.toml will stand, where that is known.
+    """
     best = found.best
     shown = found.ranked[:_BARS]
     return render_page(
@@ -45,9 +51,11 @@ def render(found: Answer) -> str:
         "plan.html",
         name=f"Plan of {found.job.name}",
         subtitle=facts(found),
+        next_=_next(found, folder),
         lede=_lede(found),
         cards=_cards(found, best) if best else [],
         charts=_charts(found, shown),
+        at=None if folder is None else folder / "plan.html",
         counted=counted(found),
         unit=found.unit,
         rows=_rows(shown),
@@ -56,6 +64,13 @@ def render(found: Answer) -> str:
         outlook=outlook_rows(found.outlook, found.unit) if found.outlook else [],
         assumptions=sorted(best.assumptions.items()) if best else [],
     )
+
+
+def _next(found: Answer, folder: Path | None) -> str:
+    if found.best is None:
+        return "plan for more devices, or with `--free offload --free optimizer_state`."
+    job = "job.toml" if folder is None else folder / "job.toml"
+    return f"`paceline train {job}`, then `paceline tune {job}` tries what is near."
 
 
 def _lede(found: Answer) -> str:

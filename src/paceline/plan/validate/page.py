@@ -33,6 +33,7 @@ def render(report: Report) -> str:
         "validate.html",
         name="How wrong the planner is",
         subtitle=[],
+        next_="`paceline plan my.toml`, knowing how wrong it is.",
         lede=sentence(report),
         cards=[],
         charts={name: chart for name, chart in _charts(report).items() if chart["data"]},

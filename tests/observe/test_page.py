@@ -1,0 +1,68 @@
+"""What all pages share: what to do next, and links to the pages of other commands that are near."""
+
+import re
+from pathlib import Path
+
+from paceline.observe.page import pages_near, render_page
+from paceline.observe.run import Run
+
+
+def write(file: Path, name: str = "A page") -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = render_page(
+        "paceline.explain",
+        "trace.html",
+        name=name,
+        subtitle=["a test"],
+        next_="`paceline train <x>` & look.",
+        lede="It is so.",
+        cards=[],
+        charts={},
+        at=file,
+        why=WHY,
+    )
+    file.write_text(text)
+    return file
+
+
+class WHY:
+    """Nothing to explain."""
+
+    out_of_memory = fall = lanes = ranks = None
+    unexplained = findings = notes = flows = kernels = memory = ()
+
+
+def test_what_to_do_next_stands_first_below_the_name(tmp_path):
+    page = write(tmp_path / "runs" / "a" / "report.html").read_text()
+    body = page[page.index("<h1>") :]
+    following = re.search(r"</h1>\s*(<p.*?</p>)", body)[1]
+    assert following == (
+        '<p class="next"><b>Next:</b> <code>paceline train &lt;x&gt;</code> &amp; look.</p>'
+    )
+
+
+def test_pages_link_to_those_of_other_commands(tmp_path):
+    run = write(tmp_path / "runs" / "demo" / "report.html", "demo")
+    other = write(tmp_path / "runs" / "a b" / "report.html", "a b")
+    plan = write(tmp_path / "plans" / "big" / "plan.html", "Plan of big")
+    links = write(tmp_path / "links.html", "The links & more")
+    heat = write(tmp_path / "tunes" / "my" / "heats" / "0" / "report.html", "heat")
+    tune = write(tmp_path / "tunes" / "my" / "tune.html", "Tuning of my")
+    (tmp_path / "runs" / "demo" / "else.html").write_text("<title>No page of ours</title>")
+    near = dict(pages_near(run))
+    assert set(near) == {"Run a b", "Plan of big", "The links & more", "Tuning of my"}
+    for page, place in ((other, "Run a b"), (plan, "Plan of big"), (links, "The links & more")):
+        assert (run.parent / near[place].replace("%20", " ")).resolve() == page.resolve()
+    assert dict(pages_near(tune))["Run heat"] == "heats/0/report.html"
+    assert dict(pages_near(heat))["Tuning of my"] == "../../tune.html"
+    assert 'href="../a%20b/report.html"' in write(run, "demo").read_text()
+
+
+def test_every_page_says_what_to_do_next(tmp_path):
+    """A run's report without an explanation: go on, else explain it."""
+    from paceline.observe import report
+    from tests.observe import synthetic
+
+    run = synthetic.run(tmp_path / "r", synthetic.lines(3), {}, num_steps=9)
+    assert isinstance(run, Run)
+    assert f"<code>paceline train {run.path}</code> goes on to step 9." in report.render(run)

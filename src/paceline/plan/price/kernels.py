@@ -22,6 +22,10 @@ _FP8 = PRECISIONS.index("fp8")
 # of 8, https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication).
 _ALIGNED_NUMBERS = 8
 _MISALIGNED_FACTOR = 2.6
+# Kernels of a call of attention, forward and backward. Fused: a copy of what it reads, and itself;
+# backward the products of rows before it and a cast behind. Else scores, softmax and values, and
+# two products backward for each of forward.
+_FUSED_CORE, _UNFUSED_CORE = (2, 3), (3, 5)
 
 
 class Kernels(NamedTuple):
@@ -43,12 +47,16 @@ class Kernels(NamedTuple):
     sweeps_again: Array
     sweeps_backward: Array
     num_products: Array
+    num_cores: Array
+    """Kernels of attention forward."""
     num_kernels: Array
+    """All others forward, and all but products backward."""
     num_kernels_backward: Array
 
 
 def kernels_of(setting: Setting, points: Points, works: Sequence[Work]) -> list[Kernels]:
     """Seconds of the kernels of each part."""
+    ahead_cores, back_cores = _UNFUSED_CORE if setting.stack.attention == "unfused" else _FUSED_CORE
     products = _products_s(setting, points, works)
     sweeps = _sweeps_s(setting, points, works)
     made = []
@@ -70,8 +78,9 @@ def kernels_of(setting: Setting, points: Points, works: Sequence[Work]) -> list[
                 again,
                 back,
                 _num(rows_of_each(setting, product)[1] for product in work.products),
+                ahead_cores * calls,
                 _num(s.kernels for s in work.sweeps if not s.backward),
-                _num(s.kernels for s in work.sweeps if s.backward) + calls,
+                _num(s.kernels for s in work.sweeps if s.backward) + back_cores * calls,
             )
         )
     return made

@@ -30,14 +30,21 @@ SPLIT = [SCHEDULES.index(s) for s in ("zb_h1", "interleaved_zb", "zbv", "dualpip
 _FP8 = PRECISIONS.index("fp8")
 _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 
-# Replaying a captured graph costs the host a tenth of launching its kernels one by one.
-_GRAPH_SHARE_OF_LAUNCH = 0.1
-# Compiled code calls its kernels without dispatch, and a block is one node for autograd.
-_COMPILED_SHARE_OF_LAUNCH = 0.5
+# A kernel of a captured graph that is replayed takes one or two microseconds to start.
+_GRAPH_SHARE_OF_LAUNCH = 0.04
+# Compiled code calls its kernels without dispatch, and a block is one node for autograd: a launch
+# of 4 to 6 us and Python's call around it.
+_COMPILED_SHARE_OF_LAUNCH = 0.25
 # Kernels that the host has to launch after it waited for the device, until the queue is fed again.
 _LAUNCHES_AFTER_WAIT = 6
-# Views, allocations and autograd's own nodes take the host about as long as another launch each.
-_LAUNCHES_PER_EXCHANGE = 1
+# A collective is a call through torch.distributed with events on both streams, and the node of
+# autograd around it: `c10d::allreduce_` takes the host 81 us where a kernel takes 42 (A100), and 55
+# where one takes 22 (MI300X), by the traces that `launch_us` is from.
+_LAUNCHES_PER_EXCHANGE = 2
+# An autograd function that repeats a block (Megatron's, DeepSpeed's, PyTorch's reentrant one) costs
+# the host 350 us for a block of 32 operators, and hooks for each tensor that is saved 1,040 us
+# (timed side by side on a CPU, on small tensors).
+_OWN_FUNCTION_SHARE = 1 / 3
 # Cut into pieces, a product runs beside its gather or scatter except at its ends, and the pieces
 # are slower than the whole: half of the time is won, as published for torch's async tensor
 # parallelism (https://discuss.pytorch.org/t/209487).
@@ -148,14 +155,36 @@ def _part(setting: Setting, points: Points, work: Work, kernels: Kernels, sent: 
     launches = (
         kernels.num_products
         + kernels.num_kernels_backward
-        + share * (kernels.num_kernels + kernels.num_products)
+        + share * _launched_again(setting, points, kernels)
     )
     input_grad = _pass(setting, points, terms, launches, backward)
     input_grad = input_grad._replace(
         host_s=input_grad.host_s + _again_s(setting, points, work, kernels)
     )
-    weight_grad = _pass(setting, points, {"matmul": kernels.weight_grad}, kernels.num_products)
+    sums = work.tensors - (kernels.num_products if _adds_by_itself(setting) else 0)
+    launches = kernels.num_products + np.maximum(sums, 0)
+    weight_grad = _pass(setting, points, {"matmul": kernels.weight_grad}, launches)
     return Part(forward, *_split(points, input_grad, weight_grad))
+
+
+def _launched_forward(kernels: Kernels) -> Array:
+    return kernels.num_products + kernels.num_kernels + kernels.num_cores
+
+
+def _launched_again(setting: Setting, points: Points, kernels: Kernels) -> Array:
+    """Kernels that a block's recomputation launches, or asks for and is given from memory."""
+    if setting.stack.recompute_granularity != "attention":
+        return _launched_forward(kernels)
+    full = points.recompute == _FULL
+    return np.where(full, _launched_forward(kernels), kernels.num_cores)
+
+
+def _adds_by_itself(setting: Setting) -> bool:
+    """Whether products add the gradients of weights to what was there. Otherwise an operation does
+    that for each tensor, or keeps the first.
+    """
+    stack = setting.stack
+    return stack.states == "buffers" and stack.adds_into_buffer and stack.grad_dtype == "fp32"
 
 
 def _forward(setting: Setting, points: Points, work: Work, kernels: Kernels, sent: Sent) -> Pass:
@@ -166,7 +195,7 @@ def _forward(setting: Setting, points: Points, work: Work, kernels: Kernels, sen
     }
     ahead = [(e, s * e.times) for e, s in sent if not e.backward]
     _send(setting, points, terms, ahead, kernels.forward, kernels.core)
-    launches = kernels.num_products + kernels.num_kernels + 2 * kernels.calls
+    launches = _launched_forward(kernels)
     made = _pass(setting, points, terms, launches, ahead)
     waits = work.host_syncs * _LAUNCHES_AFTER_WAIT * _launch_s(setting, points)
     chosen_s = _select_s(setting, points, work, kernels)
@@ -240,7 +269,7 @@ def sent_again(points: Points, sent: Sent) -> Sent:
 
 def _select_s(setting: Setting, points: Points, work: Work, kernels: Kernels) -> Array:
     """Python's decisions, operator by operator, whether a forward pass keeps their results; and as
-    many when it is repeated. On GPUs they are part of launching.
+    many when it is repeated.
     """
     selects = (points.recompute == _SELECTIVE) & ~points.compile
     return selects * _recomputing_s(setting, points, work, kernels, "select_us")
@@ -248,18 +277,20 @@ def _select_s(setting: Setting, points: Points, work: Work, kernels: Kernels) ->
 
 def _again_s(setting: Setting, points: Points, work: Work, kernels: Kernels) -> Array:
     """What Python does for a repetition: hooks for each tensor that autograd saves, when it is
-    saved, when it is asked for and when it is made again; and what `_select_s` says.
+    saved, when it is asked for and when it is made again, or a function of autograd; and what
+    `_select_s` says.
     """
-    hooks_s = _recomputing_s(setting, points, work, kernels, "again_us")
+    each = 1.0 if setting.stack.recompute_stops_early else _OWN_FUNCTION_SHARE
+    hooks_s = each * _recomputing_s(setting, points, work, kernels, "again_us")
     return ~points.compile * hooks_s + _select_s(setting, points, work, kernels)
 
 
 def _recomputing_s(
     setting: Setting, points: Points, work: Work, kernels: Kernels, name: str
 ) -> Array:
-    """A constant of CPUs for each operator of a forward pass that is repeated."""
-    each = constant(setting.stack, name) * 1e-6 if setting.device.is_cpu else 0.0
-    return each * _again_share(points, work) * (kernels.num_kernels + kernels.num_products)
+    """A constant of the host for each operator of a forward pass that is repeated."""
+    launches = _launched_again(setting, points, kernels)
+    return constant(setting.stack, name) * 1e-6 * _again_share(points, work) * launches
 
 
 def _again_share(points: Points, work: Work) -> Array:

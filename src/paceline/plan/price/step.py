@@ -281,7 +281,7 @@ def times_of(
     terms["exposed_comm.fsdp"] = exposed.fsdp_s
     terms["exposed_comm.dp"] = exposed.dp_s
     terms["exposed_comm.tp"] = terms["exposed_comm.tp"] + tp_norms
-    terms["bubble"] = alone.makespan_s - alone.seconds_of(passes)
+    terms["bubble"] = np.maximum(alone.makespan_s - alone.seconds_of(passes), 0.0)
     terms["exposed_comm.pp"] = _transfer_s(
         setting, points, stages, passes, hop_s, pipeline, alone.makespan_s
     ) + np.where(points.pp > 1, tied + twins, 0.0)

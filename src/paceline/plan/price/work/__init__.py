@@ -19,6 +19,7 @@ https://arxiv.org/abs/2310.01889; Ulysses https://arxiv.org/abs/2309.14509.
 
 import numpy as np
 
+from paceline.config.model import Model
 from paceline.plan.kinds import Kind
 from paceline.plan.points import PRECISIONS, Array, Points, Setting
 from paceline.plan.price.work.attention import core, latent_attention, plain_attention
@@ -86,6 +87,7 @@ def block_work(setting: Setting, points: Points, kind: Kind) -> Work:
         + core(setting, points, sizes, kind.window)
         + dense_or_experts
         + _stream(setting, points, sizes)
+        + _biases(model, points, sizes)
         + _tensor_parallel(setting, points, sizes, kind.has_experts)
     )
 
@@ -104,6 +106,7 @@ def embedding_work(setting: Setting, points: Points) -> Work:
         ),
         exchanges=spread,
         params=table,
+        tensors=1,
     )
 
 
@@ -126,6 +129,7 @@ def head_work(setting: Setting, points: Points) -> Work:
         ),
         exchanges=_head_exchanges(points, sizes, hidden),
         params=params,
+        tensors=1 if model.tie_embeddings else 2,
     )
 
 
@@ -174,8 +178,20 @@ def _stream(setting: Setting, points: Points, sizes: Sizes) -> Work:
             Sweep(stream * (backward + dropped) + casts, backward_kernels + 5 * sizes.casts, True),
         ),
         params=like(2.0 * hidden),
+        tensors=2,
         in_block=True,
     )
+
+
+def _biases(model: Model, points: Points, sizes: Sizes) -> Work:
+    """Networks without gates (GPT, BERT) have a bias in each linear layer and norm. Adding it is
+    part of the next kernel; its gradient is a sum over the tokens.
+    """
+    if model.gated or model.experts is not None:
+        return Work()
+    width = (3 * model.hidden_size + model.ffn_size) / points.tp + 2 * model.hidden_size
+    summed = sizes.tokens * width * sizes.value_bytes
+    return Work(sweeps=(Sweep(summed, like(4), True),), tensors=6)
 
 
 def _tensor_parallel(setting: Setting, points: Points, sizes: Sizes, has_experts: bool) -> Work:

@@ -41,6 +41,7 @@ def plain_attention(model: Model, points: Points, sizes: Sizes) -> Work:
         products=(*inward, outward),
         sweeps=rotated + (_head_norms(sizes, query / points.tp + own_key) if norms else ()),
         params=hidden * (2 * query / points.tp + 2 * own_key) + biases + norms,
+        tensors=len(inward) + 1 + (len(inward) if model.qkv_bias else 0) + (2 if norms else 0),
     )
 
 
@@ -92,6 +93,7 @@ def latent_attention(model: Model, latent: LatentAttention, points: Points, size
             Sweep(np.where(sizes.fused, 0.5, 1.0) * copies, like(3), True),
         ),
         params=params + ranks,
+        tensors=len(products) + (1 if latent.q_rank is None else 2),
     )
 
 

@@ -19,6 +19,7 @@ from paceline.plan.price.work.lists import (
     Sweep,
     Work,
     like,
+    rows_of_each,
 )
 
 _FP8 = PRECISIONS.index("fp8")
@@ -47,6 +48,7 @@ def _mlp(model: Model, sizes: Sizes, ffn: Array) -> Work:
         products=(*inward, outward),
         sweeps=_activation(model, sizes, m * ffn),
         params=matrices * model.hidden_size * ffn,
+        tensors=len(inward) + 1,
     )
 
 
@@ -106,6 +108,7 @@ def _router(setting: Setting, experts: Experts, tokens: Array) -> Work:
             Sweep(scores / 2, like(_ROUTING_KERNELS / 2), True),
         ),
         params=hidden * sum(product.n for product in products),
+        tensors=len(products),
     )
 
 
@@ -136,6 +139,7 @@ def _routed(
         ),
         exchanges=_dispatch(setting, experts, points, rows * model.hidden_size * value),
         expert_params=own * matrices * model.hidden_size * ffn,
+        tensors=(len(inward) + 1) * rows_of_each(setting, outward)[1],
         host_syncs=np.where(points.ep > 1, 1.0, 0.0),
     )
 

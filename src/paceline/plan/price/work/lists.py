@@ -85,6 +85,8 @@ class Work:
     """Parameters of the part that this rank holds before sharding over the data axes."""
     expert_params: Array | float = 0.0
     """Those of its experts, which are sharded over fewer ranks."""
+    tensors: Array | float = 0.0
+    """How many tensors its parameters are, each with a gradient that is added up."""
     host_syncs: Array | float = 0.0
     """Times that the host waits for the device, forward."""
     in_block: bool = False
@@ -98,6 +100,7 @@ class Work:
             self.exchanges + other.exchanges,
             self.params + other.params,
             self.expert_params + other.expert_params,
+            self.tensors + other.tensors,
             self.host_syncs + other.host_syncs,
             self.in_block or other.in_block,
         )

@@ -69,7 +69,6 @@ def test_one_caveat_holds_for_all_ranks_that_have_it(tmp_path):
     assert account.caveat(caveats.CUT) is None
 
 
-@pytest.mark.filterwarnings("ignore:.*ends in the middle")
 def test_a_cut_trace_says_which_steps_are_left_out(tmp_path):
     steps = [span(f"ProfilerStep#{n}", 100 * n, 100 * n + 100) for n in range(4)]
     calls = [launch(100 * n + 10, n) for n in range(4)]

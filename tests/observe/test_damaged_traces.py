@@ -4,7 +4,6 @@ import copy
 import gzip
 import json
 import random
-import warnings
 import zipfile
 
 import numpy as np
@@ -49,9 +48,7 @@ def sound(num_steps=2):
 
 def read(path, data):
     path.write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return Account.read(path)
+    return Account.read(path)
 
 
 def more(count=40):

@@ -391,7 +391,6 @@ CUT = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*ends in the middle of an event")
 @pytest.mark.parametrize("name", CUT)
 def test_of_a_cut_trace_only_whole_steps_count(tmp_path, name):
     path = tmp_path / "trace.json"

@@ -6,14 +6,13 @@ does this at several hundred MB/s and builds nothing for what it skips; a thread
 and decompresses ahead.
 
 A file that ends in the middle (its process was killed while it wrote) gives its complete events,
-and says so in a warning. Events that a profiler can't have written are left out and counted: a
+and `is_cut` says so. Events that a profiler can't have written are left out and counted: a
 block that has one is decoded again, event by event. Anything else that is no JSON is refused, and
 so is what would fill the memory: a file that unpacks without end, or one event of many megabytes.
 """
 
 import math
 import re
-import warnings
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -173,16 +172,6 @@ class Source:
                 f"{self.path} can't be read as a trace ({error}); it seems cut or damaged: "
                 "record it again."
             ) from None
-
-    def warn(self, num_events: int) -> None:
-        """Warn of a cut file."""
-        if self.is_cut:
-            warnings.warn(
-                f"{self.path} ends in the middle of an event, as if its process had been stopped: "
-                f"the {num_events:,} events before that are read. What is missing can be of any "
-                "step, and looks like idle time.",
-                stacklevel=2,
-            )
 
     def _blocks(self) -> Iterator[list[Event]]:
         pieces = _ahead(self._pieces())

@@ -146,8 +146,6 @@ def read_events(path: str | Path) -> Trace:
             f"{path} has {source.num_left_out:,} events that a profiler's trace can't have beside "
             f"{len(events):,} others (the first: {source.why_left_out}); record it again."
         )
-    if len(events):
-        source.warn(len(events))
     base_ns = source.about.get("base_ns", 0) + reader.origin_us * 1000
     if not -_MOST_NS < base_ns < _MOST_NS:
         raise InputError(f"{path} has times that no clock has ({base_ns} ns); record it again.")

@@ -95,8 +95,8 @@ def _told(recording: Recording, kept: _Array) -> Iterator[_Told]:
         count = len(recording.engine.phases)
         yield (
             caveats.INFERENCE,
-            f"An engine that serves a model ran {count:,} iterations, {prompts:,} of them with "
-            "prompts: its time is prefill, decode, sampling and idle.",
+            f"An engine that serves a model: {prompts:,} of its {count:,} batches have prompts "
+            "(prefill), the others decode.",
             {"iterations": count, "prefill": prompts, "decode": count - prompts},
         )
     if not len(recording.device) and recording.pieces is None:

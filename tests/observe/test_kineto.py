@@ -7,6 +7,7 @@ import pytest
 from paceline.config.errors import InputError
 from paceline.observe.account import Account
 from paceline.observe.accounting import accounting_ns
+from paceline.observe.terms import TERM_ID
 from paceline.observe.timeline import Timeline
 
 MAIN, GLOO = 1, 2
@@ -417,6 +418,17 @@ def test_waiting_for_a_loader_is_data_wait(account, cat):
     }
     device = [launch(62, 1), kernel("ampere_sgemm", 64, 100, 1)]
     assert account(step(), *loads, *device) == {"data_wait": 50, "matmul": 36, "host_gap": 14}
+
+
+def test_gaps_within_a_loader_say_so(tmp_path):
+    events = [step(), event(LOADER, 10, 60, "cpu_op"), event("aten::cat", 20, 30)]
+    events += [launch(70, 1), kernel("ampere_sgemm", 80, 100, 1)]
+    (tmp_path / "t.json").write_text(json.dumps({"traceEvents": events}))
+    account = Account.read(tmp_path / "t.json")
+    waits = account.gaps[account.gaps["term"] == TERM_ID["data_wait"]]
+    assert waits["duration_ns"].sum() == 50_000
+    assert {account.names[name] for name in waits["name"]} == {LOADER, "aten::cat"}
+    assert account.gaps["duration_ns"].sum() == 80_000
 
 
 @pytest.mark.parametrize("name", [f"[pl][profile][_EvaluationLoop].{n}" for n in ("x", "y_next")])

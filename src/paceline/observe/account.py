@@ -67,6 +67,7 @@ GAP = np.dtype(
         ("line", "i4"),  # "file.py(12): function" where stacks were recorded
         ("start_ns", "i8"),
         ("duration_ns", "i8"),
+        ("term", "i1"),  # what a range of the host around it claims: data_wait, ...; else host_gap
     ]
 )
 # The host waited for the device, or read a value of it (`.item()`): also on a CPU.

@@ -13,6 +13,7 @@ from paceline.explain.what_if import predicted_s
 from paceline.observe.ranks import mean_figure, spread_of
 from paceline.observe.summary import step_time_text
 from paceline.observe.tables.gaps import BETWEEN_KERNELS
+from paceline.observe.terms import TERM_ID
 
 Array = npt.NDArray[Any]
 
@@ -23,6 +24,8 @@ _FAIR_SYNCS = 3
 # Python and the dispatcher pause for less than this between operators.
 _LONG_GAP_NS = 1_000_000
 _GC_RANGE = "paceline.gc"
+# Waits that have rules of their own.
+_WAITS = [TERM_ID[term] for term in ("data_wait", "checkpoint_stall")]
 # A wait for a core is told from where threads of the ranks' own can't be the cause any more.
 _LEAST_QUEUE = 0.12
 # What checking costs where nothing is predicted, of a step: a rule of thumb.
@@ -362,7 +365,8 @@ def _own_gaps(subject: Subject) -> Array:
     account = subject.account
     assert account is not None
     named = _is_named(subject, _GC_RANGE, BETWEEN_KERNELS, *_COMPILING, *ALLOCATING)
-    gaps = account.gaps[~named[account.gaps["name"]]]
+    waits = np.isin(account.gaps["term"], _WAITS)
+    gaps = account.gaps[~named[account.gaps["name"]] & ~waits]
     once = _is_named(subject, *_ONCE)[gaps["name"]]
     return gaps[~once | _recurring(subject, gaps)]
 

@@ -26,6 +26,7 @@ NO_OPERATOR = "(no operator)"
 
 _Array = npt.NDArray[Any]
 _LINE = re.compile(r"(?!torch/|<).*\.py\(\d+\): ")  # Python's, but for PyTorch's own
+_WAITS = [TERM_ID[term] for term in ("data_wait", "checkpoint_stall")]
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -113,6 +114,8 @@ def _rows(
     table["rank"], table["step"] = recording.rank, step_numbers(windows, step_of(windows, start))
     table["name"], table["line"] = label[owner], _lines(recording, names, start, end, thread)
     table["start_ns"], table["duration_ns"] = start, end - start
+    claim = np.append(host.claim, NONE)[owner]
+    table["term"] = np.where(np.isin(claim, _WAITS), claim, TERM_ID["host_gap"])
     return table
 
 

@@ -66,3 +66,15 @@ def test_every_page_says_what_to_do_next(tmp_path):
     run = synthetic.run(tmp_path / "r", synthetic.lines(3), {}, num_steps=9)
     assert isinstance(run, Run)
     assert f"<code>paceline train {run.path}</code> goes on to step 9." in report.render(run)
+
+
+def test_a_report_asks_for_no_profile_where_there_is_one(tmp_path):
+    from paceline.observe import report
+    from tests.observe import synthetic
+
+    run = synthetic.run(tmp_path / "r", synthetic.lines(3, profile_every=0), {}, num_steps=3)
+    assert "observe.profile_every" in report.render(run)
+    run.trace_folder.mkdir()
+    (run.trace_folder / "rank0-step2.json.gz").touch()
+    assert "observe.profile_every" not in report.render(run).partition("<h2>The Job")[0]
+    assert "Profiled steps are in" in report.render(run)

@@ -144,7 +144,7 @@ def test_a_custom_model_without_profile_or_data(tmp_path):
     for line in lines:
         line["mfu"] = 0.431
     text, _ = page_of(tmp_path, lines, facts)
-    for part in ("Samples a second", "43.1%", "1 rank", "None was profiled", "extra.key <b>"):
+    for part in ("Samples a second", "43.1%", "1 rank", "none of them profiled", "extra.key <b>"):
         assert part in text
     assert "unigram" not in text.lower()
     assert "perplexity" not in text

@@ -61,3 +61,8 @@ def test_the_decision_after_a_heat_says_so_too() -> None:
         after = known(0.86, half)
         before = Known(GIVEN, after.trials[:1])
         assert word in decision(before, after).text
+
+
+def test_the_page_gives_no_gain_inside_its_noise(tmp_path: Path) -> None:
+    assert "-14.0%" not in render(known(0.86, 0.17), tmp_path)
+    assert "-14.0%" in render(known(0.86, 0.05), tmp_path)

@@ -148,4 +148,4 @@ def _of_exchanges(subject: Subject) -> Iterator[str]:
     if subject.job is not None and not subject.job.cluster.tiers:
         yield "Measure the links once with `paceline bench`, to hold these against."
     elif subject.job is None:
-        yield "Hold the bus rate above against the link's: `paceline bench collectives`."
+        yield "Hold the bus rate against the link's: `paceline bench collectives`."

@@ -33,6 +33,8 @@ class Ledger:
     stop_wanted: bool = False
     _unread: deque[tuple[Line, Callable[[], StepResult]]] = field(default_factory=deque)
     _held: list[Line] = field(default_factory=list)
+    _terms: dict[int, Terms] = field(default_factory=dict)
+    """Of profiled steps whose lines are still to be read."""
 
     def add(self, line: Line, read: Callable[[], StepResult]) -> None:
         """Take a step's line and the reader of its result; read those that are due.
@@ -45,9 +47,13 @@ class Ledger:
             self._read_one()
 
     def release(self, terms_of_step: dict[int, Terms] | None = None) -> None:
-        """Write the lines that were read, those of profiled steps with their measured terms."""
+        """Write the lines that were read, those of profiled steps with their measured terms.
+
+        A line that is read after its window was accounted for gets its terms when it is written.
+        """
+        self._terms |= terms_of_step or {}
         for line in self._held:
-            terms = (terms_of_step or {}).get(line["step"])
+            terms = self._terms.pop(line["step"], None)
             if terms is not None:
                 line |= {"terms": terms, "profiled": True, "step_time_s": sum(terms.values())}
             self.write(line)

@@ -8,7 +8,7 @@ from paceline.observe.page import Card, Chart, chart_layout, render_page
 from paceline.observe.summary import rate_text, step_time_text
 from paceline.tune.goal import Figures
 from paceline.tune.show import row, what_text
-from paceline.tune.story import paragraph, parts
+from paceline.tune.story import Part, paragraph, parts
 from paceline.tune.trial import Known, Trial
 
 
@@ -32,7 +32,7 @@ def render(known: Known, folder: Path, left: Sequence[str] = ()) -> str:
         at=folder / "tune.html",
         rows=[(*row(known, trial), trial.why, trial.note) for trial in known.trials],
         decisions=[(one.heat + 1, one.text) for one in known.decisions],
-        parts=[(one.text, f"{-one.gain:+.1%}", _origin(one.is_measured)) for one in parts(known)],
+        parts=[(one.text, *_gave(known, one)) for one in parts(known)],
         left=list(left),
         job_file=str(folder / "job.toml"),
     )
@@ -46,8 +46,12 @@ def _next(known: Known, folder: Path) -> str:
     return f"`paceline train {folder / 'job.toml'}`"
 
 
-def _origin(is_measured: bool) -> str:
-    return "measured" if is_measured else "estimated from planner and trials"
+def _gave(known: Known, part: Part) -> tuple[str, str]:
+    """What a change gave, and how that is known."""
+    if not known.is_gain_clear:
+        return "", "within the noise"
+    origin = "measured" if part.is_measured else "estimated from planner and trials"
+    return f"{-part.gain:+.1%}", origin
 
 
 def _facts(known: Known) -> list[str]:

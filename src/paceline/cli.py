@@ -6,6 +6,8 @@ said in one sentence; 130 ended at once by a second signal; 1 anything else.
 """
 
 import json
+import os
+import re
 import signal
 import sys
 import traceback
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from paceline.bench.cli import bench_app
+from paceline.config.outputs import output
 
 if TYPE_CHECKING:
     from paceline.config.hardware import Cluster
@@ -106,6 +109,7 @@ Budget = Annotated[
 PlanFolder = Annotated[
     Path | None,
     typer.Option(
+        callback=output("--out", is_folder=True),
         help="Folder for the concrete job.toml, plan.json, plan.html and the predicted "
         "timeline (open it in Perfetto).",
         show_default=False,
@@ -127,7 +131,12 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over: delete what the run has so far.")
     ] = False,
-    runs: Annotated[Path, typer.Option(help="Where run directories are kept.")] = Path("runs"),
+    runs: Annotated[
+        Path,
+        typer.Option(
+            help="Where run directories are kept.", callback=output("--runs", is_folder=True)
+        ),
+    ] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """Train a language model on every device of this machine.
@@ -210,7 +219,12 @@ def plan(
 def export(
     run: Annotated[Path, typer.Argument(help="The directory of a run.", show_default=False)],
     folder: Annotated[
-        Path, typer.Argument(help="Where to write; must not exist yet.", show_default=False)
+        Path,
+        typer.Argument(
+            callback=output("folder", is_folder=True),
+            help="Where to write; must not exist yet.",
+            show_default=False,
+        ),
     ],
     dtype: Annotated[str, typer.Option(help="Type of the written weights: fp32 or bf16.")] = "fp32",
 ) -> None:
@@ -248,10 +262,16 @@ def validate(
         str | None,
         typer.Option(help="Sources whose name has this in it, alone.", show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draw of lines to fit to.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the draw of lines to fit to.", min=0, max=2**63)
+    ] = 0,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write a page with every line as a point.", show_default=False),
+        typer.Option(
+            callback=output("--html"),
+            help="Write a page with every line as a point.",
+            show_default=False,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -295,6 +315,7 @@ def explain(
     html: Annotated[
         Path | None,
         typer.Option(
+            callback=output("--html"),
             help="Write a page too: this one's, or with --against the comparison's.",
             show_default=False,
         ),
@@ -363,6 +384,7 @@ def tune(
     out: Annotated[
         Path | None,
         typer.Option(
+            callback=output("--out", is_folder=True),
             help="Folder for trials, page and result. Left out: tunes/<name of the Job>.",
             show_default=False,
         ),
@@ -418,7 +440,11 @@ def doctor(
     ] = None,
     save: Annotated[
         Path | None,
-        typer.Option(help="Write what this machine says to a folder.", show_default=False),
+        typer.Option(
+            callback=output("--save", is_folder=True),
+            help="Write what this machine says to a folder.",
+            show_default=False,
+        ),
     ] = None,
     run: Annotated[
         Path | None,
@@ -459,7 +485,9 @@ def top(
         ),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Show one frame, and stop.")] = False,
-    every: Annotated[float, typer.Option(help="Seconds between frames.", min=0.1)] = 1.0,
+    every: Annotated[
+        float, typer.Option(help="Seconds between frames.", min=0.1, max=3600.0)
+    ] = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Watch runs: loss, throughput, terms of a step, lag and memory of each rank.
@@ -511,11 +539,24 @@ def main() -> None:
     try:
         app()
     except InputError as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        # A value without end, which a sentence repeats, is shown by its beginning.
+        print("paceline:", re.sub(r"(\S{100})\S{300,}", r"\1...", str(error)), file=sys.stderr)
         _leave_with(2)
     except RunError as error:
         print(error, file=sys.stderr)
         _leave_with(1)
+    except OSError as error:
+        # A full disk, a folder without rights: the person's to mend, and no matter of frames.
+        if error.filename is None or error.strerror is None:
+            raise
+        from paceline.config.outputs import shown_path
+
+        name = shown_path(Path(os.fsdecode(error.filename)))
+        print(
+            f"paceline: {name}: {error.strerror}: mend that, or give another place.",
+            file=sys.stderr,
+        )
+        _leave_with(2)
     except Exception:
         traceback.print_exc()
         _leave_with(1)

@@ -120,7 +120,7 @@ def test_shapes_come_from_a_hugging_face_config(tmp_path):
                    "seq_len = 8\n")  # fmt: skip
     model = read_job(job).model
     assert (model.hidden_size, model.ffn_size, model.num_layers) == (64, 128, 3)
-    with pytest.raises(InputError, match=r"model\.hf: .*nowhere does not exist"):
+    with pytest.raises(InputError, match=r"nowhere does not exist: give model\.hf"):
         read_job(job, ["model.hf=nowhere"])
 
 

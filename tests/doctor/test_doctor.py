@@ -293,7 +293,7 @@ def test_the_command_shows_what_to_do_and_its_code_says_so(tmp_path: Path):
     [
         (["--from", "nowhere"], "has none of the texts"),
         (["--from", "odd"], "nvidia-smi.xml is not understood"),
-        (["--from", "odd", "--nccl-log", "no.log"], "can't be read"),
+        (["--from", "odd", "--nccl-log", "no.log"], "no.log does not exist"),
         (["--from", "odd", "--run", "odd"], "is no run"),
     ],
 )

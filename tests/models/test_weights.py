@@ -192,7 +192,7 @@ def test_an_unexpected_tensor_is_named(tmp_path):
 
 def test_damaged_directories_are_refused(tmp_path):
     directory = tmp_path / "a"
-    assert "config.json doesn't exist" in sentence(read_decoder, directory)
+    assert "config.json does not exist" in sentence(read_decoder, directory)
     written(directory, max_shard_bytes=SHARD_BYTES)
     shard = next(iter(sorted(directory.glob("*.safetensors"))))
     whole = shard.read_bytes()
@@ -203,9 +203,9 @@ def test_damaged_directories_are_refused(tmp_path):
     (directory / weights.INDEX).write_text("{}")
     assert "has no weight_map" in sentence(read_decoder, directory)
     (directory / "config.json").write_text("{")
-    assert "is not JSON" in sentence(read_decoder, directory)
+    assert "is not valid JSON" in sentence(read_decoder, directory)
     (directory / "config.json").write_text("[]")
-    assert "must hold a JSON object" in sentence(read_decoder, directory)
+    assert "which must be an object" in sentence(read_decoder, directory)
 
 
 def test_an_index_cannot_reach_outside_its_directory(tmp_path):

@@ -129,7 +129,7 @@ def test_a_run_of_one_step(tmp_path):
 
 
 def test_a_run_without_a_finite_loss(tmp_path):
-    lines = [{**line, "loss": math.nan, "grad_norm": math.nan} for line in synthetic.lines(5)]
+    lines = [{**line, "loss": None, "grad_norm": None} for line in synthetic.lines(5)]
     for line in lines:
         line.pop("eval_loss", None)
     text, drawn = page_of(tmp_path, lines, {})

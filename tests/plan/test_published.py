@@ -619,7 +619,7 @@ def test_files_that_are_no_tables(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(InputError, match="is not a table of runs"):
             read_runs([path])
-    with pytest.raises(InputError, match="is not a file"):
+    with pytest.raises(InputError, match="does not exist"):
         read_runs([tmp_path / "absent.csv"])
     binary = tmp_path / "binary.csv"
     binary.write_bytes(b"\xff\xfe\x00")

@@ -193,5 +193,5 @@ def test_a_table_of_launches_that_is_none_is_refused(tmp_path, monkeypatch):
     write_tiny_job(tmp_path)
     done = paceline("train", "job.toml", folder=tmp_path)
     assert done.returncode == 2
-    assert "PACELINE_KERNEL_TABLE = nowhere.json is no table of launches" in done.stderr
+    assert "nowhere.json does not exist: name in PACELINE_KERNEL_TABLE" in done.stderr
     assert not (tmp_path / "runs" / "tiny").exists()

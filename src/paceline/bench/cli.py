@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from paceline.config.outputs import check_output, output
+
 bench_app = typer.Typer(invoke_without_command=True)
 
 NumRanks = Annotated[
@@ -64,6 +66,7 @@ def bench(
             name = context.invoked_subcommand
             raise InputError(f"options of paceline bench {name} are given after its name.")
         return
+    check_output("--out", out)
     from paceline.comm.warm_up import MEASURING, warm_up_ranks
 
     warm_up_ranks(MEASURING)
@@ -80,7 +83,11 @@ def bench(
 @bench_app.command()
 def collectives(
     out: Annotated[
-        Path, typer.Option(help="The Cluster file that gets the curves; the rest of it stays.")
+        Path,
+        typer.Option(
+            callback=output("--out"),
+            help="The Cluster file that gets the curves; the rest of it stays.",
+        ),
     ] = Path("cluster.toml"),
     ranks: NumRanks = None,
     backend: Annotated[
@@ -100,7 +107,9 @@ def collectives(
     ] = None,
     budget: Annotated[
         float,
-        typer.Option(help="Seconds for the collectives; sizes beyond are left out.", min=1),
+        typer.Option(
+            help="Seconds for the collectives; sizes beyond are left out.", min=1, max=1e6
+        ),
     ] = 180.0,
     pairs: Annotated[
         bool, typer.Option("--pairs/--no-pairs", help="Every rank to every rank.")
@@ -108,7 +117,11 @@ def collectives(
     quick: Quick = False,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write a page with curves and heat maps.", show_default=False),
+        typer.Option(
+            callback=output("--html"),
+            help="Write a page with curves and heat maps.",
+            show_default=False,
+        ),
     ] = None,
     tune_nccl: Annotated[
         bool,
@@ -156,7 +169,11 @@ def kernels(
         bool, typer.Option("--tune", help="Look for the best launches and write their table.")
     ] = False,
     out: Annotated[
-        Path, typer.Option(help="The table of launches that --tune writes or adds to.")
+        Path,
+        typer.Option(
+            callback=output("--out"),
+            help="The table of launches that --tune writes or adds to.",
+        ),
     ] = Path("launches.json"),
     quick: Quick = False,
     as_json: AsJson = False,

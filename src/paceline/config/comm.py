@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from paceline.config.noun import Auto, Count, Noun
+from paceline.config.noun import Auto, Count, CountOrNone, Noun, Ways
 
 CODECS = ("none", "fp16", "bf16", "int8", "fp8", "int4", "quinary", "onebit", "topk", "powersgd")
 BLOCK = 256
@@ -142,7 +142,7 @@ class EmbeddingComm(Noun):
     by: Literal["all_to_all", "server"] = "all_to_all"
     """all_to_all: each rank holds whole tables, and rows travel by collectives. server: processes
     beside the ranks hold rows by a consistent hash, pulled and pushed by the ranks."""
-    servers: Count = 2
+    servers: Ways = 2
     """Server processes, spread over the nodes."""
     mode: Literal["synchronous", "stale", "asynchronous"] = "synchronous"
     """synchronous: a pull sees the updates of all earlier steps, no later ones. stale: of all steps
@@ -150,7 +150,7 @@ class EmbeddingComm(Noun):
     asynchronous: whatever has arrived."""
     staleness: Count = 2
     """Steps by which rows may lag (stale), or that a cached row lives (asynchronous)."""
-    cache_rows: Annotated[int, Field(ge=0)] = 0
+    cache_rows: CountOrNone = 0
     """Rows that a worker keeps, the hot ones, within the staleness."""
     checkpoint_every: Count = 100
     """Steps between the servers' own checkpoints: what a killed server loses at most."""
@@ -166,17 +166,17 @@ class LocalUpdates(Noun):
     does so fragment by fragment, beside the computation (https://arxiv.org/abs/2501.18512)."""
     every: Count = 50
     """Steps between two rounds (of the same fragment)."""
-    outer_lr: float = Field(0.7, gt=0)
+    outer_lr: float = Field(0.7, gt=0, le=1e3)
     outer_momentum: float = Field(0.9, ge=0, lt=1)
     """Nesterov's, of the outer optimizer; 0.6 with outer_lr 0.9 ends better where diloco has a few
     dozen rounds instead of hundreds (benchmarks/local_updates.py)."""
-    fragments: Count = 1
+    fragments: Ways = 1
     """Parts that streaming exchanges one after another."""
-    overlap_steps: Annotated[int, Field(ge=0)] = 0
+    overlap_steps: CountOrNone = 0
     """Steps that streaming computes while a fragment is on its way."""
     compress: BlockCompress = "none"
     """In what form outer gradients travel."""
-    min_workers: Annotated[int, Field(ge=0)] = 0
+    min_workers: CountOrNone = 0
     """0: a lost worker ends the run. Otherwise the run goes on without lost ones (but the first) as
     long as so many are left, and takes them back; comm.timeout_s is how late one may be before it
     counts as lost."""
@@ -191,12 +191,30 @@ class Comm(Noun):
     ep: EpComm = EpComm()
     embeddings: EmbeddingComm = EmbeddingComm()
     local: LocalUpdates = LocalUpdates()
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: CountOrNone = 0
     """First steps of a run that send gradients exactly, whatever is set above."""
     compress_from: Count = 1024
     """Tensors with fewer values than this are always sent exactly (norms, biases)."""
     priority: Literal["normal", "high"] = "normal"
     """high: on GPUs, NCCL's kernels and those of compression are scheduled before the network's."""
-    timeout_s: float = Field(1800, gt=0)
+    timeout_s: float = Field(1800, gt=0, le=1e7)
     """How long a rank waits for another one before it ends the run and says whom it lost, or goes
     on without it (comm.local.min_workers)."""
+
+    @property
+    def effectless(self) -> dict[str, int]:
+        """What is set of how forms are used, where nothing travels in one; and its default."""
+        gradients = {self.dp.compress, self.fsdp.compress}
+        others = (self.pp.compress, self.ep.compress, self.local.compress)
+        all_forms = gradients | {self.fsdp.compress_weights, *others}
+        unused = {"warmup_steps": (0, gradients), "compress_from": (1024, all_forms)}
+        return {
+            name: default
+            for name, (default, forms) in unused.items()
+            if getattr(self, name) != default and forms == {"none"}
+        }
+
+    @property
+    def settled(self) -> "Comm":
+        """Without these."""
+        return self.replace(**self.effectless) if self.effectless else self

@@ -56,6 +56,11 @@ def _whole(setting: str, needed: str, layout: "Layout", *axes: str) -> Iterator[
 
 def _shards(comm: Comm, layout: "Layout") -> Iterator[str]:
     """What FSDP2 reduces and gathers belongs to parameters by name, whole but for the shards."""
+    if comm.fsdp.algorithm not in ("auto", "backend") and size(layout.fsdp) == 1:
+        yield (
+            f'comm.fsdp.algorithm = "{comm.fsdp.algorithm}" has no effect with layout.fsdp = 1: '
+            "raise fsdp or leave it out."
+        )
     lossy = {"compress": comm.fsdp.compress, "compress_weights": comm.fsdp.compress_weights}
     for name, value in lossy.items():
         setting = f'comm.fsdp.{name} = "{value}"'

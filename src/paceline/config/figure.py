@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from paceline.config.noun import Noun
 
 Origin = Literal["measured", "cited", "assumed"]
@@ -10,7 +12,7 @@ Origin = Literal["measured", "cited", "assumed"]
 class Figure(Noun):
     """One number and where it comes from."""
 
-    value: float
+    value: float = Field(ge=0, le=1e30)
     origin: Origin
     source: str
     """The document, or for a measured number where, when and by which command."""

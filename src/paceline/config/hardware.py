@@ -24,7 +24,7 @@ from paceline.config.errors import InputError
 from paceline.config.figure import Figure as Figure
 from paceline.config.figure import Origin as Origin
 from paceline.config.host import Host
-from paceline.config.noun import Auto, Count, Noun, nearest, size
+from paceline.config.noun import Auto, Count, Noun, Ways, nearest, size
 from paceline.config.prices import PositiveFigure, Prices
 from paceline.config.stack import Stack
 
@@ -82,9 +82,9 @@ class Cluster(Noun):
 
     device: Annotated[Auto | Device, BeforeValidator(_by_name), WrapSerializer(_as_name)] = "auto"
     """A name of the catalogue, a full description, or "auto": this machine's."""
-    devices_per_node: Auto | Count = "auto"
+    devices_per_node: Auto | Ways = "auto"
     """Ranks on each node: CUDA devices, or CPU ranks over gloo."""
-    num_nodes: Auto | Count = "auto"
+    num_nodes: Auto | Ways = "auto"
     """Machines; more than one are reached by torchrun or srun."""
     tiers: Annotated[tuple[Tier, ...], Field(strict=False)] = ()
     """Links, the fastest first; none: those that the catalogue knows for the device."""

@@ -196,6 +196,11 @@ def _refuse_unsupported(config: Mapping[str, Any], model_type: str) -> None:
         understood = understood | huggingface_experts.understood(model_type)
         only = {key: values for key, values in _ONLY.items() if key not in understood}
         only = {**only, **huggingface_experts.FAMILIES[model_type].only}
+    if config.get("output_router_logits"):
+        raise InputError(
+            "config.json: output_router_logits = true makes transformers add a loss of its own; "
+            "set it to false, and model.experts.balance_loss for the one here."
+        )
     for key, value in config.items():
         if key in only and value not in only[key]:
             raise InputError(

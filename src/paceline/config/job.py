@@ -6,27 +6,30 @@ returns a concrete one, and only concrete Jobs are run. A Job is read from TOML,
 reads to the same Job.
 """
 
-import json
-import tomllib
+import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
 from paceline.config.comm import Comm
 from paceline.config.errors import InputError
+from paceline.config.files import parse_toml, read_json, read_toml
 from paceline.config.hardware import Cluster
 from paceline.config.huggingface import from_hf
 from paceline.config.layout import Layout
 from paceline.config.model import Model
-from paceline.config.noun import Auto, Noun
+from paceline.config.noun import Auto, Count, CountOrNone, Noun, Width
 from paceline.config.recommender import Clicks, Dlrm, RowOptim
 from paceline.config.recommender import disagreement as recommender_disagreement
 from paceline.config.vision import EfficientNet, ResNet
 
+_OBJECT = TypeAdapter(dict[str, Any])
+_LOCAL = "127.0.0.1"
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
@@ -63,18 +66,18 @@ class Data(Noun):
 class Optim(Noun):
     """AdamW, its learning-rate schedule and gradient clipping."""
 
-    lr: float = Field(3e-4, gt=0)
+    lr: float = Field(3e-4, gt=0, le=1e3)
     """Peak learning rate."""
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
+    eps: float = Field(1e-8, gt=0, le=1e3)
+    weight_decay: float = Field(0.1, ge=0, le=1e3)
     """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
-    clip_norm: float = Field(1.0, ge=0)
+    clip_norm: float = Field(1.0, ge=0, le=1e15)
     """Largest global gradient norm; 0: gradients are not clipped."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warm-up: cosine to the floor; or stay and fall linearly at the end; or stay."""
-    warmup_steps: int = Field(0, ge=0)
-    decay_steps: int = Field(0, ge=0)
+    warmup_steps: CountOrNone = 0
+    decay_steps: CountOrNone = 0
     """Length of the last, falling part of "wsd", steps."""
     final_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Learning rate at the last step over the peak."""
@@ -84,20 +87,20 @@ class Optim(Noun):
 class Train(Noun):
     """How long and on how much."""
 
-    steps: int = Field(gt=0)
+    steps: Count
     """Optimizer steps of the whole run."""
-    global_batch: int = Field(gt=0)
+    global_batch: Width
     """Samples of one step over all ranks, whatever their number."""
-    seq_len: int = Field(1024, gt=0)
+    seq_len: Width = 1024
     """Tokens of a sample (language models)."""
-    seed: int = Field(0, ge=0)
-    eval_every: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
+    eval_every: CountOrNone = 0
     """Steps between evaluations on the held-out split; 0: only at the end."""
-    eval_batches: int = Field(4, gt=0)
+    eval_batches: Count = 4
     """Global batches of the held-out split that an evaluation reads."""
-    patience: int = Field(0, ge=0)
+    patience: CountOrNone = 0
     """Evaluations in a row without a better `checkpoint.best` that end the run; 0: none do."""
-    max_bad_steps: int = Field(5, gt=0)
+    max_bad_steps: Count = 5
     """Steps in a row with a non-finite loss or gradient (each is skipped) that end the run."""
     weights: str | None = None
     """Folder of safetensors to start from, in Hugging Face's layout; true: that of `model.hf`. Else
@@ -107,10 +110,10 @@ class Train(Noun):
 class Checkpoint(Noun):
     """When the state is kept. The last step is always kept."""
 
-    every: int = Field(1000, ge=0)
+    every: CountOrNone = 1000
     """Steps between checkpoints; 0: only at the end."""
-    keep_last: int = Field(2, gt=0)
-    keep_every: int | None = Field(None, gt=0)
+    keep_last: Count = 2
+    keep_every: Count | None = None
     """Also keep each checkpoint whose step is a multiple of this, for ever."""
     best: str | None = None
     """Also keep that of the best evaluation by this figure: "eval_loss", or another one of
@@ -122,14 +125,14 @@ class Checkpoint(Noun):
 class Observe(Noun):
     """What is written down about the run while it goes on."""
 
-    profile_every: int = Field(0, ge=0)
+    profile_every: CountOrNone = 0
     """Steps between profiled windows; 0: none."""
-    profile_steps: int = Field(2, gt=0)
+    profile_steps: int = Field(2, gt=0, le=1000)
     """Steps of one window."""
     tensorboard: bool = True
     prometheus_port: int | None = Field(None, ge=1, le=65535)
     """Port of the metrics endpoint; none is opened where this is left out."""
-    prometheus_host: str = "127.0.0.1"
+    prometheus_host: str = _LOCAL
     """Address at which it listens; it has no password (docs/security.md)."""
     debug_port: int | None = Field(None, ge=1, le=65535)
     """Port of torch's debug page (stacks of all ranks, collectives), on rank 0's host; it has no
@@ -206,7 +209,40 @@ def _disagreement(job: Job) -> str | None:
             f"train.patience = {train.patience} has no effect without a figure to judge by: set "
             'checkpoint.best = "eval_loss" as well.'
         )
-    return _lost_workers(job) or recommender_disagreement(job)
+    observe = job.observe
+    if observe.prometheus_port is None and observe.prometheus_host != _LOCAL:
+        return (
+            f"observe.prometheus_host = {observe.prometheus_host!r} has no effect without "
+            "observe.prometheus_port: give the port or leave it out."
+        )
+    if not observe.profile_every and observe.profile_steps != Observe().profile_steps:
+        return (
+            f"observe.profile_steps = {observe.profile_steps} has no effect with "
+            "observe.profile_every = 0: set that or leave it out."
+        )
+    if optim.schedule == "constant" and optim.final_lr_ratio != Optim().final_lr_ratio:
+        return (
+            f"optim.final_lr_ratio = {optim.final_lr_ratio} has no effect with "
+            'optim.schedule = "constant": leave it out or use another schedule.'
+        )
+    return _of_language_models(job) or _lost_workers(job) or recommender_disagreement(job)
+
+
+def _of_language_models(job: Job) -> str | None:
+    """What is set of text that a network without text never sees."""
+    if isinstance(job.model, Model | CustomModel):
+        return None
+    data, train = Data(source=job.data.source, clicks=job.data.clicks), job.train
+    given = {f"data.{name}": (value, getattr(data, name)) for name, value in job.data}
+    given["train.seq_len"] = (train.seq_len, Train.model_fields["seq_len"].default)
+    given["train.weights"] = (train.weights, None)
+    for name, (value, none) in given.items():
+        if value != none:
+            return (
+                f"{name} = {value!r} is of language models and has no effect with model.family = "
+                f'"{job.model.family}": leave it out.'
+            )
+    return None
 
 
 def _lost_workers(job: Job) -> str | None:
@@ -247,7 +283,13 @@ def read_job(path: Path | None, overrides: Iterable[str] = ()) -> Job:
     for text in overrides:
         _override(raw, text)
     folder = path.parent if path is not None and path.is_file() else Path.cwd()
-    return Job.parse(_expand_cluster(_expand_hf(raw, folder), folder))
+    job = Job.parse(_expand_cluster(_expand_hf(raw, folder), folder))
+    for name in job.comm.effectless:
+        raise InputError(
+            f"comm.{name} = {getattr(job.comm, name)} has no effect where nothing is compressed: "
+            "leave it out, or set comm.dp.compress."
+        )
+    return job
 
 
 def change_job(job: Job, overrides: Iterable[str]) -> Job:
@@ -268,24 +310,15 @@ def read_cluster(path: Path) -> Cluster:
     Raises:
         InputError: one sentence with what is wrong.
     """
-    return Cluster.parse(_read_toml(path, "a Cluster file that paceline bench wrote"), str(path))
+    raw = read_toml(path, "give the path of a Cluster file that paceline bench wrote")
+    return Cluster.parse(raw, str(path))
 
 
 def _read_raw(path: Path | None) -> dict[str, Any]:
     if path is None:
-        return tomllib.loads(resources.files("paceline.config").joinpath("demo.toml").read_text())
-    return _read_toml(path / "job.toml" if path.is_dir() else path, "a job.toml")
-
-
-def _read_toml(file: Path, what: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text())
-    except FileNotFoundError:
-        raise InputError(f"{file} does not exist: give the path of {what}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is not valid TOML: {error}.") from None
-    except OSError as error:
-        raise InputError(f"{file} can't be read: {error.strerror}.") from None
+        return parse_toml(resources.files("paceline.config").joinpath("demo.toml").read_text())
+    file = path / "job.toml" if os.path.isdir(path) else path  # noqa: PTH112  # never raises
+    return read_toml(file, "give the path of a job.toml")
 
 
 def _key(override: str) -> str:
@@ -307,8 +340,8 @@ def _override(raw: dict[str, Any], text: str) -> None:
 
 def _toml_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
 
 
@@ -318,10 +351,9 @@ def _refuse_adapters(folder: Path) -> None:
     stated = folder if folder.name == name else folder / name
     if not stated.is_file():
         return
-    try:
-        base = dict(json.loads(stated.read_text())).get("base_model_name_or_path")
-    except (ValueError, TypeError, OSError):
-        base = None
+    base = None
+    with suppress(InputError):
+        base = read_json(stated, _OBJECT, "fetch it again").get("base_model_name_or_path")
     raise InputError(
         f"model.hf: {folder} holds adapters (adapter_config.json), which are neither planned nor "
         f"trained yet: name the folder of their base model{f' ({base})' if base else ''}, to plan "
@@ -344,13 +376,9 @@ def _expand_hf(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
         return raw
     path = folder / str(model["hf"])
     _refuse_adapters(path)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        shapes = from_hf(json.loads(path.read_text()))
-    except FileNotFoundError:
-        raise InputError(f"model.hf: {path} does not exist.") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"model.hf: {path} is not valid JSON: {error}.") from None
+    path = path / "config.json" if os.path.isdir(path) else path  # noqa: PTH112  # never raises
+    config = read_json(path, _OBJECT, "give model.hf a folder with a model's config.json")
+    shapes = from_hf(config)
     changes = {key: value for key, value in model.items() if key != "hf"}
     if train.get("weights") is True:
         train["weights"] = str(path.parent)

@@ -8,11 +8,11 @@ https://arxiv.org/abs/2412.19437.
 """
 
 import math
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from paceline.config.noun import Noun
+from paceline.config.noun import Noun, Ways, Width
 
 # What a kind of scaling requires, and what it may have besides.
 _ROPE_SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -30,23 +30,23 @@ class RopeScaling(Noun):
 
     rope_type: Literal["llama3", "linear", "yarn"]
     """llama3 and yarn slow only the low frequencies (Llama 3.1, DeepSeek); linear all of them."""
-    factor: float = Field(ge=1)
+    factor: float = Field(ge=1, le=1e6)
     """By how much the context is stretched."""
-    low_freq_factor: float | None = Field(None, gt=0)
+    low_freq_factor: float | None = Field(None, gt=0, le=1e6)
     """llama3 only: wavelengths above original_max_seq_len / low_freq_factor are slowed fully."""
-    high_freq_factor: float | None = Field(None, gt=0)
+    high_freq_factor: float | None = Field(None, gt=0, le=1e6)
     """llama3 only: wavelengths below original_max_seq_len / high_freq_factor are left alone."""
-    original_max_seq_len: int | None = Field(None, gt=0)
+    original_max_seq_len: Width | None = None
     """llama3 and yarn: the context length before stretching, in tokens."""
-    beta_fast: float | None = Field(None, gt=0)
+    beta_fast: float | None = Field(None, gt=0, le=1e6)
     """yarn only: what turns more often in the original context is left alone; 32 by default."""
-    beta_slow: float | None = Field(None, gt=0)
+    beta_slow: float | None = Field(None, gt=0, le=1e6)
     """yarn only: what turns less often in the original context is slowed fully; 1 by default."""
-    mscale: float | None = Field(None, ge=0)
+    mscale: float | None = Field(None, ge=0, le=1e3)
     """yarn only: how much the rotated parts of queries and keys grow with log(factor)."""
-    mscale_all_dim: float | None = Field(None, ge=0)
+    mscale_all_dim: float | None = Field(None, ge=0, le=1e3)
     """yarn only: how much of that is left to the scores of latent attention instead."""
-    attention_factor: float | None = Field(None, gt=0)
+    attention_factor: float | None = Field(None, gt=0, le=1e6)
     """yarn only: factor of the rotated parts, instead of the one that follows from mscale."""
 
     @model_validator(mode="after")
@@ -65,6 +65,11 @@ class RopeScaling(Noun):
                 f"high_freq_factor = {self.high_freq_factor} must be above "
                 f"low_freq_factor = {self.low_freq_factor}; raise it.",
             )
+        require(
+            self.mscale is None or (bool(self.mscale_all_dim) and self.attention_factor is None),
+            f"mscale = {self.mscale} has no effect without mscale_all_dim, or beside "
+            "attention_factor; leave it out.",
+        )
         return self
 
     @property
@@ -90,15 +95,15 @@ class RopeScaling(Noun):
 class LatentAttention(Noun):
     """Multi-head latent attention: keys and values come from one narrow vector per token."""
 
-    q_rank: int | None = Field(None, gt=0)
+    q_rank: Width | None = None
     """Width of the vector that queries come from; none: they come from the residual stream."""
-    kv_rank: int = Field(gt=0)
+    kv_rank: Width
     """Width of the vector that keys and values come from."""
-    nope_dim: int = Field(gt=0)
+    nope_dim: Width
     """Width of the part of a head's query and key that is not rotated."""
-    rope_dim: int = Field(gt=0, multiple_of=2)
+    rope_dim: Annotated[Width, Field(multiple_of=2)]
     """Width of the rotated part, whose key is the same for all heads."""
-    v_dim: int = Field(gt=0)
+    v_dim: Width
     """Width of a head's value."""
     interleaved: bool = True
     """Whether rotary positions turn neighbours (2i, 2i + 1), or pairs (i, i + rope_dim / 2)."""
@@ -112,13 +117,13 @@ class LatentAttention(Noun):
 class Experts(Noun):
     """A feed-forward layer of many experts, of which each token chooses a few by its scores."""
 
-    num_experts: int = Field(gt=0)
+    num_experts: Ways
     """Number of experts of a layer that tokens choose from."""
-    experts_per_token: int = Field(gt=0)
+    experts_per_token: Ways
     """How many of them each token chooses."""
-    ffn_size: int = Field(gt=0)
+    ffn_size: Width
     """Inner width of one expert."""
-    shared_ffn_size: int = Field(0, ge=0)
+    shared_ffn_size: int = Field(0, ge=0, le=2**30)
     """Inner width of the experts that every token passes, all together; 0: none."""
     shared_gate: bool = False
     """Whether a sigmoid gate weighs what the shared experts give (Qwen2-MoE)."""
@@ -126,17 +131,17 @@ class Experts(Noun):
     """How the router's outputs become scores: over all experts, or each for itself."""
     normalise: bool = True
     """Whether the scores of the chosen experts are divided by their sum to become weights."""
-    scaling: float = Field(1.0, gt=0)
+    scaling: float = Field(1.0, gt=0, le=1e6)
     """Factor of the weights."""
-    num_groups: int = Field(1, gt=0)
+    num_groups: Ways = 1
     """Groups of experts that follow each other: a token chooses groups first, then experts."""
-    groups_per_token: int = Field(1, gt=0)
+    groups_per_token: Ways = 1
     """Groups a token chooses by their best expert (softmax) or best two (sigmoid)."""
     choice_bias: bool = False
     """Whether a bias per expert is added to the scores for the choice, not for the weights."""
-    bias_update_speed: float = Field(0.0, ge=0)
+    bias_update_speed: float = Field(0.0, ge=0, le=1e3)
     """What a training step adds to the bias of an expert with less than the mean load, or takes."""
-    balance_loss: float = Field(0.0, ge=0)
+    balance_loss: float = Field(0.0, ge=0, le=1e3)
     """Factor of the loss that evens out the load: per sequence and layer, 1 when it is even."""
     dense_layers: tuple[int, ...] = Field((), strict=False)
     """Indices of the blocks that have a dense feed-forward layer instead."""

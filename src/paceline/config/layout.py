@@ -20,7 +20,7 @@ from pydantic import Field
 from paceline.config.errors import InputError
 from paceline.config.feasible import Demand, refusal
 from paceline.config.hardware import Cluster
-from paceline.config.noun import Auto, Count, Noun, size
+from paceline.config.noun import Auto, Count, CountOrNone, Noun, Ways, size
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 ParamDtype = Literal["fp64", "fp32", "bf16"]
@@ -53,17 +53,17 @@ class Place(NamedTuple):
 class Layout(Noun):
     """How the work of a step is split over the ranks, and in which precision it is done."""
 
-    dp: Auto | Count = "auto"
+    dp: Auto | Ways = "auto"
     """Number of replicas of the model (DDP; with fsdp > 1, replicas of sharded groups)."""
-    fsdp: Auto | Count = "auto"
+    fsdp: Auto | Ways = "auto"
     """Number of ranks over which parameters, gradients and optimizer state are sharded (FSDP2)."""
-    tp: Auto | Count = "auto"
+    tp: Auto | Ways = "auto"
     """Number of ranks that share the heads and columns of every layer (tensor parallel)."""
-    pp: Auto | Count = "auto"
+    pp: Auto | Ways = "auto"
     """Number of ranks that the layers are pipelined over."""
-    cp: Auto | Count = "auto"
+    cp: Auto | Ways = "auto"
     """Number of ranks that share the tokens of every sequence (context parallel)."""
-    ep: Auto | Count = "auto"
+    ep: Auto | Ways = "auto"
     """Number of ranks, of those of dp, fsdp and cp, that share the experts of every layer."""
 
     zero: Auto | Literal[0, 1, 2, 3] = "auto"
@@ -72,12 +72,12 @@ class Layout(Noun):
     """With tp: share out the tokens between the layers' products too (norms, residuals)."""
     async_tp: bool = False
     """With tp on CUDA, compiled: overlap its collectives with the products they feed."""
-    ulysses: Auto | Count = "auto"
+    ulysses: Auto | Ways = "auto"
     """Ranks of cp that exchange heads for tokens; cp / ulysses ranks pass keys in a ring."""
 
     schedule: Auto | ScheduleName = "auto"
     """Order of a pipeline's work; "none" without pp."""
-    stages_per_rank: Auto | Count = "auto"
+    stages_per_rank: Auto | Ways = "auto"
     """Stages each pipeline rank holds: free for the interleaved schedules, 1 or 2 for others."""
     split: Auto | Counts = "auto"
     """Layers of each pipeline stage, first to last; none without pp."""
@@ -103,12 +103,12 @@ class Layout(Noun):
     kernels: Kernels = "auto"
     """Plain torch, or fused Triton kernels (CUDA). "auto" stays so in a concrete layout: each
     operator takes its kernel where it was measured to be faster on the rank's own device."""
-    bucket_mib: Auto | Annotated[float, Field(gt=0)] = "auto"
+    bucket_mib: Auto | Annotated[float, Field(gt=0, le=2**20)] = "auto"
     """Size of DDP's gradient buckets, MiB: each is reduced as soon as its gradients are there."""
     sync_batch_norm: bool = False
     """Let batch norms train by the statistics of all data ranks' micro-batches together, as one
     rank with all of them would; else by each rank's own. Running statistics are averaged anyway."""
-    rebalance_every: Annotated[int, Field(ge=0)] = 0
+    rebalance_every: CountOrNone = 0
     """With ep: steps between moves of experts to even out the load of the ranks; 0: never."""
 
     @property

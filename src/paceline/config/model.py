@@ -26,7 +26,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from paceline.config.layers import Experts, LatentAttention, RopeScaling, require
-from paceline.config.noun import Noun
+from paceline.config.noun import Layers, Noun, Ways, Width
 
 
 def _default_head_dim(given: dict[str, Any]) -> int:
@@ -40,31 +40,31 @@ class Model(Noun):
 
     family: Literal["decoder"] = "decoder"
     """The kind of network."""
-    vocab_size: int = Field(gt=0)
+    vocab_size: Width
     """Number of token ids the embedding and the head know."""
-    hidden_size: int = Field(gt=0)
+    hidden_size: Width
     """Width of the residual stream."""
-    ffn_size: int = Field(gt=0)
+    ffn_size: Width
     """Inner width of a dense SwiGLU feed-forward layer."""
-    num_layers: int = Field(gt=0)
+    num_layers: Layers
     """Number of blocks."""
-    num_heads: int = Field(gt=0)
+    num_heads: Ways
     """Number of query heads."""
     latent: LatentAttention | None = None
     """How queries, keys and values come from narrow vectors; not at all by default."""
-    num_kv_heads: int = Field(default_factory=lambda given: given.get("num_heads", 1), gt=0)
+    num_kv_heads: Ways = Field(default_factory=lambda given: given.get("num_heads", 1))
     """Number of key and value heads (grouped-query attention); as many as num_heads by default."""
-    head_dim: int = Field(default_factory=_default_head_dim, gt=0)
+    head_dim: Width = Field(default_factory=_default_head_dim)
     """Width of a head's query and key; by default that of latent, or hidden_size / num_heads."""
-    max_seq_len: int = Field(gt=0)
+    max_seq_len: Width
     """The longest sequence, in tokens."""
-    norm_eps: float = Field(1e-5, gt=0)
+    norm_eps: float = Field(1e-5, gt=0, le=1)
     """Added to the mean square in every RMS norm."""
-    rope_theta: float = Field(10000.0, gt=0)
+    rope_theta: float = Field(10000.0, gt=0, le=1e15)
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """How the rotary frequencies are stretched; not at all by default."""
-    sliding_window: int | None = Field(None, gt=0)
+    sliding_window: Width | None = None
     """A query sees itself and the sliding_window - 1 tokens before it; all of them by default."""
     full_layers: tuple[int, ...] = Field((), strict=False)
     """Indices of the blocks that see all earlier tokens although sliding_window is set."""
@@ -76,7 +76,7 @@ class Model(Noun):
     """Experts instead of a dense feed-forward layer; none by default."""
     tie_embeddings: bool = False
     """Whether the head uses the embedding's weight."""
-    init_std: float = Field(0.02, ge=0)
+    init_std: float = Field(0.02, ge=0, le=1e3)
     """Standard deviation of the initial weights."""
     gated: bool = True
     """Whether feed-forward layers are SwiGLU, with three matrices; False: GELU with two (GPT)."""

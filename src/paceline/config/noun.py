@@ -14,7 +14,18 @@ from pydantic_core import ErrorDetails
 from paceline.config.errors import InputError
 
 Auto = Literal["auto"]
-Count = Annotated[int, Field(gt=0)]
+MOST = 10**15
+"""Of any count of anything: where there is more, it is a slip of the hand."""
+Count = Annotated[int, Field(gt=0, le=MOST)]
+CountOrNone = Annotated[int, Field(ge=0, le=MOST)]
+"""0 where there is none."""
+Ways = Annotated[int, Field(gt=0, le=10**6)]
+"""Devices, ranks or nodes that share something: ten times those of the largest machines."""
+Layers = Annotated[int, Field(gt=0, le=1000)]
+"""Those of the deepest transformer that was trained (https://arxiv.org/abs/2203.00555); each is
+planned, built and written down by itself."""
+Width = Annotated[int, Field(gt=0, le=2**30)]
+"""Of a vector, or of one side of a matrix."""
 # Characters of a wrong value that an error repeats.
 _MOST_SHOWN = 200
 
@@ -29,7 +40,11 @@ class Noun(BaseModel):
     """A frozen record that accepts exactly its own fields, in their own types."""
 
     model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
 
     @classmethod
@@ -53,6 +68,12 @@ class Noun(BaseModel):
         return self.parse({**self.__dict__, **changes})
 
 
+def whole(text: str) -> int | None:
+    """The whole number above 0 that a text is, up to MOST; None where it is none."""
+    fits = text.isdecimal() and len(text) <= len(str(MOST))
+    return int(text) if fits and 0 < int(text) <= MOST else None
+
+
 def nearest(word: str, known: Sequence[str]) -> str:
     """Return "; did you mean X?" for the closest known word, or else the list of the known ones."""
     longer = [name for name in known if name.lower().startswith(word.lower())]
@@ -71,7 +92,9 @@ def _describe(error: ValidationError, noun: type[BaseModel], where: str) -> str:
     section, path = _walk(noun, first["loc"])
     name = ".".join(filter(None, [where, *path]))
     if first["type"] == "extra_forbidden":
-        return f"{name} is not a setting{nearest(path[-1], list(section.model_fields))}"
+        unknown = str(first["loc"][-1])
+        name = ".".join(filter(None, [where, *path[:-1], unknown]))
+        return f"{name} is not a setting{nearest(unknown, list(section.model_fields))}"
     if first["type"] == "union_tag_invalid":
         context = first["ctx"]
         key = context["discriminator"].strip("'")

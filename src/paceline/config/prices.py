@@ -17,7 +17,7 @@ from paceline.config.noun import Noun
 
 def _as_figure(given: Any) -> Any:
     if isinstance(given, int | float) and not isinstance(given, bool):
-        return Figure(value=float(given), origin="assumed", source="given without a source")
+        return {"value": given, "origin": "assumed", "source": "given without a source"}
     return given
 
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from paceline.config.noun import Count, Noun
+from paceline.config.noun import Noun, Width
 
 if TYPE_CHECKING:
     from paceline.config.job import Job
 
-Widths = Annotated[tuple[Count, ...], Field(strict=False)]
+Widths = Annotated[tuple[Width, ...], Field(strict=False, max_length=10_000)]
 
 
 class Dlrm(Noun):
@@ -29,9 +29,9 @@ class Dlrm(Noun):
     family: Literal["dlrm"]
     tables: Annotated[Widths, Field(min_length=1)]
     """Rows of each table: one table per categorical feature, each sample picks one row of each."""
-    dim: Count
+    dim: Width
     """Width of a row, and of the bottom MLP's output."""
-    num_dense: Count
+    num_dense: Width
     """Dense features of a sample."""
     bottom: Widths = (64,)
     """Widths of the bottom MLP's hidden layers."""
@@ -82,12 +82,12 @@ class Dlrm(Noun):
 class Clicks(Noun):
     """A synthetic click log: power-law ids, and clicks by a planted rule that is known."""
 
-    power: float = Field(1.2, gt=0)
+    power: float = Field(1.2, gt=0, le=100)
     """Exponent of the ids' power law: id k of a table comes with a frequency of about
     (k + 1)^-power."""
-    signal: float = Field(1.5, gt=0)
+    signal: float = Field(1.5, gt=0, le=1e6)
     """Standard deviation of the planted logit: the larger, the higher the best possible AUC."""
-    bias: float = -1.0
+    bias: float = Field(-1.0, ge=-1e6, le=1e6)
     """Mean of the planted logit: the lower, the fewer clicks."""
 
 
@@ -97,11 +97,11 @@ class RowOptim(Noun):
     kind: Literal["adagrad", "adam"] = "adagrad"
     """adagrad keeps one number per row, the sum of mean squared gradients; adam one second moment
     per row, a first moment per value, and counts each row's own updates."""
-    lr: float = Field(0.05, gt=0)
+    lr: float = Field(0.05, gt=0, le=1e3)
     """Peak learning rate; it follows optim.schedule."""
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
     """Of adam."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(1e-8, gt=0, le=1e3)
 
 
 def disagreement(job: "Job") -> str | None:
@@ -113,6 +113,12 @@ def disagreement(job: "Job") -> str | None:
                 f'[comm.embeddings] has no effect with model.family = "{job.model.family}": '
                 'leave it out, or use family = "dlrm".'
             )
+        for name, section in (("data.clicks", job.data.clicks), ("optim.rows", job.optim.rows)):
+            if section != type(section)():
+                return (
+                    f'[{name}] has no effect with model.family = "{job.model.family}": leave it '
+                    'out, or use family = "dlrm".'
+                )
         return None
     if job.data.source != "clicks":
         return (
@@ -130,6 +136,12 @@ def disagreement(job: "Job") -> str | None:
 
 def _unused(job: "Job") -> str | None:
     """A setting of the tables that nothing would come of."""
+    rows = job.optim.rows
+    if rows.kind == "adagrad" and rows.betas != RowOptim().betas:
+        return (
+            f'optim.rows.betas = {list(rows.betas)} has no effect with kind = "adagrad": leave it '
+            'out, or set kind = "adam".'
+        )
     embeddings = job.comm.embeddings
     default = type(embeddings)()
     if embeddings.by == "all_to_all":

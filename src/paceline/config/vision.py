@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from paceline.config.layers import require
-from paceline.config.noun import Noun
+from paceline.config.noun import Noun, Ways, Width
 
 
 class Conv(NamedTuple):
@@ -89,9 +89,9 @@ class Conv(NamedTuple):
 class _ConvNet(Noun):
     """What all convolutional networks have."""
 
-    image_size: int = Field(224, ge=32)
+    image_size: int = Field(224, ge=32, le=65536)
     """Pixels of a side of an image."""
-    num_classes: int = Field(1000, gt=0)
+    num_classes: Width = 1000
     """Kinds of image that are told apart: the linear layer's outputs."""
 
     @property
@@ -149,9 +149,9 @@ class ResNet(_ConvNet):
     """The kind of network."""
     depth: Literal[18, 34, 50, 101, 152] = 50
     """Layers with weights."""
-    groups: int = Field(1, gt=0)
+    groups: Ways = 1
     """Groups of the 3x3 convolutions (ResNeXt: 32)."""
-    width_per_group: int = Field(64, gt=0)
+    width_per_group: Ways = 64
     """Channels of a group in the first stage (ResNeXt-32x4d: 4; wide: 128)."""
     squeeze_excite: bool = False
     """Whether each block weighs its channels by a summary of the image."""

@@ -4,12 +4,15 @@ Its keys changed their capitals over the years ("Card series", "Card Series"), s
 without. Source: https://rocm.docs.amd.com/projects/rocm_smi_lib, python_smi_tools/rocm_smi.py.
 """
 
-import json
 import re
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from paceline.config.files import parse_json
 from paceline.doctor.nvidia import Driver, Gpu
 
+_PRINTED = TypeAdapter(dict[str, dict[str, Any]])
 _LINK = re.compile(r"\(topology\) link type between drm devices (\d+) and (\d+)")
 
 
@@ -19,13 +22,14 @@ def parse(text: str) -> tuple[Driver, tuple[Gpu, ...], frozenset[str]]:
     Raises:
         ValueError: that is no output of rocm-smi.
     """
-    try:
-        found: dict[str, dict[str, Any]] = json.loads(text[text.index("{") :])
-    except ValueError:
-        raise ValueError("rocm-smi.json is not what rocm-smi --json prints") from None
+    if "{" not in text:
+        raise ValueError("rocm-smi.json is not what rocm-smi --json prints")
+    found = parse_json(text[text.index("{") :], _PRINTED)
     parts = {name: {k.lower(): str(v) for k, v in its.items()} for name, its in found.items()}
     system = parts.get("system", {})
-    cards = [(int(name[4:]), its) for name, its in parts.items() if re.fullmatch(r"card\d+", name)]
+    cards = [
+        (int(name[4:]), its) for name, its in parts.items() if re.fullmatch(r"card\d{1,6}", name)
+    ]
     gpus = tuple(_gpu(index, its) for index, its in sorted(cards, key=lambda each: each[0]))
     kinds = frozenset(kind for key, kind in system.items() if _LINK.fullmatch(key))
     return Driver(system.get("driver version", "")), gpus, kinds

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.config.errors import InputError
+from paceline.config.files import read_bytes
 from paceline.doctor import readings, storage
 from paceline.doctor.checks import GROUPS, examine
 from paceline.doctor.checks.verdict import Check, Verdict
@@ -75,13 +76,8 @@ def _said(asked: Asked) -> dict[str, str]:
     else:
         said = readings.here() | {"storage.json": storage.text(storage.measure(asked.folder))}
     if asked.nccl_log is not None:
-        try:
-            said["nccl.log"] = asked.nccl_log.read_text(errors="replace")
-        except OSError as error:
-            raise InputError(
-                f"--nccl-log {asked.nccl_log} can't be read ({error.strerror}): give the output of "
-                "a job that ran with NCCL_DEBUG=INFO."
-            ) from None
+        cure = "give as --nccl-log the output of a job that ran with NCCL_DEBUG=INFO"
+        said["nccl.log"] = read_bytes(asked.nccl_log, cure, 1 << 30).decode(errors="replace")
     return said
 
 

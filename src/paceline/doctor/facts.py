@@ -69,7 +69,7 @@ def facts_of(said: Mapping[str, str]) -> Facts:
         nccl=_read(said, "nccl.log", nccl_log.parse),
         software=_read(said, "software.json", software.parse),
         system=_read(said, "system.json", system.parse),
-        kernel=system.kernel(said),
+        kernel=_kernel(said),
         storage=_read(said, "storage.json", storage.parse),
     )
 
@@ -92,6 +92,16 @@ def _ports(said: Mapping[str, str]) -> tuple[Port, ...] | None:
     return _read(said, "infiniband.json", infiniband.parse)
 
 
+def _kernel(said: Mapping[str, str]) -> Kernel:
+    try:
+        return system.kernel(said)
+    except ValueError as error:
+        raise InputError(
+            f"a text of /proc is not understood ({error}): leave it out, or save it anew with "
+            "paceline doctor --save."
+        ) from None
+
+
 def _read(said: Mapping[str, str], name: str, parse: Callable[[str], _T]) -> _T | None:
     if name not in said:
         return None
@@ -99,7 +109,7 @@ def _read(said: Mapping[str, str], name: str, parse: Callable[[str], _T]) -> _T 
         return parse(said[name])
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(
-            f"{name} is not understood ({error}): leave it out, or save it anew with "
+            f"{name} is not understood ({str(error)[:200]}): leave it out, or save it anew with "
             "paceline doctor --save."
         ) from None
 

@@ -8,7 +8,10 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from paceline.comm.fabric.sysfs import SYS
+from paceline.config.files import parse_json
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,9 @@ class Port:
         return self.state.lower() == "active"
 
 
+_PORTS = TypeAdapter(tuple[Port, ...])
+
+
 def ask(root: Path = SYS) -> str:
     """The ports of this machine as JSON."""
     ports = sorted(root.glob("class/infiniband/*/ports/*"))
@@ -40,7 +46,7 @@ def ask(root: Path = SYS) -> str:
 
 def parse(text: str) -> tuple[Port, ...]:
     """What `ask` wrote."""
-    return tuple(Port(**port) for port in json.loads(text))
+    return parse_json(text, _PORTS)
 
 
 def parse_ibstat(text: str) -> tuple[Port, ...]:

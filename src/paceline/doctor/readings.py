@@ -5,12 +5,15 @@ Here they come from commands, from files of /proc and /sys and from this process
 texts as files of the same names. A text that isn't there is not known; nothing here raises for it.
 """
 
+import os
 import subprocess
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from paceline.config.errors import InputError
+from paceline.config.files import read_bytes
+from paceline.config.outputs import writing
 from paceline.doctor import infiniband, software, system
 
 Readings = Mapping[str, str]
@@ -63,9 +66,9 @@ def saved(folder: Path) -> dict[str, str]:
     """What another machine said.
 
     Raises:
-        InputError: the folder has none of the texts.
+        InputError: the folder has none of the texts, or one can't be read.
     """
-    said = {name: text for name in _NAMES if (text := _text(folder / name))}
+    said = {name: text for name in _NAMES if (text := _saved_text(folder / name))}
     if not said:
         raise InputError(
             f"--from {folder} has none of the texts that a machine is judged by: give a folder "
@@ -76,9 +79,10 @@ def saved(folder: Path) -> dict[str, str]:
 
 def save(readings: Readings, folder: Path) -> None:
     """Write the texts, for `saved` on another machine."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in readings.items():
-        (folder / name).write_text(text)
+    with writing(f"--save {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in readings.items():
+            (folder / name).write_text(text)
 
 
 def _output(name: str) -> str:
@@ -92,6 +96,12 @@ def _output(name: str) -> str:
         return ""
     kept = done.returncode == 0 or name == "nvidia-smi.xml"
     return done.stdout.decode(errors="replace") if kept else ""
+
+
+def _saved_text(file: Path) -> str:
+    if not os.path.lexists(file):
+        return ""
+    return read_bytes(file, "save it anew with paceline doctor --save").decode(errors="replace")
 
 
 def _text(file: Path) -> str:

@@ -14,6 +14,9 @@ from importlib import metadata
 
 import torch
 from packaging.requirements import Requirement
+from pydantic import TypeAdapter
+
+from paceline.config.files import parse_json
 
 MINIMUM_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 """First driver for each major CUDA: a newer minor one runs on it too ("minor version
@@ -67,6 +70,9 @@ class Software:
     """Programs that watch devices or hosts, found on the path."""
 
 
+_SOFTWARE = TypeAdapter(Software)
+
+
 def ask() -> str:
     """What is installed in this environment, as JSON."""
     seen = torch.cuda.is_available()
@@ -89,9 +95,7 @@ def ask() -> str:
 
 def parse(text: str) -> Software:
     """What `ask` wrote."""
-    said = json.loads(text)
-    said["required"] = tuple(Required(**each) for each in said["required"])
-    return Software(**said | {"monitors": tuple(said["monitors"])})
+    return parse_json(text, _SOFTWARE)
 
 
 def version(text: str) -> tuple[int, ...]:
@@ -99,7 +103,7 @@ def version(text: str) -> tuple[int, ...]:
     numbers = []
     for part in text.split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
+        if not digits or len(digits) > 9:  # no version is that long
             break
         numbers.append(int(digits))
     return tuple(numbers)

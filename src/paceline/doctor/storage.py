@@ -13,7 +13,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from paceline.config.errors import InputError
+from paceline.config.files import parse_json
 
 _MOST_BYTES = 256 * 2**20
 _MOST_S = 3.0
@@ -30,6 +33,9 @@ class Storage:
     total_bytes: int
     write_bytes_per_s: float | None = None
     read_bytes_per_s: float | None = None
+
+
+_STORAGE = TypeAdapter(Storage)
 
 
 def measure(folder: Path) -> Storage:
@@ -81,4 +87,4 @@ def text(storage: Storage) -> str:
 
 def parse(said: str) -> Storage:
     """What `text` wrote."""
-    return Storage(**json.loads(said))
+    return parse_json(said, _STORAGE)

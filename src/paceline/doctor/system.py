@@ -14,7 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from paceline.comm.fabric import sysfs
+from paceline.config.files import parse_json
 from paceline.config.host import Card
 
 _VARIABLES = re.compile(
@@ -42,6 +45,9 @@ class System:
     container: str | None
     pci_devices: Mapping[str, int]
     """Accelerators on the PCIe bus, by maker: there whether or not a driver is."""
+
+
+_SYSTEM = TypeAdapter(System)
 
 
 @dataclass(frozen=True)
@@ -87,8 +93,7 @@ def ask() -> str:
 
 def parse(text: str) -> System:
     """What `ask` wrote."""
-    said = json.loads(text)
-    return System(**said | {"cards": tuple(map(Card.parse, said["cards"]))})
+    return parse_json(text, _SYSTEM)
 
 
 def _pci_devices(root: Path) -> dict[str, int]:
@@ -132,9 +137,9 @@ def _memory(text: str) -> dict[str, int]:
 def _quota(text: str) -> float | None:
     """ "200000 100000" is two cores, "max 100000" no quota."""
     found = re.fullmatch(r"(\w+) (\d+)", text.strip())
-    if not found:
+    if not found or not float(found[2]):
         return None
-    return float("inf") if found[1] == "max" else int(found[1]) / int(found[2])
+    return float("inf") if found[1] == "max" else float(found[1]) / float(found[2])
 
 
 def _amount(text: str) -> float | None:

@@ -143,7 +143,8 @@ def _bounds(subject: Subject) -> list[str]:
 
 def _notes(subject: Subject) -> list[str]:
     memory = out_of_memory(subject)
-    told = list(memory.sentences) if memory is not None else []
+    told = [] if subject.damage is None else [subject.damage]
+    told += memory.sentences if memory is not None else ()
     if subject.account is not None:
         told += [each.text for each in subject.account.caveats if each.kind not in BOUNDS]
     if subject.account is None:

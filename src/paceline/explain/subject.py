@@ -4,7 +4,6 @@ A Run has all of it; a trace of somebody else's has an account and nothing more.
 Subject and look at what they need; what isn't there makes them silent, not wrong.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +58,8 @@ class Subject:
     """The Run's metrics.jsonl."""
     folder: Path | None = None
     """The Run's directory."""
+    damage: str | None = None
+    """Which lines of metrics.jsonl are left out, and why."""
 
     @classmethod
     def of(cls, path: Path) -> "Subject":
@@ -70,9 +71,10 @@ class Subject:
         run = Run(path)
         if not run.exists:
             return cls(str(path), Account.read(path))
-        job = run.job()
+        job, plan, facts = run.job(), run.plan(), run.facts()
+        lines, damage = run.steps()
         account = read_windows(run.trace_folder, only_axis(job))
-        return cls(str(path), account, job, run.plan(), run.facts(), run.metrics(), path)
+        return cls(str(path), account, job, plan, facts, lines, path, damage)
 
     @cached_property
     def measured(self) -> Measured:
@@ -209,8 +211,7 @@ class Subject:
     @cached_property
     def doctor(self) -> Mapping[str, Any]:
         """The Run's doctor.json, which `paceline doctor --run` keeps; empty without it."""
-        file = None if self.folder is None else self.folder / "doctor.json"
-        return json.loads(file.read_text()) if file is not None and file.exists() else {}
+        return {} if self.folder is None else Run(self.folder).doctor()
 
     @cached_property
     def planned(self) -> Planned | None:

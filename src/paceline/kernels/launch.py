@@ -10,7 +10,6 @@ rule. Nothing is tuned in training: the first step is as fast as the last, and t
 PACELINE_KERNEL_TABLE names.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,9 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, with_config
 from torch import Tensor
+from typing_extensions import TypedDict
 
-from paceline.config.errors import InputError
+from paceline.config.files import read_json
 
 SHIPPED = Path(__file__).with_name("launches.json")
 OWN = "PACELINE_KERNEL_TABLE"
@@ -51,6 +52,28 @@ class Measured(NamedTuple):
     ms: float
     peer_ms: float
     """The best of eager torch and torch.compile on the same inputs, in the same run."""
+
+
+@with_config(ConfigDict(extra="allow", strict=True, allow_inf_nan=False))
+class Row(TypedDict):
+    """The same as the file has it, with what the launch is for."""
+
+    device: str
+    kernel: str
+    dtype: str
+    size: int
+    blocks: dict[str, int]
+    num_warps: int
+    num_stages: int
+    ms: float
+    peer_ms: float
+
+
+class _Table(TypedDict):
+    rows: list[Row]
+
+
+_TABLE = TypeAdapter(_Table)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,23 +182,22 @@ def table() -> dict[tuple[str, str, str], dict[int, Measured]]:
     """
     found: dict[tuple[str, str, str], dict[int, Measured]] = {}
     own = os.environ.get(OWN)
-    _read(SHIPPED, found)
-    if own:
-        try:
-            _read(Path(own), found)
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise InputError(
-                f"{OWN} = {own} is no table of launches ({error}): unset it, or write one with "
-                "paceline bench kernels --tune."
-            ) from None
+    for file in (SHIPPED, Path(own)) if own else (SHIPPED,):
+        for row in rows_of(file):
+            launch = Launch(row["blocks"], row["num_warps"], row["num_stages"])
+            sizes = found.setdefault((row["device"], row["kernel"], row["dtype"]), {})
+            sizes[row["size"]] = Measured(launch, row["ms"], row["peer_ms"])
     return found
 
 
-def _read(path: Path, found: dict[tuple[str, str, str], dict[int, Measured]]) -> None:
-    for row in json.loads(path.read_text())["rows"]:
-        launch = Launch(row["blocks"], row["num_warps"], row["num_stages"])
-        sizes = found.setdefault((row["device"], row["kernel"], row["dtype"]), {})
-        sizes[row["size"]] = Measured(launch, row["ms"], row["peer_ms"])
+def rows_of(file: Path) -> list[Row]:
+    """The rows of one table.
+
+    Raises:
+        InputError: the file is no such table.
+    """
+    cure = f"name in {OWN} a table that paceline bench kernels --tune wrote, or unset it"
+    return read_json(file, _TABLE, cure)["rows"]
 
 
 @lru_cache

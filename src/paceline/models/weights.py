@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.config.errors import InputError
+from paceline.config.files import read_json
 from paceline.config.huggingface import from_hf, to_hf
 from paceline.config.model import Model
 from paceline.models.attention import Attend
@@ -35,6 +37,7 @@ from paceline.models.shares import assign, assign_row, held_rows
 
 Shapes = dict[str, tuple[int, ...]]
 
+_OBJECT = TypeAdapter(dict[str, Any])
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -311,15 +314,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        contents = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{path} doesn't exist; give a directory that holds one.") from None
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON ({error}); fetch the file again.") from None
-    if not isinstance(contents, dict):
-        raise InputError(f"{path} must hold a JSON object; fetch the file again.")
-    return contents
+    return read_json(path, _OBJECT, "give a directory that holds one, or fetch it again")
 
 
 def _write_shards(

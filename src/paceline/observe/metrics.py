@@ -28,7 +28,7 @@ from typing import Any
 
 from paceline.config.job import Observe
 from paceline.observe.endpoint import Endpoint
-from paceline.observe.run import Run, write_whole
+from paceline.observe.run import Run, parse_line, read_lines, write_whole
 
 Line = dict[str, Any]
 
@@ -130,22 +130,15 @@ def keep_until(file: Path, step: int) -> None:
     """
     if not file.exists():
         return
-    text = file.read_text(encoding="utf-8", errors="replace")
-    kept: dict[int, str] = {}
-    for line in text.split("\n"):
-        number = _step_of(line)
-        if number is not None and number <= step:
-            kept[number] = line
-    whole = "".join(line + "\n" for line in kept.values())
-    if whole != text:
-        write_whole(file, whole)
-
-
-def _step_of(line: str) -> int | None:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return None
+    changes, kept = False, {}
+    for raw in read_lines(file):
+        line = parse_line(raw)
+        changes |= line is None or line["step"] > step or line["step"] in kept
+        changes |= not raw.endswith(b"\n")
+        if line is not None and line["step"] <= step:
+            kept[line["step"]] = raw.decode().rstrip("\r\n") + "\n"
+    if changes:
+        write_whole(file, "".join(kept.values()))
 
 
 class _EventFile:

@@ -8,11 +8,13 @@ The page shows what stands in the Run and predicts nothing; `explain.page` adds 
 as long. It is not live: it is written anew when there is more to show.
 """
 
-import tomllib
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+import tomli_w
+
+from paceline.config.files import read_toml
 from paceline.observe import summary
 from paceline.observe.charts import charts
 from paceline.observe.page import Card, render_page
@@ -39,8 +41,8 @@ def render(
         next_: what to do now, where an explanation says it.
         more: what that one asks for besides.
     """
-    lines, facts, job_text = run.metrics(), run.facts(), _job_text(run)
-    job = tomllib.loads(job_text)
+    lines, facts = run.metrics(), run.facts()
+    job = read_toml(run.path / "job.toml", "put back a copy of it") if run.exists else {}
     figures, times = summary.summarise(lines, facts), summary.step_time(lines)
     return render_page(
         package,
@@ -56,16 +58,11 @@ def render(
         rate_title=f"{figures.unit.capitalize()} a second",
         charts=charts(lines, figures),
         at=run.path / "report.html",
-        job_text=job_text,
+        job_text=tomli_w.dumps(job),
         choices=_choices(run.plan(), job),
         facts=_fact_rows(facts),
         **more,
     )
-
-
-def _job_text(run: Run) -> str:
-    file = run.path / "job.toml"
-    return file.read_text() if file.exists() else ""
 
 
 def _num_steps(job: Mapping[str, Any]) -> int | None:
@@ -220,7 +217,7 @@ def _fact_text(key: str, value: Any) -> str:
         return f"{value / 1e12:,.4g} TFLOP/s"
     if isinstance(value, float) and abs(value) < 1e5:
         return f"{value:.4g}"
-    return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
+    return f"{value:,.0f}" if summary.number(value) is not None else str(value)
 
 
 def _short(count: float) -> str:

@@ -14,12 +14,28 @@ tensorboard/    report.html    log/rank<k>.log
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
+from paceline.config import files
 from paceline.config.job import Job, read_job
+from paceline.observe.records import DOCTOR, FACTS, LINE, PLAN, T
+
+# A line with the figures of 64 ranks takes three thousand bytes.
+_MOST_LINE_BYTES = 1 << 20
+
+
+class Steps(NamedTuple):
+    """What a metrics.jsonl holds."""
+
+    lines: list[dict[str, Any]]
+    """One a step, see `records.Line`."""
+    damage: str | None
+    """Which lines are left out because they hold no step, as a sentence; None: none."""
 
 
 @dataclass(frozen=True)
@@ -79,27 +95,47 @@ class Run:
         return (self.path / "job.toml").is_file()
 
     def job(self) -> Job:
-        """The concrete Job of this Run."""
+        """The concrete Job of this Run.
+
+        Raises:
+            InputError: job.toml is damaged; so do all readers here.
+        """
         return read_job(self.path / "job.toml")
 
     def plan(self) -> dict[str, Any]:
-        """The plan.json, empty where there is none."""
-        return _read_json(self.path / "plan.json")
+        """The plan.json, empty where there is none; see `records.PlanFile`."""
+        return self._read("plan.json", PLAN)
 
     def facts(self) -> dict[str, Any]:
-        """The facts.json, empty where there is none yet."""
-        return _read_json(self.path / "facts.json")
+        """The facts.json, empty where there is none yet; see `records.Facts`."""
+        return self._read("facts.json", FACTS)
+
+    def doctor(self) -> dict[str, Any]:
+        """The doctor.json, empty where there is none; see `records.DoctorFile`."""
+        return self._read("doctor.json", DOCTOR)
+
+    def steps(self) -> Steps:
+        """The steps so far. Lines that hold none are left out; a last one that was cut off by a
+        crash, or is being written, is no damage."""
+        lines, damaged = [], []
+        for number, raw in enumerate(read_lines(self.metrics_file), 1):
+            line = parse_line(raw)
+            if line is not None:
+                lines.append(line)
+            elif raw.endswith(b"\n"):
+                damaged.append(number)
+        return Steps(lines, _damage(self.metrics_file, damaged) if damaged else None)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The steps so far. A last line that was cut off by a crash is left out."""
-        steps = []
-        lines = self.metrics_file.read_text().splitlines() if self.metrics_file.exists() else []
-        for line in lines:
-            try:
-                steps.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-        return steps
+        """The lines of `steps` alone."""
+        return self.steps().lines
+
+    def _read(self, name: str, kind: TypeAdapter[T]) -> dict[str, Any]:
+        file = self.path / name
+        if not os.path.lexists(file):
+            return {}
+        held: Mapping[str, Any] = files.read_json(file, kind, "put back a copy of it, or remove it")
+        return dict(held)
 
     def last_checkpoint(self) -> tuple[int, float] | None:
         """Step and unix time of the newest checkpoint, None where there is none."""
@@ -138,5 +174,33 @@ def json_lines(values: Iterable[dict[str, Any]]) -> str:
     return "".join(json.dumps(value) + "\n" for value in values)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.exists() else {}
+def read_lines(file: Path) -> Iterator[bytes]:
+    """The lines of a file with their ends, none where there is no file; of a line without end its
+    beginning, with an end.
+
+    Raises:
+        InputError: it can't be read.
+    """
+    if not os.path.lexists(file):
+        return
+    with files.opened(file, "move it away: the run writes its next steps anew") as source:
+        while line := source.readline(_MOST_LINE_BYTES):
+            if len(line) == _MOST_LINE_BYTES:
+                while not line.endswith(b"\n") and (rest := source.readline(_MOST_LINE_BYTES)):
+                    line = line[:64] + rest[-1:]
+                line = line[:64] + b"\n"
+            yield line
+
+
+def parse_line(raw: bytes) -> dict[str, Any] | None:
+    """A step of metrics.jsonl, None where the line holds none."""
+    try:
+        return dict(LINE.validate_json(raw))
+    except ValidationError:
+        return None
+
+
+def _damage(file: Path, numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
+    lines = f"line {shown} holds" if len(numbers) == 1 else f"{len(numbers)} lines ({shown}) hold"
+    return f"{file}: {lines} no step and {'is' if len(numbers) == 1 else 'are'} left out."

@@ -16,7 +16,6 @@ numbers alone, so nothing else is let in.
 Source: torch.cuda.memory._snapshot's docstring (the format).
 """
 
-import json
 import pickle
 import re
 from bisect import bisect_left
@@ -28,7 +27,9 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from paceline.config import files
 from paceline.config.errors import InputError
+from paceline.observe.records import OWNERS
 
 # The vocabulary of memory per device, in the order it is shown.
 CATEGORIES = (
@@ -120,7 +121,7 @@ def _owners(file: Path) -> dict[str, list[Block]]:
     """Category -> blocks, of the file beside the snapshot; nothing where there is none."""
     if not file.exists():
         return {}
-    held = json.loads(file.read_text()).get("held", {})
+    held = files.read_json(file, OWNERS, "remove it").get("held", {})
     return {name: [(int(at), int(size)) for at, size in blocks] for name, blocks in held.items()}
 
 

@@ -10,6 +10,7 @@ allocator's growth, autotuning and compilation, and says nothing about the steps
 
 import math
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,7 +110,7 @@ class Summary:
 
 def number(value: Any) -> float | None:
     """The value as a float where it is a finite number, else None."""
-    if isinstance(value, int | float) and math.isfinite(value):
+    if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
         return float(value)
     return None
 

@@ -52,7 +52,7 @@ def resolve_comm(job: Job, layout: Layout, cluster: Cluster) -> tuple[Comm, dict
         choice = _over_shards(job, layout, cluster)
         fsdp = fsdp.replace(algorithm=choice.algorithm)
         reasons["comm.fsdp.algorithm"] = choice.reason
-    return job.comm.replace(dp=dp, fsdp=fsdp), reasons
+    return job.comm.replace(dp=dp, fsdp=fsdp).settled, reasons
 
 
 def _over_shards(job: Job, layout: Layout, cluster: Cluster) -> Choice:

@@ -130,6 +130,8 @@ def introduce(plan: Plan, run: Run) -> bool:
     best.load(facts.get("best", {}))
     done = facts.get("step", 0)
     _CONSOLE.print(_description(plan.job))
+    if damage := run.steps().damage:
+        _CONSOLE.print(damage)
     for expected in plan.ranked[:1]:
         _CONSOLE.print(
             f"expected: {step_time_text(expected.step_s)} a step, "

@@ -28,10 +28,10 @@ from paceline.plan.price.simulate import predicted_timeline
 from paceline.plan.resolve import Plan
 from paceline.plan.search.choose import plan_job
 from paceline.train.checkpoint.files import (
-    MANIFEST,
     DamagedError,
     complete_steps,
     decode_manifest,
+    manifest_bytes,
 )
 from paceline.train.clicks import data_key as click_log_key
 from paceline.train.data import check_vocab, prepare
@@ -255,7 +255,7 @@ def newest_facts(run: Run) -> dict[str, Any]:
     folder = run.checkpoint_folder
     for step in reversed(complete_steps(folder) if folder.is_dir() else []):
         try:
-            return decode_manifest((folder / f"step-{step}" / MANIFEST).read_bytes(), step).facts
-        except (OSError, DamagedError):
+            return decode_manifest(manifest_bytes(folder / f"step-{step}"), step).facts
+        except DamagedError:
             continue
     return {}

@@ -9,32 +9,45 @@ job.toml       the fastest Job so far
 tune.html      the page
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from filelock import FileLock, Timeout
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 from paceline.config.errors import InputError
+from paceline.config.files import parse_json
 from paceline.config.job import Job, read_job, to_toml
-from paceline.observe.run import json_lines, write_whole
+from paceline.observe.run import json_lines, read_lines, write_whole
 from paceline.tune.trial import Decision, Known, Reference, Trial
 
 _LOCK_PATIENCE_S = 2.0
-_READ: Mapping[str, Any] = {
-    "trial": Trial.from_json,
-    "decision": lambda raw: Decision(**_without_kind(raw)),
-    "reference": lambda raw: Reference(**_without_kind(raw)),
-}
-
 Entry = Trial | Decision | Reference
 
 
-def _without_kind(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in raw.items() if key != "kind"}
+class _Kind(TypedDict):
+    kind: Literal["trial", "decision", "reference"]
+
+
+_KIND = TypeAdapter(_Kind)
+_KINDS: Mapping[str, TypeAdapter[Entry]] = {
+    "trial": TypeAdapter(Trial),
+    "decision": TypeAdapter(Decision),
+    "reference": TypeAdapter(Reference),
+}
+
+
+def _entry(line: bytes) -> Entry:
+    """What a line of trials.jsonl holds.
+
+    Raises:
+        ValueError: it holds no such thing.
+    """
+    return parse_json(line, _KINDS[parse_json(line, _KIND)["kind"]])
 
 
 @dataclass
@@ -129,6 +142,11 @@ class FolderBook:
 
     def _read(self) -> Iterator[Entry]:
         file = self.folder / "trials.jsonl"
-        for line in file.read_text().splitlines() if file.exists() else ():
-            raw = json.loads(line)
-            yield _READ[raw["kind"]](raw)
+        for number, line in enumerate(read_lines(file), 1):
+            try:
+                yield _entry(line)
+            except ValueError as error:
+                raise InputError(
+                    f"{file}: line {number} {error}: put back a copy of the file, or remove "
+                    f"{self.folder} to start over."
+                ) from None

@@ -112,7 +112,7 @@ def _with_exchange(question: Question, layout: Layout, exchange: Chosen | None) 
         bucket_mib = exchange.layout.bucket_mib
         dp = comm.dp.replace(compress=exchange.comm.dp.compress)
         comm = comm.replace(dp=dp, warmup_steps=exchange.comm.warmup_steps)
-    return checked(given.replace(layout=layout.replace(bucket_mib=bucket_mib), comm=comm))
+    return checked(given.replace(layout=layout.replace(bucket_mib=bucket_mib), comm=comm.settled))
 
 
 def _has_buckets(layout: Layout) -> bool:
@@ -153,7 +153,7 @@ def _moved(best: Job, changes: Mapping[str, Any]) -> Job | None:
         dp = comm.dp.replace(compress=changes["compress"])
         comm = comm.replace(dp=dp, warmup_steps=max(warm_up, comm.warmup_steps))
     with suppress(InputError):
-        return checked(best.replace(layout=layout, comm=comm))
+        return checked(best.replace(layout=layout, comm=comm.settled))
     return None
 
 

@@ -83,12 +83,6 @@ class Trial:
         """As a line of trials.jsonl."""
         return {"kind": "trial", **asdict(self), "changes": dict(self.changes)}
 
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "Trial":
-        """Read such a line."""
-        known = {key: value for key, value in raw.items() if key != "kind"}
-        return cls(**{**known, "steps_s": tuple(known["steps_s"])})
-
 
 @dataclass(frozen=True)
 class Decision:

@@ -107,7 +107,7 @@ def write_table(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
         return row["device"], row["kernel"], row["dtype"], row["size"]
 
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    old = [dict(row) for row in launch.rows_of(path)] if path.exists() else []
     merged = {key(row): row for row in [*old, *rows]}
     lines = ",\n  ".join(json.dumps(merged[each]) for each in sorted(merged))
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")

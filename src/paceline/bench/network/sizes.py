@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from paceline.config.errors import InputError
+from paceline.config.noun import whole
 
 _UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _SMALLEST, _LARGEST = 2**9, 2**30  # 512 B to 1 GiB
@@ -45,15 +46,15 @@ def read_sizes(text: str) -> tuple[int, ...]:
         sizes = {_size(part, text) for part in text.split(",")}
         return tuple(sorted(sizes))
     parts = text.split(":")
-    factor = parts[2] if len(parts) == 3 else "2"
-    if len(parts) > 3 or not factor.isdecimal() or int(factor) < 2:
+    factor = whole(parts[2] if len(parts) == 3 else "2")
+    if len(parts) > 3 or factor is None or factor < 2:
         raise _refusal(text)
     low, high = _size(parts[0], text), _size(parts[1], text)
     if low > high:
         raise _refusal(text)
     sizes_ = [low]
-    while sizes_[-1] * int(factor) <= high:
-        sizes_.append(sizes_[-1] * int(factor))
+    while sizes_[-1] * factor <= high:
+        sizes_.append(sizes_[-1] * factor)
     return tuple(sizes_)
 
 
@@ -67,13 +68,13 @@ def size_text(num_bytes: float) -> str:
     return f"{number:.4g} {unit}"
 
 
-def _size(text: str, whole: str) -> int:
-    found = re.fullmatch(r"(\d+)\s*([kmg]?)(?:i?b)?", text.strip().lower())
+def _size(text: str, given: str) -> int:
+    found = re.fullmatch(r"(\d{1,15})\s*([kmg]?)(?:i?b)?", text.strip().lower())
     if found is None:
-        raise _refusal(whole)
+        raise _refusal(given)
     number = int(found[1]) * _UNITS[found[2]]
     if not _SMALLEST <= number <= 64 * _LARGEST:
-        raise InputError(f"--sizes {whole}: give sizes of 512 B to 64 GiB.")
+        raise InputError(f"--sizes {given}: give sizes of 512 B to 64 GiB.")
     return number
 
 

@@ -5,11 +5,13 @@ lines after it by putting a new file in place; then the end of that one is read 
 only the end is ever read.
 """
 
-import json
 import os
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from paceline.config.files import opened
+from paceline.observe.run import parse_line
 
 _MOST_LINES = 600
 # A line is a few hundred bytes, with the figures of 64 ranks three thousand.
@@ -26,38 +28,40 @@ class Follow:
         self._rest = b""
         self.lines: deque[dict[str, Any]] = deque(maxlen=_MOST_LINES)
         """The newest steps, oldest first."""
+        self.num_damaged = 0
+        """Lines that were left out because they hold no step."""
 
     def look(self) -> bool:
-        """Read what is new; returns whether anything was."""
-        try:
-            with self._file.open("rb") as file:
-                return self._read(file)
-        except FileNotFoundError:
+        """Read what is new; returns whether anything was.
+
+        Raises:
+            InputError: the file can't be read.
+        """
+        if not os.path.lexists(self._file):
             self._forget(None, 0)
             return False
+        with opened(self._file, "move it away: the run writes its next steps anew") as file:
+            return self._read(file)
 
-    def _read(self, file: Any) -> bool:
+    def _read(self, file: IO[bytes]) -> bool:
         status = os.fstat(file.fileno())
         identity = (status.st_dev, status.st_ino)
         if identity != self._identity or status.st_size < self._position:
             self._forget(identity, max(0, status.st_size - _END_BYTES))
         file.seek(self._position)
-        data = self._rest + file.read()
+        begins_within = bool(self._position) and not self.lines and not self._rest
+        data = self._rest + file.read(_END_BYTES)
         self._position = file.tell()
         *whole, self._rest = data.split(b"\n")
-        steps = [step for step in map(_parsed, whole) if step is not None]
+        self._rest = self._rest[-_END_BYTES:]
+        parsed = [parse_line(line) for line in whole]
+        steps = [step for step in parsed if step is not None]
+        # The first line of all may be the end of one.
+        self.num_damaged += parsed[begins_within:].count(None)
         self.lines.extend(steps)
         return bool(steps)
 
     def _forget(self, identity: tuple[int, int] | None, position: int) -> None:
         self._identity, self._position, self._rest = identity, position, b""
         self.lines.clear()
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """A step, None for what is no whole line: the first one when reading begins in its middle."""
-    try:
-        step = json.loads(line)
-    except ValueError:
-        return None
-    return step if isinstance(step, dict) and "step" in step else None
+        self.num_damaged = 0

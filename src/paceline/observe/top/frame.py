@@ -36,17 +36,18 @@ def frame(
         gpus: of this machine.
         plain: with characters of ASCII only.
     """
-    room = height - _HEAD_ROWS - 1
+    room = height - _HEAD_ROWS - 1 - bool(state.num_damaged)
     if width >= _WIDE:
         side = Table.grid(expand=True, padding=(0, 3))
         side.add_column(ratio=1)
         side.add_column(ratio=1)
         side.add_row(_terms(state, room), _ranks(state, gpus, room))
-        return Group(_head(state, width), _figures(state, plain), Text(), side)
+        return Group(_head(state, width), _figures(state, plain), *_damage(state), Text(), side)
     num_terms = min(len(state.terms.terms_s) + 1, max(2, room // 2))
     return Group(
         _head(state, width),
         _figures(state, plain),
+        *_damage(state),
         Text(),
         _terms(state, num_terms),
         _ranks(state, gpus, room - num_terms),
@@ -110,6 +111,13 @@ def _figures(state: State, plain: bool) -> RenderableType:
         values = [v for v in summary.column(state.lines, column) if v is not None] if column else []
         grid.add_row(name, text, Text(sparkline(values, plain=plain), "cyan"))
     return grid
+
+
+def _damage(state: State) -> list[Text]:
+    if not state.num_damaged:
+        return []
+    text = f"{state.num_damaged} lines of metrics.jsonl hold no step and are left out"
+    return [Text(text, "yellow")]
 
 
 def _left(state: State) -> str:

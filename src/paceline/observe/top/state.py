@@ -38,6 +38,8 @@ class State:
     """Step and unix time of the newest one."""
     stop_asked: bool
     now_s: float
+    num_damaged: int = 0
+    """Lines of metrics.jsonl that are left out because they hold no step."""
 
     @property
     def step(self) -> int:
@@ -124,6 +126,7 @@ class State:
             "late_rank": None if late is None else {"rank": late[0], "lag_s": late[1]},
             "skipped": self.last("skipped"),
             "checkpoint": None if self.checkpoint is None else self.checkpoint[0],
+            "num_damaged_lines": self.num_damaged,
         }
 
 
@@ -162,4 +165,5 @@ class Watched:
             checkpoint=self.run.last_checkpoint(),
             stop_asked=self.run.stop_file.exists(),
             now_s=time.time(),
+            num_damaged=self._follow.num_damaged,
         )

@@ -15,11 +15,13 @@ from paceline.config.job import Job, read_cluster
 from paceline.config.layout import Layout
 from paceline.config.links import in_nodes, largest_node
 from paceline.config.model import Model
+from paceline.config.noun import MOST, whole
+from paceline.config.outputs import shown_path
 from paceline.config.prices import Prices
 from paceline.plan.answer.outlook import samples_per_step
 from paceline.plan.resolve import concrete_cluster
 
-_CLUSTER = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x([A-Za-z][\w.-]*)")
+_CLUSTER = re.compile(r"(?:([1-9]\d{0,8})x)?([1-9]\d{0,8})x([A-Za-z][\w.-]*)")
 _AMOUNT = re.compile(
     r"(?P<usd_sign>\$)?\s*(?P<number>\d[\d,_]*(?:\.\d+)?(?:e\d+)?)\s*(?P<factor>k|M|million)?\s*"
     r"(?P<unit>USD|dollars?|days?|hours?|weeks?|months?)?",
@@ -71,7 +73,14 @@ def cluster_of(text: str) -> Cluster:
             any has.
     """
     if Path(text).suffix == ".toml":
-        return read_cluster(Path(text))
+        cluster = read_cluster(Path(text))
+        for name in ("device", "devices_per_node", "num_nodes"):
+            if getattr(cluster, name) == "auto":
+                raise InputError(
+                    f"--cluster {shown_path(Path(text))} doesn't say its {name}: give a Cluster "
+                    "file that paceline bench wrote."
+                )
+        return cluster
     found = _CLUSTER.fullmatch(text)
     if found is None:
         raise InputError(
@@ -139,15 +148,18 @@ def bounds_of(texts: Iterable[str], layout: Layout) -> Mapping[str, tuple[int, i
     bounds = {}
     for text in texts:
         name, _, value = (part.strip() for part in text.partition("="))
-        if not name or not value.isdecimal() or int(value) < 1:
-            raise InputError(f"--most {text} is not of the form tp=8, a setting and 1 or more.")
+        most = whole(value)
+        if not name or most is None:
+            raise InputError(
+                f"--most {text[:200]} is not of the form tp=8, a setting and a number above 0."
+            )
         fixed = getattr(layout, name, "auto")
-        if isinstance(fixed, int) and fixed > int(value):
+        if isinstance(fixed, int) and fixed > most:
             raise InputError(
                 f"--most {text} forbids layout.{name} = {fixed}, which the Job fixes: change one "
                 "of them."
             )
-        bounds[name] = (1, int(value))
+        bounds[name] = (1, most)
     return bounds
 
 
@@ -158,7 +170,7 @@ def lengthened(job: Job, tokens: float | None) -> Job:
     if not isinstance(job.model, Model):
         raise InputError("--tokens are those of a language model: set train.steps instead.")
     steps = -(-tokens // samples_per_step(job))
-    if not 1 <= steps < 1e15:
+    if not 1 <= steps <= MOST:
         raise InputError(f"--tokens {tokens} was given: give a number above 0, such as 2e12.")
     return job.replace(train=job.train.replace(steps=int(steps)))
 

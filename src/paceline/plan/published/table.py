@@ -6,12 +6,13 @@ in silence would be scored as if it had been measured.
 """
 
 import csv
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config.errors import InputError
+from paceline.config.files import read_text
+from paceline.config.noun import MOST
 
 COUNTS = frozenset(
     (
@@ -60,7 +61,7 @@ class Line:
             return None
         value = _parsed(text)
         least = 0 if column in OR_ZERO else None
-        if value is None or not math.isfinite(value) or (value <= 0 and value != least):
+        if value is None or not value <= MOST * 1e9 or (value <= 0 and value != least):
             raise InputError(
                 f"{self.where}: {column} = {text!r} must be a number above 0: correct the cell, or "
                 "leave it empty where nothing was published."
@@ -113,12 +114,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def _rows(path: Path) -> list[tuple[str, dict[str, str]]]:
-    if not path.is_file():
-        raise InputError(f"{path} is not a file: give a CSV table of published runs.")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise InputError(f"{path} is not text: give a CSV table in UTF-8.") from None
+    text = read_text(path, "give a CSV table of published runs, in UTF-8")
     reader = csv.reader(text.splitlines(keepends=True))
     try:
         return _checked_rows(path, reader, next(reader, []))

@@ -95,7 +95,7 @@ def _with_exchange(job: Job, plan: Plan) -> Plan:
         dp = concrete.comm.dp.replace(compress=chosen.comm.dp.compress)
         fsdp = concrete.comm.fsdp.replace(compress=chosen.comm.fsdp.compress)
         comm = concrete.comm.replace(dp=dp, fsdp=fsdp, warmup_steps=chosen.comm.warmup_steps)
-        concrete = concrete.replace(layout=chosen.layout, comm=comm)
+        concrete = concrete.replace(layout=chosen.layout, comm=comm.settled)
         reasons |= chosen.reasons
         note = worth_compressing(asked, layout)
         notes += () if note is None else (note,)

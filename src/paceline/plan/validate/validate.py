@@ -15,12 +15,14 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from paceline.config.errors import InputError
+from paceline.config.noun import whole
 from paceline.config.stack import CONSTANTS
 from paceline.plan.calibrate import Constants, Sample, fit_constants, tangent
 from paceline.plan.prediction import Prediction
@@ -54,16 +56,15 @@ class Calibration:
         plain = text.strip().removesuffix("-per-stack")
         if plain == "others":
             return cls(by_source=True, seed=seed)
-        try:
+        points = whole(plain)
+        if points is not None:
+            return cls(points=points, seed=seed)
+        with suppress(ValueError):
             if plain.endswith("%") and 0 < float(plain[:-1]) < 100:
                 return cls(share=float(plain[:-1]) / 100, seed=seed)
-            if int(plain) > 0:
-                return cls(points=int(plain), seed=seed)
-        except ValueError:
-            pass
         raise InputError(
-            f'--calibrate-on {text!r} must be a number of lines per stack ("6"), a part of the '
-            'lines ("5%") or "others" (the other sources of the tables).'
+            f'--calibrate-on {text[:200]!r} must be a number of lines per stack ("6"), a part of '
+            'the lines ("5%") or "others" (the other sources of the tables).'
         )
 
 

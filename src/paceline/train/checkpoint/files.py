@@ -32,9 +32,11 @@ from pydantic import field_validator
 from torch import Tensor
 
 from paceline.config.errors import InputError
+from paceline.config.files import read_bytes
 from paceline.config.noun import Noun
 
 FORMAT_VERSION = 1
+_MOST_MANIFEST_BYTES = 1 << 30  # ranks times tensors: one of 1,000 ranks takes some 100 MB
 MANIFEST = "manifest.json"
 STEP_DIRECTORY = re.compile(r"step-(\d+)")
 SHARD_FILE = re.compile(r"rank\d+\.safetensors")
@@ -212,6 +214,18 @@ def check_file(path: Path, entry: FileEntry) -> str | None:
     except OSError as error:
         return f"{path.name} can't be read ({error.strerror})"
     return None if digest == entry.sha256 else f"{path.name} doesn't match its checksum"
+
+
+def manifest_bytes(path: Path) -> bytes:
+    """The manifest file in the directory of a checkpoint.
+
+    Raises:
+        DamagedError: there is none that can be read.
+    """
+    try:
+        return read_bytes(path / MANIFEST, "it is lost", _MOST_MANIFEST_BYTES)
+    except InputError as error:
+        raise DamagedError(f"{MANIFEST} can't be read ({str(error).rstrip('.')})") from None
 
 
 def complete_steps(directory: Path) -> list[int]:

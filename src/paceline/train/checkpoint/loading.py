@@ -11,12 +11,12 @@ from typing import Any
 from paceline.config.errors import InputError
 from paceline.train.checkpoint.agreement import Ranks
 from paceline.train.checkpoint.files import (
-    MANIFEST,
     DamagedError,
     FoundCheckpoint,
     check_file,
     complete_steps,
     decode_manifest,
+    manifest_bytes,
 )
 from paceline.train.checkpoint.plan import fill, fitting, some, unclaimed
 
@@ -92,7 +92,7 @@ def _steps(directory: Path) -> list[int]:
 
 
 def _verify(path: Path, step: int, ranks: Ranks) -> FoundCheckpoint:
-    manifest = decode_manifest(ranks.on_first(lambda: _manifest_bytes(path)), step)
+    manifest = decode_manifest(ranks.on_first(lambda: manifest_bytes(path)), step)
     mine = sorted(manifest.files)[ranks.rank :: ranks.size]
     problems = [check_file(path / name, manifest.files[name]) for name in mine]
     for of_rank in ranks.all_gather(problems):
@@ -100,10 +100,3 @@ def _verify(path: Path, step: int, ranks: Ranks) -> FoundCheckpoint:
             if problem is not None:
                 raise DamagedError(problem)
     return FoundCheckpoint(step, path, manifest)
-
-
-def _manifest_bytes(path: Path) -> bytes:
-    try:
-        return (path / MANIFEST).read_bytes()
-    except OSError as error:
-        raise DamagedError(f"{MANIFEST} can't be read ({error.strerror})") from None

@@ -15,20 +15,24 @@ It is not a downloader: everything read is on this machine's file systems.
 """
 
 import glob
-import json
 import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 from paceline.config.errors import InputError
+from paceline.config.files import read_json
 from paceline.config.job import Data
 
 Format = Literal["text", "jsonl", "parquet", "arrow"]
 
 STDLIB = "python-stdlib"
+_ANEW = "save the dataset anew"
 _STDLIB_WITHOUT = {
     *("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"),
     *("idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"),
@@ -40,6 +44,22 @@ _FORMAT_OF_SUFFIX: dict[str, Format] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+
+
+# What `datasets.save_to_disk` writes; typing's TypedDict gives pydantic too little in 3.11.
+class _Splits(TypedDict, total=False):
+    splits: list[str]
+
+
+class _DataFile(TypedDict):
+    filename: str
+
+
+class _State(TypedDict):
+    _data_files: list[_DataFile]
+
+
+_DICT, _STATE = TypeAdapter(_Splits), TypeAdapter(_State)
 
 
 @dataclass(frozen=True)
@@ -125,7 +145,7 @@ def _folder_files(folder: Path, wanted: str) -> Iterator[SourceFile]:
 def _dataset_files(folder: Path) -> list[Path]:
     """The Arrow files of a folder that `datasets.save_to_disk` wrote; of a dict, its "train"."""
     if (folder / "dataset_dict.json").is_file():
-        splits = _read_json(folder / "dataset_dict.json").get("splits", [])
+        splits = read_json(folder / "dataset_dict.json", _DICT, _ANEW).get("splits", [])
         if "train" not in splits:
             raise InputError(
                 f'{folder} holds the splits {", ".join(splits)} but not "train", which is the one '
@@ -138,18 +158,8 @@ def _dataset_files(folder: Path) -> list[Path]:
             f'{folder} has no state.json: data.format "arrow" needs a folder written by '
             "datasets.save_to_disk or an .arrow file."
         )
-    return [
-        folder / entry["filename"] for entry in _read_json(folder / "state.json")["_data_files"]
-    ]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path} can't be read as JSON ({error}): save the dataset anew."
-        ) from None
+    state = read_json(folder / "state.json", _STATE, _ANEW)
+    return [folder / entry["filename"] for entry in state["_data_files"]]
 
 
 def _format_of(path: Path, wanted: str) -> Format:

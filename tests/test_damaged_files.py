@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import paceline
 from paceline import cli
 from paceline.comm import warm_up
 from paceline.config.errors import InputError
@@ -347,6 +348,20 @@ def test_trials_that_are_none_are_refused(damaged, data):
     damaged("tuned/trials.jsonl", data)
     with pytest.raises(InputError, match=r"trials\.jsonl: line 1 "):
         FolderBook(Path("tuned")).open(read_job(Path("small.toml")))
+
+
+def test_a_complete_run_says_which_change_changed_nothing(damaged):
+    shutil.rmtree("again", ignore_errors=True)
+    shutil.copytree(RUN, "again/small")
+    said = call("train", "again/small", "--set", "optim.lr=0.5")
+    assert said.code == 0, said
+    assert "changed since: optim.lr 0.0003 -> 0.5\n" in said.out
+    assert "is complete after 4 steps" in said.out
+    assert "changed since" not in call("train", RUN).out
+
+
+def test_the_version_is_told():
+    assert call("--version").out.strip() == paceline.__version__
 
 
 # ---- places to write to, and numbers -------------------------------------------------------------

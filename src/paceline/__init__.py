@@ -7,9 +7,11 @@ Names are loaded when they are first used, so that importing the package costs n
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from paceline.config.errors import InputError as InputError
     from paceline.config.job import Job as Job
     from paceline.config.layout import Layout as Layout
@@ -29,6 +31,8 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("paceline")
     if name not in _HOMES:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

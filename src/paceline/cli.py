@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="paceline",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    help="Train PyTorch models on many devices, and account for every millisecond and byte.",
 )
 
 app.add_typer(bench_app, name="bench")
@@ -119,6 +117,26 @@ Top = Annotated[int, typer.Option(help="Layouts to show.", min=1)]
 
 
 # ---- commands -----------------------------------------------------------------------------------
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(version("paceline"))
+        raise typer.Exit
+
+
+@app.callback()
+def paceline(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version, and stop."
+        ),
+    ] = False,
+) -> None:
+    """Train PyTorch models on many devices, and account for every millisecond and byte."""
 
 
 @app.command()

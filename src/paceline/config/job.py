@@ -204,6 +204,11 @@ def _disagreement(job: Job) -> str | None:
             f"optim.decay_steps = {optim.decay_steps} has no effect with "
             f'optim.schedule = "{optim.schedule}": set it to 0 or use schedule = "wsd".'
         )
+    if job.checkpoint.best is None and job.checkpoint.best_is != Checkpoint().best_is:
+        return (
+            f'checkpoint.best_is = "{job.checkpoint.best_is}" has no effect without a figure to '
+            'judge by: set checkpoint.best = "eval_loss" as well.'
+        )
     if train.patience and job.checkpoint.best is None:
         return (
             f"train.patience = {train.patience} has no effect without a figure to judge by: set "

@@ -5,8 +5,7 @@ Required: files of earlier versions and of stopped runs do. What it must not do 
 else under a name that is known; `config.files` then says so in a sentence.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Required, TypeVar
+from typing import Annotated, Any, Literal, Required
 
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict  # typing's own gives pydantic too little in 3.11
@@ -14,7 +13,6 @@ from typing_extensions import TypedDict  # typing's own gives pydantic too littl
 _CONFIG = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 _MOST_COUNT = 2**53  # beyond it a float is no longer exact
 
-T = TypeVar("T", bound=Mapping[str, Any])
 Number = float | None
 Count = Annotated[int, Field(ge=0, le=_MOST_COUNT)]
 

@@ -14,7 +14,7 @@ tensorboard/    report.html    log/rank<k>.log
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from paceline.config import files
 from paceline.config.job import Job, read_job
-from paceline.observe.records import DOCTOR, FACTS, LINE, PLAN, T
+from paceline.observe.records import DOCTOR, FACTS, LINE, PLAN
 
 # A line with the figures of 64 ranks takes three thousand bytes.
 _MOST_LINE_BYTES = 1 << 20
@@ -130,12 +130,11 @@ class Run:
         """The lines of `steps` alone."""
         return self.steps().lines
 
-    def _read(self, name: str, kind: TypeAdapter[T]) -> dict[str, Any]:
+    def _read(self, name: str, kind: TypeAdapter[Any]) -> dict[str, Any]:
         file = self.path / name
         if not os.path.lexists(file):
             return {}
-        held: Mapping[str, Any] = files.read_json(file, kind, "put back a copy of it, or remove it")
-        return dict(held)
+        return dict(files.read_json(file, kind, "put back a copy of it, or remove it"))
 
     def last_checkpoint(self) -> tuple[int, float] | None:
         """Step and unix time of the newest checkpoint, None where there is none."""

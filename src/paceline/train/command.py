@@ -1,9 +1,10 @@
 """`paceline train`: run a Job on every device of this machine, or as one of the ranks given."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 from rich.console import Console
@@ -17,6 +18,7 @@ from paceline.comm.ranks import (
     given_ranks,
     store_of_run,
 )
+from paceline.config.errors import InputError
 from paceline.config.job import CustomModel, Job, to_raw
 from paceline.config.model import Model
 from paceline.config.recommender import Dlrm
@@ -112,16 +114,22 @@ def _is_ready(plan: Plan, run: Run, compare: Callable[[], None], *, fresh: bool)
     """Read the inputs, begin the Run and say what it is; False where nothing is left to do."""
     with _tokenising() as progress:
         data_key = read_inputs(plan.job, progress)
+    before = None
+    with suppress(InputError):  # one that can't be read is written anew
+        before = run.job() if run.exists else None
     if not fresh:
         compare()
     begin(run, plan, data_key, fresh=fresh)
     if isinstance(plan.job.model, Model):
         keep_tokenizer(run, plan.job.data, plan.job.train.weights)
-    return introduce(plan, run)
+    return introduce(plan, run, before)
 
 
-def introduce(plan: Plan, run: Run) -> bool:
+def introduce(plan: Plan, run: Run, before: Job | None = None) -> bool:
     """Say what is trained on what, what is expected of it, and from where on.
+
+    Args:
+        before: what the Run was trained as until now.
 
     Returns:
         whether there is anything left to do; where there isn't, the figures are shown again.
@@ -142,6 +150,8 @@ def introduce(plan: Plan, run: Run) -> bool:
             _CONSOLE.print(f"going on after step {done} of {steps}")
         return True
     _CONSOLE.print(step_time_table(run.metrics(), run.facts()))
+    if changes := _changes(before, plan.job):
+        _CONSOLE.print(f"no step was made with what changed since: {changes}")
     if best.is_over:
         _CONSOLE.print(f"{run.path} stopped early after step {done}: {best.sentence()}.")
         return False
@@ -152,6 +162,22 @@ def introduce(plan: Plan, run: Run) -> bool:
         f"or start over with {anew}.\nreport: {run.report_file}"
     )
     return False
+
+
+def _changes(before: Job | None, now: Job) -> str:
+    """The settings of two Jobs that differ, as "optim.lr 0.001 -> 0.01"; "" where none does."""
+    old, new = ({} if job is None else _flat(to_raw(job)) for job in (before, now))
+    names = [name for name in {**old, **new} if before and old.get(name) != new.get(name)]
+    shown = [f"{name} {old.get(name, 'unset')} -> {new.get(name, 'unset')}" for name in names[:5]]
+    return ", ".join(shown) + (", ..." if len(names) > 5 else "")
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in section.items():
+        inner = isinstance(value, Mapping)
+        found |= _flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return found
 
 
 def _description(job: Job) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from tests.command_line import (
+    Started,
     losses,
     metrics,
     paceline,
@@ -98,6 +100,25 @@ def test_an_error_on_one_rank_ends_the_run_whatever_it_says(error, ends, tmp_pat
     assert time.time() - float((tmp_path / "died").read_text()) < 20
     assert done.returncode == 1
     _assert_only_the_persons_traceback(done.stderr, ends)
+
+
+def test_a_rank_that_a_launcher_gave_says_why_it_failed_and_the_others_follow(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    fault = "if (rank, step) == (1, 5): raise ValueError('the tokeniser ate it')"
+    (tmp_path / "own.py").write_text(SCRIPT.format(fault=fault, steps=12))
+    place = {**meeting, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    tasks = [
+        Started(["own.py"], tmp_path, 1, {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    first, second = (task.communicate(60)[0] for task in tasks)
+    assert [task.returncode for task in tasks] == [1, 1]
+    assert "failed (ValueError: the tokeniser ate it) and took the run down" in first
+    assert "Traceback" not in first
+    assert second.count("Traceback") == 1
+    assert second.rstrip().endswith("ValueError: the tokeniser ate it")
 
 
 def test_an_error_in_the_backward_pass_of_one_rank_ends_the_run(tmp_path):

@@ -41,6 +41,8 @@ _PREFIX = "paceline/roll_call"
 _TROUBLE = "trouble"
 # Of the reserve: the time in which the others may fail later than the first one did.
 _LISTENING = 0.7
+# And where it is known who failed: in which the others' connections break as well.
+_GOODBYE_S = 5.0
 _PERIODS = 8
 """How often a rank looks for trouble within a reserve."""
 _LOOK_S = 0.05
@@ -123,9 +125,11 @@ class RollCall:
         own = Answer(_where_failed(error))
         self._raise_hand(own)
         self._heard.wait(self.reserve_s)
-        if self.ranks.is_first:  # keeps the store, which the others still ask
-            time.sleep(max(0.0, deadline - time.monotonic()))
         reason, roll = _reason(error), self._roll
+        if self.ranks.is_first:  # may keep the store, which the others still ask
+            is_known = roll is not None and any(answer.error for answer in roll.answers.values())
+            rest_s = max(0.0, deadline - time.monotonic())
+            time.sleep(min(rest_s, _GOODBYE_S) if is_known else rest_s)
         if roll is None:
             return _store_lost(self.ranks.rank, own, reason)
         return verdict(self.ranks.rank, self.ranks.world_size, own, reason, roll)

@@ -150,7 +150,8 @@ def _say_plainly(
         text = f"paceline: {error}"
     else:
         text = str(error) if isinstance(error, RunError) else shown(error)
-    print(text, file=sys.stderr, flush=True)
+    # Where there is a process group, torch calls this with a standard error that it prints later.
+    print(text, file=sys.__stderr__, flush=True)
     code = 2 if isinstance(error, InputError) else 1
     if given_ranks("cpu") is not None:
         leave(code)

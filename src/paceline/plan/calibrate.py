@@ -212,7 +212,8 @@ def calibrate_from_run(run: Run) -> Cluster:
         raise InputError(f"{run.path} has no finished step: train it for a few steps first.")
     if not isinstance(job.model, Model):
         raise InputError(f"{run.path} trains a model of your own, whose shapes are not known.")
-    setting, stack = Setting.of(job), job.cluster.stack or Stack()
+    setting = Setting.of(job)
+    stack = setting.stack
     when = datetime.now(UTC).strftime("%Y-%m-%d")
     # A median of many steps weighs as much as six single ones.
     sample = _sample(Case(setting, job.layout, median(steady)), stack)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.comm.algorithms import MOST_RANKS
+from paceline.config.catalogue.own_stack import own_stack
 from paceline.config.comm import Codec, Comm, codec
 from paceline.config.hardware import Cluster, Device
 from paceline.config.job import Job
@@ -64,7 +65,8 @@ class Setting:
     def of(cls, job: Job) -> "Setting":
         """That of a decoder's Job, whose cluster is concrete."""
         assert isinstance(job.model, Model)
-        train, stack = job.train, job.cluster.stack or Stack()
+        train = job.train
+        stack = job.cluster.stack or own_stack(job.cluster.known_device.kind)
         setting = cls(job.model, job.cluster, train.seq_len, train.global_batch, stack)
         algorithm = job.comm.fsdp.algorithm
         if algorithm == "auto":  # which of ours, the layout decides: gloo's own is never it

@@ -7,6 +7,7 @@ gets wrong about a Job is learnt from the trials near to it (`tune.expect`).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from paceline.config.catalogue.own_stack import own_stack
 from paceline.config.job import Job
 from paceline.config.stack import Stack
 from paceline.explain.finding import Finding
@@ -50,7 +51,8 @@ class Proposer:
 
     @property
     def _start(self) -> Stack:
-        return self.question.given.cluster.stack or Stack()
+        cluster = self.question.given.cluster
+        return cluster.stack or own_stack(cluster.known_device.kind)
 
     def first(self) -> Candidate:
         """The Job as it was given."""

@@ -236,4 +236,6 @@ def known(best: Prediction) -> str:
         word = next((word for word in count if word in origin.split(":")[0]), "measured")
         count[word] += 1
     parts = [f"{number} {word}" for word, number in count.items() if number]
-    return f"rests on {_listed(parts)} figures, which plan.json (--out) names"
+    pace = best.assumptions.get("stack.matmul_time", "").removeprefix("cited: ")
+    behind = f"; the pace of kernels and the interval on {pace}" if "like stacks" in pace else ""
+    return f"rests on {_listed(parts)} figures, which plan.json (--out) names{behind}"

@@ -241,6 +241,18 @@ def test_zero_gathers_and_reduces_as_often_as_it_says():
     assert seconds(layout(fsdp=16), "exposed_comm.fsdp") < of[3]
 
 
+def test_in_pipelines_every_degree_exchanges_once_a_step():
+    """What is gathered stays, and gradients add up until the last micro-batch."""
+    alone = Stack(overlaps_data_axes=False)
+    first, second, third = (
+        seconds(layout(pp=2, fsdp=8, zero=zero, schedule="1f1b", split=(8, 8)), stack=alone)
+        for zero in (1, 2, 3)
+    )
+    assert first == pytest.approx(second) == pytest.approx(third)
+    without = [seconds(layout(fsdp=16, zero=zero), stack=alone) for zero in (1, 2, 3)]
+    assert without[0] < without[1] < without[2]
+
+
 def test_replicas_reduce_once_a_step_and_hide_behind_the_last_backward_pass():
     few, many = (seconds(layout(dp=16), "exposed_comm.dp", batch=n) for n in (16, 160))
     assert few == pytest.approx(many)

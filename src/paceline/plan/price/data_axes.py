@@ -13,8 +13,9 @@ backward pass; DDP does it bucket by bucket. The zero degrees are those of `para
 | 2 | once a step | in each backward pass |
 | 1 | once a step | once a step |
 
-In a pipeline the reduction of a stage comes behind its last backward pass, beside what other stages
-of the rank still do.
+In a pipeline parameters stay gathered and gradients whole until the last micro-batch, whatever the
+degree (torch.distributed.pipelining, ours): each is exchanged once a step. The reduction of a stage
+comes behind its last backward pass, beside what other stages of the rank still do.
 
 Overlap: https://arxiv.org/abs/2304.11277 (FSDP), https://arxiv.org/abs/2006.15704 (DDP).
 
@@ -270,6 +271,11 @@ def _coding_of(setting: Setting, params: Array, groups: Groups) -> _Unit:
     )
 
 
+def _every_pass(points: Points) -> Array:
+    """The zero degree that says what each pass exchanges: in pipelines as under the first."""
+    return np.where(points.pp > 1, np.minimum(points.zero, 1), points.zero)
+
+
 class _Passes(NamedTuple):
     """How often FSDP2 gathers and reduces in a step."""
 
@@ -283,10 +289,10 @@ class _Passes(NamedTuple):
     @staticmethod
     def of(points: Points) -> "_Passes":
         """Of the zero degree and the micro-batches."""
-        batches = points.num_micro_batches
-        backward = np.where(points.zero >= 2, batches, 1)
-        forward = np.where(points.zero == 3, batches, 1)
-        return _Passes(forward, np.where(points.zero == 3, backward, 0), backward)
+        zero, batches = _every_pass(points), points.num_micro_batches
+        backward = np.where(zero >= 2, batches, 1)
+        forward = np.where(zero == 3, batches, 1)
+        return _Passes(forward, np.where(zero == 3, backward, 0), backward)
 
 
 def _of_blocks(held: Held, units: Sequence[_Unit]) -> _Unit:
@@ -336,7 +342,8 @@ def _sharded(
     inner = share * np.maximum(num_layers - 1, 0) / np.maximum(num_layers, 1)
     hidden_forward, hidden_backward, spare = (np.zeros(1),) * 3
     for count, unit, part in zip(held.blocks, units, parts, strict=False):
-        backward_s = np.where(points.zero == 3, unit.gather_s, 0.0) + unit.reduce_s
+        again_s = np.where(_every_pass(points) == 3, unit.gather_s, 0.0)
+        backward_s = again_s + unit.reduce_s
         hidden_forward = hidden_forward + count * np.minimum(unit.gather_s, part.forward.beside_s)
         beside = np.minimum(backward_s, part.beside_backward_s)
         hidden_backward = hidden_backward + count * beside
@@ -445,17 +452,17 @@ def grad_copy_bytes(setting: Setting, points: Points, works: Sequence[Work], hel
     another (read in its type, written in that of the reduction). What stays whole is added up: read
     twice and written.
     """
-    params = total_params(works, held)
+    params, zero = total_params(works, held), _every_pass(points)
     gathered, reduced = wire_bytes(setting, points)
-    per_pass = np.where(points.zero == 3, 4.0, 0.0) * gathered
-    per_pass = per_pass + np.where(points.zero >= 2, gathered + reduced, 0.0)
+    per_pass = np.where(zero == 3, 4.0, 0.0) * gathered
+    per_pass = per_pass + np.where(zero >= 2, gathered + reduced, 0.0)
     if setting.device.is_cpu:
         # Copied once a step as well; and gloo sums up, so that the mean is a kernel of its own.
         once = 1 / np.maximum(points.num_micro_batches, 1)
-        gathers = np.where(points.zero == 3, 2.0, once)
-        reductions = np.where(points.zero >= 2, 1.0, once)
+        gathers = np.where(zero == 3, 2.0, once)
+        reductions = np.where(zero >= 2, 1.0, once)
         per_pass = gathers * 2 * gathered + reductions * (gathered + 3 * reduced)
-    whole = points.zero < 2
+    whole = zero < 2
     adds = np.where(whole & (points.num_micro_batches > 1), 3 * reduced, 0.0)
     casts = np.where(autocasts(setting, points), 2 * (points.param_bytes + points.value_bytes), 0.0)
     return params * np.where(is_sharded(points), per_pass + adds, adds + casts)

@@ -253,6 +253,13 @@ def test_in_pipelines_every_degree_exchanges_once_a_step():
     assert without[0] < without[1] < without[2]
 
 
+def test_ranks_that_share_a_sequence_shard_states_without_other_data_ranks():
+    def stepping(zero: int) -> float:
+        return seconds(layout(cp=16, zero=zero), "optimizer")
+
+    assert stepping(1) < 0.2 * stepping(0)
+
+
 def test_replicas_reduce_once_a_step_and_hide_behind_the_last_backward_pass():
     few, many = (seconds(layout(dp=16), "exposed_comm.dp", batch=n) for n in (16, 160))
     assert few == pytest.approx(many)

@@ -77,9 +77,12 @@ class DataSeconds:
 
 
 def dense_groups(points: Points) -> Groups:
-    """Ranks that share a sequence (cp) hold the same parameters: they belong to the data axes."""
-    shards = np.where(points.fsdp > 1, points.fsdp * points.cp, 1)
-    replicas = points.dp * np.where(points.fsdp > 1, 1, points.cp)
+    """Ranks that share a sequence (cp) hold the same parameters: they belong to the data axes, and
+    shard with one sample at a time too where the software says so (Megatron's dp x cp, dp_shard x
+    cp of torchtitan). Ours has shards only with fsdp above 1 (config/feasible.py).
+    """
+    shards = np.where(points.zero > 0, points.fsdp * points.cp, 1)
+    replicas = points.dp * np.where(points.zero > 0, 1, points.cp)
     return Groups(replicas, points.tp * shards, shards, points.tp)
 
 
@@ -89,8 +92,8 @@ def expert_groups(setting: Setting, points: Points) -> Groups:
     inner = points.fsdp * points.cp * (points.tp if folds_tp else 1)
     left = np.maximum(inner / points.ep, 1)
     outer = np.maximum(points.dp * np.minimum(inner / points.ep, 1), 1)
-    shards = np.where(points.fsdp > 1, left, 1)
-    replicas = outer * np.where(points.fsdp > 1, 1, left)
+    shards = np.where(points.zero > 0, left, 1)
+    replicas = outer * np.where(points.zero > 0, 1, left)
     stride = points.ep * (1 if folds_tp else points.tp)
     return Groups(replicas, stride * shards, shards, stride)
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -26,6 +25,7 @@ from torch.utils.data import (
 )
 
 from paceline.comm.ranks import Ranks
+from paceline.comm.records import all_gather
 from paceline.config.errors import InputError
 from paceline.config.job import Job
 from paceline.train.custom.batches import (
@@ -86,9 +86,7 @@ class Deal:
         """
         if self.ranks.world_size == 1:
             return
-        everyone: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(everyone, digest(seen))
-        if len(set(everyone)) > 1:
+        if len(set(all_gather(digest(seen)))) > 1:
             raise InputError(
                 f"{name} differs from rank to rank, and every rank must read the same to take its "
                 "own part of it: seed alike whatever shuffles and don't split by rank, or give a "

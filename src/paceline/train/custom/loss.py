@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.comm.records import all_gather
 from paceline.config.errors import InputError
 from paceline.train.custom.feed import Part
 from paceline.train.weighed import Weighed
@@ -51,9 +51,9 @@ class StatedLoss:
 
     def _must_be_same(self, training: bool, names: tuple[str, ...]) -> None:
         if training not in self._stated:
-            everyone = [names] * self._num_ranks
+            everyone = [names]
             if self._num_ranks > 1:
-                dist.all_gather_object(everyone, names)
+                everyone = [tuple(each) for each in all_gather(names)]
             self._stated[training] = next((each for each in everyone if each != names), names)
         before = self._stated[training]
         if names != before:

@@ -70,8 +70,8 @@ def _train(num_ranks: int, settings: tuple[str, ...]) -> None:
 
 
 IMAGES = (
-    'model={family="resnet", depth=18, num_classes=10, image_size=32}', "train.global_batch=8",
-    "data.source=images", "layout.micro_batch=4", "train.steps=3", "optim.warmup_steps=0",
+    'model={family="resnet", depth=18, num_classes=10, image_size=32}', 'data={source="images"}',
+    "train={steps=3, global_batch=8}", "layout.micro_batch=4", "optim.warmup_steps=0",
 )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ class Tally:
             loss: its loss times its weight, divided already.
         """
         self._loss += loss.detach()
-        self._weight += torch.as_tensor(part.weight).to(self._zero)
+        self._weight += part.weight  # a float costs no copy to the device
         for name, value in part.figures.items():
             figure = torch.as_tensor(value).detach().to(self._zero)
             self._figures[name] = self._figures.get(name, self._zero) + part.times_weight(figure)

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from paceline.config.errors import InputError
+from paceline.config.files import parse_json, read_bytes
 from paceline.config.job import Data, Job
 from paceline.config.layout import ParamDtype
 from paceline.config.model import Model
@@ -41,6 +43,7 @@ _CARRIED = (
     "chat_template.json", _GENERATION,
 )  # fmt: skip
 """What may stand beside a tokenizer.json or weights, and says how to use them."""
+_OBJECT = TypeAdapter(dict[str, Any])
 
 
 def export(run: Run, folder: Path, dtype: ParamDtype = "fp32") -> int:
@@ -124,7 +127,7 @@ def keep_tokenizer(run: Run, data: Data, weights: str | None) -> None:
     for folder in filter(None, folders):
         for name in _CARRIED:
             if name not in kept and (folder / name).is_file():
-                kept[name] = (folder / name).read_bytes()
+                kept[name] = read_bytes(folder / name, "put a good copy there, or remove it")
     run.tokenizer_folder.mkdir(exist_ok=True)
     for name, contents in kept.items():
         (run.tokenizer_folder / name).write_bytes(contents)
@@ -179,9 +182,6 @@ def _as_json(value: Mapping[str, Any]) -> bytes:
 
 def _object(contents: bytes | None, name: str) -> dict[str, Any]:
     try:
-        value = {} if contents is None else json.loads(contents)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise InputError(f"{name} in the run's tokenizer folder is no JSON object: remove it.")
-    return value
+        return {} if contents is None else parse_json(contents, _OBJECT)
+    except ValueError as error:
+        raise InputError(f"{name} in the run's tokenizer folder {error}: remove it.") from None

@@ -18,6 +18,9 @@ if not torch.cuda.is_available():
     # Before anything imports Triton: then its kernels run on the CPU, in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# No test waits for this machine's speed to be measured, or depends on what it was, unasked.
+os.environ.setdefault("PACELINE_MEASURE", "off")
+
 # Tests are many small tensors on few cores: threads would wait for each other.
 torch.set_num_threads(1)
 

@@ -143,6 +143,9 @@ class DeviceCurves(Noun):
     """Of CPU ranks; None: as fast as while all compute."""
     num_processors: Count | None = None
     """Streaming multiprocessors, over which work is shared out in whole tiles; None: not known."""
+    is_quick: bool = False
+    """Measured in a second before a first run: enough for an MFU and a rough prediction, not to
+    choose between layouts."""
 
 
 def _must_fit(values: Sequence[float], *sizes: Sequence[float]) -> None:

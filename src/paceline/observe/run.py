@@ -153,6 +153,11 @@ class Run:
         return self.write(name, json.dumps(value, indent=2) + "\n")
 
 
+def cache_home() -> Path:
+    """For what can be made again: $XDG_CACHE_HOME/paceline or ~/.cache/paceline."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+
+
 def write_whole(file: Path, text: str) -> Path:
     """Write a text file complete or not at all: beside it, to the disk, then renamed."""
     file.parent.mkdir(parents=True, exist_ok=True)

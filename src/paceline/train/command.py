@@ -32,7 +32,14 @@ from paceline.train.best import Best
 from paceline.train.export import keep_tokenizer
 from paceline.train.launch import launch
 from paceline.train.session import MakeTask, language_model, launched_rank, run_rank
-from paceline.train.start import begin, newest_facts, owned, read_inputs, resolve_here
+from paceline.train.start import (
+    begin,
+    newest_facts,
+    owned,
+    read_inputs,
+    resolve_here,
+    with_speed_here,
+)
 from paceline.train.workers import launch_workers
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
@@ -81,6 +88,7 @@ def carry_out(
     Returns:
         whether this process trained, and not others or nobody.
     """
+    plan = with_speed_here(plan, _CONSOLE.print)
     kind = _device_kind(plan.job)
     ranks = given_ranks(kind) or Ranks(device_type=kind)
     is_alone, store = ranks.world_size == 1, None
@@ -141,8 +149,9 @@ def introduce(plan: Plan, run: Run, before: Job | None = None) -> bool:
     if damage := run.steps().damage:
         _CONSOLE.print(damage)
     for expected in plan.ranked[:1]:
+        low, high = map(step_time_text, expected.interval_s)
         _CONSOLE.print(
-            f"expected: {step_time_text(expected.step_s)} a step, "
+            f"expected: {step_time_text(expected.step_s)} a step ({low} to {high}), "
             f"{bytes_text(expected.peak_memory_bytes)} on a device (plan.json says why)"
         )
     if done < steps and not best.is_over:

@@ -7,11 +7,13 @@ read the inputs, compare with the checkpoints that are already there, and only t
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from paceline.comm.ranks import given_ranks
+from paceline.comm.speed import with_speed
 from paceline.comm.topology import this_machine
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
@@ -26,7 +28,7 @@ from paceline.plan.answer.answer import prediction_json
 from paceline.plan.points import Setting
 from paceline.plan.price.simulate import predicted_timeline
 from paceline.plan.resolve import Plan
-from paceline.plan.search.choose import plan_job
+from paceline.plan.search.choose import plan_job, unsearchable, with_prediction
 from paceline.train.checkpoint.files import (
     DamagedError,
     complete_steps,
@@ -66,6 +68,23 @@ def resolve_here(job: Job) -> Plan:
             'started: set [cluster] to "auto" or start as many.'
         )
     return plan
+
+
+def with_speed_here(plan: Plan, say: Callable[[str], None]) -> Plan:
+    """The plan with this CPU's measured speed and what it predicts, where nobody gave it.
+
+    Measured is by the process that starts the ranks; one of ranks that a launcher gave would
+    measure while others train, and uses what is kept.
+    """
+    cluster, given = plan.job.cluster, given_ranks(plan.job.cluster.known_device.kind)
+    device = with_speed(
+        cluster.known_device, size(cluster.devices_per_node), say, may_measure=given is None
+    )
+    if device == cluster.known_device:
+        return plan
+    job = plan.job.replace(cluster=cluster.replace(device=device))
+    notes = tuple(filter(None, [unsearchable(job, job.cluster)]))
+    return with_prediction(replace(plan, job=job, notes=notes))
 
 
 def why_only_planned(job: Job) -> str | None:

@@ -32,6 +32,7 @@ from paceline.plan.price.compress import (
     wire_ops,
 )
 from paceline.plan.rates import memory_s, origins, peak_flops
+from paceline.plan.residuals import of_device
 from paceline.plan.scale import straggler_wait_s
 
 _FP32 = 4
@@ -256,7 +257,7 @@ def predict_convnet(
     memory = convnet_memory_bytes(network, batch, precision, ranks)
     flops = network.train_flops_per_image * global_batch
     is_direct = any(conv.in_channels == conv.groups for conv in network.convolutions)
-    error = _ERROR_OF_DIRECT if is_direct else _ERROR
+    error = of_device(device, _ERROR_OF_DIRECT if is_direct else _ERROR)
     return Prediction(
         layout=layout,
         step_s=step_s,

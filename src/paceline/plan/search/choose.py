@@ -58,24 +58,30 @@ def plan_job(job: Job, machine: Cluster, wishes: Wishes | None = None) -> Plan:
     cluster, reasons = concrete_cluster(job.cluster, machine)
     unknown = unsearchable(job, cluster)
     if unknown is not None:
-        return replace(resolve(job, machine), notes=(unknown,))
+        plan = replace(resolve(job, machine), notes=(unknown,))
+        return with_prediction(plan) if _is_quick(cluster) else plan
     if isinstance(job.model, ResNet):
-        return _of_images(resolve(job, machine), job.model)
+        return with_prediction(resolve(job, machine))
     if not job.layout.undecided:
         return _with_exchange(job, resolve(job, machine))
     wishes = replace(wishes or Wishes(), layout=job.layout)
     return _with_exchange(job, _searched(job, cluster, wishes, reasons))
 
 
-def _of_images(plan: Plan, network: ResNet) -> Plan:
-    """The plan that rules made for a ResNet, with what is predicted of it."""
+def with_prediction(plan: Plan) -> Plan:
+    """The plan that rules made, with what is predicted of it where its model's shapes are known."""
     job = plan.job
     try:
-        found = predict_convnet(
-            network, job.cluster, job.layout, job.train.global_batch, comm=job.comm
-        )
+        if isinstance(job.model, ResNet):
+            found = predict_convnet(
+                job.model, job.cluster, job.layout, job.train.global_batch, comm=job.comm
+            )
+        elif isinstance(job.model, Model):
+            found = predict(Setting.of(job), job.layout)
+        else:
+            return plan
     except InputError as error:  # it can run, but isn't priced
-        return replace(plan, notes=(f"not predicted: {error}",))
+        return replace(plan, notes=(*plan.notes, f"not predicted: {error}"))
     return replace(plan, ranked=(found,))
 
 
@@ -123,6 +129,11 @@ def unsearchable(job: Job, cluster: Cluster) -> str | None:
     """Why there is nothing to search by, as one sentence; None where there is."""
     if not isinstance(job.model, Model | ResNet):
         return "simple rules decided: what a model of your own costs is not known."
+    if _is_quick(cluster):
+        return (
+            "simple rules decided: this machine was measured in a second only, and the search "
+            "needs what `paceline bench` measures."
+        )
     try:
         wanted = job.layout.precision
         wanted = cluster.known_device.safest_fast_precision if wanted == "auto" else wanted
@@ -132,6 +143,11 @@ def unsearchable(job: Job, cluster: Cluster) -> str | None:
     except InputError as error:
         return f"simple rules decided: {error}"
     return None
+
+
+def _is_quick(cluster: Cluster) -> bool:
+    curves = cluster.known_device.curves
+    return curves is not None and curves.is_quick
 
 
 # ---- reasons -------------------------------------------------------------------------------------

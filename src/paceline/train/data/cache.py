@@ -24,6 +24,7 @@ from filelock import FileLock
 
 from paceline.config.errors import InputError
 from paceline.config.job import Data
+from paceline.observe.run import cache_home
 from paceline.train.data.build import Progress, build
 from paceline.train.data.dataset import (
     FORMAT_VERSION,
@@ -93,10 +94,7 @@ def open_prepared(folder: Path) -> PreparedData:
 
 def cache_folder(data: Data) -> Path:
     """Create and return the folder that tokenised data is kept in."""
-    if data.cache_dir == "auto":
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
-    else:
-        base = Path(data.cache_dir).expanduser()
+    base = cache_home() if data.cache_dir == "auto" else Path(data.cache_dir).expanduser()
     try:
         (base / "data").mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -258,3 +258,26 @@ def test_what_a_rank_refuses_reaches_the_person(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("paceline: data yielded a batch of 10 samples")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_failing_evaluation_loses_no_trained_step(tmp_path):
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if not model.training:
+            raise ValueError("no held-out loss today")
+        return model(batch).square().mean()
+
+    job = {
+        "name": "failing",
+        "cluster": ONE_RANK,
+        "train": {"steps": 3, "global_batch": 4},
+        "checkpoint": {"every": 0},
+        "observe": {"profile_every": 0},
+    }
+    data = torch.arange(32.0).reshape(8, 4)
+    with pytest.raises(ValueError, match="no held-out loss today"):
+        paceline.train(job, torch.nn.Linear(4, 2), loss, data, data, runs=tmp_path)
+    run = tmp_path / "failing"
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert "eval_loss" not in steps[-1]
+    assert (run / "checkpoints" / "step-3").is_dir()

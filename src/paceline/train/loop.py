@@ -110,8 +110,14 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
                 line["checkpoint_cpu_s"] = around.checkpointer.take_cpu_s()
             line["terms"] = _measured_terms(step_time_s, data_wait_s, stall_s, trainer.tail)
             if _evaluation_due(job, task, done):
-                line |= (evaluation := _evaluation(trainer, task))
-                around.best.see(evaluation, done)
+                try:
+                    line |= (evaluation := _evaluation(trainer, task))
+                    around.best.see(evaluation, done)
+                except Exception:
+                    if trainer.ranks.world_size == 1:
+                        ledger.add(line, result)
+                        _keep(trainer, around, done)
+                    raise
             ledger.add(line, result)
             if trainer.meet(done):
                 ledger.catch_up()
@@ -128,6 +134,16 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
     if around.checkpointer is not None:
         around.checkpointer.finish()
     return done
+
+
+def _keep(trainer: Trainer, around: Around, done: int) -> None:
+    """Save what was trained before a failure that comes after the step, on a rank that is alone.
+
+    Several can't agree on a checkpoint while one of them has failed and others wait for it.
+    """
+    _save(trainer, around, done)
+    if around.checkpointer is not None:
+        around.checkpointer.finish()
 
 
 def lag_of(job: Job, device_type: str) -> tuple[int, int]:

@@ -109,7 +109,7 @@ def test_what_cannot_fit_says_what_lacks_and_what_helps():
 
 
 def test_where_no_change_helps_it_says_so():
-    vast = SEVEN.replace(num_layers=4000, hidden_size=32768, ffn_size=131072, num_heads=256,
+    vast = SEVEN.replace(num_layers=1000, hidden_size=65536, ffn_size=262144, num_heads=256,
                          num_kv_heads=256)  # fmt: skip
     lack = why.shortage(search(_setting(vast, "A100-40", nodes=1, batch=8), num=5))
     assert lack.change is None

@@ -1,10 +1,10 @@
-"""Speed: what CPU ranks multiply and move, measured in a second or two and kept for this machine.
+"""Speed: what CPU ranks multiply and move, measured in a few seconds and kept for this machine.
 
 Without it the machine that everybody tries first has no MFU and no prediction. It is measured once,
 by the process that starts the ranks and before it does: as many threads as ranks multiply at once,
-each with its share of the cores, so that what is found is a rank's part of the whole. Counted is
-the time that a thread had a core, and of a few short blocks the fastest: a peak that was measured
-while others had the cores would be too low for good.
+each with its share of the cores, so that what is found is a rank's part of the whole. Of a few
+short blocks the fastest counts, and where a rank has one thread only the time that it had a core: a
+peak that was measured while others had the cores would be too low for good.
 
 Not here: the thorough measurement, with all sizes, attention, links and steps (`paceline bench`);
 and CUDA devices, whose peaks stand in the catalogue.
@@ -129,7 +129,7 @@ def measure(device: Device, crew: Crew) -> Device:
     """The device of one rank with its peaks, products and memory, while all ranks are at work."""
     source = (
         f"{platform.node()}, {datetime.now(UTC):%Y-%m-%d %H:%M UTC}, torch {torch.__version__}, "
-        f"in a second by {crew.workers} x {crew.threads} threads for {crew.ranks} ranks"
+        f"in a few seconds by {crew.workers} x {crew.threads} threads for {crew.ranks} ranks"
     )
     sizes = list(product(_ROWS, _COLUMNS, _INNER))
     peaks, matmul = {}, {}
@@ -161,11 +161,13 @@ def measure(device: Device, crew: Crew) -> Device:
 def _at_once(crew: Crew, make_calls: Callable[[], Sequence[Call]]) -> tuple[float, ...]:
     """Seconds that each call takes a rank while all make the same one."""
     barrier, threads = Barrier(crew.workers), torch.get_num_threads()
+    # Of several threads, the one that asks sleeps while it waits for the others.
+    clock = time.thread_time if crew.threads == 1 else time.perf_counter
 
     def work(_worker: int) -> list[float]:
         torch.set_num_threads(crew.threads)  # of this thread
         try:
-            return [_fastest_s(call, barrier) for call in make_calls()]
+            return [_fastest_s(call, barrier, clock) for call in make_calls()]
         except BaseException:
             barrier.abort()
             raise
@@ -179,14 +181,14 @@ def _at_once(crew: Crew, make_calls: Callable[[], Sequence[Call]]) -> tuple[floa
     return tuple(turns * sum(of_call) / crew.workers for of_call in zip(*found, strict=True))
 
 
-def _fastest_s(call: Call, barrier: Barrier) -> float:
-    """Mean seconds of a call in the fastest block, by the clock of this thread's own core time."""
+def _fastest_s(call: Call, barrier: Barrier, clock: Callable[[], float]) -> float:
+    """Mean seconds of a call in the fastest block."""
     call()
     blocks = []
     for _ in range(_BLOCKS):
         barrier.wait()
-        began, number = time.thread_time(), 0
-        while (taken := time.thread_time() - began) < _BLOCK_S:
+        began, number = clock(), 0
+        while (taken := clock() - began) < _BLOCK_S:
             call()
             number += 1
         blocks.append(taken / number)

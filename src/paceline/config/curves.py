@@ -144,7 +144,7 @@ class DeviceCurves(Noun):
     num_processors: Count | None = None
     """Streaming multiprocessors, over which work is shared out in whole tiles; None: not known."""
     is_quick: bool = False
-    """Measured in a second before a first run: enough for an MFU and a rough prediction, not to
+    """Measured in seconds before a first run: enough for an MFU and a rough prediction, not to
     choose between layouts."""
 
 

@@ -131,7 +131,7 @@ def unsearchable(job: Job, cluster: Cluster) -> str | None:
         return "simple rules decided: what a model of your own costs is not known."
     if _is_quick(cluster):
         return (
-            "simple rules decided: this machine was measured in a second only, and the search "
+            "simple rules decided: this machine was measured quickly only, and the search "
             "needs what `paceline bench` measures."
         )
     try:

@@ -35,7 +35,9 @@ def test_a_device_that_idles_without_a_cause_is_the_first_line() -> None:
     assert one.to_json()["unexplained"][0]["term"] == "host_gap"
 
 
-@pytest.mark.parametrize("term", ["exposed_comm", "straggler_wait", "bubble", "unattributed"])
+@pytest.mark.parametrize(
+    "term", ["exposed_comm", "straggler_wait", "bubble", "idle", "unattributed"]
+)
 def test_every_lost_term_is_told_and_what_computes_isn_t(term: str) -> None:
     one = explained({"matmul": 70.0, term: 30.0})
     assert f"30% of it is {term} that no rule explains" in one.headline

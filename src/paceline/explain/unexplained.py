@@ -22,7 +22,7 @@ MUCH = 0.1
 """Part of the step that a term is told from on."""
 _LOST = (
     *("exposed_comm", "checkpoint_stall", "data_wait", "straggler_wait", "bubble", "host_gap"),
-    "unattributed",
+    *("idle", "unattributed"),
 )
 # Findings that gain so much of a term have said why it is there; the rest is what it costs anyway.
 _ENOUGH = 0.5
@@ -77,6 +77,8 @@ def unexplained(subject: Subject, found: Sequence[Finding]) -> list[Unexplained]
 
 def _speaks_of(found: Finding, term: str) -> bool:
     rule = RULES.get(found.name)
+    # A device of an engine idles for the same reasons as one that trains.
+    term = "host_gap" if term == "idle" else term
     return rule is not None and bool(rule.terms) and term.startswith(rule.terms)
 
 
@@ -90,7 +92,9 @@ def _by_schedule_s(subject: Subject, term: str) -> float:
 
 def _to_record(subject: Subject, term: str) -> Iterator[str]:
     """What would show more."""
-    if term == "host_gap":
+    if term == "idle":
+        yield "An engine without requests idles too: record while requests wait."
+    if term in ("host_gap", "idle"):
         yield from _of_idle_time(subject)
     elif term.startswith("exposed_comm"):
         yield from _of_exchanges(subject)

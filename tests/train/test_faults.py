@@ -134,6 +134,33 @@ def test_an_error_in_the_backward_pass_of_one_rank_ends_the_run(tmp_path):
     _assert_only_the_persons_traceback(done.stderr, "RuntimeError: gloo: no")
 
 
+def test_an_operator_whose_backward_raises_on_one_rank_ends_the_run(tmp_path):
+    operator = """
+class Torn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, is_torn):
+        ctx.is_torn = is_torn
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.is_torn:
+            open('died', 'w').write(str(time.time()))
+            raise ValueError('the gradient is torn')
+        return grad, None
+
+class Net("""
+    script = SCRIPT.format(fault="pass", steps=12).replace("\nclass Net(", operator)
+    is_torn = "(os.environ.get('RANK'), net.calls) == ('1', 5)"
+    script = script.replace("model(batch[0])", f"Torn.apply(model(batch[0]), {is_torn})")
+    (tmp_path / "own.py").write_text(script)
+    done = python("own.py", folder=tmp_path, timeout_s=60)
+    assert time.time() - float((tmp_path / "died").read_text()) < 20
+    assert done.returncode == 1
+    _assert_only_the_persons_traceback(done.stderr, "ValueError: the gradient is torn")
+    assert losses(tmp_path, "own").keys() == {1, 2, 3, 4}
+
+
 EXPERTS = "model.experts={num_experts=4,experts_per_token=2,ffn_size=32}"
 
 

@@ -14,7 +14,13 @@ def written(lag: int) -> list[dict[str, Any]]:
     ledger = Ledger(lines.append, lag, most_bad_steps=3)
     for step in range(1, 7):
         result = StepResult(
-            loss=1.0, grad_norm=1.0, is_bad=False, stop_wanted=False, comm={}, ranks={}
+            loss=1.0,
+            grad_norm=1.0,
+            is_bad=False,
+            stop_wanted=False,
+            comm={},
+            ranks={},
+            figures={},
         )
         line = {"step": step, "step_time_s": 9.0, "profiled": False, "terms": {}}
         ledger.add(line, lambda result=result: result)

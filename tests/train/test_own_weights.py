@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import paceline
 from paceline.config.errors import InputError
 from paceline.train.custom.feed import Part
 from paceline.train.custom.loss import StatedLoss, stated
@@ -143,6 +144,51 @@ def _states_by_rank(rank: int, world_size: int) -> str:
 def test_ranks_that_state_different_things_are_refused_and_do_not_hang():
     for sentence in run_ranks(_states_by_rank, 2):
         assert "it must always state the same" in sentence
+
+
+def _warned(*batches: Any, returned: Any = LOSS) -> list[str]:
+    """What a run is told of these micro-batches."""
+    told: list[str] = []
+    loss = StatedLoss(lambda *_: returned, 2, 1)
+    loss.warn_by(told.append)
+    for batch in batches:
+        loss(torch.nn.Linear(1, 1), Part(batch, 2))
+    return told
+
+
+EVEN, MORE = torch.tensor([[1, -100]] * 2), torch.tensor([[-100, -100]] * 2)
+
+
+def test_labels_ignored_unevenly_without_a_weight_are_told_once():
+    apart = ({"x": torch.zeros(2, 2), "labels": EVEN}, {"x": torch.ones(2, 2), "labels": MORE})
+    for batches in (apart * 2, [(torch.zeros(2), torch.tensor([3, -100]))] * 2):
+        (sentence,) = _warned(*batches)
+        assert "micro-batches count by their samples, not by their labels" in sentence
+
+
+def test_labels_ignored_evenly_or_with_a_weight_are_not_told():
+    ids = torch.tensor([[1, 2], [3, 4]])
+    assert _warned({"ids": ids, "labels": EVEN}, {"ids": ids, "labels": EVEN}) == []
+    assert _warned((EVEN, MORE), (EVEN, MORE)) == [], "tensors of a batch are counted apart"
+    assert _warned(EVEN, MORE, returned=(LOSS, {"weight": 3})) == []
+
+
+def _mean(model, batch):
+    return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten())
+
+
+@pytest.mark.parametrize(("micro_batch", "is_cut"), [(3, True), (12, False)])
+def test_a_run_says_that_uneven_parts_count_alike(micro_batch, is_cut, tmp_path, capsys):
+    job = {
+        "name": "own",
+        "train": {"steps": 1, "global_batch": 12},
+        "layout": {"precision": "fp64", "param_dtype": "fp64", "micro_batch": micro_batch},
+        "cluster": {"devices_per_node": 1},
+    }
+    labelled = [sample for sample in own_cases.samples() if (sample["labels"] != -100).any()]
+    paceline.train(job, model=own_cases.module(), loss=_mean, data=labelled, runs=tmp_path)
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("count by their samples, not by their labels" in said) is is_cut
 
 
 def test_a_batch_without_any_label_leaves_no_trace():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from paceline.comm.records import all_gather
 from paceline.config.errors import InputError
 from paceline.train.custom.feed import Part
+from paceline.train.custom.uneven import Tell, UnevenLabels
 from paceline.train.weighed import Weighed
 
 Loss = Callable[[nn.Module, Any], Any]
@@ -37,6 +38,11 @@ class StatedLoss:
     def __init__(self, loss: Loss, micro_batch: int, num_ranks: int) -> None:
         self._loss, self._micro_batch, self._num_ranks = loss, micro_batch, num_ranks
         self._stated: dict[bool, tuple[str, ...]] = {}
+        self._uneven: UnevenLabels | None = None
+
+    def warn_by(self, tell: Tell) -> None:
+        """From now on, tell where samples have labels that are ignored and no weight is stated."""
+        self._uneven = UnevenLabels(tell)
 
     def __call__(self, module: nn.Module, part: Part) -> Weighed:
         """Loss of a micro-batch, and by how much it counts.
@@ -46,6 +52,8 @@ class StatedLoss:
         """
         loss, figures = stated(self._loss(module, part.batch))
         self._must_be_same(module.training, tuple(sorted(figures)))
+        if self._uneven is not None and WEIGHT not in figures:
+            self._uneven.look(part.batch)
         weight = figures.pop(WEIGHT, part.num_samples / self._micro_batch)
         return Weighed(loss, weight if part.num_samples else 0.0, figures)
 

@@ -35,15 +35,17 @@ def custom_task(job: Job, ranks: Ranks, brought: Brought, traits: Traits | None 
     how = (deal, brought.collate, brought.workers)
     feed = feed_of(brought.data, *how)
     held_out = None if brought.eval_data is None else feed_of(brought.eval_data, *how)
+    loss = StatedLoss(brought.loss, deal.micro_batch, ranks.world_size)
     facts = {"num_params": sum(p.numel() for p in module.parameters()), "own": traits or {}}
     return Task(
         module=module,
-        loss=StatedLoss(brought.loss, deal.micro_batch, ranks.world_size),
+        loss=loss,
         steps_from=feed.steps,
         eval_steps=None if held_out is None else lambda: _evaluation(held_out, deal),
         unit="samples",
         facts=facts,
         wishes=brought.wishes,
+        warn_by=loss.warn_by if deal.micro_batch < deal.global_batch else None,
     )
 
 

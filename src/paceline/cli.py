@@ -170,9 +170,8 @@ def train(
     paceline train runs/big              go on with a run
     torchrun --nnodes 2 ... -m paceline train my.toml
     """
-    concrete = _read(job, set_ or [])
     if show:
-        _show(concrete)
+        _show(_read_in_steps(job, set_ or []))
         return
     from paceline.comm.warm_up import TRAINING, warm_up_ranks
 
@@ -180,7 +179,7 @@ def train(
     from paceline.comm.ranks import given_ranks, leave
     from paceline.train.command import train_command
 
-    run = train_command(concrete, _runs_folder(job, runs), fresh=fresh)
+    run = train_command(_read(job, set_ or []), _runs_folder(job, runs), fresh=fresh)
     if as_json:
         print(json.dumps({"run": str(run.path), **(run.metrics() or [{}])[-1]}))
     if given_ranks("cpu") is not None:
@@ -230,7 +229,7 @@ def plan(
         most=most or (),
         free=free or (),
     )
-    plan_command(_read(job, set_ or []), machine, asked, num=top, out=out, as_json=as_json)
+    plan_command(_read_in_steps(job, set_ or []), machine, asked, num=top, out=out, as_json=as_json)
 
 
 @app.command()
@@ -429,7 +428,7 @@ def tune(
     from paceline.comm.ranks import given_ranks, leave
     from paceline.tune.command import Asked, tune_command
 
-    wanted = _read(job, set_ or [])
+    wanted = _read_in_steps(job, set_ or [])
     asked = Asked(until, budget, trials, free or (), keep or ())
     found = tune_command(wanted, asked, out or Path("tunes") / wanted.name)
     if as_json and found is not None:
@@ -523,6 +522,15 @@ def _read(path: Path | None, overrides: list[str]) -> "Job":
     from paceline.config.job import read_job
 
     return read_job(path, overrides)
+
+
+def _read_in_steps(path: Path | None, overrides: list[str]) -> "Job":
+    job = _read(path, overrides)
+    if job.train.steps:
+        return job
+    from paceline.train.length import in_steps
+
+    return in_steps(job)
 
 
 def _runs_folder(job: Path | None, runs: Path) -> Path:

@@ -7,7 +7,7 @@ reads to the same Job.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
@@ -23,13 +23,15 @@ from paceline.config.hardware import Cluster
 from paceline.config.huggingface import from_hf
 from paceline.config.layout import Layout
 from paceline.config.model import Model
-from paceline.config.noun import Auto, Count, CountOrNone, Noun, Width
+from paceline.config.noun import MOST, Auto, Count, CountOrNone, Noun, Width
 from paceline.config.recommender import Clicks, Dlrm, RowOptim
 from paceline.config.recommender import disagreement as recommender_disagreement
 from paceline.config.vision import EfficientNet, ResNet
 
 _OBJECT = TypeAdapter(dict[str, Any])
 _LOCAL = "127.0.0.1"
+LENGTHS = ("steps", "epochs", "tokens")
+"""Settings of [train] that say how long a run is; one of them is given."""
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
@@ -87,8 +89,13 @@ class Optim(Noun):
 class Train(Noun):
     """How long and on how much."""
 
-    steps: Count
-    """Optimizer steps of the whole run."""
+    steps: CountOrNone = 0
+    """Optimizer steps of the whole run; left out: as many as `epochs` or `tokens` make."""
+    epochs: float | None = Field(None, gt=0, le=MOST)
+    """In place of `steps`: times that the train split, or one's own data, is read. They are made
+    into steps, rounded up, before the run starts."""
+    tokens: Count | None = None
+    """In place of `steps`, of language models: tokens that are trained on, rounded up to steps."""
     global_batch: Width
     """Samples of one step over all ranks, whatever their number."""
     seq_len: Width = 1024
@@ -164,8 +171,9 @@ class Job(Noun):
 
     @property
     def is_concrete(self) -> bool:
-        """Whether no "auto" is left that a run depends on."""
-        return "auto" not in vars(self.cluster).values() and not self.layout.undecided
+        """Whether no "auto" is left that a run depends on, and its length is in steps."""
+        no_wish = "auto" not in vars(self.cluster).values() and not self.layout.undecided
+        return no_wish and self.train.steps > 0
 
     @property
     def micro_batch(self) -> int:
@@ -182,13 +190,26 @@ class Job(Noun):
 def _disagreement(job: Job) -> str | None:
     """What two sections demand that can't both hold, None where they agree."""
     model, train, optim = job.model, job.train, job.optim
+    lengths = {name: getattr(train, name) for name in LENGTHS}
+    given = [f"train.{name} = {value}" for name, value in lengths.items() if value]
+    if not given:
+        is_given = "steps" in train.model_fields_set
+        what = "= 0 is no run, it must be greater than 0" if is_given else "is missing"
+        return f"train.steps {what}: give it a value, or give train.epochs or train.tokens."
+    if len(given) > 1:
+        return f"{' and '.join(given)} each say how long the run is: keep one of them."
+    if train.tokens is not None and not isinstance(model, Model):
+        return (
+            f"{given[0]} counts what language models read and this model reads samples: give "
+            "train.steps instead."
+        )
     if isinstance(model, Model) and train.seq_len > model.max_seq_len:
         return (
             f"train.seq_len = {train.seq_len} is longer than model.max_seq_len = "
             f"{model.max_seq_len}: shorten the one or raise the other."
         )
     ramps = optim.warmup_steps + (optim.decay_steps if optim.schedule == "wsd" else 0)
-    if ramps > train.steps:
+    if ramps > train.steps > 0:
         return (
             f"warm-up and decay take {ramps} steps but train.steps = {train.steps}: "
             "shorten optim.warmup_steps or optim.decay_steps."
@@ -285,8 +306,7 @@ def read_job(path: Path | None, overrides: Iterable[str] = ()) -> Job:
     overrides = list(overrides)
     if path is None and any(_key(text) == "model.hf" for text in overrides):
         del raw["model"], raw["data"]["tokenizer"]  # the demo's
-    for text in overrides:
-        _override(raw, text)
+    _override_all(raw, overrides)
     folder = path.parent if path is not None and path.is_file() else Path.cwd()
     job = Job.parse(_expand_cluster(_expand_hf(raw, folder), folder))
     for name in job.comm.effectless:
@@ -304,8 +324,7 @@ def change_job(job: Job, overrides: Iterable[str]) -> Job:
         InputError: one sentence with what is wrong.
     """
     raw = to_raw(job)
-    for text in overrides:
-        _override(raw, text)
+    _override_all(raw, list(overrides))
     return Job.parse(raw)
 
 
@@ -328,6 +347,16 @@ def _read_raw(path: Path | None) -> dict[str, Any]:
 
 def _key(override: str) -> str:
     return override.partition("=")[0].strip()
+
+
+def _override_all(raw: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Apply `--set`s; one of LENGTHS takes the place of that in the file."""
+    if any(_key(text) == f"train.{name}" for text in overrides for name in LENGTHS):
+        train = raw.get("train", {})
+        for name in LENGTHS if isinstance(train, dict) else ():
+            train.pop(name, None)
+    for text in overrides:
+        _override(raw, text)
 
 
 def _override(raw: dict[str, Any], text: str) -> None:

@@ -31,6 +31,7 @@ from paceline.plan.resolve import Plan
 from paceline.train.best import Best
 from paceline.train.export import keep_tokenizer
 from paceline.train.launch import launch
+from paceline.train.length import in_steps
 from paceline.train.session import MakeTask, language_model, launched_rank, run_rank
 from paceline.train.start import (
     begin,
@@ -57,7 +58,8 @@ def train_command(job: Job, runs: Path, *, fresh: bool) -> Run:
         InputError: wrong input; nothing was written.
         RunError: the run ended early.
     """
-    plan = resolve_here(job)
+    with _tokenising() as progress:
+        plan = resolve_here(in_steps(job, progress))
     run = Run((runs / job.name).absolute())
 
     def launch_ranks() -> None:

@@ -25,12 +25,14 @@ from paceline.train.command import carry_out
 from paceline.train.custom.batches import Collate
 from paceline.train.custom.brought import Brought
 from paceline.train.custom.changes import changes_since, listed, must_train
+from paceline.train.custom.feed import samples_of
 from paceline.train.custom.loss import Loss
 from paceline.train.custom.task import custom_task
 from paceline.train.export import load
 from paceline.train.failure import say_plainly
 from paceline.train.launch import launch
 from paceline.train.ledger import Line
+from paceline.train.length import in_steps
 from paceline.train.rates import MakeOptimizer, MakeSchedule
 from paceline.train.session import MakeTask, run_launched_rank
 from paceline.train.start import resolve_here
@@ -96,6 +98,7 @@ def train(
     if _is_script():
         say_plainly()
     job = _own_job(job)
+    job = in_steps(job, num_samples=samples_of(data, job.train.global_batch))
     wishes = Wishes(optimizer, schedule, ema, find_unused_parameters, on_step, on_eval)
     brought = Brought(model, loss, data, eval_data, collate, workers, wishes)
     traits = brought.traits()

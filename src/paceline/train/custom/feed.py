@@ -198,6 +198,17 @@ def check_enough(data: Any, global_batch: int) -> None:
         )
 
 
+def samples_of(data: Any, global_batch: int) -> int | None:
+    """Samples of one pass over a person's data, None where it has no length."""
+    try:
+        if isinstance(data, DataLoader) and data.batch_size is not None and not data.drop_last:
+            return len(data.sampler)  # type: ignore[arg-type]
+        is_by_sample = _is_map_style(data) or isinstance(data, IterableDataset)
+        return len(data) * (1 if is_by_sample else global_batch)
+    except TypeError:
+        return None
+
+
 # ---- samples by index ----------------------------------------------------------------------------
 
 

@@ -116,6 +116,26 @@ def test_a_single_document_has_a_held_out_tail(tmp_path, texts):
     assert prepared.meta.eval_tokens == max(1, int(0.01 * (len(texts[0]) + 1)))
 
 
+def test_small_data_has_a_sample_to_train_on_and_one_held_out(tmp_path):
+    prepared = prepare(make_data(tmp_path, numbered(40), eval_fraction=0.01))
+    tokens = all_tokens(prepared)
+    assert prepared.meta.eval_tokens < 65
+    cut = prepared.for_samples(64)
+    assert cut.dataset("eval").num_samples(64) == 1
+    assert cut.dataset("eval").gather(np.array([0]), 64).tolist() == [tokens[-65:].tolist()]
+    assert cut.meta.train_tokens == len(tokens) - 65
+    train = np.bincount(tokens[:-65], minlength=257)
+    held_out = np.bincount(tokens[-65:], minlength=257)
+    assert cut.meta.unigram_loss == pytest.approx(unigram_loss(train, held_out))
+    assert cut.meta.fingerprint == prepared.meta.fingerprint
+    longest = len(tokens) // 2 - 1
+    halves = prepared.for_samples(longest)
+    assert [halves.dataset(name).num_samples(longest) for name in ("train", "eval")] == [1, 1]
+    with pytest.raises(InputError, match=f"use at most {longest}, or more data"):
+        prepared.for_samples(longest + 1)
+    assert prepared.for_samples(prepared.meta.eval_tokens - 1) is prepared
+
+
 def test_pieces_of_a_large_text_are_one_document(tmp_path, monkeypatch):
     monkeypatch.setattr("paceline.train.data.documents.PIECE_CHARS", 100)
     monkeypatch.setattr(build, "_BATCH_CHARS", 250)

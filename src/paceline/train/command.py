@@ -123,7 +123,7 @@ def learn(plan: Plan, run: Run) -> None:
 def _is_ready(plan: Plan, run: Run, compare: Callable[[], None], *, fresh: bool) -> bool:
     """Read the inputs, begin the Run and say what it is; False where nothing is left to do."""
     with _tokenising() as progress:
-        data_key = read_inputs(plan.job, progress)
+        data_key = read_inputs(plan.job, progress, _CONSOLE.print)
     before = None
     with suppress(InputError):  # one that can't be read is written anew
         before = run.job() if run.exists else None

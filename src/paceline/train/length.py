@@ -40,7 +40,8 @@ def in_steps(job: Job, progress: Progress | None = None, num_samples: int | None
 def _epoch(job: Job, progress: Progress | None, num_samples: int | None) -> int:
     """Samples of one epoch."""
     if isinstance(job.model, Model):
-        return prepare(job.data, progress).dataset("train").num_samples(job.train.seq_len)
+        data = prepare(job.data, progress).for_samples(job.train.seq_len)
+        return data.dataset("train").num_samples(job.train.seq_len)
     if num_samples is not None:
         return num_samples
     is_own = isinstance(job.model, CustomModel)

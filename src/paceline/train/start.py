@@ -144,11 +144,16 @@ def _must_be_here(wanted: Cluster, machine: Cluster) -> None:
         )
 
 
-def read_inputs(job: Job, progress: Callable[[int, int], None]) -> str | None:
+def read_inputs(
+    job: Job,
+    progress: Callable[[int, int], None],
+    say: Callable[[str], None] = lambda _line: None,
+) -> str | None:
     """Read what the Job trains on, so that the ranks find it ready.
 
     Args:
         progress: called with the bytes tokenised so far and those of the whole source.
+        say: called with a line where more is held out than was asked for.
 
     Returns:
         what names the data, None for a person's own.
@@ -168,8 +173,12 @@ def read_inputs(job: Job, progress: Callable[[int, int], None]) -> str | None:
     if job.train.weights is not None:
         check_tokens(data.tokenizer_path, job.data, job.train.weights)
     check_vocab(data.meta.vocab_size, job.model.vocab_size)
-    for split in (data.dataset("train"), data.dataset("eval")):
-        split.num_samples(job.train.seq_len)  # refuses a sequence longer than the data
+    asked, held_out = data.meta.eval_tokens, data.for_samples(job.train.seq_len).meta.eval_tokens
+    if held_out > asked:
+        say(
+            f"data.eval_fraction = {job.data.eval_fraction} of this data is {asked} tokens; "
+            f"{held_out} are held out, which is one sample"
+        )
     return data.meta.fingerprint
 
 

@@ -117,6 +117,7 @@ def language_task(job: Job, ranks: Ranks, data: PreparedData) -> Task:
         reset_at_documents=job.data.reset_at_documents,
         device=ranks.device,
     )
+    data = data.for_samples(train.seq_len)
     train_split, eval_split = data.dataset("train"), data.dataset("eval")
     staged = next_token(job, ranks)
     return Task(

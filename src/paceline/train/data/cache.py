@@ -20,19 +20,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from filelock import FileLock
 
 from paceline.config.errors import InputError
 from paceline.config.job import Data
 from paceline.observe.run import cache_home
-from paceline.train.data.build import Progress, build
+from paceline.train.data.build import Progress, build, unigram_entropy, unigram_loss
 from paceline.train.data.dataset import (
     FORMAT_VERSION,
     META_FILE,
+    STREAM,
     TOKENIZER_FILE,
     Meta,
     SplitName,
     TokenDataset,
+    TokenStream,
     read_meta,
 )
 from paceline.train.data.files import SourceFile, find_files
@@ -58,7 +61,42 @@ class PreparedData:
 
     def dataset(self, split: SplitName) -> TokenDataset:
         """Open one split."""
-        return TokenDataset(self.folder, split)
+        return TokenDataset(self.folder, split, self.meta)
+
+    def for_samples(self, seq_len: int) -> "PreparedData":
+        """The same tokens, cut so that a sample fits into either split where there are few.
+
+        Args:
+            seq_len: tokens of a sample, which takes one more for its last target.
+
+        Raises:
+            InputError: there are too few tokens for two samples.
+        """
+        meta, least = self.meta, seq_len + 1
+        total = meta.train_tokens + meta.eval_tokens
+        if meta.eval_tokens >= least:  # and so is what is trained on, the larger part
+            return self
+        if total < 2 * least:
+            most = total // 2 - 1
+            remedy = f"use at most {most}, or more data" if most > 0 else "bring more data"
+            raise InputError(
+                f"train.seq_len = {seq_len} is too long for {total} tokens, of which one sample is "
+                f"trained on and one held out: {remedy}."
+            )
+        tokens = np.empty(total, np.int64)
+        dtype = np.dtype(meta.dtype).newbyteorder("<")
+        TokenStream(self.folder, STREAM, dtype, meta.shard_tokens, total).read(0, tokens)
+        train, held_out = (
+            np.bincount(part, minlength=meta.vocab_size)
+            for part in np.split(tokens, [total - least])
+        )
+        changed = meta.replace(
+            train_tokens=total - least,
+            eval_tokens=least,
+            unigram_entropy=unigram_entropy(train),
+            unigram_loss=unigram_loss(train, held_out),
+        )
+        return PreparedData(self.folder, changed)
 
 
 def prepare(data: Data, progress: Progress | None = None) -> PreparedData:

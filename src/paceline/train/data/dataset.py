@@ -132,8 +132,9 @@ class TokenStream:
 class TokenDataset:
     """One split of tokenised data, read by samples of any length."""
 
-    def __init__(self, folder: Path, name: SplitName) -> None:
-        meta = read_meta(folder)
+    def __init__(self, folder: Path, name: SplitName, meta: Meta | None = None) -> None:
+        """Open a split of a folder; as another description than the folder's cuts it, if given."""
+        meta = meta or read_meta(folder)
         total = meta.train_tokens + meta.eval_tokens
         dtype = np.dtype(meta.dtype).newbyteorder("<")
         self.name = name

@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="paceline",
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
 
 app.add_typer(bench_app, name="bench")
+
+
+# typer exports one kind of what is wrong with a command line; this is the base of all.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 # ---- arguments and options, by what they mean ---------------------------------------------------
@@ -129,6 +133,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def paceline(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -137,6 +142,9 @@ def paceline(
     ] = False,
 ) -> None:
     """Train PyTorch models on many devices, and account for every millisecond and byte."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(2)
 
 
 @app.command()
@@ -510,12 +518,12 @@ def top(
     """Watch runs: loss, throughput, terms of a step, lag and memory of each rank.
 
     Reads the run's directory alone, so it works from any machine that sees it,
-    before, during and after the run, and never disturbs it. q or Ctrl-C leaves.
+    before, during and after the run, and never disturbs it; one that has not
+    begun is waited for. q or Ctrl-C leaves.
     """
     from paceline.observe.top.command import top_command
 
-    paths = runs or sorted(path.parent for path in Path("runs").glob("*/job.toml"))
-    top_command(paths, once=once, every_s=every, as_json=as_json)
+    top_command(runs or (), once=once, every_s=every, as_json=as_json)
 
 
 def _read(path: Path | None, overrides: list[str]) -> "Job":
@@ -555,6 +563,14 @@ def _leave_with(code: int) -> NoReturn:
     sys.exit(code)
 
 
+def _sentence(error: Exception) -> str:
+    """What a command line is refused for; given none, a person wants to see the commands."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "paceline"
+    text = " ".join(str(getattr(error, "format_message", error.__str__)()).split()).rstrip(".")
+    return f"{text.replace('Input should be', 'it must be')}: see {path} --help."
+
+
 def main() -> None:
     """Run the command line and turn exceptions into exit codes."""
     from paceline.config.errors import InputError, RunError
@@ -563,7 +579,14 @@ def main() -> None:
         # A script's job in the background inherits that; it can be interrupted all the same.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        app()
+        # Else typer would print a box of usage around what is wrong, and end with codes of its own.
+        if code := app(standalone_mode=False):
+            sys.exit(code)
+    except _UsageError as error:
+        print(f"paceline: {_sentence(error)}", file=sys.stderr)
+        _leave_with(2)
+    except typer.Abort:
+        _leave_with(130)
     except InputError as error:
         # A value without end, which a sentence repeats, is shown by its beginning.
         print("paceline:", re.sub(r"(\S{100})\S{300,}", r"\1...", str(error)), file=sys.stderr)

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 import time
@@ -258,6 +259,35 @@ def test_on_a_terminal_it_follows_the_run_until_q(tmp_path):
     assert process.wait(timeout=20) == 0
     os.close(ours)
     assert "\x1b[?1049h" in shown
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_run_that_has_not_begun_is_waited_for(tmp_path, named):
+    ours, theirs = pty.openpty()
+    path = tmp_path / "runs" / "run"
+    command = [sys.executable, "-m", "paceline", "top", *[str(path)][:named], "--every", "0.1"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    _read_until(ours, "to begin")
+    assert process.poll() is None
+    path.parent.mkdir()
+    run_of(tmp_path / "made", lines(10)).path.rename(path)  # whole at once
+    _read_until(ours, "10 of 240")
+    os.write(ours, b"q")
+    _read_until(ours, "\x1b[?1049l")
+    assert process.wait(timeout=20) == 0
+    os.close(ours)
+
+
+def test_waiting_for_a_run_ends_with_an_interrupt(tmp_path):
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "paceline", "top", "nowhere"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    assert "waiting for nowhere to begin" in _read_until(ours, "ends this")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 0
+    os.close(ours)
 
 
 def _read_until(terminal, text):

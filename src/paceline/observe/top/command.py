@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from paceline.config.errors import InputError
+from paceline.observe.run import Run
 from paceline.observe.top.frame import frame, overview
 from paceline.observe.top.gpus import Gpu, gpus_here
 from paceline.observe.top.state import State, Watched
@@ -26,7 +27,7 @@ def top_command(paths: Sequence[Path], *, once: bool, every_s: float, as_json: b
     """Show runs again and again; once where the output is no terminal.
 
     Args:
-        paths: directories of runs.
+        paths: directories of runs; none: those in runs/. On a terminal they are waited for.
         once: show one frame and stop.
         every_s: seconds between frames.
         as_json: show one frame, and its figures as the last line.
@@ -34,19 +35,42 @@ def top_command(paths: Sequence[Path], *, once: bool, every_s: float, as_json: b
     Raises:
         InputError: a path is no run, or there is none.
     """
-    if not paths:
-        raise InputError("no run is named and there is none in runs/: name a run's directory.")
-    watched = [Watched(path) for path in paths]
     console = Console(highlight=False)
     if not (once or as_json) and console.is_terminal:
         with suppress(KeyboardInterrupt), _single_keys():
-            _watch(watched, console, every_s)
+            if watched := _begun(paths, console, every_s):
+                _watch(watched, console, every_s)
         return
+    watched = [Watched(path) for path in _found(paths)]
+    if not watched:
+        raise InputError("no run is named and there is none in runs/: name a run's directory.")
     states = [each.look() for each in watched]
     console.print(_picture(states, console, gpus_here()))
     if as_json:
         shown = [state.as_json() for state in states]
         print(json.dumps(shown[0] if len(shown) == 1 else shown))
+
+
+def _found(paths: Sequence[Path]) -> Sequence[Path]:
+    return paths or sorted(path.parent for path in Path("runs").glob("*/job.toml"))
+
+
+def _begun(paths: Sequence[Path], console: Console, every_s: float) -> list[Watched]:
+    """The runs, once all have begun; none where the person doesn't want to wait for that."""
+    is_said = False
+    while not (found := _found(paths)) or any(_may_begin(path) for path in found):
+        if not is_said:
+            awaited = ", ".join(str(path) for path in found if _may_begin(path)) or "a run in runs/"
+            console.print(f"waiting for {awaited} to begin; q or Ctrl-C ends this", soft_wrap=True)
+            is_said = True
+        if _key(every_s) == "q":
+            return []
+    return [Watched(path) for path in found]
+
+
+def _may_begin(path: Path) -> bool:
+    """Whether a run may still come to be there; where a file is none can."""
+    return not Run(path).exists and not path.is_file()
 
 
 def _watch(watched: Sequence[Watched], console: Console, every_s: float) -> None:

@@ -1,0 +1,55 @@
+"""A command line that can't be used: one sentence on stderr, exit code 2, no box of usage."""
+
+import sys
+
+import pytest
+
+from paceline import cli
+
+WRONG = {
+    "top --every inf": ["'--every'", "less than or equal to 3600", "top --help"],
+    "top --every never": ["'--every'", "must be a valid number"],
+    "explain run --top 0": ["'--top'", "greater than or equal to 1"],
+    "validate runs.csv --seed -1": ["'--seed'"],
+    "plan --price cheap": ["'--price'"],
+    "train --nope": ["--nope", "train --help"],
+    "train --set": ["--set"],
+    "bench --ranks x": ["'--ranks'", "bench --help"],
+    "bench collectives --nope": ["--nope", "bench collectives --help"],
+    "explain": ["Missing argument"],
+    "export run": ["Missing argument"],
+    "nope": ["nope"],
+}
+
+
+def _end_of(arguments: str, monkeypatch) -> int | str | None:
+    monkeypatch.setattr(sys, "argv", ["paceline", *arguments.split()])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return end.value.code
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_a_wrong_option_is_refused_in_one_sentence(arguments, monkeypatch, capfd):
+    assert _end_of(arguments, monkeypatch) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("paceline: ")
+    assert err.count("\n") == 1
+    for words in WRONG[arguments]:
+        assert words in err
+
+
+def test_without_a_command_the_commands_are_shown(monkeypatch, capfd):
+    assert _end_of("", monkeypatch) == 2
+    out, err = capfd.readouterr()
+    assert "validate" in out
+    assert err == ""
+
+
+def test_help_and_a_command_that_fails_end_as_before(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["paceline", "top", "--help"])
+    cli.main()
+    assert "--every" in capfd.readouterr().out
+    assert _end_of("top nowhere --once", monkeypatch) == 2
+    assert "nowhere is not the directory of a run" in capfd.readouterr().err

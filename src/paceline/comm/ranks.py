@@ -284,8 +284,8 @@ def wait_limit() -> timedelta | None:
     return None if options is None else options._timeout
 
 
-def from_first(value: bool, ranks: Ranks, store: Store | None = None) -> bool:
-    """What rank 0 says, on every rank.
+def from_first(value: str, ranks: Ranks, store: Store | None = None) -> str:
+    """What rank 0 says, on every rank: a word.
 
     Args:
         value: rank 0's.
@@ -297,16 +297,17 @@ def from_first(value: bool, ranks: Ranks, store: Store | None = None) -> bool:
     """
     if store is not None:
         return _said_in(store, value, ranks)
-    return broadcast(value)
+    said: str = broadcast(value)
+    return said
 
 
-def _said_in(store: Store, value: bool, ranks: Ranks) -> bool:
+def _said_in(store: Store, value: str, ranks: Ranks) -> str:
     key = "paceline/first_says"
     if ranks.is_first:
-        store.set(key, str(value))
+        store.set(key, value)
         return value
     try:
-        return store.get(key) == b"True"
+        return store.get(key).decode()
     except RuntimeError as error:
         raise RunError(
             f"the first rank ended before the run began, or can't be reached (rank {ranks.rank}): "

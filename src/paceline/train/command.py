@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from paceline.comm.ranks import (
     disconnect,
     from_first,
     given_ranks,
+    leave,
     store_of_run,
 )
 from paceline.config.errors import InputError
@@ -98,10 +99,21 @@ def carry_out(
         store = store_of_run(ranks)
     else:
         ranks = connect(ranks, hosts=plan.job.cluster.hosts, priority=plan.job.comm.priority)
-    with owned(run) if ranks.is_first else nullcontext():
+    with ExitStack() as held:
+        found = "done"
+        try:
+            if ranks.is_first:
+                held.enter_context(owned(run))
+                if _is_ready(plan, run, compare, fresh=fresh):
+                    found = "ready"
+        except (InputError, OSError):
+            from_first("refused", ranks, store)
+            raise
         # The other ranks wait here for what rank 0 finds.
-        is_ready = ranks.is_first and _is_ready(plan, run, compare, fresh=fresh)
-        if not from_first(is_ready, ranks, store):
+        found = from_first(found, ranks, store)
+        if found == "refused":
+            leave(2)  # rank 0 says why
+        if found == "done":
             disconnect()
             return False
         launches = is_alone and plan.job.layout.num_ranks > 1

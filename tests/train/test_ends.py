@@ -1,5 +1,5 @@
 """How a run ends that a script started in the background, and what helps it: the processes that
-ranks are forked from, and the workers of data loaders."""
+ranks are forked from, the workers of data loaders, and those of the compiler."""
 
 import os
 import signal
@@ -11,10 +11,11 @@ from multiprocessing import forkserver
 import psutil
 import pytest
 import torch
+from torch._inductor.compile_worker.subproc_pool import SubprocPool
 from torch.utils.data import DataLoader
 
 from paceline.comm.warm_up import TRAINING, warm_up_ranks
-from paceline.train.stopping import StopRequest
+from paceline.train.stopping import StopRequest, spare_compile_workers
 from tests.command_line import COMMAND, environment, metrics, ranks, write_tiny_job
 
 # The time that a busy machine may take for what should take a moment.
@@ -90,3 +91,19 @@ def test_data_workers_live_on_when_a_signal_asks_for_a_stop(tmp_path):
         stop.close()
     assert torch.equal(torch.cat(got), data)
     assert not stop
+
+
+def test_compile_workers_live_on_when_a_signal_asks_for_a_stop(monkeypatch):
+    monkeypatch.setattr(SubprocPool, "__init__", SubprocPool.__init__)  # given back afterwards
+    spare_compile_workers()
+    pool = SubprocPool(1)
+    try:
+        worker = pool.submit(os.getpid).result(timeout=120)
+        for pid in (pool.process.pid, worker):
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGINT)
+        assert pool.submit(os.getpid).result(timeout=120) == worker
+    finally:
+        pool.shutdown()
+    assert pool.process.wait(timeout=60) == 0
+    assert not {signal.SIGTERM, signal.SIGINT} & signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -57,7 +57,7 @@ from paceline.train.held import held_memory
 from paceline.train.ledger import Ledger, Line
 from paceline.train.loop import Around, exchanges, lag_of, train_loop
 from paceline.train.start import identity
-from paceline.train.stopping import StopRequest, end_with
+from paceline.train.stopping import StopRequest, end_with, spare_compile_workers
 from paceline.train.task import Task, language_task
 from paceline.train.trainer import Trainer
 from paceline.train.vision import image_task
@@ -124,6 +124,8 @@ def run_rank(
     with ExitStack() as stack:
         stop = StopRequest(run.stop_file)
         stack.callback(stop.close)
+        if job.layout.compile:
+            spare_compile_workers()
         if ranks.device_type == "cpu":
             keep_freed_memory()
         if store is None:

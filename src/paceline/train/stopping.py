@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 from torch.utils.data._utils import signal_handling
@@ -57,6 +58,30 @@ def _spare_data_workers() -> None:
 
     spared.spares_workers = True  # type: ignore[attr-defined]
     signal_handling._set_worker_signal_handlers = spared  # type: ignore[attr-defined]
+
+
+def spare_compile_workers() -> None:
+    """The same for the processes in which torch's compiler compiles, and what these start: a rank
+    whose compiler is gone can't take the step after which it would stop.
+
+    They inherit a mask that blocks the signals: unlike a handler, any thread may set it, and this
+    process loses no signal meanwhile.
+    """
+    from torch._inductor.compile_worker.subproc_pool import SubprocPool  # takes a second
+
+    start = SubprocPool.__init__
+    if getattr(start, "spares_workers", False):
+        return
+
+    def spared(pool: SubprocPool, *arguments: Any, **settings: Any) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+        try:
+            start(pool, *arguments, **settings)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    spared.spares_workers = True  # type: ignore[attr-defined]
+    SubprocPool.__init__ = spared  # type: ignore[method-assign, assignment]
 
 
 def end_with(launcher_pid: int) -> None:

@@ -46,7 +46,7 @@ from paceline.comm.topology import num_cores
 from paceline.config.job import Job, read_job, to_raw, to_toml
 from paceline.observe.run import Run
 from paceline.train.data import BatchShape, prepare, train_batches
-from paceline.train.start import resolve_here
+from paceline.train.here import resolve_here
 
 HERE = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent

@@ -39,7 +39,8 @@ from paceline.config.job import Job, change_job, read_job
 from paceline.plan.points import Setting
 from paceline.plan.search.exchange import BUCKETS_MIB
 from paceline.plan.search.space import Space
-from paceline.train.start import read_inputs, resolve_here
+from paceline.train.here import resolve_here
+from paceline.train.start import read_inputs
 from paceline.tune.book import FolderBook
 from paceline.tune.candidates import Question, checked, predicted
 from paceline.tune.command import findings_of, on_known_cluster

@@ -548,7 +548,7 @@ def _runs_folder(job: Path | None, runs: Path) -> Path:
 
 def _show(job: "Job") -> None:
     from paceline.config.job import to_toml
-    from paceline.train.start import resolve_here
+    from paceline.train.here import resolve_here
 
     print(to_toml(resolve_here(job).job), end="")
 

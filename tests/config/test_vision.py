@@ -122,7 +122,7 @@ def test_wrong_networks_are_refused_in_one_sentence(model, words):
 
 def test_networks_that_are_only_planned_are_not_trained():
     from paceline.config.job import read_job
-    from paceline.train.start import resolve_here, why_only_planned
+    from paceline.train.here import resolve_here, why_only_planned
 
     only_planned = ({"family": "resnet", "squeeze_excite": True}, {"family": "efficientnet"})
     for model in only_planned:

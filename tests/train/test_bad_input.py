@@ -191,6 +191,21 @@ def test_help_loads_neither_torch_nor_pydantic(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_show_and_plan_load_no_torch_where_there_is_no_driver(tmp_path):
+    code = (
+        "import sys; from paceline.cli import main; from paceline.comm import topology\n"
+        "topology._has_driver = lambda: False\n"
+        "for words in (['train', '--show'], ['plan', '--cluster', '1xH100-SXM']):\n"
+        "    sys.argv = ['paceline', *words]\n"
+        "    main()\n"
+        "    assert 'torch' not in sys.modules, words"
+    )
+    command = [os.sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "devices_per_node = " in done.stdout
+
+
 def test_a_table_of_launches_that_is_none_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_KERNEL_TABLE", "nowhere.json")
     write_tiny_job(tmp_path)

@@ -23,7 +23,7 @@ from paceline.config.recommender import Clicks, Dlrm
 from paceline.models.dlrm import DlrmNetwork
 from paceline.train.clicks import click_task
 from paceline.train.data.clicks import auc, samples
-from paceline.train.start import resolve_here
+from paceline.train.here import resolve_here
 from paceline.train.synthetic import EVAL_START
 from paceline.train.trainer import Trainer
 from tests.command_line import metrics, paceline, start_paceline

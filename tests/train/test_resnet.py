@@ -17,7 +17,8 @@ from paceline.config.vision import ResNet
 from paceline.plan.resolve import resolve
 from paceline.train.checkpoint import parameter_names
 from paceline.train.data.images import samples
-from paceline.train.start import read_inputs, why_only_planned
+from paceline.train.here import why_only_planned
+from paceline.train.start import read_inputs
 from paceline.train.synthetic import EVAL_START
 from paceline.train.trainer import Trainer
 from paceline.train.vision import image_task

@@ -4,17 +4,18 @@ joins its devices and leads out of it, as a Host; and the interface that reaches
 These are thin: what they read is understood by `comm.fabric`.
 """
 
+import ctypes
 import multiprocessing
 import os
 import platform
 import socket
 import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
-import torch
 
 from paceline.comm.fabric import nvidia_smi, sysfs
 from paceline.comm.fabric.interfaces import interface_with
@@ -27,11 +28,31 @@ _MOST_CPU_RANKS = 8
 
 def this_machine() -> Cluster:
     """The Cluster that "auto" stands for: every CUDA device, or else gloo ranks over the cores."""
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus = _num_gpus()
     if num_gpus:
         return Cluster(device=_cuda_device(), devices_per_node=num_gpus, num_nodes=1)
     num_ranks = num_cpu_ranks(num_cores())
     return Cluster(device=_cpu_device(num_ranks), devices_per_node=num_ranks, num_nodes=1)
+
+
+def _num_gpus() -> int:
+    """Devices that torch sees. Without a driver it sees none: then it isn't imported, which takes
+    longer than the rest of a plan."""
+    if "torch" not in sys.modules and not _has_driver():
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _has_driver() -> bool:
+    """Whether CUDA's library can be loaded, or a device of ROCm is there."""
+    if sys.platform != "linux":
+        return True  # nobody knows: torch is asked
+    with suppress(OSError):
+        ctypes.CDLL("libcuda.so.1")
+        return True
+    return Path("/dev/kfd").exists()
 
 
 def this_host() -> Host:
@@ -167,6 +188,8 @@ def _cuda_device() -> Device:
 
 
 def _query_cuda() -> tuple[str, float, bool]:
+    import torch
+
     properties = torch.cuda.get_device_properties(0)
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     return properties.name, float(properties.total_memory), has_bf16

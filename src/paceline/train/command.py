@@ -31,17 +31,11 @@ from paceline.plan.calibrate import calibrate_from_run
 from paceline.plan.resolve import Plan
 from paceline.train.best import Best
 from paceline.train.export import keep_tokenizer
+from paceline.train.here import resolve_here
 from paceline.train.launch import launch
 from paceline.train.length import in_steps
 from paceline.train.session import MakeTask, language_model, launched_rank, run_rank
-from paceline.train.start import (
-    begin,
-    newest_facts,
-    owned,
-    read_inputs,
-    resolve_here,
-    with_speed_here,
-)
+from paceline.train.start import begin, newest_facts, owned, read_inputs, with_speed_here
 from paceline.train.workers import launch_workers
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)

@@ -30,12 +30,12 @@ from paceline.train.custom.loss import Loss
 from paceline.train.custom.task import custom_task
 from paceline.train.export import load
 from paceline.train.failure import say_plainly
+from paceline.train.here import resolve_here
 from paceline.train.launch import launch
 from paceline.train.ledger import Line
 from paceline.train.length import in_steps
 from paceline.train.rates import MakeOptimizer, MakeSchedule
 from paceline.train.session import MakeTask, run_launched_rank
-from paceline.train.start import resolve_here
 from paceline.train.stopping import end_with
 from paceline.train.task import Task, Wishes
 

@@ -12,23 +12,21 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from paceline.comm.ranks import given_ranks
+from paceline.comm.place import given_ranks
 from paceline.comm.speed import with_speed
-from paceline.comm.topology import this_machine
 from paceline.config.errors import InputError
-from paceline.config.hardware import Cluster
 from paceline.config.job import Job, to_raw, to_toml
 from paceline.config.model import Model
 from paceline.config.noun import size
 from paceline.config.recommender import Dlrm
-from paceline.config.vision import EfficientNet, ResNet
+from paceline.config.vision import ResNet
 from paceline.kernels import launch
 from paceline.observe.run import Run
 from paceline.plan.answer.answer import prediction_json
 from paceline.plan.points import Setting
 from paceline.plan.price.simulate import predicted_timeline
 from paceline.plan.resolve import Plan
-from paceline.plan.search.choose import plan_job, unsearchable, with_prediction
+from paceline.plan.search.choose import unsearchable, with_prediction
 from paceline.train.checkpoint.files import (
     DamagedError,
     complete_steps,
@@ -44,30 +42,6 @@ from paceline.train.vision import data_key as images_key
 _NUM_ALTERNATIVES = 20
 # A launcher killed a moment ago may still be on its way out.
 _LOCK_PATIENCE_S = 2.0
-
-
-def resolve_here(job: Job) -> Plan:
-    """Resolve a Job for this machine, or for the ranks that torchrun or srun gave.
-
-    Raises:
-        InputError: the Job can't run here.
-    """
-    if problem := why_only_planned(job):
-        raise InputError(problem)
-    launch.table()  # refuses one's own that is none, before anything is written
-    machine = this_machine()
-    ranks = given_ranks(machine.known_device.kind)
-    if ranks is not None:
-        num_nodes = ranks.world_size // ranks.local_world_size
-        machine = machine.replace(devices_per_node=ranks.local_world_size, num_nodes=num_nodes)
-    plan = plan_job(job, machine)
-    _must_be_here(plan.job.cluster, machine)
-    if ranks is not None and plan.job.layout.num_ranks != ranks.world_size:
-        raise InputError(
-            f"the Job is for {plan.job.layout.num_ranks} ranks but {ranks.world_size} were "
-            'started: set [cluster] to "auto" or start as many.'
-        )
-    return plan
 
 
 def with_speed_here(plan: Plan, say: Callable[[str], None]) -> Plan:
@@ -87,63 +61,6 @@ def with_speed_here(plan: Plan, say: Callable[[str], None]) -> Plan:
     return with_prediction(replace(plan, job=job, notes=notes))
 
 
-def why_only_planned(job: Job) -> str | None:
-    """Why what the planner knows can't be trained (on), one sentence; None where it can."""
-    model, device = job.model, job.cluster.device
-    if isinstance(model, Dlrm) and job.comm.local.method != "none":
-        return (
-            f'comm.local.method = "{job.comm.local.method}" needs a whole network on every rank, '
-            'and a recommender\'s tables are shared out: set it to "none".'
-        )
-    if device != "auto" and device.kind == "other":
-        return (
-            f'cluster.device = "{device.name}" can be planned for, not trained on: PyTorch runs on '
-            'CUDA devices and CPUs here, so name one of these or leave it to "auto".'
-        )
-    if isinstance(model, EfficientNet):
-        return (
-            'model.family = "efficientnet" can be planned, not trained yet: train your own module '
-            "of it with paceline.train."
-        )
-    if isinstance(model, ResNet) and model.squeeze_excite:
-        return (
-            "model.squeeze_excite = true can be planned, not trained yet: leave it out, or train "
-            "your own module with paceline.train."
-        )
-    if isinstance(model, Model) and not model.gated:
-        return (
-            "model.gated = false (GELU) can be planned, not trained yet: set gated = true for "
-            "SwiGLU, or train your own module with paceline.train."
-        )
-    if isinstance(model, Model) and not model.causal:
-        return (
-            "model.causal = false can be planned, not trained yet: set causal = true, or train "
-            "your own module with paceline.train."
-        )
-    return None
-
-
-def _must_be_here(wanted: Cluster, machine: Cluster) -> None:
-    """A Job may ask for another number of CPU ranks than the rule gives, not for other devices."""
-    asked, here = wanted.known_device, machine.known_device
-    if asked.kind != here.kind:
-        raise InputError(
-            f"the Job is for {asked.name} but this machine has {here.name}: "
-            'set cluster.device = "auto", or run it on such a machine.'
-        )
-    num_asked, num_here = size(wanted.devices_per_node), size(machine.devices_per_node)
-    if asked.kind == "cuda" and num_asked > num_here:
-        raise InputError(
-            f"cluster.devices_per_node = {num_asked} but this machine has "
-            f'{num_here}: lower it or set it to "auto".'
-        )
-    if wanted.num_nodes != machine.num_nodes:
-        raise InputError(
-            f"cluster.num_nodes = {wanted.num_nodes} but this start reaches {machine.num_nodes}: "
-            "start it with torchrun or srun on all nodes."
-        )
-
-
 def read_inputs(
     job: Job,
     progress: Callable[[int, int], None],
@@ -159,8 +76,10 @@ def read_inputs(
         what names the data, None for a person's own.
 
     Raises:
-        InputError: text, tokenizer or starting weights don't fit the Job.
+        InputError: text, tokenizer or starting weights don't fit the Job, or one's own table of
+            launches is none.
     """
+    launch.table()  # refuses one's own that is none, before anything is written
     if isinstance(job.model, Dlrm):
         return click_log_key(job)
     if isinstance(job.model, ResNet):

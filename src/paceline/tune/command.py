@@ -26,7 +26,8 @@ from paceline.explain.subject import Subject
 from paceline.observe.run import write_whole
 from paceline.plan.resolve import concrete_cluster
 from paceline.plan.search.choose import unsearchable
-from paceline.train.start import read_inputs, resolve_here, why_only_planned
+from paceline.train.here import resolve_here, why_only_planned
+from paceline.train.start import read_inputs
 from paceline.tune.book import FolderBook
 from paceline.tune.candidates import Question
 from paceline.tune.goal import Figures, Goal, seconds_of

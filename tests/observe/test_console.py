@@ -113,9 +113,9 @@ def test_the_live_line_stays_one_line(clock, width):
     assert ("━" in lines[0]) == (width == 200)
 
 
-def table(lines, facts):
+def table(lines, facts, **more):
     shown = Console(file=io.StringIO(), width=100, color_system=None)
-    shown.print(step_time_table(lines, facts))
+    shown.print(step_time_table(lines, facts, **more))
     return shown.file.getvalue()
 
 
@@ -134,6 +134,10 @@ def test_the_table_of_profiled_steps():
 
 def test_the_table_says_when_nothing_was_profiled():
     assert "No step was profiled" in table(synthetic.lines(20, profile_every=0), {})
+    # Their lines came too early: asking for profile_every would be no advice.
+    untold = table(synthetic.lines(20, profile_every=0), {}, has_windows=True)
+    assert "profile_every" not in untold
+    assert "paceline explain has their terms" in " ".join(untold.split())
 
 
 def test_the_table_before_the_first_step_and_without_terms():

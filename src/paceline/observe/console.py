@@ -130,27 +130,28 @@ def _standard_output() -> Console:
     return Console(highlight=False, force_terminal=False, force_interactive=False)
 
 
-def step_time_table(lines: Lines, facts: Facts) -> RenderableType:
+def step_time_table(lines: Lines, facts: Facts, *, has_windows: bool = False) -> RenderableType:
     """Where the step time went by term, and the key figures of the run, for the terminal.
 
     Args:
         lines: the steps, as `Run.metrics` returns them; there may be none.
         facts: as `Run.facts` returns them; anything may be missing.
+        has_windows: whether steps were recorded, though no line may have their terms.
     """
     if not lines:
         return Text("No step has finished yet.")
     times = summary.step_time(lines)
-    parts: list[RenderableType] = [_terms_table(times)] if times.terms_s else []
+    parts: list[RenderableType] = [_terms_table(times, has_windows)] if times.terms_s else []
     return Group(*parts, _figures_grid(summary.summarise(lines, facts)))
 
 
-def _terms_table(times: StepTime) -> Table:
+def _terms_table(times: StepTime, has_windows: bool) -> Table:
     steps = f"{times.num_steps} {'profiled ' if times.profiled else ''}step"
     table = Table(
         title=f"Step time, mean of {steps}{'s' if times.num_steps != 1 else ''}",
         title_justify="left",
         title_style="bold",
-        caption=None if times.profiled else _UNPROFILED,
+        caption=None if times.profiled else _UNTOLD if has_windows else _UNPROFILED,
         caption_justify="left",
         box=SIMPLE_HEAD,
         show_footer=True,
@@ -165,6 +166,10 @@ def _terms_table(times: StepTime) -> Table:
     return table
 
 
+_UNTOLD = (
+    "The recorded steps were written down before their traces were read; paceline explain has "
+    "their terms."
+)
 _UNPROFILED = (
     "No step was profiled, so computation and communication are in unattributed; "
     "observe.profile_every splits them."

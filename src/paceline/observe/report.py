@@ -53,7 +53,7 @@ def render(
         lede=" ".join(filter(None, [verdict, _lede(figures, _num_steps(job))])),
         cards=_cards(figures, facts, _num_steps(job)),
         times=times if times.terms_s else None,
-        has_windows=any(run.trace_folder.glob("rank*.json*")),
+        has_windows=run.has_windows,
         colour=summary.colour,
         rate_title=f"{figures.unit.capitalize()} a second",
         charts=charts(lines, figures),

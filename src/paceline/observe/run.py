@@ -55,6 +55,11 @@ class Run:
         return self.path / "trace"
 
     @property
+    def has_windows(self) -> bool:
+        """Whether steps were recorded, also where their lines have no terms."""
+        return any(self.trace_folder.glob("rank*.json*"))
+
+    @property
     def memory_folder(self) -> Path:
         """Memory over profiled windows."""
         return self.path / "memory"

@@ -166,7 +166,7 @@ def introduce(plan: Plan, run: Run, before: Job | None = None) -> bool:
         if done:
             _CONSOLE.print(f"going on after step {done} of {steps}")
         return True
-    _CONSOLE.print(step_time_table(run.metrics(), run.facts()))
+    _CONSOLE.print(step_time_table(run.metrics(), run.facts(), has_windows=run.has_windows))
     if changes := _changes(before, plan.job):
         _CONSOLE.print(f"no step was made with what changed since: {changes}")
     if best.is_over:

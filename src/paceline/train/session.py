@@ -314,7 +314,8 @@ class Teller:
         if not self.speaks:
             return
         self.progress.close()
-        self.progress.say(step_time_table(self.run.metrics(), self.facts))
+        lines, has_windows = self.run.metrics(), self.run.has_windows
+        self.progress.say(step_time_table(lines, self.facts, has_windows=has_windows))
         if best.is_over:
             self.say(f"stopped early after step {done}: {best.sentence()}.")
         elif done < self.job.train.steps:

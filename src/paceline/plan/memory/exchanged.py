@@ -18,7 +18,7 @@ Source: `paceline.comm.compress`, `paceline.parallel.local`.
 import numpy as np
 
 from paceline.config.comm import Codec, coded_bits
-from paceline.plan.memory.sharing import Counts, is_fsdp, num_shards
+from paceline.plan.memory.sharing import Counts, is_fsdp, num_shards, shards_data
 from paceline.plan.points import Array, Points, Setting
 
 _FP32 = 4
@@ -28,7 +28,7 @@ def kept_for_exchanges(setting: Setting, points: Points, counts: Counts) -> Arra
     """What stays for the exchanges of the data axes: (s, n)."""
     if setting.is_exact and not setting.updates_locally:
         return np.zeros(1)
-    replicas = points.dp * np.where(points.fsdp > 1, 1, points.cp)
+    replicas = points.dp * np.where(shards_data(points), 1, points.cp)
     of_replicas = _of_replicas(setting, points, counts, replicas)
     shards = num_shards(points)
     inside = setting.shards_inside(shards, points.tp)

@@ -104,7 +104,8 @@ def test_what_is_wrong_is_found(what, monkeypatch):
 
 
 def test_a_table_keeps_what_others_wrote(tmp_path):
-    row = {"device": "A", "kernel": "norm.f", "dtype": "bf16", "size": 1, "ms": 1.0}
+    launch = {"blocks": {"B": 16}, "num_warps": 4, "num_stages": 2, "peer_ms": 2.0}
+    row = {"device": "A", "kernel": "norm.f", "dtype": "bf16", "size": 1, "ms": 1.0, **launch}
     path = tmp_path / "launches.json"
     command.write_table(path, [row, {**row, "device": "B"}])
     command.write_table(path, [{**row, "ms": 0.5}])

@@ -69,11 +69,13 @@ LAYOUTS = {
     "again_us": [{"dp": 2, "recompute": "full"}, {"dp": 2, "recompute": "selective"}],
     "select_us": [{"dp": 2, "recompute": "selective"}],
 }
+HOOKS = ("again_us", "select_us")
+"""What repeats a block: a host ahead of a GPU pays for that as well."""
 ALL_LAYOUTS = [layout for layouts in LAYOUTS.values() for layout in layouts]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_each_cost_of_python_is_felt_where_it_belongs_and_on_cpus_only(name: str):
+def test_each_cost_of_python_is_felt_where_it_belongs_and_most_on_cpus_only(name: str):
     cpus, gpus = _cpus(), _gpus()
     cheap, dear = {name: CONSTANTS[name].low}, {name: CONSTANTS[name].high}
     for layout in ALL_LAYOUTS:
@@ -81,7 +83,8 @@ def test_each_cost_of_python_is_felt_where_it_belongs_and_on_cpus_only(name: str
         more = _step_s(cpus, job, **dear) - _step_s(cpus, job, **cheap)
         assert (more > 0) == (layout in LAYOUTS[name])
         job = _job(gpus, **layout)
-        assert _step_s(gpus, job, **dear) == _step_s(gpus, job, **cheap)
+        more = _step_s(gpus, job, **dear) - _step_s(gpus, job, **cheap)
+        assert (more > 0) == (name in HOOKS and layout in LAYOUTS[name])
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"fsdp": 2}, {"cp": 2}])

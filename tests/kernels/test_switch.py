@@ -76,7 +76,7 @@ def test_what_is_no_table_is_refused(text, tmp_path, monkeypatch):
         path.write_text(text)
     monkeypatch.setenv(launch.OWN, str(path))
     launch.table.cache_clear()
-    with pytest.raises(InputError, match=r"is no table of launches .* paceline bench kernels"):
+    with pytest.raises(InputError, match=r"launches.json .* a table that paceline bench kernels"):
         launch.table()
     launch.table.cache_clear()
 

@@ -19,7 +19,7 @@ def _bucket_bytes(rank: int, world_size: int, bucket_mib: float) -> list[int]:
     """After the first backward pass, in the order in which they are reduced."""
     module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))
     mesh = SimpleNamespace(get_group=lambda axis: dist.group.WORLD)
-    replicas = _replicate(module, Layout(bucket_mib=bucket_mib), mesh)
+    replicas = _replicate(module, Layout(bucket_mib=bucket_mib), mesh, find_unused=False)
     replicas._set_ddp_runtime_logging_sample_rate(1)
     for _ in range(3):
         replicas(torch.ones(2, 256)).sum().backward()

@@ -32,6 +32,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.network_table import markdown
 from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
+from paceline.comm.collectives import wait
 from paceline.comm.compress.codec import BlockCodec
 from paceline.comm.compress.codecs import codec_of
 from paceline.comm.compress.compressors import compressor_of
@@ -114,8 +115,7 @@ def low_rank_mean(means: LowRankMeans, parts: Sequence[Part], num_values: int) -
 
     def average(gradients: list[Tensor]) -> Tensor:
         total = torch.stack(gradients).mean(0)
-        for work in one.average(total, errors):
-            work.wait()
+        wait(one.average(total, errors))
         return total
 
     return average

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.compression_loss import NUM_REPLICAS, compressed_mean
+from paceline.comm.collectives import wait
 from paceline.comm.compress.compressors import compressor_of
 from paceline.comm.compress.feedback import Part
 from paceline.config.comm import codec
@@ -32,8 +33,7 @@ def _exchanged(rank: int, world_size: int, form: str) -> list[torch.Tensor]:
     errors, arrived = torch.zeros(48 * 33 + 700), []
     for step in range(STEPS):
         values = _gradient(step, rank)
-        for work in mean.average(values, errors):
-            work.wait()
+        wait(mean.average(values, errors))
         arrived.append(values)
     return arrived
 

@@ -11,7 +11,8 @@ from paceline.comm.topology import this_machine
 from paceline.config.catalogue.devices import CATALOGUE
 from paceline.config.hardware import Device
 from paceline.config.job import read_job
-from paceline.train.start import resolve_here, with_speed_here
+from paceline.train.here import resolve_here
+from paceline.train.start import with_speed_here
 
 CPU = Device(name="a CPU", kind="cpu")
 

@@ -91,11 +91,13 @@ class Finding:
             of_s: what the gain is a share of, by default the step. What doesn't happen in every
                 step is a share of the mean step.
         """
-        share = gain_s / (of_s or subject.step_s)
-        if not share > 0:
+        whole_s = of_s or subject.step_s
+        if not (gain_s > 0 and whole_s > 0):  # steps without length have no shares
             return None
         told = " ".join(each for each in (advice, with_job if subject.job else "") if each)
-        return cls(name, title, tuple(evidence), gain_s, share, tuple(changes), told, basis)
+        return cls(
+            name, title, tuple(evidence), gain_s, gain_s / whole_s, tuple(changes), told, basis
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +30,7 @@ def made(text: str) -> str:
     found = _BLOCK.search(text)
     assert found is not None, "README.md shows no output of `paceline plan`"
     done = subprocess.run(
-        shlex.split(found[2]),
+        [sys.executable, "-m", *shlex.split(found[2])],
         cwd=ROOT,
         env={**os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1"},
         check=True,

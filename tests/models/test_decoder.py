@@ -167,11 +167,13 @@ def test_packed_documents_equal_the_documents_alone(name):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_no_token_sees_the_future(name):
-    decoder, tokens = built(MODEL.replace(**VARIANTS[name])), tokens_of()
+    decoder, tokens = built(MODEL.replace(**VARIANTS[name])).double(), tokens_of()
     changed = tokens.clone()
     changed[:, 9] = (changed[:, 9] + 1) % MODEL.vocab_size
     before, after = decoder(tokens), decoder(changed)
-    assert torch.equal(before[:, :9], after[:, :9])
+    # The changed token may go to another expert. Its groups then have other row counts, and on some
+    # CPUs a matrix product rounds a row by their number: equal to fp64's last digits, not to the bit.
+    torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=1e-12)
     assert not torch.allclose(before[:, 9], after[:, 9])
 
 

@@ -118,11 +118,24 @@ _TINY = (
 )  # fmt: skip
 
 
+# All but processes that burn cores: each has to fit today's loop, whatever it costs.
+_EVERY_INJECTION = {
+    "slow_blocks": {"times": 1}, "sleepy_blocks": {"seconds": 0.0}, "detect_anomaly": {},
+    "metrics_of_every_micro_batch": {"num_metrics": 2}, "reduce_every_micro_batch": {},
+    "collect_garbage": {"num_objects": 10}, "slow_disk": {"bytes_per_s": 1e9},
+    "slow_log": {"seconds": 0.0}, "more_threads": {"num_threads": 1},
+    "python_work": {"seconds": 1e-4}, "shared_out": {"share": 0.5},
+    "uneven_lengths": {"shortest": 8, "longest": 16, "seed": 0},
+}  # fmt: skip
+
+
 def test_twins_take_turns_and_differ_by_the_fault(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("the quick brown fox " * 2000)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    way = Way(injections={"slow_loader": {"rank": 1, "seconds": 0.1}})
+    late = {"slow_loader": {"rank": 1, "seconds": 0.1}}
+    assert set(inject.INJECTIONS) == {*late, *_EVERY_INJECTION, "busy_neighbour", "busy_machine"}
+    way = Way(injections=_EVERY_INJECTION | late)
     fault = Fault(("loader-bound",), way, Way(), ("layout.dp=2",))
     measure(fault, tmp_path / "pair", _TINY, range(2, 3))
     faulty, mended = (Run(tmp_path / "pair" / way / "runs/run") for way in ("faulty", "mended"))

@@ -27,6 +27,7 @@ from paceline.train import session, task, trainer
 from paceline.train.checkpoint import checkpointer
 from paceline.train.data import MicroBatch
 from paceline.train.trainer import Trainer
+from paceline.train.weighed import Weighed
 
 _DIE_WITH_PARENT = "import ctypes; ctypes.CDLL(None).prctl(1, 9)"
 
@@ -105,13 +106,13 @@ def metrics_of_every_micro_batch(_gate: Gate, num_metrics: int) -> None:
     """After each forward pass, average some numbers over the ranks and read them with .item()."""
     forward = Trainer.forward
 
-    def and_read(of: Trainer, micro_batch: object) -> Tensor:
-        loss = forward(of, micro_batch)
+    def and_read(of: Trainer, micro_batch: object) -> Weighed:
+        weighed = forward(of, micro_batch)
         for power in range(num_metrics):
-            metric = loss.detach() ** (power + 1)
+            metric = weighed.loss.detach() ** (power + 1)
             dist.all_reduce(metric)
             metric.item()
-        return loss
+        return weighed
 
     Trainer.forward = and_read
 
@@ -132,7 +133,7 @@ def collect_garbage(_gate: Gate, num_objects: int) -> None:
     forward = Trainer.forward
     kept: list[list[int]] = []
 
-    def after_collecting(of: Trainer, micro_batch: object) -> Tensor:
+    def after_collecting(of: Trainer, micro_batch: object) -> Weighed:
         kept.extend([number] for number in range(num_objects - len(kept)))
         gc.collect()
         return forward(of, micro_batch)
@@ -186,7 +187,7 @@ def python_work(_gate: Gate, seconds: float) -> None:
     """Python computes something of its own before each forward pass."""
     forward = Trainer.forward
 
-    def after_python(of: Trainer, micro_batch: object) -> Tensor:
+    def after_python(of: Trainer, micro_batch: object) -> Weighed:
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             sum(range(1000))

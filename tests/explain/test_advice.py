@@ -161,6 +161,19 @@ def test_the_next_command_is_one(tmp_path: Path) -> None:
             check_command(command.removeprefix("paceline "))
 
 
+def test_what_was_chosen_for_an_axis_goes_with_it() -> None:
+    """A plan's own algorithm for shards once kept every rule from advising replicas."""
+    sharded = job(dp=1, fsdp=2, zero=3)
+    chosen = sharded.comm.fsdp.replace(algorithm="halving_doubling")
+    one = sharded.replace(comm=sharded.comm.replace(fsdp=chosen))
+    replicas = changed(one, ("layout.dp=2", "layout.fsdp=1", "layout.zero=0"))
+    assert replicas is not None
+    assert replicas.comm.fsdp.algorithm == "backend"
+    still = changed(one, ("layout.zero=2",))
+    assert still is not None
+    assert still.comm.fsdp == one.comm.fsdp
+
+
 def test_an_interval_beyond_the_run_is_not_offered() -> None:
     one = job(2)
     assert offered(one, "train.eval_every=41") == ()  # of 40 steps

@@ -7,7 +7,7 @@ refused before any process starts.
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from paceline.config.comm import Comm, LocalUpdates
+from paceline.config.comm import Comm, DpComm, EpComm, FsdpComm, LocalUpdates, PpComm
 from paceline.config.errors import InputError
 from paceline.config.noun import size
 
@@ -26,6 +26,19 @@ def check_comm(comm: Comm, layout: "Layout") -> None:
     for rule in _RULES:
         for sentence in rule(comm, layout):
             raise InputError(sentence)
+
+
+def of_used_axes(comm: Comm, layout: "Layout") -> Comm:
+    """A concrete Job's comm where its layout is changed: what was chosen for an axis that is gone
+    goes with it."""
+    plain = {
+        "dp": DpComm(algorithm="backend"),
+        "fsdp": FsdpComm(algorithm="backend"),
+        "pp": PpComm(),
+        "ep": EpComm(),
+    }
+    gone = {axis: value for axis, value in plain.items() if size(getattr(layout, axis)) == 1}
+    return comm.replace(**gone).settled
 
 
 def _replicas(comm: Comm, layout: "Layout") -> Iterator[str]:

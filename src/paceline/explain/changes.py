@@ -4,7 +4,7 @@ what changes something."""
 from collections.abc import Sequence
 
 from paceline.config.errors import InputError
-from paceline.config.feasible_comm import check_comm
+from paceline.config.feasible_comm import check_comm, of_used_axes
 from paceline.config.job import Job, change_job
 
 
@@ -12,6 +12,7 @@ def changed(job: Job, changes: Sequence[str]) -> Job | None:
     """The Job with some settings, None where it couldn't run."""
     try:
         one = change_job(job, changes)
+        one = one.replace(comm=of_used_axes(one.comm, one.layout))
         one.layout.check(one.model, one.cluster, one.train.seq_len, one.train.global_batch)
         check_comm(one.comm, one.layout)
     except InputError:

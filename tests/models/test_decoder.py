@@ -171,8 +171,8 @@ def test_no_token_sees_the_future(name):
     changed = tokens.clone()
     changed[:, 9] = (changed[:, 9] + 1) % MODEL.vocab_size
     before, after = decoder(tokens), decoder(changed)
-    # The changed token may go to another expert, whose group then has another row count, and on some
-    # CPUs a product rounds a row by that number: equal to fp64's last digits, not to the bit.
+    # The changed token may go to another expert. Group sizes then differ, and some CPUs round a
+    # row of a product by the number of rows: equal to the last digits of fp64, not to the bit.
     torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=1e-12)
     assert not torch.allclose(before[:, 9], after[:, 9])
 

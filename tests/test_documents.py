@@ -102,9 +102,19 @@ def test_the_own_model_example_runs_as_it_stands(tmp_path):
 
 
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_index_of_decisions_lists_every_page_by_its_question():
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text()
+    listed = re.findall(r"^- \[(.+)\]\((.+)\) \(\d{4}-\d\d-\d\d\)$", index, flags=re.M)
+    pages = {page.name for page in folder.glob("*.md")} - {"README.md", "machines.md"}
+    assert sorted(name for _, name in listed) == sorted(pages), "each page once"
+    for question, name in listed:
+        assert (folder / name).read_text().startswith(f"# {question}\n"), name
 
 
 def test_the_page_of_settings_is_made_from_the_code():

@@ -85,7 +85,7 @@ def test_the_wait_for_scattered_passes_is_that_of_many_draws(name):
 
 
 def test_scatter_is_waited_for_where_ranks_have_no_time_to_spare():
-    """With passes as LOG.md has them: the even one loses 3 % of a step, the uneven one nothing."""
+    """The passes of docs/decisions/ranks-that-share-cores.md: only the even ones lose time."""
     schedule = build_schedule("1f1b", 2, 8, 1)
     even = Cost((27.0, 27.0), (30.0, 30.0), (30.0, 30.0))
     uneven = Cost((36.0, 17.0), (40.0, 17.0), (40.0, 17.0))

@@ -27,7 +27,8 @@ _STATE_BYTES_PER_PARAM = 16
 # The rest of the memory is for activations, buffers and the allocator.
 _STATE_SHARE_OF_MEMORY = 0.5
 # About as many tokens as keep a large GPU's matrix units busy. A CPU core is busy with far fewer,
-# and faster while activations stay near it (measured: 1024 tokens 4-6 % faster than 2048, LOG.md).
+# and faster while activations stay near it (1024 tokens are 4-6 % faster than 2048, see
+# docs/decisions/overhead.md).
 _TOKENS_PER_MICRO_BATCH = {"cuda": 8192, "cpu": 1024, "other": 8192}
 
 

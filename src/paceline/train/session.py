@@ -373,8 +373,9 @@ def _commit() -> str | None:
 def keep_freed_memory() -> None:
     """Let glibc reuse the memory of activations instead of giving it back after every step.
 
-    The kernel would clear it again, page by page, in the next one (measured: 33,000 page faults a
-    step, 2-4 % of its time, LOG.md). Other C libraries have no such switch and are left alone.
+    The kernel would clear it again, page by page, in the next one (33,000 page faults a step, 2-4 %
+    of its time, see docs/decisions/overhead.md). Other C libraries have no such switch and are left
+    alone.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

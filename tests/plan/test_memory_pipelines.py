@@ -1,5 +1,6 @@
 """Predicted memory of pipeline ranks against what two of them hold, with several micro-batches."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,22 @@ def _setting(job: Job) -> tuple[Setting, Points]:
     assert isinstance(job.model, Model)
     setting = Setting(job.model, job.cluster, job.train.seq_len, job.train.global_batch, Stack())
     return setting, Points.of([job.layout], setting)
+
+
+@pytest.mark.parametrize("states", ["shards", "buffers"])
+def test_in_pipelines_every_degree_holds_the_same_gradients(states: str) -> None:
+    """What a pass doesn't exchange stays whole, as it is priced: gradients until the last
+    micro-batch, and what was gathered. Between steps ZeRO-3 in shards is another system's."""
+    job = job_of(4, (*GPIPE, "layout.fsdp=2", "layout.param_dtype=bf16", "layout.precision=bf16"))
+    stack = Stack.model_validate({"states": states, "grad_dtype": "fp32"})
+    setting = replace(_setting(job)[0], stack=stack)
+    found = []
+    for zero in (1, 2, 3) if states == "shards" else (1, 2):
+        layout = job.layout.replace(zero=zero)
+        holdings = holdings_of(setting, layout, schedule_for(setting, layout))
+        terms = memory_bytes(setting, Points.of([layout], setting), holdings)
+        found.append({name: np.max(value) for name, value in terms.items()})
+    assert all(terms == found[0] for terms in found[1:])
 
 
 def _predicted(job: Job) -> np.ndarray:

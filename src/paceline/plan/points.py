@@ -186,6 +186,13 @@ class Points:
         """Bytes of a stored parameter."""
         return ARITHMETIC_BYTES[self.param_dtype]
 
+    @property
+    def zero_of_passes(self) -> Array:
+        """The zero degree that says what each pass exchanges: in a pipeline parameters stay
+        gathered and gradients whole until the last micro-batch, as under the first, whatever the
+        degree (torch.distributed.pipelining, parallel/pp/stage.py)."""
+        return np.where(self.pp > 1, np.minimum(self.zero, 1), self.zero)
+
     @classmethod
     def of(cls, layouts: Sequence[Layout], setting: Setting) -> "Points":
         """The columns of concrete layouts."""

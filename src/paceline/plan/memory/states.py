@@ -15,9 +15,10 @@ buckets are there all the time; beside them the gradients of micro-batches that 
 added up in tensors of their own, which the last micro-batch copies into the buckets. Replicas of a
 part of a network are FSDP2's too, as shards of one rank: whole all the time.
 
-Stacks that hold whole 16-bit parameters (`Stack.states`) have these, and at ZeRO-1 whole gradients,
-from step to step; only moments and master copy are shards (6 + 12/d bytes per parameter with fp32
-gradients, https://github.com/NVIDIA/Megatron-LM, docs of its distributed optimizer).
+Stacks that hold whole 16-bit parameters (`Stack.states`) have these, and at ZeRO-1 (and in any
+pipeline) whole gradients, from step to step; only moments and master copy are shards (6 + 12/d
+bytes per parameter with fp32 gradients, https://github.com/NVIDIA/Megatron-LM, docs of its
+distributed optimizer).
 
 Source: `paceline.parallel.fsdp`, `paceline.train.optim`; ZeRO https://arxiv.org/abs/1910.02054.
 """
@@ -72,7 +73,7 @@ def resident_grads(setting: Setting, points: Points, counts: Counts) -> Array:
 
 
 def _keeps_grads(setting: Setting, points: Points) -> Array:
-    return lasting_buffers(setting, points) & (points.zero < 2)
+    return lasting_buffers(setting, points) & (points.zero_of_passes < 2)
 
 
 def _grad_bytes(setting: Setting, points: Points, param: Array) -> Array:
@@ -89,12 +90,12 @@ def _gathers(setting: Setting, points: Points) -> Array:
 
 def keeps_whole(points: Points) -> Array:
     """Whether FSDP2 keeps parameters gathered for the whole step: (n,), bool."""
-    return is_fsdp(points) & ((points.zero < 3) | (points.pp > 1) | (num_shards(points) == 1))
+    return is_fsdp(points) & ((points.zero_of_passes < 3) | (num_shards(points) == 1))
 
 
 def sums_whole(points: Points) -> Array:
     """Whether gradients are added up whole and reduced once a step: (n,), bool."""
-    late = (points.zero < 2) | (num_shards(points) == 1) | (points.pp > 1)
+    late = (points.zero_of_passes < 2) | (num_shards(points) == 1)
     return is_fsdp(points) & late & (points.num_micro_batches > 1)
 
 
@@ -233,8 +234,9 @@ def late_message(setting: Setting, points: Points, counts: Counts) -> Array:
 def gathered_at_last(setting: Setting, points: Points, counts: Counts) -> Array:
     """Copies of parameters when the ends are reduced, whose own FSDP2 has freed by then: (s, n)."""
     stay = stays_gathered(setting, points, counts, 1.0)
-    frees = is_fsdp(points) & ((points.num_micro_batches == 1) | (points.zero == 3))
-    return np.where(frees & (points.pp == 1), stay - counts.ends * points.value_bytes, stay)
+    alone = (points.num_micro_batches == 1) & (points.pp == 1)
+    frees = is_fsdp(points) & (alone | (points.zero_of_passes == 3))
+    return np.where(frees, stay - counts.ends * points.value_bytes, stay)
 
 
 def widened_grads(setting: Setting, points: Points, counts: Counts) -> Array:

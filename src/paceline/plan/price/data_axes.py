@@ -274,11 +274,6 @@ def _coding_of(setting: Setting, params: Array, groups: Groups) -> _Unit:
     )
 
 
-def _every_pass(points: Points) -> Array:
-    """The zero degree that says what each pass exchanges: in pipelines as under the first."""
-    return np.where(points.pp > 1, np.minimum(points.zero, 1), points.zero)
-
-
 class _Passes(NamedTuple):
     """How often FSDP2 gathers and reduces in a step."""
 
@@ -292,7 +287,7 @@ class _Passes(NamedTuple):
     @staticmethod
     def of(points: Points) -> "_Passes":
         """Of the zero degree and the micro-batches."""
-        zero, batches = _every_pass(points), points.num_micro_batches
+        zero, batches = points.zero_of_passes, points.num_micro_batches
         backward = np.where(zero >= 2, batches, 1)
         forward = np.where(zero == 3, batches, 1)
         return _Passes(forward, np.where(zero == 3, backward, 0), backward)
@@ -345,7 +340,7 @@ def _sharded(
     inner = share * np.maximum(num_layers - 1, 0) / np.maximum(num_layers, 1)
     hidden_forward, hidden_backward, spare = (np.zeros(1),) * 3
     for count, unit, part in zip(held.blocks, units, parts, strict=False):
-        again_s = np.where(_every_pass(points) == 3, unit.gather_s, 0.0)
+        again_s = np.where(points.zero_of_passes == 3, unit.gather_s, 0.0)
         backward_s = again_s + unit.reduce_s
         hidden_forward = hidden_forward + count * np.minimum(unit.gather_s, part.forward.beside_s)
         beside = np.minimum(backward_s, part.beside_backward_s)
@@ -455,7 +450,7 @@ def grad_copy_bytes(setting: Setting, points: Points, works: Sequence[Work], hel
     another (read in its type, written in that of the reduction). What stays whole is added up: read
     twice and written.
     """
-    params, zero = total_params(works, held), _every_pass(points)
+    params, zero = total_params(works, held), points.zero_of_passes
     gathered, reduced = wire_bytes(setting, points)
     per_pass = np.where(zero == 3, 4.0, 0.0) * gathered
     per_pass = per_pass + np.where(zero >= 2, gathered + reduced, 0.0)

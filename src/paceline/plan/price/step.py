@@ -467,8 +467,7 @@ def _once_per_step(
     terms["host_gap"] = terms["host_gap"] + constant(setting.stack, "step_overhead_ms") * 1e-3
     link = constant(setting.stack, "host_copy_gb_per_s") * 1e9
     # Each gathering brings the shard in, each reduction takes its gradient out.
-    gathers = (points.zero == 3) & (points.pp == 1)
-    passes = np.where(gathers, 2 * points.num_micro_batches, 1) + 1
+    passes = np.where(points.zero_of_passes == 3, 2 * points.num_micro_batches, 1) + 1
     moved = stepped * points.param_bytes * passes / link
     terms["exposed_comm.fsdp"] = terms["exposed_comm.fsdp"] + points.offload_params * moved
 

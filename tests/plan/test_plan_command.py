@@ -112,6 +112,8 @@ def test_a_budget_compares_offers(folder):
     fastest = told["runs"][told["fastest"]]
     assert fastest["days"] == min(run["days"] for run in told["runs"])
     assert told["text"] in " ".join(output.split())
+    assert "run by Paceline's own runtime" in " ".join(output.split())
+    assert {run["runtime"]["whose"] for run in told["runs"]} == {"Paceline's own runtime"}
 
 
 def test_what_does_not_fit_is_printed_and_ends_with_a_sentence(folder):

@@ -1,12 +1,15 @@
 """The planner's page: complete, self-contained, and with the answer's own figures (pure)."""
 
+import html
 import json
 import re
 from dataclasses import replace
 
 import pytest
 
-from paceline.plan.answer.answer import answer
+from paceline.config.stack import Stack
+from paceline.plan.answer.answer import answer, to_json
+from paceline.plan.answer.describe import headline
 from paceline.plan.answer.page import render
 from tests.plan.answers import IMAGES, cramped, job, small_answer
 
@@ -57,6 +60,21 @@ def test_the_page_says_what_the_terminal_says(page):
         assert sentence in text
     for name in found.best.assumptions:
         assert f"<code>{name}</code>" in text
+
+
+def test_every_answer_says_whose_runtime_is_priced():
+    """Terminal, JSON and page: ours, or one that the cluster describes."""
+    own = small_answer()
+    described = own.job.cluster.replace(stack=Stack(overlaps_ep=True, constants={"launch_us": 9.0}))
+    other = replace(own, job=own.job.replace(cluster=described))
+    for found, whose in (
+        (own, "Paceline's own runtime"),
+        (other, "a runtime with overlaps_ep = true (cluster.stack)"),
+    ):
+        assert headline(found).endswith(f"run by {whose}")
+        assert to_json(found)["runtime"]["whose"] == whose
+        assert f"run by {whose}" in html.unescape(_text(render(found)))
+    assert to_json(other)["runtime"]["features"] == {"overlaps_ep": True}
 
 
 def test_nothing_fits_has_a_page_too():

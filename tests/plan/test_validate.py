@@ -3,18 +3,28 @@
 import json
 import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from paceline.config.errors import InputError
 from paceline.plan.prediction import Memory, Prediction
 from paceline.plan.published import PublishedRun, read_runs
 from paceline.plan.validate import validate as module
 from paceline.plan.validate.page import render
-from paceline.plan.validate.table import show
-from paceline.plan.validate.validate import Calibration, Report, Scored, errors, regrets, validate
+from paceline.plan.validate.table import sentence, show
+from paceline.plan.validate.validate import (
+    Calibration,
+    Report,
+    Scored,
+    errors,
+    regrets,
+    summary,
+    validate,
+)
 from tests.command_line import paceline
 from tests.plan.test_published import GPT, table
 
@@ -201,6 +211,20 @@ def test_other_sources_do_without_constants_derived_from_published_runs(tmp_path
     assert usual.prediction is not None
     assert alone.prediction.step_s == pytest.approx(plain)
     assert usual.prediction.step_s > plain
+
+
+def test_rows_say_whose_runtime_is_priced(tmp_path: Path) -> None:
+    """Of a source each kind of its software once, in table, JSON and page."""
+    fsdp = {"framework": "torchtitan", "fsdp_or_zero": "FSDP", "tp": "1", "pp": "1", "dp": "16"}
+    report = validate(runs(tmp_path, {}, fsdp, {"micro_batch": "4"}))
+    (source,) = summary(report)["by_source"]
+    assert source["runtimes"] == ("megatron", "fsdp compiled")
+    assert "not as Paceline's own runtime" in sentence(report)
+    console = Console(record=True, width=160)
+    show(report, console)
+    assert re.search(r"here +3 .* megatron, fsdp compiled", console.export_text())
+    assert "<td>megatron, fsdp compiled</td>" in render(report)
+    assert "run by megatron" in render(report)
 
 
 def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:

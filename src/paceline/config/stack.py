@@ -9,8 +9,9 @@ are assumptions, and `paceline.plan.calibrate` fits them to measured steps, neve
 bounds. Nothing in here belongs to a single run or a source of runs.
 """
 
+import json
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -138,6 +139,22 @@ class Stack(Noun):
     """Fitted values of constants of `CONSTANTS`; the others have their defaults."""
     origin: str = "assumed"
     """Where the constants come from: "assumed", or which steps they were fitted to."""
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """Those in which it differs from Paceline's own runtime; none: it is that one."""
+        own = Stack()
+        return {
+            name: value
+            for name, value in self
+            if name not in ("constants", "origin") and value != getattr(own, name)
+        }
+
+    @property
+    def whose(self) -> str:
+        """Whose runtime it is, in words."""
+        told = ", ".join(f"{name} = {json.dumps(value)}" for name, value in self.features.items())
+        return f"a runtime with {told} (cluster.stack)" if told else "Paceline's own runtime"
 
 
 class Constant(Noun):

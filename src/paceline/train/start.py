@@ -22,7 +22,7 @@ from paceline.config.recommender import Dlrm
 from paceline.config.vision import ResNet
 from paceline.kernels import launch
 from paceline.observe.run import Run
-from paceline.plan.answer.answer import prediction_json
+from paceline.plan.answer.answer import prediction_json, runtime_json
 from paceline.plan.points import Setting
 from paceline.plan.price.simulate import predicted_timeline
 from paceline.plan.resolve import Plan
@@ -162,7 +162,12 @@ def _write_plan(run: Run, plan: Plan) -> None:
     predicted = [prediction_json(one, unit) for one in plan.ranked[:_NUM_ALTERNATIVES]]
     run.write_json(
         "plan.json",
-        {"reasons": dict(plan.reasons), "notes": list(plan.notes), "layouts": predicted},
+        {
+            "reasons": dict(plan.reasons),
+            "notes": list(plan.notes),
+            "runtime": runtime_json(plan.job.cluster),
+            "layouts": predicted,
+        },
     )
     if predicted and isinstance(plan.job.model, Model):
         run.trace_folder.mkdir(exist_ok=True)

@@ -15,9 +15,11 @@ import numpy as np
 
 from paceline.config.comm import Comm
 from paceline.config.errors import InputError
+from paceline.config.hardware import Cluster
 from paceline.config.job import Job, to_raw
 from paceline.config.layout import Layout
 from paceline.config.model import Model
+from paceline.config.stack import Stack
 from paceline.config.vision import ConvNet, EfficientNet, ResNet
 from paceline.plan.answer.outlook import Outlook, outlook
 from paceline.plan.convnet.choose import predict_all, sentences_of
@@ -205,6 +207,7 @@ def to_json(found: Answer, num: int = 20) -> dict[str, Any]:
         "name": found.job.name,
         "model": to_raw(found.job.model),
         "cluster": to_raw(found.job.cluster),
+        "runtime": runtime_json(found.job.cluster),
         "train": to_raw(found.job.train),
         "layout": to_raw(found.best.layout) if found.best else None,
         "counts": vars(found.counts),
@@ -221,6 +224,12 @@ def to_json(found: Answer, num: int = 20) -> dict[str, Any]:
         "assumptions": dict(found.best.assumptions) if found.best else {},
         "versions": versions(),
     }
+
+
+def runtime_json(cluster: Cluster) -> dict[str, Any]:
+    """Whose steps are predicted on a cluster."""
+    stack = cluster.stack or Stack()
+    return {"whose": stack.whose, "features": stack.features}
 
 
 def _margin_json(margin: why.Margin) -> dict[str, Any]:

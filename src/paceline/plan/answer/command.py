@@ -18,7 +18,15 @@ from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job, to_raw, to_toml
 from paceline.config.model import Model
-from paceline.plan.answer.answer import Answer, answer, prediction_json, to_json, versions
+from paceline.config.stack import Stack
+from paceline.plan.answer.answer import (
+    Answer,
+    answer,
+    prediction_json,
+    runtime_json,
+    to_json,
+    versions,
+)
 from paceline.plan.answer.asked import bounds_of, budget_of, clusters_of, lengthened
 from paceline.plan.answer.describe import headline
 from paceline.plan.answer.show import show, show_purchase
@@ -130,7 +138,9 @@ def _buy(job: Job, offers: Sequence[Cluster], text: str, wishes: Wishes, as_json
     with _busy("searching layouts for each number of nodes"):
         bought = buy(setting, offers, tokens, usd, days, wishes)
     console = Console(highlight=False)
-    console.print(f"{job.name}: {job.train.steps:,} steps, {tokens:.3g} tokens, for {text}\n")
+    runtimes = dict.fromkeys((offer.stack or Stack()).whose for offer in offers)
+    said = f"{job.train.steps:,} steps, {tokens:.3g} tokens, for {text}"
+    console.print(f"{job.name}: {said}, run by {' or '.join(runtimes)}\n")
     show_purchase(bought, console)
     is_possible = any(_within(run.usd, usd) and _within(run.days, days) for run in bought.runs)
     if is_possible:
@@ -151,6 +161,7 @@ def purchase_json(bought: Purchase) -> dict[str, Any]:
     runs = [
         {
             "cluster": to_raw(run.cluster),
+            "runtime": runtime_json(run.cluster),
             "num_devices": run.num_devices,
             "days": run.days,
             "usd": run.usd,

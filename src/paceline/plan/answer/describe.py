@@ -9,6 +9,7 @@ from typing import Any
 from paceline.config.job import to_raw
 from paceline.config.layout import Layout
 from paceline.config.model import Model
+from paceline.config.stack import Stack
 from paceline.config.vision import EfficientNet, ResNet
 from paceline.observe.summary import bytes_text, duration_text, step_time_text
 from paceline.plan.answer.answer import Answer
@@ -46,7 +47,7 @@ def headline(found: Answer) -> str:
 
 
 def facts(found: Answer) -> list[str]:
-    """The model, the cluster, and the work of a step."""
+    """The model, the cluster, the work of a step, and whose runtime does it."""
     cluster, model, train = found.job.cluster, found.job.model, found.job.train
     assert isinstance(model, Model | ResNet | EfficientNet)
     nodes = "" if cluster.num_nodes == 1 else f"{cluster.num_nodes:,} nodes of "
@@ -57,6 +58,7 @@ def facts(found: Answer) -> list[str]:
         f"{_count(model.num_params)} parameters",
         f"{nodes}{cluster.devices_per_node} x {cluster.known_device.name}",
         f"{size} a step",
+        f"run by {(cluster.stack or Stack()).whose}",
     ]
 
 

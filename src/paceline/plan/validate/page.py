@@ -149,4 +149,5 @@ def _hover(one: Scored) -> str:
         if getattr(work.layout, axis) != 1
     )
     words = ", ".join(word for word in work.network_words if word)
-    return f"{one.run.name}: {words} on {work.num_devices} {work.device.name} {axes}"
+    ran = f"{work.num_devices} {work.device.name} {axes}".strip()
+    return f"{one.run.name}: {words} on {ran}, run by {work.software.family}"

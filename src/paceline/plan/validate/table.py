@@ -22,7 +22,11 @@ def tables(report: Report) -> RenderableType:
     parts: list[RenderableType] = [Text(sentence(report), style="bold")]
     overall = report.overall()
     if overall is not None:
-        parts.append(_error_table("source", report.by_source(), overall))
+        sources = _error_table("source", report.by_source(), "runtime")
+        if len(report.by_source()) > 1:
+            sources.add_section()
+            sources.add_row(*_error_cells(overall), style="bold")
+        parts.append(sources)
         parts.append(_error_table("device and stack", report.by_stack()))
     parts += _regret_table(report.regrets())
     parts += _memory_table(report.memory())
@@ -47,7 +51,8 @@ def sentence(report: Report) -> str:
         how = f"constants fitted to {fitted} lines, which are left out of the errors"
     else:
         how = "default constants, nothing fitted"
-    return f"{done:,} of {lines:,} lines predicted; {how}."
+    whose = "each as the software that ran it, not as Paceline's own runtime"
+    return f"{done:,} of {lines:,} lines predicted, {whose}; {how}."
 
 
 def _table(*columns: str) -> Table:
@@ -57,20 +62,18 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _error_table(title: str, some: Sequence[Errors], overall: Errors | None = None) -> Table:
-    table = _table(title, "lines", "mean error", "median", "bias", "correlation")
+def _error_table(title: str, some: Sequence[Errors], *more: str) -> Table:
+    table = _table(title, "lines", "mean error", "median", "bias", "correlation", *more)
     for errors in some:
-        table.add_row(*_error_cells(errors))
-    if overall is not None and len(some) > 1:
-        table.add_section()
-        table.add_row(*_error_cells(overall), style="bold")
+        table.add_row(*_error_cells(errors)[: len(table.columns)])
     return table
 
 
 def _error_cells(errors: Errors) -> list[str]:
     correlation = "–" if errors.correlation is None else f"{errors.correlation:.3f}"
     share = [f"{errors.mean:.1%}", f"{errors.median:.1%}", f"{errors.bias:+.1%}"]
-    return [errors.name, f"{errors.lines:,}", *share, correlation]
+    runtimes = ", ".join(errors.runtimes)
+    return [errors.name, f"{errors.lines:,}", *share, correlation, runtimes]
 
 
 def _regret_table(found: Sequence[Regret]) -> list[RenderableType]:

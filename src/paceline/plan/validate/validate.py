@@ -5,6 +5,8 @@ its software stack: to a few of its own lines, chosen by a seeded draw and left 
 (`Calibration.points`), or to other sources' lines of the same stack, never to its own
 (`Calibration.by_source`). Nothing is ever fitted per line or per source.
 
+A line is priced as the software that ran it, by its published features, never as our own runtime.
+
 An error is that of the metric which the source measured: tokens per second or seconds of a step. A
 set-up that was published several times counts once (weights 1 / repeats). Regret is the question
 that matters: where a source measured several layouts for the same work, how much slower than the
@@ -120,6 +122,8 @@ class Errors:
     """Mean relative error: above 0 the metric was predicted too high."""
     correlation: float | None
     """Of the logarithms of predicted and measured; None for fewer than three lines."""
+    runtimes: tuple[str, ...]
+    """Whose steps were predicted: kinds of software, by what is published of the lines' own."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +264,7 @@ def errors(name: str, some: Sequence[Scored]) -> Errors:
         median=_weighted_median(off, weights),
         bias=float(np.average(ratios - 1, weights=weights)),
         correlation=_correlation(some),
+        runtimes=tuple(dict.fromkeys(_work(one).software.family for one in some)),
     )
 
 

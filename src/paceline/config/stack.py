@@ -68,16 +68,24 @@ class Stack(Noun):
     """Whether tp ranks that hold the same activations each send a share of them to the next stage,
     which gathers them (https://arxiv.org/abs/2104.04473, section 4.1)."""
     overlaps_ep: bool = False
-    """Whether the all-to-all of the experts runs beside other work."""
+    """Whether a forward and a backward pass of two micro-batches are worked on together, so that
+    the experts' exchanges of each run beside the computing of the other: DualPipe
+    (https://arxiv.org/abs/2412.19437, section 3.2.1), Megatron's overlap of MoE's expert parallel
+    communication. Schedules without a pass to spare have no such pairs."""
     expert_tp: Literal["tp", "one"] = "tp"
     """Whether the tp ranks share each expert's columns, or hold whole experts."""
     expert_exchange: Literal["copies", "tokens"] = "copies"
     """What travels to the experts: every copy of a token by itself, in an all-to-all (ours); or a
     token once to each rank, and over the network once to each node, that has any of its experts
     (DeepEP, HybridEP)."""
+    dispatch_dtype: Literal["values", "fp8"] = "values"
+    """In what tokens travel to fp8 experts and, backward, the gradients of what these gave: as
+    values are, or cast before they travel (https://arxiv.org/abs/2412.19437, section 3.3.3). The
+    ways back are as values are."""
     fp8_experts: bool = False
-    """Whether the experts' products are in fp8 where the linear layers' are (TransformerEngine);
-    torchao leaves them."""
+    """Whether the experts' products are in fp8 where the linear layers' are (TransformerEngine,
+    DeepGEMM, torchao's training of experts), or stay as values are (ours, by torchao's linear
+    layers: parallel/fp8.py)."""
     grouped_products: Literal["kernel", "loop"] = "kernel"
     """Whether the products of all experts of a rank are one kernel (torch's and CUTLASS's grouped
     products), or follow each other, expert by expert (TransformerEngine's on cuBLAS)."""
@@ -89,7 +97,8 @@ class Stack(Noun):
     products with SwiGLU on Blackwell), or passes over memory of their own."""
     keeps_fp8: bool = False
     """Whether of what fp8 products read an 8-bit copy waits for the backward pass
-    (TransformerEngine), or the 16-bit tensor (torchao)."""
+    (TransformerEngine), or the 16-bit tensor (torchao, ours). Its product is one node of autograd's
+    graph: where a backward pass is split in two, both halves find both gradients."""
     weighs_in_experts: bool = False
     """Whether copies of tokens are weighed between an expert's products, so that what experts give
     needn't wait for the backward pass (Megatron since 2025), or afterwards (ours)."""

@@ -39,6 +39,10 @@ class Kernels(NamedTuple):
     """The second, the fourth and so on of them."""
     input_grad: Array
     weight_grad: Array
+    cast_input_grad: Array
+    """Of these two, those of products in the layout's own arithmetic, which casts their operands
+    where it has 8 bits."""
+    cast_weight_grad: Array
     core: Array
     """One call of attention, and the calls."""
     core_backward: Array
@@ -62,15 +66,17 @@ def kernels_of(setting: Setting, points: Points, works: Sequence[Work]) -> list[
     made = []
     for number, work in enumerate(works):
         core, core_backward, calls = _cores_s(setting, points, work.cores)
-        forward, input_grad, weight_grad, last, alternate = products[number]
+        passes, cast, last, alternate = products[number]
         ahead, again, back = sweeps[number]
         made.append(
             Kernels(
-                forward,
+                passes[0],
                 last,
                 alternate,
-                input_grad,
-                weight_grad,
+                passes[1],
+                passes[2],
+                cast[1],
+                cast[2],
                 core,
                 core_backward,
                 calls,
@@ -91,8 +97,8 @@ def _num(counts: Iterable[Array]) -> Array:
 
 
 def _products_s(setting: Setting, points: Points, works: Sequence[Work]) -> list[tuple[Array, ...]]:
-    """Per part: forward, gradients of inputs and of weights, what ends the block, and every other
-    one forward.
+    """Per part: forward, gradients of inputs and of weights, (3, n) of all products and of those in
+    the layout's own arithmetic; what ends the block, and every other one, forward.
     """
     placed = [(at, product) for at, work in enumerate(works) for product in work.products]
     seconds: list[Array] = [np.zeros((3, 1))] * len(placed)
@@ -106,9 +112,10 @@ def _products_s(setting: Setting, points: Points, works: Sequence[Work]) -> list
     for number in range(len(works)):
         own = [(p, seconds[at]) for at, (part, p) in enumerate(placed) if part == number]
         passes = sum((s for _, s in own), np.zeros((3, 1)))
+        cast = sum((s for p, s in own if p.arithmetic == LINEAR), np.zeros((3, 1)))
         last = sum((s[0] for p, s in own if p.ends_block), np.zeros(1))
         alternate = sum((s[0] for _, s in own[1::2]), np.zeros(1))
-        sums.append((passes[0], passes[1], passes[2], last, alternate))
+        sums.append((passes, cast, last, alternate))
     return sums
 
 

@@ -6,6 +6,11 @@ gradient of the input, gradient of the weights. What is recomputed is part of th
 Collectives that run beside products or attention are hidden as far as the stack can; the computing
 is slower meanwhile.
 
+Experts' exchanges have nothing of their own micro-batch to run beside. Stacks that overlap them
+(`Stack.overlaps_ep`) work on a forward and a backward pass of two micro-batches together, and each
+one's exchanges run beside the other one's computing. What that wins is spread evenly over the
+passes, those without a partner included (`paceline.plan.price.pipelined.paired_share`).
+
 Legend of shapes: n points.
 """
 
@@ -19,6 +24,7 @@ from paceline.config.stack import constant
 from paceline.plan.collectives import collective_s, is_across
 from paceline.plan.points import PRECISIONS, RECOMPUTE, SCHEDULES, Array, Points, Setting
 from paceline.plan.price.kernels import Kernels, kernels_of, stacked
+from paceline.plan.price.pipelined import paired_share
 from paceline.plan.price.work import (
     Exchange,
     Work,
@@ -139,8 +145,18 @@ def part_seconds(setting: Setting, points: Points, works: Sequence[Work]) -> lis
 Sent = Sequence[tuple[Exchange, Array]]
 
 
+class _Beside(NamedTuple):
+    """Seconds of computing that a pass's collectives may run beside."""
+
+    products_s: Array
+    """Of the products that they feed."""
+    call_s: Array
+    """Of a call of attention."""
+    partner_s: Array
+    """Of a pass of another micro-batch, for exchanges of experts."""
+
+
 def _part(setting: Setting, points: Points, work: Work, kernels: Kernels, sent: Sent) -> Part:
-    forward = _forward(setting, points, work, kernels, sent)
     terms = {
         "matmul": kernels.input_grad,
         "attention": kernels.core_backward * kernels.calls,
@@ -150,8 +166,13 @@ def _part(setting: Setting, points: Points, work: Work, kernels: Kernels, sent: 
     terms |= _recomputed(setting, points, kernels, share)
     backward = [(e, s * e.times) for e, s in sent if e.backward]
     backward += sent_again(points, sent)
-    window = kernels.input_grad + kernels.weight_grad
-    _send(setting, points, terms, backward, window, kernels.core_backward)
+    products_s = kernels.input_grad + kernels.weight_grad
+    other_s = sum(terms.values(), np.zeros(1)) + kernels.weight_grad
+    own_s = _room_in_weights(points, kernels, sent, other_s)
+    ahead = _Beside(kernels.forward, kernels.core, other_s)
+    forward = _forward(setting, points, work, kernels, sent, ahead)
+    behind = _Beside(products_s, kernels.core_backward, _forward_s(kernels) + own_s)
+    _send(setting, points, terms, backward, behind)
     launches = (
         kernels.num_products
         + kernels.num_kernels_backward
@@ -164,7 +185,22 @@ def _part(setting: Setting, points: Points, work: Work, kernels: Kernels, sent: 
     sums = work.tensors - (kernels.num_products if _adds_by_itself(setting) else 0)
     launches = kernels.num_products + np.maximum(sums, 0)
     weight_grad = _pass(setting, points, {"matmul": kernels.weight_grad}, launches)
-    return Part(forward, *_split(points, input_grad, weight_grad))
+    return Part(forward, *_split(setting, points, kernels, input_grad, weight_grad))
+
+
+def _forward_s(kernels: Kernels) -> Array:
+    """Computing of a forward pass."""
+    return kernels.forward + kernels.core * kernels.calls + kernels.sweeps
+
+
+def _room_in_weights(points: Points, kernels: Kernels, sent: Sent, backward_s: Array) -> Array:
+    """Seconds of a backward pass's own products for weights that its exchanges of experts may run
+    beside: where they are apart, and the forward pass's exchanges leave them.
+    """
+    ahead_s = sum((s * e.times for e, s in sent if e.axis == "ep" and not e.backward), np.zeros(1))
+    left_s = np.maximum(backward_s - ahead_s, 0)
+    apart = np.isin(points.schedule, SPLIT) & ~_is_whole(points)
+    return apart * np.minimum(kernels.weight_grad, left_s)
 
 
 def _launched_forward(kernels: Kernels) -> Array:
@@ -187,14 +223,16 @@ def _adds_by_itself(setting: Setting) -> bool:
     return stack.states == "buffers" and stack.adds_into_buffer and stack.grad_dtype == "fp32"
 
 
-def _forward(setting: Setting, points: Points, work: Work, kernels: Kernels, sent: Sent) -> Pass:
+def _forward(
+    setting: Setting, points: Points, work: Work, kernels: Kernels, sent: Sent, beside: _Beside
+) -> Pass:
     terms = {
         "matmul": kernels.forward,
         "attention": kernels.core * kernels.calls,
         "other_kernels": kernels.sweeps,
     }
     ahead = [(e, s * e.times) for e, s in sent if not e.backward]
-    _send(setting, points, terms, ahead, kernels.forward, kernels.core)
+    _send(setting, points, terms, ahead, beside)
     launches = _launched_forward(kernels)
     made = _pass(setting, points, terms, launches, ahead)
     waits = work.host_syncs * _LAUNCHES_AFTER_WAIT * _launch_s(setting, points)
@@ -203,12 +241,7 @@ def _forward(setting: Setting, points: Points, work: Work, kernels: Kernels, sen
 
 
 def _send(
-    setting: Setting,
-    points: Points,
-    terms: dict[str, Array],
-    sent: Sent,
-    products_s: Array,
-    call_s: Array,
+    setting: Setting, points: Points, terms: dict[str, Array], sent: Sent, beside: _Beside
 ) -> None:
     """Add what collectives leave exposed to a pass, and what hiding the rest costs it."""
     stack = setting.stack
@@ -219,19 +252,20 @@ def _send(
         # The hops of a ring are sent together, each beside a call of attention.
         calls = np.maximum(rings[0][0].times, 1)
         ring_s = sum((s for _, s in rings), np.zeros(1))
-        hidden = hidden + share * np.minimum(ring_s, call_s * calls)
+        hidden = hidden + share * np.minimum(ring_s, beside.call_s * calls)
         terms["exposed_comm.cp"] = ring_s - hidden
-    beside = {
-        "tp": np.where(stack.overlaps_tp, 1.0, np.where(points.async_tp, _ASYNC_TP_SHARE, 0.0)),
-        "cp": np.zeros(1),
-        "ep": np.full(1, float(stack.overlaps_ep)),
+    of_products = np.where(points.async_tp, _ASYNC_TP_SHARE, 0.0)
+    overlapped = {
+        "tp": (np.ones(1) if stack.overlaps_tp else of_products, beside.products_s),
+        "cp": (np.zeros(1), beside.products_s),
+        "ep": (paired_share(points) if stack.overlaps_ep else np.zeros(1), beside.partner_s),
     }
-    for axis, overlaps in beside.items():
+    for axis, (overlaps, beside_s) in overlapped.items():
         whole = [s for e, s in sent if e.axis == axis and e.op != "send_recv"]
         if not whole:
             continue
         total = sum(whole, np.zeros(1))
-        inside = overlaps * share * np.minimum(total, products_s)
+        inside = overlaps * share * np.minimum(total, beside_s)
         term = f"exposed_comm.{axis}"
         terms[term] = terms.get(term, np.zeros(1)) + total - inside
         hidden = hidden + inside
@@ -298,28 +332,31 @@ def _again_share(points: Points, work: Work) -> Array:
     return np.where(work.in_block & (points.recompute > 0), points.recompute_share, 0.0)
 
 
-def _split(points: Points, input_grad: Pass, weight_grad: Pass) -> tuple[Pass, Pass]:
+def _is_whole(points: Points) -> Array:
+    """Whether the backward pass is one piece whatever the schedule says."""
+    return points.compile | (points.recompute > 0)
+
+
+def _split(
+    setting: Setting, points: Points, kernels: Kernels, input_grad: Pass, weight_grad: Pass
+) -> tuple[Pass, Pass]:
     """Put both halves together where the runtime can't split them (parallel/pp/stage.py)."""
-    whole = points.compile | (points.recompute > 0)
+    whole = _is_whole(points)
     # The product of torchao is one node of the graph: each half computes both gradients.
-    twice = (points.precision == _FP8) & np.isin(points.schedule, SPLIT) & ~whole
-    moved, kept = np.where(whole | twice, 1.0, 0.0), np.where(whole, 0.0, 1.0)
-    extra = np.where(twice, input_grad.terms["matmul"], 0.0)
-    terms = dict(input_grad.terms)
-    terms["matmul"] = terms["matmul"] + moved * weight_grad.terms["matmul"]
-    late = {"matmul": kept * weight_grad.terms["matmul"] + extra}
+    one_node = (points.precision == _FP8) & (not setting.stack.keeps_fp8)
+    twice = one_node & np.isin(points.schedule, SPLIT) & ~whole
+    weights_s = weight_grad.terms["matmul"]
+    moved_s = np.where(whole, weights_s, twice * kernels.cast_weight_grad)
+    late_s = np.where(whole, 0.0, weights_s) + twice * kernels.cast_input_grad
+    terms = input_grad.terms | {"matmul": input_grad.terms["matmul"] + moved_s}
+    late_host_s = np.where(whole, 0.0, weight_grad.host_s) + twice * input_grad.host_s
     return (
         input_grad._replace(
             terms=terms,
-            device_s=input_grad.device_s + moved * weight_grad.device_s,
-            host_s=input_grad.host_s + moved * weight_grad.host_s,
+            device_s=input_grad.device_s + moved_s,
+            host_s=input_grad.host_s + (whole | twice) * weight_grad.host_s,
         ),
-        Pass(
-            late,
-            late["matmul"],
-            kept * weight_grad.host_s + np.where(twice, input_grad.host_s, 0.0),
-            np.zeros(1),
-        ),
+        Pass({"matmul": late_s}, late_s, late_host_s, np.zeros(1)),
     )
 
 

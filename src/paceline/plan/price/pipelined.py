@@ -195,6 +195,26 @@ def with_transfers(
     return waiting, np.zeros_like(hop_s)
 
 
+def paired_share(points: Points) -> Array:
+    """Share of a rank's forward passes that a backward pass of another micro-batch may be worked on
+    with: (n,).
+
+    Without a pipeline all but the first one. Else those of the rank that the others wait for: the
+    last one of interleaved stages goes (v - 1) p + 1 passes ahead (Megatron's schedule for it has
+    the one more), DualPipeV's 2 p of 2 m. Other schedules have no pass to spare: of two stages that
+    wait for each other's micro-batch at once, neither would go on.
+    """
+    ahead = {
+        "none": np.ones(1),
+        "interleaved": (points.stages_per_rank - 1) * points.pp + 1,
+        "dualpipev": 2 * points.pp,
+        "dualpipe": points.pp,
+    }
+    passes = points.num_micro_batches * points.stages_per_rank / _directions(points)
+    alone = np.broadcast_arrays(*(ahead.get(name, passes) for name in SCHEDULES))
+    return np.maximum(1 - np.choose(points.schedule, alone) / passes, 0.0)
+
+
 # ---- without a pipeline, and by simulation -----------------------------------------------------
 
 

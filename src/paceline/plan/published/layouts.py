@@ -8,10 +8,11 @@ predicted.
 
 import math
 import re
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
-from paceline.config.layout import Layout
+from paceline.config.layout import Layout, ScheduleName
 from paceline.config.model import Model
+from paceline.config.schedule import DEMANDS, STAGES_PER_RANK, smallest_micro_batches
 from paceline.plan.published.networks import UnpredictableError
 from paceline.plan.published.recompute import recompute_of
 from paceline.plan.published.software import Software
@@ -47,14 +48,18 @@ def layout_of(line: Line, model: Model, software: Software) -> tuple[Layout, int
     axes = _axes(line, software, inferred)
     if axes.pp > model.num_layers:
         raise UnpredictableError("fewer layers than stages")
-    stages = _stages_per_rank(line, model, axes.pp)
-    interleaved = axes.pp > 1 and stages > 1
-    batch = _batch(line, axes, axes.pp if interleaved else 1, inferred)
+    schedule = _schedule(line, model, axes.pp)
+    stages = STAGES_PER_RANK.get(schedule, 1) or _stages_per_rank(line, model, axes.pp)
+    multiple = 1 if schedule == "none" else smallest_micro_batches(schedule, axes.pp)
+    batch = _batch(line, axes, multiple, inferred)
     fsdp, zero = sharding_of(line, software, axes, inferred)
     recompute, layers = recompute_of(line, model, inferred)
     split: tuple[int, ...] = ()
     if axes.pp > 1:
-        split = even_split(model.num_layers, axes.pp * stages)
+        num_stages = axes.pp * stages // DEMANDS[schedule].num_directions
+        if num_stages > model.num_layers or axes.pp % DEMANDS[schedule].num_directions:
+            raise UnpredictableError("layers don't close over stages")
+        split = even_split(model.num_layers, num_stages)
     share = math.ceil(model.num_layers / axes.pp * layers) if layers < 1 else "all"
     layout = Layout(
         dp=axes.data // fsdp,
@@ -67,7 +72,7 @@ def layout_of(line: Line, model: Model, software: Software) -> tuple[Layout, int
         sequence_parallel=axes.tp > 1 and _sequence_parallel(line, software),
         async_tp=software.async_tp and axes.tp > 1,
         ulysses=1,
-        schedule="none" if axes.pp == 1 else "interleaved" if interleaved else "1f1b",
+        schedule=schedule,
         stages_per_rank=stages,
         split=split,
         micro_batch=batch.micro_batch,
@@ -129,6 +134,19 @@ def _expert_ranks(line: Line, most: int, inferred: list[str]) -> int:
         inferred.append("ep")
         return math.gcd(most, ep)
     return ep
+
+
+def _schedule(line: Line, model: Model, pp: int) -> ScheduleName:
+    """By the name that is published, else by the number of stages."""
+    if pp == 1:
+        return "none"
+    columns = ("pp_schedule", "framework", "compile_flash_flags")
+    words = " ".join(line.text(column) for column in columns).lower()
+    named = re.search(r"\b(dualpipe[ -]?v|dualpipe|zb-?v|zb-?h1|gpipe)\b", words)
+    if named:
+        plain = re.sub(r"[ -]", "", named[1])
+        return cast(ScheduleName, "zb_h1" if plain == "zbh1" else plain)
+    return "interleaved" if _stages_per_rank(line, model, pp) > 1 else "1f1b"
 
 
 def _is_data_only(line: Line, software: Software) -> bool:

@@ -36,6 +36,17 @@ _KERNELS_LOADED_AS_USED_SINCE = 2022.8
 # Megatron-LM with fp8 (--grad-reduce-in-bf16).
 _REDUCED_IN_16_BITS_SINCE = 2024.0
 _ASYNC_TP = r"async[\s_-]*tp"
+# Experts' exchanges by any of their names, in any order: "EP overlap", "moe_a2a_overlap", "overlap
+# moe expert parallel comm", "all-to-alls are overlapped". Shared experts beside them are another
+# feature.
+_OF_EXPERTS = r"(?:moe|experts?|ep|a2a|all[\s_-]?to[\s_-]?alls?|dispatch)"
+_BETWEEN = r"(?:parallel(?:ism)?|comm\w*|tokens?|combine|exchanges?|of|the|is|are|was|were|fully)"
+_OVERLAPS_EXPERTS = (
+    rf"(?<!shared[\s_-])\b{_OF_EXPERTS}(?:[\s_-]+(?:{_OF_EXPERTS}|{_BETWEEN}))*[\s_-]+overlap"
+    rf"|overlap\w*(?:[\s_-]+{_BETWEEN})*[\s_-]+{_OF_EXPERTS}(?![a-z])|\bdualpipe"
+)
+# Systems whose products in 8 bits are TransformerEngine's or their own, those of experts included.
+_WHOLLY_IN_EIGHT_BITS = ("megatron", "hai-llm")
 
 
 class Software(NamedTuple):
@@ -60,12 +71,16 @@ _USUAL: dict[str, dict[str, float]] = {
     "fsdp compiled": {"attention_time": 1.3, "matmul_time": 1.1},
 }
 
+# "hai-llm" is what DeepSeek-V3 was trained with (https://arxiv.org/abs/2412.19437): fused kernels,
+# 8-bit products of linear layers and experts, fp32 gradients and master copies, 16-bit moments
+# (3.3), tokens that travel once to a node, in 8 bits to the experts (3.2.2, 3.3.3), DualPipe.
 FAMILIES = (
     ("megatron", ("megatron", "nemo", "mcore", "bridge")),
     ("xla", ("maxtext", "jax", "levanter")),
     ("tensorflow", ("tensorflow",)),
     ("deepspeed", ("deepspeed", "colossal")),
     ("fsdp compiled", ("torchtitan", "torchao")),
+    ("hai-llm", ("hai-llm", "hai llm", "deepseek")),
     ("fsdp", ("fsdp", "foundry", "composer", "litgpt", "lit-gpt", "torchtune")),
 )
 
@@ -88,7 +103,7 @@ def software_of(line: Line) -> Software:
         steps_loss=family == "megatron",
         shared_vocab_loss="wide" if family == "fsdp compiled" else "narrow",
         grad_dtype=_grad_dtype(line, words, family, sharding),
-        states="buffers" if family in ("megatron", "deepspeed") else "shards",
+        states="buffers" if family in ("megatron", "deepspeed", "hai-llm") else "shards",
         adds_into_buffer="deepspeed" not in f"{system} {sharding}",
         receives_ahead=family == "fsdp compiled",
         regathers_tp=family in ("megatron", "xla"),
@@ -97,8 +112,7 @@ def software_of(line: Line) -> Software:
         overlaps_tp="tp comm overlap" in flags or (family == "megatron" and year_of(line) >= 2024),
         overlaps_pp=year_of(line) >= 2023,
         scatters_pp=family == "megatron",
-        overlaps_ep=(static or bool(re.search(r"a2a_overlap|ep overlap", words)))
-        and not re.search(r"no ep overlap|ep overlap off", words),
+        overlaps_ep=_overlaps_experts(line, words, static),
         expert_tp="one" if family == "megatron" and year_of(line) >= 2023 else "tp",
         dropout=line.text("workload").startswith("mlm") or _is_early_megatron(line, family),
         recompute_granularity=_granularity(line, family),
@@ -116,8 +130,9 @@ def software_of(line: Line) -> Software:
         grouped_products="loop" if family == "megatron" and not fuses else "kernel",
         fuses_experts=fuses,
         expert_biases="eager" if "gpt-oss" in line.text("model").lower() else "none",
-        fp8_experts=family == "megatron",
-        keeps_fp8=family == "megatron" or _casts_by_hand(line, flags),
+        dispatch_dtype=_dispatch_dtype(words, family),
+        fp8_experts=_has_fp8_experts(line, flags, family),
+        keeps_fp8=family in _WHOLLY_IN_EIGHT_BITS or _casts_by_hand(line, flags),
         gather_dtype=_gather_dtype(line, flags),
         tp_gather_dtype="fp8" if family == "fsdp compiled" and _scales_tensors(line) else "values",
         cp_keys="gathered" if family == "fsdp compiled" else "ring",
@@ -233,7 +248,7 @@ def _elementwise(line: Line, system: str, flags: str, family: str) -> Literal["e
     """
     if re.search(r"fused kernels|transformer ?engine|xla", f"{flags} {system}"):
         return "fused"
-    fused = family in ("megatron", "xla")
+    fused = family in ("megatron", "xla", "hai-llm")
     if family == "plain" and not line.number("images_per_s"):
         fused = bool(re.search(r"flash-?attention|\bdle\b|deep ?learning ?examples", system))
     return "fused" if fused else "eager"
@@ -279,7 +294,7 @@ def _grad_dtype(
     if family == "deepspeed" and re.search(r"zero[ -]?[123]", f"{system} {sharding}"):
         # https://www.deepspeed.ai/docs/config-json, data_types: the model's, if it is sharded.
         return "bf16" if precision_of(line) in ("bf16", "fp16", "fp8") else "param"
-    return "fp32" if family in ("megatron", "deepspeed") else "param"
+    return "fp32" if family in ("megatron", "deepspeed", "hai-llm") else "param"
 
 
 def _keeps_master(line: Line, system: str) -> bool:
@@ -291,7 +306,8 @@ def _keeps_master(line: Line, system: str) -> bool:
 def _moments_bytes(words: str, line: Line, system: str) -> float:
     """Bridge's recipes of DeepSeek-V3 and Kimi K2 keep Adam's moments in 16 bits
     (src/megatron/bridge/recipes/deepseek/deepseek_v3.py: exp_avg_dtype)."""
-    if re.search(r"(bf16|16-bit)[a-z +]* moments|\bmuon\b|\blion\b", words):
+    hai_llm = _family(system) == "hai-llm"
+    if hai_llm or re.search(r"(bf16|16-bit)[a-z +]* moments|\bmuon\b|\blion\b", words):
         return 4.0
     if not _keeps_master(line, system):
         return 4.0  # of the parameters' own type
@@ -309,6 +325,20 @@ def _gather_dtype(line: Line, flags: str) -> Literal["arithmetic", "fp8"]:
 def _casts_by_hand(line: Line, flags: str) -> bool:
     said = f"{line.text('precision')} {flags}".lower()
     return precision_of(line) == "fp8" and bool(re.search(r"transformer ?engine|\bte\b", said))
+
+
+def _has_fp8_experts(line: Line, flags: str, family: str) -> bool:
+    """Of torchao's and others' runs where 8-bit grouped products are said; its conversion of linear
+    layers leaves experts as they are, as ours does.
+    """
+    experts = r"group\w*[ _-]?(?:gemm|mm)|\bmoe\b|\bexperts?\b"
+    said = precision_of(line) == "fp8" and re.search(experts, line.text("precision").lower())
+    return family in _WHOLLY_IN_EIGHT_BITS or bool(said) or _casts_by_hand(line, flags)
+
+
+def _dispatch_dtype(words: str, family: str) -> Literal["values", "fp8"]:
+    said = re.search(r"(fp8|float8|8-bit)[\s_-]dispatch|dispatch\w* (in|as) (fp8|float8)", words)
+    return "fp8" if said or family == "hai-llm" else "values"
 
 
 def _scales_tensors(line: Line) -> bool:
@@ -330,12 +360,31 @@ def _is_early_megatron(line: Line, family: str) -> bool:
     return family == "megatron" and year_of(line) < 2022.4
 
 
+def _overlaps_experts(line: Line, words: str, static: bool) -> bool:
+    """Whether experts' exchanges overlap: said, in any order of the words, or so by preset."""
+    said = f"{words}; {line.text('pp_schedule').lower()}"
+    found = [*re.finditer(_OVERLAPS_EXPERTS, said)]
+    if any(_is_denied(said, one) for one in found):
+        return False
+    return static or bool(found)
+
+
+def _is_denied(words: str, found: re.Match[str]) -> bool:
+    """Whether what was found is said not to be: "no EP overlap", "a2a_overlap=False"."""
+    before = re.search(
+        r"\b(?:no|not|non|without|disabled?)[\s_-]+(?:the )?$", words[: found.start()]
+    )
+    rest = rf"(?:[\s_-]+(?:{_OF_EXPERTS}|{_BETWEEN}))*"
+    off = rf"\w*{rest}\s*[=:]?\s*(?:off|false|no|not|none|disabled|0)\b"
+    return bool(before or re.match(off, words[found.end() :]))
+
+
 def _expert_exchange(line: Line, words: str, family: str) -> Literal["copies", "tokens"]:
     """Megatron's guide advises DeepEP or HybridEP for every kind of GPU, and its presets name them.
 
     Dropping tokens works with all-to-alls only.
     """
-    if re.search(r"deepep|hybridep", words):
+    if family == "hai-llm" or re.search(r"deepep|hybridep", words):
         return "tokens"
     said = re.search(r"alltoall|from preset|tokendrop", words)
     is_new = family == "megatron" and year_of(line) >= _TOKENS_SENT_ONCE_SINCE
@@ -372,4 +421,4 @@ def _param_dtype(line: Line, family: str) -> Literal["fp32", "bf16"]:
         return "bf16"
     if re.search(r"amp|fp32|tf32|default", text.replace("fp32 grad", "")):
         return "fp32"
-    return "bf16" if family in ("megatron", "deepspeed") else "fp32"
+    return "bf16" if family in ("megatron", "deepspeed", "hai-llm") else "fp32"

@@ -18,7 +18,7 @@ from paceline.plan.memory.holdings import bounding_holdings
 from paceline.plan.points import PRECISIONS, Array, Points, Setting
 from paceline.plan.prediction import needed_bytes
 from paceline.plan.price.parts import Part, Pass
-from paceline.plan.price.pipelined import bounding_stages, closed_form
+from paceline.plan.price.pipelined import bounding_stages, closed_form, paired_share
 from paceline.plan.price.step import Network, Times, head_layers, times_of
 from paceline.plan.price.work import Work, is_sharded
 from paceline.plan.search.tables import distinct
@@ -31,8 +31,8 @@ SEEN_BY_PARTS = (
     *("tp", "sequence_parallel", "async_tp", "cp", "ulysses", "ep", "micro_batch", "precision"),
     *("param_dtype", "compile", "recompute", "recompute_share"),
 )
-"""Columns that a part's seconds depend on; so they do on whether it is sharded, and for fp8 on the
-schedule."""
+"""Columns that a part's seconds depend on; so they do on whether it is sharded, for fp8 on the
+schedule, and where exchanges of experts run beside other passes on how many have a partner."""
 _FP8 = PRECISIONS.index("fp8")
 
 
@@ -41,8 +41,8 @@ class Seconds(NamedTuple):
 
     step_s: Array
     unwaited_s: Array
-    """Less what a pipeline waits, sends and can't share out evenly: whatever its schedule, a step
-    takes as long."""
+    """Less what a pipeline waits, sends and can't share out evenly, and exchanges of experts that
+    the passes of some schedules hide: whatever its schedule, a step takes as long."""
 
 
 def step_seconds(setting: Setting, points: Points) -> Seconds:
@@ -64,6 +64,8 @@ def _unwaited_s(setting: Setting, points: Points, stages: Stages, found: Times) 
     ranks = points.pp * np.maximum(too_many, 1)
     even_s = (stages.count * whole_s).sum(0) * points.num_micro_batches / ranks
     waits = found.terms["bubble"] + found.terms["exposed_comm.pp"]
+    if setting.stack.overlaps_ep:
+        waits = waits + found.terms["exposed_comm.ep"]
     uneven_s = np.where(points.pp > 1, found.ran.seconds_of(found.passes) - even_s, 0.0)
     own_s = found.step_s - found.terms["straggler_wait"]
     return found.step_s * (1 - (waits + uneven_s) / own_s)
@@ -95,7 +97,9 @@ def _network(setting: Setting, points: Points) -> Network:
     """As `Network.of`, by the distinct rows."""
     table = {name: getattr(points, name) for name in SEEN_BY_PARTS}
     table["sharded"] = is_sharded(points)
-    table["schedule"] = np.where(points.precision == _FP8, points.schedule, 0)
+    overlaps = setting.stack.overlaps_ep
+    table["schedule"] = np.where((points.precision == _FP8) | overlaps, points.schedule, 0)
+    table["paired"] = paired_share(points) if overlaps else np.zeros(1)
     n = len(points)
     first, group, _ = distinct({name: np.broadcast_to(c, n) for name, c in table.items()}, table)
     return _of_rows(Network.of(setting, points.take(first)), group)

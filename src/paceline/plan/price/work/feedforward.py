@@ -27,6 +27,8 @@ _FP8 = PRECISIONS.index("fp8")
 _ROUTING_KERNELS = 24
 # Sorting 8-byte keys, counting and scattering indices: passes over the copies' numbers.
 _ROUTING_BYTES_PER_COPY = 8 * 20
+# A number in fp8 on its way, with its part of an fp32 scale for 128 of them.
+_DISPATCHED_BYTES = 1 + 4 / 128
 # An exchange of tokens over NCCL's all-to-all of as many bytes, those that stay included: 1.09 to
 # 1.34 on NVLink (8 to 36 ranks, bf16), 0.89 to 1.09 over InfiniBand (2 to 8 nodes of H100), by the
 # measurements of https://github.com/deepseek-ai/DeepEP, docs/README_Hybrid-EP.md.
@@ -137,7 +139,7 @@ def _routed(
             *_by_expert(setting, points, sizes, busy * model.hidden_size, busy * ffn, own),
             *_reordering(setting, experts, points, sizes, busy * model.hidden_size * value),
         ),
-        exchanges=_dispatch(setting, experts, points, rows * model.hidden_size * value),
+        exchanges=_dispatch(setting, experts, points, rows * model.hidden_size, value),
         expert_params=own * matrices * model.hidden_size * ffn,
         tensors=(len(inward) + 1) * rows_of_each(setting, outward)[1],
         host_syncs=np.where(points.ep > 1, 1.0, 0.0),
@@ -234,11 +236,14 @@ def _sent_share(setting: Setting, experts: Experts, points: Points, stride: Arra
 
 
 def _dispatch(
-    setting: Setting, experts: Experts, points: Points, num_bytes: Array
+    setting: Setting, experts: Experts, points: Points, numbers: Array, value_bytes: Array
 ) -> tuple[Exchange, ...]:
     """To the experts and back, forward and backward; all wait for the busiest rank."""
     stride = points.tp if setting.stack.expert_tp == "tp" else like(1)
-    busy = num_bytes * setting.expert_imbalance * _sent_share(setting, experts, points, stride)
+    eight_bit = (points.precision == _FP8) & (setting.stack.dispatch_dtype == "fp8")
+    each = np.where(eight_bit, (_DISPATCHED_BYTES + value_bytes) / 2, value_bytes)
+    share = _sent_share(setting, experts, points, stride)
+    busy = numbers * each * setting.expert_imbalance * share
 
     def exchange(backward: bool) -> Exchange:
         again = "" if backward else "full"

@@ -29,27 +29,9 @@ from paceline.kernels import launch
 from paceline.observe.run import Run
 from paceline.tune.book import FolderBook
 from paceline.tune.trial import Decision, Reference, Trial
+from tests.small_job import work_in, write_small_job
 
-WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box under old pale trees"
-JOB = """
-name = "small"
-[model]
-family = "decoder"
-vocab_size = 257
-hidden_size = 16
-ffn_size = 32
-num_layers = 1
-num_heads = 2
-max_seq_len = 32
-[cluster]
-devices_per_node = 1
-[data]
-source = "text.txt"
-tokenizer = "bytes"
-[train]
-steps = 4
-global_batch = 2
-seq_len = 16
+OBSERVED = """\
 [observe]
 profile_every = 3
 profile_steps = 1
@@ -93,10 +75,8 @@ def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("damaged")
     patch = pytest.MonkeyPatch()
     patch.setattr(warm_up, "warm_up_ranks", lambda _module: None)
-    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    patch.chdir(folder)
-    (folder / "text.txt").write_text("\n".join(f"{at} {WORDS}" for at in range(400)))
-    (folder / "small.toml").write_text(JOB)
+    work_in(folder, patch)
+    write_small_job(folder, more=OBSERVED)
     ended = call("train", "small.toml")
     assert ended.code == 0, ended
     run = folder / "runs/small"

@@ -20,27 +20,8 @@ from paceline.config.noun import Noun
 from paceline.plan.resolve import resolve
 from paceline.train.command import train_command
 from tests.config.test_experts import QWEN_1_5_MOE
+from tests.small_job import work_in, write_small_job
 
-DECODER = """
-name = "effects"
-[model]
-family = "decoder"
-vocab_size = 257
-hidden_size = 16
-ffn_size = 32
-num_layers = 1
-num_heads = 2
-max_seq_len = 32
-[cluster]
-devices_per_node = 1
-[data]
-source = "text.txt"
-tokenizer = "bytes"
-[train]
-steps = 4
-global_batch = 2
-seq_len = 16
-"""
 DLRM = """
 name = "effects"
 [model]
@@ -104,13 +85,12 @@ def _toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
-@pytest.mark.parametrize("text", [DECODER, DLRM], ids=["decoder", "dlrm"])
-def test_every_setting_is_read_by_what_executes_or_refused(tmp_path, monkeypatch, text):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "text.txt").write_text("\n".join(f"{at} the quick brown fox" for at in range(400)))
-    job_file = tmp_path / "job.toml"
-    job_file.write_text(text)
+@pytest.mark.parametrize("family", ["decoder", "dlrm"])
+def test_every_setting_is_read_by_what_executes_or_refused(tmp_path, monkeypatch, family):
+    work_in(tmp_path, monkeypatch)
+    job_file = write_small_job(tmp_path)
+    if family == "dlrm":
+        job_file.write_text(DLRM)
     job = read_job(job_file)
     read: set[tuple[str, str]] = set()
     plain = BaseModel.__getattribute__
@@ -159,8 +139,7 @@ def test_every_setting_is_read_by_what_executes_or_refused(tmp_path, monkeypatch
     ],
 )
 def test_a_setting_alone_that_would_do_nothing_is_refused(tmp_path, setting, beside):
-    job_file = tmp_path / "job.toml"
-    job_file.write_text(DECODER)
+    job_file = write_small_job(tmp_path)
     machine = this_machine().replace(devices_per_node=2)
     with pytest.raises(InputError, match=rf"{setting.split('=')[0].split('.')[1]}.* has no effect"):
         resolve(read_job(job_file, ["cluster.devices_per_node=2", *beside, setting]), machine)
@@ -168,8 +147,7 @@ def test_a_setting_alone_that_would_do_nothing_is_refused(tmp_path, setting, bes
 
 def test_what_the_planner_leaves_unused_reads_again(tmp_path):
     """A form that "auto" doesn't choose takes its exact steps along, in the Run's job.toml too."""
-    job_file = tmp_path / "job.toml"
-    job_file.write_text(DECODER)
+    job_file = write_small_job(tmp_path)
     asked = read_job(job_file, ["comm.dp.compress=auto", "comm.warmup_steps=3"])
     plan = resolve(asked, this_machine().replace(devices_per_node=1))
     assert plan.job.comm.dp.compress == "none"

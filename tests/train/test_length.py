@@ -1,5 +1,7 @@
 """A run's length in epochs or tokens becomes steps before it starts."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -12,43 +14,17 @@ from paceline.train.custom.feed import samples_of
 from paceline.train.data import prepare
 from paceline.train.length import in_steps
 from tests.command_line import paceline as command
-
-JOB = """
-name = "length"
-[model]
-family = "decoder"
-vocab_size = 257
-hidden_size = 16
-ffn_size = 32
-num_layers = 1
-num_heads = 2
-max_seq_len = 32
-[data]
-source = "text.txt"
-tokenizer = "bytes"
-[train]
-{length}
-global_batch = 3
-seq_len = 16
-"""
+from tests.small_job import work_in, write_small_job
 
 
 @pytest.fixture
 def job_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "text.txt").write_text("\n".join(f"{at} the quick brown fox" for at in range(400)))
-
-    def write(length: str):
-        file = tmp_path / "job.toml"
-        file.write_text(JOB.format(length=length))
-        return file
-
-    return write
+    work_in(tmp_path, monkeypatch)
+    return partial(write_small_job, tmp_path)
 
 
 def test_tokens_are_rounded_up_to_steps(job_file):
-    for tokens, steps in ((1, 1), (48, 1), (49, 2), (480, 10)):
+    for tokens, steps in ((1, 1), (32, 1), (33, 2), (320, 10)):
         job = in_steps(read_job(job_file(f"tokens = {tokens}")))
         assert (job.train.steps, job.train.tokens) == (steps, None)
 
@@ -56,9 +32,9 @@ def test_tokens_are_rounded_up_to_steps(job_file):
 def test_an_epoch_reads_every_sample_of_the_train_split(job_file):
     job = read_job(job_file("epochs = 1"))
     num_samples = prepare(job.data).dataset("train").num_samples(16)
-    assert in_steps(job).train.steps == -(-num_samples // 3)
+    assert in_steps(job).train.steps == -(-num_samples // 2)
     tenth = in_steps(read_job(job_file("epochs = 0.1")))
-    assert tenth.train.steps == -(-num_samples // 30)
+    assert tenth.train.steps == -(-num_samples // 20)
     assert tenth.train.epochs is None
 
 
@@ -78,8 +54,8 @@ def test_a_run_is_said_to_be_one_length(job_file):
 
 
 def test_a_setting_takes_the_place_of_the_files_length(job_file):
-    job = read_job(job_file("steps = 3"), ["train.tokens=96"])
-    assert (job.train.steps, job.train.tokens) == (0, 96)
+    job = read_job(job_file("steps = 3"), ["train.tokens=64"])
+    assert (job.train.steps, job.train.tokens) == (0, 64)
     assert in_steps(job).train.steps == 2
     assert change_job(job, ["train.steps=5"]).train.tokens is None
     with pytest.raises(InputError, match="each say how long"):
@@ -87,7 +63,7 @@ def test_a_setting_takes_the_place_of_the_files_length(job_file):
 
 
 def test_the_schedule_is_checked_against_the_steps_made(job_file):
-    job = read_job(job_file("tokens = 96"), ["optim.warmup_steps=3"])
+    job = read_job(job_file("tokens = 64"), ["optim.warmup_steps=3"])
     with pytest.raises(InputError, match=r"3 steps but train\.steps = 2"):
         in_steps(job)
 
@@ -103,8 +79,8 @@ def test_synthetic_samples_have_neither_epochs_nor_tokens(tmp_path):
 
 
 def test_show_and_plan_answer_in_steps(job_file, tmp_path):
-    file = str(job_file("tokens = 480"))
-    shown = command("train", file, "--show", "--set", "cluster.devices_per_node=1", folder=tmp_path)
+    file = str(job_file("tokens = 320"))
+    shown = command("train", file, "--show", folder=tmp_path)
     assert "steps = 10\n" in shown.stdout, shown.stderr
     planned = command("plan", file, "--cluster", "1x1xH100-SXM", "--out", "p", folder=tmp_path)
     assert planned.returncode == 0, planned.stderr
@@ -143,9 +119,7 @@ def test_epochs_of_ones_own_data(tmp_path):
 def test_a_small_text_trains_and_says_what_is_held_out(job_file, tmp_path, capsys):
     file = job_file("epochs = 1")
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog, twice")
-    run = train_command(
-        read_job(file, ["cluster.devices_per_node=1"]), tmp_path / "runs", fresh=False
-    )
+    run = train_command(read_job(file), tmp_path / "runs", fresh=False)
     assert run.metrics()[-1]["eval_loss"] > 0
     assert run.facts()["data"]["eval_tokens"] == 17
     assert "17 are held out, which is one sample" in " ".join(capsys.readouterr().out.split())

@@ -340,6 +340,25 @@ def test_a_complete_run_says_which_change_changed_nothing(damaged):
     assert "changed since" not in call("train", RUN).out
 
 
+def test_a_complete_run_keeps_what_it_was_trained_with(damaged):
+    """Nothing is trained with other settings, so its files go on to say what was."""
+    shutil.rmtree("again", ignore_errors=True)
+    shutil.copytree(RUN, "again/small")
+    files = [each for each in Path("again/small").rglob("*") if each.is_file()]
+    was = {each: each.read_bytes() for each in files}
+    for change in ("optim.lr=0.5", "train.steps=3", "observe.profile_every=2"):
+        for _ in range(2):
+            said = call("train", "again/small", "--set", change)
+            assert f"changed since: {change.split('=')[0]} " in said.out
+        assert {each: each.read_bytes() for each in files} == was
+    said = call("train", "again/small", "--set", "optim.lr=0.5", "--set", "train.steps=5")
+    assert said.code == 0, said
+    assert "going on after step 4 of 5" in said.out
+    assert Run(Path("again/small")).job().optim.lr == 0.5
+    call("train", "again/small", "--set", "train.steps=5", "--set", "optim.lr=0.25", "--fresh")
+    assert Run(Path("again/small")).job().optim.lr == 0.25
+
+
 def test_the_version_is_told():
     assert call("--version").out.strip() == paceline.__version__
 

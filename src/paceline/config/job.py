@@ -447,6 +447,21 @@ def to_raw(noun: Noun) -> dict[str, Any]:
     return _without_none(noun.model_dump(mode="json"))
 
 
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Settings in which plain data differ: dotted name, value before, value now; None: not set."""
+    old, new = _dotted(before), _dotted(now)
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return [(name, old.get(name), new.get(name)) for name in names]
+
+
+def _dotted(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        inner = isinstance(value, Mapping)
+        found |= _dotted(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return found
+
+
 def to_toml(job: Job) -> str:
     """The Job as TOML that reads back to an equal Job."""
     return tomli_w.dumps(to_raw(job))

@@ -1,14 +1,13 @@
 """Against: what differs between two Runs or traces, settings and terms."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from paceline.config.errors import InputError
-from paceline.config.job import Job, to_raw
+from paceline.config.job import Job, differing, to_raw
 from paceline.explain.explain import Explanation
 from paceline.observe.summary import in_order, step_time_text
 
@@ -61,18 +60,8 @@ def show_difference(one: Explanation, other: Explanation, console: Console) -> N
 def _settings(one: Job | None, other: Job | None) -> list[tuple[str, str, str]]:
     if one is None or other is None:
         return []
-    now, before = _flat(to_raw(one)), _flat(to_raw(other))
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return [(name, str(before.get(name)), str(now.get(name))) for name in names]
-
-
-def _flat(raw: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(raw, dict):
-        return {prefix: raw}
-    flat: dict[str, Any] = {}
-    for key, value in raw.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
-    return flat
+    found = differing(to_raw(other), to_raw(one))
+    return [(name, str(was), str(value)) for name, was, value in found]
 
 
 def _signed(seconds: float) -> str:

@@ -1,10 +1,9 @@
 """`paceline train`: run a Job on every device of this machine, or as one of the ranks given."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 from rich.console import Console
@@ -20,7 +19,7 @@ from paceline.comm.ranks import (
     store_of_run,
 )
 from paceline.config.errors import InputError
-from paceline.config.job import CustomModel, Job, to_raw
+from paceline.config.job import CustomModel, Job, differing, to_raw
 from paceline.config.model import Model
 from paceline.config.recommender import Dlrm
 from paceline.config.vision import ResNet
@@ -29,13 +28,12 @@ from paceline.observe.run import Run
 from paceline.observe.summary import bytes_text, step_time_text
 from paceline.plan.calibrate import calibrate_from_run
 from paceline.plan.resolve import Plan
-from paceline.train.best import Best
 from paceline.train.export import keep_tokenizer
 from paceline.train.here import resolve_here
 from paceline.train.launch import launch
 from paceline.train.length import in_steps
 from paceline.train.session import MakeTask, language_model, launched_rank, run_rank
-from paceline.train.start import begin, newest_facts, owned, read_inputs, with_speed_here
+from paceline.train.start import begin, owned, progress_of, read_inputs, with_speed_here
 from paceline.train.workers import launch_workers
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
@@ -130,29 +128,23 @@ def _is_ready(plan: Plan, run: Run, compare: Callable[[], None], *, fresh: bool)
     """Read the inputs, begin the Run and say what it is; False where nothing is left to do."""
     with _tokenising() as progress:
         data_key = read_inputs(plan.job, progress, _CONSOLE.print)
-    before = None
-    with suppress(InputError):  # one that can't be read is written anew
+    before = None  # and a job.toml that can't be read is written anew
+    with suppress(InputError):
         before = run.job() if run.exists else None
     if not fresh:
         compare()
-    begin(run, plan, data_key, fresh=fresh)
-    if isinstance(plan.job.model, Model):
+    is_left = begin(run, plan, data_key, before, fresh=fresh)
+    if is_left and isinstance(plan.job.model, Model):
         keep_tokenizer(run, plan.job.data, plan.job.train.weights)
-    return introduce(plan, run, before)
+    _introduce(plan, run, is_left=is_left)
+    if not is_left:
+        _say_complete(plan.job, run, before)
+    return is_left
 
 
-def introduce(plan: Plan, run: Run, before: Job | None = None) -> bool:
-    """Say what is trained on what, what is expected of it, and from where on.
-
-    Args:
-        before: what the Run was trained as until now.
-
-    Returns:
-        whether there is anything left to do; where there isn't, the figures are shown again.
-    """
-    facts, steps, best = newest_facts(run), plan.job.train.steps, Best(plan.job)
-    best.load(facts.get("best", {}))
-    done = facts.get("step", 0)
+def _introduce(plan: Plan, run: Run, *, is_left: bool) -> None:
+    """Say what is trained on what, what is expected of it, and from where on."""
+    done, steps = progress_of(run, plan.job)[0], plan.job.train.steps
     _CONSOLE.print(_description(plan.job))
     if damage := run.steps().damage:
         _CONSOLE.print(damage)
@@ -162,39 +154,34 @@ def introduce(plan: Plan, run: Run, before: Job | None = None) -> bool:
             f"expected: {step_time_text(expected.step_s)} a step ({low} to {high}), "
             f"{bytes_text(expected.peak_memory_bytes)} on a device (plan.json says why)"
         )
-    if done < steps and not best.is_over:
-        if done:
-            _CONSOLE.print(f"going on after step {done} of {steps}")
-        return True
+    if is_left and done:
+        _CONSOLE.print(f"going on after step {done} of {steps}")
+
+
+def _say_complete(job: Job, run: Run, before: Job | None) -> None:
+    """Show the figures again, and say what would train further."""
+    done, best = progress_of(run, job)
     _CONSOLE.print(step_time_table(run.metrics(), run.facts(), has_windows=run.has_windows))
-    if changes := _changes(before, plan.job):
+    if before is not None and (changes := _changes(before, job)):
         _CONSOLE.print(f"no step was made with what changed since: {changes}")
     if best.is_over:
         _CONSOLE.print(f"{run.path} stopped early after step {done}: {best.sentence()}.")
-        return False
-    is_own = isinstance(plan.job.model, CustomModel)
+        return
+    is_own = isinstance(job.model, CustomModel)
     longer, anew = ("train.steps", "fresh=True") if is_own else ("--set train.steps", "--fresh")
     _CONSOLE.print(
         f"{run.path} is complete after {done} steps: train on with {longer}={2 * done}, "
         f"or start over with {anew}.\nreport: {run.report_file}"
     )
-    return False
 
 
-def _changes(before: Job | None, now: Job) -> str:
+def _changes(before: Job, now: Job) -> str:
     """The settings of two Jobs that differ, as "optim.lr 0.001 -> 0.01"; "" where none does."""
-    old, new = ({} if job is None else _flat(to_raw(job)) for job in (before, now))
-    names = [name for name in {**old, **new} if before and old.get(name) != new.get(name)]
-    shown = [f"{name} {old.get(name, 'unset')} -> {new.get(name, 'unset')}" for name in names[:5]]
-    return ", ".join(shown) + (", ..." if len(names) > 5 else "")
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in section.items():
-        inner = isinstance(value, Mapping)
-        found |= _flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
-    return found
+    found = [
+        f"{name} {'unset' if old is None else old} -> {'unset' if new is None else new}"
+        for name, old, new in differing(to_raw(before), to_raw(now))
+    ]
+    return ", ".join(found[:5]) + (", ..." if found[5:] else "")
 
 
 def _description(job: Job) -> str:

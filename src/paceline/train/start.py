@@ -27,6 +27,7 @@ from paceline.plan.points import Setting
 from paceline.plan.price.simulate import predicted_timeline
 from paceline.plan.resolve import Plan
 from paceline.plan.search.choose import unsearchable, with_prediction
+from paceline.train.best import Best
 from paceline.train.checkpoint.files import (
     DamagedError,
     complete_steps,
@@ -139,11 +140,15 @@ def owned(run: Run) -> Iterator[None]:
             shutil.rmtree(run.path, ignore_errors=True)
 
 
-def begin(run: Run, plan: Plan, data_key: str | None, *, fresh: bool) -> None:
-    """Write the concrete Job and its plan into an owned Run.
+def begin(run: Run, plan: Plan, data_key: str | None, before: Job | None, *, fresh: bool) -> bool:
+    """Write the concrete Job and its plan into an owned Run, if it trains with them.
 
     Args:
+        before: what the Run was trained as until now; None: nothing that can be read says so.
         fresh: forget what an earlier start left there.
+
+    Returns:
+        whether there is anything left to train; where there isn't, what is written stays true.
 
     Raises:
         InputError: the Run's checkpoints belong to something else.
@@ -151,9 +156,20 @@ def begin(run: Run, plan: Plan, data_key: str | None, *, fresh: bool) -> None:
     if fresh:
         _empty(run)
     _must_continue(run, identity(plan.job, data_key))
-    run.stop_file.unlink(missing_ok=True)
-    run.write("job.toml", to_toml(plan.job))
-    _write_plan(run, plan)
+    done, best = progress_of(run, plan.job)
+    is_left = done < plan.job.train.steps and not best.is_over
+    if is_left or before is None:
+        run.stop_file.unlink(missing_ok=True)
+        run.write("job.toml", to_toml(plan.job))
+        _write_plan(run, plan)
+    return is_left
+
+
+def progress_of(run: Run, job: Job) -> tuple[int, Best]:
+    """Steps that a Run has done, and its best evaluation as a Job judges it."""
+    facts, best = newest_facts(run), Best(job)
+    best.load(facts.get("best", {}))
+    return facts.get("step", 0), best
 
 
 def _write_plan(run: Run, plan: Plan) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from paceline.config.errors import InputError
-from paceline.config.job import Job, to_raw
+from paceline.config.job import Job, differing, to_raw
 from paceline.observe.run import Run
 from paceline.train.checkpoint import parameter_names
 from paceline.train.custom.chance import Chance
@@ -81,20 +81,12 @@ def changes_since(run: Run, job: Job, traits: Traits) -> list[str]:
 
 def changed_settings(before: Job, now: Job) -> list[str]:
     """Settings that decide what is trained, with both values."""
-    old, new = (_flat({name: to_raw(job)[name] for name in _SECTIONS}) for job in (before, now))
+    old, new = ({name: to_raw(job)[name] for name in _SECTIONS} for job in (before, now))
     return [
-        f"{name} ({old.get(name)} before, {new.get(name)} now)"
-        for name in {**old, **new}
-        if name not in _FREE and old.get(name) != new.get(name)
+        f"{name} ({was} before, {value} now)"
+        for name, was, value in differing(old, new)
+        if name not in _FREE
     ]
-
-
-def _flat(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in raw.items():
-        inner = isinstance(value, Mapping)
-        flat |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
-    return flat
 
 
 def must_train(run: Run, job: Job, changes: list[str]) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,6 +11,8 @@ import sys
 import urllib.request
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families as prometheus
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from paceline.config.errors import InputError
@@ -129,6 +132,29 @@ def test_tensorboard_reads_every_scalar(run):
     assert math.isnan(dict(scalars(run, "loss"))[4])
 
 
+STATED = {"acc": 0.5, "top-5": 0.75, "top 5": 0.25, 'é "x"\\\n': 2.0, "2nd": 3.0, "seen_total": 4.0}
+"""What a loss states, under names that no Prometheus takes, two of which it can't tell apart."""
+
+
+def stating():
+    """Two steps, of which the first has an evaluation."""
+    lines = [{**line, "figures": STATED} for line in synthetic.lines(2)]
+    lines[0]["eval_figures"] = {**STATED, "acc": 0.625}
+    lines[0] |= {"eval_accuracy": 0.25, "eval_auc": 0.75, "eval_best_auc": 0.875}
+    lines[1]["figures"] = {**STATED, "acc": 0.125}
+    return lines
+
+
+def test_tensorboard_shows_what_the_loss_states(run):
+    write(run, stating(), Observe())
+    assert {f"{key}/{name}" for key in ("figures", "eval_figures") for name in STATED} <= tags(run)
+    assert scalars(run, "figures/acc") == [(1, 0.5), (2, 0.125)]
+    assert scalars(run, "figures/top-5") == [(1, 0.75), (2, 0.75)]
+    assert scalars(run, "eval_figures/acc") == [(1, 0.625)]
+    for tag, value in (("eval_accuracy", 0.25), ("eval_auc", 0.75), ("eval_best_auc", 0.875)):
+        assert scalars(run, tag) == [(1, value)]
+
+
 def test_tensorboard_forgets_the_steps_after_a_resume(run):
     lines = synthetic.lines(10)
     write(run, [{**line, "loss": 99.0} for line in lines[:7]], Observe())
@@ -158,8 +184,9 @@ def port():
         return probe.getsockname()[1]
 
 
-def scrape(port):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+def scrape(port, accept="text/plain"):
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=10) as answer:
         return answer.read().decode()
 
 
@@ -184,6 +211,51 @@ def test_prometheus_scrapes_the_last_step(run, port):
     ):
         assert sample in text
     assert not any(sample.startswith("paceline_mfu") for sample in text)
+
+
+@pytest.mark.parametrize(
+    ("accept", "parse"),
+    [("text/plain", prometheus), ("application/openmetrics-text; version=1.0.0", openmetrics)],
+    ids=["text", "openmetrics"],
+)
+def test_prometheus_parses_what_the_loss_states(run, port, accept, parse):
+    metrics = Metrics(run, Observe(tensorboard=False, prometheus_port=port), "samples", 0)
+    for line in stating():
+        metrics.record(line)
+    text = scrape(port, accept)
+    metrics.close()
+    families = [family for family in parse(text) if "_figure_" in family.name]
+    assert all(family.documentation and family.type == "gauge" for family in families)
+    found = {
+        (sample.name, sample.labels["name"]): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    expected = {
+        "acc": "acc", "top-5": "top_5", "top 5": "top_5", 'é "x"\\\n': "___x___", "2nd": "2nd",
+        "seen_total": "seen_total",
+    }  # fmt: skip
+    # The last evaluation was before the last step.
+    for prefix, acc in (("paceline_figure", 0.125), ("paceline_eval_figure", 0.625)):
+        for stated, name in expected.items():
+            value = acc if stated == "acc" else STATED[stated]
+            assert found.pop((f"{prefix}_{name}", stated)) == value
+    assert not found
+    assert "\npaceline_eval_accuracy_ratio 0.25\n" in text
+    assert "\npaceline_eval_auc_ratio 0.75\n" in text
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_prometheus_own_parser_takes_what_the_loss_states(run, port):
+    metrics = Metrics(run, Observe(tensorboard=False, prometheus_port=port), "samples", 0)
+    for line in stating():
+        metrics.record(line)
+    text = scrape(port)
+    metrics.close()
+    check = ["promtool", "check", "metrics"]
+    done = subprocess.run(check, input=text, capture_output=True, text=True, timeout=60)
+    assert "error while linting" not in done.stderr, done.stderr
+    assert done.returncode in (0, 3), done.stderr  # 3: it would choose other names
 
 
 def test_a_port_in_use_is_one_sentence_and_leaves_the_run_as_it_was(run, port):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -51,7 +52,7 @@ def _train(
         "train": {"steps": steps, "global_batch": 12, **own.get("train", {})},
         "cluster": {"devices_per_node": 1},
         "checkpoint": own.get("checkpoint", {}),
-        "observe": {"tensorboard": False},
+        "observe": {"tensorboard": False, **own.get("observe", {})},
     }
     model, data = own_script.module("plain"), own_script.samples()
     loss, held_out = wishes.pop("loss", own_script.loss), wishes.pop("eval_data", None)
@@ -209,6 +210,7 @@ def _judged(folder: Path, values: list[float], figure: str, most: bool, **train:
     sections = {
         "train": {"eval_every": 1, **train},
         "checkpoint": {"best": figure, "best_is": "most" if most else "least", "keep_last": 1},
+        "observe": {"tensorboard": True},
     }
     wishes = {"loss": Scripted(values), "eval_data": own_script.samples(12)}
     return _train(folder, STEPS, sections, **wishes)[0]
@@ -226,6 +228,8 @@ def test_the_best_checkpoint_is_kept_beside_the_last(figure, most, tmp_path):
     lines = run.metrics()
     assert [line["eval_figures"]["acc"] for line in lines] == pytest.approx([1 - v for v in VALUES])
     assert all(line["figures"] == {"acc": 0.25} for line in lines)
+    events = EventAccumulator(str(run.tensorboard_folder)).Reload()
+    assert [event.value for event in events.Scalars("figures/acc")] == [0.25] * STEPS
 
 
 def test_patience_ends_a_run_which_stays_ended(tmp_path, capsys):

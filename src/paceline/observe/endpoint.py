@@ -1,12 +1,14 @@
 """The Prometheus endpoint of a run: a scrape turns the last line into samples.
 
 A step only replaces the line. Names follow Prometheus' conventions (base units, `_total` for what
-only grows); docs/monitoring/ has rules and a dashboard that use them. A run that goes on from a
+only grows); docs/monitoring/ has rules and a dashboard that use them. What a person's loss states
+besides has a name made from theirs, and theirs as a label. A run that goes on from a
 checkpoint counts on from there, so its counters may fall a little: `delta`, not `increase`.
 
 Source: https://prometheus.io/docs/practices/naming/
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +31,8 @@ Line = Mapping[str, Any]
 _GAUGES = {
     "loss": ("paceline_loss", "Training loss of the last step."),
     "eval_loss": ("paceline_eval_loss", "Loss on the held-out split, at the last evaluation."),
+    "eval_accuracy": ("paceline_eval_accuracy_ratio", "Held-out images classified right, 0 to 1."),
+    "eval_auc": ("paceline_eval_auc_ratio", "Held-out area under the ROC curve, 0 to 1."),
     "lr": ("paceline_learning_rate", "Learning rate of the last step."),
     "grad_norm": ("paceline_gradient_norm", "Global gradient norm before clipping."),
     "step_time_s": ("paceline_step_time_seconds", "Wall-clock time of the last step."),
@@ -44,6 +48,10 @@ _COUNTERS = {
     "tokens": ("paceline_tokens", "Tokens trained on."),
     "samples": ("paceline_samples", "Samples trained on."),
     "skipped": ("paceline_skipped_steps", "Steps skipped for a non-finite loss or gradient."),
+}
+_STATED = {
+    "figures": ("paceline_figure", "A mean that the loss states, of the last step."),
+    "eval_figures": ("paceline_eval_figure", "A mean that the loss states, last evaluation."),
 }
 _OF_RANKS = {
     "busy_s": (
@@ -97,6 +105,8 @@ class Endpoint:
         yield from self._planned
         yield from _of_keys(line, _GAUGES, GaugeMetricFamily)
         yield from _of_keys(line, _COUNTERS, CounterMetricFamily)
+        for key, (name, text) in _STATED.items():
+            yield from _stated(name, text, line.get(key, {}))
         yield _terms("paceline_term_seconds", "Part of the last step's time, by term.", line)
         yield _terms(
             "paceline_profiled_term_seconds",
@@ -130,6 +140,16 @@ def _of_keys(
     for key, (name, text) in names.items():
         if line.get(key) is not None:
             yield family(name, text, line[key])
+
+
+def _stated(prefix: str, text: str, figures: Mapping[str, float]) -> Iterator[Metric]:
+    """What the loss states. Two names may become one: they are told apart by the label."""
+    families: dict[str, GaugeMetricFamily] = {}
+    for stated, value in figures.items():
+        name = f"{prefix}_{re.sub('[^a-zA-Z0-9_]', '_', stated)}"
+        family = families.setdefault(name, GaugeMetricFamily(name, text, labels=["name"]))
+        family.add_metric([stated], value)
+    yield from families.values()
 
 
 def _terms(name: str, text: str, line: Line) -> Metric:

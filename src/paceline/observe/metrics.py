@@ -32,7 +32,12 @@ from paceline.observe.run import Run, parse_line, read_lines, write_whole
 
 Line = dict[str, Any]
 
-_SCALARS = ("loss", "eval_loss", "eval_perplexity", "lr", "grad_norm", "step_time_s", "mfu")
+_SCALARS = (
+    *("loss", "eval_loss", "eval_perplexity", "eval_accuracy", "eval_auc", "eval_best_auc"),
+    *("lr", "grad_norm", "step_time_s", "mfu"),
+)
+_NAMED = ("terms", "figures", "eval_figures")
+"""Numbers by name: a tag each, as "terms/matmul"."""
 
 
 class Metrics:
@@ -163,7 +168,8 @@ class _EventFile:
 
     def write(self, line: Line) -> None:
         numbers = {key: line.get(key) for key in self._keys}
-        numbers |= {f"terms/{term}": value for term, value in line.get("terms", {}).items()}
+        for key in _NAMED:
+            numbers |= {f"{key}/{name}": value for name, value in line.get(key, {}).items()}
         values = [
             self._summary.Value(tag=tag, simple_value=number)
             for tag, number in numbers.items()

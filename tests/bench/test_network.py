@@ -345,7 +345,7 @@ def test_the_terminal_names_the_slow_host_and_what_was_left_out():
 
 
 def test_the_page_says_the_same_and_is_complete():
-    text = render(with_slow_host(), "a test")
+    text = render(with_slow_host(), "a test", None)
     assert "node1 sends and receives slowly" in text
     assert "chart-alone" in text
     charts = json.loads(text.split('id="charts">')[1].split("</script>")[0])
@@ -355,7 +355,9 @@ def test_the_page_says_the_same_and_is_complete():
     even = tuple(map(tuple, matrix(3)))
     pairs = Pairs(tuple(own_hosts(3)), 2**20, even, even, None, even)
     of_three = Measured((), (), pairs, pairs.hosts, 1)
-    assert "3 ranks on 3 hosts, and no link is far below the rest" in render(of_three, "a test")
+    assert "3 ranks on 3 hosts, and no link is far below the rest" in render(
+        of_three, "a test", None
+    )
 
 
 def test_figures_are_plain_data():
@@ -381,6 +383,7 @@ def test_the_file_gets_the_curves_and_keeps_the_rest(tmp_path: Path, monkeypatch
     first = read_cluster(out)
     assert set(first.tiers[0].collectives) == set(OPS)
     assert page.read_text().startswith("<!doctype html>")
+    assert f"<code>paceline plan my.toml --cluster {out}</code>" in page.read_text()
     out.write_text(to_text(first.replace(device_mtbf_hours=A_SECOND, tiers=())))
     assert collectives_command(Asked(out, num_ranks=2)) is not None
     assert read_cluster(out) == first.replace(device_mtbf_hours=A_SECOND)

@@ -134,7 +134,9 @@ def test_false_verdicts_are_counted_per_source(
     assert [line.split() for line in printed.splitlines() if line.strip().startswith("two")] == [
         ["two", "0", "0", "2", "1"]
     ]
-    assert "Of these said not to fit" in render(report)
+    page = render(report)
+    assert "of those that ran are said not to fit" in page
+    assert '<tfoot><tr><td class="value">all</td><td class="n">3</td><td class="n">1</td>' in page
 
 
 @pytest.mark.parametrize(

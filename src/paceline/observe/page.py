@@ -2,10 +2,10 @@
 
 page.html beside this file has what all pages share: style sheet, head line, what to do next, key
 figures, the script that draws the charts, and links to the pages of other commands that are near. A
-page extends it by its own template. plotly.js is written into the
-page, compressed (2 MB instead of 4.8; the browser unpacks it at once), and the page's content
-policy forbids it to load anything. Charts and text take their colours from the same style sheet
-variables, so a page follows the reader's light or dark setting.
+page extends it by its own template, from the tables and lists of pieces.html. plotly.js is written
+into the page, compressed (2 MB instead of 4.8; the browser unpacks it at once), and the page's
+content policy forbids it to load anything. Charts and text take their colours from the same style
+sheet variables, so a page follows the reader's light or dark setting.
 
 plotly is imported only when a page is written.
 """
@@ -29,6 +29,9 @@ _TITLE = re.compile(r"<title>(.*) · Paceline</title>")
 _HEAD = 2000
 """Characters that the head of a page with its title takes at most."""
 _MOST_NEAR = 12
+
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#b8a800")
+"""Okabe and Ito's, which stay apart for every kind of colour vision, in light and dark."""
 
 Card = tuple[str, str, str]
 """Label, figure and note of a key figure."""
@@ -60,6 +63,24 @@ def chart_layout(x: Chart, y: Chart, **changes: Any) -> Chart:
         "yaxis": {**axis, **y},
         **changes,
     }
+
+
+def where_equal(low: float, high: float) -> Chart:
+    """The line of a chart on which what is across equals what is up."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [low, high],
+        "y": [low, high],
+        "line": {"color": "var(--muted)", "width": 1, "dash": "dash"},
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """How many of its unit a second has, and the unit that times of such a length are drawn in."""
+    return (1.0, "s") if seconds >= 1 else (1e3, "ms")
 
 
 def render_page(
@@ -94,7 +115,7 @@ def render_page(
         name=name,
         title=f"Run {name}" if is_report else name,
         mark=_MARK,
-        next_parts=next_.split("`"),
+        next=next_,
         near=[] if at is None else pages_near(at),
         subtitle=subtitle,
         lede=lede,
@@ -114,13 +135,9 @@ def pages_near(at: Path) -> list[tuple[str, str]]:
     """
     here = at.parent.resolve()
     folders = [here, here.parent, here.parent.parent]
-    patterns = ("*.html", "*/report.html", "*/plan.html", "*/tune.html", "heats/*/report.html")
+    patterns = ["*.html", "*/report.html", "*/plan.html", "*/tune.html", "heats/*/report.html"]
+    patterns += [f"{place}/*/*.html" for place in ("runs", "plans", "tunes")]
     found = {file for folder in folders for pattern in patterns for file in folder.glob(pattern)}
-    found |= {
-        file
-        for place in ("runs", "plans", "tunes")
-        for file in here.parent.parent.glob(f"{place}/*/*.html")
-    }
     titles = {file: title for file in found if (title := _title(file)) is not None}
     titles.pop(here / at.name, None)
     newest = sorted(titles, key=lambda file: -file.stat().st_mtime)[:_MOST_NEAR]

@@ -4,10 +4,17 @@ from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 
-from paceline.observe.page import Card, Chart, chart_layout, render_page
+from paceline.observe.page import (
+    Card,
+    Chart,
+    chart_layout,
+    render_page,
+    time_unit,
+    where_equal,
+)
 from paceline.observe.summary import rate_text, step_time_text
 from paceline.tune.goal import Figures
-from paceline.tune.show import row, what_text
+from paceline.tune.show import COLUMNS, row, what_text
 from paceline.tune.story import Part, paragraph, parts
 from paceline.tune.trial import Known, Trial
 
@@ -30,8 +37,9 @@ def render(known: Known, folder: Path, left: Sequence[str] = ()) -> str:
         cards=_cards(known),
         charts={"trials": _trials(known), "errors": _errors(known)} if known.ran else {},
         at=folder / "tune.html",
-        rows=[(*row(known, trial), trial.why, trial.note) for trial in known.trials],
-        decisions=[(one.heat + 1, one.text) for one in known.decisions],
+        heads=[*(name.capitalize() for name in COLUMNS), "Proposed by"],
+        rows=[_cells(known, trial) for trial in known.trials],
+        decisions=[(f"after heat {one.heat + 1}", one.text) for one in known.decisions],
         parts=[(one.text, *_gave(known, one)) for one in parts(known)],
         left=list(left),
         job_file=str(folder / "job.toml"),
@@ -44,6 +52,12 @@ def _next(known: Known, folder: Path) -> str:
     if not known.is_gain_clear and known.best.relative:
         return f"`paceline tune {folder / 'job.toml'}` for longer, or keep the Job as it is."
     return f"`paceline train {folder / 'job.toml'}`"
+
+
+def _cells(known: Known, trial: Trial) -> tuple[str, ...]:
+    """A trial's row, with what there is to say of its outcome below it."""
+    *figures, outcome = row(known, trial)
+    return (*figures, "\n".join(filter(None, (outcome, trial.note))), trial.why)
 
 
 def _gave(known: Known, part: Part) -> tuple[str, str]:
@@ -83,7 +97,7 @@ def _cards(known: Known) -> list[Card]:
 
 def _trials(known: Known) -> Chart:
     """The step of each trial, in order, with its interval."""
-    factor, unit = (1.0, "s") if known.seconds(known.ran[0]) >= 1 else (1e3, "ms")
+    factor, unit = time_unit(known.seconds(known.ran[0]))
     seconds = [factor * known.seconds(trial) for trial in known.ran]
     # After one round there is no interval.
     halves = [trial.uncertainty if isfinite(trial.uncertainty) else None for trial in known.ran]
@@ -112,10 +126,10 @@ def _colour(known: Known, trial: Trial) -> str:
 
 def _errors(known: Known) -> Chart:
     """Expected against measured, with the line on which they are equal."""
-    factor, unit = (1.0, "s") if known.seconds(known.ran[0]) >= 1 else (1e3, "ms")
+    factor, unit = time_unit(known.seconds(known.ran[0]))
     expected = [factor * trial.expected_s for trial in known.ran]
     measured = [factor * known.seconds(trial) for trial in known.ran]
-    ends = [0.9 * min(expected + measured), 1.1 * max(expected + measured)]
+    line = where_equal(0.9 * min(expected + measured), 1.1 * max(expected + measured))
     points = {
         "type": "scatter",
         "mode": "markers",
@@ -124,14 +138,6 @@ def _errors(known: Known) -> Chart:
         "text": [f"{trial.number}: {what_text(trial)}" for trial in known.ran],
         "hovertemplate": "%{text}<extra></extra>",
         "marker": {"size": 9, "color": [_colour(known, trial) for trial in known.ran]},
-    }
-    line = {
-        "type": "scatter",
-        "mode": "lines",
-        "x": ends,
-        "y": ends,
-        "hoverinfo": "skip",
-        "line": {"color": "var(--muted)", "width": 1, "dash": "dot"},
     }
     layout = chart_layout(
         {"title": {"text": f"expected when it was chosen, {unit}"}},

@@ -108,20 +108,20 @@ def _backend(wanted: str | None, cluster: Cluster) -> str:
 
 def _written(asked: Asked, cluster: Cluster, backend: str, measured: Measured) -> dict[str, Any]:
     """Write the file and the page, and say so."""
-    facts = {"file": None, "backend": backend, **figures(measured)}
-    source = source_text()
+    source, kind = source_text(), cluster.known_device.kind
+    is_used = _DEVICES[backend] == kind and backend != "mpi"
+    file = asked.out if is_used and measured.rows else None
+    facts = {"file": None if file is None else str(file), "backend": backend, **figures(measured)}
     if asked.html is not None:
-        write_whole(asked.html, render(measured, source, asked.html))
+        write_whole(asked.html, render(measured, source, file, asked.html))
         _CONSOLE.print(f"{asked.html}: the same as a page", markup=False)
-    kind = cluster.known_device.kind
-    if _DEVICES[backend] != kind or backend == "mpi":
+    if not is_used:
         _CONSOLE.print(f"{asked.out} is left as it was: training does not use {backend} here.")
     elif measured.rows:
         inside = measured.ranks_per_node
         tiers = tiers_from(measured.rows, kind, inside, len(measured.hosts), source)
         hosts = tuple(host_order(measured)) or cluster.hosts
         write_whole(asked.out, to_text(cluster.replace(tiers=tiers, hosts=hosts)))
-        facts["file"] = str(asked.out)
         told = f'{asked.out}: the curves, for the planner: [cluster] file = "{asked.out}"'
         _CONSOLE.print(told, markup=False)
     return facts

@@ -6,30 +6,30 @@ Its frame is that of all pages (`paceline.observe.page`). Python decides what is
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from paceline.bench.network.bandwidth import by_curve, fit
+from paceline.bench.network.bandwidth import Curve, Row, by_curve
 from paceline.bench.network.measure import Measured
 from paceline.bench.network.pairs import Matrix, Pairs
-from paceline.bench.network.show import contention, others
+from paceline.bench.network.show import FITS, contention, fit_cells, others, where_text
 from paceline.bench.network.sizes import size_text
 from paceline.bench.network.slow import FACTOR, slow_places
-from paceline.observe.page import Card, Chart, chart_layout, render_page
+from paceline.observe.page import COLOURS, Card, Chart, chart_layout, render_page
 from paceline.observe.summary import bytes_text, step_time_text
 
-# Okabe and Ito's colours, which stay apart for every kind of colour vision, in light and dark.
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#b8a800")
 # From slow to fast; apart for every kind of colour vision.
 _SCALE = [[0.0, "#b2182b"], [0.5, "#f4c98b"], [1.0, "#2166ac"]]
 _MOST_FIGURES = 16  # ranks whose cells have room for a figure
 
 
-def render(measured: Measured, source: str, at: Path | None = None) -> str:
+def render(
+    measured: Measured, source: str, cluster_file: Path | None, at: Path | None = None
+) -> str:
     """The page as text: complete HTML without references to anything outside it.
 
     Args:
         measured: what is drawn.
         source: on what and when, in a sentence.
+        cluster_file: where the curves will stand for the planner; None: nowhere.
         at: where the page will stand, where it is known.
     """
     pairs = measured.pairs
@@ -39,18 +39,28 @@ def render(measured: Measured, source: str, at: Path | None = None) -> str:
         "network.html",
         name="The links between the ranks",
         subtitle=[source],
-        next_="look at the slow link's cable, port and route, and measure again."
-        if slow
-        else "`paceline plan my.toml --cluster cluster.toml` plans with these links.",
+        next_=_next(slow, cluster_file),
         lede=" ".join(slow) or _lede(measured),
         at=at,
         cards=_cards(measured),
         charts=_charts(measured),
         groups=_groups(measured),
-        rows=[_cells(measured, key) for key in by_curve(measured.rows) if key[1] == "backend"],
-        with_alone=pairs is not None and pairs.alone_bytes_per_s is not None,
+        heads=[*(name.capitalize() for name in FITS), "Contention"],
+        rows=[
+            _cells(curve, rows)
+            for curve, rows in by_curve(measured.rows).items()
+            if curve[1] == "backend"
+        ],
         factor=FACTOR,
     )
+
+
+def _next(slow: Sequence[str], cluster_file: Path | None) -> str:
+    if slow:
+        return "look at the slow link's cable, port and route, and measure again."
+    if cluster_file is None:
+        return "`paceline bench` measures what training uses here, for the planner."
+    return f"`paceline plan my.toml --cluster {cluster_file}` plans with these links."
 
 
 def _slow(pairs: Pairs) -> list[str]:
@@ -86,11 +96,7 @@ def _cards(measured: Measured) -> list[Card]:
 def _groups(measured: Measured) -> list[tuple[str, str]]:
     """Name of a chart and head line, for each kind of group."""
     keys = {(row.links, row.num_ranks) for row in measured.rows}
-    words = {"inside": "of a node", "across": "across nodes, one of each", "both": "of all nodes"}
-    return [
-        (f"bus-{links}-{number}", f"{number} ranks {words[links]}")
-        for links, number in sorted(keys)
-    ]
+    return [(f"bus-{links}-{number}", where_text(number, links)) for links, number in sorted(keys)]
 
 
 def _charts(measured: Measured) -> dict[str, Chart]:
@@ -110,7 +116,7 @@ def _bandwidths(measured: Measured, name: str) -> Chart:
     traces, colours = [], dict[str, str]()
     for (op, algorithm, links, number), rows in by_curve(measured.rows).items():
         if name == f"bus-{links}-{number}":
-            colour = colours.setdefault(op, _COLOURS[len(colours) % len(_COLOURS)])
+            colour = colours.setdefault(op, COLOURS[len(colours) % len(COLOURS)])
             label = op if algorithm == "backend" else f"{op}, {algorithm}"
             dash = "solid" if algorithm == "backend" else "dot"
             traces.append(
@@ -139,7 +145,7 @@ def _bandwidths(measured: Measured, name: str) -> Chart:
     return {"data": traces, "layout": layout}
 
 
-def _spread(rows: Sequence[Any]) -> Chart:
+def _spread(rows: Sequence[Row]) -> Chart:
     """From the 10th to the 90th percentile."""
     high, low = (
         [row.bus_bytes_per_s * abs(row.seconds / edge - 1) for row, edge in edges]
@@ -183,19 +189,6 @@ def _heat(
     return {"data": [trace], "layout": layout}
 
 
-def _cells(measured: Measured, key: tuple[str, str, str, int]) -> list[str]:
-    """A curve as latency and bandwidth, in words."""
-    op, _, links, number = key
-    rows = by_curve(measured.rows)[key]
-    line = fit(rows)
-    rate = "–" if line.bytes_per_s == float("inf") else f"{bytes_text(line.bytes_per_s)}/s"
+def _cells(curve: Curve, rows: Sequence[Row]) -> list[str]:
     company = [row.contention for row in rows if row.contention is not None]
-    return [
-        op,
-        str(number),
-        links,
-        step_time_text(line.latency_s),
-        rate,
-        *line.error_texts,
-        f"{company[-1]:.2f} x" if company else "–",
-    ]
+    return [*fit_cells(curve, rows), f"{company[-1]:.2f} x" if company else "–"]

@@ -16,6 +16,8 @@ from paceline.bench.network.slow import slow_places
 from paceline.bench.network.sweep import Left
 from paceline.observe.summary import bytes_text, step_time_text
 
+FITS = ("collective", "ranks", "links", "latency", "rate", "median error", "worst")
+"""Columns of `fit_cells`."""
 _WIDEST_WITH_FIGURES = 12
 """Ranks whose matrix is printed with figures; more are printed as colours."""
 # From slow to fast, dark enough for white figures; steps of a half.
@@ -46,7 +48,7 @@ def _table(key: Curve, rows: Sequence[Row], all_rows: Sequence[Row]) -> Table:
     op, _, links, num_ranks = key
     ours = _fastest_of_ours(key, all_rows)
     table = Table(
-        title=f"{op}, {num_ranks} ranks {_where(links)}", title_justify="left", box=SIMPLE_HEAD
+        title=f"{op}, {where_text(num_ranks, links)}", title_justify="left", box=SIMPLE_HEAD
     )
     contended = any(row.contention is not None for row in rows)
     factor, unit = _unit(rows)
@@ -71,12 +73,14 @@ def _unit(rows: Sequence[Row]) -> tuple[float, str]:
     return (1e9, "GB/s") if fastest >= 1e9 else (1e6, "MB/s")
 
 
-def _where(links: str) -> str:
-    return {
+def where_text(num_ranks: int, links: str) -> str:
+    """Which ranks: "4 ranks of a node"."""
+    which = {
         "inside": "of a node",
         "across": "across nodes, one of each",
         "both": "across nodes, all of each",
-    }[links]
+    }
+    return f"{num_ranks} ranks {which[links]}"
 
 
 def _fastest_of_ours(key: Curve, rows: Sequence[Row]) -> dict[int, Row]:
@@ -107,18 +111,20 @@ def _fits(rows: Sequence[Row]) -> Table:
         title_justify="left",
         box=SIMPLE_HEAD,
     )
-    for name in ("collective", "ranks", "links", "latency", "bytes/s", "median error", "worst"):
+    for name in FITS:
         table.add_column(name, justify="left" if name in ("collective", "links") else "right")
-    for (op, algorithm, links, num_ranks), of_curve in by_curve(rows).items():
-        if algorithm == "backend":
-            line = fit(of_curve)
-            latency, rate = step_time_text(line.latency_s), _rate(line.bytes_per_s)
-            table.add_row(op, str(num_ranks), links, latency, rate, *line.error_texts)
+    for key, of_curve in by_curve(rows).items():
+        if key[1] == "backend":
+            table.add_row(*fit_cells(key, of_curve))
     return table
 
 
-def _rate(bytes_per_s: float) -> str:
-    return "-" if bytes_per_s == float("inf") else bytes_text(bytes_per_s)
+def fit_cells(curve: Curve, rows: Sequence[Row]) -> list[str]:
+    """A curve as latency and rate, and how wrong that is: the cells of FITS."""
+    op, _, links, num_ranks = curve
+    line = fit(rows)
+    rate = "–" if line.bytes_per_s == float("inf") else f"{bytes_text(line.bytes_per_s)}/s"
+    return [op, str(num_ranks), links, step_time_text(line.latency_s), rate, *line.error_texts]
 
 
 def _left(left: Sequence[Left]) -> Iterator[str]:

@@ -7,7 +7,7 @@ answer out. Nothing is worked out here.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.observe.page import Card, Chart, chart_layout, render_page
+from paceline.observe.page import Card, Chart, chart_layout, render_page, time_unit
 from paceline.observe.summary import (
     TERM_COLOURS,
     bytes_text,
@@ -125,7 +125,7 @@ def _charts(found: Answer, shown: Sequence[Prediction]) -> dict[str, Chart]:
     if not shown:
         return _nearest(found)
     labels = _labels(shown)
-    factor, unit = (1.0, "s") if shown[0].step_s >= 1 else (1e3, "ms")
+    factor, unit = time_unit(shown[0].step_s)
     times = [{term: factor * value for term, value in one.time_s.items()} for one in shown]
     charts = {
         "time": _stacked(labels, times, TERMS, TERM_COLOURS, unit),

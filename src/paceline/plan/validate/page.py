@@ -6,28 +6,30 @@ Its frame is that of all pages (`paceline.observe.page`). Python decides what is
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.observe.page import Chart, chart_layout, render_page
+from paceline.observe.page import COLOURS, Chart, chart_layout, render_page, where_equal
 from paceline.observe.run import write_whole
-from paceline.plan.validate.table import sentence
-from paceline.plan.validate.validate import Report, Scored, mean_regrets
+from paceline.plan.validate.table import sentence, tables, unpredicted
+from paceline.plan.validate.validate import Report, Scored
 
 _LEGEND_BELOW: Chart = {
     "showlegend": True,
     "legend": {"orientation": "h", "x": 0, "y": -0.14, "yanchor": "top"},
 }
-
-# Okabe and Ito's colours, which stay apart for every kind of colour vision, in light and dark.
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#b8a800")
 _SYMBOLS = ("circle", "diamond", "square", "cross", "triangle-up")
 
 
 def write_page(report: Report, path: Path) -> Path:
     """Write the page and return its path."""
-    return write_whole(path, render(report))
+    return write_whole(path, render(report, path))
 
 
-def render(report: Report) -> str:
-    """The page as text: complete HTML without references to anything outside it."""
+def render(report: Report, at: Path | None = None) -> str:
+    """The page as text: complete HTML without references to anything outside it.
+
+    Args:
+        report: what it shows.
+        at: where the page will stand, where it is known.
+    """
     return render_page(
         "paceline.plan.validate",
         "validate.html",
@@ -37,13 +39,9 @@ def render(report: Report) -> str:
         lede=sentence(report),
         cards=[],
         charts={name: chart for name, chart in _charts(report).items() if chart["data"]},
-        overall=report.overall(),
-        sources=report.by_source(),
-        stacks=report.by_stack(),
-        regrets=mean_regrets(report.regrets()),
-        memory=report.memory(),
-        fits=[*report.fits_by_source(), *([report.fits()] if report.fits().ran else [])],
-        unpredicted=report.unpredicted(),
+        at=at,
+        tables=list(tables(report)),
+        unpredicted=unpredicted(report),
     )
 
 
@@ -75,16 +73,7 @@ def _scatter(
     if not some:
         return {"data": [], "layout": {}}
     values = [f(one) for one in some for f in (measured, predicted)]
-    low, high = min(values) * 0.8, max(values) * 1.25
-    agree = {
-        "type": "scatter",
-        "mode": "lines",
-        "x": [low, high],
-        "y": [low, high],
-        "line": {"color": "var(--muted)", "width": 1, "dash": "dash"},
-        "hoverinfo": "skip",
-        "showlegend": False,
-    }
+    agree = where_equal(min(values) * 0.8, max(values) * 1.25)
     points = _points(some, lambda one: (measured(one), predicted(one)))
     layout = chart_layout(
         {"type": "log", "title": {"text": f"measured {unit}"}},
@@ -122,8 +111,8 @@ def _points(some: list[Scored], place: Callable[[Scored], tuple[float, float]]) 
         marker = {
             "size": 6,
             "opacity": 0.75,
-            "color": _COLOURS[index % len(_COLOURS)],
-            "symbol": _SYMBOLS[index // len(_COLOURS) % len(_SYMBOLS)],
+            "color": COLOURS[index % len(COLOURS)],
+            "symbol": _SYMBOLS[index // len(COLOURS) % len(_SYMBOLS)],
         }
         traces.append(
             {

@@ -1,43 +1,64 @@
-"""The tables of `paceline validate` for a terminal."""
+"""The tables of `paceline validate`, which a terminal and the page show alike."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.plan.validate.validate import (
-    Errors,
-    Fits,
-    MemoryErrors,
-    Regret,
-    Report,
-    mean_regrets,
-)
+from paceline.plan.validate.validate import Errors, Fits, Report, mean_regrets
+
+_ERRORS = ("Lines", "Mean error", "Median", "Bias", "Correlation")
 
 
-def tables(report: Report) -> RenderableType:
-    """Everything that a report has to show."""
-    parts: list[RenderableType] = [Text(sentence(report), style="bold")]
-    overall = report.overall()
-    if overall is not None:
-        sources = _error_table("source", report.by_source(), "runtime")
-        if len(report.by_source()) > 1:
-            sources.add_section()
-            sources.add_row(*_error_cells(overall), style="bold")
-        parts.append(sources)
-        parts.append(_error_table("device and stack", report.by_stack()))
-    parts += _regret_table(report.regrets())
-    parts += _memory_table(report.memory())
-    parts += _fit_table(report)
-    parts += _unpredicted(report)
-    return Group(*parts)
+@dataclass(frozen=True)
+class Shown:
+    """A table as text: a name and its figures in each row."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    total: Sequence[str] = ()
+    """Of all rows; none where there is one row or nothing to add up."""
+    note: str = ""
+
+
+def tables(report: Report) -> Iterator[Shown]:
+    """Those that have rows."""
+    for each in (
+        _errors(report, "By source", report.by_source(), "Runtime"),
+        _errors(report, "By device and stack", report.by_stack()),
+        _regrets(report),
+        _memory(report),
+        _fits(report),
+    ):
+        if each.rows:
+            yield each
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """Print the tables."""
-    (console or Console()).print(tables(report))
+    """Print everything that a report has to show."""
+    console = console or Console()
+    console.print(Text(sentence(report), style="bold"))
+    for each in tables(report):
+        console.print(_printed(each))
+    if lines := unpredicted(report):
+        told = "\n".join(f"  {group}: {reasons}" for group, reasons in lines)
+        console.print(Text(f"Not predicted:\n{told}"))
+
+
+def _printed(shown: Shown) -> RenderableType:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for index, head in enumerate((shown.title, *shown.heads[1:])):
+        table.add_column(head.lower(), justify="right" if index else "left", overflow="fold")
+    for row in shown.rows:
+        table.add_row(*row)
+    if shown.total:
+        table.add_section()
+        table.add_row(*shown.total, style="bold")
+    return table
 
 
 def sentence(report: Report) -> str:
@@ -55,18 +76,11 @@ def sentence(report: Report) -> str:
     return f"{done:,} of {lines:,} lines predicted, {whose}; {how}."
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
-    return table
-
-
-def _error_table(title: str, some: Sequence[Errors], *more: str) -> Table:
-    table = _table(title, "lines", "mean error", "median", "bias", "correlation", *more)
-    for errors in some:
-        table.add_row(*_error_cells(errors)[: len(table.columns)])
-    return table
+def _errors(report: Report, title: str, some: Sequence[Errors], *more: str) -> Shown:
+    heads, overall = (title[3:].capitalize(), *_ERRORS, *more), report.overall()
+    rows = [_error_cells(errors)[: len(heads)] for errors in some]
+    total = _error_cells(overall)[: len(heads)] if overall is not None and len(some) > 1 else ()
+    return Shown(title, heads, rows, total)
 
 
 def _error_cells(errors: Errors) -> list[str]:
@@ -76,49 +90,50 @@ def _error_cells(errors: Errors) -> list[str]:
     return [errors.name, f"{errors.lines:,}", *share, correlation, runtimes]
 
 
-def _regret_table(found: Sequence[Regret]) -> list[RenderableType]:
-    if not found:
-        return []
-    table = _table("regret: slower than the best layout", "works", "mean", "worst", "best chosen")
-    for group, figures in mean_regrets(found).items():
-        table.add_row(
+def _regrets(report: Report) -> Shown:
+    rows = [
+        [
             group,
             f"{figures['works']:.0f}",
             f"{figures['mean']:.1%}",
             f"{figures['worst']:.1%}",
             f"{figures['best_chosen']:.0%}",
-        )
-    return [table]
+        ]
+        for group, figures in mean_regrets(report.regrets()).items()
+    ]
+    note = (
+        "Where several layouts of the same work were measured: how much slower than the best of "
+        "them is the one that is predicted fastest."
+    )
+    return Shown("Regret", ("Source", "Works", "Mean", "Worst", "Best chosen"), rows, note=note)
 
 
-def _memory_table(some: Sequence[MemoryErrors]) -> list[RenderableType]:
-    if not some:
-        return []
-    table = _table("peak memory", "lines", "mean error", "bias", "over", "under")
-    for errors in some:
-        table.add_row(
+def _memory(report: Report) -> Shown:
+    rows = [
+        [
             errors.name,
-            f"{errors.lines}",
+            f"{errors.lines:,}",
             f"{errors.mean:.1%}",
             f"{errors.bias:+.1%}",
-            f"{errors.over}",
-            f"{errors.under}",
-        )
-    return [table]
+            f"{errors.over:,}",
+            f"{errors.under:,}",
+        ]
+        for errors in report.memory()
+    ]
+    heads = ("Source, and what it measured", "Lines", "Mean error", "Bias", "Over", "Under")
+    return Shown("Peak memory", heads, rows)
 
 
-def _fit_table(report: Report) -> list[RenderableType]:
+def _fits(report: Report) -> Shown:
     """False refusals and false fits, per source and of all."""
-    some, total = report.fits_by_source(), report.fits()
-    if not some:
-        return []
-    table = _table("fits into memory", "ran", "refused", "ran out of memory", "said to fit")
-    for fits in some:
-        table.add_row(*_fit_cells(fits))
-    if len(some) > 1:
-        table.add_section()
-        table.add_row(*_fit_cells(total), style="bold")
-    return [table]
+    some = report.fits_by_source()
+    heads = ("Source", "Ran", "Refused", "Ran out of memory", "Said to fit")
+    total = _fit_cells(report.fits()) if len(some) > 1 else ()
+    note = (
+        "Of lines that say enough to tell: how many of those that ran are said not to fit, and how "
+        "many of those that ran out of memory are said to fit. Neither should be."
+    )
+    return Shown("Fits into memory", heads, [*map(_fit_cells, some)], total, note)
 
 
 def _fit_cells(fits: Fits) -> list[str]:
@@ -126,9 +141,9 @@ def _fit_cells(fits: Fits) -> list[str]:
     return [fits.name, *(f"{count:,}" for count in counts)]
 
 
-def _unpredicted(report: Report) -> list[RenderableType]:
-    lines = [
-        f"  {group}: " + ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+def unpredicted(report: Report) -> list[tuple[str, str]]:
+    """Of each source, how many lines could not be predicted for which reason."""
+    return [
+        (group, ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common()))
         for group, reasons in report.unpredicted().items()
     ]
-    return [Text("Not predicted:\n" + "\n".join(lines))] if lines else []

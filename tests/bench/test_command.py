@@ -1,26 +1,33 @@
 """`paceline bench`: its options (pure), what it writes (one process, tiny sizes), the program."""
 
 import json
+import platform
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from paceline.bench import command, measure
 from paceline.bench.command import bench_command, to_text, with_ranks
 from paceline.bench.device import Grid
 from paceline.bench.measure import Outcome, Wish, calibrated
+from paceline.bench.page import render
 from paceline.bench.ranks import News, Tell
 from paceline.bench.step import Measured
 from paceline.comm import queued
 from paceline.comm.ranks import Ranks
 from paceline.comm.topology import this_machine
+from paceline.config.curves import CollectiveCurve
 from paceline.config.errors import InputError
 from paceline.config.hardware import Figure, Tier
 from paceline.config.job import read_cluster, read_job
 from tests.bench.test_device import TINY
+from tests.observe.test_page import write as write_page
+from tests.observe.test_report import Page
 
 A_SECOND = Figure(value=1.0, origin="assumed", source="this test")
 A_TIER = Tier(name="loopback", num_devices=1, latency_s=A_SECOND, bytes_per_s=A_SECOND)
@@ -63,6 +70,102 @@ def test_what_is_measured_is_written_and_read_back(tiny: list[News], tmp_path: P
     assert [news.done for news in tiny] == list(range(1, tiny[0].total + 1))
     assert "products, fp32" in capsys.readouterr().out
     assert json.loads(json.dumps(facts))["peak_flops"]["fp32"] > 0
+
+
+def charts_of(page: str) -> dict[str, Any]:
+    return json.loads(page.split('id="charts">')[1].split("</script>")[0])
+
+
+def test_the_page_says_what_was_measured_and_what_was_not(tiny: list[News], tmp_path: Path, capsys):
+    out = tmp_path / "here.toml"
+    page = out.with_suffix(".html")
+    run = write_page(tmp_path / "runs" / "demo" / "report.html", "demo")
+    facts = bench_command(out, num_ranks=1, quick=True, only=["device"])
+    assert facts is not None
+    assert facts["page"] == str(page)
+    assert f"{page}: the same as a page" in capsys.readouterr().out
+    html, device = page.read_text(), read_cluster(out).known_device
+    text = Page(html).text
+    assert text.index("Next: paceline plan my.toml --cluster") < text.index("a rough picture")
+    assert f"<code>paceline plan my.toml --cluster {out}</code>" in html
+    assert "Not measured: codecs, step, input." in text
+    for part in (
+        *("products, fp32", "attention, flash", "launching an operator", "optimizer"),
+        *(torch.__version__, platform.python_version(), "device products, attention"),
+        f"no: paceline bench --only step --out {out} does",
+        "nothing to measure: one rank has no links",
+    ):
+        assert part in text
+    assert 'href="runs/demo/report.html">Run demo</a>' in html
+    assert 'href="../../here.html"' in write_page(run, "demo").read_text()
+    drawn = charts_of(html)
+    assert set(drawn) == {"products", "attention", "memory"}
+    products = {trace["name"]: trace for trace in drawn["products"]["data"]}["fp32"]
+    curve, peak = device.curves.matmul["fp32"], device.peak("fp32").value
+    assert products["y"] == pytest.approx([share * peak for share in curve.share], rel=1e-3)
+    assert products["x"][0] == 2 * curve.m[0] * curve.n[0] * curve.k[0]
+
+
+def test_the_page_tells_what_an_earlier_bench_measured(tiny: list[News], tmp_path: Path):
+    out = tmp_path / "cluster.toml"
+    bench_command(out, num_ranks=1, quick=True, only=["input"])
+    text = Page((tmp_path / "cluster.html").read_text()).text
+    assert f"Next: paceline bench --out {out} measures the devices" in text
+    assert "Not measured: device, codecs, step." in text
+    bench_command(out, num_ranks=1, quick=True, only=["device"])
+    bench_command(out, num_ranks=1, quick=True, only=["codecs"])
+    text = Page((tmp_path / "cluster.html").read_text()).text
+    source = read_cluster(out).known_device.curves.matmul["fp32"].source
+    assert f"before: {source}" in text
+    assert "products, fp32" in text
+    assert "Not measured: step, input." in text
+
+
+def test_the_page_of_several_ranks_has_their_links_and_steps(tiny: list[News], tmp_path: Path):
+    out = tmp_path / "cluster.toml"
+    bench_command(out, num_ranks=1, quick=True, only=["device"])
+    curve = {"bytes": (512.0, 4096.0), "source": "this test"}
+    collectives = {
+        "all_reduce": tuple(
+            CollectiveCurve(num_ranks=number, seconds=(1e-4, number * 2e-4), **curve)
+            for number in (2, 4)
+        ),
+        "broadcast": (),
+    }
+    tiers = (A_TIER.replace(num_devices=4, collectives=collectives), A_TIER)
+    cluster = read_cluster(out).replace(tiers=tiers)
+    steps = tuple(Measured(job, (0.5,), None) for job in measure.reference_jobs(cluster)[:2])
+    outcome = Outcome(cluster.replace(devices_per_node=4), steps=steps)
+    wish = Wish(cluster, ("collectives", "step"), "this test")
+    html = render(calibrated(outcome, "this test"), outcome, wish, out)
+    drawn, text = charts_of(html), Page(html).text
+    (line,) = drawn["links-0"]["data"]
+    assert (line["x"], line["y"]) == ([512.0, 4096.0], [1e-4, 8e-4])  # of the most ranks
+    assert "links-1" not in drawn
+    assert 'id="chart-links-1"' not in html
+    assert "all_reduce 4 0.1 ms 0.8 ms 4.1 kB 5.12 MB" in text
+    assert "fitted to 2 steps of this test" in text
+    assert "no: paceline bench collectives does" in text
+    assert all(f"{step.job.name} 500 ms" in text for step in steps)
+
+
+def test_a_page_that_cannot_stand_beside_the_file_is_refused_at_once(tmp_path: Path):
+    with pytest.raises(InputError, match=r"x\.html is where the page will stand: .*/x\.toml\."):
+        bench_command(tmp_path / "x.html", num_ranks=1, quick=True)
+    (tmp_path / "y.html").mkdir()
+    with pytest.raises(InputError, match=r"y\.html is a folder"):
+        bench_command(tmp_path / "y.toml", num_ranks=1, quick=True)
+
+
+def test_a_browser_draws_every_chart_of_the_page(tiny: list[News], tmp_path: Path, browser):
+    out = tmp_path / "cluster.toml"
+    bench_command(out, num_ranks=1, quick=True, only=["device"])
+    done = browser(tmp_path / "cluster.html", "--dump-dom")
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    dom = done.stdout[done.stdout.index("<body") :]
+    assert dom.count('class="trace scatter') == sum(
+        len(chart["data"]) for chart in charts_of((tmp_path / "cluster.html").read_text()).values()
+    )
 
 
 @pytest.mark.parametrize(("share", "is_told"), [(0.25, True), (0.02, False)])

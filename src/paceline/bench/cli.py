@@ -32,7 +32,9 @@ AsJson = Annotated[
 @bench_app.callback()
 def bench(
     context: typer.Context,
-    out: Annotated[Path, typer.Option(help="The Cluster file to write.")] = Path("cluster.toml"),
+    out: Annotated[
+        Path, typer.Option(help="The Cluster file to write; a page goes beside it.")
+    ] = Path("cluster.toml"),
     ranks: NumRanks = None,
     quick: Quick = False,
     only: Annotated[
@@ -45,7 +47,7 @@ def bench(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine and write a Cluster file for the planner.
+    """Measure this machine and write a Cluster file for the planner, and a page of it.
 
     Products, attention, memory, launch overhead and optimizer of a device
     while all of them work; what compresses; every collective by size and

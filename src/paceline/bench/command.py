@@ -1,4 +1,4 @@
-"""`paceline bench`: measure this machine and write what was found as a Cluster file.
+"""`paceline bench`: measure this machine and write what was found as a Cluster file and a page.
 
 Nothing is written before everything is measured, and then the whole file at once: Ctrl-C leaves
 what was there.
@@ -26,6 +26,7 @@ from rich.progress import (
 )
 
 from paceline.bench.measure import PARTS, Outcome, Part, Wish, calibrated, measure
+from paceline.bench.page import page_file, render
 from paceline.bench.ranks import News, Tell, on_ranks
 from paceline.bench.table import figures, summary
 from paceline.comm.queued import StolenClock
@@ -48,7 +49,8 @@ def bench_command(
     """Measure and write; say what was found.
 
     Args:
-        out: the Cluster file; where only some parts are measured, the others are taken from it.
+        out: the Cluster file; where only some parts are measured, the others are taken from it. The
+            page stands beside it.
         num_ranks: ranks to measure with; None: as many as training would start.
         quick: fewer sizes and shorter looks.
         only: parts of PARTS; none: all.
@@ -60,7 +62,7 @@ def bench_command(
         InputError: wrong input; nothing was written.
         RunError: a rank failed; nothing was written.
     """
-    parts = _parts(only)
+    parts, page = _parts(only), page_file(out)
     cluster = start_from(out, num_ranks, parts)
     wish = Wish(cluster, parts, source_text(), quick)
     kind = cluster.known_device.kind
@@ -71,9 +73,11 @@ def bench_command(
         return None
     found = calibrated(outcome, wish.source)
     write_whole(out, to_text(found))
+    write_whole(page, render(found, outcome, wish, out))
     _CONSOLE.print(summary(found, outcome))
     _CONSOLE.print(f'{out}: use it with [cluster] file = "{out}" in a job.toml', markup=False)
-    return {"file": str(out), **figures(found, outcome)}
+    _CONSOLE.print(f"{page}: the same as a page", markup=False)
+    return {"file": str(out), "page": str(page), **figures(found, outcome)}
 
 
 def to_text(cluster: Cluster) -> str:

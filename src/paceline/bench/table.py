@@ -1,6 +1,6 @@
-"""Table: what a bench found, for the person at the terminal."""
+"""Table: what a bench found, in rows of text, and as tables for the person at the terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -8,20 +8,27 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from paceline.bench.measure import Outcome
-from paceline.config.curves import DeviceCurves
-from paceline.config.hardware import Cluster, Device, Tier
-from paceline.config.stack import CONSTANTS, constant
+from paceline.config.curves import AttentionCurve, DeviceCurves
+from paceline.config.hardware import Cluster, Device, Figure, Tier
+from paceline.config.stack import CONSTANTS, Stack, constant
 from paceline.observe.summary import bytes_text, step_time_text
 from paceline.plan.points import Setting
 from paceline.plan.price.step import predict
 
+LINKS = ("collective", "ranks", "smallest", "largest", "of", "bytes/s")
+"""Columns of `link_rows`."""
+STEPS = ("job", "measured", "fitted", "error")
+"""Columns of `step_rows`."""
+
 
 def summary(cluster: Cluster, outcome: Outcome) -> RenderableType:
     """The figures that say most of a Cluster and of the measurements behind it."""
-    parts: list[RenderableType] = [_grid("This machine", _rows(cluster, outcome))]
-    parts += [_tier_table(tier) for tier in cluster.tiers]
+    parts: list[RenderableType] = [_grid("This machine", machine_rows(cluster, outcome))]
+    parts += [_table(tier_title(tier), LINKS, link_rows(tier)) for tier in cluster.tiers]
     if outcome.steps:
-        parts.append(_step_table(cluster, outcome))
+        table = _table("Reference steps", STEPS, step_rows(cluster, outcome))
+        table.caption, table.caption_justify = constants_text(cluster.stack), "left"
+        parts.append(table)
     return Group(*parts)
 
 
@@ -43,7 +50,8 @@ def figures(cluster: Cluster, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _rows(cluster: Cluster, outcome: Outcome) -> Iterator[tuple[str, str]]:
+def machine_rows(cluster: Cluster, outcome: Outcome) -> Iterator[tuple[str, str]]:
+    """Name and figures of what is known of a rank and its device."""
     device = cluster.known_device
     yield "ranks", f"{cluster.devices_per_node} on each of {cluster.num_nodes} x {device.name}"
     if device.memory_bytes is not None:
@@ -67,19 +75,33 @@ def _curve_rows(device: Device, curves: DeviceCurves) -> Iterator[tuple[str, str
     for precision, curve in curves.matmul.items():
         peak = device.peak(precision)
         if peak is not None:
-            low, high = (peak.value * share / 1e9 for share in (min(curve.share), max(curve.share)))
-            yield f"products, {precision}", f"{low:,.1f} to {high:,.1f} GFLOP/s, by size"
+            yield f"products, {precision}", f"{_range(peak, curve.share)}, by size"
     for backend, attention in curves.attention.items():
-        peak = device.peak("bf16" if "in bf16" in attention.source else "fp32")
+        peak = attention_peak(device, attention)
         if peak is not None:
-            low, high = (f(attention.forward) * peak.value / 1e9 for f in (min, max))
-            yield f"attention, {backend}", f"{low:,.1f} to {high:,.1f} GFLOP/s forward, by size"
+            yield f"attention, {backend}", f"{_range(peak, attention.forward)} forward, by size"
     if curves.memory is not None:
         rates = [b / s for b, s in zip(curves.memory.bytes, curves.memory.seconds, strict=True)]
         yield (
             "moving bytes",
             f"{max(rates) / 1e9:,.1f} GB/s at best, {rates[-1] / 1e9:,.1f} at most",
         )
+
+
+def attention_peak(device: Device, curve: AttentionCurve) -> Figure | None:
+    """What the shares of an attention curve are of."""
+    return device.peak("bf16" if "in bf16" in curve.source else "fp32")
+
+
+def _range(peak: Figure, shares: Sequence[float]) -> str:
+    low, high = (flops_text(peak.value * share) for share in (min(shares), max(shares)))
+    return f"{low} to {high}"
+
+
+def flops_text(flops_per_s: float) -> str:
+    """A rate to three digits and more."""
+    factor, unit = (1e12, "TFLOP/s") if flops_per_s >= 1e13 else (1e9, "GFLOP/s")
+    return f"{flops_per_s / factor:,.1f} {unit}"
 
 
 def _codec_rows(device: Device) -> Iterator[tuple[str, str]]:
@@ -100,17 +122,26 @@ def _grid(title: str, rows: Iterator[tuple[str, str]]) -> Table:
     return table
 
 
-def _tier_table(tier: Tier) -> Table:
+def _table(title: str, heads: Sequence[str], rows: Iterator[tuple[str, ...]]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for index, name in enumerate(heads):
+        table.add_column(name, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def tier_title(tier: Tier) -> str:
+    """Which links, and how many ranks they join."""
+    return f"{tier.name}: {tier.num_devices} ranks"
+
+
+def link_rows(tier: Tier) -> Iterator[tuple[str, ...]]:
     """Latency and bandwidth of each collective: its smallest and its largest buffer."""
-    table = Table(
-        title=f"{tier.name}: {tier.num_devices} ranks", title_justify="left", box=SIMPLE_HEAD
-    )
-    for name in ("collective", "ranks", "smallest", "largest", "of", "bytes/s"):
-        table.add_column(name, justify="left" if name == "collective" else "right")
     for op, curves in tier.collectives.items():
         for curve in curves:
             small, large = curve.seconds[0], curve.seconds[-1]
-            table.add_row(
+            yield (
                 op,
                 str(curve.num_ranks),
                 step_time_text(small),
@@ -118,25 +149,19 @@ def _tier_table(tier: Tier) -> Table:
                 bytes_text(curve.bytes[-1]),
                 bytes_text(curve.bytes[-1] / large),
             )
-    return table
 
 
-def _step_table(cluster: Cluster, outcome: Outcome) -> Table:
+def step_rows(cluster: Cluster, outcome: Outcome) -> Iterator[tuple[str, ...]]:
     """The reference Jobs: measured, and predicted with the constants fitted to them."""
-    table = Table(title="Reference steps", title_justify="left", box=SIMPLE_HEAD)
-    for name in ("job", "measured", "fitted", "error"):
-        table.add_column(name, justify="left" if name == "job" else "right")
     for each in outcome.steps:
         fitted = predict(Setting.of(each.job.replace(cluster=cluster)), each.job.layout).step_s
         error = fitted / each.step_s - 1
-        table.add_row(
-            each.job.name, step_time_text(each.step_s), step_time_text(fitted), f"{error:+.1%}"
-        )
-    stack = cluster.stack
-    if stack is not None:
-        fitted_constants = (
-            f"{name} {constant(stack, name):.3g}" for name in CONSTANTS if name in stack.constants
-        )
-        table.caption = f"{', '.join(fitted_constants)} ({stack.origin})"
-        table.caption_justify = "left"
-    return table
+        yield each.job.name, step_time_text(each.step_s), step_time_text(fitted), f"{error:+.1%}"
+
+
+def constants_text(stack: Stack | None) -> str:
+    """The constants of our runtime that were measured, and by what; "" where none was."""
+    if stack is None:
+        return ""
+    told = (f"{name} {constant(stack, name):.3g}" for name in CONSTANTS if name in stack.constants)
+    return f"{', '.join(told)} ({stack.origin})"

@@ -60,7 +60,7 @@ def render(
         at=run.path / "report.html",
         job_text=tomli_w.dumps(job),
         choices=_choices(run.plan(), job),
-        facts=_fact_rows(facts),
+        facts=fact_rows(facts),
         **more,
     )
 
@@ -192,11 +192,13 @@ _FACT_NAMES = {
     "paceline": "Paceline",
     "commit": "Commit",
     "torch": "PyTorch",
+    "cuda": "CUDA",
+    "nccl": "NCCL",
     "python": "Python",
 }
 
 
-def _fact_rows(facts: summary.Facts) -> list[tuple[str, str]]:
+def fact_rows(facts: summary.Facts) -> list[tuple[str, str]]:
     """Name and text of every fact, known ones first and in a fixed order."""
     flat = {key: value for key, value in facts.items() if not isinstance(value, Mapping)}
     for section, values in facts.items():

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import Store
 
@@ -337,11 +338,7 @@ def facts_of(job: Job, ranks: Ranks, task: Task, cores: Cores) -> dict[str, Any]
     device = job.cluster.known_device
     peak = device.peak(job.layout.precision)
     return {
-        "paceline": version("paceline"),
-        "commit": _commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "host": platform.node(),
+        **software(),
         "device": device.name,
         "num_ranks": ranks.world_size,
         "threads_per_rank": torch.get_num_threads(),
@@ -356,6 +353,22 @@ def facts_of(job: Job, ranks: Ranks, task: Task, cores: Cores) -> dict[str, Any]
         "started": time.time(),
         **task.facts,
     }
+
+
+def software() -> dict[str, Any]:
+    """Versions of what runs here, and the host's name."""
+    found = {
+        "paceline": version("paceline"),
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "host": platform.node(),
+    }
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+        if dist.is_nccl_available():
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
 
 
 def _commit() -> str | None:

@@ -18,6 +18,7 @@ from paceline.bench.measure import Outcome, Wish, calibrated
 from paceline.bench.page import render
 from paceline.bench.ranks import News, Tell
 from paceline.bench.step import Measured
+from paceline.bench.table import flops_text
 from paceline.comm import queued
 from paceline.comm.ranks import Ranks
 from paceline.comm.topology import this_machine
@@ -166,6 +167,13 @@ def test_a_browser_draws_every_chart_of_the_page(tiny: list[News], tmp_path: Pat
     assert dom.count('class="trace scatter') == sum(
         len(chart["data"]) for chart in charts_of((tmp_path / "cluster.html").read_text()).values()
     )
+
+
+def test_rates_are_told_to_three_digits():
+    rates = (55.34e9, 132.9e9, 999.4e9, 999.6e9, 412.4e12)
+    assert [flops_text(rate) for rate in rates] == [
+        *("55.3 GFLOP/s", "133 GFLOP/s", "999 GFLOP/s", "1.0 TFLOP/s", "412 TFLOP/s")
+    ]
 
 
 @pytest.mark.parametrize(("share", "is_told"), [(0.25, True), (0.02, False)])

@@ -99,9 +99,10 @@ def _range(peak: Figure, shares: Sequence[float]) -> str:
 
 
 def flops_text(flops_per_s: float) -> str:
-    """A rate to three digits and more."""
-    factor, unit = (1e12, "TFLOP/s") if flops_per_s >= 1e13 else (1e9, "GFLOP/s")
-    return f"{flops_per_s / factor:,.1f} {unit}"
+    """A rate to three digits."""
+    factor, unit = (1e12, "TFLOP/s") if flops_per_s >= 9.995e11 else (1e9, "GFLOP/s")
+    value = flops_per_s / factor
+    return f"{value:,.1f} {unit}" if value < 99.95 else f"{value:,.0f} {unit}"
 
 
 def _codec_rows(device: Device) -> Iterator[tuple[str, str]]:

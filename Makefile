@@ -3,13 +3,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint format bench gpu kernels-report clean
+# What a release of torch can break: everything that touches it, without the benchmarks and pages.
+CORE := tests/test_private_torch.py tests/comm tests/kernels tests/models tests/parallel tests/train
+
+.PHONY: demo test test-core lint format docs pages wheel bench gpu kernels-report clean
 
 demo: $(VENV)/.installed
 	$(BIN)/paceline train $(ARGS)
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+test-core: $(VENV)/.installed-test
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(CORE)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff format --check .
@@ -20,6 +26,17 @@ lint: $(VENV)/.installed-lint
 format: $(VENV)/.installed-lint
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The site, for reading without a network: site/index.html.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The pages and tables that are made from the code and from what was measured.
+pages: $(VENV)/.installed-docs
+	for page in docs/make_*.py; do $(BIN)/python $$page || exit 1; done
+
+wheel: $(VENV)/bin/python
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.overhead
@@ -47,4 +64,4 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist runs
+	rm -rf $(VENV) build dist site runs

@@ -78,7 +78,7 @@ def networks_alone() -> Iterator[None]:
 def browser(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Opens a page, headless, with more options of chromium's."""
+    """Opens a page, headless, with more options of chromium's, and what follows its address."""
     names = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
     binary = next(filter(None, map(shutil.which, names)), None)
     if binary is None:
@@ -87,11 +87,15 @@ def browser(
     quiet = "--disable-quic --no-first-run --disable-background-networking --disable-sync"
     flags = f"--headless --no-sandbox --disable-gpu --disable-component-update {quiet}".split()
 
-    def open_page(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    def open_page(page: Path, *options: str, query: str = "") -> subprocess.CompletedProcess[str]:
         command = [binary, *flags, f"--user-data-dir={profile}", "--enable-logging=stderr"]
         command += ["--window-size=1280,2400", "--virtual-time-budget=5000", *options]
         return subprocess.run(
-            [*command, page.as_uri()], capture_output=True, text=True, check=True, timeout=120
+            [*command, page.as_uri() + query],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
         )
 
     return open_page

@@ -150,7 +150,7 @@ class Job(Noun):
     """Model + Cluster + Layout + data + optimizer + run settings."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """The Run is the directory runs/<name>."""
+    """The Run is the directory `runs/<name>`."""
     model: Annotated[
         Model | Dlrm | ResNet | EfficientNet | CustomModel, Field(discriminator="family")
     ]

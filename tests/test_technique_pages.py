@@ -29,14 +29,6 @@ def test_the_pages_are_made_from_what_was_measured(name, generators):
         assert page.read_text() == text, f"run: python docs/{name}.py"
 
 
-@pytest.mark.parametrize("name", GENERATORS)
-def test_links_of_the_pages_lead_somewhere(name, generators):
-    for page in generators[name].pages():
-        targets = [part.split(")")[0] for part in page.read_text().split("](")[1:]]
-        assert targets
-        assert all((page.parent / target).exists() for target in targets)
-
-
 def test_a_rate_keeps_the_share_it_was_asked_for(made):
     for meeting in made.MEETINGS:
         assert made.efficiency(meeting, made.rate_for(meeting, 0.95)) == pytest.approx(0.95)

@@ -160,9 +160,12 @@ def test_data_that_cannot_be_trained_on_is_refused(data, sentence, tmp_path):
     [
         ({"data": {"source": "text.txt"}}, r"a \[data\] section as well"),
         ({"model": {"family": "castom"}}, "castom"),
+        ({"train": 3}, "train = 3 can't be used"),
+        ({"comm": {"warmup_steps": 5}}, "comm.warmup_steps = 5 has no effect where nothing is"),
+        ({"cluster": {"file": "no.toml"}}, "no.toml"),
         ({"train": {"steps": 4, "global_batch": 7}, "cluster": {"devices_per_node": 2}}, "2 ranks"),
     ],
-    ids=["data", "model", "batch"],
+    ids=["data", "model", "no section", "no effect", "no file", "batch"],
 )
 def test_a_job_that_does_not_fit_is_refused_and_nothing_is_written(section, sentence, tmp_path):
     job = {"name": "own", **own_script.JOB, "cluster": ONE_RANK, **section}
@@ -170,6 +173,13 @@ def test_a_job_that_does_not_fit_is_refused_and_nothing_is_written(section, sent
     with pytest.raises(InputError, match=sentence):
         paceline.train(job, *given, runs=tmp_path / "runs")
     assert not (tmp_path / "runs" / "own").exists()
+
+
+def test_settings_without_effect_are_refused_in_a_job_as_in_its_dicts(tmp_path):
+    given = (own_script.module("plain"), own_script.loss, own_script.samples())
+    raw = {"model": {"family": "custom"}, **own_script.JOB, "comm": {"compress_from": 7}}
+    with pytest.raises(InputError, match="compress_from = 7 has no effect"):
+        paceline.train(paceline.Job.parse(raw), *given, runs=tmp_path)
 
 
 def test_a_built_in_model_beside_a_module_is_refused(tmp_path):

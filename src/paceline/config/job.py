@@ -308,7 +308,29 @@ def read_job(path: Path | None, overrides: Iterable[str] = ()) -> Job:
         del raw["model"], raw["data"]["tokenizer"]  # the demo's
     _override_all(raw, overrides)
     folder = path.parent if path is not None and path.is_file() else Path.cwd()
-    job = Job.parse(_expand_cluster(_expand_hf(raw, folder), folder))
+    return job_of(raw, folder)
+
+
+def job_of(raw: Mapping[str, Any], folder: Path) -> Job:
+    """A Job from what a person wrote, in a file or as nested dicts.
+
+    Args:
+        raw: its sections.
+        folder: where files are that it names by relative paths.
+
+    Raises:
+        InputError: one sentence with what is wrong.
+    """
+    return with_effects(Job.parse(_expand_cluster(_expand_hf(raw, folder), folder)))
+
+
+def with_effects(job: Job) -> Job:
+    """A Job that a person wrote, and not the planner, which may have chosen layouts without any
+    compression.
+
+    Raises:
+        InputError: it sets what has no effect.
+    """
     for name in job.comm.effectless:
         raise InputError(
             f"comm.{name} = {getattr(job.comm, name)} has no effect where nothing is compressed: "
@@ -395,13 +417,16 @@ def _refuse_adapters(folder: Path) -> None:
     )
 
 
-def _expand_hf(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _expand_hf(raw: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     """Replace `[model] hf = "path"` by the shapes that this config.json states; its folder's
     tokenizer is the data's where none is given, and its weights are taken where they are asked for.
     """
     model = raw.get("model")
-    data, train = ({**raw.get(name, {})} for name in ("data", "train"))
-    if not isinstance(model, dict) or "hf" not in model:
+    sections = [raw.get(name, {}) for name in ("data", "train")]
+    if not all(isinstance(section, Mapping) for section in sections):
+        return raw  # nouns, or what is no section: `Job.parse` tells
+    data, train = ({**section} for section in sections)
+    if not isinstance(model, Mapping) or "hf" not in model:
         if train.get("weights") is True:
             raise InputError(
                 "train.weights = true takes the weights of model.hf, which is not given: name "
@@ -430,10 +455,10 @@ def _merged(stated: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def _expand_cluster(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _expand_cluster(raw: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     """Replace `[cluster] file = "path"` by what that file states; wishes beside it win."""
     cluster = raw.get("cluster")
-    if not isinstance(cluster, dict) or "file" not in cluster:
+    if not isinstance(cluster, Mapping) or "file" not in cluster:
         return raw
     stated = to_raw(read_cluster(folder / str(cluster["file"])))
     no_wish: tuple[Any, ...] = ("auto", [], {})

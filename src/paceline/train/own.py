@@ -18,7 +18,7 @@ from torch import nn
 
 from paceline.comm.ranks import Ranks, leave
 from paceline.config.errors import InputError
-from paceline.config.job import CustomModel, Data, Job, read_job
+from paceline.config.job import CustomModel, Data, Job, job_of, read_job, with_effects
 from paceline.config.noun import Auto
 from paceline.observe.run import Run
 from paceline.train.command import carry_out
@@ -136,9 +136,9 @@ def train(
 
 def _own_job(given: Job | Mapping[str, Any] | str | Path) -> Job:
     if isinstance(given, Job):
-        job = given
+        job = with_effects(given)
     elif isinstance(given, Mapping):
-        job = Job.parse({"model": {"family": "custom"}, **given})
+        job = job_of({"model": {"family": "custom"}, **given}, Path.cwd())
     else:
         job = read_job(Path(given))
     if not isinstance(job.model, CustomModel):

@@ -10,19 +10,12 @@ pass where samples come as they come, so that a resumed run reads what an undist
 """
 
 import itertools
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.comm.ranks import Ranks
 from paceline.comm.records import all_gather
@@ -37,7 +30,7 @@ from paceline.train.custom.batches import (
 )
 from paceline.train.custom.chance import Chance, seed_of
 from paceline.train.custom.digest import digest
-from paceline.train.custom.order import Order, OwnOrder, SampledOrder, begin_epoch
+from paceline.train.custom.order import Order, OwnOrder, SampledOrder, begin_epoch, order_of
 from paceline.train.data.order import Ids
 
 # What else of a DataLoader says how samples are read, and not which or when.
@@ -78,6 +71,10 @@ class Deal:
         cuts = range(begin, begin + share, self.micro_batch)
         return [slice(min(cut, end), min(cut + self.micro_batch, end)) for cut in cuts]
 
+    def placed(self, part: Part) -> Part:
+        """A micro-batch, from the host, on this rank's device."""
+        return part._replace(batch=to_device(part.batch, self.ranks.device))
+
     def compare(self, seen: object, name: str) -> None:
         """Let all ranks say what they read.
 
@@ -116,7 +113,6 @@ def feed_of(data: Any, deal: Deal, collate: Collate | None, workers: int | None)
     Raises:
         InputError: the data can't be used.
     """
-    reading = _Reading(collate or collate_by_default, workers or 0)
     if isinstance(data, DataLoader):
         return _feed_of_loader(data, deal, collate, workers)
     if isinstance(data, Mapping):
@@ -125,7 +121,8 @@ def feed_of(data: Any, deal: Deal, collate: Collate | None, workers: int | None)
             "Hugging Face's Dataset.from_dict(columns)."
         )
     if _is_map_style(data):
-        return _Samples(_as_tensors(data), OwnOrder(len(data), deal.seed, True), deal, reading)
+        order = OwnOrder(len(data), deal.seed, shuffled=True)
+        return _Samples(deal, order, _Source(data, collate or collate_by_default), workers or 0)
     if not isinstance(data, Iterable):
         raise InputError(
             f"data is a {type(data).__name__}: give a dataset with len and [index], or an iterable "
@@ -137,7 +134,7 @@ def feed_of(data: Any, deal: Deal, collate: Collate | None, workers: int | None)
             "leave it out, or wrap the data in a DataLoader with num_workers."
         )
     if isinstance(data, IterableDataset) or _is_of_hf(data):
-        return _Stream(_as_tensors(data), deal, reading.collate)
+        return _Stream(_as_tensors(data), deal, collate or collate_by_default)
     return _batches(data, deal, collate)
 
 
@@ -148,32 +145,21 @@ def _feed_of_loader(
     is_plain = type(loader).__iter__ is DataLoader.__iter__
     if not is_plain or loader.batch_sampler is None or not _is_map_style(loader.dataset):
         return _batches(loader, deal, collate)
-    given = {name: getattr(loader, name) for name in _READING}
-    reading = _Reading(
-        collate or loader.collate_fn,
-        loader.num_workers if workers is None else workers,
-        {name: value for name, value in given.items() if value},
-    )
-    order = _order_of(loader, deal)
+    order = order_of(loader, deal.seed)
     if isinstance(order, SampledOrder):
         deal.compare(order.first_batch(deal.global_batch), "the order of the loader's sampler")
-    return _Samples(_as_tensors(loader.dataset), order, deal, reading)
+    source = _Source(loader.dataset, collate or loader.collate_fn)
+    options = {name: value for name in _READING if (value := getattr(loader, name))}
+    num_workers = loader.num_workers if workers is None else workers
+    return _Samples(deal, order, source, num_workers, options)
 
 
-def _order_of(loader: DataLoader[Any], deal: Deal) -> Order:
-    sampler, batch_sampler = loader.sampler, loader.batch_sampler
-    if type(batch_sampler) is not BatchSampler:
-        assert batch_sampler is not None
-        return SampledOrder(batch_sampler, deal.seed, gives_batches=True)
-    num_samples = len(loader.dataset)  # type: ignore[arg-type]
-    is_shuffled = (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == num_samples
-    )
-    if is_shuffled or type(sampler) is SequentialSampler:
-        return OwnOrder(num_samples, deal.seed, is_shuffled, loader.drop_last)
-    return SampledOrder(sampler, deal.seed, drop_last=loader.drop_last)
+def _batches(data: Iterable[Any], deal: Deal, collate: Collate | None) -> Feed:
+    if collate is not None:
+        raise InputError(
+            "collate= makes batches of samples, and this data yields batches already: leave it out."
+        )
+    return _Stream(data, deal, None)
 
 
 def check_enough(data: Any, global_batch: int) -> None:
@@ -212,17 +198,6 @@ def samples_of(data: Any, global_batch: int) -> int | None:
 # ---- samples by index ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """How samples become batches."""
-
-    collate: Collate
-    workers: int
-    """Processes that read ahead; 0: samples are read when they are needed."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Of a DataLoader's workers."""
-
-
 class _Pick(NamedTuple):
     """A sample to read."""
 
@@ -232,38 +207,42 @@ class _Pick(NamedTuple):
     counts: bool = True
 
 
-@dataclass(frozen=True)
 class _Source:
     """A dataset that is asked for picks, in this process or a worker's."""
 
-    dataset: Any
-    collate: Collate
+    def __init__(self, dataset: Any, collate: Collate) -> None:
+        self._dataset, self._collate = _as_tensors(dataset), collate
 
     def __getitems__(self, picks: Sequence[_Pick]) -> list[tuple[Any, bool]]:
-        if _is_of_hf(self.dataset) and hasattr(self.dataset, "__getitems__"):
+        if _is_of_hf(self._dataset) and hasattr(self._dataset, "__getitems__"):
             Chance.seed(*picks[0].number)
-            samples = self.dataset.__getitems__([pick.index for pick in picks])
+            samples = self._dataset.__getitems__([pick.index for pick in picks])
         else:
             samples = [self._sample(pick) for pick in picks]
         return [(sample, pick.counts) for sample, pick in zip(samples, picks, strict=True)]
 
     def _sample(self, pick: _Pick) -> Any:
         Chance.seed(*pick.number)
-        return self.dataset[pick.index]
+        return self._dataset[pick.index]
 
     def part(self, read: Sequence[tuple[Any, bool]]) -> Part:
         """Samples with whether they count, as a micro-batch on the host."""
-        return Part(self.collate([sample for sample, _ in read]), sum(counts for _, counts in read))
+        return Part(
+            self._collate([sample for sample, _ in read]), sum(counts for _, counts in read)
+        )
 
 
 @dataclass(frozen=True)
 class _Samples:
     """A dataset with [index], or that of a loader."""
 
-    dataset: Any
-    order: Order
     deal: Deal
-    reading: _Reading
+    order: Order
+    source: _Source
+    workers: int
+    """Processes that read ahead; 0: samples are read when they are needed."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of a DataLoader's workers."""
 
     def steps(self, first: int) -> Iterator[Step]:
         size = self.deal.global_batch
@@ -284,36 +263,29 @@ class _Samples:
         idle = [picks[0]._replace(counts=False)]
         return [picks[part] or idle for part in self.deal.parts(len(picks))]
 
-    def _read(self, steps: Iterable[list[list[_Pick]]]) -> Iterator[Step]:
-        """Steps, of which some may be read ahead of the one that is asked for."""
-        lengths: deque[int] = deque()
-
-        def micro_batches() -> Iterator[list[_Pick]]:
-            for step in steps:
-                lengths.append(len(step))
-                yield from step
-
-        parts = self._loaded(micro_batches())
-        for part in parts:
-            step = [part, *itertools.islice(parts, lengths.popleft() - 1)]
-            yield [_placed(each, self.deal) for each in step]
+    def _read(self, steps: Iterator[list[list[_Pick]]]) -> Iterator[Step]:
+        """Steps; workers read micro-batches of later ones meanwhile."""
+        steps, ahead = itertools.tee(steps)
+        parts = self._loaded(itertools.chain.from_iterable(ahead))
+        for step in steps:
+            yield [self.deal.placed(part) for part in itertools.islice(parts, len(step))]
 
     def _loaded(self, micro_batches: Iterator[list[_Pick]]) -> Iterator[Part]:
-        source, chance = _Source(self.dataset, self.reading.collate), Chance()
-        if not self.reading.workers:
-            for picks in micro_batches:
-                with chance:
-                    part = source.part(source.__getitems__(picks))
-                yield part
+        if self.workers:
+            yield from DataLoader(
+                self.source,  # type: ignore[arg-type]
+                batch_sampler=micro_batches,
+                collate_fn=self.source.part,
+                num_workers=self.workers,
+                generator=torch.Generator(),  # else it would draw from the one of training
+                **self.options,
+            )
             return
-        yield from DataLoader(
-            source,  # type: ignore[arg-type]
-            batch_sampler=micro_batches,
-            collate_fn=source.part,
-            num_workers=self.reading.workers,
-            generator=torch.Generator(),  # else it would draw from the one of training
-            **self.reading.options,
-        )
+        chance = Chance()
+        for picks in micro_batches:
+            with chance:
+                part = self.source.part(self.source.__getitems__(picks))
+            yield part
 
 
 # ---- samples and batches as they come ------------------------------------------------------------
@@ -321,114 +293,84 @@ class _Samples:
 
 @dataclass(frozen=True)
 class _Stream:
-    """An IterableDataset: samples as they come, of which all ranks read all."""
+    """Samples of an IterableDataset, or whole global batches, of which all ranks read all and each
+    keeps its part."""
 
-    data: Any
+    data: Iterable[Any]
     deal: Deal
-    collate: Collate
+    collate: Collate | None
+    """Of samples; None: it yields batches."""
 
     def steps(self, first: int) -> Iterator[Step]:
-        batches = itertools.islice(self._global(), first // self.deal.global_batch, None)
-        return map(self._step, _compared(batches, self.deal))
-
-    def _global(self) -> Iterator[list[Any]]:
-        size, rest = self.deal.global_batch, []
-        for some in _endless(self.data, self.deal.seed, size):
-            rest += some
-            if len(rest) >= size:
-                yield rest[:size]
-                del rest[:size]
+        batches = itertools.islice(self._filled(), first // self.deal.global_batch, None)
+        return (self._step(items, must_be_whole=True) for items in self._compared(batches))
 
     def once(self) -> Iterator[Step]:
-        batches = _one_pass(self.data, self.deal.seed, 0, self.deal.global_batch)
-        return map(self._step, _compared(batches, self.deal))
+        return (self._step(items) for items in self._compared(self._pass(0)))
 
-    def _step(self, samples: list[Any]) -> Step:
-        parts = [samples[part] for part in self.deal.parts(len(samples))]
-        read = [Part(self.collate(part or samples[:1]), len(part)) for part in parts]
-        return [_placed(part, self.deal) for part in read]
+    @property
+    def _size(self) -> int:
+        """Items that make a global batch."""
+        return 1 if self.collate is None else self.deal.global_batch
 
-
-def _batches(data: Any, deal: Deal, collate: Collate | None) -> "_Batches":
-    if collate is not None:
-        raise InputError(
-            "collate= makes batches of samples, and this data yields batches already: leave it out."
-        )
-    return _Batches(data, deal)
-
-
-@dataclass(frozen=True)
-class _Batches:
-    """An iterable of global batches, of which each rank takes its rows."""
-
-    data: Any
-    deal: Deal
-
-    def steps(self, first: int) -> Iterator[Step]:
-        size = self.deal.global_batch
-        for (batch,) in _compared(
-            itertools.islice(_endless(self.data, self.deal.seed, 1), first // size, None), self.deal
-        ):
-            if (count := num_rows(batch)) != size:
+    def _filled(self) -> Iterator[list[Any]]:
+        """The items of whole global batches without end, filled from the next pass where one ends;
+        a pass that yields nothing is an error, not a hang."""
+        rest: list[Any] = []
+        for number in itertools.count():
+            is_empty = True
+            for some in self._pass(number):
+                is_empty = False
+                rest += some
+                if len(rest) >= self._size:
+                    yield rest[: self._size]
+                    del rest[: self._size]
+            if is_empty:
                 raise InputError(
-                    f"data yielded a batch of {count} samples but train.global_batch = {size}: an "
-                    "iterable must yield whole global batches (a DataLoader with drop_last=True)."
+                    "data yields no batches (any more): give a dataset, or an iterable that starts "
+                    "anew each time it is iterated, not a generator."
                 )
-            yield self._step(batch)
 
-    def once(self) -> Iterator[Step]:
-        for (batch,) in _compared(_one_pass(self.data, self.deal.seed, 0, 1), self.deal):
-            yield self._step(batch)
-
-    def _step(self, batch: Any) -> Step:
-        step = []
-        for part in self.deal.parts(num_rows(batch)):
-            count = part.stop - part.start
-            rows = part if count else slice(0, 1)
-            step.append(_placed(Part(rows_of(batch, rows), count), self.deal))
-        return step
-
-
-def _compared(batches: Iterator[Any], deal: Deal) -> Iterator[Any]:
-    """The batches, once all ranks have the same first one."""
-    for number, batch in enumerate(batches):
-        if number == 0:
-            deal.compare(batch, "data")
-        yield batch
-
-
-def _endless(data: Iterable[Any], seed: int, count: int) -> Iterator[list[Any]]:
-    """Pass after pass, some items at a time; one that yields nothing is an error, not a hang."""
-    for number in itertools.count():
-        is_empty = True
-        for some in _one_pass(data, seed, number, count):
-            is_empty = False
+    def _pass(self, number: int) -> Iterator[list[Any]]:
+        """The items of one pass, as many at a time as make a global batch, from random numbers of
+        its own."""
+        key = (self.deal.seed, "pass", number)
+        begin_epoch(self.data, number, seed_of(*key))
+        if isinstance(self.data, DataLoader):
+            begin_epoch(self.data.dataset, number, seed_of(*key))
+        chance, items = Chance(*key), None
+        while True:
+            with chance:
+                items = iter(self.data) if items is None else items
+                some = list(itertools.islice(items, self._size))
+            if not some:
+                return
             yield some
-        if is_empty:
+
+    def _compared(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
+        """The batches, once all ranks have the same first one."""
+        for number, items in enumerate(batches):
+            if number == 0:
+                self.deal.compare(items, "data")
+            yield items
+
+    def _step(self, items: list[Any], *, must_be_whole: bool = False) -> Step:
+        count = num_rows(items[0]) if self.collate is None else len(items)
+        size = self.deal.global_batch
+        if must_be_whole and count != size:
             raise InputError(
-                "data yields no batches (any more): give a dataset, or an iterable that starts "
-                "anew each time it is iterated, not a generator."
+                f"data yielded a batch of {count} samples but train.global_batch = {size}: an "
+                "iterable must yield whole global batches (a DataLoader with drop_last=True)."
             )
+        return [
+            self.deal.placed(Part(self._rows(items, part), part.stop - part.start))
+            for part in self.deal.parts(count)
+        ]
 
-
-def _one_pass(data: Iterable[Any], seed: int, number: int, count: int) -> Iterator[list[Any]]:
-    """One pass over an iterable, `count` items at a time, from random numbers of its own."""
-    key = (seed, "pass", number)
-    begin_epoch(data, number, seed_of(*key))
-    if isinstance(data, DataLoader):
-        begin_epoch(data.dataset, number, seed_of(*key))
-    chance, source = Chance(*key), None
-    while True:
-        with chance:
-            source = iter(data) if source is None else source
-            some = list(itertools.islice(source, count))
-        if not some:
-            return
-        yield some
-
-
-def _placed(part: Part, deal: Deal) -> Part:
-    return part._replace(batch=to_device(part.batch, deal.ranks.device))
+    def _rows(self, items: list[Any], part: slice) -> Any:
+        """A micro-batch of a global one; of the first sample where it has none of its own."""
+        rows = part if part.stop > part.start else slice(0, 1)
+        return rows_of(items[0], rows) if self.collate is None else self.collate(items[rows])
 
 
 def _is_map_style(data: Any) -> bool:

@@ -13,7 +13,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from paceline.config.errors import InputError
 from paceline.train.custom.chance import Chance, seed_of
@@ -136,6 +142,24 @@ class SampledOrder:
                 "torch.Generator in its attribute `generator`, or from what set_epoch(epoch) told."
             )
         return first
+
+
+def order_of(loader: DataLoader[Any], seed: int) -> Order:
+    """The order of a loader that has a batch sampler: ours where its samplers are torch's plain
+    ones."""
+    sampler, batch_sampler = loader.sampler, loader.batch_sampler
+    if type(batch_sampler) is not BatchSampler:
+        assert batch_sampler is not None
+        return SampledOrder(batch_sampler, seed, gives_batches=True)
+    num_samples = len(loader.dataset)  # type: ignore[arg-type]
+    is_shuffled = (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == num_samples
+    )
+    if is_shuffled or type(sampler) is SequentialSampler:
+        return OwnOrder(num_samples, seed, is_shuffled, loader.drop_last)
+    return SampledOrder(sampler, seed, drop_last=loader.drop_last)
 
 
 def begin_epoch(source: Any, epoch: int, seed: int) -> None:

@@ -1,6 +1,7 @@
 """A loss that states how much it counts: means and gradients are those of one rank with the whole
 batch, in fp64, however the batch is cut."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 import paceline
 from paceline.config.errors import InputError
 from paceline.train.custom.feed import Part
-from paceline.train.custom.loss import StatedLoss, stated
+from paceline.train.custom.labels import mean_of, means_over_labels
+from paceline.train.custom.loss import Loss, StatedLoss, stated
 from paceline.train.data.order import sample_ids
 from tests.ranks import run_ranks
 from tests.train import own_cases
@@ -24,10 +26,9 @@ CUTS = [
 NUM_HELD_OUT = 15  # one batch of 12 and one of 3
 
 
-@pytest.fixture(scope="module")
-def by_hand():
+def _by_hand(make: Callable[[], torch.nn.Module], loss_of: Loss) -> dict[str, Any]:
     """The whole batch in one plain loop."""
-    module = own_cases.module()
+    module = make()
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in module.parameters() if p.ndim > 1], "weight_decay": 0.1},
@@ -40,23 +41,32 @@ def by_hand():
     for step in range(own_cases.STEPS):
         ids = sample_ids(0, step * own_cases.BATCH, own_cases.BATCH, len(data))
         batch = torch.utils.data.default_collate([data[i] for i in ids])
-        loss, figures = own_cases.mean_over_labels(module, batch)
+        loss, figures = stated(loss_of(module, batch))
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        accuracies.append(figures["acc"].item())
+        accuracies.append(_number(figures.get("acc", 0.0)))
     held_out = torch.utils.data.default_collate(own_cases.samples(NUM_HELD_OUT))
     with torch.no_grad():
-        loss, figures = own_cases.mean_over_labels(module, held_out)
+        loss, figures = stated(loss_of(module, held_out))
     return {
         "losses": losses,
         "grad_norms": norms,
         "acc": accuracies,
-        "eval": [loss.item(), figures["acc"].item()],
+        "eval": [loss.item(), _number(figures.get("acc", 0.0))],
         "weights": [p.detach() for p in module.parameters()],
     }
+
+
+def _number(figure: Any) -> Any:
+    return figure.item() if isinstance(figure, torch.Tensor) else figure
+
+
+@pytest.fixture(scope="module")
+def by_hand():
+    return _by_hand(own_cases.module, own_cases.mean_over_labels)
 
 
 def _assert_same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -76,6 +86,21 @@ def test_micro_batches_weigh_as_much_as_they_have_labels(micro_batch, by_hand):
 def test_ranks_weigh_as_much_as_they_have_labels(layout, by_hand):
     for got in run_ranks(own_cases.train_on_ranks, 2, layout, NUM_HELD_OUT):
         _assert_same(got, by_hand)
+
+
+@pytest.mark.parametrize("kind", own_cases.UNSTATED)
+def test_a_mean_over_labels_that_states_no_weight_counts_by_its_labels(kind):
+    """One rank with one and with two and with twelve micro-batches, and two ranks, with DDP and
+    FSDP2: each as the whole batch in a plain loop."""
+    wanted = _by_hand(*own_cases.UNSTATED[kind])
+    for micro_batch in (12, 6, 1):
+        layout = {**own_cases.FP64, "micro_batch": micro_batch}
+        given = (layout, NUM_HELD_OUT, *own_cases.UNSTATED[kind])
+        _assert_same(own_cases.train_on_ranks(0, 1, *given), wanted)
+    for layout in CUTS[:2]:
+        given = (layout, NUM_HELD_OUT, *own_cases.UNSTATED[kind])
+        for got in run_ranks(own_cases.train_on_ranks, 2, *given):
+            _assert_same(got, wanted)
 
 
 LOSS = torch.tensor(2.0)
@@ -150,7 +175,7 @@ def _warned(*batches: Any, returned: Any = LOSS) -> list[str]:
     """What a run is told of these micro-batches."""
     told: list[str] = []
     loss = StatedLoss(lambda *_: returned, 2, 1)
-    loss.warn_by(told.append)
+    loss.tell_by(told.append)
     for batch in batches:
         loss(torch.nn.Linear(1, 1), Part(batch, 2))
     return told
@@ -177,8 +202,20 @@ def _mean(model, batch):
     return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten())
 
 
-@pytest.mark.parametrize(("micro_batch", "is_cut"), [(3, True), (12, False)])
-def test_a_run_says_that_uneven_parts_count_alike(micro_batch, is_cut, tmp_path, capsys):
+def _more_than_a_mean(model, batch):
+    return _mean(model, batch) + 0.1 * model[0].weight.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "micro_batch", "sentence"),
+    [
+        (_more_than_a_mean, 3, "count by their samples, not by their labels"),
+        (_more_than_a_mean, 12, None),
+        (_mean, 3, "count by their labels that are not ignored"),
+        (_mean, 12, None),
+    ],
+)
+def test_a_run_says_by_what_its_parts_count(loss, micro_batch, sentence, tmp_path, capsys):
     job = {
         "name": "own",
         "train": {"steps": 1, "global_batch": 12},
@@ -186,9 +223,75 @@ def test_a_run_says_that_uneven_parts_count_alike(micro_batch, is_cut, tmp_path,
         "cluster": {"devices_per_node": 1},
     }
     labelled = [sample for sample in own_cases.samples() if (sample["labels"] != -100).any()]
-    paceline.train(job, model=own_cases.module(), loss=_mean, data=labelled, runs=tmp_path)
+    paceline.train(job, model=own_cases.module(), loss=loss, data=labelled, runs=tmp_path)
     said = " ".join(capsys.readouterr().out.split())
-    assert ("count by their samples, not by their labels" in said) is is_cut
+    if sentence is None:
+        assert "count by their" not in said
+    else:
+        assert said.count(sentence) == 1
+
+
+def test_a_loss_that_is_a_mean_over_labels_at_first_may_have_more_added_but_not_lose_it():
+    logits, labels = torch.randn(2, 3), torch.tensor([1, -100])
+    mean = [F.cross_entropy, lambda *both: F.cross_entropy(*both) + 1, lambda *_: LOSS]
+    parts = iter(mean)
+    loss = StatedLoss(lambda *_: next(parts)(logits, labels), 2, 1)
+    for _ in range(2):
+        assert loss(torch.nn.Linear(1, 1), Part(None, 2)).weight == 0.5, "one label of two"
+    with pytest.raises(InputError, match="was what cross_entropy returned"):
+        loss(torch.nn.Linear(1, 1), Part(None, 2))
+
+
+def test_labels_are_counted_as_torch_counts_them():
+    """By the sum of losses over their mean, whatever is ignored and however classes weigh."""
+    chance = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 3, 5, generator=chance, dtype=torch.float64)
+    labels = torch.randint(3, (6, 5), generator=chance)
+    labels[labels == 2] = 255
+    weights = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
+    for how in ({}, {"weight": weights}, {"weight": weights, "label_smoothing": 0.1}):
+        with means_over_labels() as means:
+            loss = F.cross_entropy(logits, labels, ignore_index=255, **how)
+            mean = mean_of(loss, means)
+        total = F.cross_entropy(logits, labels, ignore_index=255, reduction="sum", **how)
+        assert mean.number().item() == pytest.approx((total / loss).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y: F.cross_entropy(x, y, reduction="sum"),
+        lambda x, y: F.cross_entropy(x, y, reduction="none").mean(),
+        lambda x, y: F.cross_entropy(x, F.one_hot(y, 3).float()),
+        lambda x, y: 2 * F.cross_entropy(x, y),
+    ],
+)
+def test_what_is_no_mean_over_labels_is_not_taken_for_one(loss):
+    with means_over_labels() as means:
+        assert mean_of(loss(torch.randn(4, 3), torch.tensor([0, 1, 2, 1])), means) is None
+    with means_over_labels():
+        assert F.cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1])) > 1
+    assert "listening" not in str(vars(torch._C._nn)["cross_entropy_loss"]), "torch's own again"
+
+
+def test_a_model_of_transformers_counts_by_the_labels_that_it_shifts():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(16, (2, 6))
+    labels = ids.clone()
+    labels[:, 0], labels[0, 4:] = 3, -100  # the first one is no target
+    batch = {"input_ids": ids, "labels": labels}
+    for loss_of in (own_cases.of_output, own_cases.of_output_alone):
+        part = StatedLoss(loss_of, 2, 1)(model, Part(batch, 2))
+        assert part.weight == (labels[:, 1:] != -100).sum() / 8, "of 12 labels, by a power of two"
 
 
 def test_a_batch_without_any_label_leaves_no_trace():

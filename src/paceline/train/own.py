@@ -71,8 +71,9 @@ def train(
             the script's.
         model: any module; on return it holds the trained weights.
         loss: maps (model, batch) to the mean loss over the batch: a scalar tensor, a dict or an
-            output with `loss`, or a pair of that and a dict of further means. Where it is a mean
-            over something else than samples, it states their number as "weight".
+            output with `loss`, or a pair of that and a dict of further means. What torch's
+            cross_entropy returns counts by its labels; any other mean over something else than
+            samples states their number as "weight".
         data: a dataset with `len` and `[index]`, or a DataLoader of one: read in the order of
             (train.seed, epoch), every sample once in an epoch over all ranks; an IterableDataset of
             samples; or an iterable that starts anew at each `iter` and yields batches of

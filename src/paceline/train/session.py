@@ -168,8 +168,8 @@ def _train(
         teller.say(exchange.describe())
     if (attention := attention_choice(job, ranks.device)) is not None:
         teller.say(f"attention by {attention.backend}: {attention.why}")
-    if task.warn_by is not None:
-        task.warn_by(teller.say)
+    if task.tell_by is not None:
+        task.tell_by(teller.say)
     if task.tables is not None:
         stack.callback(task.tables.close)
         task.tables.open(run.path / "tables", run.checkpoint_folder, teller.tell)

@@ -100,7 +100,7 @@ class Task:
     wishes: Wishes = field(default_factory=Wishes)
     eval_figures: Callable[[], dict[str, float]] | None = None
     """What an evaluation found besides the loss, the same on every rank; asked after it."""
-    warn_by: Callable[[Callable[[str], None]], None] | None = None
+    tell_by: Callable[[Callable[[str], None]], None] | None = None
     """Is given what tells a person a sentence, for what only batches show."""
 
 

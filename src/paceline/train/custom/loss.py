@@ -2,20 +2,27 @@
 
 A scalar; a dict or an output object with `loss` (those of `transformers`); or a pair of one of
 these and a dict of further means, `(loss, {"acc": ...})`. A loss that is a mean over something else
-than the samples, as over tokens that aren't ignored, states their number as "weight", in either
-dict.
+than the samples states their number as "weight", in either dict; of labels it is found
+(`custom.labels`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from paceline.comm.records import all_gather
 from paceline.config.errors import InputError
 from paceline.train.custom.feed import Part
-from paceline.train.custom.uneven import Tell, UnevenLabels
+from paceline.train.custom.labels import (
+    BY_LABELS,
+    Mean,
+    Tell,
+    UnevenLabels,
+    mean_of,
+    means_over_labels,
+)
 from paceline.train.weighed import Weighed
 
 Loss = Callable[[nn.Module, Any], Any]
@@ -28,47 +35,82 @@ _FORMS = (
 )
 
 
+class _Form(NamedTuple):
+    """What a loss gives beside itself."""
+
+    names: tuple[str, ...]
+    """Of what it states."""
+    labels_of_one: int
+    """So many labels weigh one: a power of two, by which numbers are divided without rounding. 0:
+    it isn't known to be a mean over labels, or says how much it counts."""
+
+
 class StatedLoss:
     """A person's loss as the loop calls it.
 
-    Ranks add up what losses state in one vector, so all must state the same. They compare it once
-    in training and once in evaluations, where a loss may give other figures.
+    Ranks add up what losses state in one vector, and weigh them alike, so all must be of one form.
+    They compare it once in training and once in evaluations, where a loss may give other figures.
     """
 
     def __init__(self, loss: Loss, micro_batch: int, num_ranks: int) -> None:
         self._loss, self._micro_batch, self._num_ranks = loss, micro_batch, num_ranks
-        self._stated: dict[bool, tuple[str, ...]] = {}
+        self._forms: dict[bool, _Form] = {}
+        self._tell: Tell | None = None
         self._uneven: UnevenLabels | None = None
 
-    def warn_by(self, tell: Tell) -> None:
-        """From now on, tell where samples have labels that are ignored and no weight is stated."""
-        self._uneven = UnevenLabels(tell)
+    def tell_by(self, tell: Tell) -> None:
+        """From now on, tell by what micro-batches count, where that is more than their samples."""
+        self._tell, self._uneven = tell, UnevenLabels(tell)
 
     def __call__(self, module: nn.Module, part: Part) -> Weighed:
         """Loss of a micro-batch, and by how much it counts.
 
         Raises:
-            InputError: it is in no form that is known, or states other things than before.
+            InputError: it is in no form that is known, or in another one than before.
         """
-        loss, figures = stated(self._loss(module, part.batch))
-        self._must_be_same(module.training, tuple(sorted(figures)))
-        if self._uneven is not None and WEIGHT not in figures:
+        with means_over_labels() as means:
+            loss, figures = stated(self._loss(module, part.batch))
+            form = self._form(module.training, tuple(sorted(figures)), mean_of(loss, means))
+            weight = figures.pop(WEIGHT, part.num_samples / self._micro_batch)
+            if form.labels_of_one:
+                weight = _number_of_labels(loss, means) / form.labels_of_one
+        if not form.labels_of_one and WEIGHT not in form.names and self._uneven is not None:
             self._uneven.look(part.batch)
-        weight = figures.pop(WEIGHT, part.num_samples / self._micro_batch)
         return Weighed(loss, weight if part.num_samples else 0.0, figures)
 
-    def _must_be_same(self, training: bool, names: tuple[str, ...]) -> None:
-        if training not in self._stated:
-            everyone = [names]
-            if self._num_ranks > 1:
-                everyone = [tuple(each) for each in all_gather(names)]
-            self._stated[training] = next((each for each in everyone if each != names), names)
-        before = self._stated[training]
-        if names != before:
+    def _form(self, training: bool, names: tuple[str, ...], mean: Mean | None) -> _Form:
+        """The form of all ranks."""
+        if training not in self._forms:
+            is_found = mean is not None and WEIGHT not in names
+            mine = (names, _power_of_two(mean.labels.numel()) if mean and is_found else 0)
+            ranks = all_gather(mine) if self._num_ranks > 1 else [mine]
+            other = next((tuple(each) for each, _ in ranks if tuple(each) != names), names)
+            labels = [number for _, number in ranks]
+            self._forms[training] = _Form(other, max(labels) if all(labels) else 0)
+            if training and all(labels) and self._tell is not None:
+                self._tell(BY_LABELS)
+        form = self._forms[training]
+        if names != form.names:
             raise InputError(
                 f"the loss states {_listed(names)} beside the loss of one batch and "
-                f"{_listed(before)} of another: it must always state the same."
+                f"{_listed(form.names)} of another: it must always state the same."
             )
+        return form
+
+
+def _number_of_labels(loss: Tensor, means: Sequence[Mean]) -> Tensor:
+    """Of a loss that was a mean over labels before, though now something may be added to it."""
+    mean = mean_of(loss, means) or next(iter(means), None)
+    if mean is None:
+        raise InputError(
+            "the loss was what cross_entropy returned and is something else now, so that its parts "
+            'can\'t be weighed against each other: let it state its "weight" (docs/own-models.md).'
+        )
+    return mean.number().float()
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number.bit_length() - 1)
 
 
 def stated(returned: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -100,7 +142,7 @@ def stated(returned: Any) -> tuple[Tensor, dict[str, Any]]:
     weight = figures.get(WEIGHT)
     if isinstance(weight, float) and not 0 <= weight < float("inf"):
         raise InputError(f"the loss states a weight of {weight}: it must be a number from 0 on.")
-    return returned.reshape(()), figures
+    return returned if returned.ndim == 0 else returned.reshape(()), figures
 
 
 def _what(value: Any) -> str:

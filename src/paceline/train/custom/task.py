@@ -45,7 +45,7 @@ def custom_task(job: Job, ranks: Ranks, brought: Brought, traits: Traits | None 
         unit="samples",
         facts=facts,
         wishes=brought.wishes,
-        warn_by=loss.warn_by if deal.micro_batch < deal.global_batch else None,
+        tell_by=loss.tell_by if deal.micro_batch < deal.global_batch else None,
     )
 
 

@@ -161,6 +161,30 @@ class Net("""
     assert losses(tmp_path, "own").keys() == {1, 2, 3, 4}
 
 
+@pytest.mark.parametrize("failing", ["1", "01"], ids=["one rank", "all ranks"])
+def test_a_last_evaluation_that_fails_loses_no_trained_step(failing, tmp_path):
+    fails = (
+        f"if not net.training and os.environ['RANK'] in '{failing}': raise ValueError('no eval')"
+    )
+    script = SCRIPT.format(fault="pass", steps=5).replace(
+        "data=data)", "data=data, eval_data=data)"
+    )
+    (tmp_path / "own.py").write_text(script.replace("    net.calls += 1", f"    {fails}"))
+    done = python("own.py", folder=tmp_path, timeout_s=90)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("ValueError: no eval")
+    lines = metrics(tmp_path, "own")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert "eval_loss" not in lines[-1]
+    kept = sorted(path.name for path in (tmp_path / "runs/own/checkpoints").glob("step-*"))
+    assert kept == ["step-4", "step-5"]
+    (tmp_path / "own.py").write_text(script.replace('"steps": 5', '"steps": 7'))
+    again = python("own.py", folder=tmp_path, timeout_s=90)
+    assert again.returncode == 0, again.stderr
+    assert "going on after step 5 of 7" in again.stdout
+    assert "eval_loss" in metrics(tmp_path, "own")[-1]
+
+
 EXPERTS = "model.experts={num_experts=4,experts_per_token=2,ffn_size=32}"
 
 

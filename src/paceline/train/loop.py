@@ -5,6 +5,7 @@ Every rank executes the same lines in the same order; rank 0 also writes the Run
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,7 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
             "none: give eval_data, or leave it out."
         )
     done = first = _begin(trainer, around)
+    kept = None  # what a checkpoint says of evaluations that was written before the last one
     steps = _resumed_steps(trainer, task, first)
     ended = time.perf_counter()
     with (
@@ -110,13 +112,17 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
                 line["checkpoint_cpu_s"] = around.checkpointer.take_cpu_s()
             line["terms"] = _measured_terms(step_time_s, data_wait_s, stall_s, trainer.tail)
             if _evaluation_due(job, task, done):
+                if done == job.train.steps and not job.comm.local.min_workers:
+                    # If it fails on one of several ranks, these can't agree on a checkpoint any
+                    # more, but threads write on that have begun.
+                    _save(trainer, around, done)
+                    kept = around.best.facts()
                 try:
                     line |= (evaluation := _evaluation(trainer, task))
                     around.best.see(evaluation, done)
                 except Exception:
-                    if trainer.ranks.world_size == 1:
-                        ledger.add(line, result)
-                        _keep(trainer, around, done)
+                    ledger.add(line, result)
+                    _keep(trainer, around, done, has_begun=kept is not None)
                     raise
             ledger.add(line, result)
             if trainer.meet(done):
@@ -129,21 +135,23 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
                 around.checkpointer.poll()
     trainer.meet(done, at_once=True)
     ledger.settle()
-    if done > first:
+    if done > first and kept != around.best.facts():
         _save(trainer, around, done)
     if around.checkpointer is not None:
         around.checkpointer.finish()
     return done
 
 
-def _keep(trainer: Trainer, around: Around, done: int) -> None:
-    """Save what was trained before a failure that comes after the step, on a rank that is alone.
-
-    Several can't agree on a checkpoint while one of them has failed and others wait for it.
-    """
-    _save(trainer, around, done)
-    if around.checkpointer is not None:
-        around.checkpointer.finish()
+def _keep(trainer: Trainer, around: Around, done: int, *, has_begun: bool) -> None:
+    """Keep what was trained before an evaluation failed: by the checkpoint that has begun, or by
+    one that a rank makes alone."""
+    with suppress(RuntimeError):  # of ranks that are gone
+        if has_begun:
+            around.ledger.settle()
+        elif trainer.ranks.world_size == 1:
+            _save(trainer, around, done)
+        if around.checkpointer is not None:
+            around.checkpointer.finish()
 
 
 def lag_of(job: Job, device_type: str) -> tuple[int, int]:
@@ -335,9 +343,11 @@ def _evaluation_due(job: Job, task: Task, done: int) -> bool:
 
 
 def _evaluation(trainer: Trainer, task: Task) -> Line:
+    """An evaluation's figures; training goes on with random numbers as if there had been none."""
     assert task.eval_steps is not None
-    began = time.perf_counter()
+    began, generators = time.perf_counter(), rng_state()
     loss, figures = trainer.evaluate(list(task.eval_steps()))
+    restore_rng_state(generators)
     line: Line = {"eval_loss": loss, "eval_s": time.perf_counter() - began}
     if figures:
         line["eval_figures"] = figures

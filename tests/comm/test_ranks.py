@@ -2,19 +2,24 @@
 
 import os
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from datetime import timedelta
 
 import psutil
 import pytest
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from paceline.comm import ranks as meeting
+from paceline.comm import roll_call
 from paceline.comm.ranks import (
     LOOPBACK,
     Ranks,
     connect,
     first_host,
+    from_first,
     given_ranks,
     kept_store,
     meeting_point,
@@ -22,6 +27,11 @@ from paceline.comm.ranks import (
 )
 from paceline.comm.topology import num_cores, num_cpu_ranks, this_machine
 from paceline.config.errors import InputError, RunError
+from paceline.config.job import read_job
+from paceline.observe.run import Run
+from paceline.train import session
+from paceline.train.failure import LostPeerError
+from tests.ranks import WARM
 
 HIGH_PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -166,6 +176,73 @@ def test_a_taken_port_is_said_in_one_sentence(monkeypatch):
         _set(monkeypatch, MASTER_ADDR=LOOPBACK, MASTER_PORT=str(taken.getsockname()[1]))
         with pytest.raises(RunError, match=r"can't be opened at 127.0.0.1.*Address already in use"):
             store_of_run(Ranks(0, 4, 0, 2))
+
+
+def _keep_store(end) -> None:
+    store = kept_store(LOOPBACK, 0)
+    end.send(store.port)
+    end.recv()
+
+
+@pytest.fixture
+def vanished() -> Iterator[TCPStore]:
+    """A store whose keeper is gone, as a client has it."""
+    ours, theirs = WARM.Pipe()
+    keeper = WARM.Process(target=_keep_store, args=(theirs,))
+    keeper.start()
+    theirs.close()
+    how = {"is_master": False, "timeout": timedelta(seconds=60), "wait_for_workers": False}
+    store = TCPStore(LOOPBACK, ours.recv(), **how)
+    keeper.kill()
+    keeper.join()
+    yield store
+    ours.close()
+
+
+LOST = "rank 1 on .* lost another rank before the run began"
+
+
+def test_ranks_whose_store_vanishes_before_the_run_begins_say_so(vanished, monkeypatch):
+    with pytest.raises(RunError, match=LOST):
+        from_first("ready", Ranks(1, 2, 0, 1), vanished)
+    monkeypatch.setattr(meeting, "store_of_run", lambda *_: vanished)
+    for hosts in ([], ["a", "b"]):
+        with pytest.raises(RunError, match=LOST):
+            connect(Ranks(1, 2, 0, 1), hosts=hosts)
+    assert not dist.is_initialized()
+
+
+def test_a_store_that_vanishes_as_the_run_begins_is_one_sentence(vanished, monkeypatch, tmp_path):
+    monkeypatch.setattr(roll_call, "_get_default_store", lambda: vanished)
+    together = session._together(read_job(None), Run(tmp_path), Ranks(1, 2, 0, 1))
+    with pytest.raises(LostPeerError, match=LOST), together:
+        pass
+
+
+@pytest.mark.parametrize("planted", [b"\x80\x04pickle", "[" * 100_000, '"begin"', "{}"])
+def test_what_no_rank_said_is_one_sentence(planted, monkeypatch):
+    store = HashStore()
+    monkeypatch.setattr(meeting, "_RUNS", iter([0]))
+    store.set("paceline/run-0/found", planted)
+    with pytest.raises(RunError, match="holds at 'found' what no rank wrote"):
+        from_first("ready", Ranks(1, 2, 0, 1), store)
+
+
+def test_a_first_rank_that_leaves_waits_until_the_others_have_heard(monkeypatch):
+    store, order = HashStore(), []
+    monkeypatch.setattr(meeting, "_RUNS", iter([0, 0]))
+
+    def other() -> None:
+        time.sleep(0.3)
+        order.append("the other")
+        assert from_first("ready", Ranks(1, 2, 0, 1), store) == "refused"
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert from_first("refused", Ranks(0, 2, 0, 1), store) == "refused"
+    order.append("the first")
+    thread.join()
+    assert order == ["the other", "the first"]
 
 
 def test_a_store_listens_at_its_address_alone():

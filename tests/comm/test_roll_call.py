@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.busy import BusyClock
-from paceline.comm.ranks import Ranks, limit_waits, wait_limit
+from paceline.comm.ranks import Ranks, limit_waits, reason_of, wait_limit
 from paceline.comm.roll_call import (
     Answer,
     Roll,
     RollCall,
-    _reason,
     _where_failed,
     reserve_s,
     verdict,
@@ -69,8 +68,8 @@ def test_where_all_answer_it_says_who_is_where():
     ],
 )
 def test_the_reason_is_the_backends_first_sentence(text, reason):
-    assert _reason(RuntimeError(text)).startswith(reason)
-    assert "\n" not in _reason(RuntimeError(text))
+    assert reason_of(RuntimeError(text)).startswith(reason)
+    assert "\n" not in reason_of(RuntimeError(text))
 
 
 @pytest.mark.parametrize(("timeout_s", "reserve"), [(5, 1), (60, 12), (1800, 30)])

@@ -6,6 +6,7 @@ alone (and not on all interfaces, as torch's own would).
 """
 
 import errno
+import itertools
 import os
 import re
 import socket
@@ -16,28 +17,36 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _get_default_store
 
 from paceline.comm.fabric.interfaces import socket_settings
 from paceline.comm.fabric.order import numbers
 from paceline.comm.place import Ranks as Ranks
 from paceline.comm.place import given_ranks as given_ranks
 from paceline.comm.place import tasks_per_node as tasks_per_node
-from paceline.comm.records import broadcast
 from paceline.comm.topology import interface_to, interfaces
+from paceline.comm.words import await_all, heard, say
 from paceline.config.errors import InputError, RunError
 
 MEETING = "PACELINE_MEETING"
 """The variable in which Paceline's launcher names a folder: its ranks meet in a file there."""
 LOOPBACK = "127.0.0.1"
 
+Found = Literal["ready", "done", "refused"]
+"""What the first rank finds before a run begins: to train; nothing to do; wrong input."""
+
 _HOST = "paceline/host/{}"
+# A script may train several times over one store.
+_RUNS = itertools.count()
+# Others that were started with the first rank may be on their way for so long. Assumed.
+_GOODBYE_S = 60.0
 # The first rank's process may still be on its way, and so may its host's name.
 _REACH_S, _RESOLVE_S = 300.0, 60.0
 _ATTEMPT_S, _RETRY_S = 5.0, 0.2
@@ -69,25 +78,44 @@ def connect(
         # Of all groups, those that torch makes for meshes too; per group it has to be asked anew.
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     store = store_of_run(ranks, timeout_s)
-    if hosts:
-        ranks = replace(ranks, rank=_number(ranks, hosts, store))
-    backend = "cpu:gloo,cuda:nccl" if ranks.device_type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=ranks.device if ranks.device_type == "cuda" else None,
-    )
+    try:
+        if hosts:
+            ranks = replace(ranks, rank=_number(ranks, hosts, store))
+        backend = "cpu:gloo,cuda:nccl" if ranks.device_type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=ranks.device if ranks.device_type == "cuda" else None,
+        )
+    except RuntimeError as error:
+        raise lost_before_begin(ranks, error) from error
     return ranks
+
+
+def reason_of(error: BaseException) -> str:
+    """The first sentence of what a backend or a store says, without its source file."""
+    text = re.sub(r"^\[\S+:\d+\] ", "", str(error).partition("\n")[0])
+    return text.partition(". ")[0].rstrip(".")
+
+
+def lost_before_begin(ranks: Ranks, error: RuntimeError) -> RunError:
+    """Another rank, or the store with the first one, was lost while all came together."""
+    return RunError(
+        f"rank {ranks.rank} on {socket.gethostname()} lost another rank before the run began "
+        f"({reason_of(error)}): the one that ended first says why, look whether all run and "
+        "whether the links are up, and start them again."
+    )
 
 
 def _number(ranks: Ranks, order: Sequence[str], store: Store) -> int:
     """This rank's number when the hosts stand in an order. All ranks say theirs in the store."""
     store.set(_HOST.format(ranks.rank), socket.gethostname())
     keys = [_HOST.format(rank) for rank in range(ranks.world_size)]
-    return numbers([store.get(key).decode() for key in keys], order)[ranks.rank]
+    # Whoever reaches the store may have written there: bytes of any kind are a name.
+    return numbers([store.get(key).decode(errors="replace") for key in keys], order)[ranks.rank]
 
 
 def store_of_run(ranks: Ranks, timeout_s: float = 1800) -> Store:
@@ -227,35 +255,32 @@ def wait_limit() -> timedelta | None:
     return None if options is None else options._timeout
 
 
-def from_first(value: str, ranks: Ranks, store: Store | None = None) -> str:
-    """What rank 0 says, on every rank: a word.
+def from_first(found: Found, ranks: Ranks, store: Store | None = None) -> Found:
+    """What rank 0 finds, on every rank. Where it leaves after that, it keeps its store until the
+    others have heard it.
 
     Args:
-        value: rank 0's.
+        found: rank 0's.
         ranks: this rank's place.
         store: of ranks that share no process group.
 
     Raises:
         RunError: rank 0 ended before it said it.
     """
-    if store is not None:
-        return _said_in(store, value, ranks)
-    said: str = broadcast(value)
-    return said
-
-
-def _said_in(store: Store, value: str, ranks: Ranks) -> str:
-    key = "paceline/first_says"
-    if ranks.is_first:
-        store.set(key, value)
-        return value
+    if ranks.world_size == 1:
+        return found
+    store = PrefixStore(f"paceline/run-{next(_RUNS)}", store or _get_default_store())
     try:
-        return store.get(key).decode()
+        if ranks.is_first:
+            say(store, "found", found)
+            if found != "ready":
+                await_all(store, "heard/{}", range(1, ranks.world_size), _GOODBYE_S)
+            return found
+        said: Found = heard(store, "found", Found)  # type: ignore[arg-type]
+        say(store, f"heard/{ranks.rank}", True)
     except RuntimeError as error:
-        raise RunError(
-            f"the first rank ended before the run began, or can't be reached (rank {ranks.rank}): "
-            "it says why; start this one again with it."
-        ) from error
+        raise lost_before_begin(ranks, error) from error
+    return said
 
 
 def disconnect() -> None:

@@ -15,9 +15,7 @@ It can't interrupt a main thread: collectives must have time-outs of their own
 torch's flight recorder is the place to look.
 """
 
-import json
 import os
-import re
 import socket
 import sys
 import threading
@@ -25,14 +23,19 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from paceline.comm import busy
-from paceline.comm.ranks import Ranks
+from paceline.comm.ranks import Ranks, reason_of
+from paceline.comm.words import heard, say
+from paceline.config.errors import RunError
+
+T = TypeVar("T")
 
 _PACKAGE = Path(__file__).parents[1]
 # Counts the waits of others, so it is never where a rank waits.
@@ -86,8 +89,11 @@ class RollCall:
         """
         self.ranks = ranks
         self.reserve_s = reserve_s(timeout_s)
+        said = PrefixStore(_PREFIX, store)
+        say(said, f"host/{ranks.rank}", socket.gethostname())
+        # Raises at once where the store is gone; a client that is made of one then would wait.
+        said.check([f"host/{ranks.rank}"])
         self._store = PrefixStore(_PREFIX, store.clone())  # type: ignore[attr-defined]
-        self._store.set(f"host/{ranks.rank}", socket.gethostname())
         self._main = threading.get_ident()
         self._own: Answer | None = None
         self._roll: Roll | None = None
@@ -125,7 +131,7 @@ class RollCall:
         own = Answer(_where_failed(error))
         self._raise_hand(own)
         self._heard.wait(self.reserve_s)
-        reason, roll = _reason(error), self._roll
+        reason, roll = reason_of(error), self._roll
         if self.ranks.is_first:  # may keep the store, which the others still ask
             is_known = roll is not None and any(answer.error for answer in roll.answers.values())
             rest_s = max(0.0, deadline - time.monotonic())
@@ -151,7 +157,7 @@ class RollCall:
                     self._wake.wait()
 
     def _answer(self, answer: Answer) -> None:
-        self._store.set(f"answer/{self.ranks.rank}", json.dumps(asdict(answer)))
+        say(self._store, f"answer/{self.ranks.rank}", answer)
 
     def _call(self, own: Answer) -> None:
         self._answer(own)
@@ -166,14 +172,19 @@ class RollCall:
         self._heard.set()
 
     def _answers(self) -> dict[int, Answer]:
-        return {rank: Answer(**json.loads(text)) for rank, text in self._of_each("answer").items()}
+        return self._of_each("answer", Answer)
 
     def _hosts(self) -> dict[int, str]:
-        return {rank: text.decode() for rank, text in self._of_each("host").items()}
+        return self._of_each("host", str)
 
-    def _of_each(self, key: str) -> dict[int, bytes]:
-        names = {rank: f"{key}/{rank}" for rank in range(self.ranks.world_size)}
-        return {r: self._store.get(name) for r, name in names.items() if self._store.check([name])}
+    def _of_each(self, key: str, kind: type[T]) -> dict[int, T]:
+        """What ranks said; of one in whose place somebody else wrote, nothing."""
+        said = {}
+        for rank in range(self.ranks.world_size):
+            if self._store.check([f"{key}/{rank}"]):
+                with suppress(RunError):
+                    said[rank] = heard(self._store, f"{key}/{rank}", kind)
+        return said
 
 
 def _is_over(answers: Mapping[int, Answer], world_size: int) -> bool:
@@ -237,12 +248,6 @@ def _named(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
     on = sorted({hosts[rank] for rank in ranks if rank in hosts})
     where = f" on {', '.join(on[:_MOST_NAMED])}" if on else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}{where}"
-
-
-def _reason(error: BaseException) -> str:
-    """The first sentence of what the backend says, without its source file."""
-    text = re.sub(r"^\[\S+:\d+\] ", "", str(error).partition("\n")[0])
-    return text.partition(". ")[0].rstrip(".")
 
 
 def _where_failed(error: BaseException) -> str:

@@ -22,20 +22,20 @@ Not here: what a round exchanges (`parallel.changing`), and who starts a lost wo
 (`train.workers` on one machine).
 """
 
-import json
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
+from paceline.comm.words import await_all, heard, say
 from paceline.config.errors import RunError
 
 T = TypeVar("T")
@@ -66,6 +66,14 @@ class Verdict:
     """Who goes on, ascending."""
     joining: tuple[int, ...] = ()
     """Who goes on with them, and has to be told the state."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What the first worker says to one that it lets in."""
+
+    attempt: int
+    members: tuple[int, ...]
 
 
 def judge(
@@ -112,6 +120,7 @@ class Membership:
         self._served: dict[int, int] = {}
         self._has_newcomers = False
         self.members: tuple[int, ...] = (0,)
+        self._num_workers = 1
         self._group: dist.ProcessGroup | None = None
         self._closed = threading.Event()
         if rank == 0:
@@ -127,10 +136,11 @@ class Membership:
         Raises:
             RunError: too few came.
         """
-        self._store.add("num_workers", num_workers)
+        self._num_workers = num_workers
         end = time.monotonic() + wait_s
-        while len(self._asking()) < num_workers - 1 and time.monotonic() < end:
-            time.sleep(_LOOK_S)
+        with _kept_store():
+            while len(self._asking()) < num_workers - 1 and time.monotonic() < end:
+                time.sleep(_LOOK_S)
         self.exchange(lambda _group: None, is_last=True)
 
     def join(self, hand_over: Exchange[T]) -> T:
@@ -157,8 +167,8 @@ class Membership:
             elif time.monotonic() - seen > limit_s:
                 raise RunError(_STORE_LOST.format(what=what, rank=self.rank))
             time.sleep(_LOOK_S)
-        told = self._wait(admitted, what)
-        self._attempt, self.members = told["attempt"], tuple(told["members"])
+        told = self._wait(admitted, Admission, what)
+        self._attempt, self.members = told.attempt, told.members
         return self.exchange(hand_over, is_last=False)
 
     def exchange(self, act: Exchange[T], *, is_last: bool = True) -> T:
@@ -207,10 +217,7 @@ class Membership:
             self._store.set(f"left/{self.rank}/{self._attempt}", "")
         if self.rank == 0:
             self._closed.set()
-            end = time.monotonic() + self._timeout_s
-            keys = [f"left/{rank}/{self._attempt}" for rank in self.members]
-            while not self._store.check(keys) and time.monotonic() < end:
-                time.sleep(_LOOK_S)
+            await_all(self._store, f"left/{{}}/{self._attempt}", self.members, self._timeout_s)
 
     def _try(
         self, act: Exchange[T], *, is_last: bool
@@ -223,17 +230,17 @@ class Membership:
             failure, self._group = str(error), None
         report, attempt = "good" if result else "failed", f"attempt/{self._attempt}"
         if self.rank == 0:
-            self._store.set(f"{attempt}/0", report)
-            verdict = judge(self.members, self._reports(attempt), self._asking(), is_last=is_last)
-            self._admit(verdict)
-            self._store.set(attempt, json.dumps(asdict(verdict)))
+            with _kept_store():
+                self._store.set(f"{attempt}/0", report)
+                reports = self._reports(attempt)
+                verdict = judge(self.members, reports, self._asking(), is_last=is_last)
+                self._admit(verdict)
+                say(self._store, attempt, verdict)
             return result, failure, verdict
         what = "said how the round went"
         mine, limit_s = f"{attempt}/{self.rank}", _PATIENCE * self._timeout_s
         self._ask(lambda: self._store.set(mine, report), limit_s, what)
-        heard = self._wait(attempt, what)
-        members, joining = tuple(heard["members"]), tuple(heard["joining"])
-        return result, failure, Verdict(heard["is_good"], members, joining)
+        return result, failure, self._wait(attempt, Verdict, what)
 
     def _follow(self, verdict: Verdict) -> None:
         """Go on with those who are left and those who come."""
@@ -283,19 +290,19 @@ class Membership:
         return [rank for rank, num in asked.items() if num > self._served.get(rank, 0)]
 
     def _known_askers(self) -> list[int]:
-        num = self._count("num_workers")
-        return [rank for rank in range(1, num) if self._store.check([f"asking/{rank}"])]
+        ranks = range(1, self._num_workers)
+        return [rank for rank in ranks if self._store.check([f"asking/{rank}"])]
 
     def _count(self, key: str) -> int:
         """What `add` has made of a key. To add 0 would ask as well, and make a file longer."""
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+        return heard(self._store, key, int) if self._store.check([key]) else 0
 
     def _admit(self, verdict: Verdict) -> None:
-        members = sorted({*verdict.members, *verdict.joining})
-        told = json.dumps({"attempt": self._attempt + 1, "members": members})
+        members = tuple(sorted({*verdict.members, *verdict.joining}))
+        told = Admission(self._attempt + 1, members)
         for rank in verdict.joining:
             self._served[rank] = self._count(f"asking/{rank}")
-            self._store.set(f"admitted/{rank}/{self._served[rank]}", told)
+            say(self._store, f"admitted/{rank}/{self._served[rank]}", told)
 
     def _show_life(self) -> None:
         """As long as this process lives; who waits to be let in can't tell a long round from a
@@ -304,18 +311,10 @@ class Membership:
             while not self._closed.wait(_SIGN_OF_LIFE_S):
                 self._store.add("life", 1)
 
-    def _wait(self, key: str, what: str) -> dict[str, Any]:
+    def _wait(self, key: str, kind: type[T], what: str) -> T:
         """What stands at a key, as soon as the first worker has written it."""
         limit_s = (_PATIENCE + 1) * self._timeout_s  # the store's own time-out comes first
-        text: bytes = self._ask(lambda: self._store.get(key), limit_s, what)
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise RunError(
-                f"the store of the run holds at {key!r} what no worker wrote: somebody else "
-                "reaches it (docs/security.md); start the run again to go on from the last "
-                "checkpoint."
-            ) from None
+        return self._ask(lambda: heard(self._store, key, kind), limit_s, what)
 
     def _ask(self, ask: Callable[[], T], limit_s: float, what: str) -> T:
         """The store's answer; its client may wait for ever where a link is cut.
@@ -323,21 +322,36 @@ class Membership:
         Raises:
             RunError: there is none in time.
         """
-        answers: SimpleQueue[tuple[T] | RuntimeError] = SimpleQueue()
+        answers: SimpleQueue[tuple[T] | RuntimeError | RunError] = SimpleQueue()
 
         def work() -> None:
             try:
                 answers.put((ask(),))
-            except RuntimeError as error:
+            except (RuntimeError, RunError) as error:
                 answers.put(error)
 
         threading.Thread(target=work, name="store", daemon=True).start()
-        answer: tuple[T] | RuntimeError | None = None
+        answer: tuple[T] | RuntimeError | RunError | None = None
         with suppress(Empty):
             answer = answers.get(timeout=limit_s)
         if isinstance(answer, tuple):
             return answer[0]
+        if isinstance(answer, RunError):
+            raise answer
         raise RunError(_STORE_LOST.format(what=what, rank=self.rank)) from answer
+
+
+@contextmanager
+def _kept_store() -> Iterator[None]:
+    """As the first worker, whose store is in its own process: nobody of the run makes it fail."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RunError(
+            "the store of the run fails, which the first worker keeps: somebody else reaches it "
+            "(docs/security.md), or it is at a limit of this host; start the run again to go on "
+            "from the last checkpoint."
+        ) from error
 
 
 def group_alone() -> dist.ProcessGroup:

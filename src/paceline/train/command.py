@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline.comm.ranks import (
+    Found,
     Ranks,
     connect,
     disconnect,
@@ -92,7 +93,7 @@ def carry_out(
     else:
         ranks = connect(ranks, hosts=plan.job.cluster.hosts, priority=plan.job.comm.priority)
     with ExitStack() as held:
-        found = "done"
+        found: Found = "done"
         try:
             if ranks.is_first:
                 held.enter_context(owned(run))

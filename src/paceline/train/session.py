@@ -33,6 +33,7 @@ from paceline.comm.ranks import (
     given_ranks,
     leave,
     limit_waits,
+    lost_before_begin,
     store_of_run,
 )
 from paceline.comm.roll_call import RollCall, reserve_s
@@ -200,7 +201,11 @@ def _together(job: Job, run: Run, ranks: Ranks) -> Iterator[None]:
         return
     timeout_s = job.comm.timeout_s
     limit_waits(timeout_s - reserve_s(timeout_s))
-    with RollCall.of_this_run(ranks, timeout_s) as roll_call:
+    try:
+        roll_call = RollCall.of_this_run(ranks, timeout_s)
+    except RuntimeError as error:  # the store is gone, or can't be reached any more
+        raise LostPeerError(str(lost_before_begin(ranks, error))) from error
+    with roll_call:
         try:
             yield
         except Exception as error:

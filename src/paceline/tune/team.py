@@ -7,30 +7,32 @@ place: the first one leads and says through the launcher's store what to do next
 Whoever's rank fails says so there, and all end theirs within a second.
 """
 
-import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistNetworkError
+from torch.distributed import DistError
 
 from paceline.bench.measure import Wish as Measurements
 from paceline.bench.measure import measure
 from paceline.bench.ranks import Tell, Work, started, store_in
 from paceline.comm.ranks import Ranks, store_of_run
+from paceline.comm.words import await_all, heard, say
 from paceline.config.errors import InputError, RunError
 from paceline.tune.heat import Wish, heat
 
+Order = tuple[str, Any, bool]
+"""A piece of work as plain data: the function's name, what it wishes, and whether rank 0 is alone
+with it."""
 _LOOK_S = 0.1
 _STORE_WAIT_S = 300.0
 _GOODBYE_S = 10.0
-_END = b"end"
 # What one place can ask of another, by name: where a store would carry pickles, whoever reaches it
 # could have any code run.
 _WORKS: Mapping[str, Callable[[Any], Work]] = {
@@ -120,8 +122,9 @@ class GivenTeam:
 
     def run(self, work: Work, hear: Tell, silence_s: float, *, alone: bool = False) -> Any:
         """See `Team.run`; the first place calls it, the others `follow`."""
-        self._store.set(f"work/{self._number}", _said(work, alone=alone))
-        return self._take_part(work, hear, silence_s, alone=alone)
+        with self._in_reach():
+            say(self._store, f"work/{self._number}", _order_of(work, alone=alone))
+            return self._take_part(work, hear, silence_s, alone=alone)
 
     def follow(self) -> None:
         """Do what the first place says, until it closes the team.
@@ -129,35 +132,47 @@ class GivenTeam:
         Raises:
             RunError: the first place is gone.
         """
-        try:
-            while (said := self._next_said()) != _END:
-                name, wish, alone = json.loads(said)
-                work = self._works[name](wish)
+        with self._in_reach():
+            while (order := self._next_order()) is not None:
+                work, alone = self._work_of(order)
                 with suppress(RunError, InputError):  # the first place has heard of it
                     self._take_part(work, _hear_nothing, None, alone=alone)
-            self._store.add("gone", 1)
-        except DistNetworkError as error:
-            raise RunError(
-                f"rank {self._place.rank} lost the first one, which keeps the store of the run: "
-                "it says why; start all of them again to go on."
-            ) from error
+            say(self._store, f"gone/{self._place.rank}", True)
 
     def close(self) -> None:
         """Let the others go, and keep the store until they have gone."""
         if not self._place.is_first:
             return
-        self._store.set(f"work/{self._number}", _END)  # type: ignore[arg-type]
-        deadline = time.monotonic() + _GOODBYE_S
-        while self._store.add("gone", 0) < self._place.world_size - 1:
-            if time.monotonic() > deadline:
-                return
-            time.sleep(_LOOK_S)
+        with suppress(DistError):
+            say(self._store, f"work/{self._number}", None)
+        await_all(self._store, "gone/{}", range(1, self._place.world_size), _GOODBYE_S)
 
-    def _next_said(self) -> bytes:
+    @contextmanager
+    def _in_reach(self) -> Iterator[None]:
+        try:
+            yield
+        except DistError as error:
+            raise RunError(
+                f"rank {self._place.rank} lost the store of the run, which the first one keeps, or "
+                "its launcher: that one says why; start all of them again to go on."
+            ) from error
+
+    def _next_order(self) -> Order | None:
+        """The next piece of work; None: there is none any more."""
         key = f"work/{self._number}"
         while not self._store.check([key]):
             time.sleep(_LOOK_S)
-        return self._store.get(key)
+        return heard(self._store, key, Order | None)  # type: ignore[arg-type]
+
+    def _work_of(self, order: Order) -> tuple[Work, bool]:
+        name, wish, alone = order
+        try:
+            return self._works[name](wish), alone
+        except (LookupError, TypeError, ValueError, InputError):
+            raise RunError(
+                "the store of the run holds an order that the first rank didn't give: somebody "
+                "else reaches it (docs/security.md); start all of them again to go on."
+            ) from None
 
     def _take_part(self, work: Work, hear: Tell, silence_s: float | None, *, alone: bool) -> Any:
         number, self._number = self._number, self._number + 1
@@ -180,11 +195,10 @@ class GivenTeam:
             raise
 
 
-def _said(work: Work, *, alone: bool) -> str:
-    """A piece of work as text: the function's name, what it wishes, and who does it."""
+def _order_of(work: Work, *, alone: bool) -> Order:
     if isinstance(work, partial):
-        return json.dumps([work.func.__name__, work.args[0].plain(), alone])
-    return json.dumps([work.__name__, None, alone])
+        return work.func.__name__, work.args[0].plain(), alone
+    return work.__name__, None, alone
 
 
 def _client(host: str, port: int, prefix: str) -> Store:

@@ -1,17 +1,20 @@
 """What of Paceline listens, to whom, and that nobody who reaches it has code run.
 
 Each command that starts processes runs here while its sockets are looked at and attacked
-(`tests.attacker`). What may listen stands in docs/security.md, which this test reads.
+(`tests.attacker`): by another account, where the tests are root's, else by the same one. What may
+listen stands in docs/security.md, which this test reads. On several hosts: test_security_hosts.py.
 """
 
 import ast
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -25,7 +28,7 @@ REPOSITORY = Path(__file__).parents[1]
 PATIENCE_S = 200
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -84,7 +87,7 @@ class _Case:
     ) -> None:
         self.arguments, self.listens, self.write, self.signal = arguments, listens, write, signal
         names = {"metrics": "observe.prometheus_port", "debug page": "observe.debug_port"}
-        self.ports = {_free_port(): name for name in ports}
+        self.ports = {free_port(): name for name in ports}
         told = [f"{names[name]}={port}" for port, name in self.ports.items()]
         self.settings = [f"--set={each}" for each in (*settings, *told)]
 
@@ -118,8 +121,8 @@ CASES = {
 }
 
 
-def _attack(canary: Path, ports: list[int]) -> str:
-    program = [sys.executable, "-m", "tests.attacker", str(canary), *map(str, ports)]
+def attack(canary: Path, targets: Sequence[object]) -> str:
+    program = [sys.executable, "-m", "tests.attacker", str(canary), *map(str, targets)]
     done = subprocess.run(
         program, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
@@ -142,7 +145,7 @@ def test_nothing_listens_beyond_loopback_and_no_attacker_has_code_run(name, tmp_
         command = case.arguments[0]
         assert {address for address, _ in seen} <= {"127.0.0.1", "::1"}, seen
         assert set(seen.values()) <= documented()[command], seen
-        told = _attack(tmp_path / "canary", [port for _, port in seen])
+        told = attack(tmp_path / "canary", [f"{address}:{port}" for address, port in seen])
         print(told)
         if case.signal is not None and process.poll() is None:
             psutil.Process(process.pid).send_signal(case.signal)
@@ -153,6 +156,49 @@ def test_nothing_listens_beyond_loopback_and_no_attacker_has_code_run(name, tmp_
     assert "Traceback" not in output, output
     if name != "tune":  # which was interrupted
         assert process.returncode == 0, output
+
+
+def _private(launcher: int) -> set[Path]:
+    """Where a run's processes meet and what they are forked through, and all files they hold."""
+    began = psutil.Process(launcher).create_time()
+    all_stores = Path(tempfile.gettempdir()).glob("tmp*/store")
+    stores = [store for store in all_stores if store.stat().st_mtime > began]
+    found = {path for store in stores for path in (store, store.parent)}
+    for process in psutil.Process(launcher).children(recursive=True):
+        sockets = (one.laddr for one in process.net_connections("unix") if one.laddr)
+        found |= {path for name in sockets for path in (Path(name), Path(name).parent)}
+        held = (Path(f"/proc/{process.pid}/fd")).iterdir()
+        opened = (Path(os.path.realpath(each)) for each in held)
+        found |= {path for path in opened if path.is_file()}
+        found |= {Path(f"/proc/{process.pid}/{name}") for name in ("environ", "mem", "cwd")}
+    return {path for path in found if path.exists() and not path.is_relative_to("/dev/pts")}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, which may become another account")
+def test_another_account_reaches_no_file_of_a_run(tmp_path):
+    write_tiny_job(tmp_path)
+    process = Started([COMMAND, "train", "job.toml", ENDLESS, *ranks(2)], tmp_path, num_outputs=1)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        (control := Path(folder) / "open to all").touch()
+        control.chmod(0o666)
+        try:
+            log = tmp_path / "runs/tiny/log/rank1.log"
+            while not (log.exists() and (tmp_path / "runs/tiny/metrics.jsonl").exists()):
+                assert process.poll() is None, process.communicate()[0]
+                time.sleep(0.02)
+            private = _private(process.pid)
+            told = attack(tmp_path / "canary", [*private, control])
+            psutil.Process(process.pid).send_signal(signal.SIGTERM)
+            output, _ = process.communicate(PATIENCE_S)
+        finally:
+            process.kill()
+    names = {path.name for path in private}
+    assert {"store", "rank1.log", "environ"} <= names, private
+    assert f"{control} was read, written to, renamed" in told, "the attacker does what it can"
+    reached = [line for line in told.splitlines() if not line.endswith("was out of reach")]
+    assert len(reached) == 1, reached
+    assert process.returncode == 0, output
 
 
 @pytest.mark.parametrize("command", [("doctor",), ("top", "runs/tiny"), ("plan", "job.toml")])

@@ -104,19 +104,19 @@ def compiled(compilation: Compilation) -> Any:
     """Compile it; Triton's own object, with the code of each stage in `asm`."""
     kernel, capability, dtype, _, variant, launch = compilation
     constants = {**variant, **launch.blocks}
-    types = {name: kind.replace("*T", f"*{dtype}") for name, kind in kernel.argument_types.items()}
     names = kernel.function.arg_names
-    signature = {name: types.get(name, "constexpr") for name in names}
-    places = {name: (names.index(name),) for name in names}
-    # As a launch on tensors that torch allocated: pointers and strides of 16 bytes or values.
-    divisible = [["tt.divisibility", 16]]
-    attributes = {places[name]: divisible for name, kind in types.items() if kind[:1] in "*i"}
-    source = ASTSource(
-        kernel.function,
-        signature,
-        {places[name]: constants[name] for name in constants},
-        attributes,
-    )
+    signature: dict[str, str | tuple[str, ...]] = dict.fromkeys(names, "constexpr")
+    attributes = {}
+    for name, words in kernel.argument_types.items():
+        kinds = words.replace("*T", f"*{dtype}").strip("()").split()
+        is_tuple, place = words.startswith("("), (names.index(name),)
+        signature[name] = tuple(kinds) if is_tuple else kinds[0]
+        for index, kind in enumerate(kinds):
+            if kind[:1] in "*i":
+                # As in launches on torch's tensors: pointers and strides of 16 bytes or values.
+                attributes[(*place, index) if is_tuple else place] = [["tt.divisibility", 16]]
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel.function, signature, values, attributes)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     return triton.compile(source, target=GPUTarget("cuda", capability, _WARP), options=options)
 

@@ -88,7 +88,8 @@ class Kernel:
     function: Any
     takes: str
     """The arguments that aren't compile-time constants, by type: "x out: *T; width: i32". "*T" is a
-    pointer to values of the operator's own type, else Triton's words: "*fp32", "i64"."""
+    pointer to values of the operator's own type, else Triton's words: "*fp32", "i64"; in brackets
+    those of a tuple: "q k: (*T i32)"."""
     rule: Callable[[int], Launch]
     """The launch for a size that the table has no row for."""
     sizes: Sequence[int]

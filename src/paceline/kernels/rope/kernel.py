@@ -7,6 +7,9 @@ read once and serve all heads of the tile. Tables and heads stay in registers.
 
 Backward with norms, programs go through many tiles each and keep the gradients of the weights in
 registers; each writes one row of partial sums, and torch adds the rows: the same bits every time.
+
+A kernel takes what it needs of queries as one tuple and of keys as another (`side`), and the tables
+as a third.
 """
 
 from typing import Any
@@ -36,61 +39,47 @@ def _tile(index, tokens, heads, seq_len, ROWS: tl.constexpr, HEADS: tl.constexpr
 
 
 @triton.jit
-def _table(table, batch, position, batch_stride, seq_stride, column, half, exists):
-    """Both halves of a table's rows, (tokens, 1, half) each."""
-    row = table + batch * batch_stride + position * seq_stride
-    inside = exists & (column < half)
-    first = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
-    return first, tl.load(row + half + column, mask=inside, other=0.0).to(tl.float32)
+def _halves(start, column, half, inside):
+    """Both halves of what is turned, from where it starts."""
+    first = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)
+    return first, tl.load(start + half + column, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _weights(weight, width, half, still, HALF: tl.constexpr):
-    """Weights of both halves of the part that is turned, (1, 1, half) each."""
-    column = tl.arange(0, HALF)[None, None, :]
-    first = tl.load(weight + still + column, mask=column < half, other=0.0)
-    second = tl.load(weight + still + half + column, mask=column < half, other=0.0)
-    return first.to(tl.float32), second.to(tl.float32)
+def _angles(tables, batch, position, column, half, inside):
+    """Cosines and sines of both halves, (tokens, 1, half) each."""
+    cos, sin, cos_batch, cos_seq, sin_batch, sin_seq = tables
+    cos_a, cos_b = _halves(cos + batch * cos_batch + position * cos_seq, column, half, inside)
+    sin_a, sin_b = _halves(sin + batch * sin_batch + position * sin_seq, column, half, inside)
+    return cos_a, cos_b, sin_a, sin_b
 
 
 @triton.jit
 def _turn(
     index,
-    x,
-    out,
-    weight,
-    cos,
-    sin,
+    side,
+    tables,
     tokens,
-    heads,
     seq_len,
     half,
-    still,
-    x_batch,
-    x_seq,
-    x_head,
-    cos_batch,
-    cos_seq,
-    sin_batch,
-    sin_seq,
     eps,
     NORM: tl.constexpr,
     HALF: tl.constexpr,
     STILL: tl.constexpr,
-    HEADS: tl.constexpr,
+    MOST_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """One tile, forward."""
+    HEADS: tl.constexpr = MOST_HEADS if MOST_HEADS < ROWS else ROWS
+    x, out, weight, heads, still, x_batch, x_seq, x_head = side
     width = still + 2 * half
     batch, position, head, number, exists = _tile(index, tokens, heads, seq_len, ROWS, HEADS)
     source = x + batch * x_batch + position * x_seq + head * x_head
     goal = out + number * width
     column = tl.arange(0, HALF)[None, None, :]
     inside = exists & (column < half)
-    a = tl.load(source + still + column, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(source + still + half + column, mask=inside, other=0.0).to(tl.float32)
-    cos_a, cos_b = _table(cos, batch, position, cos_batch, cos_seq, column, half, exists)
-    sin_a, sin_b = _table(sin, batch, position, sin_batch, sin_seq, column, half, exists)
+    a, b = _halves(source + still, column, half, inside)
+    cos_a, cos_b, sin_a, sin_b = _angles(tables, batch, position, column, half, inside)
     squares = a * a + b * b
     total = tl.sum(squares, axis=2, keep_dims=True)
     if STILL > 0:
@@ -103,7 +92,7 @@ def _turn(
             c = c * tl.rsqrt(total / width + eps) * c_weight
         tl.store(goal + ahead, c.to(out.dtype.element_ty), mask=before)
     if NORM:
-        a_weight, b_weight = _weights(weight, width, half, still, HALF)
+        a_weight, b_weight = _halves(weight + still, column, half, column < half)
         scale = tl.rsqrt(total / width + eps)
         a, b = a * scale * a_weight, b * scale * b_weight
     turned_a, turned_b = a * cos_a + b * sin_a, b * cos_b + a * sin_b
@@ -114,42 +103,41 @@ def _turn(
 @triton.jit
 def _turn_back(
     first,
-    step,
-    tiles,
-    grad,
-    x,
-    weight,
-    partial,
-    cos,
-    sin,
-    grad_x,
+    side,
+    tables,
     tokens,
-    heads,
     seq_len,
     half,
-    still,
-    grad_batch,
-    grad_seq,
-    grad_head,
-    x_batch,
-    x_seq,
-    x_head,
-    cos_batch,
-    cos_seq,
-    sin_batch,
-    sin_seq,
     eps,
     NORM: tl.constexpr,
     HALF: tl.constexpr,
     STILL: tl.constexpr,
-    HEADS: tl.constexpr,
+    MOST_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Every step-th tile from the first, backward, and the sums for the weight's gradient."""
+    """Tiles from the first, one for each program apart, backward; and sums for the weight."""
+    HEADS: tl.constexpr = MOST_HEADS if MOST_HEADS < ROWS else ROWS
+    (
+        grad,
+        x,
+        weight,
+        partial,
+        grad_x,
+        programs,
+        tiles,
+        heads,
+        still,
+        grad_batch,
+        grad_seq,
+        grad_head,
+        x_batch,
+        x_seq,
+        x_head,
+    ) = side
     width = still + 2 * half
     column = tl.arange(0, HALF)[None, None, :]
     if NORM:
-        a_weight, b_weight = _weights(weight, width, half, still, HALF)
+        a_weight, b_weight = _halves(weight + still, column, half, column < half)
         a_sum = tl.zeros((ROWS // HEADS, HEADS, HALF), tl.float32)
         b_sum = tl.zeros((ROWS // HEADS, HEADS, HALF), tl.float32)
     if STILL > 0:
@@ -157,20 +145,17 @@ def _turn_back(
         if NORM:
             c_weight = tl.load(weight + ahead, mask=ahead < still, other=0.0).to(tl.float32)
             c_sum = tl.zeros((ROWS // HEADS, HEADS, STILL), tl.float32)
-    for index in range(first, tiles, step):
+    for index in range(first, tiles, programs):
         batch, position, head, number, exists = _tile(index, tokens, heads, seq_len, ROWS, HEADS)
         inside = exists & (column < half)
         source = grad + batch * grad_batch + position * grad_seq + head * grad_head + still
         goal = grad_x + number * width
-        turned_a = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
-        turned_b = tl.load(source + half + column, mask=inside, other=0.0).to(tl.float32)
-        cos_a, cos_b = _table(cos, batch, position, cos_batch, cos_seq, column, half, exists)
-        sin_a, sin_b = _table(sin, batch, position, sin_batch, sin_seq, column, half, exists)
+        turned_a, turned_b = _halves(source, column, half, inside)
+        cos_a, cos_b, sin_a, sin_b = _angles(tables, batch, position, column, half, inside)
         grad_a, grad_b = turned_a * cos_a + turned_b * sin_b, turned_b * cos_b + turned_a * sin_a
         if NORM:
             value = x + batch * x_batch + position * x_seq + head * x_head
-            a = tl.load(value + still + column, mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(value + still + half + column, mask=inside, other=0.0).to(tl.float32)
+            a, b = _halves(value + still, column, half, inside)
             total = tl.sum(a * a + b * b, axis=2, keep_dims=True)
             # d/dx of x * s(x) * w is s * (w g - n * mean(w g n)), with n = x * s.
             along = tl.sum(a * grad_a * a_weight + b * grad_b * b_weight, axis=2, keep_dims=True)
@@ -211,30 +196,11 @@ def _turn_back(
 def _forward(
     q,
     k,
-    q_out,
-    k_out,
-    q_weight,
-    k_weight,
-    cos,
-    sin,
+    tables,
     q_tiles,
     tokens,
-    q_heads,
-    k_heads,
     seq_len,
     half,
-    q_still,
-    k_still,
-    q_batch,
-    q_seq,
-    q_head,
-    k_batch,
-    k_seq,
-    k_head,
-    cos_batch,
-    cos_seq,
-    sin_batch,
-    sin_seq,
     eps,
     NORM: tl.constexpr,
     HALF: tl.constexpr,
@@ -244,107 +210,23 @@ def _forward(
     K_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    # A tile has no more heads than rows.
-    Q_TILE: tl.constexpr = Q_HEADS if Q_HEADS < ROWS else ROWS
-    K_TILE: tl.constexpr = K_HEADS if K_HEADS < ROWS else ROWS
     index = tl.program_id(0)
     if index < q_tiles:
-        _turn(
-            index,
-            q,
-            q_out,
-            q_weight,
-            cos,
-            sin,
-            tokens,
-            q_heads,
-            seq_len,
-            half,
-            q_still,
-            q_batch,
-            q_seq,
-            q_head,
-            cos_batch,
-            cos_seq,
-            sin_batch,
-            sin_seq,
-            eps,
-            NORM,
-            HALF,
-            Q_STILL,
-            Q_TILE,
-            ROWS,
-        )
+        _turn(index, q, tables, tokens, seq_len, half, eps, NORM, HALF, Q_STILL, Q_HEADS, ROWS)
     else:
-        _turn(
-            index - q_tiles,
-            k,
-            k_out,
-            k_weight,
-            cos,
-            sin,
-            tokens,
-            k_heads,
-            seq_len,
-            half,
-            k_still,
-            k_batch,
-            k_seq,
-            k_head,
-            cos_batch,
-            cos_seq,
-            sin_batch,
-            sin_seq,
-            eps,
-            NORM,
-            HALF,
-            K_STILL,
-            K_TILE,
-            ROWS,
-        )
+        index -= q_tiles
+        _turn(index, k, tables, tokens, seq_len, half, eps, NORM, HALF, K_STILL, K_HEADS, ROWS)
 
 
 @triton.jit
 def _backward(
-    q_grad,
-    k_grad,
     q,
     k,
-    q_weight,
-    k_weight,
-    q_partial,
-    k_partial,
-    cos,
-    sin,
-    grad_q,
-    grad_k,
+    tables,
     q_programs,
-    k_programs,
-    q_tiles,
-    k_tiles,
     tokens,
-    q_heads,
-    k_heads,
     seq_len,
     half,
-    q_still,
-    k_still,
-    q_grad_batch,
-    q_grad_seq,
-    q_grad_head,
-    k_grad_batch,
-    k_grad_seq,
-    k_grad_head,
-    q_batch,
-    q_seq,
-    q_head,
-    k_batch,
-    k_seq,
-    k_head,
-    cos_batch,
-    cos_seq,
-    sin_batch,
-    sin_seq,
     eps,
     NORM: tl.constexpr,
     HALF: tl.constexpr,
@@ -355,78 +237,12 @@ def _backward(
     ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr,  # the grid's size, which the launcher reads
 ):
-    # A tile has no more heads than rows.
-    Q_TILE: tl.constexpr = Q_HEADS if Q_HEADS < ROWS else ROWS
-    K_TILE: tl.constexpr = K_HEADS if K_HEADS < ROWS else ROWS
     index = tl.program_id(0)
     if index < q_programs:
-        _turn_back(
-            index,
-            q_programs,
-            q_tiles,
-            q_grad,
-            q,
-            q_weight,
-            q_partial,
-            cos,
-            sin,
-            grad_q,
-            tokens,
-            q_heads,
-            seq_len,
-            half,
-            q_still,
-            q_grad_batch,
-            q_grad_seq,
-            q_grad_head,
-            q_batch,
-            q_seq,
-            q_head,
-            cos_batch,
-            cos_seq,
-            sin_batch,
-            sin_seq,
-            eps,
-            NORM,
-            HALF,
-            Q_STILL,
-            Q_TILE,
-            ROWS,
-        )
+        _turn_back(index, q, tables, tokens, seq_len, half, eps, NORM, HALF, Q_STILL, Q_HEADS, ROWS)
     else:
-        _turn_back(
-            index - q_programs,
-            k_programs,
-            k_tiles,
-            k_grad,
-            k,
-            k_weight,
-            k_partial,
-            cos,
-            sin,
-            grad_k,
-            tokens,
-            k_heads,
-            seq_len,
-            half,
-            k_still,
-            k_grad_batch,
-            k_grad_seq,
-            k_grad_head,
-            k_batch,
-            k_seq,
-            k_head,
-            cos_batch,
-            cos_seq,
-            sin_batch,
-            sin_seq,
-            eps,
-            NORM,
-            HALF,
-            K_STILL,
-            K_TILE,
-            ROWS,
-        )
+        index -= q_programs
+        _turn_back(index, k, tables, tokens, seq_len, half, eps, NORM, HALF, K_STILL, K_HEADS, ROWS)
 
 
 def _forward_rule(width: int) -> Launch:
@@ -460,14 +276,13 @@ def _backward_others(width: int) -> list[Launch]:
 _LLAMA = {"HALF": 64, "Q_STILL": 0, "K_STILL": 0, "Q_HEADS": 32, "K_HEADS": 8}
 _LATENT = {"HALF": 32, "Q_STILL": 128, "K_STILL": 0, "Q_HEADS": 128, "K_HEADS": 1}
 _VARIANTS = ({**_LLAMA, "NORM": False}, {**_LLAMA, "NORM": True}, {**_LATENT, "NORM": True})
-_TABLES = "cos_batch cos_seq sin_batch sin_seq: i32; eps: fp32"
 _SIZES = (128, 192)
+_TABLES = "tables: (*fp32 *fp32 i32 i32 i32 i32); "
+_SIZED = "tokens seq_len half: i32; eps: fp32"
 FORWARD = Kernel(
     "rope.forward",
     _forward,
-    "q k q_out k_out q_weight k_weight: *T; cos sin: *fp32; "
-    "q_tiles tokens q_heads k_heads seq_len half q_still k_still: i32; "
-    "q_batch q_seq q_head k_batch k_seq k_head: i32; " + _TABLES,
+    "q k: (*T *T *T i32 i32 i32 i32 i32); " + _TABLES + "q_tiles: i32; " + _SIZED,
     _forward_rule,
     _SIZES,
     _VARIANTS,
@@ -476,11 +291,10 @@ FORWARD = Kernel(
 BACKWARD = Kernel(
     "rope.backward",
     _backward,
-    "q_grad k_grad q k q_weight k_weight grad_q grad_k: *T; q_partial k_partial cos sin: *fp32; "
-    "q_programs k_programs q_tiles k_tiles tokens q_heads k_heads seq_len: i32; "
-    "half q_still k_still: i32; "
-    "q_grad_batch q_grad_seq q_grad_head k_grad_batch k_grad_seq k_grad_head: i32; "
-    "q_batch q_seq q_head k_batch k_seq k_head: i32; " + _TABLES,
+    "q k: (*T *T *T *fp32 *T i32 i32 i32 i32 i32 i32 i32 i32 i32 i32); "
+    + _TABLES
+    + "q_programs: i32; "
+    + _SIZED,
     _backward_rule,
     _SIZES,
     _VARIANTS,
@@ -494,13 +308,11 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    return x.stride(0), x.stride(1), x.stride(2)
-
-
-def _table_strides(table: Tensor) -> tuple[int, int]:
-    """Of a batch, and of a position; all of a batch may share one."""
-    return table.stride(0) if table.shape[0] > 1 else 0, table.stride(1)
+def _tables(cos: Tensor, sin: Tensor) -> tuple[Any, ...]:
+    """Both, and the strides of a batch and of a position; all of a batch may share one table."""
+    dense = _dense(cos), _dense(sin)
+    strides = [(table.stride(0) if len(table) > 1 else 0, table.stride(1)) for table in dense]
+    return *dense, *strides[0], *strides[1]
 
 
 def _like(x: Tensor) -> Tensor:
@@ -521,8 +333,10 @@ def _constants(q: Tensor, k: Tensor, rope_dim: int) -> dict[str, int]:
     }
 
 
-def _tiles(tokens: int, heads: int, most_heads: int, rows: int) -> int:
-    heads_of_tile = min(most_heads, rows)
+def _tiles(x: Tensor, rows: int) -> int:
+    """Of so many rows each, a row being a token's head; a tile has no more heads than rows."""
+    tokens, heads = x.shape[0] * x.shape[1], x.shape[2]
+    heads_of_tile = min(heads & -heads, rows)
     return triton.cdiv(tokens, rows // heads_of_tile) * (heads // heads_of_tile)
 
 
@@ -543,44 +357,27 @@ def _run(
     k_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    q_out, k_out = _like(q), _like(k)
-    tokens, rope_dim, width = q.shape[0] * q.shape[1], cos.shape[-1], q.shape[-1]
-    if not tokens:
-        return q_out, k_out
-    q, k, cos, sin = _dense(q), _dense(k), _dense(cos), _dense(sin)
+    outs = _like(q), _like(k)
+    (batch, seq_len), rope_dim, width = q.shape[:2], cos.shape[-1], q.shape[-1]
+    if not batch * seq_len:
+        return outs
+    given = _dense(q), _dense(k)
     rows = FORWARD.at(width, q).blocks["ROWS"]
-    constants = _constants(q, k, rope_dim)
-    heads = q.shape[2], k.shape[2]
-    q_tiles = _tiles(tokens, heads[0], constants["Q_HEADS"], rows)
-    k_tiles = _tiles(tokens, heads[1], constants["K_HEADS"], rows)
-    FORWARD(
-        (q_tiles + k_tiles,),
-        width,
-        q,
-        q,
-        k,
-        q_out,
-        k_out,
-        q if q_weight is None else q_weight,
-        k if k_weight is None else k_weight,
-        cos,
-        sin,
-        q_tiles,
-        tokens,
-        *heads,
-        q.shape[1],
-        rope_dim // 2,
-        width - rope_dim,
-        k.shape[-1] - rope_dim,
-        *_strides(q),
-        *_strides(k),
-        *_table_strides(cos),
-        *_table_strides(sin),
-        eps,
-        NORM=q_weight is not None,
-        **constants,
-    )
-    return q_out, k_out
+    q_tiles, k_tiles = (_tiles(x, rows) for x in given)
+    sides = [
+        (x, out, x if weight is None else weight, *_sizes(x, rope_dim), *x.stride()[:3])
+        for x, out, weight in zip(given, outs, (q_weight, k_weight), strict=True)
+    ]
+    sizes = q_tiles, batch * seq_len, seq_len, rope_dim // 2
+    arguments = *sides, _tables(cos, sin), *sizes, eps
+    flags = {"NORM": q_weight is not None, **_constants(q, k, rope_dim)}
+    FORWARD((q_tiles + k_tiles,), width, q, *arguments, **flags)
+    return outs
+
+
+def _sizes(x: Tensor, rope_dim: int) -> tuple[int, int]:
+    """Heads, and how much of each isn't turned."""
+    return x.shape[2], x.shape[-1] - rope_dim
 
 
 def _run_backward(
@@ -595,64 +392,38 @@ def _run_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k and of the weights; those are empty where there are none."""
-    grad_q, grad_k = _like(q_grad), _like(k_grad)
-    has_norm = q_weight is not None
-    tokens, rope_dim, width = q_grad.shape[0] * q_grad.shape[1], cos.shape[-1], q_grad.shape[-1]
-    if not tokens:
+    changes = _like(q_grad), _like(k_grad)
+    (batch, seq_len), rope_dim, width = q_grad.shape[:2], cos.shape[-1], q_grad.shape[-1]
+    if not batch * seq_len:
         q_sum, k_sum = _given(q_grad, q_weight, k_weight)
-        return grad_q, grad_k, q_sum.zero_(), k_sum.zero_()
-    q_grad, k_grad, cos, sin = _dense(q_grad), _dense(k_grad), _dense(cos), _dense(sin)
-    q = q_grad if q is None else _dense(q)
-    k = k_grad if k is None else _dense(k)
-    blocks = BACKWARD.at(width, q).blocks
-    constants = _constants(q, k, rope_dim)
-    heads = q.shape[2], k.shape[2]
-    tiles = (
-        _tiles(tokens, heads[0], constants["Q_HEADS"], blocks["ROWS"]),
-        _tiles(tokens, heads[1], constants["K_HEADS"], blocks["ROWS"]),
-    )
+        return *changes, q_sum.zero_(), k_sum.zero_()
+    grads, weights = (_dense(q_grad), _dense(k_grad)), (q_weight, k_weight)
+    given = [g if x is None else _dense(x) for x, g in zip((q, k), grads, strict=True)]
+    blocks = BACKWARD.at(width, q_grad).blocks
+    tiles = _tiles(grads[0], blocks["ROWS"]), _tiles(grads[1], blocks["ROWS"])
+    has_norm = q_weight is not None
     programs = _share_out(*tiles, blocks["PROGRAMS"]) if has_norm else tiles
-    counts = programs if has_norm else (0, 0)
-    q_partial = q.new_empty((counts[0], width), dtype=torch.float32)
-    k_partial = q.new_empty((counts[1], k.shape[-1]), dtype=torch.float32)
-    BACKWARD(
-        (sum(programs),),
-        width,
-        q,
-        q_grad,
-        k_grad,
-        q,
-        k,
-        q if q_weight is None else q_weight,
-        k if k_weight is None else k_weight,
-        q_partial,
-        k_partial,
-        cos,
-        sin,
-        grad_q,
-        grad_k,
-        *programs,
-        *tiles,
-        tokens,
-        *heads,
-        q.shape[1],
-        rope_dim // 2,
-        width - rope_dim,
-        k.shape[-1] - rope_dim,
-        *_strides(q_grad),
-        *_strides(k_grad),
-        *_strides(q),
-        *_strides(k),
-        *_table_strides(cos),
-        *_table_strides(sin),
-        eps,
-        NORM=has_norm,
-        **constants,
-    )
+    partials = [
+        x.new_empty((count if has_norm else 0, x.shape[-1]), dtype=torch.float32)
+        for x, count in zip(given, programs, strict=True)
+    ]
+    sides = [
+        (
+            *(grad, x, x if weight is None else weight, partial, change),
+            *(count, number, *_sizes(x, rope_dim), *grad.stride()[:3], *x.stride()[:3]),
+        )
+        for grad, x, weight, partial, change, count, number in zip(
+            grads, given, weights, partials, changes, programs, tiles, strict=True
+        )
+    ]
+    sizes = programs[0], batch * seq_len, seq_len, rope_dim // 2
+    arguments = *sides, _tables(cos, sin), *sizes, eps
+    flags = {"NORM": has_norm, **_constants(q_grad, k_grad, rope_dim)}
+    BACKWARD((sum(programs),), width, q_grad, *arguments, **flags)
     if q_weight is None or k_weight is None:
-        return grad_q, grad_k, *_given(q, q_weight, k_weight)
-    q_sum, k_sum = q_partial.sum(0).to(q_weight.dtype), k_partial.sum(0).to(k_weight.dtype)
-    return grad_q, grad_k, q_sum, k_sum
+        return *changes, *_given(q_grad, q_weight, k_weight)
+    q_sum, k_sum = (sums.sum(0) for sums in partials)
+    return *changes, q_sum.to(q_weight.dtype), k_sum.to(k_weight.dtype)
 
 
 def _given(like: Tensor, q_weight: Tensor | None, k_weight: Tensor | None) -> tuple[Tensor, Tensor]:

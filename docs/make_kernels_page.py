@@ -17,7 +17,7 @@ DOCS = Path(__file__).parent
 PAGE = DOCS / "kernels.md"
 RESOURCES = DOCS.parent / "benchmarks/kernels/resources.csv"
 RESULTS = DOCS.parent / "benchmarks/results"
-SECTIONS = ("activations", "norm", "matmul")
+SECTIONS = ("activations", "norm", "experts")
 CAPABILITY = "90"
 NOT_YET = "No GPU has been at hand so far: `python -m benchmarks.kernels.run` is ready for one."
 

@@ -74,11 +74,8 @@ def _peers(name: str) -> dict[str, Callable[..., Any]]:
 
 LIGER: Mapping[str, tuple[str, str, tuple[Any, ...]]] = {
     "rms_norm": ("rms_norm", "LigerRMSNormFunction", (1e-6, 0.0, "llama", False)),
-    "layer_norm": ("layer_norm", "LigerLayerNormFunction", (1e-5,)),
     "add_rms_norm": ("fused_add_rms_norm", "LigerFusedAddRMSNormFunction", (1e-6,)),
     "swiglu": ("swiglu", "LigerSiLUMulFunction", ()),
-    "squared_relu": ("relu_squared", "LigerReLUSquaredFunction", ()),
-    "softmax": ("softmax", "LigerSoftmaxFunction", ()),
     "rope": ("rope", "LigerRopeFunction", ()),
     "cross_entropy": ("cross_entropy", "LigerCrossEntropyFunction", (None,)),
     "linear_cross_entropy": (

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from workload import Clock, Samples, Workload
 
-from paceline.models.decoder import cross_entropy
+from paceline.kernels.loss import cross_entropy
 
 
 def main() -> None:

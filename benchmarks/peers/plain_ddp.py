@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from workload import Clock, Workload
 
-from paceline.models.decoder import cross_entropy
+from paceline.kernels.loss import cross_entropy
 
 
 def main() -> None:

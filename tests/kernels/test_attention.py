@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from paceline.config.errors import InputError
-from paceline.kernels import attention
 from paceline.kernels.attention import (
     Choice,
     Shape,
@@ -200,14 +199,6 @@ def test_it_compiles_as_one_graph():
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*inputs), function(*inputs))
-
-
-def test_the_cost_of_a_causal_mask_is_half():
-    shape = Shape(1, 2, 1, 8, 4, 4)
-    assert attention.forward_cost(shape, 2, is_causal=False).flops == 2 * 2 * 2 * 8 * 8 * 4
-    assert attention.forward_cost(shape, 2).flops == 2 * 2 * 8 * 8 * 4
-    assert attention.backward_cost(shape, 2).flops == 5 * 2 * 8 * 8 * 4
-    assert attention.forward_cost(shape, 2).bytes == 2 * (2 * 2 * 8 * 4 + 2 * 1 * 8 * 4)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares implementations of CUDA")

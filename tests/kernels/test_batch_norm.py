@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.kernels import switch
-from paceline.kernels.batch_norm import batch_norm_act, fold, reference
+from paceline.kernels.batch_norm import batch_norm_act, reference
 from tests.kernels.agreement import DEVICE, check, kernels, random, with_kernels
 
 pytestmark = with_kernels
@@ -89,19 +89,6 @@ def test_evaluation_uses_the_running_statistics():
         out = batch_norm_act(x, x, weight, bias, *statistics, False)
     right = F.relu(F.batch_norm(x, *statistics, weight, bias) + x)
     torch.testing.assert_close(out, right)
-
-
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_a_folded_convolution_does_both(has_bias):
-    x, kernel = random(2, 3, 6, 6).detach().double(), random(5, 3, 3, 3, seed=1).detach().double()
-    conv_bias = random(5, seed=2).detach().double() if has_bias else None
-    weight, bias = (each.detach().double() for each in _weights(5))
-    statistics = random(5, seed=7).detach().double(), random(5, seed=8).detach().double().square()
-    folded = F.conv2d(x, *fold(kernel, conv_bias, weight, bias, *statistics, EPS))
-    right = F.batch_norm(F.conv2d(x, kernel, conv_bias), *statistics, weight, bias, eps=EPS)
-    torch.testing.assert_close(folded, right)
-    half = fold(kernel.bfloat16(), None, weight, bias, *statistics)
-    assert {each.dtype for each in half} == {torch.bfloat16}
 
 
 def test_results_are_channels_last_and_inputs_may_lie_otherwise():

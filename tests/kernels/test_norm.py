@@ -14,9 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from paceline.config.errors import InputError
-from paceline.kernels.activations import gated, squared_relu
-from paceline.kernels.norm import add_rms_norm, layer_norm, reference, rms_norm
-from paceline.kernels.softmax import softmax
+from paceline.kernels.activations import gated
+from paceline.kernels.norm import add_rms_norm, reference, rms_norm
 from tests.kernels.agreement import DEVICE, check, kernels, random, relative_error, with_kernels
 from tests.ranks import run_ranks
 
@@ -29,35 +28,17 @@ shapes = st.lists(st.integers(0, 9), min_size=0, max_size=2).flatmap(
 )
 
 
-def _weights(width: int) -> tuple[Tensor, Tensor]:
-    return random(width, seed=5), random(width, seed=6)
-
-
 @given(shape=shapes, has_weight=st.booleans())
 @settings(max_examples=8, deadline=None)
 def test_rms_norm_is_the_reference(shape, has_weight):
-    weight = (_weights(shape[-1])[0],) if has_weight else ()
+    weight = (random(shape[-1], seed=5),) if has_weight else ()
     check(lambda x, w=None: rms_norm(x, w, LARGE_EPS), (random(*shape), *weight))
-
-
-@given(shape=shapes, given_values=st.sampled_from(["", "w", "b", "wb"]))
-@settings(max_examples=8, deadline=None)
-def test_layer_norm_is_the_reference(shape, given_values):
-    weight, bias = _weights(shape[-1])
-    # Of one value, x less its mean is zero, and so is every gradient but the bias's.
-    values = [weight] * ("w" in given_values) + [bias] * ("b" in given_values)
-
-    def apply(x: Tensor, *given_tensors: Tensor) -> Tensor:
-        left = dict(zip(given_values, given_tensors, strict=True))
-        return layer_norm(x, left.get("w"), left.get("b"), LARGE_EPS)
-
-    check(apply, (random(*shape), *values), within=1e-5)
 
 
 @given(shape=shapes, has_weight=st.booleans())
 @settings(max_examples=8, deadline=None)
 def test_add_rms_norm_is_the_reference(shape, has_weight):
-    weight = (_weights(shape[-1])[0],) if has_weight else ()
+    weight = (random(shape[-1], seed=5),) if has_weight else ()
     inputs = random(*shape, seed=1), random(*shape, seed=2), *weight
     check(lambda x, r, w=None: add_rms_norm(x, r, w, LARGE_EPS), inputs)
 
@@ -71,16 +52,13 @@ def test_either_result_of_add_rms_norm_may_stay_unread(unread):
 def test_rows_of_many_blocks():
     """Each of the two programs walks over several blocks, and the last one is not full."""
     check(lambda x, w: rms_norm(x, w, EPS), (random(13, 1500), random(1500, seed=1)))
-    check(lambda x, *w: layer_norm(x, *w, EPS), (random(7, 700), *_weights(700)), within=1e-5)
 
 
 def test_rows_that_are_read_again_backward():
     width = 4100
-    weight, bias = _weights(width)
     x, residual = random(3, width), random(3, width, seed=1)
-    check(lambda x, r, w: add_rms_norm(x, r, w, EPS), (x, residual, weight))
-    check(lambda x, w, b: layer_norm(x, w, b, EPS), (x, weight, bias), within=1e-5)
-    check(lambda x: layer_norm(x, None, None, EPS), [x], within=1e-5)
+    check(lambda x, r, w: add_rms_norm(x, r, w, EPS), (x, residual, random(width, seed=5)))
+    check(lambda x: rms_norm(x, None, EPS), [x])
 
 
 def test_rows_of_16_bits_may_be_twice_as_long():
@@ -96,11 +74,9 @@ def test_rows_of_16_bits_may_be_twice_as_long():
 
 def test_rows_too_wide_for_registers():
     width = 16384 + 77
-    x, weight, bias = random(3, width, scale=2), *_weights(width)
+    x, weight = random(3, width, scale=2), random(width, seed=5)
     check(lambda x, w: rms_norm(x, w, EPS), (x, weight))
     check(lambda x, r, w: add_rms_norm(x, r, w, EPS), (x, random(3, width, seed=9), weight))
-    check(lambda x, w, b: layer_norm(x, w, b, EPS), (x, weight, bias))
-    check(lambda x, w, b: layer_norm(x + 100, w, b, EPS), (x, weight, bias), within=5e-5)
 
 
 def test_rows_are_read_where_they_lie():
@@ -110,15 +86,9 @@ def test_rows_are_read_where_they_lie():
     check(lambda x: rms_norm(x, None, EPS).transpose(0, 1).sum(0), [random(6, 40)])
 
 
-def test_a_large_mean_does_not_drown_the_variance():
-    x = (random(4, 200) + 1000).detach().requires_grad_()
-    check(lambda x: layer_norm(x, None, None, EPS), [x], within=1e-3)
-
-
 def test_weights_may_be_wider_than_x():
     x, weight = random(4, 16).detach().bfloat16(), random(16, seed=1).detach()
-    for normed in (rms_norm(x, weight), layer_norm(x, weight, weight)):
-        assert normed.dtype == torch.bfloat16
+    assert rms_norm(x, weight).dtype == torch.bfloat16
     wanted = reference.rms_norm(x.double(), weight.double(), 1e-6)
     assert relative_error(rms_norm(x, weight), wanted) < 3e-3
     half, x = x.half(), x.half().float()
@@ -134,10 +104,9 @@ def test_what_is_not_finite_stays_in_its_row(value, width):
     x = random(2, width).detach()
     x[0, 3] = value
     with kernels():
-        normed, layered = rms_norm(x, None), layer_norm(x, None, None)
-    for ours in (normed, layered):
-        assert ours[0, 3].isnan()
-        assert ours[1].isfinite().all()
+        normed = rms_norm(x, None)
+    assert normed[0, 3].isnan()
+    assert normed[1].isfinite().all()
     torch.testing.assert_close(normed, reference.rms_norm(x, None, 1e-6), equal_nan=True)
 
 
@@ -145,8 +114,6 @@ def test_what_does_not_fit_is_refused():
     x = random(2, 8)
     with pytest.raises(InputError, match="weight"):
         rms_norm(x, random(4))
-    with pytest.raises(InputError, match="bias"):
-        layer_norm(x, random(8), random(1))
     with pytest.raises(InputError, match="residual"):
         add_rms_norm(x, random(1, 8), None)
 
@@ -154,19 +121,18 @@ def test_what_does_not_fit_is_refused():
 def test_operators_are_what_torch_wants_of_them():
     from paceline.kernels.norm import kernel
 
-    x, weight, bias = random(3, 8), *_weights(8)
-    torch.library.opcheck(kernel._norm.custom, (x, weight, bias, EPS, True))
-    torch.library.opcheck(kernel._norm.custom, (x, None, None, EPS, False))
+    x, weight = random(3, 8), random(8, seed=5)
+    torch.library.opcheck(kernel._norm.custom, (x, weight, EPS))
+    torch.library.opcheck(kernel._norm.custom, (x, None, EPS))
     torch.library.opcheck(kernel._add_norm.custom, (x, random(3, 8, seed=1), weight, EPS))
-    grad, stats = x.detach(), torch.ones(3, 1, device=DEVICE)
-    taken = grad, grad, grad, weight.detach(), None, stats, False
-    torch.library.opcheck(kernel._backward.custom, taken)
+    grad, scales = x.detach(), torch.ones(3, 1, device=DEVICE)
+    torch.library.opcheck(kernel._backward.custom, (grad, grad, grad, weight.detach(), scales))
 
 
 def test_it_compiles_as_one_graph():
     def both(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         normed, summed = add_rms_norm(x, residual, weight, EPS)
-        return layer_norm(rms_norm(normed, weight) + summed, weight, None)
+        return rms_norm(rms_norm(normed, weight) + summed, weight)
 
     inputs = random(3, 8, seed=1), random(3, 8, seed=2), random(8, seed=3)
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
@@ -193,8 +159,7 @@ def _sharded(rank, world_size):
         put = [each.detach().requires_grad_() for each in put]
         with kernels():
             normed, summed = add_rms_norm(put[0], put[1], put[2], EPS)
-            out = gated(layer_norm(normed, put[2], None), squared_relu(softmax(summed)))
-            out = rms_norm(out, put[2], EPS)
+            out = rms_norm(gated(normed, summed), put[2], EPS)
             out.square().sum().backward()
         if place is not None:
             assert out.placements == (place,)

@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.config.errors import InputError
 from paceline.config.layers import Experts, LatentAttention
 from paceline.config.model import Model
+from paceline.kernels.loss import cross_entropy
 from paceline.models.attention import Sdpa
-from paceline.models.decoder import Decoder, cross_entropy, document_starts
+from paceline.models.decoder import Decoder, document_starts
 from paceline.models.feedforward import FeedForward
 from paceline.models.rope import rope_frequencies
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from paceline.config.huggingface import from_hf
-from paceline.models.decoder import Decoder, cross_entropy
+from paceline.kernels.loss import cross_entropy
+from paceline.models.decoder import Decoder
 from paceline.models.names import sources
 from paceline.models.weights import read_decoder, read_model, write_weights
 

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from paceline.config.errors import InputError
 from paceline.config.model import Model
-from paceline.models.decoder import Decoder, cross_entropy
+from paceline.kernels.loss import cross_entropy
+from paceline.models.decoder import Decoder
 from paceline.parallel.fp8 import to_fp8
 from paceline.parallel.offload import offload_activations
 from paceline.parallel.recompute import recompute

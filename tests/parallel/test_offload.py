@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from paceline.config.errors import InputError
 from paceline.config.model import Model
-from paceline.models.decoder import Decoder, cross_entropy
+from paceline.kernels.loss import cross_entropy
+from paceline.models.decoder import Decoder
 from paceline.parallel.blocks import blocks_of
 from paceline.parallel.offload import host_shards, offload_activations
 from paceline.parallel.recompute import recompute

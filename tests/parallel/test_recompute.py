@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config.errors import InputError
 from paceline.config.model import Model
-from paceline.models.decoder import Decoder, cross_entropy
+from paceline.kernels.loss import cross_entropy
+from paceline.models.decoder import Decoder
 from paceline.parallel.ep import expert_layers
 from paceline.parallel.recompute import recompute
 from tests.parallel.layers import Layers

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from paceline.config.model import Model
-from paceline.models import decoder
+from paceline.kernels.loss import cross_entropy
 from paceline.models.decoder import Decoder
 from paceline.parallel import fsdp, tp, vocabulary
 from paceline.parallel.ep import expert_parallel
@@ -152,7 +152,7 @@ def _serial(model, dtype, num_data_ranks):
         for number in range(MICRO_BATCHES):
             for data_rank in range(num_data_ranks):
                 tokens, targets = _batch(step, number, data_rank)
-                loss = decoder.cross_entropy(net(tokens), targets)
+                loss = cross_entropy(net(tokens), targets)
                 (loss / MICRO_BATCHES / num_data_ranks).backward()
                 total += loss.item() / MICRO_BATCHES / num_data_ranks
         grads = grads or {name: p.grad.clone() for name, p in net.named_parameters()}
@@ -202,7 +202,7 @@ def _pass(net, case, step, number, data_rank):
     if isinstance(net, FSDPModule):
         fsdp.prepare_micro_batch(net, case.zero, is_last=number == MICRO_BATCHES - 1)
     tokens, targets = _batch(step, number, data_rank)
-    loss_of = vocabulary.cross_entropy if case.tp > 1 else decoder.cross_entropy
+    loss_of = vocabulary.cross_entropy if case.tp > 1 else cross_entropy
     loss = loss_of(net(tokens), targets) / MICRO_BATCHES
     loss.backward()
     return loss.detach()

@@ -21,7 +21,8 @@ from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.kernels import launch
 from paceline.kernels.adamw.eight_bit import decode, encode, num_row_dims, zeros
-from paceline.models.decoder import Decoder, cross_entropy
+from paceline.kernels.loss import cross_entropy
+from paceline.models.decoder import Decoder
 from paceline.train import optim as optim_module
 from paceline.train.optim import AdamW, build_optimizer, learning_rate, skip_if
 from tests.kernels.agreement import DEVICE, kernels, relative_error, with_kernels

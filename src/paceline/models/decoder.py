@@ -252,17 +252,6 @@ class _Streams:
         return torch.Generator(self.device).manual_seed(int.from_bytes(digest, "big"))
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean negative log-likelihood in nats per token, computed in fp32 (in fp64 for fp64 logits).
-
-    Args:
-        logits: (batch, seq, vocab).
-        targets: (batch, seq) token ids; -100 leaves a token out of the mean.
-    """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def document_starts(document_ids: Tensor) -> Tensor:
     """Return for each token the position where its document starts.
 

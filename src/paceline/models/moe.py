@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from paceline.comm.mesh import local_part
 from paceline.config.layers import Experts as Shape
 from paceline.kernels.activations import gated
-from paceline.kernels.experts import grouped_linear
+from paceline.kernels.experts import grouped_linear, permute, unpermute
+from paceline.kernels.experts.reference import occurrences
 from paceline.models.feedforward import FeedForward
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -160,15 +161,9 @@ class ExpertLayer(nn.Module):
         return (routed if self.shared is None else routed + self._shared(tokens)).view_as(x)
 
     def _routed(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        num_slots, copies = self.shape.num_experts, self.shape.experts_per_token
-        slots = self.slot_of_expert[chosen].flatten()  # (tokens * copies,)
-        order = slots.argsort(stable=True)
-        numbers = torch.arange(len(order), device=order.device)
-        place = torch.empty_like(order).scatter_(0, order, numbers)
-        rows = _Pick.apply(tokens, order // copies, place, copies)
-        rows = self.exchange(rows, _occurrences(slots, num_slots), self.experts)
-        outputs = _Pick.apply(rows, place, order, 1).unflatten(0, (-1, copies))
-        return (outputs * weights.to(outputs.dtype).unsqueeze(-1)).sum(1)
+        slots = self.slot_of_expert[chosen]
+        rows, counts, order = permute(tokens, slots, self.shape.num_experts)
+        return unpermute(self.exchange(rows, counts, self.experts), order, weights)
 
     def _shared(self, tokens: Tensor) -> Tensor:
         assert self.shared is not None
@@ -177,7 +172,7 @@ class ExpertLayer(nn.Module):
 
     @torch.no_grad()
     def _count(self, chosen: Tensor) -> None:
-        self.expert_load += _occurrences(chosen.flatten(), self.shape.num_experts)
+        self.expert_load += occurrences(chosen.flatten(), self.shape.num_experts)
 
     def _balance_loss(self, scores: Tensor, chosen: Tensor, batch: int) -> Tensor:
         per_sequence = scores.unflatten(0, (batch, -1)), chosen.unflatten(0, (batch, -1))
@@ -254,7 +249,7 @@ def balance_loss(
         ()
     """
     num_experts = scores.shape[-1]
-    counts = _occurrences(chosen.flatten(1), num_experts)  # (batch, num_experts)
+    counts = occurrences(chosen.flatten(1), num_experts)  # (batch, num_experts)
     shares = counts.to(scores.dtype) * (num_experts / (chosen.shape[1] * chosen.shape[2]))
     if mean_over_sequence is not None:
         shares = mean_over_sequence(shares)
@@ -280,26 +275,6 @@ def expert_layers(module: nn.Module) -> dict[str, ExpertLayer]:
     return {name: m for name, m in module.named_modules() if isinstance(m, ExpertLayer)}
 
 
-class _Pick(torch.autograd.Function):
-    """Rows of a tensor in another order, each as often as the others; the same to the bit twice.
-
-    Indexing alone would add up gradients in an order that threads decide.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, place: Tensor, copies: int) -> Tensor:
-        """Return x[index]; `place` says where the copies of each row go, (rows * copies,)."""
-        ctx.save_for_backward(place)
-        ctx.copies = copies
-        return x[index]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """Add up the gradients of the copies of each row."""
-        (place,) = ctx.saved_tensors
-        return grad[place].unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
-
-
 class _AddLoss(torch.autograd.Function):
     """Hands a tensor on; backward adds the gradient of `scale` times a loss."""
 
@@ -314,16 +289,6 @@ class _AddLoss(torch.autograd.Function):
         """The loss counts `scale` in what is differentiated."""
         (scale,) = ctx.saved_tensors
         return grad, scale, None
-
-
-def _occurrences(values: Tensor, num: int) -> Tensor:
-    """How often each of 0..num-1 occurs in the last dimension: (..., num) int64.
-
-    Unlike `bincount` it doesn't wait for the device.
-    """
-    return values.new_zeros((*values.shape[:-1], num)).scatter_add_(
-        -1, values, torch.ones_like(values)
-    )
 
 
 def _unchanged(x: Tensor) -> Tensor:

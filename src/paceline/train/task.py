@@ -19,7 +19,8 @@ from paceline.config.job import Job, Train
 from paceline.config.model import Model
 from paceline.config.noun import size
 from paceline.kernels import switch
-from paceline.models.decoder import Decoder, cross_entropy
+from paceline.kernels.loss import cross_entropy
+from paceline.models.decoder import Decoder
 from paceline.models.weights import load_weights
 from paceline.parallel import vocabulary
 from paceline.parallel.apply import DTYPES

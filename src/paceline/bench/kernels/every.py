@@ -15,18 +15,11 @@ from paceline.kernels import (
     batch_norm,
     experts,
     loss,
-    matmul,
-    muon,
     norm,
     quantize,
-    residual,
     rope,
-    softmax,
 )
 from paceline.kernels.cost import Cost
-
-# Of tokens in a batch, where a shape has none of its own.
-_WIDE = 16384
 
 
 def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
@@ -35,7 +28,7 @@ def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
     Args:
         dtype: of the tensors; weights of norms and statistics are fp32 where training has them so.
     """
-    groups = (_norms, _pointwise, _rotary, _images, _losses, _products, _optimizers, _orthogonal)
+    groups = (_norms, _pointwise, _rotary, _images, _losses, _experts, _optimizers)
     for group in groups:
         yield from group(dtype)
     yield from _compression()
@@ -54,8 +47,6 @@ def _norms(dtype: torch.dtype) -> Iterator[Case]:
         )
         make = _tensors(x, weight, dtype=dtype)
         yield Case("norm", "rms_norm", shape, make, norm.rms_norm, forward, backward)
-        make = _tensors(x, weight, weight, dtype=dtype)
-        yield Case("norm", "layer_norm", shape, make, norm.layer_norm, forward, backward)
         make = _tensors(x, x, weight, dtype=dtype)
         added = norm.add_forward_cost(rows, width, size), norm.add_backward_cost(rows, width, size)
         yield Case("norm", "add_rms_norm", shape, make, norm.add_rms_norm, *added)
@@ -71,35 +62,6 @@ def _pointwise(dtype: torch.dtype) -> Iterator[Case]:
             activations.gated_forward_cost(rows, width, size),
             activations.gated_backward_cost(rows, width, size),
         )
-    rows = activations.SHAPES[0][0]
-    yield Case(
-        *("activations", "squared_relu", f"{rows} x {_WIDE}"),
-        _tensors((rows, _WIDE), dtype=dtype),
-        activations.squared_relu,
-        activations.squared_relu_forward_cost(rows, _WIDE, size),
-        activations.squared_relu_backward_cost(rows, _WIDE, size),
-    )
-    for rows, width in softmax.SHAPES[:3]:
-        rows = min(rows, 2**30 // width)
-        yield Case(
-            *("softmax", "softmax", f"{rows} x {width}"),
-            _tensors((rows, width), dtype=dtype),
-            softmax.softmax,
-            softmax.forward_cost(rows, width, size),
-            softmax.backward_cost(rows, width, size),
-        )
-    for rows, width in residual.SHAPES[1:]:
-        yield Case(
-            *("residual", "bias_dropout_residual", f"{rows} x {width}"),
-            _tensors((rows, width), (width,), (rows, width), dtype=dtype),
-            partial(_dropout, p=0.1),
-            residual.forward_cost(rows, width, size),
-            residual.backward_cost(rows, width, size),
-        )
-
-
-def _dropout(x: Tensor, bias: Tensor, stream: Tensor, p: float) -> Tensor:
-    return residual.bias_dropout_residual(x, bias, stream, p, 1)
 
 
 def _rotary(dtype: torch.dtype) -> Iterator[Case]:
@@ -189,27 +151,41 @@ def _hidden(
     return hidden, weight.to(dtype).requires_grad_(), whole_numbers(generator, vocab, tokens)
 
 
-def _products(dtype: torch.dtype) -> Iterator[Case]:
-    kinds: tuple[matmul.Activation, ...] = ("relu", "gelu", "swiglu")
-    for (rows, columns, inner), kind in zip(matmul.SHAPES, (*kinds, kinds[1]), strict=True):
-        sizes = rows, columns, inner, dtype.itemsize, kind
+def _experts(dtype: torch.dtype) -> Iterator[Case]:
+    for tokens, width, columns, num_experts, copies in experts.SHAPES[:2]:
+        shape = f"{tokens} x {width}, {copies} of {num_experts} experts"
+        moved = tokens, width, copies, dtype.itemsize
         yield Case(
-            *("matmul", f"linear_{kind}", f"{rows} x {columns} x {inner}"),
-            _tensors((rows, inner), (columns, inner), (columns,), dtype=dtype),
-            partial(matmul.linear_act, activation=kind),
-            matmul.linear_act_forward_cost(*sizes),
-            matmul.linear_act_backward_cost(*sizes),
+            *("experts", "route_tokens", shape),
+            partial(_routed, tokens, width, num_experts, copies, dtype),
+            partial(_there_and_back, num_experts=num_experts),
+            experts.route_forward_cost(*moved),
+            experts.route_backward_cost(*moved),
         )
-    for tokens, width, inner, num_experts, copies in experts.SHAPES[:2]:
-        rows, columns = tokens * copies, 2 * inner
-        counted = rows, columns, width, num_experts, dtype.itemsize, kinds[2]
+        rows = tokens * copies
+        counted = rows, columns, width, num_experts, dtype.itemsize
         yield Case(
-            *("experts", "grouped_swiglu", f"{rows} x {columns} x {width}, {num_experts} experts"),
+            *("experts", "grouped_linear", f"{rows} x {columns} x {width}, {num_experts} experts"),
             partial(_rows_of_experts, rows, columns, width, num_experts, dtype),
-            partial(experts.grouped_linear, activation=kinds[2]),
+            experts.grouped_linear,
             experts.grouped_linear_forward_cost(*counted),
             experts.grouped_linear_backward_cost(*counted),
         )
+
+
+def _routed(
+    tokens: int, width: int, num: int, copies: int, dtype: torch.dtype, generator: Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, the experts that each chose, and the scores of these."""
+    scores = torch.rand((tokens, num), generator=generator, device=generator.device)
+    best = scores.topk(copies, dim=-1)
+    x = normal(generator, tokens, width, dtype=dtype)
+    return x, best.indices, best.values.requires_grad_()
+
+
+def _there_and_back(x: Tensor, chosen: Tensor, scores: Tensor, num_experts: int) -> Tensor:
+    rows, _, order = experts.permute(x, chosen, num_experts)
+    return experts.unpermute(rows, order, scores)
 
 
 def _rows_of_experts(
@@ -254,22 +230,6 @@ def _stepped(*state: Tensor) -> list[Tensor]:
         lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
     )  # fmt: skip
     return [*params, *firsts, *seconds]
-
-
-def _orthogonal(dtype: torch.dtype) -> Iterator[Case]:
-    for number, rows, columns in muon.SHAPES:
-        yield Case(
-            *("muon", "orthogonalize", f"{number} x {rows} x {columns}"),
-            partial(_matrices, (number, rows, columns), dtype),
-            muon.orthogonalize,
-            muon.orthogonalize_cost(number, rows, columns, dtype.itemsize),
-        )
-
-
-def _matrices(
-    shape: tuple[int, ...], dtype: torch.dtype, generator: Generator
-) -> tuple[Tensor, ...]:
-    return (normal(generator, *shape, dtype=dtype, grad=False),)
 
 
 def _compression() -> Iterator[Case]:

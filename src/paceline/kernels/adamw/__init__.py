@@ -1,14 +1,13 @@
 """AdamW's step for a whole list of parameters.
 
 How it works: torch's fused step needs a launch for every few dozen tensors, and a pass of its own
-for every conversion around it: gradients into the master's type, the clip's factor, moments from
-codes and back, the rounded copy. Here all of it is one pass over memory, and mostly one launch: a
-table holds where each tensor lies, and each program looks up its piece. The table is made anew when
-a tensor has moved.
+for every conversion around it: gradients into the master's type, moments from codes and back, the
+rounded copy. Here all of it is one pass over memory, and mostly one launch: a table holds where
+each tensor lies, and each program looks up its piece. The table is made anew when a tensor moved.
 
-The step's number, the learning rate, the factor and whether to skip may be on the device, so a step
-needs nothing from the host and can be part of a CUDA graph. (Call it once before capturing, so that
-the table is there.)
+The step's number, the learning rate and whether to skip may be on the device, so a step needs
+nothing from the host and can be part of a CUDA graph. (Call it once before capturing, so that the
+table is there.)
 
 Not here: schedules, groups, where states wait between steps (`train/optim`).
 """
@@ -45,10 +44,8 @@ def adamw_(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    factor: Tensor | None = None,
     found_inf: Tensor | None = None,
     masters: Sequence[Tensor] | None = None,
-    seed: int | None = None,
 ) -> None:
     """Take a step of AdamW with each parameter, in place.
 
@@ -62,17 +59,13 @@ def adamw_(
         betas: how much of the moments stays.
         eps: added to the root of the second moment.
         weight_decay: decoupled, in units of the learning rate.
-        factor: () fp32, what gradients are multiplied with first; they aren't changed.
         found_inf: () fp32; the step changes nothing where it isn't 0, not even the counts.
         masters: fp32 parameters that step in place of those in bf16, which become rounded copies.
-        seed: parameters of bf16 without masters are rounded stochastically, by this seed, the
-            step's number and their place in the list; None rounds to nearest (small changes are
-            lost).
 
     Raises:
         InputError: lists or tensors that don't belong together.
     """
-    settings = Settings(lr, betas, eps, weight_decay, factor, found_inf, seed)
+    settings = Settings(lr, betas, eps, weight_decay, found_inf)
     _check(params, grads, exp_avgs, exp_avg_sqs, steps, masters, settings)
     if not params:
         return
@@ -84,21 +77,16 @@ def adamw_(
     kernel.step_(params, grads, exp_avgs, exp_avg_sqs, steps, masters, settings)
 
 
-def step_cost(
-    num_values: int, param_bytes: int, grad_bytes: int, moment_bytes: int, master_bytes: int = 0
-) -> Cost:
-    """All is read and written, but the gradient only read and a rounded copy only written.
+def step_cost(num_values: int, param_bytes: int, grad_bytes: int, moment_bytes: int) -> Cost:
+    """All is read and written, but the gradient only read.
 
     Args:
         num_values: of all parameters.
         param_bytes: of a value, like the others.
         grad_bytes: 2 or 4.
         moment_bytes: 4, or 1 for codes (their scales, 1.6 %, aren't counted).
-        master_bytes: 4, or 0 without masters.
     """
-    moved = grad_bytes + 4 * moment_bytes
-    moved += param_bytes + 2 * master_bytes if master_bytes else 2 * param_bytes
-    return Cost(num_values * moved)
+    return Cost(num_values * (2 * param_bytes + grad_bytes + 4 * moment_bytes))
 
 
 def _suit(

@@ -9,8 +9,7 @@ An address from a table has no known alignment, and loads of unknown alignment a
 each. So the host looks: tensors whose addresses and rows are multiples of 16 bytes and values take
 one launch, which is told so; what is left (biases of odd length) takes another.
 
-bf16 is read and written as integers of 16 bits: rounding is integer arithmetic on fp32's bits,
-where adding 16 random bits before the cut makes it stochastic.
+bf16 is read and written as integers of 16 bits: rounding is integer arithmetic on fp32's bits.
 """
 
 import math
@@ -29,9 +28,8 @@ from paceline.kernels.launch import Kernel, Launch
 from paceline.kernels.operator import Operator
 
 # What the table says of a tensor.
-_WORDS = 13
+_WORDS = 11
 _ALIGNMENT = 16
-_SEED_BITS = 31
 
 
 @triton.jit
@@ -49,14 +47,6 @@ def _read(address, where, inside, IS_SHORT: tl.constexpr, IS_ALIGNED: tl.constex
         short = tl.load(_pointer(address, tl.int16, IS_ALIGNED) + where, mask=inside, other=0)
         return (short.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return tl.load(_pointer(address, tl.float32, IS_ALIGNED) + where, mask=inside, other=0.0)
-
-
-@triton.jit
-def _mixed(x):
-    """As the reference's, of uint32."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
 
 
 @triton.jit
@@ -115,7 +105,6 @@ def _step(
     chunks,
     levels,
     rate,
-    factor,
     found_inf,
     lr,
     rest1,
@@ -124,19 +113,17 @@ def _step(
     log_beta2,
     eps,
     weight_decay,
-    seed,
     IS_SHORT: tl.constexpr,
     IS_GRAD_SHORT: tl.constexpr,
     HAS_MASTER: tl.constexpr,
     IS_CODED: tl.constexpr,
-    IS_STOCHASTIC: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     chunk = tl.program_id(0).to(tl.int64)
     tensor = tl.load(chunks + 2 * chunk)
     first_block = tl.load(chunks + 2 * chunk + 1)
-    entry = table + tensor.to(tl.int64) * 13
+    entry = table + tensor.to(tl.int64) * 11
     param = tl.load(entry)
     grad = tl.load(entry + 1)
     first = tl.load(entry + 2)
@@ -147,7 +134,6 @@ def _step(
     num_blocks = tl.load(entry + 10).to(tl.int32)
     keep = tl.load(found_inf) == 0
     lr = lr * tl.load(rate)
-    scale_by = tl.load(factor)
     if IS_ALIGNED:
         width = tl.multiple_of(width, 16)
 
@@ -162,7 +148,7 @@ def _step(
     where = start[:, None] + columns[None, :]
     inside = known[:, None] & (begin[:, None] + columns[None, :] < width)
 
-    g = _read(grad, where, inside, IS_GRAD_SHORT, IS_ALIGNED) * scale_by
+    g = _read(grad, where, inside, IS_GRAD_SHORT, IS_ALIGNED)
     if HAS_MASTER:
         master = tl.load(entry + 5)
         x = _read(master, where, inside, False, IS_ALIGNED)
@@ -204,13 +190,7 @@ def _step(
         tl.store(_pointer(master, tl.float32, IS_ALIGNED) + where, x, mask=inside)
     if IS_SHORT:
         bits = x.to(tl.uint32, bitcast=True)
-        if IS_STOCHASTIC:
-            number = tl.load(entry + 11).to(tl.uint32)
-            key = _mixed(tl.cast(seed, tl.uint32) + count.to(tl.int32).to(tl.uint32) * 0x9E3779B9)
-            key = _mixed(key + number * 0x9E3779B9)
-            bits = bits + (_mixed(where.to(tl.uint32) ^ key) >> 16)
-        else:
-            bits = bits + 0x7FFF + ((bits >> 16) & 1)
+        bits = bits + 0x7FFF + ((bits >> 16) & 1)
         # Adding to the bits of NaN could carry into the sign.
         short = tl.where(x != x, 0x7FC0, bits >> 16).to(tl.int16)
         tl.store(_pointer(param, tl.int16, IS_ALIGNED) + where, short, mask=inside)
@@ -238,20 +218,19 @@ def _others(num_values: int) -> list[Launch]:
 
 
 _TAKES = (
-    "table: *i64; chunks: *i32; levels rate factor found_inf: *fp32; "
-    "lr rest1 rest2 log_beta1 log_beta2 eps weight_decay: fp32; seed: i32"
+    "table: *i64; chunks: *i32; levels rate found_inf: *fp32; "
+    "lr rest1 rest2 log_beta1 log_beta2 eps weight_decay: fp32"
 )
 _SIZES = (2**26,)
 
 
 def _forms(*, coded: bool, aligned: bool) -> list[dict[str, bool]]:
-    """fp32; bf16 that is rounded stochastically; bf16 with masters."""
+    """fp32; bf16; bf16 with masters."""
     return [
         {
             "IS_SHORT": short,
             "IS_GRAD_SHORT": short,
             "HAS_MASTER": master,
-            "IS_STOCHASTIC": short and not master,
             "IS_CODED": coded,
             "IS_ALIGNED": aligned,
         }
@@ -300,7 +279,6 @@ def step_(
 ) -> None:
     """Step each parameter in place, see `adamw_`."""
     is_given = isinstance(settings.lr, Tensor)
-    seed = 0 if settings.seed is None else settings.seed % 2**_SEED_BITS
     _operator(
         list(params),
         list(grads),
@@ -309,14 +287,11 @@ def step_(
         list(steps),
         list(masters or ()),
         settings.lr if is_given else None,
-        settings.factor,
         settings.found_inf,
         1.0 if is_given else float(settings.lr),
         *map(float, settings.betas),
         float(settings.eps),
         float(settings.weight_decay),
-        seed,
-        settings.seed is not None and masters is None,
     )
 
 
@@ -336,25 +311,21 @@ def _run(
     steps: Sequence[Tensor],
     masters: Sequence[Tensor],
     rate: Tensor | None,
-    factor: Tensor | None,
     found_inf: Tensor | None,
     lr: float,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
-    seed: int,
-    is_stochastic: bool,
 ) -> None:
     grads = [_laid_out_like(p, grad) for p, grad in zip(params, grads, strict=True)]
     columns = [params, grads, firsts, seconds, steps, masters, first_scales, second_scales]
     groups = _grouped(columns)
     device = params[0].device
-    scalars = _scalar(rate, 1.0, device), _scalar(factor, 1.0, device)
-    skip = _scalar(found_inf, 0.0, device)
+    rates, skip = _scalar(rate, 1.0, device), _scalar(found_inf, 0.0, device)
     levels = _all_levels(device) if first_scales else skip
     logs = [math.log(beta) if beta else -math.inf for beta in (beta1, beta2)]
-    numbers = lr, 1 - beta1, 1 - beta2, *logs, eps, weight_decay, seed
+    numbers = lr, 1 - beta1, 1 - beta2, *logs, eps, weight_decay
     for kind, entries in groups.items():
         num_blocks = tuple(entry[_NUM_BLOCKS] for entry in entries)
         size = sum(num_blocks) * BLOCK
@@ -369,14 +340,13 @@ def _run(
             table.near,
             chunks.near,
             levels,
-            *scalars,
+            rates,
             skip,
             *numbers,
             IS_SHORT=kind.is_short,
             IS_GRAD_SHORT=kind.is_grad_short,
             HAS_MASTER=bool(masters),
             IS_CODED=bool(first_scales),
-            IS_STOCHASTIC=is_stochastic and kind.is_short,
             IS_ALIGNED=kind.is_aligned,
         )
     torch._foreach_add_(list(steps), (skip == 0).to(torch.float32))
@@ -393,7 +363,7 @@ class _Kind(NamedTuple):
 
 _Entry = tuple[int, ...]
 """A tensor's words in the table: addresses of all that belongs to it, 0 for what it hasn't; the
-width of a row; blocks of a row and in all; its place in the list; nothing."""
+width of a row; blocks of a row and in all."""
 _NUM_BLOCKS = 10
 
 
@@ -422,7 +392,7 @@ def _grouped(columns: Sequence[Sequence[Tensor]]) -> dict[_Kind, list[_Entry]]:
         kind = _Kind(
             param.dtype == torch.bfloat16, grad.dtype == torch.bfloat16, not all_bits % _ALIGNMENT
         )
-        entry = (*words, width, blocks_per_row, num_blocks, place, 0)
+        entry = (*words, width, blocks_per_row, num_blocks)
         groups.setdefault(kind, []).append(entry)
     return groups
 

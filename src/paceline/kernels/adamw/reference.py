@@ -1,7 +1,7 @@
 """AdamW's step, the specification: plain torch, tensor by tensor, in any floating type.
 
 Paper: https://arxiv.org/abs/1711.05101 (decoupled weight decay); the arithmetic is that of
-torch.optim.AdamW. Stochastic rounding of weights: https://arxiv.org/abs/2010.06192.
+torch.optim.AdamW.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,6 @@ from paceline.kernels.adamw.eight_bit import Coded, decode, encode
 Moment = Tensor | Coded
 """As numbers, or as 8-bit codes of them (of the second moment's root)."""
 
-GOLDEN = 0x9E3779B9
-"""2^32 over the golden ratio: its multiples are spread over all 32-bit words."""
-_WORD = 0xFFFFFFFF
-_QUIET_NAN = 0x7FC0
-
 
 class Settings(NamedTuple):
     """Of a step, the same for all tensors."""
@@ -28,12 +23,8 @@ class Settings(NamedTuple):
     betas: tuple[float, float]
     eps: float
     weight_decay: float
-    factor: Tensor | None
-    """() fp32: what gradients are multiplied with."""
     found_inf: Tensor | None
     """() fp32: the step does nothing where it isn't 0."""
-    seed: int | None
-    """Of the stochastic rounding of parameters of 16 bits without a master."""
 
 
 def step_(
@@ -55,8 +46,6 @@ def step_(
         x, m, v = _stepped(stepped.to(m.dtype), grad.to(m.dtype), m, v, count.double(), settings)
         if masters is not None:
             _put(stepped, x, settings)
-        if settings.seed is not None and param.dtype == torch.bfloat16 and masters is None:
-            x = stochastically_rounded(x, noise(settings.seed, int(count), index, x))
         _put(param, x.to(param.dtype), settings)
         _put_moment(first, m, settings, signed=True)
         _put_moment(second, v, settings, signed=False)
@@ -68,8 +57,6 @@ def _stepped(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Parameter and moments after a step; count is its number, from 1."""
     beta1, beta2 = settings.betas
-    if settings.factor is not None:
-        g = g * settings.factor.to(g.dtype)
     m = m.lerp(g, 1 - beta1)
     v = v * beta2 + (1 - beta2) * g * g
     correction, root = 1 - beta1**count, (1 - beta2**count).sqrt()
@@ -102,41 +89,3 @@ def _put(old: Tensor, new: Tensor, settings: Settings) -> None:
     if settings.found_inf is not None:
         new = torch.where(settings.found_inf == 0, new, old)
     old.copy_(new)
-
-
-def stochastically_rounded(x: Tensor, drawn: Tensor) -> Tensor:
-    """fp32 rounded to bf16, up as often as what is cut off asks for.
-
-    Args:
-        x: of any shape, fp32.
-        drawn: of that shape, int64, uniform in [0, 2^16).
-    """
-    bits = x.view(torch.int32).long() & _WORD
-    rounded = torch.where(x.isnan(), _QUIET_NAN, (bits + drawn) >> 16 & 0xFFFF)
-    return rounded.to(torch.int32).to(torch.int16).view(torch.bfloat16)
-
-
-def noise(seed: int, count: int, index: int, like: Tensor) -> Tensor:
-    """16 random bits for each value, a function of these numbers and of where the value stands.
-
-    Args:
-        seed: of the run.
-        count: the number of the step.
-        index: which tensor of the list.
-        like: gives shape and device; values are numbered as if it were contiguous.
-    """
-    key = _mixed(torch.tensor((seed + count * GOLDEN) & _WORD))
-    key = _mixed((key + index * GOLDEN) & _WORD).to(like.device)
-    where = torch.arange(like.numel(), device=like.device).view(like.shape)
-    return _mixed((where & _WORD) ^ key) >> 16
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Another word for each 32-bit word, with no pattern left of it.
-
-    The multipliers are those of the hash with the least bias that a search found,
-    https://nullprogram.com/blog/2018/07/31/ (public domain).
-    """
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
-    return x ^ (x >> 16)

@@ -19,7 +19,6 @@ from paceline.kernels.attention.rule import Backend as Backend
 from paceline.kernels.attention.rule import Choice, Mask, Shape, rule
 from paceline.kernels.attention.table import measure as measure
 from paceline.kernels.attention.table import remembered
-from paceline.kernels.cost import Cost
 
 SHAPES = (
     Shape(4, 32, 8, 4096, 128, 128),
@@ -53,22 +52,3 @@ def choose(
         return measured
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return rule(shape, dtype, capability, mask, can)
-
-
-def forward_cost(shape: Shape, item_size: int, is_causal: bool = True) -> Cost:
-    """Read q, k and v, write the result; two products, of which a causal mask needs half."""
-    q_size = shape.batch * shape.heads * shape.seq_len
-    kv_size = shape.batch * shape.kv_heads * shape.seq_len
-    width = shape.head_dim + shape.value_dim
-    flops = 2 * q_size * shape.seq_len * width
-    return Cost((q_size + kv_size) * width * item_size, flops // 2 if is_causal else flops)
-
-
-def backward_cost(shape: Shape, item_size: int, is_causal: bool = True) -> Cost:
-    """Read those four and a gradient, write three; five products, for the scores are made anew."""
-    q_size = shape.batch * shape.heads * shape.seq_len
-    kv_size = shape.batch * shape.kv_heads * shape.seq_len
-    values = 2 * q_size * (shape.head_dim + shape.value_dim)
-    values += 2 * kv_size * (shape.head_dim + shape.value_dim)
-    flops = 2 * q_size * shape.seq_len * (3 * shape.head_dim + 2 * shape.value_dim)
-    return Cost(values * item_size, flops // 2 if is_causal else flops)

@@ -92,33 +92,6 @@ def batch_norm_act(
     return out
 
 
-def fold(
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    eps: float = 1e-5,
-) -> tuple[Tensor, Tensor]:
-    """Put a normalisation in evaluation into the convolution before it.
-
-    Args:
-        conv_weight: (channels, ...), of any number of dimensions (so of a linear layer too).
-        conv_bias: (channels,); None is all zeros.
-        weight: (channels,), of the normalisation, as are the others.
-        bias: (channels,).
-        running_mean: (channels,).
-        running_var: (channels,).
-        eps: added to the variance.
-
-    Returns:
-        weight and bias of the convolution that does both, of conv_weight's type. The arithmetic is
-        in the wider of its type and the statistics'.
-    """
-    return reference.fold(conv_weight, conv_bias, weight, bias, running_mean, running_var, eps)
-
-
 def forward_cost(
     rows: int, channels: int, item_size: int, has_residual: bool = True, relu: bool = True
 ) -> Cost:

@@ -3,7 +3,6 @@
 Paper: https://arxiv.org/abs/1502.03167.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,21 +29,3 @@ def follow(out: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
     if residual is not None:
         out = out + residual
     return F.relu(out) if relu else out
-
-
-def fold(
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the convolution that equals it with its normalisation in evaluation."""
-    wide = torch.promote_types(conv_weight.dtype, running_var.dtype)
-    factor = weight.to(wide) * torch.rsqrt(running_var.to(wide) + eps)
-    folded = conv_weight.to(wide) * factor.view(-1, *[1] * (conv_weight.ndim - 1))
-    mean = running_mean.to(wide)
-    shift = bias.to(wide) - (mean if conv_bias is None else mean - conv_bias.to(wide)) * factor
-    return folded.to(conv_weight.dtype), shift.to(conv_weight.dtype)

@@ -5,12 +5,10 @@ multiplies each expert's rows by that expert's weights, and `unpermute` adds up 
 many rows an expert has is known on the device only, and nothing waits for it.
 
 The grouped products are for Hopper and 16-bit types; elsewhere `grouped_linear` is torch's grouped
-product and an activation after it. Moving rows is fast everywhere.
+product. Moving rows is fast everywhere.
 
 Not here: who chooses the experts (`models/moe.py`), and the way to other ranks (`parallel/ep.py`).
 """
-
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -19,13 +17,13 @@ from paceline.config.errors import InputError
 from paceline.kernels import switch
 from paceline.kernels.cost import Cost
 from paceline.kernels.experts import reference
-from paceline.kernels.matmul import Activation
+from paceline.kernels.experts.reference import Order
 
 SHAPES = ((8192, 2048, 768, 128, 8), (8192, 4096, 14336, 8, 2), (8192, 7168, 2048, 256, 8))
 """Tokens, width, inner width, experts and copies, of layers that people train."""
 
 
-def permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Order]:
     """Copy each token once for each of its experts, and sort the copies by expert.
 
     Args:
@@ -35,8 +33,7 @@ def permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Te
 
     Returns:
         rows (tokens * copies, width), those of the first expert first, in the order of the tokens;
-        counts (num_experts,) int64, how many rows each has; inverse (tokens * copies,) int64, the
-        row of each copy.
+        counts (num_experts,) int64, how many rows each has; the order, for `unpermute`.
 
     Raises:
         InputError: shapes don't fit.
@@ -47,20 +44,20 @@ def permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Te
             "given; give (tokens, width) and (tokens, copies)."
         )
     copies = expert_ids.shape[1]
-    places, counts = reference.sort(expert_ids, num_experts)
+    order, counts = reference.sort(expert_ids, num_experts)
     if not switch.takes("experts", x):
-        return reference.spread(x, places, copies), counts, places
+        return reference.spread(x, order, copies), counts, order
     from paceline.kernels.experts import operators
 
-    return operators.spread(x, places, copies), counts, places
+    return operators.spread(x, order.rows, copies), counts, order
 
 
-def unpermute(rows: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of each token's copies, in fp32, rounded once.
+def unpermute(rows: Tensor, order: Order, weights: Tensor) -> Tensor:
+    """The weighted sum of each token's copies; by the kernel in fp32, rounded once.
 
     Args:
         rows: (tokens * copies, width), sorted by expert.
-        inverse: (tokens * copies,) int64, as `permute` returned it.
+        order: as `permute` returned it.
         weights: (tokens, copies), of any floating type.
 
     Returns:
@@ -69,33 +66,30 @@ def unpermute(rows: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
     Raises:
         InputError: shapes don't fit.
     """
-    if rows.dim() != 2 or weights.dim() != 2 or not len(rows) == len(inverse) == weights.numel():
+    if rows.dim() != 2 or weights.dim() != 2 or not len(rows) == len(order.rows) == weights.numel():
         raise InputError(
-            f"rows of shape {tuple(rows.shape)}, inverse of shape {tuple(inverse.shape)} and "
-            f"weights of shape {tuple(weights.shape)} were given; give one row and one place for "
-            "each weight (tokens, copies)."
+            f"rows of shape {tuple(rows.shape)}, an order of {len(order.rows)} and weights of "
+            f"shape {tuple(weights.shape)} were given; give one row and one place for each weight "
+            "(tokens, copies)."
         )
     if not switch.takes("experts", rows):
-        return reference.collect(rows, inverse, weights)
+        return reference.collect(rows, order, weights)
     from paceline.kernels.experts import operators
 
     wide = weights.float().contiguous()
-    return operators.collect(rows, inverse, wide, weights.shape[1])
+    return operators.collect(rows, order.rows, wide, weights.shape[1])
 
 
-def grouped_linear(
-    rows: Tensor, weights: Tensor, counts: Tensor, activation: Activation = "none"
-) -> Tensor:
-    """activation(rows @ weights[expert].T), where rows are sorted by expert.
+def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """rows @ weights[expert].T, where rows are sorted by expert.
 
     Args:
         rows: (num_rows, K).
-        weights: (experts, N, K), of rows' type; gate and up rows interleaved for "swiglu".
+        weights: (experts, N, K), of rows' type.
         counts: (experts,) int64, rows of each; their sum is num_rows.
-        activation: as in `matmul.linear_act`.
 
     Returns:
-        (num_rows, N), or (num_rows, N / 2) for "swiglu".
+        (num_rows, N)
 
     Raises:
         InputError: shapes or types don't fit.
@@ -104,65 +98,42 @@ def grouped_linear(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         rows, weights = rows.to(dtype), weights.to(dtype)
-    _check(rows, weights, counts, activation)
+    _check(rows, weights, counts)
     if switch.takes("experts", rows):
         from paceline.kernels.experts import operators
 
         if operators.can_multiply(rows, weights):
-            return operators.grouped_linear(rows, weights, counts, activation)
-    return reference.grouped_linear(rows, weights, counts, activation)
+            return operators.grouped_linear(rows, weights, counts)
+    return reference.grouped_linear(rows, weights, counts)
 
 
-def permute_cost(tokens: int, width: int, copies: int, item_size: int) -> Cost:
-    """Read each token, write its copies; backward the other way round. Sorting isn't counted."""
-    return Cost((1 + copies) * tokens * width * item_size)
+def route_forward_cost(tokens: int, width: int, copies: int, item_size: int) -> Cost:
+    """`permute` and `unpermute`: tokens and their copies, each read and written once."""
+    return Cost(2 * (1 + copies) * tokens * width * item_size)
 
 
-def unpermute_forward_cost(tokens: int, width: int, copies: int, item_size: int) -> Cost:
-    """Read the copies of each token, write their sum."""
-    return Cost((1 + copies) * tokens * width * item_size)
-
-
-def unpermute_backward_cost(tokens: int, width: int, copies: int, item_size: int) -> Cost:
-    """Read the gradient of each token and its copies, write the gradients of these."""
-    return Cost((1 + 2 * copies) * tokens * width * item_size)
+def route_backward_cost(tokens: int, width: int, copies: int, item_size: int) -> Cost:
+    """As forward, and the copies are read once more, for the gradients of their weights."""
+    return Cost((2 + 3 * copies) * tokens * width * item_size)
 
 
 def grouped_linear_forward_cost(
-    rows: int,
-    columns: int,
-    inner: int,
-    experts: int,
-    item_size: int,
-    activation: Activation = "none",
-    saves: bool = False,
+    rows: int, columns: int, inner: int, experts: int, item_size: int
 ) -> Cost:
-    """Read rows and the weights of all experts, write the result, and what backward needs."""
-    width = columns // 2 if activation == "swiglu" else columns
-    values = rows * inner + experts * columns * inner + rows * (width + columns * saves)
+    """Read rows and the weights of all experts, write the result."""
+    values = rows * inner + experts * columns * inner + rows * columns
     return Cost(values * item_size, 2 * rows * columns * inner)
 
 
 def grouped_linear_backward_cost(
-    rows: int,
-    columns: int,
-    inner: int,
-    experts: int,
-    item_size: int,
-    activation: Activation = "none",
+    rows: int, columns: int, inner: int, experts: int, item_size: int
 ) -> Cost:
-    """Two products; and before them, where there is an activation, a pass over its gradient."""
-    width = columns // 2 if activation == "swiglu" else columns
-    passed = 0 if activation == "none" else rows * width + 2 * rows * columns
-    products = 2 * (rows * columns + experts * columns * inner + rows * inner)
-    return Cost((passed + products) * item_size, 4 * rows * columns * inner)
+    """Two products, each of which reads two matrices and writes one."""
+    values = 2 * (rows * columns + experts * columns * inner + rows * inner)
+    return Cost(values * item_size, 4 * rows * columns * inner)
 
 
-def _check(rows: Tensor, weights: Tensor, counts: Tensor, activation: str) -> None:
-    if activation not in get_args(Activation):
-        raise InputError(
-            f'activation = "{activation}" was given; use one of {", ".join(get_args(Activation))}.'
-        )
+def _check(rows: Tensor, weights: Tensor, counts: Tensor) -> None:
     if rows.dim() != 2 or weights.dim() != 3 or rows.shape[1] != weights.shape[2]:
         raise InputError(
             f"rows of shape {tuple(rows.shape)} and weights of shape {tuple(weights.shape)} were "
@@ -176,9 +147,4 @@ def _check(rows: Tensor, weights: Tensor, counts: Tensor, activation: str) -> No
     if rows.dtype != weights.dtype:
         raise InputError(
             f"rows in {rows.dtype} and weights in {weights.dtype} were given; convert one of them."
-        )
-    if activation == "swiglu" and weights.shape[1] % 2:
-        raise InputError(
-            f'Weights of {weights.shape[1]} rows were given with "swiglu"; '
-            "give pairs of rows, see `matmul.interleave`."
         )

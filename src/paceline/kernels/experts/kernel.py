@@ -11,15 +11,26 @@ in; what it brings of the next expert's rows isn't stored, and a product that su
 of the gradient of weights) does its last, cut step with loads that stop at the expert's last row.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 from paceline.kernels.launch import Kernel, Launch, next_power_of_2
-from paceline.kernels.matmul.tiles import activate, halves, place
 
 _WIDEST = 4096
+
+
+@triton.jit
+def _place(tile, num_rows, num_columns, GROUP: tl.constexpr):
+    """Row and column of a tile, by its number among num_rows * num_columns.
+
+    Neighbours in number share operands: they go down a column of GROUP rows before the next column
+    begins, so tiles that run at one time read few rows and few columns, and find them in the L2.
+    """
+    per_group = GROUP * num_columns
+    first = tile // per_group * GROUP
+    height = tl.minimum(num_rows - first, GROUP)
+    inside = tile % per_group
+    return first + inside % height, inside // height
 
 
 @triton.jit
@@ -96,15 +107,12 @@ def _grouped(
     weights,
     counts,
     out,
-    preact,
     rows_stride,
     num_rows,
     num_experts,
     n,
     k,
-    ACTIVATION: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    SAVES: tl.constexpr,
     EXPERTS: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -130,7 +138,7 @@ def _grouped(
     ends = tl.cumsum(tiles_of_expert, 0)
     num_row_tiles, num_columns = tl.sum(tiles_of_expert, 0), tl.cdiv(n, BLOCK_N)
     for tile in tl.range(tl.program_id(0), num_row_tiles * num_columns, tl.num_programs(0)):
-        row_tile, column = place(tile, num_row_tiles, num_columns, GROUP)
+        row_tile, column = _place(tile, num_row_tiles, num_columns, GROUP)
         expert = tl.sum((ends <= row_tile).to(tl.int32), 0)
         before = experts < expert
         first = tl.sum(tl.where(before, of_expert, 0), 0)
@@ -147,36 +155,18 @@ def _grouped(
             if WIDEN:
                 a, b = a.to(tl.float32), b.to(tl.float32)
             total = tl.dot(a, b, total, input_precision="ieee")
-        left, right = halves(total, BLOCK_M, BLOCK_N)
-        _finish(left, out, preact, row, end, column, n, ACTIVATION, SAVES, BLOCK_M, HALF)
-        _finish(right, out, preact, row, end, column + HALF, n, ACTIVATION, SAVES, BLOCK_M, HALF)
+        # Half a tile at a time, for registers.
+        left, right = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+        _store(left, out, row, end, column, n, BLOCK_M, HALF)
+        _store(right, out, row, end, column + HALF, n, BLOCK_M, HALF)
 
 
 @triton.jit
-def _finish(
-    z,
-    out,
-    preact,
-    row,
-    end,
-    column,
-    n,
-    ACTIVATION: tl.constexpr,
-    SAVES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    NARROWER: tl.constexpr = 2 if ACTIVATION == "swiglu" else 1
+def _store(z, out, row, end, column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     rows = (row + tl.arange(0, ROWS))[:, None]
-    if SAVES:
-        columns = (column + tl.arange(0, COLUMNS))[None, :]
-        at = rows.to(tl.int64) * n + columns
-        tl.store(preact + at, z.to(preact.dtype.element_ty), mask=(rows < end) & (columns < n))
-    y = activate(z, ACTIVATION, ROWS, COLUMNS)
-    columns = (column // NARROWER + tl.arange(0, COLUMNS // NARROWER))[None, :]
-    width = n // NARROWER
+    columns = (column + tl.arange(0, COLUMNS))[None, :]
     at = rows.to(tl.int64) * width + columns
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=(rows < end) & (columns < width))
+    tl.store(out + at, z.to(out.dtype.element_ty), mask=(rows < end) & (columns < width))
 
 
 @triton.jit
@@ -211,7 +201,7 @@ def _grouped_weights(
     tiles = of_row * of_column
     for tile in tl.range(tl.program_id(0), tiles * num_experts, tl.num_programs(0)):
         expert = tile // tiles
-        row, column = place(tile % tiles, of_row, of_column, GROUP)
+        row, column = _place(tile % tiles, of_row, of_column, GROUP)
         row, column = row * BLOCK_M, column * BLOCK_N
         first = tl.sum(tl.where(experts < expert, of_expert, 0), 0)
         end = first + tl.sum(tl.where(experts == expert, of_expert, 0), 0)
@@ -281,16 +271,6 @@ def _other_groups(size: int) -> list[Launch]:
     ]
 
 
-def _variant(activation: str, transposed: bool, saves: bool, experts: int) -> dict[str, Any]:
-    return {
-        "ACTIVATION": activation,
-        "TRANSPOSED": transposed,
-        "SAVES": saves,
-        "EXPERTS": experts,
-        "WIDEN": False,
-    }
-
-
 _WIDTHS = (2048, 7168)
 _SIZES = (64 * 1024, 1024 * 2048, 65536 * 2048)
 SPREAD = Kernel(
@@ -324,14 +304,12 @@ COLLECT_BACKWARD = Kernel(
 GROUPED = Kernel(
     "experts.grouped",
     _grouped,
-    "rows weights out preact: *T; counts: *i64; rows_stride num_rows num_experts n k: i32",
+    "rows weights out: *T; counts: *i64; rows_stride num_rows num_experts n k: i32",
     _grouped_rule,
     _SIZES,
     (
-        _variant("swiglu", True, True, 128),
-        _variant("none", True, False, 32),
-        _variant("none", False, False, 128),
-        _variant("gelu", True, True, 64),
+        {"TRANSPOSED": True, "EXPERTS": 32, "WIDEN": False},
+        {"TRANSPOSED": False, "EXPERTS": 128, "WIDEN": False},
     ),
     _other_groups,
     least_capability=90,

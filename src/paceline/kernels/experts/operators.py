@@ -15,14 +15,8 @@ from paceline.kernels.experts.kernel import (
     SPREAD,
 )
 from paceline.kernels.launch import Kernel, as_rows, next_power_of_2
-from paceline.kernels.matmul.operators import (
-    BY_OUTPUT,
-    allow_descriptors,
-    described,
-    over_activation,
-    processors,
-)
 from paceline.kernels.operator import Differentiable, Operator
+from paceline.kernels.partials import num_processors
 
 _ROW_BYTES = 16
 """What Hopper's copy engine wants rows to be multiples of."""
@@ -38,16 +32,6 @@ def can_multiply(rows: Tensor, weights: Tensor) -> bool:
             return False
     aligned = all(n * rows.itemsize % _ROW_BYTES == 0 for n in weights.shape[1:])
     return aligned and weights.shape[0] <= _MOST_EXPERTS
-
-
-def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor, activation: str) -> Tensor:
-    """See the package."""
-    saves = (
-        activation not in (*BY_OUTPUT, "none")
-        and torch.is_grad_enabled()
-        and (rows.requires_grad or weights.requires_grad)
-    )
-    return _linear(rows, weights, counts, activation, saves)[0]
 
 
 def _run_spread(x: Tensor, places: Tensor, copies: int) -> Tensor:
@@ -91,38 +75,20 @@ def _grid(x: Tensor) -> Any:
     return lambda blocks: (tokens, triton.cdiv(width, blocks["BLOCK"]))
 
 
-def _run_linear(
-    rows: Tensor, weights: Tensor, counts: Tensor, activation: str, saves: bool
-) -> tuple[Tensor, Tensor]:
-    """The result, and what the activation was applied to where that is saved."""
-    out, preact = _linear_results(rows, weights, counts, activation, saves)
-    _launch_grouped(rows, weights, counts, out, preact, activation, True)
-    return out, preact
-
-
-def _linear_results(
-    rows: Tensor, weights: Tensor, counts: Tensor, activation: str, saves: bool
-) -> tuple[Tensor, Tensor]:
-    columns = weights.shape[1]
-    width = columns // 2 if activation == "swiglu" else columns
-    out = rows.new_empty(rows.shape[0], width)
-    return out, rows.new_empty(rows.shape[0] if saves else 0, columns)
+def _run_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    out = rows.new_empty(rows.shape[0], weights.shape[1])
+    _launch_grouped(rows, weights, counts, out, True)
+    return out
 
 
 def _run_rows_gradient(grad: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     out = grad.new_empty(grad.shape[0], weights.shape[2])
-    _launch_grouped(grad, weights, counts, out, out.new_empty(0), "none", False)
+    _launch_grouped(grad, weights, counts, out, False)
     return out
 
 
 def _launch_grouped(
-    rows: Tensor,
-    weights: Tensor,
-    counts: Tensor,
-    out: Tensor,
-    preact: Tensor,
-    activation: str,
-    transposed: bool,
+    rows: Tensor, weights: Tensor, counts: Tensor, out: Tensor, transposed: bool
 ) -> None:
     if not out.numel():
         return
@@ -132,18 +98,8 @@ def _launch_grouped(
     num_experts, *extents = weights.shape
     n, k = extents if transposed else extents[::-1]
     size = rows.shape[0] * n
-    saves = preact.numel() > 0
-    arguments = (
-        *(rows, weights, counts, out, preact if saves else out),
-        *(rows.stride(0), rows.shape[0], num_experts, n, k),
-    )
-    flags = {
-        "ACTIVATION": activation,
-        "TRANSPOSED": transposed,
-        "SAVES": saves,
-        "EXPERTS": _counts_block(num_experts),
-        "WIDEN": switch.is_interpreted(),
-    }
+    arguments = rows, weights, counts, out, rows.stride(0), rows.shape[0], num_experts, n, k
+    flags = {"TRANSPOSED": transposed, "EXPERTS": _counts_block(num_experts)}
     _launch_persistent(GROUPED, size, rows, arguments, flags)
 
 
@@ -158,14 +114,20 @@ def _run_weights_gradient(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
             *(left, right, counts, out),
             *(left.stride(0), right.stride(0), rows.shape[0], num_experts, n, k),
         )
-        flags = {"EXPERTS": _counts_block(num_experts), "WIDEN": switch.is_interpreted()}
+        flags = {"EXPERTS": _counts_block(num_experts)}
         _launch_persistent(GROUPED_WEIGHTS, num_experts * n * k, rows, arguments, flags)
     return out
 
 
 def _launch_persistent(kernel: Kernel, size: int, x: Tensor, arguments: Any, flags: Any) -> None:
-    allow_descriptors()
-    kernel((processors(x.device),), size, x, *arguments, **flags)
+    """A program for each processor, which goes through many tiles."""
+    # Memory for descriptors made on the device: Triton asks anew in each thread.
+    triton.set_allocator(_memory)
+    kernel((num_processors(x.device),), size, x, *arguments, **flags, WIDEN=switch.is_interpreted())
+
+
+def _memory(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _counts_block(num_experts: int) -> int:
@@ -175,7 +137,15 @@ def _counts_block(num_experts: int) -> int:
 
 def _movable(x: Tensor) -> Tensor:
     """As it is where the copy engine can read it, else a copy: torch aligns what it allocates."""
-    return x if described(x) else x.clone(memory_format=torch.contiguous_format)
+    row_stride = x.stride(-2)
+    is_movable = (
+        x.stride(-1) == 1
+        and row_stride >= x.shape[-1] > 0
+        and x.shape[-2] > 0
+        and row_stride * x.itemsize % _ROW_BYTES == 0
+        and x.data_ptr() % _ROW_BYTES == 0
+    )
+    return x if is_movable else x.clone(memory_format=torch.contiguous_format)
 
 
 _spread = Operator(
@@ -196,7 +166,11 @@ _collect_backward = Operator(
         torch.empty_like(weights),
     ),
 )
-_forward = Operator("grouped_linear", _run_linear, _linear_results)
+_forward = Operator(
+    "grouped_linear",
+    _run_linear,
+    lambda rows, weights, counts: rows.new_empty(rows.shape[0], weights.shape[1]),
+)
 _rows_gradient = Operator(
     "grouped_linear_rows",
     _run_rows_gradient,
@@ -234,24 +208,17 @@ def _collect_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, Non
 collect = Differentiable(_collect, _save_collect, _collect_gradient)
 
 
-def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    rows, weights, counts, ctx.activation, saves = inputs
-    out, preact = output
-    ctx.mark_non_differentiable(preact)
-    ctx.by_output = not saves
-    kept = (preact if saves else out) if ctx.activation != "none" else rows.new_empty(0)
-    ctx.save_for_backward(rows, weights, counts, kept)
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
 
 
-def _linear_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    rows, weights, counts, kept = ctx.saved_tensors
-    if ctx.activation != "none":
-        grad, _ = over_activation(grad, kept, ctx.activation, ctx.by_output)
+def _linear_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    rows, weights, counts = ctx.saved_tensors
     return (
         _rows_gradient(grad, weights, counts) if ctx.needs_input_grad[0] else None,
         _weights_gradient(grad, rows, counts) if ctx.needs_input_grad[1] else None,
-        *(None, None, None),
+        None,
     )
 
 
-_linear = Differentiable(_forward, _save_linear, _linear_gradient)
+grouped_linear = Differentiable(_forward, _save_linear, _linear_gradient)

@@ -3,14 +3,23 @@
 Papers: sorted rows and grouped products https://arxiv.org/abs/2211.15841 (MegaBlocks).
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.matmul.reference import activate
+
+class Order(NamedTuple):
+    """The copies of the tokens, sorted by expert: int64 (tokens * copies,) each."""
+
+    copies: Tensor
+    """Which copy each row is: copy c of token t has the number t * copies + c."""
+    rows: Tensor
+    """In which row each copy is."""
 
 
-def sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def sort(expert_ids: Tensor, num_experts: int) -> tuple[Order, Tensor]:
     """Where each copy of a token goes when copies are sorted by expert, and how many go to each.
 
     Nothing waits for the device.
@@ -20,40 +29,59 @@ def sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         num_experts: each of them is one.
 
     Returns:
-        places (tokens * copies,) and counts (num_experts,), int64. Copies of one expert stay in
-        order.
+        the order and counts (num_experts,) int64. Copies of one expert stay in order.
     """
     ids = expert_ids.flatten().long()
     # Sorting by radix goes through the bits of the type.
     keys = ids.to(torch.int16) if num_experts <= torch.iinfo(torch.int16).max else ids
-    order = keys.argsort(stable=True)
-    numbers = torch.arange(len(order), device=order.device)
-    places = torch.empty_like(order).scatter_(0, order, numbers)
-    counts = ids.new_zeros(num_experts).scatter_add_(0, ids, torch.ones_like(ids))
-    return places, counts
+    copies = keys.argsort(stable=True)
+    numbers = torch.arange(len(copies), device=copies.device)
+    rows = torch.empty_like(copies).scatter_(0, copies, numbers)
+    return Order(copies, rows), occurrences(ids, num_experts)
 
 
-def spread(x: Tensor, places: Tensor, copies: int) -> Tensor:
-    """Copies of the rows of x (tokens, width), each in its place: (tokens * copies, width)."""
-    order = torch.empty_like(places).scatter_(
-        0, places, torch.arange(len(places), device=places.device)
+def occurrences(values: Tensor, num: int) -> Tensor:
+    """How often each of 0..num-1 occurs in the last dimension: (..., num) int64.
+
+    Unlike `bincount` it doesn't wait for the device.
+    """
+    return values.new_zeros((*values.shape[:-1], num)).scatter_add_(
+        -1, values, torch.ones_like(values)
     )
-    # Each row is picked once, so its gradient is the same to the bit each time.
-    return x.unsqueeze(1).expand(-1, copies, -1).flatten(0, 1).index_select(0, order)
 
 
-def collect(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+def spread(x: Tensor, order: Order, copies: int) -> Tensor:
+    """Copies of the rows of x (tokens, width), each in its place: (tokens * copies, width)."""
+    return _Pick.apply(x, order.copies // copies, order.rows, copies)
+
+
+def collect(rows: Tensor, order: Order, weights: Tensor) -> Tensor:
     """The weighted sum (tokens, width) of the copies of each token; weights (tokens, copies)."""
-    copies = rows.index_select(0, places).unflatten(0, weights.shape)
+    copies = _Pick.apply(rows, order.rows, order.copies, 1).unflatten(0, weights.shape)
     return (copies * weights.to(rows.dtype).unsqueeze(-1)).sum(1)
 
 
-def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor, activation: str) -> Tensor:
-    """The activation of each group of rows times its own matrix."""
-    return activate(grouped_product(rows, weights, counts), activation)
+class _Pick(torch.autograd.Function):
+    """Rows of a tensor in another order, each as often as the others; the same to the bit twice.
+
+    Indexing alone would add up gradients in an order that threads decide.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, place: Tensor, copies: int) -> Tensor:
+        """Return x[index]; `place` says where the copies of each row go, (rows * copies,)."""
+        ctx.save_for_backward(place)
+        ctx.copies = copies
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Add up the gradients of the copies of each row."""
+        (place,) = ctx.saved_tensors
+        return grad[place].unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
 
 
-def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Multiply each group of rows by its own matrix.
 
     Args:

@@ -1,9 +1,9 @@
-"""Normalisation of rows: RMSNorm, LayerNorm, and RMSNorm of a sum with the residual stream.
+"""Normalisation of rows: RMSNorm, and RMSNorm of a sum with the residual stream.
 
 Forward is one pass over memory, and so is backward: gradients of x and of the weights come from
-one reading of the gradient and of x (from two where a row is of more than 8192 values; RMSNorm in
-16 bits, 16384). What is kept for it are one or two numbers of a row. Arithmetic is in fp32 whatever
-the tensors' type, and results are in x's type, also where the weights are wider.
+one reading of the gradient and of x (from two where a row is of more than 8192 values; in 16 bits,
+16384). Kept for it is one number of a row. Arithmetic is in fp32 whatever the tensors' type, and
+results are in x's type, also where the weights are wider.
 
 On DTensors whose rows are whole (sharded along any dimension but the last) and weights that are
 replicated, rows stay where they are, and the weights' gradients are partial sums.
@@ -38,38 +38,12 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
 
     Source: https://arxiv.org/abs/1910.07467.
     """
-    _check_width(x, "weight", weight)
+    _check_width(x, weight)
     if not switch.takes("norm", x):
         return reference.rms_norm(x, weight, eps)
     from paceline.kernels.norm import kernel
 
-    return kernel.norm(x, weight, None, eps, False)[0]
-
-
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
-    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, row by row.
-
-    Args:
-        x: (..., width).
-        weight: (width,), of x's type or a wider one; None is all ones.
-        bias: likewise; None is all zeros.
-        eps: added to the variance.
-
-    Returns:
-        (..., width), contiguous, of x's type.
-
-    Raises:
-        InputError: weight or bias are not of x's width.
-
-    Source: https://arxiv.org/abs/1607.06450.
-    """
-    _check_width(x, "weight", weight)
-    _check_width(x, "bias", bias)
-    if not switch.takes("norm", x):
-        return reference.layer_norm(x, weight, bias, eps)
-    from paceline.kernels.norm import kernel
-
-    return kernel.norm(x, weight, bias, eps, True)[0]
+    return kernel.norm(x, weight, eps)[0]
 
 
 def add_rms_norm(
@@ -89,7 +63,7 @@ def add_rms_norm(
     Raises:
         InputError: the weight is not of x's width, or residual not of x's shape and type.
     """
-    _check_width(x, "weight", weight)
+    _check_width(x, weight)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise InputError(
             f"x is {tuple(x.shape)} of {x.dtype} and residual {tuple(residual.shape)} of "
@@ -104,12 +78,12 @@ def add_rms_norm(
 
 
 def forward_cost(rows: int, width: int, item_size: int) -> Cost:
-    """RMSNorm or LayerNorm: read x, write the result."""
+    """Read x, write the result."""
     return Cost(2 * rows * width * item_size)
 
 
 def backward_cost(rows: int, width: int, item_size: int) -> Cost:
-    """RMSNorm or LayerNorm: read the gradient and x, write the gradient of x."""
+    """Read the gradient and x, write the gradient of x."""
     return Cost(3 * rows * width * item_size)
 
 
@@ -123,10 +97,10 @@ def add_backward_cost(rows: int, width: int, item_size: int) -> Cost:
     return Cost(4 * rows * width * item_size)
 
 
-def _check_width(x: Tensor, name: str, values: Tensor | None) -> None:
-    if x.ndim == 0 or (values is not None and values.shape != x.shape[-1:]):
-        given = "none" if values is None else tuple(values.shape)
+def _check_width(x: Tensor, weight: Tensor | None) -> None:
+    if x.ndim == 0 or (weight is not None and weight.shape != x.shape[-1:]):
+        given = "none" if weight is None else tuple(weight.shape)
         raise InputError(
-            f"x is {tuple(x.shape)} and {name} {given}; a norm is over x's last dimension, with a "
-            f"{name} of that length: change one of them."
+            f"x is {tuple(x.shape)} and weight {given}; a norm is over x's last dimension, with a "
+            "weight of that length: change one of them."
         )

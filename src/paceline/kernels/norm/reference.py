@@ -1,6 +1,6 @@
 """Normalisation of rows, the specification: plain torch, in any floating type.
 
-Papers: RMSNorm https://arxiv.org/abs/1910.07467, LayerNorm https://arxiv.org/abs/1607.06450.
+Paper: RMSNorm https://arxiv.org/abs/1910.07467.
 """
 
 import torch
@@ -16,16 +16,6 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     # As torch computes it, but without its warning that it has no fused form for two types.
     wide = torch.promote_types(x.dtype, weight.dtype)
     return F.rms_norm(x.to(wide), width, weight.to(wide), eps).to(x.dtype)
-
-
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """x less its row's mean, over its row's standard deviation, times weight, plus bias."""
-    given = [each for each in (weight, bias) if each is not None]
-    wide = x.dtype
-    for each in given:
-        wide = torch.promote_types(wide, each.dtype)
-    weight, bias = (None if each is None else each.to(wide) for each in (weight, bias))
-    return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
 def add_rms_norm(

@@ -16,23 +16,20 @@ def forward(
     x,
     residual,
     weight,
-    bias,
     out,
     summed,
-    stats,
+    scales,
     x_stride,
     residual_stride,
     rows,
     width,
     eps,
-    IS_LAYER: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalise ROWS rows; keep each one's mean (LayerNorm) and scale."""
+    """Normalise ROWS rows; keep what each one is multiplied by."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < width)
@@ -42,20 +39,11 @@ def forward(
         stored = (value + add.to(tl.float32)).to(summed.dtype.element_ty)
         tl.store(summed + row * width + column, stored, mask=inside)
         value = stored.to(tl.float32)
-    if IS_LAYER:
-        mean = tl.sum(value, axis=1)[:, None] / width
-        value = tl.where(inside, value - mean, 0.0)
-        tl.store(stats + row * 2, mean, mask=row < rows)
     scale = tl.rsqrt(tl.sum(value * value, axis=1)[:, None] / width + eps)
-    if IS_LAYER:
-        tl.store(stats + row * 2 + 1, scale, mask=row < rows)
-    else:
-        tl.store(stats + row, scale, mask=row < rows)
+    tl.store(scales + row, scale, mask=row < rows)
     result = value * scale
     if HAS_WEIGHT:
         result *= tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        result += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
     tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -65,19 +53,16 @@ def backward(
     grad_sum,
     x,
     weight,
-    stats,
+    scales,
     grad_x,
     weight_sums,
-    bias_sums,
     grad_stride,
     grad_sum_stride,
     x_stride,
     rows,
     width,
-    IS_LAYER: tl.constexpr,
     HAS_SUM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -85,13 +70,12 @@ def backward(
 ):
     """Walk over blocks of ROWS rows, a grid's length apart.
 
-    Written are the gradient of x, and this program's sums of the gradients of weight and bias.
+    Written are the gradient of x, and this program's sums of the gradient of the weight.
     """
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
     in_row = column < width
     weights = tl.zeros((ROWS, BLOCK), tl.float32)
-    biases = tl.zeros((ROWS, BLOCK), tl.float32)
     share = 1.0 / width
     blocks = tl.cdiv(rows, ROWS)
     if HAS_WEIGHT and STAGES > 1:
@@ -103,15 +87,8 @@ def backward(
         grads, values = grad + row * grad_stride + column, x + row * x_stride + column
         d = tl.load(grads, mask=inside, other=0.0).to(tl.float32)
         hat = tl.load(values, mask=inside, other=0.0).to(tl.float32)
-        mean = 0.0
-        if IS_LAYER:
-            mean = tl.load(stats + row * 2, mask=row < rows, other=0.0)
-            scale = tl.load(stats + row * 2 + 1, mask=row < rows, other=0.0)
-        else:
-            scale = tl.load(stats + row, mask=row < rows, other=0.0)
-        hat = (hat - mean) * scale
-        if HAS_BIAS:
-            biases += d
+        scale = tl.load(scales + row, mask=row < rows, other=0.0)
+        hat = hat * scale
         if HAS_WEIGHT:
             weights += d * hat
             if STAGES == 1:
@@ -119,19 +96,16 @@ def backward(
                 factors = tl.load(weight + column, mask=in_row, other=0.0).to(tl.float32)
             d *= factors
         along = (tl.sum(d * hat, axis=1) * share)[:, None]
-        level = 0.0
-        if IS_LAYER:
-            level = (tl.sum(d, axis=1) * share)[:, None]
         if AGAIN:
             # What was read a moment ago is near, and didn't have to be kept in registers.
             d = tl.load(grads, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             hat = tl.load(values, mask=inside, other=0.0, eviction_policy="evict_first")
-            hat = (hat.to(tl.float32) - mean) * scale
+            hat = hat.to(tl.float32) * scale
             if HAS_WEIGHT:
                 d *= tl.load(
                     weight + column, mask=in_row, other=0.0, eviction_policy="evict_last"
                 ).to(tl.float32)
-        change = (d - level - hat * along) * scale
+        change = (d - hat * along) * scale
         if HAS_SUM:
             add = tl.load(grad_sum + row * grad_sum_stride + column, mask=inside, other=0.0)
             change += add.to(tl.float32)
@@ -140,5 +114,3 @@ def backward(
     at = program.to(tl.int64) * width + tl.arange(0, BLOCK)
     if HAS_WEIGHT:
         tl.store(weight_sums + at, tl.sum(weights, axis=0), mask=tl.arange(0, BLOCK) < width)
-    if HAS_BIAS:
-        tl.store(bias_sums + at, tl.sum(biases, axis=0), mask=tl.arange(0, BLOCK) < width)

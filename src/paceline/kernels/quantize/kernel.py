@@ -46,11 +46,6 @@ class _Scheme(NamedTuple):
         """By argument."""
         return self._asdict()
 
-    @property
-    def words_per_block(self) -> int:
-        """Of codes."""
-        return BLOCK // 4 // self.PARTS
-
 
 SCHEMES: Mapping[str, _Scheme] = {
     "int8": _Scheme(_INTEGERS.value, 127.0, 1),

@@ -15,7 +15,7 @@ from paceline.config.model import Model
 from paceline.config.noun import size
 from paceline.models.moe import updated_bias
 from paceline.parallel.ep import apply_placement, expert_layers, expert_loads, slots_of_experts
-from paceline.plan.experts import move_experts, placement_of
+from paceline.plan.experts import move_experts
 
 
 class Balance:
@@ -57,7 +57,6 @@ class Balance:
     def _rebalance(self, loads: Tensor, optimizer: torch.optim.Optimizer) -> None:
         assert self._meshes is not None
         assert self._meshes.experts is not None
-        now = placement_of(slots_of_experts(self._module).numpy(), self._num_ep)
-        better = move_experts(now, loads.double().cpu().numpy())
-        slots = torch.from_numpy(better.slot_of_expert)
+        now = slots_of_experts(self._module).numpy()
+        slots = torch.from_numpy(move_experts(now, loads.double().cpu().numpy(), self._num_ep))
         apply_placement(self._module, optimizer, slots, self._meshes.experts["ep"])

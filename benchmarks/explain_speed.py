@@ -57,7 +57,7 @@ _OURS = _TIMED.format(
     imports="""
 from pathlib import Path
 from paceline.observe.account import Account
-from paceline.observe.device_mix import DeviceMix
+from benchmarks.device_mix import DeviceMix
 from paceline.observe.timeline import Timeline
 """,
     work="""

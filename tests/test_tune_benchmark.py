@@ -6,8 +6,8 @@ from rich.console import Console
 from benchmarks.tune import CASES, Case, Outcome, _duel, _keep, _sweep, every_job, page
 from paceline.config.job import Job
 from paceline.tune.candidates import Question
-from paceline.tune.measurer import FakeMeasurer
 from paceline.tune.settings import differences
+from tests.tune.fake import FakeMeasurer
 from tests.tune.jobs import job
 
 FACTS = {

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.device_mix import DeviceMix
 from paceline.observe.account import Account
 from paceline.observe.accounting import accounting, accounting_ns
-from paceline.observe.device_mix import DeviceMix
 from paceline.observe.terms import TERM_ID, TERMS
 from paceline.observe.timeline import COMM, PROCESSOR, Timeline
 

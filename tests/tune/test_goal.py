@@ -4,8 +4,8 @@ import pytest
 
 from paceline.config.errors import InputError
 from paceline.tune.goal import Figures, Goal, one_device, reference_of, seconds_of
-from paceline.tune.measurer import FakeMeasurer
 from paceline.tune.trial import Reference
+from tests.tune.fake import FakeMeasurer
 from tests.tune.jobs import CLUSTER, figure, job
 
 

@@ -16,12 +16,12 @@ from paceline.tune.book import FolderBook
 from paceline.tune.candidates import Question, neighbours, predicted, untried
 from paceline.tune.goal import Goal
 from paceline.tune.loop import Limits, Loop
-from paceline.tune.measurer import FakeMeasurer
 from paceline.tune.page import render
 from paceline.tune.propose import LEAST_GAIN, Proposer
 from paceline.tune.settings import Freedom
 from paceline.tune.story import paragraph, parts
 from paceline.tune.trial import Outcome
+from tests.tune.fake import FakeMeasurer
 from tests.tune.jobs import job
 
 SURE = (Evidence("host", "Seen."), Evidence("clock", "Timed."))

@@ -149,18 +149,3 @@ class Account:
             at for name, at in TERM_ID.items() if name == term or name.startswith(f"{term}.")
         ]
         return float(rows[:, columns].sum(axis=1).mean()) / 1e9
-
-    def variation(self) -> tuple[float, float]:
-        """Return how far ranks and steps differ: (slowest - quickest) / median of each.
-
-        Ranks by the mean of their steps without `straggler_wait`: a rank that waits for another one
-        takes as long as that, and isn't slow. Steps by the mean of their ranks.
-        """
-        lengths = self.steps["end_ns"] - self.steps["start_ns"]
-        own = lengths - self.terms_ns[:, TERM_ID["straggler_wait"]]
-        return _spread(self.steps["rank"], own), _spread(self.steps["step"], lengths)
-
-
-def _spread(key: _Array, lengths_ns: _Array) -> float:
-    means = [lengths_ns[key == one].mean() for one in np.unique(key)]
-    return float((max(means) - min(means)) / np.median(means))

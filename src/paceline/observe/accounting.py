@@ -8,8 +8,6 @@ the end rounds.
 
 The same rule serves predicted and measured timelines, CPU and CUDA: how a trace becomes layered
 spans is decided before (`observe.kineto`).
-
-`observe.device_mix` is the coarser split (compute, anything else, idle) of other tools.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,11 +28,6 @@ class Intervals(NamedTuple):
 
     starts: _Array
     ends: _Array
-
-    @property
-    def total_ns(self) -> int:
-        """The summed length."""
-        return int((self.ends - self.starts).sum())
 
 
 def union(starts: _Array, ends: _Array) -> Intervals:

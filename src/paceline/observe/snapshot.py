@@ -56,7 +56,6 @@ _BY_FRAME = (
 )
 _FREES_GRADS = re.compile(r":zero_grad$")
 
-_Array = npt.NDArray[Any]
 Block = tuple[int, int]  # address, bytes
 
 

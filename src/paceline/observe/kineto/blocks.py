@@ -36,7 +36,6 @@ _TRUNCATED, _TRAILING = "truncated", "trailing"
 _MOST_BYTES_OF_ONE = 64 << 20  # of an event, or of what stands before the first
 # Real traces are packed to a tenth or a thirtieth; what deflate can do is a thousandth.
 _MOST_RATIO, _RATIO_COUNTS_FROM = 400, 1 << 30
-_MOST_LEFT_OUT = 0.1  # of the events
 _SPACES = bytes(byte if byte >= 32 else 32 for byte in range(256))
 _NOT_NUMBERS = re.compile(rb"(?<=[:,\[])(\s*)(-?Infinity|NaN|-?nan|-?inf)(?=\s*[,}\]])")
 _OTHER_FILES = {

@@ -42,9 +42,9 @@ def some_targets(*shape: int, vocab: int, seed: int = 7) -> Tensor:
     return torch.where(torch.rand(shape, generator=generator) < 0.3, IGNORED, ids).to(DEVICE)
 
 
-def in_place(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+def in_place(logits: Tensor, targets: Tensor) -> Tensor:
     """In place of a copy: a leaf can't be given up."""
-    return cross_entropy(logits.clone(), targets, z_loss, inplace=True)
+    return cross_entropy(logits.clone(), targets, inplace=True)
 
 
 @pytest.fixture
@@ -61,14 +61,13 @@ def small_blocks(monkeypatch):
 @given(
     shape=shapes,
     vocab=st.integers(1, 70),
-    z_loss=st.sampled_from([0.0, 0.1]),
     function=st.sampled_from([cross_entropy, in_place]),
 )
 @settings(max_examples=8, deadline=None)
-def test_it_is_the_reference(shape, vocab, z_loss, function):
+def test_it_is_the_reference(shape, vocab, function):
     targets = some_targets(*shape, vocab=vocab)
     targets.view(-1)[0] = vocab - 1
-    check(lambda logits: function(logits, targets, z_loss), [random(*shape, vocab, scale=3)], 1e-5)
+    check(lambda logits: function(logits, targets), [random(*shape, vocab, scale=3)], 1e-5)
 
 
 @with_kernels
@@ -76,7 +75,7 @@ def test_it_is_the_reference(shape, vocab, z_loss, function):
 def test_rows_of_many_blocks(small_blocks, function):
     targets = some_targets(3, vocab=59)
     targets[1] = 58
-    check(lambda logits: function(logits, targets, 0.01), [random(3, 59, scale=3)])
+    check(lambda logits: function(logits, targets), [random(3, 59, scale=3)])
 
 
 @with_kernels
@@ -194,16 +193,13 @@ def test_without_a_gradient_the_logits_stay():
     tokens=st.integers(1, 6),
     vocab=st.integers(2, 40),
     chunk_rows=st.sampled_from([1, 2, 4, 8, None]),
-    z_loss=st.sampled_from([0.0, 0.1]),
 )
 @settings(max_examples=8, deadline=None)
-def test_layer_and_loss_are_the_reference(tokens, vocab, chunk_rows, z_loss):
+def test_layer_and_loss_are_the_reference(tokens, vocab, chunk_rows):
     targets = some_targets(tokens, vocab=vocab)
     targets[-1] = vocab - 1
     check(
-        lambda hidden, weight: linear_cross_entropy(
-            hidden, weight, targets, z_loss, chunk_rows=chunk_rows
-        ),
+        lambda hidden, weight: linear_cross_entropy(hidden, weight, targets, chunk_rows=chunk_rows),
         [random(tokens, 5), random(vocab, 5, seed=1)],
         1e-5,
     )
@@ -290,26 +286,26 @@ def test_chunks_are_large_and_even():
 
 
 @with_kernels
-@pytest.mark.parametrize(("z_loss", "inplace"), [(0.0, False), (0.1, True)])
-def test_two_ranks_are_one(z_loss, inplace):
+@pytest.mark.parametrize(("is_masked", "inplace"), [(False, False), (True, True)])
+def test_two_ranks_are_one(is_masked, inplace):
     """Of 13 columns each: rows with a target on either rank, on none, and masked on one."""
     logits, targets = random(6, 26, scale=3).detach(), some_targets(6, vocab=26)
     targets[:4] = torch.tensor([0, 13, 25, IGNORED])
-    if z_loss:
+    if is_masked:
         logits[1, :13] = -math.inf
     wide = logits.double().requires_grad_()
-    right = loss.reference.cross_entropy(wide, targets, z_loss, IGNORED)
+    right = loss.reference.cross_entropy(wide, targets)
     (grad,) = torch.autograd.grad(3 * right, wide)
-    arguments = logits.cpu(), targets.cpu(), z_loss, inplace
+    arguments = logits.cpu(), targets.cpu(), inplace
     for rank, (plain, mine, todays) in enumerate(run_ranks(_ranks_loss, 2, *arguments)):
         own = grad[:, 13 * rank : 13 * rank + 13]
         for (value, part), within in ((plain, 1e-12), (mine, 3e-6), (todays, 3e-6)):
-            if not z_loss or value is not todays[0]:  # today's knows neither it nor masks
+            if not is_masked or value is not todays[0]:  # today's knows no masks
                 assert relative_error(value, right.detach()) < within
                 assert relative_error(part, own) < within
 
 
-def _ranks_loss(rank, world_size, logits, targets, z_loss, inplace):
+def _ranks_loss(rank, world_size, logits, targets, inplace):
     """Loss and gradient of the reference, of the kernels and of what the layouts use today."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -322,7 +318,7 @@ def _ranks_loss(rank, world_size, logits, targets, z_loss, inplace):
         x = own.to(dtype).requires_grad_()
         with kernels():
             value = cross_entropy_parallel(
-                x * 1, targets, 13 * rank, dist.group.WORLD, z_loss, inplace=inplace
+                x * 1, targets, 13 * rank, dist.group.WORLD, inplace=inplace
             )
             (grad,) = torch.autograd.grad(3 * value, x)
         results.append((value.detach(), grad))
@@ -382,9 +378,9 @@ def test_nothing_waits_for_the_device():
     logits, targets = random(3, 9), some_targets(3, vocab=9)
     hidden, weight = random(3, 4), random(9, 4, seed=1)
     with kernels(), watching():
-        (2 * cross_entropy(logits, targets, 0.1)).backward()
-        (2 * in_place(logits, targets, 0.1)).backward()
-        (2 * linear_cross_entropy(hidden, weight, targets, 0.1, chunk_rows=2)).backward()
+        (2 * cross_entropy(logits, targets)).backward()
+        (2 * in_place(logits, targets)).backward()
+        (2 * linear_cross_entropy(hidden, weight, targets, chunk_rows=2)).backward()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs are of CUDA devices")
@@ -406,11 +402,11 @@ def test_operators_are_what_torch_wants_of_them():
     from paceline.kernels.loss import kernel, linear
 
     logits, targets = random(3, 9), some_targets(3, vocab=9)
-    torch.library.opcheck(kernel._loss_operator.custom, (logits, targets, 0.1, IGNORED, True))
-    found = kernel._run_found(logits.detach(), targets, 0, IGNORED).unsqueeze(0)
-    inputs = logits, targets, found, 0, 0.1, IGNORED, True
+    torch.library.opcheck(kernel._loss_operator.custom, (logits, targets, True))
+    found = kernel._run_found(logits.detach(), targets, 0).unsqueeze(0)
+    inputs = logits, targets, found, 0, True
     torch.library.opcheck(kernel._parallel_operator.custom, inputs)
-    layer = random(3, 4), random(9, 4, seed=1), targets, 0.1, IGNORED, 2, torch.float32
+    layer = random(3, 4), random(9, 4, seed=1), targets, 2, torch.float32
     torch.library.opcheck(linear._operator.custom, (*layer, True, True))
 
 

@@ -17,9 +17,8 @@ from paceline.config.errors import InputError
 from paceline.kernels import switch
 from paceline.kernels.cost import Cost
 from paceline.kernels.loss import reference
+from paceline.kernels.loss.reference import IGNORED as IGNORED
 
-IGNORED = -100
-"""The target that leaves a token out, as in `torch.nn.functional.cross_entropy`."""
 SHAPES = ((8192, 32000), (8192, 131072), (4096, 262144))
 """Tokens and vocabulary."""
 LINEAR_SHAPES = ((8192, 4096, 131072), (16384, 2048, 128256), (8192, 2048, 50257))
@@ -29,20 +28,13 @@ LINEAR_SHAPES = ((8192, 4096, 131072), (16384, 2048, 128256), (8192, 2048, 50257
 def cross_entropy(
     logits: Tensor,
     targets: Tensor,
-    z_loss: float = 0.0,
-    ignore_index: int = IGNORED,
     inplace: bool = False,
 ) -> Tensor:
     """Mean negative log-likelihood in nats over the targets that count.
 
-    To it comes z_loss times the mean square of log(sum of exponentials), which keeps that near 0
-    (PaLM, https://arxiv.org/abs/2204.02311, section 5).
-
     Args:
         logits: (..., vocab).
-        targets: (...) token ids, integers.
-        z_loss: 0 leaves the second term out.
-        ignore_index: the target that leaves a token out of both means.
+        targets: (...) token ids, integers; IGNORED leaves a token out of the mean.
         inplace: the logits are given up: where they ask for a gradient, it is written over them
             during this call, and they must not be used again, by a second loss neither. Saves as
             much memory as they take. (Plain torch and a compiler don't make use of it.)
@@ -56,18 +48,16 @@ def cross_entropy(
     _check(logits, targets)
     _check_given_up(logits, inplace)
     if not _takes(logits, logits.dtype):
-        return reference.cross_entropy(logits, targets, z_loss, ignore_index)
+        return reference.cross_entropy(logits, targets)
     from paceline.kernels.loss import kernel
 
-    return kernel.cross_entropy(logits, targets, z_loss, ignore_index, inplace)
+    return kernel.cross_entropy(logits, targets, inplace)
 
 
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    z_loss: float = 0.0,
-    ignore_index: int = IGNORED,
     chunk_rows: int | None = None,
 ) -> Tensor:
     """Cross-entropy of the logits hidden @ weight.T, of which it holds a chunk of tokens at a time.
@@ -79,8 +69,6 @@ def linear_cross_entropy(
         hidden: (..., width).
         weight: (vocab, width), may be the embedding's.
         targets: (...) token ids, integers.
-        z_loss: see `cross_entropy`.
-        ignore_index: see `cross_entropy`.
         chunk_rows: tokens of a chunk; None: at least 4096, and so many that the logits take about
             2 GiB.
 
@@ -98,12 +86,10 @@ def linear_cross_entropy(
             f"chunk_rows = {chunk_rows} was given, but it must be 1 or more; leave it out."
         )
     if not _takes(hidden, dtype):
-        return reference.linear_cross_entropy(hidden, weight, targets, z_loss, ignore_index)
+        return reference.linear_cross_entropy(hidden, weight, targets)
     from paceline.kernels.loss import linear
 
-    return linear.linear_cross_entropy(
-        hidden, weight, targets, z_loss, ignore_index, chunk_rows, dtype
-    )
+    return linear.linear_cross_entropy(hidden, weight, targets, chunk_rows, dtype)
 
 
 def cross_entropy_parallel(
@@ -111,8 +97,6 @@ def cross_entropy_parallel(
     targets: Tensor,
     first_row: int,
     group: dist.ProcessGroup,
-    z_loss: float = 0.0,
-    ignore_index: int = IGNORED,
     inplace: bool = False,
 ) -> Tensor:
     """`cross_entropy` of logits whose vocabulary the ranks of a group share out.
@@ -125,8 +109,6 @@ def cross_entropy_parallel(
         targets: (...) ids in the whole vocabulary, the same on every rank.
         first_row: the id of this rank's first column.
         group: the ranks; all of them call this.
-        z_loss: see `cross_entropy`.
-        ignore_index: see `cross_entropy`.
         inplace: see `cross_entropy`.
 
     Returns:
@@ -137,7 +119,7 @@ def cross_entropy_parallel(
     """
     _check(logits, targets)
     _check_given_up(logits, inplace)
-    arguments = logits, targets, first_row, group, z_loss, ignore_index
+    arguments = logits, targets, first_row, group
     if not _takes(logits, logits.dtype):
         return reference.cross_entropy_parallel(*arguments)
     from paceline.kernels.loss import kernel

@@ -24,17 +24,20 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.launch import Kernel, Launch, as_rows, next_power_of_2
+from paceline.kernels.loss.reference import IGNORED
 from paceline.kernels.operator import Differentiable, Operator
+
+_IGNORED = tl.constexpr(IGNORED)
 
 
 @triton.jit
-def _count(targets, inverse, tokens, ignored, BLOCK: tl.constexpr):
+def _count(targets, inverse, tokens, BLOCK: tl.constexpr):
     """1 / the number of targets that count, or infinity."""
     counted = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, tokens, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        target = tl.load(targets + place, mask=place < tokens, other=ignored)
-        counted += (target != ignored).to(tl.int32)
+        target = tl.load(targets + place, mask=place < tokens, other=_IGNORED)
+        counted += (target != _IGNORED).to(tl.int32)
     tl.store(inverse, 1.0 / tl.sum(counted, axis=0).to(tl.float32))
 
 
@@ -106,8 +109,6 @@ def _whole_row(
     stride,
     gradient_stride,
     width,
-    ignored,
-    z_loss,
     WANTS_GRADIENT: tl.constexpr,
     REPEATS: tl.constexpr,
     LANES: tl.constexpr,
@@ -116,7 +117,7 @@ def _whole_row(
     row, gradient = logits + number * stride, gradient + number * gradient_stride
     target = tl.load(targets + number)
     share = tl.load(inverse)
-    if target == ignored:
+    if target == _IGNORED:
         tl.store(losses + number, 0.0 * share)  # NaN where nothing counts
         if WANTS_GRADIENT:
             _write_zeros(gradient, width, REPEATS, LANES)
@@ -125,13 +126,9 @@ def _whole_row(
         there = (target >= 0) & (target < width)
         chosen = tl.load(row + target, mask=there, other=float("nan")).to(tl.float32)
         most, total = _largest_and_total(row, width, REPEATS, LANES)
-        log_total = tl.log(total)
-        log_all = log_total + most
-        tl.store(
-            losses + number, (log_total - (chosen - most) + z_loss * log_all * log_all) * share
-        )
+        tl.store(losses + number, (tl.log(total) - (chosen - most)) * share)
         if WANTS_GRADIENT:
-            factor = share * (1.0 + 2.0 * z_loss * log_all) / total
+            factor = share / total
             _write_gradient(row, gradient, width, target, most, factor, share, REPEATS, LANES)
 
 
@@ -144,7 +141,6 @@ def _own_columns(
     stride,
     width,
     first_row,
-    ignored,
     REPEATS: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -153,7 +149,7 @@ def _own_columns(
     row = logits + number * stride
     target = tl.load(targets + number)
     found += number
-    if target != ignored:
+    if target != _IGNORED:
         own = target - first_row
         chosen = tl.load(row + own, mask=(own >= 0) & (own < width), other=0.0).to(tl.float32)
         most, total = _largest_and_total(row, width, REPEATS, LANES)
@@ -180,8 +176,6 @@ def _all_columns(
     gradient_stride,
     width,
     first_row,
-    ignored,
-    z_loss,
     WANTS_GRADIENT: tl.constexpr,
     REPEATS: tl.constexpr,
     LANES: tl.constexpr,
@@ -191,7 +185,7 @@ def _all_columns(
     row, gradient = logits + number * stride, gradient + number * gradient_stride
     target = tl.load(targets + number)
     share = tl.load(inverse)
-    if target == ignored:
+    if target == _IGNORED:
         tl.store(losses + number, 0.0 * share)
         if WANTS_GRADIENT:
             _write_zeros(gradient, width, REPEATS, LANES)
@@ -204,13 +198,9 @@ def _all_columns(
             place = found + 3 * rank * rows + number
             total += tl.load(place + rows) * tl.exp(tl.load(place) - most)
             chosen += tl.load(place + 2 * rows)
-        log_total = tl.log(total)
-        log_all = log_total + most
-        tl.store(
-            losses + number, (log_total - (chosen - most) + z_loss * log_all * log_all) * share
-        )
+        tl.store(losses + number, (tl.log(total) - (chosen - most)) * share)
         if WANTS_GRADIENT:
-            factor = share * (1.0 + 2.0 * z_loss * log_all) / total
+            factor = share / total
             own = target - first_row
             _write_gradient(row, gradient, width, own, most, factor, share, REPEATS, LANES)
 
@@ -259,15 +249,14 @@ _WANTED = ({"WANTS_GRADIENT": True}, {"WANTS_GRADIENT": False})
 COUNT = Kernel(
     "loss.count",
     _count,
-    "targets: *i64; inverse: *fp32; tokens ignored: i32",
+    "targets: *i64; inverse: *fp32; tokens: i32",
     _count_rule,
     (8192,),
 )
 WHOLE_ROW = Kernel(
     "loss.whole_row",
     _whole_row,
-    "logits gradient: *T; targets: *i64; losses inverse: *fp32; "
-    "stride gradient_stride width ignored: i32; z_loss: fp32",
+    "logits gradient: *T; targets: *i64; losses inverse: *fp32; stride gradient_stride width: i32",
     _row_rule,
     _SIZES,
     _WANTED,
@@ -276,7 +265,7 @@ WHOLE_ROW = Kernel(
 OWN_COLUMNS = Kernel(
     "loss.own_columns",
     _own_columns,
-    "logits: *T; targets: *i64; found: *fp32; rows stride width first_row ignored: i32",
+    "logits: *T; targets: *i64; found: *fp32; rows stride width first_row: i32",
     _row_rule,
     _SIZES,
     others=_row_others,
@@ -285,7 +274,7 @@ ALL_COLUMNS = Kernel(
     "loss.all_columns",
     _all_columns,
     "logits gradient: *T; targets: *i64; found losses inverse: *fp32; "
-    "ranks rows stride gradient_stride width first_row ignored: i32; z_loss: fp32",
+    "ranks rows stride gradient_stride width first_row: i32",
     _row_rule,
     _SIZES,
     _WANTED,
@@ -302,11 +291,11 @@ SCALE = Kernel(
 KERNELS = (COUNT, WHOLE_ROW, OWN_COLUMNS, ALL_COLUMNS, SCALE)
 
 
-def inverse_count(targets: Tensor, ignored: int) -> Tensor:
+def inverse_count(targets: Tensor) -> Tensor:
     """1 / the number of targets (tokens,) that count: () fp32, known to the device alone."""
     inverse = targets.new_empty((), dtype=torch.float32)
     tokens = targets.numel()
-    COUNT((1,), tokens, inverse, targets, inverse, tokens, ignored)
+    COUNT((1,), tokens, inverse, targets, inverse, tokens)
     return inverse
 
 
@@ -316,8 +305,6 @@ def run_rows(
     gradient: Tensor | None,
     losses: Tensor,
     inverse: Tensor,
-    z_loss: float,
-    ignored: int,
 ) -> None:
     """Write each row's share of the mean loss, and its gradient.
 
@@ -327,8 +314,6 @@ def run_rows(
         gradient: (rows, vocab), may be the logits themselves; None: not wanted.
         losses: (rows,) fp32.
         inverse: () fp32, 1 / the number of targets that count.
-        z_loss: factor of the square of the log of the sum of exponentials.
-        ignored: the target that doesn't count.
     """
     rows, width = logits.shape
     to = logits if gradient is None else gradient
@@ -344,8 +329,6 @@ def run_rows(
         logits.stride(0),
         to.stride(0),
         width,
-        ignored,
-        z_loss,
         WANTS_GRADIENT=gradient is not None,
     )
 
@@ -359,41 +342,35 @@ def _scale_in_place(x: Tensor, factor: Tensor) -> None:
         SCALE((programs,), width, rows, rows, factor, count, width, rows.stride(0))
 
 
-def _run(
-    logits: Tensor, targets: Tensor, z_loss: float, ignored: int, wants_gradient: bool
-) -> tuple[Tensor, Tensor]:
+def _run(logits: Tensor, targets: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor]:
     """The loss, and its gradient, which is empty where it isn't wanted."""
-    loss, gradient = _fake(logits, targets, z_loss, ignored, wants_gradient)
+    loss, gradient = _fake(logits, targets, wants_gradient)
     if not targets.numel():
         return loss.fill_(math.nan), gradient
     to = as_rows(gradient) if wants_gradient else None
-    return _loss(as_rows(logits), targets, to, z_loss, ignored), gradient
+    return _loss(as_rows(logits), targets, to), gradient
 
 
-def _fake(
-    logits: Tensor, targets: Tensor, z_loss: float, ignored: int, wants_gradient: bool
-) -> tuple[Tensor, Tensor]:
+def _fake(logits: Tensor, targets: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor]:
     like = torch.empty_like(logits, memory_format=torch.contiguous_format)
     return logits.new_empty((), dtype=torch.float32), like if wants_gradient else logits.new_empty(
         0
     )
 
 
-def _loss(
-    rows: Tensor, targets: Tensor, gradient: Tensor | None, z_loss: float, ignored: int
-) -> Tensor:
+def _loss(rows: Tensor, targets: Tensor, gradient: Tensor | None) -> Tensor:
     targets = targets.reshape(-1).contiguous()
     losses = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
-    run_rows(rows, targets, gradient, losses, inverse_count(targets, ignored), z_loss, ignored)
+    run_rows(rows, targets, gradient, losses, inverse_count(targets))
     return losses.sum()
 
 
-def _run_found(logits: Tensor, targets: Tensor, first_row: int, ignored: int) -> Tensor:
+def _run_found(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
     """What all ranks have to know of this one's columns: (3, rows) fp32."""
     rows, targets = as_rows(logits), targets.reshape(-1).contiguous()
     count, width = rows.shape
     found = torch.empty((3, count), dtype=torch.float32, device=rows.device)
-    arguments = rows, targets, found, count, rows.stride(0), width, first_row, ignored
+    arguments = rows, targets, found, count, rows.stride(0), width, first_row
     OWN_COLUMNS((count,), width, rows, *arguments)
     return found
 
@@ -403,8 +380,6 @@ def _run_parallel(
     targets: Tensor,
     found: Tensor,
     first_row: int,
-    z_loss: float,
-    ignored: int,
     wants_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """As `_run`, of some columns.
@@ -414,13 +389,11 @@ def _run_parallel(
         targets: (...).
         found: (ranks, 3, rows) fp32, see `_run_found`.
         first_row: the target that these columns begin with.
-        z_loss: as above.
-        ignored: as above.
         wants_gradient: as above.
     """
-    _, gradient = _fake(logits, targets, z_loss, ignored, wants_gradient)
+    _, gradient = _fake(logits, targets, wants_gradient)
     to = as_rows(gradient) if wants_gradient else None
-    return _loss_parallel(as_rows(logits), targets, found, to, first_row, z_loss, ignored), gradient
+    return _loss_parallel(as_rows(logits), targets, found, to, first_row), gradient
 
 
 def _loss_parallel(
@@ -429,8 +402,6 @@ def _loss_parallel(
     found: Tensor,
     gradient: Tensor | None,
     first_row: int,
-    z_loss: float,
-    ignored: int,
 ) -> Tensor:
     targets, (count, width) = targets.reshape(-1).contiguous(), rows.shape
     losses = torch.empty(count, dtype=torch.float32, device=rows.device)
@@ -444,15 +415,13 @@ def _loss_parallel(
         found,
         to,
         losses,
-        inverse_count(targets, ignored),
+        inverse_count(targets),
         len(found),
         count,
         rows.stride(0),
         to.stride(0),
         width,
         first_row,
-        ignored,
-        z_loss,
         WANTS_GRADIENT=gradient is not None,
     )
     return losses.sum()
@@ -462,7 +431,7 @@ _loss_operator = Operator("cross_entropy", _run, _fake)
 _found_operator = Operator(
     "cross_entropy_found",
     _run_found,
-    lambda logits, targets, first_row, ignored: torch.empty(
+    lambda logits, targets, first_row: torch.empty(
         (3, targets.numel()), dtype=torch.float32, device=logits.device
     ),
 )
@@ -502,11 +471,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradient(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    return *scaled(ctx, ctx.saved_tensors, grad), None, None, None, None
+    return *scaled(ctx, ctx.saved_tensors, grad), None, None
 
 
 def _parallel_gradient(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    return *scaled(ctx, ctx.saved_tensors, grad), None, None, None, None, None, None
+    return *scaled(ctx, ctx.saved_tensors, grad), None, None, None, None
 
 
 _to_new_memory = Differentiable(_loss_operator, _save, _gradient)
@@ -532,15 +501,13 @@ class _InPlace(torch.autograd.Function):
         return gradient, None
 
 
-def cross_entropy(
-    logits: Tensor, targets: Tensor, z_loss: float, ignored: int, inplace: bool
-) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, inplace: bool) -> Tensor:
     """See the package."""
     wants = torch.is_grad_enabled() and logits.requires_grad
     if wants and inplace and _is_memory(logits) and targets.numel():
         rows = as_rows(logits)
-        return _InPlace.apply(rows, lambda rows: _loss(rows, targets, rows, z_loss, ignored))
-    loss, _ = _to_new_memory(logits, targets, z_loss, ignored, wants)
+        return _InPlace.apply(rows, lambda rows: _loss(rows, targets, rows))
+    loss, _ = _to_new_memory(logits, targets, wants)
     return loss
 
 
@@ -549,21 +516,19 @@ def cross_entropy_parallel(
     targets: Tensor,
     first_row: int,
     group: dist.ProcessGroup,
-    z_loss: float,
-    ignored: int,
     inplace: bool,
 ) -> Tensor:
     """See the package. One collective: what each rank found is gathered, not reduced twice."""
     wants = torch.is_grad_enabled() and logits.requires_grad
-    own = _found_operator(logits.detach(), targets, first_row, ignored)
+    own = _found_operator(logits.detach(), targets, first_row)
     found = own.new_empty((dist.get_world_size(group) * 3, own.shape[1]))
     dist.all_gather_into_tensor(found, own, group=group)
     found = found.view(-1, *own.shape)  # (ranks, 3, rows)
     if wants and inplace and _is_memory(logits):
 
         def write(rows: Tensor) -> Tensor:
-            return _loss_parallel(rows, targets, found, rows, first_row, z_loss, ignored)
+            return _loss_parallel(rows, targets, found, rows, first_row)
 
         return _InPlace.apply(as_rows(logits), write)
-    loss, _ = _parallel_to_new_memory(logits, targets, found, first_row, z_loss, ignored, wants)
+    loss, _ = _parallel_to_new_memory(logits, targets, found, first_row, wants)
     return loss

@@ -39,22 +39,18 @@ def _run(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    z_loss: float,
-    ignored: int,
     chunk_rows: int,
     dtype: torch.dtype,
     wants_hidden: bool,
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and the gradients of hidden (tokens, width) and weight, empty where not wanted."""
-    loss, grad_hidden, _ = _fake(
-        hidden, weight, targets, z_loss, ignored, chunk_rows, dtype, wants_hidden, False
-    )
+    loss, grad_hidden, _ = _fake(hidden, weight, targets, chunk_rows, dtype, wants_hidden, False)
     if not len(hidden):
         return loss.fill_(math.nan), grad_hidden, _zeros(weight, wants_weight)
     with torch.autocast(hidden.device.type, enabled=False):
         states, matrix, grad_hidden = (x.to(dtype) for x in (hidden, weight, grad_hidden))
-        inverse, losses = inverse_count(targets, ignored), torch.empty_like(targets, dtype=_SUM)
+        inverse, losses = inverse_count(targets), torch.empty_like(targets, dtype=_SUM)
         memory = _rows(min(chunk_rows, len(hidden)), len(weight), states)
         summed = None
         for first in range(0, len(hidden), chunk_rows):
@@ -62,7 +58,7 @@ def _run(
             some = states[chunk]
             logits = torch.mm(some, matrix.t(), out=memory[: len(some)])
             gradient = logits if wants_hidden or wants_weight else None
-            run_rows(logits, targets[chunk], gradient, losses[chunk], inverse, z_loss, ignored)
+            run_rows(logits, targets[chunk], gradient, losses[chunk], inverse)
             if wants_hidden:
                 torch.mm(logits, matrix, out=grad_hidden[chunk])
             if wants_weight:
@@ -111,8 +107,6 @@ def _fake(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    z_loss: float,
-    ignored: int,
     chunk_rows: int,
     dtype: torch.dtype,
     wants_hidden: bool,
@@ -135,7 +129,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _gradient(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     made = scaled(ctx, ctx.saved_tensors, grad)
     wanted = (each if is_wanted else None for each, is_wanted in zip(made, ctx.wanted, strict=True))
-    return *wanted, None, None, None, None, None, None, None
+    return *wanted, None, None, None, None, None
 
 
 _operator = Operator("linear_cross_entropy", _run, _fake)
@@ -146,8 +140,6 @@ def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    z_loss: float,
-    ignored: int,
     chunk_rows: int | None,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -157,8 +149,6 @@ def linear_cross_entropy(
         hidden: as there, and the next ones.
         weight: as there.
         targets: as there.
-        z_loss: as there.
-        ignored: as there.
         chunk_rows: tokens of a chunk; None: see `rows_of_chunk`.
         dtype: of the products' operands.
     """
@@ -166,5 +156,5 @@ def linear_cross_entropy(
     if chunk_rows is None:
         chunk_rows = rows_of_chunk(len(rows), len(weight), dtype.itemsize)
     wants = (torch.is_grad_enabled() and each.requires_grad for each in (rows, weight))
-    loss, *_ = _differentiable(rows, weight, targets, z_loss, ignored, chunk_rows, dtype, *wants)
+    loss, *_ = _differentiable(rows, weight, targets, chunk_rows, dtype, *wants)
     return loss

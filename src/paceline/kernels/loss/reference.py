@@ -1,7 +1,6 @@
 """Cross-entropy, the specification: plain torch, in fp64 for fp64 logits, else in fp32.
 
-Papers: vocabularies shared out https://arxiv.org/abs/1909.08053 (section 3), the z-loss
-https://arxiv.org/abs/2204.02311 (section 5).
+Paper: vocabularies shared out https://arxiv.org/abs/1909.08053 (section 3).
 """
 
 from typing import Any
@@ -11,23 +10,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+IGNORED = -100
+"""The target that leaves a token out, as in `torch.nn.functional.cross_entropy`."""
 
-def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float, ignore_index: int) -> Tensor:
-    """Mean negative log-likelihood of (..., vocab), and z_loss times the mean square of log Z."""
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean negative log-likelihood of (..., vocab)."""
     rows, targets = _wide(logits).reshape(-1, logits.shape[-1]), targets.reshape(-1).long()
-    loss = F.cross_entropy(rows, targets, ignore_index=ignore_index)
-    if z_loss:
-        counted = targets != ignore_index
-        kept = rows.masked_fill(~counted.unsqueeze(-1), 0)
-        loss = loss + z_loss * _mean(kept.logsumexp(-1).square(), counted)
-    return loss
+    return F.cross_entropy(rows, targets, ignore_index=IGNORED)
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, ignore_index: int
-) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of the logits hidden @ weight.T."""
-    return cross_entropy(F.linear(hidden, weight), targets, z_loss, ignore_index)
+    return cross_entropy(F.linear(hidden, weight), targets)
 
 
 def cross_entropy_parallel(
@@ -35,20 +30,19 @@ def cross_entropy_parallel(
     targets: Tensor,
     first_row: int,
     group: dist.ProcessGroup,
-    z_loss: float,
-    ignore_index: int,
 ) -> Tensor:
     """Cross-entropy of logits of which each rank has some columns, from first_row on."""
     rows, targets = _wide(logits).reshape(-1, logits.shape[-1]), targets.reshape(-1).long()
     largest = rows.detach().amax(-1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     own = targets - first_row
-    is_own = (own >= 0) & (own < rows.shape[-1]) & (targets != ignore_index)
+    is_own = (own >= 0) & (own < rows.shape[-1]) & (targets != IGNORED)
     chosen = rows.gather(-1, torch.where(is_own, own, 0).unsqueeze(-1)).squeeze(-1)
     total = (rows - largest.unsqueeze(-1)).exp().sum(-1)
     total, chosen = _SumOverRanks.apply(torch.stack([total, torch.where(is_own, chosen, 0)]), group)
-    log_total = total.log() + largest
-    return _mean(log_total - chosen + z_loss * log_total.square(), targets != ignore_index)
+    counted = targets != IGNORED
+    losses = torch.where(counted, total.log() + largest - chosen, 0)
+    return losses.sum() / counted.sum()  # NaN where nothing counts
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -67,8 +61,3 @@ class _SumOverRanks(torch.autograd.Function):
 
 def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _mean(values: Tensor, counted: Tensor) -> Tensor:
-    """Of the counted ones; NaN where there are none."""
-    return torch.where(counted, values, 0).sum() / counted.sum()

@@ -45,7 +45,7 @@ from paceline.config.comm import Codec, codec
 from paceline.config.job import Job, read_job
 from paceline.plan.resolve import resolve
 from paceline.train.data import prepare
-from paceline.train.optim import build_optimizer, learning_rate, set_learning_rate
+from paceline.train.optim import build_optimizer, learning_rate
 from paceline.train.session import keep_freed_memory, language_model
 
 FORMS = ("quinary", "int4", "int8", "powersgd:32", "onebit", "powersgd:16", "topk:0.1")
@@ -193,7 +193,8 @@ def train(form: str, seed: int, steps: int, warmup_steps: int) -> Trained:
     replicas = Replicas(module, chosen, job.comm.compress_from)
     losses = []
     for index, batch in enumerate(islice(task.steps_from(0), steps)):
-        set_learning_rate(optimizer, learning_rate(job.optim, index, steps))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(job.optim, index, steps)
         found = []
         for micro_batch in batch:
             loss = task.loss(module, micro_batch)

@@ -34,7 +34,7 @@ from torch.nn.utils import clip_grad_norm_
 from paceline.comm.ranks import Ranks, connect, given_ranks, leave
 from paceline.comm.topology import num_cores
 from paceline.config.job import Job, read_job
-from paceline.train.optim import build_optimizer, learning_rate, set_learning_rate
+from paceline.train.optim import build_optimizer, learning_rate
 from paceline.train.results import StepResult
 from paceline.train.session import keep_freed_memory, language_model
 from paceline.train.task import Step, Task
@@ -152,9 +152,8 @@ class Stock:
         """Do a step; the loss is this rank's."""
         (micro_batch,) = batch
         index = len(self.losses)
-        set_learning_rate(
-            self._optimizer, learning_rate(self._job.optim, index, self._job.train.steps)
-        )
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(self._job.optim, index, self._job.train.steps)
         loss = self._task.loss(self._module, micro_batch)
         loss.backward()
         clip_grad_norm_(self._module.parameters(), self._job.optim.clip_norm)

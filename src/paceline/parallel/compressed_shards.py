@@ -28,7 +28,7 @@ from paceline.comm.compress.codec import BlockCodec
 from paceline.comm.compress.codecs import codec_of
 from paceline.comm.compress.shards import CodedShards, Payloads, Room, Row
 from paceline.config.comm import Comm, codec
-from paceline.parallel.scatter import Algorithm, Exchange
+from paceline.parallel.scatter import Algorithm, AllGather, ReduceScatter
 
 ERRORS = "shard_error"
 """The section of a checkpoint: {rank: {name: (num_values,)}}."""
@@ -121,45 +121,30 @@ class _Unit:
         self.errors: _Errors | None = None
 
 
-class _ReduceScatter(Exchange):
-    """What `FSDPModule.set_custom_reduce_scatter` takes."""
+class _ReduceScatter(ReduceScatter):
+    """Of one unit, as a ShardExchange does it."""
 
     def __init__(self, shards: "ShardExchange", unit: FSDPModule) -> None:
         super().__init__(shards.algorithm)
         self._shards, self._unit = shards, unit
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
+    def reduce(
+        self, received: Tensor, values: Tensor, group: dist.ProcessGroup, mean: bool
     ) -> None:
-        """Leave in the output this rank's part of the reduced input, which is spoiled."""
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or async_op:
-            raise NotImplementedError(f"a reduce-scatter with {op}, asynchronous: {async_op}")
-        if op == dist.ReduceOp.AVG:
-            input_tensor.mul_(1 / group.size())
-        self._shards.reduce(self._unit, output_tensor, input_tensor, group)
+        if mean:
+            values.mul_(1 / group.size())
+        self._shards.reduce(self._unit, received, values, group)
 
 
-class _AllGather(Exchange):
-    """What `FSDPModule.set_custom_all_gather` takes."""
+class _AllGather(AllGather):
+    """Of one unit, as a ShardExchange does it."""
 
     def __init__(self, shards: "ShardExchange", unit: FSDPModule) -> None:
         super().__init__(shards.algorithm)
         self._shards, self._unit = shards, unit
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> None:
-        """Fill the output with the inputs of all ranks, before it returns."""
-        self._shards.gather(self._unit, output_tensor, input_tensor, group)
+    def gather(self, whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+        self._shards.gather(self._unit, whole, part, group)
 
 
 class ShardExchange:

@@ -47,6 +47,12 @@ class Exchange:
 class ReduceScatter(Exchange):
     """What `FSDPModule.set_custom_reduce_scatter` takes."""
 
+    def reduce(
+        self, received: Tensor, values: Tensor, group: dist.ProcessGroup, mean: bool
+    ) -> None:
+        """Sum or average: each rank's part is its own; `values` are spoiled."""
+        self.algorithm.among(group).reduce_scatter(received, values, mean=mean)
+
     def __call__(
         self,
         output_tensor: Tensor,
@@ -61,12 +67,15 @@ class ReduceScatter(Exchange):
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or async_op:
             raise NotImplementedError(f"a reduce-scatter with {op}, asynchronous: {async_op}")
-        mean = op == dist.ReduceOp.AVG
-        self.algorithm.among(group).reduce_scatter(output_tensor, input_tensor, mean=mean)
+        self.reduce(output_tensor, input_tensor, group, op == dist.ReduceOp.AVG)
 
 
 class AllGather(Exchange):
     """What `FSDPModule.set_custom_all_gather` takes."""
+
+    def gather(self, whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+        """Fill `whole` with the parts of all ranks."""
+        self.algorithm.among(group).all_gather(whole, part)
 
     def __call__(
         self,
@@ -79,7 +88,7 @@ class AllGather(Exchange):
 
         FSDP2 takes None for work that is done.
         """
-        self.algorithm.among(group).all_gather(output_tensor, input_tensor)
+        self.gather(output_tensor, input_tensor, group)
 
 
 def algorithm_of(comm: FsdpComm, ranks_per_node: int) -> Algorithm | None:

@@ -407,12 +407,6 @@ def _like(p: Tensor, local: Tensor) -> Tensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every parameter group this learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 def skip_if(optimizer: torch.optim.Optimizer, bad: Tensor) -> None:
     """Make the next step of a fused optimizer do nothing where `bad` (() bool) is true.
 

@@ -56,12 +56,14 @@ figures["kernels"] = dict(zip(kinds["kernel_type"], map(float, kinds["percentage
 _OURS = _TIMED.format(
     imports="""
 from pathlib import Path
+from paceline.observe.kineto.read import read_kineto
+from paceline.observe.recorded import read_account
 from paceline.observe.account import Account
 from benchmarks.device_mix import DeviceMix
 from paceline.observe.timeline import Timeline
 """,
     work="""
-mix = DeviceMix.of(Timeline.from_kineto(path, rank), rank)
+mix = DeviceMix.of(read_kineto(path, rank), rank)
 figures = {name: 100 * share for name, share in mix.shares().items()}
 overlap = mix.overlap()
 figures["overlap"] = None if overlap is None else 100 * overlap
@@ -70,7 +72,7 @@ figures["kernels"] = {" + ".join(sorted(k)): 100 * v for k, v in mix.busy_shares
 )
 _ACCOUNT = _TIMED.format(
     imports="from pathlib import Path\nfrom paceline.observe.account import Account",
-    work="account = Account.read(Path(path))\nfigures = {'num_steps': len(account.steps)}",
+    work="account = read_account(Path(path))\nfigures = {'num_steps': len(account.steps)}",
 )
 
 

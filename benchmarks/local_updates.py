@@ -111,12 +111,12 @@ def _train_one(
         fill=lambda module: fill_decoder(job.train, module),
     )  # fmt: skip
     trainer = Trainer.of(job, ranks, task)
-    each_step = exact_bytes(4 * job.model.num_params, num_ranks) if trainer.local is None else 0
+    each_step = exact_bytes(4 * job.model.num_params, num_ranks)
     sent = 0.0
     for step in range(steps):
         read = trainer.step(step, _part(1_000_000 * (seed + 1) + step, rank))
-        trainer.meet(step + 1, at_once=step + 1 == steps)
-        sent += each_step if trainer.local is None else trainer.local.sent_bytes
+        trainer.agreement.meet(step + 1, at_once=step + 1 == steps)
+        sent += trainer.replicas.sent().get("dp.bytes", each_step)
     read()
     held_out = [_part(-1 - number, rank) for number in range(_NUM_HELD_OUT)]
     return trainer.evaluate(held_out)[0], sent / steps

@@ -122,16 +122,14 @@ class Workers(Ours):
         """Do a step; losses are known when the workers meet."""
         self._unread.append(self._trainer.step(self._done, batch))
         self._done += 1
-        if self._trainer.meet(self._done):
+        if self._trainer.agreement.meet(self._done):
             self.losses += [read().loss for read in self._unread]
             self._unread.clear()
 
     def pass_a_round(self) -> None:
         """Exchange everything once without stepping; the next step's end begins a round."""
-        rounds = self._trainer.local
-        assert rounds is not None
         for done in range(self._done + 1, 2 * self.round_steps):
-            rounds.after_step(done)
+            self._trainer.replicas.after_step(done)
         self._done = 2 * self.round_steps - 1
 
 

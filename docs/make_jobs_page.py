@@ -9,7 +9,7 @@ from pydantic_core import PydanticUndefined
 
 from paceline.config.comm import Comm, DpComm, EmbeddingComm, EpComm, FsdpComm, LocalUpdates, PpComm
 from paceline.config.hardware import Cluster
-from paceline.config.job import Checkpoint, CustomModel, Data, Observe, Optim, Train
+from paceline.config.job_sections import Checkpoint, CustomModel, Data, Observe, Optim, Train
 from paceline.config.layers import Experts, LatentAttention, RopeScaling
 from paceline.config.layout import Layout
 from paceline.config.model import Model

@@ -192,7 +192,7 @@ def _workers(rank: int, size: int, way: Way, job: Job) -> tuple[dict, list]:
         contender.pass_a_round()
         for _ in range(contender.round_steps):
             contender.step(next(supply))
-            sent.append(contender._trainer.local.sent_bytes > 0)
+            sent.append(contender._trainer.replicas.sent_bytes > 0)
     return {**trained, "known": len(contender.losses)}, sent
 
 

@@ -23,10 +23,10 @@ from paceline.config.layout import Layout
 from paceline.models import moe
 from paceline.models.decoder import Block
 from paceline.observe.metrics import Line, Metrics
-from paceline.train import session, task, trainer
+from paceline.train import passes, session, task
 from paceline.train.checkpoint import checkpointer
 from paceline.train.data import MicroBatch
-from paceline.train.trainer import Trainer
+from paceline.train.passes import Passes
 from paceline.train.weighed import Weighed
 
 _DIE_WITH_PARENT = "import ctypes; ctypes.CDLL(None).prctl(1, 9)"
@@ -104,9 +104,9 @@ def slow_loader(_gate: Gate, seconds: float) -> None:
 
 def metrics_of_every_micro_batch(_gate: Gate, num_metrics: int) -> None:
     """After each forward pass, average some numbers over the ranks and read them with .item()."""
-    forward = Trainer.forward
+    forward = Passes.forward
 
-    def and_read(of: Trainer, micro_batch: object) -> Weighed:
+    def and_read(of: Passes, micro_batch: object) -> Weighed:
         weighed = forward(of, micro_batch)
         for power in range(num_metrics):
             metric = weighed.loss.detach() ** (power + 1)
@@ -114,31 +114,31 @@ def metrics_of_every_micro_batch(_gate: Gate, num_metrics: int) -> None:
             metric.item()
         return weighed
 
-    Trainer.forward = and_read
+    Passes.forward = and_read
 
 
 def reduce_every_micro_batch(_gate: Gate) -> None:
     """As if nobody had heard of no_sync."""
-    prepare = trainer.prepare_micro_batch
+    prepare = passes.prepare_micro_batch
 
     def as_the_last(module: nn.Module, layout: Layout, _number: int, total: int) -> None:
         prepare(module, layout, total - 1, total)
 
-    trainer.prepare_micro_batch = as_the_last
+    passes.prepare_micro_batch = as_the_last
 
 
 def collect_garbage(_gate: Gate, num_objects: int) -> None:
     """Make so many objects in the first pass, keep them, and collect before each one "to save
     memory"."""
-    forward = Trainer.forward
+    forward = Passes.forward
     kept: list[list[int]] = []
 
-    def after_collecting(of: Trainer, micro_batch: object) -> Weighed:
+    def after_collecting(of: Passes, micro_batch: object) -> Weighed:
         kept.extend([number] for number in range(num_objects - len(kept)))
         gc.collect()
         return forward(of, micro_batch)
 
-    Trainer.forward = after_collecting
+    Passes.forward = after_collecting
 
 
 def slow_disk(_gate: Gate, bytes_per_s: float) -> None:
@@ -185,15 +185,15 @@ def more_threads(_gate: Gate, num_threads: int) -> None:
 
 def python_work(_gate: Gate, seconds: float) -> None:
     """Python computes something of its own before each forward pass."""
-    forward = Trainer.forward
+    forward = Passes.forward
 
-    def after_python(of: Trainer, micro_batch: object) -> Weighed:
+    def after_python(of: Passes, micro_batch: object) -> Weighed:
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             sum(range(1000))
         return forward(of, micro_batch)
 
-    Trainer.forward = after_python
+    Passes.forward = after_python
 
 
 def uneven_lengths(_gate: Gate, shortest: int, longest: int, seed: int) -> None:

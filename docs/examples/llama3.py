@@ -5,6 +5,7 @@ import math
 import numpy as np
 from examples.markdown import MADE, table
 
+from paceline.config.feasible import check_layout
 from paceline.config.hardware import Cluster
 from paceline.config.layout import Layout
 from paceline.config.model import Model
@@ -67,7 +68,7 @@ def llama(
     types = {"precision": "bf16", "param_dtype": "bf16", "compile": False, "bucket_mib": 25.0}
     chosen = {"recompute": "none", "micro_batch": 1, **changes}
     layout = Layout.parse({**axes, **rest, **stages, **types, **chosen})
-    layout.check(LLAMA, cluster, seq_len, global_batch)
+    check_layout(layout, LLAMA, cluster, seq_len, global_batch)
     return predict(Setting(LLAMA, cluster, seq_len, global_batch, stack), layout)
 
 

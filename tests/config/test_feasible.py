@@ -1,11 +1,11 @@
-"""Every refusal of `Layout.check`, by its sentence (pure): given, required, what to change."""
+"""Every refusal of `check_layout`, by its sentence (pure): given, required, what to change."""
 
 import pytest
 
 from paceline.config.errors import InputError
-from paceline.config.feasible import Demand, refusal
+from paceline.config.feasible import Demand, check_layout, refusal
 from paceline.config.hardware import Cluster, Device, device
-from paceline.config.job import CustomModel
+from paceline.config.job_sections import CustomModel
 from paceline.config.layers import Experts
 from paceline.config.layout import Layout
 from paceline.config.model import Model
@@ -316,4 +316,4 @@ def test_what_a_schedule_needs_is_said_with_the_smallest_number_that_works(what)
 def test_check_raises_the_sentence():
     cluster = Cluster(device=CPU, devices_per_node=2, num_nodes=1)
     with pytest.raises(InputError, match="asks for 1 ranks but the cluster has 2"):
-        CONCRETE.check(DENSE, cluster, 16, 16)
+        check_layout(CONCRETE, DENSE, cluster, 16, 16)

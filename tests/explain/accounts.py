@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from paceline.config.hardware import Cluster
-from paceline.config.job import Job, Train
+from paceline.config.job import Job
+from paceline.config.job_sections import Train
 from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.explain.subject import Subject

@@ -16,7 +16,7 @@ from paceline.explain.page import waterfall_of, write_report
 from paceline.explain.subject import Subject
 from paceline.explain.waterfall import Row, Waterfall
 from paceline.observe.account import Account, Clock
-from paceline.observe.recorded import trace_files
+from paceline.observe.recorded import read_account, trace_files
 from paceline.observe.run import Run
 from paceline.observe.timeline import Span, Timeline
 from tests.command_line import paceline
@@ -194,7 +194,7 @@ def test_each_trace_is_of_the_rank_that_its_name_says(tmp_path):
     """In order of names, rank 10 stands before rank 2."""
     for rank, late_us in ((2, 0), (10, 20_000)):
         (tmp_path / f"rank{rank}-step4.json").write_text(trace(late_us))
-    read = Account.read(tmp_path)
+    read = read_account(tmp_path)
     found = read_lanes(trace_files(tmp_path), read)
     products = {
         lane.rank: sum(strip.width for strip in lane.strips if strip.term == "matmul")
@@ -210,7 +210,7 @@ def test_lanes_stand_on_one_clock_and_large_traces_are_left_out(tmp_path, monkey
     for rank in range(2):
         files.append(tmp_path / f"rank{rank}-step4.json")
         files[-1].write_text(trace(0))
-    read = Account.read(tmp_path)
+    read = read_account(tmp_path)
     shifted = Account(**vars(read) | {"clocks": {0: Clock(0, 0), 1: Clock(20_000_000, 0)}})
     found = read_lanes(files, shifted)
     assert found.length_s == pytest.approx(0.12)

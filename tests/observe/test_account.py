@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.config.errors import InputError
-from paceline.observe.account import Account
+from paceline.observe.recorded import read_account
 from paceline.observe.terms import AXES, TERM_ID, TERMS
 from tests.observe.test_kineto import GLOO, NODE, event, kernel, launch, span, step
 
@@ -21,7 +21,7 @@ def write(path, *events, **header):
 @pytest.fixture
 def read(tmp_path):
     def of(*events, **header):
-        return Account.read(write(tmp_path / "trace.json", *events, **header))
+        return read_account(write(tmp_path / "trace.json", *events, **header))
 
     return of
 
@@ -217,7 +217,7 @@ def test_waiting_for_a_rank_is_told_from_communication(tmp_path, shift_us, host)
     gloo_rank(tmp_path, 0, 100)
     gloo_rank(tmp_path, 1, 150, shift_us, host)
     (tmp_path / "predicted.json.gz").write_text("no trace")
-    account = Account.read(tmp_path)
+    account = read_account(tmp_path)
     assert account.ranks == (0, 1)
     assert account.clocks[1].offset_ns == -shift_us * US
     terms = [
@@ -254,7 +254,7 @@ def test_waiting_for_a_rank_is_told_from_communication(tmp_path, shift_us, host)
 def test_the_last_window_of_a_folder_counts(tmp_path):
     gloo_rank(tmp_path, 0, 100)
     write(tmp_path / "rank0-step30.json", step(50), event("aten::mm", 0, 50))
-    account = Account.read(tmp_path)
+    account = read_account(tmp_path)
     assert account.step_s() == pytest.approx(50e-6)
     assert account.term_s("matmul", rank=0) == pytest.approx(50e-6)
 
@@ -263,10 +263,10 @@ def test_ranks_that_collide_and_folders_without_traces_are_refused(tmp_path):
     one = write(tmp_path / "a.json", event("aten::mm", 0, 1))
     two = write(tmp_path / "b.json", event("aten::mm", 0, 1))
     with pytest.raises(InputError, match="are both of rank 0; give one trace of each rank"):
-        Account.read([one, two])
+        read_account([one, two])
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="has no trace"):
-        Account.read(tmp_path / "empty")
+        read_account(tmp_path / "empty")
 
 
 def test_the_only_trace_needs_no_steps_and_no_ranks(read):

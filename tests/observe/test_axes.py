@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from paceline.observe.account import Account
+from paceline.observe.recorded import read_account
 from paceline.observe.terms import AXES
 from tests.observe.test_kineto import NODE, event, kernel, launch, span, step
 
@@ -41,7 +41,7 @@ def axes(tmp_path):
     def of(job, *more):
         path = tmp_path / "trace.json"
         path.write_text(json.dumps({"traceEvents": [*job.events, *more]}))
-        rows = Account.read(path).collectives
+        rows = read_account(path).collectives
         return {AXES[row["axis"]] if row["axis"] >= 0 else None for row in rows}
 
     return of

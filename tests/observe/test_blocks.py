@@ -10,7 +10,7 @@ import pytest
 from paceline.config.errors import InputError
 from paceline.observe.kineto import blocks
 from paceline.observe.kineto.events import read_events
-from paceline.observe.timeline import Timeline
+from paceline.observe.kineto.read import read_kineto
 
 NUM_EVENTS = 200
 
@@ -110,12 +110,12 @@ def test_damage_is_refused_in_a_sentence(tmp_path, small_blocks):
     for name, data in damaged.items():
         (tmp_path / name).write_bytes(data)
         with pytest.raises(InputError, match="record it again"):
-            Timeline.from_kineto(tmp_path / name)
+            read_kineto(tmp_path / name)
     for name, data in {"other.json": b'{"a": 1}', "three.json": b"3"}.items():
         (tmp_path / name).write_bytes(data)
         with pytest.raises(InputError, match="no list traceEvents"):
-            Timeline.from_kineto(tmp_path / name)
+            read_kineto(tmp_path / name)
     with pytest.raises(InputError, match="does not exist"):
-        Timeline.from_kineto(tmp_path / "absent.json")
+        read_kineto(tmp_path / "absent.json")
     with pytest.raises(InputError, match="can't be read"):
-        Timeline.from_kineto(tmp_path)
+        read_kineto(tmp_path)

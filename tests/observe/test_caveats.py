@@ -5,8 +5,8 @@ import json
 import pytest
 
 from paceline.observe import caveats
-from paceline.observe.account import Account
 from paceline.observe.caveats import Device
+from paceline.observe.recorded import read_account
 from tests.observe.test_kineto import event, kernel, launch, span, step
 
 H100 = {
@@ -28,7 +28,7 @@ def write(path, *events, **header):
 @pytest.fixture
 def read(tmp_path):
     def of(*events, **header):
-        return Account.read(write(tmp_path / "trace.json", *events, **header))
+        return read_account(write(tmp_path / "trace.json", *events, **header))
 
     return of
 
@@ -63,7 +63,7 @@ def test_one_caveat_holds_for_all_ranks_that_have_it(tmp_path):
         marks = [step()] if rank == 1 else []
         name = tmp_path / f"rank{rank}.json"
         write(name, *work(), *marks, distributedInfo={"rank": rank})
-    account = Account.read(tmp_path)
+    account = read_account(tmp_path)
     assert [(one.kind, one.ranks) for one in account.caveats] == [(caveats.NO_STEPS, (0, 2))]
     assert account.caveat(caveats.NO_STEPS).text.endswith("(1 more rank is alike.)")
     assert account.caveat(caveats.CUT) is None
@@ -75,7 +75,7 @@ def test_a_cut_trace_says_which_steps_are_left_out(tmp_path):
     kernels = [kernel("gemm", 100 * n + 20, 100 * n + 60, n) for n in range(4)]
     path = write(tmp_path / "trace.json", *steps, *calls, *kernels)
     path.write_bytes(path.read_bytes()[:-60])
-    account = Account.read(path)
+    account = read_account(path)
     assert account.steps["step"].tolist() == [0, 1]
     assert kinds(account) == [caveats.CUT]
     assert account.caveats[0].numbers == {"events": 11, "steps": 2, "left_out": 2}

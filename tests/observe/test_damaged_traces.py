@@ -11,8 +11,8 @@ import pytest
 
 from paceline.config.errors import InputError
 from paceline.observe import caveats
-from paceline.observe.account import Account
 from paceline.observe.kineto import blocks
+from paceline.observe.recorded import read_account
 from tests.observe.test_kineto import NODE, event, kernel, launch, span
 
 DEEP, OPENS = 100_000, '{"a":'
@@ -48,7 +48,7 @@ def sound(num_steps=2):
 
 def read(path, data):
     path.write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
-    return Account.read(path)
+    return read_account(path)
 
 
 def more(count=40):
@@ -200,7 +200,7 @@ def test_other_files_are_named(tmp_path):
     with zipfile.ZipFile(tmp_path / "trace.json.gz", "w") as archive:
         archive.writestr("trace.json", json.dumps(sound()))
     with pytest.raises(InputError, match="is a zip archive; give the trace itself"):
-        Account.read(tmp_path / "trace.json.gz")
+        read_account(tmp_path / "trace.json.gz")
     with pytest.raises(InputError, match="is packed with zstd"):
         read(tmp_path / "t.json", b"\x28\xb5\x2f\xfd" + bytes(100))
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from paceline.observe import caveats
-from paceline.observe.account import Account
+from paceline.observe.recorded import read_account
 from paceline.observe.terms import TERMS
 from tests.observe.test_kineto import event, kernel, launch, span
 
@@ -43,7 +43,7 @@ def read(tmp_path):
     def of(*events):
         path = tmp_path / "trace.json"
         path.write_text(json.dumps({"traceEvents": list(events)}))
-        return Account.read(path)
+        return read_account(path)
 
     return of
 

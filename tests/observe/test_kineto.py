@@ -5,10 +5,10 @@ import json
 import pytest
 
 from paceline.config.errors import InputError
-from paceline.observe.account import Account
 from paceline.observe.accounting import accounting_ns
+from paceline.observe.kineto.read import read_kineto
+from paceline.observe.recorded import read_account
 from paceline.observe.terms import TERM_ID
-from paceline.observe.timeline import Timeline
 
 MAIN, GLOO = 1, 2
 NODE = "autograd::engine::evaluate_function: "
@@ -41,7 +41,7 @@ def read(tmp_path):
     def read_events(*events, axis=None, **header):
         path = tmp_path / "trace.json"
         path.write_text(json.dumps({"traceEvents": list(events), **header}))
-        return Timeline.from_kineto(path, axis=axis)
+        return read_kineto(path, axis=axis)
 
     return read_events
 
@@ -398,9 +398,9 @@ def test_of_a_cut_trace_only_whole_steps_count(tmp_path, name):
     path.write_text(json.dumps({"traceEvents": [*CUT[name], *CUT[name][-1:]]})[:-30])
     if name not in ("device", "host"):
         with pytest.raises(InputError, match="of none of its steps it is certain"):
-            Timeline.from_kineto(path)
+            read_kineto(path)
     else:
-        assert list(accounting_ns(Timeline.from_kineto(path))[0]) == [0]
+        assert list(accounting_ns(read_kineto(path))[0]) == [0]
 
 
 # --- other dialects -----------------------------------------------------------------------------
@@ -424,7 +424,7 @@ def test_gaps_within_a_loader_say_so(tmp_path):
     events = [step(), event(LOADER, 10, 60, "cpu_op"), event("aten::cat", 20, 30)]
     events += [launch(70, 1), kernel("ampere_sgemm", 80, 100, 1)]
     (tmp_path / "t.json").write_text(json.dumps({"traceEvents": events}))
-    account = Account.read(tmp_path / "t.json")
+    account = read_account(tmp_path / "t.json")
     waits = account.gaps[account.gaps["term"] == TERM_ID["data_wait"]]
     assert waits["duration_ns"].sum() == 50_000
     assert {account.names[name] for name in waits["name"]} == {LOADER, "aten::cat"}
@@ -443,7 +443,7 @@ def test_a_rank_that_is_late_because_of_its_loader_waits_for_data(tmp_path):
         where = {"rank": rank, "pg_config": [{"pg_desc": "default_pg", "ranks": [0, 1]}]}
         text = json.dumps({"traceEvents": events, "distributedInfo": where, "host_name": "a"})
         (tmp_path / f"{rank}.json").write_text(text)
-    account = Account.read(tmp_path, axis="dp")
+    account = read_account(tmp_path, axis="dp")
     assert account.term_s("data_wait", rank=1) == pytest.approx(70e-6)
     assert account.term_s("data_wait", rank=0) == pytest.approx(10e-6)
     assert account.term_s("straggler_wait", rank=0) > 50e-6

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families as prometheu
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from paceline.config.errors import InputError
-from paceline.config.job import Observe
+from paceline.config.job_sections import Observe
 from paceline.observe.metrics import Metrics, keep_until, to_json
 from paceline.observe.run import Run
 from tests.observe import synthetic

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from paceline.config.errors import InputError
-from paceline.observe.account import Account
+from paceline.observe.recorded import read_account
 from tests.observe.test_caveats import H100, MI300
 from tests.observe.test_kineto import event, kernel, launch, span
 
@@ -31,7 +31,7 @@ def write(folder, rank, *, start_us=EPOCH_US, step=3, nelems=1000, info=None, **
 def test_ranks_of_one_job_are_read_together(tmp_path):
     for rank in range(4):
         write(tmp_path, rank, start_us=EPOCH_US + 5_000_000 * rank)  # hosts' clocks differ
-    assert Account.read(tmp_path).ranks == (0, 1, 2, 3)
+    assert read_account(tmp_path).ranks == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_traces_of_two_jobs_are_refused(tmp_path, other, why):
     write(tmp_path, 0, deviceProperties=[H100], info={"pg_config": groups})
     write(tmp_path, 1, **other)
     with pytest.raises(InputError, match=f"are of different jobs \\({why}"):
-        Account.read(tmp_path)
+        read_account(tmp_path)
 
 
 def test_ranks_of_one_job_have_steps_of_one_length(tmp_path):
@@ -64,23 +64,23 @@ def test_ranks_of_one_job_have_steps_of_one_length(tmp_path):
         text = json.dumps({"traceEvents": steps, "distributedInfo": {"rank": rank}})
         (tmp_path / f"{rank}.json").write_text(text)
     with pytest.raises(InputError, match=r"their steps take 0.0001 and 0.00025 s"):
-        Account.read(tmp_path)
+        read_account(tmp_path)
 
 
 def test_a_rank_beyond_the_job_is_of_another_one(tmp_path):
     write(tmp_path, 0, info={"world_size": 1})
     write(tmp_path, 1, info={"world_size": 1})
     with pytest.raises(InputError, match="rank 1 in a job of 1"):
-        Account.read(tmp_path)
+        read_account(tmp_path)
 
 
 def test_times_since_a_boot_and_other_steps_contradict_nothing(tmp_path):
     write(tmp_path, 0, start_us=10**6)
     write(tmp_path, 1, start_us=10**12)
     write(tmp_path, 2, start_us=2 * 10**12, step=70)
-    assert len(Account.read(tmp_path).steps) == 3
+    assert len(read_account(tmp_path).steps) == 3
     later = tmp_path / "later"
     later.mkdir()
     write(later, 0)
     write(later, 1, start_us=EPOCH_US + 10**9, step=70)  # another window of the same job
-    assert len(Account.read(later).steps) == 2
+    assert len(read_account(later).steps) == 2

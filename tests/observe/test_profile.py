@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from paceline.observe.account import Account
 from paceline.observe.accounting import accounting
+from paceline.observe.kineto.read import read_kineto
 from paceline.observe.profile import ProfiledWindows
+from paceline.observe.recorded import read_account
 from paceline.observe.terms import TERM_ID
 from paceline.observe.timeline import Timeline
 from tests.ranks import run_ranks
@@ -63,7 +64,7 @@ def test_windows_may_follow_one_another(tmp_path):
 def test_other_ranks_keep_the_trace_but_not_the_account(tmp_path):
     answers = train_a_little(ProfiledWindows(tmp_path, 3, 10, 2), 0, 8)
     assert not any(answers.values())
-    timeline = Timeline.from_kineto(tmp_path / "rank3-step4.json.gz", rank=3)
+    timeline = read_kineto(tmp_path / "rank3-step4.json.gz", rank=3)
     assert sorted(accounting(timeline)[3]) == [4, 5]
 
 
@@ -73,7 +74,7 @@ def test_the_trace_is_kinetos_own_and_knows_its_steps(tmp_path):
     names = {event.get("name") for event in trace["traceEvents"]}
     assert {"aten::mm", "paceline.step", "ProfilerStep#1", "ProfilerStep#2"} <= names
     assert trace["paceline"] == {"first_step": 4, "axis": "dp"}
-    again = accounting(Timeline.from_kineto(tmp_path / "rank0-step4.json.gz"))[0]
+    again = accounting(read_kineto(tmp_path / "rank0-step4.json.gz"))[0]
     assert again == answers[5]
 
 
@@ -212,7 +213,7 @@ def test_the_account_of_real_steps(trained, name):
     account = accounts[name]
     assert sorted(account) == [4, 5, 6]
     assert others[name] == {}
-    timeline = Timeline.from_kineto(folder / name / "rank0-step4.json.gz")
+    timeline = read_kineto(folder / name / "rank0-step4.json.gz")
     for _, step, start, end in timeline.steps.tolist():
         terms, whole = account[step], (end - start) / 1e9
         assert sum(terms.values()) == pytest.approx(whole, rel=1e-12)
@@ -226,7 +227,7 @@ def test_ranks_are_put_side_by_side(trained):
     folder, _ = trained
     traces = sorted((folder / "ddp").iterdir())
     assert len(traces) == 2
-    account = Account.read(folder / "ddp")
+    account = read_account(folder / "ddp")
     assert (
         account.terms_ns.sum(axis=1) == account.steps["end_ns"] - account.steps["start_ns"]
     ).all()
@@ -236,6 +237,6 @@ def test_ranks_are_put_side_by_side(trained):
     assert (account.collectives["wait_ns"] == 0).sum() >= len(account.collectives) / 2
     assert account.term_s("straggler_wait") > 0
     assert sorted(set(account.path["step"])) == [4, 5, 6]
-    both = Timeline.merge([Timeline.from_kineto(path) for path in traces])
+    both = Timeline.merge([read_kineto(path) for path in traces])
     assert both.ranks == (0, 1)
     assert [sorted(steps) for steps in accounting(both).values()] == [[4, 5, 6]] * 2

@@ -107,7 +107,7 @@ def test_damaged_files_are_refused_in_a_sentence(tmp_path):
 
 def test_a_foreign_trace_is_no_timeline_of_ours(tmp_path):
     (tmp_path / "t.json").write_text('{"traceEvents": [{"ph": "X", "pid": 1, "tid": 1}]}')
-    with pytest.raises(InputError, match="from_kineto"):
+    with pytest.raises(InputError, match="read_kineto"):
         Timeline.read(tmp_path / "t.json")
 
 

@@ -17,7 +17,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from paceline.config.errors import InputError
-from paceline.config.job import Observe, to_toml
+from paceline.config.job import to_toml
+from paceline.config.job_sections import Observe
 from paceline.observe.metrics import Metrics
 from paceline.observe.ranks import late_by, mean_figure, of_ranks, spread_of
 from paceline.observe.run import Run, json_lines

@@ -1,4 +1,4 @@
-"""Random layouts over all axes: what `Layout.check` accepts of them has to run."""
+"""Random layouts over all axes: what `check_layout` accepts of them has to run."""
 
 from collections.abc import Iterator
 from random import Random

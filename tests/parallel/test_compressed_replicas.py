@@ -7,10 +7,11 @@ import torch
 
 from paceline.comm.compress.blockwise import Blockwise
 from paceline.comm.ranks import Ranks
+from paceline.parallel.replicas import COMM_SECTION, Replicas
 from paceline.parallel.replicate import exchange_of
 from paceline.train.checkpoint import Checkpointer, training_state
 from paceline.train.data import MicroBatch
-from paceline.train.loop import COMM_SECTION, owed_to_load
+from paceline.train.loop import owed_to_load
 from tests.parallel.training import (
     BATCH,
     FP32,
@@ -184,10 +185,10 @@ def _save(rank, world_size, folder, kind):
     for step in range(3):
         trainer.step(step, _learnable(step, job, rank))()
     checkpointer = Checkpointer(folder, keep_last=1, say=lambda _: None)
-    state = training_state(trainer.module, trainer.optimizer)
-    checkpointer.save(3, {**state, COMM_SECTION: trainer.exchange.state()}, {})
+    state = training_state(trainer.module, trainer.update.optimizer)
+    checkpointer.save(3, {**state, COMM_SECTION: trainer.replicas.state()}, {})
     checkpointer.finish()
-    return trainer.exchange.state()["error"][str(rank)]
+    return trainer.replicas.state()["error"][str(rank)]
 
 
 def _load(rank, world_size, folder, kind):
@@ -197,8 +198,8 @@ def _load(rank, world_size, folder, kind):
     found = checkpointer.latest_good()
     owed = owed_to_load(trainer, found)
     checkpointer.load(found, owed)
-    trainer.exchange.load(owed[COMM_SECTION])
-    errors = trainer.exchange.state()["error"][str(rank)]
+    trainer.replicas.load(owed[COMM_SECTION])
+    errors = trainer.replicas.state()["error"][str(rank)]
     copied = {name: error.clone() for name, error in errors.items()}
     trainer.step(3, _learnable(3, job, rank))()
     return copied, {
@@ -231,7 +232,7 @@ def _late(rank, world_size):
         handle = weight.register_hook(lambda _, late_s=late_s: time.sleep(late_s * rank))
         trainer.step(0, step)()
         handle.remove()
-        tails.append(trainer.tail.seconds)
+        tails.append(trainer.passes.tail.seconds)
     return tails
 
 
@@ -267,4 +268,4 @@ def test_what_fails_in_an_exchange_fails_the_step_with_its_traceback():
 def test_nothing_is_put_between_ddp_and_its_own_sums_without_being_asked():
     job = job_of(1, [*REPLICAS, "layout.dp=1"])
     assert exchange_of(torch.nn.Linear(2, 2), {}, job.comm, 1) is None
-    assert trainer_of(job, Ranks()).exchange is None
+    assert type(trainer_of(job, Ranks()).replicas) is Replicas

@@ -307,7 +307,7 @@ def _owed(trainer):
     """By replica or rank and parameter: what it still owes, whole."""
     return {
         (kind, index, name): whole_tensor(error)
-        for kind, by_index in trainer.exchange.state().items()
+        for kind, by_index in trainer.replicas.state().items()
         for index, errors in by_index.items()
         for name, error in errors.items()
     }
@@ -318,7 +318,7 @@ def _save(rank, world_size, folder):
     _stepped(trainer, job, rank, range(3))
     checkpointer = Checkpointer(folder, keep_last=1, say=lambda _: None)
     kept = {section: exchange.state() for section, exchange in exchanges(trainer).items()}
-    checkpointer.save(3, {**training_state(trainer.module, trainer.optimizer), **kept}, {})
+    checkpointer.save(3, {**training_state(trainer.module, trainer.update.optimizer), **kept}, {})
     checkpointer.finish()
     return _owed(trainer), _stepped(trainer, job, rank, range(3, 5))
 
@@ -327,11 +327,11 @@ def _load(rank, world_size, folder, settings):
     job, trainer = _trainer(rank, world_size, settings)
     checkpointer = Checkpointer(folder, keep_last=1, say=lambda _: None)
     found = checkpointer.latest_good()
-    state = training_state(trainer.module, trainer.optimizer, found)
+    state = training_state(trainer.module, trainer.update.optimizer, found)
     owed = owed_to_load(trainer, found)
     checkpointer.load(found, {**state, **owed})
-    restore_training_state(trainer.module, trainer.optimizer, state)
-    trainer.exchange.load(owed["comm"])
+    restore_training_state(trainer.module, trainer.update.optimizer, state)
+    trainer.replicas.load(owed["comm"])
     return _owed(trainer), _stepped(trainer, job, rank, range(3, 5))
 
 

@@ -64,7 +64,7 @@ def _train(rank: int, world_size: int, case: Sequence[str]) -> Trained:
     for step in range(NUM_STEPS):
         before = _parameters(trainer)
         readers.append(trainer.step(step, micro_batches(step, job, rank)))
-        trainer.meet(step + 1)
+        trainer.agreement.meet(step + 1)
     results = [read() for read in readers]
     losses = [result.loss for result in results]
     sent = [result.comm["dp.bytes"] for result in results]

@@ -117,18 +117,18 @@ def track(job: Job) -> Tracked:
     trainer = trainer_of(job, Ranks(0, ranks, 0, ranks))
     tracker: Any
     if isinstance(trainer.module, FSDPModule):
-        tracker = FSDPMemTracker(trainer.module, trainer.optimizer)
+        tracker = FSDPMemTracker(trainer.module, trainer.update.optimizer)
         tracker.track_inputs(())
     else:
         tracker = MemTracker()
-        tracker.track_external(trainer.module, trainer.optimizer)
-    forward = trainer.forward
+        tracker.track_external(trainer.module, trainer.update.optimizer)
+    forward = trainer.passes.forward
 
     def forward_anew(micro_batch: object) -> Weighed:
         tracker.reset_mod_stats()  # it wants to hear of every new pass; the peak stays
         return forward(micro_batch)
 
-    trainer.forward = forward_anew  # type: ignore[method-assign]
+    trainer.passes.forward = forward_anew  # type: ignore[method-assign]
     model = job.model
     assert isinstance(model, Model)
     number = job.train.global_batch // job.layout.num_data_ranks // size(job.layout.micro_batch)
@@ -136,9 +136,9 @@ def track(job: Job) -> Tracked:
     with tracker, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):
-            trainer._forward_backward([MicroBatch(tokens, tokens, None)] * number)
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
+            trainer.passes.forward_backward([MicroBatch(tokens, tokens, None)] * number)
+            trainer.update.optimizer.step()
+            trainer.update.optimizer.zero_grad()
     (snapshot,) = tracker.get_tracker_snapshot("peak").values()
     parts = {getattr(key, "value", key): value for key, value in snapshot.items()}
     kept = ("Parameter", "Sharded Param", "Optstate", "OptState")

@@ -117,5 +117,5 @@ def whole_state(folder: Path, model: Sequence[str]) -> dict[str, Any]:
     found, _ = newest_good(Run(folder).checkpoint_folder, Ranks.alone(), print)
     assert found is not None
     assert found.step == FIRST + SECOND
-    state = training_state(trainer.module, trainer.optimizer, found)
+    state = training_state(trainer.module, trainer.update.optimizer, found)
     return {**state, "facts": load(found, state, Ranks.alone())}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.config.errors import InputError
-from paceline.config.job import Data
+from paceline.config.job_sections import Data
 from paceline.train.data import BatchShape, eval_batches, prepare, sample_ids, train_batches
 
 SEQ = 16

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from paceline.config.errors import InputError
-from paceline.config.job import Data
+from paceline.config.job_sections import Data
 from paceline.train.data import TokenDataset, build, open_prepared, prepare
 from paceline.train.data.build import is_held_out, unigram_entropy, unigram_loss
 from tests.ranks import run_ranks

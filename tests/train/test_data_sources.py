@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from paceline.config.errors import InputError
-from paceline.config.job import Data
+from paceline.config.job_sections import Data
 from paceline.train.data import check_vocab, documents
 from paceline.train.data.build import training_texts
 from paceline.train.data.documents import read_pieces

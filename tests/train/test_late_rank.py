@@ -39,7 +39,7 @@ def _told(rank, world_size, overrides):
         return trainer.step(index, micro_batches(index, job, rank))().ranks["busy_s"]
 
     told = {}
-    with trainer.clock:
+    with trainer.stats.clock:
         step()
         for late in range(world_size):
             delay_s = DELAY_S / job.accumulation * (rank == late)

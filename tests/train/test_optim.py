@@ -16,7 +16,7 @@ from torch.distributed.tensor import (
     init_device_mesh,
 )
 
-from paceline.config.job import Optim
+from paceline.config.job_sections import Optim
 from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.kernels import launch

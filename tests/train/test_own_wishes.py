@@ -137,8 +137,8 @@ def _on_ranks(rank: int, world_size: int, layout: dict[str, Any]) -> list[Tensor
     loss, _ = trainer.evaluate(task.eval_steps())
     after = [whole_tensor(parameter) for parameter in trainer.module.parameters()]
     assert all(map(torch.equal, before, after)), "an evaluation leaves the weights alone"
-    assert trainer.ema is not None
-    trainer.ema.take()
+    assert trainer.update.ema is not None
+    trainer.update.ema.take()
     means = [whole_tensor(parameter) for parameter in trainer.module.parameters()]
     assert not torch.equal(means[0], after[0])
     return [torch.tensor(loss, dtype=torch.float64), *after, *means]

@@ -124,17 +124,17 @@ def _overflow(rank, world_size, cases):
         if rank == world_size - 1:  # the last rank's loss overflows in fp16: all must skip
             _let_overflow(trainer)
         before = [whole_tensor(p) for p in trainer.module.parameters()]
-        scale = trainer.loss_scale.value.item()
+        scale = trainer.update.loss_scale.value.item()
         result = trainer.step(0, micro_batches(0, job, rank))()
         after = [whole_tensor(p) for p in trainer.module.parameters()]
         same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        found.append((result.is_bad, same, trainer.loss_scale.value.item() / scale))
+        found.append((result.is_bad, same, trainer.update.loss_scale.value.item() / scale))
     return found
 
 
 def _let_overflow(trainer):
-    scale = trainer.loss_scale.scale
-    trainer.loss_scale.scale = lambda loss: scale(loss) * 1e38
+    scale = trainer.update.loss_scale.scale
+    trainer.update.loss_scale.scale = lambda loss: scale(loss) * 1e38
 
 
 def test_an_overflow_on_one_rank_is_skipped_by_all_and_halves_the_scale():

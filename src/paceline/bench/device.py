@@ -23,7 +23,7 @@ from paceline.bench.convolution import conv_time
 from paceline.bench.sharing import measure_sharing
 from paceline.config.curves import AttentionCurve, DeviceCurves, MatmulCurve, MemoryCurve
 from paceline.config.hardware import Device, Figure
-from paceline.config.job import Optim
+from paceline.config.job_sections import Optim
 from paceline.config.layout import Layout
 from paceline.models.attention import Sdpa
 from paceline.train.optim import build_optimizer

@@ -5,7 +5,7 @@ tokenised files, cut into micro-batches on the rank's device.
 """
 
 from paceline.bench.clock import Clock
-from paceline.config.job import Data
+from paceline.config.job_sections import Data
 from paceline.train.data import BatchShape, prepare, train_batches
 
 # A small vocabulary needs no training, and tokens are as wide whatever made them.

@@ -6,17 +6,16 @@ before any process starts, and the planner can ask about thousands of them. What
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
+from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.noun import Noun, size
 from paceline.config.recommender import Dlrm
 from paceline.config.schedule import refusal as schedule_refusal
 from paceline.config.vision import ResNet
-
-if TYPE_CHECKING:
-    from paceline.config.layout import Layout
 
 # What stored parameters may be computed with.
 ARITHMETIC = {
@@ -30,7 +29,7 @@ FP8_MULTIPLE = 16
 class Demand(NamedTuple):
     """A concrete layout and what it is for."""
 
-    layout: "Layout"
+    layout: Layout
     model: Model | Noun
     """A decoder's shapes, or a CustomModel, of which nothing is known."""
     cluster: Cluster
@@ -39,6 +38,26 @@ class Demand(NamedTuple):
 
 
 Rule = Callable[[Demand], Iterator[str]]
+
+
+def check_layout(
+    layout: Layout, model: Noun, cluster: Cluster, seq_len: int, global_batch: int
+) -> None:
+    """Refuse what can't run, for a concrete layout: pure, and before any process starts.
+
+    Args:
+        layout: concrete.
+        model: a Model, or a CustomModel.
+        cluster: concrete.
+        seq_len: tokens of a sample (language models).
+        global_batch: samples of a step.
+
+    Raises:
+        InputError: one sentence with what was given, what is required and what to change.
+    """
+    sentence = refusal(Demand(layout, model, cluster, seq_len, global_batch))
+    if sentence is not None:
+        raise InputError(sentence)
 
 
 def refusal(demand: Demand) -> str | None:
@@ -212,7 +231,7 @@ def _pipeline(demand: Demand) -> Iterator[str]:
         )
 
 
-def num_stages(layout: "Layout") -> int:
+def num_stages(layout: Layout) -> int:
     """Stages that a micro-batch passes; DualPipe's two per rank are one of each direction."""
     per_rank = 1 if layout.schedule == "dualpipe" else size(layout.stages_per_rank)
     return size(layout.pp) * per_rank

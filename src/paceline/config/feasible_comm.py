@@ -5,19 +5,16 @@ refused before any process starts.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from paceline.config.comm import Comm, DpComm, EpComm, FsdpComm, LocalUpdates, PpComm
 from paceline.config.errors import InputError
+from paceline.config.layout import Layout
 from paceline.config.noun import size
 
-if TYPE_CHECKING:
-    from paceline.config.layout import Layout
-
-Rule = Callable[[Comm, "Layout"], Iterator[str]]
+Rule = Callable[[Comm, Layout], Iterator[str]]
 
 
-def check_comm(comm: Comm, layout: "Layout") -> None:
+def check_comm(comm: Comm, layout: Layout) -> None:
     """Refuse what a concrete layout can't communicate.
 
     Raises:
@@ -28,7 +25,7 @@ def check_comm(comm: Comm, layout: "Layout") -> None:
             raise InputError(sentence)
 
 
-def of_used_axes(comm: Comm, layout: "Layout") -> Comm:
+def of_used_axes(comm: Comm, layout: Layout) -> Comm:
     """A concrete Job's comm where its layout is changed: what was chosen for an axis that is gone
     goes with it."""
     plain = {
@@ -41,7 +38,7 @@ def of_used_axes(comm: Comm, layout: "Layout") -> Comm:
     return comm.replace(**gone).settled
 
 
-def _replicas(comm: Comm, layout: "Layout") -> Iterator[str]:
+def _replicas(comm: Comm, layout: Layout) -> Iterator[str]:
     """Replicas of whole networks are DDP's, those of shards FSDP2's; a stage is neither."""
     cut = [axis for axis in ("fsdp", "tp", "cp") if size(getattr(layout, axis)) != 1]
     for name, value in _lossy_or_own(comm).items():
@@ -58,7 +55,7 @@ def _replicas(comm: Comm, layout: "Layout") -> Iterator[str]:
             )
 
 
-def _whole(setting: str, needed: str, layout: "Layout", *axes: str) -> Iterator[str]:
+def _whole(setting: str, needed: str, layout: Layout, *axes: str) -> Iterator[str]:
     for axis in axes:
         if size(getattr(layout, axis)) != 1:
             yield (
@@ -67,7 +64,7 @@ def _whole(setting: str, needed: str, layout: "Layout", *axes: str) -> Iterator[
             )
 
 
-def _shards(comm: Comm, layout: "Layout") -> Iterator[str]:
+def _shards(comm: Comm, layout: Layout) -> Iterator[str]:
     """What FSDP2 reduces and gathers belongs to parameters by name, whole but for the shards."""
     if comm.fsdp.algorithm not in ("auto", "backend") and size(layout.fsdp) == 1:
         yield (
@@ -94,7 +91,7 @@ def _shards(comm: Comm, layout: "Layout") -> Iterator[str]:
     yield from _two_bytes(comm, layout)
 
 
-def _two_bytes(comm: Comm, layout: "Layout") -> Iterator[str]:
+def _two_bytes(comm: Comm, layout: Layout) -> Iterator[str]:
     weights = comm.fsdp.compress_weights
     if weights in ("bf16", "fp16") and layout.precision not in ("fp32", "fp64"):
         yield (
@@ -103,7 +100,7 @@ def _two_bytes(comm: Comm, layout: "Layout") -> Iterator[str]:
         )
 
 
-def _messages(comm: Comm, layout: "Layout") -> Iterator[str]:
+def _messages(comm: Comm, layout: Layout) -> Iterator[str]:
     """Activations between stages, and tokens on their way to experts."""
     for axis, value in (("pp", comm.pp.compress), ("ep", comm.ep.compress)):
         setting = f'comm.{axis}.compress = "{value}"'
@@ -131,7 +128,7 @@ def _lossy_or_own(comm: Comm) -> dict[str, str]:
     return {key: wish for key, wish in asked.items() if wish not in ("none", "auto", "backend")}
 
 
-def _precision(comm: Comm, layout: "Layout") -> Iterator[str]:
+def _precision(comm: Comm, layout: Layout) -> Iterator[str]:
     if layout.param_dtype == "fp64" and comm.dp.compress not in ("none", "auto"):
         yield (
             f'comm.dp.compress = "{comm.dp.compress}" would round the gradients that '
@@ -139,7 +136,7 @@ def _precision(comm: Comm, layout: "Layout") -> Iterator[str]:
         )
 
 
-def _workers(comm: Comm, layout: "Layout") -> Iterator[str]:
+def _workers(comm: Comm, layout: Layout) -> Iterator[str]:
     """A worker of local updates is one rank with a network and gradients of its own."""
     local = comm.local
     if local.method == "none":
@@ -174,7 +171,7 @@ def _workers(comm: Comm, layout: "Layout") -> Iterator[str]:
     yield from _lost_workers(local, layout)
 
 
-def _worker_precision(comm: Comm, layout: "Layout") -> Iterator[str]:
+def _worker_precision(comm: Comm, layout: Layout) -> Iterator[str]:
     setting = f'comm.local.method = "{comm.local.method}"'
     if layout.param_dtype not in ("fp32", "fp64"):
         yield (
@@ -193,7 +190,7 @@ def _worker_precision(comm: Comm, layout: "Layout") -> Iterator[str]:
         )
 
 
-def _lost_workers(local: LocalUpdates, layout: "Layout") -> Iterator[str]:
+def _lost_workers(local: LocalUpdates, layout: Layout) -> Iterator[str]:
     """Who may go on without whom."""
     setting = f"comm.local.min_workers = {local.min_workers}"
     if local.min_workers > size(layout.dp):
@@ -208,7 +205,7 @@ def _lost_workers(local: LocalUpdates, layout: "Layout") -> Iterator[str]:
         )
 
 
-def _priority(comm: Comm, _layout: "Layout") -> Iterator[str]:
+def _priority(comm: Comm, _layout: Layout) -> Iterator[str]:
     if comm.priority == "high" and comm.local.min_workers:
         least = f"comm.local.min_workers = {comm.local.min_workers}"
         yield (
@@ -217,7 +214,7 @@ def _priority(comm: Comm, _layout: "Layout") -> Iterator[str]:
         )
 
 
-def _timetable(comm: Comm, _layout: "Layout") -> Iterator[str]:
+def _timetable(comm: Comm, _layout: Layout) -> Iterator[str]:
     local = comm.local
     if local.method == "none":
         return

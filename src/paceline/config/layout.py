@@ -10,16 +10,13 @@ are neighbours in rank order, hence on one host):
 Their product is the number of ranks. `ep` is no further factor: it shares out the experts over
 ranks of the data axes (dp, fsdp, cp), from the innermost.
 
-What can't run is refused (`Layout.check`) before any process starts.
+What can't run is refused (`config.feasible`) before any process starts.
 """
 
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from paceline.config.errors import InputError
-from paceline.config.feasible import Demand, refusal
-from paceline.config.hardware import Cluster
 from paceline.config.noun import Auto, Count, CountOrNone, Noun, Ways, size
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
@@ -141,22 +138,6 @@ class Layout(Noun):
             if getattr(self, axis) != 1
         ]
         return " x ".join(used) or "one rank"
-
-    def check(self, model: Noun, cluster: Cluster, seq_len: int, global_batch: int) -> None:
-        """Refuse what can't run, for a concrete layout: pure, and before any process starts.
-
-        Args:
-            model: a Model, or a CustomModel.
-            cluster: concrete.
-            seq_len: tokens of a sample (language models).
-            global_batch: samples of a step.
-
-        Raises:
-            InputError: one sentence with what was given, what is required and what to change.
-        """
-        sentence = refusal(Demand(self, model, cluster, seq_len, global_batch))
-        if sentence is not None:
-            raise InputError(sentence)
 
     def place(self, rank: int) -> Place:
         """Where a rank of a concrete layout sits: tp is the innermost axis, pp the outermost."""

@@ -11,14 +11,11 @@ The click log is synthetic: nobody's data, any length, and its best possible AUC
 """
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from paceline.config.noun import Noun, Width
-
-if TYPE_CHECKING:
-    from paceline.config.job import Job
 
 Widths = Annotated[tuple[Width, ...], Field(strict=False, max_length=10_000)]
 
@@ -102,58 +99,3 @@ class RowOptim(Noun):
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
     """Of adam."""
     eps: float = Field(1e-8, gt=0, le=1e3)
-
-
-def disagreement(job: "Job") -> str | None:
-    """What a Job says about recommenders that can't hold, None where all is well."""
-    embeddings = job.comm.embeddings
-    if not isinstance(job.model, Dlrm):
-        if embeddings != type(embeddings)():
-            return (
-                f'[comm.embeddings] has no effect with model.family = "{job.model.family}": '
-                'leave it out, or use family = "dlrm".'
-            )
-        for name, section in (("data.clicks", job.data.clicks), ("optim.rows", job.optim.rows)):
-            if section != type(section)():
-                return (
-                    f'[{name}] has no effect with model.family = "{job.model.family}": leave it '
-                    'out, or use family = "dlrm".'
-                )
-        return None
-    if job.data.source != "clicks":
-        return (
-            f'model.family = "dlrm" trains on the synthetic click log, but data.source = '
-            f'{job.data.source!r}: set data.source = "clicks".'
-        )
-    if job.layout.precision in ("fp16", "fp8") or job.layout.param_dtype == "fp64":
-        return (
-            f"the rows of tables are fp32 and have no loss scale, but layout.precision = "
-            f'"{job.layout.precision}", layout.param_dtype = "{job.layout.param_dtype}": '
-            "use fp32 or bf16."
-        )
-    return _unused(job)
-
-
-def _unused(job: "Job") -> str | None:
-    """A setting of the tables that nothing would come of."""
-    rows = job.optim.rows
-    if rows.kind == "adagrad" and rows.betas != RowOptim().betas:
-        return (
-            f'optim.rows.betas = {list(rows.betas)} has no effect with kind = "adagrad": leave it '
-            'out, or set kind = "adam".'
-        )
-    embeddings = job.comm.embeddings
-    default = type(embeddings)()
-    if embeddings.by == "all_to_all":
-        for name in ("servers", "mode", "staleness", "cache_rows", "checkpoint_every"):
-            if getattr(embeddings, name) != getattr(default, name):
-                return (
-                    f"comm.embeddings.{name} = {getattr(embeddings, name)!r} has no effect with "
-                    'by = "all_to_all": set by = "server" or leave it out.'
-                )
-    if embeddings.mode == "synchronous" and embeddings.cache_rows:
-        return (
-            f"comm.embeddings.cache_rows = {embeddings.cache_rows} would use old rows, which mode "
-            '= "synchronous" forbids: set it to 0, or mode = "stale".'
-        )
-    return None

@@ -4,6 +4,7 @@ what changes something."""
 from collections.abc import Sequence
 
 from paceline.config.errors import InputError
+from paceline.config.feasible import check_layout
 from paceline.config.feasible_comm import check_comm, of_used_axes
 from paceline.config.job import Job, change_job
 
@@ -13,7 +14,7 @@ def changed(job: Job, changes: Sequence[str]) -> Job | None:
     try:
         one = change_job(job, changes)
         one = one.replace(comm=of_used_axes(one.comm, one.layout))
-        one.layout.check(one.model, one.cluster, one.train.seq_len, one.train.global_batch)
+        check_layout(one.layout, one.model, one.cluster, one.train.seq_len, one.train.global_batch)
         check_comm(one.comm, one.layout)
     except InputError:
         return None

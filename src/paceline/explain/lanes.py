@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.observe.account import Account
+from paceline.observe.kineto.read import read_kineto
 from paceline.observe.recorded import rank_in
 from paceline.observe.terms import TERMS
 from paceline.observe.timeline import HOST, Timeline
@@ -79,9 +80,7 @@ def read_lanes(traces: Sequence[Path], account: Account, axis: str | None = None
     if sum(file.stat().st_size for file in files) > _MOST_BYTES:
         return None
     step = _typical_step(account)
-    timelines = [
-        _aligned(Timeline.from_kineto(file, rank_in(file), axis), account) for file in files
-    ]
+    timelines = [_aligned(read_kineto(file, rank_in(file), axis), account) for file in files]
     return lanes_of(Timeline.merge(timelines), step, len(account.ranks))
 
 

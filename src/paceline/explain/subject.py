@@ -24,6 +24,7 @@ from paceline.explain.windows import read_windows
 from paceline.observe.account import Account
 from paceline.observe.caveats import Device
 from paceline.observe.meetings import match
+from paceline.observe.recorded import read_account
 from paceline.observe.run import Run
 from paceline.observe.summary import number
 
@@ -70,7 +71,7 @@ class Subject:
         """
         run = Run(path)
         if not run.exists:
-            return cls(str(path), Account.read(path))
+            return cls(str(path), read_account(path))
         job, plan, facts = run.job(), run.plan(), run.facts()
         lines, damage = run.steps()
         account = read_windows(run.trace_folder, only_axis(job))

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.observe.account import Account
+from paceline.observe.recorded import read_account
 
 _WINDOW = re.compile(r"rank\d+-step(\d+)\.json(\.gz)?$")
 _ENOUGH_BYTES = 32 << 20
@@ -38,7 +39,7 @@ def read_windows(folder: Path, axis: str | None) -> Account | None:
     for step in sorted(windows, reverse=True):
         # A run that was stopped leaves some ranks' traces of its last window.
         if len(windows[step]) == most and (not read or total < _ENOUGH_BYTES):
-            read.append(Account.read(windows[step], axis))
+            read.append(read_account(windows[step], axis))
             total += sum(file.stat().st_size for file in windows[step])
     return joined(read[::-1]) if read else None
 

@@ -11,9 +11,8 @@ All times are whole nanoseconds, all tables structured numpy arrays whose `name`
 `is_device`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,21 +111,6 @@ class Account:
     """What the traces can't say: one of each kind."""
     devices: Mapping[int, Device] = field(default_factory=dict)
     """Of each rank whose trace describes its device."""
-
-    @classmethod
-    def read(cls, paths: Path | Sequence[Path], axis: str | None = None) -> "Account":
-        """Read traces: a file, several (one per rank), or a folder of them.
-
-        Args:
-            paths: of one window of steps; of a folder with several windows the last one counts.
-            axis: the mesh axis of collectives whose group doesn't tell theirs.
-
-        Raises:
-            InputError: nothing there is a trace, or one is damaged.
-        """
-        from paceline.observe.recorded import read_account
-
-        return read_account(paths, axis)
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -21,7 +21,8 @@ from prometheus_client.core import (
 )
 
 from paceline.config.errors import InputError
-from paceline.config.job import Job, Observe
+from paceline.config.job import Job
+from paceline.config.job_sections import Observe
 from paceline.observe.ranks import late_by, spread_of
 from paceline.observe.run import Run
 

@@ -26,7 +26,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
-from paceline.config.job import Observe
+from paceline.config.job_sections import Observe
 from paceline.observe.endpoint import Endpoint
 from paceline.observe.run import Run, parse_line, read_lines, write_whole
 

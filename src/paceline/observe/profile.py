@@ -14,7 +14,7 @@ slow), and then the recorded steps. It begins at fixed step numbers, so all rank
 steps, also after a resume. Outside windows no profiler exists, and `step` counts one up.
 
 Each window leaves Kineto's own trace, `rank<k>-step<n>.json.gz` with n its first recorded step:
-any viewer of PyTorch traces opens it, and `Timeline.from_kineto` reads it again.
+any viewer of PyTorch traces opens it, and `read_kineto` reads it again.
 
 Recording costs time within the steps (a few microseconds for each operator: little for large ones,
 half of the step for a model of tiny ones), so profiled steps are slower than their neighbours.
@@ -42,10 +42,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from paceline.config.errors import InputError
 from paceline.observe.accounting import accounting
-from paceline.observe.kineto.read import METADATA
+from paceline.observe.kineto.read import METADATA, read_kineto
 from paceline.observe.memory import MemoryRecorder
 from paceline.observe.terms import coarse
-from paceline.observe.timeline import Timeline
 
 _WARMUP = 1
 # The first steps of a process allocate, compile and build buckets; they aren't like the others.
@@ -177,5 +176,5 @@ class ProfiledWindows:
     def _account(self, trace: Path) -> dict[int, dict[str, float]]:
         if self._rank != 0:
             return {}
-        steps = accounting(Timeline.from_kineto(trace, self._rank, self._axis))[self._rank]
+        steps = accounting(read_kineto(trace, self._rank, self._axis))[self._rank]
         return {step: coarse(terms) for step, terms in steps.items()}

@@ -54,8 +54,16 @@ class _Part:
         return self.origin.rank
 
 
-def read_account(paths: Path | Sequence[Path], axis: str | None) -> Account:
-    """Do as `Account.read` says."""
+def read_account(paths: Path | Sequence[Path], axis: str | None = None) -> Account:
+    """Read traces: a file, several (one per rank), or a folder of them.
+
+    Args:
+        paths: of one window of steps; of a folder with several windows the last one counts.
+        axis: the mesh axis of collectives whose group doesn't tell theirs.
+
+    Raises:
+        InputError: nothing there is a trace, or one is damaged.
+    """
     names = Names()
     parts = [_part(path, names, axis) for path in trace_files(paths)]
     parts.sort(key=lambda part: part.rank)

@@ -129,15 +129,6 @@ class Timeline:
             tuple(streams),
         )
 
-    @classmethod
-    def from_kineto(
-        cls, path: str | Path, rank: int | None = None, axis: str | None = None
-    ) -> "Timeline":
-        """Read the trace that torch.profiler exported; see `observe.kineto.read`."""
-        from paceline.observe.kineto.read import read_kineto
-
-        return read_kineto(path, rank, axis)
-
     def __len__(self) -> int:
         return len(self.spans)
 
@@ -181,7 +172,7 @@ class Timeline:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise InputError(
                 f"{path} is no timeline that Paceline wrote ({error!r}); "
-                "read a profiler's trace with Timeline.from_kineto."
+                "read a profiler's trace with read_kineto."
             ) from None
 
 

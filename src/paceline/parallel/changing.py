@@ -73,9 +73,8 @@ class ChangingRounds(LocalRounds):
         least = self._local.min_workers
         return f"{super().describe()} They go on while at least {least} are left."
 
-    @torch.no_grad()
-    def after_step(self, done: int) -> None:
-        """Meet when a round is due after `done` steps of the run.
+    def _meet_if_due(self, done: int) -> None:
+        """As in `LocalRounds`.
 
         Raises:
             RunError: too few workers are left, or this one was lost.
@@ -89,17 +88,10 @@ class ChangingRounds(LocalRounds):
         self._take(self._fragments, 0.0)
 
     def sum_up(self, values: Tensor, *, ends_round: bool = False) -> tuple[Tensor, int]:
-        """Numbers of all members.
-
-        Args:
-            values: this worker's: (n,) or any other shape, the same on all.
-            ends_round: whether workers who asked are let in then; `welcome` follows.
-
-        Returns:
-            their sum, in host memory, and how many workers it is of.
+        """As `Replicas.sum_up`, over the members: in host memory, and `welcome` follows a round.
 
         Raises:
-            RunError: as `after_step`.
+            RunError: too few workers are left, or this one was lost.
         """
 
         def act(group: dist.ProcessGroup) -> tuple[Tensor, int]:
@@ -108,6 +100,10 @@ class ChangingRounds(LocalRounds):
             return summed, group.size()
 
         return self.membership.exchange(act, is_last=ends_round)
+
+    def sent(self) -> dict[str, float]:
+        """Of how many workers the numbers are, besides."""
+        return {"dp.workers": len(self.membership.members), **super().sent()}
 
     def welcome(self, state: Callable[[], Mapping[str, Any]]) -> None:
         """Hand those who came in with the last round what they go on from.

@@ -5,7 +5,6 @@ both, both keep errors, and a checkpoint has the errors of both.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,11 @@ from paceline.config.layout import Layout
 from paceline.parallel import compressed_replicas, compressed_shards
 from paceline.parallel.compressed_replicas import ReplicaExchange
 from paceline.parallel.compressed_shards import Place, ShardExchange
+from paceline.parallel.replicas import COMM_SECTION, Replicas, State
 from paceline.parallel.scatter import Algorithm
 
-State = dict[str, dict[str, Any]]
-"""Of an exchange, in a checkpoint: nested dicts of tensors."""
 
-
-class HybridExchange:
+class HybridExchange(Replicas):
     """The exchanges of a sharded network that are in a form of ours; one of them at least.
 
     Args:
@@ -34,6 +31,8 @@ class HybridExchange:
         comm: of the Job.
     """
 
+    section = COMM_SECTION
+
     def __init__(
         self, shards: ShardExchange | None, replicas: ReplicaExchange | None, comm: Comm
     ) -> None:
@@ -41,7 +40,7 @@ class HybridExchange:
         self.feedback = Debts(shards, replicas)
 
     def describe(self) -> str:
-        """What travels in which form, a sentence for a person."""
+        """Of shards and of replicas."""
         told = [] if self._shards is None else [self._shards.describe()]
         if self._replicas is not None:
             dp = self._comm.dp
@@ -52,28 +51,27 @@ class HybridExchange:
         return " ".join(told)
 
     def begin(self, step: int | None) -> None:
-        """Say which step's gradients come next, from 0."""
+        """Both begin; a step's number is always known."""
         assert step is not None, "only DDP has a backward pass without effect"
         for exchange in self._both():
             exchange.begin(step)
 
     def finish(self) -> None:
-        """Wait until the gradients of the last backward pass are the mean of all ranks."""
+        """Only replicas have a thread of their own."""
         if self._replicas is not None:
             self._replicas.finish()
 
     def sent(self) -> dict[str, float]:
-        """What this rank sent since `begin` in a form of ours, in bytes, by axis."""
+        """Since `begin`, by axis."""
         axes = {"fsdp.bytes": self._shards, "dp.bytes": self._replicas}
         return {name: each.sent_bytes for name, each in axes.items() if each is not None}
 
-    def after_step(self, is_bad: Tensor, scale: Tensor | None) -> None:
-        """Keep a step that was skipped, and a new loss scale, from spoiling the steps after it.
+    def squared_error(self) -> Tensor:
+        """Over both axes."""
+        return self.feedback.squared_norm()
 
-        Args:
-            is_bad: () bool, whether loss or gradient was not finite.
-            scale: () what the loss scale was multiplied by, None where there is none.
-        """
+    def correct(self, is_bad: Tensor, scale: Tensor | None) -> None:
+        """What is owed stays finite, and is of the new scale."""
         for errors in self.feedback.held:
             if is_bad.device.type != "cpu" or is_bad:
                 torch.where(is_bad, errors.nan_to_num(0.0, 0.0, 0.0), errors, out=errors)
@@ -90,12 +88,7 @@ class HybridExchange:
         return kept
 
     def targets(self, saved: Iterable[str], room: Callable[[str], Tensor]) -> State:
-        """The part of a saved state that this rank loads, in the same form.
-
-        Args:
-            saved: paths of the tensors that were saved.
-            room: makes the memory for one of them.
-        """
+        """Of both, each in a section of its own."""
         wanted: State = {}
         if self._shards is not None:
             wanted[compressed_shards.ERRORS] = self._shards.targets(saved, room)
@@ -103,8 +96,8 @@ class HybridExchange:
             wanted[compressed_replicas.ERRORS] = self._replicas.targets(saved)
         return wanted
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `targets` gave, now filled."""
+    def load(self, state: State) -> None:
+        """Of both."""
         if self._shards is not None:
             self._shards.load(state[compressed_shards.ERRORS])
         if self._replicas is not None:

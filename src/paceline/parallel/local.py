@@ -24,11 +24,11 @@ Not here: when a step is skipped, which is each worker's own business, the numbe
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from paceline.comm.collectives import Collectives
 from paceline.comm.compress.compressors import compressor_of
@@ -38,12 +38,10 @@ from paceline.comm.queue import Job, Queue
 from paceline.config.comm import LocalUpdates, codec
 from paceline.config.errors import InputError
 from paceline.parallel.blocks import blocks_of
+from paceline.parallel.replicas import ROUNDS_SECTION, Replicas, State
 
 # Of what a worker has, where a fragment arrives late; the rest is what arrives. Assumed: the mean.
 _MIXING = 0.5
-
-State = dict[str, dict[str, Any]]
-"""Of rounds, in a checkpoint: nested dicts of tensors."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class _Fragment:
         torch.sub(self.start, self.outer, out=self.outer)
 
 
-class LocalRounds:
+class LocalRounds(Replicas):
     """The rounds of one worker; all of them call alike after every step.
 
     Args:
@@ -122,6 +120,9 @@ class LocalRounds:
     Raises:
         InputError: there are more fragments than layers.
     """
+
+    section = ROUNDS_SECTION
+    steps_alone = True
 
     def __init__(
         self,
@@ -163,13 +164,16 @@ class LocalRounds:
             f"changed travels {form} every {local.every} steps{parts}{late}."
         )
 
-    @torch.no_grad()
     def after_step(self, done: int) -> None:
         """Send and take what is due after `done` steps of the run.
 
         Raises:
             Exception: what went wrong in an exchange, with its traceback.
         """
+        with torch.no_grad(), record_function("paceline.round"):
+            self._meet_if_due(done)
+
+    def _meet_if_due(self, done: int) -> None:
         self.sent_bytes = 0
         if done == self._num_steps:
             self._take(self._under_way(), _MIXING)
@@ -185,8 +189,12 @@ class LocalRounds:
             self._take(leaving, 0.0)
 
     def is_round(self, done: int) -> bool:
-        """Whether the workers meet after so many steps of the run."""
+        """Whether the workers meet: every so many steps, and after the last one."""
         return self.timetable.is_round(done) or done == self._num_steps
+
+    def sent(self) -> dict[str, float]:
+        """What this worker sent after the last step, in bytes."""
+        return {"dp.bytes": self.sent_bytes}
 
     def _under_way(self) -> list[_Fragment]:
         return [fragment for fragment in self._fragments if fragment.is_under_way]
@@ -263,12 +271,7 @@ class LocalRounds:
         return {**state, "error": self._feedback.state()}
 
     def targets(self, saved: Iterable[str], room: Callable[[str], Tensor]) -> State:
-        """The part of a saved state that this worker loads, in the same form.
-
-        Args:
-            saved: paths of the tensors that were saved: "start.layer.weight".
-            room: makes the memory for one of them.
-        """
+        """As in `Replicas`; paths are of the form "start.layer.weight"."""
         state: State = {"start": {}, "momentum": {}, "arriving": {}, "error": {}}
         for path in saved:
             kind, _, name = path.partition(".")

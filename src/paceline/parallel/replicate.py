@@ -14,7 +14,7 @@ DDP and its hooks: https://arxiv.org/abs/2006.15704. What is sent: `comm.compres
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,10 @@ from paceline.comm.compress.exchange import Compressor, ExactRest, Mean, exact_b
 from paceline.comm.compress.feedback import Feedback, Part
 from paceline.comm.queue import Job, Queue
 from paceline.config.comm import Comm, codec
+from paceline.parallel.replicas import COMM_SECTION, Replicas, State
 
 # What sums of many ranks are added up in.
 _WIDE = (torch.float32, torch.float64)
-
-State = dict[str, dict[str, Any]]
-"""Of an exchange, in a checkpoint: nested dicts of tensors."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class _Bucket:
         return [view for part, view in pairs if not part.is_compressed]
 
 
-class GradientExchange:
+class GradientExchange(Replicas):
     """The mean of the replicas' gradients in compressed form, as DDP's communication hook.
 
     Args:
@@ -66,6 +64,9 @@ class GradientExchange:
         collectives: that sum up exactly.
         comm: of the Job.
     """
+
+    section = COMM_SECTION
+    ordered_from = 2  # what is compressed together depends on the buckets as well
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class GradientExchange:
         module.register_comm_hook(self, GradientExchange._hook)
 
     def describe(self) -> str:
-        """What travels in which form, a sentence for a person."""
+        """Which tensors are compressed, and until when none is."""
         if self._compressor is None:
             return f"Gradients are summed up exactly, by the algorithm {self._comm.dp.algorithm}."
         parts = [self._part(parameter) for parameter in self._names if parameter.requires_grad]
@@ -104,16 +105,12 @@ class GradientExchange:
         return f"{sentence}; exactly: {', '.join(exact)}." if exact else f"{sentence}."
 
     def begin(self, step: int | None) -> None:
-        """Say which step's gradients come next, from 0; None: they will not be used."""
+        """In the first steps everything is exact, where the Job says so."""
         self._is_exact = self._compressor is None or step is None or step < self._comm.warmup_steps
         self.sent_bytes = 0
 
     def finish(self) -> None:
-        """Wait until the gradients of the last backward pass are the mean of all replicas.
-
-        Raises:
-            Exception: what went wrong on the queue's thread, with its traceback.
-        """
+        """The queue's thread has to be done."""
         self._queue.wait()
 
     def _hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -180,13 +177,16 @@ class GradientExchange:
         )
         return Part(self._names[parameter], parameter.shape, is_compressed)
 
-    def after_step(self, is_bad: Tensor, scale: Tensor | None) -> None:
-        """Keep a step that was skipped, and a new loss scale, from spoiling the steps after it.
+    def sent(self) -> dict[str, float]:
+        """Since `begin`, by axis."""
+        return {"dp.bytes": self.sent_bytes}
 
-        Args:
-            is_bad: () bool, whether loss or gradient was not finite.
-            scale: () what the loss scale was multiplied by, None where there is none.
-        """
+    def squared_error(self) -> Tensor:
+        """Of all parameters together."""
+        return self.feedback.squared_norm()
+
+    def correct(self, is_bad: Tensor, scale: Tensor | None) -> None:
+        """What is owed stays finite, and is of the new scale."""
         kept = [] if self._compressor is None else list(self._compressor.state().values())
         if is_bad.device.type != "cpu" or is_bad:
             for tensor in (*self.feedback.held, *kept):
@@ -201,12 +201,7 @@ class GradientExchange:
         return {"error": self.feedback.state(), "factor": kept}
 
     def targets(self, saved: Iterable[str], room: Callable[[str], Tensor]) -> State:
-        """The part of a saved state that this rank loads, in the same form.
-
-        Args:
-            saved: paths of the tensors that were saved: "error.0.layer.weight".
-            room: makes the memory for one of them.
-        """
+        """As in `Replicas`; paths are of the form "error.0.layer.weight"."""
         state: State = {"error": {}, "factor": {}}
         for path in saved:
             kind, _, name = path.partition(".")
@@ -219,7 +214,7 @@ class GradientExchange:
         return state
 
     def load(self, state: State) -> None:
-        """Go on with what `targets` gave, now filled."""
+        """Buckets begin anew."""
         self.finish()
         self._buckets.clear()
         self.feedback.load(state["error"])

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.config.errors import InputError
-from paceline.config.feasible import nearest_multiple, num_stages
+from paceline.config.feasible import check_layout, nearest_multiple, num_stages
 from paceline.config.hardware import Cluster, Device
 from paceline.config.job import Job
 from paceline.config.layout import Layout
@@ -61,7 +61,7 @@ def resolve(job: Job, machine: Cluster) -> Plan:
     layout = _resolve_sharing(job, layout, reasons)
     layout = _resolve_micro_batch(job, layout, cluster.known_device, reasons)
     layout = _resolve_split(job, layout, reasons)
-    layout.check(job.model, cluster, job.train.seq_len, job.train.global_batch)
+    check_layout(layout, job.model, cluster, job.train.seq_len, job.train.global_batch)
     comm, why = resolve_comm(job, layout, cluster)
     return Plan(job.replace(cluster=cluster, layout=layout, comm=comm), reasons | why)
 

@@ -29,7 +29,7 @@ def open_rounds(trainer: Trainer, done: int) -> None:
     Raises:
         RunError: too few workers came within comm.timeout_s, or a minute where that is less.
     """
-    rounds = trainer.local
+    rounds = trainer.replicas
     if isinstance(rounds, ChangingRounds):
         wait_s = max(trainer.job.comm.timeout_s, _START_S)
         rounds.membership.open(trainer.ranks.world_size, wait_s)
@@ -43,7 +43,7 @@ def welcome(trainer: Trainer, done: int, *, is_over: bool) -> None:
         done: steps of the run.
         is_over: whether the workers agreed to stop here.
     """
-    rounds = trainer.local
+    rounds = trainer.replicas
     if isinstance(rounds, ChangingRounds):
         rounds.welcome(lambda: {**_state(trainer, rounds), "step": done, "is_over": is_over})
 
@@ -57,17 +57,17 @@ def join(trainer: Trainer) -> tuple[int, bool]:
     Raises:
         RunError: nobody lets this worker in.
     """
-    rounds = trainer.local
+    rounds = trainer.replicas
     assert isinstance(rounds, ChangingRounds), "only there a worker has no state of its own"
     state = rounds.join(trainer.ranks.device)
     optimizer = state.get("optimizer", {})  # none before the first step
     taken = {"model": state["model"], "optimizer": optimizer}
-    restore_training_state(trainer.module, trainer.optimizer, taken)
+    restore_training_state(trainer.module, trainer.update.optimizer, taken)
     rounds.load({"start": {}, "momentum": state["momentum"], "arriving": {}, "error": {}})
     return state["step"], state["is_over"]
 
 
 def _state(trainer: Trainer, rounds: ChangingRounds) -> dict[str, Any]:
     """Of the first worker, right after a round: what the workers agreed on are its parameters."""
-    state = training_state(trainer.module, trainer.optimizer)
+    state = training_state(trainer.module, trainer.update.optimizer)
     return {**state, "momentum": rounds.state()["momentum"]}

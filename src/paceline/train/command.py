@@ -20,7 +20,8 @@ from paceline.comm.ranks import (
     store_of_run,
 )
 from paceline.config.errors import InputError
-from paceline.config.job import CustomModel, Job, differing, to_raw
+from paceline.config.job import Job, differing, to_raw
+from paceline.config.job_sections import CustomModel
 from paceline.config.model import Model
 from paceline.config.recommender import Dlrm
 from paceline.config.vision import ResNet

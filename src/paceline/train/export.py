@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from paceline.config.errors import InputError
 from paceline.config.files import parse_json, read_bytes
-from paceline.config.job import Data, Job
+from paceline.config.job import Job
+from paceline.config.job_sections import Data
 from paceline.config.layout import ParamDtype
 from paceline.config.model import Model
 from paceline.config.recommender import Dlrm

@@ -13,7 +13,7 @@ def held_memory(trainer: Trainer) -> Held:
     """Where the storages of parameters, of gradients and of the optimizer's state are."""
     parameters = list(trainer.module.parameters())
     gradients = [each.grad for each in parameters if each.grad is not None]
-    states = trainer.optimizer.state.values()
+    states = trainer.update.optimizer.state.values()
     moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     return {
         "params": _storages(parameters),

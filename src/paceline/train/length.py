@@ -8,7 +8,8 @@ import math
 from fractions import Fraction
 
 from paceline.config.errors import InputError
-from paceline.config.job import CustomModel, Job
+from paceline.config.job import Job
+from paceline.config.job_sections import CustomModel
 from paceline.config.model import Model
 from paceline.train.data import prepare
 from paceline.train.data.build import Progress

@@ -17,9 +17,7 @@ from paceline.config.errors import InputError
 from paceline.config.job import Job
 from paceline.observe.garbage import GarbageCollections
 from paceline.observe.profile import ProfiledWindows
-from paceline.parallel.hybrid import HybridExchange
-from paceline.parallel.local import LocalRounds
-from paceline.parallel.replicate import GradientExchange
+from paceline.parallel.replicas import COMM_SECTION, ROUNDS_SECTION, Replicas
 from paceline.parallel.tail import Tail
 from paceline.train.best import Best
 from paceline.train.changing import join, open_rounds, welcome
@@ -41,10 +39,7 @@ from paceline.train.trainer import Trainer
 
 # From 65,536 the fp16 loss scale may halve this often before it is below one.
 _FP16_SCALE_HALVINGS = 16
-# Under this name a checkpoint keeps what compressed gradients still owe.
-COMM_SECTION = "comm"
-# And under these what workers under local updates share, and what each but the first has.
-ROUNDS_SECTION = "rounds"
+# Under this name a checkpoint keeps what a worker under local updates, but the first, has.
 WORKER_SECTION = "worker"
 _OWED = {
     COMM_SECTION: "nothing is compressed now: what compression still owed",
@@ -91,7 +86,7 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
     with (
         around.windows_from(first + 1) as windows,
         GarbageCollections() as garbage,
-        trainer.clock,
+        trainer.stats.clock,
     ):
         while done < job.train.steps and not ledger.stop_wanted and not around.best.is_over:
             began = time.perf_counter()
@@ -110,7 +105,7 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
             line |= {"between_s": between_s, "gc_s": garbage.take_s()}
             if around.checkpointer is not None:
                 line["checkpoint_cpu_s"] = around.checkpointer.take_cpu_s()
-            line["terms"] = _measured_terms(step_time_s, data_wait_s, stall_s, trainer.tail)
+            line["terms"] = _measured_terms(step_time_s, data_wait_s, stall_s, trainer.passes.tail)
             if _evaluation_due(job, task, done):
                 if done == job.train.steps and not job.comm.local.min_workers:
                     # If it fails on one of several ranks, these can't agree on a checkpoint any
@@ -125,7 +120,7 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
                     _keep(trainer, around, done, has_begun=kept is not None)
                     raise
             ledger.add(line, result)
-            if trainer.meet(done):
+            if trainer.agreement.meet(done):
                 ledger.catch_up()
                 welcome(trainer, done, is_over=ledger.stop_wanted)
             terms = windows.step()
@@ -133,7 +128,7 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
                 ledger.release(terms)
             if around.checkpointer is not None:
                 around.checkpointer.poll()
-    trainer.meet(done, at_once=True)
+    trainer.agreement.meet(done, at_once=True)
     ledger.settle()
     if done > first and kept != around.best.facts():
         _save(trainer, around, done)
@@ -184,19 +179,19 @@ def _restore(trainer: Trainer, checkpointer: Checkpointer, around: Around) -> in
         trainer.task.tables.load(found.step if found else 0)
     if found is None:
         return 0
-    state = training_state(trainer.module, trainer.optimizer, found)
+    state = training_state(trainer.module, trainer.update.optimizer, found)
     rng = rng_state()
     owed = owed_to_load(trainer, found)
-    own = state if trainer.local is None else own_section(state, trainer.ranks.rank, found)
+    own = own_section(state, trainer.ranks.rank, found) if trainer.replicas.steps_alone else state
     facts = checkpointer.load(found, {**own, **owed, "rng": rng})
-    restore_training_state(trainer.module, trainer.optimizer, state)
+    restore_training_state(trainer.module, trainer.update.optimizer, state)
     restore_rng_state(rng)
     for section, exchange in exchanges(trainer).items():
         exchange.load(owed[section])
     for section in _left_behind(trainer, found):
         checkpointer.tell(f"{_OWED[section]} in the checkpoint of step {found.step} is dropped.")
-    trainer.loss_scale.load_state_dict(facts["loss_scale"])
-    trainer.rates.put_back(facts.get("groups", []))
+    trainer.update.loss_scale.load_state_dict(facts["loss_scale"])
+    trainer.update.rates.put_back(facts.get("groups", []))
     around.best.load(facts.get("best", {}))
     around.ledger.num_skipped = facts["skipped"]
     return facts["step"]
@@ -227,16 +222,13 @@ def owed_to_load(trainer: Trainer, found: FoundCheckpoint) -> dict[str, dict[str
     return owed
 
 
-def exchanges(
-    trainer: Trainer,
-) -> dict[str, GradientExchange | HybridExchange | LocalRounds | Ema]:
+def exchanges(trainer: Trainer) -> dict[str, Replicas | Ema]:
     """What has a state of its own in a checkpoint, by its section."""
-    all_of_them = {
-        COMM_SECTION: trainer.exchange,
-        ROUNDS_SECTION: trainer.local,
-        EMA_SECTION: trainer.ema,
-    }
-    return {section: each for section, each in all_of_them.items() if each is not None}
+    replicas, ema = trainer.replicas, trainer.update.ema
+    kept: dict[str, Replicas | Ema] = (
+        {} if replicas.section is None else {replicas.section: replicas}
+    )
+    return kept if ema is None else {**kept, EMA_SECTION: ema}
 
 
 def own_section(state: dict[str, Any], rank: int, saved: FoundCheckpoint | None) -> dict[str, Any]:
@@ -265,8 +257,8 @@ def _save_if_due(trainer: Trainer, around: Around, done: int, first: int) -> flo
 
 def _save(trainer: Trainer, around: Around, done: int) -> float:
     """Start a checkpoint of the state after `done` steps; return the seconds the run waited."""
-    trainer.agree_on_buffers()
-    trainer.meet(done, at_once=True)
+    trainer.agreement.on_buffers()
+    trainer.agreement.meet(done, at_once=True)
     around.ledger.settle()  # a checkpoint never runs ahead of metrics.jsonl
     if around.checkpointer is None:
         return 0.0
@@ -276,14 +268,14 @@ def _save(trainer: Trainer, around: Around, done: int) -> float:
         "step": done,
         "samples": done * trainer.job.train.global_batch,
         "skipped": around.ledger.num_skipped,
-        "loss_scale": trainer.loss_scale.state_dict(),
+        "loss_scale": trainer.update.loss_scale.state_dict(),
         "identity": around.identity,
         "best": around.best.facts(),
-        "groups": trainer.rates.moved(),
+        "groups": trainer.update.rates.moved(),
     }
     around.checkpointer.best = around.best.step or None
-    state = training_state(trainer.module, trainer.optimizer)
-    if trainer.local is not None:
+    state = training_state(trainer.module, trainer.update.optimizer)
+    if trainer.replicas.steps_alone:
         state = own_section(state, trainer.ranks.rank, None)
     kept = {section: exchange.state() for section, exchange in exchanges(trainer).items()}
     return around.checkpointer.save(done, {**state, **kept, "rng": rng_state()}, facts)
@@ -305,7 +297,7 @@ def _line(trainer: Trainer, task: Task, done: int, step_time_s: float) -> Line:
     return {
         "step": done,
         task.unit: done * units,
-        "lr": trainer.lr,
+        "lr": trainer.update.lr,
         "step_time_s": step_time_s,
         "profiled": False,
         f"{task.unit}_per_s": rate,

@@ -34,7 +34,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.adamw import adamw
 
 from paceline.comm.mesh import local_part
-from paceline.config.job import Optim
+from paceline.config.job_sections import Optim
 from paceline.config.layout import Layout
 from paceline.kernels import switch
 from paceline.kernels.adamw import adamw_

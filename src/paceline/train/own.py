@@ -18,7 +18,8 @@ from torch import nn
 
 from paceline.comm.ranks import Ranks, leave
 from paceline.config.errors import InputError
-from paceline.config.job import CustomModel, Data, Job, job_of, read_job, with_effects
+from paceline.config.job import Job, job_of, read_job, with_effects
+from paceline.config.job_sections import CustomModel, Data
 from paceline.config.noun import Auto
 from paceline.observe.run import Run
 from paceline.train.command import carry_out

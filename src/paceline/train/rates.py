@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.config.errors import InputError
-from paceline.config.job import Job, Optim
+from paceline.config.job import Job
+from paceline.config.job_sections import Optim
 from paceline.config.layout import Layout
 from paceline.train.optim import AdamW, build_optimizer, learning_rate, skip_if
 

@@ -177,8 +177,8 @@ def _train(
     around = _around(job, run, trainer, stop, teller)
     done = train_loop(trainer, task, around)
     teller.conclude(done, around.best)
-    if trainer.ema is not None:
-        trainer.ema.take()
+    if trainer.update.ema is not None:
+        trainer.update.ema.take()
     if membership is not None:
         membership.close()
     return trainer.module

@@ -20,24 +20,31 @@ from paceline.observe.ranks import FIGURES
 _RANKS_IN_EVERY_STEP = 512
 
 
-def standing(ranks: Ranks, clock: BusyClock, cores: CoreClock, index: int) -> Tensor:
-    """This rank's part of the vector.
+class RankStats:
+    """This rank's clocks, and what it says of itself."""
 
-    Args:
-        ranks: its place.
-        clock: a lap of it ends here: from one step's exchange to the next.
-        cores: the same.
-        index: of the step; the same on all ranks.
+    def __init__(self, ranks: Ranks) -> None:
+        self.clock = BusyClock()
+        self._cores, self._ranks = CoreClock(), ranks
 
-    Returns:
-        (3 * world_size,) fp64, in host memory; empty where there is nobody to tell, or where the
-        step has none.
-    """
-    if ranks.world_size == 1 or index % -(-ranks.world_size // _RANKS_IN_EVERY_STEP):
-        return torch.empty(0, dtype=torch.float64)
-    each = torch.zeros(len(FIGURES), ranks.world_size, dtype=torch.float64)
-    each[:, ranks.rank] = torch.tensor([clock.lap(), cores.lap(), memory_bytes(ranks.device)])
-    return each.flatten()
+    def take(self, index: int) -> Tensor:
+        """This rank's part of the vector; laps end here, from one step's exchange to the next.
+
+        Args:
+            index: of the step; the same on all ranks.
+
+        Returns:
+            (3 * world_size,) fp64, in host memory; empty where there is nobody to tell, or where
+            the step has none.
+        """
+        ranks = self._ranks
+        num_ranks = ranks.world_size
+        if num_ranks == 1 or index % -(-num_ranks // _RANKS_IN_EVERY_STEP):
+            return torch.empty(0, dtype=torch.float64)
+        each = torch.zeros(len(FIGURES), num_ranks, dtype=torch.float64)
+        own = [self.clock.lap(), self._cores.lap(), memory_bytes(ranks.device)]
+        each[:, ranks.rank] = torch.tensor(own)
+        return each.flatten()
 
 
 def figures_of_ranks(values: list[float]) -> dict[str, list[float]]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.errors import InputError
-from paceline.config.job import Data, to_raw
+from paceline.config.job import to_raw
+from paceline.config.job_sections import Data
 from paceline.config.model import Model
 from paceline.models.weights import check_weights, read_model
 from paceline.train.data.tokenizer import bpe_size, read_tokenizer

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from paceline.comm.parameter_server.tables import Tables
 from paceline.comm.ranks import Ranks
-from paceline.config.job import Job, Train
+from paceline.config.job import Job
+from paceline.config.job_sections import Train
 from paceline.config.model import Model
 from paceline.config.noun import size
 from paceline.kernels import switch

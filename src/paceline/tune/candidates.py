@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.config.errors import InputError
+from paceline.config.feasible import check_layout
 from paceline.config.feasible_comm import check_comm
 from paceline.config.job import Job, change_job
 from paceline.config.layout import Layout
@@ -126,7 +127,7 @@ def checked(job: Job) -> Job:
     Raises:
         InputError: it can't run.
     """
-    job.layout.check(job.model, job.cluster, job.train.seq_len, job.train.global_batch)
+    check_layout(job.layout, job.model, job.cluster, job.train.seq_len, job.train.global_batch)
     check_comm(job.comm, job.layout)
     return job
 

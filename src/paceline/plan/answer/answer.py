@@ -15,6 +15,7 @@ import numpy as np
 
 from paceline.config.comm import Comm
 from paceline.config.errors import InputError
+from paceline.config.feasible import check_layout
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job, to_raw
 from paceline.config.layout import Layout
@@ -95,7 +96,7 @@ def answer(job: Job, wishes: Wishes | None = None) -> Answer:
 def _of_decoder(job: Job, wishes: Wishes) -> Answer:
     if job.is_concrete:  # one sentence that says which setting can't be
         train = job.train
-        job.layout.check(job.model, job.cluster, train.seq_len, train.global_batch)
+        check_layout(job.layout, job.model, job.cluster, train.seq_len, train.global_batch)
     found = search(Setting.of(job), wishes)
     ranked, comm = found.ranked, None
     notes: tuple[str, ...] = (why.tightness(found),) if found.is_tight else ()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from paceline.config.errors import InputError
+from paceline.config.feasible import check_layout
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job
 from paceline.config.layout import Layout
@@ -117,7 +118,7 @@ def _searched(job: Job, cluster: Cluster, wishes: Wishes, reasons: dict[str, str
     if not found.ranked:
         raise InputError(shortage(found).text)
     layout = found.ranked[0].layout
-    layout.check(job.model, cluster, job.train.seq_len, job.train.global_batch)
+    check_layout(layout, job.model, cluster, job.train.seq_len, job.train.global_batch)
     reasons |= _reasons(job.layout, layout, found)
     comm, why = resolve_comm(job, layout, cluster)
     reasons |= why

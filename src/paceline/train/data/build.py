@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.errors import InputError
-from paceline.config.job import Data
+from paceline.config.job_sections import Data
 from paceline.train.data.dataset import (
     FORMAT_VERSION,
     STREAM,

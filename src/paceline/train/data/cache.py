@@ -24,7 +24,7 @@ import numpy as np
 from filelock import FileLock
 
 from paceline.config.errors import InputError
-from paceline.config.job import Data
+from paceline.config.job_sections import Data
 from paceline.observe.run import cache_home
 from paceline.train.data.build import Progress, build, unigram_entropy, unigram_loss
 from paceline.train.data.dataset import (

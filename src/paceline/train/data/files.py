@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 
 from paceline.config.errors import InputError
 from paceline.config.files import read_json
-from paceline.config.job import Data
+from paceline.config.job_sections import Data
 
 Format = Literal["text", "jsonl", "parquet", "arrow"]
 

@@ -1,0 +1,180 @@
+"""What the sections of a Job demand of each other: a sentence for each demand that isn't met.
+
+What a layout demands of model and cluster is `feasible`'s, and is asked when all of it is known.
+"""
+
+from paceline.config.job_sections import (
+    LOCAL_HOST,
+    Checkpoint,
+    CustomModel,
+    Data,
+    Observe,
+    Optim,
+    Sections,
+    Train,
+)
+from paceline.config.model import Model
+from paceline.config.recommender import Dlrm, RowOptim
+
+LENGTHS = ("steps", "epochs", "tokens")
+"""Settings of [train] that say how long a run is; one of them is given."""
+
+
+def disagreement(job: Sections) -> str | None:
+    """What two sections demand that can't both hold, None where they agree."""
+    model, train, optim = job.model, job.train, job.optim
+    lengths = {name: getattr(train, name) for name in LENGTHS}
+    given = [f"train.{name} = {value}" for name, value in lengths.items() if value]
+    if not given:
+        is_given = "steps" in train.model_fields_set
+        what = "= 0 is no run, it must be greater than 0" if is_given else "is missing"
+        return f"train.steps {what}: give it a value, or give train.epochs or train.tokens."
+    if len(given) > 1:
+        return f"{' and '.join(given)} each say how long the run is: keep one of them."
+    if train.tokens is not None and not isinstance(model, Model):
+        return (
+            f"{given[0]} counts what language models read and this model reads samples: give "
+            "train.steps instead."
+        )
+    if isinstance(model, Model) and train.seq_len > model.max_seq_len:
+        return (
+            f"train.seq_len = {train.seq_len} is longer than model.max_seq_len = "
+            f"{model.max_seq_len}: shorten the one or raise the other."
+        )
+    ramps = optim.warmup_steps + (optim.decay_steps if optim.schedule == "wsd" else 0)
+    if ramps > train.steps > 0:
+        return (
+            f"warm-up and decay take {ramps} steps but train.steps = {train.steps}: "
+            "shorten optim.warmup_steps or optim.decay_steps."
+        )
+    window = job.observe.profile_steps + 1
+    if 0 < job.observe.profile_every < window:
+        return (
+            f"observe.profile_every = {job.observe.profile_every} is shorter than a window of "
+            f"{job.observe.profile_steps} profiled steps and one of warm-up: give {window} or more."
+        )
+    if optim.decay_steps and optim.schedule != "wsd":
+        return (
+            f"optim.decay_steps = {optim.decay_steps} has no effect with "
+            f'optim.schedule = "{optim.schedule}": set it to 0 or use schedule = "wsd".'
+        )
+    if job.checkpoint.best is None and job.checkpoint.best_is != Checkpoint().best_is:
+        return (
+            f'checkpoint.best_is = "{job.checkpoint.best_is}" has no effect without a figure to '
+            'judge by: set checkpoint.best = "eval_loss" as well.'
+        )
+    if train.patience and job.checkpoint.best is None:
+        return (
+            f"train.patience = {train.patience} has no effect without a figure to judge by: set "
+            'checkpoint.best = "eval_loss" as well.'
+        )
+    observe = job.observe
+    if observe.prometheus_port is None and observe.prometheus_host != LOCAL_HOST:
+        return (
+            f"observe.prometheus_host = {observe.prometheus_host!r} has no effect without "
+            "observe.prometheus_port: give the port or leave it out."
+        )
+    if not observe.profile_every and observe.profile_steps != Observe().profile_steps:
+        return (
+            f"observe.profile_steps = {observe.profile_steps} has no effect with "
+            "observe.profile_every = 0: set that or leave it out."
+        )
+    if optim.schedule == "constant" and optim.final_lr_ratio != Optim().final_lr_ratio:
+        return (
+            f"optim.final_lr_ratio = {optim.final_lr_ratio} has no effect with "
+            'optim.schedule = "constant": leave it out or use another schedule.'
+        )
+    return _of_language_models(job) or _lost_workers(job) or _recommenders(job)
+
+
+def _of_language_models(job: Sections) -> str | None:
+    """What is set of text that a network without text never sees."""
+    if isinstance(job.model, Model | CustomModel):
+        return None
+    data, train = Data(source=job.data.source, clicks=job.data.clicks), job.train
+    given = {f"data.{name}": (value, getattr(data, name)) for name, value in job.data}
+    given["train.seq_len"] = (train.seq_len, Train.model_fields["seq_len"].default)
+    given["train.weights"] = (train.weights, None)
+    for name, (value, none) in given.items():
+        if value != none:
+            return (
+                f"{name} = {value!r} is of language models and has no effect with model.family = "
+                f'"{job.model.family}": leave it out.'
+            )
+    return None
+
+
+def _lost_workers(job: Sections) -> str | None:
+    """What comm.local.min_workers demands of model and checkpoints."""
+    local, every = job.comm.local, job.checkpoint.every
+    if local.min_workers and isinstance(job.model, CustomModel):
+        return (
+            f"comm.local.min_workers = {local.min_workers} needs a model of Paceline's own, for a "
+            "script's ranks are started and end together: set it to 0."
+        )
+    if local.min_workers and job.checkpoint.best is not None:
+        return (
+            f"checkpoint.best = {job.checkpoint.best!r} needs workers that are there from the "
+            "start: leave it out, or set comm.local.min_workers = 0."
+        )
+    if local.min_workers and every % local.every:
+        return (
+            f"checkpoint.every = {every} would keep the first worker's steps since the last round "
+            f"and nobody else's: make it a multiple of comm.local.every = {local.every}."
+        )
+    return None
+
+
+def _recommenders(job: Sections) -> str | None:
+    """What a Job says about recommenders that can't hold."""
+    embeddings = job.comm.embeddings
+    if not isinstance(job.model, Dlrm):
+        if embeddings != type(embeddings)():
+            return (
+                f'[comm.embeddings] has no effect with model.family = "{job.model.family}": '
+                'leave it out, or use family = "dlrm".'
+            )
+        for name, section in (("data.clicks", job.data.clicks), ("optim.rows", job.optim.rows)):
+            if section != type(section)():
+                return (
+                    f'[{name}] has no effect with model.family = "{job.model.family}": leave it '
+                    'out, or use family = "dlrm".'
+                )
+        return None
+    if job.data.source != "clicks":
+        return (
+            f'model.family = "dlrm" trains on the synthetic click log, but data.source = '
+            f'{job.data.source!r}: set data.source = "clicks".'
+        )
+    if job.layout.precision in ("fp16", "fp8") or job.layout.param_dtype == "fp64":
+        return (
+            f"the rows of tables are fp32 and have no loss scale, but layout.precision = "
+            f'"{job.layout.precision}", layout.param_dtype = "{job.layout.param_dtype}": '
+            "use fp32 or bf16."
+        )
+    return _unused_of_tables(job)
+
+
+def _unused_of_tables(job: Sections) -> str | None:
+    """A setting of the tables that nothing would come of."""
+    rows = job.optim.rows
+    if rows.kind == "adagrad" and rows.betas != RowOptim().betas:
+        return (
+            f'optim.rows.betas = {list(rows.betas)} has no effect with kind = "adagrad": leave it '
+            'out, or set kind = "adam".'
+        )
+    embeddings = job.comm.embeddings
+    default = type(embeddings)()
+    if embeddings.by == "all_to_all":
+        for name in ("servers", "mode", "staleness", "cache_rows", "checkpoint_every"):
+            if getattr(embeddings, name) != getattr(default, name):
+                return (
+                    f"comm.embeddings.{name} = {getattr(embeddings, name)!r} has no effect with "
+                    'by = "all_to_all": set by = "server" or leave it out.'
+                )
+    if embeddings.mode == "synchronous" and embeddings.cache_rows:
+        return (
+            f"comm.embeddings.cache_rows = {embeddings.cache_rows} would use old rows, which mode "
+            '= "synchronous" forbids: set it to 0, or mode = "stale".'
+        )
+    return None

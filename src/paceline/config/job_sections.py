@@ -1,0 +1,145 @@
+"""The sections of a Job, as a person writes them; what they demand of each other: `job_rules`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from paceline.config.comm import Comm
+from paceline.config.hardware import Cluster
+from paceline.config.layout import Layout
+from paceline.config.model import Model
+from paceline.config.noun import MOST, Auto, Count, CountOrNone, Noun, Width
+from paceline.config.recommender import Clicks, Dlrm, RowOptim
+from paceline.config.vision import EfficientNet, ResNet
+
+LOCAL_HOST = "127.0.0.1"
+Names = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class CustomModel(Noun):
+    """A person's own `nn.Module`, handed to `paceline.train`; only its name is data."""
+
+    family: Literal["custom"] = "custom"
+    name: str = "custom"
+    """Kept in the Run, so that checkpoints of one model are never loaded into another."""
+
+
+class Data(Noun):
+    """What is trained on. The order of samples is a pure function of (train.seed, step)."""
+
+    source: str | Names = "python-stdlib"
+    """Files, globs or folders; "python-stdlib": the running interpreter's own library; "clicks": a
+    synthetic click log, for recommenders; "images": synthetic textures, for ResNets."""
+    format: Auto | Literal["text", "jsonl", "parquet", "arrow"] = "auto"
+    """"auto" goes by the file's suffix; "arrow" is a Hugging Face dataset directory on disk."""
+    text_field: str = "text"
+    """The column or key that holds a document's text (JSONL, Parquet, Arrow)."""
+    tokenizer: str = "bpe:4096"
+    """"bpe:N" trains one on the source, "bytes", or the path of a tokenizer.json (by default that
+    of `model.hf`, where it has one)."""
+    eval_fraction: float = Field(0.01, gt=0, lt=0.5)
+    """Part of the tokens that is held out for evaluation, by whole documents where it can be."""
+    reset_at_documents: bool = False
+    """Start attention and positions anew at every document inside a packed sequence."""
+    cache_dir: str = "auto"
+    """Where tokenised data is kept, "auto": $XDG_CACHE_HOME/paceline or ~/.cache/paceline."""
+    clicks: Clicks = Clicks()
+
+
+class Optim(Noun):
+    """AdamW, its learning-rate schedule and gradient clipping."""
+
+    lr: float = Field(3e-4, gt=0, le=1e3)
+    """Peak learning rate."""
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0, le=1e3)
+    weight_decay: float = Field(0.1, ge=0, le=1e3)
+    """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
+    clip_norm: float = Field(1.0, ge=0, le=1e15)
+    """Largest global gradient norm; 0: gradients are not clipped."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up: cosine to the floor; or stay and fall linearly at the end; or stay."""
+    warmup_steps: CountOrNone = 0
+    decay_steps: CountOrNone = 0
+    """Length of the last, falling part of "wsd", steps."""
+    final_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Learning rate at the last step over the peak."""
+    rows: RowOptim = RowOptim()
+
+
+class Train(Noun):
+    """How long and on how much."""
+
+    steps: CountOrNone = 0
+    """Optimizer steps of the whole run; left out: as many as `epochs` or `tokens` make."""
+    epochs: float | None = Field(None, gt=0, le=MOST)
+    """In place of `steps`: times that the train split, or one's own data, is read. They are made
+    into steps, rounded up, before the run starts."""
+    tokens: Count | None = None
+    """In place of `steps`, of language models: tokens that are trained on, rounded up to steps."""
+    global_batch: Width
+    """Samples of one step over all ranks, whatever their number."""
+    seq_len: Width = 1024
+    """Tokens of a sample (language models)."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    eval_every: CountOrNone = 0
+    """Steps between evaluations on the held-out split; 0: only at the end."""
+    eval_batches: Count = 4
+    """Global batches of the held-out split that an evaluation reads."""
+    patience: CountOrNone = 0
+    """Evaluations in a row without a better `checkpoint.best` that end the run; 0: none do."""
+    max_bad_steps: Count = 5
+    """Steps in a row with a non-finite loss or gradient (each is skipped) that end the run."""
+    weights: str | None = None
+    """Folder of safetensors to start from, in Hugging Face's layout; true: that of `model.hf`. Else
+    random weights."""
+
+
+class Checkpoint(Noun):
+    """When the state is kept. The last step is always kept."""
+
+    every: CountOrNone = 1000
+    """Steps between checkpoints; 0: only at the end."""
+    keep_last: Count = 2
+    keep_every: Count | None = None
+    """Also keep each checkpoint whose step is a multiple of this, for ever."""
+    best: str | None = None
+    """Also keep that of the best evaluation by this figure: "eval_loss", or another one of
+    evaluations or of one's own loss. `checkpoints/best` points to it."""
+    best_is: Literal["least", "most"] = "least"
+    """Which of two figures is the better one."""
+
+
+class Observe(Noun):
+    """What is written down about the run while it goes on."""
+
+    profile_every: CountOrNone = 0
+    """Steps between profiled windows; 0: none."""
+    profile_steps: int = Field(2, gt=0, le=1000)
+    """Steps of one window."""
+    tensorboard: bool = True
+    prometheus_port: int | None = Field(None, ge=1, le=65535)
+    """Port of the metrics endpoint; none is opened where this is left out."""
+    prometheus_host: str = LOCAL_HOST
+    """Address at which it listens; it has no password (docs/security.md)."""
+    debug_port: int | None = Field(None, ge=1, le=65535)
+    """Port of torch's debug page (stacks of all ranks, collectives), on rank 0's host; it has no
+    password, so it listens at 127.0.0.1: reach it from elsewhere with `ssh -L`."""
+
+
+class Sections(Noun):
+    """All of a Job, before anybody looked whether it agrees with itself."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The Run is the directory `runs/<name>`."""
+    model: Annotated[
+        Model | Dlrm | ResNet | EfficientNet | CustomModel, Field(discriminator="family")
+    ]
+    cluster: Cluster = Cluster()
+    layout: Layout = Layout()
+    comm: Comm = Comm()
+    data: Data = Data()
+    optim: Optim = Optim()
+    train: Train
+    checkpoint: Checkpoint = Checkpoint()
+    observe: Observe = Observe()

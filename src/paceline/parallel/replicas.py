@@ -1,0 +1,97 @@
+"""Replicas: how the ranks agree on what they train.
+
+In this form, the base of all others, DDP or FSDP2 sum gradients up within the backward pass and
+nothing is left to do. The other forms: gradients compressed or by an algorithm of ours, of whole
+networks (`replicate`) and of shards (`hybrid`); workers that step each for itself and meet in
+rounds (`local`), some of which may be lost (`changing`).
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+COMM_SECTION, ROUNDS_SECTION = "comm", "rounds"
+"""Of a checkpoint: what compressed gradients still owe, and what workers share."""
+State = dict[str, dict[str, Any]]
+"""Of replicas, in a checkpoint: nested dicts of tensors."""
+
+
+class Replicas:
+    """The ranks that train together, as one of them sees them; all of them call alike."""
+
+    section: str | None = None
+    """Under this name a checkpoint keeps `state`; None: there is none."""
+    steps_alone = False
+    """Whether each steps for itself, and they meet in rounds."""
+    ordered_from = 3
+    """From so many ranks on, sums depend on the buckets in which DDP adds gradients up."""
+
+    def describe(self) -> str:
+        """What travels in which form, a sentence for a person."""
+        return "Gradients are summed up exactly in every step."
+
+    def begin(self, step: int | None) -> None:
+        """Say which step's gradients come next, from 0; None: they will not be used."""
+
+    def finish(self) -> None:
+        """Wait until the gradients of the last backward pass are the mean of all replicas.
+
+        Raises:
+            Exception: what went wrong on another thread, with its traceback.
+        """
+
+    def correct(self, is_bad: Tensor, scale: Tensor | None) -> None:
+        """Keep a step that was skipped, and a new loss scale, from spoiling the steps after it.
+
+        Args:
+            is_bad: () bool, whether loss or gradient was not finite.
+            scale: () what the loss scale was multiplied by, None where there is none.
+        """
+
+    def after_step(self, done: int) -> None:
+        """Exchange what is due after `done` steps of the run."""
+
+    def is_round(self, done: int) -> bool:
+        """Whether those who step alone meet after so many steps of the run."""
+        return True
+
+    def sum_up(self, values: Tensor, *, ends_round: bool = False) -> tuple[Tensor, int]:
+        """Numbers of all ranks.
+
+        Args:
+            values: this rank's, any shape, the same on all; may be overwritten.
+            ends_round: whether workers who asked are let in then.
+
+        Returns:
+            their sum, and how many ranks it is of.
+        """
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if num_ranks > 1:
+            dist.all_reduce(values)
+        return values, num_ranks
+
+    def sent(self) -> dict[str, float]:
+        """What this rank sent in the last step in a form of ours, in bytes, by axis."""
+        return {}
+
+    def squared_error(self) -> Tensor | None:
+        """This rank's share of what compression owes, squared: () fp64; None: nothing is owed."""
+        return None
+
+    def state(self) -> State:
+        """What a checkpoint keeps, by paths of one's own."""
+        return {}
+
+    def targets(self, saved: Iterable[str], room: Callable[[str], Tensor]) -> State:
+        """The part of a saved state that this rank loads, in the form of `state`.
+
+        Args:
+            saved: paths of the tensors that were saved.
+            room: makes the memory for one of them.
+        """
+        return {}
+
+    def load(self, state: State) -> None:
+        """Go on with what `targets` gave, now filled."""

@@ -1,0 +1,134 @@
+"""Update: what a step makes of its gradients.
+
+The host never waits for a CUDA device here: a bad step (non-finite loss or gradient) is skipped on
+the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.mesh import Meshes
+from paceline.config.job import Job
+from paceline.config.layout import Layout
+from paceline.parallel.gradients import Gradients
+from paceline.train.agreement import Agreed
+from paceline.train.balance import Balance
+from paceline.train.ema import Ema
+from paceline.train.loss_scale import LossScale
+from paceline.train.optim import learning_rate
+from paceline.train.rates import Rates, optimizer_of
+from paceline.train.task import Task
+
+# Keeps a gradient of zero from being divided by: torch's clip_grad_norm_ adds as much.
+_CLIP_EPS = 1e-6
+
+
+class Applied(NamedTuple):
+    """What became of a step's gradients."""
+
+    grad_norm: Tensor
+    """Of the whole gradient, before it was clipped: () fp64."""
+    is_bad: Tensor
+    """Loss or gradient was not finite, and the step was skipped: () bool."""
+    scale_change: Tensor | None
+    """What the loss scale was multiplied by; None where there is none."""
+
+
+@dataclass
+class Update:
+    """The optimizer of one rank, and what belongs to its steps."""
+
+    job: Job
+    task: Task
+    gradients: Gradients
+    optimizer: torch.optim.Optimizer
+    rates: Rates
+    loss_scale: LossScale
+    ema: Ema | None
+    balance: Balance
+    lr: float = 0.0
+    """Of the last step."""
+
+    @classmethod
+    def of(
+        cls,
+        job: Job,
+        task: Task,
+        module: nn.Module,
+        named: Sequence[tuple[str, nn.Parameter]],
+        layout: Layout,
+        meshes: Meshes | None,
+        loss_scale: LossScale,
+    ) -> "Update":
+        """Args:
+        job: of the run.
+        task: what a person wants of optimizer and mean, and its tables.
+        module: as `parallel.apply` left it.
+        named: its parameters.
+        layout: of the module.
+        meshes: of all ranks, where there are several.
+        loss_scale: that backward passes begin from.
+        """
+        wishes = task.wishes
+        optimizer = optimizer_of(named, job.optim, layout, wishes.optimizer)
+        return cls(
+            job,
+            task,
+            Gradients(module, named, meshes, layout),
+            optimizer,
+            Rates(job, optimizer, wishes.schedule),
+            loss_scale,
+            None if wishes.ema is None else Ema(named, wishes.ema),
+            Balance(job, module, meshes),
+        )
+
+    def begin(self, index: int, num_micro_batches: int) -> None:
+        """Make ready for step `index` (from 0)."""
+        self.lr = self.rates.begin(index)
+        self.balance.before_step(self.loss_scale.value.double() / num_micro_batches)
+
+    def apply(self, index: int, agreed: Agreed) -> Applied:
+        """Clip the gradients, step unless the step is bad, and let everything follow.
+
+        Args:
+            index: of the step.
+            agreed: what the ranks found together.
+        """
+        # The mean over ranks of what backward passes left, by the mean weight of a rank.
+        to_mean = agreed.num_losses / agreed.weight
+        grad_norm = agreed.squared_norm.sqrt() * to_mean / self.loss_scale.value
+        bad = ~torch.isfinite(grad_norm + agreed.loss / agreed.weight)
+        self.gradients.scale(to_mean * self._clip_factor(grad_norm))
+        self.rates.step(bad)
+        if self.ema is not None:
+            self.ema.update(index, bad)
+        before = self.loss_scale.value
+        self.loss_scale.update(bad)
+        change = self.loss_scale.value / before if self.loss_scale.enabled else None
+        self._update_tables(index, bad)
+        self.optimizer.zero_grad()
+        self.balance.after_step(index + 1, self.optimizer)
+        return Applied(grad_norm, bad, change)
+
+    def sent(self) -> dict[str, float]:
+        """What tables sent and held in the last step, by figure."""
+        return {} if self.task.tables is None else self.task.tables.figures()
+
+    def _clip_factor(self, grad_norm: Tensor) -> Tensor:
+        """What takes the loss scale out of the gradients, and clips them to the Job's norm."""
+        factor = 1 / self.loss_scale.value.double()
+        clip_norm = self.job.optim.clip_norm
+        if clip_norm:
+            factor = factor * (clip_norm / (grad_norm + _CLIP_EPS)).clamp(max=1)
+        return factor
+
+    def _update_tables(self, index: int, bad: Tensor) -> None:
+        """Send the gradients of embedding rows to whoever holds them."""
+        if self.task.tables is not None:
+            optim = self.job.optim
+            share = learning_rate(optim, index, self.job.train.steps) / optim.lr
+            self.task.tables.finish(optim.rows.lr * share, skip=bool(bad))

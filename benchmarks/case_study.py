@@ -37,11 +37,11 @@ from benchmarks.network import CellError
 from benchmarks.network_cell import Block, Way
 from benchmarks.network_table import markdown
 from benchmarks.provenance import RESULTS, ROOT, folder_of, signature, taken_with
-from paceline.comm.topology import this_machine
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job, read_cluster, read_job, to_raw, to_toml
 from paceline.config.vision import ResNet
+from paceline.machine.discovery import this_machine
 from paceline.plan.convnet import predict_convnet
 from paceline.plan.resolve import resolve
 

@@ -21,15 +21,15 @@ import torch.distributed as dist
 
 from benchmarks.network_cell import Way, contender_of, time_in_turns
 from benchmarks.network_cluster import OPS
-from paceline.bench.clock import Clock
+from paceline.bench.clock import RankTimer
 from paceline.bench.collectives import Group, all_groups, measure_curves, tier_of
 from paceline.bench.command import to_text
-from paceline.bench.measure import Wish, measure
-from paceline.bench.ranks import News
-from paceline.comm.ranks import Ranks, connect, given_ranks, leave
-from paceline.comm.topology import num_cores, this_machine
+from paceline.bench.measure import BenchRequest, measure
+from paceline.bench.rank_pool import RankProgress
+from paceline.comm.rendezvous import Ranks, connect, exit_rank, ranks_from_env
 from paceline.config.hardware import Cluster, Tier
 from paceline.config.job import Job, read_job
+from paceline.machine.discovery import num_cores, this_machine
 from paceline.train.session import keep_freed_memory
 
 _SOURCE = "benchmarks/case_study.py"
@@ -42,7 +42,7 @@ _PATIENCE_S = 600
 def main() -> None:
     folder = Path(sys.argv[1])
     plan = json.loads((folder / "plan.json").read_text())
-    ranks = given_ranks("cpu")
+    ranks = ranks_from_env("cpu")
     assert ranks is not None, "case_study.py starts this program on the hosts of a laboratory"
     torch.set_num_threads(max(1, num_cores() // ranks.local_world_size))
     keep_freed_memory()
@@ -55,7 +55,7 @@ def main() -> None:
         (folder / "cluster.toml").write_text(to_text(cluster))
         (folder / "result.json").write_text(json.dumps(blocks))
     dist.barrier()
-    leave()
+    exit_rank()
 
 
 def _times(
@@ -81,12 +81,14 @@ def _without_links(ranks: Ranks) -> Cluster:
     """Devices and codecs."""
     inside = ranks.local_world_size
     machine = this_machine().replace(num_nodes=ranks.world_size // inside, devices_per_node=inside)
-    return measure(Wish(machine, ("device", "codecs"), _SOURCE, quick=True), ranks, _silent).cluster
+    return measure(
+        BenchRequest(machine, ("device", "codecs"), _SOURCE, quick=True), ranks, _silent
+    ).cluster
 
 
 def _tiers(ranks: Ranks) -> tuple[Tier, ...]:
     """Links inside a host and between them, the latter at their rate."""
-    clock = Clock(ranks, block_s=_BLOCK_S, num_blocks=_NUM_BLOCKS)
+    clock = RankTimer(ranks, block_s=_BLOCK_S, num_blocks=_NUM_BLOCKS)
     groups = all_groups(ranks)
     inside = [group for group in groups if not group.across]
     across = [group for group in groups if group.across]
@@ -96,12 +98,12 @@ def _tiers(ranks: Ranks) -> tuple[Tier, ...]:
     )
 
 
-def _tier(clock: Clock, groups: list[Group], name: str, num_devices: int) -> Tier:
+def _tier(clock: RankTimer, groups: list[Group], name: str, num_devices: int) -> Tier:
     curves = measure_curves(clock, groups, _SIZES, _SOURCE, lambda _: None, OPS)
     return tier_of(name, num_devices, curves, _SOURCE)
 
 
-def _silent(_news: News) -> None:
+def _silent(_news: RankProgress) -> None:
     """Nobody looks on."""
 
 

@@ -40,19 +40,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from benchmarks.netlab import Laboratory, rate_text, read_rate
 from benchmarks.provenance import RESULTS, folder_of, taken_with
-from paceline.bench.clock import Clock
+from paceline.bench.clock import RankTimer
 from paceline.bench.collectives import Group, all_groups, measure_tiers
 from paceline.comm.algorithms import ALGORITHMS, OPS
 from paceline.comm.collectives import Collectives
 from paceline.comm.compress.codecs import codec_of
-from paceline.comm.compress.shards import CodedShards, Payloads, Room
-from paceline.comm.compress.shards import Row as ShardRow
-from paceline.comm.ranks import Ranks, connect, given_ranks, leave
-from paceline.comm.topology import this_machine
+from paceline.comm.compress.shards import CodedRow as ShardRow
+from paceline.comm.compress.shards import CodedShards, PayloadBuffers, Payloads
+from paceline.comm.rendezvous import Ranks, connect, exit_rank, ranks_from_env
 from paceline.config.comm import codec, coded_bits
 from paceline.config.hardware import Cluster, Figure
+from paceline.machine.discovery import this_machine
 from paceline.parallel import fsdp
-from paceline.parallel.scatter import Algorithm
+from paceline.parallel.shard_collectives import ShardAlgorithm
 from paceline.plan.collectives import collective_s
 from paceline.plan.price.compress import scattering_s
 
@@ -72,7 +72,7 @@ Row = dict[str, Any]
 
 def run_rank(task: str, sizes: Sequence[int], blocks: int, file: Path) -> None:
     """A rank's part of a set-up; rank 0 writes what was found."""
-    ranks = given_ranks("cpu")
+    ranks = ranks_from_env("cpu")
     assert ranks is not None
     torch.set_num_threads(1)
     connect(ranks, timeout_s=120)
@@ -80,14 +80,14 @@ def run_rank(task: str, sizes: Sequence[int], blocks: int, file: Path) -> None:
     if ranks.is_first:
         file.write_text(json.dumps(found))
     dist.barrier()
-    leave()
+    exit_rank()
 
 
 def exchanges(ranks: Ranks, sizes: Sequence[int], blocks: int) -> list[Row]:
     """Every op by every algorithm at every size."""
     # Links of the laboratory let a burst through at once: only longer blocks see their rate.
     is_shaped = ranks.local_world_size < ranks.world_size
-    clock = Clock(ranks, 0.3, 3) if is_shaped else Clock(ranks, 0.03, 15)
+    clock = RankTimer(ranks, 0.3, 3) if is_shaped else RankTimer(ranks, 0.03, 15)
     groups = all_groups(ranks)
     rows = []
     for op in OPS:
@@ -101,7 +101,7 @@ def exchanges(ranks: Ranks, sizes: Sequence[int], blocks: int) -> list[Row]:
     return rows
 
 
-def _measured(clock: Clock, groups: Sequence[Group], op: str, largest: int) -> Cluster:
+def _measured(clock: RankTimer, groups: Sequence[Group], op: str, largest: int) -> Cluster:
     """The links as they are now, by what the prices of an op are made of."""
     ranks, sizes = clock.ranks, tuple(2**power for power in range(9, largest.bit_length(), 2))
     ops = (op, "send_recv")
@@ -115,14 +115,14 @@ def _measured(clock: Clock, groups: Sequence[Group], op: str, largest: int) -> C
     )
 
 
-def _adding_rate(clock: Clock) -> Figure:
+def _adding_rate(clock: RankTimer) -> Figure:
     """Bytes/s that are read and written by adding one buffer to another."""
     sums, values = torch.zeros(2**21), torch.ones(2**21)
     seconds = clock.seconds(lambda: sums.add_(values))
     return Figure(value=3 * sums.nbytes / seconds, origin="measured", source="this run")
 
 
-def _at_size(op: str, size: int, blocks: int, clock: Clock, cluster: Cluster) -> list[Row]:
+def _at_size(op: str, size: int, blocks: int, clock: RankTimer, cluster: Cluster) -> list[Row]:
     ranks, n = clock.ranks, clock.ranks.world_size
     whole, part = torch.zeros(size // 4), torch.zeros(size // 4 // n)
     names = ("backend", *ALGORITHMS[op])
@@ -143,7 +143,7 @@ def _at_size(op: str, size: int, blocks: int, clock: Clock, cluster: Cluster) ->
     return _rows(op, size, blocks, clock, todo, predicted)
 
 
-def _coded(size: int, blocks: int, clock: Clock, cluster: Cluster) -> list[Row]:
+def _coded(size: int, blocks: int, clock: RankTimer, cluster: Cluster) -> list[Row]:
     """A sum that is scattered to shards: by the backend, and as int8 with error feedback."""
     ranks = clock.ranks
     n, inside = ranks.world_size, ranks.local_world_size
@@ -158,7 +158,7 @@ def _coded(size: int, blocks: int, clock: Clock, cluster: Cluster) -> list[Row]:
         ("int8", "pairwise", 1),
         ("int8 between nodes", "hierarchical", inside),
     ):
-        shards = CodedShards(Collectives(dist.group.WORLD, by, inside), Room())
+        shards = CodedShards(Collectives(dist.group.WORLD, by, inside), PayloadBuffers())
         errors = torch.zeros(len(shards.others), len(part))
         todo[name] = lambda shards=shards, errors=errors: shards.reduce_scatter(
             payloads, part, whole, errors
@@ -176,7 +176,7 @@ def _rows(
     op: str,
     size: int,
     blocks: int,
-    clock: Clock,
+    clock: RankTimer,
     todo: dict[str, Callable[[], None]],
     predicted: dict[str, Any],
 ) -> list[Row]:
@@ -247,7 +247,7 @@ def fsdp_steps(ranks: Ranks, sizes: Sequence[int], blocks: int) -> list[Row]:
         module = nn.Sequential(*layers)
         number = sum(each.numel() for each in module.parameters())
         mesh = init_device_mesh("cpu", (ranks.world_size,))
-        algorithm = None if name == "backend" else Algorithm(name, ranks.local_world_size)
+        algorithm = None if name == "backend" else ShardAlgorithm(name, ranks.local_world_size)
         options = (1, MixedPrecisionPolicy(), OffloadPolicy(), algorithm)
         fsdp.shard(module, layers, mesh, *options)
         todo[name] = _step_of(module)

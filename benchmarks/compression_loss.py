@@ -1,7 +1,7 @@
 """Loss at the end of training with gradients in each compressed form, against exact sums.
 
 How it works: one process is two replicas. Each has its own micro-batch of every step and its own
-errors; their gradients go through the codecs of `comm.compress` as `comm.compress.exchange` sends
+errors; their gradients go through the codecs of `comm.compress` as `comm.compress.means` sends
 them: each replica's is coded, and what is decoded of both is added up. (PowerSGD is linear in the
 replicas' gradients, so there its own code averages the one mean gradient with the sum of the
 errors.) Decoder, text, AdamW, clipping and schedule are Paceline's; a run of a seed sees the same
@@ -36,13 +36,13 @@ from paceline.comm.collectives import wait
 from paceline.comm.compress.codec import BlockCodec
 from paceline.comm.compress.codecs import codec_of
 from paceline.comm.compress.compressors import compressor_of
-from paceline.comm.compress.feedback import Part
+from paceline.comm.compress.feedback import BufferPart
 from paceline.comm.compress.low_rank import LowRankMeans
-from paceline.comm.compress.scaled import ScaledMeans, Units
-from paceline.comm.ranks import Ranks
-from paceline.comm.topology import num_cores, this_machine
+from paceline.comm.compress.scaled import ScaledMeans, ScaleUnits
+from paceline.comm.rendezvous import Ranks
 from paceline.config.comm import Codec, codec
 from paceline.config.job import Job, read_job
+from paceline.machine.discovery import num_cores, this_machine
 from paceline.plan.resolve import resolve
 from paceline.train.data import prepare
 from paceline.train.optim import build_optimizer, learning_rate
@@ -85,7 +85,7 @@ def job_of(steps: int, seed: int) -> Job:
     return resolve(job, this_machine().replace(num_nodes=1, devices_per_node=1)).job
 
 
-def block_mean(coder: BlockCodec, num_values: int, units: Units | None) -> Mean:
+def block_mean(coder: BlockCodec, num_values: int, units: ScaleUnits | None) -> Mean:
     """The mean in the form of a codec, with errors that are kept from call to call."""
     errors = [torch.zeros(num_values) for _ in range(NUM_REPLICAS)]
     payload = torch.zeros(coder.num_bytes(num_values), dtype=torch.uint8)
@@ -109,7 +109,7 @@ def block_mean(coder: BlockCodec, num_values: int, units: Units | None) -> Mean:
     return average
 
 
-def low_rank_mean(means: LowRankMeans, parts: Sequence[Part], num_values: int) -> Mean:
+def low_rank_mean(means: LowRankMeans, parts: Sequence[BufferPart], num_values: int) -> Mean:
     """The mean in the form of thin products."""
     one, errors = means.mean_of(parts, torch.empty(0)), torch.zeros(num_values)
 
@@ -125,11 +125,11 @@ def compressed_mean(form: Codec, named: Mapping[str, Tensor], least: int) -> tup
     """Which tensors travel in a form, and their mean."""
     means = compressor_of(form, dist.group.WORLD)
     names = [k for k, p in named.items() if p.numel() >= least and means.takes(p.shape)]
-    parts = [Part(name, named[name].shape, True) for name in names]
+    parts = [BufferPart(name, named[name].shape, True) for name in names]
     num_values = sum(part.num_values for part in parts)
     if isinstance(means, LowRankMeans):
         return names, low_rank_mean(means, parts, num_values)
-    units = Units(parts, {}, torch.empty(0)) if isinstance(means, ScaledMeans) else None
+    units = ScaleUnits(parts, {}, torch.empty(0)) if isinstance(means, ScaledMeans) else None
     return names, block_mean(codec_of(form), num_values, units)
 
 

@@ -29,7 +29,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.provenance import RESULTS, ROOT, folder_of, signature, taken_with
-from paceline.observe.run import write_whole
+from paceline.observe.run import write_atomic
 
 MOST_S = 530.0
 """Of a part: some machines end what takes ten minutes."""
@@ -185,7 +185,7 @@ def done_before(file: Path, commit: str | None) -> dict[str, Done]:
 def write(folder: Path, facts: dict[str, Any], parts: dict[str, Done]) -> None:
     """Keep what is done so far, as data and as a page."""
     data = {"facts": facts, "parts": {name: asdict(done) for name, done in parts.items()}}
-    write_whole(folder / "gpu.json", json.dumps(data, indent=1) + "\n")
+    write_atomic(folder / "gpu.json", json.dumps(data, indent=1) + "\n")
     lines = ["# First contact with this device", "", "| part | what | ended | seconds |"]
     lines.append("| --- | --- | --- | ---: |")
     for part in PARTS:
@@ -194,7 +194,7 @@ def write(folder: Path, facts: dict[str, Any], parts: dict[str, Done]) -> None:
     for name, done in parts.items():
         if done.status != "passed":
             lines += ["", f"## {name}: {done.status}", "", "```text", done.tail.strip(), "```"]
-    write_whole(folder / "gpu.md", "\n".join([*lines, "", signature(facts)]) + "\n")
+    write_atomic(folder / "gpu.md", "\n".join([*lines, "", signature(facts)]) + "\n")
 
 
 def _style(done: Done) -> str:

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 
 from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
-from paceline.comm.compress.exchange import exact_bytes
-from paceline.comm.ranks import Ranks
+from paceline.comm.compress.means import exact_bytes
+from paceline.comm.rendezvous import Ranks
 from paceline.config.hardware import Cluster, Device
 from paceline.config.job import read_job
 from paceline.plan.resolve import resolve
 from paceline.train.data import MicroBatch
-from paceline.train.task import Task, decoder_on_meta, fill_decoder, next_token, whole
+from paceline.train.task import Task, decoder_on_meta, fill_decoder, next_token, unstaged_loss
 from paceline.train.trainer import Trainer
 from tests.ranks import run_ranks
 
@@ -107,7 +107,7 @@ def _train_one(
     staged = next_token(job, ranks)
     model = decoder_on_meta(job.model)
     task = Task(
-        model, whole(staged), lambda first: iter(()), None, "tokens", staged=staged,
+        model, unstaged_loss(staged), lambda first: iter(()), None, "tokens", staged=staged,
         fill=lambda module: fill_decoder(job.train, module),
     )  # fmt: skip
     trainer = Trainer.of(job, ranks, task)

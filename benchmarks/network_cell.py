@@ -31,9 +31,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from paceline.comm.ranks import Ranks, connect, given_ranks, leave
-from paceline.comm.topology import num_cores
+from paceline.comm.rendezvous import Ranks, connect, exit_rank, ranks_from_env
 from paceline.config.job import Job, read_job
+from paceline.machine.discovery import num_cores
 from paceline.train.optim import build_optimizer, learning_rate
 from paceline.train.results import StepResult
 from paceline.train.session import keep_freed_memory, language_model
@@ -294,7 +294,7 @@ def contender_of(way: Way, job: Job, ranks: Ranks) -> tuple[Contender, Task]:
 def main() -> None:
     folder = Path(sys.argv[1])
     plan = json.loads((folder / "plan.json").read_text())
-    ranks = given_ranks("cpu")
+    ranks = ranks_from_env("cpu")
     assert ranks is not None, "network.py starts this program on the hosts of a laboratory"
     torch.set_num_threads(max(1, num_cores() // ranks.local_world_size))
     keep_freed_memory()
@@ -305,7 +305,7 @@ def main() -> None:
     if ranks.is_first:
         (folder / "result.json").write_text(json.dumps(result))
     dist.barrier()
-    leave()
+    exit_rank()
 
 
 def _times(

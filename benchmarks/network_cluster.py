@@ -18,16 +18,16 @@ from pathlib import Path
 import torch
 
 from benchmarks.netlab import Laboratory, rate_text, read_rate
-from paceline.bench.clock import Clock
+from paceline.bench.clock import RankTimer
 from paceline.bench.collectives import all_groups, measure_curves, tier_of
 from paceline.bench.command import to_text
-from paceline.bench.measure import Wish, calibrated, measure
-from paceline.bench.ranks import News
-from paceline.comm.ranks import Ranks, connect, given_ranks, leave
-from paceline.comm.topology import num_cores, this_machine
+from paceline.bench.measure import BenchRequest, calibrated, measure
+from paceline.bench.rank_pool import RankProgress
+from paceline.comm.rendezvous import Ranks, connect, exit_rank, ranks_from_env
 from paceline.config.hardware import Cluster
 from paceline.config.job import read_cluster
 from paceline.config.stack import Stack
+from paceline.machine.discovery import num_cores, this_machine
 from paceline.train.session import keep_freed_memory
 
 OPS = ("all_reduce", "all_to_all", "all_gather", "send_recv")
@@ -82,7 +82,7 @@ def measured_clusters(
 def main() -> None:
     """One rank."""
     folder = Path(sys.argv[1])
-    ranks = given_ranks("cpu")
+    ranks = ranks_from_env("cpu")
     assert ranks is not None, "measured_clusters starts this program on the hosts of a laboratory"
     torch.set_num_threads(num_cores())
     keep_freed_memory()
@@ -94,20 +94,20 @@ def main() -> None:
         at_rate = _with_links(cluster, ranks, rate)
         if ranks.is_first:
             (folder / f"{number}.toml").write_text(to_text(at_rate))
-    leave()
+    exit_rank()
 
 
 def _without_links(ranks: Ranks) -> Cluster:
     """Everything but the rates; what is fitted needs collectives, too."""
     machine = this_machine().replace(num_nodes=ranks.world_size, devices_per_node=1)
     parts = ("device", "codecs", "collectives", "step")
-    outcome = measure(Wish(machine, parts, _SOURCE, quick=True), ranks, _silent)
+    outcome = measure(BenchRequest(machine, parts, _SOURCE, quick=True), ranks, _silent)
     return calibrated(outcome, _SOURCE) if ranks.is_first else outcome.cluster
 
 
 def _wait_for(folder: Path, number: int, ranks: Ranks) -> None:
     """Until the links have the next rate; the first rank says when all may change."""
-    clock = Clock(ranks)
+    clock = RankTimer(ranks)
     clock.mean(0)  # a barrier: nobody measures any more
     if ranks.is_first:
         (folder / f"{number}.ready").touch()
@@ -119,7 +119,7 @@ def _wait_for(folder: Path, number: int, ranks: Ranks) -> None:
 
 def _with_links(cluster: Cluster, ranks: Ranks, rate: str) -> Cluster:
     groups = [group for group in all_groups(ranks) if group.num_ranks == ranks.world_size]
-    clock = Clock(ranks, block_s=_BLOCK_S, num_blocks=_NUM_BLOCKS)
+    clock = RankTimer(ranks, block_s=_BLOCK_S, num_blocks=_NUM_BLOCKS)
     source = f"{_SOURCE}, {rate_text(read_rate(rate))}"
     curves = measure_curves(clock, groups, _SIZES, source, lambda _: None, OPS)
     tier = tier_of("network", ranks.world_size, curves, source)
@@ -134,7 +134,7 @@ def _of_any_link(stack: Stack | None) -> Stack | None:
     return stack.replace(constants=kept)
 
 
-def _silent(_news: News) -> None:
+def _silent(_news: RankProgress) -> None:
     """Nobody looks on."""
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 from benchmarks.network_cell import Way
 from benchmarks.network_table import CONTROL, PEER
-from paceline.comm.topology import this_machine
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job, read_job
+from paceline.machine.discovery import this_machine
 from paceline.plan.points import Setting
 from paceline.plan.price.step import predict
 from paceline.plan.resolve import resolve
 from paceline.plan.search.choose import plan_job
-from paceline.plan.search.exchange import AFTER_WARM_UP, WARM_UP_STEPS
+from paceline.plan.search.gradient_comm import AFTER_WARM_UP, WARM_UP_STEPS
 
 STEPS = 10_000
 """Of the timed Jobs' schedule, not that they were done."""

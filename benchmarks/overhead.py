@@ -42,11 +42,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
-from paceline.comm.topology import num_cores
 from paceline.config.job import Job, read_job, to_raw, to_toml
+from paceline.machine.discovery import num_cores
 from paceline.observe.run import Run
 from paceline.train.data import BatchShape, prepare, train_batches
-from paceline.train.here import resolve_here
+from paceline.train.this_machine import resolve_on_this_machine
 
 HERE = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent
@@ -104,7 +104,9 @@ def workload_job(steps: int) -> Job:
         "checkpoint.every": (FIRST_TIMED_STEP + steps) // 2,
         "observe.profile_every": 0,
     }
-    return resolve_here(read_job(None, [f"{key}={value}" for key, value in settings.items()])).job
+    return resolve_on_this_machine(
+        read_job(None, [f"{key}={value}" for key, value in settings.items()])
+    ).job
 
 
 def write_workload(job: Job, folder: Path) -> None:

@@ -29,15 +29,15 @@ import torch.multiprocessing as mp
 from torch.distributed import rpc
 
 from benchmarks.provenance import RESULTS, folder_of, taken_with
-from paceline.comm.parameter_server.exchanged import ExchangedTables
-from paceline.comm.parameter_server.rows import RowStore
-from paceline.comm.parameter_server.serve import Settings
-from paceline.comm.parameter_server.shards import Numbering, Placement
-from paceline.comm.parameter_server.start import start_servers
-from paceline.comm.parameter_server.tables import ServedTables, Serving
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.recommender import Clicks, Dlrm, RowOptim
-from paceline.train.data.clicks import samples
+from paceline.recommender.click_log import samples
+from paceline.recommender.parameter_server.all_to_all import AllToAllTables
+from paceline.recommender.parameter_server.consistent_hash import Numbering, RowPlacement
+from paceline.recommender.parameter_server.rows import RowStore
+from paceline.recommender.parameter_server.serve import ServerSettings
+from paceline.recommender.parameter_server.start import start_servers
+from paceline.recommender.parameter_server.tables import ServedTables, ServerPlan
 
 NUM_WORKERS = NUM_SERVERS = 2
 NUM_TABLES, DIM, LR = 8, 16, 0.05
@@ -50,7 +50,7 @@ class RpcShard:
 
     shard: "RpcShard"
 
-    def __init__(self, placement: Placement, server: int) -> None:
+    def __init__(self, placement: RowPlacement, server: int) -> None:
         ids = placement.ids_of(server)
         self.store = RowStore(placement.numbering, ids, DIM, 0, RowOptim())
 
@@ -66,7 +66,7 @@ class RpcShard:
 class RpcTables:
     """The worker's side of the rpc variant, with the methods of `Tables` that are timed."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: RowPlacement) -> None:
         self.placement, self.lent = placement, None
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -105,10 +105,10 @@ def served(variant: str, rank: int, model: Dlrm, folder: Path) -> ServedTables:
     """Our servers in one of their modes, opened."""
     lag = LAGS[variant]
     cache_rows = model.num_rows // 20 if "cached" in variant else 0
-    serving = Serving(
-        Placement(model.tables, NUM_SERVERS), DIM, NUM_WORKERS, rank, lag, cache_rows, 2, 60.0
+    serving = ServerPlan(
+        RowPlacement(model.tables, NUM_SERVERS), DIM, NUM_WORKERS, rank, lag, cache_rows, 2, 60.0
     )
-    settings = Settings(
+    settings = ServerSettings(
         server=0,
         num_servers=NUM_SERVERS,
         num_workers=NUM_WORKERS,
@@ -141,11 +141,11 @@ def work(rank: int, model: Dlrm, arguments: argparse.Namespace, folder: Path, po
     store = dist.FileStore(str(folder / "store"), NUM_WORKERS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_WORKERS)
     join_rpc(f"worker{rank}", NUM_SERVERS + rank, port)
-    all_to_all = ExchangedTables(
+    all_to_all = AllToAllTables(
         Numbering(model.tables), DIM, 0, RowOptim(), rank, NUM_WORKERS, torch.device("cpu")
     )
     tables = {name: served(name, rank, model, folder) for name in LAGS}
-    tables |= {"rpc": RpcTables(Placement(model.tables, NUM_SERVERS)), "all_to_all": all_to_all}
+    tables |= {"rpc": RpcTables(RowPlacement(model.tables, NUM_SERVERS)), "all_to_all": all_to_all}
     share = arguments.batch // NUM_WORKERS
     made = [
         samples(model, Clicks(), 0, np.arange(n, n + share) + rank * share).ids
@@ -194,7 +194,7 @@ def process(
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # rpc warns about its own use of deprecated interfaces
     if number < NUM_SERVERS:
-        RpcShard.shard = RpcShard(Placement(model.tables, NUM_SERVERS), number)
+        RpcShard.shard = RpcShard(RowPlacement(model.tables, NUM_SERVERS), number)
         join_rpc(f"server{number}", number, port)
         rpc.shutdown()
     else:

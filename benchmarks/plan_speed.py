@@ -69,14 +69,14 @@ def answer(case: Case) -> dict[str, Any]:
     from paceline.config.stack import Stack
     from paceline.plan.points import Setting
     from paceline.plan.search.search import search
-    from paceline.plan.search.space import Wishes
+    from paceline.plan.search.space import SearchConstraints
     from paceline.plan.search.why import explain, name_of
 
     imported = time.perf_counter()
     cluster = Cluster(device=device("H100-SXM"), devices_per_node=8, num_nodes=case.num_nodes)
     model = Model.parse(shapes(case.model))
     setting = Setting(model, cluster, SEQ_LEN, case.global_batch, Stack())
-    found = search(setting, Wishes(free=case.free))
+    found = search(setting, SearchConstraints(free=case.free))
     sentences = explain(found)
     return {
         "imports_s": imported - began,

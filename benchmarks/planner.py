@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from paceline.plan.published import PublishedRun, read_runs
-from paceline.plan.validate.validate import (
+from paceline.published import PublishedRun, read_runs
+from paceline.published.validate.validate import (
     Calibration,
-    Errors,
+    PredictionErrors,
     Regret,
     Report,
     errors,
@@ -125,7 +125,7 @@ def _sources(runs: list[PublishedRun], draws: int, cross: bool) -> Iterator[str]
     yield "\n## Published runs, by source\n"
     yield "Defaults: nothing fitted here, **but these lines are what the planner was made with**."
     yield "Formulas were corrected while looking at their errors, and the usual constants of"
-    yield "torchtitan and torchao (`plan/published/software.py`) were derived from themselves:"
+    yield "torchtitan and torchao (`published/software.py`) were derived from themselves:"
     yield "for these two the column flatters."
     yield "What the first flash attention costs in llm-foundry is the word"
     yield "of FlashAttention-2's paper, not of these lines. By others: constants fitted to other"
@@ -167,7 +167,7 @@ def _key(run: PublishedRun) -> str:
 
 
 def _source_row(
-    one: Errors,
+    one: PredictionErrors,
     zero: Report,
     others: Report | None,
     six: Sequence[Report],
@@ -186,7 +186,7 @@ def _is_of(group: str, run: PublishedRun) -> bool:
     return run.group == group
 
 
-def _pooled(report: Report, keep: Chosen, name: str = "") -> Errors | None:
+def _pooled(report: Report, keep: Chosen, name: str = "") -> PredictionErrors | None:
     some = [one for one in report.tested if keep(one.run)]
     return errors(name, some) if some else None
 

@@ -36,19 +36,19 @@ from rich.table import Table
 
 from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
 from paceline.bench.command import with_ranks
-from paceline.bench.measure import Part, Wish, calibrated, measure
-from paceline.bench.ranks import News, Tell, on_ranks
+from paceline.bench.measure import BenchRequest, Part, calibrated, measure
+from paceline.bench.rank_pool import RankProgress, TellProgress, run_on_ranks
 from paceline.bench.reference import small_job
-from paceline.bench.step import Measured, measure_jobs
-from paceline.comm.ranks import Ranks
-from paceline.comm.topology import this_machine
-from paceline.comm.warm_up import MEASURING, warm_up_ranks
+from paceline.bench.step import MeasuredStep, measure_jobs
+from paceline.comm.forkserver_start import MEASURING, warm_up_ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.errors import InputError
+from paceline.config.frozen import size
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job
 from paceline.config.layout import Layout
-from paceline.config.noun import size
 from paceline.config.schedule import DEMANDS
+from paceline.machine.discovery import this_machine
 from paceline.plan.points import Setting
 from paceline.plan.price.step import predict
 
@@ -168,7 +168,7 @@ class Case:
         return self.predicted_bytes / (self.measured_bytes or math.nan) - 1
 
 
-def case_of(measured: Measured, cluster: Cluster) -> Case:
+def case_of(measured: MeasuredStep, cluster: Cluster) -> Case:
     """Predict what was measured."""
     job = measured.job
     prediction = predict(Setting.of(job.replace(cluster=cluster)), job.layout)
@@ -207,15 +207,15 @@ def describe(job: Job) -> str:
 
 
 def steps_of(
-    jobs: Sequence[Job], num_rounds: int, counts_memory: bool, ranks: Ranks, tell: Tell
-) -> list[Measured]:
+    jobs: Sequence[Job], num_rounds: int, counts_memory: bool, ranks: Ranks, tell: TellProgress
+) -> list[MeasuredStep]:
     """What every rank does."""
     done = 0
 
     def say(what: str) -> None:
         nonlocal done
         done += 1
-        tell(News("jobs", done, len(jobs) * (1 + num_rounds), what))
+        tell(RankProgress("jobs", done, len(jobs) * (1 + num_rounds), what))
 
     return measure_jobs(
         ranks,
@@ -227,26 +227,28 @@ def steps_of(
     )
 
 
-def measured_cluster(num_ranks: int, *, quick: bool, hear: Tell) -> Cluster:
+def measured_cluster(num_ranks: int, *, quick: bool, hear: TellProgress) -> Cluster:
     """What `paceline bench` would write."""
-    wish = Wish(with_ranks(this_machine(), num_ranks), _PARTS, "planner_cpu.py", quick)
-    return calibrated(on_ranks(num_ranks, "cpu", partial(measure, wish), hear), wish.source)
+    wish = BenchRequest(with_ranks(this_machine(), num_ranks), _PARTS, "planner_cpu.py", quick)
+    return calibrated(run_on_ranks(num_ranks, "cpu", partial(measure, wish), hear), wish.source)
 
 
 def measured_jobs(
     num_ranks: int,
     jobs: Sequence[Job],
     num_rounds: int,
-    hear: Tell,
+    hear: TellProgress,
     *,
     counts_memory: bool = False,
-) -> list[Measured]:
+) -> list[MeasuredStep]:
     """Run Jobs in turns, in one start of the ranks."""
     work = partial(steps_of, jobs, num_rounds, counts_memory)
-    return on_ranks(num_ranks, "cpu", work, hear)
+    return run_on_ranks(num_ranks, "cpu", work, hear)
 
 
-def with_memory(num_ranks: int, jobs: Sequence[Job], num_rounds: int, hear: Tell) -> list[Measured]:
+def with_memory(
+    num_ranks: int, jobs: Sequence[Job], num_rounds: int, hear: TellProgress
+) -> list[MeasuredStep]:
     """Run Jobs, and once more in another start for their memory: a process whose allocations were
     watched stays slower than one of training.
     """
@@ -380,7 +382,7 @@ def run(options: argparse.Namespace, about: dict[str, Any], console: Console) ->
         console.print(f"results: {write_results(folder, about, cases, choices)}")
 
 
-def _show(console: Console, status: Any, ranks: int, news: News) -> None:
+def _show(console: Console, status: Any, ranks: int, news: RankProgress) -> None:
     text = f"{ranks} ranks, {news.part} {news.done}/{news.total}: {news.what}"
     if console.is_terminal:
         status.update(text)

@@ -23,7 +23,7 @@ def taken_with(module: str, *packages: str) -> dict[str, Any]:
         packages: whose versions matter, too.
     """
     # Imports torch, which a process that plan_speed times from its start must not pay for.
-    from paceline.comm.topology import num_cores, this_machine
+    from paceline.machine.discovery import num_cores, this_machine
 
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

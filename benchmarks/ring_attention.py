@@ -44,7 +44,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
 from paceline.models.attention import Sdpa
-from paceline.parallel.cp import Core, context_groups, make_attend, positions_of
+from paceline.parallel.cp import AttentionCore, context_groups, make_attend, positions_of
 
 NUM_RANKS = 4
 TOLERANCE = 1e-4
@@ -120,7 +120,9 @@ class Peak:
 class Step:
     """Forward and backward of attention on this rank's share of one sequence."""
 
-    def __init__(self, plan: Plan, seq_len: int, way: Way, rank: int, attend: Core) -> None:
+    def __init__(
+        self, plan: Plan, seq_len: int, way: Way, rank: int, attend: AttentionCore
+    ) -> None:
         self.plan, self.seq_len, self.attend = plan, seq_len, attend
         self.positions = positions_of(seq_len, *way, rank)
 
@@ -232,9 +234,9 @@ def _turns(plan: Plan) -> Iterator[tuple[int, int, Way]]:
                 yield number, seq_len, way
 
 
-def _cores(device_type: str) -> dict[Way, Core]:
+def _cores(device_type: str) -> dict[Way, AttentionCore]:
     """The attention of this rank for each way; only the first `way.cp` ranks use theirs."""
-    found: dict[Way, Core] = {}
+    found: dict[Way, AttentionCore] = {}
     for way in WAYS:
         sizes = (NUM_RANKS // way.cp, way.cp)
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("dp", "cp"))
@@ -242,7 +244,7 @@ def _cores(device_type: str) -> dict[Way, Core]:
     return found
 
 
-def _check_sums(plan: Plan, rank: int, cores: dict[Way, Core]) -> None:
+def _check_sums(plan: Plan, rank: int, cores: dict[Way, AttentionCore]) -> None:
     """Refuse to time ways that don't compute the same."""
     expected = None
     for way in WAYS:

@@ -28,10 +28,10 @@ import torch
 from rich.console import Console
 
 from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
-from paceline.comm.topology import this_machine
 from paceline.config.device import Device
 from paceline.config.errors import RunError
 from paceline.config.model import Model
+from paceline.machine.discovery import this_machine
 from paceline.observe.run import Run
 
 _HEADS = {"num_kv_heads": 8, "vocab_size": 128256, "tie_embeddings": True}

@@ -31,19 +31,19 @@ from rich.console import Console
 
 from benchmarks.netlab import Laboratory, why_not
 from benchmarks.provenance import RESULTS, ROOT, folder_of, signature, taken_with
-from paceline.comm.ranks import given_ranks, leave
-from paceline.comm.topology import this_machine
-from paceline.comm.warm_up import MEASURING, warm_up_ranks
+from paceline.comm.forkserver_start import MEASURING, warm_up_ranks
+from paceline.comm.rendezvous import exit_rank, ranks_from_env
 from paceline.config.errors import InputError
 from paceline.config.job import Job, change_job, read_job
+from paceline.machine.discovery import this_machine
 from paceline.plan.points import Setting
-from paceline.plan.search.exchange import BUCKETS_MIB
+from paceline.plan.search.gradient_comm import BUCKETS_MIB
 from paceline.plan.search.space import Space
-from paceline.train.here import resolve_here
 from paceline.train.start import read_inputs
-from paceline.tune.book import FolderBook
+from paceline.train.this_machine import resolve_on_this_machine
 from paceline.tune.candidates import Question, checked, predicted
 from paceline.tune.command import findings_of, on_known_cluster
+from paceline.tune.journal import FolderJournal
 from paceline.tune.loop import Limits, Loop
 from paceline.tune.measurer import Measurer, RealMeasurer
 from paceline.tune.propose import Proposer
@@ -131,8 +131,8 @@ CASES = {
 def every_job(question: Question) -> Iterator[Job]:
     """All Jobs of what is free, the given one among them."""
     freed = question.freed
-    space = Space.of(Setting.of(freed), question.freedom.wishes(freed.layout))
-    points = space.points(space.relieved(space.turned(space.cores())))
+    space = Space.of(Setting.of(freed), question.freedom.constraints(freed.layout))
+    points = space.points(space.completed(space.pipelined(space.partial_layouts())))
     layouts = dict.fromkeys(space.layout(points, index) for index in range(len(points)))
     seen = set()
     for layout in (*layouts, question.given.layout):
@@ -199,12 +199,12 @@ def run_case(case: Case, folder: Path, team: Team, console: Console) -> Outcome:
     machine = this_machine()
     nodes = case.ranks if case.rate else 1
     cluster = machine.replace(devices_per_node=case.ranks // nodes, num_nodes=nodes)
-    book = FolderBook(folder)
-    with book.owned():
-        job = on_known_cluster(job.replace(cluster=cluster), book, team)
-        given = resolve_here(job).job
+    journal = FolderJournal(folder)
+    with journal.owned():
+        job = on_known_cluster(job.replace(cluster=cluster), journal, team)
+        given = resolve_on_this_machine(job).job
         read_inputs(given, lambda _done, _total: None)
-        book.open(given)
+        journal.open(given)
         question = Question(given, case.freedom)
         jobs = list(every_job(question))
         most = len(jobs) // 3
@@ -213,11 +213,11 @@ def run_case(case: Case, folder: Path, team: Team, console: Console) -> Outcome:
         display = Display(console)
         limits = Limits(trials=most)
         began = time.monotonic()
-        with display.running(book.known):
-            last = Loop(Proposer(question), limits, measurer, book, display, findings_of).run()
+        with display.running(journal.known):
+            last = Loop(Proposer(question), limits, measurer, journal, display, findings_of).run()
         tuned = time.monotonic()
-        assert book.known.best is not None, "nothing ran"
-        choice = book.known.best.job(given)
+        assert journal.known.best is not None, "nothing ran"
+        choice = journal.known.best.job(given)
         gains, times = _sweep(measurer, choice, jobs, console)
         finals = sorted(gains, key=lambda at: gains[at])[:_FINALISTS]
         regret, half, at = _duel(measurer, choice, [jobs[at] for at in finals])
@@ -227,7 +227,7 @@ def run_case(case: Case, folder: Path, team: Team, console: Console) -> Outcome:
         case.name,
         case.what,
         len(jobs),
-        len(book.known.trials),
+        len(journal.known.trials),
         (tuned - began) / 60,
         (time.monotonic() - tuned) / 60,
         times.get(first) if first is not None else None,
@@ -316,7 +316,7 @@ def measured(case: Case, folder: Path, console: Console) -> Outcome:
 
 def as_rank(case: Case, folder: Path) -> None:
     """One rank of a laboratory."""
-    ranks = given_ranks("cpu")
+    ranks = ranks_from_env("cpu")
     assert ranks is not None, "a laboratory starts this"
     team = team_of(ranks, ranks.world_size, "cpu")
     if ranks.is_first:
@@ -325,7 +325,7 @@ def as_rank(case: Case, folder: Path) -> None:
         team.close()
     elif isinstance(team, GivenTeam):
         team.follow()
-    leave()
+    exit_rank()
 
 
 # ---- results -------------------------------------------------------------------------------------

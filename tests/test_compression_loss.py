@@ -8,7 +8,7 @@ from torch import nn
 from benchmarks.compression_loss import NUM_REPLICAS, compressed_mean
 from paceline.comm.collectives import wait
 from paceline.comm.compress.compressors import compressor_of
-from paceline.comm.compress.feedback import Part
+from paceline.comm.compress.feedback import BufferPart
 from paceline.config.comm import codec
 from tests.ranks import run_ranks
 
@@ -26,7 +26,7 @@ def _gradient(step: int, rank: int) -> torch.Tensor:
 
 def _exchanged(rank: int, world_size: int, form: str) -> list[torch.Tensor]:
     """Means of a few steps as ranks really exchange them, with what is owed kept between."""
-    parts = [Part(name, torch.Size(shape), True) for name, shape in SHAPES.items()]
+    parts = [BufferPart(name, torch.Size(shape), True) for name, shape in SHAPES.items()]
     group = dist.group.WORLD
     assert group is not None
     mean = compressor_of(codec(form), group).mean_of(parts, torch.empty(0))

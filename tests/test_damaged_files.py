@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 
 import paceline
 from paceline import cli
-from paceline.comm import warm_up
+from paceline.comm import forkserver_start
 from paceline.config.errors import InputError
+from paceline.config.frozen import FrozenConfig
 from paceline.config.job import read_job
-from paceline.config.noun import Noun
 from paceline.kernels import launch
 from paceline.observe.run import Run
-from paceline.tune.book import FolderBook
+from paceline.tune.journal import FolderJournal
 from paceline.tune.trial import Decision, Reference, Trial
 from tests.small_job import work_in, write_small_job
 
@@ -74,7 +74,7 @@ def trained(tmp_path_factory) -> Path:
     """A Run of four steps, with a window, what it read, and the other files that commands read."""
     folder = tmp_path_factory.mktemp("damaged")
     patch = pytest.MonkeyPatch()
-    patch.setattr(warm_up, "warm_up_ranks", lambda _module: None)
+    patch.setattr(forkserver_start, "warm_up_ranks", lambda _module: None)
     work_in(folder, patch)
     write_small_job(folder, more=OBSERVED)
     ended = call("train", "small.toml")
@@ -97,11 +97,11 @@ def trained(tmp_path_factory) -> Path:
         "source_model,gpu,gpus,params_b,seq,global_batch_seqs,micro_batch,dp,tp,pp,step_time_s\n"
         "7B,H100-SXM,8,7,4096,64,1,1,8,1,5\n"
     )
-    book = FolderBook(folder / "tuned")
+    journal = FolderJournal(folder / "tuned")
     job = read_job(Path("small.toml"))
-    with book.owned():
-        book.open(job)
-        book.add(
+    with journal.owned():
+        journal.open(job)
+        journal.add(
             Trial(0, 0, {"layout.tp": 1}, "why", 1.0, 1.0, 1.0, "measured", (1.0,), 1.0, 0.0),
             Decision(0, 0, "text"),
             Reference(1.0, 2, "measured"),
@@ -213,7 +213,7 @@ CASES = [
 @pytest.fixture
 def damaged(trained, monkeypatch):
     """Puts something else in a file's place; what was there comes back afterwards."""
-    monkeypatch.setattr(warm_up, "warm_up_ranks", lambda _module: None)
+    monkeypatch.setattr(forkserver_start, "warm_up_ranks", lambda _module: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(trained / "cache"))
     monkeypatch.chdir(trained)
     if not Path("copy").exists():
@@ -327,7 +327,7 @@ def test_a_table_of_launches_that_is_none_is_refused(damaged, monkeypatch, data)
 def test_trials_that_are_none_are_refused(damaged, data):
     damaged("tuned/trials.jsonl", data)
     with pytest.raises(InputError, match=r"trials\.jsonl: line 1 "):
-        FolderBook(Path("tuned")).open(read_job(Path("small.toml")))
+        FolderJournal(Path("tuned")).open(read_job(Path("small.toml")))
 
 
 def test_a_complete_run_says_which_change_changed_nothing(damaged):
@@ -424,10 +424,10 @@ def test_an_argument_without_end_is_refused(damaged, arguments):
     is_one_sentence(call(*arguments))
 
 
-def settings_of(noun: Noun, prefix: str = "") -> Iterator[str]:
+def settings_of(noun: FrozenConfig, prefix: str = "") -> Iterator[str]:
     """Dotted names of every setting that holds a number."""
     for name, value in noun:
-        if isinstance(value, Noun):
+        if isinstance(value, FrozenConfig):
             yield from settings_of(value, f"{prefix}{name}.")
         elif not isinstance(value, bool | str | tuple) or value == "auto":
             yield f"{prefix}{name}"

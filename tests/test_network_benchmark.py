@@ -25,14 +25,14 @@ from benchmarks.network_table import (
     table_lines,
 )
 from benchmarks.network_ways import LOCAL, WAYS, form_of, job_of, possible, predicted_s
-from paceline.comm.ranks import Ranks
-from paceline.comm.topology import this_machine
+from paceline.comm.rendezvous import Ranks
 from paceline.config.curves import AttentionCurve, DeviceCurves, MatmulCurve, MemoryCurve
 from paceline.config.device import Device
 from paceline.config.figure import Figure
 from paceline.config.hardware import Cluster, Tier
 from paceline.config.job import Job, read_job
-from paceline.parallel.local import Timetable
+from paceline.elastic.local_rounds import RoundSchedule
+from paceline.machine.discovery import this_machine
 from paceline.plan.resolve import resolve
 from tests.command_line import write_tiny_job
 from tests.ranks import run_ranks
@@ -70,7 +70,7 @@ def test_a_round_of_workers_is_the_mean_of_its_steps():
 
 def test_nothing_is_under_way_when_a_round_of_workers_ends():
     for way in LOCAL:
-        table = Timetable.of(job_of(way, 2, 100).comm.local)
+        table = RoundSchedule.of(job_of(way, 2, 100).comm.local)
         last_step = table.every - 1
         for fragment in range(table.num_fragments):
             sent = [done for done in range(1, 2 * table.every) if table.is_sent(fragment, done)]

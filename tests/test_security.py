@@ -22,7 +22,7 @@ import pytest
 
 import paceline
 from tests.command_line import COMMAND, Started, python, ranks, write_tiny_job
-from tests.train.test_dlrm import SMALL as CLICK_JOB
+from tests.recommender.test_dlrm import SMALL as CLICK_JOB
 
 REPOSITORY = Path(__file__).parents[1]
 PATIENCE_S = 200
@@ -57,7 +57,7 @@ def listening(launcher: int, ports: dict[int, str]) -> dict[tuple[str, int], str
     for process in processes:
         try:
             sockets = process.net_connections("inet")
-            is_server = "paceline.comm.parameter_server.serve" in process.cmdline()
+            is_server = "paceline.recommender.parameter_server.serve" in process.cmdline()
         except psutil.Error:
             continue
         for one in sockets:
@@ -221,9 +221,9 @@ def test_other_commands_listen_nowhere(command, tmp_path):
 
 # File and function -> why it may.
 ALLOWED = {
-    ("bench/ranks.py", "pickle.dumps"): "work for ranks of this process's own",
-    ("bench/ranks.py", "pickle.loads"): "which came with the arguments of the rank's process",
-    ("bench/ranks.py", "recv"): "an anonymous pipe between a process and one that it started",
+    ("bench/rank_pool.py", "pickle.dumps"): "work for ranks of this process's own",
+    ("bench/rank_pool.py", "pickle.loads"): "which came with the arguments of the rank's process",
+    ("bench/rank_pool.py", "recv"): "an anonymous pipe between a process and one that it started",
     ("observe/snapshot.py", "pickle.Unpickler"): "one that refuses whatever has to be looked up",
     ("observe/snapshot.py", "pickle.UnpicklingError"): "an exception",
 }

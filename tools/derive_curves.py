@@ -38,7 +38,7 @@ import pyarrow.parquet as parquet
 from paceline.config.catalogue import devices
 from paceline.config.curves import MatmulCurve
 from paceline.plan.grids import product_grid
-from paceline.plan.rates import ATTENTION_BLOCK, filling
+from paceline.plan.rates import ATTENTION_BLOCK, wave_quantization
 
 PACKAGE = "aiconfigurator-core"
 OUT = Path(devices.__file__).parent
@@ -313,7 +313,9 @@ def _saturated(rows: Array, peak: float, processors: int) -> Array:
             if len(here):
                 ideal_us = 2 * here[:, 0] * seq**2 * dim / peak * 1e6
                 spent_us = np.maximum(here[:, 3] - empty_us, here[:, 3] / 4)
-                shares[i, j] = np.median(ideal_us * filling(blocks, processors) / spent_us)
+                shares[i, j] = np.median(
+                    ideal_us * wave_quantization(blocks, processors) / spent_us
+                )
     return shares
 
 

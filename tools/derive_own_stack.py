@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.plan.published import PublishedRun, read_runs
-from paceline.plan.published.works import LanguageWork
+from paceline.published import PublishedRun, read_runs
+from paceline.published.works import LanguageWork
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "benchmarks" / "data" / "published_llm_runs.csv"

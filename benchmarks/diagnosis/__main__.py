@@ -15,7 +15,7 @@ from benchmarks.diagnosis.faults import FAULTS, LISTED, fault_of
 from benchmarks.diagnosis.results import COLUMNS, NUMBERS, Cell, row, sentences, write
 from benchmarks.diagnosis.twins import FIRST_TURN, TURN, FailedError, measure, warm_up
 from benchmarks.provenance import RESULTS, ROOT, taken_with
-from paceline.comm.topology import this_machine
+from paceline.machine.discovery import this_machine
 
 # The least and the most.
 _TURNS, _QUICK_TURNS = range(4, 9), range(2, 3)

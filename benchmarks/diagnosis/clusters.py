@@ -9,7 +9,7 @@ from benchmarks.netlab import Laboratory, rate_text
 from benchmarks.netlab.ranks import Finished
 from paceline.bench.command import to_text
 from paceline.config.job import read_cluster
-from paceline.observe.run import write_whole
+from paceline.observe.run import write_atomic
 
 _MOST_S = 1800.0
 
@@ -24,7 +24,7 @@ def cluster_for(fault: Fault, folder: Path) -> Path:
     assert device.memory_bytes is not None
     memory = device.memory_bytes.replace(value=fault.memory_bytes, origin="assumed")
     smaller = file.with_stem(f"{file.stem}-{fault.memory_bytes / 1e6:.0f}MB")
-    return write_whole(
+    return write_atomic(
         smaller, to_text(cluster.replace(device=device.replace(memory_bytes=memory)))
     )
 

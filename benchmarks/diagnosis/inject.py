@@ -27,7 +27,7 @@ from paceline.train import passes, session, task
 from paceline.train.checkpoint import checkpointer
 from paceline.train.data import MicroBatch
 from paceline.train.passes import Passes
-from paceline.train.weighed import Weighed
+from paceline.train.weighted_loss import WeightedLoss
 
 _DIE_WITH_PARENT = "import ctypes; ctypes.CDLL(None).prctl(1, 9)"
 
@@ -106,7 +106,7 @@ def metrics_of_every_micro_batch(_gate: Gate, num_metrics: int) -> None:
     """After each forward pass, average some numbers over the ranks and read them with .item()."""
     forward = Passes.forward
 
-    def and_read(of: Passes, micro_batch: object) -> Weighed:
+    def and_read(of: Passes, micro_batch: object) -> WeightedLoss:
         weighed = forward(of, micro_batch)
         for power in range(num_metrics):
             metric = weighed.loss.detach() ** (power + 1)
@@ -133,7 +133,7 @@ def collect_garbage(_gate: Gate, num_objects: int) -> None:
     forward = Passes.forward
     kept: list[list[int]] = []
 
-    def after_collecting(of: Passes, micro_batch: object) -> Weighed:
+    def after_collecting(of: Passes, micro_batch: object) -> WeightedLoss:
         kept.extend([number] for number in range(num_objects - len(kept)))
         gc.collect()
         return forward(of, micro_batch)
@@ -187,7 +187,7 @@ def python_work(_gate: Gate, seconds: float) -> None:
     """Python computes something of its own before each forward pass."""
     forward = Passes.forward
 
-    def after_python(of: Passes, micro_batch: object) -> Weighed:
+    def after_python(of: Passes, micro_batch: object) -> WeightedLoss:
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             sum(range(1000))

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from benchmarks.diagnosis.gate import Gate
 from benchmarks.diagnosis.inject import inject
-from paceline.comm.ranks import leave
+from paceline.comm.rendezvous import exit_rank
 from paceline.config.job import read_job
 from paceline.train.command import train_command
-from paceline.train.stopping import end_with
+from paceline.train.stopping import exit_with_parent
 
 BASE = Path(__file__).with_name("base.toml")
 
@@ -23,7 +23,7 @@ BASE = Path(__file__).with_name("base.toml")
 def forked_rank(folder: Path, environment: Mapping[str, str], starter_pid: int) -> None:
     """Be a rank in a process that a forkserver made."""
     os.setsid()  # as a launcher's ranks: where the kernel shares cores by session, each has one
-    end_with(starter_pid)
+    exit_with_parent(starter_pid)
     os.environ.update(environment)
     output = os.open(folder / f"output-{environment.get('RANK', '0')}", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
@@ -39,9 +39,9 @@ def train(folder: Path) -> None:
     inject(asked["injections"], rank, gate)
     gate.stand()
     train_command(read_job(BASE, asked["settings"]), folder / "runs", fresh=True)
-    leave()
+    exit_rank()
 
 
 if __name__ == "__main__":
-    end_with(os.getppid())
+    exit_with_parent(os.getppid())
     train(Path(sys.argv[1]))

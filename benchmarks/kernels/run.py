@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
 from paceline.bench.kernels.command import as_data
 from paceline.bench.kernels.every import cases
-from paceline.bench.kernels.rows import Row, as_markdown, measure
+from paceline.bench.kernels.rows import CaseTimings, as_markdown, measure
 from paceline.bench.kernels.timing import Ceilings, ceilings
 
 
@@ -44,7 +44,7 @@ def main() -> int:
         return 2
     device, started = torch.device("cuda"), time.monotonic()
     facts, ceiling = _facts(), ceilings(device)
-    rows: list[Row] = []
+    rows: list[CaseTimings] = []
     for case in cases():
         if not options.only or case.name in options.only:
             turns = 5 if options.quick else 40
@@ -113,7 +113,9 @@ def _fused_adamw(*state: Tensor) -> list[Tensor]:
     return [*params, *firsts, *seconds]
 
 
-def _write(folder: Path, facts: dict[str, Any], ceiling: Ceilings, rows: Sequence[Row]) -> None:
+def _write(
+    folder: Path, facts: dict[str, Any], ceiling: Ceilings, rows: Sequence[CaseTimings]
+) -> None:
     data = {"facts": facts, "ceilings": ceiling._asdict(), "rows": [as_data(row) for row in rows]}
     (folder / "kernels.json").write_text(json.dumps(data, indent=1) + "\n")
     said = dict.fromkeys(each for row in rows for each in (*row.wrong, *row.missing))

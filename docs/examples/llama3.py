@@ -15,11 +15,11 @@ from paceline.plan.prediction import Prediction
 from paceline.plan.price.step import predict
 from paceline.plan.scale import (
     LARGE_RUN_MTBF,
-    Endurance,
+    Resilience,
     bill,
     checkpoint_bytes,
-    endurance,
     goodput,
+    resilience,
     young_interval_s,
 )
 
@@ -205,7 +205,7 @@ def _llama_failures() -> str:
     cluster, state = h100s(16384), float(checkpoint_bytes(LLAMA.num_params))
     mtbf_hours = DAYS * 24 / STOPS
     found = [
-        endurance(cluster, 16384, state, restart_s=minutes * 60, storage_bytes_per_s=2e12)
+        resilience(cluster, 16384, state, restart_s=minutes * 60, storage_bytes_per_s=2e12)
         for minutes in (5, 10, 20)
     ]
     assert all(one is not None for one in found)
@@ -220,7 +220,7 @@ def _llama_failures() -> str:
         if one is not None
     ]
     sizes = np.array([1024, 4096, 16384, 65536, 131072])
-    others = endurance(cluster, sizes, state)
+    others = resilience(cluster, sizes, state)
     assert others is not None
     spent = bill(cluster, 16384, DAYS * 86400.0)
     assert spent.energy_kwh is not None
@@ -249,7 +249,7 @@ network and cooling not counted.
 """
 
 
-def _sizes(sizes: Array, found: Endurance) -> list[tuple[str, ...]]:
+def _sizes(sizes: Array, found: Resilience) -> list[tuple[str, ...]]:
     columns = (found.mtbf_s, found.interval_s, found.goodput)
     return [
         (f"{size:,}", f"{mtbf / 3600:.1f}", f"{tau:.0f}", f"{share:.1%}")

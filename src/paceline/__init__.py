@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from paceline.config.job import Job as Job
     from paceline.config.layout import Layout as Layout
     from paceline.observe.run import Run as Run
+    from paceline.train.api import train as train
     from paceline.train.export import load as load
-    from paceline.train.own import train as train
 
 _HOMES = {
     "InputError": "paceline.config.errors",
@@ -25,7 +25,7 @@ _HOMES = {
     "Layout": "paceline.config.layout",
     "Run": "paceline.observe.run",
     "load": "paceline.train.export",
-    "train": "paceline.train.own",
+    "train": "paceline.train.api",
 }
 __all__ = list(_HOMES)
 

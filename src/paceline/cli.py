@@ -181,17 +181,17 @@ def train(
     if show:
         _show(_read_in_steps(job, set_ or []))
         return
-    from paceline.comm.warm_up import TRAINING, warm_up_ranks
+    from paceline.comm.forkserver_start import TRAINING, warm_up_ranks
 
     warm_up_ranks(TRAINING)
-    from paceline.comm.ranks import given_ranks, leave
+    from paceline.comm.rendezvous import exit_rank, ranks_from_env
     from paceline.train.command import train_command
 
     run = train_command(_read(job, set_ or []), _runs_folder(job, runs), fresh=fresh)
     if as_json:
         print(json.dumps({"run": str(run.path), **(run.metrics() or [{}])[-1]}))
-    if given_ranks("cpu") is not None:
-        leave()
+    if ranks_from_env("cpu") is not None:
+        exit_rank()
 
 
 @app.command()
@@ -222,14 +222,14 @@ def plan(
     paceline plan my.toml --tokens 2e12 --budget "3M USD, 60 days" \\
         --cluster 64x8xH100-SXM --price 2.5 --cluster 128x8xA100-80 --price 1.2
     """
-    from paceline.plan.answer.command import Asked, plan_command
+    from paceline.plan.answer.command import PlanOptions, plan_command
 
     def machine() -> "Cluster":
-        from paceline.comm.topology import this_machine
+        from paceline.machine.discovery import this_machine
 
         return this_machine()
 
-    asked = Asked(
+    asked = PlanOptions(
         clusters=cluster or (),
         prices=price or (),
         tokens=tokens,
@@ -314,7 +314,7 @@ def validate(
     paceline validate runs.csv --calibrate-on 6      six lines per stack
     paceline validate a.csv b.csv --calibrate-on 5% --html errors.html
     """
-    from paceline.plan.validate.command import validate_command
+    from paceline.published.validate.command import validate_command
 
     validate_command(tables, calibrate_on, only, seed, html, as_json)
 
@@ -430,19 +430,19 @@ def tune(
     paceline train tunes/my/job.toml
     torchrun --nnodes 2 ... -m paceline tune my.toml
     """
-    from paceline.comm.warm_up import MEASURING, warm_up_ranks
+    from paceline.comm.forkserver_start import MEASURING, warm_up_ranks
 
     warm_up_ranks(MEASURING)
-    from paceline.comm.ranks import given_ranks, leave
-    from paceline.tune.command import Asked, tune_command
+    from paceline.comm.rendezvous import exit_rank, ranks_from_env
+    from paceline.tune.command import TuneOptions, tune_command
 
     wanted = _read_in_steps(job, set_ or [])
-    asked = Asked(until, budget, trials, free or (), keep or ())
+    asked = TuneOptions(until, budget, trials, free or (), keep or ())
     found = tune_command(wanted, asked, out or Path("tunes") / wanted.name)
     if as_json and found is not None:
         print(json.dumps(found))
-    if given_ranks("cpu") is not None:
-        leave()
+    if ranks_from_env("cpu") is not None:
+        exit_rank()
 
 
 @app.command()
@@ -491,9 +491,9 @@ def doctor(
     paceline doctor --folder /scratch
     NCCL_DEBUG=INFO paceline train ... > job.log; paceline doctor --nccl-log job.log
     """
-    from paceline.doctor.command import Asked, doctor_command
+    from paceline.doctor.command import DoctorOptions, doctor_command
 
-    found = doctor_command(Asked(folder, nccl_log, from_, save, run))
+    found = doctor_command(DoctorOptions(folder, nccl_log, from_, save, run))
     if as_json:
         print(json.dumps(found))
     if found["problems"]:
@@ -536,9 +536,9 @@ def _read_in_steps(path: Path | None, overrides: list[str]) -> "Job":
     job = _read(path, overrides)
     if job.train.steps:
         return job
-    from paceline.train.length import in_steps
+    from paceline.train.length import length_in_steps
 
-    return in_steps(job)
+    return length_in_steps(job)
 
 
 def _runs_folder(job: Path | None, runs: Path) -> Path:
@@ -548,18 +548,18 @@ def _runs_folder(job: Path | None, runs: Path) -> Path:
 
 def _show(job: "Job") -> None:
     from paceline.config.job import to_toml
-    from paceline.train.here import resolve_here
+    from paceline.train.this_machine import resolve_on_this_machine
 
-    print(to_toml(resolve_here(job).job), end="")
+    print(to_toml(resolve_on_this_machine(job).job), end="")
 
 
 def _leave_with(code: int) -> NoReturn:
     """End a rank without waiting for the threads of process groups that wait for others."""
-    if "paceline.comm.ranks" in sys.modules:  # else nobody has met
-        from paceline.comm.ranks import given_ranks, leave
+    if "paceline.comm.rendezvous" in sys.modules:  # else nobody has met
+        from paceline.comm.rendezvous import exit_rank, ranks_from_env
 
-        if given_ranks("cpu") is not None:
-            leave(code)
+        if ranks_from_env("cpu") is not None:
+            exit_rank(code)
     sys.exit(code)
 
 

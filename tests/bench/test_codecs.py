@@ -6,11 +6,11 @@ import pytest
 from torch import Tensor
 
 from paceline.bench import codecs, command, measure
-from paceline.bench.clock import Clock
+from paceline.bench.clock import RankTimer
 from paceline.bench.command import bench_command
-from paceline.bench.measure import Outcome
-from paceline.bench.ranks import Tell
-from paceline.comm.ranks import Ranks
+from paceline.bench.measure import BenchResult
+from paceline.bench.rank_pool import TellProgress
+from paceline.comm.rendezvous import Ranks
 from paceline.config.job import read_cluster, read_job
 from tests.bench.test_device import TINY, Knowing
 
@@ -52,13 +52,15 @@ def test_what_is_timed_is_what_a_reduction_does(monkeypatch: pytest.MonkeyPatch)
 def test_codecs_complete_a_cluster_and_stay_when_the_device_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def here(_num_ranks: int, _kind: str, work: object, hear: Tell) -> Outcome:
+    def here(_num_ranks: int, _kind: str, work: object, hear: TellProgress) -> BenchResult:
         return work(Ranks(), hear)  # type: ignore[operator]
 
-    monkeypatch.setattr(command, "on_ranks", here)
+    monkeypatch.setattr(command, "run_on_ranks", here)
     monkeypatch.setattr(codecs, "sizes_of", lambda _kind, quick: SIZES)
     monkeypatch.setattr(measure, "grid_of", lambda _kind, quick: TINY)
-    monkeypatch.setattr(measure.Wish, "clock", lambda self, ranks: Clock(ranks, 1e-4, 1))
+    monkeypatch.setattr(
+        measure.BenchRequest, "clock", lambda self, ranks: RankTimer(ranks, 1e-4, 1)
+    )
     out = tmp_path / "cluster.toml"
     bench_command(out, num_ranks=1, quick=True, only=["codecs"])
     device = read_cluster(out).known_device

@@ -13,19 +13,19 @@ import torch
 
 from paceline.bench import command, measure
 from paceline.bench.command import bench_command, to_text, with_ranks
-from paceline.bench.device import Grid
-from paceline.bench.measure import Outcome, Wish, calibrated
+from paceline.bench.device import SizeGrid
+from paceline.bench.measure import BenchRequest, BenchResult, calibrated
 from paceline.bench.page import render
-from paceline.bench.ranks import News, Tell
-from paceline.bench.step import Measured
+from paceline.bench.rank_pool import RankProgress, TellProgress
+from paceline.bench.step import MeasuredStep
 from paceline.bench.table import flops_text
-from paceline.comm import queued
-from paceline.comm.ranks import Ranks
-from paceline.comm.topology import this_machine
+from paceline.comm.rendezvous import Ranks
 from paceline.config.curves import CollectiveCurve
 from paceline.config.errors import InputError
 from paceline.config.hardware import Figure, Tier
 from paceline.config.job import read_cluster, read_job
+from paceline.machine import core_clock
+from paceline.machine.discovery import this_machine
 from tests.bench.test_device import TINY
 from tests.observe.test_page import write as write_page
 from tests.observe.test_report import Page
@@ -35,27 +35,31 @@ A_TIER = Tier(name="loopback", num_devices=1, latency_s=A_SECOND, bytes_per_s=A_
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> list[News]:
+def tiny(monkeypatch: pytest.MonkeyPatch) -> list[RankProgress]:
     """Small grids, measured in this process instead of one of its own."""
-    heard: list[News] = []
+    heard: list[RankProgress] = []
 
-    def grid_of(_kind: str, *, quick: bool) -> Grid:
+    def grid_of(_kind: str, *, quick: bool) -> SizeGrid:
         return TINY
 
-    def here(_num_ranks: int, _kind: str, work: object, hear: Tell) -> Outcome:
-        def listen(news: News) -> None:
+    def here(_num_ranks: int, _kind: str, work: object, hear: TellProgress) -> BenchResult:
+        def listen(news: RankProgress) -> None:
             heard.append(news)
             hear(news)
 
         return work(Ranks(), listen)  # type: ignore[operator]
 
     monkeypatch.setattr(measure, "grid_of", grid_of)
-    monkeypatch.setattr(command, "on_ranks", here)
-    monkeypatch.setattr(Wish, "clock", lambda self, ranks: measure.Clock(ranks, 1e-4, 1))
+    monkeypatch.setattr(command, "run_on_ranks", here)
+    monkeypatch.setattr(
+        BenchRequest, "clock", lambda self, ranks: measure.RankTimer(ranks, 1e-4, 1)
+    )
     return heard
 
 
-def test_what_is_measured_is_written_and_read_back(tiny: list[News], tmp_path: Path, capsys):
+def test_what_is_measured_is_written_and_read_back(
+    tiny: list[RankProgress], tmp_path: Path, capsys
+):
     out = tmp_path / "cluster.toml"
     facts = bench_command(out, num_ranks=1, quick=True, only=["device"])
     assert facts is not None
@@ -77,7 +81,9 @@ def charts_of(page: str) -> dict[str, Any]:
     return json.loads(page.split('id="charts">')[1].split("</script>")[0])
 
 
-def test_the_page_says_what_was_measured_and_what_was_not(tiny: list[News], tmp_path: Path, capsys):
+def test_the_page_says_what_was_measured_and_what_was_not(
+    tiny: list[RankProgress], tmp_path: Path, capsys
+):
     out = tmp_path / "here.toml"
     page = out.with_suffix(".html")
     run = write_page(tmp_path / "runs" / "demo" / "report.html", "demo")
@@ -107,7 +113,7 @@ def test_the_page_says_what_was_measured_and_what_was_not(tiny: list[News], tmp_
     assert products["x"][0] == 2 * curve.m[0] * curve.n[0] * curve.k[0]
 
 
-def test_the_page_tells_what_an_earlier_bench_measured(tiny: list[News], tmp_path: Path):
+def test_the_page_tells_what_an_earlier_bench_measured(tiny: list[RankProgress], tmp_path: Path):
     out = tmp_path / "cluster.toml"
     bench_command(out, num_ranks=1, quick=True, only=["input"])
     text = Page((tmp_path / "cluster.html").read_text()).text
@@ -122,7 +128,9 @@ def test_the_page_tells_what_an_earlier_bench_measured(tiny: list[News], tmp_pat
     assert "Not measured: step, input." in text
 
 
-def test_the_page_of_several_ranks_has_their_links_and_steps(tiny: list[News], tmp_path: Path):
+def test_the_page_of_several_ranks_has_their_links_and_steps(
+    tiny: list[RankProgress], tmp_path: Path
+):
     out = tmp_path / "cluster.toml"
     bench_command(out, num_ranks=1, quick=True, only=["device"])
     curve = {"bytes": (512.0, 4096.0), "source": "this test"}
@@ -135,10 +143,10 @@ def test_the_page_of_several_ranks_has_their_links_and_steps(tiny: list[News], t
     }
     tiers = (A_TIER.replace(num_devices=4, collectives=collectives), A_TIER)
     cluster = read_cluster(out).replace(tiers=tiers)
-    steps = tuple(Measured(job, (0.5,), None) for job in measure.reference_jobs(cluster)[:2])
-    outcome = Outcome(cluster.replace(devices_per_node=4), steps=steps)
-    wish = Wish(cluster, ("collectives", "step"), "this test")
-    html = render(calibrated(outcome, "this test"), outcome, wish, out)
+    steps = tuple(MeasuredStep(job, (0.5,), None) for job in measure.reference_jobs(cluster)[:2])
+    outcome = BenchResult(cluster.replace(devices_per_node=4), steps=steps)
+    request = BenchRequest(cluster, ("collectives", "step"), "this test")
+    html = render(calibrated(outcome, "this test"), outcome, request, out)
     drawn, text = charts_of(html), Page(html).text
     (line,) = drawn["links-0"]["data"]
     assert (line["x"], line["y"]) == ([512.0, 4096.0], [1e-4, 8e-4])  # of the most ranks
@@ -158,7 +166,7 @@ def test_a_page_that_cannot_stand_beside_the_file_is_refused_at_once(tmp_path: P
         bench_command(tmp_path / "y.toml", num_ranks=1, quick=True)
 
 
-def test_a_browser_draws_every_chart_of_the_page(tiny: list[News], tmp_path: Path, browser):
+def test_a_browser_draws_every_chart_of_the_page(tiny: list[RankProgress], tmp_path: Path, browser):
     out = tmp_path / "cluster.toml"
     bench_command(out, num_ranks=1, quick=True, only=["device"])
     done = browser(tmp_path / "cluster.html", "--dump-dom")
@@ -181,14 +189,14 @@ def test_it_says_how_much_of_the_cores_others_had(
     tiny, tmp_path, monkeypatch, capsys, share, is_told
 ):
     """A bench that others slow down, unnoticed, makes every later prediction too slow."""
-    monkeypatch.setattr(queued, "_stolen_s", lambda: share * time.perf_counter())
+    monkeypatch.setattr(core_clock, "_stolen_s", lambda: share * time.perf_counter())
     bench_command(tmp_path / "cluster.toml", num_ranks=1, quick=True, only=["input"])
     said = capsys.readouterr().out
     assert ("gave 25% of this host's cores to others" in said) == is_told
     assert ("Measure again" in said) == is_told
 
 
-def test_a_part_measured_later_completes_the_file(tiny: list[News], tmp_path: Path):
+def test_a_part_measured_later_completes_the_file(tiny: list[RankProgress], tmp_path: Path):
     out = tmp_path / "cluster.toml"
     bench_command(out, num_ranks=1, quick=True, only=["device"])
     before = read_cluster(out)
@@ -205,12 +213,12 @@ def test_a_part_measured_later_completes_the_file(tiny: list[News], tmp_path: Pa
 
 
 def test_an_interrupted_bench_leaves_the_file_as_it_was(tiny, tmp_path, monkeypatch):
-    def interrupted(*_arguments: object) -> Outcome:
+    def interrupted(*_arguments: object) -> BenchResult:
         raise KeyboardInterrupt
 
     out = tmp_path / "cluster.toml"
     out.write_text("num_nodes = 1\n")
-    monkeypatch.setattr(command, "on_ranks", interrupted)
+    monkeypatch.setattr(command, "run_on_ranks", interrupted)
     with pytest.raises(KeyboardInterrupt):
         bench_command(out, num_ranks=1, quick=True)
     assert out.read_text() == "num_nodes = 1\n"
@@ -239,23 +247,23 @@ def test_ranks_share_the_memory_of_a_machine():
     assert total(shared) == pytest.approx(total(machine))
 
 
-def test_measured_steps_calibrate_the_stack(tiny: list[News], tmp_path: Path):
+def test_measured_steps_calibrate_the_stack(tiny: list[RankProgress], tmp_path: Path):
     """A machine that is slower than its curves say has other constants than one that is as fast."""
     out = tmp_path / "cluster.toml"
     bench_command(out, num_ranks=1, quick=True, only=["device"])
     cluster = read_cluster(out)
     jobs = measure.reference_jobs(cluster)[:2]
-    assert calibrated(Outcome(cluster), "nothing") == cluster
+    assert calibrated(BenchResult(cluster), "nothing") == cluster
     fitted = []
     for seconds in (1e-2, 1.0):
-        steps = tuple(Measured(job, (seconds,), 1.0) for job in jobs)
-        found = calibrated(Outcome(cluster, steps=steps), "a test").stack
+        steps = tuple(MeasuredStep(job, (seconds,), 1.0) for job in jobs)
+        found = calibrated(BenchResult(cluster, steps=steps), "a test").stack
         assert found is not None
         assert "2 steps of a test" in found.origin
         fitted.append(found.constants)
     assert fitted[1]["matmul_time"] >= fitted[0]["matmul_time"]
     assert fitted[1] != fitted[0]
-    assert "matmul_time" in to_text(calibrated(Outcome(cluster, steps=steps), "a test"))
+    assert "matmul_time" in to_text(calibrated(BenchResult(cluster, steps=steps), "a test"))
 
 
 def test_the_program_says_what_is_wrong_and_ends_with_2(tmp_path):

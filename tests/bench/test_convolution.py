@@ -5,9 +5,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from paceline.bench.clock import Call, Clock
+from paceline.bench.clock import Call, RankTimer
 from paceline.bench.convolution import conv_time
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.stack import CONSTANTS
 from paceline.config.vision import ResNet
 from tests.bench.test_host_time import CPU, KNOWN, MEASURED
@@ -15,7 +15,7 @@ from tests.bench.test_host_time import CPU, KNOWN, MEASURED
 DEVICE = CPU.replace(curves=MEASURED, peak_flops={"fp32": KNOWN}, memory_bytes_per_s=KNOWN)
 
 
-class Slow(Clock):
+class Slow(RankTimer):
     """Makes each call once, and says that it took so long."""
 
     said_s = 0.0

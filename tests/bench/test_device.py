@@ -7,20 +7,20 @@ from itertools import product
 import pytest
 import torch
 
-from paceline.bench.clock import Clock
-from paceline.bench.device import Bench, Grid, measure_device, num_measurements
-from paceline.comm.ranks import Ranks
+from paceline.bench.clock import RankTimer
+from paceline.bench.device import DeviceBench, SizeGrid, measure_device, num_measurements
+from paceline.comm.rendezvous import Ranks
 from paceline.config.hardware import Device, Figure
 
-TINY = Grid(
+TINY = SizeGrid(
     m=(8, 64), n=(16, 32), k=(16, 32), seq_len=(16, 32), head_dim=(8, 16), tokens=64,
     bytes=(1024, 65536), optimizer_params=4096,
 )  # fmt: skip
 CPU = Device(name="here", kind="cpu", precisions=("fp64", "fp32"))
-REAL = Clock(Ranks(), block_s=1e-3, num_blocks=3)
+REAL = RankTimer(Ranks(), block_s=1e-3, num_blocks=3)
 
 
-class Knowing(Clock):
+class Knowing(RankTimer):
     """Calls once, and says that it took a fixed time."""
 
     def seconds(self, *calls: Callable[[], object]) -> float:
@@ -30,7 +30,7 @@ class Knowing(Clock):
 
 
 def test_a_product_is_what_the_curve_is_over():
-    bench = Bench(Knowing(Ranks()), TINY, "test")
+    bench = DeviceBench(Knowing(Ranks()), TINY, "test")
     seconds = bench.products(torch.float32)
     assert seconds == [1e-3] * 8
     device = CPU.replace(
@@ -42,8 +42,8 @@ def test_a_product_is_what_the_curve_is_over():
 
 
 def test_the_host_is_taken_off_but_never_all_of_a_time():
-    assert Bench(Knowing(Ranks()), TINY, "test", 4e-4).seconds(int) == pytest.approx(6e-4)
-    assert Bench(Knowing(Ranks()), TINY, "test", 1.0).seconds(int) == pytest.approx(2e-4)
+    assert DeviceBench(Knowing(Ranks()), TINY, "test", 4e-4).seconds(int) == pytest.approx(6e-4)
+    assert DeviceBench(Knowing(Ranks()), TINY, "test", 1.0).seconds(int) == pytest.approx(2e-4)
 
 
 def test_a_known_peak_stays_and_an_unknown_one_is_the_best_product():
@@ -83,7 +83,7 @@ def test_a_block_has_as_many_calls_as_fill_it():
         calls += 1
         torch.ones(1000)
 
-    seconds = Clock(Ranks(), block_s=5e-3, num_blocks=2).seconds(call)
+    seconds = RankTimer(Ranks(), block_s=5e-3, num_blocks=2).seconds(call)
     assert 1e-8 < seconds < 1e-1
     assert calls > 2
 
@@ -96,7 +96,7 @@ def test_a_block_isn_t_chosen_by_calls_that_get_their_memory_for_the_first_time(
         calls += 1
         time.sleep(0.03 if calls <= 2 else 0.0)
 
-    Clock(Ranks(), block_s=5e-3, num_blocks=2).seconds(call)
+    RankTimer(Ranks(), block_s=5e-3, num_blocks=2).seconds(call)
     assert calls > 10
 
 

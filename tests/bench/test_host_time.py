@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.bench.device import Launching, Rates
-from paceline.bench.measure import Outcome, _launching
-from paceline.bench.reference import Shape, reference_jobs, shape_of, small_job
+from paceline.bench.device import DeviceRates, Launching
+from paceline.bench.measure import BenchResult, _launching
+from paceline.bench.reference import DecoderShape, reference_jobs, shape_of, small_job
 from paceline.config.curves import (
     AttentionCurve,
     CollectiveCurve,
@@ -53,7 +53,7 @@ def _gpus() -> Cluster:
 
 
 def _job(cluster: Cluster, **layout: object) -> Job:
-    shape = Shape(64, 64, 256)
+    shape = DecoderShape(64, 64, 256)
     return small_job(cluster, "job", shape_of(shape, 2), 64, 8, {"micro_batch": 1, **layout})
 
 
@@ -105,7 +105,7 @@ def test_a_ring_that_recomputes_selectively_sends_again():
 
 def test_a_slow_host_is_slow_in_everything():
     found = [
-        _launching(Outcome(_cpus()), Rates(CPU, Launching(s, s), 1e-9, 1.5)).constants
+        _launching(BenchResult(_cpus()), DeviceRates(CPU, Launching(s, s), 1e-9, 1.5)).constants
         for s in (3e-6, 6e-6)
     ]
     for name in ("launch_us", *LAYOUTS):

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from paceline.bench.kernels import command, every, tune
-from paceline.bench.kernels.cases import Case
+from paceline.bench.kernels.cases import KernelCase
 from paceline.bench.kernels.checks import faults
 from paceline.bench.kernels.every import cases
-from paceline.bench.kernels.rows import Row, as_markdown
+from paceline.bench.kernels.rows import CaseTimings, as_markdown
 from paceline.bench.kernels.timing import Ceilings, Timing, tensors, variant
 from paceline.config.errors import InputError
 from paceline.kernels import launch, switch
-from paceline.kernels.cost import Cost
+from paceline.kernels.cost import KernelCost
 from paceline.kernels.launch import Kernel, Launch
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_every_case_runs_and_agrees_with_itself(monkeypatch):
 
 def test_a_row_says_rate_share_and_ratios():
     timings = {"ours": Timing(2.0, 1.9, 2.1), "eager": Timing(4.0, 4, 4)}
-    row = Row("swiglu", "8 x 8", "forward", timings, 3000, 0, 0.75, ("off by 1",), ())
+    row = CaseTimings("swiglu", "8 x 8", "forward", timings, 3000, 0, 0.75, ("off by 1",), ())
     assert row.ratios == {"eager": 2.0}
     assert "2.000 ms" in str(row)
     assert "WRONG" in str(row)
@@ -90,7 +90,7 @@ def test_what_is_wrong_is_found(what, monkeypatch):
     def make(generator):
         return (torch.ones(64, 8),)
 
-    case = Case("norm", "mine", "64 x 8", make, function, Cost(1))
+    case = KernelCase("norm", "mine", "64 x 8", make, function, KernelCost(1))
     found = faults(case, case.make(torch.Generator()), CPU)
     assert [any(sentence in each for each in found) for sentence in sentences] == [True] * len(
         sentences
@@ -115,7 +115,7 @@ def test_a_trial_is_over_when_its_block_is():
     with tune.trial(CPU, launch.Launched(kernel, 8, "fp32"), Launch({"B": 1})):
         assert kernel.at(8, x).blocks == {"B": 1}
     assert kernel.at(8, x).blocks == {"B": 8}
-    assert launch.paying(CPU) == set()
+    assert launch.faster_than_torch(CPU) == set()
 
 
 def test_launched_kernels_are_seen_with_their_sizes():
@@ -126,7 +126,7 @@ def test_launched_kernels_are_seen_with_their_sizes():
             return lambda *arguments, **options: started.append((grid, arguments, options))
 
     kernel = Kernel("norm.f", Function(), "x: *T", lambda size: Launch({"B": size}, 8), (8,))
-    with launch.watched() as seen:
+    with launch.record_launches() as seen:
         kernel((3,), 16, torch.ones(1), "x", CONSTANT=True)
     kernel((3,), 32, torch.ones(1), "x")
     assert seen == [(kernel, 16, "fp32")]

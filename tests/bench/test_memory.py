@@ -2,43 +2,43 @@
 
 import torch
 
-from paceline.bench.memory import Change, Heap, peak_bytes, peaks
+from paceline.bench.memory import AddressRanges, MemoryChange, peak_bytes, peaks
 
 CPU = torch.device("cpu")
 
 
 def test_the_peak_of_each_part_counts_what_was_there_before():
     changes = [
-        Change(0, 100, 10),
-        Change(1, 200, 50),
-        Change(2, 200, -50),
-        Change(11, 300, 20),
-        Change(12, 300, -20),
-        Change(21, 300, 5),
+        MemoryChange(0, 100, 10),
+        MemoryChange(1, 200, 50),
+        MemoryChange(2, 200, -50),
+        MemoryChange(11, 300, 20),
+        MemoryChange(12, 300, -20),
+        MemoryChange(21, 300, 5),
     ]
     assert peaks(changes, [10, 20]) == [30, 15]
 
 
 def test_a_part_without_changes_holds_what_was_there():
-    assert peaks([Change(0, 100, 10), Change(30, 200, 1)], [10, 20]) == [10, 11]
+    assert peaks([MemoryChange(0, 100, 10), MemoryChange(30, 200, 1)], [10, 20]) == [10, 11]
 
 
 def test_what_is_allocated_over_was_released_unseen():
-    heap = Heap()
+    heap = AddressRanges()
     for address in (0, 100, 200):
-        heap.note(Change(0, address, 100))
-    heap.note(Change(1, 50, 100))  # overlaps the first two
+        heap.note(MemoryChange(0, address, 100))
+    heap.note(MemoryChange(1, 50, 100))  # overlaps the first two
     assert heap.held_bytes == 200
-    heap.note(Change(2, 100, -100))  # gone already
-    heap.note(Change(3, 200, -100))
+    heap.note(MemoryChange(2, 100, -100))  # gone already
+    heap.note(MemoryChange(3, 200, -100))
     assert heap.held_bytes == 100
 
 
 def test_neighbours_stay():
-    heap = Heap()
-    heap.note(Change(0, 0, 100))
-    heap.note(Change(0, 200, 100))
-    heap.note(Change(0, 100, 100))
+    heap = AddressRanges()
+    heap.note(MemoryChange(0, 0, 100))
+    heap.note(MemoryChange(0, 200, 100))
+    heap.note(MemoryChange(0, 100, 100))
     assert heap.held_bytes == 300
 
 

@@ -14,24 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from paceline.bench.clock import Clock
+from paceline.bench.clock import RankTimer
 from paceline.bench.collectives import OPS, all_groups
 from paceline.bench.command import to_text
 from paceline.bench.network import command
 from paceline.bench.network import sweep as sweeping
 from paceline.bench.network import tune as tuning
 from paceline.bench.network.advice import host_order
-from paceline.bench.network.bandwidth import Row, bus_factor, fit
-from paceline.bench.network.command import Asked, collectives_command, figures
-from paceline.bench.network.measure import Measured, NetworkWish, measure_network
+from paceline.bench.network.bandwidth import BandwidthRow, bus_factor, fit
+from paceline.bench.network.command import CollectivesOptions, collectives_command, figures
+from paceline.bench.network.measure import NetworkMeasurement, NetworkRequest, measure_network
 from paceline.bench.network.page import render
 from paceline.bench.network.pairs import Pairs, num_alone_rounds, num_rounds, tournament
 from paceline.bench.network.show import colour, contention, shown_network
 from paceline.bench.network.sizes import Bounds, read_sizes, size_text, usual_sizes
-from paceline.bench.network.slow import slow_places
-from paceline.bench.network.sweep import Left, planned, sweep, tiers_from
-from paceline.bench.ranks import News, Tell, on_ranks
-from paceline.comm.ranks import Ranks
+from paceline.bench.network.slow import slow_links
+from paceline.bench.network.sweep import SkippedSizes, planned, sweep, tiers_from
+from paceline.bench.rank_pool import RankProgress, TellProgress, run_on_ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster, Device, Figure
 from paceline.config.job import read_cluster
@@ -41,11 +41,11 @@ CPU = Device(name="here", kind="cpu", precisions=("fp64", "fp32"))
 A_SECOND = Figure(value=1.0, origin="assumed", source="this test")
 
 
-class Hasty(NetworkWish):
+class Hasty(NetworkRequest):
     """Looks for a tenth of a millisecond."""
 
-    def clock(self, ranks: Ranks) -> Clock:
-        return Clock(ranks, block_s=1e-4, num_blocks=2)
+    def clock(self, ranks: Ranks) -> RankTimer:
+        return RankTimer(ranks, block_s=1e-4, num_blocks=2)
 
 
 TINY = Hasty((4096,), 60, "gloo", quick=True)
@@ -53,7 +53,7 @@ TINY = Hasty((4096,), 60, "gloo", quick=True)
 
 def row(op="all_reduce", algorithm="backend", num_bytes=2**20, seconds=1e-3, **more):
     facts = {"links": "inside", "num_ranks": 4, "low_s": seconds, "high_s": seconds, **more}
-    return Row(op, algorithm, num_bytes=num_bytes, seconds=seconds, **facts)
+    return BandwidthRow(op, algorithm, num_bytes=num_bytes, seconds=seconds, **facts)
 
 
 def test_bandwidths_are_those_of_nccl_tests():
@@ -122,7 +122,7 @@ def test_hosts_stand_as_a_chain_where_there_are_orders_to_choose_from():
 def _measured(rates):
     hosts = tuple(own_hosts(len(rates)))
     each = tuple(map(tuple, rates.tolist()))
-    return Measured((), (), Pairs(hosts, 1, each, each, None, each), hosts, 1)
+    return NetworkMeasurement((), (), Pairs(hosts, 1, each, each, None, each), hosts, 1)
 
 
 # ---- what is slow -------------------------------------------------------------------------------
@@ -148,25 +148,25 @@ def own_hosts(number):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_slow_card_is_named_and_no_other(number, seed):
     at = seed % number
-    (found,) = slow_places(matrix(number, both_ways(at), seed), own_hosts(number))
+    (found,) = slow_links(matrix(number, both_ways(at), seed), own_hosts(number))
     assert found.places == (f"node{at}",)
     assert found.directions == ("sends", "receives")
     assert 3.5 < found.factor < 7
     assert found.sentence.startswith(f"node{at} sends and receives slowly: ")
-    assert slow_places(matrix(number, (), seed), own_hosts(number)) == []
+    assert slow_links(matrix(number, (), seed), own_hosts(number)) == []
 
 
 def test_a_card_that_is_slow_one_way_is_slow_one_way():
-    (found,) = slow_places(matrix(5, [(2, slice(None))]), own_hosts(5))
+    (found,) = slow_links(matrix(5, [(2, slice(None))]), own_hosts(5))
     assert (found.places, found.directions) == (("node2",), ("sends",))
 
 
 @pytest.mark.parametrize("number", [3, 4, 8])
 def test_a_slow_link_is_named_with_its_direction(number):
-    (found,) = slow_places(matrix(number, [(1, 2)]), own_hosts(number))
+    (found,) = slow_links(matrix(number, [(1, 2)]), own_hosts(number))
     assert (found.places, found.directions) == (("node1", "node2"), ())
     assert "from node1 to node2 is slow" in found.sentence
-    twice = slow_places(matrix(number, [(1, 2), (2, 1)]), own_hosts(number))
+    twice = slow_links(matrix(number, [(1, 2), (2, 1)]), own_hosts(number))
     assert {each.places for each in twice} == {("node1", "node2"), ("node2", "node1")}
 
 
@@ -176,9 +176,9 @@ def test_ranks_of_a_host_share_its_card():
     for first in range(0, 8, 2):
         rates[first : first + 2, first : first + 2] = 5e10
     hosts = [f"node{rank // 2}" for rank in range(8)]
-    (found,) = slow_places(rates.tolist(), hosts)
+    (found,) = slow_links(rates.tolist(), hosts)
     assert found.places == ("node2",)
-    (on_one_host,) = slow_places(matrix(8, both_ways(3)), ["here"] * 8)
+    (on_one_host,) = slow_links(matrix(8, both_ways(3)), ["here"] * 8)
     assert on_one_host.places == ("rank 3",)
 
 
@@ -186,33 +186,33 @@ def test_where_most_are_slow_the_network_is_built_so():
     """Two fast racks and slow links between them; and two hosts, which have one link."""
     rates = np.full((8, 8), 1e9)
     rates[:4, 4:] = rates[4:, :4] = 1e8
-    assert not [each for each in slow_places(rates.tolist(), own_hosts(8)) if each.directions]
-    assert slow_places([[0, 1e9], [1e6, 0]], own_hosts(2)) == []
+    assert not [each for each in slow_links(rates.tolist(), own_hosts(8)) if each.directions]
+    assert slow_links([[0, 1e9], [1e6, 0]], own_hosts(2)) == []
 
 
 def test_two_slow_cards_of_five():
-    found = slow_places(matrix(5, both_ways(1) + both_ways(4)), own_hosts(5))
+    found = slow_links(matrix(5, both_ways(1) + both_ways(4)), own_hosts(5))
     assert {each.places for each in found} == {("node1",), ("node4",)}
 
 
 # ---- on ranks -----------------------------------------------------------------------------------
 
 
-def silence(_news: News) -> None:
+def silence(_news: RankProgress) -> None:
     pass
 
 
-def _pretended(ranks: Ranks, tell: Tell) -> tuple[Measured, int]:
+def _pretended(ranks: Ranks, tell: TellProgress) -> tuple[NetworkMeasurement, int]:
     """Four ranks that take themselves for two on each of two nodes."""
-    told: list[News] = []
+    told: list[RankProgress] = []
     there = Ranks(ranks.rank, 4, ranks.rank % 2, 2)
     sweeping.ALGORITHMS = dict.fromkeys(sweeping.ALGORITHMS, ("ring", "hierarchical"))
     return measure_network(TINY, there, told.append), len(told)
 
 
 @pytest.fixture(scope="module")
-def measured() -> Measured:
-    found, num_told = on_ranks(4, "cpu", _pretended, silence)
+def measured() -> NetworkMeasurement:
+    found, num_told = run_on_ranks(4, "cpu", _pretended, silence)
     curves = {(each.op, each.algorithm, each.links) for each in found.rows}
     assert num_told == len(curves) + num_rounds(4)
     return found
@@ -230,7 +230,7 @@ def test_a_sweep_measures_every_collective_inside_across_and_over_all(measured):
         assert (each.alone_s is None) == (_ours(each) or each.links == "both")
 
 
-def _ours(each: Row) -> bool:
+def _ours(each: BandwidthRow) -> bool:
     return each.algorithm != "backend"
 
 
@@ -267,25 +267,27 @@ def test_the_planner_reads_what_was_measured():
     assert choose_algorithm(cluster, "all_reduce", 512, 2, 2).seconds["ring"] < 2e-4
 
 
-def _swept(bounds: Bounds, ranks: Ranks, _tell: Tell) -> tuple[list[Row], list[Left]]:
+def _swept(
+    bounds: Bounds, ranks: Ranks, _tell: TellProgress
+) -> tuple[list[BandwidthRow], list[SkippedSizes]]:
     curves = planned([all_groups(ranks)[0]], "cuda")[:2]  # of the backend alone
-    return sweep(Clock(ranks, block_s=1e-4, num_blocks=2), curves, bounds, lambda _what: None)
+    return sweep(RankTimer(ranks, block_s=1e-4, num_blocks=2), curves, bounds, lambda _what: None)
 
 
 def test_sizes_beyond_memory_and_time_are_left_out_and_said():
-    rows, left = on_ranks(2, "cpu", partial(_swept, Bounds((512, 4096), 60, 5 * 1024)), silence)
+    rows, left = run_on_ranks(2, "cpu", partial(_swept, Bounds((512, 4096), 60, 5 * 1024)), silence)
     assert {each.num_bytes for each in rows} == {512}
     assert [(each.name, each.above_bytes, each.reason) for each in left] == [
         (op, 512, "memory") for op in OPS[:2][:2]
     ]
-    rows, left = on_ranks(
+    rows, left = run_on_ranks(
         2, "cpu", partial(_swept, Bounds((512, 1024, 2**29), 1e-3, 2**40)), silence
     )
     assert {each.num_bytes for each in rows} == {512, 1024}
     assert {each.reason for each in left} == {"time"}
 
 
-def _settings(_wish: NetworkWish, ranks: Ranks, _tell: Tell) -> list[Row]:
+def _settings(_wish: NetworkRequest, ranks: Ranks, _tell: TellProgress) -> list[BandwidthRow]:
     """As slow as the environment says."""
     seconds = float(os.environ.get("SLOW", "1"))
     return [row(num_bytes=size, seconds=seconds * size, num_ranks=2) for size in (512, 4096)]
@@ -295,7 +297,7 @@ def test_settings_are_tried_in_ranks_of_their_own(monkeypatch):
     fast, slow = (("SLOW", "0.5"),), (("SLOW", "2"),)
     monkeypatch.setattr(tuning, "CANDIDATES", ((), slow, fast))
     monkeypatch.setattr(tuning, "_measured", _settings)
-    heard: list[News] = []
+    heard: list[RankProgress] = []
     found = tuning.tune(2, "cpu", TINY, heard.append)
     assert found.settings == fast
     assert "(-50%)" in found.reason
@@ -304,7 +306,7 @@ def test_settings_are_tried_in_ranks_of_their_own(monkeypatch):
 
 
 def test_a_trial_is_an_all_reduce_of_all_ranks():
-    (found,) = on_ranks(2, "cpu", partial(tuning._measured, TINY), silence)
+    (found,) = run_on_ranks(2, "cpu", partial(tuning._measured, TINY), silence)
     assert (found.op, found.links, found.num_ranks, found.num_bytes) == (
         "all_reduce", "inside", 2, 4096,
     )  # fmt: skip
@@ -313,7 +315,7 @@ def test_a_trial_is_an_all_reduce_of_all_ranks():
 # ---- what people see ----------------------------------------------------------------------------
 
 
-def with_slow_host(number=4) -> Measured:
+def with_slow_host(number=4) -> NetworkMeasurement:
     rates = tuple(map(tuple, matrix(number, both_ways(1))))
     late = tuple(tuple(1e-4 * (a != b) for a in range(number)) for b in range(number))
     rows = tuple(
@@ -322,11 +324,11 @@ def with_slow_host(number=4) -> Measured:
         for name, alone in (("backend", 1e-4), ("ring", None))
     )
     pairs = Pairs(tuple(own_hosts(number)), 2**20, late, rates, rates, rates)
-    left = (Left("all_to_all", 4, 4096, "time"),)
-    return Measured(rows, left, pairs, tuple(own_hosts(number)), 1)
+    left = (SkippedSizes("all_to_all", 4, 4096, "time"),)
+    return NetworkMeasurement(rows, left, pairs, tuple(own_hosts(number)), 1)
 
 
-def shown(measured: Measured) -> str:
+def shown(measured: NetworkMeasurement) -> str:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(shown_network(measured))
     return console.export_text()
@@ -354,7 +356,7 @@ def test_the_page_says_the_same_and_is_complete():
     assert "src=" not in text.split("plotly")[0]
     even = tuple(map(tuple, matrix(3)))
     pairs = Pairs(tuple(own_hosts(3)), 2**20, even, even, None, even)
-    of_three = Measured((), (), pairs, pairs.hosts, 1)
+    of_three = NetworkMeasurement((), (), pairs, pairs.hosts, 1)
     assert "3 ranks on 3 hosts, and no link is far below the rest" in render(
         of_three, "a test", None
     )
@@ -371,13 +373,13 @@ def test_figures_are_plain_data():
 
 
 def test_the_file_gets_the_curves_and_keeps_the_rest(tmp_path: Path, monkeypatch, capsys):
-    def there(_num: int, _kind: str, _work: object, _hear: Tell) -> Measured:
+    def there(_num: int, _kind: str, _work: object, _hear: TellProgress) -> NetworkMeasurement:
         of_each = [row(op, num_bytes=size, num_ranks=2) for op in OPS for size in (512, 4096)]
-        return Measured(tuple(of_each), (), None, ("here", "here"), 2)
+        return NetworkMeasurement(tuple(of_each), (), None, ("here", "here"), 2)
 
-    monkeypatch.setattr(command, "on_ranks", there)
+    monkeypatch.setattr(command, "run_on_ranks", there)
     out, page = tmp_path / "cluster.toml", tmp_path / "links.html"
-    facts = collectives_command(Asked(out, num_ranks=2, html=page))
+    facts = collectives_command(CollectivesOptions(out, num_ranks=2, html=page))
     assert facts is not None
     assert facts["file"] == str(out)
     first = read_cluster(out)
@@ -385,23 +387,23 @@ def test_the_file_gets_the_curves_and_keeps_the_rest(tmp_path: Path, monkeypatch
     assert page.read_text().startswith("<!doctype html>")
     assert f"<code>paceline plan my.toml --cluster {out}</code>" in page.read_text()
     out.write_text(to_text(first.replace(device_mtbf_hours=A_SECOND, tiers=())))
-    assert collectives_command(Asked(out, num_ranks=2)) is not None
+    assert collectives_command(CollectivesOptions(out, num_ranks=2)) is not None
     assert read_cluster(out) == first.replace(device_mtbf_hours=A_SECOND)
     assert "for the planner" in capsys.readouterr().out
 
 
 def test_wrong_wishes_are_refused_in_one_sentence(tmp_path: Path, monkeypatch):
     out = tmp_path / "cluster.toml"
-    monkeypatch.setattr(command, "on_ranks", None)  # nothing may be started
+    monkeypatch.setattr(command, "run_on_ranks", None)  # nothing may be started
     for backend, sentence in (
         ("nccl", "--backend nccl needs CUDA devices, and here are none: take gloo"),
         ("mpi", "--backend mpi needs a torch that was built with MPI: take gloo"),
         ("glo", r"--backend glo is not known; did you mean gloo\?"),
     ):
         with pytest.raises(InputError, match=sentence):
-            collectives_command(Asked(out, backend=backend))
+            collectives_command(CollectivesOptions(out, backend=backend))
     with pytest.raises(InputError, match="--tune-nccl starts NCCL ranks of its own"):
-        collectives_command(Asked(out, num_ranks=2, tunes_nccl=True))
+        collectives_command(CollectivesOptions(out, num_ranks=2, tunes_nccl=True))
     with pytest.raises(InputError, match="names no sizes"):
-        collectives_command(Asked(out, sizes="small"))
+        collectives_command(CollectivesOptions(out, sizes="small"))
     assert not out.exists()

@@ -5,7 +5,7 @@ import pytest
 
 from paceline.bench.reference import small_job
 from paceline.bench.step import measure_jobs
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.hardware import Cluster
 from paceline.plan.memory import memory_bytes
 from paceline.plan.memory.holdings import holdings_of

@@ -120,7 +120,7 @@ def test_a_tree_sends_segments_one_behind_the_other(monkeypatch):
 @pytest.mark.parametrize("n", range(2, 20))
 def test_a_rank_is_an_inner_node_of_one_tree_at_most(n):
     for rank in range(n):
-        places = [trees.place_in(tree, n, rank, Cut(0, 8)) for tree in (0, 1)]
+        places = [trees.position_in(tree, n, rank, Cut(0, 8)) for tree in (0, 1)]
         inner = [place for place in places if place.children and place.parent is not None]
         assert len(inner) <= 1
         assert all(place.depth <= math.ceil(math.log2(n + 1)) for place in places)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from paceline.comm.collectives import Collectives
 from paceline.comm.compress.compressors import compressor_of
-from paceline.comm.compress.exchange import ExactRest, chunks
-from paceline.comm.compress.feedback import Feedback, Part
-from paceline.comm.queue import Queue
+from paceline.comm.compress.feedback import BufferPart, ErrorFeedback
+from paceline.comm.compress.means import UncompressedRest, chunks
+from paceline.comm.queue import CollectiveQueue
 from paceline.config.comm import codec
 from tests.ranks import run_ranks
 
@@ -31,7 +31,7 @@ def test_chunks_are_whole_blocks_that_cover_all(num_values, num_ranks):
 
 
 def _wait(jobs) -> None:
-    queue = Queue(torch.device("cpu"))
+    queue = CollectiveQueue(torch.device("cpu"))
     for job in jobs:
         queue.submit(job)
     queue.flush()
@@ -45,11 +45,11 @@ def _averaged(rank, world_size, names, dtype):
         group = dist.group.WORLD
         compressor = compressor_of(codec(name), group)
         parts = [
-            Part(key, torch.Size(shape), compressor.takes(torch.Size(shape)))
+            BufferPart(key, torch.Size(shape), compressor.takes(torch.Size(shape)))
             for key, shape in SHAPES.items()
         ]
         mean = compressor.mean_of(parts, torch.empty(0, dtype=dtype))
-        errors = Feedback(rank, world_size).span(parts, torch.empty(0, dtype=dtype))
+        errors = ErrorFeedback(rank, world_size).span(parts, torch.empty(0, dtype=dtype))
         stream = torch.Generator().manual_seed(rank)
         given = [torch.randn(errors.shape, generator=stream, dtype=dtype) for _ in range(STEPS)]
         got = [values.clone() for values in given]
@@ -109,7 +109,7 @@ def _not_finite(rank, world_size, names):
     found = {}
     for name in names:
         compressor = compressor_of(codec(name), dist.group.WORLD)
-        parts = [Part("a", torch.Size((64, 64)), True)]
+        parts = [BufferPart("a", torch.Size((64, 64)), True)]
         mean = compressor.mean_of(parts, torch.empty(0))
         errors, values = torch.zeros(4096), torch.randn(4096)
         if rank == 1:
@@ -127,7 +127,7 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_on_all():
 
 def _rest(rank, world_size):
     buffer = torch.arange(6.0) * (rank + 1)
-    rest = ExactRest(Collectives(dist.group.WORLD, "backend"))
+    rest = UncompressedRest(Collectives(dist.group.WORLD, "backend"))
     rest.take([buffer[:2], buffer[4:]])
     zeroed = buffer.clone()
     _wait([rest.average()])
@@ -145,9 +145,9 @@ def test_small_tensors_are_averaged_exactly_and_put_back():
 
 def test_errors_follow_their_parameters_into_other_buckets():
     like = torch.empty(0)
-    a, b = (Part(name, torch.Size((3,)), True) for name in "ab")
-    small = Part("norm", torch.Size((2,)), False)
-    feedback = Feedback(0, 1)
+    a, b = (BufferPart(name, torch.Size((3,)), True) for name in "ab")
+    small = BufferPart("norm", torch.Size((2,)), False)
+    feedback = ErrorFeedback(0, 1)
     feedback.span([a, small, b], like).copy_(torch.arange(8.0))
     assert feedback.span([b], like).tolist() == [5, 6, 7]
     assert feedback.span([small, a], like).tolist() == [0, 0, 0, 1, 2]
@@ -162,8 +162,8 @@ def test_another_number_of_ranks_owes_the_same_sum(num_old, num_new):
     saved = {str(rank): {"a": torch.full((2,), 10.0**rank)} for rank in range(num_old)}
     owed = torch.zeros(2)
     for rank in range(num_new):
-        feedback = Feedback(rank, num_new)
+        feedback = ErrorFeedback(rank, num_new)
         mine = {old: of for old, of in saved.items() if feedback.takes_over(int(old))}
         feedback.load(mine)
-        owed += feedback.span([Part("a", torch.Size((2,)), True)], torch.empty(0))
+        owed += feedback.span([BufferPart("a", torch.Size((2,)), True)], torch.empty(0))
     assert owed.tolist() == [sum(10.0**rank for rank in range(num_old))] * 2

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from paceline.comm.algorithms import ALGORITHMS, execute
 from paceline.comm.algorithms import tree as trees
 from paceline.comm.collectives import Collectives
-from paceline.comm.queue import Queue
+from paceline.comm.queue import CollectiveQueue
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def _job(name: str, delays: list[float], issued: list[str]) -> Iterator[tuple[Aw
 def _issued(delays: list[list[float]], pauses: list[float]) -> list[str]:
     """What a series of jobs issues, in order, when collectives and submissions take so long."""
     issued: list[str] = []
-    queue = Queue(CPU)
+    queue = CollectiveQueue(CPU)
     for name, (of_job, pause) in enumerate(zip(delays, pauses, strict=True)):
         queue.submit(_job("abcdef"[name], of_job, issued))
         time.sleep(pause)
@@ -91,7 +91,7 @@ def test_jobs_run_beside_the_thread_that_submits_them():
         assert not torch.is_grad_enabled()
         yield (Awaited(),)
 
-    queue = Queue(CPU)
+    queue = CollectiveQueue(CPU)
     queue.submit(job())
     queue.flush()
     queue.wait()
@@ -105,7 +105,7 @@ def test_an_error_reaches_whoever_waits_with_its_traceback_and_nothing_is_issued
 
     issued: list[str] = []
     ended: list[bool] = []
-    queue = Queue(CPU)
+    queue = CollectiveQueue(CPU)
     queue.submit(broken())
     queue.submit(_job("b", [0, 0], issued))
     queue.flush(lambda: ended.append(True))
@@ -124,7 +124,7 @@ def test_an_error_reaches_whoever_waits_with_its_traceback_and_nothing_is_issued
 
 def test_a_series_goes_on_after_another():
     issued: list[str] = []
-    queue = Queue(CPU)
+    queue = CollectiveQueue(CPU)
     for name in "ab":
         queue.submit(_job(name, [0.002, 0], issued))
         queue.flush()
@@ -229,9 +229,9 @@ def _are_sums(got: list[torch.Tensor], num_ranks: int, sizes: Sequence[int]) -> 
 
 def _submitted(
     collectives: Collectives, buckets: list[torch.Tensor], first_series: int | None = None
-) -> Queue:
+) -> CollectiveQueue:
     """A queue that sums up buckets, in one series or two."""
-    queue = Queue(CPU)
+    queue = CollectiveQueue(CPU)
     for number, values in enumerate(buckets):
         if number == first_series:
             queue.flush()

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from paceline.comm.compress import scaled
 from paceline.comm.compress.blockwise import BLOCKWISE
-from paceline.comm.compress.exchange import BlockMeans
-from paceline.comm.compress.feedback import Feedback, Part
-from paceline.comm.compress.scaled import ScaledMeans, Units
-from paceline.comm.queue import Queue
+from paceline.comm.compress.feedback import BufferPart, ErrorFeedback
+from paceline.comm.compress.means import CodecMeans
+from paceline.comm.compress.scaled import ScaledMeans, ScaleUnits
+from paceline.comm.queue import CollectiveQueue
 from tests.ranks import run_ranks
 
 SHAPE = (80, 128)
 """Two rows in a block."""
 PARTS = (
-    Part("vector", torch.Size((100,)), True),
-    Part("matrix", torch.Size(SHAPE), True),
-    Part("small", torch.Size((3, 5)), False),
+    BufferPart("vector", torch.Size((100,)), True),
+    BufferPart("matrix", torch.Size(SHAPE), True),
+    BufferPart("small", torch.Size((3, 5)), False),
 )
 NUM_VALUES = sum(part.num_values for part in PARTS)
 LIKE = torch.empty(0)
@@ -40,7 +40,7 @@ def _uneven(seed: int) -> Tensor:
 
 
 def test_units_make_rows_and_columns_alike():
-    units = Units(PARTS, {}, LIKE)
+    units = ScaleUnits(PARTS, {}, LIKE)
     for seed in range(40):
         units.learn(_uneven(seed))
     values = _uneven(99)
@@ -59,9 +59,9 @@ def test_units_make_rows_and_columns_alike():
 def test_out_of_units_is_what_went_in_whatever_the_chunks(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ):
-    whole = Units(PARTS, {}, LIKE)
+    whole = ScaleUnits(PARTS, {}, LIKE)
     monkeypatch.setattr(scaled, "_CHUNK_VALUES", chunk)
-    cut = Units(PARTS, {}, LIKE)
+    cut = ScaleUnits(PARTS, {}, LIKE)
     for seed in range(3):
         whole.learn(_uneven(seed))
         cut.learn(_uneven(seed))
@@ -77,7 +77,7 @@ def test_out_of_units_is_what_went_in_whatever_the_chunks(
 
 def test_what_is_not_finite_teaches_nothing():
     squares: dict[str, Tensor] = {}
-    units = Units(PARTS, squares, LIKE)
+    units = ScaleUnits(PARTS, squares, LIKE)
     units.learn(_uneven(0))
     before = squares["matrix"].clone()
     bad = _uneven(1)
@@ -95,7 +95,7 @@ def _errors_of_rows(rank, world_size):
     found = []
     for means in (
         ScaledMeans(BLOCKWISE["quinary"], dist.group.WORLD),
-        BlockMeans(BLOCKWISE["quinary"], dist.group.WORLD),
+        CodecMeans(BLOCKWISE["quinary"], dist.group.WORLD),
     ):
         mean = means.mean_of(PARTS[1:2], LIKE)
         errors = torch.zeros(SHAPE[0] * SHAPE[1])
@@ -112,7 +112,7 @@ def _errors_of_rows(rank, world_size):
 
 
 def _average(mean, values: Tensor, errors: Tensor) -> None:
-    queue = Queue(torch.device("cpu"))
+    queue = CollectiveQueue(torch.device("cpu"))
     queue.submit(mean.average(values, errors))
     queue.flush()
     queue.wait()
@@ -130,7 +130,7 @@ def _resumed(rank, world_size):
     for is_resumed in (False, True):
         means = ScaledMeans(BLOCKWISE["quinary"], dist.group.WORLD)
         mean = means.mean_of(PARTS, LIKE)
-        errors = Feedback(rank, world_size).span(PARTS, LIKE)
+        errors = ErrorFeedback(rank, world_size).span(PARTS, LIKE)
         for step in range(6):
             if is_resumed and step == 4:
                 state = {name: squares.clone() for name, squares in means.state().items()}

@@ -11,12 +11,12 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from paceline.comm.topology import this_machine
 from paceline.config.errors import InputError
+from paceline.config.frozen import FrozenConfig
 from paceline.config.huggingface import from_hf
 from paceline.config.job import Job, read_job, to_toml
 from paceline.config.layers import RopeScaling
-from paceline.config.noun import Noun
+from paceline.machine.discovery import this_machine
 from paceline.plan.resolve import resolve
 from paceline.train.command import train_command
 from tests.config.test_experts import QWEN_1_5_MOE
@@ -95,7 +95,7 @@ def test_every_setting_is_read_by_what_executes_or_refused(tmp_path, monkeypatch
     read: set[tuple[str, str]] = set()
     plain = BaseModel.__getattribute__
 
-    def watched(self: Noun, name: str) -> Any:
+    def watched(self: FrozenConfig, name: str) -> Any:
         frame = sys._getframe(1)
         if frame.f_globals.get("__name__") == "paceline.config.model":
             frame = frame.f_back  # a property of the shapes: who asks for that?
@@ -104,7 +104,7 @@ def test_every_setting_is_read_by_what_executes_or_refused(tmp_path, monkeypatch
             read.add((type(self).__name__, name))
         return plain(self, name)
 
-    monkeypatch.setattr(Noun, "__getattribute__", watched, raising=False)
+    monkeypatch.setattr(FrozenConfig, "__getattribute__", watched, raising=False)
     train_command(job, tmp_path / "runs", fresh=False)
     monkeypatch.undo()
     silent = []

@@ -122,13 +122,13 @@ def test_wrong_networks_are_refused_in_one_sentence(model, words):
 
 def test_networks_that_are_only_planned_are_not_trained():
     from paceline.config.job import read_job
-    from paceline.train.here import resolve_here, why_only_planned
+    from paceline.train.this_machine import resolve_on_this_machine, why_only_planned
 
     only_planned = ({"family": "resnet", "squeeze_excite": True}, {"family": "efficientnet"})
     for model in only_planned:
         with pytest.raises(InputError, match="can be planned, not trained yet"):
-            resolve_here(_job(**model))
+            resolve_on_this_machine(_job(**model))
     for switch in ("gated", "causal"):
         with pytest.raises(InputError, match=rf"model.{switch} = false .* not trained yet"):
-            resolve_here(read_job(None, [f"model.{switch}=false"]))
+            resolve_on_this_machine(read_job(None, [f"model.{switch}=false"]))
     assert why_only_planned(read_job(None)) is None

@@ -14,7 +14,7 @@ from paceline.config.errors import InputError
 from paceline.doctor import readings, storage
 from paceline.doctor.checks import GROUPS, examine
 from paceline.doctor.checks.nccl import HURTS
-from paceline.doctor.facts import Facts, as_data, facts_of
+from paceline.doctor.facts import MachineFacts, as_data, facts_of
 from paceline.doctor.infiniband import Port, ask, parse
 from paceline.doctor.software import version
 from tests.command_line import paceline
@@ -95,7 +95,7 @@ FAULTS = [
 ]  # fmt: skip
 
 
-def with_fault(text: str, old: str, new: str) -> Facts:
+def with_fault(text: str, old: str, new: str) -> MachineFacts:
     number = -1 if old.startswith("all:") else 1
     old = old.removeprefix("all:")
     assert old in GOOD[text]

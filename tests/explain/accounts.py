@@ -13,7 +13,7 @@ from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.explain.subject import Subject
 from paceline.observe.account import COLLECTIVE, GAP, KERNEL, SYNC, Account
-from paceline.observe.caveats import Caveat, Device
+from paceline.observe.caveats import Caveat, TraceDevice
 from paceline.observe.terms import AXES, TERM_ID, TERMS
 from paceline.observe.timeline import STEP
 from tests.plan.planned import layout as plain_layout
@@ -22,8 +22,8 @@ MS = 1_000_000
 STEPS = (10, 11, 12, 13)
 Terms = Mapping[str, float]
 
-H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000, is_amd=False)
-V100 = Device("Tesla V100-SXM2-16GB", (7, 0), 16_900_000_000, is_amd=False)
+H100 = TraceDevice("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000, is_amd=False)
+V100 = TraceDevice("Tesla V100-SXM2-16GB", (7, 0), 16_900_000_000, is_amd=False)
 
 MODEL = Model(
     vocab_size=512,
@@ -44,7 +44,7 @@ def account(
     kernels: Iterable[Mapping[str, Any]] = (),
     is_device: bool = False,
     caveats: Iterable[str] = (),
-    device: Device | None = None,
+    device: TraceDevice | None = None,
 ) -> Account:
     """An Account of four steps.
 

@@ -13,7 +13,7 @@ from typing import Any
 from paceline.config.layers import Experts
 from paceline.explain.subject import Subject
 from paceline.observe import caveats
-from paceline.observe.caveats import Device
+from paceline.observe.caveats import TraceDevice
 from paceline.observe.tables.gaps import BETWEEN_KERNELS
 from tests.explain.accounts import H100, MODEL, V100, account, job, line, subject
 from tests.plan.planned import cluster, tiers
@@ -35,8 +35,8 @@ WORK = {"matmul": 60.0, "other_kernels": 20.0, "optimizer": 10.0, "host_gap": 5.
 DP = {**WORK, "exposed_comm.dp": 40.0}
 IDLE = {"matmul": 40.0, "host_gap": 60.0}
 BUCKET = {"name": "all_reduce", "axis": "dp", "group_size": 2, "members": "[0, 1]"}
-TURING = Device("Tesla T4", (7, 5), 15_800_000_000, is_amd=False)
-MI100 = Device("AMD Instinct MI100", (9, 0), 34_000_000_000, is_amd=True)
+TURING = TraceDevice("Tesla T4", (7, 5), 15_800_000_000, is_amd=False)
+MI100 = TraceDevice("AMD Instinct MI100", (9, 0), 34_000_000_000, is_amd=True)
 MANY_CORES = {"num_cores": 64}
 
 
@@ -155,7 +155,7 @@ _PINNED = kernel("Memcpy HtoD (Pinned -> Device)", "other_kernels", 4, count=2)
 _REPLAY = [gap("cudaGraphLaunch", 1)]
 
 
-def wide(name: str, device: Device | None) -> Make:
+def wide(name: str, device: TraceDevice | None) -> Make:
     return on_device(WORK, kernels=[kernel(name, "matmul", 60)], device=device)
 
 
@@ -300,7 +300,7 @@ CASES: Mapping[str, Case] = {
         wide("ampere_sgemm_128x64_nn", H100),
         {
             "no description of the device": wide("ampere_sgemm_128x64_nn", None),
-            "no such units": wide("maxwell_sgemm_128x64_nn", Device("P100", (6, 0), 0, False)),
+            "no such units": wide("maxwell_sgemm_128x64_nn", TraceDevice("P100", (6, 0), 0, False)),
             "an AMD device without them": wide("Cijk_Ailk_Bljk_SB_MT128x64", MI100),
             "16 bits": wide("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", H100),
             "16 bits that add in fp32": wide("gemv2T_kernel_val<int, int, __half, float>", H100),

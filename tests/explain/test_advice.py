@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from paceline.cli import app
 from paceline.config.job import Job
-from paceline.explain.changes import changed, offered
+from paceline.explain.changes import changed_job, runnable_changes
 from paceline.explain.explain import explain_subject
 from paceline.explain.finding import Evidence, Finding
 from paceline.explain.rules import RULES, findings, sound
@@ -81,7 +81,7 @@ def check_setting(name: str) -> None:
     for part in name.split("."):
         known = getattr(fields, "model_fields", None)
         if known is None:
-            return  # Within a part of several kinds: its values are told by `changed`.
+            return  # Within a part of several kinds: its values are told by `changed_job`.
         assert part in known, f"{name}: a Job has no {part}"
         fields = known[part].annotation
 
@@ -144,7 +144,7 @@ def check_followed(of: Subject, found: Finding) -> None:
         check_command(match[1])
     if found.changes:
         assert of.job is not None
-        then = changed(of.job, found.changes)
+        then = changed_job(of.job, found.changes)
         assert then is not None
         assert then != of.job
         for every in (then.train.eval_every, then.checkpoint.every):
@@ -166,20 +166,20 @@ def test_what_was_chosen_for_an_axis_goes_with_it() -> None:
     sharded = job(dp=1, fsdp=2, zero=3)
     chosen = sharded.comm.fsdp.replace(algorithm="halving_doubling")
     one = sharded.replace(comm=sharded.comm.replace(fsdp=chosen))
-    replicas = changed(one, ("layout.dp=2", "layout.fsdp=1", "layout.zero=0"))
+    replicas = changed_job(one, ("layout.dp=2", "layout.fsdp=1", "layout.zero=0"))
     assert replicas is not None
     assert replicas.comm.fsdp.algorithm == "backend"
-    still = changed(one, ("layout.zero=2",))
+    still = changed_job(one, ("layout.zero=2",))
     assert still is not None
     assert still.comm.fsdp == one.comm.fsdp
 
 
 def test_an_interval_beyond_the_run_is_not_offered() -> None:
     one = job(2)
-    assert offered(one, "train.eval_every=41") == ()  # of 40 steps
-    assert offered(one, "train.eval_every=40") == ("train.eval_every=40",)
-    assert offered(one, "checkpoint.every=2000") == ()
-    assert offered(one, "layout.dp=2") == ()  # it is so already
+    assert runnable_changes(one, "train.eval_every=41") == ()  # of 40 steps
+    assert runnable_changes(one, "train.eval_every=40") == ("train.eval_every=40",)
+    assert runnable_changes(one, "checkpoint.every=2000") == ()
+    assert runnable_changes(one, "layout.dp=2") == ()  # it is so already
 
 
 # ---- figures -------------------------------------------------------------------------------------

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.config.errors import InputError
-from paceline.explain.against import difference, show_difference
-from paceline.explain.changes import changed
+from paceline.explain.changes import changed_job
+from paceline.explain.difference import difference, show_difference
 from paceline.explain.explain import explain, explain_subject
 from paceline.explain.rules import RESIDUALS, RULES
 from paceline.explain.show import show
 from paceline.explain.subject import Subject
-from paceline.explain.traffic import Traffic, bus_factor
+from paceline.explain.traffic import CollectiveTraffic, bus_factor
 from paceline.explain.waterfall import waterfall
 from paceline.explain.what_if import predicted, what_if
 from paceline.explain.windows import joined
@@ -89,7 +89,7 @@ def test_windows_of_a_run_are_one_account_whatever_their_names() -> None:
 def test_bus_bandwidth_is_that_of_nccl_tests_after_the_last_rank_came() -> None:
     sent = {"name": "all_reduce", "axis": "dp", "group_size": 4, "bytes": 4_000_000}
     made = account([WORK], collectives=[{**sent, "duration_ms": 10, "wait_ms": 4}])
-    (flow,) = Traffic.of(made).flows()
+    (flow,) = CollectiveTraffic.of(made).flows()
     assert flow.link_s == pytest.approx(0.006)
     assert flow.bus_bytes_per_s == pytest.approx(4e6 * 1.5 / 0.006)
     assert bus_factor("all_gather", 4) == 0.75
@@ -99,7 +99,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests_after_the_last_rank_came() -> None:
 def test_without_collectives_a_step_is_shorter_by_what_its_least_held_up_rank_lost() -> None:
     number = {"name": "all_reduce", "axis": "dp", "bytes": 8}
     rows = [{**number, "rank": 0, "duration_ms": 9}, {**number, "rank": 1, "duration_ms": 2}]
-    traffic = Traffic.of(account([WORK, WORK], collectives=rows))
+    traffic = CollectiveTraffic.of(account([WORK, WORK], collectives=rows))
     assert traffic.removed_s(np.ones(len(traffic.rows), bool)) == pytest.approx(0.002)
 
 
@@ -108,7 +108,7 @@ def test_what_if_scales_the_measured_step_by_the_planner_s_ratio() -> None:
     made = subject(None, of, step_ms=200)
     asked = what_if(made, ("layout.recompute=none",))
     assert asked is not None
-    before, after = (predicted(each) for each in (of, changed(of, ("layout.recompute=none",))))
+    before, after = (predicted(each) for each in (of, changed_job(of, ("layout.recompute=none",))))
     # Without profiled steps, all of it: a pass of four less, and the host's hooks around blocks.
     assert asked.gain_s / 0.2 == pytest.approx(1 - after.step_s / before.step_s)
     assert 0.1 < asked.gain_s / 0.2 < 0.5

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.config.job import Job
-from paceline.explain.changes import changed
+from paceline.explain.changes import changed_job
 from paceline.explain.finding import Finding
 from paceline.explain.rules import RESIDUALS, RULES
 from paceline.explain.subject import Subject
@@ -24,7 +24,7 @@ def found(name: str, of: Subject) -> Finding:
     assert finding is not None
     if finding.changes:
         assert of.job is not None
-        assert changed(of.job, finding.changes) is not None
+        assert changed_job(of.job, finding.changes) is not None
     return finding
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from paceline.config.job import Job
-from paceline.explain.changes import changed
+from paceline.explain.changes import changed_job
 from paceline.explain.explain import explain
-from paceline.explain.out_of_memory import Shortage, out_of_memory, parse
+from paceline.explain.out_of_memory import AllocationFailure, out_of_memory, parse
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import memory_terms
 from tests.explain.accounts import MODEL, job, run_folder
@@ -30,7 +30,7 @@ allocate memory: you tried to allocate 1024 bytes. Error code 12 (Cannot allocat
 
 def test_the_message_of_torch_2() -> None:
     found = parse(TORCH_2, 3)
-    assert found == Shortage(
+    assert found == AllocationFailure(
         rank=3,
         where="device",
         asked_bytes=2.5 * GIB,
@@ -96,7 +96,7 @@ def test_the_cheapest_change_that_fits_is_proposed(tmp_path: Path) -> None:
     made = Subject.of(run).job
     assert made is not None
     for way in found.ways:
-        assert changed(made, way.changes) is not None
+        assert changed_job(made, way.changes) is not None
         assert way.peak_bytes <= found.limit_bytes
     costs = [way.slower for way in found.ways]
     assert None not in costs
@@ -115,7 +115,7 @@ def test_what_the_planner_was_wrong_by_is_left_as_room(tmp_path: Path) -> None:
     made = Subject.of(run).job
     assert made is not None
     for way in found.ways:
-        other = changed(made, way.changes)
+        other = changed_job(made, way.changes)
         assert other is not None
         alone = sum((memory_terms(other) or {}).values())
         assert way.peak_bytes == pytest.approx(alone * 79.10 * GIB / now)

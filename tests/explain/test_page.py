@@ -11,11 +11,11 @@ import pytest
 from paceline.explain import comparison, lanes
 from paceline.explain.explain import explain_subject
 from paceline.explain.lanes import CELLS, lanes_of, read_lanes
-from paceline.explain.noise import Change, Estimate
+from paceline.explain.noise import Estimate, MetricChange
 from paceline.explain.page import waterfall_of, write_report
 from paceline.explain.subject import Subject
-from paceline.explain.waterfall import Row, Waterfall
-from paceline.observe.account import Account, Clock
+from paceline.explain.waterfall import Waterfall, WaterfallRow
+from paceline.observe.account import Account, ClockOffset
 from paceline.observe.recorded import read_account, trace_files
 from paceline.observe.run import Run
 from paceline.observe.timeline import Span, Timeline
@@ -115,7 +115,7 @@ def test_the_waterfall_is_the_step_whole(report):
 
 
 def test_the_step_at_the_peak_and_the_planned_one_stand_beside_the_measured():
-    rows = (Row("matmul", 0.06, 0.05), Row("host_gap", 0.04, 0.0))
+    rows = (WaterfallRow("matmul", 0.06, 0.05), WaterfallRow("host_gap", 0.04, 0.0))
     told = waterfall_of(Waterfall(0.1, 0.03, rows, 0.05, (0.045, 0.06)))
     peak, matmul, gap = told["bars"]
     assert (peak.name, peak.width, peak.figures) == ("at the peak", "30.00", ("30.0",))
@@ -211,7 +211,9 @@ def test_lanes_stand_on_one_clock_and_large_traces_are_left_out(tmp_path, monkey
         files.append(tmp_path / f"rank{rank}-step4.json")
         files[-1].write_text(trace(0))
     read = read_account(tmp_path)
-    shifted = Account(**vars(read) | {"clocks": {0: Clock(0, 0), 1: Clock(20_000_000, 0)}})
+    shifted = Account(
+        **vars(read) | {"clocks": {0: ClockOffset(0, 0), 1: ClockOffset(20_000_000, 0)}}
+    )
     found = read_lanes(files, shifted)
     assert found.length_s == pytest.approx(0.12)
     begins = {
@@ -242,7 +244,7 @@ def clear(levels: tuple[float, float], memory: float) -> float:
         (drifting(levels[0], seed, memory), drifting(levels[1], 1000 + seed, memory))
         for seed in range(200)
     ]
-    found = [Change(Estimate.of(one), Estimate.of(other)).is_clear for one, other in pairs]
+    found = [MetricChange(Estimate.of(one), Estimate.of(other)).is_clear for one, other in pairs]
     return sum(map(bool, found)) / len(found)
 
 
@@ -255,7 +257,7 @@ def test_runs_without_a_difference_differ_by_noise_and_others_by_more():
 
 
 def test_few_steps_tell_no_noise():
-    change = Change(Estimate.of([1.0, 1.1, 0.9]), Estimate.of([2.0] * 50))
+    change = MetricChange(Estimate.of([1.0, 1.1, 0.9]), Estimate.of([2.0] * 50))
     assert (change.difference, change.doubt, change.is_clear) == (1.0, None, None)
     assert "too few steps" in comparison.lede(change)
 

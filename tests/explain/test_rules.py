@@ -7,7 +7,7 @@ import pytest
 from paceline.config.job import Job
 from paceline.config.layers import Experts
 from paceline.config.stack import Stack
-from paceline.explain.changes import changed
+from paceline.explain.changes import changed_job
 from paceline.explain.finding import Evidence, Finding
 from paceline.explain.rules import RESIDUALS, RULES, findings
 from paceline.explain.subject import Subject
@@ -27,7 +27,7 @@ def the(name: str, of: Subject) -> Finding:
     assert first.name == name
     if first.changes:
         assert of.job is not None
-        assert changed(of.job, first.changes) is not None
+        assert changed_job(of.job, first.changes) is not None
     return first
 
 
@@ -174,7 +174,7 @@ def test_evaluations_are_to_come_less_often() -> None:
     told = lines(100, eval_s=0.05, between_s=0.05)
     first = the("evaluation-stall", subject(None, of, lines=told))
     assert first.gain_s == pytest.approx(0.05, rel=0.05)
-    assert changed(of, first.changes).train.eval_every > 20  # type: ignore[union-attr]
+    assert changed_job(of, first.changes).train.eval_every > 20  # type: ignore[union-attr]
 
 
 def test_what_passes_between_steps_is_a_finding() -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.kernels.attention import (
-    Choice,
-    Shape,
+    AttentionShape,
+    BackendChoice,
     attend,
     backends,
     block_mask,
@@ -22,7 +22,7 @@ from paceline.kernels.attention import (
 
 CPU = torch.device("cpu")
 HOPPER, AMPERE = (9, 0), (8, 0)
-SHAPE = Shape(2, 4, 2, 32, 16, 16)
+SHAPE = AttentionShape(2, 4, 2, 32, 16, 16)
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,7 @@ def test_the_fastest_is_chosen_and_others_stay_in_the_file(tmp_path, monkeypatch
     assert measure(SHAPE, torch.float32, CPU).backend == "math"
     monkeypatch.setattr(table, "_times", lambda *call: {"flash": 3.0, "math": 4.0})
     assert measure(SHAPE, torch.float32, CPU, "none").backend == "flash"
-    assert choose(SHAPE, torch.float32, CPU) == Choice(
+    assert choose(SHAPE, torch.float32, CPU) == BackendChoice(
         "math", "measured on this device: flash 2 ms, math 1 ms"
     )
     assert [file.name for file in tmp_path.iterdir()] == ["attention.json"]
@@ -204,7 +204,7 @@ def test_it_compiles_as_one_graph():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares implementations of CUDA")
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 def test_implementations_of_cuda_are_measured(tmp_path, mask):
-    device, shape = torch.device("cuda"), Shape(2, 8, 2, 512, 64, 64)
+    device, shape = torch.device("cuda"), AttentionShape(2, 8, 2, 512, 64, 64)
     path = tmp_path / "attention.json"
     made = measure(shape, torch.bfloat16, device, mask, path, rounds=3)
     assert made == choose(shape, torch.bfloat16, device, mask, path)

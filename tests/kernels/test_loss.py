@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config.errors import InputError
 from paceline.kernels import launch, loss, switch
-from paceline.kernels.launch import Launch, Measured
+from paceline.kernels.launch import Launch, MeasuredLaunch
 from paceline.kernels.loss import (
     IGNORED,
     cross_entropy,
@@ -50,7 +50,7 @@ def in_place(logits: Tensor, targets: Tensor) -> Tensor:
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of 2 x 8 columns: a row takes many."""
-    small = Measured(Launch({"REPEATS": 2, "LANES": 8}), 0, 0)
+    small = MeasuredLaunch(Launch({"REPEATS": 2, "LANES": 8}), 0, 0)
     rows = ("loss.whole_row", "loss.own_columns", "loss.all_columns")
     monkeypatch.setattr(
         launch, "measured", lambda device, kernel, dtype, size: small if kernel in rows else None

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from paceline.config.errors import InputError
 from paceline.kernels import launch
-from paceline.kernels.launch import Launch, Measured
+from paceline.kernels.launch import Launch, MeasuredLaunch
 from paceline.kernels.rope import rotate
 from tests.kernels.agreement import DEVICE, check, kernels, random, with_kernels
 from tests.ranks import run_ranks
@@ -29,7 +29,10 @@ def weights(*widths: int) -> list[Tensor]:
 
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 4 rows, and 5 programs backward, whatever the size."""
-    few = Measured(Launch({"ROWS": 4}), 0, 0), Measured(Launch({"ROWS": 4, "PROGRAMS": 5}), 0, 0)
+    few = (
+        MeasuredLaunch(Launch({"ROWS": 4}), 0, 0),
+        MeasuredLaunch(Launch({"ROWS": 4, "PROGRAMS": 5}), 0, 0),
+    )
     rows = {"rope.forward": few[0], "rope.backward": few[1]}
     monkeypatch.setattr(launch, "measured", lambda device, kernel, dtype, size: rows[kernel])
 

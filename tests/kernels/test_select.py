@@ -75,7 +75,7 @@ def test_positions_are_read_as_they_were_written(n: int, data: st.DataObject):
     seed = data.draw(st.integers(0, 99))
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
     where = order[:k].sort().values * stretch
-    sizes = positions.layout(k, n * stretch)
+    sizes = positions.position_layout(k, n * stretch)
     low = torch.empty(k * sizes.num_low_bytes, dtype=torch.uint8)
     high = torch.empty(sizes.num_high_bytes, dtype=torch.uint8)
     positions.write(where, sizes, low, high)
@@ -83,5 +83,9 @@ def test_positions_are_read_as_they_were_written(n: int, data: st.DataObject):
 
 
 def test_positions_take_the_bytes_that_are_promised():
-    assert positions.layout(10_000, 1_000_000) == (10_000, 1, math.ceil((10_000 + 3906) / 8))
-    assert positions.layout(100, 1_000_000) == (100, 2, math.ceil((100 + 15) / 8))
+    assert positions.position_layout(10_000, 1_000_000) == (
+        10_000,
+        1,
+        math.ceil((10_000 + 3906) / 8),
+    )
+    assert positions.position_layout(100, 1_000_000) == (100, 2, math.ceil((100 + 15) / 8))

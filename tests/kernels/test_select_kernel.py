@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.kernels import launch
-from paceline.kernels.launch import Launch, Measured
+from paceline.kernels.launch import Launch, MeasuredLaunch
 from paceline.kernels.select import kernel, largest, reference
 from tests.kernels.agreement import DEVICE, kernels, with_kernels
 
@@ -38,8 +38,8 @@ def test_what_reaches_a_threshold_is_found(n, threshold):
 def test_a_table_may_have_other_blocks(monkeypatch):
     """Both passes have the same ones, also where each was tuned by itself."""
     tuned = {
-        "select.count": Measured(Launch({}, 8), 0, 0),
-        "select.collect": Measured(Launch({"BLOCK": 64}), 0, 0),
+        "select.count": MeasuredLaunch(Launch({}, 8), 0, 0),
+        "select.collect": MeasuredLaunch(Launch({"BLOCK": 64}), 0, 0),
     }
     monkeypatch.setattr(launch, "measured", lambda device, name, dtype, size: tuned[name])
     values = _values(1000)

@@ -83,9 +83,9 @@ def test_what_is_no_table_is_refused(text, tmp_path, monkeypatch):
 
 def test_an_operator_pays_where_all_its_rows_beat_torch(table):
     table(ROWS)
-    assert launch.paying(CPU) == {("norm", torch.float32)}
+    assert launch.faster_than_torch(CPU) == {("norm", torch.float32)}
     table([*ROWS, {**ROWS[0], "kernel": "norm.backward", "ms": 1.1}])
-    assert launch.paying(CPU) == set()
+    assert launch.faster_than_torch(CPU) == set()
 
 
 def test_what_a_kernel_takes_is_read_by_type():

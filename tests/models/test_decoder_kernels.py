@@ -39,7 +39,7 @@ def _step(model: Model, *, apart: bool = False) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_those_of_plain_torch(name):
     expected = _step(MODELS[name])
-    with kernels(), launch.watched() as seen:
+    with kernels(), launch.record_launches() as seen:
         found = _step(MODELS[name])
     assert found.keys() == expected.keys()
     off = {key: relative_error(found[key], right) for key, right in expected.items()}
@@ -58,7 +58,7 @@ def test_loss_and_gradients_are_those_of_plain_torch(name):
 def test_a_loss_apart_from_the_network_runs_its_kernel_too():
     """As the last stage of a pipeline computes it."""
     expected = _step(DENSE)
-    with kernels(), launch.watched() as seen:
+    with kernels(), launch.record_launches() as seen:
         found = _step(DENSE, apart=True)
     off = {key: relative_error(found[key], right) for key, right in expected.items()}
     assert max(off.values()) < 2e-5, off

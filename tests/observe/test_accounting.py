@@ -19,7 +19,7 @@ from paceline.observe.accounting import (
     union,
 )
 from paceline.observe.terms import TERM_ID, TERMS
-from paceline.observe.timeline import Builder, Span, Timeline
+from paceline.observe.timeline import Span, Timeline, TimelineBuilder
 
 HORIZON = 40
 
@@ -56,7 +56,7 @@ def test_interval_arithmetic_is_that_of_sets(one, other, window):
 
 @given(spans, edges)
 def test_each_nanosecond_goes_to_the_first_in_line(drawn, window):
-    build = Builder()
+    build = TimelineBuilder()
     for term, layer, (start, end) in drawn:
         build.add("x", term, 0, "s", start, end, layer)
     expected: dict[str, int] = {}
@@ -98,7 +98,7 @@ def test_ranks_and_steps_are_kept_apart():
 
 @given(spans, st.lists(edges, max_size=4), edges)
 def test_time_that_is_given_to_another_term_is_taken_from_the_named_ones(drawn, given_away, window):
-    build = Builder()
+    build = TimelineBuilder()
     for term, layer, (start, end) in drawn:
         build.add("x", term, 0, "s", start, end, layer)
     before = owners(build.timeline([(0, 0, *window)]), 0)

@@ -60,7 +60,7 @@ def check(trace):
 def test_blocks_hold_every_event_once(tmp_path, small_blocks, indent, pack):
     path = tmp_path / "t.json"
     path.write_bytes(pack(text(indent).encode()))
-    assert len(list(blocks.Source(path).blocks())) > 5
+    assert len(list(blocks.TraceFile(path).blocks())) > 5
     check(read_events(path))
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from paceline.observe import caveats
-from paceline.observe.caveats import Device
+from paceline.observe.caveats import TraceDevice
 from paceline.observe.recorded import read_account
 from tests.observe.test_kineto import event, kernel, launch, span, step
 
@@ -84,12 +84,12 @@ def test_a_cut_trace_says_which_steps_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("listed", "process", "device"),
     [
-        ([H100], 0, Device("NVIDIA H100 80GB HBM3", (9, 0), 85018279936, False)),
-        ([H100, MI300], 1, Device("", (9, 4), 0, True)),
-        ([H100], 3, Device("NVIDIA H100 80GB HBM3", (9, 0), 85018279936, False)),
+        ([H100], 0, TraceDevice("NVIDIA H100 80GB HBM3", (9, 0), 85018279936, False)),
+        ([H100, MI300], 1, TraceDevice("", (9, 4), 0, True)),
+        ([H100], 3, TraceDevice("NVIDIA H100 80GB HBM3", (9, 0), 85018279936, False)),
         ([], 0, None),
         ("none", 0, None),
-        ([3, {"name": 7, "computeMajor": "9"}], 0, Device("", (0, 0), 0, False)),
+        ([3, {"name": 7, "computeMajor": "9"}], 0, TraceDevice("", (0, 0), 0, False)),
     ],
 )
 def test_the_device_is_the_one_that_the_kernels_ran_on(read, listed, process, device):

@@ -5,7 +5,7 @@ import pytest
 
 from paceline.observe.account import COLLECTIVE
 from paceline.observe.accounting import Owners
-from paceline.observe.clocks import SAME, UNKNOWN, Clock, align
+from paceline.observe.clocks import SAME, UNKNOWN, ClockOffset, align
 from paceline.observe.critical_path import critical_path
 from paceline.observe.meetings import MEETING, arrivals, match
 from paceline.observe.terms import TERM_ID, TERMS
@@ -62,7 +62,7 @@ def test_ranks_of_one_host_share_a_clock_unless_that_cannot_be():
 def test_a_rank_that_met_nobody_keeps_its_clock():
     none = np.empty(0, MEETING)
     assert align(none, {2: None, 5: None}) == {2: SAME, 5: UNKNOWN}
-    assert align(none, {4: None}) == {4: Clock(0, 0)}
+    assert align(none, {4: None}) == {4: ClockOffset(0, 0)}
 
 
 def test_a_rank_is_reached_through_another():

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from paceline.config.errors import InputError
 from paceline.config.job_sections import Observe
-from paceline.observe.metrics import Metrics, keep_until, to_json
+from paceline.observe.metrics import Metrics, to_json, truncate_after
 from paceline.observe.run import Run
 from tests.observe import synthetic
 
@@ -65,7 +65,7 @@ def test_numbers_that_are_not_finite_become_null():
 def test_only_whole_lines_up_to_the_step_are_kept(tmp_path, before, after):
     file = tmp_path / "metrics.jsonl"
     file.write_text(before)
-    keep_until(file, 2)
+    truncate_after(file, 2)
     assert file.read_text() == after
     assert list(tmp_path.iterdir()) == [file]
 
@@ -74,9 +74,9 @@ def test_a_whole_file_is_not_written_again(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n')
     before = file.stat()
-    keep_until(file, 1)
+    truncate_after(file, 1)
     assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    keep_until(tmp_path / "absent.jsonl", 1)
+    truncate_after(tmp_path / "absent.jsonl", 1)
     assert not (tmp_path / "absent.jsonl").exists()
 
 

@@ -20,13 +20,13 @@ from paceline.config.errors import InputError
 from paceline.config.job import to_toml
 from paceline.config.job_sections import Observe
 from paceline.observe.metrics import Metrics
-from paceline.observe.ranks import late_by, mean_figure, of_ranks, spread_of
+from paceline.observe.rank_spread import mean_figure, record_of_ranks, slowest_rank, spread_of
 from paceline.observe.run import Run, json_lines
 from paceline.observe.top.command import top_command
-from paceline.observe.top.follow import Follow
+from paceline.observe.top.follow import FollowedFile
 from paceline.observe.top.frame import frame, overview, sparkline
 from paceline.observe.top.gpus import parsed
-from paceline.observe.top.state import Watched
+from paceline.observe.top.state import WatchedRun
 from tests.observe import synthetic
 from tests.parallel.training import FP32, job_of
 
@@ -39,7 +39,7 @@ def lines(num_steps=173, num_ranks=4, profile_every=60):
     for at, line in enumerate(steps, start=1):
         busy_s = [0.3 + LAG_S * (rank == LATE) for rank in range(num_ranks)]
         memory = [7e8 + 1e6 * rank for rank in range(num_ranks)]
-        line["ranks"] = {"busy_s": of_ranks(busy_s), "memory_bytes": of_ranks(memory)}
+        line["ranks"] = {"busy_s": record_of_ranks(busy_s), "memory_bytes": record_of_ranks(memory)}
         line["time"] = time.time() - 0.42 * (num_steps - at)
     return steps
 
@@ -61,16 +61,16 @@ def picture(shown, width=80, height=24):
 
 def test_of_many_ranks_a_line_keeps_what_stands_out():
     values = [1.0] * 1000 + [3.0] + [0.5] * 10
-    kept = of_ranks(values)
+    kept = record_of_ranks(values)
     assert kept == {"min": 0.5, "median": 1.0, "max": 3.0, "at": 1000}
     assert spread_of(kept) == spread_of(values)
-    assert late_by(kept) == (1000, 2.0)
-    assert of_ranks(values[:64]) == values[:64]
+    assert slowest_rank(kept) == (1000, 2.0)
+    assert record_of_ranks(values[:64]) == values[:64]
 
 
 def test_of_two_ranks_the_other_one_is_typical():
-    assert late_by([0.2, 0.5]) == (1, pytest.approx(0.3))
-    assert late_by(None) is None
+    assert slowest_rank([0.2, 0.5]) == (1, pytest.approx(0.3))
+    assert slowest_rank(None) is None
 
 
 def test_a_rank_that_is_new_since_a_restart_counts_with_what_it_has():
@@ -84,7 +84,7 @@ def test_a_rank_that_is_new_since_a_restart_counts_with_what_it_has():
 
 def test_only_what_is_new_is_read_and_half_a_line_waits(tmp_path):
     file, steps = tmp_path / "metrics.jsonl", synthetic.lines(5)
-    follow = Follow(file)
+    follow = FollowedFile(file)
     assert not follow.look()
     file.write_text(json_lines(steps[:2]))
     assert follow.look()
@@ -109,7 +109,7 @@ def test_only_what_is_new_is_read_and_half_a_line_waits(tmp_path):
 def test_a_run_that_goes_on_from_a_checkpoint_takes_its_later_steps_back(tmp_path):
     run, steps = Run(tmp_path), synthetic.lines(10)
     run.write("metrics.jsonl", json_lines(steps[:8]))
-    follow = Follow(run.metrics_file)
+    follow = FollowedFile(run.metrics_file)
     follow.look()
     resumed = Metrics(run, Observe(tensorboard=False), "tokens", 4)
     for line in steps[4:]:  # more than there was: the file's size doesn't tell
@@ -124,7 +124,7 @@ def test_of_a_long_file_the_end_is_read(tmp_path):
     file = tmp_path / "metrics.jsonl"
     steps = [{"step": step, "pad": "x" * 500} for step in range(1, 9001)]
     file.write_text(json_lines(steps))
-    follow = Follow(file)
+    follow = FollowedFile(file)
     assert follow.look()
     assert follow.lines[-1]["step"] == 9000
     assert len(follow.lines) == 600
@@ -135,7 +135,7 @@ def test_of_a_long_file_the_end_is_read(tmp_path):
 
 def test_the_figures_of_a_run(tmp_path):
     steps = lines()
-    found = Watched(run_of(tmp_path / "demo", steps).path).look().as_json()
+    found = WatchedRun(run_of(tmp_path / "demo", steps).path).look().as_json()
     assert found["state"] == "running"
     assert (found["step"], found["num_steps"]) == (173, 240)
     assert found["loss"] == steps[-1]["loss"]
@@ -162,7 +162,7 @@ def test_what_a_run_does_is_a_word(tmp_path, ages_s, step, stop, word):
     run = run_of(tmp_path / "demo", steps)
     if stop:
         run.stop_file.touch()
-    assert Watched(run.path).look().word == word
+    assert WatchedRun(run.path).look().word == word
 
 
 def test_the_newest_checkpoint_is_told_with_its_age(tmp_path):
@@ -172,7 +172,7 @@ def test_the_newest_checkpoint_is_told_with_its_age(tmp_path):
     saved.mkdir(parents=True)
     os.utime(saved, (time.time() - 90,) * 2)
     (run.checkpoint_folder / "latest").symlink_to("step-150")
-    assert "step 150, 1 min 30 s ago" in picture(frame(Watched(run.path).look(), 80, 24))
+    assert "step 150, 1 min 30 s ago" in picture(frame(WatchedRun(run.path).look(), 80, 24))
 
 
 # ---- pictures -----------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_a_sparkline_goes_from_the_least_to_the_largest():
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 16), (160, 50)])
 @pytest.mark.parametrize("num_ranks", [1, 4, 60, 1000])
 def test_a_frame_fits_the_terminal(tmp_path, width, height, num_ranks):
-    state = Watched(run_of(tmp_path / "demo", lines(num_ranks=num_ranks)).path).look()
+    state = WatchedRun(run_of(tmp_path / "demo", lines(num_ranks=num_ranks)).path).look()
     gpus = parsed("0, 97, 61440, 54, 612.3, 1980\n1, [N/A], 10, 33, [N/A], 345\n")
     rows = picture(frame(state, width, height, gpus), width, height).rstrip("\n").split("\n")
     assert len(rows) <= height
@@ -204,14 +204,14 @@ def test_a_frame_fits_the_terminal(tmp_path, width, height, num_ranks):
 
 
 def test_before_the_first_step_there_is_a_frame(tmp_path):
-    text = picture(frame(Watched(run_of(tmp_path / "demo", []).path).look(), 80, 24))
+    text = picture(frame(WatchedRun(run_of(tmp_path / "demo", []).path).look(), 80, 24))
     assert "starting" in text
     assert "0 of 240" in text
 
 
 def test_several_runs_are_a_line_each(tmp_path):
     states = [
-        Watched(run_of(tmp_path / name, lines(count)).path).look()
+        WatchedRun(run_of(tmp_path / name, lines(count)).path).look()
         for name, count in (("one", 50), ("two", 240))
     ]
     head, one, two = picture(overview(states)).splitlines()

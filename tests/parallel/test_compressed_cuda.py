@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config.comm import Comm, DpComm
-from paceline.parallel.replicate import exchange_of
+from paceline.parallel.replicate import compressed_all_reduce_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +33,7 @@ def test_what_arrives_and_what_is_owed_is_what_was_given(kind, dtype):
     network = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).to("cuda", dtype)
     names = {parameter: name for name, parameter in network.named_parameters()}
     module = DistributedDataParallel(network, bucket_cap_mb=1, gradient_as_bucket_view=True)
-    exchange = exchange_of(module, names, Comm(dp=DpComm(compress=kind)), 1)
+    exchange = compressed_all_reduce_of(module, names, Comm(dp=DpComm(compress=kind)), 1)
     given = dict.fromkeys(names.values(), 0.0)
     got = dict(given)
     for step in range(STEPS):

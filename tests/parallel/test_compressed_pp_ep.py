@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.comm.compress.messages import messages_of, send_coded
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from tests.parallel.test_compressed_replicas import _learnable
 from tests.parallel.training import FP32, MODELS, job_of, trainer_of
 from tests.ranks import run_ranks

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from paceline.comm.compress.blockwise import Blockwise
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.parallel.replicas import COMM_SECTION, Replicas
-from paceline.parallel.replicate import exchange_of
+from paceline.parallel.replicate import compressed_all_reduce_of
 from paceline.train.checkpoint import Checkpointer, training_state
 from paceline.train.data import MicroBatch
-from paceline.train.loop import owed_to_load
+from paceline.train.loop import state_to_load
 from tests.parallel.training import (
     BATCH,
     FP32,
@@ -196,7 +196,7 @@ def _load(rank, world_size, folder, kind):
     trainer = trainer_of(job, Ranks(rank, world_size, rank, world_size))
     checkpointer = Checkpointer(folder, keep_last=1, say=lambda _: None)
     found = checkpointer.latest_good()
-    owed = owed_to_load(trainer, found)
+    owed = state_to_load(trainer, found)
     checkpointer.load(found, owed)
     trainer.replicas.load(owed[COMM_SECTION])
     errors = trainer.replicas.state()["error"][str(rank)]
@@ -232,7 +232,7 @@ def _late(rank, world_size):
         handle = weight.register_hook(lambda _, late_s=late_s: time.sleep(late_s * rank))
         trainer.step(0, step)()
         handle.remove()
-        tails.append(trainer.passes.tail.seconds)
+        tails.append(trainer.passes.exposed_all_reduce.seconds)
     return tails
 
 
@@ -267,5 +267,5 @@ def test_what_fails_in_an_exchange_fails_the_step_with_its_traceback():
 
 def test_nothing_is_put_between_ddp_and_its_own_sums_without_being_asked():
     job = job_of(1, [*REPLICAS, "layout.dp=1"])
-    assert exchange_of(torch.nn.Linear(2, 2), {}, job.comm, 1) is None
+    assert compressed_all_reduce_of(torch.nn.Linear(2, 2), {}, job.comm, 1) is None
     assert type(trainer_of(job, Ranks()).replicas) is Replicas

@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.comm.compress.codecs import codec_of
-from paceline.comm.compress.shards import CodedShards, Payloads, Room, Row
-from paceline.comm.ranks import Ranks
+from paceline.comm.compress.shards import CodedRow, CodedShards, PayloadBuffers, Payloads
+from paceline.comm.rendezvous import Ranks
 from paceline.config.comm import codec
-from paceline.parallel.compressed_shards import Part, _Errors
-from paceline.parallel.scatter import Algorithm
+from paceline.parallel.compressed_shards import UnitPart, _Errors
+from paceline.parallel.shard_collectives import ShardAlgorithm
 from paceline.train.checkpoint import (
     Checkpointer,
     parameter_names,
     restore_training_state,
     training_state,
 )
-from paceline.train.loop import exchanges, owed_to_load
+from paceline.train.loop import state_to_load, stateful_parts
 from tests.parallel.test_compressed_replicas import _learnable
 from tests.parallel.training import (
     FP32,
@@ -55,7 +55,7 @@ def test_a_parameter_is_split_and_put_together_again(length, width, dim, num_ran
     sizes[dim] = length
     chunk = list(sizes)
     chunk[dim] = -(-length // num_ranks)
-    part = Part("weight", torch.Size(sizes), dim, torch.Size(chunk), True)
+    part = UnitPart("weight", torch.Size(sizes), dim, torch.Size(chunk), True)
     given_values = torch.arange(float(length * width))
     rows = part.rows(given_values, num_ranks)
     assert rows.shape == (num_ranks, part.chunk.numel())
@@ -66,7 +66,7 @@ def test_a_parameter_is_split_and_put_together_again(length, width, dim, num_ran
 
 @given(st.lists(st.tuples(st.integers(0, 700), st.booleans()), min_size=1, max_size=6))
 def test_a_payload_has_the_small_ones_exactly(parts):
-    row = Row.of(parts)
+    row = CodedRow.of(parts)
     payloads = Payloads(codec_of(codec("int8")), row, torch.float32)
     values = torch.randn(row.num_values, generator=torch.Generator().manual_seed(0))
     payload = torch.zeros(payloads.num_bytes, dtype=torch.uint8)
@@ -221,9 +221,9 @@ def _scattered(rank, world_size):
     drawn = torch.Generator().manual_seed(rank)
     values = torch.randn(world_size, 1000, generator=drawn)
     owed = torch.zeros(world_size, 1000)
-    by = Algorithm("hierarchical", 2).among(dist.group.WORLD)
-    coded = CodedShards(by, Room())
-    payloads = Payloads(codec_of(codec("int4")), Row.of([(1000, True)]), torch.float32)
+    by = ShardAlgorithm("hierarchical", 2).among(dist.group.WORLD)
+    coded = CodedShards(by, PayloadBuffers())
+    payloads = Payloads(codec_of(codec("int4")), CodedRow.of([(1000, True)]), torch.float32)
     errors = torch.randn(len(coded.others), 1000, generator=drawn)
     owed[coded.others] = errors
     given = values + owed
@@ -247,7 +247,7 @@ def test_sums_of_nodes_are_coded_and_what_is_lost_is_owed():
 def test_nothing_owed_is_lost_when_others_are_coded(others, num_values):
     """A rank that starts to send hierarchically, or keeps another shard, owes what it owed."""
     chunk = torch.Size([-(-num_values // 4)])
-    part = Part("weight", torch.Size([num_values]), 0, chunk, True)
+    part = UnitPart("weight", torch.Size([num_values]), 0, chunk, True)
     errors = _Errors([part], sorted(others), 4, torch.zeros(0))
     before = torch.randn(num_values, generator=torch.Generator().manual_seed(num_values))
     assert errors.take({}) is None
@@ -317,7 +317,7 @@ def _save(rank, world_size, folder):
     job, trainer = _trainer(rank, world_size, WHOLE)
     _stepped(trainer, job, rank, range(3))
     checkpointer = Checkpointer(folder, keep_last=1, say=lambda _: None)
-    kept = {section: exchange.state() for section, exchange in exchanges(trainer).items()}
+    kept = {section: exchange.state() for section, exchange in stateful_parts(trainer).items()}
     checkpointer.save(3, {**training_state(trainer.module, trainer.update.optimizer), **kept}, {})
     checkpointer.finish()
     return _owed(trainer), _stepped(trainer, job, rank, range(3, 5))
@@ -328,7 +328,7 @@ def _load(rank, world_size, folder, settings):
     checkpointer = Checkpointer(folder, keep_last=1, say=lambda _: None)
     found = checkpointer.latest_good()
     state = training_state(trainer.module, trainer.update.optimizer, found)
-    owed = owed_to_load(trainer, found)
+    owed = state_to_load(trainer, found)
     checkpointer.load(found, {**state, **owed})
     restore_training_state(trainer.module, trainer.update.optimizer, state)
     trainer.replicas.load(owed["comm"])

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from paceline.config.layers import Experts
 from paceline.models.moe import ExpertLayer
 from paceline.parallel.ep import (
-    ExpertExchange,
+    AllToAllDispatcher,
     _transposition,
     apply_placement,
     expert_layers,
@@ -403,7 +403,7 @@ def _exchanges(rank, world_size):
 
         counts = torch.bincount(slot, minlength=slots)
         with torch.profiler.profile(record_shapes=True) as recorded:
-            output = ExpertExchange(group)(rows, counts, experts)
+            output = AllToAllDispatcher(group)(rows, counts, experts)
             output.backward(torch.ones_like(output))
         factor = (slot + 1)[:, None].to(dtype)
         assert output.dtype == dtype

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.comm.mesh import build_meshes
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.comm import Comm
 from paceline.config.errors import InputError
 from paceline.parallel.apply import apply

@@ -227,7 +227,7 @@ def _parallel(case, mesh, dtype):
         optimizer.zero_grad()
         with torch.no_grad():  # an evaluation in between changes nothing
             net(_batch(0, 0, 0)[0])
-        fsdp.free(net)
+        fsdp.free_gathered(net)
         assert all(isinstance(p, DTensor) for p in net.parameters()), "left gathered"
     return losses, norms, grads, {name: _whole(p) for name, p in net.named_parameters()}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.hardware import Cluster, Device
 from paceline.config.job import Job, read_job
 from paceline.parallel.ep import expert_layers
@@ -20,7 +20,7 @@ from paceline.plan.resolve import resolve
 from paceline.train.checkpoint import parameter_names
 from paceline.train.data import MicroBatch
 from paceline.train.data.order import rank_share
-from paceline.train.task import Task, decoder_on_meta, fill_decoder, next_token, whole
+from paceline.train.task import Task, decoder_on_meta, fill_decoder, next_token, unstaged_loss
 from paceline.train.trainer import Trainer
 from tests.ranks import run_ranks
 
@@ -99,7 +99,7 @@ def trainer_of(job: Job, ranks: Ranks) -> Trainer:
     staged = next_token(job, ranks)
     task = Task(
         decoder_on_meta(job.model),
-        whole(staged),
+        unstaged_loss(staged),
         lambda first: iter(()),
         None,
         "tokens",

@@ -13,11 +13,11 @@ from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.config.links import network, usual_tiers
 from paceline.plan.answer.answer import answer, to_json
-from paceline.plan.answer.asked import bounds_of, budget_of, cluster_of, clusters_of, lengthened
+from paceline.plan.answer.options import bounds_of, budget_of, cluster_of, clusters_of, lengthened
 from paceline.plan.answer.outlook import outlook
 from paceline.plan.collectives import tiers_of
 from paceline.plan.prediction import MEMORY_TERMS
-from paceline.plan.search.space import Wishes
+from paceline.plan.search.space import SearchConstraints
 from tests.plan.answers import IMAGES, cramped, eight, job, small_answer
 
 
@@ -121,7 +121,7 @@ def test_images_are_planned_with_replicas():
 
 
 @pytest.mark.parametrize(
-    ("layout", "wishes", "words"),
+    ("layout", "constraints", "words"),
     [
         ({"tp": 2}, {}, "replicas only"),
         ({"dp": 4}, {}, "dp = 8"),
@@ -129,10 +129,10 @@ def test_images_are_planned_with_replicas():
         ({}, {"free": ("offload",)}, "offload has no effect"),
     ],
 )
-def test_images_refuse_what_has_no_effect(layout, wishes, words):
+def test_images_refuse_what_has_no_effect(layout, constraints, words):
     given = job(IMAGES, layout=layout)
     with pytest.raises(InputError, match=words):
-        answer(given, Wishes(layout=given.layout, **wishes))
+        answer(given, SearchConstraints(layout=given.layout, **constraints))
 
 
 def test_a_model_of_ones_own_is_refused():

@@ -20,8 +20,8 @@ from paceline.config.stack import CONSTANTS, Stack
 from paceline.observe.run import Run
 from paceline.plan.calibrate import (
     FITTED,
-    Case,
-    Sample,
+    CalibrationSample,
+    MeasuredJob,
     calibrate_from_run,
     fit,
     fit_constants,
@@ -85,10 +85,12 @@ def two_terms(wide: float, constants: Mapping[str, float]) -> float:
     )
 
 
-def samples(truth: dict[str, float], noise: float = 0.0) -> list[Sample]:
+def samples(truth: dict[str, float], noise: float = 0.0) -> list[CalibrationSample]:
     drawn = np.random.default_rng(0)
     return [
-        Sample(partial(two_terms, wide), two_terms(wide, truth) * float(np.exp(noise * error)))
+        CalibrationSample(
+            partial(two_terms, wide), two_terms(wide, truth) * float(np.exp(noise * error))
+        )
         for wide, error in zip((0.25, 0.5, 1, 2, 4, 8), drawn.normal(size=6), strict=True)
     ]
 
@@ -143,7 +145,7 @@ def test_a_slow_host_is_found_though_no_gradient_leads_there() -> None:
     def seconds(constants: Mapping[str, float]) -> float:
         return max(1.0, constants["launch_us"] / 20)
 
-    fitted = fit_constants([Sample(seconds, 2.0)] * 6, {}, ("launch_us",))
+    fitted = fit_constants([CalibrationSample(seconds, 2.0)] * 6, {}, ("launch_us",))
     assert fitted["launch_us"] == pytest.approx(40.0, rel=0.05)
 
 
@@ -151,7 +153,7 @@ def test_the_planner_finds_its_own_constants_again() -> None:
     truth = {"matmul_time": 1.3, "launch_us": 25.0}
     made = [(setting(hidden), layout(size)) for hidden in (256, 2048) for size in (1, 8)]
     slow = [predicted_step_s(with_constants(one, truth), at) for one, at in made]
-    cases = [Case(one, at, seconds) for (one, at), seconds in zip(made, slow, strict=True)]
+    cases = [MeasuredJob(one, at, seconds) for (one, at), seconds in zip(made, slow, strict=True)]
     fitted = fit(cases * 3, Stack(), "a slow host")
     again = [predicted_step_s(with_constants(one, fitted.constants), at) for one, at in made]
     assert again == pytest.approx(slow, rel=0.03)
@@ -159,7 +161,7 @@ def test_the_planner_finds_its_own_constants_again() -> None:
 
 def test_the_fit_says_where_it_comes_from_and_keeps_the_features() -> None:
     stack = Stack(attention="unfused", constants={"launch_us": 9.0})
-    cases = [Case(setting(), layout(), 0.5), Case(setting(512), layout(), 0.3)]
+    cases = [MeasuredJob(setting(), layout(), 0.5), MeasuredJob(setting(512), layout(), 0.3)]
     fitted = fit(cases, stack, "a test")
     assert fitted.attention == "unfused"
     assert fitted.origin == "fitted to 2 steps of a test"
@@ -192,7 +194,7 @@ def test_nothing_to_fit_to_is_refused() -> None:
     with pytest.raises(InputError, match="no measured step"):
         fit([], Stack(), "nothing")
     with pytest.raises(InputError, match="above 0 s"):
-        fit([Case(setting(), layout(), 0.0)], Stack(), "nothing")
+        fit([MeasuredJob(setting(), layout(), 0.0)], Stack(), "nothing")
 
 
 def test_a_run_calibrates_the_cluster_it_ran_on(tmp_path) -> None:

@@ -19,13 +19,11 @@ from paceline.config.vision import Conv, EfficientNet, ResNet
 from paceline.observe.terms import TERMS
 from paceline.plan.collectives import collective_s, tiers_of
 from paceline.plan.convnet import (
-    Training,
+    ImageTraining,
     convnet_memory_bytes,
     convnet_times,
     exchange_s,
-    network_named,
     predict_convnet,
-    predict_images_per_s,
 )
 from paceline.plan.convnet.kernels import forward_backward_s
 from paceline.plan.convnet.memory import kept_bytes
@@ -33,6 +31,7 @@ from paceline.plan.convnet.step import bucket_ends
 from paceline.plan.prediction import MEMORY_TERMS, Prediction
 from paceline.plan.price.compress import codec_s
 from paceline.plan.search.choose import plan_job
+from paceline.published.convnets import network_named, predict_images_per_s
 
 
 def _cluster(name: str = "A100-80", per_node: int = 8, nodes: int = 1) -> Cluster:
@@ -47,7 +46,7 @@ def _layout(dp: int, micro_batch: int, precision: str = "bf16", **changes: objec
     return Layout.parse({**ones, **fixed, **chosen, **rest, **changes})
 
 
-def _training(**changes: object) -> Training:
+def _training(**changes: object) -> ImageTraining:
     columns = {
         "batch": np.array([64]),
         "num_ranks": np.array([8]),
@@ -56,7 +55,7 @@ def _training(**changes: object) -> Training:
         "bucket_bytes": np.array([25 * 2**20]),
         "grad_bytes": np.array([4.0]),
     }
-    return Training(**{**columns, **changes})
+    return ImageTraining(**{**columns, **changes})
 
 
 def _step_s(cluster: Cluster, network=None, stack: Stack | None = None, **changes: object) -> float:

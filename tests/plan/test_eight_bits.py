@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from paceline.config.stack import Stack
-from paceline.plan.kinds import kinds_of
+from paceline.plan.block_kinds import block_kinds_of
 from paceline.plan.points import Points
 from paceline.plan.price.data_axes import wire_bytes
 from paceline.plan.price.kernels import kernels_of
-from paceline.plan.price.work import block_work
+from paceline.plan.work import block_work
 from tests.plan.planned import MODEL, layout, setting
 
 STACK = Stack(gather_dtype="fp8")
@@ -21,7 +21,7 @@ def products_s(readers: bool, **axes: object) -> float:
     """Forward seconds of a block's products; `readers`: whether equal casts are known as such."""
     one = setting()
     points = Points.of([layout(**axes)], one)
-    work = block_work(one, points, kinds_of(MODEL)[0])
+    work = block_work(one, points, block_kinds_of(MODEL)[0])
     if not readers:
         alone = tuple(product._replace(readers=1) for product in work.products)
         work = type(work)(products=alone, cores=work.cores, sweeps=work.sweeps)
@@ -44,7 +44,7 @@ def test_casting_by_hand_takes_fewer_passes() -> None:
     def seconds(**features: object) -> float:
         one = setting(stack=Stack.parse(features, "stack"))
         points = Points.of([layout(precision="fp8")], one)
-        work = block_work(setting(), points, kinds_of(MODEL)[0])
+        work = block_work(setting(), points, block_kinds_of(MODEL)[0])
         (kernels,) = kernels_of(one, points, [work])
         return float(np.max(kernels.forward + kernels.input_grad + kernels.weight_grad))
 

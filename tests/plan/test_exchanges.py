@@ -24,7 +24,7 @@ from paceline.parallel.cp import context_groups, make_attend, positions_of
 from paceline.parallel.recompute import recompute
 from paceline.plan.points import Points
 from paceline.plan.price.parts import Sent as Priced
-from paceline.plan.price.parts import num_waits, sent_again
+from paceline.plan.price.parts import num_waits, recomputed_collectives
 from tests.plan.planned import layout, setting
 from tests.plan.test_work import works
 from tests.ranks import run_ranks
@@ -126,7 +126,7 @@ def _listed(axes: dict[str, int], kind: str) -> list[tuple[int, Priced, Priced]]
         own = [(exchange, np.ones(1)) for exchange in work.exchanges]
         ahead = [(exchange, s) for exchange, s in own if not exchange.backward]
         back = [(exchange, s) for exchange, s in own if exchange.backward]
-        found.append((count, ahead, [*back, *sent_again(points, own)]))
+        found.append((count, ahead, [*back, *recomputed_collectives(points, own)]))
     return found
 
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from paceline.bench import step
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.job import Job
 from paceline.config.model import Model
 from paceline.config.stack import Stack
 from paceline.plan.memory import memory_bytes
-from paceline.plan.memory.halves import left_to_weights
 from paceline.plan.memory.holdings import holdings_of
+from paceline.plan.memory.split_backward import bytes_left_to_weights
 from paceline.plan.points import Points, Setting
 from paceline.plan.price.pipelined import schedule_for
 from tests.parallel.training import job_of
@@ -82,5 +82,5 @@ def test_halves_leave_gradients_of_results() -> None:
     """By hand, of a block: results of seven products and of two norms."""
     setting, points = _setting(job_of(2, SPLIT))
     numbers = 4 * 256 + 2 * 768 + 256 + 2 * 256
-    assert left_to_weights(setting, points)[0, 0] == 2 * 64 * 4 * numbers
-    assert not left_to_weights(*_setting(job_of(2, (*SPLIT, "layout.recompute=full")))).any()
+    assert bytes_left_to_weights(setting, points)[0, 0] == 2 * 64 * 4 * numbers
+    assert not bytes_left_to_weights(*_setting(job_of(2, (*SPLIT, "layout.recompute=full")))).any()

@@ -18,18 +18,18 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
+from paceline.config.frozen import size
 from paceline.config.job import Job
 from paceline.config.model import Model
-from paceline.config.noun import size
 from paceline.config.stack import Stack
 from paceline.models.decoder import Decoder
 from paceline.plan.memory import memory_bytes
-from paceline.plan.memory.activations import held_by_block
+from paceline.plan.memory.activations import block_activations
 from paceline.plan.memory.holdings import holdings_of
 from paceline.plan.points import Points, Setting
 from paceline.train.data import MicroBatch
-from paceline.train.weighed import Weighed
+from paceline.train.weighted_loss import WeightedLoss
 from tests.parallel.training import job_of, trainer_of
 
 SEQ = 128
@@ -124,7 +124,7 @@ def track(job: Job) -> Tracked:
         tracker.track_external(trainer.module, trainer.update.optimizer)
     forward = trainer.passes.forward
 
-    def forward_anew(micro_batch: object) -> Weighed:
+    def forward_anew(micro_batch: object) -> WeightedLoss:
         tracker.reset_mod_stats()  # it wants to hear of every new pass; the peak stays
         return forward(micro_batch)
 
@@ -188,5 +188,5 @@ def test_a_stage_keeps_its_blocks_for_each_micro_batch_in_flight() -> None:
     (snapshot,) = tracker.get_tracker_snapshot("current").values()
     parts = {getattr(key, "value", key): value for key, value in snapshot.items()}
     # The stage's input was not made here, but its output was, and is as large.
-    made_here = 3 * 2 * float(held_by_block(setting, points)[0, 0])
+    made_here = 3 * 2 * float(block_activations(setting, points)[0, 0])
     assert parts["Activation"] == pytest.approx(made_here, rel=0.05)

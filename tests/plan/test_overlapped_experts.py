@@ -13,18 +13,18 @@ from paceline.config.errors import InputError
 from paceline.config.model import Model
 from paceline.config.schedule import DEMANDS, Action
 from paceline.config.stack import CONSTANTS, Stack
-from paceline.plan.kinds import kinds_of
+from paceline.plan.block_kinds import block_kinds_of
 from paceline.plan.points import Points
-from paceline.plan.price.parts import COMPUTE, Part, Pass, part_seconds
+from paceline.plan.price.parts import COMPUTE, NetworkPart, PartPass, part_seconds
 from paceline.plan.price.pipelined import paired_share
 from paceline.plan.price.step import predict, price
-from paceline.plan.price.work import Work, block_work
-from paceline.plan.published import LanguageWork, PublishedRun, read_runs
-from paceline.plan.published.software import software_of
-from paceline.plan.published.table import Line
 from paceline.plan.schedules import build_schedule
+from paceline.plan.work import PartWork, block_work
+from paceline.published import LanguageWork, PublishedRun, read_runs
+from paceline.published.software import software_of
+from paceline.published.table import PublishedLine
 from tests.plan.planned import EXPERTS, MODEL, cluster, layout, setting
-from tests.plan.test_published import table
+from tests.published.test_published import table
 
 NETWORK = MODEL.replace(experts=EXPERTS)
 SHARE, SLOW = (CONSTANTS[name].default for name in ("overlap_share", "overlap_slowdown"))
@@ -37,19 +37,21 @@ PIPELINES = {
 }
 
 
-def block(stack: Stack, model: Model = NETWORK, seq_len: int = 2048, **axes) -> tuple[Work, Part]:
+def block(
+    stack: Stack, model: Model = NETWORK, seq_len: int = 2048, **axes
+) -> tuple[PartWork, NetworkPart]:
     """A block on sixteen ranks of each stage, which two nodes have; experts on eight."""
     one = setting(model, stack=stack, seq_len=seq_len, on=cluster(nodes=4))
     points = Points.of([layout(**{"ep": 8, "fsdp": 16, "zero": 1, **axes})], one)
-    work = block_work(one, points, kinds_of(model)[0])
+    work = block_work(one, points, block_kinds_of(model)[0])
     return work, part_seconds(one, points, [work])[0]
 
 
-def exposed_s(one: Pass) -> float:
+def exposed_s(one: PartPass) -> float:
     return float(np.max(one.terms["exposed_comm.ep"]))
 
 
-def computed_s(*passes: Pass) -> float:
+def computed_s(*passes: PartPass) -> float:
     return sum(float(np.max(one.terms.get(term, 0.0))) for one in passes for term in COMPUTE)
 
 
@@ -192,9 +194,9 @@ def test_only_products_of_one_node_find_both_gradients_twice(schedule: str):
 # ---- published runs ------------------------------------------------------------------------------
 
 
-def line(**cells: str) -> Line:
+def line(**cells: str) -> PublishedLine:
     runs = {"framework": "Megatron-Bridge", "release": "26.04", "gpu": "H100", "experts": "128"}
-    return Line("here:2", "here", {**runs, **cells})
+    return PublishedLine("here:2", "here", {**runs, **cells})
 
 
 @pytest.mark.parametrize(

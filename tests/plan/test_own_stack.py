@@ -11,9 +11,9 @@ from paceline.config.stack import Stack
 from paceline.plan.answer.describe import known
 from paceline.plan.points import Setting
 from paceline.plan.price.step import predict
-from paceline.plan.published import read_runs
 from paceline.plan.residuals import relative_error
 from paceline.plan.search.choose import plan_job
+from paceline.published import read_runs
 from tests.plan.planned import layout, setting
 from tests.plan.test_calibrate import job_on_a100
 from tools.derive_own_stack import RUNS, derived

@@ -205,7 +205,7 @@ def test_this_machine_is_asked_only_where_no_cluster_is_named(folder, monkeypatc
     def asked() -> Cluster:
         raise AssertionError("the machine was asked")
 
-    monkeypatch.setattr("paceline.comm.topology.this_machine", asked)
+    monkeypatch.setattr("paceline.machine.discovery.this_machine", asked)
     _plan("images.toml", *EIGHT)
     with pytest.raises(AssertionError, match="the machine was asked"):
         _plan("images.toml")

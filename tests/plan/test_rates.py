@@ -17,11 +17,11 @@ from paceline.plan.grids import WAVE_SHARE
 from paceline.plan.rates import (
     KERNEL_S,
     attention_s,
-    filling,
     matmul_s,
     memory_s,
     origins,
     peak_flops,
+    wave_quantization,
 )
 
 A100, H100, B200 = device("A100-80"), device("H100-SXM"), device("B200")
@@ -279,8 +279,8 @@ def test_attention_of_an_arithmetic_measured_by_itself_has_its_own_curve():
 
 
 def test_few_heads_wait_for_the_longest_block():
-    assert filling(np.array(1e9), 132) == pytest.approx(1)
-    assert filling(np.array(1), 132) == pytest.approx(264, rel=1e-3)
+    assert wave_quantization(np.array(1e9), 132) == pytest.approx(1)
+    assert wave_quantization(np.array(1), 132) == pytest.approx(264, rel=1e-3)
     one, many = (
         attention_s(H100, "bf16", "flash3", 1, heads, 2048, 2048, 128, 0.5) for heads in (1, 64)
     )

@@ -7,7 +7,7 @@ from paceline.config.layout import Layout
 from paceline.config.stack import Stack
 from paceline.plan.points import Points
 from paceline.plan.price.step import predict
-from paceline.plan.price.work import head_work
+from paceline.plan.work import head_work
 from tests.plan.planned import MODEL, layout, setting
 
 

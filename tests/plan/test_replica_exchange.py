@@ -21,7 +21,7 @@ from paceline.plan.points import Setting
 from paceline.plan.price.compress import codec_s
 from paceline.plan.price.step import predict
 from paceline.plan.search.choose import plan_job
-from paceline.plan.search.exchange import AFTER_WARM_UP, FORMS, named_forms
+from paceline.plan.search.gradient_comm import AFTER_WARM_UP, FORMS, named_forms
 
 VALUES = 20_000_000
 
@@ -68,8 +68,8 @@ def _job(mbit: float, *settings: str, hosts: int = 2, device: Device | None = No
     return given.replace(cluster=cluster)
 
 
-def _plan(mbit: float, *settings: str, **wishes):
-    job = _job(mbit, *settings, **wishes)
+def _plan(mbit: float, *settings: str, **constraints):
+    job = _job(mbit, *settings, **constraints)
     return plan_job(job, job.cluster)
 
 
@@ -125,7 +125,7 @@ def test_auto_begins_nothing_exactly_that_needs_no_such_steps():
 )
 def test_a_flip_of_the_form_is_what_a_plan_on_such_links_chooses(mbit, change, other_mbit, form):
     auto = ("comm.dp.compress=auto", LONG)
-    (flip,) = (flip for flip in answer(_job(mbit, *auto)).flips if flip.change == change)
+    (flip,) = (flip for flip in answer(_job(mbit, *auto)).sensitivities if flip.change == change)
     assert flip.is_other == (form is not None)
     assert flip.exchange == named_forms(_plan(other_mbit, *auto).job.comm)
     assert flip.exchange == form or form is None
@@ -133,7 +133,7 @@ def test_a_flip_of_the_form_is_what_a_plan_on_such_links_chooses(mbit, change, o
 
 
 def test_without_auto_flips_know_exact_sums_only():
-    assert {flip.exchange for flip in answer(_job(50, LONG)).flips} == {None}
+    assert {flip.exchange for flip in answer(_job(50, LONG)).sensitivities} == {None}
 
 
 @pytest.mark.parametrize("mbit", [50, 200, 1000, 20_000])
@@ -184,8 +184,8 @@ def test_units_cost_passes_beside_the_codec():
     assert 0.001 < quinary - int4 < 0.2
 
 
-def _sharded(mbit: float, *settings: str, **wishes):
-    return _plan(mbit, "layout.dp=1", "layout.fsdp=2", "layout.zero=3", *settings, **wishes)
+def _sharded(mbit: float, *settings: str, **constraints):
+    return _plan(mbit, "layout.dp=1", "layout.fsdp=2", "layout.zero=3", *settings, **constraints)
 
 
 @pytest.mark.parametrize(("mbit", "expected"), [(50, "int4"), (1e5, "none")])

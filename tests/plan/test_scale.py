@@ -17,11 +17,11 @@ from paceline.plan.scale import (
     checkpoint_bytes,
     daly_interval_s,
     device_mtbf_hours,
-    endurance,
     goodput,
     job_mtbf_s,
     owned_usd_per_year,
     rent_or_buy_months,
+    resilience,
     storage_usd_per_month,
     straggler_wait_s,
     strong_efficiency,
@@ -124,7 +124,7 @@ def test_young_and_daly_agree_where_saving_is_quick():
 
 @given(num_devices=st.integers(1, 131_072), num_params=st.floats(1e8, 2e12))
 def test_goodput_falls_with_devices_and_stays_a_share(num_devices, num_params):
-    one = endurance(_cluster(), [num_devices, 2 * num_devices], checkpoint_bytes(num_params))
+    one = resilience(_cluster(), [num_devices, 2 * num_devices], checkpoint_bytes(num_params))
     assert one is not None
     assert (one.goodput > 0).all()
     assert (one.goodput <= 1).all()
@@ -135,12 +135,12 @@ def test_goodput_falls_with_devices_and_stays_a_share(num_devices, num_params):
 
 def test_a_slow_storage_stretches_the_interval():
     state = checkpoint_bytes(405e9)
-    fast = endurance(_cluster(), 16384, state)
-    slow = endurance(_cluster(), 16384, state, storage_bytes_per_s=1e9)
+    fast = resilience(_cluster(), 16384, state)
+    slow = resilience(_cluster(), 16384, state, storage_bytes_per_s=1e9)
     assert slow.interval_s == state / 1e9 > fast.interval_s
     assert slow.goodput < fast.goodput
     assert "assumed" in fast.origins["restart_s"]
-    assert endurance(_cluster(), 8, state, restart_s=1.0).origins["restart_s"] == "given"
+    assert resilience(_cluster(), 8, state, restart_s=1.0).origins["restart_s"] == "given"
 
 
 def test_reliability_is_given_or_published_or_unknown():
@@ -150,7 +150,7 @@ def test_reliability_is_given_or_published_or_unknown():
     assert device_mtbf_hours(own).value == 1000
     cpu = Cluster.parse({"device": {"name": "cpu", "kind": "cpu"}})
     assert device_mtbf_hours(cpu) is None
-    assert endurance(cpu, 4, 1e9) is None
+    assert resilience(cpu, 4, 1e9) is None
 
 
 def test_a_save_blocks_for_the_copy_of_a_share():
@@ -246,6 +246,6 @@ def test_scaling_efficiency_names_its_reference():
 
 def test_scalars_and_columns_agree():
     sizes = np.array([8, 1024, 131_072])
-    together = endurance(_cluster(), sizes, 1e12)
-    alone = [endurance(_cluster(), size, 1e12).goodput for size in sizes]
+    together = resilience(_cluster(), sizes, 1e12)
+    alone = [resilience(_cluster(), size, 1e12).goodput for size in sizes]
     assert together.goodput == pytest.approx(alone)

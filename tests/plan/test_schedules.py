@@ -25,9 +25,9 @@ from paceline.plan.schedules import (
     bubble_fraction_published,
     build_schedule,
     check,
+    draw_schedule,
     equal_cost,
     makespan,
-    picture,
     split_layers,
     timeline,
 )
@@ -450,7 +450,7 @@ def test_the_pictures_of_the_page_are_those_of_the_lists():
     assert {name for name, *_ in pictures} == set(DEMANDS)
     for name, ranks, batches, drawn in pictures:
         schedule = build_schedule(name, int(ranks), int(batches), per_rank(name))
-        assert drawn == picture(schedule), f"{name} should be\n{picture(schedule)}"
+        assert drawn == draw_schedule(schedule), f"{name} should be\n{draw_schedule(schedule)}"
 
 
 def test_the_table_of_the_page_is_computed():

@@ -22,7 +22,7 @@ from paceline.plan.search.bounds import SLACK, bounds_of_meshes, least_bytes, le
 from paceline.plan.search.pricing import peak_bytes, step_seconds
 from paceline.plan.search.search import memory_limit, search
 from paceline.plan.search.simple import AS_GOOD, complexity, simplest_first
-from paceline.plan.search.space import FREE, Space, Wishes
+from paceline.plan.search.space import FREE, SearchConstraints, Space
 from paceline.plan.search.tables import size_of, take
 from tests.plan.planned import layout
 
@@ -60,29 +60,29 @@ def _of_kind(kind: str) -> Setting:
 def test_it_finds_the_best_of_everything(kind, free):
     bounds = {"cp": (1, 2), "pp": (1, 4), "stages_per_rank": (1, 4)}
     setting = _setting(MODELS[kind], nodes=1 if free else 2, batch=32)
-    wishes = Wishes(free=free, bounds=bounds)
-    space = Space.of(setting, wishes)
+    constraints = SearchConstraints(free=free, bounds=bounds)
+    space = Space.of(setting, constraints)
     limit = memory_limit(setting.device)
-    turned = space.turned(space.cores())
-    table = space.relieved({**turned, "row": np.arange(size_of(turned))})
+    pipelined = space.pipelined(space.partial_layouts())
+    table = space.completed({**pipelined, "row": np.arange(size_of(pipelined))})
     points = space.points(table)
     fits = peak_bytes(setting, points) <= limit
     step_s = step_seconds(setting, points).step_s[fits]
-    pool, num_priced, _ = searching._hunt(space, limit, 20)
+    pool, num_priced, _ = searching._branch_and_bound(space, limit, 20)
     assert num_priced < 0.6 * size_of(table)
     found = pool["step_s"][pool["memory_bytes"] <= limit]
     assert found[0] == pytest.approx(step_s.min())
     # Of each core and schedule the fastest relief; a dozen of them, wherever they are.
-    best = np.full(size_of(turned), np.inf)
+    best = np.full(size_of(pipelined), np.inf)
     np.minimum.at(best, table["row"][fits], step_s)
     assert set(np.sort(best)[:12]) <= set(found)
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_threads_change_nothing(kind):
-    space = Space.of(_setting(MODELS[kind]), Wishes())
+    space = Space.of(_setting(MODELS[kind]), SearchConstraints())
     limit = memory_limit(space.setting.device)
-    alone, shared = (searching._hunt(space, limit, 20, number)[0] for number in (1, 2))
+    alone, shared = (searching._branch_and_bound(space, limit, 20, number)[0] for number in (1, 2))
     assert alone.keys() == shared.keys()
     for name in alone.keys() - {"row"}:  # of a visit's own table
         assert np.array_equal(alone[name], shared[name]), name
@@ -100,13 +100,13 @@ def test_predictions_of_a_search_are_those_of_each_layout_alone(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bounds_bound(kind):
-    space = Space.of(_of_kind(kind), Wishes(free=("offload", "precision")))
+    space = Space.of(_of_kind(kind), SearchConstraints(free=("offload", "precision")))
     meshes = np.arange(0, size_of(space.meshes), 7)
-    cores = space.cores(meshes)
-    seconds, least = least_seconds(space, cores), least_bytes(space, cores)
+    partial_layouts = space.partial_layouts(meshes)
+    seconds, least = least_seconds(space, partial_layouts), least_bytes(space, partial_layouts)
     by_mesh, least_of_mesh = bounds_of_meshes(space, meshes)
-    numbered = {**cores, "core": np.arange(size_of(cores))}
-    table = space.relieved(space.turned(numbered))
+    numbered = {**partial_layouts, "core": np.arange(size_of(partial_layouts))}
+    table = space.completed(space.pipelined(numbered))
     rows = np.random.default_rng(0).permutation(size_of(table))[:30000]
     table = take(table, rows)
     points = space.points(table)
@@ -123,9 +123,9 @@ def test_bounds_bound(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pricing_by_groups_changes_nothing(kind):
-    space = Space.of(_of_kind(kind), Wishes(free=FREE))
-    cores = space.cores(np.arange(0, size_of(space.meshes), 23))
-    table = space.relieved(space.turned(cores))
+    space = Space.of(_of_kind(kind), SearchConstraints(free=FREE))
+    partial_layouts = space.partial_layouts(np.arange(0, size_of(space.meshes), 23))
+    table = space.completed(space.pipelined(partial_layouts))
     rows = np.random.default_rng(1).permutation(size_of(table))[:9000]
     points = space.points(take(table, rows))
     found, whole = step_seconds(space.setting, points), price(space.setting, points)
@@ -202,7 +202,7 @@ def test_within_the_error_the_simpler_layout_wins(by, chosen):
 def test_what_is_tight_comes_where_nothing_else_fits():
     """Between what must be there and what torch would reserve: found, and said to be tight."""
     setting = _setting(nodes=1, batch=8)
-    leanest = why.leanest_prediction(Space.of(setting, Wishes()))
+    leanest = why.leanest_prediction(Space.of(setting, SearchConstraints()))
     assert leanest.needed_bytes < leanest.peak_memory_bytes
     between = (leanest.needed_bytes + leanest.peak_memory_bytes) / 2
     known = setting.device
@@ -272,7 +272,7 @@ def test_more_memory_never_refuses_what_fitted():
 
 def test_an_empty_space_is_refused_in_one_sentence():
     with pytest.raises(InputError, match="no layout of 16 devices can run"):
-        search(_setting(batch=3), Wishes(Layout(dp=16)))
+        search(_setting(batch=3), SearchConstraints(Layout(dp=16)))
 
 
 def test_where_nothing_fits_the_answer_is_empty():

@@ -10,7 +10,7 @@ from rich.console import Console
 from paceline.plan.answer import describe, show
 from paceline.plan.answer.answer import answer
 from paceline.plan.answer.outlook import outlook
-from paceline.plan.search.budget import Purchase, Run
+from paceline.plan.search.budget import Purchase, TrainingRun
 from tests.plan.answers import IMAGES, cramped, eight, job, small_answer
 
 
@@ -148,9 +148,9 @@ def test_unknown_figures_are_called_unknown():
     assert rows["energy"].startswith("unknown")
 
 
-def _run(nodes: int, days: float, usd: float) -> Run:
+def _run(nodes: int, days: float, usd: float) -> TrainingRun:
     cluster = small_answer().job.cluster.replace(num_nodes=nodes)
-    return Run(cluster, small_answer().best, 0.99, days, usd)
+    return TrainingRun(cluster, small_answer().best, 0.99, days, usd)
 
 
 def test_purchases_name_the_fastest_and_the_cheapest():

@@ -17,7 +17,7 @@ from paceline.config.model import Model
 from paceline.config.stack import Stack
 from paceline.plan.points import PRECISIONS, RECOMPUTE, SCHEDULES, Points, Setting
 from paceline.plan.search.rules import can_run
-from paceline.plan.search.space import FREE, Space, Wishes, divisors
+from paceline.plan.search.space import FREE, SearchConstraints, Space, divisors
 from paceline.plan.search.tables import distinct
 
 CPU = Device(name="CPU", kind="cpu", precisions=("fp64", "fp32"))
@@ -41,7 +41,7 @@ def _setting(model=DENSE, what=GPU, nodes=2, per_node=4, batch=24, seq_len=48) -
 
 
 def _every_point(space: Space) -> Points:
-    return space.points(space.relieved(space.turned(space.cores())))
+    return space.points(space.completed(space.pipelined(space.partial_layouts())))
 
 
 def _refused(setting: Setting, layout: Layout) -> str | None:
@@ -109,7 +109,7 @@ def test_the_draws_above_hold_both_kinds():
 @pytest.mark.parametrize("what", [GPU, CPU])
 def test_all_that_the_space_holds_can_run_and_is_there_once(model, what):
     setting = _setting(model, what)
-    space = Space.of(setting, Wishes(free=FREE))
+    space = Space.of(setting, SearchConstraints(free=FREE))
     points = _every_point(space)
     assert len(points) == space.count()
     assert can_run(setting, points).all()
@@ -126,7 +126,7 @@ def test_all_that_the_space_holds_can_run_and_is_there_once(model, what):
 def test_the_space_lacks_nothing_that_can_run():
     """Against every combination of the settings of a small space, each asked by itself."""
     setting = _setting(MIXED, nodes=1, batch=4)
-    space = Space.of(setting, Wishes(free=("offload",)))
+    space = Space.of(setting, SearchConstraints(free=("offload",)))
     points = _every_point(space)
     axes = [
         dict(zip(("dp", "fsdp", "cp", "tp", "pp"), sizes, strict=True))
@@ -162,7 +162,7 @@ def test_fixed_settings_stay_and_bounds_hold():
     layout = Layout(
         tp=2, recompute="full", recompute_layers=1, micro_batch=2, offload=("optimizer",)
     )
-    space = Space.of(_setting(), Wishes(layout, bounds={"pp": (1, 2)}))
+    space = Space.of(_setting(), SearchConstraints(layout, bounds={"pp": (1, 2)}))
     points = _every_point(space)
     assert set(points.tp) == {2}
     assert set(points.micro_batch) == {2}
@@ -176,12 +176,14 @@ def test_fixed_settings_stay_and_bounds_hold():
 
 def test_tensor_parallel_stays_in_the_fast_domain_unless_asked():
     assert max(Space.of(_setting(per_node=2, nodes=4)).meshes["tp"]) == 2
-    wide = Wishes(bounds={"tp": (1, 8)})
+    wide = SearchConstraints(bounds={"tp": (1, 8)})
     assert max(Space.of(_setting(per_node=2, nodes=4), wide).meshes["tp"]) == 4
 
 
 def test_numerics_are_freed_only_by_name():
-    points = _every_point(Space.of(_setting(), Wishes(free=("precision", "optimizer_state"))))
+    points = _every_point(
+        Space.of(_setting(), SearchConstraints(free=("precision", "optimizer_state")))
+    )
     assert {PRECISIONS[index] for index in points.precision} == {"fp32", "bf16", "fp16", "fp8"}
     assert set(points.optimizer_8bit) == {False, True}
     points = _every_point(Space.of(_setting()))
@@ -190,16 +192,16 @@ def test_numerics_are_freed_only_by_name():
 
 
 @pytest.mark.parametrize(
-    ("wishes", "words"),
+    ("constraints", "words"),
     [
         ({"free": ("offlod",)}, "did you mean offload"),
         ({"bounds": {"tpp": (1, 2)}}, "did you mean tp"),
         ({"bounds": {"tp": (4, 2)}}, "tp from 4 to 2"),
     ],
 )
-def test_wrong_wishes_are_refused(wishes, words):
+def test_wrong_wishes_are_refused(constraints, words):
     with pytest.raises(InputError, match=words):
-        Wishes(**wishes)
+        SearchConstraints(**constraints)
 
 
 def test_a_thousand_devices_have_more_than_ten_million_layouts():
@@ -210,7 +212,7 @@ def test_a_thousand_devices_have_more_than_ten_million_layouts():
     experts = Experts(num_experts=128, experts_per_token=8, ffn_size=1536)
     for model in (seventy, seventy.replace(experts=experts)):
         setting = _setting(model, nodes=128, per_node=8, batch=1024, seq_len=8192)
-        assert Space.of(setting, Wishes(free=("offload",))).count() > 10_000_000
+        assert Space.of(setting, SearchConstraints(free=("offload",))).count() > 10_000_000
 
 
 @given(st.integers(1, 5000))

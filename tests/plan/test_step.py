@@ -16,12 +16,18 @@ from paceline.config.hardware import Cluster
 from paceline.config.schedule import DEMANDS, smallest_micro_batches
 from paceline.config.stack import Stack
 from paceline.observe.terms import TERMS
-from paceline.plan.kinds import kinds_of
+from paceline.plan.block_kinds import block_kinds_of
 from paceline.plan.points import Points
-from paceline.plan.price.pipelined import Passes, bounding_stages, closed_form, simulated, stages_of
-from paceline.plan.price.step import Network, head_layers, predict, price, times_of
+from paceline.plan.price.pipelined import (
+    StagePasses,
+    bounding_stages,
+    closed_form,
+    simulated,
+    stages_of,
+)
+from paceline.plan.price.step import NetworkParts, head_layers, predict, price, times_of
 from paceline.plan.schedules import bubble_fraction_published, build_schedule, split_layers
-from paceline.plan.stages import Stages
+from paceline.plan.stages import StageWork
 from tests.plan.planned import EXPERTS, MODEL, cluster, figure, layout, setting, tiers
 
 PER_RANK = {name: demands.stages_per_rank or 2 for name, demands in DEMANDS.items()}
@@ -35,12 +41,12 @@ def equal_stages(name: str, ranks: int, batches: int, cost: tuple[float, float, 
     stages = ranks * (1 if name == "dualpipe" else PER_RANK[name])
     one = setting(MODEL.replace(num_layers=stages), batch=batches)
     laid = layout(pp=ranks, schedule=name, stages_per_rank=PER_RANK[name], split=(1,) * stages)
-    points, kinds = Points.of([laid], one), kinds_of(one.model)
+    points, kinds = Points.of([laid], one), block_kinds_of(one.model)
     columns = bounding_stages(one.model, points, kinds, 0.0)
     every = stages_of(one, laid, kinds)
 
-    def passes(of: Stages) -> Passes:
-        return Passes(*(np.full(of.has_embedding.shape, seconds) for seconds in cost))
+    def passes(of: StageWork) -> StagePasses:
+        return StagePasses(*(np.full(of.has_embedding.shape, seconds) for seconds in cost))
 
     hop = np.zeros(1)
     closed = closed_form(setting(), points, columns, passes(columns), hop)
@@ -90,11 +96,11 @@ def test_uneven_stages_are_near_the_simulation(name, ranks, num_layers, head):
     one = setting(MODEL.replace(num_layers=num_layers), batch=4 * ranks)
     split = split_layers([1.0] * num_layers, stages, 0.0, head)
     laid = layout(pp=ranks, schedule=name, stages_per_rank=per_rank, split=split)
-    points, kinds = Points.of([laid], one), kinds_of(one.model)
+    points, kinds = Points.of([laid], one), block_kinds_of(one.model)
 
-    def passes(of: Stages) -> Passes:
+    def passes(of: StageWork) -> StagePasses:
         layers = of.layers.sum(0) + head * of.has_head
-        return Passes(layers, layers, layers)
+        return StagePasses(layers, layers, layers)
 
     columns, every = bounding_stages(one.model, points, kinds, head), stages_of(one, laid, kinds)
     closed = closed_form(setting(), points, columns, passes(columns), np.zeros(1))
@@ -108,8 +114,8 @@ def test_transfers_cost_1f1b_in_every_round_and_gpipe_once():
         _, ran, schedule = equal_stages(name, 4, 16, (1.0, 1.0, 1.0))
         one = setting(MODEL.replace(num_layers=4), batch=16)
         laid = layout(pp=4, schedule=name, split=(1,) * 4)
-        points, kinds = Points.of([laid], one), kinds_of(one.model)
-        passes = Passes(*(np.ones((4, 1)) for _ in range(3)))
+        points, kinds = Points.of([laid], one), block_kinds_of(one.model)
+        passes = StagePasses(*(np.ones((4, 1)) for _ in range(3)))
         stages = stages_of(one, laid, kinds)
         hops = simulated(schedule)(setting(), points, stages, passes, np.array([0.1]))
         by_class = bounding_stages(one.model, points, kinds, 0.0)
@@ -413,9 +419,9 @@ def test_times_takes_any_pipeline():
     one = setting(batch=64)
     laid = layout(pp=4, dp=4, schedule="1f1b", split=(4, 4, 4, 4))
     points = Points.of([laid], one)
-    stages = stages_of(one, laid, kinds_of(MODEL))
+    stages = stages_of(one, laid, block_kinds_of(MODEL))
     schedule = build_schedule("1f1b", 4, 16, 1)
-    network = Network.of(one, points)
+    network = NetworkParts.of(one, points)
     found = times_of(one, points, network, stages, simulated(schedule))
     assert found.step_s[0] == pytest.approx(predict(one, laid).step_s)
     assert found.passes.whole_s.shape == (4, 1)

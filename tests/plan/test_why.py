@@ -12,16 +12,16 @@ from paceline.plan.points import Setting
 from paceline.plan.price.step import predict
 from paceline.plan.resolve import concrete_cluster, resolve
 from paceline.plan.search import why
-from paceline.plan.search.budget import buy
+from paceline.plan.search.budget import plan_purchase
 from paceline.plan.search.choose import plan_job
 from paceline.plan.search.search import search
-from paceline.plan.search.space import Wishes
+from paceline.plan.search.space import SearchConstraints
 
 SEVEN = Model(
     vocab_size=32000, hidden_size=4096, ffn_size=11008, num_layers=32, num_heads=32,
     max_seq_len=4096,
 )  # fmt: skip
-WISHES = Wishes(bounds={"cp": (1, 2), "pp": (1, 4), "stages_per_rank": (1, 2)})
+WISHES = SearchConstraints(bounds={"cp": (1, 2), "pp": (1, 4), "stages_per_rank": (1, 2)})
 SHAPES = (
     "model.hidden_size=2048", "model.ffn_size=8192", "model.num_layers=24", "model.num_heads=16",
     "model.num_kv_heads=8", "model.max_seq_len=4096", "train.seq_len=4096",
@@ -61,16 +61,16 @@ def test_the_binding_term_is_the_largest_without_progress(found):
 
 
 def test_flips_go_the_way_that_physics_goes(found):
-    flips = {flip.change: flip for flip in why.flips(found)}
-    assert {"a quarter more memory", "twice the batch"} < set(flips)
-    faster = [flip for change, flip in flips.items() if "twice as fast" in change]
-    slower = [flip for change, flip in flips.items() if "half as fast" in change]
+    sensitivities = {flip.change: flip for flip in why.sensitivities(found)}
+    assert {"a quarter more memory", "twice the batch"} < set(sensitivities)
+    faster = [flip for change, flip in sensitivities.items() if "twice as fast" in change]
+    slower = [flip for change, flip in sensitivities.items() if "half as fast" in change]
     assert faster
     assert slower
     assert all(flip.gain >= -1e-9 for flip in faster)
     assert all(flip.gain <= 1e-3 for flip in slower)
-    assert flips["a quarter more memory"].gain >= 0
-    for flip in flips.values():
+    assert sensitivities["a quarter more memory"].gain >= 0
+    for flip in sensitivities.values():
         assert flip.is_other == (flip.best != found.ranked[0].layout)
         assert flip.change in flip.text
 
@@ -192,7 +192,9 @@ def _offer(name: str, usd: float, nodes: int) -> Cluster:
 
 def test_money_and_time_buy_devices():
     offers = [_offer("A100-80", 1.5, 4), _offer("H100-SXM", 3.0, 4)]
-    bought = buy(_setting(), offers, 5e9, usd=3000, days=3, wishes=WISHES, num_nodes=(1, 4))
+    bought = plan_purchase(
+        _setting(), offers, 5e9, usd=3000, days=3, constraints=WISHES, num_nodes=(1, 4)
+    )
     assert len(bought.runs) == 4
     assert bought.fastest.usd <= 3000
     assert bought.cheapest.days <= 3
@@ -207,13 +209,15 @@ def test_money_and_time_buy_devices():
 
 
 def test_too_little_money_is_said():
-    bought = buy(_setting(), [_offer("A100-80", 1.5, 1)], 1e12, usd=1, days=1, wishes=WISHES)
+    bought = plan_purchase(
+        _setting(), [_offer("A100-80", 1.5, 1)], 1e12, usd=1, days=1, constraints=WISHES
+    )
     assert bought.fastest is None
     assert bought.text == "no run stays within 1 USD and 1 days."
 
 
 def test_a_price_is_never_invented():
     with pytest.raises(InputError, match=r"the price of A100-80 is not known"):
-        buy(_setting(), [_cluster()], 1e9, usd=1000)
+        plan_purchase(_setting(), [_cluster()], 1e9, usd=1000)
     with pytest.raises(InputError, match="give the number of tokens"):
-        buy(_setting(), [_offer("A100-80", 1.5, 1)], 0, usd=1000)
+        plan_purchase(_setting(), [_offer("A100-80", 1.5, 1)], 0, usd=1000)

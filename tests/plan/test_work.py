@@ -9,20 +9,22 @@ from hypothesis import strategies as st
 
 from paceline.config.model import Model
 from paceline.config.stack import Stack
-from paceline.plan.kinds import kinds_of
+from paceline.plan.block_kinds import block_kinds_of
 from paceline.plan.points import Points, Setting
-from paceline.plan.price.work import Work, block_work, embedding_work, head_work, rows_of_each
+from paceline.plan.work import PartWork, block_work, embedding_work, head_work, rows_of_each
 from tests.plan.planned import EXPERTS, MODEL, layout, setting
 
 
-def works(given: Setting, **axes) -> list[tuple[int, Work]]:
+def works(given: Setting, **axes) -> list[tuple[int, PartWork]]:
     """How often each part occurs, and its work."""
     points = Points.of([layout(**axes)], given)
-    blocks = [(len(kind.layers), block_work(given, points, kind)) for kind in kinds_of(given.model)]
+    blocks = [
+        (len(kind.layers), block_work(given, points, kind)) for kind in block_kinds_of(given.model)
+    ]
     return [*blocks, (1, embedding_work(given, points)), (1, head_work(given, points))]
 
 
-def flops(parts: list[tuple[int, Work]]) -> float:
+def flops(parts: list[tuple[int, PartWork]]) -> float:
     """Of the forward pass of a micro-batch on one rank."""
     total = 0.0
     for count, work in parts:
@@ -87,7 +89,7 @@ def test_axes_share_out_the_work(axes):
     assert shared == pytest.approx(flops(works(one)))
 
 
-def sent(work: Work, axis: str) -> dict[tuple[str, bool], float]:
+def sent(work: PartWork, axis: str) -> dict[tuple[str, bool], float]:
     """Bytes of a block by operation and pass, where more than one rank takes part."""
     total: dict[tuple[str, bool], float] = {}
     for exchange in work.exchanges:
@@ -185,7 +187,7 @@ def test_fusing_merges_products_and_saves_passes():
     assert len(eager.products) == 7
     assert len(fused.products) == 4
 
-    def moved(work: Work) -> float:
+    def moved(work: PartWork) -> float:
         return sum(float(np.sum(sweep.num_bytes)) for sweep in work.sweeps)
 
     assert moved(fused) < 0.6 * moved(eager)
@@ -197,7 +199,7 @@ def test_fusing_merges_products_and_saves_passes():
 def test_columns_are_the_same_as_single_layouts():
     one = setting()
     layouts = [layout(fsdp=16), layout(tp=4, fsdp=4, micro_batch=2), layout(cp=2, fsdp=8)]
-    kind = kinds_of(MODEL)[0]
+    kind = block_kinds_of(MODEL)[0]
     together = block_work(one, Points.of(layouts, one), kind)
     for number, each in enumerate(layouts):
         alone = block_work(one, Points.of([each], one), kind)

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.comm import Comm, DpComm
 from paceline.config.device import Figure
 from paceline.config.hardware import Cluster, Device
 from paceline.config.job import Job, read_job
 from paceline.parallel import offload
-from paceline.parallel.replicate import exchange_of
+from paceline.parallel.replicate import compressed_all_reduce_of
 from paceline.plan.resolve import resolve
-from paceline.train.task import Task, decoder_on_meta, next_token, whole
+from paceline.train.task import Task, decoder_on_meta, next_token, unstaged_loss
 from paceline.train.trainer import Trainer
 from paceline.train.vision import image_task
 from tests.parallel.training import DENSE, MODELS, SEQ, TRAIN, micro_batches
@@ -60,7 +60,7 @@ def _train(num_ranks: int, settings: tuple[str, ...]) -> None:
     staged = next_token(job, ranks)
     # First values are random numbers of the host: nothing to rehearse, and fakes have none.
     task = Task(
-        decoder_on_meta(job.model), whole(staged), lambda first: iter(()), None, "tokens",
+        decoder_on_meta(job.model), unstaged_loss(staged), lambda first: iter(()), None, "tokens",
         staged=staged, fill=lambda module: None,
     )  # fmt: skip
     trainer = Trainer.of(job, ranks, task)
@@ -102,7 +102,7 @@ def _exchanged(kind: str) -> None:
     network = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6))).to("cuda")
     names = {parameter: name for name, parameter in network.named_parameters()}
     replica = _Replica(network, dist.group.WORLD)
-    exchange = exchange_of(replica, names, Comm(dp=DpComm(compress=kind)), 2)
+    exchange = compressed_all_reduce_of(replica, names, Comm(dp=DpComm(compress=kind)), 2)
     assert exchange is not None
     for step in range(STEPS):
         exchange.begin(step)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from paceline.train import command, session
-from paceline.train.loop import Around
+from paceline.train.loop import RunContext
 from paceline.train.task import Task
 from paceline.train.trainer import Trainer
 
@@ -16,7 +16,7 @@ def keeping_rank(run_path: str, launcher_pid: int) -> None:
     """What a launched rank does, and a file besides."""
     train = session.train_loop
 
-    def train_and_keep(trainer: Trainer, task: Task, around: Around) -> int:
+    def train_and_keep(trainer: Trainer, task: Task, around: RunContext) -> int:
         done = train(trainer, task, around)
         file = Path(run_path) / f"parameters-{os.environ['RANK']}.pt"
         torch.save(dict(trainer.module.named_parameters()), file)

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.comm import ranks
+from paceline.comm import rendezvous
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job, read_job, to_toml
 from paceline.observe.profile import ProfiledWindows
 from paceline.observe.run import Run
 from paceline.plan.resolve import resolve
-from paceline.train.best import Best
+from paceline.train.best_evaluation import BestEvaluation
 from paceline.train.checkpoint import Checkpointer, load, newest_good, training_state
-from paceline.train.checkpoint.agreement import Ranks
+from paceline.train.checkpoint.lockstep import LockstepRanks
 from paceline.train.data import prepare
-from paceline.train.ledger import Ledger
-from paceline.train.loop import Around, train_loop
+from paceline.train.loop import RunContext, train_loop
+from paceline.train.metrics_buffer import MetricsBuffer
 from paceline.train.start import identity
 from paceline.train.task import language_task
 from paceline.train.trainer import Trainer
@@ -68,7 +68,7 @@ def job_of(folder: Path, num_ranks: int, settings: Sequence[str]) -> Job:
 def trainer_of(folder: Path, rank: int, num_ranks: int, settings: Sequence[str]) -> Trainer:
     """A rank of a leg, ready to train on the text."""
     job = job_of(folder, num_ranks, settings)
-    mine = ranks.Ranks(rank, num_ranks, rank, num_ranks)
+    mine = rendezvous.Ranks(rank, num_ranks, rank, num_ranks)
     return Trainer.of(job, mine, language_task(job, mine, prepare(job.data)))
 
 
@@ -77,13 +77,13 @@ def go_on(rank: int, num_ranks: int, leg: Leg) -> list[dict[str, Any]]:
     run = Run(leg.folder)
     trainer = trainer_of(leg.folder, rank, num_ranks, leg.settings)
     lines: list[dict[str, Any]] = []
-    around = Around(
+    around = RunContext(
         checkpointer=Checkpointer(run.checkpoint_folder, keep_last=2, say=lambda sentence: None),
         windows_from=lambda first: ProfiledWindows(run.trace_folder, rank, 0, first_step=first),
         stop=StopAfter(leg.stop_after),
-        ledger=Ledger(lines.append, 0, 5),
+        metrics_buffer=MetricsBuffer(lines.append, 0, 5),
         identity=identity(trainer.job, trainer.task.data_key),
-        best=Best(trainer.job),
+        best=BestEvaluation(trainer.job),
     )
     if rank == 0:
         run.write("job.toml", to_toml(trainer.job))
@@ -114,8 +114,8 @@ def run_legs(legs: Sequence[Leg]) -> dict[Path, list[list[dict[str, Any]]]]:
 def whole_state(folder: Path, model: Sequence[str]) -> dict[str, Any]:
     """The last checkpoint of a run, put together in one process."""
     trainer = trainer_of(folder, 0, 1, model)
-    found, _ = newest_good(Run(folder).checkpoint_folder, Ranks.alone(), print)
+    found, _ = newest_good(Run(folder).checkpoint_folder, LockstepRanks.alone(), print)
     assert found is not None
     assert found.step == FIRST + SECOND
     state = training_state(trainer.module, trainer.update.optimizer, found)
-    return {**state, "facts": load(found, state, Ranks.alone())}
+    return {**state, "facts": load(found, state, LockstepRanks.alone())}

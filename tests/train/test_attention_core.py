@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.kernels.attention.rule import Choice
+from paceline.kernels.attention.rule import BackendChoice
 from paceline.models.attention import Sdpa
 from paceline.train import attention_core
 from tests.parallel.training import FP32, job_of
@@ -23,7 +23,7 @@ def measured(monkeypatch):
 
     def choose(shape, dtype, device):
         asked.append((shape, dtype))
-        return Choice("flash", "because")
+        return BackendChoice("flash", "because")
 
     monkeypatch.setattr(attention_core, "choose", choose)
     monkeypatch.setattr(attention_core, "remembered", lambda *_: None)
@@ -32,7 +32,7 @@ def measured(monkeypatch):
 
 def test_kernels_ask_the_rule_for_this_runs_shape(measured):
     job = _job("triton")
-    assert attention_core.attention_choice(job, CUDA) == Choice("flash", "because")
+    assert attention_core.attention_choice(job, CUDA) == BackendChoice("flash", "because")
     ((shape, dtype),) = measured
     assert shape.batch == 2
     assert shape.heads == job.model.num_heads
@@ -43,7 +43,7 @@ def test_kernels_ask_the_rule_for_this_runs_shape(measured):
 
 def test_auto_takes_only_what_was_measured(measured, monkeypatch):
     assert attention_core.attention_choice(_job("auto"), CUDA) is None
-    monkeypatch.setattr(attention_core, "remembered", lambda *_: Choice("flash", "measured"))
+    monkeypatch.setattr(attention_core, "remembered", lambda *_: BackendChoice("flash", "measured"))
     assert attention_core.attention_choice(_job("auto"), CUDA) is not None
 
 

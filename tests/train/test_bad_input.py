@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.comm.ranks import MEETING
+from paceline.comm.rendezvous import MEETING
 from tests.command_line import (
     COMMAND,
     Started,
@@ -193,8 +193,8 @@ def test_help_loads_neither_torch_nor_pydantic(tmp_path):
 
 def test_show_and_plan_load_no_torch_where_there_is_no_driver(tmp_path):
     code = (
-        "import sys; from paceline.cli import main; from paceline.comm import topology\n"
-        "topology._has_driver = lambda: False\n"
+        "import sys; from paceline.cli import main; from paceline.machine import discovery\n"
+        "discovery._has_driver = lambda: False\n"
         "for words in (['train', '--show'], ['plan', '--cluster', '1xH100-SXM']):\n"
         "    sys.argv = ['paceline', *words]\n"
         "    main()\n"

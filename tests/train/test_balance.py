@@ -4,7 +4,7 @@ ranks change nothing that is computed (gloo ranks against one process)."""
 import pytest
 import torch
 
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.parallel.ep import expert_layers
 from tests.parallel.training import (
     FP64,

@@ -23,8 +23,7 @@ from torch import Tensor
 from paceline.config.errors import InputError
 from paceline.train.checkpoint import Checkpointer, newest_good
 from paceline.train.checkpoint import checkpointer as checkpointer_module
-from paceline.train.checkpoint.agreement import Ranks
-from paceline.train.checkpoint.checkpointer import _Keeping
+from paceline.train.checkpoint.checkpointer import _Retention
 from paceline.train.checkpoint.files import (
     DTYPES,
     FORMAT_VERSION,
@@ -37,7 +36,8 @@ from paceline.train.checkpoint.files import (
     encode_manifest,
     write_shard,
 )
-from paceline.train.checkpoint.plan import Offer, _piece, divide, leaves
+from paceline.train.checkpoint.lockstep import LockstepRanks
+from paceline.train.checkpoint.plan import RankState, _piece, divide_writes, leaves
 from tests.train import checkpoint_cases as cases
 from tests.train.checkpoint_cases import opened
 
@@ -102,17 +102,17 @@ def test_what_is_no_manifest_is_refused(raw):
     ],
 )
 def test_which_checkpoints_stay(keep_last, keep_every, damaged, removed):
-    keeping = _Keeping(keep_last, keep_every, damaged=damaged)
+    keeping = _Retention(keep_last, keep_every, damaged=damaged)
     assert keeping.to_remove([10, 20, 25, 30], newest=30) == removed
 
 
 def test_the_checkpoint_just_written_stays_even_among_later_ones():
-    assert 10 not in _Keeping(1, None).to_remove([10, 900], newest=10)
+    assert 10 not in _Retention(1, None).to_remove([10, 900], newest=10)
 
 
 def test_replicated_tensors_are_divided_over_the_ranks_that_hold_them():
-    offer = Offer.of({"a": torch.zeros(8), "b": torch.zeros(8), "lr": 0.1})
-    shares = divide([offer.asked, offer.asked])
+    offer = RankState.of({"a": torch.zeros(8), "b": torch.zeros(8), "lr": 0.1})
+    shares = divide_writes([offer.asked, offer.asked])
     assert [[item.index.fqn for item in share.items] for share in shares] == [["a"], ["b"]]
     assert [share.value_names for share in shares] == [["lr"], []]
     assert shares[0].tensors["b"].chunks[0].file == "rank1.safetensors"
@@ -285,10 +285,10 @@ def test_who_only_reads_leaves_alone_what_a_run_is_saving(tmp_path):
     checkpointer.finish()
     half = tmp_path / "step-2.tmp"
     half.mkdir()
-    found, damaged = newest_good(tmp_path, Ranks.alone(), print)
+    found, damaged = newest_good(tmp_path, LockstepRanks.alone(), print)
     assert (found.step, damaged) == (1, set())
     assert half.exists()
-    assert newest_good(tmp_path / "nowhere", Ranks.alone(), print) == (None, set())
+    assert newest_good(tmp_path / "nowhere", LockstepRanks.alone(), print) == (None, set())
 
 
 def test_an_empty_directory_has_no_checkpoint(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.train.checkpoint import newest_good, training_state
-from paceline.train.checkpoint.agreement import Ranks
+from paceline.train.checkpoint.lockstep import LockstepRanks
 from tests.ranks import run_ranks
 from tests.train import checkpoint_cases as cases
 from tests.train.checkpoint_cases import assert_same, optimizer_of, tiny, train, whole
@@ -74,7 +74,7 @@ def test_a_run_resumes_in_another_layout(resumed, uninterrupted, case):
 
 
 def test_a_rank_without_a_share_writes_nothing_of_a_tensor(resumed, root):
-    found, _ = newest_good(root / "fsdp-4", Ranks.alone(), print)
+    found, _ = newest_good(root / "fsdp-4", LockstepRanks.alone(), print)
     chunks = found.manifest.tensors["model.temperature"].chunks  # one element, on four ranks
     assert [chunk.sizes for chunk in chunks] == [[1]]
     assert all(0 not in c.sizes for e in found.manifest.tensors.values() for c in e.chunks)

@@ -26,9 +26,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.errors import InputError
-from paceline.train.custom.feed import Deal, feed_of
+from paceline.train.custom.feed import BatchPartition, feed_of
 from tests.ranks import run_ranks
 
 NUM, BATCH, MICRO = 24, 8, 2
@@ -143,7 +143,7 @@ def _steps(data: Any, ranks: Ranks, first: int = 0, **settings: Any) -> list[Any
     torch.manual_seed(100 + ranks.rank)
     random.seed(100 + ranks.rank)
     np.random.seed(100 + ranks.rank)
-    feed = feed_of(data, Deal(BATCH, MICRO, 0, ranks), None, None, **settings)
+    feed = feed_of(data, BatchPartition(BATCH, MICRO, 0, ranks), None, None, **settings)
     got = []
     for step in islice(feed.steps(first), NUM_STEPS - first // BATCH):
         assert [part.num_samples for part in step] == [MICRO] * len(step)
@@ -188,7 +188,7 @@ def test_workers_change_nothing():
 
 
 def test_what_reading_draws_leaves_the_generators_of_training_alone():
-    feed = feed_of(Numbered(), Deal(BATCH, MICRO, 0, Ranks()), None, None)
+    feed = feed_of(Numbered(), BatchPartition(BATCH, MICRO, 0, Ranks()), None, None)
     for generate in (lambda: torch.rand(()).item(), random.random, np.random.rand):
         torch.manual_seed(7), random.seed(7), np.random.seed(7)
         undisturbed = generate()
@@ -255,7 +255,7 @@ class Record:
 @pytest.mark.parametrize("make", [Pair, Record, lambda *both: both])
 def test_samples_of_any_form_are_stacked_in_it(make):
     data = [make(index, {"text": str(index), "x": torch.full((2,), index)}) for index in range(NUM)]
-    feed = feed_of(data, Deal(BATCH, MICRO, 0, Ranks()), None, None)
+    feed = feed_of(data, BatchPartition(BATCH, MICRO, 0, Ranks()), None, None)
     batch = next(feed.steps(0))[0].batch
     ids, rest = (batch.id, batch.drawn) if hasattr(batch, "id") else batch
     if make in (Pair, Record):
@@ -266,14 +266,14 @@ def test_samples_of_any_form_are_stacked_in_it(make):
 
 def test_lengths_may_differ_with_a_collate_function():
     data = [torch.ones(1 + index % 5) for index in range(NUM)]
-    deal = Deal(BATCH, BATCH, 0, Ranks())
+    deal = BatchPartition(BATCH, BATCH, 0, Ranks())
     (part,) = next(feed_of(data, deal, lambda some: pad_sequence(some, True), None).steps(0))
     assert part.batch.shape == (BATCH, 5)
 
 
 def test_columns_of_a_global_batch_are_cut_with_its_tensors():
     batch = {"x": np.arange(BATCH), "text": [str(n) for n in range(BATCH)], "scale": torch.ones(())}
-    feed = feed_of(iter([batch] * 2), Deal(BATCH, 3, 0, Ranks()), None, None)
+    feed = feed_of(iter([batch] * 2), BatchPartition(BATCH, 3, 0, Ranks()), None, None)
     parts = [part.batch for part in next(feed.steps(0))]
     assert [part["text"] for part in parts] == [list("012"), list("345"), list("67")]
     assert [part["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6, 7]]
@@ -282,7 +282,7 @@ def test_columns_of_a_global_batch_are_cut_with_its_tensors():
 def test_a_tensor_that_is_no_column_is_refused():
     batch = {"x": torch.zeros(BATCH, 2), "positions": torch.arange(5)}
     with pytest.raises(InputError, match=r"a tensor of shape \(5,\)"):
-        next(feed_of(iter([batch]), Deal(BATCH, 3, 0, Ranks()), None, None).steps(0))
+        next(feed_of(iter([batch]), BatchPartition(BATCH, 3, 0, Ranks()), None, None).steps(0))
 
 
 def test_a_hugging_face_dataset_works_as_it_is():
@@ -290,7 +290,7 @@ def test_a_hugging_face_dataset_works_as_it_is():
     columns = {"id": list(range(NUM)), "x": [[i, i + 1] for i in range(NUM)], "text": ["t"] * NUM}
     data = datasets.Dataset.from_dict(columns)
     for given in (data, DataLoader(data, BATCH, shuffle=True), data.to_iterable_dataset()):
-        feed = feed_of(given, Deal(BATCH, MICRO, 0, Ranks()), None, None)
+        feed = feed_of(given, BatchPartition(BATCH, MICRO, 0, Ranks()), None, None)
         got = [part.batch for step in islice(feed.steps(0), 3) for part in step]
         assert sorted(number for part in got for number in part["id"].tolist()) == list(range(NUM))
         assert got[0]["x"].shape == (MICRO, 2)
@@ -298,7 +298,7 @@ def test_a_hugging_face_dataset_works_as_it_is():
 
 
 def _held_out(rank: int, world_size: int, count: int) -> list[Any]:
-    deal = Deal(BATCH, MICRO, 0, Ranks(rank, world_size, rank, world_size))
+    deal = BatchPartition(BATCH, MICRO, 0, Ranks(rank, world_size, rank, world_size))
     data = [torch.tensor(index) for index in range(count)]
     forms = [data, DataLoader(data, 5), _batches_of(data)]
     return [

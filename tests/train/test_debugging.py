@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.errors import InputError
-from paceline.train.debugging import debug_server, keep_flight
+from paceline.train.debugging import debug_server, dump_flight_recorder
 from tests.command_line import ranks, start_paceline, write_tiny_job
 from tests.ranks import run_ranks
 
@@ -59,7 +59,7 @@ def test_the_stacks_of_all_ranks_are_served_while_the_run_lasts(tmp_path):
 
 def _flight(rank, world_size, folder):
     dist.all_reduce(torch.ones(3))
-    return keep_flight(folder, rank)
+    return dump_flight_recorder(folder, rank)
 
 
 def test_a_rank_writes_down_its_last_collectives(tmp_path):

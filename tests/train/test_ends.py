@@ -14,8 +14,8 @@ import torch
 from torch._inductor.compile_worker.subproc_pool import SubprocPool
 from torch.utils.data import DataLoader
 
-from paceline.comm.warm_up import TRAINING, warm_up_ranks
-from paceline.train.stopping import StopRequest, spare_compile_workers
+from paceline.comm.forkserver_start import TRAINING, warm_up_ranks
+from paceline.train.stopping import StopRequest, shield_compile_workers
 from tests.command_line import COMMAND, environment, metrics, ranks, write_tiny_job
 
 # The time that a busy machine may take for what should take a moment.
@@ -51,7 +51,9 @@ helper.stdout.readline()
 print(helper.pid, flush=True)
 helper.wait()
 """
-_HELPER = "import paceline.comm.as_helper, time; print('ready', flush=True); time.sleep(600)"
+_HELPER = (
+    "import paceline.comm.forkserver_process, time; print('ready', flush=True); time.sleep(600)"
+)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
@@ -73,7 +75,7 @@ def test_the_process_that_ranks_are_forked_from_is_made_a_helper_first(monkeypat
     monkeypatch.setattr(forkserver, "ensure_running", lambda: None)
     monkeypatch.setattr("multiprocessing.set_forkserver_preload", server.set_forkserver_preload)
     warm_up_ranks(TRAINING)
-    assert server._preload_modules == ["paceline.comm.as_helper", TRAINING]
+    assert server._preload_modules == ["paceline.comm.forkserver_process", TRAINING]
 
 
 def test_data_workers_live_on_when_a_signal_asks_for_a_stop(tmp_path):
@@ -95,7 +97,7 @@ def test_data_workers_live_on_when_a_signal_asks_for_a_stop(tmp_path):
 
 def test_compile_workers_live_on_when_a_signal_asks_for_a_stop(monkeypatch):
     monkeypatch.setattr(SubprocPool, "__init__", SubprocPool.__init__)  # given back afterwards
-    spare_compile_workers()
+    shield_compile_workers()
     pool = SubprocPool(1)
     try:
         worker = pool.submit(os.getpid).result(timeout=120)

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.models.decoder import Block
-from paceline.observe.ranks import late_by
+from paceline.observe.rank_spread import slowest_rank
 from tests.parallel.training import FP32, job_of, micro_batches, trainer_of
 from tests.ranks import run_ranks
 
@@ -60,7 +60,7 @@ def _best(steps, late):
 
 
 def _shows(busy_s, late):
-    named, lag_s = late_by(busy_s)
+    named, lag_s = slowest_rank(busy_s)
     return named == late and 0.5 * DELAY_S < lag_s < 2 * DELAY_S
 
 

@@ -12,7 +12,7 @@ from paceline.config.job import change_job, read_job
 from paceline.train.command import train_command
 from paceline.train.custom.feed import samples_of
 from paceline.train.data import prepare
-from paceline.train.length import in_steps
+from paceline.train.length import length_in_steps
 from tests.command_line import paceline as command
 from tests.small_job import work_in, write_small_job
 
@@ -25,22 +25,22 @@ def job_file(tmp_path, monkeypatch):
 
 def test_tokens_are_rounded_up_to_steps(job_file):
     for tokens, steps in ((1, 1), (32, 1), (33, 2), (320, 10)):
-        job = in_steps(read_job(job_file(f"tokens = {tokens}")))
+        job = length_in_steps(read_job(job_file(f"tokens = {tokens}")))
         assert (job.train.steps, job.train.tokens) == (steps, None)
 
 
 def test_an_epoch_reads_every_sample_of_the_train_split(job_file):
     job = read_job(job_file("epochs = 1"))
     num_samples = prepare(job.data).dataset("train").num_samples(16)
-    assert in_steps(job).train.steps == -(-num_samples // 2)
-    tenth = in_steps(read_job(job_file("epochs = 0.1")))
+    assert length_in_steps(job).train.steps == -(-num_samples // 2)
+    tenth = length_in_steps(read_job(job_file("epochs = 0.1")))
     assert tenth.train.steps == -(-num_samples // 20)
     assert tenth.train.epochs is None
 
 
 def test_steps_are_left_as_they_are(job_file):
     job = read_job(job_file("steps = 7"))
-    assert in_steps(job) is job
+    assert length_in_steps(job) is job
 
 
 def test_a_run_is_said_to_be_one_length(job_file):
@@ -56,7 +56,7 @@ def test_a_run_is_said_to_be_one_length(job_file):
 def test_a_setting_takes_the_place_of_the_files_length(job_file):
     job = read_job(job_file("steps = 3"), ["train.tokens=64"])
     assert (job.train.steps, job.train.tokens) == (0, 64)
-    assert in_steps(job).train.steps == 2
+    assert length_in_steps(job).train.steps == 2
     assert change_job(job, ["train.steps=5"]).train.tokens is None
     with pytest.raises(InputError, match="each say how long"):
         read_job(job_file("steps = 3"), ["train.tokens=96", "train.epochs=2"])
@@ -65,7 +65,7 @@ def test_a_setting_takes_the_place_of_the_files_length(job_file):
 def test_the_schedule_is_checked_against_the_steps_made(job_file):
     job = read_job(job_file("tokens = 64"), ["optim.warmup_steps=3"])
     with pytest.raises(InputError, match=r"3 steps but train\.steps = 2"):
-        in_steps(job)
+        length_in_steps(job)
 
 
 def test_synthetic_samples_have_neither_epochs_nor_tokens(tmp_path):
@@ -73,7 +73,7 @@ def test_synthetic_samples_have_neither_epochs_nor_tokens(tmp_path):
     sections = '[model]\nfamily = "dlrm"\ntables = [50, 20]\ndim = 4\nnum_dense = 3\n'
     file.write_text(f'{sections}[data]\nsource = "clicks"\n[train]\nepochs = 2\nglobal_batch = 8\n')
     with pytest.raises(InputError, match=r"epochs = 2.0 needs .* synthetic samples have no end"):
-        in_steps(read_job(file))
+        length_in_steps(read_job(file))
     with pytest.raises(InputError, match=r"tokens = 9 counts what language models read"):
         read_job(file, ["train.tokens=9"])
 

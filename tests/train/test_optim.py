@@ -151,7 +151,7 @@ def _after_steps(layout: Layout, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("layout", [FULL, CODED, BOTH], ids=["full", "8 bits", "both"])
 def test_the_kernel_steps_as_torch_does(layout, dtype):
     expected = _after_steps(layout, dtype)
-    with kernels(), launch.watched() as seen:
+    with kernels(), launch.record_launches() as seen:
         found = _after_steps(layout, dtype)
     assert {kernel.name.partition(".")[0] for kernel, *_ in seen} == {"adamw"}
     within = 1e-6 if layout == FULL else 2e-2  # a code may be the neighbour

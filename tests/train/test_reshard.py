@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.errors import InputError
 from paceline.train.checkpoint.plan import leaves
 from paceline.train.data import prepare

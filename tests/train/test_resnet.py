@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job, read_job
@@ -17,9 +17,9 @@ from paceline.config.vision import ResNet
 from paceline.plan.resolve import resolve
 from paceline.train.checkpoint import parameter_names
 from paceline.train.data.images import samples
-from paceline.train.here import why_only_planned
 from paceline.train.start import read_inputs
 from paceline.train.synthetic import EVAL_START
+from paceline.train.this_machine import why_only_planned
 from paceline.train.trainer import Trainer
 from paceline.train.vision import image_task
 from tests.command_line import metrics, paceline

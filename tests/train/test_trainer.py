@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from tests.parallel.training import (
     FP32,
     job_of,

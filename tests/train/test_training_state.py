@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from paceline.config.errors import InputError
-from paceline.parallel.stages import Stages
+from paceline.parallel.stages import StageModules
 from paceline.train.checkpoint import restore_training_state, training_state
 from paceline.train.optim import AdamW
 from tests.train import checkpoint_cases as cases
@@ -129,15 +129,15 @@ def test_extra_state_keeps_its_own_dtype(tmp_path):
     assert of_other.state[other.weight]["noise"]["rounds"] == 4
 
 
-def halves(seed: int) -> tuple[Stages, torch.optim.Optimizer]:
+def halves(seed: int) -> tuple[StageModules, torch.optim.Optimizer]:
     """Two stages of a network on one rank, each with a copy of the embedding, and an optimizer."""
     first, last = tiny(seed), tiny(seed)
     del first.head, last.inner
-    stages = Stages([first, last])
+    stages = StageModules([first, last])
     return stages, optimizer_of(stages)
 
 
-def step_alike(stages: Stages, optimizer: torch.optim.Optimizer, steps: int) -> None:
+def step_alike(stages: StageModules, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for step in range(steps):
         for stage in stages:
             for p in stage.parameters():

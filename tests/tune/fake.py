@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.config.errors import RunError
 from paceline.config.job import Job
-from paceline.tune.measurer import Heat, Progress, Result
+from paceline.tune.measurer import Progress, Result, RoundResults
 from paceline.tune.trial import Candidate, Outcome
 
 
@@ -18,11 +18,11 @@ class FakeMeasurer:
     step_s: Callable[[Job], float | Outcome]
     """Seconds of a Job's step, or how it fails."""
     tried: list[Job] = field(default_factory=list)
-    """In the order of the trials, again for each heat."""
+    """In the order of the trials, again for each trial round."""
 
     def measure(
         self, candidates: Sequence[Candidate], folder: Path | None, progress: Progress
-    ) -> Heat:
+    ) -> RoundResults:
         """See `Measurer.measure`."""
         self.tried += [one.job for one in candidates]
         told = [self.step_s(one.job) for one in candidates]

@@ -10,9 +10,9 @@ from paceline.config.curves import (
     MatmulCurve,
     MemoryCurve,
 )
+from paceline.config.frozen import size
 from paceline.config.hardware import Cluster, Device, Figure, Tier
 from paceline.config.job import Job
-from paceline.config.noun import size
 
 
 def figure(value: float) -> Figure:

@@ -7,9 +7,9 @@ import pytest
 from paceline.config.comm import Comm
 from paceline.config.errors import InputError
 from paceline.config.job import read_job
-from paceline.tune.command import Asked, tune_command
+from paceline.tune.command import TuneOptions, tune_command
 from tests.tune.jobs import job
-from tests.tune.test_heat import real, text
+from tests.tune.test_trial_round import real, text
 
 __all__ = ["text"]
 
@@ -19,7 +19,7 @@ def test_a_badly_set_job_is_mended_on_real_ranks(text, tmp_path, capsys):
     out = tmp_path / "tuned"
     keep = ["dp", "fsdp", "tp", "pp", "cp", "bucket_mib", "comm.dp.compress"]
     given = real(job(samples=32), text)
-    found = tune_command(given, Asked(trials=3, keep=keep), out)
+    found = tune_command(given, TuneOptions(trials=3, keep=keep), out)
     assert found["num_trials"] == 3
     assert found["step_s"] < 0.8 * found["given_step_s"]
     best = read_job(out / "job.toml")
@@ -34,10 +34,10 @@ def test_a_badly_set_job_is_mended_on_real_ranks(text, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        (Asked(until="speed=3"), "--until speed=3 is no goal"),
-        (Asked(budget="soon"), "--budget 'soon' is no time"),
-        (Asked(free=["lr"]), "--free lr is no setting"),
-        (Asked(keep=["model"]), "--keep model is no setting"),
+        (TuneOptions(until="speed=3"), "--until speed=3 is no goal"),
+        (TuneOptions(budget="soon"), "--budget 'soon' is no time"),
+        (TuneOptions(free=["lr"]), "--free lr is no setting"),
+        (TuneOptions(keep=["model"]), "--keep model is no setting"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_leaves_nothing(asked, sentence, tmp_path):
@@ -51,5 +51,5 @@ def test_steps_that_workers_take_by_themselves_are_not_compared(tmp_path):
     given = job()
     with pytest.raises(InputError, match="tune compares steps that all take together"):
         tune_command(
-            given.replace(comm=given.comm.replace(local=local)), Asked(), tmp_path / "tuned"
+            given.replace(comm=given.comm.replace(local=local)), TuneOptions(), tmp_path / "tuned"
         )

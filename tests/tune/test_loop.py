@@ -12,14 +12,14 @@ from paceline.config.stack import Stack
 from paceline.explain.finding import Evidence, Finding
 from paceline.plan.price.step import predict
 from paceline.tune import candidates, propose
-from paceline.tune.book import FolderBook
 from paceline.tune.candidates import Question, neighbours, predicted, untried
 from paceline.tune.goal import Goal
+from paceline.tune.journal import FolderJournal
 from paceline.tune.loop import Limits, Loop
+from paceline.tune.narrative import paragraph, parts
 from paceline.tune.page import render
 from paceline.tune.propose import LEAST_GAIN, Proposer
 from paceline.tune.settings import Freedom
-from paceline.tune.story import paragraph, parts
 from paceline.tune.trial import Outcome
 from tests.tune.fake import FakeMeasurer
 from tests.tune.jobs import job
@@ -60,15 +60,15 @@ def true_s(one: Job) -> float:
 
 @dataclass
 class Quiet:
-    heats: list[list[str]] = field(default_factory=list)
+    rounds: list[list[str]] = field(default_factory=list)
 
-    def heat_begins(self, number, candidates) -> None:
-        self.heats.append([one.why for one in candidates])
+    def round_begins(self, number, candidates) -> None:
+        self.rounds.append([one.why for one in candidates])
 
     def progress(self, candidate, what) -> None:
         pass
 
-    def heat_ended(self, known) -> None:
+    def round_ended(self, known) -> None:
         pass
 
 
@@ -87,24 +87,24 @@ def tuned(
     calibrate=believed,
     **limits,
 ):
-    """A book after a tuning, its measurer, and the decision that ended it."""
-    measurer, book = FakeMeasurer(step_s), FolderBook(folder)
-    book.open(GIVEN)
+    """A journal after a tuning, its measurer, and the decision that ended it."""
+    measurer, journal = FakeMeasurer(step_s), FolderJournal(folder)
+    journal.open(GIVEN)
     folder.mkdir(exist_ok=True)
     for heat in range(9):  # as if each had left a Run
-        place = book.run_folder(heat)
+        place = journal.run_folder(heat)
         place.mkdir(parents=True, exist_ok=True)
         (place / "job.toml").touch()
     loop = Loop(
         Proposer(Question(GIVEN, freedom or Freedom.of()), calibrate),
         Limits(**limits),
         measurer,
-        book,
+        journal,
         Quiet(),
         lambda _folder: findings,
         **({"clock": clock} if clock else {}),
     )
-    return book, measurer, loop.run()
+    return journal, measurer, loop.run()
 
 
 @pytest.fixture(scope="module")
@@ -113,29 +113,29 @@ def whole(tmp_path_factory):
 
 
 def test_what_is_mis_set_is_mended_in_few_trials(whole):
-    book, _, last = whole
-    best = book.known.best.job(GIVEN)
+    journal, _, last = whole
+    best = journal.known.best.job(GIVEN)
     assert best.layout.recompute == "none"
     assert best.layout.micro_batch > 1
     assert best.train == GIVEN.train
     assert last.ends
     assert "promises" in last.text or "gained nothing" in last.text
-    assert len(book.known.trials) < 20
+    assert len(journal.known.trials) < 20
 
 
 def test_no_single_change_would_be_faster_by_much(whole):
     """It ends near an optimum of what is true, not of what is predicted."""
-    book, _, _ = whole
-    best = book.known.best.job(GIVEN)
+    journal, _, _ = whole
+    best = journal.known.best.job(GIVEN)
     others = [true_s(one.job) for one in neighbours(Question(GIVEN, Freedom.of()), best)]
     assert min(others) > 0.97 * true_s(best)
 
 
 def test_every_result_is_kept_before_the_next_heat_and_gone_on_from(tmp_path):
-    book, first, _ = tuned(tmp_path, trials=4)
-    assert len(book.known.trials) == 4
+    journal, first, _ = tuned(tmp_path, trials=4)
+    assert len(journal.known.trials) == 4
     reread, second, _ = tuned(tmp_path, trials=8)
-    assert reread.known.trials[:4] == book.known.trials
+    assert reread.known.trials[:4] == journal.known.trials
     tried = [str(one.layout) + str(one.comm) for one in first.tried]
     again = [str(one.layout) + str(one.comm) for one in second.tried]
     assert len(reread.known.trials) == 8
@@ -146,7 +146,7 @@ def test_every_result_is_kept_before_the_next_heat_and_gone_on_from(tmp_path):
 
 
 def test_the_planner_learns_from_the_trials(tmp_path):
-    """Its constants are fitted to the first heat, and again when there is twice as much."""
+    """Its constants are fitted to the first trial round, and again when there is twice as much."""
     fitted = Stack(constants={"launch_us": 50.0})
     cases: list[int] = []
 
@@ -168,9 +168,9 @@ def test_a_tuning_that_ended_has_nothing_more_to_do(tmp_path):
 
 
 def test_another_job_in_the_same_folder_is_refused(tmp_path):
-    FolderBook(tmp_path).open(GIVEN)
+    FolderJournal(tmp_path).open(GIVEN)
     with pytest.raises(InputError, match="has the trials of another Job"):
-        FolderBook(tmp_path).open(job(samples=16))
+        FolderJournal(tmp_path).open(job(samples=16))
 
 
 def test_memory_that_was_lacking_is_not_asked_for_again(tmp_path):
@@ -181,32 +181,32 @@ def test_memory_that_was_lacking_is_not_asked_for_again(tmp_path):
     def lacks(one: Job) -> float | Outcome:
         return true_s(one) if predicted(one, "").peak_bytes <= least else "out of memory"
 
-    book, _, _ = tuned(tmp_path, lacks, trials=12)
-    failed = [one for one in book.known.trials if one.outcome == "out of memory"]
+    journal, _, _ = tuned(tmp_path, lacks, trials=12)
+    failed = [one for one in journal.known.trials if one.outcome == "out of memory"]
     assert len({one.heat for one in failed}) > 1
-    for one in book.known.trials:
+    for one in journal.known.trials:
         before = [other.peak_bytes for other in failed if other.heat < one.heat]
         assert one.peak_bytes < min(before, default=math.inf)
     assert "activations" in failed[0].note
-    assert book.known.best is not None
+    assert journal.known.best is not None
 
 
 def test_a_job_that_dies_as_it_was_given_is_mended(tmp_path):
     def dies(one: Job) -> float | Outcome:
         return "died" if one.layout.recompute == "full" else true_s(one)
 
-    book, _, _ = tuned(tmp_path, dies, trials=6)
-    assert book.known.trials[0].outcome == "died"
-    assert book.known.best is not None
-    assert "did not run" in paragraph(book.known)
+    journal, _, _ = tuned(tmp_path, dies, trials=6)
+    assert journal.known.trials[0].outcome == "died"
+    assert journal.known.best is not None
+    assert "did not run" in paragraph(journal.known)
 
 
 def test_nothing_runs(tmp_path):
-    book, _, last = tuned(tmp_path, lambda _job: "hung")
-    assert book.known.best is None
-    assert (last.best, last.text) == (-1, "nothing ran in 3 heats")
-    assert paragraph(book.known).startswith("Nothing ran")
-    assert "<html" in render(book.known, tmp_path)
+    journal, _, last = tuned(tmp_path, lambda _job: "hung")
+    assert journal.known.best is None
+    assert (last.best, last.text) == (-1, "nothing ran in 3 trial rounds")
+    assert paragraph(journal.known).startswith("Nothing ran")
+    assert "<html" in render(journal.known, tmp_path)
 
 
 def test_it_ends_at_the_goal(tmp_path):
@@ -214,20 +214,20 @@ def test_it_ends_at_the_goal(tmp_path):
         return 1.0 if one.layout.recompute == "full" else 0.1
 
     goal = Goal("tokens_per_s", 2500)
-    book, _, last = tuned(tmp_path, much_faster, goal=goal)
+    journal, _, last = tuned(tmp_path, much_faster, goal=goal)
     assert last.text == "tokens_per_s=2500 is reached"
-    assert book.known.num_heats == 1
+    assert journal.known.num_rounds == 1
 
 
 def test_it_ends_when_another_heat_would_take_too_long(tmp_path):
     ticks = iter(range(0, 100_000, 10))  # whoever asks for the time lets it pass
-    book, _, last = tuned(tmp_path, seconds=35, clock=lambda: next(ticks))
-    assert last.text.startswith("another heat would take longer")
-    assert 1 <= book.known.num_heats <= 3
+    journal, _, last = tuned(tmp_path, seconds=35, clock=lambda: next(ticks))
+    assert last.text.startswith("another trial round would take longer")
+    assert 1 <= journal.known.num_rounds <= 3
 
 
 class Hesitant(Proposer):
-    """Promises nothing after the first heat, and little when asked for less."""
+    """Promises nothing after the first trial round, and little when asked for less."""
 
     asked: list[float]
 
@@ -245,13 +245,13 @@ def test_little_promises_get_one_heat_for_each_best(tmp_path, gain):
     """A neighbour that is a tenth faster than predicted is found; then it is looked beside that."""
     proposer = Hesitant(Question(GIVEN, Freedom.of()), believed)
     proposer.asked = []
-    book = FolderBook(tmp_path)
-    book.open(GIVEN)
+    journal = FolderJournal(tmp_path)
+    journal.open(GIVEN)
     measurer = FakeMeasurer(lambda one: 1.0 - gain * (one.layout.bucket_mib == 4.0))
-    loop = Loop(proposer, Limits(), measurer, book, Quiet(), lambda _folder: ())
+    loop = Loop(proposer, Limits(), measurer, journal, Quiet(), lambda _folder: ())
     assert "promises" in loop.run().text
-    assert (book.known.best.job(GIVEN).layout.bucket_mib == 4.0) == bool(gain)
-    assert book.known.num_heats == 2
+    assert (journal.known.best.job(GIVEN).layout.bucket_mib == 4.0) == bool(gain)
+    assert journal.known.num_rounds == 2
     looks = 1 + bool(gain)
     assert proposer.asked.count(LEAST_GAIN) == 1 + looks + (not gain)
     assert len(proposer.asked) == proposer.asked.count(LEAST_GAIN) + looks
@@ -267,9 +267,9 @@ def test_a_finding_that_names_the_change_is_tried_at_once(tmp_path):
         "small-buckets", "t", SURE, 0.4, 0.4, ("layout.bucket_mib=3.0",), "", "measured"
     )
     freedom = Freedom.of(keep=["dp", "recompute", "micro_batch"])
-    book, _, _ = tuned(tmp_path, slow_unless_set, freedom=freedom, findings=[finding])
-    assert book.known.best.why == "finding small-buckets"
-    assert book.known.best.heat == 1
+    journal, _, _ = tuned(tmp_path, slow_unless_set, freedom=freedom, findings=[finding])
+    assert journal.known.best.why == "finding small-buckets"
+    assert journal.known.best.heat == 1
 
 
 def test_what_is_kept_is_never_changed(tmp_path):
@@ -288,24 +288,24 @@ def test_rounded_gradients_must_win_by_more(tmp_path):
         folder = tmp_path / wanted
         freedom = Freedom.of(keep=["dp", "micro_batch", "recompute", "bucket_mib"])
         finding = Finding("slow-link", "t", (), gain, gain, ("comm.dp.compress=int8",))
-        book, measurer, _ = tuned(folder, step_s, freedom=freedom, findings=[finding])
+        journal, measurer, _ = tuned(folder, step_s, freedom=freedom, findings=[finding])
         assert any(one.comm.dp.compress == "int8" for one in measurer.tried)
-        assert book.known.best.job(GIVEN).comm.dp.compress == wanted
+        assert journal.known.best.job(GIVEN).comm.dp.compress == wanted
 
 
 def test_the_parts_lead_from_the_first_to_the_best(whole):
-    book, _, _ = whole
+    journal, _, _ = whole
     left = 1.0
-    for part in parts(book.known):
+    for part in parts(journal.known):
         left *= 1 - part.gain
-    assert left == pytest.approx(math.exp(book.known.best.relative), rel=1e-6)
-    text = paragraph(book.known)
+    assert left == pytest.approx(math.exp(journal.known.best.relative), rel=1e-6)
+    text = paragraph(journal.known)
     assert "layout.recompute full -> none" in text
-    assert f"in {len(book.known.trials)} trials" in text
+    assert f"in {len(journal.known.trials)} trials" in text
 
 
 def test_the_page_is_complete_and_loads_nothing(whole, tmp_path):
-    book, _, _ = whole
-    text = render(book.known, tmp_path)
-    assert text.count('<tr><td class="n">') == len(book.known.trials)
+    journal, _, _ = whole
+    text = render(journal.known, tmp_path)
+    assert text.count('<tr><td class="n">') == len(journal.known.trials)
     assert "http://" not in text.split("<script>")[0]

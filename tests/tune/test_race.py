@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from paceline.tune.race import gap, leader, of_turn, still_in
+from paceline.tune.race import gap, leader, remaining_jobs, turn_seconds
 
 
 def test_rounds_pair_what_is_compared():
@@ -20,30 +20,30 @@ def test_rounds_pair_what_is_compared():
 def test_what_is_clearly_slower_leaves_and_what_is_not_stays():
     rounds = {0: [1.0, 1.01, 1.0], 1: [1.2, 1.22, 1.19], 2: [1.01, 0.99, 1.03]}
     assert leader(rounds) == 0
-    assert still_in(rounds) == [0, 2]
+    assert remaining_jobs(rounds) == [0, 2]
 
 
 def test_before_the_third_round_only_what_takes_twice_as_long_leaves():
-    assert still_in({0: [1.0], 1: [1.8], 2: [2.3]}) == [0, 1]
+    assert remaining_jobs({0: [1.0], 1: [1.8], 2: [2.3]}) == [0, 1]
 
 
 def test_what_the_others_are_held_against_stays_for_three_rounds():
-    assert still_in({0: [5.0], 1: [1.0]}) == [0, 1]
-    assert still_in({0: [5.0, 5.1, 5.0], 1: [1.0, 1.0, 1.0]}) == []
+    assert remaining_jobs({0: [5.0], 1: [1.0]}) == [0, 1]
+    assert remaining_jobs({0: [5.0, 5.1, 5.0], 1: [1.0, 1.0, 1.0]}) == []
 
 
 def test_a_race_ends_when_nothing_is_left_to_decide():
     alike = {0: [1.0] * 3, 1: [1.0] * 3}
-    assert still_in(alike) == [0, 1]  # within 1 %: not yet known that well
+    assert remaining_jobs(alike) == [0, 1]  # within 1 %: not yet known that well
     noisy = {0: [1.0, 1.3, 0.9], 1: [1.1, 1.0, 1.2]}
-    assert still_in(noisy) == [0, 1]
-    assert still_in({job: times * 3 for job, times in noisy.items()}) == []
+    assert remaining_jobs(noisy) == [0, 1]
+    assert remaining_jobs({job: times * 3 for job, times in noisy.items()}) == []
 
 
 def test_a_turn_is_what_most_of_its_steps_took_undisturbed():
-    assert of_turn([1.0, 1.1, 1.2, 9.0]) == 1.0
-    assert of_turn([1.0, 1.1, 1.2, 1.3, 9.0, 9.0, 9.0, 9.0]) == 1.1
-    assert of_turn([2.0]) == 2.0
+    assert turn_seconds([1.0, 1.1, 1.2, 9.0]) == 1.0
+    assert turn_seconds([1.0, 1.1, 1.2, 1.3, 9.0, 9.0, 9.0, 9.0]) == 1.1
+    assert turn_seconds([2.0]) == 2.0
 
 
 def test_the_faster_of_two_wins_most_races_on_a_noisy_machine():
@@ -55,6 +55,6 @@ def test_the_faster_of_two_wins_most_races_on_a_noisy_machine():
             busy = draw.lognormvariate(0, 0.3)
             for job in live:
                 rounds[job].append(busy * (1.0, 0.93)[job] * draw.lognormvariate(0, 0.03))
-            live = still_in(rounds)
+            live = remaining_jobs(rounds)
         wins += leader(rounds) == 1
     assert wins >= 190

@@ -6,10 +6,10 @@ from paceline.config.errors import InputError
 from paceline.tune.settings import (
     Freedom,
     change_texts,
-    changed,
     differences,
     distance,
     grouped,
+    with_changes,
 )
 from tests.tune.jobs import job
 
@@ -17,7 +17,7 @@ from tests.tune.jobs import job
 def test_changes_lead_from_one_job_to_the_other_and_can_be_given_to_set():
     bad, good = job(), job(dp=1, pp=2, recompute="none", micro_batch=2)
     changes = differences(bad, good)
-    assert changed(bad, changes) == good
+    assert with_changes(bad, changes) == good
     assert set(grouped(changes)) == {"mesh", "pipeline", "micro-batch", "recomputing"}
     assert "layout.recompute=none" in change_texts(changes)
     assert not any("split" in text for text in change_texts(changes))  # follows from pp

@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 
 from paceline.tune.loop import decision
+from paceline.tune.narrative import paragraph
 from paceline.tune.page import render
 from paceline.tune.show import outcome_text, row
-from paceline.tune.story import paragraph
-from paceline.tune.trial import Known, Trial
+from paceline.tune.trial import Trial, TuningState
 from tests.tune.jobs import job
 
 GIVEN = job()
 
 
-def known(share: float, half: float) -> Known:
+def known(share: float, half: float) -> TuningState:
     """Two trials: the Job as it was given, and one that takes so much of its step, ± half."""
     first = trial(0, {}, 0.0, 0.0)
     other = trial(1, {"layout.bucket_mib": 3.0}, math.log(share), half)
-    return Known(GIVEN, (first, other))
+    return TuningState(GIVEN, (first, other))
 
 
 def trial(number: int, changes: dict[str, float], relative: float, half: float) -> Trial:
@@ -59,7 +59,7 @@ def test_a_gain_beyond_its_noise_is_one(tmp_path: Path) -> None:
 def test_the_decision_after_a_heat_says_so_too() -> None:
     for half, word in ((0.17, "within the noise"), (0.05, "14.0% less")):
         after = known(0.86, half)
-        before = Known(GIVEN, after.trials[:1])
+        before = TuningState(GIVEN, after.trials[:1])
         assert word in decision(before, after).text
 
 

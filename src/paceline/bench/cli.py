@@ -69,17 +69,17 @@ def bench(
             raise InputError(f"options of paceline bench {name} are given after its name.")
         return
     check_output("--out", out)
-    from paceline.comm.warm_up import MEASURING, warm_up_ranks
+    from paceline.comm.forkserver_start import MEASURING, warm_up_ranks
 
     warm_up_ranks(MEASURING)
     from paceline.bench.command import bench_command
-    from paceline.comm.ranks import given_ranks, leave
+    from paceline.comm.rendezvous import exit_rank, ranks_from_env
 
     facts = bench_command(out, num_ranks=ranks, quick=quick, only=only or [])
     if as_json and facts is not None:
         print(json.dumps(facts))
-    if given_ranks("cpu") is not None:
-        leave()
+    if ranks_from_env("cpu") is not None:
+        exit_rank()
 
 
 @bench_app.command()
@@ -147,18 +147,18 @@ def collectives(
     paceline bench collectives --sizes 64MiB --no-pairs
     torchrun --nnodes 4 ... -m paceline bench collectives
     """
-    from paceline.comm.warm_up import MEASURING, warm_up_ranks
+    from paceline.comm.forkserver_start import MEASURING, warm_up_ranks
 
     warm_up_ranks(MEASURING)
-    from paceline.bench.network.command import Asked, collectives_command
-    from paceline.comm.ranks import given_ranks, leave
+    from paceline.bench.network.command import CollectivesOptions, collectives_command
+    from paceline.comm.rendezvous import exit_rank, ranks_from_env
 
-    asked = Asked(out, ranks, backend, sizes, budget, pairs, quick, html, tune_nccl)
+    asked = CollectivesOptions(out, ranks, backend, sizes, budget, pairs, quick, html, tune_nccl)
     facts = collectives_command(asked)
     if as_json and facts is not None:
         print(json.dumps(facts))
-    if given_ranks("cpu") is not None:
-        leave()
+    if ranks_from_env("cpu") is not None:
+        exit_rank()
 
 
 @bench_app.command()

@@ -18,7 +18,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 
 Call = Callable[[], object]
 
@@ -29,7 +29,7 @@ _SLEEP_CYCLES = 30_000_000
 
 
 @dataclass(frozen=True)
-class Clock:
+class RankTimer:
     """Measures on this rank, together with all others."""
 
     ranks: Ranks

@@ -1,15 +1,16 @@
 """Codecs: how fast this rank's device compresses what it sends, and reads what it receives.
 
 Each codec encodes random values with error feedback and adds what it decodes, as a reduction of
-gradients does, while all ranks do the same (`Clock`). Small sizes show what a call costs at all,
-large ones the rate. Whether compression pays is decided by these seconds as much as by the link's.
+gradients does, while all ranks do the same (`RankTimer`). Small sizes show what a call costs at
+all, large ones the rate. Whether compression pays is decided by these seconds as much as by the
+link's.
 """
 
 from collections.abc import Callable
 
 import torch
 
-from paceline.bench.clock import Call, Clock
+from paceline.bench.clock import Call, RankTimer
 from paceline.comm.compress.codec import BlockCodec
 from paceline.comm.compress.codecs import codec_of
 from paceline.config.comm import codec
@@ -29,7 +30,7 @@ def sizes_of(device_type: str, *, quick: bool) -> tuple[int, ...]:
 
 
 def measure_codecs(
-    clock: Clock, sizes: tuple[int, ...], source: str, say: Callable[[str], None]
+    clock: RankTimer, sizes: tuple[int, ...], source: str, say: Callable[[str], None]
 ) -> dict[str, CodecCurve]:
     """Measure every codec of NAMES; every rank must call it.
 
@@ -50,7 +51,7 @@ def measure_codecs(
     return curves
 
 
-def _seconds(clock: Clock, coder: BlockCodec, num_values: int) -> tuple[float, float]:
+def _seconds(clock: RankTimer, coder: BlockCodec, num_values: int) -> tuple[float, float]:
     """Seconds to encode so many values and to decode them."""
     copies = range(max(1, min(16, _FOOTPRINT_VALUES // num_values)))
     calls = [_calls(coder, num_values, clock.ranks.device) for _ in copies]

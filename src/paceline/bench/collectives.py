@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.bench.clock import Call, Clock
+from paceline.bench.clock import Call, RankTimer
 from paceline.comm.collectives import Collectives
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.curves import CollectiveCurve
 from paceline.config.errors import RunError
 from paceline.config.hardware import Figure, Tier
@@ -95,7 +95,7 @@ def _group(ranks: Ranks, size: int, stride: int, ranks_per_node: int, backend: s
 
 
 def measure_tiers(
-    clock: Clock,
+    clock: RankTimer,
     groups: Sequence[Group],
     sizes: Sequence[int],
     source: str,
@@ -130,7 +130,7 @@ def measure_tiers(
 
 
 def measure_curves(
-    clock: Clock,
+    clock: RankTimer,
     groups: Sequence[Group],
     sizes: Sequence[int],
     source: str,
@@ -152,7 +152,7 @@ def num_measurements(groups: Sequence[Group]) -> int:
 
 
 def _curves(
-    clock: Clock, ops: Sequence[str], group: Group, sizes: Sequence[int], source: str, say: Say
+    clock: RankTimer, ops: Sequence[str], group: Group, sizes: Sequence[int], source: str, say: Say
 ) -> list[CollectiveCurve]:
     """Of collectives that take turns."""
     lengths = sorted({max(1, wanted // (_ITEM_BYTES * group.num_ranks)) for wanted in sizes})

@@ -25,18 +25,18 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from paceline.bench.measure import PARTS, Outcome, Part, Wish, calibrated, measure
+from paceline.bench.measure import PARTS, BenchRequest, BenchResult, Part, calibrated, measure
 from paceline.bench.page import page_file, render
-from paceline.bench.ranks import News, Tell, on_ranks
+from paceline.bench.rank_pool import RankProgress, TellProgress, run_on_ranks
 from paceline.bench.table import figures, summary
-from paceline.comm.queued import StolenClock
-from paceline.comm.ranks import given_ranks
-from paceline.comm.topology import this_machine
+from paceline.comm.rendezvous import ranks_from_env
 from paceline.config.errors import InputError
+from paceline.config.frozen import nearest, size
 from paceline.config.hardware import Cluster
 from paceline.config.job import read_cluster, to_raw
-from paceline.config.noun import nearest, size
-from paceline.observe.run import write_whole
+from paceline.machine.core_clock import StealClock
+from paceline.machine.discovery import this_machine
+from paceline.observe.run import write_atomic
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
 # Of every core. Assumed: less of it is lost in what figures differ by anyway.
@@ -64,16 +64,18 @@ def bench_command(
     """
     parts, page = _parts(only), page_file(out)
     cluster = start_from(out, num_ranks, parts)
-    wish = Wish(cluster, parts, source_text(), quick)
+    request = BenchRequest(cluster, parts, source_text(), quick)
     kind = cluster.known_device.kind
     with shown() as hear:
-        outcome: Outcome = on_ranks(cluster.num_devices, kind, partial(measure, wish), hear)
-    given = given_ranks(kind)
+        outcome: BenchResult = run_on_ranks(
+            cluster.num_devices, kind, partial(measure, request), hear
+        )
+    given = ranks_from_env(kind)
     if given is not None and not given.is_first:
         return None
-    found = calibrated(outcome, wish.source)
-    write_whole(out, to_text(found))
-    write_whole(page, render(found, outcome, wish, out))
+    found = calibrated(outcome, request.source)
+    write_atomic(out, to_text(found))
+    write_atomic(page, render(found, outcome, request, out))
     _CONSOLE.print(summary(found, outcome))
     _CONSOLE.print(f'{out}: use it with [cluster] file = "{out}" in a job.toml', markup=False)
     _CONSOLE.print(f"{page}: the same as a page", markup=False)
@@ -122,7 +124,7 @@ def start_from(out: Path, num_ranks: int | None, parts: Sequence[Part]) -> Clust
 def _machine(num_ranks: int | None) -> Cluster:
     machine = this_machine()
     kind = machine.known_device.kind
-    given = given_ranks(kind)
+    given = ranks_from_env(kind)
     if given is not None:
         num_nodes = given.world_size // given.local_world_size
         return machine.replace(devices_per_node=given.local_world_size, num_nodes=num_nodes)
@@ -152,7 +154,7 @@ def source_text() -> str:
 
 
 @contextmanager
-def shown() -> Iterator[Tell]:
+def shown() -> Iterator[TellProgress]:
     """A progress bar for each part, and a word where others had this host's cores meanwhile."""
     columns = (
         TextColumn("{task.fields[part]:<11}"),
@@ -162,10 +164,10 @@ def shown() -> Iterator[Tell]:
         TextColumn("{task.description}"),
     )
     bars: dict[str, TaskID] = {}
-    stolen = StolenClock()
+    stolen = StealClock()
     with Progress(*columns, console=_CONSOLE) as progress:
 
-        def hear(news: News) -> None:
+        def hear(news: RankProgress) -> None:
             if news.part not in bars:
                 bars[news.part] = progress.add_task("", total=news.total, part=news.part)
             progress.update(bars[news.part], completed=news.done, description=news.what)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.bench.clock import Call, Clock
+from paceline.bench.clock import Call, RankTimer
 from paceline.config.device import Device
 from paceline.config.stack import CONSTANTS, Stack
 from paceline.config.vision import Conv, ResNet
@@ -21,7 +21,7 @@ from paceline.plan.convnet.kernels import forward_backward_s
 _SIDE, _IMAGES = {"cpu": 64, "cuda": 224}, {"cpu": 16, "cuda": 64}
 
 
-def conv_time(clock: Clock, device: Device, precision: str, dtype: torch.dtype) -> float:
+def conv_time(clock: RankTimer, device: Device, precision: str, dtype: torch.dtype) -> float:
     """Measure it; every rank must call it.
 
     Args:

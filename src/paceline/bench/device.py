@@ -1,9 +1,10 @@
 """Device: how fast this rank's device multiplies, attends, moves bytes and is told what to do.
 
 How it works: curves over grids of sizes, of the operators that a training step runs, with random
-data, while all ranks measure the same (`Clock`). The operands of a call rotate through more memory
-than the innermost caches hold, as the layers of a network do. A product's time is the mean over the
-three ways in which a layer multiplies: forward, gradient of the input, gradient of the weight.
+data, while all ranks measure the same (`RankTimer`). The operands of a call rotate through more
+memory than the innermost caches hold, as the layers of a network do. A product's time is the mean
+over the three ways in which a layer multiplies: forward, gradient of the input, gradient of the
+weight.
 
 On a CPU the host's own time is part of every call. The planner counts that by the number of calls
 (`launch_us` of a Stack), so it is taken off the curves.
@@ -18,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.bench.clock import Call, Clock
+from paceline.bench.clock import Call, RankTimer
 from paceline.bench.convolution import conv_time
-from paceline.bench.sharing import measure_sharing
+from paceline.bench.core_contention import measure_sharing
 from paceline.config.curves import AttentionCurve, DeviceCurves, MatmulCurve, MemoryCurve
 from paceline.config.hardware import Device, Figure
 from paceline.config.job_sections import Optim
@@ -37,7 +38,7 @@ _LEAST_SHARE = 0.2
 _CHAIN = 200
 
 
-class Grid(NamedTuple):
+class SizeGrid(NamedTuple):
     """Sizes that are measured."""
 
     m: tuple[int, ...]
@@ -56,7 +57,7 @@ def _powers(low: int, high: int, base: int = 2) -> tuple[int, ...]:
     return tuple(base**power for power in range(low, high + 1))
 
 
-_CPU = Grid(
+_CPU = SizeGrid(
     m=(64, 256, 1024, 4096),
     n=(32, 64, 128, 256, 512, 1024, 4096),
     k=(32, 64, 128, 256, 512, 1024, 4096),
@@ -74,7 +75,7 @@ _CPU_QUICK = _CPU._replace(
     head_dim=(16, 32, 64),
     tokens=2048,
 )
-_CUDA = Grid(
+_CUDA = SizeGrid(
     m=_powers(7, 15, 2),
     n=_powers(7, 15, 2),
     k=_powers(7, 15, 2),
@@ -91,7 +92,7 @@ _CUDA_QUICK = _CUDA._replace(
 _MOST_FLOPS = 4e13
 
 
-def grid_of(device_type: str, *, quick: bool) -> Grid:
+def grid_of(device_type: str, *, quick: bool) -> SizeGrid:
     """The sizes that are worth measuring on a kind of device."""
     if device_type == "cuda":
         return _CUDA_QUICK if quick else _CUDA
@@ -105,7 +106,7 @@ class Launching(NamedTuple):
     backward_s: float
 
 
-class Rates(NamedTuple):
+class DeviceRates(NamedTuple):
     """What was measured of a device."""
 
     device: Device
@@ -118,13 +119,15 @@ class Rates(NamedTuple):
 Say = Callable[[str], None]
 
 
-def num_measurements(grid: Grid, device: Device) -> int:
+def num_measurements(grid: SizeGrid, device: Device) -> int:
     """How many times `measure_device` will speak."""
     attentions = len(_attention_precisions(device)) * len(grid.seq_len)
     return 5 + len(_precisions(device)) + attentions
 
 
-def measure_device(clock: Clock, device: Device, grid: Grid, source: str, say: Say) -> Rates:
+def measure_device(
+    clock: RankTimer, device: Device, grid: SizeGrid, source: str, say: Say
+) -> DeviceRates:
     """Measure this device; every rank must call it.
 
     Args:
@@ -134,10 +137,10 @@ def measure_device(clock: Clock, device: Device, grid: Grid, source: str, say: S
         source: where, when and by which command.
         say: called with what was done.
     """
-    bench = Bench(clock, grid, source)
+    bench = DeviceBench(clock, grid, source)
     launching = bench.launching()
     say("launch overhead")
-    bench = Bench(clock, grid, source, launching.forward_s if device.kind == "cpu" else 0.0)
+    bench = DeviceBench(clock, grid, source, launching.forward_s if device.kind == "cpu" else 0.0)
     memory = bench.memory()
     say("memory")
     seconds = {}
@@ -166,7 +169,7 @@ def measure_device(clock: Clock, device: Device, grid: Grid, source: str, say: S
     bandwidth = Figure(
         value=memory.bytes[-1] / memory.seconds[-1], origin="measured", source=source
     )
-    return Rates(
+    return DeviceRates(
         measured.replace(memory_bytes_per_s=device.memory_bytes_per_s or bandwidth),
         launching,
         optimizer_s / grid.optimizer_params,
@@ -191,7 +194,7 @@ def _attention_precisions(device: Device) -> dict[str, str]:
 
 
 def _peaks(
-    device: Device, seconds: dict[str, list[float]], grid: Grid, source: str
+    device: Device, seconds: dict[str, list[float]], grid: SizeGrid, source: str
 ) -> dict[str, Figure]:
     """The known peaks, and where there is none the best product."""
     sizes = list(product(grid.m, grid.n, grid.k))
@@ -206,11 +209,11 @@ def _peaks(
     return {**best, **device.peak_flops}
 
 
-class Bench(NamedTuple):
+class DeviceBench(NamedTuple):
     """What all measurements share."""
 
-    clock: Clock
-    grid: Grid
+    clock: RankTimer
+    grid: SizeGrid
     source: str
     host_s: float = 0.0
     """The host's part of a call, taken off."""

@@ -1,6 +1,7 @@
 """Measure: all that `paceline bench` measures, on every rank, put together as a Cluster.
 
-A Wish says what to measure; what is not measured stays as an earlier Cluster has it, or unknown.
+A BenchRequest says what to measure; what is not measured stays as an earlier Cluster has it, or
+unknown.
 """
 
 from collections.abc import Callable, Mapping
@@ -8,21 +9,21 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from paceline.bench import codecs
-from paceline.bench.clock import Clock
+from paceline.bench.clock import RankTimer
 from paceline.bench.collectives import all_groups, measure_tiers, sizes_of
 from paceline.bench.collectives import num_measurements as num_collectives
-from paceline.bench.device import Launching, Rates, grid_of, measure_device
+from paceline.bench.device import DeviceRates, Launching, grid_of, measure_device
 from paceline.bench.device import num_measurements as num_rates
-from paceline.bench.intake import measure_intake
-from paceline.bench.ranks import Tell, counted
+from paceline.bench.input_rate import measure_input_rate
+from paceline.bench.rank_pool import TellProgress, counted_progress
 from paceline.bench.reference import reference_jobs
-from paceline.bench.step import Measured, measure_jobs
+from paceline.bench.step import MeasuredStep, measure_jobs
 from paceline.bench.step import num_measurements as num_steps
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.hardware import Cluster
 from paceline.config.job import to_raw
 from paceline.config.stack import CONSTANTS, Stack
-from paceline.plan.calibrate import Case, fit
+from paceline.plan.calibrate import MeasuredJob, fit
 from paceline.plan.points import Setting
 
 Part = Literal["device", "codecs", "collectives", "step", "input"]
@@ -38,7 +39,7 @@ _IN_LAUNCHES = {"exchange_us": 80, "unit_us": 150, "hop_us": 50, "again_us": 3.8
 
 
 @dataclass(frozen=True)
-class Wish:
+class BenchRequest:
     """What to measure, and how thoroughly."""
 
     cluster: Cluster
@@ -53,14 +54,14 @@ class Wish:
         return {**vars(self), "cluster": to_raw(self.cluster)}
 
     @staticmethod
-    def of_plain(record: Mapping[str, Any]) -> "Wish":
-        """What another process wishes."""
+    def of_plain(record: Mapping[str, Any]) -> "BenchRequest":
+        """What another process asks for."""
         known = {"cluster": Cluster.parse(record["cluster"]), "parts": tuple(record["parts"])}
-        return Wish(**{**record, **known})
+        return BenchRequest(**{**record, **known})
 
-    def clock(self, ranks: Ranks) -> Clock:
+    def clock(self, ranks: Ranks) -> RankTimer:
         """How long each size is looked at."""
-        return Clock(ranks, block_s=0.02, num_blocks=3) if self.quick else Clock(ranks)
+        return RankTimer(ranks, block_s=0.02, num_blocks=3) if self.quick else RankTimer(ranks)
 
     @property
     def rounds(self) -> int:
@@ -69,7 +70,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BenchResult:
     """What was measured."""
 
     cluster: Cluster
@@ -77,28 +78,30 @@ class Outcome:
     optimizer_s_per_param: float | None = None
     tokens_per_s: float | None = None
     """Of the data path, for one rank."""
-    steps: tuple[Measured, ...] = ()
+    steps: tuple[MeasuredStep, ...] = ()
     """The reference Jobs."""
 
 
-def measure(wish: Wish, ranks: Ranks, tell: Tell) -> Outcome:
+def measure(request: BenchRequest, ranks: Ranks, tell: TellProgress) -> BenchResult:
     """Measure what is wished; every rank must call it, and gets the same Cluster.
 
     Raises:
         RunError: a collective gave a wrong result.
     """
-    outcome = Outcome(wish.cluster)
+    outcome = BenchResult(request.cluster)
     for part in PARTS:
-        if part in wish.parts:
-            outcome = _MEASURES[part](wish, outcome, ranks, tell)
+        if part in request.parts:
+            outcome = _MEASURES[part](request, outcome, ranks, tell)
     return outcome
 
 
-def _device(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
+def _device(
+    request: BenchRequest, outcome: BenchResult, ranks: Ranks, tell: TellProgress
+) -> BenchResult:
     device = outcome.cluster.known_device
-    grid = grid_of(device.kind, quick=wish.quick)
-    say = counted(tell, "device", num_rates(grid, device))
-    rates = measure_device(wish.clock(ranks), device, grid, wish.source, say)
+    grid = grid_of(device.kind, quick=request.quick)
+    say = counted_progress(tell, "device", num_rates(grid, device))
+    rates = measure_device(request.clock(ranks), device, grid, request.source, say)
     cluster = outcome.cluster.replace(device=rates.device, stack=_launching(outcome, rates))
     return replace(
         outcome,
@@ -108,7 +111,7 @@ def _device(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
     )
 
 
-def _launching(outcome: Outcome, rates: Rates) -> Stack:
+def _launching(outcome: BenchResult, rates: DeviceRates) -> Stack:
     """The stack with the host's time per operator, mean of forward and backward, and that of
     convolutions over products."""
     stack = outcome.cluster.stack or Stack()
@@ -125,43 +128,51 @@ def _launching(outcome: Outcome, rates: Rates) -> Stack:
     )
 
 
-def _codecs(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
+def _codecs(
+    request: BenchRequest, outcome: BenchResult, ranks: Ranks, tell: TellProgress
+) -> BenchResult:
     cluster = outcome.cluster
-    sizes = codecs.sizes_of(ranks.device_type, quick=wish.quick)
-    say = counted(tell, "codecs", len(codecs.NAMES))
-    curves = codecs.measure_codecs(wish.clock(ranks), sizes, wish.source, say)
+    sizes = codecs.sizes_of(ranks.device_type, quick=request.quick)
+    say = counted_progress(tell, "codecs", len(codecs.NAMES))
+    curves = codecs.measure_codecs(request.clock(ranks), sizes, request.source, say)
     device = cluster.known_device.replace(codecs=curves)
     return replace(outcome, cluster=cluster.replace(device=device))
 
 
-def _collectives(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
+def _collectives(
+    request: BenchRequest, outcome: BenchResult, ranks: Ranks, tell: TellProgress
+) -> BenchResult:
     groups = all_groups(ranks)
-    sizes = sizes_of(ranks.device_type, quick=wish.quick)
-    say = counted(tell, "collectives", num_collectives(groups))
-    clock = wish.clock(ranks)
+    sizes = sizes_of(ranks.device_type, quick=request.quick)
+    say = counted_progress(tell, "collectives", num_collectives(groups))
+    clock = request.clock(ranks)
     if ranks.device_type == "cpu":
         clock = replace(clock, num_blocks=_TURNS_ON_CPU * clock.num_blocks)
-    tiers = measure_tiers(clock, groups, sizes, wish.source, say)
+    tiers = measure_tiers(clock, groups, sizes, request.source, say)
     return replace(outcome, cluster=outcome.cluster.replace(tiers=tiers))
 
 
-def _steps(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
+def _steps(
+    request: BenchRequest, outcome: BenchResult, ranks: Ranks, tell: TellProgress
+) -> BenchResult:
     jobs = reference_jobs(outcome.cluster)
-    say = counted(tell, "step", num_steps(len(jobs), wish.rounds))
+    say = counted_progress(tell, "step", num_steps(len(jobs), request.rounds))
     found = measure_jobs(
-        ranks, jobs, num_rounds=wish.rounds, steps_per_round=3, say=say, counts_memory=False
+        ranks, jobs, num_rounds=request.rounds, steps_per_round=3, say=say, counts_memory=False
     )
     return replace(outcome, steps=tuple(found))
 
 
-def _input(wish: Wish, outcome: Outcome, ranks: Ranks, tell: Tell) -> Outcome:
-    say = counted(tell, "input", 1)
-    rate = measure_intake(wish.clock(ranks))
+def _input(
+    request: BenchRequest, outcome: BenchResult, ranks: Ranks, tell: TellProgress
+) -> BenchResult:
+    say = counted_progress(tell, "input", 1)
+    rate = measure_input_rate(request.clock(ranks))
     say("data path")
     return replace(outcome, tokens_per_s=rate)
 
 
-_MEASURES: dict[Part, Callable[[Wish, Outcome, Ranks, Tell], Outcome]] = {
+_MEASURES: dict[Part, Callable[[BenchRequest, BenchResult, Ranks, TellProgress], BenchResult]] = {
     "device": _device,
     "codecs": _codecs,
     "collectives": _collectives,
@@ -170,14 +181,14 @@ _MEASURES: dict[Part, Callable[[Wish, Outcome, Ranks, Tell], Outcome]] = {
 }
 
 
-def calibrated(outcome: Outcome, source: str) -> Cluster:
+def calibrated(outcome: BenchResult, source: str) -> Cluster:
     """The Cluster with the constants of our runtime fitted to the measured steps, if there are."""
     cluster = outcome.cluster
     if not outcome.steps:
         return cluster
     stack = cluster.stack or Stack()
     cases = [
-        Case(Setting.of(each.job.replace(cluster=cluster)), each.job.layout, each.step_s)
+        MeasuredJob(Setting.of(each.job.replace(cluster=cluster)), each.job.layout, each.step_s)
         for each in outcome.steps
     ]
     return cluster.replace(stack=fit(cases, stack, source))

@@ -61,7 +61,7 @@ def _reserved(
     return float(torch.cuda.max_memory_reserved(device) - held)
 
 
-class Change(NamedTuple):
+class MemoryChange(NamedTuple):
     """An allocation, or with negative bytes a release."""
 
     at: float
@@ -69,23 +69,23 @@ class Change(NamedTuple):
     num_bytes: int
 
 
-def _changes(events: Iterable[dict[str, Any]]) -> list[Change]:
+def _changes(events: Iterable[dict[str, Any]]) -> list[MemoryChange]:
     found = sorted(
         (event["ts"], event["args"]["Ev Idx"], event["args"]["Addr"], event["args"]["Bytes"])
         for event in events
         if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0
     )
-    return [Change(at, address, num_bytes) for at, _, address, num_bytes in found]
+    return [MemoryChange(at, address, num_bytes) for at, _, address, num_bytes in found]
 
 
-def peaks(changes: Iterable[Change], starts: list[float]) -> list[int]:
+def peaks(changes: Iterable[MemoryChange], starts: list[float]) -> list[int]:
     """The most bytes held from each start to the next; what came before the first counts as held.
 
     Args:
         changes: in the order of time.
         starts: increasing.
     """
-    heap, highest, index = Heap(), [0] * len(starts), -1
+    heap, highest, index = AddressRanges(), [0] * len(starts), -1
     for change in changes:
         while index + 1 < len(starts) and change.at >= starts[index + 1]:
             index += 1
@@ -96,7 +96,7 @@ def peaks(changes: Iterable[Change], starts: list[float]) -> list[int]:
     return highest
 
 
-class Heap:
+class AddressRanges:
     """Which ranges of addresses are in use."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Heap:
         self._addresses: list[int] = []
         self._sizes: dict[int, int] = {}
 
-    def note(self, change: Change) -> None:
+    def note(self, change: MemoryChange) -> None:
         """Follow an allocation or a release."""
         if change.num_bytes < 0:
             self._release(change.address)
@@ -115,7 +115,7 @@ class Heap:
         self._sizes[change.address] = change.num_bytes
         self.held_bytes += change.num_bytes
 
-    def _overlapped(self, change: Change) -> Iterator[int]:
+    def _overlapped(self, change: MemoryChange) -> Iterator[int]:
         """Ranges that must have been released before this allocation, which nobody saw."""
         index = bisect_left(self._addresses, change.address)
         if index:

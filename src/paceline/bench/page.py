@@ -9,7 +9,7 @@ from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.measure import PARTS, Outcome, Part, Wish
+from paceline.bench.measure import PARTS, BenchRequest, BenchResult, Part
 from paceline.bench.table import (
     LINKS,
     STEPS,
@@ -55,7 +55,7 @@ def page_file(out: Path) -> Path:
     return page
 
 
-def render(found: Cluster, outcome: Outcome, wish: Wish, out: Path) -> str:
+def render(found: Cluster, outcome: BenchResult, request: BenchRequest, out: Path) -> str:
     """The page as text: complete HTML without references to anything outside it.
 
     Args:
@@ -66,12 +66,12 @@ def render(found: Cluster, outcome: Outcome, wish: Wish, out: Path) -> str:
     """
     device = found.known_device
     tiers = {f"links-{at}": tier for at, tier in enumerate(found.tiers) if [*link_rows(tier)]}
-    measured = {part: _measured(part, found, wish) for part in PARTS}
+    measured = {part: _measured(part, found, request) for part in PARTS}
     return render_page(
         "paceline.bench",
         "bench.html",
         name=f"Bench of {found.num_devices} x {device.name}",
-        subtitle=[wish.source, *(["a rough picture (--quick)"] if wish.quick else [])],
+        subtitle=[request.source, *(["a rough picture (--quick)"] if request.quick else [])],
         next_=_next(device, out),
         lede=_lede(found, [part for part, when in measured.items() if when is None]),
         at=page_file(out),
@@ -114,7 +114,7 @@ def _lede(found: Cluster, missing: list[Part]) -> str:
     return " ".join(told)
 
 
-def _cards(found: Cluster, outcome: Outcome) -> Iterator[Card]:
+def _cards(found: Cluster, outcome: BenchResult) -> Iterator[Card]:
     device = found.known_device
     for precision, rate in _best_products(device).items():
         yield f"Products, {precision}", flops_text(rate), "of the best size"
@@ -152,13 +152,13 @@ def _best_products(device: Device) -> dict[str, float]:
 # ---- what was measured, and when -----------------------------------------------------------------
 
 
-def _measured(part: Part, found: Cluster, wish: Wish) -> str | None:
+def _measured(part: Part, found: Cluster, request: BenchRequest) -> str | None:
     """When and where a part was measured, None where it was not."""
     device, stack = found.known_device, found.stack
     matmul = {} if device.curves is None else device.curves.matmul
     if part == "collectives" and found.num_devices == 1:
         return "nothing to measure: one rank has no links"
-    if part in wish.parts:
+    if part in request.parts:
         return "now"
     before = {
         "device": next((curve.source for curve in matmul.values()), None),

@@ -7,13 +7,13 @@ of a micro-batch from that of a step; each axis brings its own exchanges.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from paceline.config.frozen import size
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job
-from paceline.config.noun import size
 from paceline.plan.resolve import resolve
 
 
-class Shape(NamedTuple):
+class DecoderShape(NamedTuple):
     """A small decoder and its samples."""
 
     hidden_size: int
@@ -24,18 +24,18 @@ class Shape(NamedTuple):
 
 _SHAPES = {
     "cpu": {
-        "plain": Shape(128, 128, 1024),
-        "wide": Shape(384, 128, 2048),
-        "long": Shape(128, 512, 1024),
-        "narrow": Shape(64, 64, 256),
-        "deep": Shape(64, 64, 256, 8),
+        "plain": DecoderShape(128, 128, 1024),
+        "wide": DecoderShape(384, 128, 2048),
+        "long": DecoderShape(128, 512, 1024),
+        "narrow": DecoderShape(64, 64, 256),
+        "deep": DecoderShape(64, 64, 256, 8),
     },
     "cuda": {
-        "plain": Shape(1024, 1024, 32768),
-        "wide": Shape(4096, 2048, 32768),
-        "long": Shape(1024, 8192, 32768),
-        "narrow": Shape(512, 512, 32768),
-        "deep": Shape(512, 512, 32768, 8),
+        "plain": DecoderShape(1024, 1024, 32768),
+        "wide": DecoderShape(4096, 2048, 32768),
+        "long": DecoderShape(1024, 8192, 32768),
+        "narrow": DecoderShape(512, 512, 32768),
+        "deep": DecoderShape(512, 512, 32768, 8),
     },
 }
 # Name, shape, samples of a rank, layout.
@@ -90,7 +90,7 @@ def _jobs(cluster: Cluster) -> Iterator[Job]:
             yield small_job(cluster, name, model, seq_len, samples * total, layout)
 
 
-def shape_of(shape: Shape, ranks: int = 1) -> dict[str, Any]:
+def shape_of(shape: DecoderShape, ranks: int = 1) -> dict[str, Any]:
     """Settings of a decoder whose heads and layers can be shared out over this many ranks."""
     return {
         "hidden_size": shape.hidden_size,

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from paceline.bench.memory import peak_bytes
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.job import Job
 from paceline.config.model import Model
 from paceline.kernels import switch
 from paceline.train.data import MicroBatch
-from paceline.train.task import Step, Task, decoder_on_meta, fill_decoder, next_token, whole
+from paceline.train.task import Step, Task, decoder_on_meta, fill_decoder, next_token, unstaged_loss
 from paceline.train.trainer import Trainer
 
 # The first step allocates optimizer state and buffers; of these the least peak counts.
@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """A Job and what its step really took."""
 
     job: Job
@@ -48,7 +48,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class _Ready:
+class _PreparedJob:
     """A Trainer with its batch."""
 
     job: Job
@@ -65,7 +65,7 @@ def measure_jobs(
     steps_per_round: int,
     say: Say,
     counts_memory: bool = True,
-) -> list[Measured]:
+) -> list[MeasuredStep]:
     """Time steps of these Jobs; every rank must call it.
 
     Args:
@@ -87,7 +87,7 @@ def measure_jobs(
             times[index] += _turn(each, steps_per_round)
             say(f"{each.job.name}: {median(times[index]) * 1e3:.1f} ms")
     return [
-        Measured(each.job, tuple(times[index]), each.peak_memory_bytes)
+        MeasuredStep(each.job, tuple(times[index]), each.peak_memory_bytes)
         for index, each in enumerate(ready)
     ]
 
@@ -97,7 +97,7 @@ def num_measurements(num_jobs: int, num_rounds: int) -> int:
     return num_jobs * (1 + num_rounds)
 
 
-def _prepared(job: Job, ranks: Ranks, *, counts_memory: bool) -> _Ready:
+def _prepared(job: Job, ranks: Ranks, *, counts_memory: bool) -> _PreparedJob:
     batch = _random_batch(job, ranks)
     trainer: list[Trainer] = []
 
@@ -111,12 +111,12 @@ def _prepared(job: Job, ranks: Ranks, *, counts_memory: bool) -> _Ready:
 
     if counts_memory:
         peak = _most(peak_bytes(build, step, _WATCHED_STEPS, ranks.device), ranks)
-        return _Ready(job, trainer[0], batch, peak)
+        return _PreparedJob(job, trainer[0], batch, peak)
     build()
-    return _Ready(job, trainer[0], batch, None)
+    return _PreparedJob(job, trainer[0], batch, None)
 
 
-def _turn(ready: _Ready, num_steps: int) -> list[float]:
+def _turn(ready: _PreparedJob, num_steps: int) -> list[float]:
     switch.use(ready.job.layout.kernels, ready.trainer.ranks.device)  # of the process, not a Job's
     ready.trainer.step(2, ready.batch)()
     times = []
@@ -135,7 +135,7 @@ def _task(job: Job, ranks: Ranks) -> Task:
     staged = next_token(job, ranks)
     return Task(
         decoder_on_meta(job.model),
-        whole(staged),
+        unstaged_loss(staged),
         lambda _first: iter(()),
         None,
         "tokens",

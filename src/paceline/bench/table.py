@@ -7,7 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from paceline.bench.measure import Outcome
+from paceline.bench.measure import BenchResult
 from paceline.config.curves import AttentionCurve, DeviceCurves
 from paceline.config.hardware import Cluster, Device, Figure, Tier
 from paceline.config.stack import CONSTANTS, Stack, constant
@@ -21,7 +21,7 @@ STEPS = ("job", "measured", "fitted", "error")
 """Columns of `step_rows`."""
 
 
-def summary(cluster: Cluster, outcome: Outcome) -> RenderableType:
+def summary(cluster: Cluster, outcome: BenchResult) -> RenderableType:
     """The figures that say most of a Cluster and of the measurements behind it."""
     parts: list[RenderableType] = [_grid("This machine", machine_rows(cluster, outcome))]
     parts += [_table(tier_title(tier), LINKS, link_rows(tier)) for tier in cluster.tiers]
@@ -32,7 +32,7 @@ def summary(cluster: Cluster, outcome: Outcome) -> RenderableType:
     return Group(*parts)
 
 
-def figures(cluster: Cluster, outcome: Outcome) -> dict[str, Any]:
+def figures(cluster: Cluster, outcome: BenchResult) -> dict[str, Any]:
     """What was measured as plain data, seconds and bytes; the curves are in the Cluster file."""
     device = cluster.known_device
     bandwidth, stack, launching = device.memory_bytes_per_s, cluster.stack, outcome.launching
@@ -50,7 +50,7 @@ def figures(cluster: Cluster, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def machine_rows(cluster: Cluster, outcome: Outcome) -> Iterator[tuple[str, str]]:
+def machine_rows(cluster: Cluster, outcome: BenchResult) -> Iterator[tuple[str, str]]:
     """Name and figures of what is known of a rank and its device."""
     device = cluster.known_device
     yield "ranks", f"{cluster.devices_per_node} on each of {cluster.num_nodes} x {device.name}"
@@ -152,7 +152,7 @@ def link_rows(tier: Tier) -> Iterator[tuple[str, ...]]:
             )
 
 
-def step_rows(cluster: Cluster, outcome: Outcome) -> Iterator[tuple[str, ...]]:
+def step_rows(cluster: Cluster, outcome: BenchResult) -> Iterator[tuple[str, ...]]:
     """The reference Jobs: measured, and predicted with the constants fitted to them."""
     for each in outcome.steps:
         fitted = predict(Setting.of(each.job.replace(cluster=cluster)), each.job.layout).step_s

@@ -1,1 +1,1 @@
-"""Ranks, meshes and the machine they live on."""
+"""What ranks say to each other: meeting, meshes, collectives, compression, records."""

@@ -18,9 +18,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from paceline.comm.ranks import Ranks, wait_limit
+from paceline.comm.rendezvous import Ranks, collective_timeout
+from paceline.config.frozen import size
 from paceline.config.layout import Layout
-from paceline.config.noun import size
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def expert_sizes(layout: Layout) -> dict[str, int]:
 
 def _mesh(ranks: Ranks, **sizes: int) -> DeviceMesh:
     mesh = init_device_mesh(ranks.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    limit = wait_limit()
+    limit = collective_timeout()
     if limit is not None:
         for axis in sizes:
             distributed_c10d._set_pg_timeout(limit, mesh.get_group(axis))

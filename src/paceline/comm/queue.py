@@ -57,7 +57,7 @@ class _Flush:
     then: Callable[[], None]
 
 
-class Queue:
+class CollectiveQueue:
     """Runs jobs of collectives on a thread, in an order that every rank shares."""
 
     def __init__(self, device: torch.device, priority: str = "normal") -> None:

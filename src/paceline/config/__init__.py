@@ -1,1 +1,1 @@
-"""The nouns as frozen data: Model, Cluster, Layout, Job. Imports no torch."""
+"""The configs as frozen data: Model, Cluster, Layout, Job. Imports no torch."""

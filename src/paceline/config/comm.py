@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from paceline.config.noun import Auto, Count, CountOrNone, Noun, Ways
+from paceline.config.frozen import Auto, Count, CountOrNone, FrozenConfig, Ways
 
 CODECS = ("none", "fp16", "bf16", "int8", "fp8", "int4", "quinary", "onebit", "topk", "powersgd")
 BLOCK = 256
@@ -92,7 +92,7 @@ Algorithm = Literal[
 """See `paceline.comm.algorithms`."""
 
 
-class DpComm(Noun):
+class DpComm(FrozenConfig):
     """Gradients over the replicas: DDP's buckets, or the replicate axis of HSDP."""
 
     compress: Compress = "none"
@@ -102,7 +102,7 @@ class DpComm(Noun):
     """Who sums up what isn't compressed: the backend's all-reduce, or one of ours."""
 
 
-class FsdpComm(Noun):
+class FsdpComm(FrozenConfig):
     """Shards: the reduction of gradients and the gathering of parameters."""
 
     compress: BlockCompress = "none"
@@ -121,14 +121,14 @@ class FsdpComm(Noun):
     the bytes), or one of ours."""
 
 
-class PpComm(Noun):
+class PpComm(FrozenConfig):
     """Activations and their gradients between pipeline stages."""
 
     compress: BlockCompress = "none"
     """In what form they travel, rounded to the nearest, without error feedback."""
 
 
-class EpComm(Noun):
+class EpComm(FrozenConfig):
     """Tokens on their way to the experts and back."""
 
     compress: BlockCompress = "none"
@@ -136,7 +136,7 @@ class EpComm(Noun):
     feedback."""
 
 
-class EmbeddingComm(Noun):
+class EmbeddingComm(FrozenConfig):
     """Rows of a recommender's tables: who holds them, and how fresh they have to be."""
 
     by: Literal["all_to_all", "server"] = "all_to_all"
@@ -156,7 +156,7 @@ class EmbeddingComm(Noun):
     """Steps between the servers' own checkpoints: what a killed server loses at most."""
 
 
-class LocalUpdates(Noun):
+class LocalUpdates(FrozenConfig):
     """Steps that replicas do each for itself between rounds (over dp; the layout's other axes go on
     as they are)."""
 
@@ -182,7 +182,7 @@ class LocalUpdates(Noun):
     counts as lost."""
 
 
-class Comm(Noun):
+class Comm(FrozenConfig):
     """Communication of a run, axis by axis."""
 
     dp: DpComm = DpComm()

@@ -15,15 +15,15 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from paceline.config.frozen import Count, FrozenConfig
 from paceline.config.layers import require
-from paceline.config.noun import Count, Noun
 
 Sizes = Annotated[tuple[float, ...], Field(strict=False, min_length=1)]
 """Positive and increasing."""
 Values = Annotated[tuple[float, ...], Field(strict=False, min_length=1)]
 
 
-class MatmulCurve(Noun):
+class MatmulCurve(FrozenConfig):
     """The rate of a matrix product (m, k) x (k, n), as a share of the device's peak."""
 
     m: Sizes
@@ -43,7 +43,7 @@ class MatmulCurve(Noun):
         return self
 
 
-class AttentionCurve(Noun):
+class AttentionCurve(FrozenConfig):
     """The rate of causal attention, as a share of the device's peak; half the square counts.
 
     Measured with samples and heads enough to fill the device.
@@ -64,7 +64,7 @@ class AttentionCurve(Noun):
         return self
 
 
-class MemoryCurve(Noun):
+class MemoryCurve(FrozenConfig):
     """Seconds of a kernel that only moves data, by the bytes that it reads and writes."""
 
     bytes: Sizes
@@ -77,7 +77,7 @@ class MemoryCurve(Noun):
         return self
 
 
-class SharingCurve(Noun):
+class SharingCurve(FrozenConfig):
     """How ranks that share a node's cores compute: how much faster while others wait, who leave
     them their cores, caches and bandwidth; and how unevenly, while all do."""
 
@@ -96,7 +96,7 @@ class SharingCurve(Noun):
         return self
 
 
-class CollectiveCurve(Noun):
+class CollectiveCurve(FrozenConfig):
     """Seconds of a collective among some ranks of one tier, by the size of the whole buffer."""
 
     num_ranks: Count
@@ -112,7 +112,7 @@ class CollectiveCurve(Noun):
         return self
 
 
-class CodecCurve(Noun):
+class CodecCurve(FrozenConfig):
     """Seconds of a compression (`comm`), by the number of fp32 values."""
 
     values: Sizes
@@ -129,7 +129,7 @@ class CodecCurve(Noun):
         return self
 
 
-class DeviceCurves(Noun):
+class DeviceCurves(FrozenConfig):
     """What was measured of a device; what is missing is not known."""
 
     matmul: Mapping[str, MatmulCurve] = Field(default_factory=dict)

@@ -11,10 +11,10 @@ from pydantic import Field
 
 from paceline.config.curves import CodecCurve, DeviceCurves
 from paceline.config.figure import Figure
-from paceline.config.noun import Noun
+from paceline.config.frozen import FrozenConfig
 
 
-class Device(Noun):
+class Device(FrozenConfig):
     """One accelerator (or one CPU rank): what it can do at best."""
 
     name: str

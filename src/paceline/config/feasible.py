@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from paceline.config.errors import InputError
+from paceline.config.frozen import FrozenConfig, size
 from paceline.config.hardware import Cluster
 from paceline.config.layout import Layout
 from paceline.config.model import Model
-from paceline.config.noun import Noun, size
 from paceline.config.recommender import Dlrm
 from paceline.config.schedule import refusal as schedule_refusal
 from paceline.config.vision import ResNet
@@ -30,7 +30,7 @@ class Demand(NamedTuple):
     """A concrete layout and what it is for."""
 
     layout: Layout
-    model: Model | Noun
+    model: Model | FrozenConfig
     """A decoder's shapes, or a CustomModel, of which nothing is known."""
     cluster: Cluster
     seq_len: int
@@ -41,7 +41,7 @@ Rule = Callable[[Demand], Iterator[str]]
 
 
 def check_layout(
-    layout: Layout, model: Noun, cluster: Cluster, seq_len: int, global_batch: int
+    layout: Layout, model: FrozenConfig, cluster: Cluster, seq_len: int, global_batch: int
 ) -> None:
     """Refuse what can't run, for a concrete layout: pure, and before any process starts.
 

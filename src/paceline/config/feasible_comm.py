@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 from paceline.config.comm import Comm, DpComm, EpComm, FsdpComm, LocalUpdates, PpComm
 from paceline.config.errors import InputError
+from paceline.config.frozen import size
 from paceline.config.layout import Layout
-from paceline.config.noun import size
 
 Rule = Callable[[Comm, Layout], Iterator[str]]
 

@@ -4,12 +4,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.config.noun import Noun
+from paceline.config.frozen import FrozenConfig
 
 Origin = Literal["measured", "cited", "assumed"]
 
 
-class Figure(Noun):
+class Figure(FrozenConfig):
     """One number and where it comes from."""
 
     value: float = Field(ge=0, le=1e30)

@@ -23,8 +23,8 @@ from paceline.config.device import Device as Device
 from paceline.config.errors import InputError
 from paceline.config.figure import Figure as Figure
 from paceline.config.figure import Origin as Origin
+from paceline.config.frozen import Auto, Count, FrozenConfig, Ways, nearest, size
 from paceline.config.host import Host
-from paceline.config.noun import Auto, Count, Noun, Ways, nearest, size
 from paceline.config.prices import PositiveFigure, Prices
 from paceline.config.stack import Stack
 
@@ -60,7 +60,7 @@ def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
 CollectiveCurves = Annotated[tuple[CollectiveCurve, ...], Field(strict=False)]
 
 
-class Tier(Noun):
+class Tier(FrozenConfig):
     """Links of one kind: among the devices of a node, of a rack, of the whole cluster."""
 
     name: str
@@ -77,7 +77,7 @@ class Tier(Noun):
     """Switches add up (NVLink SHARP, InfiniBand SHARP): all-reduces send each byte once."""
 
 
-class Cluster(Noun):
+class Cluster(FrozenConfig):
     """Devices of one kind, in nodes."""
 
     device: Annotated[Auto | Device, BeforeValidator(_by_name), WrapSerializer(_as_name)] = "auto"

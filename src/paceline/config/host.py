@@ -1,14 +1,14 @@
 """Host: what joins the devices of a node, and the cards that lead out of it.
 
-Discovered by `comm.topology`, or given by hand in a Cluster file where the machine that plans is
-not the one that trains. The rate of the links is a Tier's; here stands which of them there are.
+Discovered by `machine.discovery`, or given by hand in a Cluster file where the machine that plans
+is not the one that trains. The rate of the links is a Tier's; here stands which of them there are.
 """
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paceline.config.noun import Count, Noun
+from paceline.config.frozen import Count, FrozenConfig
 
 DeviceLinks = Literal["none", "nvlink", "nvswitch", "pcie", "numa"]
 """The slowest kind between any two devices: "nvlink" from device to device, "numa" through the
@@ -16,7 +16,7 @@ processors' own links; "none": fewer than two devices, or not looked at."""
 CardKind = Literal["ethernet", "infiniband", "roce"]
 
 
-class Card(Noun):
+class Card(FrozenConfig):
     """A port of a network card that is up."""
 
     name: str
@@ -31,7 +31,7 @@ class Card(Noun):
     numa_node: int | None = None
 
 
-class Host(Noun):
+class Host(FrozenConfig):
     """A node of the cluster; all are taken to be alike."""
 
     numa_nodes: Count = 1

@@ -12,10 +12,10 @@ from typing import Any
 
 from paceline.config import huggingface_experts
 from paceline.config.errors import InputError
+from paceline.config.frozen import nearest
 from paceline.config.huggingface_experts import expert_model_type, no_family
 from paceline.config.layers import RopeScaling
 from paceline.config.model import Model
-from paceline.config.noun import nearest
 
 # Names of transformers on the left, ours on the right.
 _FIELDS = {

@@ -18,11 +18,11 @@ from pydantic import TypeAdapter, model_validator
 
 from paceline.config.errors import InputError
 from paceline.config.files import parse_toml, read_json, read_toml
+from paceline.config.frozen import FrozenConfig
 from paceline.config.hardware import Cluster
 from paceline.config.huggingface import from_hf
 from paceline.config.job_rules import LENGTHS, disagreement
 from paceline.config.job_sections import Sections
-from paceline.config.noun import Noun
 
 _OBJECT = TypeAdapter(dict[str, Any])
 
@@ -186,7 +186,7 @@ def _expand_hf(raw: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     model = raw.get("model")
     sections = [raw.get(name, {}) for name in ("data", "train")]
     if not all(isinstance(section, Mapping) for section in sections):
-        return raw  # nouns, or what is no section: `Job.parse` tells
+        return raw  # configs, or what is no section: `Job.parse` tells
     data, train = ({**section} for section in sections)
     if not isinstance(model, Mapping) or "hf" not in model:
         if train.get("weights") is True:
@@ -229,9 +229,9 @@ def _expand_cluster(raw: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     return {**raw, "cluster": _merged(stated, changes)}
 
 
-def to_raw(noun: Noun) -> dict[str, Any]:
-    """A noun as plain data for TOML: settings that are None are left out (TOML has no null)."""
-    return _without_none(noun.model_dump(mode="json"))
+def to_raw(config: FrozenConfig) -> dict[str, Any]:
+    """A config as plain data for TOML: settings that are None are left out (TOML has no null)."""
+    return _without_none(config.model_dump(mode="json"))
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from paceline.config.comm import Comm
+from paceline.config.frozen import MOST, Auto, Count, CountOrNone, FrozenConfig, Width
 from paceline.config.hardware import Cluster
 from paceline.config.layout import Layout
 from paceline.config.model import Model
-from paceline.config.noun import MOST, Auto, Count, CountOrNone, Noun, Width
 from paceline.config.recommender import Clicks, Dlrm, RowOptim
 from paceline.config.vision import EfficientNet, ResNet
 
@@ -16,7 +16,7 @@ LOCAL_HOST = "127.0.0.1"
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
-class CustomModel(Noun):
+class CustomModel(FrozenConfig):
     """A person's own `nn.Module`, handed to `paceline.train`; only its name is data."""
 
     family: Literal["custom"] = "custom"
@@ -24,7 +24,7 @@ class CustomModel(Noun):
     """Kept in the Run, so that checkpoints of one model are never loaded into another."""
 
 
-class Data(Noun):
+class Data(FrozenConfig):
     """What is trained on. The order of samples is a pure function of (train.seed, step)."""
 
     source: str | Names = "python-stdlib"
@@ -46,7 +46,7 @@ class Data(Noun):
     clicks: Clicks = Clicks()
 
 
-class Optim(Noun):
+class Optim(FrozenConfig):
     """AdamW, its learning-rate schedule and gradient clipping."""
 
     lr: float = Field(3e-4, gt=0, le=1e3)
@@ -67,7 +67,7 @@ class Optim(Noun):
     rows: RowOptim = RowOptim()
 
 
-class Train(Noun):
+class Train(FrozenConfig):
     """How long and on how much."""
 
     steps: CountOrNone = 0
@@ -95,7 +95,7 @@ class Train(Noun):
     random weights."""
 
 
-class Checkpoint(Noun):
+class Checkpoint(FrozenConfig):
     """When the state is kept. The last step is always kept."""
 
     every: CountOrNone = 1000
@@ -110,7 +110,7 @@ class Checkpoint(Noun):
     """Which of two figures is the better one."""
 
 
-class Observe(Noun):
+class Observe(FrozenConfig):
     """What is written down about the run while it goes on."""
 
     profile_every: CountOrNone = 0
@@ -127,7 +127,7 @@ class Observe(Noun):
     password, so it listens at 127.0.0.1: reach it from elsewhere with `ssh -L`."""
 
 
-class Sections(Noun):
+class Sections(FrozenConfig):
     """All of a Job, before anybody looked whether it agrees with itself."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")

@@ -1,5 +1,5 @@
-"""Parts of the Model noun that only some networks have: scaled rotary positions, latent attention,
-experts.
+"""Parts of the Model config that only some networks have: scaled rotary positions, latent
+attention, experts.
 
 Papers: YaRN https://arxiv.org/abs/2309.00071, latent attention (DeepSeek-V2)
 https://arxiv.org/abs/2405.04434, experts https://arxiv.org/abs/2101.03961, their balance without a
@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from paceline.config.noun import Noun, Ways, Width
+from paceline.config.frozen import FrozenConfig, Ways, Width
 
 # What a kind of scaling requires, and what it may have besides.
 _ROPE_SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -25,7 +25,7 @@ _ROPE_SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-class RopeScaling(Noun):
+class RopeScaling(FrozenConfig):
     """How rotary frequencies are stretched beyond the context the model was first trained on."""
 
     rope_type: Literal["llama3", "linear", "yarn"]
@@ -92,7 +92,7 @@ class RopeScaling(Noun):
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
 
-class LatentAttention(Noun):
+class LatentAttention(FrozenConfig):
     """Multi-head latent attention: keys and values come from one narrow vector per token."""
 
     q_rank: Width | None = None
@@ -114,7 +114,7 @@ class LatentAttention(Noun):
         return self.nope_dim + self.rope_dim
 
 
-class Experts(Noun):
+class Experts(FrozenConfig):
     """A feed-forward layer of many experts, of which each token chooses a few by its scores."""
 
     num_experts: Ways
@@ -181,6 +181,6 @@ class Experts(Noun):
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Refuse a setting of a noun with a sentence, from within a validator."""
+    """Refuse a setting of a config with a sentence, from within a validator."""
     if not holds:
         raise ValueError(otherwise)

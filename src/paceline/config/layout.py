@@ -17,7 +17,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from paceline.config.noun import Auto, Count, CountOrNone, Noun, Ways, size
+from paceline.config.frozen import Auto, Count, CountOrNone, FrozenConfig, Ways, size
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 ParamDtype = Literal["fp64", "fp32", "bf16"]
@@ -37,7 +37,7 @@ ScheduleName = Literal[
 Counts = Annotated[tuple[Count, ...], Field(strict=False)]
 
 
-class Place(NamedTuple):
+class MeshCoordinates(NamedTuple):
     """Where a rank sits on the mesh: its index along each axis."""
 
     pp: int
@@ -47,7 +47,7 @@ class Place(NamedTuple):
     tp: int
 
 
-class Layout(Noun):
+class Layout(FrozenConfig):
     """How the work of a step is split over the ranks, and in which precision it is done."""
 
     dp: Auto | Ways = "auto"
@@ -139,13 +139,13 @@ class Layout(Noun):
         ]
         return " x ".join(used) or "one rank"
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> MeshCoordinates:
         """Where a rank of a concrete layout sits: tp is the innermost axis, pp the outermost."""
         index = []
         for axis in (self.tp, self.cp, self.fsdp, self.dp, self.pp):
             rank, at = divmod(rank, size(axis))
             index.append(at)
-        return Place(*reversed(index))
+        return MeshCoordinates(*reversed(index))
 
     def data_rank(self, rank: int) -> int:
         """Which share of the samples a rank works on, of num_data_ranks."""

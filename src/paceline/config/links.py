@@ -20,8 +20,8 @@ from paceline.config.curves import CollectiveCurve
 from paceline.config.device import Device
 from paceline.config.errors import InputError
 from paceline.config.figure import Figure
+from paceline.config.frozen import size
 from paceline.config.hardware import Cluster, Tier
-from paceline.config.noun import size
 
 
 class Fabric(NamedTuple):

@@ -1,4 +1,4 @@
-"""The Model noun: the shapes of a decoder network, its parameter counts and its FLOPs.
+"""The Model config: the shapes of a decoder network, its parameter counts and its FLOPs.
 
 A decoder is a stack of blocks (RMS norm, attention with rotary positions, RMS norm, SwiGLU
 feed-forward) between an embedding and a head: the Llama, Mistral, Qwen2 and Qwen3 families, which
@@ -25,8 +25,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from paceline.config.frozen import FrozenConfig, Layers, Ways, Width
 from paceline.config.layers import Experts, LatentAttention, RopeScaling, require
-from paceline.config.noun import Layers, Noun, Ways, Width
 
 
 def _default_head_dim(given: dict[str, Any]) -> int:
@@ -35,7 +35,7 @@ def _default_head_dim(given: dict[str, Any]) -> int:
     return latent.head_dim if latent else given.get("hidden_size", 2) // given.get("num_heads", 1)
 
 
-class Model(Noun):
+class Model(FrozenConfig):
     """The shapes of a decoder network."""
 
     family: Literal["decoder"] = "decoder"

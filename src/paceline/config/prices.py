@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator
 
 from paceline.config.figure import Figure
+from paceline.config.frozen import FrozenConfig
 from paceline.config.layers import require
-from paceline.config.noun import Noun
 
 
 def _as_figure(given: Any) -> Any:
@@ -41,7 +41,7 @@ PositiveFigure = Annotated[Figure | None, BeforeValidator(_as_figure), AfterVali
 """A Figure above 0, a plain number, or None: unknown."""
 
 
-class Prices(Noun):
+class Prices(FrozenConfig):
     """What a cluster costs, in US dollars; what is left out is unknown."""
 
     usd_per_device_hour: Price = None

@@ -1,4 +1,4 @@
-"""A recommender as nouns: DLRM's shapes, its click log, and how rows of tables are updated.
+"""A recommender as configs: DLRM's shapes, its click log, and how rows of tables are updated.
 
 DLRM (https://arxiv.org/abs/1906.00091): a bottom MLP maps the dense features to a vector as wide as
 a row; each categorical feature picks one row of its table; the dot products of all pairs of these
@@ -7,7 +7,7 @@ parameters are in the tables, of which a step touches a few rows: they are not d
 held once, by servers or by the ranks (`paceline.config.comm.EmbeddingComm`).
 
 The click log is synthetic: nobody's data, any length, and its best possible AUC is known
-(`paceline.train.data.clicks`).
+(`paceline.recommender.click_log`).
 """
 
 from itertools import pairwise
@@ -15,12 +15,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paceline.config.noun import Noun, Width
+from paceline.config.frozen import FrozenConfig, Width
 
 Widths = Annotated[tuple[Width, ...], Field(strict=False, max_length=10_000)]
 
 
-class Dlrm(Noun):
+class Dlrm(FrozenConfig):
     """A deep learning recommendation model (https://arxiv.org/abs/1906.00091)."""
 
     family: Literal["dlrm"]
@@ -76,7 +76,7 @@ class Dlrm(Noun):
         return 6 * products
 
 
-class Clicks(Noun):
+class Clicks(FrozenConfig):
     """A synthetic click log: power-law ids, and clicks by a planted rule that is known."""
 
     power: float = Field(1.2, gt=0, le=100)
@@ -88,7 +88,7 @@ class Clicks(Noun):
     """Mean of the planted logit: the lower, the fewer clicks."""
 
 
-class RowOptim(Noun):
+class RowOptim(FrozenConfig):
     """How rows of tables are updated, by whoever holds them. Only rows of the batch change."""
 
     kind: Literal["adagrad", "adam"] = "adagrad"

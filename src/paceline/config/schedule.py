@@ -68,7 +68,7 @@ class Schedule(NamedTuple):
         )
 
 
-class Demands(NamedTuple):
+class ScheduleRequirements(NamedTuple):
     """What a named schedule asks of the layout."""
 
     stages_per_rank: int | None
@@ -80,14 +80,14 @@ class Demands(NamedTuple):
 
 
 DEMANDS = {
-    "gpipe": Demands(1),
-    "1f1b": Demands(1),
-    "interleaved": Demands(None, multiple_of_ranks=True),
-    "zb_h1": Demands(1),
-    "interleaved_zb": Demands(None, multiple_of_ranks=True),
-    "zbv": Demands(2),
-    "dualpipev": Demands(2),
-    "dualpipe": Demands(2, num_directions=2),
+    "gpipe": ScheduleRequirements(1),
+    "1f1b": ScheduleRequirements(1),
+    "interleaved": ScheduleRequirements(None, multiple_of_ranks=True),
+    "zb_h1": ScheduleRequirements(1),
+    "interleaved_zb": ScheduleRequirements(None, multiple_of_ranks=True),
+    "zbv": ScheduleRequirements(2),
+    "dualpipev": ScheduleRequirements(2),
+    "dualpipe": ScheduleRequirements(2, num_directions=2),
 }
 STAGES_PER_RANK = {name: demands.stages_per_rank for name, demands in DEMANDS.items()}
 """Stages that a schedule puts on each rank; None: as many as wished, two or more."""

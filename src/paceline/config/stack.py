@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from paceline.config.noun import Noun
+from paceline.config.frozen import FrozenConfig
 
 Part = Literal["mla_up_proj", "mlp", "moe_act", "layernorm", "shared_experts", "core_attn"]
 
 
-class Stack(Noun):
+class Stack(FrozenConfig):
     """How a system runs a step. The defaults are those of Paceline's own runtime."""
 
     attention: Literal["flash1", "flash", "flash3", "unfused"] = "flash"
@@ -166,7 +166,7 @@ class Stack(Noun):
         return f"a runtime with {told} (cluster.stack)" if told else "Paceline's own runtime"
 
 
-class Constant(Noun):
+class Constant(FrozenConfig):
     """One physical constant of a stack."""
 
     default: float
@@ -186,7 +186,7 @@ CONSTANTS: dict[str, Constant] = {
     "memory_time": _constant(1.0, 0.5, 4.0, "memory-bound kernels, over bytes / bandwidth"),
     # A launch alone takes 4-6 us; from one to the next, with Python, dispatch and autograd, traces
     # of training have, in the mean of a thread without gaps above 2 ms, 35 and 55 us (A100), 45, 46
-    # (H800), 32 (H100), 17 and 27 (MI300X): tests/plan/test_host.py.
+    # (H800), 32 (H100), 17 and 27 (MI300X): tests/published/test_host.py.
     "launch_us": _constant(40.0, 0.5, 100.0, "host time per launched kernel, microseconds"),
     "optimizer_time": _constant(1.0, 0.5, 6.0, "the optimizer's step, over its bytes / bandwidth"),
     "comm_time_inside": _constant(1.0, 0.6, 3.0, "collectives inside the fast tier, over curves"),

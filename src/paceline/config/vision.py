@@ -1,4 +1,4 @@
-"""Convolutional networks as nouns: ResNet and EfficientNet, by the shapes of their convolutions.
+"""Convolutional networks as configs: ResNet and EfficientNet, by the shapes of their convolutions.
 
 How it works: a network is a list of `Conv`s, each with its batch norm, activation, residual sum and
 squeeze-and-excitation, then a mean over the image and one linear layer; parameters, FLOPs and bytes
@@ -23,8 +23,8 @@ from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
+from paceline.config.frozen import FrozenConfig, Ways, Width
 from paceline.config.layers import require
-from paceline.config.noun import Noun, Ways, Width
 
 
 class Conv(NamedTuple):
@@ -86,7 +86,7 @@ class Conv(NamedTuple):
         return 2 * products
 
 
-class _ConvNet(Noun):
+class _ConvNet(FrozenConfig):
     """What all convolutional networks have."""
 
     image_size: int = Field(224, ge=32, le=65536)

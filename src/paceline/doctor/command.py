@@ -23,7 +23,7 @@ _CONSOLE = Console(highlight=False)
 
 
 @dataclass(frozen=True)
-class Asked:
+class DoctorOptions:
     """The options of the command line."""
 
     folder: Path = Path()
@@ -33,7 +33,7 @@ class Asked:
     run: Path | None = None
 
 
-def doctor_command(asked: Asked) -> dict[str, Any]:
+def doctor_command(asked: DoctorOptions) -> dict[str, Any]:
     """Examine this machine, or what another one said, and show it.
 
     Returns:
@@ -69,7 +69,7 @@ def _run(path: Path) -> Run:
     return run
 
 
-def _said(asked: Asked) -> dict[str, str]:
+def _said(asked: DoctorOptions) -> dict[str, str]:
     """The readings, with what the options bring."""
     if asked.saved is not None:
         said = readings.saved(asked.saved)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from paceline.comm.fabric import nvidia_smi
 from paceline.config.errors import InputError
 from paceline.doctor import amd, infiniband, nccl_log, nvidia, software, storage, system
 from paceline.doctor.infiniband import Port
@@ -12,13 +11,14 @@ from paceline.doctor.nccl_log import NcclLog
 from paceline.doctor.nvidia import Driver, Gpu
 from paceline.doctor.software import Software
 from paceline.doctor.storage import Storage
-from paceline.doctor.system import Kernel, System
+from paceline.doctor.system import OsKernel, System
+from paceline.machine import nvidia_smi
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineFacts:
     """A machine; None: not known."""
 
     driver: Driver | None
@@ -26,7 +26,7 @@ class Facts:
     """What nvidia-smi printed instead of devices."""
     gpus: tuple[Gpu, ...]
     """Of either maker; empty: none seen."""
-    matrix: nvidia_smi.Matrix | None
+    matrix: nvidia_smi.LinkMatrix | None
     """Links between devices and cards."""
     amd_links: frozenset[str]
     """Kinds of links between AMD's devices: XGMI, PCIE."""
@@ -34,7 +34,7 @@ class Facts:
     nccl: NcclLog | None
     software: Software | None
     system: System | None
-    kernel: Kernel
+    kernel: OsKernel
     storage: Storage | None
 
     @property
@@ -52,14 +52,14 @@ class Facts:
         return int(told) if told.isdigit() else len(self.gpus) or None
 
 
-def facts_of(said: Mapping[str, str]) -> Facts:
+def facts_of(said: Mapping[str, str]) -> MachineFacts:
     """Understand what a machine said.
 
     Raises:
         InputError: a text is not what its name promises.
     """
     driver, gpus, amd_links = _devices(said)
-    return Facts(
+    return MachineFacts(
         driver=driver,
         driver_error=nvidia.failure(said.get("nvidia-smi.xml", "")),
         gpus=gpus,
@@ -92,7 +92,7 @@ def _ports(said: Mapping[str, str]) -> tuple[Port, ...] | None:
     return _read(said, "infiniband.json", infiniband.parse)
 
 
-def _kernel(said: Mapping[str, str]) -> Kernel:
+def _kernel(said: Mapping[str, str]) -> OsKernel:
     try:
         return system.kernel(said)
     except ValueError as error:
@@ -114,12 +114,12 @@ def _read(said: Mapping[str, str], name: str, parse: Callable[[str], _T]) -> _T 
         ) from None
 
 
-def as_data(facts: Facts) -> dict[str, Any]:
+def as_data(facts: MachineFacts) -> dict[str, Any]:
     """The facts as plain data, for JSON."""
     return {name: _plain(value) for name, value in _shallow(facts).items()}
 
 
-def _shallow(facts: Facts) -> dict[str, Any]:
+def _shallow(facts: MachineFacts) -> dict[str, Any]:
     found = dict(vars(facts))
     if facts.matrix is not None:
         joined = {f"{a} {b}": kind for (a, b), kind in facts.matrix.links.items()}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from paceline.comm.fabric.sysfs import SYS
 from paceline.config.files import parse_json
+from paceline.machine.sysfs import SYS
 
 
 @dataclass(frozen=True)

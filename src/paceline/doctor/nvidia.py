@@ -41,7 +41,7 @@ class Health:
 
 
 @dataclass(frozen=True)
-class Clocks:
+class ClockLimits:
     """What holds the clocks down."""
 
     reasons: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class Gpu:
     """State of its registration with NVSwitch's fabric manager: "Completed" is good."""
     pcie: Pcie = Pcie()
     health: Health = Health()
-    clocks: Clocks = Clocks()
+    clocks: ClockLimits = ClockLimits()
     nvlinks: tuple[bool, ...] = ()
     """Whether each of its NVLinks is active."""
 
@@ -152,11 +152,11 @@ def _health(gpu: ElementTree.Element) -> Health:
     )
 
 
-def _clocks(gpu: ElementTree.Element) -> Clocks:
+def _clocks(gpu: ElementTree.Element) -> ClockLimits:
     said = [(each.tag, (each.text or "").strip()) for each in gpu.iter()]
     found = [(_REASON.fullmatch(tag), text) for tag, text in said]
     counted = [(_COUNTER.fullmatch(tag), text) for tag, text in said]
-    return Clocks(
+    return ClockLimits(
         reasons=tuple(match[1] for match, text in found if match and text == "Active"),
         counters_s={
             match[1]: float(text.split()[0]) / 1e6

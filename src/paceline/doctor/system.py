@@ -16,9 +16,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from paceline.comm.fabric import sysfs
 from paceline.config.files import parse_json
 from paceline.config.host import Card
+from paceline.machine import sysfs
 
 _VARIABLES = re.compile(
     r"(NCCL|GLOO|RCCL|TORCH|PYTORCH|CUDA|HIP|ROCR|OMP|MKL)_\w+|LOCAL_WORLD_SIZE"
@@ -51,7 +51,7 @@ _SYSTEM = TypeAdapter(System)
 
 
 @dataclass(frozen=True)
-class Kernel:
+class OsKernel:
     """What files of /proc and /sys say; None: not there."""
 
     limits: Mapping[str, float]
@@ -106,9 +106,9 @@ def _pci_devices(root: Path) -> dict[str, int]:
     return dict(Counter(makers))
 
 
-def kernel(said: Mapping[str, str]) -> Kernel:
+def kernel(said: Mapping[str, str]) -> OsKernel:
     """From the texts of the files, by name."""
-    return Kernel(
+    return OsKernel(
         limits=_limits(said.get("limits.txt", "")),
         memory_bytes=_memory(said.get("meminfo.txt", "")),
         quota_cores=_quota(said.get("cpu.max", "")),

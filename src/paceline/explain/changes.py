@@ -9,7 +9,7 @@ from paceline.config.feasible_comm import check_comm, of_used_axes
 from paceline.config.job import Job, change_job
 
 
-def changed(job: Job, changes: Sequence[str]) -> Job | None:
+def changed_job(job: Job, changes: Sequence[str]) -> Job | None:
     """The Job with some settings, None where it couldn't run."""
     try:
         one = change_job(job, changes)
@@ -21,12 +21,12 @@ def changed(job: Job, changes: Sequence[str]) -> Job | None:
     return one
 
 
-def offered(job: Job | None, *changes: str) -> tuple[str, ...]:
+def runnable_changes(job: Job | None, *changes: str) -> tuple[str, ...]:
     """The changes, where the Job can run with them and isn't so already; else none.
 
     What is to happen every so many steps has to happen within the run.
     """
-    other = None if job is None else changed(job, changes)
+    other = None if job is None else changed_job(job, changes)
     if job is None or other is None or other == job:
         return ()
     now, then = _intervals(job), _intervals(other)

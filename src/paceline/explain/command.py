@@ -9,7 +9,7 @@ from rich.console import Console
 from paceline.explain.explain import Explanation, explain_subject
 from paceline.explain.show import show
 from paceline.explain.subject import Subject
-from paceline.observe.run import write_whole
+from paceline.observe.run import write_atomic
 
 
 def explain_command(
@@ -42,11 +42,11 @@ def explain_command(
         other = None if beside is None else explain_subject(beside)
     show(one, console, top, all_findings=all_findings)
     if other is not None:
-        from paceline.explain.against import show_difference
+        from paceline.explain.difference import show_difference
 
         show_difference(one, other, console)
     if html is not None:
-        write_whole(html, _page(subject, one, beside, other, html))
+        write_atomic(html, _page(subject, one, beside, other, html))
         console.print(f"{html}: the same as a page", markup=False)
     if as_json:
         print(json.dumps(one.to_json()))

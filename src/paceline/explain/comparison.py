@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from paceline.explain.against import difference
+from paceline.explain.difference import difference
 from paceline.explain.explain import Explanation
 from paceline.explain.finding import Finding
-from paceline.explain.noise import Change, Estimate
+from paceline.explain.noise import Estimate, MetricChange
 from paceline.explain.page import bar, finding, milliseconds, next_of
 from paceline.explain.rules import SHOWN
 from paceline.explain.subject import Subject
@@ -70,9 +70,9 @@ def _next(now: Subject, new: Sequence[Mapping[str, Any]], why: Explanation) -> s
     return next_of(why)
 
 
-def step_change(now: Subject, before: Subject) -> Change:
+def step_change(now: Subject, before: Subject) -> MetricChange:
     """Of the step's seconds."""
-    return Change(_step(before), _step(now))
+    return MetricChange(_step(before), _step(now))
 
 
 def _step(subject: Subject) -> Estimate:
@@ -81,7 +81,7 @@ def _step(subject: Subject) -> Estimate:
     return Estimate.of(subject.measured.length_s.max(axis=1).tolist())
 
 
-def lede(step: Change) -> str:
+def lede(step: MetricChange) -> str:
     """The answer in a sentence."""
     then, here = step_time_text(step.before.value), step_time_text(step.now.value)
     share = step.difference / step.before.value
@@ -114,7 +114,7 @@ def _subtitle(now: Subject, before: Subject) -> list[str]:
 # ---- key figures --------------------------------------------------------------------------------
 
 
-def _cards(now: Subject, before: Subject, step: Change) -> Iterator[Card]:
+def _cards(now: Subject, before: Subject, step: MetricChange) -> Iterator[Card]:
     yield "Step", step_time_text(step.now.value), _noise(step)
     here, then = (summary.summarise(one.lines, one.facts) for one in (now, before))
     unit = f"{here.unit.capitalize()} a second"
@@ -141,7 +141,7 @@ def _relative(before: float, now: float) -> str:
     return f"{now / before - 1:+.1%}" if before else "from nothing"
 
 
-def _noise(change: Change) -> str:
+def _noise(change: MetricChange) -> str:
     then = change.before.value
     told = f"from {step_time_text(then)}, {_relative(then, change.now.value)}"
     return told if change.doubt is None else f"{told} ± {change.doubt / then:.1%}"

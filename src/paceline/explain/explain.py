@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.config.frozen import size
 from paceline.config.job import Job
-from paceline.config.noun import size
 from paceline.explain.finding import Finding
 from paceline.explain.out_of_memory import OutOfMemory, out_of_memory
 from paceline.explain.rules import SHOWN, findings

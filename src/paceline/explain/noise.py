@@ -43,7 +43,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Change:
+class MetricChange:
     """From one run to another."""
 
     before: Estimate

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from paceline.config.frozen import size
 from paceline.config.job import Job
-from paceline.config.noun import size
-from paceline.explain.changes import changed
+from paceline.explain.changes import changed_job
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import limit_bytes, memory_terms, predicted_s
 from paceline.observe.summary import bytes_text
@@ -51,7 +51,7 @@ _ROOM = 0.96
 
 
 @dataclass(frozen=True)
-class Shortage:
+class AllocationFailure:
     """What the message of an allocator says; bytes, None where it doesn't say."""
 
     rank: int | None
@@ -73,7 +73,7 @@ class Shortage:
 
 
 @dataclass(frozen=True)
-class Way:
+class Remedy:
     """A change that fits."""
 
     changes: tuple[str, ...]
@@ -87,11 +87,11 @@ class Way:
 class OutOfMemory:
     """Why a run had too little memory, and what would fit."""
 
-    shortage: Shortage
+    shortage: AllocationFailure
     predicted_bytes: Mapping[str, float]
     """By term of the vocabulary, of the heaviest device; empty for models of one's own."""
     limit_bytes: float | None
-    ways: tuple[Way, ...]
+    ways: tuple[Remedy, ...]
     """The cheapest first."""
 
     @property
@@ -124,7 +124,7 @@ class OutOfMemory:
 
 def out_of_memory(subject: Subject) -> OutOfMemory | None:
     """What a Run's logs say of it; None where no rank ran out of memory."""
-    shortage = shortage_of(subject)
+    shortage = allocation_failure_of(subject)
     if shortage is None:
         return None
     job = subject.job
@@ -135,7 +135,7 @@ def out_of_memory(subject: Subject) -> OutOfMemory | None:
     return OutOfMemory(shortage, terms, limit, tuple(_ways(job, shortage, limit)))
 
 
-def shortage_of(subject: Subject) -> Shortage | None:
+def allocation_failure_of(subject: Subject) -> AllocationFailure | None:
     """The first rank's message that tells of a lack of memory."""
     found = [
         shortage
@@ -145,7 +145,7 @@ def shortage_of(subject: Subject) -> Shortage | None:
     return min(found, key=lambda each: each.where == "killed", default=None)
 
 
-def parse(text: str, rank: int | None = None) -> Shortage | None:
+def parse(text: str, rank: int | None = None) -> AllocationFailure | None:
     """Read what a log says of a lack of memory, the last time it does; None where it doesn't."""
     device = [match.start() for match in _ON_DEVICE.finditer(text)]
     if device:
@@ -154,12 +154,12 @@ def parse(text: str, rank: int | None = None) -> Shortage | None:
         reserved, allocated = figures.pop("reserved_bytes"), figures["allocated_bytes"]
         if reserved is not None and allocated is not None:
             figures["unused_bytes"] = reserved - allocated
-        return Shortage(rank, "device", _first((_ASKED,), told), **figures)
+        return AllocationFailure(rank, "device", _first((_ASKED,), told), **figures)
     host = [match.start() for match in _ON_HOST.finditer(text)]
     if host:
         told = text[max(0, host[-1] - 300) :][:800]  # the system's own words come last
-        return Shortage(rank, "host", _first((_ASKED,), told))
-    return Shortage(rank, "killed") if _KILLED.search(text) else None
+        return AllocationFailure(rank, "host", _first((_ASKED,), told))
+    return AllocationFailure(rank, "killed") if _KILLED.search(text) else None
 
 
 def _first(patterns: Sequence[re.Pattern[str]], text: str) -> float | None:
@@ -169,7 +169,7 @@ def _first(patterns: Sequence[re.Pattern[str]], text: str) -> float | None:
     return None
 
 
-def _ways(job: Job, shortage: Shortage, limit: float | None) -> list[Way]:
+def _ways(job: Job, shortage: AllocationFailure, limit: float | None) -> list[Remedy]:
     """Changes that fit, the one that costs least time first."""
     if limit is None:
         return []
@@ -178,7 +178,7 @@ def _ways(job: Job, shortage: Shortage, limit: float | None) -> list[Way]:
     wrong = max(1.0, (shortage.needed_bytes or now) / now, limit / now)
     found = []
     for order, changes in enumerate(_candidates(job)):
-        other = changed(job, changes)
+        other = changed_job(job, changes)
         terms = memory_terms(other) if other is not None else None
         if other is None or terms is None:
             continue
@@ -187,7 +187,9 @@ def _ways(job: Job, shortage: Shortage, limit: float | None) -> list[Way]:
             continue
         after_s = predicted_s(other) if before_s is not None else None
         slower = None if after_s is None or before_s is None else after_s / before_s - 1
-        found.append((slower if slower is not None else order, order, Way(changes, peak, slower)))
+        found.append(
+            (slower if slower is not None else order, order, Remedy(changes, peak, slower))
+        )
     return [way for _, _, way in sorted(found, key=lambda each: each[:2])]
 
 
@@ -226,7 +228,7 @@ def _texts(change: str | tuple[str, ...]) -> tuple[str, ...]:
     return (change,) if isinstance(change, str) else change
 
 
-def _told(shortage: Shortage) -> Iterator[str]:
+def _told(shortage: AllocationFailure) -> Iterator[str]:
     who = "A rank" if shortage.rank is None else f"Rank {shortage.rank}"
     asked = ""
     if shortage.asked_bytes is not None:

@@ -19,7 +19,7 @@ from paceline.explain.lanes import CELLS, Lanes, read_lanes
 from paceline.explain.rules import SHOWN
 from paceline.explain.subject import Subject, only_axis
 from paceline.explain.traffic import Flow
-from paceline.explain.waterfall import Row, Waterfall
+from paceline.explain.waterfall import Waterfall, WaterfallRow
 from paceline.explain.what_if import limit_bytes, memory_terms
 from paceline.observe import report
 from paceline.observe.account import Account
@@ -207,7 +207,7 @@ def _figures(measured_s: float, planned_s: float | None, step_s: float) -> tuple
     return milliseconds(measured_s), milliseconds(planned_s), f"{beyond_s * 1e3:+,.1f}"
 
 
-def _mood(row: Row, step_s: float) -> str:
+def _mood(row: WaterfallRow, step_s: float) -> str:
     """What stands out: more than a fiftieth of the step beside the plan."""
     if row.predicted_s is None:
         return ""

@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config.errors import InputError
+from paceline.config.frozen import size
 from paceline.config.job import Job
-from paceline.config.noun import size
-from paceline.explain.measured import Measured
-from paceline.explain.traffic import Traffic
+from paceline.explain.profiled_steps import ProfiledSteps
+from paceline.explain.traffic import CollectiveTraffic
 from paceline.explain.windows import read_windows
 from paceline.observe.account import Account
-from paceline.observe.caveats import Device
+from paceline.observe.caveats import TraceDevice
 from paceline.observe.meetings import match
 from paceline.observe.recorded import read_account
 from paceline.observe.run import Run
@@ -33,7 +33,7 @@ Line = Mapping[str, Any]
 _MOST_LOG_BYTES = 4 << 20
 
 
-class Planned(NamedTuple):
+class PlannedStep(NamedTuple):
     """What the plan expected of a step."""
 
     step_s: float
@@ -78,7 +78,7 @@ class Subject:
         return cls(str(path), account, job, plan, facts, lines, path, damage)
 
     @cached_property
-    def measured(self) -> Measured:
+    def measured(self) -> ProfiledSteps:
         """The profiled steps, rank by rank.
 
         Raises:
@@ -89,7 +89,7 @@ class Subject:
                 f"{self.name} has no profiled steps: train it with --set observe.profile_every=50, "
                 "which records a few steps now and then."
             )
-        return Measured.of(self.account)
+        return ProfiledSteps.of(self.account)
 
     @cached_property
     def ranks_belong_together(self) -> bool:
@@ -106,7 +106,7 @@ class Subject:
         return "device" if self.account is not None and self.account.is_device else "host"
 
     @cached_property
-    def devices(self) -> tuple[Device, ...]:
+    def devices(self) -> tuple[TraceDevice, ...]:
         """The kinds of devices that traces describe, of some ranks or all."""
         return () if self.account is None else tuple(set(self.account.devices.values()))
 
@@ -120,10 +120,10 @@ class Subject:
         return 0 < self.traffic.rows["group_size"][where].max(initial=0) <= len(self.account.ranks)
 
     @cached_property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> CollectiveTraffic:
         """The collectives of the profiled steps, by what they do."""
         assert self.account is not None
-        return Traffic.of(self.account)
+        return CollectiveTraffic.of(self.account)
 
     @cached_property
     def steady(self) -> list[Line]:
@@ -215,13 +215,13 @@ class Subject:
         return {} if self.folder is None else Run(self.folder).doctor()
 
     @cached_property
-    def planned(self) -> Planned | None:
+    def planned(self) -> PlannedStep | None:
         """What plan.json expects of the Run's own layout; None where nothing was predicted."""
         layouts = self.plan.get("layouts") or ()
         if not layouts:
             return None
         one = layouts[0]
-        return Planned(one["step_s"], tuple(one["interval_s"]), one["time_s"])
+        return PlannedStep(one["step_s"], tuple(one["interval_s"]), one["time_s"])
 
     def rank_of_log(self, name: str) -> int | None:
         """The rank whose log has this name."""

@@ -51,7 +51,7 @@ class Flow(NamedTuple):
         return self.bytes * bus_factor(self.op, self.num_ranks) / self.link_s
 
 
-class Link(NamedTuple):
+class FittedLink(NamedTuple):
     """Seconds of a message = latency + bytes / rate, as the collectives themselves say."""
 
     latency_s: float
@@ -67,7 +67,7 @@ def bus_factor(op: str, num_ranks: int) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Traffic:
+class CollectiveTraffic:
     """The collectives of an account, each with what it took without waiting for a late rank."""
 
     account: Account
@@ -77,7 +77,7 @@ class Traffic:
     """How long each took from when its last rank came."""
 
     @classmethod
-    def of(cls, account: Account) -> "Traffic":
+    def of(cls, account: Account) -> "CollectiveTraffic":
         """That of an account."""
         rows = np.sort(account.collectives, order=["rank", "start_ns"])
         return cls(account, rows, rows["duration_ns"] - rows["wait_ns"])
@@ -180,7 +180,7 @@ class Traffic:
             )
         yield from sorted(found, key=lambda flow: -flow.exposed_s)
 
-    def link(self, where: Array) -> Link | None:
+    def link(self, where: Array) -> FittedLink | None:
         """The line through the collectives of a kind; None where fewer than two sizes are known.
 
         Medians of each size, fitted with the least relative errors; neither part is negative.
@@ -197,7 +197,7 @@ class Traffic:
             late, per_byte = 0.0, float(np.median(medians / sizes))
         if per_byte <= 0:
             late, per_byte = float(np.median(medians)), 0.0
-        return Link(float(late), 1 / per_byte if per_byte > 0 else float("inf"))
+        return FittedLink(float(late), 1 / per_byte if per_byte > 0 else float("inf"))
 
 
 def _passes_alike(rows: Array) -> int:

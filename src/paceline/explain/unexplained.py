@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.config.noun import size
+from paceline.config.frozen import size
 from paceline.explain.finding import Finding
 from paceline.explain.rules import RULES
 from paceline.explain.subject import Subject

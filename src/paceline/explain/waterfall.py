@@ -18,7 +18,7 @@ _USEFUL = ("matmul", "attention")
 _WAITS = ("exposed_comm", "straggler_wait", "bubble", "data_wait", "checkpoint_stall")
 
 
-class Row(NamedTuple):
+class WaterfallRow(NamedTuple):
     """A term of the step."""
 
     term: str
@@ -34,7 +34,7 @@ class Waterfall(NamedTuple):
     """Measured; the terms sum to it."""
     ideal_s: float | None
     """None where the devices' peak or the model's FLOPs aren't known."""
-    rows: tuple[Row, ...]
+    rows: tuple[WaterfallRow, ...]
     """In the order of the vocabulary."""
     predicted_s: float | None
     interval_s: tuple[float, float] | None
@@ -64,7 +64,7 @@ def waterfall(subject: Subject) -> Waterfall:
     )
 
 
-def terms_beside(subject: Subject) -> list[Row]:
+def terms_beside(subject: Subject) -> list[WaterfallRow]:
     """The terms of the step, measured and predicted."""
     measured = measured_terms(subject)
     predicted: Mapping[str, float] = {} if subject.planned is None else subject.planned.time_s
@@ -73,7 +73,7 @@ def terms_beside(subject: Subject) -> list[Row]:
     rows = []
     for term in in_order({*measured, *(term for term, s in predicted.items() if s)}):
         expected = predicted.get(term, 0.0) if predicted else None
-        rows.append(Row(term, measured.get(term, 0.0), expected))
+        rows.append(WaterfallRow(term, measured.get(term, 0.0), expected))
     return rows
 
 

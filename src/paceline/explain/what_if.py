@@ -13,11 +13,11 @@ from functools import lru_cache
 import numpy as np
 
 from paceline.config.errors import InputError
+from paceline.config.frozen import size
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job, read_cluster
 from paceline.config.model import Model
-from paceline.config.noun import size
-from paceline.explain.changes import changed
+from paceline.explain.changes import changed_job
 from paceline.explain.subject import Subject
 from paceline.explain.waterfall import measured_terms
 from paceline.plan.memory import memory_bytes
@@ -53,7 +53,7 @@ class WhatIf:
 def what_if(subject: Subject, changes: Sequence[str]) -> WhatIf | None:
     """The step with settings changed; None where the changed Job can't run or isn't known."""
     now = expected(subject)
-    other = None if subject.job is None else changed(subject.job, changes)
+    other = None if subject.job is None else changed_job(subject.job, changes)
     if now is None or other is None:
         return None
     then = predicted(other.replace(cluster=_cluster(subject)))

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Cost(NamedTuple):
+class KernelCost(NamedTuple):
     """Of one call: the least that any implementation must do."""
 
     bytes: int

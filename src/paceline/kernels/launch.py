@@ -45,7 +45,7 @@ class Launch(NamedTuple):
         return {**self.blocks, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-class Measured(NamedTuple):
+class MeasuredLaunch(NamedTuple):
     """A row of the table: a launch, and what it was measured to take."""
 
     launch: Launch
@@ -55,7 +55,7 @@ class Measured(NamedTuple):
 
 
 @with_config(ConfigDict(extra="allow", strict=True, allow_inf_nan=False))
-class Row(TypedDict):
+class LaunchRow(TypedDict):
     """The same as the file has it, with what the launch is for."""
 
     device: str
@@ -70,7 +70,7 @@ class Row(TypedDict):
 
 
 class _Table(TypedDict):
-    rows: list[Row]
+    rows: list[LaunchRow]
 
 
 _TABLE = TypeAdapter(_Table)
@@ -146,7 +146,7 @@ _watchers: list[list[Launched]] = []
 
 
 @contextmanager
-def watched() -> Iterator[list[Launched]]:
+def record_launches() -> Iterator[list[Launched]]:
     """A list of the launches within a block."""
     seen: list[Launched] = []
     _watchers.append(seen)
@@ -156,14 +156,14 @@ def watched() -> Iterator[list[Launched]]:
         _watchers.pop()
 
 
-def measured(device: str, kernel: str, dtype: str, size: int) -> Measured | None:
+def measured(device: str, kernel: str, dtype: str, size: int) -> MeasuredLaunch | None:
     """The table's row: of this size, else of the next larger one that was measured."""
     rows = table().get((device, kernel, dtype), {})
     larger = [known for known in rows if known >= size]
     return rows[min(larger)] if larger else None
 
 
-def paying(device: torch.device) -> frozenset[tuple[str, torch.dtype]]:
+def faster_than_torch(device: torch.device) -> frozenset[tuple[str, torch.dtype]]:
     """Operators and types whose kernels were measured on this device, and all beat their peers."""
     name = device_name(device)
     best: dict[tuple[str, torch.dtype], bool] = {}
@@ -175,23 +175,23 @@ def paying(device: torch.device) -> frozenset[tuple[str, torch.dtype]]:
 
 
 @lru_cache
-def table() -> dict[tuple[str, str, str], dict[int, Measured]]:
+def table() -> dict[tuple[str, str, str], dict[int, MeasuredLaunch]]:
     """All rows: device, kernel and type, then size. One's own rows replace those that ship.
 
     Raises:
         InputError: the file of one's own is no such table.
     """
-    found: dict[tuple[str, str, str], dict[int, Measured]] = {}
+    found: dict[tuple[str, str, str], dict[int, MeasuredLaunch]] = {}
     own = os.environ.get(OWN)
     for file in (SHIPPED, Path(own)) if own else (SHIPPED,):
         for row in rows_of(file):
             launch = Launch(row["blocks"], row["num_warps"], row["num_stages"])
             sizes = found.setdefault((row["device"], row["kernel"], row["dtype"]), {})
-            sizes[row["size"]] = Measured(launch, row["ms"], row["peer_ms"])
+            sizes[row["size"]] = MeasuredLaunch(launch, row["ms"], row["peer_ms"])
     return found
 
 
-def rows_of(file: Path) -> list[Row]:
+def rows_of(file: Path) -> list[LaunchRow]:
     """The rows of one table.
 
     Raises:

@@ -27,7 +27,7 @@ from paceline.kernels import launch
 _LEAST_CAPABILITY = (8, 0)
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _chosen: Kernels = "reference"
-_paying: frozenset[tuple[str, torch.dtype]] = frozenset()
+_faster_than_torch: frozenset[tuple[str, torch.dtype]] = frozenset()
 """Operators and types that "auto" takes kernels for."""
 
 
@@ -37,25 +37,25 @@ def use(kernels: Kernels, device: torch.device) -> None:
     Raises:
         InputError: kernels are asked for that can't run on this device.
     """
-    global _chosen, _paying
+    global _chosen, _faster_than_torch
     reason = why_not(device) if kernels == "triton" else None
     if reason is not None:
         raise InputError(
             f'layout.kernels = "triton" was given, but {reason}; use "auto" or "reference".'
         )
-    _chosen, _paying = kernels, launch.paying(device)
+    _chosen, _faster_than_torch = kernels, launch.faster_than_torch(device)
 
 
 @contextmanager
 def using(kernels: Kernels, device: torch.device) -> Iterator[None]:
     """Choose for the length of a block."""
-    global _chosen, _paying
-    before = _chosen, _paying
+    global _chosen, _faster_than_torch
+    before = _chosen, _faster_than_torch
     use(kernels, device)
     try:
         yield
     finally:
-        _chosen, _paying = before
+        _chosen, _faster_than_torch = before
 
 
 def why_not(device: torch.device) -> str | None:
@@ -91,4 +91,4 @@ def takes_on(operator: str, device_type: str, dtype: torch.dtype) -> bool:
     is_cuda = device_type == "cuda"
     if _chosen == "triton":
         return dtype in _TYPES and (is_cuda or is_interpreted())
-    return _chosen == "auto" and is_cuda and (operator, dtype) in _paying
+    return _chosen == "auto" and is_cuda and (operator, dtype) in _faster_than_torch

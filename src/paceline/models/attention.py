@@ -19,7 +19,7 @@ from paceline.config.model import Model
 from paceline.kernels import rope as fused
 from paceline.kernels.attention.backends import attend
 from paceline.kernels.attention.rule import Backend
-from paceline.kernels.rope.reference import turn
+from paceline.kernels.rope.reference import rotate_pairs
 from paceline.models.norm import RMSNorm
 from paceline.models.rope import Rope
 
@@ -203,4 +203,4 @@ class LatentAttention(nn.Module):
         if self.shape.interleaved:
             # Pairs of neighbours; in q and k alike, so that their order afterwards is free.
             x = x.unflatten(-1, (-1, 2)).mT.flatten(-2)
-        return turn(x, *rope)
+        return rotate_pairs(x, *rope)

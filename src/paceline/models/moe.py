@@ -9,7 +9,7 @@ many rows an expert has), else a loop.
 
 Who holds an expert is open in two ways. `slot_of_expert` says where in the stacked weights an
 expert lies, so that experts can be moved without a change to what is computed; and the rows go to
-the experts through `exchange` (`Here` by default), which expert parallelism replaces.
+the experts through `exchange` (`LocalDispatcher` by default), which expert parallelism replaces.
 
 Three ways to even out the load are here: `balance_loss`, whose gradient is added without changing
 the output; `updated_bias`, for the bias of the choice; and `expert_load`, the counts that the bias
@@ -38,7 +38,7 @@ from paceline.models.feedforward import FeedForward
 Compute = Callable[[Tensor, Tensor], Tensor]
 
 
-class Exchange(Protocol):
+class TokenDispatcher(Protocol):
     """Takes rows to the ranks that hold their experts, and back."""
 
     def __call__(self, rows: Tensor, counts: Tensor, experts: Compute) -> Tensor:
@@ -55,11 +55,11 @@ class Exchange(Protocol):
         """
 
 
-class Here:
+class LocalDispatcher:
     """The exchange of a rank that holds all experts."""
 
     def __call__(self, rows: Tensor, counts: Tensor, experts: Compute) -> Tensor:
-        """Compute; see `Exchange`."""
+        """Compute; see `TokenDispatcher`."""
         return experts(rows, counts)
 
 
@@ -134,7 +134,7 @@ class ExpertLayer(nn.Module):
     def __init__(self, hidden_size: int, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.exchange: Exchange = Here()
+        self.exchange: TokenDispatcher = LocalDispatcher()
         self.mean_over_sequence: Callable[[Tensor], Tensor] = _unchanged
         self.router = Router(hidden_size, shape)
         self.experts = Experts(hidden_size, shape)

@@ -45,7 +45,7 @@ _STACKS = (".experts.gate_proj", ".experts.up_proj", ".experts.down_proj")
 _SLOTS = ".slot_of_expert"
 
 
-class Source(NamedTuple):
+class TensorSource(NamedTuple):
     """Where a tensor of theirs goes: a whole tensor of ours, or an expert's part of a stack."""
 
     name: str
@@ -53,7 +53,7 @@ class Source(NamedTuple):
     expert: int | None = None
 
 
-def sources(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Source]:
+def sources(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSource]:
     """Their names of the tensors of a decoder or of a part of it, in its order.
 
     Args:
@@ -73,9 +73,11 @@ def sources(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, So
         if name.endswith(_STACKS):
             stack, kind = name.rsplit(".", 1)
             for expert in range(shape[0]):
-                found[_theirs(f"{stack}.{expert}.{kind}.weight", model_type)] = Source(name, expert)
+                found[_theirs(f"{stack}.{expert}.{kind}.weight", model_type)] = TensorSource(
+                    name, expert
+                )
         elif not name.endswith(_SLOTS):
-            found[_theirs(name, model_type)] = Source(name)
+            found[_theirs(name, model_type)] = TensorSource(name)
     return found
 
 

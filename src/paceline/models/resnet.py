@@ -1,4 +1,4 @@
-"""ResNet: images to the logits of their classes, from the list of convolutions of the noun.
+"""ResNet: images to the logits of their classes, from the list of convolutions of the config.
 
 Every convolution has a batch norm behind it; norm, residual sum and ReLU are one operator
 (`paceline.kernels.batch_norm`), fused on CUDA where `layout.kernels` says so. Statistics are those

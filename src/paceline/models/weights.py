@@ -32,7 +32,7 @@ from paceline.config.huggingface import from_hf, to_hf
 from paceline.config.model import Model
 from paceline.models.attention import Attend
 from paceline.models.decoder import Decoder
-from paceline.models.names import Source, slots_name, sources
+from paceline.models.names import TensorSource, slots_name, sources
 from paceline.models.shares import assign, assign_row, held_rows
 
 Shapes = dict[str, tuple[int, ...]]
@@ -127,7 +127,7 @@ def load_weights(decoder: Decoder, directory: str | Path) -> None:
 def _take(
     file: Any,
     name: str,
-    source: Source,
+    source: TensorSource,
     tensors: Mapping[str, Tensor],
     rows: Mapping[str, list[int]],
 ) -> None:
@@ -177,14 +177,14 @@ def write_weights(
             (partial / name).write_bytes(contents)
 
 
-def _given(source: Source, state: Mapping[str, Tensor]) -> Tensor:
+def _given(source: TensorSource, state: Mapping[str, Tensor]) -> Tensor:
     """The tensor of ours that becomes one of theirs: a view."""
     if source.expert is None:
         return state[source.name]
     return state[source.name][int(state[slots_name(source.name)][source.expert])]
 
 
-def _their_shapes(wanted: Mapping[str, Source], shapes: Shapes) -> Shapes:
+def _their_shapes(wanted: Mapping[str, TensorSource], shapes: Shapes) -> Shapes:
     return {
         name: shapes[source.name] if source.expert is None else shapes[source.name][1:]
         for name, source in wanted.items()

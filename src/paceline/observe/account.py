@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.observe.caveats import Caveat, Device
-from paceline.observe.clocks import Clock
+from paceline.observe.caveats import Caveat, TraceDevice
+from paceline.observe.clocks import ClockOffset
 from paceline.observe.critical_path import PATH
 from paceline.observe.terms import TERM_ID
 
@@ -100,7 +100,7 @@ class Account:
     gaps: _Array
     syncs: _Array
     names: tuple[str, ...]
-    clocks: Mapping[int, Clock] = field(default_factory=dict)
+    clocks: Mapping[int, ClockOffset] = field(default_factory=dict)
     """Of each rank; empty for one rank."""
     path: _Array = field(default_factory=lambda: np.empty(0, PATH))
     """The critical path of each step; see `observe.critical_path`."""
@@ -109,7 +109,7 @@ class Account:
     waits for the host; -1: not known, or a CPU's."""
     caveats: tuple[Caveat, ...] = ()
     """What the traces can't say: one of each kind."""
-    devices: Mapping[int, Device] = field(default_factory=dict)
+    devices: Mapping[int, TraceDevice] = field(default_factory=dict)
     """Of each rank whose trace describes its device."""
 
     @property

@@ -47,7 +47,7 @@ class Caveat:
 
 
 @dataclass(frozen=True)
-class Device:
+class TraceDevice:
     """The device of a rank, as the trace's header describes it."""
 
     name: str
@@ -68,7 +68,7 @@ def joined(caveats: Iterable[Caveat]) -> tuple[Caveat, ...]:
     return tuple(found.values())
 
 
-def device_of(properties: Any, number: int) -> Device | None:
+def device_of(properties: Any, number: int) -> TraceDevice | None:
     """Return a device by its number in a header's `deviceProperties`; None where it isn't there.
 
     Where the list has no such number (processes see their own device as 0), the first counts.
@@ -80,7 +80,7 @@ def device_of(properties: Any, number: int) -> Device | None:
         return None
     one = next((each for each in known if each.get("id") == number), known[0])
     name = one.get("name")
-    return Device(
+    return TraceDevice(
         name if isinstance(name, str) else "",
         (_whole(one, "computeMajor"), _whole(one, "computeMinor")),
         _whole(one, "totalGlobalMem"),

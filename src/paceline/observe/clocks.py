@@ -21,7 +21,7 @@ _Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Clock:
+class ClockOffset:
     """How a rank's clock was brought to that of the first rank."""
 
     offset_ns: int
@@ -31,11 +31,11 @@ class Clock:
     share a clock; -1 where nothing tells."""
 
 
-SAME = Clock(0, 0)
-UNKNOWN = Clock(0, -1)
+SAME = ClockOffset(0, 0)
+UNKNOWN = ClockOffset(0, -1)
 
 
-def align(meetings: _Array, hosts: Mapping[int, str | None]) -> dict[int, Clock]:
+def align(meetings: _Array, hosts: Mapping[int, str | None]) -> dict[int, ClockOffset]:
     """Find the clock of each rank.
 
     Args:
@@ -64,15 +64,15 @@ def align(meetings: _Array, hosts: Mapping[int, str | None]) -> dict[int, Clock]
 
 
 def _by_any(
-    rank: int, clocks: Mapping[int, Clock], meetings: _Array, hosts: Mapping[int, str | None]
-) -> Clock | None:
+    rank: int, clocks: Mapping[int, ClockOffset], meetings: _Array, hosts: Mapping[int, str | None]
+) -> ClockOffset | None:
     """Return the clock of a rank by the first of the aligned ranks that it has met."""
     for known, clock in clocks.items():
         ours, theirs = _shared(meetings, rank, known)
         same_host = hosts[rank] is not None and hosts[rank] == hosts[known]
         found = _offset(ours, theirs, same_host) if len(ours) or same_host else None
         if found is not None:
-            return Clock(
+            return ClockOffset(
                 clock.offset_ns + found.offset_ns, clock.uncertainty_ns + found.uncertainty_ns
             )
     return None
@@ -85,7 +85,7 @@ def _shared(meetings: _Array, rank: int, other: int) -> tuple[_Array, _Array]:
     return ours[mine], theirs[yours]
 
 
-def _offset(ours: _Array, theirs: _Array, same_host: bool) -> Clock:
+def _offset(ours: _Array, theirs: _Array, same_host: bool) -> ClockOffset:
     """Return what brings our times to theirs."""
     low = theirs["start_ns"] - ours["end_ns"]
     high = theirs["end_ns"] - ours["start_ns"]
@@ -95,7 +95,7 @@ def _offset(ours: _Array, theirs: _Array, same_host: bool) -> Clock:
     agree = (low <= bottom) & (high >= top)
     together = int(np.median(theirs["end_ns"][agree] - ours["end_ns"][agree]))
     offset = min(max(together, bottom), top)
-    return Clock(offset, max(top - offset, offset - bottom))
+    return ClockOffset(offset, max(top - offset, offset - bottom))
 
 
 def _most_agreed(low: _Array, high: _Array) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from prometheus_client.core import (
 from paceline.config.errors import InputError
 from paceline.config.job import Job
 from paceline.config.job_sections import Observe
-from paceline.observe.ranks import late_by, spread_of
+from paceline.observe.rank_spread import slowest_rank, spread_of
 from paceline.observe.run import Run
 
 Line = Mapping[str, Any]
@@ -181,7 +181,7 @@ def _ranks(figures: Mapping[str, Any]) -> Iterator[Metric]:
         elif spread is not None:
             family.add_metric([str(spread.at)], spread.most)
         yield family
-    if (late := late_by(figures.get("busy_s"))) is not None:
+    if (late := slowest_rank(figures.get("busy_s"))) is not None:
         rank, lag_s = late
         yield GaugeMetricFamily("paceline_late_rank", "The rank that others wait for.", rank)
         text = "By how much the late rank's busy time exceeds that of a typical one."

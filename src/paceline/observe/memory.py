@@ -22,7 +22,7 @@ from typing import Protocol
 import psutil
 import torch
 
-from paceline.observe.run import write_whole
+from paceline.observe.run import write_atomic
 
 Held = Mapping[str, Sequence[tuple[int, int]]]
 """Category ("params", "optimizer") -> address and bytes of each storage."""
@@ -75,7 +75,7 @@ class AllocatorHistory:
             if name is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}.pickle"))
-                write_whole(self._folder / f"{name}.json", json.dumps({"held": self._held()}))
+                write_atomic(self._folder / f"{name}.json", json.dumps({"held": self._held()}))
         finally:
             torch.cuda.memory._record_memory_history(None)
 
@@ -103,7 +103,7 @@ class ResidentMemory:
         assert self._thread is not None, "begin comes first"
         self._thread.join()
         if name is not None:
-            write_whole(self._folder / f"{name}.json", json.dumps({"resident": self._samples}))
+            write_atomic(self._folder / f"{name}.json", json.dumps({"resident": self._samples}))
 
     def _look(self) -> None:
         began_s = time.perf_counter()

@@ -28,7 +28,7 @@ from typing import Any
 
 from paceline.config.job_sections import Observe
 from paceline.observe.endpoint import Endpoint
-from paceline.observe.run import Run, parse_line, read_lines, write_whole
+from paceline.observe.run import Run, parse_line, read_lines, write_atomic
 
 Line = dict[str, Any]
 
@@ -57,7 +57,7 @@ class Metrics:
         """
         # First, because it is the one that can fail for a reason the person can mend.
         self._endpoint = Endpoint(run, settings) if settings.prometheus_port else None
-        keep_until(run.metrics_file, resume_step)
+        truncate_after(run.metrics_file, resume_step)
         run.path.mkdir(parents=True, exist_ok=True)
         self._lines = run.metrics_file.open("ab", buffering=0)
         self._waiting = b""
@@ -79,7 +79,7 @@ class Metrics:
             self._endpoint.update(line)
         self._waiting += (to_json(line) + "\n").encode()
         try:
-            append_whole(self._lines, self._waiting)
+            append_atomic(self._lines, self._waiting)
             self._waiting = b""
             if self._events:
                 self._events.write(line)
@@ -99,7 +99,7 @@ class Metrics:
             self._endpoint.close()
 
 
-def append_whole(file: RawIOBase, data: bytes) -> None:
+def append_atomic(file: RawIOBase, data: bytes) -> None:
     """Append all of the data to an unbuffered file, or none of it.
 
     Raises:
@@ -128,7 +128,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def keep_until(file: Path, step: int) -> None:
+def truncate_after(file: Path, step: int) -> None:
     """Leave in a metrics.jsonl one whole line per step up to `step`; a missing file stays missing.
 
     What a crash cut off goes too. The file is replaced atomically, and only where it changes.
@@ -143,7 +143,7 @@ def keep_until(file: Path, step: int) -> None:
         if line is not None and line["step"] <= step:
             kept[line["step"]] = raw.decode().rstrip("\r\n") + "\n"
     if changes:
-        write_whole(file, "".join(kept.values()))
+        write_atomic(file, "".join(kept.values()))
 
 
 class _EventFile:

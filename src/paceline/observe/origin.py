@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config.errors import InputError
-from paceline.observe.caveats import Device
+from paceline.observe.caveats import TraceDevice
 
 _Array = npt.NDArray[Any]
 
@@ -37,7 +37,7 @@ class Origin:
     rank: int
     where: Mapping[str, Any]
     """The header's distributedInfo."""
-    device: Device | None
+    device: TraceDevice | None
     steps: _Array
     """dtype `timeline.STEP`."""
     exchanged: Mapping[tuple[str, str], float]

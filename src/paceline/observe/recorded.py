@@ -13,7 +13,7 @@ from paceline.config.errors import InputError
 from paceline.observe.account import COLLECTIVE, GAP, KERNEL, SYNC, Account
 from paceline.observe.accounting import Owners, complement, intersection, owners, union
 from paceline.observe.caveats import Caveat, joined
-from paceline.observe.clocks import Clock, align
+from paceline.observe.clocks import ClockOffset, align
 from paceline.observe.critical_path import critical_path
 from paceline.observe.kineto.read import read_recording
 from paceline.observe.kineto.spans import timeline_of
@@ -159,7 +159,7 @@ def _waits_that_count(
     return found, last[chosen]
 
 
-def _shifted(table: _Array, clocks: Mapping[int, Clock]) -> _Array:
+def _shifted(table: _Array, clocks: Mapping[int, ClockOffset]) -> _Array:
     """Return a table on the first rank's clock."""
     result = table.copy()
     for rank, clock in clocks.items():

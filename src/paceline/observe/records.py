@@ -18,7 +18,7 @@ Count = Annotated[int, Field(ge=0, le=_MOST_COUNT)]
 
 
 @with_config(_CONFIG)
-class Spread(TypedDict):
+class SpreadRecord(TypedDict):
     """A figure of many ranks."""
 
     min: float
@@ -27,11 +27,11 @@ class Spread(TypedDict):
     at: Count
 
 
-Figure = Annotated[list[float], Field(min_length=1)] | Spread
+Figure = Annotated[list[float], Field(min_length=1)] | SpreadRecord
 
 
 @with_config(_CONFIG)
-class Line(TypedDict, total=False):
+class StepRecord(TypedDict, total=False):
     """One step, of metrics.jsonl."""
 
     step: Required[Count]
@@ -69,7 +69,7 @@ class DataFacts(TypedDict, total=False):
 
 
 @with_config(_CONFIG)
-class Facts(TypedDict, total=False):
+class FactsFile(TypedDict, total=False):
     """facts.json."""
 
     device: str
@@ -107,7 +107,7 @@ class PlanFile(TypedDict, total=False):
 
 
 @with_config(_CONFIG)
-class Clocks(TypedDict, total=False):
+class ClocksRecord(TypedDict, total=False):
     """Of a device, in doctor.json."""
 
     sm_mhz: Number
@@ -116,21 +116,21 @@ class Clocks(TypedDict, total=False):
 
 
 @with_config(_CONFIG)
-class DoctorsGpu(TypedDict, total=False):
+class DoctorGpu(TypedDict, total=False):
     """A device, in doctor.json."""
 
-    clocks: Clocks | None
+    clocks: ClocksRecord | None
 
 
 @with_config(_CONFIG)
-class DoctorsFacts(TypedDict, total=False):
+class DoctorFacts(TypedDict, total=False):
     """What was read, in doctor.json."""
 
-    gpus: list[DoctorsGpu] | None
+    gpus: list[DoctorGpu] | None
 
 
 @with_config(_CONFIG)
-class DoctorsCheck(TypedDict, total=False):
+class DoctorCheck(TypedDict, total=False):
     """What was judged, in doctor.json."""
 
     status: Required[str]
@@ -142,8 +142,8 @@ class DoctorsCheck(TypedDict, total=False):
 class DoctorFile(TypedDict, total=False):
     """doctor.json."""
 
-    facts: DoctorsFacts | None
-    checks: dict[str, DoctorsCheck] | None
+    facts: DoctorFacts | None
+    checks: dict[str, DoctorCheck] | None
 
 
 @with_config(_CONFIG)
@@ -153,8 +153,8 @@ class OwnersFile(TypedDict, total=False):
     held: dict[str, list[Annotated[list[int], Field(min_length=2, max_length=2)]]]
 
 
-LINE = TypeAdapter(Line)
-FACTS = TypeAdapter(Facts)
+LINE = TypeAdapter(StepRecord)
+FACTS = TypeAdapter(FactsFile)
 PLAN = TypeAdapter(PlanFile)
 DOCTOR = TypeAdapter(DoctorFile)
 OWNERS = TypeAdapter(OwnersFile)

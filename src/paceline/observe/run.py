@@ -29,11 +29,11 @@ from paceline.observe.records import DOCTOR, FACTS, LINE, PLAN
 _MOST_LINE_BYTES = 1 << 20
 
 
-class Steps(NamedTuple):
+class StepRecords(NamedTuple):
     """What a metrics.jsonl holds."""
 
     lines: list[dict[str, Any]]
-    """One a step, see `records.Line`."""
+    """One a step, see `records.StepRecord`."""
     damage: str | None
     """Which lines are left out because they hold no step, as a sentence; None: none."""
 
@@ -112,14 +112,14 @@ class Run:
         return self._read("plan.json", PLAN)
 
     def facts(self) -> dict[str, Any]:
-        """The facts.json, empty where there is none yet; see `records.Facts`."""
+        """The facts.json, empty where there is none yet; see `records.FactsFile`."""
         return self._read("facts.json", FACTS)
 
     def doctor(self) -> dict[str, Any]:
         """The doctor.json, empty where there is none; see `records.DoctorFile`."""
         return self._read("doctor.json", DOCTOR)
 
-    def steps(self) -> Steps:
+    def steps(self) -> StepRecords:
         """The steps so far. Lines that hold none are left out; a last one that was cut off by a
         crash, or is being written, is no damage."""
         lines, damaged = [], []
@@ -129,7 +129,7 @@ class Run:
                 lines.append(line)
             elif raw.endswith(b"\n"):
                 damaged.append(number)
-        return Steps(lines, _damage(self.metrics_file, damaged) if damaged else None)
+        return StepRecords(lines, _damage(self.metrics_file, damaged) if damaged else None)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `steps` alone."""
@@ -151,7 +151,7 @@ class Run:
 
     def write(self, name: str, text: str) -> Path:
         """Write a file of the Run so that a reader never sees half of it."""
-        return write_whole(self.path / name, text)
+        return write_atomic(self.path / name, text)
 
     def write_json(self, name: str, value: Any) -> Path:
         """Write a JSON file of the Run."""
@@ -163,7 +163,7 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
 
 
-def write_whole(file: Path, text: str) -> Path:
+def write_atomic(file: Path, text: str) -> Path:
     """Write a text file complete or not at all: beside it, to the disk, then renamed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_name(file.name + f".tmp{os.getpid()}")

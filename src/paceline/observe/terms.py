@@ -53,7 +53,7 @@ _RANGES = {
     "paceline.checkpoint_stall": "checkpoint_stall",
     "paceline.recompute": "recompute",
     "paceline.attention": "attention",
-    "paceline.wait": EXPOSED_COMM,  # for other ranks, see comm.busy
+    "paceline.wait": EXPOSED_COMM,  # for other ranks, see comm.busy_clock
 }
 COMM_RANGE = "paceline.comm."  # + axis
 # What PyTorch records around the loop's next batch, and Lightning.

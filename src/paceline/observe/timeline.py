@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config.errors import InputError
-from paceline.config.noun import nearest
+from paceline.config.frozen import nearest
 from paceline.observe.terms import EXPOSED_COMM, TERM_ID, TERMS
 
 PROCESSOR, COMM, COPY, HOST, IDLE = range(5)  # layers, the lowest wins
@@ -102,7 +102,7 @@ class Timeline:
         Raises:
             InputError: a span's term is not in the vocabulary, or it ends before it starts.
         """
-        build = Builder()
+        build = TimelineBuilder()
         for name, term, rank, stream, start_us, duration_us, layer in spans:
             start, end = _ns(start_us), _ns(start_us + duration_us)
             build.add(name, term, rank, stream, start, end, layer)
@@ -176,7 +176,7 @@ class Timeline:
             ) from None
 
 
-class Builder:
+class TimelineBuilder:
     """Collects spans one by one, and makes the Timeline of them."""
 
     def __init__(self) -> None:

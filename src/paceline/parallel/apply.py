@@ -35,19 +35,19 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.comm.compress.messages import messages_of
 from paceline.comm.mesh import Meshes, dense_sizes
 from paceline.config.comm import Comm
+from paceline.config.frozen import size
 from paceline.config.layout import Layout
-from paceline.config.noun import size
 from paceline.config.schedule import Schedule
 from paceline.parallel import fsdp
 from paceline.parallel.blocks import blocks_of
-from paceline.parallel.cp import Core, context_groups, make_attend
+from paceline.parallel.cp import AttentionCore, context_groups, make_attend
 from paceline.parallel.ep import expert_layers, expert_parallel, fsdp_dim, share_sequences
 from paceline.parallel.fp8 import to_fp8
 from paceline.parallel.hybrid import sums_replicas
 from paceline.parallel.offload import host_shards, offload_activations
 from paceline.parallel.recompute import recompute
-from paceline.parallel.scatter import algorithm_of
-from paceline.parallel.stages import Stages
+from paceline.parallel.shard_collectives import algorithm_of
+from paceline.parallel.stages import StageModules
 from paceline.parallel.statistics import RUNNING, keep_type, synchronise
 from paceline.parallel.tp import enable_async, tensor_parallel
 
@@ -66,10 +66,10 @@ DTYPES = {
 class Divisible(Protocol):
     """What a network says about itself so that it can be cut."""
 
-    attend: Core
+    attend: AttentionCore
     """The attention core of its layers."""
 
-    def set_attend(self, attend: Core) -> None:
+    def set_attend(self, attend: AttentionCore) -> None:
         """Use another one."""
 
     def cut(self, first: int, stop: int) -> None:
@@ -104,7 +104,7 @@ def apply(
         find_unused: let DDP look which parameters a forward pass doesn't reach.
 
     Returns:
-        the module to call: itself, changed in place, or a wrapper around it; `Stages` of a
+        the module to call: itself, changed in place, or a wrapper around it; `StageModules` of a
         pipeline.
     """
     module.to(DTYPES[layout.param_dtype])
@@ -116,7 +116,7 @@ def apply(
     if layout.cp != 1:
         _share_sequences(parts, layout, meshes)
     ready = [_part(part, layout, meshes, comm, device, fill, find_unused) for part in parts]
-    return ready[0] if schedule is None else Stages(ready)
+    return ready[0] if schedule is None else StageModules(ready)
 
 
 def _stages(module: nn.Module, layout: Layout, schedule: Schedule, rank: int) -> list[nn.Module]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 
-class Placed(NamedTuple):
+class PlacedBlock(NamedTuple):
     """A block and where it stands."""
 
     parent: nn.Module | None
@@ -15,15 +15,15 @@ class Placed(NamedTuple):
     block: nn.Module
 
 
-def blocks_of(module: nn.Module) -> list[Placed]:
+def blocks_of(module: nn.Module) -> list[PlacedBlock]:
     """The children of the outermost ModuleLists and Sequentials, or else the module itself."""
-    return list(_children_of_lists(module)) or [Placed(None, "", module)]
+    return list(_children_of_lists(module)) or [PlacedBlock(None, "", module)]
 
 
-def _children_of_lists(module: nn.Module) -> Iterator[Placed]:
+def _children_of_lists(module: nn.Module) -> Iterator[PlacedBlock]:
     if isinstance(module, nn.ModuleList | nn.Sequential):
         for name, child in module.named_children():
-            yield Placed(module, name, child)
+            yield PlacedBlock(module, name, child)
         return
     for child in module.children():
         yield from _children_of_lists(child)

@@ -19,10 +19,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from paceline.comm.collectives import Collectives
-from paceline.comm.compress.exchange import Compressor, ExactRest, Mean, exact_bytes, exact_mean
-from paceline.comm.compress.feedback import Feedback, Part
+from paceline.comm.compress.feedback import BufferPart, ErrorFeedback
+from paceline.comm.compress.means import (
+    CompressedMean,
+    Compressor,
+    UncompressedRest,
+    exact_bytes,
+    exact_mean,
+)
 from paceline.comm.mesh import local_part
-from paceline.comm.queue import Job, Queue
+from paceline.comm.queue import CollectiveQueue, Job
 from paceline.config.comm import Comm
 
 ERRORS = "replica_error"
@@ -30,12 +36,12 @@ ERRORS = "replica_error"
 
 
 @dataclass(eq=False)
-class _Unit:
+class _ReplicaUnit:
     """One unit of FSDP2, and what is kept for it from step to step."""
 
     parameters: list[nn.Parameter]
-    parts: tuple[Part, ...]
-    mean: Mean | None
+    parts: tuple[BufferPart, ...]
+    mean: CompressedMean | None
     """None where nothing in it is compressed."""
     flat: Tensor
     """(values of this rank's shards,) fp32 or fp64."""
@@ -58,7 +64,7 @@ class _Unit:
         return [view for part, view in pairs if not part.is_compressed]
 
 
-class ReplicaExchange:
+class CompressedReplicaMean:
     """The mean of the replicas' gradients, unit by unit.
 
     Args:
@@ -81,11 +87,11 @@ class ReplicaExchange:
     ) -> None:
         self._names, self._comm, self._compressor = names, comm, compressor
         self._collectives, self._num_reductions = collectives, num_reductions
-        self._queue = Queue(next(module.parameters()).device, comm.priority)
-        self._rest = ExactRest(collectives)
+        self._queue = CollectiveQueue(next(module.parameters()).device, comm.priority)
+        self._rest = UncompressedRest(collectives)
         self._is_exact = True
-        self._arrived: list[_Unit] = []
-        self.feedback = Feedback(collectives.group.rank(), collectives.group.size())
+        self._arrived: list[_ReplicaUnit] = []
+        self.feedback = ErrorFeedback(collectives.group.rank(), collectives.group.size())
         self.sent_bytes = 0
         """What this rank sent since `begin`."""
         self._units = [self._unit(parameters) for parameters in _own_parameters(module)]
@@ -118,7 +124,7 @@ class ReplicaExchange:
         self._queue.wait()
         self._arrived = []
 
-    def _hook(self, unit: _Unit) -> Callable[[Tensor], None]:
+    def _hook(self, unit: _ReplicaUnit) -> Callable[[Tensor], None]:
         def arrived(_: Tensor) -> None:
             unit.num_arrived += 1
             if unit.num_arrived == self._num_reductions * len(unit.parameters):
@@ -128,7 +134,7 @@ class ReplicaExchange:
 
         return arrived
 
-    def _average(self, unit: _Unit) -> Job:
+    def _average(self, unit: _ReplicaUnit) -> Job:
         torch._foreach_copy_(unit.views, unit.gradients())
         if self._is_exact or unit.mean is None:
             yield from exact_mean(unit.flat, self._collectives)
@@ -146,7 +152,7 @@ class ReplicaExchange:
         for unit in self._arrived:
             torch._foreach_copy_(unit.gradients(), unit.views)
 
-    def _unit(self, parameters: list[nn.Parameter]) -> _Unit:
+    def _unit(self, parameters: list[nn.Parameter]) -> _ReplicaUnit:
         held = [local_part(parameter) for parameter in parameters]
         parts = tuple(map(self._part, parameters, held))
         wide = torch.promote_types(held[0].dtype, torch.float32)
@@ -154,15 +160,15 @@ class ReplicaExchange:
         mean = None
         if self._compressor is not None and any(part.is_compressed for part in parts):
             mean = self._compressor.mean_of(parts, flat)
-        return _Unit(parameters, parts, mean, flat)
+        return _ReplicaUnit(parameters, parts, mean, flat)
 
-    def _part(self, parameter: nn.Parameter, held: Tensor) -> Part:
+    def _part(self, parameter: nn.Parameter, held: Tensor) -> BufferPart:
         is_compressed = (
             self._compressor is not None
             and parameter.numel() >= self._comm.compress_from
             and self._compressor.takes(held.shape)
         )
-        return Part(self._names[parameter], held.shape, is_compressed)
+        return BufferPart(self._names[parameter], held.shape, is_compressed)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint keeps: {replica: {name: error, a DTensor like the parameter}}."""

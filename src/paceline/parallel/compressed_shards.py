@@ -11,7 +11,7 @@ to parameters by name, in units of the mean over all data ranks, so another numb
 replicas takes over all that is owed; what a rank doesn't code any more it adds to its next
 gradient.
 
-Replicas of shards (HSDP) are `compressed_replicas`; ours without compression `scatter`.
+Replicas of shards (HSDP) are `compressed_replicas`; ours without compression `shard_collectives`.
 """
 
 import zlib
@@ -26,15 +26,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from paceline.comm.compress.codec import BlockCodec
 from paceline.comm.compress.codecs import codec_of
-from paceline.comm.compress.shards import CodedShards, Payloads, Room, Row
+from paceline.comm.compress.shards import CodedRow, CodedShards, PayloadBuffers, Payloads
 from paceline.config.comm import Comm, codec
-from paceline.parallel.scatter import Algorithm, AllGather, ReduceScatter
+from paceline.parallel.shard_collectives import ShardAlgorithm, ShardAllGather, ShardReduceScatter
 
 ERRORS = "shard_error"
 """The section of a checkpoint: {rank: {name: (num_values,)}}."""
 
 
-class Part(NamedTuple):
+class UnitPart(NamedTuple):
     """A parameter in a unit's rows."""
 
     name: str
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardPosition:
     """Where a rank stands among those that share its parameters."""
 
     shards: int
@@ -75,7 +75,7 @@ class _Errors:
     """What a rank owes of the gradients of one unit."""
 
     def __init__(
-        self, parts: Sequence[Part], others: Sequence[int], num_ranks: int, like: Tensor
+        self, parts: Sequence[UnitPart], others: Sequence[int], num_ranks: int, like: Tensor
     ) -> None:
         self._coded = [part for part in parts if part.is_compressed]
         self._others, self._num_ranks = list(others), num_ranks
@@ -110,21 +110,21 @@ class _Errors:
         return left
 
 
-class _Unit:
+class _ShardUnit:
     """One unit of FSDP2, from its first exchange on."""
 
-    def __init__(self, parts: Sequence[Part], trained: Sequence[Part]) -> None:
-        self.all = Row.of([(part.chunk.numel(), part.is_compressed) for part in parts])
-        self.trained = Row.of([(part.chunk.numel(), part.is_compressed) for part in trained])
+    def __init__(self, parts: Sequence[UnitPart], trained: Sequence[UnitPart]) -> None:
+        self.all = CodedRow.of([(part.chunk.numel(), part.is_compressed) for part in parts])
+        self.trained = CodedRow.of([(part.chunk.numel(), part.is_compressed) for part in trained])
         self.trained_parts = trained
         self.seed_name = parts[0].name
         self.errors: _Errors | None = None
 
 
-class _ReduceScatter(ReduceScatter):
+class _ReduceScatter(ShardReduceScatter):
     """Of one unit, as a ShardExchange does it."""
 
-    def __init__(self, shards: "ShardExchange", unit: FSDPModule) -> None:
+    def __init__(self, shards: "CompressedShardCollectives", unit: FSDPModule) -> None:
         super().__init__(shards.algorithm)
         self._shards, self._unit = shards, unit
 
@@ -136,10 +136,10 @@ class _ReduceScatter(ReduceScatter):
         self._shards.reduce(self._unit, received, values, group)
 
 
-class _AllGather(AllGather):
+class _AllGather(ShardAllGather):
     """Of one unit, as a ShardExchange does it."""
 
-    def __init__(self, shards: "ShardExchange", unit: FSDPModule) -> None:
+    def __init__(self, shards: "CompressedShardCollectives", unit: FSDPModule) -> None:
         super().__init__(shards.algorithm)
         self._shards, self._unit = shards, unit
 
@@ -147,7 +147,7 @@ class _AllGather(AllGather):
         self._shards.gather(self._unit, whole, part, group)
 
 
-class ShardExchange:
+class CompressedShardCollectives:
     """The exchanges of a module's units, and what this rank owes of them.
 
     Args:
@@ -163,18 +163,18 @@ class ShardExchange:
         module: nn.Module,
         names: Mapping[nn.Parameter, str],
         comm: Comm,
-        algorithm: Algorithm,
-        place: Place,
+        algorithm: ShardAlgorithm,
+        place: ShardPosition,
     ) -> None:
         self._names, self._comm, self._place = names, comm, place
         self.algorithm = algorithm
         self._gradients = _codec(comm.fsdp.compress)
         self._weights = _codec(comm.fsdp.compress_weights)
-        self._units: dict[FSDPModule, _Unit] = {}
+        self._units: dict[FSDPModule, _ShardUnit] = {}
         self._loaded: dict[str, Tensor] = {}
         self._step, self._is_exact = 0, True
         # On CUDA each of the two has a stream of its own, where they never wait for each other.
-        self._rooms = {"reduce": Room(), "gather": Room()}
+        self._rooms = {"reduce": PayloadBuffers(), "gather": PayloadBuffers()}
         self.sent_bytes = 0
         """What this rank sent since `begin`."""
         for unit in module.modules():
@@ -240,7 +240,7 @@ class ShardExchange:
         drawn = seed if self._weights.is_unbiased else None
         self.sent_bytes += coded.all_gather(payloads, whole, part, drawn)
 
-    def _known(self, unit: FSDPModule) -> _Unit:
+    def _known(self, unit: FSDPModule) -> _ShardUnit:
         if unit not in self._units:
             held = _held_by(unit)
             parts = [self._part(each) for each in held]
@@ -249,12 +249,12 @@ class ShardExchange:
                 for part, each in zip(parts, held, strict=True)
                 if each.sharded_param.requires_grad
             ]
-            self._units[unit] = _Unit(parts, trained)
+            self._units[unit] = _ShardUnit(parts, trained)
         return self._units[unit]
 
-    def _part(self, held: Any) -> Part:
+    def _part(self, held: Any) -> UnitPart:
         parameter = held.sharded_param
-        return Part(
+        return UnitPart(
             self._names[parameter],
             parameter.shape,
             held.fsdp_placement.dim,
@@ -324,7 +324,7 @@ def _held_by(unit: FSDPModule) -> list[Any]:
     return list(group.fsdp_params)
 
 
-def _must_fill(row: Row, num_values: int, what: str) -> None:
+def _must_fill(row: CodedRow, num_values: int, what: str) -> None:
     """Refuse a row that isn't what the parameters give.
 
     Raises:

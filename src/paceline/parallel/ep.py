@@ -1,10 +1,10 @@
 """Expert parallel: the ranks of the ep axis share the experts of every layer.
 
 How it works: experts lie in numbered slots, and rank r of ep holds slots r * S / ep up to the next
-rank's. A layer's router has sorted the tokens' copies by slot; `ExpertExchange` sends each copy to
-the rank that holds its expert and the result back: two all-to-alls forward, two backward. No token
-is dropped and none padded: every rank first learns how many copies come from where, and that is the
-one time in a layer that the host waits for the device.
+rank's. A layer's router has sorted the tokens' copies by slot; `AllToAllDispatcher` sends each copy
+to the rank that holds its expert and the result back: two all-to-alls forward, two backward. No
+token is dropped and none padded: every rank first learns how many copies come from where, and that
+is the one time in a layer that the host waits for the device.
 
 The stacked weights are DTensors, split over their slots (ep) and, with tp, over the columns inside
 each expert, so that FSDP2, the optimizer and checkpoints know what they hold. FSDP2 then shards or
@@ -13,7 +13,7 @@ dimension is free for that). Where training moves experts between ranks, `apply_
 their weights and optimizer state, bit for bit.
 
 It knows no network: a layer with experts is any module with an `exchange` and a `slot_of_expert`
-(see `ExpertLayer`). It does not choose placements (`paceline.plan.experts`) and has no capacity
+(see `HasExperts`). It does not choose placements (`paceline.plan.experts`) and has no capacity
 factor.
 
 Papers: GShard https://arxiv.org/abs/2006.16668, dropless https://arxiv.org/abs/2211.15841,
@@ -31,7 +31,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from paceline.comm.compress.messages import Messages, send_coded
+from paceline.comm.compress.messages import CodedMessages, send_coded
 from paceline.comm.mesh import local_part
 
 # The dimension of (slots, out, in) that goes through the inside of an expert, by parameter: what tp
@@ -39,7 +39,7 @@ from paceline.comm.mesh import local_part
 _INNER_DIM = {"gate_proj": 1, "up_proj": 1, "down_proj": 2}
 
 
-class ExpertLayer(Protocol):
+class HasExperts(Protocol):
     """What a layer with experts has."""
 
     experts: nn.Module
@@ -55,11 +55,11 @@ class ExpertLayer(Protocol):
 
 
 @dataclass(frozen=True)
-class ExpertExchange:
+class AllToAllDispatcher:
     """Send rows to the ranks of their experts, and their outputs back."""
 
     group: dist.ProcessGroup
-    messages: Messages | None = None
+    messages: CodedMessages | None = None
     """The form of rows and gradients on their way; None: as they are."""
 
     def __call__(
@@ -94,7 +94,9 @@ class ExpertExchange:
         return send_coded(rows, to, come, self.group, self.messages)
 
 
-def expert_parallel(module: nn.Module, mesh: DeviceMesh, messages: Messages | None = None) -> None:
+def expert_parallel(
+    module: nn.Module, mesh: DeviceMesh, messages: CodedMessages | None = None
+) -> None:
     """Spread the experts of every layer over ranks, in place.
 
     Args:
@@ -111,7 +113,7 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh, messages: Messages | No
             spread = distribute_tensor(weights, mesh, placements, src_data_rank=None)
             setattr(layer.experts, name, nn.Parameter(spread, weights.requires_grad))
         if "ep" in names:
-            layer.exchange = ExpertExchange(mesh.get_group("ep"), messages)
+            layer.exchange = AllToAllDispatcher(mesh.get_group("ep"), messages)
 
 
 def share_sequences(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -143,14 +145,14 @@ def fsdp_dim(parameter: nn.Parameter) -> Shard:
 
 
 def expert_layers(module: nn.Module) -> list[Any]:
-    """The layers with experts (each an `ExpertLayer`), in the order of the network."""
+    """The layers with experts (each an `HasExperts`), in the order of the network."""
     return [m for m in module.modules() if hasattr(m, "exchange") and hasattr(m, "slot_of_expert")]
 
 
-def messages_in(module: nn.Module) -> list[Messages]:
+def messages_in(module: nn.Module) -> list[CodedMessages]:
     """The forms in which a module's experts are sent tokens, each once."""
     exchanges = [layer.exchange for layer in expert_layers(module)]
-    held = [each.messages for each in exchanges if isinstance(each, ExpertExchange)]
+    held = [each.messages for each in exchanges if isinstance(each, AllToAllDispatcher)]
     return list({id(each): each for each in held if each is not None}.values())
 
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from paceline.parallel.scatter import Algorithm, exchange_by
+from paceline.parallel.shard_collectives import ShardAlgorithm, exchange_by
 
 
 def shard(
@@ -32,7 +32,7 @@ def shard(
     zero: int,
     policy: MixedPrecisionPolicy,
     offload: OffloadPolicy,
-    algorithm: Algorithm | None = None,
+    algorithm: ShardAlgorithm | None = None,
 ) -> None:
     """Shard a module with FSDP2, in place: each block is gathered and reduced as one message.
 
@@ -59,7 +59,7 @@ def shard_units(
     zero: int,
     policy: MixedPrecisionPolicy,
     offload: OffloadPolicy,
-    algorithm: Algorithm | None = None,
+    algorithm: ShardAlgorithm | None = None,
     split: Callable[[nn.Parameter], Shard] | None = None,
 ) -> None:
     """Shard inner modules, each a unit of its own; arguments as of `shard`, to be called before it.
@@ -94,7 +94,7 @@ def prepare_micro_batch(module: FSDPModule, zero: int, is_last: bool) -> None:
     module.set_is_last_backward(is_last)
 
 
-def free(module: nn.Module) -> None:
+def free_gathered(module: nn.Module) -> None:
     """Free what forward passes without a backward pass (evaluation) left gathered."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):

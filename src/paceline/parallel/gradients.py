@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.comm.mesh import Meshes, local_part
+from paceline.config.frozen import size
 from paceline.config.layout import Layout
-from paceline.config.noun import size
+from paceline.parallel.tied_parameters import TiedParameters, find_tied_parameters
 from paceline.parallel.tp import finish_gradients
-from paceline.parallel.twins import Twins, find_twins
 
 
 class Gradients:
@@ -34,9 +34,9 @@ class Gradients:
         self._module = module
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self._parameters = [parameter for _, parameter in trained]
-        self._twins = Twins()
+        self._twins = TiedParameters()
         if meshes is not None and layout.pp != 1:
-            self._twins = find_twins(trained, meshes.dense)
+            self._twins = find_tied_parameters(trained, meshes.dense)
         ranks_of_a_stage = layout.num_ranks // size(layout.pp)
         self._num_holders = [
             ranks_of_a_stage * self._twins.num_holders.get(name, 1) / _num_shards(parameter)

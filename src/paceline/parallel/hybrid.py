@@ -16,13 +16,13 @@ from paceline.comm.mesh import Meshes
 from paceline.config.comm import Comm, codec
 from paceline.config.layout import Layout
 from paceline.parallel import compressed_replicas, compressed_shards
-from paceline.parallel.compressed_replicas import ReplicaExchange
-from paceline.parallel.compressed_shards import Place, ShardExchange
+from paceline.parallel.compressed_replicas import CompressedReplicaMean
+from paceline.parallel.compressed_shards import CompressedShardCollectives, ShardPosition
 from paceline.parallel.replicas import COMM_SECTION, Replicas, State
-from paceline.parallel.scatter import Algorithm
+from paceline.parallel.shard_collectives import ShardAlgorithm
 
 
-class HybridExchange(Replicas):
+class HybridReduction(Replicas):
     """The exchanges of a sharded network that are in a form of ours; one of them at least.
 
     Args:
@@ -34,10 +34,13 @@ class HybridExchange(Replicas):
     section = COMM_SECTION
 
     def __init__(
-        self, shards: ShardExchange | None, replicas: ReplicaExchange | None, comm: Comm
+        self,
+        shards: CompressedShardCollectives | None,
+        replicas: CompressedReplicaMean | None,
+        comm: Comm,
     ) -> None:
         self._shards, self._replicas, self._comm = shards, replicas, comm
-        self.feedback = Debts(shards, replicas)
+        self.feedback = HybridErrors(shards, replicas)
 
     def describe(self) -> str:
         """Of shards and of replicas."""
@@ -103,14 +106,16 @@ class HybridExchange(Replicas):
         if self._replicas is not None:
             self._replicas.load(state[compressed_replicas.ERRORS])
 
-    def _both(self) -> list[ShardExchange | ReplicaExchange]:
+    def _both(self) -> list[CompressedShardCollectives | CompressedReplicaMean]:
         return [each for each in (self._shards, self._replicas) if each is not None]
 
 
-class Debts:
+class HybridErrors:
     """What a rank owes over both axes."""
 
-    def __init__(self, shards: ShardExchange | None, replicas: ReplicaExchange | None) -> None:
+    def __init__(
+        self, shards: CompressedShardCollectives | None, replicas: CompressedReplicaMean | None
+    ) -> None:
         self._shards = shards
         self._replicas = None if replicas is None else replicas.feedback
 
@@ -132,14 +137,14 @@ def sums_replicas(comm: Comm) -> bool:
     return comm.dp.compress not in ("auto", "none") or not by_backend
 
 
-def hybrid_exchange_of(
+def hybrid_reduction_of(
     module: nn.Module,
     names: Mapping[nn.Parameter, str],
     comm: Comm,
     layout: Layout,
     meshes: Meshes | None,
     accumulation: int,
-) -> HybridExchange | None:
+) -> HybridReduction | None:
     """Give FSDP2's units the exchanges that a Job asks for; None: FSDP2's own, or no FSDP2.
 
     Args:
@@ -158,17 +163,19 @@ def hybrid_exchange_of(
     if sums_replicas(comm):
         num_reductions = accumulation if layout.zero in (2, 3) else 1
         replicas = _replicas(module, names, comm, meshes, num_reductions)
-    return HybridExchange(shards, replicas, comm) if shards or replicas else None
+    return HybridReduction(shards, replicas, comm) if shards or replicas else None
 
 
 def _shards(
     module: nn.Module, names: Mapping[nn.Parameter, str], comm: Comm, meshes: Meshes
-) -> ShardExchange:
+) -> CompressedShardCollectives:
     dp, fsdp = meshes.dense["dp"], meshes.dense["fsdp"]
     rank = dp.get_local_rank() * fsdp.size() + fsdp.get_local_rank()
     by = "backend" if comm.fsdp.algorithm == "auto" else comm.fsdp.algorithm
-    place = Place(fsdp.size(), dp.size(), rank)
-    return ShardExchange(module, names, comm, Algorithm(by, meshes.ranks_per_node), place)
+    place = ShardPosition(fsdp.size(), dp.size(), rank)
+    return CompressedShardCollectives(
+        module, names, comm, ShardAlgorithm(by, meshes.ranks_per_node), place
+    )
 
 
 def _replicas(
@@ -177,10 +184,10 @@ def _replicas(
     comm: Comm,
     meshes: Meshes,
     num_reductions: int,
-) -> ReplicaExchange:
+) -> CompressedReplicaMean:
     group = meshes.dense.get_group("dp")
     chosen = codec(comm.dp.compress)
     compressor = None if chosen.kind == "none" else compressor_of(chosen, group)
     by = "backend" if comm.dp.algorithm == "auto" else comm.dp.algorithm
     collectives = Collectives(group, by, members_per_node(group, meshes.ranks_per_node))
-    return ReplicaExchange(module, names, compressor, collectives, comm, num_reductions)
+    return CompressedReplicaMean(module, names, compressor, collectives, comm, num_reductions)

@@ -48,7 +48,7 @@ MIN_BYTES = 1024
 
 def offload_activations(
     module: nn.Module, device: torch.device, min_bytes: int = MIN_BYTES
-) -> "Traffic":
+) -> "HostTransfers":
     """Let the activations of a module's blocks wait in host memory, in place.
 
     Call it after `recompute`. `block.compile()` then compiles what is inside: the hooks work on
@@ -65,7 +65,7 @@ def offload_activations(
     Raises:
         InputError: the module has no list of layers.
     """
-    traffic = Traffic(device, min_bytes)
+    traffic = HostTransfers(device, min_bytes)
     for index, placed in enumerate(blocks_of(module)):
         wrapper = _Offloaded(placed.block, traffic, is_first=index == 0)
         replace_block(placed, wrapper, "offload", module)
@@ -80,7 +80,7 @@ def host_shards(device: torch.device) -> CPUOffloadPolicy:
 class _Offloaded(ActivationWrapper):
     """A block whose saved tensors wait on the host."""
 
-    def __init__(self, block: nn.Module, traffic: "Traffic", is_first: bool) -> None:
+    def __init__(self, block: nn.Module, traffic: "HostTransfers", is_first: bool) -> None:
         super().__init__(block)
         self._traffic = traffic
         self._is_first = is_first
@@ -144,7 +144,7 @@ class _Kept:
             )
 
 
-class Traffic:
+class HostTransfers:
     """Moves storages between device and host: `num_out` were sent, `num_in` brought back so far."""
 
     def __init__(self, device: torch.device, min_bytes: int) -> None:
@@ -229,7 +229,7 @@ class Traffic:
 class _View(NamedTuple):
     """What autograd holds in place of a plain tensor."""
 
-    traffic: Traffic
+    traffic: HostTransfers
     kept: _Kept
     dtype: torch.dtype
     shape: torch.Size

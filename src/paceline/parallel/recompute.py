@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from paceline.config.errors import InputError
-from paceline.parallel.blocks import Placed, blocks_of
+from paceline.parallel.blocks import PlacedBlock, blocks_of
 
 _KEPT_OPERATORS = frozenset(
     {
@@ -79,7 +79,7 @@ def recompute(
         replace_block(placed, checkpoint_wrapper(placed.block, **options), "recompute", module)
 
 
-def replace_block(placed: Placed, wrapper: nn.Module, setting: str, module: nn.Module) -> None:
+def replace_block(placed: PlacedBlock, wrapper: nn.Module, setting: str, module: nn.Module) -> None:
     """Put a wrapper where a block stands.
 
     Raises:

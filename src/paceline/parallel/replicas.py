@@ -3,7 +3,7 @@
 In this form, the base of all others, DDP or FSDP2 sum gradients up within the backward pass and
 nothing is left to do. The other forms: gradients compressed or by an algorithm of ours, of whole
 networks (`replicate`) and of shards (`hybrid`); workers that step each for itself and meet in
-rounds (`local`), some of which may be lost (`changing`).
+rounds (`local`), some of which may be lost (`elastic_rounds`).
 """
 
 from collections.abc import Callable, Iterable

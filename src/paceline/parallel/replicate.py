@@ -23,9 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.comm.collectives import Collectives
 from paceline.comm.compress.compressors import compressor_of
-from paceline.comm.compress.exchange import Compressor, ExactRest, Mean, exact_bytes, exact_mean
-from paceline.comm.compress.feedback import Feedback, Part
-from paceline.comm.queue import Job, Queue
+from paceline.comm.compress.feedback import BufferPart, ErrorFeedback
+from paceline.comm.compress.means import (
+    CompressedMean,
+    Compressor,
+    UncompressedRest,
+    exact_bytes,
+    exact_mean,
+)
+from paceline.comm.queue import CollectiveQueue, Job
 from paceline.config.comm import Comm, codec
 from paceline.parallel.replicas import COMM_SECTION, Replicas, State
 
@@ -37,8 +43,8 @@ _WIDE = (torch.float32, torch.float64)
 class _Bucket:
     """A bucket of DDP's, and what is kept for it from step to step."""
 
-    parts: tuple[Part, ...]
-    mean: Mean | None
+    parts: tuple[BufferPart, ...]
+    mean: CompressedMean | None
     """None where nothing in it is compressed."""
     wide: Tensor | None
     """Room for its values in fp32; None where the bucket itself has that or more."""
@@ -54,7 +60,7 @@ class _Bucket:
         return [view for part, view in pairs if not part.is_compressed]
 
 
-class GradientExchange(Replicas):
+class CompressedAllReduce(Replicas):
     """The mean of the replicas' gradients in compressed form, as DDP's communication hook.
 
     Args:
@@ -79,16 +85,16 @@ class GradientExchange(Replicas):
         self._names, self._comm, self._compressor = names, comm, compressor
         self._group = module.process_group
         self._device = next(module.parameters()).device
-        self._queue = Queue(self._device, comm.priority)
+        self._queue = CollectiveQueue(self._device, comm.priority)
         self._collectives = collectives
-        self._rest = ExactRest(collectives)
-        self._buckets: dict[tuple[Part, ...], _Bucket] = {}
+        self._rest = UncompressedRest(collectives)
+        self._buckets: dict[tuple[BufferPart, ...], _Bucket] = {}
         self._to_narrow: list[tuple[Tensor, Tensor]] = []
         self._is_exact = True
-        self.feedback = Feedback(self._group.rank(), self._group.size())
+        self.feedback = ErrorFeedback(self._group.rank(), self._group.size())
         self.sent_bytes = 0
         """What this rank sent since `begin`."""
-        module.register_comm_hook(self, GradientExchange._hook)
+        module.register_comm_hook(self, CompressedAllReduce._hook)
 
     def describe(self) -> str:
         """Which tensors are compressed, and until when none is."""
@@ -162,20 +168,20 @@ class GradientExchange(Replicas):
             self._buckets[parts] = self._bucket(parts, bucket.buffer())
         return self._buckets[parts]
 
-    def _bucket(self, parts: tuple[Part, ...], values: Tensor) -> _Bucket:
+    def _bucket(self, parts: tuple[BufferPart, ...], values: Tensor) -> _Bucket:
         wide = None if values.dtype in _WIDE else torch.empty_like(values, dtype=torch.float32)
         mean = None
         if self._compressor is not None and any(part.is_compressed for part in parts):
             mean = self._compressor.mean_of(parts, values if wide is None else wide)
         return _Bucket(parts, mean, wide)
 
-    def _part(self, parameter: nn.Parameter) -> Part:
+    def _part(self, parameter: nn.Parameter) -> BufferPart:
         is_compressed = (
             self._compressor is not None
             and parameter.numel() >= self._comm.compress_from
             and self._compressor.takes(parameter.shape)
         )
-        return Part(self._names[parameter], parameter.shape, is_compressed)
+        return BufferPart(self._names[parameter], parameter.shape, is_compressed)
 
     def sent(self) -> dict[str, float]:
         """Since `begin`, by axis."""
@@ -222,9 +228,9 @@ class GradientExchange(Replicas):
             self._compressor.load(state["factor"])
 
 
-def exchange_of(
+def compressed_all_reduce_of(
     module: nn.Module, names: Mapping[nn.Parameter, str], comm: Comm, ranks_per_node: int
-) -> GradientExchange | None:
+) -> CompressedAllReduce | None:
     """Give DDP's buckets the exchange that a Job asks for; None: DDP's own, or no DDP.
 
     Args:
@@ -239,4 +245,4 @@ def exchange_of(
     group = module.process_group
     compressor = None if chosen.kind == "none" else compressor_of(chosen, group)
     collectives = Collectives(group, "backend" if by_backend else algorithm, ranks_per_node)
-    return GradientExchange(module, names, compressor, collectives, comm)
+    return CompressedAllReduce(module, names, compressor, collectives, comm)

@@ -3,7 +3,7 @@
 from torch import nn
 
 
-class Stages(nn.ModuleList):
+class StageModules(nn.ModuleList):
     """Holds the stages of a rank, whose layers keep the names they have in the whole network.
 
     `named_parameters` prefixes them with the place of the stage among the rank's own, which

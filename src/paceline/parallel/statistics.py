@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.comm.ranks import wait_limit
+from paceline.comm.rendezvous import collective_timeout
 from paceline.config.errors import InputError
 from paceline.kernels.batch_norm import shared
 from paceline.parallel.forward import compute_with, replace_forward
@@ -74,7 +74,7 @@ def synchronise(module: nn.Module, is_alone: bool) -> None:
     if is_alone:
         return
     # A group of its own: gradients of later layers are on their way meanwhile.
-    mean = _Mean(dist.new_group(timeout=wait_limit()))
+    mean = _RankMean(dist.new_group(timeout=collective_timeout()))
     for norm in norms:
         if isinstance(norm, _BatchNorm):
             replace_forward(norm, _synchronised(norm, mean))
@@ -98,7 +98,7 @@ def _is_norm(module: Any) -> bool:
     return isinstance(module, _BatchNorm) or hasattr(module, "mean_over_ranks")
 
 
-def _synchronised(norm: _BatchNorm, mean: "_Mean") -> Callable[[Tensor], Tensor]:
+def _synchronised(norm: _BatchNorm, mean: "_RankMean") -> Callable[[Tensor], Tensor]:
     """The forward pass of one of torch's norms, which may be of 1, 2 or 3 dimensions."""
     alone = norm.forward
 
@@ -116,7 +116,7 @@ def _synchronised(norm: _BatchNorm, mean: "_Mean") -> Callable[[Tensor], Tensor]
     return forward
 
 
-class _Mean:
+class _RankMean:
     """A mean over the ranks of a group; so is that of its gradients."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -125,11 +125,11 @@ class _Mean:
     @torch.compiler.disable
     def __call__(self, values: Tensor) -> Tensor:
         """The mean over the ranks, of values of any shape."""
-        mean: Tensor = _MeanOf.apply(values, self._group)
+        mean: Tensor = _RankMeanFunction.apply(values, self._group)
         return mean
 
 
-class _MeanOf(torch.autograd.Function):
+class _RankMeanFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group

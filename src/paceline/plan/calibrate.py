@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config.errors import InputError
+from paceline.config.frozen import size
 from paceline.config.hardware import Cluster
 from paceline.config.layout import Layout
-from paceline.config.noun import size
 from paceline.config.stack import CONSTANTS, Stack
 from paceline.observe.run import Run
 from paceline.plan.points import Setting
@@ -60,7 +60,7 @@ _SLOW_HOST = 5.0
 
 
 @dataclass(frozen=True)
-class Case:
+class MeasuredJob:
     """One measured step of a language model."""
 
     setting: Setting
@@ -69,7 +69,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Sample:
+class CalibrationSample:
     """One measured step of anything, and what is predicted for it."""
 
     seconds: Callable[[Constants], float]
@@ -105,7 +105,7 @@ FITTED = tuple(
 )
 
 
-def fit(cases: Sequence[Case], stack: Stack, origin: str) -> Stack:
+def fit(cases: Sequence[MeasuredJob], stack: Stack, origin: str) -> Stack:
     """The stack with the constants that fit some measured steps best.
 
     Args:
@@ -120,17 +120,17 @@ def fit(cases: Sequence[Case], stack: Stack, origin: str) -> Stack:
     return stack.replace(constants=constants, origin=f"fitted to {len(cases)} steps of {origin}")
 
 
-def _sample(case: Case, stack: Stack) -> Sample:
+def _sample(case: MeasuredJob, stack: Stack) -> CalibrationSample:
     setting = replace(case.setting, stack=stack)
 
     def seconds(constants: Constants) -> float:
         return predicted_step_s(with_constants(setting, constants), case.layout)
 
-    return Sample(seconds, case.step_s)
+    return CalibrationSample(seconds, case.step_s)
 
 
 def fit_constants(
-    samples: Sequence[Sample], start: Constants, names: Sequence[str] = FITTED
+    samples: Sequence[CalibrationSample], start: Constants, names: Sequence[str] = FITTED
 ) -> dict[str, float]:
     """The constants that fit some steps best.
 
@@ -165,7 +165,9 @@ def fit_constants(
     return {**start, **{k: float(np.exp(v)) for k, v in zip(names, theta, strict=True)}}
 
 
-def tangent(sample: Sample, start: Constants, names: Sequence[str] = FITTED) -> Sample:
+def tangent(
+    sample: CalibrationSample, start: Constants, names: Sequence[str] = FITTED
+) -> CalibrationSample:
     """The sample by its first derivatives at the start, in logarithms: for fits by the hundred.
 
     A host that becomes the slower part only with other constants is not seen.
@@ -183,7 +185,7 @@ def tangent(sample: Sample, start: Constants, names: Sequence[str] = FITTED) -> 
         theta = np.log([constants[name] for name in names])
         return float(np.exp(begin[0] + slopes @ (theta - centre)))
 
-    return Sample(seconds, sample.step_s, sample.weight)
+    return CalibrationSample(seconds, sample.step_s, sample.weight)
 
 
 def with_constants(setting: Setting, constants: Constants) -> Setting:
@@ -216,7 +218,7 @@ def calibrate_from_run(run: Run) -> Cluster:
     stack = setting.stack
     when = datetime.now(UTC).strftime("%Y-%m-%d")
     # A median of many steps weighs as much as six single ones.
-    sample = _sample(Case(setting, job.layout, median(steady)), stack)
+    sample = _sample(MeasuredJob(setting, job.layout, median(steady)), stack)
     constants = fit_constants([replace(sample, weight=min(len(steady), 6))], stack.constants)
     origin = f"fitted to {len(steady)} steps of {run.path.name}, {when}"
     return job.cluster.replace(stack=stack.replace(constants=constants, origin=origin))

@@ -1,18 +1,18 @@
 """Comm: who carries out the exchanges of a concrete layout, where the Job says "auto".
 
-In what form data ranks exchange gradients needs a prediction: `search.exchange` chooses that, and
-here it is exact sums.
+In what form data ranks exchange gradients needs a prediction: `search.gradient_comm` chooses that,
+and here it is exact sums.
 """
 
 from paceline.config.comm import Comm
 from paceline.config.errors import InputError
 from paceline.config.feasible_comm import check_comm
+from paceline.config.frozen import size
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.config.model import Model
-from paceline.config.noun import size
-from paceline.plan.collectives import Choice, choose_algorithm
+from paceline.plan.collectives import AlgorithmChoice, choose_algorithm
 
 _VALUE_BYTES = 4
 """Gradients are reduced in fp32, or in fp64 where everything is."""
@@ -55,16 +55,16 @@ def resolve_comm(job: Job, layout: Layout, cluster: Cluster) -> tuple[Comm, dict
     return job.comm.replace(dp=dp, fsdp=fsdp).settled, reasons
 
 
-def _over_shards(job: Job, layout: Layout, cluster: Cluster) -> Choice:
+def _over_shards(job: Job, layout: Layout, cluster: Cluster) -> AlgorithmChoice:
     if layout.fsdp == 1:
-        return Choice("backend", "nothing is sharded", {})
+        return AlgorithmChoice("backend", "nothing is sharded", {})
     shards = size(layout.fsdp) * size(layout.cp)
     try:
         return choose_algorithm(
             cluster, "reduce_scatter", _unit_bytes(job, layout), shards, size(layout.tp)
         )
     except InputError as error:
-        return Choice("backend", f"nothing to choose by: {error}", {})
+        return AlgorithmChoice("backend", f"nothing to choose by: {error}", {})
 
 
 def _unit_bytes(job: Job, layout: Layout) -> float:

@@ -16,11 +16,11 @@ import numpy.typing as npt
 from paceline.comm.algorithms import MOST_RANKS
 from paceline.config.catalogue.own_stack import own_stack
 from paceline.config.comm import Codec, Comm, codec
+from paceline.config.frozen import size
 from paceline.config.hardware import Cluster, Device
 from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.config.model import Model
-from paceline.config.noun import size
 from paceline.config.schedule import DEMANDS
 from paceline.config.stack import Stack
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paceline.config.catalogue.curves import Known, catalogue_curves
+from paceline.config.catalogue.curves import KnownCurves, catalogue_curves
 from paceline.config.curves import DeviceCurves
 from paceline.config.device import Device
 from paceline.config.errors import InputError
@@ -87,7 +87,7 @@ def matmul_s(device: Device, precision: str, m: Sizes, n: Sizes, k: Sizes) -> Ar
         InputError: the device's peak is not known, or nothing was measured of anything like it.
     """
     sizes = _floats(m), _floats(n), _floats(k)
-    seconds = _products(_Same(device), precision)
+    seconds = _products(_DeviceKey(device), precision)
     if all(size.size == 1 for size in sizes):
         one = seconds.of_one(*(size.item() for size in sizes))
         return np.full(np.broadcast_shapes(*(size.shape for size in sizes)), one)
@@ -129,7 +129,7 @@ def attention_s(
     squares = _floats(batch) * _floats(heads)
     q_len, kv_len = _floats(q_len), _floats(kv_len)
     head_dim, visible = _floats(head_dim), _floats(visible)
-    curve = _attention_curve(_Same(device), backend, precision)
+    curve = _attention_curve(_DeviceKey(device), backend, precision)
     if curve is None:
         products = _attention_products_s(
             device, precision, squares, q_len, kv_len, head_dim, backward
@@ -145,7 +145,7 @@ def attention_s(
     seconds = flops / (peak_flops(device, precision) * share)
     if curve.processors is not None:
         blocks = squares * np.ceil(q_len / ATTENTION_BLOCK)
-        seconds = KERNEL_S + seconds * filling(
+        seconds = KERNEL_S + seconds * wave_quantization(
             blocks, curve.processors, np.minimum(2.0, 1 / np.maximum(seen, 1e-9))
         )
     return seconds
@@ -157,7 +157,7 @@ def memory_s(device: Device, num_bytes: Sizes) -> Array:
     Raises:
         InputError: the device's memory bandwidth is not known.
     """
-    return _memory(_Same(device))(_floats(num_bytes))
+    return _memory(_DeviceKey(device))(_floats(num_bytes))
 
 
 def origins(device: Device) -> dict[str, str]:
@@ -169,7 +169,7 @@ def origins(device: Device) -> dict[str, str]:
         f"assumed: {KERNEL_S * 1e6:g} us, and bytes over {MEMORY_SHARE:.0%} of the bandwidth"
     )
     found["attention.unfused"] = "assumed: its products, and the softmax by the bytes it moves"
-    known = _known(_Same(device))
+    known = _known(_DeviceKey(device))
     if known is None:
         return found
     for kind, curves in (("matmul", known.curves.matmul), ("attention", known.curves.attention)):
@@ -184,7 +184,7 @@ def _cited(figure: Figure) -> str:
     return f"{figure.origin}: {figure.source}"
 
 
-def filling(blocks: Array, processors: int, longest: Sizes = 2.0) -> Array:
+def wave_quantization(blocks: Array, processors: int, longest: Sizes = 2.0) -> Array:
     """How much longer `blocks` pieces of work take than on processors that are all busy.
 
     Args:
@@ -201,7 +201,7 @@ def filling(blocks: Array, processors: int, longest: Sizes = 2.0) -> Array:
 # Curves, prepared once per device
 
 
-class _Same:
+class _DeviceKey:
     """A device as a key of caches: itself, not its value, which would take long to compare."""
 
     __slots__ = ("device",)
@@ -213,18 +213,18 @@ class _Same:
         return id(self.device)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.device is self.device
+        return isinstance(other, _DeviceKey) and other.device is self.device
 
 
 @functools.lru_cache(maxsize=64)
-def _known(key: _Same) -> Known | None:
+def _known(key: _DeviceKey) -> KnownCurves | None:
     device = key.device
     if device.curves is not None:
-        return Known(device.curves, 1.0, "")
+        return KnownCurves(device.curves, 1.0, "")
     return catalogue_curves(device.name)
 
 
-def _curves(key: _Same) -> Known:
+def _curves(key: _DeviceKey) -> KnownCurves:
     known = _known(key)
     if known is None:
         raise InputError(
@@ -243,7 +243,7 @@ class _Products(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _products(key: _Same, precision: str) -> _Products:
+def _products(key: _DeviceKey, precision: str) -> _Products:
     device = key.device
     peak = peak_flops(device, precision)
     curves, scale, _ = _curves(key)
@@ -295,7 +295,7 @@ class _Attention(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _attention_curve(key: _Same, backend: str, precision: str) -> _Attention | None:
+def _attention_curve(key: _DeviceKey, backend: str, precision: str) -> _Attention | None:
     """None: priced as its products."""
     curves, scale, _ = _curves(key)
     name = backend
@@ -341,7 +341,7 @@ def _softmax_s(
 
 
 @functools.lru_cache(maxsize=64)
-def _memory(key: _Same) -> Callable[[Array], Array]:
+def _memory(key: _DeviceKey) -> Callable[[Array], Array]:
     device = key.device
     known = _known(key)
     if known is not None and known.curves.memory is not None:

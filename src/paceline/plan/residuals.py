@@ -11,7 +11,8 @@ Our own runtime before it was measured has the error of stacks like it, each by 
 These are the steps that the planner was developed with, and of some systems its defaults were
 derived from them: on systems that nobody has looked at, expect more than one in five outside.
 
-A machine that was only looked at for a second (`comm.speed`) has no residuals, and a wide interval.
+A machine that was only looked at for a second (`machine.cpu_speed`) has no residuals, and a wide
+interval.
 """
 
 from paceline.config.catalogue.own_stack import error_of

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from paceline.config.errors import InputError
 from paceline.config.feasible import check_layout, nearest_multiple, num_stages
+from paceline.config.frozen import size
 from paceline.config.hardware import Cluster, Device
 from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.config.model import Model
-from paceline.config.noun import size
 from paceline.config.schedule import STAGES_PER_RANK, refusal
 from paceline.plan.comm import resolve_comm
 from paceline.plan.prediction import Prediction

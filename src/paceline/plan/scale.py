@@ -156,7 +156,7 @@ def blocking_save_s(
 
 
 @dataclass(frozen=True, eq=False)
-class Endurance:
+class Resilience:
     """How a job survives its failures; arrays over the points that were asked about."""
 
     mtbf_s: Array
@@ -172,7 +172,7 @@ class Endurance:
     """Where the constants come from."""
 
 
-def endurance(
+def resilience(
     cluster: Cluster,
     num_devices: npt.ArrayLike,
     num_bytes: npt.ArrayLike,
@@ -180,7 +180,7 @@ def endurance(
     num_shares: npt.ArrayLike | None = None,
     restart_s: npt.ArrayLike | None = None,
     storage_bytes_per_s: npt.ArrayLike = np.inf,
-) -> Endurance | None:
+) -> Resilience | None:
     """Checkpoint interval and goodput of jobs on a cluster's devices; None: reliability unknown.
 
     Args:
@@ -200,7 +200,7 @@ def endurance(
     save = blocking_save_s(num_bytes, num_devices if num_shares is None else num_shares)
     writing = np.asarray(num_bytes, float) / np.asarray(storage_bytes_per_s, float)
     interval = np.maximum(daly_interval_s(save, mtbf), writing)
-    return Endurance(
+    return Resilience(
         mtbf_s=mtbf,
         save_s=save,
         restart_s=restart,

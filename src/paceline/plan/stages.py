@@ -9,7 +9,7 @@ from paceline.plan.points import Array
 
 
 @dataclass(frozen=True, eq=False)
-class Stages:
+class StageWork:
     """The work of each stage; without a pipeline there is one, which is first and last.
 
     A search over many points has three classes of stage (first, inner, last) instead of all: then

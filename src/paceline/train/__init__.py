@@ -12,7 +12,7 @@ from typing import Any
 
 class _CallableModule(ModuleType):
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
-        from paceline.train.own import train
+        from paceline.train.api import train
 
         return train(*arguments, **settings)
 

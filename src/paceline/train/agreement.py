@@ -13,20 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm.mesh import Meshes
-from paceline.comm.ranks import Ranks, wait_limit
-from paceline.comm.rounds import Membership
+from paceline.comm.rendezvous import Ranks, collective_timeout
+from paceline.config.frozen import size
 from paceline.config.job import Job
 from paceline.config.layout import Layout
-from paceline.config.noun import size
-from paceline.parallel.changing import ChangingRounds
-from paceline.parallel.hybrid import hybrid_exchange_of
-from paceline.parallel.local import LocalRounds
+from paceline.elastic.elastic_rounds import ElasticRounds
+from paceline.elastic.local_rounds import LocalRounds
+from paceline.elastic.membership import Membership
+from paceline.parallel.hybrid import hybrid_reduction_of
 from paceline.parallel.replicas import Replicas
-from paceline.parallel.replicate import exchange_of
+from paceline.parallel.replicate import compressed_all_reduce_of
 from paceline.parallel.statistics import RunningStatistics
-from paceline.train.results import Numbers, Reports, StepResult, read_later
-from paceline.train.standing import RankStats
-from paceline.train.weighed import Tally
+from paceline.train.rank_stats import RankStats
+from paceline.train.results import PendingNumbers, StepResult, WorkerReports, read_async
+from paceline.train.weighted_loss import WeightedSums
 
 # A pass over as many values as there are parameters: too much for every step.
 _ERROR_NORM_EVERY = 10
@@ -69,9 +69,11 @@ class Agreement:
         self.replicas = replicas
         self._layout, self._ranks, self._module, self._stats = job.layout, ranks, module, stats
         self._statistics = RunningStatistics(module)
-        self._reports = Reports()
+        self._reports = WorkerReports()
 
-    def in_step(self, index: int, tally: Tally, squared_norm: Tensor, stop_wanted: bool) -> Agreed:
+    def in_step(
+        self, index: int, tally: WeightedSums, squared_norm: Tensor, stop_wanted: bool
+    ) -> Agreed:
         """Find a step's numbers, and what each rank says of itself, in one exchange.
 
         Args:
@@ -117,8 +119,8 @@ class Agreement:
         """
         first = [agreed.loss, agreed.weight, grad_norm, agreed.stops]
         shared = torch.stack([*first, *agreed.figures, *agreed.squared_error])
-        numbers = Numbers(torch.cat([shared, agreed.each]), names, sent, len(agreed.each))
-        later = self._reports.add if self.replicas.steps_alone else read_later
+        numbers = PendingNumbers(torch.cat([shared, agreed.each]), names, sent, len(agreed.each))
+        later = self._reports.add if self.replicas.steps_alone else read_async
         read = later(numbers)
 
         def read_and_wait() -> StepResult:
@@ -189,8 +191,8 @@ def replicas_of(
     if job.comm.local.method != "none":
         return _rounds(job, module, names, membership)
     return (
-        exchange_of(module, names, job.comm, ranks.local_world_size)
-        or hybrid_exchange_of(module, names, job.comm, layout, meshes, job.accumulation)
+        compressed_all_reduce_of(module, names, job.comm, ranks.local_world_size)
+        or hybrid_reduction_of(module, names, job.comm, layout, meshes, job.accumulation)
         or Replicas()
     )
 
@@ -204,7 +206,7 @@ def _rounds(
     local, least, num_steps = job.comm.local, job.comm.compress_from, job.train.steps
     if membership is not None:
         workers = (membership, job.layout.num_ranks)
-        return ChangingRounds(module, names, local, least, *workers, num_steps)
+        return ElasticRounds(module, names, local, least, *workers, num_steps)
     # A group of its own: fragments travel beside whatever else the ranks say to each other.
-    group = dist.new_group(timeout=wait_limit())
+    group = dist.new_group(timeout=collective_timeout())
     return LocalRounds(module, names, local, least, group, num_steps)

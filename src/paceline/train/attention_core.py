@@ -2,16 +2,16 @@
 
 import torch
 
+from paceline.config.frozen import size
 from paceline.config.job import Job
 from paceline.config.model import Model
-from paceline.config.noun import size
 from paceline.kernels.attention import choose
-from paceline.kernels.attention.rule import Choice, Shape
+from paceline.kernels.attention.rule import AttentionShape, BackendChoice
 from paceline.kernels.attention.table import remembered
 from paceline.parallel.apply import DTYPES
 
 
-def attention_choice(job: Job, device: torch.device) -> Choice | None:
+def attention_choice(job: Job, device: torch.device) -> BackendChoice | None:
     """What to run under the plain causal mask; None leaves every call to torch.
 
     With layout.kernels = "auto" only what was measured on this device, with "triton" also what a
@@ -27,7 +27,7 @@ def attention_choice(job: Job, device: torch.device) -> Choice | None:
         return None
     assert isinstance(model, Model)
     tp = size(layout.tp)
-    shape = Shape(
+    shape = AttentionShape(
         job.micro_batch,
         model.num_heads // tp,
         max(model.num_kv_heads // tp, 1),

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.mesh import Meshes
+from paceline.config.frozen import size
 from paceline.config.job import Job
 from paceline.config.model import Model
-from paceline.config.noun import size
 from paceline.models.moe import updated_bias
 from paceline.parallel.ep import apply_placement, expert_layers, expert_loads, slots_of_experts
 from paceline.plan.experts import move_experts
 
 
-class Balance:
+class ExpertBalancer:
     """What the layers of experts on this rank need around a step."""
 
     def __init__(self, job: Job, module: nn.Module, meshes: Meshes | None) -> None:

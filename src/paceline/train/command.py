@@ -9,15 +9,15 @@ import tomli_w
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from paceline.comm.ranks import (
+from paceline.comm.rendezvous import (
     Found,
     Ranks,
     connect,
     disconnect,
-    from_first,
-    given_ranks,
-    leave,
+    exit_rank,
+    ranks_from_env,
     store_of_run,
+    word_from_first_rank,
 )
 from paceline.config.errors import InputError
 from paceline.config.job import Job, differing, to_raw
@@ -30,13 +30,19 @@ from paceline.observe.run import Run
 from paceline.observe.summary import bytes_text, step_time_text
 from paceline.plan.calibrate import calibrate_from_run
 from paceline.plan.resolve import Plan
+from paceline.train.elastic_workers import launch_workers
 from paceline.train.export import keep_tokenizer
-from paceline.train.here import resolve_here
 from paceline.train.launch import launch
-from paceline.train.length import in_steps
+from paceline.train.length import length_in_steps
 from paceline.train.session import MakeTask, language_model, launched_rank, run_rank
-from paceline.train.start import begin, owned, progress_of, read_inputs, with_speed_here
-from paceline.train.workers import launch_workers
+from paceline.train.start import (
+    begin_run,
+    locked_run,
+    progress_of,
+    read_inputs,
+    with_measured_speed,
+)
+from paceline.train.this_machine import resolve_on_this_machine
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
 
@@ -54,18 +60,18 @@ def train_command(job: Job, runs: Path, *, fresh: bool) -> Run:
         RunError: the run ended early.
     """
     with _tokenising() as progress:
-        plan = resolve_here(in_steps(job, progress))
+        plan = resolve_on_this_machine(length_in_steps(job, progress))
     run = Run((runs / job.name).absolute())
 
     def launch_ranks() -> None:
         start = launch_workers if plan.job.comm.local.min_workers else launch
         start(run, plan.job.layout.num_ranks, launched_rank, (str(run.path), os.getpid()))
 
-    carry_out(plan, run, language_model, launch_ranks, fresh=fresh)
+    run_job(plan, run, language_model, launch_ranks, fresh=fresh)
     return run
 
 
-def carry_out(
+def run_job(
     plan: Plan,
     run: Run,
     make_task: MakeTask,
@@ -85,9 +91,9 @@ def carry_out(
     Returns:
         whether this process trained, and not others or nobody.
     """
-    plan = with_speed_here(plan, _CONSOLE.print)
+    plan = with_measured_speed(plan, _CONSOLE.print)
     kind = _device_kind(plan.job)
-    ranks = given_ranks(kind) or Ranks(device_type=kind)
+    ranks = ranks_from_env(kind) or Ranks(device_type=kind)
     is_alone, store = ranks.world_size == 1, None
     if plan.job.comm.local.min_workers and not is_alone:
         store = store_of_run(ranks)
@@ -97,16 +103,16 @@ def carry_out(
         found: Found = "done"
         try:
             if ranks.is_first:
-                held.enter_context(owned(run))
+                held.enter_context(locked_run(run))
                 if _is_ready(plan, run, compare, fresh=fresh):
                     found = "ready"
         except (InputError, OSError):
-            from_first("refused", ranks, store)
+            word_from_first_rank("refused", ranks, store)
             raise
         # The other ranks wait here for what rank 0 finds.
-        found = from_first(found, ranks, store)
+        found = word_from_first_rank(found, ranks, store)
         if found == "refused":
-            leave(2)  # rank 0 says why
+            exit_rank(2)  # rank 0 says why
         if found == "done":
             disconnect()
             return False
@@ -116,11 +122,11 @@ def carry_out(
         else:
             run_rank(plan.job, run, ranks, make_task, store)
         if ranks.is_first:
-            learn(plan, run)
+            fit_cluster_from_run(plan, run)
         return not launches
 
 
-def learn(plan: Plan, run: Run) -> None:
+def fit_cluster_from_run(plan: Plan, run: Run) -> None:
     """Write down what the steps of a predicted Run say about the machine, for the next plan."""
     if plan.ranked and isinstance(plan.job.model, Model):
         run.write("cluster.toml", tomli_w.dumps(to_raw(calibrate_from_run(run))))
@@ -135,7 +141,7 @@ def _is_ready(plan: Plan, run: Run, compare: Callable[[], None], *, fresh: bool)
         before = run.job() if run.exists else None
     if not fresh:
         compare()
-    is_left = begin(run, plan, data_key, before, fresh=fresh)
+    is_left = begin_run(run, plan, data_key, before, fresh=fresh)
     if is_left and isinstance(plan.job.model, Model):
         keep_tokenizer(run, plan.job.data, plan.job.train.weights)
     _introduce(plan, run, is_left=is_left)

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from torch.distributed.debug import _frontend
 from torch.distributed.debug._debug_handlers import TCPStoreHandler, default_handlers
 
-from paceline.comm.ranks import LOOPBACK
+from paceline.comm.rendezvous import LOOPBACK
 
 
 class _Addresses:
@@ -38,7 +38,7 @@ class _LocalServer(ThreadingHTTPServer):
 
 def main() -> None:
     """Serve until standard input ends."""
-    import paceline.comm.as_helper  # noqa: F401
+    import paceline.comm.forkserver_process  # noqa: F401
 
     asked = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -6,10 +6,10 @@ answer from a thread in C++, also while their main thread hangs. It has no passw
 listens on the loopback interface of rank 0's host, and ranks at the address where they reach each
 other; torch's own `start_debug_server` would listen on all interfaces.
 
-The flight recorder is always on: it keeps the last collectives of a rank, which `keep_flight`
-writes down when one has failed. On gloo its entries tell what was begun when, and not when it
-ended. NCCL's watchdog ends a process by itself; its own recorder writes to where it is told before
-the groups are made.
+The flight recorder is always on: it keeps the last collectives of a rank, which
+`dump_flight_recorder` writes down when one has failed. On gloo its entries tell what was begun
+when, and not when it ended. NCCL's watchdog ends a process by itself; its own recorder writes to
+where it is told before the groups are made.
 
 Source: torch.distributed.debug, https://docs.pytorch.org/docs/stable/distributed.html
 """
@@ -26,18 +26,18 @@ from pathlib import Path
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from paceline.comm.ranks import Ranks, own_address
 from paceline.comm.records import all_gather
+from paceline.comm.rendezvous import Ranks, own_address
 from paceline.config.errors import InputError
 
 
-def keep_nccl_flights(folder: Path) -> None:
+def enable_flight_recorder(folder: Path) -> None:
     """Let NCCL's watchdog leave what it recorded in this folder; a person's own choice stands."""
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl-flight-rank"))
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
-def keep_flight(folder: Path, rank: int) -> Path | None:
+def dump_flight_recorder(folder: Path, rank: int) -> Path | None:
     """Write this rank's last collectives as JSON; returns the file, None where it can't be."""
     file = folder / f"rank{rank}.flight.json"
     with suppress(OSError, RuntimeError):

@@ -31,7 +31,7 @@ from paceline.observe.run import Run
 from paceline.parallel.apply import DTYPES
 from paceline.train.checkpoint import FoundCheckpoint, newest_good, parameter_names
 from paceline.train.checkpoint import load as read_checkpoint
-from paceline.train.checkpoint.agreement import Ranks
+from paceline.train.checkpoint.lockstep import LockstepRanks
 from paceline.train.data import prepare
 from paceline.train.data.tokenizer import end_name, given_folder
 from paceline.train.ema import EMA_SECTION
@@ -72,9 +72,9 @@ def export(run: Run, folder: Path, dtype: ParamDtype = "fp32") -> int:
             f"weights: they stand in {run.path / 'tables'}; export another run."
         )
     state = _room_for(found, "model")
-    read_checkpoint(found, {"model": state}, Ranks.alone())
+    read_checkpoint(found, {"model": state}, LockstepRanks.alone())
     if means := _room_for(found, EMA_SECTION):
-        read_checkpoint(found, {EMA_SECTION: means}, Ranks.alone())
+        read_checkpoint(found, {EMA_SECTION: means}, LockstepRanks.alone())
         state |= means
     if isinstance(job.model, Model):
         beside = _about_tokens(_kept_tokenizer(run, job), job.model.max_seq_len)
@@ -107,9 +107,9 @@ def load(run: Run | Path | str, model: nn.Module) -> int:
     names, aliases = parameter_names(model)
     state = get_model_state_dict(model)
     own = {name: value for name, value in state.items() if name not in aliases}
-    read_checkpoint(found, {"model": own}, Ranks.alone())
+    read_checkpoint(found, {"model": own}, LockstepRanks.alone())
     if means := _room_for(found, EMA_SECTION):
-        read_checkpoint(found, {EMA_SECTION: means}, Ranks.alone())
+        read_checkpoint(found, {EMA_SECTION: means}, LockstepRanks.alone())
         with torch.no_grad():
             for parameter, name in names.items():
                 parameter.copy_(means[name])
@@ -137,7 +137,7 @@ def keep_tokenizer(run: Run, data: Data, weights: str | None) -> None:
 def _newest(run: Run) -> FoundCheckpoint:
     if not run.exists:
         raise InputError(f"{run.path} is not a run: give the directory of one, such as runs/demo.")
-    found, _ = newest_good(run.checkpoint_folder, Ranks.alone(), print)
+    found, _ = newest_good(run.checkpoint_folder, LockstepRanks.alone(), print)
     if found is None:
         raise InputError(f"{run.path} has no checkpoint yet: train it first.")
     return found

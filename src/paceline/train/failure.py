@@ -4,8 +4,8 @@ It is a file of JSON that the launcher names, written at the moment of the error
 afterwards may wait for other ranks. A person is shown the part of the traceback that is theirs; the
 whole of it goes to the rank's log.
 
-Not here: who else is missing when a collective fails (`comm.roll_call`), and what the launcher does
-about it (`train.launch`).
+Not here: who else is missing when a collective fails (`elastic.peer_failure`), and what the
+launcher does about it (`train.launch`).
 """
 
 import dis
@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from paceline.comm.ranks import given_ranks, leave
+from paceline.comm.rendezvous import exit_rank, ranks_from_env
 from paceline.config.errors import InputError, RunError
 
 FILE = "PACELINE_FAILURE_FILE"
@@ -65,7 +65,7 @@ class Failure:
         for known, kind in kinds.items():
             if isinstance(error, known):
                 return Failure(kind, str(error), now)  # type: ignore[arg-type]
-        return Failure("program", shown(error), now)
+        return Failure("program", user_traceback(error), now)
 
     @staticmethod
     def read(file: Path) -> "Failure | None":
@@ -83,7 +83,7 @@ class Failure:
 
 
 @contextmanager
-def reported_at_once() -> Iterator[None]:
+def report_at_once() -> Iterator[None]:
     """Leave an error of this rank's own to its launcher, if it has one, before anything closes."""
     try:
         yield
@@ -124,7 +124,7 @@ def _is_raised_elsewhere(trace: TracebackType | None) -> bool:
     return is_raise and not _is_in(code.co_filename, (_OURS, _TORCHS))
 
 
-def shown(error: BaseException) -> str:
+def user_traceback(error: BaseException) -> str:
     """An error's traceback as a person should see it: where their own code failed, that alone."""
     whole = traceback.TracebackException.from_exception(error)
     each: traceback.TracebackException | None = whole
@@ -134,7 +134,7 @@ def shown(error: BaseException) -> str:
     return "".join(whole.format()).rstrip("\n")
 
 
-def say_plainly() -> None:
+def install_plain_excepthook() -> None:
     """From now on, what nobody catches in this program ends it as it ends the command line: the two
     exceptions that are for a person by their text alone, others by the part that is theirs.
 
@@ -149,12 +149,12 @@ def _say_plainly(
     if isinstance(error, InputError):
         text = f"paceline: {error}"
     else:
-        text = str(error) if isinstance(error, RunError) else shown(error)
+        text = str(error) if isinstance(error, RunError) else user_traceback(error)
     # Where there is a process group, torch calls this with a standard error that it prints later.
     print(text, file=sys.__stderr__, flush=True)
     code = 2 if isinstance(error, InputError) else 1
-    if given_ranks("cpu") is not None:
-        leave(code)
+    if ranks_from_env("cpu") is not None:
+        exit_rank(code)
     sys.exit(code)
 
 

@@ -8,8 +8,8 @@ are ended, and with each rank whatever it started itself.
 Signals are this file's business too: SIGINT and SIGTERM become the Run's stop file, which every
 rank reads after its step.
 
-Not here: workers that may be lost (`train.workers`), who is missing when a collective fails
-(`comm.roll_call`).
+Not here: workers that may be lost (`train.elastic_workers`), who is missing when a collective fails
+(`elastic.peer_failure`).
 """
 
 import os
@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from paceline.comm.ranks import MEETING
+from paceline.comm.rendezvous import MEETING
 from paceline.config.errors import InputError, RunError
 from paceline.observe.run import Run
 from paceline.train.failure import FILE, Failure
@@ -54,7 +54,7 @@ def launch(run: Run, num_ranks: int, entry: Entry, arguments: Sequence[Any]) -> 
         InputError: a rank found wrong input.
         RunError: a rank died, or the ranks agreed that the run can't go on.
     """
-    with tempfile.TemporaryDirectory() as folder, signals_stop(run):
+    with tempfile.TemporaryDirectory() as folder, stop_on_signals(run):
         ranks = [
             RankProcess(rank, num_ranks, Path(folder), entry, arguments)
             for rank in range(num_ranks)
@@ -62,7 +62,7 @@ def launch(run: Run, num_ranks: int, entry: Entry, arguments: Sequence[Any]) -> 
         try:
             failed = _first_to_fail(ranks)
         finally:
-            end(ranks)
+            terminate(ranks)
         if failed is not None:
             raise failed.why(run)
 
@@ -131,7 +131,7 @@ class RankProcess:
             return InputError(failure.text)
         if failure is not None and failure.kind != "program":
             return RunError(failure.text)
-        how = "failed" if failure else f"ended {ending(code or 0)}"
+        how = "failed" if failure else f"ended {exit_text(code or 0)}"
         sentence = (
             f"rank {self.rank} (pid {self.pid}) {how} and took the run down; its log is "
             f"{run.log_folder / f'rank{self.rank}.log'}. Start it again to go on from the last "
@@ -187,19 +187,19 @@ def _culprit(ranks: Sequence[RankProcess]) -> RankProcess:
     return ranks[min(own or lost)[1]]
 
 
-def end(ranks: Sequence[RankProcess]) -> None:
+def terminate(ranks: Sequence[RankProcess]) -> None:
     """End all of them, whatever they are at."""
     for rank in ranks:
         rank.kill()
 
 
-def ending(code: int) -> str:
+def exit_text(code: int) -> str:
     """ "by SIGKILL", "with 1"."""
     return f"by {signal.Signals(-code).name}" if code < 0 else f"with {code}"
 
 
 @contextmanager
-def signals_stop(run: Run) -> Iterator[None]:
+def stop_on_signals(run: Run) -> Iterator[None]:
     """Turn SIGINT and SIGTERM into the stop file; a second one ends this process and its ranks."""
     first: float | None = None
 

@@ -15,7 +15,9 @@ from paceline.train.data import prepare
 from paceline.train.data.build import Progress
 
 
-def in_steps(job: Job, progress: Progress | None = None, num_samples: int | None = None) -> Job:
+def length_in_steps(
+    job: Job, progress: Progress | None = None, num_samples: int | None = None
+) -> Job:
     """The Job with its length in steps, rounded up; one that has them is returned as it is.
 
     Args:

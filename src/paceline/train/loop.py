@@ -17,10 +17,9 @@ from paceline.config.errors import InputError
 from paceline.config.job import Job
 from paceline.observe.garbage import GarbageCollections
 from paceline.observe.profile import ProfiledWindows
+from paceline.parallel.exposed_all_reduce import ExposedAllReduce
 from paceline.parallel.replicas import COMM_SECTION, ROUNDS_SECTION, Replicas
-from paceline.parallel.tail import Tail
-from paceline.train.best import Best
-from paceline.train.changing import join, open_rounds, welcome
+from paceline.train.best_evaluation import BestEvaluation
 from paceline.train.checkpoint import (
     Checkpointer,
     FoundCheckpoint,
@@ -30,9 +29,10 @@ from paceline.train.checkpoint import (
     training_state,
 )
 from paceline.train.checkpoint.files import TensorEntry
+from paceline.train.elastic_start import join_workers, open_membership, welcome_workers
 from paceline.train.ema import EMA_SECTION, Ema
-from paceline.train.ledger import Ledger, Line, perplexity
-from paceline.train.standing import memory_bytes
+from paceline.train.metrics_buffer import Line, MetricsBuffer, perplexity
+from paceline.train.rank_stats import memory_bytes
 from paceline.train.stopping import StopRequest
 from paceline.train.task import Step, Task
 from paceline.train.trainer import Trainer
@@ -49,7 +49,7 @@ _OWED = {
 
 
 @dataclass(frozen=True)
-class Around:
+class RunContext:
     """What a run is kept in, watched by and stopped with."""
 
     checkpointer: Checkpointer | None
@@ -57,13 +57,13 @@ class Around:
     windows_from: Callable[[int], ProfiledWindows]
     """Maps the number of the first step to the windows that are profiled from there on."""
     stop: StopRequest
-    ledger: Ledger
+    metrics_buffer: MetricsBuffer
     identity: dict[str, Any]
     """Kept in every checkpoint: what may not change when the run goes on."""
-    best: Best
+    best: BestEvaluation
 
 
-def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
+def train_loop(trainer: Trainer, task: Task, context: RunContext) -> int:
     """Train from the newest good checkpoint to the Job's last step, or until asked to stop.
 
     Returns:
@@ -73,84 +73,89 @@ def train_loop(trainer: Trainer, task: Task, around: Around) -> int:
         RunError: too many bad steps in a row.
         InputError: evaluations don't have the figure that the Job wants them judged by.
     """
-    job, ledger = trainer.job, around.ledger
+    job, metrics_buffer = trainer.job, context.metrics_buffer
     if job.checkpoint.best is not None and task.eval_steps is None:
         raise InputError(
             f"checkpoint.best = {job.checkpoint.best!r} is judged by evaluations and there are "
             "none: give eval_data, or leave it out."
         )
-    done = first = _begin(trainer, around)
+    done = first = _begin(trainer, context)
     kept = None  # what a checkpoint says of evaluations that was written before the last one
     steps = _resumed_steps(trainer, task, first)
     ended = time.perf_counter()
     with (
-        around.windows_from(first + 1) as windows,
+        context.windows_from(first + 1) as windows,
         GarbageCollections() as garbage,
         trainer.stats.clock,
     ):
-        while done < job.train.steps and not ledger.stop_wanted and not around.best.is_over:
+        while (
+            done < job.train.steps and not metrics_buffer.stop_wanted and not context.best.is_over
+        ):
             began = time.perf_counter()
             between_s = began - ended
             with span("paceline.step"):
-                stall_s = _save_if_due(trainer, around, done, first)
+                stall_s = _save_if_due(trainer, context, done, first)
                 with span("paceline.data_wait"):
                     asked = time.perf_counter()
                     micro_batches = next(steps)
                     data_wait_s = time.perf_counter() - asked
-                result = trainer.step(done, micro_batches, bool(around.stop))
+                result = trainer.step(done, micro_batches, bool(context.stop))
             ended = time.perf_counter()
             step_time_s = ended - began
             done += 1
             line = _line(trainer, task, done, step_time_s)
             line |= {"between_s": between_s, "gc_s": garbage.take_s()}
-            if around.checkpointer is not None:
-                line["checkpoint_cpu_s"] = around.checkpointer.take_cpu_s()
-            line["terms"] = _measured_terms(step_time_s, data_wait_s, stall_s, trainer.passes.tail)
+            if context.checkpointer is not None:
+                line["checkpoint_cpu_s"] = context.checkpointer.take_cpu_s()
+            line["terms"] = _measured_terms(
+                step_time_s, data_wait_s, stall_s, trainer.passes.exposed_all_reduce
+            )
             if _evaluation_due(job, task, done):
                 if done == job.train.steps and not job.comm.local.min_workers:
                     # If it fails on one of several ranks, these can't agree on a checkpoint any
                     # more, but threads write on that have begun.
-                    _save(trainer, around, done)
-                    kept = around.best.facts()
+                    _save(trainer, context, done)
+                    kept = context.best.facts()
                 try:
                     line |= (evaluation := _evaluation(trainer, task))
-                    around.best.see(evaluation, done)
+                    context.best.see(evaluation, done)
                 except Exception:
-                    ledger.add(line, result)
-                    _keep(trainer, around, done, has_begun=kept is not None)
+                    metrics_buffer.add(line, result)
+                    _keep(trainer, context, done, has_begun=kept is not None)
                     raise
-            ledger.add(line, result)
+            metrics_buffer.add(line, result)
             if trainer.agreement.meet(done):
-                ledger.catch_up()
-                welcome(trainer, done, is_over=ledger.stop_wanted)
+                metrics_buffer.catch_up()
+                welcome_workers(trainer, done, is_over=metrics_buffer.stop_wanted)
             terms = windows.step()
             if not windows.is_open:
-                ledger.release(terms)
-            if around.checkpointer is not None:
-                around.checkpointer.poll()
+                metrics_buffer.release(terms)
+            if context.checkpointer is not None:
+                context.checkpointer.poll()
     trainer.agreement.meet(done, at_once=True)
-    ledger.settle()
-    if done > first and kept != around.best.facts():
-        _save(trainer, around, done)
-    if around.checkpointer is not None:
-        around.checkpointer.finish()
+    metrics_buffer.settle()
+    if done > first and kept != context.best.facts():
+        _save(trainer, context, done)
+    if context.checkpointer is not None:
+        context.checkpointer.finish()
     return done
 
 
-def _keep(trainer: Trainer, around: Around, done: int, *, has_begun: bool) -> None:
+def _keep(trainer: Trainer, context: RunContext, done: int, *, has_begun: bool) -> None:
     """Keep what was trained before an evaluation failed: by the checkpoint that has begun, or by
     one that a rank makes alone."""
     with suppress(RuntimeError):  # of ranks that are gone
         if has_begun:
-            around.ledger.settle()
+            context.metrics_buffer.settle()
         elif trainer.ranks.world_size == 1:
-            _save(trainer, around, done)
-        if around.checkpointer is not None:
-            around.checkpointer.finish()
+            _save(trainer, context, done)
+        if context.checkpointer is not None:
+            context.checkpointer.finish()
 
 
-def lag_of(job: Job, device_type: str) -> tuple[int, int]:
-    """How late results are read, and how many bad steps in a row the loop stands, for a Ledger.
+def read_lag(job: Job, device_type: str) -> tuple[int, int]:
+    """How late results are read, and how many bad steps in a row the loop stands, for a
+    MetricsBuffer.
 
     On CUDA the host launches a step before it reads the last one; on a CPU nothing is ahead. fp16
     begins with a loss scale that is meant to overflow until it has halved enough.
@@ -162,17 +167,17 @@ def lag_of(job: Job, device_type: str) -> tuple[int, int]:
     return lag, job.train.max_bad_steps + allowance
 
 
-def _begin(trainer: Trainer, around: Around) -> int:
+def _begin(trainer: Trainer, context: RunContext) -> int:
     """Restore what there is, and come together where workers may come and go; return the steps."""
-    if around.checkpointer is None:
-        done, around.ledger.stop_wanted = join(trainer)
+    if context.checkpointer is None:
+        done, context.metrics_buffer.stop_wanted = join_workers(trainer)
         return done
-    done = _restore(trainer, around.checkpointer, around)
-    open_rounds(trainer, done)
+    done = _restore(trainer, context.checkpointer, context)
+    open_membership(trainer, done)
     return done
 
 
-def _restore(trainer: Trainer, checkpointer: Checkpointer, around: Around) -> int:
+def _restore(trainer: Trainer, checkpointer: Checkpointer, context: RunContext) -> int:
     """Load the newest good checkpoint, if there is one; return the steps it had done."""
     found = checkpointer.latest_good()
     if trainer.task.tables is not None:
@@ -181,33 +186,35 @@ def _restore(trainer: Trainer, checkpointer: Checkpointer, around: Around) -> in
         return 0
     state = training_state(trainer.module, trainer.update.optimizer, found)
     rng = rng_state()
-    owed = owed_to_load(trainer, found)
-    own = own_section(state, trainer.ranks.rank, found) if trainer.replicas.steps_alone else state
+    owed = state_to_load(trainer, found)
+    own = (
+        worker_section(state, trainer.ranks.rank, found) if trainer.replicas.steps_alone else state
+    )
     facts = checkpointer.load(found, {**own, **owed, "rng": rng})
     restore_training_state(trainer.module, trainer.update.optimizer, state)
     restore_rng_state(rng)
-    for section, exchange in exchanges(trainer).items():
+    for section, exchange in stateful_parts(trainer).items():
         exchange.load(owed[section])
     for section in _left_behind(trainer, found):
         checkpointer.tell(f"{_OWED[section]} in the checkpoint of step {found.step} is dropped.")
     trainer.update.loss_scale.load_state_dict(facts["loss_scale"])
     trainer.update.rates.put_back(facts.get("groups", []))
-    around.best.load(facts.get("best", {}))
-    around.ledger.num_skipped = facts["skipped"]
+    context.best.load(facts.get("best", {}))
+    context.metrics_buffer.num_skipped = facts["skipped"]
     return facts["step"]
 
 
 def _left_behind(trainer: Trainer, found: FoundCheckpoint) -> list[str]:
     """Sections that nothing of this run takes: the Job's comm is another one now."""
     saved = {name.partition(".")[0] for name in found.manifest.tensors}
-    return [section for section in _OWED if section in saved - exchanges(trainer).keys()]
+    return [section for section in _OWED if section in saved - stateful_parts(trainer).keys()]
 
 
-def owed_to_load(trainer: Trainer, found: FoundCheckpoint) -> dict[str, dict[str, Any]]:
+def state_to_load(trainer: Trainer, found: FoundCheckpoint) -> dict[str, dict[str, Any]]:
     """Room for this rank's part of what compression owed, or of what workers share; none where
     nothing is compressed now, and there are no such workers."""
     owed: dict[str, dict[str, Any]] = {}
-    for section, exchange in exchanges(trainer).items():
+    for section, exchange in stateful_parts(trainer).items():
         entries = {
             name.removeprefix(f"{section}."): entry
             for name, entry in found.manifest.tensors.items()
@@ -222,7 +229,7 @@ def owed_to_load(trainer: Trainer, found: FoundCheckpoint) -> dict[str, dict[str
     return owed
 
 
-def exchanges(trainer: Trainer) -> dict[str, Replicas | Ema]:
+def stateful_parts(trainer: Trainer) -> dict[str, Replicas | Ema]:
     """What has a state of its own in a checkpoint, by its section."""
     replicas, ema = trainer.replicas, trainer.update.ema
     kept: dict[str, Replicas | Ema] = (
@@ -231,7 +238,9 @@ def exchanges(trainer: Trainer) -> dict[str, Replicas | Ema]:
     return kept if ema is None else {**kept, EMA_SECTION: ema}
 
 
-def own_section(state: dict[str, Any], rank: int, saved: FoundCheckpoint | None) -> dict[str, Any]:
+def worker_section(
+    state: dict[str, Any], rank: int, saved: FoundCheckpoint | None
+) -> dict[str, Any]:
     """Where a worker that steps for itself keeps parameters and optimizer in a checkpoint.
 
     The first worker's stand where a run without workers keeps its own. A worker that was not there
@@ -248,37 +257,37 @@ def own_section(state: dict[str, Any], rank: int, saved: FoundCheckpoint | None)
     return {f"{WORKER_SECTION}{rank}": state} if rank else state
 
 
-def _save_if_due(trainer: Trainer, around: Around, done: int, first: int) -> float:
+def _save_if_due(trainer: Trainer, context: RunContext, done: int, first: int) -> float:
     every = trainer.job.checkpoint.every
-    due = done > first and ((every > 0 and done % every == 0) or done == around.best.step)
+    due = done > first and ((every > 0 and done % every == 0) or done == context.best.step)
     with span("paceline.checkpoint_stall"):
-        return _save(trainer, around, done) if due else 0.0
+        return _save(trainer, context, done) if due else 0.0
 
 
-def _save(trainer: Trainer, around: Around, done: int) -> float:
+def _save(trainer: Trainer, context: RunContext, done: int) -> float:
     """Start a checkpoint of the state after `done` steps; return the seconds the run waited."""
     trainer.agreement.on_buffers()
     trainer.agreement.meet(done, at_once=True)
-    around.ledger.settle()  # a checkpoint never runs ahead of metrics.jsonl
-    if around.checkpointer is None:
+    context.metrics_buffer.settle()  # a checkpoint never runs ahead of metrics.jsonl
+    if context.checkpointer is None:
         return 0.0
     if trainer.task.tables is not None:
         trainer.task.tables.save(done)  # first: a checkpoint is complete only with its tables
     facts = {
         "step": done,
         "samples": done * trainer.job.train.global_batch,
-        "skipped": around.ledger.num_skipped,
+        "skipped": context.metrics_buffer.num_skipped,
         "loss_scale": trainer.update.loss_scale.state_dict(),
-        "identity": around.identity,
-        "best": around.best.facts(),
+        "identity": context.identity,
+        "best": context.best.facts(),
         "groups": trainer.update.rates.moved(),
     }
-    around.checkpointer.best = around.best.step or None
+    context.checkpointer.best = context.best.step or None
     state = training_state(trainer.module, trainer.update.optimizer)
     if trainer.replicas.steps_alone:
-        state = own_section(state, trainer.ranks.rank, None)
-    kept = {section: exchange.state() for section, exchange in exchanges(trainer).items()}
-    return around.checkpointer.save(done, {**state, **kept, "rng": rng_state()}, facts)
+        state = worker_section(state, trainer.ranks.rank, None)
+    kept = {section: exchange.state() for section, exchange in stateful_parts(trainer).items()}
+    return context.checkpointer.save(done, {**state, **kept, "rng": rng_state()}, facts)
 
 
 def _resumed_steps(trainer: Trainer, task: Task, first: int) -> Iterator[Step]:
@@ -319,12 +328,15 @@ def _mfu(job: Job, task: Task, units_per_s: float) -> float | None:
 
 
 def _measured_terms(
-    step_time_s: float, data_wait_s: float, stall_s: float, tail: Tail | None
+    step_time_s: float,
+    data_wait_s: float,
+    stall_s: float,
+    exposed_all_reduce: ExposedAllReduce | None,
 ) -> dict[str, float]:
     """The terms a host clock can tell apart; only a profile splits the rest."""
     known = {"data_wait": data_wait_s, "checkpoint_stall": stall_s}
-    if tail is not None:
-        known["exposed_comm.dp"] = tail.seconds
+    if exposed_all_reduce is not None:
+        known["exposed_comm.dp"] = exposed_all_reduce.seconds
     return known | {"unattributed": step_time_s - sum(known.values())}
 
 

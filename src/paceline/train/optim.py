@@ -107,13 +107,13 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self.is_coded = is_coded
         self.is_on_host = is_on_host
-        self._roads: dict[torch.device, _Road] = {}
+        self._roads: dict[torch.device, _HostLanes] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step every parameter that has a gradient, unless `skip_if` says no."""
         for group in self.param_groups:
-            ahead: deque[list[_Piece]] = deque()
+            ahead: deque[list[_ParameterRows]] = deque()
             for chunk in self._chunks(group["params"]):
                 ahead.append([self._fetched(piece) for piece in chunk])
                 if len(ahead) > 1:
@@ -137,9 +137,9 @@ class AdamW(torch.optim.Optimizer):
                 saved[moment] = _like(p, _decoded_on_host(state, moment, _working_dtype(p)))
         return saved
 
-    def _chunks(self, params: list[nn.Parameter]) -> Iterator[list["_Piece"]]:
+    def _chunks(self, params: list[nn.Parameter]) -> Iterator[list["_ParameterRows"]]:
         """What to step at once: everything, where no state needs room to be worked on."""
-        chunk: list[_Piece] = []
+        chunk: list[_ParameterRows] = []
         for p in params:
             if p.grad is None:
                 continue
@@ -150,21 +150,21 @@ class AdamW(torch.optim.Optimizer):
                 own = {key: local_part(v)[cut] for key, v in state.items() if key != "step"}
                 # The parts of a parameter take the same step; the last one's counts it.
                 steps = state["step"] if cut is cuts[-1] else state["step"].clone()
-                chunk.append(_Piece(local[cut], gradient[cut], steps, own, own))
+                chunk.append(_ParameterRows(local[cut], gradient[cut], steps, own, own))
                 if needs_room and sum(piece.parameter.numel() for piece in chunk) >= _CHUNK:
                     yield chunk
                     chunk = []
         if chunk:
             yield chunk
 
-    def _fetched(self, piece: "_Piece") -> "_Piece":
+    def _fetched(self, piece: "_ParameterRows") -> "_ParameterRows":
         """The piece with its state on the device, or on its way there."""
         if not self.is_on_host:
             return piece
         road = self._road(piece.parameter.device)
         return piece._replace(near={key: road.fetch(far) for key, far in piece.far.items()})
 
-    def _update(self, pieces: list["_Piece"], group: dict[str, Any]) -> None:
+    def _update(self, pieces: list["_ParameterRows"], group: dict[str, Any]) -> None:
         road = self._road(pieces[0].parameter.device)
         if self.is_on_host:
             road.arrive()
@@ -177,7 +177,7 @@ class AdamW(torch.optim.Optimizer):
                 for key, near in piece.near.items():
                     road.send(near, piece.far[key])
 
-    def _step_in_one_launch(self, pieces: list["_Piece"], group: dict[str, Any]) -> None:
+    def _step_in_one_launch(self, pieces: list["_ParameterRows"], group: dict[str, Any]) -> None:
         """By our kernel, which reads and writes codes and masters itself."""
         for have_master in (False, True):
             chosen = [piece for piece in pieces if ("master" in piece.near) == have_master]
@@ -198,7 +198,7 @@ class AdamW(torch.optim.Optimizer):
                 masters=[piece.near["master"] for piece in chosen] if have_master else None,
             )
 
-    def _step_by_torch(self, pieces: list["_Piece"], group: dict[str, Any]) -> None:
+    def _step_by_torch(self, pieces: list["_ParameterRows"], group: dict[str, Any]) -> None:
         stepped = [piece.near.get("master", piece.parameter) for piece in pieces]
         moments = [piece.moments() for piece in pieces]
         adamw(
@@ -256,9 +256,9 @@ class AdamW(torch.optim.Optimizer):
                 home.copy_(far)
                 state[key] = home if "." in key else _like(p, home)
 
-    def _road(self, device: torch.device) -> "_Road":
+    def _road(self, device: torch.device) -> "_HostLanes":
         if device not in self._roads:
-            self._roads[device] = _Road(device)
+            self._roads[device] = _HostLanes(device)
         return self._roads[device]
 
 
@@ -266,7 +266,7 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Adam's moments, and whether they have a sign."""
 
 
-class _Piece(NamedTuple):
+class _ParameterRows(NamedTuple):
     """Rows of a parameter and what belongs to them, as views."""
 
     parameter: Tensor
@@ -295,7 +295,7 @@ class _Piece(NamedTuple):
             self.parameter.copy_(self.near["master"])
 
 
-class _Road:
+class _HostLanes:
     """Copies between a device and the host, one lane each way; on a CPU plain copies."""
 
     def __init__(self, device: torch.device) -> None:

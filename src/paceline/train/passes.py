@@ -6,23 +6,23 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function as span
 
-from paceline.comm.busy import BusyClock
-from paceline.comm.compress.messages import Messages, messages_of
+from paceline.comm.busy_clock import BusyClock
+from paceline.comm.compress.messages import CodedMessages, messages_of
 from paceline.comm.mesh import Meshes
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
+from paceline.config.frozen import size
 from paceline.config.job import Job
 from paceline.config.layout import Layout
-from paceline.config.noun import size
 from paceline.config.schedule import Schedule
 from paceline.parallel.apply import arithmetic, prepare_micro_batch
 from paceline.parallel.ep import messages_in
+from paceline.parallel.exposed_all_reduce import ExposedAllReduce, exposed_all_reduce_of
 from paceline.parallel.pp import Criterion, MicroBatch, Pipeline
-from paceline.parallel.stages import Stages
-from paceline.parallel.tail import Tail, tail_of
+from paceline.parallel.stages import StageModules
 from paceline.plan.schedules import build_schedule
 from paceline.train.loss_scale import LossScale
 from paceline.train.task import Step, Task
-from paceline.train.weighed import Tally, Weighed
+from paceline.train.weighted_loss import WeightedLoss, WeightedSums
 
 
 @dataclass
@@ -35,9 +35,9 @@ class Passes:
     device: torch.device
     loss_scale: LossScale
     pipeline: Pipeline | None
-    tail: Tail | None
+    exposed_all_reduce: ExposedAllReduce | None
     """Takes the time of DDP's last buckets, where a host clock can."""
-    to_experts: list[Messages] | None
+    to_experts: list[CodedMessages] | None
     """Forms in which tokens travel; None: as they are."""
 
     @classmethod
@@ -61,15 +61,17 @@ class Passes:
         clock: counts the waits of this rank.
         """
         pipeline = None if meshes is None else _pipeline(job, ranks, module, meshes)
-        tail = tail_of(module, ranks, clock)
+        exposed = exposed_all_reduce_of(module, ranks, clock)
         to_experts = messages_in(module) if job.comm.ep.compress != "none" else None
-        return cls(module, task, job.layout, ranks.device, loss_scale, pipeline, tail, to_experts)
+        return cls(
+            module, task, job.layout, ranks.device, loss_scale, pipeline, exposed, to_experts
+        )
 
-    def forward_backward(self, micro_batches: Step) -> Tally:
+    def forward_backward(self, micro_batches: Step) -> WeightedSums:
         """Leave the gradients of this rank's loss, times its weight, in the parameters."""
         if self.pipeline is not None:
             return self._through_pipeline(self.pipeline, micro_batches)
-        tally = Tally(self.device, len(micro_batches))
+        tally = WeightedSums(self.device, len(micro_batches))
         for number, micro_batch in enumerate(micro_batches):
             prepare_micro_batch(self.module, self.layout, number, len(micro_batches))
             with span("paceline.forward"):
@@ -80,17 +82,17 @@ class Passes:
             tally.add(part, loss)
         return tally
 
-    def forward(self, micro_batch: object) -> Weighed:
+    def forward(self, micro_batch: object) -> WeightedLoss:
         """Loss of one micro-batch, in the layout's arithmetic."""
         with arithmetic(self.layout, self.device.type):
-            return Weighed.of(self.task.loss(self.module, micro_batch))
+            return WeightedLoss.of(self.task.loss(self.module, micro_batch))
 
-    def forward_only(self, micro_batches: Step, tally: Tally) -> None:
+    def forward_only(self, micro_batches: Step, tally: WeightedSums) -> None:
         """Count held-out micro-batches in."""
         if self.pipeline is not None:
             with arithmetic(self.layout, self.device.type):
                 loss = self.pipeline.forward_only(*self._staged(micro_batches))
-            tally.add(Weighed(loss), loss)
+            tally.add(WeightedLoss(loss), loss)
             return
         for micro_batch in micro_batches:
             part = self.forward(micro_batch)
@@ -111,16 +113,16 @@ class Passes:
         return sent
 
     def _backward(self, loss: Tensor) -> None:
-        if self.tail is not None:
-            self.tail.backward(loss)
+        if self.exposed_all_reduce is not None:
+            self.exposed_all_reduce.backward(loss)
         else:
             loss.backward()
 
-    def _through_pipeline(self, pipeline: Pipeline, micro_batches: Step) -> Tally:
+    def _through_pipeline(self, pipeline: Pipeline, micro_batches: Step) -> WeightedSums:
         with arithmetic(self.layout, self.device.type):
             loss = pipeline.step(*self._staged(micro_batches), self.loss_scale.scale)
-        tally = Tally(self.device)
-        tally.add(Weighed(loss), loss)
+        tally = WeightedSums(self.device)
+        tally.add(WeightedLoss(loss), loss)
         return tally
 
     def _staged(self, micro_batches: Step) -> tuple[list[MicroBatch], Criterion]:
@@ -149,6 +151,6 @@ def _pipeline(job: Job, ranks: Ranks, module: nn.Module, meshes: Meshes) -> Pipe
     schedule = schedule_of(job)
     if schedule is None:
         return None
-    assert isinstance(module, Stages)
+    assert isinstance(module, StageModules)
     messages = messages_of(job.comm.pp.compress, job.comm.compress_from)
     return Pipeline(schedule, list(module), meshes.dense.get_group("pp"), ranks.device, messages)

@@ -1,8 +1,8 @@
 """What a step gave, read late: when a device has got there, or when workers have met.
 
 Replicas that exchange gradients agree on a step's numbers in the step. Workers that step each for
-itself (`parallel.local`) would wait for each other at every step if they did; their numbers wait
-until they meet.
+itself (`elastic.local_rounds`) would wait for each other at every step if they did; their numbers
+wait until they meet.
 """
 
 import math
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paceline.train.standing import figures_of_ranks
+from paceline.train.rank_stats import figures_of_ranks
 
 SumUp = Callable[[Tensor], tuple[Tensor, int]]
 """Maps a rank's numbers to their sum over all ranks, in place or not, and how many ranks it is of.
@@ -35,13 +35,13 @@ class StepResult:
     compression still owes ("error_norm"), and of how many workers the numbers are where some may be
     lost ("dp.workers"); empty where nothing is."""
     ranks: dict[str, list[float]]
-    """What each rank said of itself; empty where the step has none of it (`standing`)."""
+    """What each rank said of itself; empty where the step has none of it (`rank_stats`)."""
     figures: dict[str, float]
     """Means that the loss gave besides, by name."""
 
 
 @dataclass(frozen=True)
-class Numbers:
+class PendingNumbers:
     """A step's numbers, which may still be on their way."""
 
     values: Tensor
@@ -54,7 +54,7 @@ class Numbers:
     num_said: int
 
 
-def read_later(numbers: Numbers) -> Callable[[], StepResult]:
+def read_async(numbers: PendingNumbers) -> Callable[[], StepResult]:
     """Start copying a step's numbers to the host; the result waits for them."""
     values = numbers.values
     is_cuda = values.device.type == "cuda"
@@ -73,14 +73,14 @@ def read_later(numbers: Numbers) -> Callable[[], StepResult]:
 
 
 @dataclass
-class Reports:
+class WorkerReports:
     """The numbers of a worker's own steps, until the workers meet."""
 
     _waiting: list[Tensor] = field(default_factory=list)
     _agreed: dict[int, list[float]] = field(default_factory=dict)
     _num_added: int = 0
 
-    def add(self, numbers: Numbers) -> Callable[[], StepResult]:
+    def add(self, numbers: PendingNumbers) -> Callable[[], StepResult]:
         """Keep a worker's own numbers; the result can be read, once, after the next `agree`."""
         number = self._num_added
         self._num_added += 1
@@ -98,7 +98,7 @@ class Reports:
         self._waiting.clear()
 
 
-def _result(values: list[float], numbers: Numbers) -> StepResult:
+def _result(values: list[float], numbers: PendingNumbers) -> StepResult:
     first_said = len(values) - numbers.num_said
     loss_sum, weight, grad_norm, stops, *rest = values[:first_said]
     loss, *means = (_quotient(each, weight) for each in (loss_sum, *rest[: len(numbers.names)]))

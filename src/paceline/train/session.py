@@ -25,41 +25,41 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import Store
 
-from paceline.comm.cores import Cores, cores_of
-from paceline.comm.ranks import (
+from paceline.comm.core_share import CoreShare, core_share_of
+from paceline.comm.rendezvous import (
     Ranks,
     connect,
     disconnect,
-    given_ranks,
-    leave,
-    limit_waits,
+    exit_rank,
     lost_before_begin,
+    ranks_from_env,
+    set_collective_timeout,
     store_of_run,
 )
-from paceline.comm.roll_call import RollCall, reserve_s
-from paceline.comm.rounds import Membership
 from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.config.recommender import Dlrm
 from paceline.config.vision import ResNet
+from paceline.elastic.membership import Membership
+from paceline.elastic.peer_failure import PeerFailureDetector, reserve_s
 from paceline.observe.console import Progress, step_time_table
 from paceline.observe.memory import memory_recorder
 from paceline.observe.metrics import Metrics
 from paceline.observe.profile import ProfiledWindows
 from paceline.observe.run import Run
 from paceline.train.attention_core import attention_choice
-from paceline.train.best import Best
-from paceline.train.checking import checking
+from paceline.train.best_evaluation import BestEvaluation
 from paceline.train.checkpoint import Checkpointer
-from paceline.train.clicks import click_task
 from paceline.train.data import prepare
-from paceline.train.debugging import debug_server, keep_flight, keep_nccl_flights
-from paceline.train.failure import LostPeerError, is_lost_peer, report, reported_at_once
-from paceline.train.held import held_memory
-from paceline.train.ledger import Ledger, Line
-from paceline.train.loop import Around, exchanges, lag_of, train_loop
+from paceline.train.debug_checks import enabled_checks
+from paceline.train.debugging import debug_server, dump_flight_recorder, enable_flight_recorder
+from paceline.train.failure import LostPeerError, is_lost_peer, report, report_at_once
+from paceline.train.loop import RunContext, read_lag, stateful_parts, train_loop
+from paceline.train.memory_owners import memory_owners
+from paceline.train.metrics_buffer import Line, MetricsBuffer
+from paceline.train.recommendation import click_task
 from paceline.train.start import identity
-from paceline.train.stopping import StopRequest, end_with, spare_compile_workers
+from paceline.train.stopping import StopRequest, exit_with_parent, shield_compile_workers
 from paceline.train.task import Task, language_task
 from paceline.train.trainer import Trainer
 from paceline.train.vision import image_task
@@ -72,7 +72,7 @@ MakeTask = Callable[[Job, Ranks], Task]
 
 def launched_rank(run_path: str, launcher_pid: int) -> None:
     """What each process does that Paceline's launcher started: train the Run's own Job."""
-    end_with(launcher_pid)
+    exit_with_parent(launcher_pid)
     run_launched_rank(Run(Path(run_path)), language_model)
 
 
@@ -84,13 +84,13 @@ def run_launched_rank(run: Run, make_task: MakeTask) -> None:
     """
     try:
         job = run.job()
-        ranks = given_ranks(job.cluster.known_device.kind)
+        ranks = ranks_from_env(job.cluster.known_device.kind)
         assert ranks is not None, "the launcher gives every process a rank"
         store = store_of_run(ranks) if job.comm.local.min_workers else None
         run_rank(job, run, ranks, make_task, store, launched=True)
     except BaseException as error:
         report(error)
-        leave(1)
+        exit_rank(1)
 
 
 def language_model(job: Job, ranks: Ranks) -> Task:
@@ -127,11 +127,11 @@ def run_rank(
         stop = StopRequest(run.stop_file)
         stack.callback(stop.close)
         if job.layout.compile:
-            spare_compile_workers()
+            shield_compile_workers()
         if ranks.device_type == "cpu":
             keep_freed_memory()
         if store is None:
-            keep_nccl_flights(run.log_folder)
+            enable_flight_recorder(run.log_folder)
             connect(ranks, priority=job.comm.priority)
         if ranks.world_size > 1:
             log = run.log_folder / f"rank{ranks.rank}.log"
@@ -140,7 +140,7 @@ def run_rank(
                 stack.callback(back)
         if store is None:
             stack.enter_context(_together(job, run, ranks))
-        with reported_at_once():
+        with report_at_once():
             module = _train(job, run, ranks, make_task, store, stop, stack)
     disconnect()
     return module
@@ -156,27 +156,27 @@ def _train(
     stack: ExitStack,
 ) -> nn.Module:
     """Train; what is opened for it is closed with the stack."""
-    cores = cores_of(ranks)
+    cores = core_share_of(ranks)
     torch.set_num_threads(cores.own)
     stack.enter_context(debug_server(job.observe.debug_port, ranks))
     torch.manual_seed(job.train.seed)
     task = make_task(job, ranks)
     torch.manual_seed(job.train.seed + ranks.rank)  # dropout differs from rank to rank
-    teller = stack.enter_context(Teller(job, run, ranks, task, cores))
-    membership = None if store is None else _membership(job, ranks, store, teller)
+    reporter = stack.enter_context(RunReporter(job, run, ranks, task, cores))
+    membership = None if store is None else _membership(job, ranks, store, reporter)
     trainer = Trainer.of(job, ranks, task, membership)
-    for exchange in exchanges(trainer).values():
-        teller.say(exchange.describe())
+    for exchange in stateful_parts(trainer).values():
+        reporter.say(exchange.describe())
     if (attention := attention_choice(job, ranks.device)) is not None:
-        teller.say(f"attention by {attention.backend}: {attention.why}")
+        reporter.say(f"attention by {attention.backend}: {attention.why}")
     if task.tell_by is not None:
-        task.tell_by(teller.say)
+        task.tell_by(reporter.say)
     if task.tables is not None:
         stack.callback(task.tables.close)
-        task.tables.open(run.path / "tables", run.checkpoint_folder, teller.tell)
-    around = _around(job, run, trainer, stop, teller)
-    done = train_loop(trainer, task, around)
-    teller.conclude(done, around.best)
+        task.tables.open(run.path / "tables", run.checkpoint_folder, reporter.tell)
+    context = _run_context(job, run, trainer, stop, reporter)
+    done = train_loop(trainer, task, context)
+    reporter.conclude(done, context.best)
     if trainer.update.ema is not None:
         trainer.update.ema.take()
     if membership is not None:
@@ -184,9 +184,9 @@ def _train(
     return trainer.module
 
 
-def _membership(job: Job, ranks: Ranks, store: Store, teller: "Teller") -> Membership:
+def _membership(job: Job, ranks: Ranks, store: Store, reporter: "RunReporter") -> Membership:
     least = job.comm.local.min_workers
-    return Membership(store, ranks.rank, job.comm.timeout_s, least, teller.tell)
+    return Membership(store, ranks.rank, job.comm.timeout_s, least, reporter.tell)
 
 
 @contextmanager
@@ -200,31 +200,33 @@ def _together(job: Job, run: Run, ranks: Ranks) -> Iterator[None]:
         yield
         return
     timeout_s = job.comm.timeout_s
-    limit_waits(timeout_s - reserve_s(timeout_s))
+    set_collective_timeout(timeout_s - reserve_s(timeout_s))
     try:
-        roll_call = RollCall.of_this_run(ranks, timeout_s)
+        failure_detector = PeerFailureDetector.of_this_run(ranks, timeout_s)
     except RuntimeError as error:  # the store is gone, or can't be reached any more
         raise LostPeerError(str(lost_before_begin(ranks, error))) from error
-    with roll_call:
+    with failure_detector:
         try:
             yield
         except Exception as error:
             if not is_lost_peer(error):
-                roll_call.tell(error)
+                failure_detector.tell(error)
                 raise
-            kept = keep_flight(run.log_folder, ranks.rank)
-            sentence = roll_call.explain(error)
+            kept = dump_flight_recorder(run.log_folder, ranks.rank)
+            sentence = failure_detector.explain(error)
             traceback.print_exc()  # to the log
             print(f"the last collectives of this rank are in {kept}", file=sys.stderr)
             raise LostPeerError(sentence) from error
 
 
-def _around(job: Job, run: Run, trainer: Trainer, stop: StopRequest, teller: "Teller") -> Around:
+def _run_context(
+    job: Job, run: Run, trainer: Trainer, stop: StopRequest, reporter: "RunReporter"
+) -> RunContext:
     ranks = trainer.ranks
-    lag, most_bad_steps = lag_of(job, ranks.device_type)
+    lag, most_bad_steps = read_lag(job, ranks.device_type)
     keeps_state = ranks.is_first or not job.comm.local.min_workers
-    return Around(
-        checkpointer=_checkpointer(job, run, teller) if keeps_state else None,
+    return RunContext(
+        checkpointer=_checkpointer(job, run, reporter) if keeps_state else None,
         windows_from=lambda first: ProfiledWindows(
             run.trace_folder,
             ranks.rank,
@@ -232,21 +234,23 @@ def _around(job: Job, run: Run, trainer: Trainer, stop: StopRequest, teller: "Te
             job.observe.profile_steps,
             first_step=first,
             axis=_only_axis(job.layout),
-            memory=memory_recorder(run.memory_folder, ranks.device, partial(held_memory, trainer)),
+            memory=memory_recorder(
+                run.memory_folder, ranks.device, partial(memory_owners, trainer)
+            ),
         ),
         stop=stop,
-        ledger=Ledger(teller.record, lag, most_bad_steps),
+        metrics_buffer=MetricsBuffer(reporter.record, lag, most_bad_steps),
         identity=identity(job, trainer.task.data_key),
-        best=Best(job),
+        best=BestEvaluation(job),
     )
 
 
-def _checkpointer(job: Job, run: Run, teller: "Teller") -> Checkpointer:
+def _checkpointer(job: Job, run: Run, reporter: "RunReporter") -> Checkpointer:
     return Checkpointer(
         run.checkpoint_folder,
         keep_last=job.checkpoint.keep_last,
         keep_every=job.checkpoint.keep_every,
-        say=teller.say,
+        say=reporter.say,
     )
 
 
@@ -256,10 +260,10 @@ def _only_axis(layout: Layout) -> str | None:
     return (used or ["dp"])[0] if len(used) < 2 else None
 
 
-class Teller:
+class RunReporter:
     """What rank 0 writes and says about a run; silent on the other ranks."""
 
-    def __init__(self, job: Job, run: Run, ranks: Ranks, task: Task, cores: Cores) -> None:
+    def __init__(self, job: Job, run: Run, ranks: Ranks, task: Task, cores: CoreShare) -> None:
         self.job, self.run, self.task = job, run, task
         self.speaks = ranks.is_first
         self._log = run.log_folder / "rank0.log"
@@ -268,7 +272,7 @@ class Teller:
         self._metrics: Metrics | None = None
         self._trouble: str | None = None
 
-    def __enter__(self) -> "Teller":
+    def __enter__(self) -> "RunReporter":
         if self.speaks:
             self.run.log_folder.mkdir(exist_ok=True)
             self.run.write_json("facts.json", self.facts)
@@ -309,13 +313,13 @@ class Teller:
         self.progress.update(line)
 
     def _call_back(self, line: Line) -> None:
-        wishes = self.task.wishes
-        if wishes.on_step is not None:
-            wishes.on_step(copy.deepcopy(line))
-        if wishes.on_eval is not None and "eval_loss" in line:
-            wishes.on_eval(copy.deepcopy(line))
+        loop_options = self.task.loop_options
+        if loop_options.on_step is not None:
+            loop_options.on_step(copy.deepcopy(line))
+        if loop_options.on_eval is not None and "eval_loss" in line:
+            loop_options.on_eval(copy.deepcopy(line))
 
-    def conclude(self, done: int, best: Best) -> None:
+    def conclude(self, done: int, best: BestEvaluation) -> None:
         """Show where the time went and write the report."""
         if not self.speaks:
             return
@@ -338,7 +342,7 @@ class Teller:
             self.say(f"report.html was not written ({error}).")
 
 
-def facts_of(job: Job, ranks: Ranks, task: Task, cores: Cores) -> dict[str, Any]:
+def facts_of(job: Job, ranks: Ranks, task: Task, cores: CoreShare) -> dict[str, Any]:
     """What a reader of the Run wants to know besides the Job."""
     device = job.cluster.known_device
     peak = device.peak(job.layout.precision)
@@ -350,7 +354,7 @@ def facts_of(job: Job, ranks: Ranks, task: Task, cores: Cores) -> dict[str, Any]
         "num_ranks_of_host": cores.ranks,
         "num_cores": cores.together,
         "num_cores_of_host": cores.of_host,
-        "checking": checking(),
+        "checking": enabled_checks(),
         "unit": task.unit,
         "train_flops_per_token": task.train_flops_per_unit,
         "peak_flops": peak.value if peak else None,

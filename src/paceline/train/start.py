@@ -12,30 +12,30 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from paceline.comm.place import given_ranks
-from paceline.comm.speed import with_speed
+from paceline.comm.rank_env import ranks_from_env
 from paceline.config.errors import InputError
+from paceline.config.frozen import size
 from paceline.config.job import Job, to_raw, to_toml
 from paceline.config.model import Model
-from paceline.config.noun import size
 from paceline.config.recommender import Dlrm
 from paceline.config.vision import ResNet
 from paceline.kernels import launch
+from paceline.machine.cpu_speed import with_speed
 from paceline.observe.run import Run
 from paceline.plan.answer.answer import prediction_json, runtime_json
 from paceline.plan.points import Setting
 from paceline.plan.price.simulate import predicted_timeline
 from paceline.plan.resolve import Plan
 from paceline.plan.search.choose import unsearchable, with_prediction
-from paceline.train.best import Best
+from paceline.train.best_evaluation import BestEvaluation
 from paceline.train.checkpoint.files import (
     DamagedError,
     complete_steps,
     decode_manifest,
     manifest_bytes,
 )
-from paceline.train.clicks import data_key as click_log_key
 from paceline.train.data import check_vocab, prepare
+from paceline.train.recommendation import data_key as click_log_key
 from paceline.train.starting_weights import check_network, check_tokens
 from paceline.train.vision import data_key as images_key
 
@@ -45,13 +45,13 @@ _NUM_ALTERNATIVES = 20
 _LOCK_PATIENCE_S = 2.0
 
 
-def with_speed_here(plan: Plan, say: Callable[[str], None]) -> Plan:
+def with_measured_speed(plan: Plan, say: Callable[[str], None]) -> Plan:
     """The plan with this CPU's measured speed and what it predicts, where nobody gave it.
 
     Measured is by the process that starts the ranks; one of ranks that a launcher gave would
     measure while others train, and uses what is kept.
     """
-    cluster, given = plan.job.cluster, given_ranks(plan.job.cluster.known_device.kind)
+    cluster, given = plan.job.cluster, ranks_from_env(plan.job.cluster.known_device.kind)
     device = with_speed(
         cluster.known_device, size(cluster.devices_per_node), say, may_measure=given is None
     )
@@ -114,7 +114,7 @@ def identity(job: Job, data_key: str | None) -> dict[str, Any]:
 
 
 @contextmanager
-def owned(run: Run) -> Iterator[None]:
+def locked_run(run: Run) -> Iterator[None]:
     """Own a Run directory for the life of this process.
 
     Raises:
@@ -140,7 +140,9 @@ def owned(run: Run) -> Iterator[None]:
             shutil.rmtree(run.path, ignore_errors=True)
 
 
-def begin(run: Run, plan: Plan, data_key: str | None, before: Job | None, *, fresh: bool) -> bool:
+def begin_run(
+    run: Run, plan: Plan, data_key: str | None, before: Job | None, *, fresh: bool
+) -> bool:
     """Write the concrete Job and its plan into an owned Run, if it trains with them.
 
     Args:
@@ -165,9 +167,9 @@ def begin(run: Run, plan: Plan, data_key: str | None, before: Job | None, *, fre
     return is_left
 
 
-def progress_of(run: Run, job: Job) -> tuple[int, Best]:
+def progress_of(run: Run, job: Job) -> tuple[int, BestEvaluation]:
     """Steps that a Run has done, and its best evaluation as a Job judges it."""
-    facts, best = newest_facts(run), Best(job)
+    facts, best = newest_facts(run), BestEvaluation(job)
     best.load(facts.get("best", {}))
     return facts.get("step", 0), best
 

@@ -2,8 +2,8 @@
 
 Every process of a run that gets SIGINT or SIGTERM asks for the same stop, for they may reach one of
 them or all at once: the launcher makes the file, a rank says so in the exchange of its step.
-Processes that help a rank (`comm.as_helper`, servers, data workers) ignore them. The file also lets
-a person stop a run on a machine they have no shell on.
+Processes that help a rank (`comm.forkserver_process`, servers, data workers) ignore them. The file
+also lets a person stop a run on a machine they have no shell on.
 """
 
 import os
@@ -60,7 +60,7 @@ def _spare_data_workers() -> None:
     signal_handling._set_worker_signal_handlers = spared  # type: ignore[attr-defined]
 
 
-def spare_compile_workers() -> None:
+def shield_compile_workers() -> None:
     """The same for the processes in which torch's compiler compiles, and what these start: a rank
     whose compiler is gone can't take the step after which it would stop.
 
@@ -84,7 +84,7 @@ def spare_compile_workers() -> None:
     SubprocPool.__init__ = spared  # type: ignore[method-assign, assignment]
 
 
-def end_with(launcher_pid: int) -> None:
+def exit_with_parent(launcher_pid: int) -> None:
     """Make this process end when its launcher is gone, even by kill -9.
 
     A rank that outlives its launcher would hold its device and write into a Run that a new start

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.job import Job
 from paceline.train.data import rank_share
 from paceline.train.task import Step
@@ -18,14 +18,14 @@ Make = Callable[[NDArray[np.int64]], Any]
 """Maps indices of samples to a micro-batch of them on the rank's device."""
 
 
-def made_steps(job: Job, ranks: Ranks, make: Make, first: int) -> Iterator[Step]:
+def synthetic_steps(job: Job, ranks: Ranks, make: Make, first: int) -> Iterator[Step]:
     """This rank's steps from sample `first` on."""
     while True:
         yield _step(job, ranks, make, first)
         first += job.train.global_batch
 
 
-def made_eval_steps(job: Job, ranks: Ranks, make: Make) -> Iterable[Step]:
+def synthetic_eval_steps(job: Job, ranks: Ranks, make: Make) -> Iterable[Step]:
     """This rank's share of the held-out batches."""
     batch = job.train.global_batch
     return (

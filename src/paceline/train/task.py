@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.comm.parameter_server.tables import Tables
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
+from paceline.config.frozen import size
 from paceline.config.job import Job
 from paceline.config.job_sections import Train
 from paceline.config.model import Model
-from paceline.config.noun import size
 from paceline.kernels import switch
 from paceline.kernels.loss import cross_entropy
 from paceline.models.decoder import Decoder
@@ -26,6 +25,7 @@ from paceline.models.weights import load_weights
 from paceline.parallel import vocabulary
 from paceline.parallel.apply import DTYPES
 from paceline.parallel.cp import positions_of
+from paceline.recommender.parameter_server.tables import Tables
 from paceline.train.data import (
     BatchShape,
     Meta,
@@ -34,14 +34,14 @@ from paceline.train.data import (
     eval_batches,
     train_batches,
 )
-from paceline.train.ledger import Line
-from paceline.train.rates import MakeOptimizer, MakeSchedule
-from paceline.train.weighed import Weighed
+from paceline.train.learning_rates import MakeOptimizer, MakeSchedule
+from paceline.train.metrics_buffer import Line
+from paceline.train.weighted_loss import WeightedLoss
 
-Loss = Callable[[nn.Module, Any], Tensor | Weighed]
+Loss = Callable[[nn.Module, Any], Tensor | WeightedLoss]
 
 
-class Staged(NamedTuple):
+class StagedLoss(NamedTuple):
     """A loss taken apart, so that its module can be cut into pipeline stages."""
 
     inputs: Callable[[Any], tuple[Tensor, dict[str, Any]]]
@@ -55,7 +55,7 @@ Step = list[Any]
 
 
 @dataclass(frozen=True)
-class Wishes:
+class LoopOptions:
     """What a person may want of the loop besides."""
 
     optimizer: MakeOptimizer | None = None
@@ -91,7 +91,7 @@ class Task:
     """Model FLOPs of forward and backward, None when unknown."""
     data_key: str | None = None
     """Names the data by its contents, None where that is unknown."""
-    staged: Staged | None = None
+    staged: StagedLoss | None = None
     """The loss taken apart; None: the module can't be pipelined."""
     fill: Callable[[nn.Module], None] | None = None
     """Gives the parameters of (a part of) the module their first values, in place."""
@@ -99,7 +99,7 @@ class Task:
     """What the Run keeps about model and data."""
     tables: Tables | None = None
     """Embedding tables that are no parameters of the module; `loss` reads rows of them."""
-    wishes: Wishes = field(default_factory=Wishes)
+    loop_options: LoopOptions = field(default_factory=LoopOptions)
     eval_figures: Callable[[], dict[str, float]] | None = None
     """What an evaluation found besides the loss, the same on every rank; asked after it."""
     tell_by: Callable[[Callable[[str], None]], None] | None = None
@@ -124,7 +124,7 @@ def language_task(job: Job, ranks: Ranks, data: PreparedData) -> Task:
     staged = next_token(job, ranks)
     return Task(
         module=decoder_on_meta(model),
-        loss=whole(staged),
+        loss=unstaged_loss(staged),
         steps_from=lambda first: train_batches(train_split, shape, train.seed, first),
         eval_steps=lambda: eval_batches(eval_split, shape, train.eval_batches),
         unit="tokens",
@@ -164,17 +164,17 @@ def fill_decoder(train: Train, module: nn.Module) -> None:
         module.init_weights(torch.Generator().manual_seed(train.seed))
 
 
-def next_token(job: Job, ranks: Ranks) -> Staged:
+def next_token(job: Job, ranks: Ranks) -> StagedLoss:
     """The loss of a decoder: of the tokens of each sequence that this rank holds."""
     layout, seq_len = job.layout, job.train.seq_len
     if layout.is_plain:
         assert layout.precision != "auto"
         dtype = DTYPES[layout.precision]
-        return Staged(partial(_whole_inputs, ranks.device.type, dtype), _whole_loss)
+        return StagedLoss(partial(_whole_inputs, ranks.device.type, dtype), _whole_loss)
     ulysses = size(layout.ulysses)
     place = layout.place(ranks.rank).cp
     held = positions_of(seq_len, size(layout.cp) // ulysses, ulysses, place).to(ranks.device)
-    return Staged(
+    return StagedLoss(
         inputs=lambda batch: (
             batch.tokens[:, held],
             {"document_ids": batch.document_ids, "positions": held},
@@ -206,7 +206,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(logits, targets)
 
 
-def whole(staged: Staged) -> Loss:
+def unstaged_loss(staged: StagedLoss) -> Loss:
     """The loss in one piece, for a module that isn't cut into stages."""
 
     def loss(module: nn.Module, batch: Any) -> Tensor:

@@ -17,25 +17,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function as span
 
 from paceline.comm.mesh import build_meshes
-from paceline.comm.ranks import Ranks
-from paceline.comm.rounds import Membership
+from paceline.comm.rendezvous import Ranks
 from paceline.config.job import Job
+from paceline.elastic.membership import Membership
 from paceline.kernels import switch
 from paceline.models.attention import Sdpa
 from paceline.models.decoder import Decoder
 from paceline.parallel.apply import apply
-from paceline.parallel.fsdp import free as free_gathered
+from paceline.parallel.fsdp import free_gathered
 from paceline.parallel.replicas import Replicas
 from paceline.train.agreement import Agreement, replicas_of
 from paceline.train.attention_core import attention_choice
 from paceline.train.checkpoint import parameter_names, restore_rng_state, rng_state
 from paceline.train.loss_scale import LossScale
 from paceline.train.passes import Passes, schedule_of
+from paceline.train.rank_stats import RankStats
 from paceline.train.results import StepResult
-from paceline.train.standing import RankStats
 from paceline.train.task import Step, Task
 from paceline.train.update import Update
-from paceline.train.weighed import Tally, means
+from paceline.train.weighted_loss import WeightedSums, means
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Trainer:
             schedule=schedule_of(job),
             device=ranks.device,
             fill=task.fill,
-            find_unused=task.wishes.find_unused_parameters,
+            find_unused=task.loop_options.find_unused_parameters,
         )
         names, _ = parameter_names(module)
         named = [(name, parameter) for parameter, name in names.items()]
@@ -121,7 +121,7 @@ class Trainer:
         """Mean loss over held-out steps, of all ranks, and means of the loss's figures."""
         self.agreement.on_buffers()
         self.module.eval()
-        tally, ema = Tally(self.ranks.device), self.update.ema
+        tally, ema = WeightedSums(self.ranks.device), self.update.ema
         with nullcontext() if ema is None else ema.taken():
             for step in steps:
                 self.passes.forward_only(step, tally)

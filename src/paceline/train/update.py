@@ -16,11 +16,11 @@ from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.parallel.gradients import Gradients
 from paceline.train.agreement import Agreed
-from paceline.train.balance import Balance
+from paceline.train.balance import ExpertBalancer
 from paceline.train.ema import Ema
+from paceline.train.learning_rates import LearningRates, optimizer_of
 from paceline.train.loss_scale import LossScale
 from paceline.train.optim import learning_rate
-from paceline.train.rates import Rates, optimizer_of
 from paceline.train.task import Task
 
 # Keeps a gradient of zero from being divided by: torch's clip_grad_norm_ adds as much.
@@ -46,10 +46,10 @@ class Update:
     task: Task
     gradients: Gradients
     optimizer: torch.optim.Optimizer
-    rates: Rates
+    rates: LearningRates
     loss_scale: LossScale
     ema: Ema | None
-    balance: Balance
+    balance: ExpertBalancer
     lr: float = 0.0
     """Of the last step."""
 
@@ -73,17 +73,17 @@ class Update:
         meshes: of all ranks, where there are several.
         loss_scale: that backward passes begin from.
         """
-        wishes = task.wishes
-        optimizer = optimizer_of(named, job.optim, layout, wishes.optimizer)
+        loop_options = task.loop_options
+        optimizer = optimizer_of(named, job.optim, layout, loop_options.optimizer)
         return cls(
             job,
             task,
             Gradients(module, named, meshes, layout),
             optimizer,
-            Rates(job, optimizer, wishes.schedule),
+            LearningRates(job, optimizer, loop_options.schedule),
             loss_scale,
-            None if wishes.ema is None else Ema(named, wishes.ema),
-            Balance(job, module, meshes),
+            None if loop_options.ema is None else Ema(named, loop_options.ema),
+            ExpertBalancer(job, module, meshes),
         )
 
     def begin(self, index: int, num_micro_batches: int) -> None:

@@ -15,20 +15,20 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.errors import InputError
 from paceline.config.job import Job
 from paceline.config.vision import ResNet
 from paceline.models.resnet import ResNetwork
 from paceline.parallel.apply import DTYPES
 from paceline.train.data.images import samples
-from paceline.train.synthetic import made_eval_steps, made_steps
+from paceline.train.synthetic import synthetic_eval_steps, synthetic_steps
 from paceline.train.task import Task
 
 SOURCE = "images"
 
 
-class Images(NamedTuple):
+class ImageMicroBatch(NamedTuple):
     """A micro-batch on this rank's device."""
 
     images: Tensor
@@ -55,14 +55,14 @@ def image_task(job: Job, ranks: Ranks) -> Task:
     """The Job's own ResNet on synthetic textures."""
     model = job.model
     assert isinstance(model, ResNet)
-    make, seen = partial(_micro_batch, job, ranks), Seen()
+    make, seen = partial(_micro_batch, job, ranks), ImageScores()
     with torch.device("meta"):
         module = ResNetwork(model)
     return Task(
         module=module,
         loss=partial(_loss, seen, _memory_format(job)),
-        steps_from=lambda first: made_steps(job, ranks, make, first),
-        eval_steps=lambda: made_eval_steps(job, ranks, make),
+        steps_from=lambda first: synthetic_steps(job, ranks, make, first),
+        eval_steps=lambda: synthetic_eval_steps(job, ranks, make),
         unit="samples",
         train_flops_per_unit=model.train_flops_per_image,
         data_key=data_key(job),
@@ -77,11 +77,11 @@ def _fill(seed: int, module: nn.Module) -> None:
     module.init_weights(torch.Generator().manual_seed(seed))
 
 
-def _micro_batch(job: Job, ranks: Ranks, indices: NDArray) -> Images:
+def _micro_batch(job: Job, ranks: Ranks, indices: NDArray) -> ImageMicroBatch:
     assert isinstance(job.model, ResNet)
     made = samples(job.model, job.train.seed, indices)
     images = torch.from_numpy(made.images).to(ranks.device, DTYPES[job.layout.param_dtype])
-    return Images(images, torch.from_numpy(made.labels).to(ranks.device))
+    return ImageMicroBatch(images, torch.from_numpy(made.labels).to(ranks.device))
 
 
 def _memory_format(job: Job) -> torch.memory_format:
@@ -91,7 +91,10 @@ def _memory_format(job: Job) -> torch.memory_format:
 
 
 def _loss(
-    seen: "Seen", memory_format: torch.memory_format, module: nn.Module, batch: Images
+    seen: "ImageScores",
+    memory_format: torch.memory_format,
+    module: nn.Module,
+    batch: ImageMicroBatch,
 ) -> Tensor:
     logits = module(batch.images.contiguous(memory_format=memory_format))
     if not module.training:
@@ -102,7 +105,7 @@ def _loss(
 
 
 @dataclass
-class Seen:
+class ImageScores:
     """Held-out images that an evaluation has classified on this rank."""
 
     num_right: float = 0.0

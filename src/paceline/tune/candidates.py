@@ -1,7 +1,7 @@
 """Candidates: Jobs that might be faster, from the planner, from findings, and next to the best.
 
 The planner ranks all layouts, a few of each mesh, with one size of buckets; its choice of buckets
-and compression (`plan.search.exchange`) belongs to each. Neighbours of the best differ in one
+and compression (`plan.search.gradient_comm`) belongs to each. Neighbours of the best differ in one
 setting: they find what the ranking left out, and what the planner prices wrongly. Findings name
 the setting that would mend what was seen in a profile.
 """
@@ -15,23 +15,23 @@ from typing import Any
 from paceline.config.errors import InputError
 from paceline.config.feasible import check_layout
 from paceline.config.feasible_comm import check_comm
+from paceline.config.frozen import size
 from paceline.config.job import Job, change_job
 from paceline.config.layout import Layout
 from paceline.config.model import Model
-from paceline.config.noun import size
 from paceline.config.schedule import DEMANDS
 from paceline.explain.finding import Finding
 from paceline.plan.comm import resolve_comm
 from paceline.plan.points import RECOMPUTE, Setting
 from paceline.plan.prediction import Prediction
 from paceline.plan.price.step import predict
-from paceline.plan.search.exchange import (
+from paceline.plan.search.gradient_comm import (
     AFTER_WARM_UP,
     BUCKETS_MIB,
     FORMS,
     LEAST_STEPS,
     WARM_UP_STEPS,
-    Chosen,
+    ChosenComm,
     choose_exchange,
 )
 from paceline.plan.search.search import memory_limit, search
@@ -91,7 +91,7 @@ def from_planner(question: Question, num: int = _RANKED) -> list[Candidate]:
     others begin with the same, and neighbours of the best try the rest.
     """
     freed = question.freed
-    found = search(Setting.of(freed), question.freedom.wishes(freed.layout), num)
+    found = search(Setting.of(freed), question.freedom.constraints(freed.layout), num)
     candidates, exchange = [], None
     for place, one in enumerate(found.ranked[:num]):
         with suppress(InputError):  # what the Job holds can't be used with this layout
@@ -103,7 +103,7 @@ def from_planner(question: Question, num: int = _RANKED) -> list[Candidate]:
     return candidates
 
 
-def _with_exchange(question: Question, layout: Layout, exchange: Chosen | None) -> Job:
+def _with_exchange(question: Question, layout: Layout, exchange: ChosenComm | None) -> Job:
     """A concrete Job with this layout, and the exchange where it has one."""
     given = question.given
     comm, _ = resolve_comm(question.freed, layout, given.cluster)

@@ -13,33 +13,33 @@ from typing import Any
 from rich.console import Console
 
 from paceline.bench.command import shown, source_text, to_text
-from paceline.bench.measure import Outcome, Wish, calibrated, measure
-from paceline.comm.ranks import given_ranks
-from paceline.comm.topology import this_machine
+from paceline.bench.measure import BenchRequest, BenchResult, calibrated, measure
+from paceline.comm.rendezvous import ranks_from_env
 from paceline.config.errors import InputError
 from paceline.config.job import Job, read_cluster
 from paceline.config.model import Model
-from paceline.explain.changes import changed
+from paceline.explain.changes import changed_job
 from paceline.explain.finding import Finding
 from paceline.explain.rules import findings
 from paceline.explain.subject import Subject
-from paceline.observe.run import write_whole
+from paceline.machine.discovery import this_machine
+from paceline.observe.run import write_atomic
 from paceline.plan.resolve import concrete_cluster
 from paceline.plan.search.choose import unsearchable
-from paceline.train.here import resolve_here, why_only_planned
 from paceline.train.start import read_inputs
-from paceline.tune.book import FolderBook
+from paceline.train.this_machine import resolve_on_this_machine, why_only_planned
 from paceline.tune.candidates import Question
 from paceline.tune.goal import Figures, Goal, seconds_of
+from paceline.tune.journal import FolderJournal
 from paceline.tune.loop import Limits, Loop
 from paceline.tune.measurer import RealMeasurer
+from paceline.tune.narrative import paragraph, parts
 from paceline.tune.page import render
 from paceline.tune.propose import Proposer
 from paceline.tune.settings import Freedom, change_texts
 from paceline.tune.show import Display, table
-from paceline.tune.story import paragraph, parts
 from paceline.tune.team import GivenTeam, Team, team_of
-from paceline.tune.trial import Known
+from paceline.tune.trial import TuningState
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
 # A collective of many ranks and sizes may take long before anything is said.
@@ -49,7 +49,7 @@ _TOLD_GAIN = 0.03
 
 
 @dataclass(frozen=True)
-class Asked:
+class TuneOptions:
     """What a person asked for besides the Job, in the words of the command line."""
 
     until: str | None = None
@@ -61,7 +61,7 @@ class Asked:
     keep: Sequence[str] = ()
 
 
-def tune_command(job: Job, asked: Asked, out: Path) -> dict[str, Any] | None:
+def tune_command(job: Job, asked: TuneOptions, out: Path) -> dict[str, Any] | None:
     """Tune a Job; a tuning that exists in the folder goes on.
 
     Args:
@@ -82,7 +82,7 @@ def tune_command(job: Job, asked: Asked, out: Path) -> dict[str, Any] | None:
     _check(job)
     machine = this_machine()
     kind = machine.known_device.kind
-    given = given_ranks(kind)
+    given = ranks_from_env(kind)
     if given is not None:
         machine = machine.replace(
             devices_per_node=given.local_world_size,
@@ -93,11 +93,11 @@ def tune_command(job: Job, asked: Asked, out: Path) -> dict[str, Any] | None:
     if isinstance(team, GivenTeam) and given is not None and not given.is_first:
         team.follow()
         return None
-    book = FolderBook(out)
+    journal = FolderJournal(out)
     try:
-        with book.owned():
-            known = on_known_cluster(job.replace(cluster=cluster), book, team)
-            return _tune(known, freedom, Limits(goal, seconds, asked.trials), book, team)
+        with journal.owned():
+            known = on_known_cluster(job.replace(cluster=cluster), journal, team)
+            return _tune(known, freedom, Limits(goal, seconds, asked.trials), journal, team)
     finally:
         team.close()
 
@@ -118,62 +118,64 @@ def _check(job: Job) -> None:
         )
 
 
-def on_known_cluster(job: Job, book: FolderBook, team: Team) -> Job:
+def on_known_cluster(job: Job, journal: FolderJournal, team: Team) -> Job:
     """The Job on a cluster whose speed is known: measured first, where nobody did.
 
     Args:
         job: whose cluster is concrete.
-        book: where what is measured is kept.
+        journal: where what is measured is kept.
         team: the cluster's ranks.
     """
-    if book.cluster_file.exists():
-        return job.replace(cluster=read_cluster(book.cluster_file))
+    if journal.cluster_file.exists():
+        return job.replace(cluster=read_cluster(journal.cluster_file))
     missing = unsearchable(job, job.cluster)
     if missing is None:
         return job
     _CONSOLE.print("measuring this machine first (paceline bench does so more thoroughly)")
-    wish = Wish(job.cluster, ("device", "codecs", "collectives", "step"), source_text(), quick=True)
+    request = BenchRequest(
+        job.cluster, ("device", "codecs", "collectives", "step"), source_text(), quick=True
+    )
     with shown() as hear:
-        outcome: Outcome = team.run(partial(measure, wish), hear, _BENCH_SILENCE_S)
-    cluster = calibrated(outcome, wish.source)
-    write_whole(book.cluster_file, to_text(cluster))
+        outcome: BenchResult = team.run(partial(measure, request), hear, _BENCH_SILENCE_S)
+    cluster = calibrated(outcome, request.source)
+    write_atomic(journal.cluster_file, to_text(cluster))
     return job.replace(cluster=cluster)
 
 
 def _tune(
-    job: Job, freedom: Freedom, limits: Limits, book: FolderBook, team: Team
+    job: Job, freedom: Freedom, limits: Limits, journal: FolderJournal, team: Team
 ) -> dict[str, Any]:
     given = _begun(job, freedom)
     if limits.goal is not None:
         limits.goal.check(given)
     with _CONSOLE.status("reading the data"):
         read_inputs(given, lambda _done, _total: None)
-    book.open(given)
+    journal.open(given)
     question = Question(given, freedom)
     display = Display(_CONSOLE)
-    measurer = RealMeasurer(team, question.limit_bytes, book.folder / "failures.log")
-    loop = Loop(Proposer(question), limits, measurer, book, display, findings_of)
+    measurer = RealMeasurer(team, question.limit_bytes, journal.folder / "failures.log")
+    loop = Loop(Proposer(question), limits, measurer, journal, display, findings_of)
     try:
-        with display.running(book.known):
+        with display.running(journal.known):
             loop.run()
     except KeyboardInterrupt:
-        _CONSOLE.print(f"stopped; what was tried is in {book.folder}, run it again to go on")
-    return _conclude(book)
+        _CONSOLE.print(f"stopped; what was tried is in {journal.folder}, run it again to go on")
+    return _conclude(journal)
 
 
 def _begun(job: Job, freedom: Freedom) -> Job:
     """The concrete Job to begin with: the one that was given, or where that can't run, the
     planner's with the same settings kept."""
     try:
-        return resolve_here(job).job
+        return resolve_on_this_machine(job).job
     except InputError as error:
-        planned = resolve_here(freedom.freed(job)).job
+        planned = resolve_on_this_machine(freedom.freed(job)).job
         _CONSOLE.print(f"the Job as it was given can't run ({error}): beginning with the planner's")
         return planned
 
 
 def findings_of(folder: Path) -> Sequence[Finding]:
-    """What explain finds in the Run of a heat."""
+    """What explain finds in the Run of a trial round."""
     try:
         return findings(Subject.of(folder))
     except InputError as error:
@@ -181,38 +183,38 @@ def findings_of(folder: Path) -> Sequence[Finding]:
         return ()
 
 
-def _still_found(book: FolderBook) -> Iterator[str]:
+def _still_found(journal: FolderJournal) -> Iterator[str]:
     """What explain finds in the fastest and tune did not mend, one sentence each."""
-    folder, known = book.newest_run(), book.known
+    folder, known = journal.newest_run(), journal.known
     if folder is None or known.best is None:
         return
     best = known.best.job(known.given)
     tried = [trial.job(known.given) for trial in known.trials]
     for finding in findings_of(folder):
-        mended = changed(best, finding.changes) if finding.changes else None
+        mended = changed_job(best, finding.changes) if finding.changes else None
         if finding.gain >= _TOLD_GAIN and mended not in tried:
             change = " ".join(f"--set {text}" for text in finding.changes)
             yield f"{finding.title} ({finding.gain:.0%} of the step). {change or finding.advice}"
 
 
-def _conclude(book: FolderBook) -> dict[str, Any]:
-    known = book.known
+def _conclude(journal: FolderJournal) -> dict[str, Any]:
+    known = journal.known
     if not known.trials:
-        return to_json(known, book.folder)
-    left = list(_still_found(book))
-    page = write_whole(book.folder / "tune.html", render(known, book.folder, left))
+        return to_json(known, journal.folder)
+    left = list(_still_found(journal))
+    page = write_atomic(journal.folder / "tune.html", render(known, journal.folder, left))
     _CONSOLE.print()
     _CONSOLE.print(table(known))
     _CONSOLE.print(f"\n{paragraph(known)}\n")
     for sentence in left:
         _CONSOLE.print(f"still found: {sentence}", markup=False)
     if known.best is not None:
-        _CONSOLE.print(f"train it: paceline train {book.folder / 'job.toml'}")
+        _CONSOLE.print(f"train it: paceline train {journal.folder / 'job.toml'}")
     _CONSOLE.print(f"page: {page}")
-    return to_json(known, book.folder)
+    return to_json(known, journal.folder)
 
 
-def to_json(known: Known, folder: Path) -> dict[str, Any]:
+def to_json(known: TuningState, folder: Path) -> dict[str, Any]:
     """What was found, as plain data."""
     best = known.best
     found: dict[str, Any] = {"folder": str(folder), "num_trials": len(known.trials)}

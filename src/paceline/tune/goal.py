@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.config.errors import InputError, RunError
+from paceline.config.frozen import nearest
 from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.config.model import Model
-from paceline.config.noun import nearest
 from paceline.plan.points import Setting
 from paceline.plan.search.search import memory_limit, search
-from paceline.plan.search.space import Wishes
+from paceline.plan.search.space import SearchConstraints
 from paceline.tune.candidates import checked, predicted
 from paceline.tune.measurer import Measurer
-from paceline.tune.trial import Known, Reference, Trial
+from paceline.tune.trial import Reference, Trial, TuningState
 
 Kind = Literal["efficiency", "mfu", "tokens_per_s"]
 KINDS: tuple[Kind, ...] = ("efficiency", "mfu", "tokens_per_s")
@@ -84,8 +84,8 @@ class Figures:
     """None: there is no reference."""
 
     @classmethod
-    def of(cls, known: Known, trial: Trial) -> "Figures":
-        """Of a trial that ran, in seconds as of the first one's heat."""
+    def of(cls, known: TuningState, trial: Trial) -> "Figures":
+        """Of a trial that ran, in seconds as of the first one's trial round."""
         return cls.at(known.given, known.seconds(trial), known.reference)
 
     @classmethod
@@ -147,8 +147,8 @@ def one_device(job: Job) -> Job:
     same = ("precision", "param_dtype", "optimizer_state", "compile", "kernels")
     kept = {name: getattr(job.layout, name) for name in same}
     layout = Layout.parse({**dict.fromkeys(axes, 1), **kept, "bucket_mib": 25.0})
-    wishes = Wishes(layout)
-    found = search(Setting.of(single), wishes, 1, bounded=False)
+    constraints = SearchConstraints(layout)
+    found = search(Setting.of(single), constraints, 1, bounded=False)
     return checked(single.replace(layout=found.ranked[0].layout))
 
 

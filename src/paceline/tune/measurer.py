@@ -1,8 +1,8 @@
-"""Measurer: runs a heat of candidates and says what came of each.
+"""Measurer: runs a trial round of candidates and says what came of each.
 
 Whatever a candidate does (run out of memory, die, hang) is a result of that candidate, if it does
 so with the first one alone as well; the others run again without it. What doesn't fit together runs
-in heats of its own.
+in trial rounds of its own.
 """
 
 import math
@@ -14,17 +14,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-from paceline.bench.ranks import News, SilentError
+from paceline.bench.rank_pool import RankProgress, SilentError
 from paceline.config.errors import InputError, RunError
 from paceline.config.job import Job, to_toml
 from paceline.observe.run import Run, json_lines
 from paceline.plan.answer.answer import prediction_json
 from paceline.plan.points import Setting
 from paceline.plan.price.step import predict
-from paceline.tune.heat import Ran, Wish, heat
 from paceline.tune.race import gap
 from paceline.tune.team import Team
 from paceline.tune.trial import Candidate, Outcome
+from paceline.tune.trial_round import RoundRequest, RoundResult, run_trial_round
 
 # Ranks are silent for no longer than this, and so many predicted steps: the slowest thing between
 # two news is setting a Job up (compiling it, where the Job says so, takes minutes).
@@ -40,13 +40,13 @@ _NO_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a candidate in a heat."""
+    """What came of a candidate in a trial round."""
 
     outcome: Outcome
     steps_s: tuple[float, ...] = ()
     versus: tuple[float, float] | None = None
-    """Logarithm of its step over that of the first candidate of its heat, and half of the 90 %
-    interval; None: they did not run together."""
+    """Logarithm of its step over that of the first candidate of its trial round, and half of the 90
+    % interval; None: they did not run together."""
     note: str = ""
 
     @property
@@ -55,7 +55,7 @@ class Result:
         return median(self.steps_s) if self.steps_s else None
 
 
-Heat = Mapping[int, Result]
+RoundResults = Mapping[int, Result]
 """By the number of the candidate."""
 Progress = Callable[[int, str], None]
 """Called with the number of a candidate and what happens to it: "set up", "turn", "died"."""
@@ -66,7 +66,7 @@ class Measurer(Protocol):
 
     def measure(
         self, candidates: Sequence[Candidate], folder: Path | None, progress: Progress
-    ) -> Heat:
+    ) -> RoundResults:
         """Let candidates take turns.
 
         Args:
@@ -97,7 +97,7 @@ class RealMeasurer:
 
     def measure(
         self, candidates: Sequence[Candidate], folder: Path | None, progress: Progress
-    ) -> Heat:
+    ) -> RoundResults:
         """See `Measurer.measure`."""
         results: dict[int, Result] = {}
         all_groups = list(groups([one.peak_bytes for one in candidates], self.limit_bytes))
@@ -110,7 +110,9 @@ class RealMeasurer:
 
     def alone(self, job: Job) -> float:
         """See `Measurer.alone`."""
-        ran: Ran = self.team.run(partial(heat, Wish((job,))), _ignore, 10 * _SILENCE_S, alone=True)
+        ran: RoundResult = self.team.run(
+            partial(run_trial_round, RoundRequest((job,))), _ignore, 10 * _SILENCE_S, alone=True
+        )
         return median(step for turn in ran.steps_s[0] for step in turn)
 
     def _together(
@@ -120,16 +122,20 @@ class RealMeasurer:
         folder: Path | None,
         progress: Progress,
     ) -> dict[int, Result]:
-        """Run a heat; whoever ends it runs once more with the first one alone, for it may have
-        suffered from the company of the others, and these go on without it."""
+        """Run a trial round; whoever ends it runs once more with the first one alone, for it may
+        have suffered from the company of the others, and these go on without it."""
         left, again = list(group), []
         results: dict[int, Result] = {}
         while left:
             watch = _Watch(left, progress)
-            wish = Wish(tuple(candidates[at].job for at in left), folder and folder / "trace")
+            request = RoundRequest(
+                tuple(candidates[at].job for at in left), folder and folder / "trace"
+            )
             silence_s = _silence_s([candidates[at] for at in left])
             try:
-                ran: Ran = self.team.run(partial(heat, wish), watch.hear, silence_s)
+                ran: RoundResult = self.team.run(
+                    partial(run_trial_round, request), watch.hear, silence_s
+                )
             except (RunError, InputError) as error:
                 self._note(candidates[watch.about], error)
                 left.remove(watch.about)
@@ -159,7 +165,7 @@ class RealMeasurer:
 
 @dataclass
 class _Watch:
-    """Which candidate a heat is about, as rank 0 tells."""
+    """Which candidate a trial round is about, as rank 0 tells."""
 
     numbers: Sequence[int]
     progress: Progress
@@ -168,8 +174,8 @@ class _Watch:
     def __post_init__(self) -> None:
         self.about = self.numbers[0]
 
-    def hear(self, news: News) -> None:
-        """Of a heat."""
+    def hear(self, news: RankProgress) -> None:
+        """Of a trial round."""
         self.about = self.numbers[news.done]
         self.progress(self.about, news.what)
 
@@ -197,13 +203,13 @@ def groups(peaks_bytes: Sequence[float], limit_bytes: float) -> Iterator[list[in
     yield group
 
 
-def _results(ran: Ran, has_first: bool) -> list[Result]:
+def _results(ran: RoundResult, has_first: bool) -> list[Result]:
     rounds = ran.rounds
     most = max(len(times) for times in rounds.values())
     return [_result(ran, at, most, has_first) for at in rounds]
 
 
-def _result(ran: Ran, at: int, most: int, has_first: bool) -> Result:
+def _result(ran: RoundResult, at: int, most: int, has_first: bool) -> Result:
     rounds = ran.rounds
     found = gap(rounds[at], rounds[0])
     half = found.half if math.isfinite(found.half) else abs(found.mean)
@@ -224,7 +230,7 @@ def _failure(error: Exception) -> Result:
     return Result("died", note=lines[-1].strip())
 
 
-def keep_run(folder: Path, job: Job, ran: Ran) -> None:
+def keep_run(folder: Path, job: Job, ran: RoundResult) -> None:
     """Keep what a trial left as a Run, so that `paceline explain` reads it."""
     run = Run(folder)
     run.write("job.toml", to_toml(job))
@@ -236,7 +242,7 @@ def keep_run(folder: Path, job: Job, ran: Ran) -> None:
     run.write("metrics.jsonl", json_lines(_lines(job, ran)))
 
 
-def _lines(job: Job, ran: Ran) -> Iterator[dict[str, Any]]:
+def _lines(job: Job, ran: RoundResult) -> Iterator[dict[str, Any]]:
     """A line for each timed step of the fastest, then its profiled ones."""
     tokens = job.train.global_batch * job.train.seq_len
     steps = [step for turn in ran.steps_s[ran.fastest] for step in turn]
@@ -253,5 +259,5 @@ def _lines(job: Job, ran: Ran) -> Iterator[dict[str, Any]]:
         }
 
 
-def _ignore(_news: News) -> None:
+def _ignore(_news: RankProgress) -> None:
     """Nobody watches."""

@@ -14,12 +14,12 @@ from paceline.observe.page import (
 )
 from paceline.observe.summary import rate_text, step_time_text
 from paceline.tune.goal import Figures
+from paceline.tune.narrative import ChangeEffect, paragraph, parts
 from paceline.tune.show import COLUMNS, row, what_text
-from paceline.tune.story import Part, paragraph, parts
-from paceline.tune.trial import Known, Trial
+from paceline.tune.trial import Trial, TuningState
 
 
-def render(known: Known, folder: Path, left: Sequence[str] = ()) -> str:
+def render(known: TuningState, folder: Path, left: Sequence[str] = ()) -> str:
     """The page as text: complete HTML without references to anything outside it.
 
     Args:
@@ -39,14 +39,14 @@ def render(known: Known, folder: Path, left: Sequence[str] = ()) -> str:
         at=folder / "tune.html",
         heads=[*(name.capitalize() for name in COLUMNS), "Proposed by"],
         rows=[_cells(known, trial) for trial in known.trials],
-        decisions=[(f"after heat {one.heat + 1}", one.text) for one in known.decisions],
+        decisions=[(f"after trial round {one.heat + 1}", one.text) for one in known.decisions],
         parts=[(one.text, *_gave(known, one)) for one in parts(known)],
         left=list(left),
         job_file=str(folder / "job.toml"),
     )
 
 
-def _next(known: Known, folder: Path) -> str:
+def _next(known: TuningState, folder: Path) -> str:
     if known.best is None:
         return "look at what the trials say below, and tune again."
     if not known.is_gain_clear and known.best.relative:
@@ -54,13 +54,13 @@ def _next(known: Known, folder: Path) -> str:
     return f"`paceline train {folder / 'job.toml'}`"
 
 
-def _cells(known: Known, trial: Trial) -> tuple[str, ...]:
+def _cells(known: TuningState, trial: Trial) -> tuple[str, ...]:
     """A trial's row, with what there is to say of its outcome below it."""
     *figures, outcome = row(known, trial)
     return (*figures, "\n".join(filter(None, (outcome, trial.note))), trial.why)
 
 
-def _gave(known: Known, part: Part) -> tuple[str, str]:
+def _gave(known: TuningState, part: ChangeEffect) -> tuple[str, str]:
     """What a change gave, and how that is known."""
     if not known.is_gain_clear:
         return "", "within the noise"
@@ -68,17 +68,17 @@ def _gave(known: Known, part: Part) -> tuple[str, str]:
     return f"{-part.gain:+.1%}", origin
 
 
-def _facts(known: Known) -> list[str]:
+def _facts(known: TuningState) -> list[str]:
     job = known.given
     cluster, train = job.cluster, job.train
     return [
         f"{cluster.num_devices} x {cluster.known_device.name}",
         f"{train.global_batch} x {train.seq_len} tokens a step",
-        f"{len(known.trials)} trials in {known.num_heats} heats",
+        f"{len(known.trials)} trials in {known.num_rounds} trial rounds",
     ]
 
 
-def _cards(known: Known) -> list[Card]:
+def _cards(known: TuningState) -> list[Card]:
     best, first = known.best, known.first
     if best is None or first is None:
         return []
@@ -95,7 +95,7 @@ def _cards(known: Known) -> list[Card]:
     return cards
 
 
-def _trials(known: Known) -> Chart:
+def _trials(known: TuningState) -> Chart:
     """The step of each trial, in order, with its interval."""
     factor, unit = time_unit(known.seconds(known.ran[0]))
     seconds = [factor * known.seconds(trial) for trial in known.ran]
@@ -119,12 +119,12 @@ def _trials(known: Known) -> Chart:
     return {"data": [bars], "layout": {**layout, "bargap": 0.3}}
 
 
-def _colour(known: Known, trial: Trial) -> str:
+def _colour(known: TuningState, trial: Trial) -> str:
     is_best = known.best is not None and known.best.number == trial.number
     return "var(--accent)" if is_best else "var(--accent-pale)"
 
 
-def _errors(known: Known) -> Chart:
+def _errors(known: TuningState) -> Chart:
     """Expected against measured, with the line on which they are equal."""
     factor, unit = time_unit(known.seconds(known.ran[0]))
     expected = [factor * trial.expected_s for trial in known.ran]

@@ -1,7 +1,8 @@
-"""Propose: which Jobs a heat tries next, by what the planner, the findings and the trials say.
+"""Propose: which Jobs a trial round tries next, by what the planner, the findings and the trials
+say.
 
 The planner's constants are fitted to the trials each time there are twice as many; what it still
-gets wrong about a Job is learnt from the trials near to it (`tune.expect`).
+gets wrong about a Job is learnt from the trials near to it (`tune.surrogate`).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from paceline.config.catalogue.own_stack import own_stack
 from paceline.config.job import Job
 from paceline.config.stack import Stack
 from paceline.explain.finding import Finding
-from paceline.plan.calibrate import Case, fit
+from paceline.plan.calibrate import MeasuredJob, fit
 from paceline.plan.points import Setting
 from paceline.tune.candidates import (
     Question,
@@ -21,8 +22,8 @@ from paceline.tune.candidates import (
     predicted,
     untried,
 )
-from paceline.tune.expect import Seen, most_promising
-from paceline.tune.trial import Candidate, Known, Trial
+from paceline.tune.surrogate import Observation, most_promising
+from paceline.tune.trial import Candidate, Trial, TuningState
 
 LEAST_GAIN = 0.01
 """Of a step: what a candidate must promise on average to be worth a trial."""
@@ -38,7 +39,7 @@ class Proposer:
     """Knows the planner's constants of now, and what was found in the best one's profile."""
 
     question: Question
-    calibrate: Callable[[Sequence[Case], Stack, str], Stack] = fit
+    calibrate: Callable[[Sequence[MeasuredJob], Stack, str], Stack] = fit
     findings: Sequence[Finding] = ()
     """In the profile of the best."""
     _stack: Stack = field(init=False)
@@ -58,11 +59,11 @@ class Proposer:
         """The Job as it was given."""
         return predicted(self.question.given, "the Job as it was given")
 
-    def again(self, known: Known, trial: Trial) -> Candidate:
-        """What was tried, for another heat."""
+    def again(self, known: TuningState, trial: Trial) -> Candidate:
+        """What was tried, for another trial round."""
         return predicted(self._now(trial.job(known.given)), trial.why)
 
-    def next(self, known: Known, num: int, least: float = LEAST_GAIN) -> list[Candidate]:
+    def next(self, known: TuningState, num: int, least: float = LEAST_GAIN) -> list[Candidate]:
         """What promises most; nothing where no candidate promises enough.
 
         Args:
@@ -78,7 +79,7 @@ class Proposer:
         planned_s = min((one.predicted_s for one in pool), default=0.0)
         return most_promising(pool, [], planned_s, num, 0.0)
 
-    def _pool(self, known: Known) -> list[Candidate]:
+    def _pool(self, known: TuningState) -> list[Candidate]:
         question, best = replace(self.question, given=self._now(known.given)), known.best
         if self._ranked is None:
             self._ranked = from_planner(question)
@@ -93,19 +94,19 @@ class Proposer:
         limit = min(self.question.limit_bytes, known.ceiling_bytes)
         return untried(candidates, tried, lambda one: one.peak_bytes >= limit)
 
-    def _seen(self, known: Known) -> list[Seen]:
+    def _seen(self, known: TuningState) -> list[Observation]:
         found = []
         for trial in known.ran:
             now = self.again(known, trial)
             deviation = trial.uncertainty / _HALF_INTERVAL
-            found.append(Seen(now.job, now.predicted_s, known.seconds(trial), deviation))
+            found.append(Observation(now.job, now.predicted_s, known.seconds(trial), deviation))
         return found
 
     def _now(self, job: Job) -> Job:
         """With the constants of now."""
         return job.replace(cluster=job.cluster.replace(stack=self._stack))
 
-    def _calibrate(self, known: Known) -> None:
+    def _calibrate(self, known: TuningState) -> None:
         if len(known.ran) < max(_LEAST_CASES, 2 * self._fitted_to):
             return
         self._fitted_to = len(known.ran)
@@ -114,6 +115,6 @@ class Proposer:
         self._ranked = None
 
 
-def _case(known: Known, trial: Trial) -> Case:
+def _case(known: TuningState, trial: Trial) -> MeasuredJob:
     job = trial.job(known.given)
-    return Case(Setting.of(job), job.layout, known.seconds(trial))
+    return MeasuredJob(Setting.of(job), job.layout, known.seconds(trial))

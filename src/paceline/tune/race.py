@@ -28,7 +28,7 @@ _NO_DIFFERENCE = 0.01
 _T = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.89, 8: 1.86}
 
 
-def of_turn(steps_s: Sequence[float]) -> float:
+def turn_seconds(steps_s: Sequence[float]) -> float:
     """The seconds that a turn stands for: the lower quartile of its steps.
 
     Whatever else runs on a machine only makes steps longer, and now and then.
@@ -66,7 +66,7 @@ def leader(rounds: Rounds) -> int:
     return min(full, key=lambda job: mean(math.log(s) for s in rounds[job]))
 
 
-def still_in(rounds: Rounds) -> list[int]:
+def remaining_jobs(rounds: Rounds) -> list[int]:
     """The Jobs that have a turn in the next round; none where the race is over."""
     first = leader(rounds)
     taken = len(rounds[first])

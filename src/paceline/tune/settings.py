@@ -18,10 +18,10 @@ from typing import Any
 
 from paceline.config.comm import Comm
 from paceline.config.errors import InputError
+from paceline.config.frozen import nearest
 from paceline.config.job import Job, change_job, to_raw
 from paceline.config.layout import Layout
-from paceline.config.noun import nearest
-from paceline.plan.search.space import FREE, Wishes
+from paceline.plan.search.space import FREE, SearchConstraints
 
 Changes = Mapping[str, Any]
 """Dotted settings and their values as TOML has them: {"layout.tp": 2}."""
@@ -81,18 +81,22 @@ class Freedom:
 
     def freed(self, job: Job) -> Job:
         """The Job with "auto", or no wish, wherever tune may choose."""
-        wishes = {name: _NO_WISH.get(name, "auto") for name in self.names - _FOLLOWS.keys()}
-        layout = {name[7:]: wishes[name] for name in wishes if name.startswith("layout.")}
+        constraints = {name: _NO_WISH.get(name, "auto") for name in self.names - _FOLLOWS.keys()}
+        layout = {name[7:]: constraints[name] for name in constraints if name.startswith("layout.")}
         comm = job.comm
         for axis in ("dp", "fsdp"):
             section = getattr(comm, axis)
-            names = {name.rpartition(".")[2]: "auto" for name in wishes if f"comm.{axis}" in name}
+            names = {
+                name.rpartition(".")[2]: "auto" for name in constraints if f"comm.{axis}" in name
+            }
             comm = comm.replace(**{axis: section.replace(**names)})
         return job.replace(layout=job.layout.replace(**layout), comm=comm)
 
-    def wishes(self, layout: Layout) -> Wishes:
+    def constraints(self, layout: Layout) -> SearchConstraints:
         """What the search may try besides "auto"."""
-        return Wishes(layout, tuple(name for name in FREE if f"layout.{name}" in self.names))
+        return SearchConstraints(
+            layout, tuple(name for name in FREE if f"layout.{name}" in self.names)
+        )
 
     def allows(self, changes: Iterable[str]) -> bool:
         """Whether all these settings are free."""
@@ -107,7 +111,7 @@ def _full(name: str, option: str) -> str:
     return found[0]
 
 
-def changed(job: Job, changes: Changes) -> Job:
+def with_changes(job: Job, changes: Changes) -> Job:
     """The Job with some settings changed.
 
     Raises:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from paceline.observe.summary import step_time_text
 from paceline.tune.settings import change_texts
-from paceline.tune.trial import FAILURES, Candidate, Known, Trial
+from paceline.tune.trial import FAILURES, Candidate, Trial, TuningState
 
 COLUMNS = ("#", "what", "expected", "measured", "vs given", "outcome")
 
@@ -24,12 +24,12 @@ class Display:
         columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
         self._progress = Progress(*columns, console=console, transient=True)
         self._task = self._progress.add_task("")
-        self._heat = 0
+        self._round_number = 0
         self._candidates: Sequence[Candidate] = ()
         self._shown = 0
 
     @contextmanager
-    def running(self, known: Known) -> Iterator[None]:
+    def running(self, known: TuningState) -> Iterator[None]:
         """While the loop runs; what an earlier start found is shown first."""
         if known.trials:
             self._console.print(f"going on after {len(known.trials)} trials")
@@ -38,21 +38,21 @@ class Display:
             self._say("one device with its share of the work")
             yield
 
-    def heat_begins(self, number: int, candidates: Sequence[Candidate]) -> None:
-        """See `Watcher.heat_begins`."""
-        self._heat, self._candidates = number, candidates
-        self._say(f"heat {number + 1}: {len(candidates)} Jobs")
+    def round_begins(self, number: int, candidates: Sequence[Candidate]) -> None:
+        """See `Watcher.round_begins`."""
+        self._round_number, self._candidates = number, candidates
+        self._say(f"trial round {number + 1}: {len(candidates)} Jobs")
 
     def progress(self, candidate: int, what: str) -> None:
         """See `Watcher.progress`."""
         name = self._candidates[candidate].why
         place = f"{candidate + 1} of {len(self._candidates)}"
-        self._say(f"heat {self._heat + 1}: {what}, {place} ({name})")
+        self._say(f"trial round {self._round_number + 1}: {what}, {place} ({name})")
         if what in FAILURES:
             self._console.print(f"    {name}: {what}")
 
-    def heat_ended(self, known: Known) -> None:
-        """See `Watcher.heat_ended`."""
+    def round_ended(self, known: TuningState) -> None:
+        """See `Watcher.round_ended`."""
         self._rows(known)
         text = Text(f"    {known.decisions[-1].text}", "dim")
         self._console.print(text)
@@ -61,7 +61,7 @@ class Display:
     def _say(self, what: str) -> None:
         self._progress.update(self._task, description=what)
 
-    def _rows(self, known: Known) -> None:
+    def _rows(self, known: TuningState) -> None:
         for trial in known.trials[self._shown :]:
             number, what, expected, measured, versus, outcome = row(known, trial)
             figures = f"{measured or outcome}, expected {expected}"
@@ -70,7 +70,7 @@ class Display:
         self._shown = len(known.trials)
 
 
-def row(known: Known, trial: Trial) -> tuple[str, ...]:
+def row(known: TuningState, trial: Trial) -> tuple[str, ...]:
     """Cells of COLUMNS."""
     return (
         str(trial.number),
@@ -100,7 +100,7 @@ def versus_text(trial: Trial) -> str:
     return f"{share:.0f}% ±{half}"
 
 
-def outcome_text(known: Known, trial: Trial) -> str:
+def outcome_text(known: TuningState, trial: Trial) -> str:
     """What came of it, and whether it is the best."""
     if known.best is not None and known.best.number == trial.number:
         is_sure = known.is_gain_clear or trial.relative == 0.0
@@ -110,7 +110,7 @@ def outcome_text(known: Known, trial: Trial) -> str:
     return {"measured": "", "slower": "dropped early"}.get(trial.outcome, trial.outcome)
 
 
-def table(known: Known) -> Table:
+def table(known: TuningState) -> Table:
     """All trials."""
     found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in COLUMNS:

@@ -1,10 +1,10 @@
-"""Team: the ranks that trials run on, each trial's heat in processes of its own.
+"""Team: the ranks that trials run on, each trial's trial round in processes of its own.
 
-Processes that only live for a heat may run out of memory, die or hang, and whoever started them is
-there to say so and to go on. On one machine this process starts all of them. Where a launcher
-(torchrun, srun) gave this process a place among others, each of these starts the one rank of its
-place: the first one leads and says through the launcher's store what to do next, the others follow.
-Whoever's rank fails says so there, and all end theirs within a second.
+Processes that only live for a trial round may run out of memory, die or hang, and whoever started
+them is there to say so and to go on. On one machine this process starts all of them. Where a
+launcher (torchrun, srun) gave this process a place among others, each of these starts the one rank
+of its place: the first one leads and says through the launcher's store what to do next, the others
+follow. Whoever's rank fails says so there, and all end theirs within a second.
 """
 
 import os
@@ -19,13 +19,13 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
-from paceline.bench.measure import Wish as Measurements
+from paceline.bench.measure import BenchRequest as Measurements
 from paceline.bench.measure import measure
-from paceline.bench.ranks import Tell, Work, started, store_in
-from paceline.comm.ranks import Ranks, store_of_run
+from paceline.bench.rank_pool import TellProgress, Work, started, store_in
+from paceline.comm.rendezvous import Ranks, store_of_run
 from paceline.comm.words import await_all, heard, say
 from paceline.config.errors import InputError, RunError
-from paceline.tune.heat import Wish, heat
+from paceline.tune.trial_round import RoundRequest, run_trial_round
 
 Order = tuple[str, Any, bool]
 """A piece of work as plain data: the function's name, what it wishes, and whether rank 0 is alone
@@ -36,15 +36,17 @@ _GOODBYE_S = 10.0
 # What one place can ask of another, by name: where a store would carry pickles, whoever reaches it
 # could have any code run.
 _WORKS: Mapping[str, Callable[[Any], Work]] = {
-    heat.__name__: lambda wish: partial(heat, Wish.of_plain(wish)),
-    measure.__name__: lambda wish: partial(measure, Measurements.of_plain(wish)),
+    run_trial_round.__name__: lambda request: partial(
+        run_trial_round, RoundRequest.of_plain(request)
+    ),
+    measure.__name__: lambda request: partial(measure, Measurements.of_plain(request)),
 }
 
 
 class Team(Protocol):
     """What can carry out work on ranks."""
 
-    def run(self, work: Work, hear: Tell, silence_s: float, *, alone: bool = False) -> Any:
+    def run(self, work: Work, hear: TellProgress, silence_s: float, *, alone: bool = False) -> Any:
         """Call `work(ranks, tell)` on every rank and return what rank 0 returned.
 
         Args:
@@ -55,7 +57,7 @@ class Team(Protocol):
 
         Raises:
             InputError: a rank found wrong input.
-            RunError: a rank failed or hung (`bench.ranks.SilentError`); all have ended.
+            RunError: a rank failed or hung (`bench.rank_pool.SilentError`); all have ended.
         """
         ...
 
@@ -70,7 +72,7 @@ class LocalTeam:
     def __init__(self, num_ranks: int, device_type: str) -> None:
         self._num_ranks, self._device_type = num_ranks, device_type
 
-    def run(self, work: Work, hear: Tell, silence_s: float, *, alone: bool = False) -> Any:
+    def run(self, work: Work, hear: TellProgress, silence_s: float, *, alone: bool = False) -> Any:
         """See `Team.run`."""
         n = self._num_ranks
         places = [Ranks(rank, n, rank, n, self._device_type) for rank in range(n)]
@@ -120,7 +122,7 @@ class GivenTeam:
         store = store_of_run(place, _STORE_WAIT_S)
         return cls(place, store, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
 
-    def run(self, work: Work, hear: Tell, silence_s: float, *, alone: bool = False) -> Any:
+    def run(self, work: Work, hear: TellProgress, silence_s: float, *, alone: bool = False) -> Any:
         """See `Team.run`; the first place calls it, the others `follow`."""
         with self._in_reach():
             say(self._store, f"work/{self._number}", _order_of(work, alone=alone))
@@ -165,16 +167,18 @@ class GivenTeam:
         return heard(self._store, key, Order | None)  # type: ignore[arg-type]
 
     def _work_of(self, order: Order) -> tuple[Work, bool]:
-        name, wish, alone = order
+        name, request, alone = order
         try:
-            return self._works[name](wish), alone
+            return self._works[name](request), alone
         except (LookupError, TypeError, ValueError, InputError):
             raise RunError(
                 "the store of the run holds an order that the first rank didn't give: somebody "
                 "else reaches it (docs/security.md); start all of them again to go on."
             ) from None
 
-    def _take_part(self, work: Work, hear: Tell, silence_s: float | None, *, alone: bool) -> Any:
+    def _take_part(
+        self, work: Work, hear: TellProgress, silence_s: float | None, *, alone: bool
+    ) -> Any:
         number, self._number = self._number, self._number + 1
         failed = f"failed/{number}"
         place = _alone(self._place) if alone else self._place

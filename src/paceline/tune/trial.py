@@ -1,8 +1,8 @@
 """Trial: what was tried, what came of it, and what was decided.
 
-Trials are compared within a heat, where a few Jobs take turns on the same ranks; `relative` joins
-the heats by the Job that ran in both. So a machine that is slower today than yesterday shifts the
-seconds of a heat, not the comparison.
+Trials are compared within a trial round, where a few Jobs take turns on the same ranks; `relative`
+joins the trial rounds by the Job that ran in both. So a machine that is slower today than yesterday
+shifts the seconds of a trial round, not the comparison.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from paceline.config.job import Job
-from paceline.tune.settings import changed
+from paceline.tune.settings import with_changes
 
 _ROUNDING = 0.03
 
@@ -64,7 +64,7 @@ class Trial:
     relative: float | None = None
     """Logarithm of its step over that of the first Job that ran, by turns."""
     uncertainty: float = 0.0
-    """Half of the 90 % interval of `relative` within its heat."""
+    """Half of the 90 % interval of `relative` within its trial round."""
     note: str = ""
     """What came of it, as a sentence."""
     heaviest: str = ""
@@ -77,7 +77,7 @@ class Trial:
 
     def job(self, given: Job) -> Job:
         """The concrete Job that was tried."""
-        return changed(given, self.changes)
+        return with_changes(given, self.changes)
 
     def to_json(self) -> dict[str, Any]:
         """As a line of trials.jsonl."""
@@ -86,7 +86,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was concluded after a heat."""
+    """What was concluded after a trial round."""
 
     heat: int
     best: int
@@ -116,7 +116,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Known:
+class TuningState:
     """All that was tried so far."""
 
     given: Job
@@ -164,12 +164,12 @@ class Known:
         return min(lacked, default=math.inf)
 
     @property
-    def num_heats(self) -> int:
+    def num_rounds(self) -> int:
         """How many were run."""
         return 1 + max((trial.heat for trial in self.trials), default=-1)
 
 
 def _handicap(trial: Trial) -> float:
-    """As the planner has it (`plan.search.exchange`): exact sums stay unless another form wins by
-    3 %, for it rounds what is learnt."""
+    """As the planner has it (`plan.search.gradient_comm`): exact sums stay unless another form wins
+    by 3 %, for it rounds what is learnt."""
     return _ROUNDING if trial.changes.get("comm.dp.compress", "none") != "none" else 0.0

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.kernels.cost import Cost
+from paceline.kernels.cost import KernelCost
 
 Function = Callable[..., Any]
 Make = Callable[[torch.Generator], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """An operator at one shape."""
 
     operator: str
@@ -26,22 +26,22 @@ class Case:
     """Inputs on the generator's device; tensors that ask for a gradient get one."""
     function: Function
     """Runs kernels, or the reference, as the switch says."""
-    forward: Cost
-    backward: Cost | None = None
+    forward: KernelCost
+    backward: KernelCost | None = None
     """None where there is nothing to differentiate."""
     within: float = 2.0
     """How many times torch's own error in the same type ours may have."""
     is_used_once: bool = False
     """Whether backward gives up what forward kept, so that only both together can be timed."""
 
-    def cost(self, direction: str) -> Cost:
+    def cost(self, direction: str) -> KernelCost:
         """Of "forward", "backward" or "both"."""
         if direction == "forward" or self.backward is None:
             return self.forward
         if direction == "backward":
             return self.backward
         both = zip(self.forward, self.backward, strict=True)
-        return Cost(*(first + second for first, second in both))
+        return KernelCost(*(first + second for first, second in both))
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ def whole_numbers(generator: torch.Generator, below: int, *shape: int) -> Tensor
     return torch.randint(below, shape, generator=generator, device=generator.device)
 
 
-def told(case: Case, inputs: Sequence[Any]) -> str:
+def case_text(case: KernelCase, inputs: Sequence[Any]) -> str:
     """A case and its inputs, for messages."""
     shown = [tuple(each.shape) if isinstance(each, Tensor) else each for each in inputs]
     return f"{case.name} {shown}"

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.bench.kernels.cases import Case, Function, told
+from paceline.bench.kernels.cases import Function, KernelCase, case_text
 from paceline.bench.kernels.timing import tensors
 from paceline.kernels import switch
 
 
 def faults(
-    case: Case, inputs: Sequence[Any], device: torch.device, repetitions: int = 10
+    case: KernelCase, inputs: Sequence[Any], device: torch.device, repetitions: int = 10
 ) -> list[str]:
     """What is wrong with our results in the inputs' own type: a sentence each."""
     with switch.using("triton", device):
@@ -34,7 +34,7 @@ def faults(
             found.append(f"value {index} is {apart:.1e} off, torch's {usual:.1e}")
         if any(not torch.equal(mine, each[index]) for each in again):
             found.append(f"value {index} differs between repetitions")
-    return [f"{told(case, inputs)}: {sentence}." for sentence in found]
+    return [f"{case_text(case, inputs)}: {sentence}." for sentence in found]
 
 
 def values(function: Function, inputs: Sequence[Any]) -> list[Tensor]:

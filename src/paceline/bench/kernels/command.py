@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from paceline.bench.kernels.cases import Case
+from paceline.bench.kernels.cases import KernelCase
 from paceline.bench.kernels.every import cases
-from paceline.bench.kernels.rows import Row, measure
+from paceline.bench.kernels.rows import CaseTimings, measure
 from paceline.bench.kernels.timing import Ceilings, ceilings
 from paceline.bench.kernels.tune import tuned
 from paceline.config.errors import InputError
-from paceline.config.noun import nearest
+from paceline.config.frozen import nearest
 from paceline.kernels import attention, launch, switch
 
 _TURNS, _QUICK_TURNS = 40, 5
@@ -65,7 +65,7 @@ def _check_can_run(device: torch.device) -> None:
         raise InputError(f"paceline bench kernels can't run: {problem}.")
 
 
-def _chosen(only: Sequence[str]) -> list[Case]:
+def _chosen(only: Sequence[str]) -> list[KernelCase]:
     every = list(cases())
     names = sorted({case.name for case in every})
     for name in only:
@@ -85,8 +85,8 @@ def _attention(path: Path, device: torch.device, console: Console) -> list[dict[
 
 
 def _told(
-    case: Case, device: torch.device, ceiling: Ceilings, turns: int, console: Console
-) -> list[Row]:
+    case: KernelCase, device: torch.device, ceiling: Ceilings, turns: int, console: Console
+) -> list[CaseTimings]:
     rows = measure(case, device, ceiling, turns)
     for row in rows:
         console.print(row, highlight=False)
@@ -95,7 +95,7 @@ def _told(
     return rows
 
 
-def as_data(row: Row) -> dict[str, Any]:
+def as_data(row: CaseTimings) -> dict[str, Any]:
     """A row for JSON."""
     timings = {name: timing._asdict() for name, timing in row.timings.items()}
     return {**row._asdict(), "timings": timings, "ratios": row.ratios}

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Generator, Tensor
 
-from paceline.bench.kernels.cases import Case, Make, normal, whole_numbers
+from paceline.bench.kernels.cases import KernelCase, Make, normal, whole_numbers
 from paceline.comm.compress.codecs import codec_of
 from paceline.config.comm import codec
 from paceline.kernels import (
@@ -19,10 +19,10 @@ from paceline.kernels import (
     quantize,
     rope,
 )
-from paceline.kernels.cost import Cost
+from paceline.kernels.cost import KernelCost
 
 
-def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
+def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[KernelCase]:
     """All of them.
 
     Args:
@@ -38,7 +38,7 @@ def _tensors(*shapes: tuple[int, ...], dtype: torch.dtype) -> Make:
     return lambda generator: tuple(normal(generator, *shape, dtype=dtype) for shape in shapes)
 
 
-def _norms(dtype: torch.dtype) -> Iterator[Case]:
+def _norms(dtype: torch.dtype) -> Iterator[KernelCase]:
     size = dtype.itemsize
     for rows, width in norm.SHAPES:
         shape, x, weight = f"{rows} x {width}", (rows, width), (width,)
@@ -46,16 +46,16 @@ def _norms(dtype: torch.dtype) -> Iterator[Case]:
             cost(rows, width, size) for cost in (norm.forward_cost, norm.backward_cost)
         )
         make = _tensors(x, weight, dtype=dtype)
-        yield Case("norm", "rms_norm", shape, make, norm.rms_norm, forward, backward)
+        yield KernelCase("norm", "rms_norm", shape, make, norm.rms_norm, forward, backward)
         make = _tensors(x, x, weight, dtype=dtype)
         added = norm.add_forward_cost(rows, width, size), norm.add_backward_cost(rows, width, size)
-        yield Case("norm", "add_rms_norm", shape, make, norm.add_rms_norm, *added)
+        yield KernelCase("norm", "add_rms_norm", shape, make, norm.add_rms_norm, *added)
 
 
-def _pointwise(dtype: torch.dtype) -> Iterator[Case]:
+def _pointwise(dtype: torch.dtype) -> Iterator[KernelCase]:
     size = dtype.itemsize
     for rows, width in activations.SHAPES:
-        yield Case(
+        yield KernelCase(
             *("activations", "swiglu", f"{rows} x {width}"),
             _tensors((rows, width), (rows, width), dtype=dtype),
             activations.gated,
@@ -64,11 +64,11 @@ def _pointwise(dtype: torch.dtype) -> Iterator[Case]:
         )
 
 
-def _rotary(dtype: torch.dtype) -> Iterator[Case]:
+def _rotary(dtype: torch.dtype) -> Iterator[KernelCase]:
     for tokens, heads, kv_heads, head_dim in rope.SHAPES:
         for has_norm in (False, True):
             sizes = tokens, heads, kv_heads, head_dim, dtype.itemsize
-            yield Case(
+            yield KernelCase(
                 "rope",
                 "qk_norm_rope" if has_norm else "rope",
                 f"{tokens} x {heads}+{kv_heads} x {head_dim}",
@@ -89,10 +89,10 @@ def _queries(
     return q, k, angles.cos(), angles.sin(), *weights
 
 
-def _images(dtype: torch.dtype) -> Iterator[Case]:
+def _images(dtype: torch.dtype) -> Iterator[KernelCase]:
     for rows, channels in batch_norm.SHAPES:
         side = round((rows / 256) ** 0.5)
-        yield Case(
+        yield KernelCase(
             *("batch_norm", "batch_norm_add_relu", f"256 x {channels} x {side} x {side}"),
             partial(_pictures, (256, channels, side, side), dtype),
             _normalised,
@@ -115,10 +115,10 @@ def _normalised(x: Tensor, stream: Tensor, weight: Tensor, bias: Tensor) -> Tens
     return batch_norm.batch_norm_act(x, stream, weight, bias, None, None, True)
 
 
-def _losses(dtype: torch.dtype) -> Iterator[Case]:
+def _losses(dtype: torch.dtype) -> Iterator[KernelCase]:
     size = dtype.itemsize
     for tokens, vocab in loss.SHAPES[:2]:
-        yield Case(
+        yield KernelCase(
             *("loss", "cross_entropy", f"{tokens} x {vocab}"),
             partial(_logits, tokens, vocab, dtype),
             loss.cross_entropy,
@@ -127,7 +127,7 @@ def _losses(dtype: torch.dtype) -> Iterator[Case]:
             is_used_once=True,
         )
     for tokens, width, vocab in loss.LINEAR_SHAPES:
-        yield Case(
+        yield KernelCase(
             *("loss", "linear_cross_entropy", f"{tokens} x {width} x {vocab}"),
             partial(_hidden, tokens, width, vocab, dtype),
             loss.linear_cross_entropy,
@@ -151,11 +151,11 @@ def _hidden(
     return hidden, weight.to(dtype).requires_grad_(), whole_numbers(generator, vocab, tokens)
 
 
-def _experts(dtype: torch.dtype) -> Iterator[Case]:
+def _experts(dtype: torch.dtype) -> Iterator[KernelCase]:
     for tokens, width, columns, num_experts, copies in experts.SHAPES[:2]:
         shape = f"{tokens} x {width}, {copies} of {num_experts} experts"
         moved = tokens, width, copies, dtype.itemsize
-        yield Case(
+        yield KernelCase(
             *("experts", "route_tokens", shape),
             partial(_routed, tokens, width, num_experts, copies, dtype),
             partial(_there_and_back, num_experts=num_experts),
@@ -164,7 +164,7 @@ def _experts(dtype: torch.dtype) -> Iterator[Case]:
         )
         rows = tokens * copies
         counted = rows, columns, width, num_experts, dtype.itemsize
-        yield Case(
+        yield KernelCase(
             *("experts", "grouped_linear", f"{rows} x {columns} x {width}, {num_experts} experts"),
             partial(_rows_of_experts, rows, columns, width, num_experts, dtype),
             experts.grouped_linear,
@@ -196,9 +196,9 @@ def _rows_of_experts(
     return x, normal(generator, num, columns, width, dtype=dtype), counts
 
 
-def _optimizers(dtype: torch.dtype) -> Iterator[Case]:
+def _optimizers(dtype: torch.dtype) -> Iterator[KernelCase]:
     for number, rows, columns in adamw.SHAPES[:1]:
-        yield Case(
+        yield KernelCase(
             *("adamw", "adamw", f"{number} x {rows} x {columns}"),
             partial(_state, number, rows, columns, dtype),
             _stepped,
@@ -232,17 +232,17 @@ def _stepped(*state: Tensor) -> list[Tensor]:
     return [*params, *firsts, *seconds]
 
 
-def _compression() -> Iterator[Case]:
+def _compression() -> Iterator[KernelCase]:
     """Gradients with their errors, in fp32: coded as they are sent, and decoded."""
     num_values = quantize.SHAPES[1]
     for name in ("int8", "fp8", "int4", "onebit"):
         encoding = quantize.encode_cost(name, num_values, 4, has_error=True)
         decoding = quantize.decode_cost(name, num_values, 4, num_ranks=1, add=False)
-        yield Case(
+        yield KernelCase(
             *("quantize", f"{name}_with_error", f"{num_values}"),
             partial(_gradients, num_values),
             partial(_coded, name),
-            Cost(encoding.bytes + decoding.bytes),
+            KernelCost(encoding.bytes + decoding.bytes),
         )
 
 

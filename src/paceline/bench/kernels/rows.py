@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.bench.kernels.cases import Case, Function
+from paceline.bench.kernels.cases import Function, KernelCase
 from paceline.bench.kernels.checks import faults
 from paceline.bench.kernels.timing import Ceilings, Timing, Variant, alternate, copies, variant
 
@@ -14,7 +14,7 @@ OURS = "ours"
 PEERS = ("eager", "compiled", "torch", "liger")
 
 
-class Row(NamedTuple):
+class CaseTimings(NamedTuple):
     """One case in one direction."""
 
     name: str
@@ -49,12 +49,12 @@ class Row(NamedTuple):
 
 
 def measure(
-    case: Case,
+    case: KernelCase,
     device: torch.device,
     ceilings: Ceilings,
     turns: int,
     others: Mapping[str, Function] | None = None,
-) -> list[Row]:
+) -> list[CaseTimings]:
     """Check a case, and time it in each direction beside eager and compiled torch.
 
     Args:
@@ -92,21 +92,21 @@ def _timings(
 
 
 def _row(
-    case: Case,
+    case: KernelCase,
     direction: str,
     timings: Mapping[str, Timing],
     ceilings: Ceilings,
     wrong: tuple[str, ...],
     missing: tuple[str, ...],
-) -> Row:
+) -> CaseTimings:
     cost, ms = case.cost(direction), timings[OURS].ms
     gb_s, tflop_s = cost.bytes / ms / 1e6, cost.flops / ms / 1e9
     share = max(gb_s / ceilings.copy_gb_s, tflop_s / ceilings.matmul_tflop_s)
     shown = (case.name, case.shape, direction)
-    return Row(*shown, timings, gb_s, tflop_s, share, wrong, missing)
+    return CaseTimings(*shown, timings, gb_s, tflop_s, share, wrong, missing)
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
+def as_markdown(rows: Sequence[CaseTimings]) -> str:
     """The rows as a table, with the geometric mean of each peer's ratios."""
     titles = ("operator", "shape", "direction", "ms", "GB/s", "TFLOP/s", "of the ceiling")
     names = [name for name in PEERS if any(name in row.timings for row in rows)]
@@ -122,6 +122,6 @@ def as_markdown(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "", f"Geometric means: {', '.join(_means(rows, names))}."])
 
 
-def _means(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+def _means(rows: Sequence[CaseTimings], names: Sequence[str]) -> list[str]:
     ratios = {name: [row.ratios[name] for row in rows if name in row.timings] for name in names}
     return [f"{name} {geometric_mean(each):.2f} x ours" for name, each in ratios.items()]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.bench.kernels.cases import Case, Function, normal
+from paceline.bench.kernels.cases import Function, KernelCase, normal
 from paceline.config.layout import Kernels
 from paceline.kernels import switch
 
@@ -65,7 +65,7 @@ def ceilings(device: torch.device) -> Ceilings:
     return Ceilings(2 * _COPY_BYTES / copy.ms / 1e6, 2 * _MATMUL**3 / product.ms / 1e9)
 
 
-def copies(case: Case, device: torch.device) -> list[tuple[Any, ...]]:
+def copies(case: KernelCase, device: torch.device) -> list[tuple[Any, ...]]:
     """Inputs enough to fill the L2 cache twice over, so that no turn finds its own there."""
     generator = torch.Generator(device).manual_seed(0)
     first = case.make(generator)

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from paceline.bench.kernels.cases import Case
+from paceline.bench.kernels.cases import KernelCase
 from paceline.bench.kernels.timing import Timing, alternate, copies, variant
 from paceline.kernels import launch, switch
-from paceline.kernels.launch import Launch, Launched, Measured
+from paceline.kernels.launch import Launch, Launched, MeasuredLaunch
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 
 
-def tuned(case: Case, device: torch.device, turns: int, tell: Tell) -> list[Row]:
+def tuned(case: KernelCase, device: torch.device, turns: int, tell: Tell) -> list[Row]:
     """The best launches of the kernels of a case, one after the other.
 
     Args:
@@ -37,23 +37,23 @@ def tuned(case: Case, device: torch.device, turns: int, tell: Tell) -> list[Row]
         for seen in _launched(case, inputs[0], direction, device):
             best, timing = _best(case, inputs, direction, seen, turns, device)
             tell(f"{seen.kernel.name} {seen.dtype} {seen.size}: {best.options} {timing.ms:.3f} ms")
-            rows.append(_row(seen, device, Measured(best, timing.ms, peer_ms)))
+            rows.append(_row(seen, device, MeasuredLaunch(best, timing.ms, peer_ms)))
     return rows
 
 
 def _launched(
-    case: Case, inputs: tuple[Any, ...], direction: str, device: torch.device
+    case: KernelCase, inputs: tuple[Any, ...], direction: str, device: torch.device
 ) -> list[Launched]:
     """Launches that differ, in the order in which they come first."""
     with switch.using("triton", device):
         call = variant(case.function, [inputs], direction, "triton", device).calls[0]
-        with launch.watched() as seen:
+        with launch.record_launches() as seen:
             call()
     return list(dict.fromkeys(seen))
 
 
 def _best(
-    case: Case,
+    case: KernelCase,
     inputs: list[tuple[Any, ...]],
     direction: str,
     seen: Launched,
@@ -75,7 +75,11 @@ def _best(
 
 
 def _peer_ms(
-    case: Case, inputs: list[tuple[Any, ...]], direction: str, turns: int, device: torch.device
+    case: KernelCase,
+    inputs: list[tuple[Any, ...]],
+    direction: str,
+    turns: int,
+    device: torch.device,
 ) -> float:
     compiled = torch.compile(case.function, dynamic=False)
     peers = [
@@ -90,7 +94,7 @@ def trial(device: torch.device, seen: Launched, candidate: Launch) -> Iterator[N
     key = (launch.device_name(device), seen.kernel.name, seen.dtype)
     rows = launch.table().setdefault(key, {})
     before = dict(rows)
-    rows[seen.size] = Measured(candidate, 0.0, 0.0)
+    rows[seen.size] = MeasuredLaunch(candidate, 0.0, 0.0)
     try:
         yield
     finally:
@@ -98,7 +102,7 @@ def trial(device: torch.device, seen: Launched, candidate: Launch) -> Iterator[N
         rows.update(before)
 
 
-def _row(seen: Launched, device: torch.device, measured: Measured) -> Row:
+def _row(seen: Launched, device: torch.device, measured: MeasuredLaunch) -> Row:
     return {
         "device": launch.device_name(device),
         "kernel": seen.kernel.name,

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from paceline.bench.network.measure import Measured
-from paceline.comm.fabric.interfaces import hca_setting
-from paceline.comm.fabric.order import order_hosts
+from paceline.bench.network.measure import NetworkMeasurement
 from paceline.config.host import Host
+from paceline.machine.host_order import order_hosts
+from paceline.machine.interfaces import hca_setting
 
 
-def advice(measured: Measured, host: Host, backend: str) -> Iterator[str]:
+def advice(measured: NetworkMeasurement, host: Host, backend: str) -> Iterator[str]:
     """What to set or to change; nothing where all is well.
 
     Args:
@@ -27,7 +27,7 @@ def advice(measured: Measured, host: Host, backend: str) -> Iterator[str]:
         )
 
 
-def host_order(measured: Measured) -> list[str]:
+def host_order(measured: NetworkMeasurement) -> list[str]:
     """The hosts as a chain of fast links; empty where pairs weren't measured or every order of the
     hosts has the same neighbours."""
     pairs = measured.pairs

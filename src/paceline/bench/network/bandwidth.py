@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-class Row(NamedTuple):
+class BandwidthRow(NamedTuple):
     """One collective at one size, with all groups of this kind at work at once."""
 
     op: str
@@ -68,7 +68,7 @@ def bus_factor(op: str, num_ranks: int) -> float:
 
 
 @dataclass(frozen=True)
-class Line:
+class LatencyBandwidthFit:
     """Seconds = latency + bytes / rate, and how badly that describes what was measured."""
 
     latency_s: float
@@ -88,7 +88,7 @@ class Line:
         return ["-", "-"] if self.errors is None else [f"{error:.0%}" for error in self.errors]
 
 
-def fit(rows: Sequence[Row]) -> Line:
+def fit(rows: Sequence[BandwidthRow]) -> LatencyBandwidthFit:
     """The line with the least squares of relative errors; neither part is negative.
 
     A planner reads the measured curves, not this line: it is for people, and for those who compute
@@ -107,7 +107,7 @@ def fit(rows: Sequence[Row]) -> Line:
     errors = np.abs(parts @ (late, per_byte) - 1).tolist()
     rate = 1 / per_byte if per_byte > 0 else float("inf")
     known = (median(errors), max(errors)) if len(rows) > 2 else None
-    return Line(float(late), float(rate), known)
+    return LatencyBandwidthFit(float(late), float(rate), known)
 
 
 def _alone(part: np.ndarray[Any, Any]) -> float:
@@ -119,9 +119,9 @@ Curve = tuple[str, str, str, int]
 """Op, algorithm, links, number of ranks: what rows of one curve have in common."""
 
 
-def by_curve(rows: Iterable[Row]) -> dict[Curve, list[Row]]:
+def by_curve(rows: Iterable[BandwidthRow]) -> dict[Curve, list[BandwidthRow]]:
     """Rows of each curve, in order of size."""
-    found: dict[Curve, list[Row]] = {}
+    found: dict[Curve, list[BandwidthRow]] = {}
     for row in rows:
         found.setdefault((row.op, row.algorithm, row.links, row.num_ranks), []).append(row)
     return {key: sorted(each, key=lambda row: row.num_bytes) for key, each in found.items()}

@@ -15,27 +15,27 @@ from rich.console import Console
 from paceline.bench.command import shown, source_text, start_from, to_text
 from paceline.bench.network.advice import advice, described, host_order
 from paceline.bench.network.bandwidth import by_curve, fit
-from paceline.bench.network.measure import Measured, NetworkWish, measure_network
+from paceline.bench.network.measure import NetworkMeasurement, NetworkRequest, measure_network
 from paceline.bench.network.page import render
 from paceline.bench.network.show import shown_network
 from paceline.bench.network.sizes import read_sizes, usual_sizes
-from paceline.bench.network.slow import slow_places
+from paceline.bench.network.slow import slow_links
 from paceline.bench.network.sweep import tiers_from
 from paceline.bench.network.tune import SIZES, tune
-from paceline.bench.ranks import on_ranks
-from paceline.comm.ranks import given_ranks
-from paceline.comm.topology import this_host
+from paceline.bench.rank_pool import run_on_ranks
+from paceline.comm.rendezvous import ranks_from_env
 from paceline.config.errors import InputError
+from paceline.config.frozen import nearest
 from paceline.config.hardware import Cluster
-from paceline.config.noun import nearest
-from paceline.observe.run import write_whole
+from paceline.machine.discovery import this_host
+from paceline.observe.run import write_atomic
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
 _DEVICES = {"gloo": "cpu", "mpi": "cpu", "nccl": "cuda"}
 
 
 @dataclass(frozen=True)
-class Asked:
+class CollectivesOptions:
     """The options of the command line."""
 
     out: Path
@@ -49,7 +49,7 @@ class Asked:
     tunes_nccl: bool = False
 
 
-def collectives_command(asked: Asked) -> dict[str, Any] | None:
+def collectives_command(asked: CollectivesOptions) -> dict[str, Any] | None:
     """Measure, show and write.
 
     Returns:
@@ -63,19 +63,19 @@ def collectives_command(asked: Asked) -> dict[str, Any] | None:
     backend = _backend(asked.backend, cluster)
     kind = _DEVICES[backend]
     sizes = read_sizes(asked.sizes) if asked.sizes else usual_sizes(kind, quick=asked.quick)
-    wish = NetworkWish(sizes, asked.budget_s, backend, asked.with_pairs, asked.quick)
-    given = given_ranks(kind)
+    request = NetworkRequest(sizes, asked.budget_s, backend, asked.with_pairs, asked.quick)
+    given = ranks_from_env(kind)
     if asked.tunes_nccl and (backend != "nccl" or given is not None or cluster.num_devices < 2):
         raise InputError(
             "--tune-nccl starts NCCL ranks of its own: it needs two CUDA devices, and no launcher."
         )
     with shown() as hear:
-        measured: Measured = on_ranks(
-            cluster.num_devices, kind, partial(measure_network, wish), hear
+        measured: NetworkMeasurement = run_on_ranks(
+            cluster.num_devices, kind, partial(measure_network, request), hear
         )
         tuned = None
         if asked.tunes_nccl:
-            tuned = tune(cluster.num_devices, kind, replace(wish, sizes=SIZES), hear)
+            tuned = tune(cluster.num_devices, kind, replace(request, sizes=SIZES), hear)
     if given is not None and not given.is_first:
         return None
     _CONSOLE.print(shown_network(measured))
@@ -106,14 +106,16 @@ def _backend(wanted: str | None, cluster: Cluster) -> str:
     return wanted
 
 
-def _written(asked: Asked, cluster: Cluster, backend: str, measured: Measured) -> dict[str, Any]:
+def _written(
+    asked: CollectivesOptions, cluster: Cluster, backend: str, measured: NetworkMeasurement
+) -> dict[str, Any]:
     """Write the file and the page, and say so."""
     source, kind = source_text(), cluster.known_device.kind
     is_used = _DEVICES[backend] == kind and backend != "mpi"
     file = asked.out if is_used and measured.rows else None
     facts = {"file": None if file is None else str(file), "backend": backend, **figures(measured)}
     if asked.html is not None:
-        write_whole(asked.html, render(measured, source, file, asked.html))
+        write_atomic(asked.html, render(measured, source, file, asked.html))
         _CONSOLE.print(f"{asked.html}: the same as a page", markup=False)
     if not is_used:
         _CONSOLE.print(f"{asked.out} is left as it was: training does not use {backend} here.")
@@ -121,16 +123,16 @@ def _written(asked: Asked, cluster: Cluster, backend: str, measured: Measured) -
         inside = measured.ranks_per_node
         tiers = tiers_from(measured.rows, kind, inside, len(measured.hosts), source)
         hosts = tuple(host_order(measured)) or cluster.hosts
-        write_whole(asked.out, to_text(cluster.replace(tiers=tiers, hosts=hosts)))
+        write_atomic(asked.out, to_text(cluster.replace(tiers=tiers, hosts=hosts)))
         told = f'{asked.out}: the curves, for the planner: [cluster] file = "{asked.out}"'
         _CONSOLE.print(told, markup=False)
     return facts
 
 
-def figures(measured: Measured) -> dict[str, Any]:
+def figures(measured: NetworkMeasurement) -> dict[str, Any]:
     """What was measured as plain data: seconds and bytes."""
     pairs = measured.pairs
-    slow = [] if pairs is None else slow_places(pairs.best_bytes_per_s, pairs.hosts)
+    slow = [] if pairs is None else slow_links(pairs.best_bytes_per_s, pairs.hosts)
     fits = [
         {
             **dict(zip(("op", "algorithm", "links", "num_ranks"), key, strict=True)),

@@ -7,15 +7,15 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from paceline.bench.clock import Clock
+from paceline.bench.clock import RankTimer
 from paceline.bench.collectives import all_groups, group_of_all
-from paceline.bench.network.bandwidth import Row
+from paceline.bench.network.bandwidth import BandwidthRow
 from paceline.bench.network.pairs import Pairs, measure_pairs, num_rounds
 from paceline.bench.network.sizes import Bounds
-from paceline.bench.network.sweep import Left, planned, sweep
-from paceline.bench.ranks import Tell, counted
-from paceline.comm.ranks import Ranks
+from paceline.bench.network.sweep import SkippedSizes, planned, sweep
+from paceline.bench.rank_pool import TellProgress, counted_progress
 from paceline.comm.records import all_gather
+from paceline.comm.rendezvous import Ranks
 
 # Of a pair's large message: a bandwidth, not a burst (a token bucket lets some 256 KiB through).
 _PAIR_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}
@@ -24,7 +24,7 @@ _MEMORY_SHARE = 0.5  # of what is free, over all ranks of a host
 
 
 @dataclass(frozen=True)
-class NetworkWish:
+class NetworkRequest:
     """What to measure, and how thoroughly."""
 
     sizes: tuple[int, ...]
@@ -35,19 +35,21 @@ class NetworkWish:
     with_pairs: bool = True
     quick: bool = False
 
-    def clock(self, ranks: Ranks) -> Clock:
+    def clock(self, ranks: Ranks) -> RankTimer:
         """How long each size is looked at; percentiles want more blocks than a median."""
         return (
-            Clock(ranks, block_s=0.02, num_blocks=3) if self.quick else Clock(ranks, num_blocks=7)
+            RankTimer(ranks, block_s=0.02, num_blocks=3)
+            if self.quick
+            else RankTimer(ranks, num_blocks=7)
         )
 
 
 @dataclass(frozen=True)
-class Measured:
+class NetworkMeasurement:
     """What was measured."""
 
-    rows: tuple[Row, ...]
-    left: tuple[Left, ...]
+    rows: tuple[BandwidthRow, ...]
+    left: tuple[SkippedSizes, ...]
     """What was not, for lack of time or memory."""
     pairs: Pairs | None
     hosts: tuple[str, ...]
@@ -55,7 +57,9 @@ class Measured:
     ranks_per_node: int
 
 
-def measure_network(wish: NetworkWish, ranks: Ranks, tell: Tell) -> Measured:
+def measure_network(
+    request: NetworkRequest, ranks: Ranks, tell: TellProgress
+) -> NetworkMeasurement:
     """Measure what is wished; every rank must call it.
 
     Raises:
@@ -63,21 +67,23 @@ def measure_network(wish: NetworkWish, ranks: Ranks, tell: Tell) -> Measured:
     """
     hosts = tuple(all_gather(socket.gethostname()))
     if ranks.world_size == 1:
-        return Measured((), (), None, hosts, 1)
-    groups = all_groups(ranks, wish.backend)
-    everybody = group_of_all(ranks, wish.backend)
+        return NetworkMeasurement((), (), None, hosts, 1)
+    groups = all_groups(ranks, request.backend)
+    everybody = group_of_all(ranks, request.backend)
     if 1 < ranks.local_world_size < ranks.world_size:
         groups.append(everybody)
     curves = planned(groups, ranks.device_type)
-    bounds = Bounds(wish.sizes, wish.budget_s, _memory_bytes(ranks))
-    rows, left = sweep(wish.clock(ranks), curves, bounds, counted(tell, "collectives", len(curves)))
+    bounds = Bounds(request.sizes, request.budget_s, _memory_bytes(ranks))
+    rows, left = sweep(
+        request.clock(ranks), curves, bounds, counted_progress(tell, "collectives", len(curves))
+    )
     pairs = None
-    if wish.with_pairs:
-        number = (_QUICK_PAIR_BYTES if wish.quick else _PAIR_BYTES)[ranks.device_type]
-        say = counted(tell, "pairs", num_rounds(ranks.world_size))
+    if request.with_pairs:
+        number = (_QUICK_PAIR_BYTES if request.quick else _PAIR_BYTES)[ranks.device_type]
+        say = counted_progress(tell, "pairs", num_rounds(ranks.world_size))
         of_all = everybody.process_group
-        pairs = measure_pairs(ranks, hosts, number, 3 if wish.quick else 7, say, of_all)
-    return Measured(tuple(rows), tuple(left), pairs, hosts, ranks.local_world_size)
+        pairs = measure_pairs(ranks, hosts, number, 3 if request.quick else 7, say, of_all)
+    return NetworkMeasurement(tuple(rows), tuple(left), pairs, hosts, ranks.local_world_size)
 
 
 def _memory_bytes(ranks: Ranks) -> float:

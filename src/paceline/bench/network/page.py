@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from paceline.bench.network.bandwidth import Curve, Row, by_curve
-from paceline.bench.network.measure import Measured
+from paceline.bench.network.bandwidth import BandwidthRow, Curve, by_curve
+from paceline.bench.network.measure import NetworkMeasurement
 from paceline.bench.network.pairs import Matrix, Pairs
 from paceline.bench.network.show import FITS, contention, fit_cells, others, where_text
 from paceline.bench.network.sizes import size_text
-from paceline.bench.network.slow import FACTOR, slow_places
+from paceline.bench.network.slow import FACTOR, slow_links
 from paceline.observe.page import COLOURS, Card, Chart, chart_layout, render_page
 from paceline.observe.summary import bytes_text, step_time_text
 
@@ -22,7 +22,7 @@ _MOST_FIGURES = 16  # ranks whose cells have room for a figure
 
 
 def render(
-    measured: Measured, source: str, cluster_file: Path | None, at: Path | None = None
+    measured: NetworkMeasurement, source: str, cluster_file: Path | None, at: Path | None = None
 ) -> str:
     """The page as text: complete HTML without references to anything outside it.
 
@@ -64,17 +64,17 @@ def _next(slow: Sequence[str], cluster_file: Path | None) -> str:
 
 
 def _slow(pairs: Pairs) -> list[str]:
-    return [each.sentence for each in slow_places(pairs.best_bytes_per_s, pairs.hosts)]
+    return [each.sentence for each in slow_links(pairs.best_bytes_per_s, pairs.hosts)]
 
 
-def _lede(measured: Measured) -> str:
+def _lede(measured: NetworkMeasurement) -> str:
     count = f"{len(measured.hosts)} ranks on {len(set(measured.hosts))} host"
     plural = "s" if len(set(measured.hosts)) > 1 else ""
     looked = "" if measured.pairs is None else ", and no link is far below the rest"
     return f"{count}{plural}{looked}."
 
 
-def _cards(measured: Measured) -> list[Card]:
+def _cards(measured: NetworkMeasurement) -> list[Card]:
     cards: list[Card] = []
     for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
         of_op = [row for row in measured.rows if row.op == op and row.algorithm == "backend"]
@@ -93,13 +93,13 @@ def _cards(measured: Measured) -> list[Card]:
     return cards
 
 
-def _groups(measured: Measured) -> list[tuple[str, str]]:
+def _groups(measured: NetworkMeasurement) -> list[tuple[str, str]]:
     """Name of a chart and head line, for each kind of group."""
     keys = {(row.links, row.num_ranks) for row in measured.rows}
     return [(f"bus-{links}-{number}", where_text(number, links)) for links, number in sorted(keys)]
 
 
-def _charts(measured: Measured) -> dict[str, Chart]:
+def _charts(measured: NetworkMeasurement) -> dict[str, Chart]:
     charts = {name: _bandwidths(measured, name) for name, _ in _groups(measured)}
     pairs = measured.pairs
     if pairs is not None:
@@ -111,7 +111,7 @@ def _charts(measured: Measured) -> dict[str, Chart]:
     return charts
 
 
-def _bandwidths(measured: Measured, name: str) -> Chart:
+def _bandwidths(measured: NetworkMeasurement, name: str) -> Chart:
     """Bus bandwidth by size, a line for each collective; the backend's are drawn through."""
     traces, colours = [], dict[str, str]()
     for (op, algorithm, links, number), rows in by_curve(measured.rows).items():
@@ -145,7 +145,7 @@ def _bandwidths(measured: Measured, name: str) -> Chart:
     return {"data": traces, "layout": layout}
 
 
-def _spread(rows: Sequence[Row]) -> Chart:
+def _spread(rows: Sequence[BandwidthRow]) -> Chart:
     """From the 10th to the 90th percentile."""
     high, low = (
         [row.bus_bytes_per_s * abs(row.seconds / edge - 1) for row, edge in edges]
@@ -189,6 +189,6 @@ def _heat(
     return {"data": [trace], "layout": layout}
 
 
-def _cells(curve: Curve, rows: Sequence[Row]) -> list[str]:
+def _cells(curve: Curve, rows: Sequence[BandwidthRow]) -> list[str]:
     company = [row.contention for row in rows if row.contention is not None]
     return [*fit_cells(curve, rows), f"{company[-1]:.2f} x" if company else "–"]

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 
 Say = Callable[[str], None]
 Matrix = tuple[tuple[float, ...], ...]
@@ -85,7 +85,7 @@ def measure_pairs(
         pg: all ranks; None: the default group.
     """
     rounds = tournament(ranks.world_size)
-    meeting = _Meeting(ranks, num_bytes, num_messages, pg)
+    meeting = _PairRound(ranks, num_bytes, num_messages, pg)
     latency, together, best = meeting.matrices(rounds, "pairs, all at once", say)
     alone = None
     if num_alone_rounds(ranks.world_size):
@@ -118,7 +118,7 @@ def num_rounds(num_ranks: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Meeting:
+class _PairRound:
     """Exchanges between pairs of ranks."""
 
     ranks: Ranks

@@ -8,12 +8,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.bench.network.bandwidth import Curve, Row, by_curve, fit
-from paceline.bench.network.measure import Measured
+from paceline.bench.network.bandwidth import BandwidthRow, Curve, by_curve, fit
+from paceline.bench.network.measure import NetworkMeasurement
 from paceline.bench.network.pairs import Matrix, Pairs
 from paceline.bench.network.sizes import size_text
-from paceline.bench.network.slow import slow_places
-from paceline.bench.network.sweep import Left
+from paceline.bench.network.slow import slow_links
+from paceline.bench.network.sweep import SkippedSizes
 from paceline.observe.summary import bytes_text, step_time_text
 
 FITS = ("collective", "ranks", "links", "latency", "rate", "median error", "worst")
@@ -24,7 +24,7 @@ _WIDEST_WITH_FIGURES = 12
 _COLOURS = ("#7f1d1d", "#b45309", "#a16207", "#4d7c0f", "#166534")
 
 
-def shown_network(measured: Measured) -> RenderableType:
+def shown_network(measured: NetworkMeasurement) -> RenderableType:
     """All of it."""
     parts: list[RenderableType] = [
         _table(key, rows, measured.rows) for key, rows in _tables(measured.rows)
@@ -37,14 +37,14 @@ def shown_network(measured: Measured) -> RenderableType:
     return Group(*parts)
 
 
-def _tables(rows: Sequence[Row]) -> Iterator[tuple[Curve, list[Row]]]:
+def _tables(rows: Sequence[BandwidthRow]) -> Iterator[tuple[Curve, list[BandwidthRow]]]:
     """Tables of the backend's rows by op and group, with ours in columns of their own."""
     for key, of_curve in by_curve(rows).items():
         if key[1] == "backend":
             yield key, of_curve
 
 
-def _table(key: Curve, rows: Sequence[Row], all_rows: Sequence[Row]) -> Table:
+def _table(key: Curve, rows: Sequence[BandwidthRow], all_rows: Sequence[BandwidthRow]) -> Table:
     op, _, links, num_ranks = key
     ours = _fastest_of_ours(key, all_rows)
     table = Table(
@@ -67,7 +67,7 @@ def _table(key: Curve, rows: Sequence[Row], all_rows: Sequence[Row]) -> Table:
     return table
 
 
-def _unit(rows: Sequence[Row]) -> tuple[float, str]:
+def _unit(rows: Sequence[BandwidthRow]) -> tuple[float, str]:
     """In which bandwidths are read best."""
     fastest = max(row.bus_bytes_per_s for row in rows)
     return (1e9, "GB/s") if fastest >= 1e9 else (1e6, "MB/s")
@@ -83,10 +83,10 @@ def where_text(num_ranks: int, links: str) -> str:
     return f"{num_ranks} ranks {which[links]}"
 
 
-def _fastest_of_ours(key: Curve, rows: Sequence[Row]) -> dict[int, Row]:
+def _fastest_of_ours(key: Curve, rows: Sequence[BandwidthRow]) -> dict[int, BandwidthRow]:
     """By size."""
     op, _, links, num_ranks = key
-    found: dict[int, Row] = {}
+    found: dict[int, BandwidthRow] = {}
     for row in rows:
         same = (row.op, row.links, row.num_ranks) == (op, links, num_ranks)
         if same and row.algorithm != "backend":
@@ -96,7 +96,7 @@ def _fastest_of_ours(key: Curve, rows: Sequence[Row]) -> dict[int, Row]:
     return found
 
 
-def _of_ours(best: Row | None, backend: Row) -> tuple[str | Text, ...]:
+def _of_ours(best: BandwidthRow | None, backend: BandwidthRow) -> tuple[str | Text, ...]:
     """Milliseconds and name of our fastest, bold where it beats the backend."""
     if best is None:
         return ()
@@ -104,7 +104,7 @@ def _of_ours(best: Row | None, backend: Row) -> tuple[str | Text, ...]:
     return Text(f"{best.seconds * 1e3:.3g}", style=style), best.algorithm
 
 
-def _fits(rows: Sequence[Row]) -> Table:
+def _fits(rows: Sequence[BandwidthRow]) -> Table:
     """Latency and bandwidth of every curve of the backend, and how wrong a line is."""
     table = Table(
         title="As latency + bytes / rate (least relative squares)",
@@ -119,7 +119,7 @@ def _fits(rows: Sequence[Row]) -> Table:
     return table
 
 
-def fit_cells(curve: Curve, rows: Sequence[Row]) -> list[str]:
+def fit_cells(curve: Curve, rows: Sequence[BandwidthRow]) -> list[str]:
     """A curve as latency and rate, and how wrong that is: the cells of FITS."""
     op, _, links, num_ranks = curve
     line = fit(rows)
@@ -127,7 +127,7 @@ def fit_cells(curve: Curve, rows: Sequence[Row]) -> list[str]:
     return [op, str(num_ranks), links, step_time_text(line.latency_s), rate, *line.error_texts]
 
 
-def _left(left: Sequence[Left]) -> Iterator[str]:
+def _left(left: Sequence[SkippedSizes]) -> Iterator[str]:
     """What was left out, by size and reason."""
     more = {"time": "a larger --budget", "memory": "more free memory"}
     groups: dict[tuple[int, str], dict[str, list[str]]] = {}
@@ -149,7 +149,7 @@ def _pairs(pairs: Pairs) -> Iterator[RenderableType]:
         yield _heat(alone)
         yield f"A pair takes {contention(pairs.bytes_per_s, alone):.2f} x as long in company."
     yield f"Latency: {step_time_text(median(others(pairs.latency_s)))} (median of all pairs)."
-    for each in slow_places(pairs.best_bytes_per_s, pairs.hosts):
+    for each in slow_links(pairs.best_bytes_per_s, pairs.hosts):
         yield Text(each.sentence, style="bold red")
 
 

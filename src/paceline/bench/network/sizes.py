@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from paceline.config.errors import InputError
-from paceline.config.noun import whole
+from paceline.config.frozen import whole
 
 _UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _SMALLEST, _LARGEST = 2**9, 2**30  # 512 B to 1 GiB

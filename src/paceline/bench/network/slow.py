@@ -26,7 +26,7 @@ Direction = Literal["sends", "receives"]
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowLink:
     """A place or a link that is slower than the rest."""
 
     places: tuple[str, ...]
@@ -52,7 +52,7 @@ class Slow:
         return f"The link from {self.places[0]} to {self.places[1]} is slow: {rates} is usual."
 
 
-def slow_places(bytes_per_s: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[Slow]:
+def slow_links(bytes_per_s: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[SlowLink]:
     """What is slower than the rest by `FACTOR`, the slowest first.
 
     Args:
@@ -81,7 +81,7 @@ def _links(
     return list(dict.fromkeys(places)), {link: median(found) for link, found in rates.items()}
 
 
-def _cards(names: Sequence[str], links: dict[tuple[str, str], float]) -> list[Slow]:
+def _cards(names: Sequence[str], links: dict[tuple[str, str], float]) -> list[SlowLink]:
     found = []
     for name in names:
         others = [rate for link, rate in links.items() if name not in link]
@@ -91,20 +91,20 @@ def _cards(names: Sequence[str], links: dict[tuple[str, str], float]) -> list[Sl
         own = {direction: _usual(links, name, direction) for direction in _DIRECTIONS}
         slow = tuple(each for each, rate in own.items() if rate * FACTOR < usual)
         if slow:
-            found.append(Slow((name,), slow, min(own.values()), usual))
+            found.append(SlowLink((name,), slow, min(own.values()), usual))
     return found
 
 
 def _single(
     links: dict[tuple[str, str], float], names: Sequence[str], known: set[str]
-) -> Iterator[Slow]:
+) -> Iterator[SlowLink]:
     """Slow links between places that are not slow themselves."""
     if len(names) < 3:
         return
     for (sender, receiver), rate in links.items():
         ends = _usual(links, sender, "sends"), _usual(links, receiver, "receives")
         if rate * FACTOR < min(ends) and not known & {sender, receiver}:
-            yield Slow((sender, receiver), (), rate, min(ends))
+            yield SlowLink((sender, receiver), (), rate, min(ends))
 
 
 _DIRECTIONS: tuple[Direction, ...] = ("sends", "receives")

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from statistics import quantiles
 from typing import NamedTuple
 
-from paceline.bench.clock import Call, Clock
+from paceline.bench.clock import Call, RankTimer
 from paceline.bench.collectives import OPS, Group, checked_exchange, tier_of
-from paceline.bench.network.bandwidth import Row, by_curve
+from paceline.bench.network.bandwidth import BandwidthRow, by_curve
 from paceline.bench.network.sizes import Bounds
 from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.algorithms import OPS as REDUCING
@@ -31,7 +31,7 @@ _ITEM_BYTES = 4
 _CALLS_BEFORE = 4
 
 
-class Planned(NamedTuple):
+class PlannedCurve(NamedTuple):
     """A curve to measure."""
 
     op: str
@@ -45,7 +45,7 @@ class Planned(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Left:
+class SkippedSizes:
     """Sizes that were left out of a curve."""
 
     name: str
@@ -56,12 +56,12 @@ class Left:
     """memory or time."""
 
 
-def planned(groups: Sequence[Group], device_type: str) -> list[Planned]:
+def planned(groups: Sequence[Group], device_type: str) -> list[PlannedCurve]:
     """The curves that apply: the backend's first, so that they get the time, then ours."""
     pairs = [(group, op) for group in groups for op in OPS]
-    backends = [Planned(op, "backend", group) for group, op in pairs]
+    backends = [PlannedCurve(op, "backend", group) for group, op in pairs]
     ours = [
-        Planned(op, algorithm, group)
+        PlannedCurve(op, algorithm, group)
         for group, op in pairs
         for algorithm in _ours(op, group, device_type)
     ]
@@ -77,8 +77,8 @@ def _ours(op: str, group: Group, device_type: str) -> Iterator[str]:
 
 
 def sweep(
-    clock: Clock, curves: Sequence[Planned], bounds: Bounds, say: Say
-) -> tuple[list[Row], list[Left]]:
+    clock: RankTimer, curves: Sequence[PlannedCurve], bounds: Bounds, say: Say
+) -> tuple[list[BandwidthRow], list[SkippedSizes]]:
     """Measure the curves; every rank must call it and gets the same.
 
     Args:
@@ -90,7 +90,7 @@ def sweep(
     Raises:
         RunError: a collective gave a wrong result.
     """
-    began, rows, left = time.monotonic(), list[Row](), list[Left]()
+    began, rows, left = time.monotonic(), list[BandwidthRow](), list[SkippedSizes]()
     for index, each in enumerate(curves):
         remaining_s = bounds.seconds - clock.most(time.monotonic() - began)
         until_s = max(0.0, remaining_s) / (len(curves) - index)
@@ -98,16 +98,16 @@ def sweep(
         rows += found
         if reason:
             most = max((row.num_bytes for row in found), default=0)
-            left.append(Left(each.name, each.group.num_ranks, most, reason))
+            left.append(SkippedSizes(each.name, each.group.num_ranks, most, reason))
         say(f"{each.name} of {each.group.num_ranks} ranks")
     return rows, left
 
 
 def _curve(
-    clock: Clock, planned_: Planned, bounds: Bounds, limit_s: float
-) -> tuple[list[Row], str]:
+    clock: RankTimer, planned_: PlannedCurve, bounds: Bounds, limit_s: float
+) -> tuple[list[BandwidthRow], str]:
     """Rows by size, and why there are no more ("" if there are all)."""
-    began, rows = time.monotonic(), list[Row]()
+    began, rows = time.monotonic(), list[BandwidthRow]()
     for size in bounds.sizes:
         if size > bounds.largest_bytes:
             return rows, "memory"
@@ -118,7 +118,7 @@ def _curve(
     return rows, ""
 
 
-def expected_s(clock: Clock, rows: Sequence[Row], num_bytes: int) -> float:
+def expected_s(clock: RankTimer, rows: Sequence[BandwidthRow], num_bytes: int) -> float:
     """How long a size will be looked at, by the last two of its curve."""
     before, last = rows[-2:]
     slope = (last.seconds - before.seconds) / (last.num_bytes - before.num_bytes)
@@ -127,12 +127,12 @@ def expected_s(clock: Clock, rows: Sequence[Row], num_bytes: int) -> float:
     return times * (clock.num_blocks * max(clock.block_s, call_s) + _CALLS_BEFORE * call_s)
 
 
-def _row(clock: Clock, each: Planned, wanted_bytes: int) -> Row:
+def _row(clock: RankTimer, each: PlannedCurve, wanted_bytes: int) -> BandwidthRow:
     op, algorithm, group = each
     length = max(1, wanted_bytes // (_ITEM_BYTES * group.num_ranks))
     call = checked_exchange(op, group, length, clock.ranks.device, algorithm)
     seconds, low_s, high_s = _agreed(clock, clock.blocks(call))
-    return Row(
+    return BandwidthRow(
         op,
         algorithm,
         links_of(group),
@@ -152,14 +152,14 @@ def links_of(group: Group) -> str:
     return "across" if group.ranks_per_node == 1 else "both"
 
 
-def _agreed(clock: Clock, blocks: Sequence[float]) -> tuple[float, float, float]:
+def _agreed(clock: RankTimer, blocks: Sequence[float]) -> tuple[float, float, float]:
     """Median, 10th and 90th percentile; of each the mean over ranks."""
     tenths = quantiles(blocks, n=10, method="inclusive")
     low, middle, high = (clock.mean(tenths[at]) for at in (0, 4, 8))
     return middle, low, high
 
 
-def _alone_s(clock: Clock, group: Group, call: Call) -> float | None:
+def _alone_s(clock: RankTimer, group: Group, call: Call) -> float | None:
     """Seconds while only the group of rank 0 works, None where there is no other."""
     if group.num_ranks == clock.ranks.world_size:
         return None
@@ -174,7 +174,11 @@ def _nothing() -> None:
 
 
 def tiers_from(
-    rows: Sequence[Row], device_type: str, ranks_per_node: int, world_size: int, source: str
+    rows: Sequence[BandwidthRow],
+    device_type: str,
+    ranks_per_node: int,
+    world_size: int,
+    source: str,
 ) -> tuple[Tier, ...]:
     """The links with their curves, for a Cluster; the planner reads our algorithms' there too.
 
@@ -197,7 +201,7 @@ def tiers_from(
     return tuple(tiers)
 
 
-def _as_curve(num_ranks: int, rows: Sequence[Row], source: str) -> CollectiveCurve:
+def _as_curve(num_ranks: int, rows: Sequence[BandwidthRow], source: str) -> CollectiveCurve:
     return CollectiveCurve(
         num_ranks=num_ranks,
         bytes=tuple(float(row.num_bytes) for row in rows),

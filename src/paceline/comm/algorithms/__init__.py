@@ -21,10 +21,10 @@ https://arxiv.org/abs/2410.14234 (halving-doubling for any number of ranks); San
 """
 
 from paceline.comm.algorithms.blocks import Round, Transfer
-from paceline.comm.algorithms.load import MOST_RANKS, Load, load
+from paceline.comm.algorithms.load import MOST_RANKS, LinkLoad, load
 from paceline.comm.algorithms.rounds import ALGORITHMS, OPS, Op, rounds, rounds_inside
 
 __all__ = [
-    "ALGORITHMS", "MOST_RANKS", "OPS", "Load", "Op", "Round", "Transfer", "load", "rounds",
+    "ALGORITHMS", "MOST_RANKS", "OPS", "LinkLoad", "Op", "Round", "Transfer", "load", "rounds",
     "rounds_inside",
 ]  # fmt: skip

@@ -37,7 +37,7 @@ class Round(NamedTuple):
     """What arrives is added to what is there, in order of rank, instead of replacing it."""
 
 
-def halves(cut: Cut, number: int) -> list[Cut]:
+def split_evenly(cut: Cut, number: int) -> list[Cut]:
     """A cut in as many parts, whose sizes differ by one at most; some may be empty."""
     length = cut.stop - cut.start
     edges = [cut.start + length * part // number for part in range(number + 1)]

@@ -12,7 +12,7 @@ MOST_RANKS = 256
 
 
 @dataclass(frozen=True)
-class Load:
+class LinkLoad:
     """What one round puts on the links, by the rank or node that has the most of it."""
 
     messages: int
@@ -30,7 +30,7 @@ class Load:
 @lru_cache(maxsize=1024)
 def load(
     algorithm: str, op: Op, num_ranks: int, num_values: int, ranks_per_node: int
-) -> tuple[Load, ...]:
+) -> tuple[LinkLoad, ...]:
     """The load of each round of an algorithm; arguments as of `rounds`."""
     of_rank = [
         rounds(algorithm, op, num_ranks, rank, num_values, ranks_per_node=ranks_per_node)
@@ -39,7 +39,7 @@ def load(
     return tuple(_load(column, ranks_per_node) for column in zip(*of_rank, strict=True))
 
 
-def _load(of_rank: Sequence[Round], ranks_per_node: int) -> Load:
+def _load(of_rank: Sequence[Round], ranks_per_node: int) -> LinkLoad:
     values, values_across = [0], [0]
     messages, messages_across = [0], [0]
     for way in ("sends", "receives"):
@@ -50,7 +50,7 @@ def _load(of_rank: Sequence[Round], ranks_per_node: int) -> Load:
         values += map(_values, transfers)
         nodes = range(0, len(of_rank), ranks_per_node)
         values_across += (sum(map(_values, across[at : at + ranks_per_node])) for at in nodes)
-    return Load(
+    return LinkLoad(
         messages=max(messages),
         values=max(values),
         messages_across=max(messages_across),

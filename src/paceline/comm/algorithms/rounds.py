@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from paceline.comm.algorithms import flat
-from paceline.comm.algorithms.blocks import Block, Cut, Round, Transfer, halves
+from paceline.comm.algorithms.blocks import Block, Cut, Round, Transfer, split_evenly
 from paceline.comm.algorithms.tree import tree_reduce
 from paceline.config.errors import InputError
-from paceline.config.noun import nearest
+from paceline.config.frozen import nearest
 
 Op = Literal["all_reduce", "reduce_scatter", "all_gather"]
 OPS: tuple[Op, ...] = ("all_reduce", "reduce_scatter", "all_gather")
@@ -59,7 +59,7 @@ def rounds(
     if algorithm == "one_shot" and op == "all_reduce":
         return flat.one_shot_reduce(whole, num_ranks, rank)
     phases = _PHASES.get(algorithm, (flat.one_shot_scatter, flat.one_shot_gather))
-    return _flat(phases, op, [(cut,) for cut in halves(whole, num_ranks)], rank)
+    return _flat(phases, op, [(cut,) for cut in split_evenly(whole, num_ranks)], rank)
 
 
 def _flat(phases: tuple[Phase, Phase], op: Op, blocks: Sequence[Block], me: int) -> list[Round]:
@@ -128,8 +128,8 @@ def _tiers(op: Op, whole: Cut, num_ranks: int, rank: int, inside: int) -> tuple[
 def _blocks_by_place(op: Op, whole: Cut, nodes: int, inside: int) -> list[list[Block]]:
     """Blocks by place in a node, then by node: any of an all-reduce, else those of the ranks."""
     if op == "all_reduce":
-        return [[(cut,) for cut in halves(row, nodes)] for row in halves(whole, inside)]
-    cuts = halves(whole, nodes * inside)
+        return [[(cut,) for cut in split_evenly(row, nodes)] for row in split_evenly(whole, inside)]
+    cuts = split_evenly(whole, nodes * inside)
     return [[(cut,) for cut in cuts[place::inside]] for place in range(inside)]
 
 

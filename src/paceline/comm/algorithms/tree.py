@@ -12,14 +12,14 @@ scan", Parallel Computing 35 (2009); NCCL 2.4 uses the same for all-reduces acro
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from paceline.comm.algorithms.blocks import Cut, Round, Transfer, halves
+from paceline.comm.algorithms.blocks import Cut, Round, Transfer, split_evenly
 
 SEGMENT_VALUES = 1 << 17
 """512 KiB of fp32."""
 
 
 @dataclass(frozen=True)
-class Place:
+class TreePosition:
     """A rank's neighbours in one tree."""
 
     parent: int | None
@@ -33,7 +33,9 @@ class Place:
 
 def tree_reduce(whole: Cut, n: int, me: int) -> list[Round]:
     """Up both trees, then down."""
-    places = [place_in(number, n, me, half) for number, half in enumerate(halves(whole, 2))]
+    places = [
+        position_in(number, n, me, half) for number, half in enumerate(split_evenly(whole, 2))
+    ]
     # As many rounds on every rank, so that what follows has the same number everywhere.
     number = max(place.depth + len(place.segments) - 1 for place in places)
     up = _merged([_up(place) for place in places], number, adds=True)
@@ -41,17 +43,17 @@ def tree_reduce(whole: Cut, n: int, me: int) -> list[Round]:
     return up + down
 
 
-def place_in(tree: int, n: int, me: int, half: Cut) -> Place:
+def position_in(tree: int, n: int, me: int, half: Cut) -> TreePosition:
     """A rank's place in the first (0) or the second (1) of the trees of n ranks."""
     parents = {rank: _parent_in(tree, n, rank) for rank in range(n)}
     levels = {rank: _level(parents, rank) for rank in range(n)}
     number = max(1, -(-(half.stop - half.start) // SEGMENT_VALUES))
-    return Place(
+    return TreePosition(
         parent=parents[me],
         children=tuple(rank for rank in range(n) if parents[rank] == me),
         level=levels[me],
         depth=max(levels.values()),
-        segments=tuple(halves(half, number)),
+        segments=tuple(split_evenly(half, number)),
     )
 
 
@@ -87,7 +89,7 @@ Messages = dict[int, tuple[list[Transfer], list[Transfer]]]
 """Round -> what is sent and received in it."""
 
 
-def _up(place: Place) -> Messages:
+def _up(place: TreePosition) -> Messages:
     messages: Messages = {}
     for number, cut in enumerate(place.segments):
         late = number + place.depth - place.level
@@ -98,7 +100,7 @@ def _up(place: Place) -> Messages:
     return messages
 
 
-def _down(place: Place) -> Messages:
+def _down(place: TreePosition) -> Messages:
     messages: Messages = {}
     for number, cut in enumerate(place.segments):
         late = number + place.level

@@ -15,7 +15,7 @@ chosen, but for quinary and stochastic rounding.
 | quinary | 2.53 | 0.89 of the block's root mean square; two steps at most |
 | onebit | 1.125 | |
 
-Not here: who sends payloads to whom (`exchange`), and how long errors are kept (`feedback`).
+Not here: who sends payloads to whom (`means`), and how long errors are kept (`feedback`).
 """
 
 import math
@@ -180,7 +180,7 @@ def _put(values: Tensor, levels: Tensor, scales: Tensor, *, add: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Shorter:
+class ShortFloats:
     """Values as shorter floats."""
 
     name: str
@@ -235,8 +235,8 @@ def _write(values: Tensor, coded: Tensor, noise: Tensor | None) -> None:
 
 
 BLOCKWISE: dict[str, BlockCodec] = {
-    "fp16": Shorter("fp16", torch.float16),
-    "bf16": Shorter("bf16", torch.bfloat16),
+    "fp16": ShortFloats("fp16", torch.float16),
+    "bf16": ShortFloats("bf16", torch.bfloat16),
     "int8": Blockwise("int8", Integers()),
     "fp8": Blockwise("fp8", Float8()),
     "int4": Blockwise("int4", Nibbles()),

@@ -3,8 +3,8 @@
 import torch.distributed as dist
 
 from paceline.comm.compress.codecs import codec_of
-from paceline.comm.compress.exchange import BlockMeans, Compressor
 from paceline.comm.compress.low_rank import LowRankMeans
+from paceline.comm.compress.means import CodecMeans, Compressor
 from paceline.comm.compress.scaled import ScaledMeans
 from paceline.config.comm import Codec
 
@@ -15,4 +15,4 @@ def compressor_of(codec: Codec, group: dist.ProcessGroup) -> Compressor:
         return LowRankMeans(int(codec.argument), group)
     if codec.kind == "quinary":
         return ScaledMeans(codec_of(codec), group)
-    return BlockMeans(codec_of(codec), group)
+    return CodecMeans(codec_of(codec), group)

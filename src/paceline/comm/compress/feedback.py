@@ -4,7 +4,7 @@ With it even biased compressors (top-k, signs, low rank) converge like the exact
 (https://arxiv.org/abs/1901.09847). Every rank keeps for every named parameter the error of what it
 has sent, flat, in the order of the parameter's values and in units of the mean: the sum of all
 ranks' errors is what the mean gradient is still owed. A rank's own part of a sum, which it reduces
-exactly, holds the error of the mean that it sent back (`exchange`), in the same units; so one
+exactly, holds the error of the mean that it sent back (`means`), in the same units; so one
 buffer is enough for both ends.
 
 Names survive a change of buckets and of the number of ranks: a rank takes over the errors of the
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 
-class Part(NamedTuple):
+class BufferPart(NamedTuple):
     """A parameter in a flat buffer of gradients."""
 
     name: str
@@ -33,15 +33,15 @@ class Part(NamedTuple):
         return self.shape.numel()
 
 
-class Feedback:
+class ErrorFeedback:
     """The errors of one rank, by name of parameter."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank, self._num_ranks = rank, num_ranks
         self._errors: dict[str, Tensor] = {}
-        self._spans: dict[tuple[Part, ...], Tensor] = {}
+        self._spans: dict[tuple[BufferPart, ...], Tensor] = {}
 
-    def span(self, parts: Sequence[Part], like: Tensor) -> Tensor:
+    def span(self, parts: Sequence[BufferPart], like: Tensor) -> Tensor:
         """The errors of consecutive parameters as one buffer, to be written in place.
 
         Args:
@@ -56,7 +56,7 @@ class Feedback:
             self._spans[key] = self._move(key, like)
         return self._spans[key]
 
-    def _move(self, parts: tuple[Part, ...], like: Tensor) -> Tensor:
+    def _move(self, parts: tuple[BufferPart, ...], like: Tensor) -> Tensor:
         """Bring the errors of these parameters together; buffers they leave are given back."""
         names = {part.name for part in parts}
         left = [key for key in self._spans if any(part.name in names for part in key)]

@@ -9,7 +9,7 @@ All matrices of a buffer share one collective for P and one for Q. On a CPU the 
 decide: three over error and gradient, as each matrix is added, multiplied and left while it is in
 the cache (measured: 40 ms of one core for 18 M values at rank 1).
 
-Not here: vectors, which are summed up exactly (`exchange.ExactRest`).
+Not here: vectors, which are summed up exactly (`means.UncompressedRest`).
 """
 
 import zlib
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.collectives import issued
-from paceline.comm.compress.exchange import exact_bytes
-from paceline.comm.compress.feedback import Part
+from paceline.comm.compress.feedback import BufferPart
+from paceline.comm.compress.means import exact_bytes
 from paceline.comm.queue import Job
 
 # Products that are not at least this much smaller than the matrix are not worth two multiplications
@@ -49,7 +49,7 @@ class LowRankMeans:
         rows, columns = _sides(shape)
         return self.rank * (rows + columns) * _LEAST_RATIO <= rows * columns
 
-    def mean_of(self, parts: Sequence[Part], like: Tensor) -> "LowRankMean":
+    def mean_of(self, parts: Sequence[BufferPart], like: Tensor) -> "LowRankMean":
         """The mean of a buffer of these tensors; their iterations go on where they stand."""
         return LowRankMean(self, parts, like)
 
@@ -74,7 +74,7 @@ class LowRankMeans:
 class LowRankMean:
     """The mean of the matrices of one buffer, see the module."""
 
-    def __init__(self, means: LowRankMeans, parts: Sequence[Part], like: Tensor) -> None:
+    def __init__(self, means: LowRankMeans, parts: Sequence[BufferPart], like: Tensor) -> None:
         self._group, self._parts = means.group, parts
         chosen = [part for part in parts if part.is_compressed]
         sides = [_sides(part.shape) for part in chosen]
@@ -85,7 +85,7 @@ class LowRankMean:
         self.sent_bytes = exact_bytes(self._p.nbytes + self._q.nbytes, self._group.size())
 
     def average(self, values: Tensor, errors: Tensor) -> Job:
-        """Replace each rank's values by the mean of all, as `Mean` says."""
+        """Replace each rank's values by the mean of all, as `CompressedMean` says."""
         share = 1 / self._group.size()
         gradients, owed = self._matrices(values), self._matrices(errors)
         for gradient, error, p, q in zip(gradients, owed, self._p_of, self._q_of, strict=True):

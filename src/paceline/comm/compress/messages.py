@@ -21,7 +21,7 @@ from paceline.comm.compress.codecs import codec_of
 from paceline.config.comm import codec
 
 
-def messages_of(compress: str, compress_from: int) -> "Messages | None":
+def messages_of(compress: str, compress_from: int) -> "CodedMessages | None":
     """The form that a Job names; None: "none".
 
     Args:
@@ -29,11 +29,11 @@ def messages_of(compress: str, compress_from: int) -> "Messages | None":
         compress_from: messages of fewer values travel as they are.
     """
     chosen = codec(compress)
-    return None if chosen.kind == "none" else Messages(codec_of(chosen), compress_from)
+    return None if chosen.kind == "none" else CodedMessages(codec_of(chosen), compress_from)
 
 
 @dataclass
-class Messages:
+class CodedMessages:
     """A form of messages that both ends know, and how much was sent in it."""
 
     codec: BlockCodec
@@ -92,21 +92,21 @@ def send_coded(
     to: Sequence[int],
     come: Sequence[int],
     group: dist.ProcessGroup,
-    messages: Messages,
+    messages: CodedMessages,
 ) -> Tensor:
     """`exchange_rows`, whose gradients go back the same way in the same form."""
-    sent: Tensor = _RowExchange.apply(rows, to, come, group, messages)
+    sent: Tensor = _SendRows.apply(rows, to, come, group, messages)
     return sent
 
 
-class _RowExchange(torch.autograd.Function):
+class _SendRows(torch.autograd.Function):
     @staticmethod
     def forward(
         rows: Tensor,
         to: Sequence[int],
         come: Sequence[int],
         group: dist.ProcessGroup,
-        messages: Messages,
+        messages: CodedMessages,
     ) -> Tensor:
         return exchange_rows(rows, to, come, group, messages)
 
@@ -126,7 +126,7 @@ def exchange_rows(
     to: Sequence[int],
     come: Sequence[int],
     group: dist.ProcessGroup,
-    messages: Messages,
+    messages: CodedMessages,
 ) -> Tensor:
     """Send rows to the ranks of a group; those for this rank itself are not rounded.
 

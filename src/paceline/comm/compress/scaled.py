@@ -10,7 +10,7 @@ square before the codec sees them, and multiplied by it afterwards. The estimate
 row's and a column's (as Adafactor keeps second moments, https://arxiv.org/abs/1804.04235), of the
 means that arrived lately: every rank knows those, so nothing is sent for it. Vectors have no units.
 
-Not here: the codec and the exchange (`exchange`).
+Not here: the codec and the exchange (`means`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.compress.codec import BlockCodec
-from paceline.comm.compress.exchange import BlockMeans, Mean
-from paceline.comm.compress.feedback import Part
+from paceline.comm.compress.feedback import BufferPart
+from paceline.comm.compress.means import CodecMeans, CompressedMean
 from paceline.comm.queue import Job
 
 _MEMORY = 0.95
@@ -45,16 +45,16 @@ class ScaledMeans:
     """
 
     def __init__(self, codec: BlockCodec, group: dist.ProcessGroup) -> None:
-        self._blocks = BlockMeans(codec, group)
+        self._blocks = CodecMeans(codec, group)
         self._squares: dict[str, Tensor] = {}
 
     def takes(self, shape: torch.Size) -> bool:
         """Any."""
         return True
 
-    def mean_of(self, parts: Sequence[Part], like: Tensor) -> "ScaledMean":
+    def mean_of(self, parts: Sequence[BufferPart], like: Tensor) -> "ScaledMean":
         """The mean of a buffer of these tensors, in units that go on where they stand."""
-        return ScaledMean(self._blocks.mean_of(parts, like), Units(parts, self._squares, like))
+        return ScaledMean(self._blocks.mean_of(parts, like), ScaleUnits(parts, self._squares, like))
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint keeps, the same on all ranks: {name: (rows + columns,)}."""
@@ -68,12 +68,12 @@ class ScaledMeans:
 class ScaledMean:
     """The mean of one buffer, see the module."""
 
-    def __init__(self, mean: Mean, units: "Units") -> None:
+    def __init__(self, mean: CompressedMean, units: "ScaleUnits") -> None:
         self._mean, self._units = mean, units
         self.sent_bytes = mean.sent_bytes
 
     def average(self, values: Tensor, errors: Tensor) -> Job:
-        """Replace each rank's values by the mean of all, as `Mean` says."""
+        """Replace each rank's values by the mean of all, as `CompressedMean` says."""
         self._units.divide(values, errors)
         yield from self._mean.average(values, errors)
         self._units.multiply(values, errors)
@@ -97,7 +97,7 @@ class _Matrix:
     num_rows: int
 
 
-class Units:
+class ScaleUnits:
     """The units of the matrices in a buffer.
 
     Args:
@@ -106,7 +106,9 @@ class Units:
         like: gives the device.
     """
 
-    def __init__(self, parts: Sequence[Part], squares: dict[str, Tensor], like: Tensor) -> None:
+    def __init__(
+        self, parts: Sequence[BufferPart], squares: dict[str, Tensor], like: Tensor
+    ) -> None:
         self._matrices: list[_Matrix] = []
         at = 0
         for part in parts:

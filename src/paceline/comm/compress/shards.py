@@ -31,14 +31,14 @@ _ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Row:
+class CodedRow:
     """What a rank has of some tensors: which of its values are coded."""
 
     coded: tuple[slice, ...]
     exact: tuple[slice, ...]
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[int, bool]]) -> "Row":
+    def of(cls, parts: Sequence[tuple[int, bool]]) -> "CodedRow":
         """Of consecutive parts: how many values each has, and whether they are coded."""
         ends = accumulate((num_values for num_values, _ in parts), initial=0)
         cuts = [slice(*cut) for cut in pairwise(ends)]
@@ -64,7 +64,7 @@ class Payloads:
     """How rows become payloads: the codec's bytes, then the exact values' own."""
 
     codec: BlockCodec
-    row: Row
+    row: CodedRow
     dtype: torch.dtype
     """Of the rows' values."""
 
@@ -120,7 +120,7 @@ class Payloads:
         return payload[self._coded_bytes :].view(self.dtype)[: _length(self.row.exact)]
 
 
-class Room:
+class PayloadBuffers:
     """Memory for payloads, used by one exchange after the other."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class CodedShards:
     """The exchanges of a group of shards."""
 
     collectives: Collectives
-    room: Room
+    room: PayloadBuffers
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -85,8 +85,8 @@ class TopK:
         positions.write(where, sizes, fields.low, fields.high)
         return where, fields.values
 
-    def _sizes(self, num_values: int) -> positions.Layout:
-        return positions.layout(self.num_kept(num_values), num_values)
+    def _sizes(self, num_values: int) -> positions.PositionLayout:
+        return positions.position_layout(self.num_kept(num_values), num_values)
 
     def _cut(self, payload: Tensor, num_values: int) -> _Fields:
         """The payload's fields; what is left over at its end stays as it is."""

@@ -2,7 +2,7 @@
 
 A device that was not measured may have a relative that was: the same chip with other memory or
 another power limit, or the nearest generation of the same vendor. Its shares of its peak are then
-assumed of the device too, and `Known.assumed` says so.
+assumed of the device too, and `KnownCurves.assumed` says so.
 """
 
 import functools
@@ -16,7 +16,7 @@ from paceline.config.catalogue.devices import CATALOGUE
 from paceline.config.curves import AttentionCurve, DeviceCurves, MatmulCurve
 
 
-class Relative(NamedTuple):
+class StandIn(NamedTuple):
     """Whose curves stand in for a device's, and by how much it is slower or faster."""
 
     name: str
@@ -31,43 +31,43 @@ MEASURED = {
 }
 _BEST = "best shapes of stas00/ml-engineering's table of achievable matmul rates"
 RELATIVES = {
-    "A100-40": Relative("A100-80", 1.0, "the same chip"),
-    "A100-80-PCIe": Relative("A100-80", 0.93, f"the same chip at 300 W; {_BEST}: 81.1 to 86.9 %"),
-    "A30": Relative("A100-80", 1.0, "the same generation"),
-    "A6000": Relative("A100-80", 1.0, "the same generation"),
-    "A800-80": Relative("A100-80", 1.0, "the same chip"),
-    "A40": Relative("A100-80", 1.0, "the same generation"),
-    "RTX-3090": Relative("A100-80", 1.0, "the same generation"),
-    "H800-80": Relative("H100-SXM", 1.0, "the same chip"),
-    "H20": Relative("H100-SXM", 1.0, "the same generation"),
-    "GH200-96": Relative("H100-SXM", 1.0, "the same chip"),
-    "H100-PCIe": Relative("H100-SXM", 1.0, "the same chip with fewer processors"),
-    "H100-96-HBM2e": Relative(
+    "A100-40": StandIn("A100-80", 1.0, "the same chip"),
+    "A100-80-PCIe": StandIn("A100-80", 0.93, f"the same chip at 300 W; {_BEST}: 81.1 to 86.9 %"),
+    "A30": StandIn("A100-80", 1.0, "the same generation"),
+    "A6000": StandIn("A100-80", 1.0, "the same generation"),
+    "A800-80": StandIn("A100-80", 1.0, "the same chip"),
+    "A40": StandIn("A100-80", 1.0, "the same generation"),
+    "RTX-3090": StandIn("A100-80", 1.0, "the same generation"),
+    "H800-80": StandIn("H100-SXM", 1.0, "the same chip"),
+    "H20": StandIn("H100-SXM", 1.0, "the same generation"),
+    "GH200-96": StandIn("H100-SXM", 1.0, "the same chip"),
+    "H100-PCIe": StandIn("H100-SXM", 1.0, "the same chip with fewer processors"),
+    "H100-96-HBM2e": StandIn(
         "H100-SXM", 0.87, "the same chip at 500 W; clocks about as the cube root of power"
     ),
-    "L4": Relative("L40S", 1.0, "the same generation"),
-    "RTX-4090": Relative("L40S", 1.0, "the same generation"),
-    "V100": Relative("A100-80", 1.0, "the next generation"),
-    "V100-16": Relative("A100-80", 1.0, "the next generation"),
-    "P100": Relative("A100-80", 1.0, "the second next generation"),
-    "T4": Relative("A100-80", 1.0, "the next generation"),
-    "MI250X-GCD": Relative("A100-80", 0.75, "another vendor's; the ratio of its next generation"),
-    "MI300X": Relative("H100-SXM", 0.64, f"another vendor's; {_BEST}: 51.4 to 80.3 %"),
-    "MI325X": Relative("H100-SXM", 0.75, f"another vendor's; {_BEST}: 60.4 to 80.3 %"),
-    "MI355X": Relative("B200", 0.87, f"another vendor's; {_BEST}: 68.0 to 77.6 %"),
-    "Gaudi2": Relative("A100-80", 1.11, f"another vendor's; {_BEST}: 96.9 to 86.9 %"),
-    "Gaudi3": Relative("H100-SXM", 0.92, f"another vendor's; {_BEST}: 74.1 to 80.3 %"),
-    "TPUv2": Relative("A100-80", 1.0, "another vendor's of its time"),
-    "TPUv3": Relative("A100-80", 1.0, "another vendor's of its time"),
-    "TPUv4": Relative("A100-80", 1.0, "another vendor's of its time"),
-    "TPUv5e": Relative("A100-80", 1.0, "another vendor's of its time"),
-    "TPUv5p": Relative("A100-80", 1.0, "another vendor's of its time"),
-    "TPUv6e": Relative("A100-80", 1.0, "another vendor's of its time"),
-    "Trainium2": Relative("A100-80", 1.0, "another vendor's of its time"),
+    "L4": StandIn("L40S", 1.0, "the same generation"),
+    "RTX-4090": StandIn("L40S", 1.0, "the same generation"),
+    "V100": StandIn("A100-80", 1.0, "the next generation"),
+    "V100-16": StandIn("A100-80", 1.0, "the next generation"),
+    "P100": StandIn("A100-80", 1.0, "the second next generation"),
+    "T4": StandIn("A100-80", 1.0, "the next generation"),
+    "MI250X-GCD": StandIn("A100-80", 0.75, "another vendor's; the ratio of its next generation"),
+    "MI300X": StandIn("H100-SXM", 0.64, f"another vendor's; {_BEST}: 51.4 to 80.3 %"),
+    "MI325X": StandIn("H100-SXM", 0.75, f"another vendor's; {_BEST}: 60.4 to 80.3 %"),
+    "MI355X": StandIn("B200", 0.87, f"another vendor's; {_BEST}: 68.0 to 77.6 %"),
+    "Gaudi2": StandIn("A100-80", 1.11, f"another vendor's; {_BEST}: 96.9 to 86.9 %"),
+    "Gaudi3": StandIn("H100-SXM", 0.92, f"another vendor's; {_BEST}: 74.1 to 80.3 %"),
+    "TPUv2": StandIn("A100-80", 1.0, "another vendor's of its time"),
+    "TPUv3": StandIn("A100-80", 1.0, "another vendor's of its time"),
+    "TPUv4": StandIn("A100-80", 1.0, "another vendor's of its time"),
+    "TPUv5e": StandIn("A100-80", 1.0, "another vendor's of its time"),
+    "TPUv5p": StandIn("A100-80", 1.0, "another vendor's of its time"),
+    "TPUv6e": StandIn("A100-80", 1.0, "another vendor's of its time"),
+    "Trainium2": StandIn("A100-80", 1.0, "another vendor's of its time"),
 }
 
 
-class Known(NamedTuple):
+class KnownCurves(NamedTuple):
     """Curves of a device or of its relative."""
 
     curves: DeviceCurves
@@ -78,10 +78,10 @@ class Known(NamedTuple):
 
 
 @functools.cache
-def catalogue_curves(name: str) -> Known | None:
+def catalogue_curves(name: str) -> KnownCurves | None:
     """Curves of a device of the catalogue, or of its relative; None where there are none."""
     if name in MEASURED:
-        return Known(_read(name), 1.0, "")
+        return KnownCurves(_read(name), 1.0, "")
     if name not in RELATIVES:
         return None
     relative = RELATIVES[name]
@@ -89,7 +89,7 @@ def catalogue_curves(name: str) -> Known | None:
     if CATALOGUE[name].kind == "other":
         curves = _without_processors(curves)
     why = f"assumed: {relative.scale:g} x the shares of {relative.name}, {relative.why}"
-    return Known(curves, relative.scale, why)
+    return KnownCurves(curves, relative.scale, why)
 
 
 def _without_processors(curves: DeviceCurves) -> DeviceCurves:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from paceline.doctor.checks import devices, fabric, host, nccl, software
 from paceline.doctor.checks.verdict import Check, Verdict
-from paceline.doctor.facts import Facts
+from paceline.doctor.facts import MachineFacts
 
 GROUPS: Mapping[str, tuple[Check, ...]] = {
     "Devices": devices.CHECKS,
@@ -16,6 +16,6 @@ GROUPS: Mapping[str, tuple[Check, ...]] = {
 """All of them, in the order in which they are shown."""
 
 
-def examine(facts: Facts) -> dict[str, Verdict]:
+def examine(facts: MachineFacts) -> dict[str, Verdict]:
     """The verdict of every check, by its name."""
     return {check.name: check.judge(facts) for checks in GROUPS.values() for check in checks}

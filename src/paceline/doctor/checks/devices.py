@@ -13,7 +13,7 @@ from paceline.doctor.checks.verdict import (
     unknown,
     warning,
 )
-from paceline.doctor.facts import Facts
+from paceline.doctor.facts import MachineFacts
 from paceline.doctor.nvidia import Gpu
 
 _HARD = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
@@ -23,7 +23,7 @@ _BUSY_BYTES = 2 * 2**30
 _LOW_CLOCK = 0.9
 
 
-def _those(facts: Facts, is_bad: Callable[[Gpu], bool | None]) -> list[Gpu]:
+def _those(facts: MachineFacts, is_bad: Callable[[Gpu], bool | None]) -> list[Gpu]:
     return [gpu for gpu in facts.gpus if is_bad(gpu)]
 
 
@@ -31,7 +31,7 @@ def _named(gpus: list[Gpu]) -> str:
     return listed(gpu.index for gpu in gpus)
 
 
-def _present(facts: Facts) -> Verdict:
+def _present(facts: MachineFacts) -> Verdict:
     on_bus = sum(facts.system.pci_devices.values()) if facts.system else 0
     if facts.driver_error:
         return problem(
@@ -60,7 +60,7 @@ def _present(facts: Facts) -> Verdict:
     return ok(", ".join(f"{number} x {name}" for name, number in names.items()))
 
 
-def _torch_sees(facts: Facts) -> Verdict:
+def _torch_sees(facts: MachineFacts) -> Verdict:
     found = facts.software
     if found is None:
         return unknown("it is not known which torch is installed")
@@ -85,7 +85,7 @@ def _torch_sees(facts: Facts) -> Verdict:
     return ok(f"torch {found.torch} ({wanted} {build}) sees {found.num_devices}")
 
 
-def _alike(facts: Facts) -> Verdict:
+def _alike(facts: MachineFacts) -> Verdict:
     kinds = Counter((gpu.name, gpu.memory_bytes) for gpu in facts.gpus)
     if len(kinds) < 2:
         return ok("all alike") if facts.gpus else NO_GPU
@@ -95,7 +95,7 @@ def _alike(facts: Facts) -> Verdict:
     )
 
 
-def _memory_health(facts: Facts) -> Verdict:
+def _memory_health(facts: MachineFacts) -> Verdict:
     known = _those(facts, lambda gpu: gpu.health.ecc is not None)
     if not known:
         return unknown("no device tells of ECC") if facts.gpus else NO_GPU
@@ -121,7 +121,7 @@ def _memory_health(facts: Facts) -> Verdict:
     return ok("ECC is on, no uncorrected errors")
 
 
-def _throttling(facts: Facts) -> Verdict:
+def _throttling(facts: MachineFacts) -> Verdict:
     known = _those(facts, lambda gpu: gpu.clocks.max_sm_mhz is not None or bool(gpu.clocks.reasons))
     if not known:
         return unknown("no device tells what holds its clocks down") if facts.gpus else NO_GPU
@@ -150,7 +150,7 @@ def _throttling(facts: Facts) -> Verdict:
     return ok("nothing holds the clocks down")
 
 
-def _clock_settings(facts: Facts) -> Verdict:
+def _clock_settings(facts: MachineFacts) -> Verdict:
     if not _those(facts, lambda gpu: bool(gpu.clocks.max_sm_mhz)):
         return unknown("no device tells its clocks") if facts.gpus else NO_GPU
     held = _those(facts, lambda gpu: "applications_clocks_setting" in gpu.clocks.reasons)
@@ -169,7 +169,7 @@ def _clock_settings(facts: Facts) -> Verdict:
     return ok("not locked")
 
 
-def _power_limit(facts: Facts) -> Verdict:
+def _power_limit(facts: MachineFacts) -> Verdict:
     limits = [
         (gpu, gpu.clocks.power_limit_w, gpu.clocks.default_power_limit_w) for gpu in facts.gpus
     ]
@@ -187,7 +187,7 @@ def _power_limit(facts: Facts) -> Verdict:
     return ok("as the maker set it")
 
 
-def _persistence(facts: Facts) -> Verdict:
+def _persistence(facts: MachineFacts) -> Verdict:
     if not _those(facts, lambda gpu: gpu.persistence is not None):
         return unknown("no device tells") if facts.gpus else NO_GPU
     without = _those(facts, lambda gpu: gpu.persistence is False)
@@ -198,7 +198,7 @@ def _persistence(facts: Facts) -> Verdict:
     return ok("on")
 
 
-def _whole(facts: Facts) -> Verdict:
+def _whole(facts: MachineFacts) -> Verdict:
     sliced = _those(facts, lambda gpu: gpu.mig)
     if sliced:
         return warning(
@@ -210,7 +210,7 @@ def _whole(facts: Facts) -> Verdict:
     return ok("no slices (MIG)")
 
 
-def _free(facts: Facts) -> Verdict:
+def _free(facts: MachineFacts) -> Verdict:
     if not _those(facts, lambda gpu: gpu.used_bytes is not None):
         return unknown("no device tells") if facts.gpus else NO_GPU
     busy = _those(facts, lambda gpu: (gpu.used_bytes or 0) > _BUSY_BYTES)

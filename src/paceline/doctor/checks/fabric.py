@@ -1,6 +1,5 @@
 """Checks of what joins devices and hosts: PCIe, NVLink, network ports, GPUDirect."""
 
-from paceline.comm.fabric.interfaces import hca_setting
 from paceline.doctor.checks.verdict import (
     NO_GPU,
     Check,
@@ -11,8 +10,9 @@ from paceline.doctor.checks.verdict import (
     unknown,
     warning,
 )
-from paceline.doctor.facts import Facts
+from paceline.doctor.facts import MachineFacts
 from paceline.doctor.infiniband import Port
+from paceline.machine.interfaces import hca_setting
 
 _HDR_GBIT_PER_S = 200
 """InfiniBand HDR, four lanes."""
@@ -20,7 +20,7 @@ _ROCE_GBIT_PER_S = 100
 _FAR = ("NODE", "SYS")
 
 
-def _pcie(facts: Facts) -> Verdict:
+def _pcie(facts: MachineFacts) -> Verdict:
     links = [(gpu.index, gpu.pcie) for gpu in facts.gpus]
     narrow = [
         at for at, link in links if link.width and link.max_width and link.width < link.max_width
@@ -43,7 +43,7 @@ def _pcie(facts: Facts) -> Verdict:
     return ok(f"generation {known[0].generation}, {known[0].width} lanes")
 
 
-def _nvlinks(facts: Facts) -> Verdict:
+def _nvlinks(facts: MachineFacts) -> Verdict:
     down = [gpu.index for gpu in facts.gpus if gpu.nvlinks and not all(gpu.nvlinks)]
     if down:
         number = sum(not active for gpu in facts.gpus for active in gpu.nvlinks)
@@ -63,7 +63,7 @@ def _nvlinks(facts: Facts) -> Verdict:
     return ok(f"{max(links)} links a device, all active")
 
 
-def _device_links(facts: Facts) -> Verdict:
+def _device_links(facts: MachineFacts) -> Verdict:
     if facts.amd_links:
         kinds = ", ".join(sorted(facts.amd_links))
         if "PCIE" in facts.amd_links:
@@ -88,7 +88,7 @@ def _device_links(facts: Facts) -> Verdict:
     )
 
 
-def _state(facts: Facts) -> Verdict:
+def _state(facts: MachineFacts) -> Verdict:
     if facts.ports is None:
         return unknown("it is not known which ports there are")
     if not facts.ports:
@@ -116,7 +116,7 @@ def _told(port: Port) -> str:
     return f"{port.name} {kind} {port.gbit_per_s or 0:g} Gbit/s"
 
 
-def _rates(facts: Facts) -> Verdict:
+def _rates(facts: MachineFacts) -> Verdict:
     up = [port for port in facts.ports or () if port.is_active and port.gbit_per_s]
     if not up:
         return unknown("no active InfiniBand or RoCE port")
@@ -139,7 +139,7 @@ def _rates(facts: Facts) -> Verdict:
     return ok(f"{len(up)} x {fastest:g} Gbit/s")
 
 
-def _near(facts: Facts) -> Verdict:
+def _near(facts: MachineFacts) -> Verdict:
     matrix = facts.matrix
     if matrix is None or not matrix.cards:
         return unknown("no matrix of devices and network cards") if facts.gpus else NO_GPU
@@ -157,7 +157,7 @@ def _near(facts: Facts) -> Verdict:
     return ok("each device has a card on its own PCIe switch or host bridge")
 
 
-def _gpudirect(facts: Facts) -> Verdict:
+def _gpudirect(facts: MachineFacts) -> Verdict:
     if not facts.gpus:
         return NO_GPU
     if not [port for port in facts.ports or () if port.is_active]:
@@ -179,7 +179,7 @@ def _gpudirect(facts: Facts) -> Verdict:
     )
 
 
-def _iommu(facts: Facts) -> Verdict:
+def _iommu(facts: MachineFacts) -> Verdict:
     line = facts.kernel.command_line
     if line is None:
         return unknown("the kernel's command line is not known")

@@ -1,7 +1,7 @@
 """Checks of the host: cores, limits, memory, clock, storage."""
 
 from paceline.doctor.checks.verdict import Check, Verdict, ok, problem, unknown, warning
-from paceline.doctor.facts import Facts
+from paceline.doctor.facts import MachineFacts
 
 _GIB = 2**30
 _LEAST_CORES_PER_DEVICE = 4
@@ -16,7 +16,7 @@ _VERY_SLOW_WRITE = 50e6
 _UNKNOWN = unknown("the host's own facts are not there")
 
 
-def _cores(facts: Facts) -> Verdict:
+def _cores(facts: MachineFacts) -> Verdict:
     if facts.system is None:
         return _UNKNOWN
     cores, ranks = facts.system.cores, facts.num_ranks
@@ -36,7 +36,7 @@ def _cores(facts: Facts) -> Verdict:
     return ok(f"{cores} cores for {ranks} ranks")
 
 
-def _quota(facts: Facts) -> Verdict:
+def _quota(facts: MachineFacts) -> Verdict:
     quota = facts.kernel.quota_cores
     if quota is None or facts.system is None:
         return unknown("no CPU group was seen")
@@ -49,7 +49,7 @@ def _quota(facts: Facts) -> Verdict:
     return ok("none, or as many as there are cores")
 
 
-def _binding(facts: Facts) -> Verdict:
+def _binding(facts: MachineFacts) -> Verdict:
     here = facts.system
     if here is None:
         return _UNKNOWN
@@ -63,7 +63,7 @@ def _binding(facts: Facts) -> Verdict:
     return ok(f"{here.numa_nodes} NUMA nodes; this process is bound to {here.cores} cores")
 
 
-def _governor(facts: Facts) -> Verdict:
+def _governor(facts: MachineFacts) -> Verdict:
     governor = facts.kernel.governor
     if governor is None:
         return unknown("the host doesn't tell (most virtual ones don't)")
@@ -72,7 +72,7 @@ def _governor(facts: Facts) -> Verdict:
     return warning(governor, "cpupower frequency-set -g performance.")
 
 
-def _shared_memory(facts: Facts) -> Verdict:
+def _shared_memory(facts: MachineFacts) -> Verdict:
     size = facts.system.shm_bytes if facts.system else None
     if size is None:
         return unknown("there is no /dev/shm")
@@ -84,7 +84,7 @@ def _shared_memory(facts: Facts) -> Verdict:
     return ok(told)
 
 
-def _memlock(facts: Facts) -> Verdict:
+def _memlock(facts: MachineFacts) -> Verdict:
     limit = facts.kernel.limits.get("locked memory")
     if limit is None:
         return unknown("limits are not known")
@@ -97,15 +97,15 @@ def _memlock(facts: Facts) -> Verdict:
     return ok(told)
 
 
-def _files(facts: Facts) -> Verdict:
+def _files(facts: MachineFacts) -> Verdict:
     return _limit(facts, "open files", _LEAST_FILES, "ulimit -n 65536.")
 
 
-def _processes(facts: Facts) -> Verdict:
+def _processes(facts: MachineFacts) -> Verdict:
     return _limit(facts, "processes", _LEAST_PROCESSES, "ulimit -u 65536.")
 
 
-def _limit(facts: Facts, name: str, least: int, fix: str) -> Verdict:
+def _limit(facts: MachineFacts, name: str, least: int, fix: str) -> Verdict:
     limit = facts.kernel.limits.get(name)
     if limit is None:
         return unknown("limits are not known")
@@ -113,7 +113,7 @@ def _limit(facts: Facts, name: str, least: int, fix: str) -> Verdict:
     return ok(told) if limit >= least else warning(told, fix)
 
 
-def _memory(facts: Facts) -> Verdict:
+def _memory(facts: MachineFacts) -> Verdict:
     said = facts.kernel.memory_bytes
     if "MemTotal" not in said:
         return unknown("the host's memory is not known")
@@ -137,7 +137,7 @@ def _memory(facts: Facts) -> Verdict:
     return ok(told)
 
 
-def _huge_pages(facts: Facts) -> Verdict:
+def _huge_pages(facts: MachineFacts) -> Verdict:
     chosen = facts.kernel.huge_pages
     if chosen is None:
         return unknown("the kernel doesn't tell")
@@ -149,7 +149,7 @@ def _huge_pages(facts: Facts) -> Verdict:
     return ok(chosen)
 
 
-def _clock(facts: Facts) -> Verdict:
+def _clock(facts: MachineFacts) -> Verdict:
     synchronised = facts.kernel.clock_synchronised
     if synchronised is None:
         return unknown("neither timedatectl nor chronyc answers")
@@ -158,7 +158,7 @@ def _clock(facts: Facts) -> Verdict:
     return ok("synchronised")
 
 
-def _space(facts: Facts) -> Verdict:
+def _space(facts: MachineFacts) -> Verdict:
     disk = facts.storage
     if disk is None:
         return unknown("no folder was looked at")
@@ -168,7 +168,7 @@ def _space(facts: Facts) -> Verdict:
     return ok(told)
 
 
-def _speed(facts: Facts) -> Verdict:
+def _speed(facts: MachineFacts) -> Verdict:
     disk = facts.storage
     if disk is None or disk.write_bytes_per_s is None or disk.read_bytes_per_s is None:
         return unknown("no folder was measured")
@@ -182,7 +182,7 @@ def _speed(facts: Facts) -> Verdict:
     return warning(told, fix) if disk.write_bytes_per_s < _SLOW_WRITE else ok(told)
 
 
-def _container(facts: Facts) -> Verdict:
+def _container(facts: MachineFacts) -> Verdict:
     here = facts.system
     if here is None:
         return _UNKNOWN

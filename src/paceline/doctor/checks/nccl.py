@@ -10,7 +10,7 @@ from paceline.doctor.checks.verdict import (
     unknown,
     warning,
 )
-from paceline.doctor.facts import Facts
+from paceline.doctor.facts import MachineFacts
 
 _NO_LOG = unknown("no log: run the job with NCCL_DEBUG=INFO and give its output by --nccl-log")
 
@@ -54,7 +54,7 @@ HURTS: Mapping[str, tuple[Callable[[str], bool], str]] = {
 }
 
 
-def _network(facts: Facts) -> Verdict:
+def _network(facts: MachineFacts) -> Verdict:
     log = facts.nccl
     if log is None:
         return _NO_LOG
@@ -81,7 +81,7 @@ def _network(facts: Facts) -> Verdict:
     return ok(f"{all_net} channels over {', '.join(log.networks) or 'RDMA'}")
 
 
-def _peers(facts: Facts) -> Verdict:
+def _peers(facts: MachineFacts) -> Verdict:
     log = facts.nccl
     if log is None:
         return _NO_LOG
@@ -96,7 +96,7 @@ def _peers(facts: Facts) -> Verdict:
     return ok(f"{peer} channels from device to device")
 
 
-def _gdr(facts: Facts) -> Verdict:
+def _gdr(facts: MachineFacts) -> Verdict:
     log = facts.nccl
     if log is None:
         return _NO_LOG
@@ -113,7 +113,7 @@ def _gdr(facts: Facts) -> Verdict:
     return ok(f"all {rdma} channels")
 
 
-def _nvls(facts: Facts) -> Verdict:
+def _nvls(facts: MachineFacts) -> Verdict:
     log = facts.nccl
     if log is None:
         return _NO_LOG
@@ -129,7 +129,7 @@ def _nvls(facts: Facts) -> Verdict:
     return ok("available" if log.nvls else "these devices have none")
 
 
-def _said(facts: Facts) -> Verdict:
+def _said(facts: MachineFacts) -> Verdict:
     log = facts.nccl
     if log is None:
         return _NO_LOG
@@ -145,7 +145,7 @@ def _said(facts: Facts) -> Verdict:
     return ok(f"NCCL {', '.join(log.versions) or '(version not told)'}, no warnings")
 
 
-def _chosen(facts: Facts) -> Verdict:
+def _chosen(facts: MachineFacts) -> Verdict:
     log = facts.nccl
     if log is None:
         return _NO_LOG
@@ -161,7 +161,7 @@ def _chosen(facts: Facts) -> Verdict:
     return ok(told)
 
 
-def _settings(facts: Facts) -> Verdict:
+def _settings(facts: MachineFacts) -> Verdict:
     given = facts.environment
     if facts.system is None and not given:
         return unknown("the environment is not known")

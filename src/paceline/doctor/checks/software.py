@@ -1,13 +1,13 @@
 """Checks of versions that belong together."""
 
 from paceline.doctor.checks.verdict import NO_GPU, Check, Verdict, ok, problem, unknown, warning
-from paceline.doctor.facts import Facts
+from paceline.doctor.facts import MachineFacts
 from paceline.doctor.software import CUDA_OF_ARCHITECTURE, MINIMUM_DRIVER, version
 
 _UNKNOWN = unknown("it is not known which torch is installed")
 
 
-def _driver(facts: Facts) -> Verdict:
+def _driver(facts: MachineFacts) -> Verdict:
     if facts.software is None:
         return _UNKNOWN
     cuda = facts.software.cuda
@@ -28,7 +28,7 @@ def _driver(facts: Facts) -> Verdict:
     return ok(f"driver {facts.driver.version} runs CUDA {cuda} (needs {wanted})")
 
 
-def _architecture(facts: Facts) -> Verdict:
+def _architecture(facts: MachineFacts) -> Verdict:
     if facts.software is None:
         return _UNKNOWN
     if not facts.gpus:
@@ -52,7 +52,7 @@ def _architecture(facts: Facts) -> Verdict:
     return ok(f"CUDA {cuda} knows {name}")
 
 
-def _together(facts: Facts) -> Verdict:
+def _together(facts: MachineFacts) -> Verdict:
     if facts.software is None:
         return _UNKNOWN
     if not facts.software.required:
@@ -68,7 +68,7 @@ def _together(facts: Facts) -> Verdict:
     return ok(f"{len(facts.software.required)} requirements of Paceline and torch are met")
 
 
-def _nccl_loaded(facts: Facts) -> Verdict:
+def _nccl_loaded(facts: MachineFacts) -> Verdict:
     if facts.software is None:
         return _UNKNOWN
     pins = [
@@ -88,7 +88,7 @@ def _nccl_loaded(facts: Facts) -> Verdict:
     return ok(f"NCCL {loaded[0]}, the one that torch came with")
 
 
-def _monitoring(facts: Facts) -> Verdict:
+def _monitoring(facts: MachineFacts) -> Verdict:
     if facts.software is None:
         return _UNKNOWN
     if facts.software.monitors:

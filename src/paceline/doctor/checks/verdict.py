@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.doctor.facts import Facts
+from paceline.doctor.facts import MachineFacts
 
 Status = Literal["problem", "warning", "ok", "not checked"]
 
@@ -26,7 +26,7 @@ class Check:
     name: str
     looks_at: str
     why: str
-    judge: Callable[[Facts], Verdict]
+    judge: Callable[[MachineFacts], Verdict]
 
 
 def ok(seen: str) -> Verdict:

@@ -13,11 +13,11 @@ from dataclasses import replace
 from math import isfinite
 from typing import NamedTuple
 
-from paceline.explain.changes import offered
+from paceline.explain.changes import runnable_changes
 from paceline.explain.finding import Finding
 from paceline.explain.rules import (
     environment,
-    exchange,
+    gradients,
     host,
     kernels,
     links,
@@ -107,7 +107,7 @@ RULES: Mapping[str, Rule] = {
         (*_NO_DEVICE, *_NO_STEPS),
     ),
     "reduce-every-micro-batch": Rule(
-        exchange.reduce_every_micro_batch,
+        gradients.reduce_every_micro_batch,
         "the same gradients all-reduced in two or more backward passes of most steps, with no "
         "optimizer between",
         "operators of autograd were not recorded; passes exchange other sizes (two networks)",
@@ -115,21 +115,21 @@ RULES: Mapping[str, Rule] = {
         (*_NO_DEVICE, *_NO_STEPS, *_NO_TRAINING),
     ),
     "buckets-too-small": Rule(
-        exchange.buckets_too_small,
+        gradients.buckets_too_small,
         "half as many all-reduces of gradients again as are worth it, and their bytes",
         "",
         _EXCHANGES,
         (*_NO_DEVICE, *_NO_STEPS, *_NO_TRAINING),
     ),
     "buckets-too-large": Rule(
-        exchange.buckets_too_large,
+        gradients.buckets_too_large,
         "all gradients in one or two all-reduces, three quarters of them exposed",
         "",
         _EXCHANGES,
         (*_NO_DEVICE, *_NO_STEPS, *_NO_TRAINING),
     ),
     "no-overlap": Rule(
-        exchange.no_overlap,
+        gradients.no_overlap,
         "three or more all-reduces of gradients, three quarters of them exposed",
         "",
         _EXCHANGES,
@@ -328,7 +328,7 @@ def sound(subject: Subject, found: Finding) -> Finding | None:
     most = min(1.0, 1 / found.gain) if found.gain > 0 else 1.0
     found = replace(found, gain=found.gain * most, gain_s=found.gain_s * most)
     if found.changes:
-        found = replace(found, changes=offered(subject.job, *found.changes))
+        found = replace(found, changes=runnable_changes(subject.job, *found.changes))
     if not (found.changes or found.advice):
         return None
     if subject.account is not None and subject.account.caveat(caveats.NO_STEPS):

@@ -1,8 +1,8 @@
 """Busy: how long each rank was at work in each step, for the rules that compare ranks.
 
-The Run's lines say it of every step (`comm.busy`); where they don't, as in traces of others, the
-profiled steps do. And how long ranks were ready and had no core, for those about what exchanging
-takes of them.
+The Run's lines say it of every step (`comm.busy_clock`); where they don't, as in traces of others,
+the profiled steps do. And how long ranks were ready and had no core, for those about what
+exchanging takes of them.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.explain.subject import Subject
-from paceline.observe.ranks import mean_figure, spread_of
+from paceline.observe.rank_spread import mean_figure, spread_of
 
 Array = npt.NDArray[Any]
 

@@ -10,7 +10,7 @@ from paceline.explain.rules.busy import FAIR_QUEUE
 from paceline.explain.rules.memory import ALLOCATING
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import predicted_s
-from paceline.observe.ranks import mean_figure, spread_of
+from paceline.observe.rank_spread import mean_figure, spread_of
 from paceline.observe.summary import step_time_text
 from paceline.observe.tables.gaps import BETWEEN_KERNELS
 from paceline.observe.terms import TERM_ID

@@ -6,13 +6,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from paceline.config.frozen import size
 from paceline.config.job import Job
-from paceline.config.noun import size
-from paceline.explain.changes import changed, offered
+from paceline.explain.changes import changed_job, runnable_changes
 from paceline.explain.finding import Evidence, Finding
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import fits, what_if
-from paceline.observe.caveats import Device
+from paceline.observe.caveats import TraceDevice
 from paceline.observe.summary import step_time_text
 from paceline.observe.terms import OTHER_IDS, TERM_ID
 
@@ -147,7 +147,7 @@ def unfused_elementwise(subject: Subject) -> Finding | None:
     seconds = _work_s(subject, "other_kernels") * float(simple_ns) / max(1.0, float(whole_ns))
     if seconds < _MUCH_ELEMENTWISE * subject.step_s:
         return None
-    changes = offered(subject.job, "layout.compile=true")
+    changes = runnable_changes(subject.job, "layout.compile=true")
     asked = what_if(subject, changes) if changes else None
     gain_s = seconds * (1 - _FUSED_LEFT)
     return Finding.of(
@@ -267,7 +267,7 @@ def _best_micro_batch(subject: Subject, job: Job) -> _Better | None:
         if job.accumulation % factor or larger > most:
             continue
         changes = (f"layout.micro_batch={larger}",)
-        other = changed(job, changes)
+        other = changed_job(job, changes)
         if other is None or fits(other) is False:
             continue
         seconds = _fewer_passes_s(subject, job, other, changes)
@@ -330,7 +330,7 @@ def _narrower(job: Job) -> tuple[str, ...]:
     dtype = () if layout.param_dtype == "fp32" else ('layout.param_dtype="fp32"',)
     for precision in ("bf16", "fp32"):
         if precision in device.precisions and precision != layout.precision:
-            changes = offered(job, f'layout.precision="{precision}"', *dtype)
+            changes = runnable_changes(job, f'layout.precision="{precision}"', *dtype)
             if changes:
                 return changes
     return ()
@@ -345,7 +345,7 @@ def _of_trace(subject: Subject) -> Finding | None:
     return _wide_kernels(subject, (), form)
 
 
-def narrow_format(device: Device) -> Literal["bf16", "fp16"] | None:
+def narrow_format(device: TraceDevice) -> Literal["bf16", "fp16"] | None:
     """The 16-bit format in which a device's matrix units are at least four times as fast as in
     fp32: bf16 where it has both; None where it has neither, or that isn't known.
 

@@ -7,11 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config.errors import InputError
+from paceline.config.frozen import size
 from paceline.config.job import Job
 from paceline.config.model import Model
-from paceline.config.noun import size
 from paceline.config.stack import Stack, constant
-from paceline.explain.changes import offered
+from paceline.explain.changes import runnable_changes
 from paceline.explain.finding import Evidence, Finding
 from paceline.explain.subject import Subject
 from paceline.explain.traffic import Flow, bus_factor
@@ -41,7 +41,7 @@ _SHARE_OF = {"int8": 0.26, "bf16": 0.5}
 _CODING_PAYS_BELOW = 2e8
 
 
-class Slow(NamedTuple):
+class SlowCollective(NamedTuple):
     """A kind of collective that takes longer than it should."""
 
     flow: Flow
@@ -88,7 +88,7 @@ def where_of(subject: Subject, flow: Flow) -> Array:
     return where & (traffic.is_axis(flow.axis) if flow.axis else traffic.rows["axis"] < 0)
 
 
-def slow_flow(subject: Subject) -> Slow | None:
+def slow_flow(subject: Subject) -> SlowCollective | None:
     """The most exposed kind of collective that takes several times what it should."""
     if subject.account is None:
         return None
@@ -106,7 +106,7 @@ def slow_flow(subject: Subject) -> Slow | None:
         else:
             continue
         if flow.link_s > _SLOWER * expected:
-            return Slow(flow, expected, against)
+            return SlowCollective(flow, expected, against)
     return None
 
 
@@ -153,7 +153,7 @@ def compression_missing(subject: Subject) -> Finding | None:
         return None
     best, gain_s = None, 0.0
     for form in _FORMS:
-        changes = offered(job, f"comm.dp.compress={form}")
+        changes = runnable_changes(job, f"comm.dp.compress={form}")
         asked = what_if(subject, changes) if changes else None
         # No more than the bytes that are not sent.
         seconds = exposed_s * (1 - _SHARE_OF[form])
@@ -321,7 +321,7 @@ def _without_tp(subject: Subject, job: Job) -> tuple[float, tuple[str, ...]]:
     more_dp = (*off, f"layout.dp={size(layout.dp) * size(layout.tp)}")
     more_fsdp = (*off, f"layout.fsdp={size(layout.fsdp) * size(layout.tp)}", "layout.zero=2")
     for changes in (more_dp, more_fsdp):
-        if not offered(job, *changes):
+        if not runnable_changes(job, *changes):
             continue
         asked = what_if(subject, changes)
         seconds = _exchange_instead(subject, job) if asked is None else asked.gain_s

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from paceline.config.frozen import size
 from paceline.config.job import Job
-from paceline.config.noun import size
-from paceline.explain.changes import changed
+from paceline.explain.changes import changed_job
 from paceline.explain.finding import Basis, Evidence, Finding
 from paceline.explain.rules.busy import queued_s
 from paceline.explain.subject import Subject
@@ -23,7 +23,7 @@ def recompute_not_needed(subject: Subject) -> Finding | None:
     measured = subject.measured
     again = measured.term_s("recompute")
     changes = ("layout.recompute=none", 'layout.recompute_layers="all"')
-    without = changed(job, changes)
+    without = changed_job(job, changes)
     if without is None or not fits(without):
         return None
     # Between operators that run again the host takes its time again.
@@ -61,7 +61,7 @@ def sharding_not_needed(subject: Subject) -> Finding | None:
         "layout.fsdp=1",
         "layout.zero=0",
     )
-    without = changed(job, changes)
+    without = changed_job(job, changes)
     if without is None or not fits(without):
         return None
     exposed_s = float(subject.measured.term_s("exposed_comm.fsdp").mean())

@@ -10,15 +10,15 @@ import numpy as np
 
 from paceline.config.errors import InputError
 from paceline.config.feasible import num_stages
+from paceline.config.frozen import size
 from paceline.config.job import Job
 from paceline.config.model import Model
-from paceline.config.noun import size
-from paceline.explain.changes import changed, offered
+from paceline.explain.changes import changed_job, runnable_changes
 from paceline.explain.finding import Basis, Evidence, Finding
 from paceline.explain.rules.busy import FAIR_QUEUE, busy_s, ranks_of
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import what_if
-from paceline.observe.ranks import mean_figure
+from paceline.observe.rank_spread import mean_figure
 from paceline.observe.summary import bytes_text, step_time_text
 from paceline.plan.points import Setting
 from paceline.plan.price.step import Simulated
@@ -54,7 +54,7 @@ def uneven_stages(subject: Subject) -> Finding | None:
             ),
             *_busy_of_stages(subject),
         ],
-        changes=offered(job, change),
+        changes=runnable_changes(job, change),
         advice="Give each stage as much to do as the others, the head counted in.",
         basis=basis,
     )
@@ -111,7 +111,7 @@ def regather_in_pipeline(subject: Subject) -> Finding | None:
         f"Parameters are gathered {times} times in a step, once for each micro-batch.",
         traffic.removed_s(gathers) * (times - 1) / times,
         [Evidence("host", f"{bytes_text(total)} of all-gathers in a step.")],
-        changes=offered(subject.job, "layout.zero=1"),
+        changes=runnable_changes(subject.job, "layout.zero=1"),
         advice="Keep parameters gathered over the step (ZeRO-1, reshard_after_forward=False) in a "
         "pipeline.",
         basis="measured",
@@ -246,7 +246,7 @@ def _gain_of_micro_batch(subject: Subject, changes: tuple[str, ...]) -> float | 
     """By the planner; where it doesn't know the device, by the bubble's formula."""
     job = subject.job
     assert job is not None
-    other = changed(job, changes)
+    other = changed_job(job, changes)
     if other is None:
         return None
     asked = what_if(subject, changes)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from paceline.config.job import Job
 from paceline.explain.finding import Evidence, Finding
-from paceline.explain.measured import WAITING
+from paceline.explain.profiled_steps import WAITING
 from paceline.explain.subject import Subject
 from paceline.observe.summary import number, step_time_text
 

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paceline.config.noun import size
-from paceline.explain.changes import offered
+from paceline.config.frozen import size
+from paceline.explain.changes import runnable_changes
 from paceline.explain.finding import Evidence, Finding
-from paceline.explain.measured import WAITING
+from paceline.explain.profiled_steps import WAITING
 from paceline.explain.rules.busy import busy_s, ranks_of
 from paceline.explain.rules.pipeline import rank_work
 from paceline.explain.subject import Subject
-from paceline.observe.ranks import late_by, mean_figure
+from paceline.observe.rank_spread import mean_figure, slowest_rank
 from paceline.observe.summary import step_time_text
 from paceline.observe.terms import TERMS
 
@@ -107,7 +107,9 @@ def expert_imbalance(subject: Subject) -> Finding | None:
         "mean.",
         seconds,
         _uneven_evidence(subject),
-        changes=() if rebalances else offered(job, f"layout.rebalance_every={_REBALANCE_EVERY}"),
+        changes=()
+        if rebalances
+        else runnable_changes(job, f"layout.rebalance_every={_REBALANCE_EVERY}"),
         advice="Raise the balance loss, let biases of the choice follow the load, or move experts "
         "between ranks.",
         with_job="The biases are model.experts.bias_update_speed.",
@@ -295,7 +297,7 @@ def _differing(subject: Subject, rank: int, term: _More | None) -> list[Evidence
 def _told_by_clock(subject: Subject, rank: int) -> list[Evidence]:
     """That the Run's own clock finds the same rank late in the steps that nobody recorded."""
     figure = mean_figure(subject.steady, "busy_s")
-    late = late_by(figure)
+    late = slowest_rank(figure)
     if subject.account is None or late is None or late[0] != rank or late[1] <= 0:
         return []
     sentence = f"By the run's own clock it is {step_time_text(late[1])} late in the mean step."

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.kernels import switch
 from paceline.kernels.activations import reference
-from paceline.kernels.cost import Cost
+from paceline.kernels.cost import KernelCost
 
 SHAPES = ((8192, 4096), (8192, 14336), (8192, 32768))
 """Tokens and width of feed-forward layers that people train."""
@@ -28,11 +28,11 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return kernel.gated(gate, up)
 
 
-def gated_forward_cost(rows: int, width: int, item_size: int) -> Cost:
+def gated_forward_cost(rows: int, width: int, item_size: int) -> KernelCost:
     """Read gate and up, write the product."""
-    return Cost(3 * rows * width * item_size)
+    return KernelCost(3 * rows * width * item_size)
 
 
-def gated_backward_cost(rows: int, width: int, item_size: int) -> Cost:
+def gated_backward_cost(rows: int, width: int, item_size: int) -> KernelCost:
     """Read the gradient, gate and up, write two gradients."""
-    return Cost(5 * rows * width * item_size)
+    return KernelCost(5 * rows * width * item_size)

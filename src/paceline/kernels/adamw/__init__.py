@@ -21,8 +21,8 @@ from paceline.config.errors import InputError
 from paceline.kernels import switch
 from paceline.kernels.adamw import reference
 from paceline.kernels.adamw.eight_bit import Coded
-from paceline.kernels.adamw.reference import Moment, Settings
-from paceline.kernels.cost import Cost
+from paceline.kernels.adamw.reference import AdamWSettings, Moment
+from paceline.kernels.cost import KernelCost
 
 __all__ = ["SHAPES", "Coded", "Moment", "adamw_", "step_cost"]
 
@@ -65,7 +65,7 @@ def adamw_(
     Raises:
         InputError: lists or tensors that don't belong together.
     """
-    settings = Settings(lr, betas, eps, weight_decay, found_inf)
+    settings = AdamWSettings(lr, betas, eps, weight_decay, found_inf)
     _check(params, grads, exp_avgs, exp_avg_sqs, steps, masters, settings)
     if not params:
         return
@@ -77,7 +77,7 @@ def adamw_(
     kernel.step_(params, grads, exp_avgs, exp_avg_sqs, steps, masters, settings)
 
 
-def step_cost(num_values: int, param_bytes: int, grad_bytes: int, moment_bytes: int) -> Cost:
+def step_cost(num_values: int, param_bytes: int, grad_bytes: int, moment_bytes: int) -> KernelCost:
     """All is read and written, but the gradient only read.
 
     Args:
@@ -86,7 +86,7 @@ def step_cost(num_values: int, param_bytes: int, grad_bytes: int, moment_bytes: 
         grad_bytes: 2 or 4.
         moment_bytes: 4, or 1 for codes (their scales, 1.6 %, aren't counted).
     """
-    return Cost(num_values * (2 * param_bytes + grad_bytes + 4 * moment_bytes))
+    return KernelCost(num_values * (2 * param_bytes + grad_bytes + 4 * moment_bytes))
 
 
 def _suit(
@@ -131,7 +131,7 @@ def _check(
     seconds: Sequence[Moment],
     steps: Sequence[Tensor],
     masters: Sequence[Tensor] | None,
-    settings: Settings,
+    settings: AdamWSettings,
 ) -> None:
     """Refuse what doesn't belong together."""
     lists: dict[str, Sequence[Moment]] = {

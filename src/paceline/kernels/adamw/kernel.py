@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.adamw.eight_bit import BLOCK, Coded, _levels
-from paceline.kernels.adamw.reference import Moment, Settings
+from paceline.kernels.adamw.reference import AdamWSettings, Moment
 from paceline.kernels.launch import Kernel, Launch
 from paceline.kernels.operator import Operator
 
@@ -275,7 +275,7 @@ def step_(
     seconds: Sequence[Moment],
     steps: Sequence[Tensor],
     masters: Sequence[Tensor] | None,
-    settings: Settings,
+    settings: AdamWSettings,
 ) -> None:
     """Step each parameter in place, see `adamw_`."""
     is_given = isinstance(settings.lr, Tensor)

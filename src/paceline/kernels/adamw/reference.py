@@ -16,7 +16,7 @@ Moment = Tensor | Coded
 """As numbers, or as 8-bit codes of them (of the second moment's root)."""
 
 
-class Settings(NamedTuple):
+class AdamWSettings(NamedTuple):
     """Of a step, the same for all tensors."""
 
     lr: float | Tensor
@@ -34,7 +34,7 @@ def step_(
     seconds: Sequence[Moment],
     steps: Sequence[Tensor],
     masters: Sequence[Tensor] | None,
-    settings: Settings,
+    settings: AdamWSettings,
 ) -> None:
     """Step each parameter in place, see `adamw_`."""
     for index, (param, grad, first, second, step) in enumerate(
@@ -53,7 +53,7 @@ def step_(
 
 
 def _stepped(
-    x: Tensor, g: Tensor, m: Tensor, v: Tensor, count: Tensor, settings: Settings
+    x: Tensor, g: Tensor, m: Tensor, v: Tensor, count: Tensor, settings: AdamWSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Parameter and moments after a step; count is its number, from 1."""
     beta1, beta2 = settings.betas
@@ -74,7 +74,7 @@ def _numbers(moment: Moment, stepped: Tensor, *, signed: bool) -> Tensor:
     return numbers if signed else numbers.square()
 
 
-def _put_moment(moment: Moment, numbers: Tensor, settings: Settings, *, signed: bool) -> None:
+def _put_moment(moment: Moment, numbers: Tensor, settings: AdamWSettings, *, signed: bool) -> None:
     if isinstance(moment, Tensor):
         _put(moment, numbers.to(moment.dtype), settings)
         return
@@ -84,7 +84,7 @@ def _put_moment(moment: Moment, numbers: Tensor, settings: Settings, *, signed: 
     _put(moment.scales, coded.scales, settings)
 
 
-def _put(old: Tensor, new: Tensor, settings: Settings) -> None:
+def _put(old: Tensor, new: Tensor, settings: AdamWSettings) -> None:
     """Write new values, unless the step is skipped."""
     if settings.found_inf is not None:
         new = torch.where(settings.found_inf == 0, new, old)

@@ -15,27 +15,27 @@ import torch
 from paceline.kernels.attention.backends import asking
 from paceline.kernels.attention.backends import attend as attend
 from paceline.kernels.attention.backends import block_mask as block_mask
+from paceline.kernels.attention.rule import AttentionShape, BackendChoice, Mask, rule
 from paceline.kernels.attention.rule import Backend as Backend
-from paceline.kernels.attention.rule import Choice, Mask, Shape, rule
 from paceline.kernels.attention.table import measure as measure
 from paceline.kernels.attention.table import remembered
 
 SHAPES = (
-    Shape(4, 32, 8, 4096, 128, 128),
-    Shape(1, 32, 8, 32768, 128, 128),
-    Shape(8, 16, 16, 2048, 64, 64),
-    Shape(2, 128, 128, 4096, 192, 128),
+    AttentionShape(4, 32, 8, 4096, 128, 128),
+    AttentionShape(1, 32, 8, 32768, 128, 128),
+    AttentionShape(8, 16, 16, 2048, 64, 64),
+    AttentionShape(2, 128, 128, 4096, 192, 128),
 )
 """Of layers that people train; the last is latent attention's."""
 
 
 def choose(
-    shape: Shape,
+    shape: AttentionShape,
     dtype: torch.dtype,
     device: torch.device,
     mask: Mask = "causal",
     path: Path | None = None,
-) -> Choice:
+) -> BackendChoice:
     """Which implementation to run, and why.
 
     Args:

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from paceline.kernels.attention.reference import visible_pairs
-from paceline.kernels.attention.rule import Backend, Mask, Shape
+from paceline.kernels.attention.rule import AttentionShape, Backend, Mask
 
 _OF_TORCH = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -95,7 +95,7 @@ def _causal_blocks(seq_len: int, device: torch.device) -> BlockMask:
 
 
 def candidates(
-    shape: Shape, dtype: torch.dtype, device: torch.device, mask: Mask
+    shape: AttentionShape, dtype: torch.dtype, device: torch.device, mask: Mask
 ) -> tuple[Backend, ...]:
     """The implementations that may be compared for a call; "math" while its scores are few."""
     named: tuple[Backend, ...] = ("cudnn", "flash", "efficient", "flex", "math")
@@ -105,7 +105,7 @@ def candidates(
 
 
 def asking(
-    shape: Shape, dtype: torch.dtype, device: torch.device, mask: Mask
+    shape: AttentionShape, dtype: torch.dtype, device: torch.device, mask: Mask
 ) -> Callable[[Backend], bool]:
     """A function that says whether an implementation takes a call; nothing runs."""
 
@@ -124,7 +124,7 @@ def asking(
 
 @lru_cache
 def _torch_says(
-    backend: Backend, shape: Shape, dtype: torch.dtype, device: torch.device, mask: Mask
+    backend: Backend, shape: AttentionShape, dtype: torch.dtype, device: torch.device, mask: Mask
 ) -> bool:
     # What torch asks for depends on widths, types and layout: a short sequence will do.
     length = min(shape.seq_len, _LONGEST_ASKED)

@@ -18,7 +18,7 @@ _WIDEST_CUDNN_HEAD = 128
 _16_BITS = (torch.bfloat16, torch.float16)
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     """Of one call."""
 
     batch: int
@@ -29,7 +29,7 @@ class Shape(NamedTuple):
     value_dim: int
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     """What to run, and why."""
 
     backend: Backend
@@ -37,12 +37,12 @@ class Choice(NamedTuple):
 
 
 def rule(
-    shape: Shape,
+    shape: AttentionShape,
     dtype: torch.dtype,
     capability: tuple[int, int] | None,
     mask: Mask,
     can: Callable[[Backend], bool],
-) -> Choice:
+) -> BackendChoice:
     """Choose without measuring.
 
     Args:
@@ -53,20 +53,24 @@ def rule(
         can: whether torch says that a backend takes the call; asked for few of them.
     """
     if capability is None:
-        return Choice("default", "torch's own choice, for this is no CUDA device")
+        return BackendChoice("default", "torch's own choice, for this is no CUDA device")
     if dtype not in _16_BITS:
-        return Choice("default", f"torch's own choice, for {dtype} is not of 16 bits")
+        return BackendChoice("default", f"torch's own choice, for {dtype} is not of 16 bits")
     if mask in ("window", "documents") and can("flex"):
-        return Choice("flex", f'skips blocks that no query sees under the "{mask}" mask')
+        return BackendChoice("flex", f'skips blocks that no query sees under the "{mask}" mask')
     if mask in ("causal", "none"):
         if capability == _HOPPER and shape.head_dim <= _WIDEST_CUDNN_HEAD and can("cudnn"):
             # Published for an H100 at 4608 tokens: 631 against 329 TFLOP/s (pytorch#142132); less
             # than flash on an A100 and on consumer cards (transformers#48163).
-            return Choice("cudnn", "published as nearly twice flash on Hopper; not measured here")
+            return BackendChoice(
+                "cudnn", "published as nearly twice flash on Hopper; not measured here"
+            )
         if can("flash"):
-            return Choice(
+            return BackendChoice(
                 "flash", "fused, and torch takes this call; cuDNN is for heads to 128 on Hopper"
             )
     if can("efficient"):
-        return Choice("efficient", f'takes the "{mask}" mask without writing out scores')
-    return Choice("default", "torch's own choice, for no fused implementation takes this call")
+        return BackendChoice("efficient", f'takes the "{mask}" mask without writing out scores')
+    return BackendChoice(
+        "default", "torch's own choice, for no fused implementation takes this call"
+    )

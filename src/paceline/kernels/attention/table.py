@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.config.errors import InputError
 from paceline.kernels.attention.backends import attend, block_mask, candidates
 from paceline.kernels.attention.reference import visible_pairs
-from paceline.kernels.attention.rule import Backend, Choice, Mask, Shape
+from paceline.kernels.attention.rule import AttentionShape, Backend, BackendChoice, Mask
 from paceline.kernels.launch import OWN as OWN_LAUNCHES
 from paceline.kernels.launch import next_power_of_2
 
@@ -32,7 +32,7 @@ _WARM_UP = 2
 _DOCUMENTS = 4
 
 
-class Row(NamedTuple):
+class BackendTiming(NamedTuple):
     """What was measured."""
 
     device: str
@@ -52,7 +52,7 @@ def default_path() -> Path | None:
     return Path(launches).with_name(_NAME) if launches else None
 
 
-def bucket(shape: Shape) -> str:
+def bucket(shape: AttentionShape) -> str:
     """Shapes that are taken to be alike: work and length up to the next power of two."""
     lines, length = shape.batch * shape.heads, shape.seq_len
     return (
@@ -62,8 +62,12 @@ def bucket(shape: Shape) -> str:
 
 
 def remembered(
-    shape: Shape, dtype: torch.dtype, device: torch.device, mask: Mask, path: Path | None = None
-) -> Choice | None:
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    mask: Mask,
+    path: Path | None = None,
+) -> BackendChoice | None:
     """The choice that was measured; None where none was with this version of torch."""
     path = path or default_path()
     if path is None or not path.exists():
@@ -75,13 +79,13 @@ def remembered(
 
 
 def measure(
-    shape: Shape,
+    shape: AttentionShape,
     dtype: torch.dtype,
     device: torch.device,
     mask: Mask = "causal",
     path: Path | None = None,
     rounds: int = 10,
-) -> Choice:
+) -> BackendChoice:
     """Run every implementation that takes the call, and remember how long each took.
 
     Args:
@@ -109,33 +113,33 @@ def measure(
         )
     key = _key(shape, dtype, device, mask)
     rows = dict(_rows(path, path.stat().st_mtime_ns)) if path.exists() else {}
-    rows[key] = Row(*key, times)
+    rows[key] = BackendTiming(*key, times)
     _write(path, rows)
     return _fastest(rows[key])
 
 
-def _fastest(row: Row) -> Choice:
+def _fastest(row: BackendTiming) -> BackendChoice:
     best = min(row.ms, key=row.ms.__getitem__)
     told = ", ".join(f"{name} {ms:.3g} ms" for name, ms in sorted(row.ms.items()))
-    return Choice(best, f"measured on this device: {told}")
+    return BackendChoice(best, f"measured on this device: {told}")
 
 
 _Key = tuple[str, str, str, str, str]
 
 
-def _key(shape: Shape, dtype: torch.dtype, device: torch.device, mask: Mask) -> _Key:
+def _key(shape: AttentionShape, dtype: torch.dtype, device: torch.device, mask: Mask) -> _Key:
     on = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return on, str(dtype).removeprefix("torch."), mask, bucket(shape), torch.__version__
 
 
 @lru_cache(maxsize=1)
-def _rows(path: Path, changed_ns: int) -> Mapping[_Key, Row]:
+def _rows(path: Path, changed_ns: int) -> Mapping[_Key, BackendTiming]:
     """The file's rows; read anew when it changed."""
-    read = [Row(**row) for row in json.loads(path.read_text())["rows"]]
+    read = [BackendTiming(**row) for row in json.loads(path.read_text())["rows"]]
     return {(row.device, row.dtype, row.mask, row.bucket, row.torch): row for row in read}
 
 
-def _write(path: Path, rows: Mapping[_Key, Row]) -> None:
+def _write(path: Path, rows: Mapping[_Key, BackendTiming]) -> None:
     """All or nothing: another process may be reading."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}")
@@ -146,7 +150,7 @@ def _write(path: Path, rows: Mapping[_Key, Row]) -> None:
 
 
 def _times(
-    shape: Shape, dtype: torch.dtype, device: torch.device, mask: Mask, rounds: int
+    shape: AttentionShape, dtype: torch.dtype, device: torch.device, mask: Mask, rounds: int
 ) -> dict[Backend, float]:
     inputs = _random_inputs(shape, dtype, device)
     taken: dict[Backend, list[float]] = {}
@@ -166,7 +170,7 @@ def _times(
 
 
 def _random_inputs(
-    shape: Shape, dtype: torch.dtype, device: torch.device
+    shape: AttentionShape, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys, values, and the gradient of the result, laid out as a layer makes them."""
     batch, heads, kv_heads, length, width, value_width = shape
@@ -181,7 +185,7 @@ def _random_inputs(
     )
 
 
-def _mask(shape: Shape, device: torch.device, mask: Mask, backend: Backend) -> Any:
+def _mask(shape: AttentionShape, device: torch.device, mask: Mask, backend: Backend) -> Any:
     window = max(shape.seq_len // 4, 1) if mask == "window" else None
     documents = None
     if mask == "documents":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.kernels import switch
-from paceline.kernels.cost import Cost
+from paceline.kernels.cost import KernelCost
 from paceline.kernels.experts import reference
 from paceline.kernels.experts.reference import Order
 
@@ -107,30 +107,30 @@ def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return reference.grouped_linear(rows, weights, counts)
 
 
-def route_forward_cost(tokens: int, width: int, copies: int, item_size: int) -> Cost:
+def route_forward_cost(tokens: int, width: int, copies: int, item_size: int) -> KernelCost:
     """`permute` and `unpermute`: tokens and their copies, each read and written once."""
-    return Cost(2 * (1 + copies) * tokens * width * item_size)
+    return KernelCost(2 * (1 + copies) * tokens * width * item_size)
 
 
-def route_backward_cost(tokens: int, width: int, copies: int, item_size: int) -> Cost:
+def route_backward_cost(tokens: int, width: int, copies: int, item_size: int) -> KernelCost:
     """As forward, and the copies are read once more, for the gradients of their weights."""
-    return Cost((2 + 3 * copies) * tokens * width * item_size)
+    return KernelCost((2 + 3 * copies) * tokens * width * item_size)
 
 
 def grouped_linear_forward_cost(
     rows: int, columns: int, inner: int, experts: int, item_size: int
-) -> Cost:
+) -> KernelCost:
     """Read rows and the weights of all experts, write the result."""
     values = rows * inner + experts * columns * inner + rows * columns
-    return Cost(values * item_size, 2 * rows * columns * inner)
+    return KernelCost(values * item_size, 2 * rows * columns * inner)
 
 
 def grouped_linear_backward_cost(
     rows: int, columns: int, inner: int, experts: int, item_size: int
-) -> Cost:
+) -> KernelCost:
     """Two products, each of which reads two matrices and writes one."""
     values = 2 * (rows * columns + experts * columns * inner + rows * inner)
-    return Cost(values * item_size, 4 * rows * columns * inner)
+    return KernelCost(values * item_size, 4 * rows * columns * inner)
 
 
 def _check(rows: Tensor, weights: Tensor, counts: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.kernels import switch
-from paceline.kernels.cost import Cost
+from paceline.kernels.cost import KernelCost
 from paceline.kernels.loss import reference
 from paceline.kernels.loss.reference import IGNORED as IGNORED
 
@@ -171,21 +171,25 @@ def _product_type(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if is_cast else hidden.dtype
 
 
-def cross_entropy_forward_cost(tokens: int, vocab: int, item_size: int) -> Cost:
+def cross_entropy_forward_cost(tokens: int, vocab: int, item_size: int) -> KernelCost:
     """Read the logits, write their gradient."""
-    return Cost(2 * tokens * vocab * item_size)
+    return KernelCost(2 * tokens * vocab * item_size)
 
 
-def cross_entropy_backward_cost(tokens: int, vocab: int, item_size: int) -> Cost:
+def cross_entropy_backward_cost(tokens: int, vocab: int, item_size: int) -> KernelCost:
     """Read the factor from above, which is 1."""
-    return Cost(4)
+    return KernelCost(4)
 
 
-def linear_cross_entropy_forward_cost(tokens: int, width: int, vocab: int, item_size: int) -> Cost:
+def linear_cross_entropy_forward_cost(
+    tokens: int, width: int, vocab: int, item_size: int
+) -> KernelCost:
     """Read hidden states and weight, write their gradients; three products."""
-    return Cost(2 * (tokens + vocab) * width * item_size, 6 * tokens * width * vocab)
+    return KernelCost(2 * (tokens + vocab) * width * item_size, 6 * tokens * width * vocab)
 
 
-def linear_cross_entropy_backward_cost(tokens: int, width: int, vocab: int, item_size: int) -> Cost:
+def linear_cross_entropy_backward_cost(
+    tokens: int, width: int, vocab: int, item_size: int
+) -> KernelCost:
     """Read the factor from above, which is 1."""
-    return Cost(4)
+    return KernelCost(4)

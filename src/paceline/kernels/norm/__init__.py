@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.kernels import switch
-from paceline.kernels.cost import Cost
+from paceline.kernels.cost import KernelCost
 from paceline.kernels.norm import reference
 
 SHAPES = ((8192, 4096), (8192, 8192), (4096, 16384), (8192 * 32, 128))
@@ -77,24 +77,24 @@ def add_rms_norm(
     return normed, summed
 
 
-def forward_cost(rows: int, width: int, item_size: int) -> Cost:
+def forward_cost(rows: int, width: int, item_size: int) -> KernelCost:
     """Read x, write the result."""
-    return Cost(2 * rows * width * item_size)
+    return KernelCost(2 * rows * width * item_size)
 
 
-def backward_cost(rows: int, width: int, item_size: int) -> Cost:
+def backward_cost(rows: int, width: int, item_size: int) -> KernelCost:
     """Read the gradient and x, write the gradient of x."""
-    return Cost(3 * rows * width * item_size)
+    return KernelCost(3 * rows * width * item_size)
 
 
-def add_forward_cost(rows: int, width: int, item_size: int) -> Cost:
+def add_forward_cost(rows: int, width: int, item_size: int) -> KernelCost:
     """Read x and the residual stream, write their sum and the result."""
-    return Cost(4 * rows * width * item_size)
+    return KernelCost(4 * rows * width * item_size)
 
 
-def add_backward_cost(rows: int, width: int, item_size: int) -> Cost:
+def add_backward_cost(rows: int, width: int, item_size: int) -> KernelCost:
     """Read two gradients and the sum, write one gradient, which is both inputs'."""
-    return Cost(4 * rows * width * item_size)
+    return KernelCost(4 * rows * width * item_size)
 
 
 def _check_width(x: Tensor, weight: Tensor | None) -> None:

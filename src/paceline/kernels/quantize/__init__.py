@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.config.comm import BLOCK
 from paceline.kernels import switch
-from paceline.kernels.cost import Cost
+from paceline.kernels.cost import KernelCost
 
 SHAPES = (2**20, 2**24, 2**28)
 """Values in buckets of gradients."""
@@ -59,13 +59,15 @@ def decode(codec: str, payloads: Tensor, values: Tensor, *, add: bool = False) -
     kernel.decode(codec, payloads, values, add)
 
 
-def encode_cost(codec: str, num_values: int, item_size: int, *, has_error: bool) -> Cost:
+def encode_cost(codec: str, num_values: int, item_size: int, *, has_error: bool) -> KernelCost:
     """Values and errors are read, codes, scales and errors written."""
     coded = _BYTES[codec] + torch.float32.itemsize / BLOCK
-    return Cost(round(num_values * (item_size + coded + 8 * has_error)))
+    return KernelCost(round(num_values * (item_size + coded + 8 * has_error)))
 
 
-def decode_cost(codec: str, num_values: int, item_size: int, *, num_ranks: int, add: bool) -> Cost:
+def decode_cost(
+    codec: str, num_values: int, item_size: int, *, num_ranks: int, add: bool
+) -> KernelCost:
     """Codes and scales of all ranks are read, values written, and read where they are added to."""
     coded = _BYTES[codec] + torch.float32.itemsize / BLOCK
-    return Cost(round(num_values * (item_size * (2 if add else 1) + coded * num_ranks)))
+    return KernelCost(round(num_values * (item_size * (2 if add else 1) + coded * num_ranks)))

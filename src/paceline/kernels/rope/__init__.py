@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.kernels import switch
-from paceline.kernels.cost import Cost
+from paceline.kernels.cost import KernelCost
 from paceline.kernels.rope import reference
 
 SHAPES = ((4096, 32, 8, 128), (16384, 32, 8, 128), (16384, 32, 4, 64))
@@ -84,15 +84,15 @@ def _check_weights(q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tens
 
 def rotate_forward_cost(
     tokens: int, heads: int, kv_heads: int, head_dim: int, item_size: int
-) -> Cost:
+) -> KernelCost:
     """Read queries, keys and both tables (fp32, one sequence), write queries and keys."""
     values = tokens * (heads + kv_heads) * head_dim
-    return Cost(2 * values * item_size + 2 * tokens * head_dim * 4)
+    return KernelCost(2 * values * item_size + 2 * tokens * head_dim * 4)
 
 
 def rotate_backward_cost(
     tokens: int, heads: int, kv_heads: int, head_dim: int, item_size: int, has_norm: bool = False
-) -> Cost:
+) -> KernelCost:
     """Read two gradients and the tables, with norms also queries and keys; write two gradients."""
     values = tokens * (heads + kv_heads) * head_dim
-    return Cost((3 if has_norm else 2) * values * item_size + 2 * tokens * head_dim * 4)
+    return KernelCost((3 if has_norm else 2) * values * item_size + 2 * tokens * head_dim * 4)

@@ -24,10 +24,10 @@ def rotate(
         q = rms_norm(q, q_weight, eps)
     if k_weight is not None:
         k = rms_norm(k, k_weight, eps)
-    return turn(q, cos, sin), turn(k, cos, sin)
+    return rotate_pairs(q, cos, sin), rotate_pairs(k, cos, sin)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (i, i + rope_dim/2) of each head's last rope_dim numbers.
 
     Args:

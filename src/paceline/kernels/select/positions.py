@@ -15,7 +15,7 @@ from torch import Tensor
 _SPARSE = 2048
 
 
-class Layout(NamedTuple):
+class PositionLayout(NamedTuple):
     """Sizes of k positions among n."""
 
     k: int
@@ -25,14 +25,14 @@ class Layout(NamedTuple):
     """In all."""
 
 
-def layout(k: int, n: int) -> Layout:
+def position_layout(k: int, n: int) -> PositionLayout:
     """The sizes of k positions below n."""
     num_low_bytes = 1 if k * _SPARSE >= n else 2
     num_bits = k + (n >> 8 * num_low_bytes)
-    return Layout(k, num_low_bytes, -(-num_bits // 8))
+    return PositionLayout(k, num_low_bytes, -(-num_bits // 8))
 
 
-def write(positions: Tensor, sizes: Layout, low: Tensor, high: Tensor) -> None:
+def write(positions: Tensor, sizes: PositionLayout, low: Tensor, high: Tensor) -> None:
     """Write rising positions (k,).
 
     Args:
@@ -48,7 +48,7 @@ def write(positions: Tensor, sizes: Layout, low: Tensor, high: Tensor) -> None:
     torch.sum(bitmap.view(-1, 8) * _bits(high.device), dim=1, dtype=torch.uint8, out=high)
 
 
-def read(sizes: Layout, low: Tensor, high: Tensor) -> Tensor:
+def read(sizes: PositionLayout, low: Tensor, high: Tensor) -> Tensor:
     """The positions that were written: (k,) int64."""
     shift = 8 * sizes.num_low_bytes
     ones = (high.view(-1, 1) & _bits(high.device)).view(-1).nonzero().view(-1)

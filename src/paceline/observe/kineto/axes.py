@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from paceline.observe import terms as words
 from paceline.observe.kineto.events import Trace
-from paceline.observe.kineto.host import NONE, Host, inherit, pass_on
+from paceline.observe.kineto.host import NONE, HostEvents, inherit_flags, inherit_values
 from paceline.observe.terms import AXES, TERM_ID
 
 _Array = npt.NDArray[Any]
@@ -26,7 +26,7 @@ _IN_FORWARD, _MORE_THAN = 0.25, 2
 
 
 def axes_by_use(
-    trace: Trace, host: Host, device: _Array, launch: _Array, terms: _Array, *, serves: bool
+    trace: Trace, host: HostEvents, device: _Array, launch: _Array, terms: _Array, *, serves: bool
 ) -> _Array:
     """Return the axis of each event of the device, as its use shows it, or NONE.
 
@@ -49,7 +49,7 @@ def axes_by_use(
     in_optimizer = np.append(host.claim, NONE)[asked] == TERM_ID["optimizer"]
     is_forward = (asked != NONE) & ~is_backward & ~in_optimizer
     ddp = np.array([name == _DDP for name in host.names], bool)[host.events["name"]]
-    in_ddp = np.append(pass_on(host.nest, ddp), False)[asked]
+    in_ddp = np.append(inherit_flags(host.nest, ddp), False)[asked]
     for group in np.unique(groups).tolist():
         mine = groups == group
         for one in np.unique(kind[mine]).tolist():
@@ -82,7 +82,7 @@ _KINDS = (*dict.fromkeys(words.COLLECTIVES.values()), "")
 
 
 def _kinds(
-    trace: Trace, host: Host, events: _Array, asked: _Array
+    trace: Trace, host: HostEvents, events: _Array, asked: _Array
 ) -> tuple[_Array, npt.NDArray[np.bool_]]:
     """Return which collective each is, index into _KINDS, and whether its arguments said it.
 
@@ -98,10 +98,10 @@ def _kinds(
     return np.where(said == NONE, by_kernel, texts[said]), said != NONE
 
 
-def _of_calls(trace: Trace, host: Host, events: _Array, asked: _Array, field: str) -> _Array:
+def _of_calls(trace: Trace, host: HostEvents, events: _Array, asked: _Array, field: str) -> _Array:
     """Return what an event's arguments say of a field, else those of the call that asked for it."""
     column = np.append(trace.calls[field], NONE)
-    around = np.append(inherit(host.nest, column[host.events["call"]]), NONE)[asked]
+    around = np.append(inherit_values(host.nest, column[host.events["call"]]), NONE)[asked]
     own = column[events["call"]]
     return np.where(own == NONE, around, own)
 

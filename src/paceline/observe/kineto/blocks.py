@@ -84,7 +84,7 @@ class Event(msgspec.Struct, gc=False):
     args: Args | None = _NO_ARGS
 
 
-class Around(msgspec.Struct, rename={"base_ns": "baseTimeNanoseconds"}):
+class TraceMetadata(msgspec.Struct, rename={"base_ns": "baseTimeNanoseconds"}):
     """What stands around the events."""
 
     base_ns: int | None = None
@@ -94,7 +94,7 @@ class Around(msgspec.Struct, rename={"base_ns": "baseTimeNanoseconds"}):
     deviceProperties: Any = None  # noqa: N815
 
 
-class _Whole(Around, rename={"events": "traceEvents"}, kw_only=True):
+class _Whole(TraceMetadata, rename={"events": "traceEvents"}, kw_only=True):
     """A file's end, with its last events."""
 
     events: list[Event]
@@ -122,13 +122,13 @@ _events = msgspec.json.Decoder(list[Event], strict=False)
 _event = msgspec.json.Decoder(Event, strict=False)
 _plain = msgspec.json.Decoder(_Plain, strict=False)
 _raw_events = msgspec.json.Decoder(list[msgspec.Raw])
-_around = msgspec.json.Decoder(Around, strict=False)
+_around = msgspec.json.Decoder(TraceMetadata, strict=False)
 _whole = msgspec.json.Decoder(_Whole, strict=False)
 _raw_whole = msgspec.json.Decoder(_Raw)
 
 
 @dataclass
-class Source:
+class TraceFile:
     """The blocks of one file; what is said of it is complete when the last one was taken."""
 
     path: Path
@@ -258,7 +258,7 @@ class Source:
         """Decode the last events of an object, and note what stands after them."""
         whole = b'{"traceEvents":[' + rest
         try:
-            around: Around = (found := _whole.decode(whole))
+            around: TraceMetadata = (found := _whole.decode(whole))
             events = found.events
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if _TRUNCATED in str(error) or _TRAILING in str(error):
@@ -285,8 +285,8 @@ class Source:
                     events.append(Event(**msgspec.structs.asdict(plain)))
         return events
 
-    def _note(self, around: Around) -> None:
-        for name in Around.__struct_fields__:
+    def _note(self, around: TraceMetadata) -> None:
+        for name in TraceMetadata.__struct_fields__:
             if (value := getattr(around, name)) is not None:
                 self.about[name] = value
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from paceline.observe import terms as words
 from paceline.observe.kineto.events import OP, RANGE
-from paceline.observe.kineto.host import NONE, Host, comm_terms
+from paceline.observe.kineto.host import NONE, HostEvents, comm_terms
 from paceline.observe.kineto.nest import own_time, within
 from paceline.observe.terms import EXPOSED_COMM, TERM_ID
 
@@ -28,7 +28,7 @@ _WAITS_ANYWAY = [*_EXPOSED, TERM_ID["data_wait"], TERM_ID["checkpoint_stall"]]
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class ThreadPieces:
     """A thread's time, cut by what ran innermost."""
 
     start: _Array
@@ -37,20 +37,22 @@ class Pieces:
     """Index of a host event, or NONE."""
     term: _Array
 
-    def take(self, chosen: _Array) -> "Pieces":
+    def take(self, chosen: _Array) -> "ThreadPieces":
         """Return some of the pieces."""
-        return Pieces(self.start[chosen], self.end[chosen], self.owner[chosen], self.term[chosen])
+        return ThreadPieces(
+            self.start[chosen], self.end[chosen], self.owner[chosen], self.term[chosen]
+        )
 
 
-def main_pieces(host: Host, main: int, windows: _Array) -> Pieces:
+def main_pieces(host: HostEvents, main: int, windows: _Array) -> ThreadPieces:
     """Cut the main thread's steps into the own time of its events; the pieces tile the steps."""
     at, owners = own_time(host.nest, host.events["start"], host.events["thread"] == main)
     pieces = within(at, owners, windows["start_ns"], windows["end_ns"])
     term = np.append(host.own_term(), TERM_ID["host_gap"])[pieces[2]]
-    return Pieces(*pieces, term)
+    return ThreadPieces(*pieces, term)
 
 
-def split_waits(host: Host, pieces: Pieces, collectives: Pieces) -> Pieces:
+def split_waits(host: HostEvents, pieces: ThreadPieces, collectives: ThreadPieces) -> ThreadPieces:
     """Cut off the part of each pause in which a collective was awaited.
 
     A wait ends when its collective does. But on busy cores gloo's thread may write its end down
@@ -77,18 +79,18 @@ def split_waits(host: Host, pieces: Pieces, collectives: Pieces) -> Pieces:
     chosen, since = pauses[waited], np.maximum(since, pieces.start[pauses])[waited]
     rest = pieces.end.copy()
     rest[chosen] = since
-    waits = Pieces(since, pieces.end[chosen], np.full(len(chosen), NONE), term[waited])
-    return _in_order(Pieces(pieces.start, rest, pieces.owner, pieces.term), waits)
+    waits = ThreadPieces(since, pieces.end[chosen], np.full(len(chosen), NONE), term[waited])
+    return _in_order(ThreadPieces(pieces.start, rest, pieces.owner, pieces.term), waits)
 
 
-def gloo_collectives(host: Host) -> _Array:
+def gloo_collectives(host: HostEvents) -> _Array:
     """Return the indices of the collectives that ran on threads of gloo, in order of start."""
     names = np.array([name.startswith("gloo:") for name in host.names], bool)
     found = np.flatnonzero(names[host.events["name"]])
     return found[np.argsort(host.events["start"][found], kind="stable")]
 
 
-def starters(host: Host, collectives: _Array) -> _Array:
+def starters(host: HostEvents, collectives: _Array) -> _Array:
     """Return the operator that started each collective, or NONE.
 
     A collective runs on a thread of gloo and doesn't say who asked for it. It is taken to be the
@@ -102,21 +104,21 @@ def starters(host: Host, collectives: _Array) -> _Array:
     return np.where(place >= 0, np.append(asked, NONE)[place], NONE)
 
 
-def as_pieces(host: Host, collectives: _Array, started_by: _Array) -> Pieces:
+def as_pieces(host: HostEvents, collectives: _Array, started_by: _Array) -> ThreadPieces:
     """Return collectives with their terms, each under the axis of what started it."""
     axis = np.append(host.axis, host.default_axis)[started_by]
     events = host.events[collectives]
-    return Pieces(events["start"], events["end"], collectives, comm_terms(axis))
+    return ThreadPieces(events["start"], events["end"], collectives, comm_terms(axis))
 
 
-def _is_pause(host: Host, pieces: Pieces) -> _Bools:
+def _is_pause(host: HostEvents, pieces: ThreadPieces) -> _Bools:
     """Say of which pieces no operator runs, and nothing that waits by itself is named."""
     is_range = np.append(host.events["kind"] == RANGE, True)[pieces.owner]
     idle = is_range | (pieces.term == TERM_ID["host_gap"])
     return idle & ~np.isin(pieces.term, _WAITS_ANYWAY)
 
 
-def _pairs(start: _Array, end: _Array, collectives: Pieces) -> tuple[_Array, _Array]:
+def _pairs(start: _Array, end: _Array, collectives: ThreadPieces) -> tuple[_Array, _Array]:
     """Return all pairs of an interval and a collective that share time, as two columns."""
     reach = np.maximum.accumulate(collectives.end)
     low = np.searchsorted(reach, start, "right")
@@ -128,11 +130,11 @@ def _pairs(start: _Array, end: _Array, collectives: Pieces) -> tuple[_Array, _Ar
     return one[share], other[share]
 
 
-def _in_order(*parts: Pieces) -> Pieces:
-    joined = Pieces(
+def _in_order(*parts: ThreadPieces) -> ThreadPieces:
+    joined = ThreadPieces(
         *(
             np.concatenate([getattr(part, field) for part in parts])
-            for field in Pieces.__match_args__
+            for field in ThreadPieces.__match_args__
         )
     )
     joined = joined.take(joined.end > joined.start)

@@ -15,14 +15,14 @@ import numpy.typing as npt
 from paceline.observe import terms as words
 from paceline.observe.kineto.axes import axes_by_use
 from paceline.observe.kineto.events import COPY, LAUNCH, OP, Trace
-from paceline.observe.kineto.host import NONE, Host, call_axes, comm_terms
+from paceline.observe.kineto.host import NONE, HostEvents, call_axes, comm_terms
 from paceline.observe.terms import EXPOSED_COMM, OTHER, TERM_ID
 
 _Array = npt.NDArray[Any]
 _BY_OPERATOR = [TERM_ID[term] for term in ("recompute", "optimizer", "attention")]
 
 
-def launches(host: Host, device: _Array) -> _Array:
+def launches(host: HostEvents, device: _Array) -> _Array:
     """Return the host event that launched each event of the device, or NONE.
 
     The correlation id tells; where the calls of the driver weren't recorded, the operator's
@@ -48,7 +48,7 @@ def _match(events: _Array, field: str, kind: int, wanted: _Array) -> _Array:
 
 
 def device_terms(
-    trace: Trace, host: Host, device: _Array, launch: _Array, *, serves: bool
+    trace: Trace, host: HostEvents, device: _Array, launch: _Array, *, serves: bool
 ) -> _Array:
     """Return the term of each kernel or copy; copies are copies, but between devices
     they communicate."""
@@ -68,7 +68,7 @@ def device_terms(
     return np.where(device["kind"] == COPY, copies, term)
 
 
-def follow_device(windows: _Array, host: Host, device: _Array, launch: _Array) -> _Array:
+def follow_device(windows: _Array, host: HostEvents, device: _Array, launch: _Array) -> _Array:
     """Let each step last until the kernels that it launched have finished.
 
     A host that runs ahead of its device shifts the windows: it doesn't empty them.

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from paceline.observe.accounting import Intervals, union
 from paceline.observe.kernel_names import samples
 from paceline.observe.kineto.events import RANGE, Trace
-from paceline.observe.kineto.host import NONE, Host
+from paceline.observe.kineto.host import NONE, HostEvents
 from paceline.observe.terms import EXPOSED_IDS, TERM_ID
 from paceline.observe.timeline import STEP
 
@@ -58,7 +58,7 @@ class Iterations:
         return np.array([(rank, *row) for row in rows], STEP)
 
 
-def iterations(host: Host) -> Iterations | None:
+def iterations(host: HostEvents) -> Iterations | None:
     """Find the iterations of an engine that names them; None where there are none."""
     phases = np.array([_phase(name) for name in host.names], np.int64)
     ranges = host.events[(host.events["kind"] == RANGE) & (phases[host.events["name"]] != NONE)]
@@ -71,7 +71,7 @@ def iterations(host: Host) -> Iterations | None:
 
 
 def phase_terms(
-    trace: Trace, host: Host, device: _Array, launch: _Array, kinds: _Array, found: Iterations
+    trace: Trace, host: HostEvents, device: _Array, launch: _Array, kinds: _Array, found: Iterations
 ) -> _Array:
     """Return the term of each event of the device by its phase; communication keeps its own.
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from paceline.config.errors import InputError
 from paceline.observe import terms as words
-from paceline.observe.kineto.blocks import Args, Event, Source
+from paceline.observe.kineto.blocks import Args, Event, TraceFile
 
 OP, RANGE, LAUNCH, KERNEL, COPY, PYTHON = range(6)  # kinds of events
 
@@ -137,7 +137,7 @@ def read_events(path: str | Path) -> Trace:
     Raises:
         InputError: the file is missing, damaged, or no trace.
     """
-    source = Source(Path(path))
+    source = TraceFile(Path(path))
     reader = _Columns(source)
     parts = [reader.columns(block) for block in source.blocks()]
     events = np.concatenate([np.empty(0, EVENT), *parts])
@@ -166,7 +166,7 @@ def read_events(path: str | Path) -> Trace:
 class _Columns:
     """Makes columns of decoded events, block after block."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: TraceFile) -> None:
         self.names = _Numbers()
         self.threads = _Numbers()
         self.calls: list[tuple[int, ...]] = []

@@ -40,7 +40,7 @@ _STRENGTHS = np.array([*(STRENGTH.get(term, 0) for term in TERM_ID), 0])  # last
 
 
 @dataclass(frozen=True, eq=False)
-class Host:
+class HostEvents:
     """The host's events by thread and start, each with its surroundings, as columns."""
 
     events: _Array
@@ -80,7 +80,7 @@ def call_axes(trace: Trace) -> _Array:
     return np.append(groups[trace.calls["group"]], NONE)
 
 
-def surround(trace: Trace, events: _Array, axis: str | None) -> Host:
+def nest_host_events(trace: Trace, events: _Array, axis: str | None) -> HostEvents:
     """Find what surrounds each event of the host.
 
     Args:
@@ -92,16 +92,16 @@ def surround(trace: Trace, events: _Array, axis: str | None) -> Host:
     speaks = events["kind"] != LAUNCH
     flags = _Flags(trace.names, events, speaks)
     records = speaks & (events["sequence"] >= 0) & (events["forward_thread"] <= 0)
-    in_backward = pass_on(found, flags.is_node)
+    in_backward = inherit_flags(found, flags.is_node)
     in_attention = _in_attention(found, events, flags, records)
     claim = _claims(found, events, flags, records & in_backward, in_attention)
     groups = call_axes(trace)[events["call"]]
     places = np.arange(len(events))
-    op = inherit(found, np.where(events["kind"] == OP, places, NONE))
+    op = inherit_values(found, np.where(events["kind"] == OP, places, NONE))
     default = _axis_id(axis)
     axes = _axes(found, flags, np.where(speaks, groups, NONE))
     axes[axes == NONE] = default
-    return Host(events, found, claim, axes, in_backward, op, default, trace.names)
+    return HostEvents(events, found, claim, axes, in_backward, op, default, trace.names)
 
 
 class _Flags:
@@ -127,7 +127,7 @@ class _Flags:
 
 def _in_attention(found: Nest, events: _Array, flags: _Flags, records: _Bools) -> _Bools:
     """Say which events are attention's: by their operator, or by the operator of their node."""
-    forward = pass_on(found, flags.is_attention)
+    forward = inherit_flags(found, flags.is_attention)
     number, order = _graph(events, records)
     known = flags.is_node & (events["forward_thread"] == 1) & (events["sequence"] >= 0)
     place = np.searchsorted(number, events["sequence"][known])
@@ -136,7 +136,7 @@ def _in_attention(found: Nest, events: _Array, flags: _Flags, records: _Bools) -
     nodes[known] = matches & np.append(forward[order], False)[place]
     # A node stands for itself, whatever it is evaluated in.
     value = np.where(flags.is_attention, 1, np.where(flags.is_node, nodes.astype(int), NONE))
-    return inherit(found, value) == 1
+    return inherit_values(found, value) == 1
 
 
 def _graph(events: _Array, records: _Bools) -> tuple[_Array, _Array]:
@@ -192,7 +192,7 @@ def _axes(found: Nest, flags: _Flags, groups: _Array) -> _Array:
     return axis
 
 
-def inherit(found: Nest, own: _Array) -> _Array:
+def inherit_values(found: Nest, own: _Array) -> _Array:
     """Give each event that has no value of its own that of what is around it."""
     own = own.copy()
     for level in found.levels[1:]:
@@ -200,7 +200,7 @@ def inherit(found: Nest, own: _Array) -> _Array:
     return own
 
 
-def pass_on(found: Nest, flag: _Bools) -> _Bools:
+def inherit_flags(found: Nest, flag: _Bools) -> _Bools:
     """Say which events, or something around them, have the flag."""
     flag = flag.copy()
     for level in found.levels[1:]:

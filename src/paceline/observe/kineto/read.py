@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config.errors import InputError
-from paceline.observe.kineto import cpu, cuda, lacks
+from paceline.observe.kineto import cpu, cuda, missing_events
 from paceline.observe.kineto.engine import iterations, phase_terms
 from paceline.observe.kineto.events import COPY, KERNEL, OP, PYTHON, RANGE, Trace, read_events
-from paceline.observe.kineto.host import NONE, Host, surround
+from paceline.observe.kineto.host import NONE, HostEvents, nest_host_events
 from paceline.observe.kineto.recording import Recording
 from paceline.observe.kineto.spans import timeline_of
 from paceline.observe.terms import STEP_RANGE
@@ -70,20 +70,22 @@ def read_recording(path: str | Path, rank: int | None = None, axis: str | None =
             f"{path} has a header that a profiler's trace can't have ({error!r}); record it again."
         ) from None
     recording = _recording(trace, rank, axis, first_step)
-    kept = lacks.whole_steps(recording) if trace.is_cut else recording.windows
+    kept = missing_events.whole_steps(recording) if trace.is_cut else recording.windows
     if not len(kept):
         raise InputError(
             f"{path} was cut, and of none of its steps it is certain that all is there; "
             "record it again."
         )
-    return replace(recording, windows=kept, caveats=tuple(lacks.caveats_of(recording, kept)))
+    return replace(
+        recording, windows=kept, caveats=tuple(missing_events.caveats_of(recording, kept))
+    )
 
 
 def _recording(trace: Trace, rank: int, axis: str | None, first_step: int) -> Recording:
     kinds = trace.events["kind"]
     on_device = np.isin(kinds, (KERNEL, COPY))
     python = trace.events[kinds == PYTHON]
-    host = surround(trace, trace.events[~on_device & (kinds != PYTHON)], axis)
+    host = nest_host_events(trace, trace.events[~on_device & (kinds != PYTHON)], axis)
     main, marked = _steps(host, trace, rank, first_step)
     engine = iterations(host)
     if engine is not None and not len(marked):
@@ -99,7 +101,7 @@ def _recording(trace: Trace, rank: int, axis: str | None, first_step: int) -> Re
     found = cpu.gloo_collectives(host)
     asked = cpu.starters(host, found)
     gloo, pieces = cpu.as_pieces(host, found, asked), None
-    if len(device) or lacks.kernels_are_missing(trace, len(found) > 0):
+    if len(device) or missing_events.kernels_are_missing(trace, len(found) > 0):
         windows = _disjoint(cuda.follow_device(windows, host, device, launch))
     else:
         windows = _disjoint(windows)
@@ -129,7 +131,7 @@ def _whole_trace(trace: Trace, rank: int, number: int) -> _Array:
     return np.array([(rank, number, start, end)], STEP)
 
 
-def _steps(host: Host, trace: Trace, rank: int, first_step: int) -> tuple[int, _Array]:
+def _steps(host: HostEvents, trace: Trace, rank: int, first_step: int) -> tuple[int, _Array]:
     """Return the main thread and the steps that its ranges mark, if any."""
     ranges = host.events[host.events["kind"] == RANGE]
     for pattern, first in ((_OUR_STEP, first_step), (_FOREIGN_STEP, 0)):
@@ -151,7 +153,7 @@ def _steps(host: Host, trace: Trace, rank: int, first_step: int) -> tuple[int, _
     return _busiest_thread(host), np.empty(0, STEP)
 
 
-def _busiest_thread(host: Host) -> int:
+def _busiest_thread(host: HostEvents) -> int:
     operators = host.events["thread"][host.events["kind"] == OP]
     return int(np.bincount(operators).argmax()) if len(operators) else NONE
 

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.observe.caveats import Caveat, Device, device_of
-from paceline.observe.kineto.cpu import Pieces
+from paceline.observe.caveats import Caveat, TraceDevice, device_of
+from paceline.observe.kineto.cpu import ThreadPieces
 from paceline.observe.kineto.engine import Iterations
 from paceline.observe.kineto.events import Trace
-from paceline.observe.kineto.host import Host
+from paceline.observe.kineto.host import HostEvents
 
 _Array = npt.NDArray[Any]
 
@@ -21,7 +21,7 @@ class Recording:
 
     rank: int
     trace: Trace
-    host: Host
+    host: HostEvents
     main: int
     """Index of the main thread."""
     python: _Array
@@ -36,9 +36,9 @@ class Recording:
     """The steps as the host's ranges mark them, dtype `timeline.STEP`; empty: nothing does."""
     windows: _Array
     """The steps that count, the device's: dtype `timeline.STEP`."""
-    pieces: Pieces | None
+    pieces: ThreadPieces | None
     """The main thread's time by what ran, waits among them (owner NONE); None for a device."""
-    gloo: Pieces
+    gloo: ThreadPieces
     """The collectives on gloo's threads."""
     asked: _Array
     """The operator that started each of those, or NONE."""
@@ -50,7 +50,7 @@ class Recording:
     """What the trace can't say."""
 
     @property
-    def device_properties(self) -> Device | None:
+    def device_properties(self) -> TraceDevice | None:
         """The device that most kernels ran on, where the trace's header describes it."""
         threads = self.device["thread"]
         process = self.trace.threads[int(np.bincount(threads).argmax())][0] if len(threads) else 0

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from paceline.observe import terms as words
 from paceline.observe.accounting import Intervals, clip, complement, union
-from paceline.observe.kineto.cpu import Pieces
+from paceline.observe.kineto.cpu import ThreadPieces
 from paceline.observe.kineto.events import COPY, RANGE
 from paceline.observe.kineto.host import NONE
 from paceline.observe.kineto.recording import Recording
@@ -48,7 +48,7 @@ def _unused_time(recording: Recording) -> Intervals:
     return Intervals(starts, ends)
 
 
-def _cpu_timeline(recording: Recording, pieces: Pieces) -> Timeline:
+def _cpu_timeline(recording: Recording, pieces: ThreadPieces) -> Timeline:
     trace, host, rank = recording.trace, recording.host, recording.rank
     label = np.append(host.events["name"], len(trace.names))[pieces.owner]
     waits = (pieces.owner == NONE) & (pieces.term != TERM_ID["host_gap"])

@@ -9,9 +9,9 @@ import numpy.typing as npt
 from paceline.observe import terms as words
 from paceline.observe.account import COLLECTIVE
 from paceline.observe.accounting import Intervals, union
-from paceline.observe.kineto.cpu import Pieces
+from paceline.observe.kineto.cpu import ThreadPieces
 from paceline.observe.kineto.events import CALL, KERNEL, OP
-from paceline.observe.kineto.host import NONE, inherit
+from paceline.observe.kineto.host import NONE, inherit_values
 from paceline.observe.kineto.recording import Recording
 from paceline.observe.tables.names import Names, step_numbers, step_of
 from paceline.observe.terms import AXES, EXPOSED_COMM, EXPOSED_IDS, TERMS
@@ -62,7 +62,7 @@ def _of_device(recording: Recording) -> tuple[_Array, _Array, _Array, _Array]:
     return events, terms[chosen], recording.launch[chosen], exposed
 
 
-def _of_gloo(recording: Recording, pieces: Pieces) -> tuple[_Array, _Array, _Array, _Array]:
+def _of_gloo(recording: Recording, pieces: ThreadPieces) -> tuple[_Array, _Array, _Array, _Array]:
     """Return events, terms, starting operators and awaited time of gloo's collectives."""
     events = recording.host.events[recording.gloo.owner]
     waits = pieces.take(np.isin(pieces.term, EXPOSED_IDS))
@@ -106,7 +106,7 @@ def _describe(
     for field in CALL.names or ():
         column = np.append(trace.calls[field], NONE)
         own, outer = column[events["call"]], column[host.events["call"]]
-        around = np.append(inherit(host.nest, outer), NONE)[asked]
+        around = np.append(inherit_values(host.nest, outer), NONE)[asked]
         said[field] = np.where(own == NONE, around, own)
     texts = names.of(trace.names)
     by_kernel = np.array([names[words.collective_name(name) or name] for name in trace.names])

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from paceline.observe import terms as words
 from paceline.observe.account import GAP, SYNC
-from paceline.observe.kineto.cpu import Pieces
+from paceline.observe.kineto.cpu import ThreadPieces
 from paceline.observe.kineto.events import LAUNCH
-from paceline.observe.kineto.host import NONE, pass_on
+from paceline.observe.kineto.host import NONE, inherit_flags
 from paceline.observe.kineto.nest import nest_events, own_time, within
 from paceline.observe.kineto.recording import Recording
 from paceline.observe.kineto.spans import idle_time
@@ -65,7 +65,7 @@ def syncs(recording: Recording, names: Names) -> _Array:
     if recording.pieces is None:
         # A value that is read of a tensor on the host waits for nothing.
         waits &= _has_within(recording, waits & (events["kind"] == LAUNCH))
-    around = np.append(pass_on(host.nest, waits), False)[host.nest.parent]
+    around = np.append(inherit_flags(host.nest, waits), False)[host.nest.parent]
     inside = step_of(recording.windows, events["start"]) != NONE
     chosen = np.flatnonzero(waits & ~around & inside)
     chosen = chosen[np.argsort(events["start"][chosen], kind="stable")]
@@ -75,7 +75,7 @@ def syncs(recording: Recording, names: Names) -> _Array:
     return rows
 
 
-def _of_main_thread(recording: Recording, pieces: Pieces, names: Names) -> _Array:
+def _of_main_thread(recording: Recording, pieces: ThreadPieces, names: Names) -> _Array:
     idle = pieces.take(pieces.term == TERM_ID["host_gap"])
     thread = np.full(len(idle.start), recording.main)
     return _rows(recording, names, GAP, idle.start, idle.end, idle.owner, thread)

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.observe.account import KERNEL
-from paceline.observe.kineto.cpu import Pieces
+from paceline.observe.kineto.cpu import ThreadPieces
 from paceline.observe.kineto.events import OP
 from paceline.observe.kineto.host import NONE
 from paceline.observe.kineto.recording import Recording
@@ -53,7 +53,7 @@ def _launched(recording: Recording, names: Names) -> _Array:
     return _sums(recording, step, *labels, recording.terms, ones, lengths)
 
 
-def _operators(recording: Recording, pieces: Pieces, names: Names) -> _Array:
+def _operators(recording: Recording, pieces: ThreadPieces, names: Names) -> _Array:
     """Count the main thread's operators where they begin, and their own time where it is."""
     host, windows = recording.host, recording.windows
     is_op = host.events["kind"] == OP

@@ -16,8 +16,8 @@ from rich.live import Live
 from paceline.config.errors import InputError
 from paceline.observe.run import Run
 from paceline.observe.top.frame import frame, overview
-from paceline.observe.top.gpus import Gpu, gpus_here
-from paceline.observe.top.state import State, Watched
+from paceline.observe.top.gpus import GpuStatus, gpus_here
+from paceline.observe.top.state import RunState, WatchedRun
 
 # nvidia-smi takes a second on a machine of eight devices.
 _GPU_EVERY_S = 5.0
@@ -41,7 +41,7 @@ def top_command(paths: Sequence[Path], *, once: bool, every_s: float, as_json: b
             if watched := _begun(paths, console, every_s):
                 _watch(watched, console, every_s)
         return
-    watched = [Watched(path) for path in _found(paths)]
+    watched = [WatchedRun(path) for path in _found(paths)]
     if not watched:
         raise InputError("no run is named and there is none in runs/: name a run's directory.")
     states = [each.look() for each in watched]
@@ -55,7 +55,7 @@ def _found(paths: Sequence[Path]) -> Sequence[Path]:
     return paths or sorted(path.parent for path in Path("runs").glob("*/job.toml"))
 
 
-def _begun(paths: Sequence[Path], console: Console, every_s: float) -> list[Watched]:
+def _begun(paths: Sequence[Path], console: Console, every_s: float) -> list[WatchedRun]:
     """The runs, once all have begun; none where the person doesn't want to wait for that."""
     is_said = False
     while not (found := _found(paths)) or any(_may_begin(path) for path in found):
@@ -65,7 +65,7 @@ def _begun(paths: Sequence[Path], console: Console, every_s: float) -> list[Watc
             is_said = True
         if _key(every_s) == "q":
             return []
-    return [Watched(path) for path in found]
+    return [WatchedRun(path) for path in found]
 
 
 def _may_begin(path: Path) -> bool:
@@ -73,7 +73,7 @@ def _may_begin(path: Path) -> bool:
     return not Run(path).exists and not path.is_file()
 
 
-def _watch(watched: Sequence[Watched], console: Console, every_s: float) -> None:
+def _watch(watched: Sequence[WatchedRun], console: Console, every_s: float) -> None:
     gpus, asked_s = gpus_here(), time.monotonic()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -85,7 +85,9 @@ def _watch(watched: Sequence[Watched], console: Console, every_s: float) -> None
                 gpus, asked_s = gpus_here(), time.monotonic()
 
 
-def _picture(states: Sequence[State], console: Console, gpus: Sequence[Gpu]) -> RenderableType:
+def _picture(
+    states: Sequence[RunState], console: Console, gpus: Sequence[GpuStatus]
+) -> RenderableType:
     if len(states) > 1:
         return overview(states)
     plain = not console.encoding.startswith("utf")

@@ -18,7 +18,7 @@ _MOST_LINES = 600
 _END_BYTES = 2_000_000
 
 
-class Follow:
+class FollowedFile:
     """The end of one file, as far as it is written."""
 
     def __init__(self, file: Path) -> None:

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.observe import summary
-from paceline.observe.ranks import spread_of
-from paceline.observe.top.gpus import Gpu
-from paceline.observe.top.state import State
+from paceline.observe.rank_spread import spread_of
+from paceline.observe.top.gpus import GpuStatus
+from paceline.observe.top.state import RunState
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _PLAIN_LEVELS = "_.-=+*#@"
@@ -25,7 +25,7 @@ _STATES = {"running": "green", "complete": "cyan", "starting": "yellow", "stoppi
 
 
 def frame(
-    state: State, width: int, height: int, gpus: Sequence[Gpu] = (), *, plain: bool = False
+    state: RunState, width: int, height: int, gpus: Sequence[GpuStatus] = (), *, plain: bool = False
 ) -> RenderableType:
     """A run as a picture of at most `height` rows.
 
@@ -54,7 +54,7 @@ def frame(
     )
 
 
-def overview(states: Sequence[State]) -> RenderableType:
+def overview(states: Sequence[RunState]) -> RenderableType:
     """Several runs, one line each; a column that no run fills is left out."""
     rows = [_line(state) for state in states]
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -83,7 +83,7 @@ def sparkline(values: Sequence[float], width: int = _SPARK, *, plain: bool = Fal
     return "".join(levels[round((value - low) * scale)] for value in means)
 
 
-def _head(state: State, width: int) -> RenderableType:
+def _head(state: RunState, width: int) -> RenderableType:
     grid = Table.grid(expand=True)
     grid.add_column(no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
@@ -95,7 +95,7 @@ def _head(state: State, width: int) -> RenderableType:
     return Group(grid, bar)
 
 
-def _figures(state: State, plain: bool) -> RenderableType:
+def _figures(state: RunState, plain: bool) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     for style in ("bright_black", "", "bright_black"):
         grid.add_column(style=style, no_wrap=True)
@@ -113,20 +113,20 @@ def _figures(state: State, plain: bool) -> RenderableType:
     return grid
 
 
-def _damage(state: State) -> list[Text]:
+def _damage(state: RunState) -> list[Text]:
     if not state.num_damaged:
         return []
     text = f"{state.num_damaged} lines of metrics.jsonl hold no step and are left out"
     return [Text(text, "yellow")]
 
 
-def _left(state: State) -> str:
+def _left(state: RunState) -> str:
     if state.word == "complete" or state.remaining_s is None:
         return ""
     return f", {summary.duration_text(state.remaining_s)} left"
 
 
-def _loss(state: State) -> str:
+def _loss(state: RunState) -> str:
     held_out, skipped = state.last("eval_loss"), state.last("skipped")
     parts = [summary.loss_text(state.last("loss"))]
     if held_out is not None:
@@ -136,12 +136,12 @@ def _loss(state: State) -> str:
     return ", ".join(parts)
 
 
-def _rate(state: State) -> str:
+def _rate(state: RunState) -> str:
     rate = summary.rate_text(state.typical(f"{state.unit}_per_s"))
     return f"{rate} {state.unit}/s, {summary.mfu_text(state.typical('mfu'))}"
 
 
-def _memory(state: State) -> tuple[Text, str]:
+def _memory(state: RunState) -> tuple[Text, str]:
     spread = spread_of(state.figure("memory_bytes"))
     most = state.last("memory_bytes") if spread is None else spread.most
     whose = "" if spread is None else f" on rank {spread.at}"
@@ -153,14 +153,14 @@ def _memory(state: State) -> tuple[Text, str]:
     return Text(f"{text}, {most / limit:.0%} of {summary.bytes_text(limit)}", style), "memory_bytes"
 
 
-def _checkpoint(state: State) -> str:
+def _checkpoint(state: RunState) -> str:
     if state.checkpoint is None:
         return "none yet"
     step, written_s = state.checkpoint
     return f"step {step:,}, {summary.duration_text(max(0.0, state.now_s - written_s))} ago"
 
 
-def _terms(state: State, rows: int) -> RenderableType:
+def _terms(state: RunState, rows: int) -> RenderableType:
     """Where the time of a step goes: the largest terms that fit."""
     times = state.terms
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -175,7 +175,7 @@ def _terms(state: State, rows: int) -> RenderableType:
     return table
 
 
-def _ranks(state: State, gpus: Sequence[Gpu], rows: int) -> RenderableType:
+def _ranks(state: RunState, gpus: Sequence[GpuStatus], rows: int) -> RenderableType:
     """Each rank's busy time, lag, wait for a core and memory: of those that don't fit the latest
     are shown."""
     busy, memory = state.figure("busy_s"), state.figure("memory_bytes")
@@ -201,7 +201,7 @@ def _ranks(state: State, gpus: Sequence[Gpu], rows: int) -> RenderableType:
     return Group(table, _gpus(gpus, rows - table.row_count - 1)) if gpus else table
 
 
-def _gpus(gpus: Sequence[Gpu], rows: int) -> RenderableType:
+def _gpus(gpus: Sequence[GpuStatus], rows: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("GPU here", "busy", "memory", "°C", "W", "MHz"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -212,7 +212,7 @@ def _gpus(gpus: Sequence[Gpu], rows: int) -> RenderableType:
     return table if table.row_count else Text()
 
 
-def _line(state: State) -> dict[str, str | Text]:
+def _line(state: RunState) -> dict[str, str | Text]:
     late, mfu, remaining_s = state.late, state.typical("mfu"), state.remaining_s
     return {
         "run": Text(state.name, "bold"),

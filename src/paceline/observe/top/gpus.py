@@ -13,7 +13,7 @@ _PATIENCE_S = 5
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuStatus:
     """One device; None is what the driver can't say."""
 
     index: int
@@ -25,7 +25,7 @@ class Gpu:
     megahertz: float | None
 
 
-def gpus_here() -> tuple[Gpu, ...]:
+def gpus_here() -> tuple[GpuStatus, ...]:
     """The devices of this machine; none where there is no nvidia-smi, or where it fails."""
     if shutil.which("nvidia-smi") is None:
         return ()
@@ -37,14 +37,14 @@ def gpus_here() -> tuple[Gpu, ...]:
     return parsed(asked.stdout) if asked.returncode == 0 else ()
 
 
-def parsed(text: str) -> tuple[Gpu, ...]:
+def parsed(text: str) -> tuple[GpuStatus, ...]:
     """What nvidia-smi prints, one device a line: "0, 97, 61440, 54, 612.3, 1980"."""
     return tuple(_gpu(line.split(",")) for line in text.splitlines() if line.strip())
 
 
-def _gpu(cells: list[str]) -> Gpu:
+def _gpu(cells: list[str]) -> GpuStatus:
     index, busy, mebibytes, celsius, watts, megahertz = map(_number, cells)
-    return Gpu(
+    return GpuStatus(
         int(index or 0),
         None if busy is None else busy / 100,
         None if mebibytes is None else mebibytes * 2**20,

@@ -9,9 +9,9 @@ from typing import Any
 
 from paceline.config.errors import InputError
 from paceline.observe import summary
-from paceline.observe.ranks import FIGURES, Figure, late_by, mean_figure
+from paceline.observe.rank_spread import FIGURES, Figure, mean_figure, slowest_rank
 from paceline.observe.run import Run
-from paceline.observe.top.follow import Follow
+from paceline.observe.top.follow import FollowedFile
 
 # Steps over which what jumps from step to step is averaged.
 RECENT = 20
@@ -20,7 +20,7 @@ _SILENT_S, _SILENT_STEPS = 30.0, 10
 
 
 @dataclass(frozen=True)
-class State:
+class RunState:
     """One run, now."""
 
     name: str
@@ -76,7 +76,7 @@ class State:
     @property
     def late(self) -> tuple[int, float] | None:
         """The rank that others wait for, and by how many seconds a step."""
-        return late_by(self.figure("busy_s"))
+        return slowest_rank(self.figure("busy_s"))
 
     @property
     def step_s(self) -> float | None:
@@ -130,7 +130,7 @@ class State:
         }
 
 
-class Watched:
+class WatchedRun:
     """A run that is followed."""
 
     def __init__(self, path: Path) -> None:
@@ -146,15 +146,15 @@ class Watched:
                 "runs/demo."
             )
         self._job = self.run.job()
-        self._follow = Follow(self.run.metrics_file)
+        self._follow = FollowedFile(self.run.metrics_file)
 
-    def look(self) -> State:
+    def look(self) -> RunState:
         """What is known now."""
         self._follow.look()
         lines = list(self._follow.lines)
         device = self._job.cluster.known_device
         memory = device.memory_bytes
-        return State(
+        return RunState(
             name=self.run.path.name,
             num_steps=self._job.train.steps,
             num_ranks=self._job.layout.num_ranks,

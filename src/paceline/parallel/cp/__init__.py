@@ -10,8 +10,9 @@ core that a network takes as its `attend` argument, and both together:
 - Both: Ulysses within small neighbourhoods (the ranks that are next to each other, hence on one
   host), the ring over them (USP).
 
-`tiles.py` says which tokens a rank holds and which of them see which; `local.py` is attention to
-one block on one device. Nothing here knows the network: the cores fit it by their shape.
+`tiles.py` says which tokens a rank holds and which of them see which; `elastic.local_rounds.py` is
+attention to one block on one device. Nothing here knows the network: the cores fit it by their
+shape.
 
 It does not share out the batch (that is data parallelism) and keeps no keys for generation.
 
@@ -29,11 +30,11 @@ from paceline.comm.mesh import columns
 from paceline.config.errors import InputError
 from paceline.parallel.cp.ring import RingAttend
 from paceline.parallel.cp.tiles import positions_of
-from paceline.parallel.cp.ulysses import Core, UlyssesAttend
+from paceline.parallel.cp.ulysses import AttentionCore, UlyssesAttend
 
 __all__ = [
+    "AttentionCore",
     "ContextGroups",
-    "Core",
     "RingAttend",
     "UlyssesAttend",
     "context_groups",
@@ -84,7 +85,7 @@ def _subgroup(all_ranks: list[list[int]]) -> dist.ProcessGroup | None:
     return mine
 
 
-def make_attend(inner: Core, groups: ContextGroups) -> Core:
+def make_attend(inner: AttentionCore, groups: ContextGroups) -> AttentionCore:
     """Return the attention core of a rank of "cp".
 
     Args:

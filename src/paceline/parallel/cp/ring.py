@@ -173,7 +173,7 @@ def _unpack(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return message[: k.numel()].view(k.shape), message[k.numel() :].view(v.shape)
 
 
-class _Exchange:
+class _RingMessages:
     """Messages under way: to the next rank of the ring, and as large ones from the one before."""
 
     def __init__(self, ring: RingAttend, *messages: Tensor) -> None:
@@ -207,7 +207,7 @@ class _Ring(torch.autograd.Function):
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
         block = _pack(k, v)
         for step, tiles in enumerate(mask.tiles):
-            under_way = _Exchange(ring, block) if step + 1 < ring.size else None
+            under_way = _RingMessages(ring, block) if step + 1 < ring.size else None
             _attend_tiles(q, *_unpack(block, k, v), tiles, mask, out, lse)
             if under_way is not None:
                 (block,) = under_way.wait()
@@ -227,7 +227,7 @@ class _Ring(torch.autograd.Function):
             messages = ([block] if step + 1 < ring.size else []) + (
                 [travelling] if travelling is not None else []
             )
-            under_way = _Exchange(ring, *messages) if messages else None
+            under_way = _RingMessages(ring, *messages) if messages else None
             d_block = torch.zeros_like(block, dtype=lse.dtype)
             k_now, v_now = _unpack(block, k, v)
             d_kv = _unpack(d_block, k, v)
@@ -243,7 +243,7 @@ class _Ring(torch.autograd.Function):
                 travelling = d_block
         assert home is not None
         if travelling is not None:
-            home += _Exchange(ring, travelling).wait()[0]
+            home += _RingMessages(ring, travelling).wait()[0]
         dk, dv = _unpack(home, k, v)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 

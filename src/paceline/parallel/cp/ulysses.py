@@ -24,7 +24,7 @@ from paceline.config.errors import InputError
 from paceline.parallel.cp.ring import in_autocast_type
 
 
-class Core(Protocol):
+class AttentionCore(Protocol):
     """The core of attention, by shape that of a network's `attend`."""
 
     def mask(
@@ -44,7 +44,7 @@ class UlyssesAttend:
         inner: attends to that sequence; a ring of such groups, or one device alone.
     """
 
-    def __init__(self, group: dist.ProcessGroup, inner: Core) -> None:
+    def __init__(self, group: dist.ProcessGroup, inner: AttentionCore) -> None:
         self.group, self.inner = group, inner
         self.size = dist.get_world_size(group)
 

@@ -13,11 +13,11 @@ from torch.distributed.pipelining.schedules import _Action as Op
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.comm.compress.messages import Messages
+from paceline.comm.compress.messages import CodedMessages
 from paceline.config.errors import InputError
 from paceline.config.schedule import Schedule
 from paceline.parallel.pp.program import lower, lower_forward
-from paceline.parallel.pp.stage import Criterion, Pass, Stage, Wires
+from paceline.parallel.pp.stage import Criterion, PipelineContext, Stage, StageLinks
 
 MicroBatch = tuple[Tensor, dict[str, Any]]
 """What enters the first stage, and keyword arguments that every stage gets."""
@@ -39,7 +39,7 @@ class Pipeline:
         parts: Sequence[nn.Module],
         group: dist.ProcessGroup,
         device: torch.device,
-        messages: Messages | None = None,
+        messages: CodedMessages | None = None,
     ) -> None:
         """Prepare the programs; nothing is sent yet.
 
@@ -58,7 +58,7 @@ class Pipeline:
         assert len(parts) == len(places), f"{len(parts)} parts for the stages {places}"
         assert not any(isinstance(part, DistributedDataParallel) for part in parts)
         self.schedule, self.device, self.messages = schedule, device, messages
-        self._wires = Wires(group, device, max_sends=2 * schedule.num_ranks, messages=messages)
+        self._wires = StageLinks(group, device, max_sends=2 * schedule.num_ranks, messages=messages)
         self._stages = [
             Stage(part, schedule, place, device, group)
             for part, place in zip(parts, places, strict=True)
@@ -128,7 +128,7 @@ class Pipeline:
             torch.get_autocast_dtype(self.device.type),
         )
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        current = Pass(criterion, scale, (*forms, autocast), self._wires, loss)
+        current = PipelineContext(criterion, scale, (*forms, autocast), self._wires, loss)
         for stage in self._stages:
             stage.start(current)
         runtime.run(inputs)

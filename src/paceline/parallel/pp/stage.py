@@ -26,7 +26,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from paceline.comm import records
-from paceline.comm.compress.messages import Messages
+from paceline.comm.compress.messages import CodedMessages
 from paceline.config.schedule import Schedule
 from paceline.parallel.pp.program import index_of
 
@@ -36,7 +36,7 @@ Form = tuple[torch.Size, torch.dtype]
 
 
 @dataclass
-class Arriving:
+class PendingTensor:
     """A tensor on its way here."""
 
     tensor: Tensor
@@ -54,14 +54,14 @@ class Arriving:
 
 
 @dataclass
-class Wires:
+class StageLinks:
     """Sends to and receives from the other ranks of a pipeline."""
 
     group: dist.ProcessGroup
     device: torch.device
     max_sends: int
     """How many may be under way: each keeps its tensor in memory."""
-    messages: Messages | None = None
+    messages: CodedMessages | None = None
     """The form of activations and gradients on their way; None: as they are."""
     sends: deque[dist.Work] = field(default_factory=deque)
     forms: dict[Hashable, Form] = field(default_factory=dict)
@@ -75,16 +75,16 @@ class Wires:
         while len(self.sends) > self.max_sends:
             self.sends.popleft().wait()
 
-    def receive(self, form: Form, peer: int) -> Arriving:
+    def receive(self, form: Form, peer: int) -> PendingTensor:
         """Start a receive."""
         size, dtype = form
         if self.messages is None:
             buffer = torch.empty(size, dtype=dtype, device=self.device)
-            return Arriving(buffer, dist.irecv(buffer, group=self.group, group_src=peer))
+            return PendingTensor(buffer, dist.irecv(buffer, group=self.group, group_src=peer))
         num_bytes = self.messages.num_bytes(size.numel(), dtype)
         payload = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         read = partial(self.messages.decoded, size=size, dtype=dtype)
-        return Arriving(payload, dist.irecv(payload, group=self.group, group_src=peer), read)
+        return PendingTensor(payload, dist.irecv(payload, group=self.group, group_src=peer), read)
 
     def announce(self, key: Hashable, tensor: Tensor, peer: int) -> None:
         """Tell the receiver a tensor's form, the first time that one of this key is sent."""
@@ -110,7 +110,7 @@ class Wires:
 
 
 @dataclass
-class Pass:
+class PipelineContext:
     """What all stages of a rank share during one run of a program."""
 
     criterion: Criterion
@@ -118,19 +118,19 @@ class Pass:
     """Applied to a loss before its backward pass."""
     form: Hashable
     """What the forms of all tensors between stages follow from."""
-    wires: Wires
+    wires: StageLinks
     loss: Tensor
     """Sum so far."""
 
 
 @dataclass
-class _Flight:
+class _InFlight:
     """One micro-batch on one stage, from the arrival of its input to the end of its backward."""
 
-    input: Arriving | None = None
+    input: PendingTensor | None = None
     output: Tensor | None = None
     """On the last stage the loss."""
-    gradient: Arriving | None = None
+    gradient: PendingTensor | None = None
     """That of the output."""
     input_gradient: Tensor | None = None
     weights: list[dict[str, Any]] | None = None
@@ -140,7 +140,7 @@ class _Flight:
 class Stage(_PipelineStageBase):
     """A part of the model at its place in the pipeline."""
 
-    current: Pass
+    current: PipelineContext
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Stage(_PipelineStageBase):
         self.splits = can_split(part) and any(
             action.kind == "I" for action in schedule.actions[self.group_rank]
         )
-        self.flights: dict[int, _Flight] = defaultdict(_Flight)
+        self.flights: dict[int, _InFlight] = defaultdict(_InFlight)
 
     @property
     def is_first(self) -> bool:
@@ -170,7 +170,7 @@ class Stage(_PipelineStageBase):
         """Of its direction."""
         return self.stage == len(self.chain) - 1
 
-    def start(self, current: Pass) -> None:
+    def start(self, current: PipelineContext) -> None:
         """Get ready to run a program."""
         self.current = current
         if isinstance(self.submod, FSDPModule) and torch.is_grad_enabled():
@@ -218,7 +218,7 @@ class Stage(_PipelineStageBase):
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """Take the input from a stage on the same rank."""
-        self.flights[mb_index].input = Arriving(prev_stage_outputs.detach())
+        self.flights[mb_index].input = PendingTensor(prev_stage_outputs.detach())
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor]:
         """Hand out the input's gradient."""
@@ -233,7 +233,7 @@ class Stage(_PipelineStageBase):
         """Take the output's gradient from a stage on the same rank."""
         (gradient,) = next_stage_bwd_outputs
         assert gradient is not None
-        self.flights[mb_index].gradient = Arriving(gradient)
+        self.flights[mb_index].gradient = PendingTensor(gradient)
 
     # Compute.
 
@@ -247,7 +247,7 @@ class Stage(_PipelineStageBase):
         """F: the part, and on the last stage the loss."""
         flight, trains = self.flights[fwd_chunk_id], torch.is_grad_enabled()
         if self.is_first:
-            flight.input = Arriving(args[0])
+            flight.input = PendingTensor(args[0])
         assert flight.input is not None
         x = flight.input.wait() if self.is_first else flight.input.wait().requires_grad_(trains)
         with self._naming("forward", fwd_chunk_id):

@@ -23,14 +23,14 @@ from paceline.config.model import Model
 from paceline.config.stack import Stack
 from paceline.config.vision import ConvNet, EfficientNet, ResNet
 from paceline.plan.answer.outlook import Outlook, outlook
-from paceline.plan.convnet.choose import predict_all, sentences_of
 from paceline.plan.points import Setting
 from paceline.plan.prediction import Prediction
 from paceline.plan.price.step import predict
 from paceline.plan.search import why
-from paceline.plan.search.exchange import AXES, choose_exchange, named_forms
-from paceline.plan.search.search import Counts, Found, memory_limit, search
-from paceline.plan.search.space import Wishes
+from paceline.plan.search.convnets import predict_all, sentences_of
+from paceline.plan.search.gradient_comm import AXES, choose_exchange, named_forms
+from paceline.plan.search.search import Found, SearchCounts, memory_limit, search
+from paceline.plan.search.space import SearchConstraints
 
 _STEP_OF_FRONT = 0.95
 
@@ -43,7 +43,7 @@ class Answer:
     """As it was given, with a concrete cluster."""
     unit: Literal["tokens", "images"]
     """What `tokens_per_s` of its predictions counts."""
-    counts: Counts
+    counts: SearchCounts
     limit_bytes: float | None
     """What a layout may use of a device's memory; None: unknown."""
     ranked: tuple[Prediction, ...]
@@ -52,12 +52,12 @@ class Answer:
     """Of those that were predicted: none is both faster and leaner; the fastest first."""
     margin: why.Margin | None = None
     binding: why.Binding | None = None
-    flips: tuple[why.Flip, ...] = ()
+    sensitivities: tuple[why.Sensitivity, ...] = ()
     notes: tuple[str, ...] = ()
     """Further sentences about the fastest layout."""
     comm: Comm | None = None
     """What was chosen for the fastest layout where the Job left it open; None: nothing."""
-    shortage: why.Shortage | None = None
+    shortage: why.MemoryShortage | None = None
     """Where nothing fits: what comes nearest, and what would help."""
     outlook: Outlook | None = None
 
@@ -72,32 +72,32 @@ class Answer:
         return self.job.replace(layout=self.ranked[0].layout, comm=self.comm or self.job.comm)
 
 
-def answer(job: Job, wishes: Wishes | None = None) -> Answer:
+def answer(job: Job, constraints: SearchConstraints | None = None) -> Answer:
     """Find the best layout of a Job on its concrete cluster, and say why.
 
     Args:
         job: what its layout fixes is kept.
-        wishes: what is freed and bounded besides; its layout is the Job's.
+        constraints: what is freed and bounded besides; its layout is the Job's.
 
     Raises:
         InputError: no layout can run, the device's speed is unknown, or the model is one's own.
     """
-    wishes = wishes or Wishes(layout=job.layout)
+    constraints = constraints or SearchConstraints(layout=job.layout)
     if isinstance(job.model, Model):
-        return _of_decoder(job, wishes)
+        return _of_decoder(job, constraints)
     if isinstance(job.model, ResNet | EfficientNet):
-        return _of_convnet(job, job.model, wishes)
+        return _of_convnet(job, job.model, constraints)
     raise InputError(
         f'model.family = "{job.model.family}" says nothing about its layers: give the shapes of a '
         'decoder, or of a "resnet" or "efficientnet", to plan it.'
     )
 
 
-def _of_decoder(job: Job, wishes: Wishes) -> Answer:
+def _of_decoder(job: Job, constraints: SearchConstraints) -> Answer:
     if job.is_concrete:  # one sentence that says which setting can't be
         train = job.train
         check_layout(job.layout, job.model, job.cluster, train.seq_len, train.global_batch)
-    found = search(Setting.of(job), wishes)
+    found = search(Setting.of(job), constraints)
     ranked, comm = found.ranked, None
     notes: tuple[str, ...] = (why.tightness(found),) if found.is_tight else ()
     exchanging = None
@@ -116,7 +116,7 @@ def _of_decoder(job: Job, wishes: Wishes) -> Answer:
         front=_front((*ranked, *found.front)),
         margin=why.margin(found),
         binding=why.binding(best) if best else None,
-        flips=why.flips(found, exchanging),
+        sensitivities=why.sensitivities(found, exchanging),
         notes=notes,
         comm=comm,
         shortage=None if best else _shortage(found),
@@ -140,18 +140,18 @@ def _exchanging(job: Job, best: Prediction) -> tuple[Prediction, Comm, tuple[str
 
 def _exchanged(
     job: Job, bucket_mib: float | Literal["auto"], setting: Setting, layout: Layout
-) -> why.Choice:
+) -> why.ChosenLayout:
     """The exchange that is best for a layout of this Job under another setting, in such buckets."""
     layout = layout.replace(bucket_mib=bucket_mib)
     batch = job.train.replace(global_batch=setting.global_batch)
     asked = job.replace(cluster=setting.cluster, train=batch, layout=layout)
     comm = choose_exchange(asked, layout).comm
     step_s = predict(replace(setting, comm=comm), layout).step_s
-    return why.Choice(layout, named_forms(comm), setting.global_batch / step_s)
+    return why.ChosenLayout(layout, named_forms(comm), setting.global_batch / step_s)
 
 
-def _of_convnet(job: Job, network: ConvNet, wishes: Wishes) -> Answer:
-    found = predict_all(network, job.cluster, job.train.global_batch, wishes, job.comm)
+def _of_convnet(job: Job, network: ConvNet, constraints: SearchConstraints) -> Answer:
+    found = predict_all(network, job.cluster, job.train.global_batch, constraints, job.comm)
     limit = memory_limit(job.cluster.known_device)
     fits = tuple(one for one in found if limit is None or one.peak_memory_bytes <= limit)
     best = fits[0] if fits else None
@@ -161,7 +161,7 @@ def _of_convnet(job: Job, network: ConvNet, wishes: Wishes) -> Answer:
     return Answer(
         job=job,
         unit="images",
-        counts=Counts(len(found), len(found), len(fits)),
+        counts=SearchCounts(len(found), len(found), len(fits)),
         limit_bytes=limit,
         ranked=fits,
         front=_front(fits),
@@ -181,11 +181,11 @@ def _front(found: tuple[Prediction, ...]) -> tuple[Prediction, ...]:
     return tuple(front)
 
 
-def _shortage(found: Found) -> why.Shortage | None:
+def _shortage(found: Found) -> why.MemoryShortage | None:
     return why.shortage(found) if found.limit_bytes is not None else None
 
 
-def _too_large(nearest: Prediction, limit: float) -> why.Shortage:
+def _too_large(nearest: Prediction, limit: float) -> why.MemoryShortage:
     """Of a network of convolutions: its least micro-batch doesn't fit."""
     terms = nearest.heaviest.terms
     term = max(terms, key=lambda name: terms[name])
@@ -195,7 +195,7 @@ def _too_large(nearest: Prediction, limit: float) -> why.Shortage:
         f"GB a device, with {terms[term] / 1e9:.3g} GB of {term}; use smaller images or devices "
         "with more memory."
     )
-    return why.Shortage(nearest, term, lacks, None, text)
+    return why.MemoryShortage(nearest, term, lacks, None, text)
 
 
 # ---- as plain data -------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def to_json(found: Answer, num: int = 20) -> dict[str, Any]:
         "pareto": [prediction_json(each, unit) for each in found.front],
         "margin": found.margin and _margin_json(found.margin),
         "binding": found.binding and vars(found.binding),
-        "flips": [{**vars(flip), "best": to_raw(flip.best)} for flip in found.flips],
+        "flips": [{**vars(flip), "best": to_raw(flip.best)} for flip in found.sensitivities],
         "notes": list(found.notes),
         "shortage": found.shortage
         and {**vars(found.shortage), "nearest": prediction_json(found.shortage.nearest, unit)},

@@ -1,7 +1,7 @@
 """`paceline plan`: which layout to run, how fast it will be, what fills the memory, and why.
 
 Also how many of which devices to rent (`--budget`). What a person says in words (clusters, bounds,
-budgets) becomes data in `plan.answer.asked`; this file is the order of things.
+budgets) becomes data in `plan.answer.options`; this file is the order of things.
 """
 
 import json
@@ -27,23 +27,23 @@ from paceline.plan.answer.answer import (
     to_json,
     versions,
 )
-from paceline.plan.answer.asked import bounds_of, budget_of, clusters_of, lengthened
 from paceline.plan.answer.describe import headline
+from paceline.plan.answer.options import bounds_of, budget_of, clusters_of, lengthened
 from paceline.plan.answer.show import show, show_purchase
 from paceline.plan.points import Setting
 from paceline.plan.price.simulate import predicted_timeline
-from paceline.plan.search.budget import Purchase, buy
-from paceline.plan.search.space import Wishes
+from paceline.plan.search.budget import Purchase, plan_purchase
+from paceline.plan.search.space import SearchConstraints
 
 _FILES = ("job.toml", "plan.json", "plan.html", "predicted.json.gz")
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanOptions:
     """What a person asked for besides the Job, in the words of the command line."""
 
     clusters: Sequence[str] = ()
-    """See `plan.answer.asked.cluster_of`; several are offers for a budget."""
+    """See `plan.answer.options.cluster_of`; several are offers for a budget."""
     prices: Sequence[float] = ()
     """USD per device-hour: one for all clusters, or one for each."""
     tokens: float | None = None
@@ -59,7 +59,7 @@ class Asked:
 def plan_command(
     job: Job,
     machine: Callable[[], Cluster],
-    asked: Asked | None = None,
+    asked: PlanOptions | None = None,
     *,
     num: int = 10,
     out: Path | None = None,
@@ -78,25 +78,29 @@ def plan_command(
     Raises:
         InputError: wrong input; or nothing fits, after what comes nearest was printed.
     """
-    asked = asked or Asked()
+    asked = asked or PlanOptions()
     if out is not None:
         _check_folder(out, asked)
     job = lengthened(job, asked.tokens)
     clusters = clusters_of(job, asked.clusters, asked.prices, machine)
-    wishes = Wishes(job.layout, tuple(asked.free), bounds_of(asked.most, job.layout))
+    constraints = SearchConstraints(
+        job.layout, tuple(asked.free), bounds_of(asked.most, job.layout)
+    )
     if asked.budget is not None:
-        return _buy(job, clusters, asked.budget, wishes, as_json)
+        return _buy(job, clusters, asked.budget, constraints, as_json)
     if len(clusters) > 1:
         raise InputError(
             f"--cluster was given {len(clusters)} times: give one, or compare what they cost with "
             '--budget "30000 USD, 10 days".'
         )
-    return _plan(job.replace(cluster=clusters[0]), wishes, num, out, as_json)
+    return _plan(job.replace(cluster=clusters[0]), constraints, num, out, as_json)
 
 
-def _plan(job: Job, wishes: Wishes, num: int, out: Path | None, as_json: bool) -> Answer:
+def _plan(
+    job: Job, constraints: SearchConstraints, num: int, out: Path | None, as_json: bool
+) -> Answer:
     with _busy("searching layouts"):
-        found = answer(job, wishes)
+        found = answer(job, constraints)
     console = Console(highlight=False)
     console.print(headline(found))
     show(found, console, num)
@@ -120,7 +124,9 @@ def _busy(what: str) -> Any:
 # ---- budgets -------------------------------------------------------------------------------------
 
 
-def _buy(job: Job, offers: Sequence[Cluster], text: str, wishes: Wishes, as_json: bool) -> Purchase:
+def _buy(
+    job: Job, offers: Sequence[Cluster], text: str, constraints: SearchConstraints, as_json: bool
+) -> Purchase:
     if not isinstance(job.model, Model):
         raise InputError(
             f'--budget plans runs of decoders, and model.family is "{job.model.family}": leave it '
@@ -136,7 +142,7 @@ def _buy(job: Job, offers: Sequence[Cluster], text: str, wishes: Wishes, as_json
     setting = Setting.of(job.replace(cluster=offers[0]))
     tokens = float(job.train.steps) * job.train.global_batch * job.train.seq_len
     with _busy("searching layouts for each number of nodes"):
-        bought = buy(setting, offers, tokens, usd, days, wishes)
+        bought = plan_purchase(setting, offers, tokens, usd, days, constraints)
     console = Console(highlight=False)
     runtimes = dict.fromkeys((offer.stack or Stack()).whose for offer in offers)
     said = f"{job.train.steps:,} steps, {tokens:.3g} tokens, for {text}"
@@ -183,7 +189,7 @@ def purchase_json(bought: Purchase) -> dict[str, Any]:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def _check_folder(out: Path, asked: Asked) -> None:
+def _check_folder(out: Path, asked: PlanOptions) -> None:
     """Refuse, before anything is searched, a folder that can't or mustn't be written."""
     if asked.budget is not None:
         raise InputError(

@@ -170,8 +170,10 @@ def sentences(found: Answer) -> list[str]:
     said = [found.binding.text] if found.binding else []
     said += found.notes
     said += [found.margin.text] if found.margin else []
-    said += [flip.text for flip in found.flips if flip.is_other]
-    stays = [f"{flip.change} ({flip.gain:+.1%})" for flip in found.flips if not flip.is_other]
+    said += [flip.text for flip in found.sensitivities if flip.is_other]
+    stays = [
+        f"{flip.change} ({flip.gain:+.1%})" for flip in found.sensitivities if not flip.is_other
+    ]
     return said + ([f"the choice stays with {_listed(stays)}."] if stays else [])
 
 

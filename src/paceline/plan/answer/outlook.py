@@ -10,7 +10,7 @@ from paceline.config.job import Job
 from paceline.config.model import Model
 from paceline.config.vision import EfficientNet, ResNet
 from paceline.plan.prediction import Prediction
-from paceline.plan.scale import bill, checkpoint_bytes, endurance, storage_usd_per_month
+from paceline.plan.scale import bill, checkpoint_bytes, resilience, storage_usd_per_month
 
 # SGD keeps a parameter and its momentum, both fp32.
 _SGD_BYTES = 8.0
@@ -49,7 +49,7 @@ def outlook(job: Job, best: Prediction) -> Outlook:
     """What the Job's steps take on its (concrete) cluster with a layout."""
     train, cluster, ranks = job.train, job.cluster, best.layout.num_ranks
     saved, kept = _saved_bytes(job), _num_kept(job)
-    lasting = endurance(cluster, ranks, saved)
+    lasting = resilience(cluster, ranks, saved)
     goodput = None if lasting is None else float(lasting.goodput)
     cost = bill(cluster, ranks, best.step_s, train.steps, goodput or 1.0)
     usd = _number(cost.usd)

@@ -37,7 +37,7 @@ from paceline.plan.answer.describe import (
     step_title,
 )
 from paceline.plan.prediction import MEMORY_TERMS, Prediction
-from paceline.plan.search.budget import Purchase, Run
+from paceline.plan.search.budget import Purchase, TrainingRun
 
 # From here on a table has a column for what else a layout says; else it goes below the axes.
 _WIDE = 120
@@ -224,11 +224,11 @@ def purchase_table(bought: Purchase) -> Table:
     return table
 
 
-def _offer(run: Run) -> str:
+def _offer(run: TrainingRun) -> str:
     device = run.cluster.known_device
     return f"{run.cluster.num_nodes} x {run.cluster.devices_per_node} {device.name}"
 
 
-def _marks(bought: Purchase, run: Run) -> str:
+def _marks(bought: Purchase, run: TrainingRun) -> str:
     marks = ["fastest"] if run is bought.fastest else []
     return " and ".join(marks + (["cheapest"] if run is bought.cheapest else []))

@@ -22,13 +22,13 @@ Sources: NCCL's cost model (github.com/NVIDIA/nccl, src/graph/tuning.cc), "Demys
 https://arxiv.org/abs/2507.04786, Thakur et al. 2005 (algorithms of MPI collectives).
 """
 
-from paceline.plan.collectives.algorithm import Choice, choose_algorithm
+from paceline.plan.collectives.algorithm import AlgorithmChoice, choose_algorithm
 from paceline.plan.collectives.groups import origins, tiers_of
 from paceline.plan.collectives.seconds import OPS, collective_s, is_across, num_domains
 
 __all__ = [
     "OPS",
-    "Choice",
+    "AlgorithmChoice",
     "choose_algorithm",
     "collective_s",
     "is_across",

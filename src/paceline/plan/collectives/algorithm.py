@@ -2,7 +2,7 @@
 
 The rule: NCCL and the other vendors' libraries have algorithms of their own, in the devices'
 kernels; ours, which are messages started by the host, are not tried against them (their own choice
-can be measured and set: `comm.nccl`). On gloo the first wins that is about as cheap as the
+can be measured and set: `bench.network.nccl`). On gloo the first wins that is about as cheap as the
 cheapest, in this order: the backend, then ours as `comm.algorithms` prefers them.
 """
 
@@ -19,7 +19,7 @@ _MARGIN = 0.05
 Assumed."""
 
 
-class Choice(NamedTuple):
+class AlgorithmChoice(NamedTuple):
     """An algorithm and why."""
 
     algorithm: str
@@ -30,14 +30,14 @@ class Choice(NamedTuple):
 
 def choose_algorithm(
     cluster: Cluster, op: Op, num_bytes: float, num_ranks: int, stride: int
-) -> Choice:
+) -> AlgorithmChoice:
     """The cheapest algorithm for a message size; arguments as of `collective_s`."""
     if cluster.known_device.kind != "cpu":
-        return Choice(
+        return AlgorithmChoice(
             "backend", "the backend has algorithms of its own in the device's kernels", {}
         )
     if num_ranks == 1:
-        return Choice("backend", "there is nobody to exchange with", {})
+        return AlgorithmChoice("backend", "there is nobody to exchange with", {})
     seconds = {"backend": float(collective_s(cluster, op, num_bytes, num_ranks, stride))}
     for algorithm in ALGORITHMS[op]:
         try:
@@ -47,7 +47,7 @@ def choose_algorithm(
         seconds[algorithm] = float(found)
     enough = min(seconds.values()) / (1 - _MARGIN)
     best = next(name for name in seconds if seconds[name] <= enough)
-    return Choice(best, _reason(best, seconds, num_bytes, num_ranks), seconds)
+    return AlgorithmChoice(best, _reason(best, seconds, num_bytes, num_ranks), seconds)
 
 
 def _reason(best: str, seconds: Mapping[str, float], num_bytes: float, num_ranks: int) -> str:

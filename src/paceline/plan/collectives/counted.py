@@ -18,7 +18,7 @@ from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.plan.collectives.groups import members
 from paceline.plan.collectives.links import Links, links_of
-from paceline.plan.collectives.measured import Table
+from paceline.plan.collectives.measured import CurveTable
 from paceline.plan.points import Array
 from paceline.plan.rates import memory_s
 
@@ -84,7 +84,7 @@ def _group_s(
 
 
 class _Counts(NamedTuple):
-    """Columns of `Load` over r rounds; values as shares of the buffer."""
+    """Columns of `LinkLoad` over r rounds; values as shares of the buffer."""
 
     inside: int
     """Ranks of the group on a node."""
@@ -137,7 +137,7 @@ def _messages_s(
     return np.where(messages > 0, once + _ONE_MORE * np.maximum(messages - 1, 0) * late_s, 0.0)
 
 
-def _seconds(table: Table, num_bytes: Array, num_ranks: float) -> Array:
+def _seconds(table: CurveTable, num_bytes: Array, num_ranks: float) -> Array:
     return table.seconds(num_bytes, np.full(num_bytes.size, num_ranks))
 
 

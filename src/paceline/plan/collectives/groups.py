@@ -41,29 +41,29 @@ def members(num_devices: int, stride: Array) -> Array:
     return np.maximum(1, num_devices // stride)
 
 
-class Spread(NamedTuple):
+class GroupSpread(NamedTuple):
     """How groups are spread over the tiers, innermost first: t tiers, n groups."""
 
     num_ranks: Array  # (n,)
     domains: Array  # (t + 1, n): of the tier below that a group spans; first its ranks, last 1
     inside: Array  # (n,), bool: whether it stays in one domain of the first tier
 
-    def take(self, where: Array) -> "Spread":
+    def take(self, where: Array) -> "GroupSpread":
         """The groups where this mask holds."""
-        return Spread(self.num_ranks[where], self.domains[:, where], self.inside[where])
+        return GroupSpread(self.num_ranks[where], self.domains[:, where], self.inside[where])
 
-    def on_one_domain(self, num_ranks: Array) -> "Spread":
+    def on_one_domain(self, num_ranks: Array) -> "GroupSpread":
         """Groups of other sizes, each within a domain of the first tier."""
         domains = np.ones_like(self.domains)
         domains[0] = num_ranks
-        return Spread(num_ranks, domains, np.ones(num_ranks.shape, bool))
+        return GroupSpread(num_ranks, domains, np.ones(num_ranks.shape, bool))
 
 
-def spread(domain_sizes: Array, num_ranks: Array, stride: Array) -> Spread:
+def spread(domain_sizes: Array, num_ranks: Array, stride: Array) -> GroupSpread:
     """How groups are spread; `domain_sizes` are the devices of each tier, innermost first."""
     domains = np.ones((len(domain_sizes) + 1, *num_ranks.shape))
     domains[0] = num_ranks
     # The last tier joins everything, whatever its size says.
     for level, size in enumerate(domain_sizes[:-1], start=1):
         domains[level] = np.ceil(num_ranks / members(size, stride))
-    return Spread(num_ranks, domains, domains[1] <= 1)
+    return GroupSpread(num_ranks, domains, domains[1] <= 1)

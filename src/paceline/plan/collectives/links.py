@@ -19,13 +19,13 @@ import numpy as np
 
 from paceline.config.hardware import Cluster, Tier
 from paceline.plan.collectives.groups import tiers_of
-from paceline.plan.collectives.measured import Table, table_of
+from paceline.plan.collectives.measured import CurveTable, table_of
 from paceline.plan.points import Array
 
 PROTOCOLS = ("ll", "ll128", "simple")
 
 
-class Kind(NamedTuple):
+class LinkKind(NamedTuple):
     """One kind of link; times in microseconds, by PROTOCOLS."""
 
     ring_us: tuple[float, float, float]
@@ -40,16 +40,16 @@ class Kind(NamedTuple):
     """Latency of the links that the steps were measured on: what a tier has more is added."""
 
 
-_NVLINK = Kind((0.6, 1.9, 3.4), (0.6, 1.25, 4.0), 0.5, 0.81, 1.0)
-_NETWORK = Kind((2.7, 4.0, 14.0), (5.0, 8.5, 14.0), 1.0, 0.96, 2.0)
+_NVLINK = LinkKind((0.6, 1.9, 3.4), (0.6, 1.25, 4.0), 0.5, 0.81, 1.0)
+_NETWORK = LinkKind((2.7, 4.0, 14.0), (5.0, 8.5, 14.0), 1.0, 0.96, 2.0)
 # Without NCCL: compilers plan these exchanges, a step costs little more than the wire. Assumed.
-_PLANNED = Kind((0.5, 0.5, 0.5), (1.0, 1.0, 1.0), 0.5, 0.9, 1.0)
+_PLANNED = LinkKind((0.5, 0.5, 0.5), (1.0, 1.0, 1.0), 0.5, 0.9, 1.0)
 # Every message is announced and then sent: its latency counts twice, as Simple's does.
-_GLOO = Kind((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), 0.0, 0.93, 0.0)
-_KINDS: Mapping[str, Kind] = {
+_GLOO = LinkKind((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), 0.0, 0.93, 0.0)
+_KINDS: Mapping[str, LinkKind] = {
     "nvlink": _NVLINK,
     "xgmi": _NVLINK._replace(share=0.74),
-    "pcie": Kind((1.0, 2.5, 5.7), (1.0, 1.9, 4.0), 0.5, 0.6, 2.0),
+    "pcie": LinkKind((1.0, 2.5, 5.7), (1.0, 1.9, 4.0), 0.5, 0.6, 2.0),
     "ici": _PLANNED,
     "neuronlink": _PLANNED,
     "gaudi": _PLANNED,
@@ -66,7 +66,7 @@ _LL_INSIDE, _LL_ACROSS = 0.38, 0.097
 _PASSES = (1, 1, 2)  # how often a message's latency counts: Simple also flushes
 
 
-class Steps(NamedTuple):
+class ProtocolCosts(NamedTuple):
     """What rings, or trees, cost: p protocols, t tiers."""
 
     base_s: Array  # (p, 1)
@@ -83,9 +83,9 @@ class Links:
     peer_s: Array  # (t,)
     protocols: list[int]
     """Indices into PROTOCOLS of those that may be used."""
-    ring: Steps
-    tree: Steps
-    tables: tuple[Mapping[str, Table], ...]
+    ring: ProtocolCosts
+    tree: ProtocolCosts
+    tables: tuple[Mapping[str, CurveTable], ...]
     adds: tuple[bool, ...]
     ll_bytes_per_s: tuple[float, float]
     """The most of LL, inside the first tier and across; without limit where nothing is known."""
@@ -94,7 +94,7 @@ class Links:
     is_gloo: bool
 
 
-class _Same:
+class _ClusterKey:
     """A cluster as a key: equal only to itself, since comparing all its curves takes longer."""
 
     __slots__ = ("cluster",)
@@ -106,16 +106,16 @@ class _Same:
         return id(self.cluster)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.cluster is self.cluster
+        return isinstance(other, _ClusterKey) and other.cluster is self.cluster
 
 
 def links_of(cluster: Cluster) -> Links | None:
     """What the formulas need of a concrete cluster; None where there is a single device."""
-    return _links_of(_Same(cluster))
+    return _links_of(_ClusterKey(cluster))
 
 
 @lru_cache(maxsize=64)
-def _links_of(same: _Same) -> Links | None:
+def _links_of(same: _ClusterKey) -> Links | None:
     device = same.cluster.known_device
     tiers = tiers_of(same.cluster)
     return _worked_out(tiers, is_gloo=device.kind == "cpu") if tiers else None
@@ -146,7 +146,7 @@ def _worked_out(tiers: Sequence[Tier], *, is_gloo: bool) -> Links:
     )
 
 
-def _kind(tier: Tier, level: int, is_gloo: bool) -> Kind:
+def _kind(tier: Tier, level: int, is_gloo: bool) -> LinkKind:
     if is_gloo:
         return _GLOO
     return _KINDS.get(tier.name, _NETWORK if level else _NVLINK)
@@ -169,25 +169,25 @@ def _steps(
     step_us: Sequence[Sequence[float]],
     late_us: Sequence[float],
     share: Sequence[float],
-) -> Steps:
+) -> ProtocolCosts:
     """Costs by protocol; `step_us` and `late_us` (added to every pass) are by tier."""
     is_gloo = len(protocols) == 1
     step = np.array(step_us).T + np.outer(_PASSES, late_us)  # (p, t)
     base = np.zeros(len(base_us)) if is_gloo else np.array(base_us)
-    return Steps(
+    return ProtocolCosts(
         base_s=base[protocols, None] * 1e-6,
         step_s=step[protocols] * 1e-6,
         share=np.array(share)[protocols, None],
     )
 
 
-def _ll_bytes_per_s(kind: Kind, rate: float) -> tuple[float, float]:
+def _ll_bytes_per_s(kind: LinkKind, rate: float) -> tuple[float, float]:
     if kind.ring_us != _NVLINK.ring_us:
         return math.inf, math.inf
     return _LL_INSIDE * rate, _LL_ACROSS * rate
 
 
-def _ring_rate(tables: Mapping[str, Table]) -> float | None:
+def _ring_rate(tables: Mapping[str, CurveTable]) -> float | None:
     """Bytes/s through each rank of a ring, from what was measured of large messages."""
     table = tables.get("all_gather")
     if table is None:
@@ -195,14 +195,14 @@ def _ring_rate(tables: Mapping[str, Table]) -> float | None:
     return float((1 - 1 / table.ranks[-1]) / np.exp(table.log_slope[-1]))
 
 
-def _sum_s_per_byte(tier: Tier, tables: Mapping[str, Table], rate: float) -> float:
+def _sum_s_per_byte(tier: Tier, tables: Mapping[str, CurveTable], rate: float) -> float:
     """Of a large all-reduce within the first tier: up and down a chain, or through its switches."""
     chain = 2 / rate
     table = tables.get("all_reduce") if tier.reduces_in_network else None
     return chain if table is None else min(chain, float(np.exp(table.log_slope[-1])))
 
 
-def _tables(tier: Tier, *, is_gloo: bool) -> dict[str, Table]:
+def _tables(tier: Tier, *, is_gloo: bool) -> dict[str, CurveTable]:
     """Tables of what was measured; a collective that was not takes that of its mirror image, and
     gloo's reduce-scatter, which is a whole all-reduce, that of this."""
     tables = {

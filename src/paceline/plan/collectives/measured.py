@@ -23,7 +23,7 @@ from paceline.config.curves import CollectiveCurve
 from paceline.plan.points import Array
 
 
-class Grid(NamedTuple):
+class CurveAxis(NamedTuple):
     """Increasing points of one axis."""
 
     points: Array  # (g,)
@@ -38,14 +38,14 @@ class Grid(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class CurveTable:
     """Curves of one collective on one tier, on a common grid: r numbers of ranks, b sizes."""
 
     op: str
     ranks: tuple[float, float]
     """The fewest and the most that were measured."""
-    log_ranks: Grid  # (r,)
-    log_bytes: Grid  # (b,)
+    log_ranks: CurveAxis  # (r,)
+    log_bytes: CurveAxis  # (b,)
     log_s: Array  # (r, b)
     last_bytes: float
     log_slope: Array  # (r,), seconds per byte beyond the last size
@@ -87,7 +87,7 @@ class Table:
         return seconds + np.maximum(0.0, more) * slope
 
 
-def table_of(op: str, curves: Sequence[CollectiveCurve]) -> Table:
+def table_of(op: str, curves: Sequence[CollectiveCurve]) -> CurveTable:
     """The table of the curves of one collective, at least one of them of several ranks."""
     curves = sorted((c for c in curves if c.num_ranks > 1), key=lambda curve: curve.num_ranks)
     sizes = np.array(sorted({size for curve in curves for size in curve.bytes}))
@@ -95,7 +95,7 @@ def table_of(op: str, curves: Sequence[CollectiveCurve]) -> Table:
     rows = [_resampled(curve, sizes) for curve in curves]
     log_s = np.log([seconds for seconds, _ in rows])
     launch_s, rank_s = _latency_line(ranks, np.array([min(curve.seconds) for curve in curves]))
-    return Table(
+    return CurveTable(
         op=op,
         ranks=(ranks[0], ranks[-1]),
         log_ranks=_grid(np.log(ranks)),
@@ -109,9 +109,9 @@ def table_of(op: str, curves: Sequence[CollectiveCurve]) -> Table:
     )
 
 
-def _grid(points: Array) -> Grid:
+def _grid(points: Array) -> CurveAxis:
     """A single point gets a neighbour far away, which holds the same."""
-    return Grid(points, np.diff(points) if len(points) > 1 else np.ones(1))
+    return CurveAxis(points, np.diff(points) if len(points) > 1 else np.ones(1))
 
 
 def _resampled(curve: CollectiveCurve, sizes: Array) -> tuple[Array, float]:

@@ -16,8 +16,8 @@ A group is cut by each tier into domains; what leaves a domain shares the links 
 
 import numpy as np
 
-from paceline.plan.collectives.groups import Spread
-from paceline.plan.collectives.links import Links, Steps
+from paceline.plan.collectives.groups import GroupSpread
+from paceline.plan.collectives.links import Links, ProtocolCosts
 from paceline.plan.points import Array
 
 _PLATEAU = 1.4  # NCCL, tuning.cc: latency of a Simple ring all-reduce across nodes
@@ -32,7 +32,7 @@ _TREE_DIP = np.pad(np.array(_DIPS) / 10, ((0, 0), (0, 2)), constant_values=1.0)
 _LONGEST_CHAIN = 8  # ranks; beyond, domains are taken to build trees inside as well
 
 
-def modelled_s(links: Links, op: str, num_bytes: Array, spread: Spread) -> Array:
+def modelled_s(links: Links, op: str, num_bytes: Array, spread: GroupSpread) -> Array:
     """Seconds of a collective; arguments as in `collective_s`, arrays of one shape."""
     if op == "all_to_all":
         return _exchange_s(links, num_bytes, spread)
@@ -49,18 +49,18 @@ def modelled_s(links: Links, op: str, num_bytes: Array, spread: Spread) -> Array
     return _ring_s(links, sent, spread, _widths(links, spread), rounds=1)
 
 
-def _left(spread: Spread) -> Array:
+def _left(spread: GroupSpread) -> Array:
     """The part of a buffer that belongs to the other ranks."""
     return 1 - 1 / spread.num_ranks
 
 
-def _widths(links: Links, spread: Spread) -> Array:
+def _widths(links: Links, spread: GroupSpread) -> Array:
     """Bytes/s out of each domain below a tier, unlimited where nothing leaves it: (t, n)."""
     below, above = spread.domains[:-1], spread.domains[1:]
     return np.where(below > above, links.bytes_per_s * spread.num_ranks / below, np.inf)
 
 
-def _ring_s(links: Links, sent: Array, spread: Spread, widths: Array, rounds: int) -> Array:
+def _ring_s(links: Links, sent: Array, spread: GroupSpread, widths: Array, rounds: int) -> Array:
     """Of a ring that goes round so often; `sent` are the bytes through each rank."""
     ring = links.ring
     crossings = spread.domains[:-1] - spread.domains[1:]  # (t, n)
@@ -71,7 +71,7 @@ def _ring_s(links: Links, sent: Array, spread: Spread, widths: Array, rounds: in
     return _best(ring, late, _capped(links, transfer_s, sent, spread))
 
 
-def _tree_s(links: Links, num_bytes: Array, spread: Spread, widths: Array) -> Array:
+def _tree_s(links: Links, num_bytes: Array, spread: GroupSpread, widths: Array) -> Array:
     below, above = spread.domains[:-1], spread.domains[1:]
     fan = below / above  # (t, n): domains of the tier below in one of this
     depth = np.log2(fan)
@@ -97,7 +97,7 @@ def _dips(links: Links, num_bytes: Array) -> Array:
     return low + (place - index) * (high - low)
 
 
-def _capped(links: Links, transfer_s: Array, sent: Array, spread: Spread) -> Array:
+def _capped(links: Links, transfer_s: Array, sent: Array, spread: GroupSpread) -> Array:
     """Transfers (p, n) with LL, the first protocol, no faster than its processors."""
     if links.protocols[0] == 0:
         inside, across = links.ll_bytes_per_s
@@ -106,12 +106,12 @@ def _capped(links: Links, transfer_s: Array, sent: Array, spread: Spread) -> Arr
     return transfer_s
 
 
-def _best(steps: Steps, late_s: Array, transfer_s: Array) -> Array:
+def _best(steps: ProtocolCosts, late_s: Array, transfer_s: Array) -> Array:
     """The fastest protocol, of latencies and transfers (p, n)."""
     return np.minimum.reduce(steps.base_s + late_s + transfer_s)
 
 
-def _exchange_s(links: Links, num_bytes: Array, spread: Spread) -> Array:
+def _exchange_s(links: Links, num_bytes: Array, spread: GroupSpread) -> Array:
     below, above = spread.domains[:-1], spread.domains[1:]
     partners = spread.num_ranks * (1 / above - 1 / below)  # (t, n)
     late = links.ring.base_s[-1] + links.peer_s @ partners + _farthest_s(links, spread)[-1]
@@ -119,14 +119,14 @@ def _exchange_s(links: Links, num_bytes: Array, spread: Spread) -> Array:
     return late + num_bytes * (leaving / links.bytes_per_s).max(axis=0)
 
 
-def _message_s(links: Links, num_bytes: Array, spread: Spread) -> Array:
+def _message_s(links: Links, num_bytes: Array, spread: GroupSpread) -> Array:
     below, above = spread.domains[:-1], spread.domains[1:]
     per_byte = np.where(below > above, 1 / links.bytes_per_s, 0.0).max(axis=0)
     transfer_s = num_bytes * per_byte / links.ring.share
     return _best(links.ring, _farthest_s(links, spread), transfer_s)
 
 
-def _farthest_s(links: Links, spread: Spread) -> Array:
+def _farthest_s(links: Links, spread: GroupSpread) -> Array:
     """One step over the slowest tier that the group meets: (p, n)."""
     met = spread.domains[:-1] > spread.domains[1:]  # (t, n)
     return (links.ring.step_s[:, :, None] * met).max(axis=1)

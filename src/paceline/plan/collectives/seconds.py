@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from paceline.comm.algorithms import ALGORITHMS
 from paceline.config.errors import InputError
+from paceline.config.frozen import nearest
 from paceline.config.hardware import Cluster
-from paceline.config.noun import nearest
 from paceline.plan.collectives.counted import counted_s
-from paceline.plan.collectives.groups import Spread, members, spread
+from paceline.plan.collectives.groups import GroupSpread, members, spread
 from paceline.plan.collectives.links import Links, links_of
-from paceline.plan.collectives.measured import Table
+from paceline.plan.collectives.measured import CurveTable
 from paceline.plan.collectives.modelled import modelled_s
 from paceline.plan.points import Array
 
@@ -117,12 +117,12 @@ def _seconds(links: Links, op: str, size: Array, ranks: Array, step: Array) -> A
     return seconds
 
 
-def _inside_s(links: Links, op: str, size: Array, groups: Spread) -> Array:
+def _inside_s(links: Links, op: str, size: Array, groups: GroupSpread) -> Array:
     seconds = _table_s(links.tables[0], op, size, groups.num_ranks)
     return modelled_s(links, op, size, groups) if seconds is None else seconds
 
 
-def _table_s(tables: Mapping[str, Table], op: str, size: Array, ranks: Array) -> Array | None:
+def _table_s(tables: Mapping[str, CurveTable], op: str, size: Array, ranks: Array) -> Array | None:
     """Seconds by measured curves, or by those of a collective that moves the same bytes."""
     if op == "send_recv" and op in tables:
         # A shift around a ring has one step, however many ranks there are beyond those measured.
@@ -138,7 +138,7 @@ def _table_s(tables: Mapping[str, Table], op: str, size: Array, ranks: Array) ->
     return None
 
 
-def _across_s(links: Links, op: str, size: Array, groups: Spread) -> Array:
+def _across_s(links: Links, op: str, size: Array, groups: GroupSpread) -> Array:
     composed = _composed_s(links, op, size, groups) if any(links.tables[1:]) else None
     return modelled_s(links, op, size, groups) if composed is None else composed
 
@@ -154,7 +154,7 @@ _GLOO_ROUNDS = {"all_reduce": 2, "reduce_scatter": 2, "all_gather": 1}
 """How often a ring is gone round; gloo scatters the sums of a whole all-reduce."""
 
 
-def _composed_s(links: Links, op: str, size: Array, groups: Spread) -> Array | None:
+def _composed_s(links: Links, op: str, size: Array, groups: GroupSpread) -> Array | None:
     """Seconds by curves of the outer tier, where it was measured and is the only one."""
     nodes = groups.domains[1]
     local = groups.num_ranks / nodes
@@ -172,7 +172,7 @@ def _composed_s(links: Links, op: str, size: Array, groups: Spread) -> Array | N
     return across
 
 
-def _gloo_ring_s(links: Links, op: str, size: Array, groups: Spread) -> Array:
+def _gloo_ring_s(links: Links, op: str, size: Array, groups: GroupSpread) -> Array:
     """Seconds of a ring of all ranks in their order: one message leaves each node at a time."""
     nodes = groups.domains[1]
     local = groups.num_ranks / nodes

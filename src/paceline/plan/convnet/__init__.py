@@ -20,10 +20,9 @@ https://arxiv.org/abs/1410.0759; buckets beside the backward pass https://arxiv.
 """
 
 from paceline.plan.convnet.memory import convnet_memory_bytes
-from paceline.plan.convnet.published import network_named, predict_images_per_s
 from paceline.plan.convnet.step import (
-    Times,
-    Training,
+    ConvnetTimes,
+    ImageTraining,
     convnet_times,
     exchange_s,
     predict_convnet,
@@ -31,13 +30,11 @@ from paceline.plan.convnet.step import (
 )
 
 __all__ = [
-    "Times",
-    "Training",
+    "ConvnetTimes",
+    "ImageTraining",
     "convnet_memory_bytes",
     "convnet_times",
     "exchange_s",
-    "network_named",
     "predict_convnet",
-    "predict_images_per_s",
     "training_of",
 ]

@@ -30,7 +30,7 @@ _CACHE_OVER_MEMORY = 2.4
 _CONV_KERNELS, _ACTIVATION_KERNELS, _SQUEEZE_KERNELS = 2 + 4, 2, 8 + 14
 
 
-class Table(NamedTuple):
+class ConvolutionTable(NamedTuple):
     """A network's convolutions as columns (c, 1)."""
 
     in_channels: Array
@@ -52,7 +52,7 @@ class Table(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def table_of(network: ConvNet) -> Table:
+def table_of(network: ConvNet) -> ConvolutionTable:
     """A network's convolutions as columns."""
     convs = network.convolutions
     columns = (
@@ -73,7 +73,7 @@ def table_of(network: ConvNet) -> Table:
         [conv.activation == "silu" for conv in convs],
         [conv.skips for conv in convs],
     )
-    return Table(*(np.array(column, float)[:, None] for column in columns))
+    return ConvolutionTable(*(np.array(column, float)[:, None] for column in columns))
 
 
 def num_launches(network: ConvNet, stack: Stack) -> float:
@@ -99,7 +99,7 @@ def forward_backward_s(
     conv[:, -1] += head * np.array([[1.0], [2.0]])
     conv = conv * constant(stack, "matmul_time")
     passes = _passes(table, stack.elementwise == "fused")
-    if turns_images(device, stack, precision):
+    if transposes_images(device, stack, precision):
         # Input and output around each product are read and written once more.
         moved = 2 * (table.in_elements + table.out_elements)
         passes = passes + np.stack([moved, moved * (2 - table.first)])
@@ -107,7 +107,7 @@ def forward_backward_s(
     return conv, seconds
 
 
-def _turned(table: Table) -> Table:
+def _turned(table: ConvolutionTable) -> ConvolutionTable:
     """The product towards the input: its channels change places; as many pixels go in as out."""
     return table._replace(
         in_channels=table.out_channels,
@@ -116,7 +116,7 @@ def _turned(table: Table) -> Table:
 
 
 def _product_s(
-    device: Device, stack: Stack, precision: str, table: Table, batch: Array, value: int
+    device: Device, stack: Stack, precision: str, table: ConvolutionTable, batch: Array, value: int
 ) -> Array:
     """Seconds (c, n) of the products, each at least as long as its tensors take.
 
@@ -144,7 +144,7 @@ def _product_s(
     return np.where(direct, alone, np.maximum(products * constant(stack, "conv_time"), floor))
 
 
-def _direct_s(device: Device, table: Table, batch: Array) -> Array:
+def _direct_s(device: Device, table: ConvolutionTable, batch: Array) -> Array:
     """A convolution of single channels has no product: scalar arithmetic beside its traffic."""
     flops = 2 * table.weights * table.out_pixels * batch
     return flops / (_DIRECT_SHARE * _scalar_peak(device))
@@ -158,14 +158,14 @@ def _has_tensor_cores(precision: str) -> bool:
     return precision in ("tf32", "bf16", "fp16")
 
 
-def turns_images(device: Device, stack: Stack, precision: str) -> bool:
+def transposes_images(device: Device, stack: Stack, precision: str) -> bool:
     """Whether images lie otherwise in memory than tensor cores read them."""
     if device.kind == "cpu" or not _has_tensor_cores(precision):
         return False
     return not stack.channels_last if stack.channels_last is not None else precision == "tf32"
 
 
-def _passes(table: Table, fused: bool) -> Array:
+def _passes(table: ConvolutionTable, fused: bool) -> Array:
     """Numbers of one image that the sweeps around each convolution read and write, (2, c, 1).
 
     A norm reads its input for the statistics, then again, and writes; its gradient reads input and

@@ -8,9 +8,9 @@ import numpy as np
 from paceline.config.comm import Codec, Comm, codec
 from paceline.config.errors import InputError
 from paceline.config.feasible_comm import check_comm
+from paceline.config.frozen import size
 from paceline.config.hardware import Cluster, Device
 from paceline.config.layout import Layout
-from paceline.config.noun import size
 from paceline.config.stack import Stack, constant
 from paceline.config.vision import ConvNet
 from paceline.plan.collectives import collective_s, is_across
@@ -19,7 +19,7 @@ from paceline.plan.convnet.kernels import (
     forward_backward_s,
     num_launches,
     table_of,
-    turns_images,
+    transposes_images,
 )
 from paceline.plan.convnet.memory import convnet_memory_bytes
 from paceline.plan.points import Array
@@ -51,7 +51,7 @@ _ERROR, _ERROR_OF_DIRECT = 0.2, 0.6
 
 
 @dataclass(frozen=True, eq=False)
-class Training:
+class ImageTraining:
     """How images are trained on: columns over points, but for the words."""
 
     batch: Array
@@ -73,7 +73,7 @@ class Training:
 
 
 @dataclass(frozen=True, eq=False)
-class Times:
+class ConvnetTimes:
     """Columns of a step's seconds by term of the vocabulary, and what communication there was."""
 
     terms: Mapping[str, Array]
@@ -86,7 +86,9 @@ class Times:
         return sum(self.terms.values(), np.zeros(1))
 
 
-def convnet_times(network: ConvNet, cluster: Cluster, stack: Stack, training: Training) -> Times:
+def convnet_times(
+    network: ConvNet, cluster: Cluster, stack: Stack, training: ImageTraining
+) -> ConvnetTimes:
     """Seconds of a step by term, for columns of data-parallel trainings.
 
     Args:
@@ -126,10 +128,10 @@ def convnet_times(network: ConvNet, cluster: Cluster, stack: Stack, training: Tr
         loading = count * training.batch / training.input_images_per_s
         terms["data_wait"] = np.maximum(loading - busy - terms["straggler_wait"], 0.0)
     n = np.broadcast_shapes(*(value.shape for value in terms.values()))
-    return Times({key: np.broadcast_to(value, n) for key, value in terms.items()}, reduce_s)
+    return ConvnetTimes({key: np.broadcast_to(value, n) for key, value in terms.items()}, reduce_s)
 
 
-def _optimizer_s(network: ConvNet, device: Device, stack: Stack, training: Training) -> Array:
+def _optimizer_s(network: ConvNet, device: Device, stack: Stack, training: ImageTraining) -> Array:
     num_bytes = _SGD_BYTES * network.num_params * (1 if stack.optimizer == "fused" else 2)
     if VALUE_BYTES[training.precision] == 2:
         num_bytes += (_SCALING_BYTES + _CAST_BYTES) * network.num_params
@@ -139,7 +141,7 @@ def _optimizer_s(network: ConvNet, device: Device, stack: Stack, training: Train
 
 
 def _reduced(
-    network: ConvNet, cluster: Cluster, stack: Stack, training: Training, backward: Array
+    network: ConvNet, cluster: Cluster, stack: Stack, training: ImageTraining, backward: Array
 ) -> tuple[Array, Array]:
     """All seconds of the gradients' collectives, and those that no computation hides.
 
@@ -173,7 +175,7 @@ def _reduced(
     return total, total - hidden + beside + coding
 
 
-def exchange_s(cluster: Cluster, stack: Stack, training: Training, num_params: Array) -> Array:
+def exchange_s(cluster: Cluster, stack: Stack, training: ImageTraining, num_params: Array) -> Array:
     """Seconds on the wire of the mean of so many gradients over all ranks: (n,)."""
     ranks = np.atleast_1d(training.num_ranks)
     num_bytes = num_params * _wire_bytes(training)
@@ -193,7 +195,7 @@ def exchange_s(cluster: Cluster, stack: Stack, training: Training, num_params: A
     return np.where(num_bytes > 0, seconds * factor, 0.0)
 
 
-def _wire_bytes(training: Training) -> Array:
+def _wire_bytes(training: ImageTraining) -> Array:
     """Of a gradient in each of the collectives of its form."""
     return bits_per_value(training.codec, (), np.atleast_1d(training.grad_bytes)) / 8
 
@@ -272,7 +274,7 @@ def predict_convnet(
 
 def training_of(
     cluster: Cluster, layout: Layout, global_batch: int, comm: Comm, *, tf32: bool = True
-) -> Training:
+) -> ImageTraining:
     """What a Job says about how it trains; arguments as of `predict_convnet`.
 
     Raises:
@@ -290,7 +292,7 @@ def training_of(
         precision = "tf32"
     assert layout.bucket_mib != "auto"
     form = comm.dp.compress
-    return Training(
+    return ImageTraining(
         batch=np.array([batch]),
         num_ranks=np.array([ranks]),
         precision=precision,
@@ -334,7 +336,7 @@ def _check(layout: Layout, comm: Comm) -> None:
 def _assumptions(
     device: Device, stack: Stack, precision: str, input_images_per_s: float | None
 ) -> dict[str, str]:
-    turned = turns_images(device, stack, precision)
+    turned = transposes_images(device, stack, precision)
     told = {
         "channels_last": "given"
         if stack.channels_last is not None

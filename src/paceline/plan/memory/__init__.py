@@ -1,7 +1,7 @@
 """Memory: the peak of each pipeline rank, by the vocabulary's terms, for columns of layouts.
 
-How it works: `sharing` counts the parameters that a rank holds, `states` turns them into bytes of
-parameters, gradients and optimizer, `activations` and `logits` count what autograd saves,
+How it works: `parameter_counts` counts the parameters that a rank holds, `states` turns them into
+bytes of parameters, gradients and optimizer, `activations` and `logits` count what autograd saves,
 `buffers` what is on its way between ranks, and `peak` puts these together at each moment of a step
 and takes the worst. How many blocks and micro-batches a rank holds comes from
 `paceline.plan.memory.holdings`.

@@ -31,16 +31,16 @@ import numpy as np
 
 from paceline.config.layers import Experts
 from paceline.config.model import Model
-from paceline.plan.kinds import Kind, kinds_of
+from paceline.plan.block_kinds import BlockKind, block_kinds_of
 from paceline.plan.memory.logits import logits_bytes
-from paceline.plan.memory.sharing import is_fsdp
+from paceline.plan.memory.parameter_counts import is_fsdp
 from paceline.plan.points import PRECISIONS, RECOMPUTE, Array, Points, Setting
 
 _FP32 = 4
 _INT64 = 8
 
 
-class Shape(NamedTuple):
+class BlockShape(NamedTuple):
     """What the formulas of a block read: columns of n points."""
 
     tokens: Array
@@ -68,7 +68,7 @@ class Shape(NamedTuple):
     is_cpu: bool
 
 
-def shape_of(setting: Setting, points: Points) -> Shape:
+def shape_of(setting: Setting, points: Points) -> BlockShape:
     """What the formulas of a block read of the points."""
     tokens = points.micro_batch * setting.seq_len / points.cp
     shared = np.where(points.sequence_parallel.astype(bool), points.tp, 1)
@@ -76,7 +76,7 @@ def shape_of(setting: Setting, points: Points) -> Shape:
     autocast = (value != param) & ~is_fsdp(points)
     compiled = points.compile.astype(bool)
     eight_bit = (points.precision == PRECISIONS.index("fp8")) & setting.stack.keeps_fp8
-    return Shape(
+    return BlockShape(
         tokens=tokens,
         stream_tokens=tokens / shared,
         read_tokens=tokens / shared if setting.stack.regathers_tp else tokens,
@@ -112,7 +112,7 @@ def kept_recomputing(setting: Setting, points: Points) -> Array:
     full = np.broadcast_to(kept_input(setting, points), (1, len(points)))
     if not np.any(points.recompute == RECOMPUTE.index("selective")):
         return full
-    kinds = len(kinds_of(setting.model))
+    kinds = len(block_kinds_of(setting.model))
     if setting.stack.recompute_granularity == "attention":
         selective = _per_kind(setting, points, _all_but_scores)
     else:
@@ -121,7 +121,7 @@ def kept_recomputing(setting: Setting, points: Points) -> Array:
     return np.where(selected, selective, np.broadcast_to(full, (kinds, full.shape[1])))
 
 
-def held_by_block(setting: Setting, points: Points) -> Array:
+def block_activations(setting: Setting, points: Points) -> Array:
     """Bytes that one micro-batch leaves in a block of each kind, mean over a stage: (k, n)."""
     share = recomputing_share(points)
     whole = kept_whole(setting, points)
@@ -130,7 +130,7 @@ def held_by_block(setting: Setting, points: Points) -> Array:
     return share * kept_recomputing(setting, points) + (1 - share) * whole
 
 
-def made_again(setting: Setting, points: Points, whole: Array, kept: Array) -> Array:
+def recomputed(setting: Setting, points: Points, whole: Array, kept: Array) -> Array:
     """Bytes that a block's backward pass computes again and holds besides: (k, n).
 
     Args:
@@ -159,21 +159,21 @@ def recomputing_share(points: Points) -> Array:
 def _per_kind(
     setting: Setting,
     points: Points,
-    count: Callable[[Setting, Kind, Points, Shape], Array],
+    count: Callable[[Setting, BlockKind, Points, BlockShape], Array],
 ) -> Array:
     shape = shape_of(setting, points)
-    rows = [count(setting, kind, points, shape) for kind in kinds_of(setting.model)]
+    rows = [count(setting, kind, points, shape) for kind in block_kinds_of(setting.model)]
     return np.stack([np.broadcast_to(row, (len(points),)) for row in rows])
 
 
-def _whole_block(setting: Setting, kind: Kind, points: Points, shape: Shape) -> Array:
+def _whole_block(setting: Setting, kind: BlockKind, points: Points, shape: BlockShape) -> Array:
     stack = setting.stack
     keeps_scores = stack.attention == "unfused" and "core_attn" not in stack.remakes
     scores = _scores(setting, kind, shape) if keeps_scores else 0
     return _all_but_scores(setting, kind, points, shape) + scores
 
 
-def _all_but_scores(setting: Setting, kind: Kind, points: Points, shape: Shape) -> Array:
+def _all_but_scores(setting: Setting, kind: BlockKind, points: Points, shape: BlockShape) -> Array:
     hidden = setting.model.hidden_size
     masks = 2 * hidden * shape.stream_tokens if setting.stack.dropout else 0
     return (
@@ -185,18 +185,18 @@ def _all_but_scores(setting: Setting, kind: Kind, points: Points, shape: Shape) 
     )
 
 
-def _norm(width: float, shape: Shape) -> Array:
+def _norm(width: float, shape: BlockShape) -> Array:
     """What a norm of the stream saves of its input, and its reciprocal root mean square."""
     return shape.stream_tokens * (width * _norm_input(shape.stream, shape) + _FP32)
 
 
-def _norm_input(given: Array, shape: Shape) -> Array:
+def _norm_input(given: Array, shape: BlockShape) -> Array:
     """Bytes per number that a norm keeps of an input of so many bytes."""
     unfused = 2 * np.maximum(given, _FP32) if shape.is_cpu else given
     return np.where(shape.compiled, given, unfused)
 
 
-def _product_input(width: float, readers: int, shape: Shape) -> Array:
+def _product_input(width: float, readers: int, shape: BlockShape) -> Array:
     """What products keep of an input that several of them read."""
     copies = np.where(shape.autocast, readers, 1)
     gathered_or_again = np.where(shape.compiled & (shape.tp == 1), 0, copies)
@@ -206,7 +206,7 @@ def _product_input(width: float, readers: int, shape: Shape) -> Array:
 # ---- attention ---------------------------------------------------------------------------------
 
 
-def _attention(setting: Setting, kind: Kind, points: Points, shape: Shape) -> Array:
+def _attention(setting: Setting, kind: BlockKind, points: Points, shape: BlockShape) -> Array:
     """From the norm's output to what the output product reads, without scores."""
     model = setting.model
     heads = model.num_heads * model.value_dim
@@ -240,12 +240,12 @@ def _queries_keys_values(model: Model, masked: bool, points: Points) -> Array:
     return (model.num_heads + 2 * kv_heads * repeats) * model.head_dim
 
 
-def _mask(setting: Setting, masked: bool, points: Points, shape: Shape) -> Array:
+def _mask(setting: Setting, masked: bool, points: Points, shape: BlockShape) -> Array:
     """What is added to the scores under a window, written out for one sample; rings have tiles."""
     return np.where(points.cp == 1, masked * setting.seq_len**2 * shape.value, 0)
 
 
-def _latent(model: Model, shape: Shape) -> Array:
+def _latent(model: Model, shape: BlockShape) -> Array:
     """The narrow vectors with their norms, whole on every tp rank, and what heads make of them."""
     latent = model.latent
     assert latent is not None
@@ -255,7 +255,7 @@ def _latent(model: Model, shape: Shape) -> Array:
     return read + shape.tokens * (narrow + _latent_heads(model, shape) / shape.tp)
 
 
-def _latent_heads(model: Model, shape: Shape) -> Array:
+def _latent_heads(model: Model, shape: BlockShape) -> Array:
     """Bytes per token, before tp, of queries, keys and values made of the narrow vectors."""
     latent = model.latent
     assert latent is not None
@@ -264,7 +264,7 @@ def _latent_heads(model: Model, shape: Shape) -> Array:
     return model.num_heads * (2 * model.head_dim + v_dim) * shape.value
 
 
-def _scores(setting: Setting, kind: Kind, shape: Shape) -> Array:
+def _scores(setting: Setting, kind: BlockKind, shape: BlockShape) -> Array:
     """Of attention that isn't fused: the weights, and with dropout its mask and result."""
     keys = setting.seq_len
     per_score = 2 * shape.value + 1 if setting.stack.dropout else shape.value
@@ -274,7 +274,7 @@ def _scores(setting: Setting, kind: Kind, shape: Shape) -> Array:
 # ---- feed-forward ------------------------------------------------------------------------------
 
 
-def _feed_forward(setting: Setting, kind: Kind, shape: Shape) -> Array:
+def _feed_forward(setting: Setting, kind: BlockKind, shape: BlockShape) -> Array:
     model = setting.model
     if kind.has_experts and model.experts is not None:
         return _expert_layer(setting, model.experts, shape)
@@ -283,14 +283,14 @@ def _feed_forward(setting: Setting, kind: Kind, shape: Shape) -> Array:
     return read + shape.tokens * inner
 
 
-def _inner_bytes(model: Model, shape: Shape, kept: Array) -> Array:
+def _inner_bytes(model: Model, shape: BlockShape, kept: Array) -> Array:
     """Of the tensors of the inner width that a feed-forward layer keeps, bytes per column: in the
     last one, which a product reads, `kept` per number."""
     eager, fused = (4, 3) if model.gated else (2, 2)
     return (np.where(shape.fused, fused, eager) - 1) * shape.value + kept
 
 
-def _expert_layer(setting: Setting, experts: Experts, shape: Shape) -> Array:
+def _expert_layer(setting: Setting, experts: Experts, shape: BlockShape) -> Array:
     model, hidden = setting.model, setting.model.hidden_size
     rows = experts.experts_per_token * setting.expert_imbalance
     kept = shape.kept if setting.stack.fp8_experts else shape.value
@@ -303,7 +303,7 @@ def _expert_layer(setting: Setting, experts: Experts, shape: Shape) -> Array:
     return read + shape.tokens * shared + routed
 
 
-def _router(hidden: int, experts: Experts, shape: Shape) -> Array:
+def _router(hidden: int, experts: Experts, shape: BlockShape) -> Array:
     """Bytes per token: the stream in fp32, scores, choices and places of the copies."""
     wide = np.where(shape.value < _FP32, hidden * _FP32, 0)
     chosen = experts.experts_per_token * (3 * _INT64 + 2 * _FP32)
@@ -313,7 +313,7 @@ def _router(hidden: int, experts: Experts, shape: Shape) -> Array:
 # ---- recompute ---------------------------------------------------------------------------------
 
 
-def _remade(setting: Setting, kind: Kind, shape: Shape) -> dict[str, Array]:
+def _remade(setting: Setting, kind: BlockKind, shape: BlockShape) -> dict[str, Array]:
     """Bytes of a block that `Stack.remakes` lets go, by part."""
     model, experts = setting.model, setting.model.experts if kind.has_experts else None
     found: dict[str, Array] = {}
@@ -332,7 +332,7 @@ def _remade(setting: Setting, kind: Kind, shape: Shape) -> dict[str, Array]:
     return {name: found[name] for name in setting.stack.remakes if name in found}
 
 
-def _products(setting: Setting, kind: Kind, points: Points, shape: Shape) -> Array:
+def _products(setting: Setting, kind: BlockKind, points: Points, shape: BlockShape) -> Array:
     """Selective recompute: the block's input, results of products, attention and sums.
 
     A compiler keeps no result that its backward pass doesn't read: that of the down projection.
@@ -363,7 +363,7 @@ def _every(number: int, setting: Setting) -> float:
     return (number + 1) // 2 if setting.stack.recompute_granularity == "half" else number
 
 
-def _projections(model: Model, shape: Shape, setting: Setting) -> Array | float:
+def _projections(model: Model, shape: BlockShape, setting: Setting) -> Array | float:
     """Numbers per token, before tp, that the products before attention give and that are kept."""
     if model.latent is None:
         keys_and_values = _every(2, setting) * model.num_kv_heads
@@ -374,7 +374,7 @@ def _projections(model: Model, shape: Shape, setting: Setting) -> Array | float:
     return narrow * shape.tp + wide
 
 
-def _sums(setting: Setting, shape: Shape, second: bool = True) -> Array:
+def _sums(setting: Setting, shape: BlockShape, second: bool = True) -> Array:
     """Bytes per token of a product that ends in the stream, and of its sum over tp; of the sum
     alone where what tp shares isn't kept whole.
 
@@ -387,7 +387,7 @@ def _sums(setting: Setting, shape: Shape, second: bool = True) -> Array:
     return setting.model.hidden_size * shape.value * (product + summed)
 
 
-def _results_apart(setting: Setting, kind: Kind, points: Points, shape: Shape) -> Array:
+def _results_apart(setting: Setting, kind: BlockKind, points: Points, shape: BlockShape) -> Array:
     """Of what selective recompute keeps, the bytes that a block without recompute does not: queries
     and keys before their rotation, and results that end in the stream."""
     model = setting.model
@@ -418,7 +418,7 @@ def between_operators(setting: Setting, points: Points) -> Array:
     eight_bit = shape.tokens * (model.hidden_size + inner / 2)
     eight_bit = eight_bit + model.hidden_size * model.ffn_size / shape.tp
     copies = np.where(points.precision == PRECISIONS.index("fp8"), eight_bit, 0)
-    kinds = kinds_of(model) if setting.stack.remakes else []
+    kinds = block_kinds_of(model) if setting.stack.remakes else []
     anew = [part for kind in kinds for part in _remade(setting, kind, shape).values()]
     largest = np.max(np.broadcast_arrays(*anew), axis=0) if anew else 0
     return model.hidden_size * stream + shape.tokens * shape.value * inner + copies + largest
@@ -434,7 +434,7 @@ def kept_ends(setting: Setting, points: Points) -> Array:
     return _norm(hidden, shape) + shape.read_tokens * hidden * shape.value
 
 
-def held_by_head(setting: Setting, points: Points) -> Array:
+def head_activations(setting: Setting, points: Points) -> Array:
     """Bytes that a micro-batch holds at the last stage besides its blocks: (n,)."""
     kept, peak = logits_bytes(setting, points)
     return kept_ends(setting, points) + np.maximum(kept, peak)

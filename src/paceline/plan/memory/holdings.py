@@ -5,8 +5,8 @@ Two ways that agree (tests compare them for every schedule):
 - `holdings_of` counts along the schedule's own list of actions: a forward pass (F) starts to hold
   the activations of its stage, and the end of its backward pass lets them go. Where the backward
   pass is split, that end is W: what products need for the gradients of their weights stays until
-  then, and what I leaves for it beside (`paceline.plan.memory.halves`). Only where a runtime can't
-  split a block's backward pass in two (it is recomputed, compiled or offloaded, see
+  then, and what I leaves for it beside (`paceline.plan.memory.split_backward`). Only where a
+  runtime can't split a block's backward pass in two (it is recomputed, compiled or offloaded, see
   `paceline.parallel.pp.stage`) does I do all of it, and let go of everything.
 - `bounding_holdings` has a closed form per schedule, for columns of layouts.
 
@@ -40,9 +40,13 @@ import numpy as np
 
 from paceline.config.layout import Layout
 from paceline.config.schedule import Action, Schedule
-from paceline.plan.kinds import kinds_of
-from paceline.plan.memory.activations import held_by_block, held_by_head
-from paceline.plan.memory.halves import is_whole, left_to_weights, splits
+from paceline.plan.block_kinds import block_kinds_of
+from paceline.plan.memory.activations import block_activations, head_activations
+from paceline.plan.memory.split_backward import (
+    bytes_left_to_weights,
+    has_split_backward,
+    has_whole_backward,
+)
 from paceline.plan.points import RECOMPUTE, SCHEDULES, Array, Points, Setting
 from paceline.plan.stages import Holdings
 
@@ -60,7 +64,7 @@ def holdings_of(setting: Setting, layout: Layout, schedule: Schedule | None) -> 
     Returns:
         Holdings of s = pp ranks and n = 1 point.
     """
-    kinds = kinds_of(setting.model)
+    kinds = block_kinds_of(setting.model)
     if schedule is None:
         layers = np.array([len(kind.layers) for kind in kinds], float)[:, None, None]
         one = np.ones((1, 1))
@@ -68,7 +72,7 @@ def holdings_of(setting: Setting, layout: Layout, schedule: Schedule | None) -> 
         return Holdings(layers, layers, 0 * layers, one, one, one, one * several)
     stage_layers = _layers_of_stages(setting, layout)  # (k, stages)
     points = Points.of([layout], setting)
-    split = bool(splits(points)[0])
+    split = bool(has_split_backward(points)[0])
     released = ("B", "W") if split else ("B", "I")
     changes = _changes(setting, points, stage_layers, released)
     peaks = [_peak_of(actions, changes) for actions in schedule.actions]
@@ -96,7 +100,7 @@ def _layers_of_stages(setting: Setting, layout: Layout) -> Array:
     return np.array(
         [
             np.bincount(stage_of[list(kind.layers)], minlength=len(layout.split))
-            for kind in kinds_of(setting.model)
+            for kind in block_kinds_of(setting.model)
         ],
         float,
     )
@@ -106,9 +110,9 @@ def _changes(
     setting: Setting, points: Points, stage_layers: Array, released: tuple[str, str]
 ) -> dict[str, Array]:
     """Bytes that each kind of action adds to a rank, or takes, by stage."""
-    forward = held_by_block(setting, points)[:, 0] @ stage_layers  # (stages,)
-    forward[-1] += held_by_head(setting, points)[0]
-    half = left_to_weights(setting, points)[:, 0] @ stage_layers
+    forward = block_activations(setting, points)[:, 0] @ stage_layers  # (stages,)
+    forward[-1] += head_activations(setting, points)[0]
+    half = bytes_left_to_weights(setting, points)[:, 0] @ stage_layers
     half[0] = 0
     changes = {"F": forward, "I": half, "W": -half}
     return changes | {kind: changes.get(kind, 0) - forward for kind in released}
@@ -169,7 +173,7 @@ def bounding_holdings(setting: Setting, points: Points) -> Holdings:
     """
     ranks = _bounding_ranks(points)  # (s, n)
     stages = points.pp * points.stages_per_rank / _directions(points)
-    count = np.array([len(kind.layers) for kind in kinds_of(setting.model)], float)[:, None]
+    count = np.array([len(kind.layers) for kind in block_kinds_of(setting.model)], float)[:, None]
     per_stage = count * np.ceil(setting.model.num_layers / stages) / setting.model.num_layers
     per_stage = np.minimum(per_stage, count)[:, None, :]  # (k, 1, n)
     holds_first = (ranks == 0) | (_is("dualpipe", points) & (ranks == points.pp - 1))
@@ -195,7 +199,7 @@ def stages_in_flight(points: Points, ranks: Array) -> Array:
         ranks: (s, n) or (s, 1), indices along pp.
     """
     p, m, v = points.pp, points.num_micro_batches, points.stages_per_rank
-    waiting = np.where(is_whole(points), ranks, 0)
+    waiting = np.where(has_whole_backward(points), ranks, 0)
     half, near = p // 2, np.minimum(ranks, p - 1 - ranks)
     forms = {
         "none": np.ones_like(ranks * m),
@@ -224,7 +228,7 @@ def between_halves(points: Points, ranks: Array, in_flight: Array) -> Array:
         ranks: as in `stages_in_flight`.
         in_flight: what that gives.
     """
-    split = splits(points)
+    split = has_split_backward(points)
     if not split.any():
         return np.zeros((1, 1))
     in_turn = _is("interleaved_zb", points) | _is("zb_h1", points)

@@ -20,10 +20,10 @@ import numpy as np
 
 from paceline.plan.memory import activations, states
 from paceline.plan.memory.buffers import context_bytes, exchange_bytes, sent_bytes, slack_bytes
-from paceline.plan.memory.exchanged import kept_for_exchanges
-from paceline.plan.memory.halves import left_to_weights
+from paceline.plan.memory.comm_state import comm_state_bytes
 from paceline.plan.memory.logits import logits_bytes
-from paceline.plan.memory.sharing import Counts, counts_of, largest_matrix
+from paceline.plan.memory.parameter_counts import ParameterCounts, counts_of, largest_matrix
+from paceline.plan.memory.split_backward import bytes_left_to_weights
 from paceline.plan.points import Array, Points, Setting
 from paceline.plan.prediction import MEMORY_TERMS
 from paceline.plan.stages import Holdings
@@ -147,7 +147,7 @@ def memory_bytes(setting: Setting, points: Points, holdings: Holdings) -> Terms:
 _MOVING = ("grads", "optimizer", "activations", "logits", "gather_buffers", "comm_buffers")
 
 
-def _resident(setting: Setting, points: Points, counts: Counts) -> Terms:
+def _resident(setting: Setting, points: Points, counts: ParameterCounts) -> Terms:
     """What stays from step to step."""
     on_host = points.offload_params.astype(bool)
     params = states.resident_params(setting, points, counts)
@@ -156,12 +156,12 @@ def _resident(setting: Setting, points: Points, counts: Counts) -> Terms:
         "params": np.where(on_host, 0, params),
         "grads": states.resident_grads(setting, points, counts),
         "optimizer": np.where(on_host | points.offload_optimizer.astype(bool), 0, state),
-        "comm_buffers": kept_for_exchanges(setting, points, counts)
+        "comm_buffers": comm_state_bytes(setting, points, counts)
         + states.kept_message(setting, points, counts),
     }
 
 
-def _parts(setting: Setting, points: Points, holdings: Holdings, counts: Counts) -> _Parts:
+def _parts(setting: Setting, points: Points, holdings: Holdings, counts: ParameterCounts) -> _Parts:
     on_host = points.offload_activations.astype(bool)
     away = np.maximum(on_host, setting.stack.offloaded_share)
     in_flight = (1 - away) * holdings.in_flight + np.minimum(away * holdings.in_flight, _ON_DEVICE)
@@ -169,7 +169,7 @@ def _parts(setting: Setting, points: Points, holdings: Holdings, counts: Counts)
     other = activations.kept_recomputing(setting, points)
     share = activations.recomputing_share(points)
     held = share * other + (1 - share) * whole  # (k, n)
-    halves = left_to_weights(setting, points)  # (k, n)
+    halves = bytes_left_to_weights(setting, points)  # (k, n)
     layers = np.maximum(holdings.layers.sum(0), 1)
     # Where most of them are on the host, those on the device are as many to the end.
     weights = (1 - away) * holdings.layers / layers
@@ -182,7 +182,7 @@ def _parts(setting: Setting, points: Points, holdings: Holdings, counts: Counts)
         kept=(in_flight * held[:, None] + holdings.halves * halves[:, None]).sum(0),
         of_plain=(weights * whole[:, None]).sum(0),
         of_other=(weights * other[:, None]).sum(0),
-        again=activations.made_again(setting, points, whole, other).max(0),
+        again=activations.recomputed(setting, points, whole, other).max(0),
         between=activations.between_operators(setting, points),
         ends=activations.kept_ends(setting, points) * holdings.heads_in_flight,
         grads=_Line(
@@ -301,7 +301,7 @@ def _root(parts: _Parts) -> Terms:
     }
 
 
-def _optimizer(setting: Setting, points: Points, counts: Counts) -> Terms:
+def _optimizer(setting: Setting, points: Points, counts: ParameterCounts) -> Terms:
     """The update in place, or in chunks where state is decoded, cast or fetched; kernel by kernel
     over groups it makes one more tensor of everything."""
     working = np.maximum(points.param_bytes, _FP32)

@@ -25,8 +25,8 @@ Source: `paceline.parallel.fsdp`, `paceline.train.optim`; ZeRO https://arxiv.org
 
 import numpy as np
 
-from paceline.plan.memory.sharing import (
-    Counts,
+from paceline.plan.memory.parameter_counts import (
+    ParameterCounts,
     is_ddp,
     is_fsdp,
     largest_of_block,
@@ -55,7 +55,7 @@ def has_master(setting: Setting, points: Points) -> Array:
     return (points.param_bytes < _FP32) & setting.stack.keeps_master
 
 
-def resident_params(setting: Setting, points: Points, counts: Counts) -> Array:
+def resident_params(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """Bytes of the parameters between steps: (s, n)."""
     number = np.where(lasting_buffers(setting, points), counts.whole, counts.sharded)
     # What buffers were filled from: other tensors lie among it by the time it is free.
@@ -63,7 +63,7 @@ def resident_params(setting: Setting, points: Points, counts: Counts) -> Array:
     return points.param_bytes * np.where(left, 2, 1) * number
 
 
-def resident_grads(setting: Setting, points: Points, counts: Counts) -> Array:
+def resident_grads(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """Bytes of gradients that are there from step to step: (s, n)."""
     own = _grad_bytes(setting, points, points.param_bytes)
     beside = (
@@ -100,7 +100,7 @@ def sums_whole(points: Points) -> Array:
 
 
 def grads_before(
-    setting: Setting, points: Points, counts: Counts, share: Array, reduced: bool = False
+    setting: Setting, points: Points, counts: ParameterCounts, share: Array, reduced: bool = False
 ) -> Array:
     """Gradients of the blocks that had a backward pass: (s, n).
 
@@ -129,7 +129,7 @@ def grads_before(
     return np.where(elsewhere, 0, there)
 
 
-def fresh_block(setting: Setting, points: Points, counts: Counts) -> Array:
+def fresh_block(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """A block's gradients of a backward pass that wait to be reduced or added: (n,)."""
     kept = _keeps_grads(setting, points)
     alone = (points.num_micro_batches == 1) & ~is_ddp(points) & ~kept
@@ -138,14 +138,14 @@ def fresh_block(setting: Setting, points: Points, counts: Counts) -> Array:
     return np.where(is_fsdp(points) & ~kept, points.value_bytes * unit, own * counts.block)
 
 
-def fresh_ends(setting: Setting, points: Points, counts: Counts) -> Array:
+def fresh_ends(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """The same of parameters in no block, with FSDP2, which reduces them when the pass is over:
     (s, n)."""
     sharded = is_fsdp(points) & ~_keeps_grads(setting, points)
     return np.where(sharded, counts.ends * points.value_bytes, 0)
 
 
-def fresh_head(setting: Setting, points: Points, counts: Counts) -> Array:
+def fresh_head(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """Of these, those that are there from the beginning of a backward pass, the head's: (s, n).
 
     A GPU's allocator seems to have room for the embedding's too all the time, which come at the
@@ -157,7 +157,7 @@ def fresh_head(setting: Setting, points: Points, counts: Counts) -> Array:
 
 
 def stays_gathered(
-    setting: Setting, points: Points, counts: Counts, done: Array | float = 0.0
+    setting: Setting, points: Points, counts: ParameterCounts, done: Array | float = 0.0
 ) -> Array:
     """Copies of parameters that the arithmetic reads beyond one block's: (s, n).
 
@@ -179,7 +179,7 @@ def stays_gathered(
     return np.where(lasting_buffers(setting, points), 0, copies * points.value_bytes)
 
 
-def cast_head(points: Points, counts: Counts) -> Array:
+def cast_head(points: Points, counts: ParameterCounts) -> Array:
     """The head's copy under autocast, which its own backward pass frees: (s, n)."""
     return np.where(_casts(points), counts.head, 0) * points.value_bytes
 
@@ -188,13 +188,13 @@ def _casts(points: Points) -> Array:
     return (points.value_bytes < points.param_bytes) & ~is_fsdp(points)
 
 
-def gathered_block(setting: Setting, points: Points, counts: Counts) -> Array:
+def gathered_block(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """A block's parameters on their way in, or in use, where they come and go: (n,)."""
     comes_and_goes = _gathers(setting, points) & ~keeps_whole(points)
     return np.where(comes_and_goes, _unit(setting, points, counts), 0) * points.value_bytes
 
 
-def reduced_block(setting: Setting, points: Points, counts: Counts) -> Array:
+def reduced_block(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """A block's gradients on their way out, as FSDP2 copies them into one message: (n,).
 
     DDP's buckets are the gradients themselves.
@@ -211,7 +211,7 @@ def _reduced_bytes(setting: Setting, points: Points) -> Array:
     return np.maximum(points.value_bytes, _FP32)
 
 
-def _unit(setting: Setting, points: Points, counts: Counts) -> Array:
+def _unit(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """Parameters gathered, or gradients reduced, at a time: a block's, a product's, or a
     message's: (n,)."""
     if setting.stack.gather_unit == "matrix":
@@ -220,18 +220,18 @@ def _unit(setting: Setting, points: Points, counts: Counts) -> Array:
     return np.minimum(counts.block, _MESSAGE) if in_messages else counts.block
 
 
-def reduced_ends(setting: Setting, points: Points, counts: Counts) -> Array:
+def reduced_ends(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """The same for what is in no block: (s, n)."""
     is_copied = _gathers(setting, points) & ~sums_whole(points)
     return np.where(is_copied, counts.ends * _reduced_bytes(setting, points), 0)
 
 
-def late_message(setting: Setting, points: Points, counts: Counts) -> Array:
+def late_message(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """The last message of the micro-batch before, until the next one is made: (s, n)."""
     return np.where(points.num_micro_batches > 1, reduced_ends(setting, points, counts), 0)
 
 
-def gathered_at_last(setting: Setting, points: Points, counts: Counts) -> Array:
+def gathered_at_last(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """Copies of parameters when the ends are reduced, whose own FSDP2 has freed by then: (s, n)."""
     stay = stays_gathered(setting, points, counts, 1.0)
     alone = (points.num_micro_batches == 1) & (points.pp == 1)
@@ -239,7 +239,7 @@ def gathered_at_last(setting: Setting, points: Points, counts: Counts) -> Array:
     return np.where(frees, stay - counts.ends * points.value_bytes, stay)
 
 
-def widened_grads(setting: Setting, points: Points, counts: Counts) -> Array:
+def widened_grads(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """The fp32 copies of a shard's 16-bit gradients that an update outside of the buffers makes,
     parameter by parameter: (s, n)."""
     narrow = _grad_bytes(setting, points, points.param_bytes) < _FP32
@@ -247,7 +247,7 @@ def widened_grads(setting: Setting, points: Points, counts: Counts) -> Array:
     return np.where(makes, _FP32 * counts.sharded, 0)
 
 
-def flat_copies(setting: Setting, points: Points, counts: Counts) -> Array:
+def flat_copies(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """Where products don't add into the buffer, gradients are copied into one tensor for the
     update, a whole shard's, of 16-bit ones in fp32 as well: (s, n)."""
     given = _grad_bytes(setting, points, points.param_bytes)
@@ -255,7 +255,7 @@ def flat_copies(setting: Setting, points: Points, counts: Counts) -> Array:
     return np.where(_copies_grads(setting, points), update, 0)
 
 
-def kept_message(setting: Setting, points: Points, counts: Counts) -> Array:
+def kept_message(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """The buffer that such gradients are reduced in, there from its first use on: (s, n)."""
     given = _grad_bytes(setting, points, points.param_bytes)
     message = np.where(num_shards(points) > 1, np.minimum(counts.whole, _MESSAGE) * given, 0)

@@ -26,8 +26,8 @@ from paceline.config.comm import Codec, coded_bits
 from paceline.config.device import Device
 from paceline.config.stack import Stack, constant
 from paceline.plan.points import Array
-from paceline.plan.price.work import Work
 from paceline.plan.rates import memory_s
+from paceline.plan.work import PartWork
 
 _FP32_BYTES = 4
 # Bytes that coding and decoding move for each value where nothing was measured: eager kernels over
@@ -64,7 +64,7 @@ def wire_ops(codec: Codec, num_ranks: ArrayLike) -> tuple[tuple[str, Array], ...
     return (("all_to_all", np.where(is_pair, 0, one)), ("all_gather", np.where(is_pair, 2, one)))
 
 
-def bits_per_value(codec: Codec, works: Sequence[Work], value_bytes: Array) -> Array:
+def bits_per_value(codec: Codec, works: Sequence[PartWork], value_bytes: Array) -> Array:
     """Of a buffer as `wire_ops` carry it: (n,).
 
     Args:
@@ -146,14 +146,14 @@ def waiting_share(device: Device, stack: Stack, num_sent: Array, seconds: Array)
     return np.clip(1 - busy_s / np.maximum(seconds, 1e-12), 0.0, 1.0)
 
 
-def _sides(works: Sequence[Work]) -> Array:
+def _sides(works: Sequence[PartWork]) -> Array:
     """Rows and columns of all weights of the parts, added up."""
     return sum(
         (np.asarray(p.groups * (p.n + p.k)) for work in works for p in work.products), np.zeros(1)
     )
 
 
-def _values(works: Sequence[Work]) -> Array:
+def _values(works: Sequence[PartWork]) -> Array:
     return sum(
         (np.asarray(p.groups * p.n * p.k) for work in works for p in work.products), np.zeros(1)
     )

@@ -39,14 +39,14 @@ from paceline.plan.price.compress import (
     waiting_share,
     wire_ops,
 )
-from paceline.plan.price.parts import Part, Request, hidden_share
-from paceline.plan.price.work import Work, autocasts, is_sharded
+from paceline.plan.price.parts import CollectiveRequest, NetworkPart, hidden_share
+from paceline.plan.work import PartWork, autocasts, is_sharded
 
 _DUALPIPE = SCHEDULES.index("dualpipe")
 _FP8 = PRECISIONS.index("fp8")
 
 
-class Groups(NamedTuple):
+class DataGroups(NamedTuple):
     """Ranks that share parameters of one sort, as `comm.mesh` arranges them."""
 
     replicas: Array
@@ -55,7 +55,7 @@ class Groups(NamedTuple):
     shard_stride: Array
 
 
-class Held(NamedTuple):
+class HeldParameters(NamedTuple):
     """What the busiest pipeline rank holds: (n,) each."""
 
     blocks: list[Array]
@@ -76,17 +76,17 @@ class DataSeconds:
     """Of communication beside computing, which is slower meanwhile."""
 
 
-def dense_groups(points: Points) -> Groups:
+def dense_groups(points: Points) -> DataGroups:
     """Ranks that share a sequence (cp) hold the same parameters: they belong to the data axes, and
     shard with one sample at a time too where the software says so (Megatron's dp x cp, dp_shard x
     cp of torchtitan). Ours has shards only with fsdp above 1 (config/feasible.py).
     """
     shards = np.where(points.zero > 0, points.fsdp * points.cp, 1)
     replicas = points.dp * np.where(points.zero > 0, 1, points.cp)
-    return Groups(replicas, points.tp * shards, shards, points.tp)
+    return DataGroups(replicas, points.tp * shards, shards, points.tp)
 
 
-def expert_groups(setting: Setting, points: Points) -> Groups:
+def expert_groups(setting: Setting, points: Points) -> DataGroups:
     """Ranks that hold the same experts: what ep leaves of the data ranks, outermost first."""
     folds_tp = setting.stack.expert_tp == "one"
     inner = points.fsdp * points.cp * (points.tp if folds_tp else 1)
@@ -95,7 +95,7 @@ def expert_groups(setting: Setting, points: Points) -> Groups:
     shards = np.where(points.zero > 0, left, 1)
     replicas = outer * np.where(points.zero > 0, 1, left)
     stride = points.ep * (1 if folds_tp else points.tp)
-    return Groups(replicas, stride * shards, shards, stride)
+    return DataGroups(replicas, stride * shards, shards, stride)
 
 
 def wire_bytes(setting: Setting, points: Points) -> tuple[Array, Array]:
@@ -114,13 +114,13 @@ def wire_bytes(setting: Setting, points: Points) -> tuple[Array, Array]:
     return gathered, reduced
 
 
-def coded_bytes(setting: Setting, points: Points, works: Sequence[Work]) -> Array:
+def coded_bytes(setting: Setting, points: Points, works: Sequence[PartWork]) -> Array:
     """Bytes per value of a gradient between replicas, as `wire_ops` carry it."""
     _, reduced = wire_bytes(setting, points)
     return bits_per_value(setting.replica_codec, works, reduced) / 8
 
 
-class _Unit(NamedTuple):
+class _UnitSeconds(NamedTuple):
     """Seconds of a unit's collectives, or of what codes them."""
 
     gather_s: Array
@@ -128,18 +128,20 @@ class _Unit(NamedTuple):
     replicate_s: Array
 
 
-def requests(setting: Setting, points: Points, works: Sequence[Work], held: Held) -> list[Request]:
+def requests(
+    setting: Setting, points: Points, works: Sequence[PartWork], held: HeldParameters
+) -> list[CollectiveRequest]:
     """The collectives of all units: for each part those of the dense parameters, then of the
     experts (`_num_calls` each); and those of a bucket (or fragment)."""
     across = coded_bytes(setting, points, works)
     sharded = is_sharded(points)
-    asked: list[Request] = []
+    asked: list[CollectiveRequest] = []
     for work in works:
         for params, groups in _halves(setting, points, work):
             replicas = np.where(sharded, groups.replicas, 1)
             asked += _among_shards(setting, points, params, groups)
             asked += [
-                Request(
+                CollectiveRequest(
                     op, params / groups.shards * across * often, replicas, groups.replica_stride
                 )
                 for op, often in wire_ops(setting.replica_codec, replicas)
@@ -149,12 +151,14 @@ def requests(setting: Setting, points: Points, works: Sequence[Work], held: Held
     _, reduced = wire_bytes(setting, points)
     bucket = _bucket_bytes(setting, points, total_params(works, held) * reduced)
     return asked + [
-        Request(op, bucket / reduced * across * often, replicas, groups.replica_stride)
+        CollectiveRequest(op, bucket / reduced * across * often, replicas, groups.replica_stride)
         for op, often in wire_ops(setting.replica_codec, replicas)
     ]
 
 
-def _halves(setting: Setting, points: Points, work: Work) -> tuple[tuple[Array, Groups], ...]:
+def _halves(
+    setting: Setting, points: Points, work: PartWork
+) -> tuple[tuple[Array, DataGroups], ...]:
     """A part's dense parameters and its experts, each with the ranks that share them."""
     return (
         (np.asarray(work.params), dense_groups(points)),
@@ -162,7 +166,9 @@ def _halves(setting: Setting, points: Points, work: Work) -> tuple[tuple[Array, 
     )
 
 
-def _among_shards(setting: Setting, points: Points, params: Array, groups: Groups) -> list[Request]:
+def _among_shards(
+    setting: Setting, points: Points, params: Array, groups: DataGroups
+) -> list[CollectiveRequest]:
     """The gathering of a unit's parameters, and the reduction of its gradients. Coded rows go
     straight to the rank that keeps them, by the backend's collectives; hierarchically, sums of
     nodes do, behind an exact reduction inside."""
@@ -176,12 +182,12 @@ def _among_shards(setting: Setting, points: Points, params: Array, groups: Group
     coded = bits_per_value(gradients, (), reduced) / 8
     stride, inside = groups.shard_stride, setting.shards_inside(shards, groups.shard_stride)
     asked = [
-        Request(gather, params * gathered, shards, stride),
-        Request(reduce, params * coded / inside, shards / inside, stride * inside),
+        CollectiveRequest(gather, params * gathered, shards, stride),
+        CollectiveRequest(reduce, params * coded / inside, shards / inside, stride * inside),
     ]
     if setting.codes_between_nodes:
         within = "reduce_scatter.halving_doubling"
-        asked.append(Request(within, params * reduced, inside, stride))
+        asked.append(CollectiveRequest(within, params * reduced, inside, stride))
     return asked
 
 
@@ -204,7 +210,7 @@ def _bucket_bytes(setting: Setting, points: Points, total_bytes: Array) -> Array
     return np.minimum(np.maximum(points.bucket_bytes, 1), total_bytes)
 
 
-def total_params(works: Sequence[Work], held: Held) -> Array:
+def total_params(works: Sequence[PartWork], held: HeldParameters) -> Array:
     """Parameters of a rank before sharding."""
     *blocks, embedding, head = works
     own = sum(
@@ -220,9 +226,9 @@ def total_params(works: Sequence[Work], held: Held) -> Array:
 def data_seconds(
     setting: Setting,
     points: Points,
-    works: Sequence[Work],
-    parts: Sequence[Part],
-    held: Held,
+    works: Sequence[PartWork],
+    parts: Sequence[NetworkPart],
+    held: HeldParameters,
     seconds: Sequence[Array],
 ) -> DataSeconds:
     """What the data axes add to a step; `seconds` answer `requests`."""
@@ -240,41 +246,43 @@ def data_seconds(
     )
 
 
-def _units(setting: Setting, seconds: Sequence[Array]) -> list[_Unit]:
+def _units(setting: Setting, seconds: Sequence[Array]) -> list[_UnitSeconds]:
     """Of each part, its dense parameters and its experts together."""
     count = _num_calls(setting)
     calls = [seconds[at : at + count] for at in range(0, len(seconds), count)]
     own, none = 1 + _num_reductions(setting), np.zeros(1)
-    halves = [_Unit(call[0], sum(call[1:own], none), sum(call[own:], none)) for call in calls]
+    halves = [
+        _UnitSeconds(call[0], sum(call[1:own], none), sum(call[own:], none)) for call in calls
+    ]
     return list(map(_both, halves[::2], halves[1::2]))
 
 
-def _both(one: _Unit, other: _Unit) -> _Unit:
-    return _Unit(*(mine + its for mine, its in zip(one, other, strict=True)))
+def _both(one: _UnitSeconds, other: _UnitSeconds) -> _UnitSeconds:
+    return _UnitSeconds(*(mine + its for mine, its in zip(one, other, strict=True)))
 
 
-def _coding(setting: Setting, points: Points, works: Sequence[Work]) -> list[_Unit]:
+def _coding(setting: Setting, points: Points, works: Sequence[PartWork]) -> list[_UnitSeconds]:
     """Seconds in which a rank codes and decodes what each part exchanges."""
     if setting.is_exact:
-        return [_Unit(*(np.zeros(1),) * 3)] * len(works)
+        return [_UnitSeconds(*(np.zeros(1),) * 3)] * len(works)
     return [
         _both(*(_coding_of(setting, *half) for half in _halves(setting, points, work)))
         for work in works
     ]
 
 
-def _coding_of(setting: Setting, params: Array, groups: Groups) -> _Unit:
+def _coding_of(setting: Setting, params: Array, groups: DataGroups) -> _UnitSeconds:
     device, own = setting.device, params / groups.shards
     replicated_s = codec_s(device, setting.replica_codec, own, groups.replicas)
     inside = setting.shards_inside(groups.shards, groups.shard_stride)
-    return _Unit(
+    return _UnitSeconds(
         gathering_s(device, setting.weight_codec, params, groups.shards),
         scattering_s(device, setting.shard_codec, params / inside, groups.shards / inside),
         np.where(groups.replicas > 1, replicated_s, 0.0),
     )
 
 
-class _Passes(NamedTuple):
+class _CollectivePasses(NamedTuple):
     """How often FSDP2 gathers and reduces in a step."""
 
     forward: Array
@@ -285,18 +293,18 @@ class _Passes(NamedTuple):
     """Reductions."""
 
     @staticmethod
-    def of(points: Points) -> "_Passes":
+    def of(points: Points) -> "_CollectivePasses":
         """Of the zero degree and the micro-batches."""
         zero, batches = points.zero_of_passes, points.num_micro_batches
         backward = np.where(zero >= 2, batches, 1)
         forward = np.where(zero == 3, batches, 1)
-        return _Passes(forward, np.where(zero == 3, backward, 0), backward)
+        return _CollectivePasses(forward, np.where(zero == 3, backward, 0), backward)
 
 
-def _of_blocks(held: Held, units: Sequence[_Unit]) -> _Unit:
+def _of_blocks(held: HeldParameters, units: Sequence[_UnitSeconds]) -> _UnitSeconds:
     """One pass of all blocks of a rank."""
     columns = zip(*units[:-2], strict=True)
-    return _Unit(
+    return _UnitSeconds(
         *(
             sum((count * s for count, s in zip(held.blocks, column, strict=True)), np.zeros(1))
             for column in columns
@@ -304,18 +312,22 @@ def _of_blocks(held: Held, units: Sequence[_Unit]) -> _Unit:
     )
 
 
-def _of_root(held: Held, units: Sequence[_Unit]) -> _Unit:
+def _of_root(held: HeldParameters, units: Sequence[_UnitSeconds]) -> _UnitSeconds:
     """One pass of what is in no block."""
     *_, embedding, head = units
-    return _Unit(
+    return _UnitSeconds(
         *(held.embeddings * e + held.heads * h for e, h in zip(embedding, head, strict=True))
     )
 
 
-def _in_step(points: Points, held: Held, units: Sequence[_Unit]) -> _Unit:
+def _in_step(points: Points, held: HeldParameters, units: Sequence[_UnitSeconds]) -> _UnitSeconds:
     """All that a step has of each."""
-    blocks, root, passes = _of_blocks(held, units), _of_root(held, units), _Passes.of(points)
-    return _Unit(
+    blocks, root, passes = (
+        _of_blocks(held, units),
+        _of_root(held, units),
+        _CollectivePasses.of(points),
+    )
+    return _UnitSeconds(
         passes.forward * (root.gather_s + blocks.gather_s) + passes.again * blocks.gather_s,
         passes.backward * (root.reduce_s + blocks.reduce_s),
         root.replicate_s + blocks.replicate_s,
@@ -325,16 +337,16 @@ def _in_step(points: Points, held: Held, units: Sequence[_Unit]) -> _Unit:
 def _sharded(
     setting: Setting,
     points: Points,
-    works: Sequence[Work],
-    parts: Sequence[Part],
-    held: Held,
-    units: list[_Unit],
+    works: Sequence[PartWork],
+    parts: Sequence[NetworkPart],
+    held: HeldParameters,
+    units: list[_UnitSeconds],
 ) -> DataSeconds:
     """What FSDP2 adds. A gathering or reduction takes a CPU's time of its own; coding takes that of
     the device that computes."""
     host_s = constant(setting.stack, "unit_us") * 1e-6 if setting.device.is_cpu else 0.0
     share = hidden_share(setting) * setting.stack.overlaps_data_axes
-    root, passes = _of_root(held, units), _Passes.of(points)
+    root, passes = _of_root(held, units), _CollectivePasses.of(points)
     num_layers = sum(held.blocks, np.zeros(1))
     # One unit is gathered, or reduced, with nothing to compute beside.
     inner = share * np.maximum(num_layers - 1, 0) / np.maximum(num_layers, 1)
@@ -376,9 +388,9 @@ def _beside_reduction(points: Points) -> Array:
 def _buckets(
     setting: Setting,
     points: Points,
-    works: Sequence[Work],
-    parts: Sequence[Part],
-    held: Held,
+    works: Sequence[PartWork],
+    parts: Sequence[NetworkPart],
+    held: HeldParameters,
     bucket_s: Array,
 ) -> DataSeconds:
     """DDP: full buckets while the last backward pass goes on; the last one comes behind it.
@@ -411,7 +423,11 @@ def _buckets(
 
 
 def _steps_beside_s(
-    setting: Setting, points: Points, parts: Sequence[Part], held: Held, backward_s: Array
+    setting: Setting,
+    points: Points,
+    parts: Sequence[NetworkPart],
+    held: HeldParameters,
+    backward_s: Array,
 ) -> Array:
     """Seconds of the blocks' passes in the steps that all fragments are on their way."""
     forward_s = sum(
@@ -423,7 +439,7 @@ def _steps_beside_s(
 
 
 def _waiting_share(
-    setting: Setting, points: Points, works: Sequence[Work], held: Held, all_s: Array
+    setting: Setting, points: Points, works: Sequence[PartWork], held: HeldParameters, all_s: Array
 ) -> Array:
     """Part of the buckets' seconds in which the device could compute."""
     coded = total_params(works, held) * coded_bytes(setting, points, works)
@@ -431,7 +447,9 @@ def _waiting_share(
     return waiting_share(setting.device, setting.stack, sent, all_s)
 
 
-def shard_of_params(setting: Setting, points: Points, works: Sequence[Work], held: Held) -> Array:
+def shard_of_params(
+    setting: Setting, points: Points, works: Sequence[PartWork], held: HeldParameters
+) -> Array:
     """Parameters whose optimizer state a rank keeps, hence steps."""
     *blocks, embedding, head = works
     dense, experts = dense_groups(points), expert_groups(setting, points)
@@ -443,7 +461,9 @@ def shard_of_params(setting: Setting, points: Points, works: Sequence[Work], hel
     return whole / dense.shards + of_experts / experts.shards
 
 
-def grad_copy_bytes(setting: Setting, points: Points, works: Sequence[Work], held: Held) -> Array:
+def grad_copy_bytes(
+    setting: Setting, points: Points, works: Sequence[PartWork], held: HeldParameters
+) -> Array:
     """Bytes moved per micro-batch to cast and add up gradients, and to copy in and out of buckets.
 
     A gathered parameter is copied out of the flat buffer (read and written), its gradient into

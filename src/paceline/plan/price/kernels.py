@@ -1,6 +1,6 @@
 """Kernels: seconds of each part's own kernels for one micro-batch, without communication.
 
-How it works: the operators of all parts (`paceline.plan.price.work`) are stacked into a few arrays,
+How it works: the operators of all parts (`paceline.plan.work`) are stacked into a few arrays,
 and one call per kind of operator prices them (`paceline.plan.rates`).
 
 Legend of shapes: n points.
@@ -13,8 +13,8 @@ import numpy as np
 
 from paceline.config.stack import constant
 from paceline.plan.points import PRECISIONS, Array, Points, Setting
-from paceline.plan.price.work import LINEAR, PLAIN, WIDE, Core, Product, Work, rows_of_each
 from paceline.plan.rates import attention_s, matmul_s, memory_s
+from paceline.plan.work import LINEAR, PLAIN, WIDE, AttentionOp, MatmulOp, PartWork, rows_of_each
 
 _FP8 = PRECISIONS.index("fp8")
 # Products of 16-bit numbers whose rows aren't multiples of 16 bytes run at 30 to 40 % of the rate
@@ -58,7 +58,7 @@ class Kernels(NamedTuple):
     num_kernels_backward: Array
 
 
-def kernels_of(setting: Setting, points: Points, works: Sequence[Work]) -> list[Kernels]:
+def kernels_of(setting: Setting, points: Points, works: Sequence[PartWork]) -> list[Kernels]:
     """Seconds of the kernels of each part."""
     ahead_cores, back_cores = _UNFUSED_CORE if setting.stack.attention == "unfused" else _FUSED_CORE
     products = _products_s(setting, points, works)
@@ -96,7 +96,9 @@ def _num(counts: Iterable[Array]) -> Array:
     return sum(counts, np.zeros(1))
 
 
-def _products_s(setting: Setting, points: Points, works: Sequence[Work]) -> list[tuple[Array, ...]]:
+def _products_s(
+    setting: Setting, points: Points, works: Sequence[PartWork]
+) -> list[tuple[Array, ...]]:
     """Per part: forward, gradients of inputs and of weights, (3, n) of all products and of those in
     the layout's own arithmetic; what ends the block, and every other one, forward.
     """
@@ -120,7 +122,7 @@ def _products_s(setting: Setting, points: Points, works: Sequence[Work]) -> list
 
 
 def _distinct_s(
-    setting: Setting, points: Points, products: list[Product], arithmetic: int
+    setting: Setting, points: Points, products: list[MatmulOp], arithmetic: int
 ) -> list[Array]:
     """Of each product (3, n): forward and the two gradients; what is alike is priced once."""
     first = {id(product): product for product in products}
@@ -174,7 +176,7 @@ def _arithmetic(precision: str, arithmetic: int) -> str:
     return "bf16" if precision == "fp8" and arithmetic == PLAIN else precision
 
 
-def _weights_s(setting: Setting, points: Points, products: list[Product]) -> Array:
+def _weights_s(setting: Setting, points: Points, products: list[MatmulOp]) -> Array:
     """Seconds to read the matrices of all experts once, which few rows each may not outweigh."""
     numbers = stacked(
         [np.where(np.asarray(p.groups) > 1, p.groups, 0) * p.n * p.k for p in products]
@@ -212,7 +214,7 @@ def _casts_s(
 
 
 def _cores_s(
-    setting: Setting, points: Points, cores: tuple[Core, ...]
+    setting: Setting, points: Points, cores: tuple[AttentionOp, ...]
 ) -> tuple[Array, Array, Array]:
     """Seconds of a call of attention forward and backward, and the calls."""
     if not cores:
@@ -233,7 +235,7 @@ def _cores_s(
 
 
 def _sweeps_s(
-    setting: Setting, points: Points, works: Sequence[Work]
+    setting: Setting, points: Points, works: Sequence[PartWork]
 ) -> list[tuple[Array, Array, Array]]:
     """Per part: forward, what recomputation does again of it, and backward."""
     placed = [(at, sweep) for at, work in enumerate(works) for sweep in work.sweeps]

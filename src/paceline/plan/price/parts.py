@@ -25,10 +25,7 @@ from paceline.plan.collectives import collective_s, is_across
 from paceline.plan.points import PRECISIONS, RECOMPUTE, SCHEDULES, Array, Points, Setting
 from paceline.plan.price.kernels import Kernels, kernels_of, stacked
 from paceline.plan.price.pipelined import paired_share
-from paceline.plan.price.work import (
-    Exchange,
-    Work,
-)
+from paceline.plan.work import CollectiveOp, PartWork
 
 COMPUTE = ("matmul", "attention", "other_kernels", "recompute")
 BLOCKING = ("exposed_comm.tp", "exposed_comm.cp", "exposed_comm.ep")
@@ -57,7 +54,7 @@ _OWN_FUNCTION_SHARE = 1 / 3
 _ASYNC_TP_SHARE = 0.5
 
 
-class Request(NamedTuple):
+class CollectiveRequest(NamedTuple):
     """A collective whose seconds are asked for."""
 
     op: str
@@ -66,7 +63,7 @@ class Request(NamedTuple):
     stride: Array
 
 
-class Pass(NamedTuple):
+class PartPass(NamedTuple):
     """One pass of one part over one micro-batch; every array is (n,) or (1,)."""
 
     terms: dict[str, Array]
@@ -86,12 +83,12 @@ class Pass(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class NetworkPart:
     """Seconds of one part of a network."""
 
-    forward: Pass
-    input_grad: Pass
-    weight_grad: Pass
+    forward: PartPass
+    input_grad: PartPass
+    weight_grad: PartPass
     """Empty where the backward pass can't be split."""
 
     @property
@@ -101,11 +98,11 @@ class Part:
 
     @property
     def beside_backward_s(self) -> Array:
-        """As `Pass.beside_s`, of the backward pass."""
+        """As `PartPass.beside_s`, of the backward pass."""
         return self.input_grad.beside_s + self.weight_grad.beside_s
 
 
-def exchange_s(setting: Setting, requests: Sequence[Request]) -> list[Array]:
+def exchange_s(setting: Setting, requests: Sequence[CollectiveRequest]) -> list[Array]:
     """Seconds of collectives, in a call for each kind."""
     seconds: list[Array] = [np.zeros(1)] * len(requests)
     stack = setting.stack
@@ -131,10 +128,12 @@ def hidden_share(setting: Setting) -> float:
     return 0.0 if setting.device.is_cpu else constant(setting.stack, "overlap_share")
 
 
-def part_seconds(setting: Setting, points: Points, works: Sequence[Work]) -> list[Part]:
+def part_seconds(setting: Setting, points: Points, works: Sequence[PartWork]) -> list[NetworkPart]:
     """Seconds of each part."""
     exchanges = [exchange for work in works for exchange in work.exchanges]
-    all_seconds = iter(exchange_s(setting, [Request(*exchange[1:5]) for exchange in exchanges]))
+    all_seconds = iter(
+        exchange_s(setting, [CollectiveRequest(*exchange[1:5]) for exchange in exchanges])
+    )
     parts = []
     for work, kernels in zip(works, kernels_of(setting, points, works), strict=True):
         sent = [(exchange, next(all_seconds)) for exchange in work.exchanges]
@@ -142,7 +141,7 @@ def part_seconds(setting: Setting, points: Points, works: Sequence[Work]) -> lis
     return parts
 
 
-Sent = Sequence[tuple[Exchange, Array]]
+Sent = Sequence[tuple[CollectiveOp, Array]]
 
 
 class _Beside(NamedTuple):
@@ -156,16 +155,18 @@ class _Beside(NamedTuple):
     """Of a pass of another micro-batch, for exchanges of experts."""
 
 
-def _part(setting: Setting, points: Points, work: Work, kernels: Kernels, sent: Sent) -> Part:
+def _part(
+    setting: Setting, points: Points, work: PartWork, kernels: Kernels, sent: Sent
+) -> NetworkPart:
     terms = {
         "matmul": kernels.input_grad,
         "attention": kernels.core_backward * kernels.calls,
         "other_kernels": kernels.sweeps_backward,
     }
-    share = _again_share(points, work)
+    share = _recompute_share(points, work)
     terms |= _recomputed(setting, points, kernels, share)
     backward = [(e, s * e.times) for e, s in sent if e.backward]
-    backward += sent_again(points, sent)
+    backward += recomputed_collectives(points, sent)
     products_s = kernels.input_grad + kernels.weight_grad
     other_s = sum(terms.values(), np.zeros(1)) + kernels.weight_grad
     own_s = _room_in_weights(points, kernels, sent, other_s)
@@ -176,16 +177,16 @@ def _part(setting: Setting, points: Points, work: Work, kernels: Kernels, sent: 
     launches = (
         kernels.num_products
         + kernels.num_kernels_backward
-        + share * _launched_again(setting, points, kernels)
+        + share * _relaunched_kernels(setting, points, kernels)
     )
     input_grad = _pass(setting, points, terms, launches, backward)
     input_grad = input_grad._replace(
-        host_s=input_grad.host_s + _again_s(setting, points, work, kernels)
+        host_s=input_grad.host_s + _recompute_hooks_s(setting, points, work, kernels)
     )
     sums = work.tensors - (kernels.num_products if _adds_by_itself(setting) else 0)
     launches = kernels.num_products + np.maximum(sums, 0)
     weight_grad = _pass(setting, points, {"matmul": kernels.weight_grad}, launches)
-    return Part(forward, *_split(setting, points, kernels, input_grad, weight_grad))
+    return NetworkPart(forward, *_split(setting, points, kernels, input_grad, weight_grad))
 
 
 def _forward_s(kernels: Kernels) -> Array:
@@ -207,7 +208,7 @@ def _launched_forward(kernels: Kernels) -> Array:
     return kernels.num_products + kernels.num_kernels + kernels.num_cores
 
 
-def _launched_again(setting: Setting, points: Points, kernels: Kernels) -> Array:
+def _relaunched_kernels(setting: Setting, points: Points, kernels: Kernels) -> Array:
     """Kernels that a block's recomputation launches, or asks for and is given from memory."""
     if setting.stack.recompute_granularity != "attention":
         return _launched_forward(kernels)
@@ -224,8 +225,8 @@ def _adds_by_itself(setting: Setting) -> bool:
 
 
 def _forward(
-    setting: Setting, points: Points, work: Work, kernels: Kernels, sent: Sent, beside: _Beside
-) -> Pass:
+    setting: Setting, points: Points, work: PartWork, kernels: Kernels, sent: Sent, beside: _Beside
+) -> PartPass:
     terms = {
         "matmul": kernels.forward,
         "attention": kernels.core * kernels.calls,
@@ -289,7 +290,7 @@ def _recomputed(
     return {"recompute": chosen * share}
 
 
-def sent_again(points: Points, sent: Sent) -> Sent:
+def recomputed_collectives(points: Points, sent: Sent) -> Sent:
     """Collectives of the forward pass that recomputation repeats."""
     repeated = []
     for exchange, seconds in sent:
@@ -301,7 +302,7 @@ def sent_again(points: Points, sent: Sent) -> Sent:
     return repeated
 
 
-def _select_s(setting: Setting, points: Points, work: Work, kernels: Kernels) -> Array:
+def _select_s(setting: Setting, points: Points, work: PartWork, kernels: Kernels) -> Array:
     """Python's decisions, operator by operator, whether a forward pass keeps their results; and as
     many when it is repeated.
     """
@@ -309,7 +310,7 @@ def _select_s(setting: Setting, points: Points, work: Work, kernels: Kernels) ->
     return selects * _recomputing_s(setting, points, work, kernels, "select_us")
 
 
-def _again_s(setting: Setting, points: Points, work: Work, kernels: Kernels) -> Array:
+def _recompute_hooks_s(setting: Setting, points: Points, work: PartWork, kernels: Kernels) -> Array:
     """What Python does for a repetition: hooks for each tensor that autograd saves, when it is
     saved, when it is asked for and when it is made again, or a function of autograd; and what
     `_select_s` says.
@@ -320,14 +321,14 @@ def _again_s(setting: Setting, points: Points, work: Work, kernels: Kernels) -> 
 
 
 def _recomputing_s(
-    setting: Setting, points: Points, work: Work, kernels: Kernels, name: str
+    setting: Setting, points: Points, work: PartWork, kernels: Kernels, name: str
 ) -> Array:
     """A constant of the host for each operator of a forward pass that is repeated."""
-    launches = _launched_again(setting, points, kernels)
-    return constant(setting.stack, name) * 1e-6 * _again_share(points, work) * launches
+    launches = _relaunched_kernels(setting, points, kernels)
+    return constant(setting.stack, name) * 1e-6 * _recompute_share(points, work) * launches
 
 
-def _again_share(points: Points, work: Work) -> Array:
+def _recompute_share(points: Points, work: PartWork) -> Array:
     """Share of a part that is computed again: of a stage's blocks."""
     return np.where(work.in_block & (points.recompute > 0), points.recompute_share, 0.0)
 
@@ -338,8 +339,8 @@ def _is_whole(points: Points) -> Array:
 
 
 def _split(
-    setting: Setting, points: Points, kernels: Kernels, input_grad: Pass, weight_grad: Pass
-) -> tuple[Pass, Pass]:
+    setting: Setting, points: Points, kernels: Kernels, input_grad: PartPass, weight_grad: PartPass
+) -> tuple[PartPass, PartPass]:
     """Put both halves together where the runtime can't split them (parallel/pp/stage.py)."""
     whole = _is_whole(points)
     # The product of torchao is one node of the graph: each half computes both gradients.
@@ -356,7 +357,7 @@ def _split(
             device_s=input_grad.device_s + moved_s,
             host_s=input_grad.host_s + (whole | twice) * weight_grad.host_s,
         ),
-        Pass({"matmul": late_s}, late_s, late_host_s, np.zeros(1)),
+        PartPass({"matmul": late_s}, late_s, late_host_s, np.zeros(1)),
     )
 
 
@@ -366,7 +367,7 @@ def _pass(
     terms: dict[str, Array],
     launches: Array,
     sent: Sent = (),
-) -> Pass:
+) -> PartPass:
     device_s = sum(terms.values(), np.zeros(1))
     host_s = (launches + _num_exchanges(sent)) * _launch_s(setting, points)
     if setting.device.is_cpu:
@@ -374,7 +375,7 @@ def _pass(
         others = [(e, s) for e, s in sent if e.op != "send_recv"]
         host_s = host_s + num_waits(others) * constant(setting.stack, "exchange_us") * 1e-6
         host_s = host_s + num_waits(rings) * constant(setting.stack, "hop_us") * 1e-6
-    return Pass(terms, device_s, host_s, np.zeros(1))
+    return PartPass(terms, device_s, host_s, np.zeros(1))
 
 
 def _launch_s(setting: Setting, points: Points) -> Array:

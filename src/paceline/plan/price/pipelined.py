@@ -14,7 +14,7 @@ https://arxiv.org/abs/2201.12023), divided by the stages of a rank where they ar
 
 Ranks on a CPU share its cores, and one that waits leaves them to the others. Where the device has a
 curve of that (`config.curves.SharingCurve`), the list is executed with it, so that a bubble costs
-less than it would where every rank has a device of its own (`plan.schedules.sharing`).
+less than it would where every rank has a device of its own (`plan.schedules.contention`).
 
 Transfers between stages run beside the computing, but each must be waited for: a stage that has few
 micro-batches under way stands still while one travels there and back.
@@ -28,21 +28,21 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paceline.config.frozen import size
 from paceline.config.layout import Layout
 from paceline.config.model import Model
-from paceline.config.noun import size
 from paceline.config.schedule import Schedule
 from paceline.config.stack import Stack
-from paceline.plan.kinds import Kind
+from paceline.plan.block_kinds import BlockKind
 from paceline.plan.points import SCHEDULES, Array, Points, Setting
-from paceline.plan.price.crowd import crowd_of, paces, sharing_of
+from paceline.plan.price.core_contention import core_contention_of, paces, sharing_curve_of
 from paceline.plan.schedules import build_schedule
-from paceline.plan.schedules.sharing import scatter_wait_s, shared_timeline, stretches
-from paceline.plan.schedules.timing import Cost, Timed, ended_s, makespan
-from paceline.plan.stages import Stages
+from paceline.plan.schedules.contention import scatter_wait_s, shared_timeline, stretch_factors
+from paceline.plan.schedules.timing import StageCost, Timed, makespan, schedule_end_s
+from paceline.plan.stages import StageWork
 
 
-class Passes(NamedTuple):
+class StagePasses(NamedTuple):
     """Seconds of each stage for one micro-batch: (s, n) each."""
 
     forward_s: Array
@@ -55,26 +55,26 @@ class Passes(NamedTuple):
         return self.forward_s + self.input_grad_s + self.weight_grad_s
 
 
-class Ran(NamedTuple):
+class PipelineRun(NamedTuple):
     """What became of a step's micro-batches."""
 
     makespan_s: Array
     """(n,), from the first action's start to the last one's end."""
     work: Array
     """(s, n): how many micro-batches of each stage the busiest rank works on."""
-    spent: Passes
+    spent: StagePasses
     """(s, n): the same by pass, each for the share of its seconds that it took; less than `work`
     where ranks that wait leave this one their cores."""
     scattered_s: Array = np.zeros(1)
     """(n,) or (1,), what ranks wait besides because passes of one length scatter."""
 
-    def seconds_of(self, passes: Passes) -> Array:
+    def seconds_of(self, passes: StagePasses) -> Array:
         """Seconds (n,) of the busiest rank in passes, or in a part of them."""
         each = (spent * s for spent, s in zip(self.spent, passes, strict=True))
         return sum((rows.sum(0) for rows in each), np.zeros(1))
 
 
-Pipeline = Callable[[Setting, Points, Stages, Passes, Array], Ran]
+Pipeline = Callable[[Setting, Points, StageWork, StagePasses, Array], PipelineRun]
 """Maps a setting, points, their stages, the stages' seconds and the seconds of a transfer (n,) to
 Ran."""
 
@@ -88,7 +88,7 @@ _CLASSES = 4
 # ---- which stage holds what --------------------------------------------------------------------
 
 
-def stages_of(setting: Setting, layout: Layout, kinds: tuple[Kind, ...]) -> Stages:
+def stages_of(setting: Setting, layout: Layout, kinds: tuple[BlockKind, ...]) -> StageWork:
     """Every stage of a concrete layout; one, where there is no pipeline: arrays (.., s, 1)."""
     assert layout.split != "auto"
     split = layout.split or (setting.model.num_layers,)
@@ -105,7 +105,7 @@ def stages_of(setting: Setting, layout: Layout, kinds: tuple[Kind, ...]) -> Stag
         float,
     )
     first, last = np.arange(len(split)) == 0, np.arange(len(split)) == len(split) - 1
-    return Stages(layers[:, :, None], first[:, None], last[:, None], np.ones((len(split), 1)))
+    return StageWork(layers[:, :, None], first[:, None], last[:, None], np.ones((len(split), 1)))
 
 
 def num_stages(points: Points) -> Array:
@@ -115,8 +115,8 @@ def num_stages(points: Points) -> Array:
 
 
 def bounding_stages(
-    model: Model, points: Points, kinds: tuple[Kind, ...], head_layers: Array | float
-) -> Stages:
+    model: Model, points: Points, kinds: tuple[BlockKind, ...], head_layers: Array | float
+) -> StageWork:
     """Four classes of stage for columns, with layers as they'd be split: the first, the inner ones
     of the rank that has most of them, the last, and the rest, which no busiest rank holds.
 
@@ -139,7 +139,9 @@ def bounding_stages(
     shares = np.array([len(kind.layers) / total for kind in kinds])
     number = np.arange(_CLASSES)[:, None]
     has_head = np.where(several, number == _LAST, number == _FIRST)
-    return Stages(shares[:, None, None] * layers, (number == _FIRST) & (count > 0), has_head, count)
+    return StageWork(
+        shares[:, None, None] * layers, (number == _FIRST) & (count > 0), has_head, count
+    )
 
 
 def _directions(points: Points) -> Array:
@@ -183,15 +185,15 @@ def _even_split(
 
 
 def with_transfers(
-    stack: Stack, points: Points, passes: Passes, hop_s: Array
-) -> tuple[Passes, Array]:
+    stack: Stack, points: Points, passes: StagePasses, hop_s: Array
+) -> tuple[StagePasses, Array]:
     """The passes, and the seconds of a transfer beside them: where a stack doesn't overlap its
     transfers, each pass waits for what it receives and for what it sends.
     """
     if stack.overlaps_pp:
         return passes, hop_s
     both = np.where(points.pp > 1, 2 * hop_s, 0.0)
-    waiting = Passes(passes.forward_s + both, passes.input_grad_s + both, passes.weight_grad_s)
+    waiting = StagePasses(passes.forward_s + both, passes.input_grad_s + both, passes.weight_grad_s)
     return waiting, np.zeros_like(hop_s)
 
 
@@ -219,11 +221,11 @@ def paired_share(points: Points) -> Array:
 
 
 def one_stage(
-    setting: Setting, points: Points, stages: Stages, passes: Passes, hop_s: Array
-) -> Ran:
+    setting: Setting, points: Points, stages: StageWork, passes: StagePasses, hop_s: Array
+) -> PipelineRun:
     """No pipeline: one micro-batch after the other."""
     work = np.broadcast_to(points.num_micro_batches, passes.forward_s.shape)
-    return Ran((work * passes.whole_s).sum(0), work, Passes(work, work, work))
+    return PipelineRun((work * passes.whole_s).sum(0), work, StagePasses(work, work, work))
 
 
 @lru_cache(maxsize=64)
@@ -244,25 +246,31 @@ def schedule_for(setting: Setting, layout: Layout) -> Schedule | None:
 def simulated(schedule: Schedule) -> Pipeline:
     """Execute the list of one layout (n = 1), with every stage's own seconds."""
 
-    def run(setting: Setting, points: Points, stages: Stages, passes: Passes, hop_s: Array) -> Ran:
+    def run(
+        setting: Setting, points: Points, stages: StageWork, passes: StagePasses, hop_s: Array
+    ) -> PipelineRun:
         cost = cost_of(passes, float(hop_s[0]))
         work = work_of_ranks(schedule)
         busiest = int(np.argmax(work @ passes.whole_s[:, 0]))
         own = work[busiest][:, None]
-        crowd = crowd_of(setting, points)
-        if crowd is None:
-            return Ran(np.array([makespan(schedule, cost)]), own, Passes(own, own, own))
-        rows = shared_timeline(schedule, cost, crowd)
-        scattered_s = np.array([scatter_wait_s(schedule, cost, crowd)])
-        return Ran(np.array([ended_s(rows)]), own, _spent(rows[busiest], cost), scattered_s)
+        contention = core_contention_of(setting, points)
+        if contention is None:
+            return PipelineRun(
+                np.array([makespan(schedule, cost)]), own, StagePasses(own, own, own)
+            )
+        rows = shared_timeline(schedule, cost, contention)
+        scattered_s = np.array([scatter_wait_s(schedule, cost, contention)])
+        return PipelineRun(
+            np.array([schedule_end_s(rows)]), own, _spent(rows[busiest], cost), scattered_s
+        )
 
     return run
 
 
-def cost_of(passes: Passes, p2p_s: float) -> Cost:
+def cost_of(passes: StagePasses, p2p_s: float) -> StageCost:
     """What the actions of one layout (n = 1) cost."""
     forward, input_grad, weight_grad = (seconds[:, 0].tolist() for seconds in passes)
-    return Cost(forward, input_grad, weight_grad, p2p_s)
+    return StageCost(forward, input_grad, weight_grad, p2p_s)
 
 
 def work_of_ranks(schedule: Schedule) -> Array:
@@ -274,24 +282,24 @@ def work_of_ranks(schedule: Schedule) -> Array:
     return work
 
 
-def _spent(row: Sequence[Timed], cost: Cost) -> Passes:
+def _spent(row: Sequence[Timed], cost: StageCost) -> StagePasses:
     """How many micro-batches of each stage's passes (s, 1) a rank was busy with, each for the share
     of its seconds at pace 1 that it took."""
     spent = {kind: np.zeros((len(cost.forward_s), 1)) for kind in "FIW"}
-    for timed, stretch in zip(row, stretches(row, cost), strict=True):
+    for timed, stretch in zip(row, stretch_factors(row, cost), strict=True):
         for kind in "IW" if timed.action.kind == "B" else timed.action.kind:
             spent[kind][timed.action.stage] += stretch
     # A first stage has its whole backward pass in I, and nothing to do in W.
     late = np.where(np.array(cost.weight_grad_s)[:, None] > 0, spent["W"], spent["I"])
-    return Passes(spent["F"], spent["I"], late)
+    return StagePasses(spent["F"], spent["I"], late)
 
 
 # ---- closed forms ------------------------------------------------------------------------------
 
 
 def closed_form(
-    setting: Setting, points: Points, stages: Stages, passes: Passes, hop_s: Array
-) -> Ran:
+    setting: Setting, points: Points, stages: StageWork, passes: StagePasses, hop_s: Array
+) -> PipelineRun:
     """The step of columns with the classes of stage of `bounding_stages`."""
     work = _busiest_class(points, stages, passes.whole_s)
     busy_s = (work * passes.whole_s).sum(0)
@@ -313,7 +321,7 @@ def closed_form(
     stretch = _stretch(setting, points, busy_s, bubble, even_s)
     spent = work * stretch
     end_s = (busy_s + bubble) * stretch + _hops(points, passes, hop_s)
-    return Ran(end_s, work, Passes(spent, spent, spent))
+    return PipelineRun(end_s, work, StagePasses(spent, spent, spent))
 
 
 def _stretch(
@@ -325,7 +333,7 @@ def _stretch(
     between as many compute as have something to do on average. It never takes less than the work
     of all ranks while all compute.
     """
-    if sharing_of(setting) is None:
+    if sharing_curve_of(setting) is None:
         return np.ones(1)
     most = int(points.pp.max())
     counts = [
@@ -340,7 +348,7 @@ def _stretch(
     return np.where(points.pp > 1, np.minimum(shared_s / end_s, 1.0), 1.0)
 
 
-def _busiest_class(points: Points, stages: Stages, whole_s: Array) -> Array:
+def _busiest_class(points: Points, stages: StageWork, whole_s: Array) -> Array:
     """Micro-batches of each class that the busiest rank works on: (4, n).
 
     Stages go round the ranks, so that the first and the last live on different ones, or there and
@@ -396,7 +404,7 @@ def _bubble(points: Points, forward: Array, input_grad: Array, weight_grad: Arra
     return np.choose(points.schedule, waits)
 
 
-def _hops(points: Points, passes: Passes, hop_s: Array) -> Array:
+def _hops(points: Points, passes: StagePasses, hop_s: Array) -> Array:
     """What transfers add: the way there and back, and what the steady state waits for.
 
     Under 1F1B stage p - 2 has two micro-batches under way and waits for each to come back: the

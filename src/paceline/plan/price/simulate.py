@@ -21,13 +21,13 @@ from paceline.config.schedule import Action
 from paceline.observe.terms import TERMS
 from paceline.observe.timeline import Span, Timeline
 from paceline.plan.points import Array, Setting
-from paceline.plan.price.crowd import crowd_of
-from paceline.plan.price.parts import BLOCKING, COMPUTE, Pass
-from paceline.plan.price.pipelined import Passes, cost_of, with_transfers
-from paceline.plan.price.step import Network, Simulated, Times, unsplit_first
-from paceline.plan.schedules.sharing import shared_timeline
-from paceline.plan.schedules.timing import Timed, ended_s, timeline
-from paceline.plan.stages import Stages
+from paceline.plan.price.core_contention import core_contention_of
+from paceline.plan.price.parts import BLOCKING, COMPUTE, PartPass
+from paceline.plan.price.pipelined import StagePasses, cost_of, with_transfers
+from paceline.plan.price.step import NetworkParts, Simulated, StepTimes, unsplit_first
+from paceline.plan.schedules.contention import shared_timeline
+from paceline.plan.schedules.timing import Timed, schedule_end_s, timeline
+from paceline.plan.stages import StageWork
 
 # Without a pipeline these belong to its micro-batches: they are spread over the actions.
 _PER_MICRO_BATCH = ("matmul", "other_kernels", "exposed_comm.fsdp")
@@ -89,8 +89,15 @@ def _step(setting: Setting, one: Simulated) -> _Step:
         rows = [_one_after_the_other(actions, num_batches)]
     else:
         passes, wire_s = with_transfers(setting.stack, points, found.passes, found.hop_s)
-        cost, crowd = cost_of(passes, float(np.max(wire_s))), crowd_of(setting, points)
-        rows = timeline(schedule, cost) if crowd is None else shared_timeline(schedule, cost, crowd)
+        cost, contention = (
+            cost_of(passes, float(np.max(wire_s))),
+            core_contention_of(setting, points),
+        )
+        rows = (
+            timeline(schedule, cost)
+            if contention is None
+            else shared_timeline(schedule, cost, contention)
+        )
         blocked = (passes.forward_s - found.passes.forward_s)[0, 0]
         if blocked > 0:
             waiting = {"exposed_comm.pp": float(blocked)}
@@ -100,16 +107,18 @@ def _step(setting: Setting, one: Simulated) -> _Step:
     num_actions = sum(timed.action.kind != "W" for timed in rows[0])
     hidden_term = "exposed_comm.dp" if points.fsdp[0] == 1 else "exposed_comm.fsdp"
     hidden_s = float(np.max(found.hidden_s)) / max(num_actions, 1)
-    end_s = ended_s(rows)
+    end_s = schedule_end_s(rows)
     transfers_s = 0.0 if schedule is None else end_s - alone_s
     once["exposed_comm.pp"] -= transfers_s
     return _Step(actions, rows, once, hop_s, transfers_s, hidden_s, hidden_term, end_s)
 
 
-def _action_terms(stages: Stages, network: Network, found: Times) -> dict[tuple[str, int], Terms]:
+def _action_terms(
+    stages: StageWork, network: NetworkParts, found: StepTimes
+) -> dict[tuple[str, int], Terms]:
     num_stages = len(stages.has_embedding)
-    terms: dict[str, Passes] = {
-        term: unsplit_first(stages, Passes(*_term_passes(stages, network, term)))
+    terms: dict[str, StagePasses] = {
+        term: unsplit_first(stages, StagePasses(*_term_passes(stages, network, term)))
         for term in (*COMPUTE, *BLOCKING)
     }
     terms["host_gap"] = found.gaps
@@ -123,7 +132,7 @@ def _action_terms(stages: Stages, network: Network, found: Times) -> dict[tuple[
     }
 
 
-def _term_passes(stages: Stages, network: Network, term: str) -> Iterator[Array]:
+def _term_passes(stages: StageWork, network: NetworkParts, term: str) -> Iterator[Array]:
     """One term's seconds of each stage's three passes: (s, 1) each."""
     for name in ("forward", "input_grad", "weight_grad"):
         *blocks, embedding, head = (_term_s(getattr(part, name), term) for part in network.parts)
@@ -133,11 +142,11 @@ def _term_passes(stages: Stages, network: Network, term: str) -> Iterator[Array]
         yield total
 
 
-def _term_s(one: Pass, term: str) -> float:
+def _term_s(one: PartPass, term: str) -> float:
     return float(np.max(one.terms.get(term, np.zeros(1))))
 
 
-def _done(found: Times, actions: dict[tuple[str, int], Terms]) -> dict[str, float]:
+def _done(found: StepTimes, actions: dict[tuple[str, int], Terms]) -> dict[str, float]:
     """Seconds of the busiest rank's actions by term."""
     total: dict[str, float] = {}
     for kind, spent in zip("FIW", found.ran.spent, strict=True):

@@ -28,25 +28,25 @@ from paceline.config.layout import Layout
 from paceline.config.schedule import Schedule
 from paceline.config.stack import CONSTANTS, constant
 from paceline.observe.terms import TERMS
-from paceline.plan.kinds import Kind, kinds_of
+from paceline.plan.block_kinds import BlockKind, block_kinds_of
 from paceline.plan.memory import checkpoint_spike_bytes, memory_bytes
 from paceline.plan.memory.holdings import bounding_holdings, holdings_of
 from paceline.plan.points import PRECISIONS, SCHEDULES, Array, Points, Setting
 from paceline.plan.prediction import Memory, Prediction
 from paceline.plan.price import data_axes
-from paceline.plan.price.data_axes import Held
+from paceline.plan.price.data_axes import HeldParameters
 from paceline.plan.price.parts import (
     BLOCKING,
     COMPUTE,
-    Part,
-    Request,
+    CollectiveRequest,
+    NetworkPart,
     exchange_s,
     part_seconds,
 )
 from paceline.plan.price.pipelined import (
-    Passes,
     Pipeline,
-    Ran,
+    PipelineRun,
+    StagePasses,
     bounding_stages,
     closed_form,
     one_stage,
@@ -55,11 +55,11 @@ from paceline.plan.price.pipelined import (
     stages_of,
     with_transfers,
 )
-from paceline.plan.price.work import Work, block_work, embedding_work, head_work, sizes_of
 from paceline.plan.rates import memory_s, origins
 from paceline.plan.residuals import relative_error
 from paceline.plan.scale import straggler_wait_s
-from paceline.plan.stages import Stages
+from paceline.plan.stages import StageWork
+from paceline.plan.work import PartWork, block_work, embedding_work, head_work, sizes_of
 
 # Passes of an Adam step over a held parameter, in bytes (train/optim.py, train/trainer.py): the
 # norm reads the gradient, clipping reads and writes it, the step reads parameter, gradient and
@@ -81,18 +81,18 @@ _DUALPIPE, _FP8 = SCHEDULES.index("dualpipe"), PRECISIONS.index("fp8")
 
 
 @dataclass(frozen=True, eq=False)
-class Times:
+class StepTimes:
     """Seconds of a step, and what they were made of."""
 
     step_s: Array
     """(n,)"""
     terms: Mapping[str, Array]
     """By term of TERMS, (n,) each; they sum to step_s."""
-    passes: Passes
+    passes: StagePasses
     """Of each stage for one micro-batch, the host's delays included: (s, n) each."""
-    gaps: Passes
+    gaps: StagePasses
     """The host's delays in them."""
-    ran: Ran
+    ran: PipelineRun
     """What became of its micro-batches, if transfers took no time."""
     hidden_s: Array
     """(n,), communication of the data axes beside computing."""
@@ -112,17 +112,17 @@ class Priced:
     """By term of MEMORY_TERMS, of the heaviest rank."""
 
 
-class Network(NamedTuple):
+class NetworkParts(NamedTuple):
     """A setting's parts: blocks of each kind, the embedding, the head."""
 
-    kinds: tuple[Kind, ...]
-    works: list[Work]
-    parts: list[Part]
+    kinds: tuple[BlockKind, ...]
+    works: list[PartWork]
+    parts: list[NetworkPart]
 
     @classmethod
-    def of(cls, setting: Setting, points: Points) -> "Network":
+    def of(cls, setting: Setting, points: Points) -> "NetworkParts":
         """The work and the seconds of every part."""
-        kinds = kinds_of(setting.model)
+        kinds = block_kinds_of(setting.model)
         works = [block_work(setting, points, kind) for kind in kinds]
         works += [embedding_work(setting, points), head_work(setting, points)]
         return cls(kinds, works, part_seconds(setting, points, works))
@@ -135,19 +135,21 @@ class Simulated(NamedTuple):
     """The layout alone."""
     schedule: Schedule | None
     """None: no pipeline."""
-    network: Network
-    stages: Stages
-    times: Times
+    network: NetworkParts
+    stages: StageWork
+    times: StepTimes
 
     @classmethod
-    def of(cls, setting: Setting, layout: Layout, network: Network | None = None) -> "Simulated":
+    def of(
+        cls, setting: Setting, layout: Layout, network: NetworkParts | None = None
+    ) -> "Simulated":
         """Price the parts, where that isn't done, and run the schedule.
 
         Raises:
             InputError: the device has no known rate at the layout's precision.
         """
         points, schedule = Points.of([layout], setting), schedule_for(setting, layout)
-        network = network or Network.of(setting, points)
+        network = network or NetworkParts.of(setting, points)
         stages = stages_of(setting, layout, network.kinds)
         pipeline = one_stage if schedule is None else simulated(schedule)
         found = times_of(setting, points, network, stages, pipeline)
@@ -159,7 +161,7 @@ class Simulated(NamedTuple):
         return float(self.times.step_s[0])
 
 
-def predict(setting: Setting, layout: Layout, network: Network | None = None) -> Prediction:
+def predict(setting: Setting, layout: Layout, network: NetworkParts | None = None) -> Prediction:
     """Time and memory of one concrete layout, with its schedule's own list of actions.
 
     Args:
@@ -222,8 +224,8 @@ def seconds(setting: Setting, points: Points) -> Mapping[str, Array]:
     return _closed(setting, points).terms
 
 
-def _closed(setting: Setting, points: Points) -> Times:
-    network = Network.of(setting, points)
+def _closed(setting: Setting, points: Points) -> StepTimes:
+    network = NetworkParts.of(setting, points)
     stages = bounding_stages(setting.model, points, network.kinds, head_layers(network))
     return times_of(setting, points, network, stages, closed_form)
 
@@ -241,7 +243,7 @@ def price(setting: Setting, points: Points) -> Priced:
     return Priced(found.step_s, found.terms, total.max(0), picked)
 
 
-def head_layers(network: Network) -> Array:
+def head_layers(network: NetworkParts) -> Array:
     """How many blocks the head weighs as much as."""
     *blocks, _, head = network.parts
     total = sum(len(kind.layers) for kind in network.kinds)
@@ -252,13 +254,13 @@ def head_layers(network: Network) -> Array:
     return _device_s(head) / each
 
 
-def _device_s(part: Part) -> Array:
+def _device_s(part: NetworkPart) -> Array:
     return part.forward.device_s + part.backward_s
 
 
 def times_of(
-    setting: Setting, points: Points, network: Network, stages: Stages, pipeline: Pipeline
-) -> Times:
+    setting: Setting, points: Points, network: NetworkParts, stages: StageWork, pipeline: Pipeline
+) -> StepTimes:
     """Seconds of a step by term.
 
     Args:
@@ -273,7 +275,7 @@ def times_of(
     held = _held(points, stages, alone.work)
     asked = [*_requests(setting, points, network, held)]
     asked += data_axes.requests(setting, points, network.works, held)
-    hop, gathered, norm_s, tied, twins, tp_norms, *units = exchange_s(setting, asked)
+    hop, gathered, norm_s, tied, copies, tp_norms, *units = exchange_s(setting, asked)
     exposed = data_axes.data_seconds(setting, points, network.works, network.parts, held, units)
     hop_s = np.broadcast_to(hop + gathered, len(points))
     terms = _work_terms(stages, alone, network, gaps)
@@ -284,11 +286,11 @@ def times_of(
     terms["bubble"] = np.maximum(alone.makespan_s - alone.seconds_of(passes), 0.0)
     terms["exposed_comm.pp"] = _transfer_s(
         setting, points, stages, passes, hop_s, pipeline, alone.makespan_s
-    ) + np.where(points.pp > 1, tied + twins, 0.0)
+    ) + np.where(points.pp > 1, tied + copies, 0.0)
     _once_per_step(setting, points, network, held, norm_s, terms)
     whole = _summed(setting, points, terms, alone.scattered_s)
     step_s = sum(whole.values(), np.zeros(len(points)))
-    return Times(step_s, whole, passes, gaps, alone, exposed.hidden_s, hop_s)
+    return StepTimes(step_s, whole, passes, gaps, alone, exposed.hidden_s, hop_s)
 
 
 def _summed(
@@ -305,8 +307,8 @@ def _summed(
 
 
 def _stage_passes(
-    setting: Setting, points: Points, network: Network, stages: Stages
-) -> tuple[Passes, Passes]:
+    setting: Setting, points: Points, network: NetworkParts, stages: StageWork
+) -> tuple[StagePasses, StagePasses]:
     """Of each stage: the seconds of its passes, and those of them in which the host is late."""
     overhead_s = constant(setting.stack, "micro_batch_overhead_ms") * 1e-3
     whole: list[Array] = []
@@ -325,10 +327,10 @@ def _stage_passes(
         gap_s = gap_s + (0.0 if name == "weight_grad" else _sends_s(setting, points, stages))
         whole.append(device_s + gap_s)
         late.append(gap_s)
-    return unsplit_first(stages, Passes(*whole)), unsplit_first(stages, Passes(*late))
+    return unsplit_first(stages, StagePasses(*whole)), unsplit_first(stages, StagePasses(*late))
 
 
-def _sends_s(setting: Setting, points: Points, stages: Stages) -> Array:
+def _sends_s(setting: Setting, points: Points, stages: StageWork) -> Array:
     """What Python does on CPUs to send and to receive a pass's tensors: half a hop at each end."""
     if not setting.device.is_cpu:
         return np.zeros(1)
@@ -336,18 +338,18 @@ def _sends_s(setting: Setting, points: Points, stages: Stages) -> Array:
     return np.where(points.pp > 1, ends * constant(setting.stack, "hop_us") * 1e-6 / 2, 0.0)
 
 
-def unsplit_first(stages: Stages, passes: Passes) -> Passes:
+def unsplit_first(stages: StageWork, passes: StagePasses) -> StagePasses:
     """The first stage's input needs no gradient, and its backward pass is one (parallel/pp)."""
     late = passes.weight_grad_s
     first = np.broadcast_to(stages.has_embedding, late.shape)
-    return Passes(
+    return StagePasses(
         passes.forward_s,
         passes.input_grad_s + np.where(first, late, 0.0),
         np.where(first, 0.0, late),
     )
 
 
-def _over_stages(stages: Stages, columns: Sequence[Array]) -> Array:
+def _over_stages(stages: StageWork, columns: Sequence[Array]) -> Array:
     """Sum of the parts that each stage holds: (s, n)."""
     *blocks, embedding, head = columns
     total = stages.has_embedding * embedding + stages.has_head * head
@@ -356,18 +358,20 @@ def _over_stages(stages: Stages, columns: Sequence[Array]) -> Array:
     return total
 
 
-def _held(points: Points, stages: Stages, work: Array) -> Held:
+def _held(points: Points, stages: StageWork, work: Array) -> HeldParameters:
     """What the busiest rank holds, of parameters: its stages, however many micro-batches each."""
     share = np.where(points.schedule == _DUALPIPE, 0.5, 1.0)
     times_held = work / (np.maximum(points.num_micro_batches, 1) * share)
-    return Held(
+    return HeldParameters(
         [(times_held * layers).sum(0) for layers in stages.layers],
         (times_held * stages.has_embedding).sum(0),
         (times_held * stages.has_head).sum(0),
     )
 
 
-def _requests(setting: Setting, points: Points, network: Network, held: Held) -> list[Request]:
+def _requests(
+    setting: Setting, points: Points, network: NetworkParts, held: HeldParameters
+) -> list[CollectiveRequest]:
     """Collectives of a step that belong to no block: see the names in `times_of`."""
     model, sizes = setting.model, sizes_of(setting, points)
     stage_ranks = points.num_ranks / points.pp
@@ -377,18 +381,18 @@ def _requests(setting: Setting, points: Points, network: Network, held: Held) ->
     dense = data_axes.dense_groups(points)
     table = model.num_embedding_params / points.tp / dense.shards * fp32
     tied = np.where(model.tie_embeddings, between, 1)
-    twins = np.where(points.schedule == _DUALPIPE, between, 1)
+    copies = np.where(points.schedule == _DUALPIPE, between, 1)
     stage_bytes = data_axes.shard_of_params(setting, points, network.works, held) / 2 * fp32
     norms = np.where(points.sequence_parallel, points.tp, 1)
     shared = setting.stack.scatters_pp & (points.pp > 1) & ~points.sequence_parallel
     senders = np.where(shared, points.tp, 1)
     return [
-        Request("send_recv", stream / senders, points.pp, stage_ranks),
-        Request("all_gather", stream, senders, one),
-        Request("all_reduce", 24.0 * one, points.num_ranks, one),
-        Request("all_reduce", table, tied, stage_ranks * np.maximum(points.pp - 1, 1)),
-        Request("all_reduce", stage_bytes, twins, stage_ranks),
-        Request(
+        CollectiveRequest("send_recv", stream / senders, points.pp, stage_ranks),
+        CollectiveRequest("all_gather", stream, senders, one),
+        CollectiveRequest("all_reduce", 24.0 * one, points.num_ranks, one),
+        CollectiveRequest("all_reduce", table, tied, stage_ranks * np.maximum(points.pp - 1, 1)),
+        CollectiveRequest("all_reduce", stage_bytes, copies, stage_ranks),
+        CollectiveRequest(
             "all_reduce",
             2 * model.hidden_size * sum(held.blocks, np.zeros(1)) * fp32 + 1,
             norms,
@@ -397,7 +401,9 @@ def _requests(setting: Setting, points: Points, network: Network, held: Held) ->
     ]
 
 
-def _work_terms(stages: Stages, ran: Ran, network: Network, gaps: Passes) -> dict[str, Array]:
+def _work_terms(
+    stages: StageWork, ran: PipelineRun, network: NetworkParts, gaps: StagePasses
+) -> dict[str, Array]:
     """Seconds of the busiest rank's own passes, by term."""
     # Without shared cores all three are one array, and of millions of points it matters.
     distinct = {id(spent): _counts(stages, spent) for spent in ran.spent}
@@ -415,7 +421,7 @@ def _work_terms(stages: Stages, ran: Ran, network: Network, gaps: Passes) -> dic
     return terms
 
 
-def _counts(stages: Stages, work: Array) -> list[Array]:
+def _counts(stages: StageWork, work: Array) -> list[Array]:
     """How often each part is worked on: blocks of each kind, the embedding, the head."""
     counts = [(work * layers).sum(0) for layers in stages.layers]
     return [*counts, (work * stages.has_embedding).sum(0), (work * stages.has_head).sum(0)]
@@ -430,8 +436,8 @@ def _slow_down(setting: Setting, terms: dict[str, Array], hidden_s: Array) -> No
 def _transfer_s(
     setting: Setting,
     points: Points,
-    stages: Stages,
-    passes: Passes,
+    stages: StageWork,
+    passes: StagePasses,
     hop_s: Array,
     pipeline: Pipeline,
     alone_s: Array,
@@ -448,8 +454,8 @@ def _transfer_s(
 def _once_per_step(
     setting: Setting,
     points: Points,
-    network: Network,
-    held: Held,
+    network: NetworkParts,
+    held: HeldParameters,
     norm_s: Array,
     terms: dict[str, Array],
 ) -> None:

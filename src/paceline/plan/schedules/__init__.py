@@ -9,28 +9,28 @@ from paceline.plan.schedules.build import build_schedule
 from paceline.plan.schedules.check import Checked, ScheduleError, check
 from paceline.plan.schedules.split import split_layers
 from paceline.plan.schedules.timing import (
-    Cost,
+    StageCost,
     Timed,
     bubble_fraction,
     bubble_fraction_published,
+    draw_schedule,
     equal_cost,
     makespan,
-    picture,
     timeline,
 )
 
 __all__ = [
     "Checked",
-    "Cost",
     "ScheduleError",
+    "StageCost",
     "Timed",
     "bubble_fraction",
     "bubble_fraction_published",
     "build_schedule",
     "check",
+    "draw_schedule",
     "equal_cost",
     "makespan",
-    "picture",
     "split_layers",
     "timeline",
 ]

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from paceline.config.schedule import Action, Schedule
-from paceline.plan.schedules.timing import Product, equal_cost, execute, needs
+from paceline.plan.schedules.timing import Product, dependencies, equal_cost, execute
 
 
 class ScheduleError(ValueError):
@@ -106,7 +106,7 @@ def _circle(schedule: Schedule, done: list[int], rank: int) -> str:
     while rank not in [seen for seen, _ in links]:
         action = schedule.actions[rank][done[rank]]
         kind, stage, micro_batch = next(
-            product for product in needs(action, schedule.num_stages) if product not in made
+            product for product in dependencies(action, schedule.num_stages) if product not in made
         )
         maker = schedule.rank_of(stage, micro_batch)
         what = "output" if kind == "F" else "input gradient"

@@ -18,7 +18,7 @@ Product = tuple[str, int, int]
 """What an action makes for others: ("F" or "I", stage, micro-batch); a B makes an "I" too."""
 
 
-class Cost(NamedTuple):
+class StageCost(NamedTuple):
     """Seconds that the work of each stage takes, per micro-batch; B takes what I and W take."""
 
     forward_s: Sequence[float]
@@ -50,15 +50,15 @@ def equal_cost(
     input_grad_s: float = 1.0,
     weight_grad_s: float = 1.0,
     p2p_s: float = 0.0,
-) -> Cost:
+) -> StageCost:
     """The cost of stages that all weigh the same."""
     forward, input_grad, weight_grad = (
         (seconds,) * num_stages for seconds in (forward_s, input_grad_s, weight_grad_s)
     )
-    return Cost(forward, input_grad, weight_grad, p2p_s)
+    return StageCost(forward, input_grad, weight_grad, p2p_s)
 
 
-def needs(action: Action, num_stages: int) -> list[Product]:
+def dependencies(action: Action, num_stages: int) -> list[Product]:
     """What must have been made before an action can start."""
     kind, stage, micro_batch = action
     if kind == "F":
@@ -69,7 +69,7 @@ def needs(action: Action, num_stages: int) -> list[Product]:
     return [("F", stage, micro_batch), *behind]
 
 
-def execute(schedule: Schedule, cost: Cost) -> list[list[Timed]]:
+def execute(schedule: Schedule, cost: StageCost) -> list[list[Timed]]:
     """Run the ranks' lists as far as they go; what is stuck is missing from the result."""
     return [
         [Timed(*timed) for timed in zip(actions, starts, ends, strict=False)]
@@ -77,12 +77,12 @@ def execute(schedule: Schedule, cost: Cost) -> list[list[Timed]]:
     ]
 
 
-def _run(schedule: Schedule, cost: Cost) -> list[tuple[list[float], list[float]]]:
+def _run(schedule: Schedule, cost: StageCost) -> list[tuple[list[float], list[float]]]:
     """When each rank's actions start and end, as far as they go.
 
     Each rank goes on until it has to wait, in turn, until none moves: about one look per action.
     """
-    run = _Run(schedule, cost)
+    run = _Execution(schedule, cost)
     moving = True
     while moving:
         moved = [run.advance(rank) for rank in range(schedule.num_ranks)]
@@ -90,10 +90,10 @@ def _run(schedule: Schedule, cost: Cost) -> list[tuple[list[float], list[float]]
     return list(zip(run.starts, run.ends, strict=True))
 
 
-class _Run:
+class _Execution:
     """An execution under way: what is there, in tables by stage and micro-batch."""
 
-    def __init__(self, schedule: Schedule, cost: Cost) -> None:
+    def __init__(self, schedule: Schedule, cost: StageCost) -> None:
         num_stages, batches = schedule.num_stages, schedule.num_micro_batches
         self.schedule, self.last = schedule, num_stages - 1
         whole = [i + w for i, w in zip(cost.input_grad_s, cost.weight_grad_s, strict=True)]
@@ -153,19 +153,19 @@ class _Run:
         return len(ends) > first
 
 
-def timeline(schedule: Schedule, cost: Cost) -> list[list[Timed]]:
+def timeline(schedule: Schedule, cost: StageCost) -> list[list[Timed]]:
     """Per rank, its actions with their times. Raises ValueError where the ranks deadlock."""
     timed = execute(schedule, cost)
-    must_be_whole(schedule, [len(row) for row in timed])
+    check_complete(schedule, [len(row) for row in timed])
     return timed
 
 
-def ended_s(rows: Sequence[Sequence[Timed]]) -> float:
+def schedule_end_s(rows: Sequence[Sequence[Timed]]) -> float:
     """When the last rank is done."""
     return max(row[-1].end_s for row in rows)
 
 
-def must_be_whole(schedule: Schedule, done: list[int]) -> None:
+def check_complete(schedule: Schedule, done: list[int]) -> None:
     """Raise ValueError unless every rank did all of its actions."""
     if done != [len(actions) for actions in schedule.actions]:
         raise ValueError(
@@ -173,14 +173,14 @@ def must_be_whole(schedule: Schedule, done: list[int]) -> None:
         )
 
 
-def makespan(schedule: Schedule, cost: Cost) -> float:
+def makespan(schedule: Schedule, cost: StageCost) -> float:
     """Seconds from the start of the first action to the end of the last, over all ranks."""
     ran = _run(schedule, cost)
-    must_be_whole(schedule, [len(ends) for _, ends in ran])
+    check_complete(schedule, [len(ends) for _, ends in ran])
     return max(ends[-1] for _, ends in ran if ends)
 
 
-def bubble_fraction(schedule: Schedule, cost: Cost) -> float:
+def bubble_fraction(schedule: Schedule, cost: StageCost) -> float:
     """Seconds of a step beyond the busiest rank's own work, as a fraction of the latter."""
     busy_s = max(sum(cost.of(action) for action in actions) for actions in schedule.actions)
     return makespan(schedule, cost) / busy_s - 1
@@ -225,7 +225,7 @@ def bubble_fraction_published(
     return ranks_waited_for * wait_s / (num_micro_batches * stages_passed * whole_s)
 
 
-def picture(schedule: Schedule) -> str:
+def draw_schedule(schedule: Schedule) -> str:
     """The schedule drawn as text, a line per rank, every F, I and W as long as the others.
 
     Numbers are micro-batches; capitals are the first, third... stage of the rank (`stages_of`),

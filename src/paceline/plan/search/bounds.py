@@ -1,11 +1,12 @@
-"""Bounds: how fast and how small any layout of a core can be, whatever its schedule and relief.
+"""Bounds: how fast and how small any completion of a partial layout can be, whatever its schedule
+and memory savings.
 
-A core is a mesh with a micro-batch and an arithmetic (`plan.search.space`). Its least seconds are
-those of the closed form with nothing recomputed or offloaded, less what a pipeline waits; its least
-bytes those under 1F1B with everything recomputed and offloaded that may be. Both rest on the
-planner's own formulas and on what holds of them: relief never makes a step faster, a larger
-micro-batch never makes a sample slower, a smaller one never holds more, and no schedule holds much
-less than 1F1B.
+A partial layout is a mesh with a micro-batch and an arithmetic (`plan.search.space`). Its least
+seconds are those of the closed form with nothing recomputed or offloaded, less what a pipeline
+waits; its least bytes those under 1F1B with everything recomputed and offloaded that may be. Both
+rest on the planner's own formulas and on what holds of them: memory savings never make a step
+faster, a larger micro-batch never makes a sample slower, a smaller one never holds more, and no
+schedule holds much less than 1F1B.
 """
 
 import numpy as np
@@ -18,8 +19,8 @@ from paceline.plan.search.tables import joined, size_of, take
 
 SLACK = 1.05
 """What holds of the formulas holds but for tiles and uneven stages: by so much bounds may err."""
-# One of the two fits each core.
-_PLAIN_TURNS = {
+# One of the two fits each partial layout.
+_PLAIN_PIPELINES = {
     "schedule": np.array([SCHEDULES.index("none"), SCHEDULES.index("1f1b")]),
     "stages_per_rank": np.array([1, 1]),
 }
@@ -39,23 +40,23 @@ def bounds_of_meshes(space: Space, meshes: Array) -> tuple[Array, Array]:
     return seconds, least
 
 
-def least_seconds(space: Space, cores: Columns) -> Array:
-    """The least seconds of a step of any layout of each core."""
-    fast = _relieved(space, cores, fastest(space.reliefs))
+def least_seconds(space: Space, partial_layouts: Columns) -> Array:
+    """The least seconds of a step of any completion of each partial layout."""
+    fast = _completed(space, partial_layouts, fastest(space.memory_savings))
     seconds = step_seconds(space.setting, space.points(fast)).unwaited_s
-    return _least(seconds, fast["core"], cores["mesh"])
+    return _least(seconds, fast["partial"], partial_layouts["mesh"])
 
 
-def least_bytes(space: Space, cores: Columns) -> Array:
-    """The least peak memory of a device in any layout of each core."""
-    lean = _relieved(space, cores, leanest(space.reliefs))
+def least_bytes(space: Space, partial_layouts: Columns) -> Array:
+    """The least peak memory of a device in any completion of each partial layout."""
+    lean = _completed(space, partial_layouts, leanest(space.memory_savings))
     needs = peak_bytes(space.setting, space.points(lean), space.tight)
-    return _least(needs, lean["core"], cores["mesh"])
+    return _least(needs, lean["partial"], partial_layouts["mesh"])
 
 
-def _relieved(space: Space, cores: Columns, reliefs: Columns) -> Columns:
-    numbered = {**cores, "core": np.arange(size_of(cores))}
-    return space.relieved(space.turned(numbered, _PLAIN_TURNS), reliefs)
+def _completed(space: Space, partial_layouts: Columns, memory_savings: Columns) -> Columns:
+    numbered = {**partial_layouts, "partial": np.arange(size_of(partial_layouts))}
+    return space.completed(space.pipelined(numbered, _PLAIN_PIPELINES), memory_savings)
 
 
 def _least(values: Array, groups: Array, like: Array) -> Array:
@@ -64,39 +65,41 @@ def _least(values: Array, groups: Array, like: Array) -> Array:
     return np.where(np.isfinite(least), least, 0.0)
 
 
-def fastest(reliefs: Columns) -> Columns:
-    """The rows of reliefs than which none is faster: the least offloaded, then recomputed."""
-    return take(reliefs, np.flatnonzero(_is_fastest(reliefs)))
+def fastest(memory_savings: Columns) -> Columns:
+    """The rows of memory savings than which none is faster: the least offloaded, then
+    recomputed."""
+    return take(memory_savings, np.flatnonzero(_is_fastest(memory_savings)))
 
 
-def slower(reliefs: Columns) -> Columns:
+def slower(memory_savings: Columns) -> Columns:
     """The other rows."""
-    return take(reliefs, np.flatnonzero(~_is_fastest(reliefs)))
+    return take(memory_savings, np.flatnonzero(~_is_fastest(memory_savings)))
 
 
-def _is_fastest(reliefs: Columns) -> Array:
-    costs = 10 * _num_offloads(reliefs) + _num_recomputed(reliefs)
+def _is_fastest(memory_savings: Columns) -> Array:
+    costs = 10 * _num_offloads(memory_savings) + _num_recomputed(memory_savings)
     return costs == costs.min()
 
 
-def leanest(reliefs: Columns) -> Columns:
-    """The rows of reliefs than which none holds less: all recomputed and, where it may, offloaded.
+def leanest(memory_savings: Columns) -> Columns:
+    """The rows of memory savings than which none holds less: all recomputed and, where it may,
+    offloaded.
 
     Which offload may be depends on the mesh, so there are several.
     """
-    recomputed = _num_recomputed(reliefs)
+    recomputed = _num_recomputed(memory_savings)
     best = (recomputed == recomputed.max()) & (
-        reliefs["optimizer_8bit"] == reliefs["optimizer_8bit"].max()
+        memory_savings["optimizer_8bit"] == memory_savings["optimizer_8bit"].max()
     )
-    offloads = _num_offloads(reliefs)
-    return take(reliefs, np.flatnonzero(best & (offloads == offloads[best].max())))
+    offloads = _num_offloads(memory_savings)
+    return take(memory_savings, np.flatnonzero(best & (offloads == offloads[best].max())))
 
 
-def _num_offloads(reliefs: Columns) -> Array:
+def _num_offloads(memory_savings: Columns) -> Array:
     """Params takes the optimizer along: no more and no less than the optimizer here."""
     names = ("offload_activations", "offload_optimizer", "offload_params")
-    return np.sum([reliefs[name] for name in names], axis=0)
+    return np.sum([memory_savings[name] for name in names], axis=0)
 
 
-def _num_recomputed(reliefs: Columns) -> Array:
-    return 5 * reliefs["recompute"] + reliefs["quarters"]
+def _num_recomputed(memory_savings: Columns) -> Array:
+    return 5 * memory_savings["recompute"] + memory_savings["quarters"]

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.config.errors import InputError
+from paceline.config.frozen import size
 from paceline.config.hardware import Cluster
-from paceline.config.noun import size
 from paceline.plan.points import Setting
 from paceline.plan.prediction import Prediction
-from paceline.plan.scale import bill, checkpoint_bytes, endurance
+from paceline.plan.scale import bill, checkpoint_bytes, resilience
 from paceline.plan.search.search import search
-from paceline.plan.search.space import Wishes
+from paceline.plan.search.space import SearchConstraints
 
 _DAY_S = 86400.0
 _NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -25,7 +25,7 @@ _LAYOUTS = 5
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """A whole run on so many devices."""
 
     cluster: Cluster
@@ -51,22 +51,22 @@ class Run:
 class Purchase:
     """What money and time buy."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[TrainingRun, ...]
     """All that were looked at and fit the devices, the fastest first."""
-    fastest: Run | None
+    fastest: TrainingRun | None
     """Within the money."""
-    cheapest: Run | None
+    cheapest: TrainingRun | None
     """Within the days."""
     text: str
 
 
-def buy(
+def plan_purchase(
     setting: Setting,
     offers: Sequence[Cluster],
     num_tokens: float,
     usd: float | None = None,
     days: float | None = None,
-    wishes: Wishes | None = None,
+    constraints: SearchConstraints | None = None,
     num_nodes: Sequence[int] = _NODES,
 ) -> Purchase:
     """How many of which devices to rent.
@@ -77,7 +77,7 @@ def buy(
         num_tokens: of the whole run.
         usd: the most it may cost; None: any.
         days: the most it may take; None: any.
-        wishes: what is fixed, freed and bounded.
+        constraints: what is fixed, freed and bounded.
         num_nodes: numbers of nodes to look at.
 
     Raises:
@@ -88,7 +88,7 @@ def buy(
     runs = [
         run
         for offer in offers
-        for run in _runs(setting, offer, num_tokens, wishes or Wishes(), num_nodes)
+        for run in _runs(setting, offer, num_tokens, constraints or SearchConstraints(), num_nodes)
     ]
     runs.sort(key=lambda run: (run.days, run.usd))
     affordable = [run for run in runs if usd is None or run.usd <= usd]
@@ -99,8 +99,12 @@ def buy(
 
 
 def _runs(
-    setting: Setting, offer: Cluster, num_tokens: float, wishes: Wishes, num_nodes: Sequence[int]
-) -> Iterator[Run]:
+    setting: Setting,
+    offer: Cluster,
+    num_tokens: float,
+    constraints: SearchConstraints,
+    num_nodes: Sequence[int],
+) -> Iterator[TrainingRun]:
     if offer.prices.usd_per_device_hour is None:
         raise InputError(
             f"the price of {offer.known_device.name} is not known: give prices.usd_per_device_hour."
@@ -110,27 +114,27 @@ def _runs(
             return
         cluster = offer.replace(num_nodes=nodes)
         try:
-            found = search(replace(setting, cluster=cluster), wishes, num=_LAYOUTS)
+            found = search(replace(setting, cluster=cluster), constraints, num=_LAYOUTS)
         except InputError:
             continue  # so many devices can't share the batch
         if found.ranked:
             yield _run(setting, cluster, found.ranked[0], num_tokens)
 
 
-def _run(setting: Setting, cluster: Cluster, best: Prediction, num_tokens: float) -> Run:
+def _run(setting: Setting, cluster: Cluster, best: Prediction, num_tokens: float) -> TrainingRun:
     devices = cluster.num_devices
-    lasting = endurance(cluster, devices, checkpoint_bytes(setting.model.num_params))
+    lasting = resilience(cluster, devices, checkpoint_bytes(setting.model.num_params))
     kept = 1.0 if lasting is None else float(lasting.goodput)
     num_steps = num_tokens / (setting.global_batch * setting.seq_len)
     usd = bill(cluster, devices, best.step_s, num_steps, kept).usd
     assert usd is not None
-    return Run(cluster, best, kept, best.step_s * num_steps / kept / _DAY_S, float(usd))
+    return TrainingRun(cluster, best, kept, best.step_s * num_steps / kept / _DAY_S, float(usd))
 
 
 def _text(
-    runs: Sequence[Run],
-    fastest: Run | None,
-    cheapest: Run | None,
+    runs: Sequence[TrainingRun],
+    fastest: TrainingRun | None,
+    cheapest: TrainingRun | None,
     usd: float | None,
     days: float | None,
 ) -> str:

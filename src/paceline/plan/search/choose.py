@@ -22,9 +22,9 @@ from paceline.plan.prediction import Prediction
 from paceline.plan.price.step import predict
 from paceline.plan.rates import matmul_s
 from paceline.plan.resolve import Plan, concrete_cluster, resolve
-from paceline.plan.search.exchange import choose_exchange, worth_compressing
+from paceline.plan.search.gradient_comm import choose_exchange, worth_compressing
 from paceline.plan.search.search import Found, search
-from paceline.plan.search.space import Wishes
+from paceline.plan.search.space import SearchConstraints
 from paceline.plan.search.why import explain, shortage
 
 # What a setting is when a technique is not used.
@@ -45,13 +45,13 @@ _BELONGS_TO = {
 }  # fmt: skip
 
 
-def plan_job(job: Job, machine: Cluster, wishes: Wishes | None = None) -> Plan:
+def plan_job(job: Job, machine: Cluster, constraints: SearchConstraints | None = None) -> Plan:
     """Replace every "auto" of the Job by the search, and predict the layout that it has then.
 
     Args:
         job: a partial or concrete Job.
         machine: the concrete Cluster that stands for an "auto" one.
-        wishes: what to free and bound; its layout is replaced by the Job's.
+        constraints: what to free and bound; its layout is replaced by the Job's.
 
     Raises:
         InputError: one sentence, where no layout satisfies what the Job demands, or none fits.
@@ -65,8 +65,8 @@ def plan_job(job: Job, machine: Cluster, wishes: Wishes | None = None) -> Plan:
         return with_prediction(resolve(job, machine))
     if not job.layout.undecided:
         return _with_exchange(job, resolve(job, machine))
-    wishes = replace(wishes or Wishes(), layout=job.layout)
-    return _with_exchange(job, _searched(job, cluster, wishes, reasons))
+    constraints = replace(constraints or SearchConstraints(), layout=job.layout)
+    return _with_exchange(job, _searched(job, cluster, constraints, reasons))
 
 
 def with_prediction(plan: Plan) -> Plan:
@@ -112,9 +112,11 @@ def _with_exchange(job: Job, plan: Plan) -> Plan:
     )
 
 
-def _searched(job: Job, cluster: Cluster, wishes: Wishes, reasons: dict[str, str]) -> Plan:
+def _searched(
+    job: Job, cluster: Cluster, constraints: SearchConstraints, reasons: dict[str, str]
+) -> Plan:
     assert isinstance(job.model, Model)
-    found = search(Setting.of(job.replace(cluster=cluster)), wishes)
+    found = search(Setting.of(job.replace(cluster=cluster)), constraints)
     if not found.ranked:
         raise InputError(shortage(found).text)
     layout = found.ranked[0].layout

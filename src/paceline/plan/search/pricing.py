@@ -17,12 +17,12 @@ from paceline.plan.memory import memory_bytes
 from paceline.plan.memory.holdings import bounding_holdings
 from paceline.plan.points import PRECISIONS, Array, Points, Setting
 from paceline.plan.prediction import needed_bytes
-from paceline.plan.price.parts import Part, Pass
+from paceline.plan.price.parts import NetworkPart, PartPass
 from paceline.plan.price.pipelined import bounding_stages, closed_form, paired_share
-from paceline.plan.price.step import Network, Times, head_layers, times_of
-from paceline.plan.price.work import Work, is_sharded
+from paceline.plan.price.step import NetworkParts, StepTimes, head_layers, times_of
 from paceline.plan.search.tables import distinct
-from paceline.plan.stages import Stages
+from paceline.plan.stages import StageWork
+from paceline.plan.work import PartWork, is_sharded
 
 _ROWS = 16384
 """Priced together: fewer rows cost more calls, more leave the cache; measured: half
@@ -36,7 +36,7 @@ schedule, and where exchanges of experts run beside other passes on how many hav
 _FP8 = PRECISIONS.index("fp8")
 
 
-class Seconds(NamedTuple):
+class StepSeconds(NamedTuple):
     """Columns of the time of a step."""
 
     step_s: Array
@@ -45,7 +45,7 @@ class Seconds(NamedTuple):
     the passes of some schedules hide: whatever its schedule, a step takes as long."""
 
 
-def step_seconds(setting: Setting, points: Points) -> Seconds:
+def step_seconds(setting: Setting, points: Points) -> StepSeconds:
     """The time of each layout's step, by the closed form of `plan.price.step.price`."""
 
     def of(piece: Points) -> tuple[Array, ...]:
@@ -54,10 +54,10 @@ def step_seconds(setting: Setting, points: Points) -> Seconds:
         found = times_of(setting, piece, network, stages, closed_form)
         return found.step_s, _unwaited_s(setting, piece, stages, found)
 
-    return Seconds(*_in_pieces(of, points, 2))
+    return StepSeconds(*_in_pieces(of, points, 2))
 
 
-def _unwaited_s(setting: Setting, points: Points, stages: Stages, found: Times) -> Array:
+def _unwaited_s(setting: Setting, points: Points, stages: StageWork, found: StepTimes) -> Array:
     whole_s = found.passes.whole_s
     # Stages of whole layers may hold more together than there are: see `bounding_stages`.
     too_many = (stages.layers * stages.count).sum((0, 1)) / setting.model.num_layers
@@ -93,8 +93,8 @@ def _in_pieces(
     return [np.concatenate(columns) for columns in zip(*pieces, strict=True)]
 
 
-def _network(setting: Setting, points: Points) -> Network:
-    """As `Network.of`, by the distinct rows."""
+def _network(setting: Setting, points: Points) -> NetworkParts:
+    """As `NetworkParts.of`, by the distinct rows."""
     table = {name: getattr(points, name) for name in SEEN_BY_PARTS}
     table["sharded"] = is_sharded(points)
     overlaps = setting.stack.overlaps_ep
@@ -102,22 +102,22 @@ def _network(setting: Setting, points: Points) -> Network:
     table["paired"] = paired_share(points) if overlaps else np.zeros(1)
     n = len(points)
     first, group, _ = distinct({name: np.broadcast_to(c, n) for name, c in table.items()}, table)
-    return _of_rows(Network.of(setting, points.take(first)), group)
+    return _of_rows(NetworkParts.of(setting, points.take(first)), group)
 
 
-def networks_of(setting: Setting, layouts: Sequence[Layout]) -> list[Network]:
+def networks_of(setting: Setting, layouts: Sequence[Layout]) -> list[NetworkParts]:
     """Each concrete layout's own, priced together."""
     whole = _network(setting, Points.of(layouts, setting))
     return [_of_rows(whole, np.array([row])) for row in range(len(layouts))]
 
 
-def _of_rows(network: Network, rows: Array) -> Network:
+def _of_rows(network: NetworkParts, rows: Array) -> NetworkParts:
     """Some rows, or some more than once; of the works only what the data axes ask for."""
     works = [
-        Work(params=_spread(work.params, rows), expert_params=_spread(work.expert_params, rows))
+        PartWork(params=_spread(work.params, rows), expert_params=_spread(work.expert_params, rows))
         for work in network.works
     ]
-    return Network(network.kinds, works, [_spread_part(part, rows) for part in network.parts])
+    return NetworkParts(network.kinds, works, [_spread_part(part, rows) for part in network.parts])
 
 
 def _spread(column: Array | float, group: Array) -> Array:
@@ -126,12 +126,12 @@ def _spread(column: Array | float, group: Array) -> Array:
     return column[group] if column.size > 1 else column
 
 
-def _spread_part(part: Part, group: Array) -> Part:
+def _spread_part(part: NetworkPart, group: Array) -> NetworkPart:
     return replace(
         part, **{each.name: _spread_pass(getattr(part, each.name), group) for each in fields(part)}
     )
 
 
-def _spread_pass(one: Pass, group: Array) -> Pass:
+def _spread_pass(one: PartPass, group: Array) -> PartPass:
     terms = {term: _spread(seconds, group) for term, seconds in one.terms.items()}
-    return Pass(terms, *(_spread(column, group) for column in one[1:]))
+    return PartPass(terms, *(_spread(column, group) for column in one[1:]))

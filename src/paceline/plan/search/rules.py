@@ -19,7 +19,7 @@ Columns = Mapping[str, Array]
 """Some columns of Points, by name; they broadcast against each other."""
 
 
-class Rule(NamedTuple):
+class LayoutRule(NamedTuple):
     """A condition on columns, true where a layout can run."""
 
     reads: tuple[str, ...]
@@ -33,10 +33,10 @@ def can_run(setting: Setting, points: Points) -> Array:
     Splits and counts of recomputed layers are those that the search makes, which fit by themselves.
     """
     every = set(vars(points))
-    return np.broadcast_to(holding(setting, vars(points), every, every), len(points))
+    return np.broadcast_to(allowed(setting, vars(points), every, every), len(points))
 
 
-def holding(setting: Setting, columns: Columns, known: set[str], new: set[str]) -> Array:
+def allowed(setting: Setting, columns: Columns, known: set[str], new: set[str]) -> Array:
     """Whether the rules hold that can be judged by the `known` columns and concern a `new` one."""
     answer: Array = np.array(True)
     for rule in RULES:
@@ -175,24 +175,24 @@ def _batch(setting: Setting, dp: Array, fsdp: Array, micro_batch: Array) -> Arra
 
 
 RULES = (
-    Rule(("dp", "fsdp", "cp", "tp", "pp"), _ranks),
-    Rule(("precision", "param_dtype"), _precision),
-    Rule(("zero", "fsdp", "pp"), _zero),
-    Rule(("tp",), _tensor),
-    Rule(("tp", "sequence_parallel", "cp"), _sequence),
-    Rule(("async_tp", "tp", "sequence_parallel", "compile"), _async_tp),
-    Rule(("pp", "schedule", "stages_per_rank"), _no_pipeline),
-    Rule(("pp", "schedule", "stages_per_rank"), _layers),
-    Rule(("pp", "schedule", "stages_per_rank", "num_micro_batches"), _schedule),
-    Rule(("cp", "ulysses", "tp"), _context),
-    Rule(("ep", "dp", "fsdp", "cp"), _experts),
-    Rule(("schedule",), _twin_experts),
-    Rule(("recompute", "recompute_share"), _share),
-    Rule(("offload_activations", "recompute"), _offload_activations),
-    Rule(("offload_params", "fsdp", "tp"), _offload_params),
-    Rule(("offload_params", "offload_optimizer"), _offload_once),
-    Rule(("precision", "tp"), _fp8_sides),
-    Rule(("precision", "micro_batch", "cp"), _fp8_tokens),
-    Rule(("dp", "fsdp"), _samples),
-    Rule(("dp", "fsdp", "micro_batch"), _batch),
+    LayoutRule(("dp", "fsdp", "cp", "tp", "pp"), _ranks),
+    LayoutRule(("precision", "param_dtype"), _precision),
+    LayoutRule(("zero", "fsdp", "pp"), _zero),
+    LayoutRule(("tp",), _tensor),
+    LayoutRule(("tp", "sequence_parallel", "cp"), _sequence),
+    LayoutRule(("async_tp", "tp", "sequence_parallel", "compile"), _async_tp),
+    LayoutRule(("pp", "schedule", "stages_per_rank"), _no_pipeline),
+    LayoutRule(("pp", "schedule", "stages_per_rank"), _layers),
+    LayoutRule(("pp", "schedule", "stages_per_rank", "num_micro_batches"), _schedule),
+    LayoutRule(("cp", "ulysses", "tp"), _context),
+    LayoutRule(("ep", "dp", "fsdp", "cp"), _experts),
+    LayoutRule(("schedule",), _twin_experts),
+    LayoutRule(("recompute", "recompute_share"), _share),
+    LayoutRule(("offload_activations", "recompute"), _offload_activations),
+    LayoutRule(("offload_params", "fsdp", "tp"), _offload_params),
+    LayoutRule(("offload_params", "offload_optimizer"), _offload_once),
+    LayoutRule(("precision", "tp"), _fp8_sides),
+    LayoutRule(("precision", "micro_batch", "cp"), _fp8_tokens),
+    LayoutRule(("dp", "fsdp"), _samples),
+    LayoutRule(("dp", "fsdp", "micro_batch"), _batch),
 )

@@ -6,7 +6,7 @@ How it works: branch and bound over the tables of `plan.search.space`.
 2. Meshes are visited in the order of their bounds, some thousands of layouts at a time, until the
    next one's bound is slower than the hundredth best layout found. On the way, each mesh's own
    micro-batches and arithmetics are bounded too; what survives is joined with schedules, and what
-   of that doesn't fit with reliefs, and priced by the closed form (`plan.price.step.price`).
+   of that doesn't fit with memory savings, and priced by the closed form (`plan.price.step.price`).
 3. The hundred best that fit, at most a few of each mesh, are predicted from their real action lists
    (`plan.price.step.predict`), which has the last word.
 
@@ -29,8 +29,8 @@ import numpy as np
 
 from paceline.config.device import Device
 from paceline.config.errors import InputError
+from paceline.config.frozen import size
 from paceline.config.layout import Layout
-from paceline.config.noun import size
 from paceline.plan.points import Array, Setting
 from paceline.plan.prediction import Prediction
 from paceline.plan.price.step import predict
@@ -45,7 +45,7 @@ from paceline.plan.search.bounds import (
 from paceline.plan.search.pricing import networks_of, peak_bytes, step_seconds
 from paceline.plan.search.rules import Columns
 from paceline.plan.search.simple import AS_GOOD, complexity, simplest_first
-from paceline.plan.search.space import Space, Wishes
+from paceline.plan.search.space import SearchConstraints, Space
 from paceline.plan.search.tables import joined, size_of, take
 
 _OF_HOST = 0.04
@@ -56,7 +56,7 @@ _PER_MESH = 3
 _SIMPLEST = 12
 # Meshes whose bounds are worked out together, and cores that a round of visits looks at.
 _MESHES_AT_ONCE = 2048
-_CORES_OF_ROUND = 8_000
+_PARTIALS_OF_ROUND = 8_000
 _MESHES_OF_FIRST_ROUND = 64
 # A second thread works while the first one is in numpy: with short arrays that gives nothing.
 _THREADS = 2
@@ -67,7 +67,7 @@ _FRONT = 12
 
 
 @dataclass(frozen=True)
-class Counts:
+class SearchCounts:
     """How much of the space was looked at, and how."""
 
     points: int
@@ -85,7 +85,7 @@ class Found:
     space: Space
     limit_bytes: float | None
     """What a layout may use of a device's memory; None: the memory is not known."""
-    counts: Counts
+    counts: SearchCounts
     ranked: tuple[Prediction, ...]
     """Those that fit, the choice and then the fastest first, at most a few of each mesh."""
     near: tuple[Prediction, ...]
@@ -102,7 +102,7 @@ class Found:
 
 def search(
     setting: Setting,
-    wishes: Wishes | None = None,
+    constraints: SearchConstraints | None = None,
     num: int | None = None,
     bounded: bool = True,
 ) -> Found:
@@ -110,14 +110,14 @@ def search(
 
     Args:
         setting: what is trained, on what; its cluster is concrete.
-        wishes: what is fixed, freed and bounded.
+        constraints: what is fixed, freed and bounded.
         num: layouts to predict exactly; by default a hundred, fewer in a small space.
         bounded: whether a layout must fit into the memory.
 
     Raises:
         InputError: no layout can run, or nothing is known about the device's speed.
     """
-    space = Space.of(setting, wishes)
+    space = Space.of(setting, constraints)
     limit = memory_limit(setting.device) if bounded else None
     found = _search(space, num, limit)
     if found.ranked or limit is None:
@@ -133,20 +133,20 @@ def _search(space: Space, num: int | None, limit: float | None) -> Found:
     num = num or min(100, max(20, num_points // 2000))
     most = np.inf if limit is None else limit
     num_threads = _THREADS if num_points > _POINTS_FOR_THREADS else 1
-    pool, num_priced, num_fitting = _hunt(space, most, num, num_threads)
+    pool, num_priced, num_fitting = _branch_and_bound(space, most, num, num_threads)
     fits = pool["memory_bytes"] <= most
     best, near = (take(pool, np.flatnonzero(where)) for where in (fits, ~fits))
-    oracle = _Oracle(space)
+    predictor = _ExactPredictor(space)
     rows = np.union1d(_first_of_each_mesh(best, num), _simplest(space, best))
-    ranked = simplest_first(space.setting, oracle.ranked(take(best, rows), most))
-    oracle.left = _ACTIONS // 2
+    ranked = simplest_first(space.setting, predictor.ranked(take(best, rows), most))
+    predictor.left = _ACTIONS // 2
     return Found(
         space,
         limit,
-        Counts(num_points, num_priced, num_fitting),
+        SearchCounts(num_points, num_priced, num_fitting),
         ranked,
-        oracle.ranked(take(near, _first_of_each_mesh(near, _FRONT)), NEAR * most),
-        oracle.ranked(_front(space, best, most), most),
+        predictor.ranked(take(near, _first_of_each_mesh(near, _FRONT)), NEAR * most),
+        predictor.ranked(_front(space, best, most), most),
     )
 
 
@@ -175,7 +175,9 @@ def _no_layout(space: Space) -> str:
 # ---- branch and bound ----------------------------------------------------------------------------
 
 
-def _hunt(space: Space, limit: float, num: int, num_threads: int = 1) -> tuple[Columns, int, int]:
+def _branch_and_bound(
+    space: Space, limit: float, num: int, num_threads: int = 1
+) -> tuple[Columns, int, int]:
     """Visit meshes, the most promising first.
 
     Returns:
@@ -200,47 +202,52 @@ def _hunt(space: Space, limit: float, num: int, num_threads: int = 1) -> tuple[C
             num_fitting += sum(visit.num_fitting for visit in visits)
             tables = [pool, *(visit.table for visit in visits)]
             pool, slowest = _merged(joined(tables), limit, num)
-            per_mesh = max(1, sum(visit.num_cores for visit in visits) // len(rows))
-            step = min(4 * step, max(1, _CORES_OF_ROUND // per_mesh))
+            per_mesh = max(1, sum(visit.num_partial for visit in visits) // len(rows))
+            step = min(4 * step, max(1, _PARTIALS_OF_ROUND // per_mesh))
     return pool, num_priced, num_fitting
 
 
 @dataclass(frozen=True, eq=False)
-class _Visit:
+class _VisitedMeshes:
     """What came of visiting some meshes."""
 
     table: Columns
-    num_cores: int
+    num_partial: int
     num_priced: int
     num_fitting: int
 
 
-def _visit(space: Space, meshes: Array, limit: float, slowest: float) -> _Visit:
+def _visit(space: Space, meshes: Array, limit: float, slowest: float) -> _VisitedMeshes:
     """Price what these meshes have that may be among the best."""
-    cores = space.cores(np.sort(meshes))
-    num_cores = size_of(cores)
-    promising = np.flatnonzero(least_seconds(space, cores) <= SLACK * slowest)
-    cores = take(cores, promising)
+    partial_layouts = space.partial_layouts(np.sort(meshes))
+    num_partial = size_of(partial_layouts)
+    promising = np.flatnonzero(least_seconds(space, partial_layouts) <= SLACK * slowest)
+    partial_layouts = take(partial_layouts, promising)
     if np.isfinite(limit):
-        cores = take(cores, np.flatnonzero(least_bytes(space, cores) <= NEAR * limit))
-    turned = space.turned(cores)
-    turned = {**turned, "row": np.arange(size_of(turned))}
-    plain = _priced(space, space.relieved(turned, fastest(space.reliefs)))
-    relieved = _priced_if_small(space, _in_need(turned, plain, limit, slowest), limit)
-    table = joined([plain, relieved])
+        partial_layouts = take(
+            partial_layouts, np.flatnonzero(least_bytes(space, partial_layouts) <= NEAR * limit)
+        )
+    pipelined = space.pipelined(partial_layouts)
+    pipelined = {**pipelined, "row": np.arange(size_of(pipelined))}
+    plain = _priced(space, space.completed(pipelined, fastest(space.memory_savings)))
+    completed = _priced_if_small(space, _in_need(pipelined, plain, limit, slowest), limit)
+    table = joined([plain, completed])
     fits = table["memory_bytes"] <= limit
     keep = (table["step_s"] <= slowest) & (table["memory_bytes"] <= NEAR * limit)
-    return _Visit(take(table, np.flatnonzero(keep)), num_cores, size_of(table), int(fits.sum()))
+    return _VisitedMeshes(
+        take(table, np.flatnonzero(keep)), num_partial, size_of(table), int(fits.sum())
+    )
 
 
-def _in_need(turned: Columns, plain: Columns, limit: float, slowest: float) -> Columns:
-    """What is fast enough, but as fast as that only too large: some relief may be the best."""
-    fastest_s = np.full(size_of(turned), np.inf)
+def _in_need(pipelined: Columns, plain: Columns, limit: float, slowest: float) -> Columns:
+    """What is fast enough, but as fast as that only too large: some memory saving may be the
+    best."""
+    fastest_s = np.full(size_of(pipelined), np.inf)
     fitting_s = fastest_s.copy()
     fits = plain["memory_bytes"] <= limit
     np.minimum.at(fastest_s, plain["row"], plain["step_s"])
     np.minimum.at(fitting_s, plain["row"][fits], plain["step_s"][fits])
-    return take(turned, np.flatnonzero((fastest_s <= SLACK * slowest) & (fitting_s > fastest_s)))
+    return take(pipelined, np.flatnonzero((fastest_s <= SLACK * slowest) & (fitting_s > fastest_s)))
 
 
 def _priced(space: Space, table: Columns, needs: Array | None = None) -> Columns:
@@ -251,9 +258,10 @@ def _priced(space: Space, table: Columns, needs: Array | None = None) -> Columns
     return {**table, "step_s": step_s, "memory_bytes": needs}
 
 
-def _priced_if_small(space: Space, turned: Columns, limit: float) -> Columns:
-    """With the other reliefs, where small enough: memory is cheaper to work out than time."""
-    table = space.relieved(turned, slower(space.reliefs))
+def _priced_if_small(space: Space, pipelined: Columns, limit: float) -> Columns:
+    """With the other memory savings, where small enough: memory is cheaper to work out than
+    time."""
+    table = space.completed(pipelined, slower(space.memory_savings))
     needs = peak_bytes(space.setting, space.points(table), space.tight)
     small = np.flatnonzero(needs <= NEAR * limit)
     return _priced(space, take(table, small), needs[small])
@@ -302,12 +310,12 @@ def _simplest(space: Space, best: Columns) -> Array:
 
 def _front(space: Space, best: Columns, limit: float) -> Columns:
     """Layouts than which none is both faster and leaner, by steps of 2 % of memory: of what was
-    priced, and of all reliefs of the best."""
+    priced, and of all memory savings of the best."""
     if not size_of(best):
         return best
     some = take(best, _first_of_each_mesh(best, 4 * _FRONT))
-    turned = {name: some[name] for name in some if name not in space.reliefs}
-    table = joined([best, _priced(space, space.relieved(turned))])
+    pipelined = {name: some[name] for name in some if name not in space.memory_savings}
+    table = joined([best, _priced(space, space.completed(pipelined))])
     table = take(table, np.flatnonzero(table["memory_bytes"] <= limit))
     table = take(table, _order(table))
     chosen: list[int] = []
@@ -320,7 +328,7 @@ def _front(space: Space, best: Columns, limit: float) -> Columns:
 # ---- the last word -------------------------------------------------------------------------------
 
 
-class _Oracle:
+class _ExactPredictor:
     """Predictions by real action lists, each layout once, as long as they don't take too long."""
 
     def __init__(self, space: Space) -> None:

@@ -5,8 +5,8 @@ A space of a hundred million layouts is never written out. It is the product of 
 - meshes: tp, pp, cp, fsdp, dp, zero, sequence_parallel, ulysses, ep,
 - batches: the micro-batch,
 - arithmetics: precision, param_dtype, compile, async_tp,
-- turns: the schedule of a pipeline and its stages per rank,
-- reliefs: what saves memory for time: recompute, offload, 8-bit optimizer state.
+- pipeline options: the schedule of a pipeline and its stages per rank,
+- memory savings: what saves memory for time: recompute, offload, 8-bit optimizer state.
 
 `join` multiplies two tables and keeps what the rules (`plan.search.rules`) let run; the search
 joins only what it has to look at, and `Space.count` adds up the rest without visiting it.
@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 
 from paceline.config.errors import InputError
+from paceline.config.frozen import nearest, size
 from paceline.config.hardware import Cluster
 from paceline.config.layout import Layout
 from paceline.config.model import Model
-from paceline.config.noun import nearest, size
 from paceline.plan.collectives import tiers_of
 from paceline.plan.points import PRECISIONS, RECOMPUTE, SCHEDULES, Array, Points, Setting
 from paceline.plan.schedules import split_layers
-from paceline.plan.search.rules import RULES, Columns, holding, num_stages
+from paceline.plan.search.rules import RULES, Columns, allowed, num_stages
 from paceline.plan.search.tables import crossing, distinct, join, size_of, take
 
 FREE = ("precision", "param_dtype", "async_tp", "optimizer_state", "offload", "recompute_layers")
@@ -52,7 +52,7 @@ _MESHES_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
-class Wishes:
+class SearchConstraints:
     """What a person fixed, freed or bounded; the rest is searched."""
 
     layout: Layout = field(default_factory=Layout)
@@ -91,33 +91,34 @@ class Wishes:
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """All layouts that can run in a setting and agree with the wishes, as a product of tables."""
+    """All layouts that can run in a setting and agree with the constraints, as a product of
+    tables."""
 
     setting: Setting
-    wishes: Wishes
+    constraints: SearchConstraints
     meshes: Columns
     batches: Columns
     arithmetics: Columns
-    turns: Columns
-    reliefs: Columns
+    pipeline_options: Columns
+    memory_savings: Columns
     tight: bool = False
     """Whether of a device's memory only that counts which must be there."""
 
     @classmethod
-    def of(cls, setting: Setting, wishes: Wishes | None = None) -> "Space":
+    def of(cls, setting: Setting, constraints: SearchConstraints | None = None) -> "Space":
         """The space of a setting, whose cluster is concrete."""
-        wishes = wishes or Wishes()
+        constraints = constraints or SearchConstraints()
         return cls(
             setting,
-            wishes,
-            _meshes(setting, wishes),
-            {"micro_batch": wishes.counts("micro_batch", divisors(setting.global_batch))},
-            _arithmetics(setting, wishes),
-            _turns(setting, wishes),
-            _reliefs(wishes),
+            constraints,
+            _meshes(setting, constraints),
+            {"micro_batch": constraints.counts("micro_batch", divisors(setting.global_batch))},
+            _arithmetics(setting, constraints),
+            _pipeline_options(setting, constraints),
+            _memory_savings(constraints),
         )
 
-    def cores(self, meshes: Array | None = None) -> Columns:
+    def partial_layouts(self, meshes: Array | None = None) -> Columns:
         """Meshes x batches x arithmetics that can run; `meshes`: rows of the meshes, or all."""
         rows = np.arange(size_of(self.meshes)) if meshes is None else meshes
         return self.computed(self.batched(rows))
@@ -136,37 +137,39 @@ class Space:
         """What `batched` returned x arithmetics that can run."""
         return join(self.setting, batched, self.arithmetics)
 
-    def turned(self, cores: Columns, turns: Columns | None = None) -> Columns:
-        """Cores x schedules that can run, with the `stages` that each makes."""
-        table = join(self.setting, cores, turns or self.turns)
+    def pipelined(
+        self, partial_layouts: Columns, pipeline_options: Columns | None = None
+    ) -> Columns:
+        """Partial layouts x schedules that can run, with the `stages` that each makes."""
+        table = join(self.setting, partial_layouts, pipeline_options or self.pipeline_options)
         stages = num_stages(table["pp"], table["schedule"], table["stages_per_rank"])
         layers = -(-self.setting.model.num_layers // np.maximum(stages, 1))
         return {**table, "stages": stages, "layers_per_stage": layers}
 
-    def relieved(self, turned: Columns, reliefs: Columns | None = None) -> Columns:
-        """What `turned` returned x reliefs that can run: all settings of Points."""
-        table = join(self.setting, turned, reliefs or self.reliefs, _is_distinct)
+    def completed(self, pipelined: Columns, memory_savings: Columns | None = None) -> Columns:
+        """What `pipelined` returned x memory savings that can run: all settings of Points."""
+        table = join(self.setting, pipelined, memory_savings or self.memory_savings, _is_distinct)
         return {**table, "recompute_share": self._recompute_share(table)}
 
     def _recompute_share(self, table: Columns) -> Array:
         """As `Points.of` finds it in the layout: the same count of layers in every stage."""
-        fixed = self.wishes.layout.recompute_layers
+        fixed = self.constraints.layout.recompute_layers
         whole = table["quarters"] == _QUARTERS
         layers = table["quarters"] * table["layers_per_stage"] // _QUARTERS
-        if fixed != "all" and "recompute_layers" not in self.wishes.free:
+        if fixed != "all" and "recompute_layers" not in self.constraints.free:
             whole, layers = np.array(False), np.where(table["quarters"] > 0, fixed, 0)
         share = layers * table["stages"] / self.setting.model.num_layers
         return np.where(whole, 1.0, np.minimum(1.0, share))
 
     def points(self, table: Columns) -> Points:
-        """The columns of Points in a table that `relieved` returned."""
+        """The columns of Points in a table that `completed` returned."""
         table = {**table, "bucket_bytes": np.array([self._bucket_mib * 2.0**20])}
         return Points(**{each.name: table[each.name] for each in fields(Points)})
 
     @property
     def _bucket_mib(self) -> float:
         """Small enough that reducing starts early, large enough that each one uses the link."""
-        fixed = self.wishes.layout.bucket_mib
+        fixed = self.constraints.layout.bucket_mib
         if fixed != "auto":
             return fixed
         gradients_mib = self.setting.model.num_params * 4 / 2**20
@@ -177,28 +180,28 @@ class Space:
         names = self._met_later()
         found: Counter[tuple[int, ...]] = Counter()
         for rows in self.chunks(_MESHES_AT_ONCE):
-            cores = self.cores(rows)
-            first, _, counts = distinct(cores, names)
-            keys = zip(*(cores[name][first].tolist() for name in names), strict=True)
+            partial_layouts = self.partial_layouts(rows)
+            first, _, counts = distinct(partial_layouts, names)
+            keys = zip(*(partial_layouts[name][first].tolist() for name in names), strict=True)
             found.update(dict(zip(keys, counts.tolist(), strict=True)))
         if not found:
             return 0
         columns = zip(*found, strict=True)
         table = {name: np.array(column) for name, column in zip(names, columns, strict=True)}
-        return self._count_turned({**table, "weight": np.array([*found.values()])})
+        return self._count_pipelined({**table, "weight": np.array([*found.values()])})
 
     def _met_later(self) -> list[str]:
-        """Columns of cores that rules about turns and reliefs read."""
-        later = {*self.turns, *self.reliefs}
+        """Columns of partial layouts that rules about pipeline options and memory savings read."""
+        later = {*self.pipeline_options, *self.memory_savings}
         reads = {name for rule in RULES if not later.isdisjoint(rule.reads) for name in rule.reads}
         return sorted(reads - later - {"recompute_share"})
 
-    def _count_turned(self, cores: Columns) -> int:
-        turned = self.turned(cores)
-        names = [name for name in ("fsdp", "tp", "layers_per_stage") if name in turned]
-        first, group, _ = distinct(turned, names)
-        weight = np.bincount(group, turned["weight"], len(first))
-        left, _ = crossing(self.setting, take(turned, first), self.reliefs, _is_distinct)
+    def _count_pipelined(self, partial_layouts: Columns) -> int:
+        pipelined = self.pipelined(partial_layouts)
+        names = [name for name in ("fsdp", "tp", "layers_per_stage") if name in pipelined]
+        first, group, _ = distinct(pipelined, names)
+        weight = np.bincount(group, pipelined["weight"], len(first))
+        left, _ = crossing(self.setting, take(pipelined, first), self.memory_savings, _is_distinct)
         return int(weight[left].sum())
 
     def chunks(self, num: int) -> list[Array]:
@@ -214,7 +217,7 @@ class Space:
         }
         schedule = SCHEDULES[row["schedule"]]
         stages = num_stages(np.array(row["pp"]), row["schedule"], row["stages_per_rank"]).item()
-        wished = self.wishes.layout
+        wished = self.constraints.layout
         return wished.replace(
             **{name: row[name] for name in _SAME},
             schedule=schedule,
@@ -229,7 +232,7 @@ class Space:
         )
 
     def _split(self, stages: int) -> tuple[int, ...]:
-        wished = self.wishes.layout.split
+        wished = self.constraints.layout.split
         if wished != "auto" and wished:
             return wished
         if stages > self.setting.model.num_layers:
@@ -262,26 +265,26 @@ def split_of(model: Model, seq_len: int, stages: int) -> tuple[int, ...]:
 # ---- the tables ----------------------------------------------------------------------------------
 
 
-def _meshes(setting: Setting, wishes: Wishes) -> Columns:
+def _meshes(setting: Setting, constraints: SearchConstraints) -> Columns:
     """Row by row simpler first: a tie is won by the earlier row."""
     ranks, model = setting.cluster.num_devices, setting.model
     parts = divisors(ranks)
     experts = divisors(model.experts.num_experts) if model.experts else [1]
-    table: Columns = {"tp": wishes.counts("tp", parts, fast_domain(setting.cluster))}
+    table: Columns = {"tp": constraints.counts("tp", parts, fast_domain(setting.cluster))}
     table = _kept(setting, table)
-    table = join(setting, table, {"pp": wishes.counts("pp", parts)})
+    table = join(setting, table, {"pp": constraints.counts("pp", parts)})
     table = take(table, np.flatnonzero(table["pp"] <= model.num_layers))
-    table = join(setting, table, {"cp": wishes.counts("cp", parts)})
-    table = join(setting, table, {"fsdp": wishes.counts("fsdp", parts)})
+    table = join(setting, table, {"cp": constraints.counts("cp", parts)})
+    table = join(setting, table, {"fsdp": constraints.counts("fsdp", parts)})
     taken = table["tp"] * table["pp"] * table["cp"] * table["fsdp"]
     table = _kept(setting, {**table, "dp": np.maximum(1, ranks // taken)})
-    table = take(table, np.flatnonzero(np.isin(table["dp"], wishes.counts("dp", parts))))
-    table = join(setting, table, {"zero": np.array(wishes.switches("zero", (0, 1, 2, 3)))})
-    both = np.array(wishes.switches("sequence_parallel", (False, True)))
+    table = take(table, np.flatnonzero(np.isin(table["dp"], constraints.counts("dp", parts))))
+    table = join(setting, table, {"zero": np.array(constraints.switches("zero", (0, 1, 2, 3)))})
+    both = np.array(constraints.switches("sequence_parallel", (False, True)))
     table = join(setting, table, {"sequence_parallel": both})
-    table = join(setting, table, {"ulysses": wishes.counts("ulysses", parts)})
-    table = join(setting, table, {"ep": wishes.counts("ep", experts)})
-    moves = wishes.layout.rebalance_every
+    table = join(setting, table, {"ulysses": constraints.counts("ulysses", parts)})
+    table = join(setting, table, {"ep": constraints.counts("ep", experts)})
+    moves = constraints.layout.rebalance_every
     return take(table, np.flatnonzero(table["ep"] > 1)) if moves else table
 
 
@@ -289,49 +292,49 @@ def _kept(setting: Setting, table: Columns) -> Columns:
     """The rows of a table that can run."""
     names = set(table)
     return take(table, np.flatnonzero(np.broadcast_to(
-        holding(setting, table, names, names), size_of(table)
+        allowed(setting, table, names, names), size_of(table)
     )))  # fmt: skip
 
 
-def _arithmetics(setting: Setting, wishes: Wishes) -> Columns:
+def _arithmetics(setting: Setting, constraints: SearchConstraints) -> Columns:
     device = setting.device
     safest: str = device.safest_fast_precision
-    if wishes.layout.param_dtype == "fp64":
+    if constraints.layout.param_dtype == "fp64":
         safest = "fp64"
-    precisions = (wishes.layout.precision,)
-    if wishes.layout.precision == "auto" or "precision" in wishes.free:
-        precisions = device.precisions if "precision" in wishes.free else (safest,)  # type: ignore[assignment]
+    precisions = (constraints.layout.precision,)
+    if constraints.layout.precision == "auto" or "precision" in constraints.free:
+        precisions = device.precisions if "precision" in constraints.free else (safest,)  # type: ignore[assignment]
     # Eager on CPUs unless asked: it starts at once, and needs no compiler on the machine.
     compiled = (False, True) if device.kind != "cpu" else (False,)
     rows = product(
         map(PRECISIONS.index, precisions),
-        map(PRECISIONS.index, wishes.switches("param_dtype", ("fp32", "bf16"))),
-        wishes.switches("compile", compiled),
-        wishes.switches("async_tp", (False, True)),
+        map(PRECISIONS.index, constraints.switches("param_dtype", ("fp32", "bf16"))),
+        constraints.switches("compile", compiled),
+        constraints.switches("async_tp", (False, True)),
     )
     return _kept(setting, _table(("precision", "param_dtype", "compile", "async_tp"), rows))
 
 
-def _turns(setting: Setting, wishes: Wishes) -> Columns:
-    per_rank = wishes.counts("stages_per_rank", _STAGES_PER_RANK)
-    names = wishes.switches("schedule", SCHEDULES)
-    if wishes.layout.rebalance_every:
+def _pipeline_options(setting: Setting, constraints: SearchConstraints) -> Columns:
+    per_rank = constraints.counts("stages_per_rank", _STAGES_PER_RANK)
+    names = constraints.switches("schedule", SCHEDULES)
+    if constraints.layout.rebalance_every:
         names = tuple(name for name in names if name != "dualpipe")
     rows = product(map(SCHEDULES.index, names), per_rank.tolist())
     return _kept(setting, _table(("schedule", "stages_per_rank"), rows))
 
 
-def _reliefs(wishes: Wishes) -> Columns:
+def _memory_savings(constraints: SearchConstraints) -> Columns:
     """What saves no memory comes first."""
-    layers = wishes.layout.recompute == "auto" or "recompute_layers" in wishes.free
+    layers = constraints.layout.recompute == "auto" or "recompute_layers" in constraints.free
     parts = range(1, _QUARTERS + 1) if layers else (_QUARTERS,)
     recomputes = [
         (RECOMPUTE.index(name), quarters)
-        for name in wishes.switches("recompute", RECOMPUTE)
+        for name in constraints.switches("recompute", RECOMPUTE)
         for quarters in (parts if name != "none" else (0,))
     ]
-    offloads = wishes.switches("offload", _OFFLOADS)
-    states = wishes.switches("optimizer_state", ("full", "8bit"))
+    offloads = constraints.switches("offload", _OFFLOADS)
+    states = constraints.switches("optimizer_state", ("full", "8bit"))
     rows = (
         (*recompute, *(name in offload for name in _OFFLOADABLE), state == "8bit")
         for offload, recompute, state in product(offloads, recomputes, states)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from paceline.plan.points import Array, Setting
-from paceline.plan.search.rules import Columns, holding
+from paceline.plan.search.rules import Columns, allowed
 
 
 def size_of(table: Columns) -> int:
@@ -39,7 +39,7 @@ def crossing(
     """
     both = {name: column[:, None] for name, column in left.items()}
     both |= {name: column[None, :] for name, column in right.items()}
-    mask = holding(setting, both, set(both), set(right))
+    mask = allowed(setting, both, set(both), set(right))
     if also is not None:
         mask = mask & also(both)
     pairs = np.nonzero(np.broadcast_to(mask, (size_of(left), size_of(right))))

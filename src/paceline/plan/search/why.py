@@ -2,14 +2,14 @@
 
 - the margin to the runner-up and the terms it loses by,
 - the term that binds: the largest one that is no progress,
-- flips: what other hardware, or another batch, would make the best choice, of layout and, where the
-  Job leaves it open, of the form in which gradients are exchanged,
+- sensitivities: what other hardware, or another batch, would make the best choice, of layout and,
+  where the Job leaves it open, of the form in which gradients are exchanged,
 - where nothing fits: the layout that comes nearest, what fills its memory, and the smallest change
   that fits.
 
-How it works: flips price the layouts at hand anew, by the closed form under changed settings; they
-don't search again, so a layout that only another cluster could run is not among them. Everything is
-data with one sentence each.
+How it works: sensitivities price the layouts at hand anew, by the closed form under changed
+settings; they don't search again, so a layout that only another cluster could run is not among
+them. Everything is data with one sentence each.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,9 +21,9 @@ import numpy as np
 from paceline.config.curves import CollectiveCurve
 from paceline.config.errors import InputError
 from paceline.config.figure import Figure
+from paceline.config.frozen import size
 from paceline.config.hardware import Tier
 from paceline.config.layout import Layout
-from paceline.config.noun import size
 from paceline.plan.collectives import tiers_of
 from paceline.plan.points import Points, Setting
 from paceline.plan.prediction import Prediction
@@ -32,7 +32,7 @@ from paceline.plan.search.bounds import leanest, least_bytes
 from paceline.plan.search.pricing import peak_bytes, step_seconds
 from paceline.plan.search.search import Found
 from paceline.plan.search.simple import AS_GOOD
-from paceline.plan.search.space import Space, Wishes
+from paceline.plan.search.space import SearchConstraints, Space
 from paceline.plan.search.tables import joined, take
 
 _PROGRESS = ("matmul", "attention")
@@ -65,7 +65,7 @@ class Binding:
 
 
 @dataclass(frozen=True)
-class Flip:
+class Sensitivity:
     """What would become of the choice if something were different."""
 
     change: str
@@ -79,22 +79,22 @@ class Flip:
     text: str
 
 
-class Choice(NamedTuple):
+class ChosenLayout(NamedTuple):
     """A layout under some setting."""
 
     layout: Layout
     exchange: str | None
-    """As in Flip."""
+    """As in Sensitivity."""
     rate: float
     """Samples per second; 0: it doesn't fit."""
 
 
-Exchanging = Callable[[Setting, Layout], Choice]
+ChooseExchange = Callable[[Setting, Layout], ChosenLayout]
 """Chooses the exchange that is best for a layout under a setting."""
 
 
 @dataclass(frozen=True)
-class Shortage:
+class MemoryShortage:
     """Nothing fits: what comes nearest, and what would help."""
 
     nearest: Prediction
@@ -139,7 +139,9 @@ def binding(best: Prediction) -> Binding:
     return Binding(term, share, f"{term} takes {share:.0%} of the step, the most besides progress.")
 
 
-def flips(found: Found, exchanging: Exchanging | None = None) -> tuple[Flip, ...]:
+def sensitivities(
+    found: Found, exchanging: ChooseExchange | None = None
+) -> tuple[Sensitivity, ...]:
     """What faster links, more memory, a faster device or another batch would change.
 
     Args:
@@ -163,24 +165,26 @@ def flips(found: Found, exchanging: Exchanging | None = None) -> tuple[Flip, ...
         stays, other = choices[0], choices[-1]
         # Today's choice stays where nothing is clearly better.
         is_close = other.rate <= (1 + AS_GOOD) * stays.rate
-        result.append(_flip(change, now, stays if is_close else other))
+        result.append(_sensitivity(change, now, stays if is_close else other))
     return tuple(result)
 
 
-def _choice(setting: Setting, layout: Layout, rate: float, exchanging: Exchanging | None) -> Choice:
+def _choice(
+    setting: Setting, layout: Layout, rate: float, exchanging: ChooseExchange | None
+) -> ChosenLayout:
     if exchanging is None or not rate:
-        return Choice(layout, None, rate)
+        return ChosenLayout(layout, None, rate)
     return exchanging(setting, layout)
 
 
-def _flip(change: str, now: Choice, then: Choice) -> Flip:
+def _sensitivity(change: str, now: ChosenLayout, then: ChosenLayout) -> Sensitivity:
     gain = float(then.rate / now.rate - 1)
     is_other = (then.layout, then.exchange) != (now.layout, now.exchange)
     what = f"{name_of(then.layout, now.layout)} becomes best" if is_other else "the choice stays"
     if then.exchange != now.exchange:  # exact sums are chosen where they are nearly the fastest
         what = f"{name_of(then.layout, now.layout)} with {then.exchange} is chosen"
     text = f"{change}: {what}, {gain:+.1%} speed."
-    return Flip(change, then.layout, then.exchange, is_other, gain, text)
+    return Sensitivity(change, then.layout, then.exchange, is_other, gain, text)
 
 
 def _rates(
@@ -255,7 +259,7 @@ def _mesh(layout: Layout) -> tuple[object, ...]:
 # ---- where nothing fits --------------------------------------------------------------------------
 
 
-def shortage(found: Found) -> Shortage:
+def shortage(found: Found) -> MemoryShortage:
     """What comes nearest to fitting, and the smallest change that fits.
 
     Tried are, in this order: what `free` allows (offload of activations, 8-bit optimizer state,
@@ -273,20 +277,26 @@ def shortage(found: Found) -> Shortage:
         f"device, with {terms[term] / 1e9:.3g} GB of {term}; "
         + (f"{change} would fit." if change else "no change that was tried fits.")
     )
-    return Shortage(nearest, term, lacks, change, text)
+    return MemoryShortage(nearest, term, lacks, change, text)
 
 
 def leanest_prediction(space: Space) -> Prediction:
     """The layout whose heaviest device holds the least memory; of equals the fastest."""
     rows = []
     for meshes in space.chunks(_MESHES_AT_ONCE):
-        cores = space.cores(meshes)
-        least = least_bytes(space, cores)
-        least = np.where(least > 0, least, np.inf)  # 0: none of the leanest reliefs can run there
-        rows.append(take({**cores, "least": least}, np.argsort(least, kind="stable")[:50]))
-    cores = joined(rows)
-    cores = take(cores, np.argsort(cores["least"], kind="stable")[:50])
-    table = space.relieved(space.turned(cores), leanest(space.reliefs))
+        partial_layouts = space.partial_layouts(meshes)
+        least = least_bytes(space, partial_layouts)
+        least = np.where(
+            least > 0, least, np.inf
+        )  # 0: none of the leanest memory savings can run there
+        rows.append(
+            take({**partial_layouts, "least": least}, np.argsort(least, kind="stable")[:50])
+        )
+    partial_layouts = joined(rows)
+    partial_layouts = take(
+        partial_layouts, np.argsort(partial_layouts["least"], kind="stable")[:50]
+    )
+    table = space.completed(space.pipelined(partial_layouts), leanest(space.memory_savings))
     points = space.points(table)
     needs = peak_bytes(space.setting, points, space.tight)
     some = np.flatnonzero(needs <= 1.001 * needs.min())
@@ -305,26 +315,26 @@ def tightness(found: Found) -> str:
 
 
 def _smallest_change(space: Space, limit: float) -> str | None:
-    setting, wishes = space.setting, space.wishes
+    setting, constraints = space.setting, space.constraints
     offloads = (("activations",), ("optimizer",), ("activations", "optimizer"), ("params",))
-    states = replace(wishes, layout=wishes.layout.replace(optimizer_state="8bit"))
+    states = replace(constraints, layout=constraints.layout.replace(optimizer_state="8bit"))
     tries = [("8-bit optimizer state", states)]
     for offload in offloads:
-        layout = wishes.layout.replace(offload=offload)
-        tries.append((f"offload of {' and '.join(offload)}", replace(wishes, layout=layout)))
+        layout = constraints.layout.replace(offload=offload)
+        tries.append((f"offload of {' and '.join(offload)}", replace(constraints, layout=layout)))
     for change, wish in tries:
         if _fits(setting, wish, limit):
             return change
     for factor in _MORE_NODES:
         cluster = setting.cluster
         more = cluster.replace(num_nodes=factor * size(cluster.num_nodes))
-        if _fits(replace(setting, cluster=more), wishes, limit):
+        if _fits(replace(setting, cluster=more), constraints, limit):
             return f"{factor} times as many nodes ({more.num_nodes})"
     return None
 
 
-def _fits(setting: Setting, wishes: Wishes, limit: float) -> bool:
-    space = replace(Space.of(setting, wishes), tight=True)
+def _fits(setting: Setting, constraints: SearchConstraints, limit: float) -> bool:
+    space = replace(Space.of(setting, constraints), tight=True)
     return bool(space.count()) and leanest_prediction(space).needed_bytes <= limit
 
 
@@ -336,4 +346,4 @@ def explain(found: Found) -> tuple[str, ...]:
     sentences = [f"{name_of(best.layout)}: {best.step_s:.4g} s a step.", binding(best).text]
     sentences += [tightness(found)] if found.is_tight else []
     sentences += [runner_up.text] if runner_up else []
-    return (*sentences, *(flip.text for flip in flips(found)))
+    return (*sentences, *(flip.text for flip in sensitivities(found)))

@@ -9,7 +9,7 @@
     waited_s = checkpointer.save(step, training_state(module, optimizer), facts)
 
 `state` names what makes up a training state, `plan` divides it over the ranks, `files` is the
-format on disk, `agreement` makes ranks fail together, `loading` reads, and `checkpointer` puts the
+format on disk, `lockstep` makes ranks fail together, `loading` reads, and `checkpointer` puts the
 writing in order.
 """
 

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.errors import InputError
-from paceline.train.checkpoint.agreement import Ranks
 from paceline.train.checkpoint.files import (
     FORMAT_VERSION,
     MANIFEST,
@@ -41,15 +40,23 @@ from paceline.train.checkpoint.files import (
     encode_manifest,
     link_to,
     make_empty,
+    remove_unfinished,
     rename_over,
     shard_name,
-    sweep,
     sync_directory,
     write_durably,
     write_shard,
 )
 from paceline.train.checkpoint.loading import load, newest_good
-from paceline.train.checkpoint.plan import Asked, Offer, Share, Staging, as_json, divide
+from paceline.train.checkpoint.lockstep import LockstepRanks
+from paceline.train.checkpoint.plan import (
+    RankState,
+    ShareRequest,
+    Staging,
+    WriteShare,
+    as_json,
+    divide_writes,
+)
 
 
 class Checkpointer:
@@ -81,11 +88,11 @@ class Checkpointer:
                 f"keep_last = {keep_last}, keep_every = {keep_every} were given; both count from 1."
             )
         self.directory = directory
-        self._keeping = _Keeping(keep_last, keep_every)
+        self._keeping = _Retention(keep_last, keep_every)
         self._say = say
-        self._ranks = Ranks.of_this_job()
+        self._ranks = LockstepRanks.of_this_job()
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._running: Future[_Outcome] | None = None
+        self._running: Future[_SaveOutcome] | None = None
         self._staging: Staging | None = None
         self._cpu_s = 0.0
         self._ranks.on_first(lambda: _open(directory))
@@ -117,7 +124,9 @@ class Checkpointer:
         """
         started_s = time.perf_counter()
         self.finish()
-        offer, facts = self._ranks.together(lambda: (Offer.of(tensors), as_json("facts", facts)))
+        offer, facts = self._ranks.together(
+            lambda: (RankState.of(tensors), as_json("facts", facts))
+        )
         staging = self._agree_on_share(offer)
         offer.copy_to_host(staging)
         values = {name: offer.values[name] for name in staging.share.value_names}
@@ -170,22 +179,24 @@ class Checkpointer:
         self.finish()
         return load(found, tensors, self._ranks)
 
-    def _agree_on_share(self, offer: Offer) -> Staging:
+    def _agree_on_share(self, offer: RankState) -> Staging:
         """Divide the writing, or keep the last division where no rank's state changed its form."""
         last = self._staging
         is_same = last is not None and last.asked == offer.asked
         if all(self._ranks.all_gather(is_same)) and last is not None:
             return last
-        asked = [Asked.of_plain(record) for record in self._ranks.gather(offer.asked.plain())]
-        shares = self._ranks.together(lambda: divide(asked) if asked else [])
-        mine = Asked.of_plain(self._ranks.scatter([share.plain() for share in shares]))
+        asked = [
+            ShareRequest.of_plain(record) for record in self._ranks.gather(offer.asked.plain())
+        ]
+        shares = self._ranks.together(lambda: divide_writes(asked) if asked else [])
+        mine = ShareRequest.of_plain(self._ranks.scatter([share.plain() for share in shares]))
         index = shares[0].tensors if shares else {}
-        self._staging = Staging.of(offer.asked, Share(mine.items, mine.value_names, index))
+        self._staging = Staging.of(offer.asked, WriteShare(mine.items, mine.value_names, index))
         return self._staging
 
     def _write(
         self, step: int, staging: Staging, values: dict[str, Any], facts: dict[str, Any]
-    ) -> "_Outcome":
+    ) -> "_SaveOutcome":
         """Write one checkpoint. Runs in the background, on every rank."""
         started_s, began_s = time.perf_counter(), time.thread_time()
         partial = self.directory / f"step-{step}.tmp"
@@ -194,17 +205,19 @@ class Checkpointer:
             self._ranks.on_first(lambda: make_empty(partial))
             file = self._ranks.together(lambda: write_shard(shard, staging.named_buffers()))
             mine: list[Any] = [shard.name, file.size_bytes, file.sha256, json.dumps(values)]
-            parts = [_Part.of_plain(*record) for record in self._ranks.gather(mine)]
+            parts = [_WrittenPart.of_plain(*record) for record in self._ranks.gather(mine)]
             size_bytes = self._ranks.on_first(
                 lambda: self._publish(partial, _manifest(step, staging, parts, facts))
             )
         except OSError as error:
             if self._ranks.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-            return _Outcome(step, failure=str(error))
+            return _SaveOutcome(step, failure=str(error))
         trouble = self._keeping.tidy(self.directory, step) if self._ranks.rank == 0 else None
         cpu_s = time.thread_time() - began_s
-        return _Outcome(step, size_bytes, time.perf_counter() - started_s, cpu_s, trouble=trouble)
+        return _SaveOutcome(
+            step, size_bytes, time.perf_counter() - started_s, cpu_s, trouble=trouble
+        )
 
     def _publish(self, partial: Path, manifest: Manifest) -> int:
         """Make a written checkpoint exist. Returns the bytes of its shards."""
@@ -224,7 +237,7 @@ class Checkpointer:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _WrittenPart:
     """What one rank wrote."""
 
     name: str
@@ -232,13 +245,15 @@ class _Part:
     values: dict[str, Any]
 
     @staticmethod
-    def of_plain(name: str, size_bytes: int, sha256: str, values: str) -> "_Part":
+    def of_plain(name: str, size_bytes: int, sha256: str, values: str) -> "_WrittenPart":
         """What another rank sent."""
-        return _Part(name, FileEntry(size_bytes=size_bytes, sha256=sha256), json.loads(values))
+        return _WrittenPart(
+            name, FileEntry(size_bytes=size_bytes, sha256=sha256), json.loads(values)
+        )
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _SaveOutcome:
     """How a background save ended."""
 
     step: int
@@ -261,7 +276,7 @@ class _Outcome:
 
 
 @dataclass
-class _Keeping:
+class _Retention:
     """Which checkpoints stay."""
 
     keep_last: int
@@ -303,7 +318,7 @@ class _Keeping:
 def _open(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        sweep(directory)
+        remove_unfinished(directory)
     except OSError as error:
         raise InputError(
             f"checkpoints can't be kept in {directory} ({error.strerror}); "
@@ -311,7 +326,9 @@ def _open(directory: Path) -> None:
         ) from None
 
 
-def _manifest(step: int, staging: Staging, parts: list[_Part], facts: dict[str, Any]) -> Manifest:
+def _manifest(
+    step: int, staging: Staging, parts: list[_WrittenPart], facts: dict[str, Any]
+) -> Manifest:
     return Manifest(
         format=FORMAT_VERSION,
         step=step,

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.config.files import read_bytes
-from paceline.config.noun import Noun
+from paceline.config.frozen import FrozenConfig
 
 FORMAT_VERSION = 1
 _MOST_MANIFEST_BYTES = 1 << 30  # ranks times tensors: one of 1,000 ranks takes some 100 MB
@@ -62,7 +62,7 @@ class DamagedError(Exception):
     """A checkpoint is not what was written; the text says what is wrong with it."""
 
 
-class FileEntry(Noun):
+class FileEntry(FrozenConfig):
     """What a file must be."""
 
     size_bytes: int
@@ -71,7 +71,7 @@ class FileEntry(Noun):
     """Its checksum, in hexadecimal."""
 
 
-class Chunk(Noun):
+class Chunk(FrozenConfig):
     """One rectangular piece of a tensor and the file it is in."""
 
     offsets: list[int]
@@ -82,7 +82,7 @@ class Chunk(Noun):
     """The shard file that holds it."""
 
 
-class TensorEntry(Noun):
+class TensorEntry(FrozenConfig):
     """A whole tensor, as the chunks that cover it."""
 
     dtype: str
@@ -105,7 +105,7 @@ class TensorEntry(Noun):
         return DTYPES[self.dtype]
 
 
-class Manifest(Noun):
+class Manifest(FrozenConfig):
     """Everything a checkpoint says about itself."""
 
     format: int
@@ -299,8 +299,8 @@ def make_empty(directory: Path) -> None:
 def rename_over(partial: Path, final: Path) -> None:
     """Give a finished directory its name. One that had the name is moved aside before, not lost.
 
-    A rename can't replace a directory that isn't empty; `sweep` finishes what a crash between the
-    two renames leaves.
+    A rename can't replace a directory that isn't empty; `remove_unfinished` finishes what a crash
+    between the two renames leaves.
     """
     if not final.exists():
         partial.rename(final)
@@ -311,7 +311,7 @@ def rename_over(partial: Path, final: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def sweep(directory: Path) -> None:
+def remove_unfinished(directory: Path) -> None:
     """Remove what an interrupted save left, and give a replaced checkpoint its name back."""
     for path in directory.glob("step-*.old"):
         original = path.with_suffix("")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.errors import InputError
-from paceline.train.checkpoint.agreement import Ranks
 from paceline.train.checkpoint.files import (
     DamagedError,
     FoundCheckpoint,
@@ -18,11 +17,12 @@ from paceline.train.checkpoint.files import (
     decode_manifest,
     manifest_bytes,
 )
-from paceline.train.checkpoint.plan import fill, fitting, some, unclaimed
+from paceline.train.checkpoint.lockstep import LockstepRanks
+from paceline.train.checkpoint.plan import fill, first_few, matching_entries, unclaimed
 
 
 def newest_good(
-    directory: Path, ranks: Ranks, say: Callable[[str], None]
+    directory: Path, ranks: LockstepRanks, say: Callable[[str], None]
 ) -> tuple[FoundCheckpoint | None, set[int]]:
     """Find the newest checkpoint whose every byte is as written. The ranks share the reading.
 
@@ -59,7 +59,7 @@ def newest_good(
     return None, set()
 
 
-def load(found: FoundCheckpoint, tensors: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+def load(found: FoundCheckpoint, tensors: dict[str, Any], ranks: LockstepRanks) -> dict[str, Any]:
     """Fill `tensors` in place from a checkpoint, of whatever layout and number of ranks.
 
     Tensors are copied into, other entries replaced. Top-level sections that aren't asked for
@@ -72,7 +72,7 @@ def load(found: FoundCheckpoint, tensors: dict[str, Any], ranks: Ranks) -> dict[
     Raises:
         InputError: names, shapes or dtypes differ; then nothing was changed.
     """
-    wanted = ranks.together(lambda: fitting(found, tensors))
+    wanted = ranks.together(lambda: matching_entries(found, tensors))
     # A name that no rank asks for, though its section is asked for, would be lost in silence.
     names = list(found.manifest.tensors)
     mine = unclaimed(found, tensors, wanted)
@@ -80,7 +80,7 @@ def load(found: FoundCheckpoint, tensors: dict[str, Any], ranks: Ranks) -> dict[
     lost = sorted(name for name, loaded in zip(names, is_loaded, strict=True) if not loaded)
     if lost:
         raise InputError(
-            f"checkpoint step-{found.step} holds {some(lost)}, which the model or "
+            f"checkpoint step-{found.step} holds {first_few(lost)}, which the model or "
             "optimizer lacks; continue with the ones that were saved."
         )
     ranks.together(lambda: fill(found, wanted))
@@ -91,7 +91,7 @@ def _steps(directory: Path) -> list[int]:
     return complete_steps(directory) if directory.is_dir() else []
 
 
-def _verify(path: Path, step: int, ranks: Ranks) -> FoundCheckpoint:
+def _verify(path: Path, step: int, ranks: LockstepRanks) -> FoundCheckpoint:
     manifest = decode_manifest(ranks.on_first(lambda: manifest_bytes(path)), step)
     mine = sorted(manifest.files)[ranks.rank :: ranks.size]
     problems = [check_file(path / name, manifest.files[name]) for name in mine]

@@ -77,7 +77,7 @@ def leaves(nested: dict[str, Any], prefix: str = "") -> dict[str, Leaf]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ShareRequest:
     """What one rank could write: the same again means that the last division still holds."""
 
     items: list[WriteItem]
@@ -88,14 +88,14 @@ class Asked:
         return [[_plain(item) for item in self.items], self.value_names]
 
     @staticmethod
-    def of_plain(record: list[Any]) -> "Asked":
+    def of_plain(record: list[Any]) -> "ShareRequest":
         """What another rank sent."""
         items, value_names = record
-        return Asked([_of_plain(item) for item in items], value_names)
+        return ShareRequest([_of_plain(item) for item in items], value_names)
 
 
 @dataclass(frozen=True)
-class Share:
+class WriteShare:
     """What one rank is to write."""
 
     items: list[WriteItem]
@@ -105,19 +105,19 @@ class Share:
 
     def plain(self) -> list[Any]:
         """As a record for another rank, without the index."""
-        return Asked(self.items, self.value_names).plain()
+        return ShareRequest(self.items, self.value_names).plain()
 
 
 @dataclass(frozen=True)
 class Staging:
     """A share with the host memory that it is copied to, kept from one save to the next."""
 
-    asked: Asked
-    share: Share
+    asked: ShareRequest
+    share: WriteShare
     buffers: list[Tensor]
 
     @staticmethod
-    def of(asked: Asked, share: Share) -> "Staging":
+    def of(asked: ShareRequest, share: WriteShare) -> "Staging":
         """Allocate the memory; pinned beside an accelerator, so that it copies at full speed."""
         pin = torch.accelerator.is_available()
         buffers = [
@@ -137,15 +137,15 @@ class Staging:
 
 
 @dataclass(frozen=True)
-class Offer:
+class RankState:
     """The state of one rank at one save: tensors (behind the planner) and plain values, flat."""
 
-    asked: Asked
+    asked: ShareRequest
     values: dict[str, Any]
     planner: DefaultSavePlanner
 
     @staticmethod
-    def of(nested: dict[str, Any]) -> "Offer":
+    def of(nested: dict[str, Any]) -> "RankState":
         """Flatten a state and list what there is to write.
 
         Raises:
@@ -159,7 +159,9 @@ class Offer:
             dtype_name(tensor.dtype, path)
         planner = DefaultSavePlanner(flatten_state_dict=False)
         planner.set_up_planner(tensors)
-        return Offer(Asked(planner.create_local_plan().items, list(values)), values, planner)
+        return RankState(
+            ShareRequest(planner.create_local_plan().items, list(values)), values, planner
+        )
 
     @torch.no_grad()
     def copy_to_host(self, staging: Staging) -> None:
@@ -187,7 +189,7 @@ def as_json(name: str, value: Any) -> Any:
         ) from None
 
 
-def divide(asked: Sequence[Asked]) -> list[Share]:
+def divide_writes(asked: Sequence[ShareRequest]) -> list[WriteShare]:
     """Decide who writes what.
 
     Args:
@@ -210,7 +212,7 @@ def divide(asked: Sequence[Asked]) -> list[Share]:
         for name in one.value_names:
             owner.setdefault(name, rank)
     return [
-        Share(plan.items, [n for n, of in owner.items() if of == rank], {} if rank else index)
+        WriteShare(plan.items, [n for n, of in owner.items() if of == rank], {} if rank else index)
         for rank, plan in enumerate(plans)
     ]
 
@@ -221,7 +223,7 @@ def _holds_something(item: WriteItem) -> bool:
     return 0 not in data.chunk.sizes or 0 in data.size
 
 
-def _require_same_shapes(asked: Sequence[Asked]) -> None:
+def _require_same_shapes(asked: Sequence[ShareRequest]) -> None:
     seen: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for item in (item for one in asked for item in one.items):
         data = _tensor_data(item)
@@ -270,7 +272,7 @@ def _tensor_data(item: WriteItem) -> TensorWriteData:
     return cast(TensorWriteData, item.tensor_data)
 
 
-def fitting(found: FoundCheckpoint, nested: dict[str, Any]) -> dict[str, Leaf]:
+def matching_entries(found: FoundCheckpoint, nested: dict[str, Any]) -> dict[str, Leaf]:
     """Return the entries to load, having checked that the checkpoint has each as it is needed.
 
     Raises:
@@ -282,8 +284,9 @@ def fitting(found: FoundCheckpoint, nested: dict[str, Any]) -> dict[str, Leaf]:
     per_rank = [path for path in wrong if path.startswith(f"{PER_RANK_SECTION}.")]
     serious = [path for path in wrong if path not in per_rank]
     if serious:
+        what = first_few([wrong[path] for path in serious])
         raise InputError(
-            f"checkpoint step-{found.step} doesn't fit: {some([wrong[path] for path in serious])}; "
+            f"checkpoint step-{found.step} doesn't fit: {what}; "
             "continue with the model, precision and optimizer that were saved."
         )
     return {path: leaf for path, leaf in flat.items() if path not in wrong}
@@ -314,7 +317,7 @@ def unclaimed(
     }
 
 
-def some(names: Sequence[str]) -> str:
+def first_few(names: Sequence[str]) -> str:
     """Name the first few of a list in a sentence."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + rest

@@ -6,7 +6,7 @@ puts such a dict back. Names are those of the bare, whole module: DistributedDat
 stages of a pipeline, and a tied parameter is listed once, under its first name.
 
 A rank lists what it holds: with a pipeline a part of the names, of which another rank may list some
-too (twins: tied embeddings, DualPipe), and of each tensor its shard, a DTensor that knows where in
+too (tied embeddings, DualPipe), and of each tensor its shard, a DTensor that knows where in
 the whole it lies. Tensors are the live ones, so a checkpoint loaded into the dict is loaded into
 the module; only what an optimizer keeps in a form of its own (8-bit codes) comes and goes as the
 numbers it stands for, on the host (`SavedState`).
@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.config.errors import InputError
-from paceline.parallel.stages import Stages
+from paceline.parallel.stages import StageModules
 from paceline.train.checkpoint.files import FoundCheckpoint, TensorEntry
 
 WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -116,7 +116,7 @@ def restore_training_state(
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
-    return list(module) if isinstance(module, Stages) else [module]
+    return list(module) if isinstance(module, StageModules) else [module]
 
 
 def _model_state(module: nn.Module) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _canonical(module: nn.Module, raw_name: str) -> str:
     holder: Any = module
     for part in raw_name.split("."):
         is_ddp = part == "module" and isinstance(holder, DistributedDataParallel)
-        is_stage = isinstance(holder, Stages)
+        is_stage = isinstance(holder, StageModules)
         if not is_ddp and not is_stage and part not in WRAPPER_PARTS:
             kept.append(part)
         holder = getattr(holder, part)

@@ -1,6 +1,6 @@
 """A person's own module, loss and data: what becomes of them before the loop sees a Task.
 
-`feed` reads the data, `order` says which samples come when, as a pure function of the seed,
-`chance` keeps random numbers apart, `batches` collates, cuts and moves, `loss` reads what a loss
-returned, and `task` puts these together. The call itself is `paceline.train.own`.
+`feed` reads the data, `sample_order` says which samples come when, as a pure function of the seed,
+`isolated_rng` keeps random numbers apart, `collate` collates, cuts and moves, `loss` reads what a
+loss returned, and `task` puts these together. The call itself is `paceline.train.api`.
 """

@@ -14,9 +14,9 @@ from paceline.config.errors import InputError
 from paceline.config.job import Job, differing, to_raw
 from paceline.observe.run import Run
 from paceline.train.checkpoint import parameter_names
-from paceline.train.custom.chance import Chance
 from paceline.train.custom.code import code_digest
 from paceline.train.custom.digest import digest
+from paceline.train.custom.isolated_rng import IsolatedRng
 from paceline.train.start import newest_facts
 
 Traits = dict[str, Any]
@@ -52,7 +52,7 @@ def _traits_of_data(data: Any) -> Traits:
     source = data.dataset if isinstance(data, DataLoader) else data
     if not (hasattr(source, "__getitem__") and hasattr(source, "__len__") and len(source)):
         return {_LENGTH: None, "the first sample": None}
-    with Chance("first sample") as chance:
+    with IsolatedRng("first sample") as chance:
         chance.seed("first sample")
         return {_LENGTH: len(source), "the first sample": digest(source[0])}
 

@@ -17,27 +17,27 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.comm.ranks import Ranks
 from paceline.comm.records import all_gather
+from paceline.comm.rendezvous import Ranks
 from paceline.config.errors import InputError
 from paceline.config.job import Job
-from paceline.train.custom.batches import (
-    Collate,
-    collate_by_default,
-    num_rows,
-    rows_of,
-    to_device,
-)
-from paceline.train.custom.chance import Chance, seed_of
+from paceline.train.custom.collate import Collate, collate_by_default, num_rows, rows_of, to_device
 from paceline.train.custom.digest import digest
-from paceline.train.custom.order import Order, OwnOrder, SampledOrder, begin_epoch, order_of
+from paceline.train.custom.isolated_rng import IsolatedRng, seed_of
+from paceline.train.custom.sample_order import (
+    SampleOrder,
+    SamplerOrder,
+    SeededOrder,
+    begin_epoch,
+    order_of,
+)
 from paceline.train.data.order import Ids
 
 # What else of a DataLoader says how samples are read, and not which or when.
 _READING = ("timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
 
 
-class Part(NamedTuple):
+class CustomMicroBatch(NamedTuple):
     """A micro-batch on this rank's device."""
 
     batch: Any
@@ -45,11 +45,11 @@ class Part(NamedTuple):
     """0: it only keeps this rank in step with the others, and doesn't count."""
 
 
-Step = list[Part]
+Step = list[CustomMicroBatch]
 
 
 @dataclass(frozen=True)
-class Deal:
+class BatchPartition:
     """How a global batch is dealt out to ranks and micro-batches."""
 
     global_batch: int
@@ -58,7 +58,7 @@ class Deal:
     ranks: Ranks
 
     @classmethod
-    def of(cls, job: Job, ranks: Ranks) -> "Deal":
+    def of(cls, job: Job, ranks: Ranks) -> "BatchPartition":
         """As a concrete Job says."""
         return cls(job.train.global_batch, job.micro_batch, job.train.seed, ranks)
 
@@ -71,7 +71,7 @@ class Deal:
         cuts = range(begin, begin + share, self.micro_batch)
         return [slice(min(cut, end), min(cut + self.micro_batch, end)) for cut in cuts]
 
-    def placed(self, part: Part) -> Part:
+    def placed(self, part: CustomMicroBatch) -> CustomMicroBatch:
         """A micro-batch, from the host, on this rank's device."""
         return part._replace(batch=to_device(part.batch, self.ranks.device))
 
@@ -91,7 +91,7 @@ class Deal:
             )
 
 
-class Feed(Protocol):
+class CustomFeed(Protocol):
     """A person's data as the steps of this rank."""
 
     def steps(self, first: int) -> Iterator[Step]:
@@ -101,7 +101,9 @@ class Feed(Protocol):
         """One pass, the same at each call; its last step may be incomplete."""
 
 
-def feed_of(data: Any, deal: Deal, collate: Collate | None, workers: int | None) -> Feed:
+def feed_of(
+    data: Any, deal: BatchPartition, collate: Collate | None, workers: int | None
+) -> CustomFeed:
     """What reads a person's data.
 
     Args:
@@ -121,8 +123,10 @@ def feed_of(data: Any, deal: Deal, collate: Collate | None, workers: int | None)
             "Hugging Face's Dataset.from_dict(columns)."
         )
     if _is_map_style(data):
-        order = OwnOrder(len(data), deal.seed, shuffled=True)
-        return _Samples(deal, order, _Source(data, collate or collate_by_default), workers or 0)
+        order = SeededOrder(len(data), deal.seed, shuffled=True)
+        return _Samples(
+            deal, order, _SampleSource(data, collate or collate_by_default), workers or 0
+        )
     if not isinstance(data, Iterable):
         raise InputError(
             f"data is a {type(data).__name__}: give a dataset with len and [index], or an iterable "
@@ -139,22 +143,22 @@ def feed_of(data: Any, deal: Deal, collate: Collate | None, workers: int | None)
 
 
 def _feed_of_loader(
-    loader: DataLoader[Any], deal: Deal, collate: Collate | None, workers: int | None
-) -> Feed:
+    loader: DataLoader[Any], deal: BatchPartition, collate: Collate | None, workers: int | None
+) -> CustomFeed:
     """A loader's dataset in our order where that can be; else its batches as they come."""
     is_plain = type(loader).__iter__ is DataLoader.__iter__
     if not is_plain or loader.batch_sampler is None or not _is_map_style(loader.dataset):
         return _batches(loader, deal, collate)
     order = order_of(loader, deal.seed)
-    if isinstance(order, SampledOrder):
+    if isinstance(order, SamplerOrder):
         deal.compare(order.first_batch(deal.global_batch), "the order of the loader's sampler")
-    source = _Source(loader.dataset, collate or loader.collate_fn)
+    source = _SampleSource(loader.dataset, collate or loader.collate_fn)
     options = {name: value for name in _READING if (value := getattr(loader, name))}
     num_workers = loader.num_workers if workers is None else workers
     return _Samples(deal, order, source, num_workers, options)
 
 
-def _batches(data: Iterable[Any], deal: Deal, collate: Collate | None) -> Feed:
+def _batches(data: Iterable[Any], deal: BatchPartition, collate: Collate | None) -> CustomFeed:
     if collate is not None:
         raise InputError(
             "collate= makes batches of samples, and this data yields batches already: leave it out."
@@ -198,7 +202,7 @@ def samples_of(data: Any, global_batch: int) -> int | None:
 # ---- samples by index ----------------------------------------------------------------------------
 
 
-class _Pick(NamedTuple):
+class _SampleIndex(NamedTuple):
     """A sample to read."""
 
     index: Any
@@ -207,27 +211,27 @@ class _Pick(NamedTuple):
     counts: bool = True
 
 
-class _Source:
+class _SampleSource:
     """A dataset that is asked for picks, in this process or a worker's."""
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
         self._dataset, self._collate = _as_tensors(dataset), collate
 
-    def __getitems__(self, picks: Sequence[_Pick]) -> list[tuple[Any, bool]]:
+    def __getitems__(self, picks: Sequence[_SampleIndex]) -> list[tuple[Any, bool]]:
         if _is_of_hf(self._dataset) and hasattr(self._dataset, "__getitems__"):
-            Chance.seed(*picks[0].number)
+            IsolatedRng.seed(*picks[0].number)
             samples = self._dataset.__getitems__([pick.index for pick in picks])
         else:
             samples = [self._sample(pick) for pick in picks]
         return [(sample, pick.counts) for sample, pick in zip(samples, picks, strict=True)]
 
-    def _sample(self, pick: _Pick) -> Any:
-        Chance.seed(*pick.number)
+    def _sample(self, pick: _SampleIndex) -> Any:
+        IsolatedRng.seed(*pick.number)
         return self._dataset[pick.index]
 
-    def part(self, read: Sequence[tuple[Any, bool]]) -> Part:
+    def part(self, read: Sequence[tuple[Any, bool]]) -> CustomMicroBatch:
         """Samples with whether they count, as a micro-batch on the host."""
-        return Part(
+        return CustomMicroBatch(
             self._collate([sample for sample, _ in read]), sum(counts for _, counts in read)
         )
 
@@ -236,9 +240,9 @@ class _Source:
 class _Samples:
     """A dataset with [index], or that of a loader."""
 
-    deal: Deal
-    order: Order
-    source: _Source
+    deal: BatchPartition
+    order: SampleOrder
+    source: _SampleSource
     workers: int
     """Processes that read ahead; 0: samples are read when they are needed."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -254,23 +258,23 @@ class _Samples:
         firsts = range(0, len(ids), size)
         return self._read(self._picks(ids[first : first + size], -1 - first) for first in firsts)
 
-    def _picks(self, ids: Ids, first: int) -> list[list[_Pick]]:
+    def _picks(self, ids: Ids, first: int) -> list[list[_SampleIndex]]:
         """This rank's micro-batches of a global batch that begins with running number `first`."""
         picks = [
-            _Pick(index, (self.deal.seed, "sample", first + number))
+            _SampleIndex(index, (self.deal.seed, "sample", first + number))
             for number, index in enumerate(ids.tolist())
         ]
         idle = [picks[0]._replace(counts=False)]
         return [picks[part] or idle for part in self.deal.parts(len(picks))]
 
-    def _read(self, steps: Iterator[list[list[_Pick]]]) -> Iterator[Step]:
+    def _read(self, steps: Iterator[list[list[_SampleIndex]]]) -> Iterator[Step]:
         """Steps; workers read micro-batches of later ones meanwhile."""
         steps, ahead = itertools.tee(steps)
         parts = self._loaded(itertools.chain.from_iterable(ahead))
         for step in steps:
             yield [self.deal.placed(part) for part in itertools.islice(parts, len(step))]
 
-    def _loaded(self, micro_batches: Iterator[list[_Pick]]) -> Iterator[Part]:
+    def _loaded(self, micro_batches: Iterator[list[_SampleIndex]]) -> Iterator[CustomMicroBatch]:
         if self.workers:
             yield from DataLoader(
                 self.source,  # type: ignore[arg-type]
@@ -281,7 +285,7 @@ class _Samples:
                 **self.options,
             )
             return
-        chance = Chance()
+        chance = IsolatedRng()
         for picks in micro_batches:
             with chance:
                 part = self.source.part(self.source.__getitems__(picks))
@@ -297,7 +301,7 @@ class _Stream:
     keeps its part."""
 
     data: Iterable[Any]
-    deal: Deal
+    deal: BatchPartition
     collate: Collate | None
     """Of samples; None: it yields batches."""
 
@@ -338,7 +342,7 @@ class _Stream:
         begin_epoch(self.data, number, seed_of(*key))
         if isinstance(self.data, DataLoader):
             begin_epoch(self.data.dataset, number, seed_of(*key))
-        chance, items = Chance(*key), None
+        chance, items = IsolatedRng(*key), None
         while True:
             with chance:
                 items = iter(self.data) if items is None else items
@@ -363,7 +367,7 @@ class _Stream:
                 "iterable must yield whole global batches (a DataLoader with drop_last=True)."
             )
         return [
-            self.deal.placed(Part(self._rows(items, part), part.stop - part.start))
+            self.deal.placed(CustomMicroBatch(self._rows(items, part), part.stop - part.start))
             for part in self.deal.parts(count)
         ]
 

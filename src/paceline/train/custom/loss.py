@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from paceline.comm.records import all_gather
 from paceline.config.errors import InputError
-from paceline.train.custom.feed import Part
+from paceline.train.custom.feed import CustomMicroBatch
 from paceline.train.custom.labels import (
     BY_LABELS,
     Mean,
@@ -23,7 +23,7 @@ from paceline.train.custom.labels import (
     mean_of,
     means_over_labels,
 )
-from paceline.train.weighed import Weighed
+from paceline.train.weighted_loss import WeightedLoss
 
 Loss = Callable[[nn.Module, Any], Any]
 """Maps (module, batch) to the mean loss over the batch, in one of the forms above."""
@@ -45,7 +45,7 @@ class _Form(NamedTuple):
     it isn't known to be a mean over labels, or says how much it counts."""
 
 
-class StatedLoss:
+class UserLoss:
     """A person's loss as the loop calls it.
 
     Ranks add up what losses state in one vector, and weigh them alike, so all must be of one form.
@@ -62,21 +62,21 @@ class StatedLoss:
         """From now on, tell by what micro-batches count, where that is more than their samples."""
         self._tell, self._uneven = tell, UnevenLabels(tell)
 
-    def __call__(self, module: nn.Module, part: Part) -> Weighed:
+    def __call__(self, module: nn.Module, part: CustomMicroBatch) -> WeightedLoss:
         """Loss of a micro-batch, and by how much it counts.
 
         Raises:
             InputError: it is in no form that is known, or in another one than before.
         """
         with means_over_labels() as means:
-            loss, figures = stated(self._loss(module, part.batch))
+            loss, figures = parse_loss(self._loss(module, part.batch))
             form = self._form(module.training, tuple(sorted(figures)), mean_of(loss, means))
             weight = figures.pop(WEIGHT, part.num_samples / self._micro_batch)
             if form.labels_of_one:
                 weight = _number_of_labels(loss, means) / form.labels_of_one
         if not form.labels_of_one and WEIGHT not in form.names and self._uneven is not None:
             self._uneven.look(part.batch)
-        return Weighed(loss, weight if part.num_samples else 0.0, figures)
+        return WeightedLoss(loss, weight if part.num_samples else 0.0, figures)
 
     def _form(self, training: bool, names: tuple[str, ...], mean: Mean | None) -> _Form:
         """The form of all ranks."""
@@ -113,7 +113,7 @@ def _power_of_two(number: int) -> int:
     return 1 << max(0, number.bit_length() - 1)
 
 
-def stated(returned: Any) -> tuple[Tensor, dict[str, Any]]:
+def parse_loss(returned: Any) -> tuple[Tensor, dict[str, Any]]:
     """A loss in any form, as its scalar tensor and what else it states.
 
     Raises:

@@ -6,17 +6,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.comm.ranks import Ranks
+from paceline.comm.rendezvous import Ranks
 from paceline.config.errors import InputError
 from paceline.config.job import Job
-from paceline.train.custom.brought import Brought
 from paceline.train.custom.changes import Traits
-from paceline.train.custom.feed import Deal, Feed, Step, check_enough, feed_of
-from paceline.train.custom.loss import StatedLoss
+from paceline.train.custom.feed import BatchPartition, CustomFeed, Step, check_enough, feed_of
+from paceline.train.custom.loss import UserLoss
+from paceline.train.custom.user_inputs import UserInputs
 from paceline.train.task import Task
 
 
-def custom_task(job: Job, ranks: Ranks, brought: Brought, traits: Traits | None = None) -> Task:
+def custom_task(job: Job, ranks: Ranks, brought: UserInputs, traits: Traits | None = None) -> Task:
     """A person's own module, on the ranks of a concrete Job.
 
     Args:
@@ -30,12 +30,12 @@ def custom_task(job: Job, ranks: Ranks, brought: Brought, traits: Traits | None 
     """
     module = brought.model.to(ranks.device)
     _take_from_first(module, ranks)
-    deal = Deal.of(job, ranks)
+    deal = BatchPartition.of(job, ranks)
     check_enough(brought.data, deal.global_batch)
     how = (deal, brought.collate, brought.workers)
     feed = feed_of(brought.data, *how)
     held_out = None if brought.eval_data is None else feed_of(brought.eval_data, *how)
-    loss = StatedLoss(brought.loss, deal.micro_batch, ranks.world_size)
+    loss = UserLoss(brought.loss, deal.micro_batch, ranks.world_size)
     facts = {"num_params": sum(p.numel() for p in module.parameters()), "own": traits or {}}
     return Task(
         module=module,
@@ -44,12 +44,12 @@ def custom_task(job: Job, ranks: Ranks, brought: Brought, traits: Traits | None 
         eval_steps=None if held_out is None else lambda: _evaluation(held_out, deal),
         unit="samples",
         facts=facts,
-        wishes=brought.wishes,
+        loop_options=brought.loop_options,
         tell_by=loss.tell_by if deal.micro_batch < deal.global_batch else None,
     )
 
 
-def _evaluation(held_out: Feed, deal: Deal) -> list[Step]:
+def _evaluation(held_out: CustomFeed, deal: BatchPartition) -> list[Step]:
     """All held-out steps of this rank: as many as of every other one."""
     steps = list(held_out.once())
     if not steps:

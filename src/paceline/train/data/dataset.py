@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from paceline.config.errors import InputError
-from paceline.config.noun import Noun
+from paceline.config.frozen import FrozenConfig
 
 SplitName = Literal["train", "eval"]
 FORMAT_VERSION: Literal[1] = 1
@@ -29,7 +29,7 @@ TOKENIZER_FILE = "tokenizer.json"
 STREAM = "tokens"
 
 
-class Meta(Noun):
+class Meta(FrozenConfig):
     """What a folder of tokenised data holds, and where it came from."""
 
     format_version: Literal[1]

@@ -1,0 +1,23 @@
+"""Start the process that ranks are forked from before anything slow is imported.
+
+It imports torch (2-3 s) on another core while the command that needs the ranks does so itself, so
+this module and what it imports stay free of torch.
+"""
+
+import multiprocessing
+from multiprocessing import forkserver
+
+_AS_HELPER = "paceline.comm.forkserver_process"
+# What the ranks of a command need, by the full name of the module that imports all of it.
+TRAINING = "paceline.train.session"
+MEASURING = "paceline.bench.measure"
+
+
+def warm_up_ranks(module: str) -> None:
+    """Start it; where it runs already, do nothing.
+
+    Args:
+        module: what it imports, `TRAINING` or `MEASURING`.
+    """
+    multiprocessing.set_forkserver_preload([_AS_HELPER, module])
+    forkserver.ensure_running()

@@ -1,0 +1,143 @@
+"""Which part of the parameters a rank holds: counts, before anything is said about bytes.
+
+Tensor parallelism cuts the matrices (`paceline.models.placements`) and leaves norms, routers and
+the narrow vectors of latent attention whole; experts are cut over ep, and over tp too unless the
+stack gives whole experts to the ranks. What a rank then holds is sharded over its data ranks: over
+fsdp and cp together where there is fsdp, the experts over those of them that hold the same ones
+(as `paceline.comm.mesh` lays out the ranks).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.config.model import Model
+from paceline.plan.block_kinds import BlockKind, block_kinds_of
+from paceline.plan.points import Array, Points, Setting
+from paceline.plan.stages import Holdings
+
+
+class BlockParams(NamedTuple):
+    """Parameters of one block, by how they are shared out."""
+
+    cut: int
+    """Split over tp."""
+    whole: int
+    """The same on every tp rank."""
+    experts: int
+    """Split over ep."""
+
+
+class ParameterCounts(NamedTuple):
+    """Parameters on a rank; `block` is (n,), the others (s, n)."""
+
+    whole: Array
+    """Before sharding over data ranks."""
+    sharded: Array
+    """What the rank keeps of them between steps."""
+    ends: Array
+    """Of `whole`, what is in no block: embedding, final norm, head."""
+    head: Array
+    """Of these, the tables of heads."""
+    block: Array
+    """Of the largest block, before sharding."""
+
+
+def block_params(model: Model, kind: BlockKind) -> BlockParams:
+    """Parameters of a block of a kind."""
+    experts = model.experts if kind.has_experts else None
+    matrices = 3 if model.gated else 2
+    routed = 0
+    whole = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
+    if experts is not None:
+        routed = experts.num_experts * matrices * model.hidden_size * experts.ffn_size
+        whole += model.hidden_size * (experts.num_experts + int(experts.shared_gate))
+    if model.latent is not None:
+        q_rank, kv_rank = model.latent.q_rank or 0, model.latent.kv_rank
+        whole += (q_rank + kv_rank + model.latent.rope_dim) * model.hidden_size + q_rank + kv_rank
+    return BlockParams(model.num_block_params(kind.layer) - whole - routed, whole, routed)
+
+
+def counts_of(setting: Setting, points: Points, holdings: Holdings) -> ParameterCounts:
+    """How many parameters a rank holds."""
+    dense, experts = _of_block(setting, points)
+    ends = _ends(setting, points, holdings)
+    all_dense = (holdings.layers * dense[:, None]).sum(0) + ends
+    all_experts = (holdings.layers * experts[:, None]).sum(0)
+    return ParameterCounts(
+        whole=all_dense + all_experts,
+        sharded=all_dense / num_shards(points) + all_experts / num_expert_shards(setting, points),
+        ends=ends,
+        head=holdings.heads * setting.model.num_embedding_params / points.tp,
+        block=(dense + experts).max(0),
+    )
+
+
+def _of_block(setting: Setting, points: Points) -> tuple[Array, Array]:
+    """Dense parameters and experts of one block of each kind on a rank: (k, n) each."""
+    counts = [block_params(setting.model, kind) for kind in block_kinds_of(setting.model)]
+    cut, whole, experts = (np.array(column, float)[:, None] for column in zip(*counts, strict=True))
+    of_tp = points.tp if setting.stack.expert_tp == "tp" else 1
+    return cut / points.tp + whole, experts / (points.ep * of_tp)
+
+
+def _ends(setting: Setting, points: Points, holdings: Holdings) -> Array:
+    """Embedding, final norm and head: (s, n). A tied head shares the embedding's table only where
+    no pipeline parts them."""
+    tables = holdings.embeddings + holdings.heads
+    if setting.model.tie_embeddings:
+        tables = np.where(points.pp == 1, np.minimum(tables, 1), tables)
+    table = setting.model.num_embedding_params / points.tp
+    return tables * table + holdings.heads * setting.model.hidden_size
+
+
+def largest_of_block(setting: Setting, points: Points) -> Array:
+    """Parameters of a block's largest matrix on a rank, whole over data ranks: (n,). Experts of a
+    rank are one matrix."""
+    model = setting.model
+    dense = model.hidden_size * model.ffn_size / points.tp
+    if model.experts is None:
+        return dense
+    of_tp = points.tp if setting.stack.expert_tp == "tp" else 1
+    stacked = model.experts.num_experts / points.ep * model.experts.ffn_size / of_tp
+    return np.maximum(dense, model.hidden_size * stacked)
+
+
+def largest_matrix(setting: Setting, points: Points) -> Array:
+    """Parameters in a rank's shard of the largest matrix: (n,)."""
+    model = setting.model
+    largest = model.hidden_size * max(model.vocab_size, model.ffn_size)
+    return largest / (points.tp * num_shards(points))
+
+
+def num_shards(points: Points) -> Array:
+    """Over how many ranks the dense parameters of a rank are sharded: (n,)."""
+    return np.where(shards_data(points), points.fsdp * points.cp, 1)
+
+
+def num_expert_shards(setting: Setting, points: Points) -> Array:
+    """The same for its experts: (n,)."""
+    inner = points.fsdp * points.cp * (points.tp if setting.stack.expert_tp == "one" else 1)
+    return np.where(shards_data(points), np.maximum(inner // points.ep, 1), 1)
+
+
+def shards_data(points: Points) -> Array:
+    """Whether anything is sharded over data ranks: (n,), bool. Ours never is without fsdp; other
+    systems shard over cp alone where a sequence takes all their data ranks."""
+    return (points.fsdp > 1) | (points.zero > 0)
+
+
+def lasting_buffers(setting: Setting, points: Points) -> Array:
+    """Whether parameters are whole all the time, as `Stack.states` says: (n,), bool."""
+    return (setting.stack.states == "buffers") & (points.zero < 3)
+
+
+def is_ddp(points: Points) -> Array:
+    """Whether replicas of the whole network are DDP's: dp without any other axis."""
+    others = points.fsdp * points.tp * points.pp * points.cp * points.ep
+    return (points.dp > 1) & (others == 1)
+
+
+def is_fsdp(points: Points) -> Array:
+    """Whether FSDP2 holds the parameters: wherever there are data ranks and DDP can't."""
+    return (points.dp * points.fsdp * points.cp > 1) & ~is_ddp(points)

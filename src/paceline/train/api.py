@@ -1,0 +1,197 @@
+"""`paceline.train`: a person's own module, loss and data through the whole of Paceline.
+
+Called from a script, it starts that script again once per device, as the ranks; in these processes
+the call trains and then ends the process. The process that the person started waits, loads the
+trained weights into its module and returns the Run, so that what stands after the call happens
+once. At a prompt or in a notebook there is no script to start again, and one device trains.
+"""
+
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import nn
+
+from paceline.comm.rendezvous import Ranks, exit_rank
+from paceline.config.errors import InputError
+from paceline.config.frozen import Auto
+from paceline.config.job import Job, job_of, read_job, with_effects
+from paceline.config.job_sections import CustomModel, Data
+from paceline.observe.run import Run
+from paceline.train.command import run_job
+from paceline.train.custom.changes import changes_since, listed, must_train
+from paceline.train.custom.collate import Collate
+from paceline.train.custom.feed import samples_of
+from paceline.train.custom.loss import Loss
+from paceline.train.custom.task import custom_task
+from paceline.train.custom.user_inputs import UserInputs
+from paceline.train.export import load
+from paceline.train.failure import install_plain_excepthook
+from paceline.train.launch import launch
+from paceline.train.learning_rates import MakeOptimizer, MakeSchedule
+from paceline.train.length import length_in_steps
+from paceline.train.metrics_buffer import Line
+from paceline.train.session import MakeTask, run_launched_rank
+from paceline.train.stopping import exit_with_parent
+from paceline.train.task import LoopOptions, Task
+from paceline.train.this_machine import resolve_on_this_machine
+
+_LAUNCHER = "PACELINE_LAUNCHER_PID"
+_LAUNCHED_RUN = "PACELINE_LAUNCHED_RUN"
+
+
+def train(
+    job: Job | Mapping[str, Any] | str | Path,
+    model: nn.Module,
+    loss: Loss,
+    data: Any,
+    eval_data: Any | None = None,
+    *,
+    collate: Collate | None = None,
+    workers: int | None = None,
+    optimizer: MakeOptimizer | None = None,
+    schedule: MakeSchedule | None = None,
+    ema: float | None = None,
+    find_unused_parameters: bool = False,
+    on_step: Callable[[Line], None] | None = None,
+    on_eval: Callable[[Line], None] | None = None,
+    runs: str | Path = "runs",
+    fresh: bool = False,
+) -> Run:
+    """Train a module on every device of this machine, with everything a Job can ask for.
+
+    docs/own-models.md is the whole contract.
+
+    Args:
+        job: a Job, its settings as nested dicts, or the path of a job.toml. Its [model] is
+            `{family = "custom"}` (or left out) and it has no [data] section. Without a name it has
+            the script's.
+        model: any module; on return it holds the trained weights.
+        loss: maps (model, batch) to the mean loss over the batch: a scalar tensor, a dict or an
+            output with `loss`, or a pair of that and a dict of further means. What torch's
+            cross_entropy returns counts by its labels; any other mean over something else than
+            samples states their number as "weight".
+        data: a dataset with `len` and `[index]`, or a DataLoader of one: read in the order of
+            (train.seed, epoch), every sample once in an epoch over all ranks; an IterableDataset of
+            samples; or an iterable that starts anew at each `iter` and yields batches of
+            train.global_batch samples, of which each rank takes its part.
+        eval_data: like data, read once through at each evaluation.
+        collate: maps a list of samples to a batch; by default torch's rule stacks them.
+        workers: processes of each rank that read samples ahead; by default those of the DataLoader.
+        optimizer: maps the named trainable parameters to an optimizer of torch's kind, in place of
+            the Job's AdamW; its learning rates are the peaks of the schedule.
+        schedule: maps the optimizer to a scheduler of torch's, in place of the Job's.
+        ema: decay of a mean of the weights, which is evaluated, and returned in the module.
+        find_unused_parameters: for a module of which a step may not reach every parameter.
+        on_step: called with each step's line of metrics, on rank 0.
+        on_eval: the same, with the lines that have an evaluation.
+        runs: the folder of Runs; an existing Run of the Job's name goes on where it left off.
+        fresh: start over instead.
+
+    Raises:
+        InputError: the Job or the data can't be used, or the Run is complete and what was given
+            has changed since.
+        RunError: the run ended early.
+    """
+    if _is_script():
+        install_plain_excepthook()
+    job = _own_job(job)
+    job = length_in_steps(job, num_samples=samples_of(data, job.train.global_batch))
+    loop_options = LoopOptions(optimizer, schedule, ema, find_unused_parameters, on_step, on_eval)
+    brought = UserInputs(model, loss, data, eval_data, collate, workers, loop_options)
+    traits = brought.traits()
+
+    def make_task(concrete: Job, ranks: Ranks) -> Task:
+        return custom_task(concrete, ranks, brought, traits)
+
+    if _LAUNCHER in os.environ:
+        run = Run(Path(runs).absolute() / job.name)
+        if str(run.path) == os.environ[_LAUNCHED_RUN]:
+            _train_as_launched_rank(run, make_task)
+        load(run, model)  # an earlier training of the same script, complete by now
+        return run
+    if not _is_script():
+        job = _on_one_rank(job)
+    plan = resolve_on_this_machine(job)
+    run = Run(Path(runs).absolute() / job.name)
+
+    def launch_ranks() -> None:
+        os.environ |= {_LAUNCHER: str(os.getpid()), _LAUNCHED_RUN: str(run.path)}
+        try:
+            launch(run, plan.job.layout.num_ranks, sys.executable, sys.orig_argv[1:])
+        finally:
+            del os.environ[_LAUNCHER], os.environ[_LAUNCHED_RUN]
+
+    def compare() -> None:
+        if changes := changes_since(run, plan.job, traits):
+            must_train(run, plan.job, changes)
+            print(f"{run.path} goes on with another training: {listed(changes)} changed.")
+
+    if not run_job(plan, run, make_task, launch_ranks, fresh=fresh, compare=compare):
+        load(run, model)
+    return run
+
+
+def _own_job(given: Job | Mapping[str, Any] | str | Path) -> Job:
+    if isinstance(given, Job):
+        job = with_effects(given)
+    elif isinstance(given, Mapping):
+        job = job_of({"model": {"family": "custom"}, **given}, Path.cwd())
+    else:
+        job = read_job(Path(given))
+    if not isinstance(job.model, CustomModel):
+        raise InputError(
+            "a module was given but the Job's [model] describes another: set "
+            'model.family = "custom".'
+        )
+    if job.data != Data():
+        raise InputError("data was given but the Job has a [data] section as well: remove one.")
+    return job if "name" in job.model_fields_set else job.replace(name=_name_of_script())
+
+
+def _name_of_script() -> str:
+    """What a Run is called when nobody says: as the script, where there is one."""
+    stem = Path(sys.modules["__main__"].__file__ or "").stem if _is_script() else ""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "run"
+
+
+def _is_script() -> bool:
+    """Whether this process runs a program that can be started again.
+
+    A prompt or a notebook can't, nor can what multiprocessing started.
+    """
+    is_child = any(each.startswith("from multiprocessing.") for each in sys.orig_argv)
+    is_program = getattr(sys.modules["__main__"], "__file__", None) is not None
+    return is_program and not is_child and not hasattr(sys, "ps1")
+
+
+def _on_one_rank(job: Job) -> Job:
+    """The Job on one device, since there is no script to start once per device.
+
+    Raises:
+        InputError: it asks for more.
+    """
+    axes = (getattr(job.layout, axis) for axis in ("dp", "fsdp", "tp", "pp", "cp"))
+    asked = max(_at_least(job.cluster.devices_per_node), math.prod(map(_at_least, axes)))
+    if asked > 1:
+        raise InputError(
+            f"the Job asks for {asked} ranks, which are started from a script, and this is a "
+            "prompt, a notebook or a process of multiprocessing, where one device trains: leave "
+            "cluster.devices_per_node and the axes of [layout] out, or run a script that calls "
+            "paceline.train."
+        )
+    return job.replace(cluster=job.cluster.replace(devices_per_node=1))
+
+
+def _at_least(wish: Auto | int) -> int:
+    return 1 if wish == "auto" else wish
+
+
+def _train_as_launched_rank(run: Run, make_task: MakeTask) -> NoReturn:
+    exit_with_parent(int(os.environ[_LAUNCHER]))
+    run_launched_rank(run, make_task)
+    exit_rank()

@@ -1,0 +1,75 @@
+"""Best evaluation: which evaluation was the best one so far, and whether it is time to stop.
+
+What is judged (`checkpoint.best`) is the same number on every rank, so all decide alike.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.config.errors import InputError
+from paceline.config.job import Job
+from paceline.train.metrics_buffer import Line
+
+
+@dataclass
+class BestEvaluation:
+    """The best evaluation of a run."""
+
+    job: Job
+    value: float | None = None
+    """None before the first."""
+    step: int = 0
+    num_worse: int = 0
+    """Evaluations since."""
+
+    def see(self, evaluation: Line, done: int) -> None:
+        """Judge the evaluation after `done` steps.
+
+        Raises:
+            InputError: it doesn't have the figure that is asked for.
+        """
+        name = self.job.checkpoint.best
+        if name is None:
+            return
+        figures = {**evaluation, **evaluation.get("eval_figures", {})}
+        known = [key for key, value in figures.items() if isinstance(value, float)]
+        if name not in known:
+            raise InputError(
+                f"checkpoint.best = {name!r} is no figure of an evaluation: use one of "
+                f"{', '.join(sorted(set(known) - {'eval_s'}))}."
+            )
+        value = figures[name]
+        if self.value is None or self._is_better(value, self.value):
+            self.value, self.step, self.num_worse = value, done, 0
+        else:
+            self.num_worse += 1
+
+    def _is_better(self, value: float, than: float) -> bool:
+        return value > than if self.job.checkpoint.best_is == "most" else value < than
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run's patience is at its end."""
+        return 0 < self.job.train.patience <= self.num_worse
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        numbers = {"value": self.value, "step": self.step, "num_worse": self.num_worse}
+        return {**numbers, "judged": self._judged}
+
+    def load(self, facts: dict[str, Any]) -> None:
+        """Go on with what a checkpoint kept, unless something else is judged now."""
+        if facts.get("judged") == self._judged:
+            self.value, self.step = facts["value"], facts["step"]
+            self.num_worse = facts["num_worse"]
+
+    @property
+    def _judged(self) -> list[str | None]:
+        return [self.job.checkpoint.best, self.job.checkpoint.best_is]
+
+    def sentence(self) -> str:
+        """Why the run is over, for a person."""
+        return (
+            f"{self.job.checkpoint.best} was best at step {self.step} ({self.value:.4g}) and not "
+            f"better in {self.num_worse} evaluations since"
+        )

@@ -1,0 +1,144 @@
+"""Learning rates: which optimizer steps, by how much, and whether it does.
+
+By default AdamW and the Job's schedule (`optim`). A person may bring an optimizer, any of torch's
+kind, and a scheduler of torch's. The learning rates of a brought optimizer are its peaks: the Job's
+schedule scales them.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from paceline.config.errors import InputError
+from paceline.config.job import Job
+from paceline.config.job_sections import Optim
+from paceline.config.layout import Layout
+from paceline.train.optim import AdamW, build_optimizer, learning_rate, skip_if
+
+Named = Sequence[tuple[str, nn.Parameter]]
+MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
+"""Maps named trainable parameters, as every optimizer of torch takes them, to an optimizer."""
+MakeSchedule = Callable[[Any], LRScheduler]
+"""Maps an optimizer to a scheduler of its learning rates, which is stepped once a step."""
+
+_OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay")
+_OF_SCHEDULE = ("schedule", "warmup_steps", "decay_steps", "final_lr_ratio")
+
+
+def optimizer_of(
+    named: Named, optim: Optim, layout: Layout, make: MakeOptimizer | None
+) -> Optimizer:
+    """The optimizer of a run.
+
+    Args:
+        named: parameters that this rank holds.
+        optim: of the Job.
+        layout: concrete.
+        make: a person's own; None: the Job's AdamW.
+
+    Raises:
+        InputError: the Job says how an AdamW is that isn't used, or `make` gives no optimizer.
+    """
+    if make is None:
+        return build_optimizer(named, optim, layout)
+    _must_be_left_out(optim, _OF_OPTIMIZER, "optimizer=")
+    if layout.optimizer_state == "8bit" or "optimizer" in layout.offload:
+        raise InputError(
+            "layout.optimizer_state and offloading it are of Paceline's AdamW, and optimizer= was "
+            "given: leave one of them out."
+        )
+    made = make([(name, parameter) for name, parameter in named if parameter.requires_grad])
+    if not isinstance(made, Optimizer):
+        raise InputError(
+            f"optimizer= gave a {type(made).__name__}: give a function from the named parameters "
+            "to an optimizer, lambda named: torch.optim.SGD(named, lr=0.1)."
+        )
+    return made
+
+
+def _must_be_left_out(optim: Optim, names: Sequence[str], argument: str) -> None:
+    default = Optim()
+    for name in names:
+        if getattr(optim, name) != getattr(default, name):
+            raise InputError(
+                f"optim.{name} = {getattr(optim, name)} has no effect where {argument} is given: "
+                "say it there and leave it out of the Job."
+            )
+
+
+class LearningRates:
+    """The learning rates of an optimizer, and its steps."""
+
+    def __init__(self, job: Job, optimizer: Optimizer, make: MakeSchedule | None) -> None:
+        """Args:
+        job: of the run.
+        optimizer: just made.
+        make: a person's own schedule; None: the Job's.
+        """
+        self._optim, self._num_steps, self._optimizer = job.optim, job.train.steps, optimizer
+        self._scheduler = None if make is None else _scheduler(make, optimizer, job.optim)
+        self._first = [dict(group) for group in optimizer.param_groups]
+        self._num_scheduled = 0
+
+    def begin(self, index: int) -> float:
+        """Set the learning rates of step `index` (from 0); return that of the first group."""
+        if self._scheduler is not None:
+            self._catch_up(index, self._scheduler)
+        else:
+            rate, peak = learning_rate(self._optim, index, self._num_steps), self._optim.lr
+            for group, first in zip(self._optimizer.param_groups, self._first, strict=True):
+                is_own = isinstance(self._optimizer, AdamW)
+                group["lr"] = rate if is_own else first["lr"] * (rate / peak)
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def _catch_up(self, index: int, scheduler: LRScheduler) -> None:
+        """A scheduler knows the last step only: a resumed run takes it through all before."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "before optimizer.step()": it was, in another process
+            while self._num_scheduled < index:
+                scheduler.step()
+                self._num_scheduled += 1
+
+    def step(self, bad: Tensor) -> None:
+        """Step the optimizer, unless `bad` (() bool) is true."""
+        if isinstance(self._optimizer, AdamW):
+            skip_if(self._optimizer, bad)
+            self._optimizer.step()
+        elif not bad.item():
+            self._optimizer.step()
+
+    def moved(self) -> list[dict[str, Any]]:
+        """What an optimizer has changed in its own groups: numbers that aren't its settings."""
+        if isinstance(self._optimizer, AdamW):
+            return []
+        return [
+            {key: value for key, value in group.items() if _is_moved(key, value, first)}
+            for group, first in zip(self._optimizer.param_groups, self._first, strict=True)
+        ]
+
+    def put_back(self, moved: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with what `moved` gave."""
+        for group, values in zip(self._optimizer.param_groups, moved, strict=False):
+            group.update(values)
+
+
+def _is_moved(key: str, value: Any, first: Mapping[str, Any]) -> bool:
+    # Schedules are replayed, and what is no number isn't an optimizer's state.
+    is_scheduled = key in {"lr", "initial_lr", "betas", "momentum"}
+    is_plain = isinstance(value, int | float)
+    return is_plain and not is_scheduled and value != first.get(key)
+
+
+def _scheduler(make: MakeSchedule, optimizer: Optimizer, optim: Optim) -> LRScheduler:
+    _must_be_left_out(optim, _OF_SCHEDULE, "schedule=")
+    made = make(optimizer)
+    if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
+        raise InputError(
+            f"schedule= gave a {type(made).__name__}: give a function from the optimizer to a "
+            "scheduler of torch.optim.lr_scheduler that depends on the number of steps alone."
+        )
+    return made

@@ -1,0 +1,99 @@
+"""Metrics buffer: turns the results of steps into the lines of metrics.jsonl, in the order of the
+steps.
+
+A result is read late (one step on CUDA, so that the host stays ahead of the device) and a profiled
+step's terms are known only when its window ends; the buffer keeps a line until it is complete.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.config.errors import RunError
+from paceline.observe.rank_spread import record_of_ranks
+from paceline.train.results import StepResult
+
+Line = dict[str, Any]
+Terms = dict[str, float]
+
+
+@dataclass
+class MetricsBuffer:
+    """The steps whose results are still to come, and what those read so far amount to."""
+
+    write: Callable[[Line], None]
+    """Takes a complete line."""
+    lag: int
+    """Steps by which results are read late."""
+    most_bad_steps: int
+    """Bad steps in a row that end the run."""
+    num_skipped: int = 0
+    num_bad_in_a_row: int = 0
+    stop_wanted: bool = False
+    _unread: deque[tuple[Line, Callable[[], StepResult]]] = field(default_factory=deque)
+    _held: list[Line] = field(default_factory=list)
+    _terms: dict[int, Terms] = field(default_factory=dict)
+    """Of profiled steps whose lines are still to be read."""
+
+    def add(self, line: Line, read: Callable[[], StepResult]) -> None:
+        """Take a step's line and the reader of its result; read those that are due.
+
+        Raises:
+            RunError: too many bad steps in a row.
+        """
+        self._unread.append((line, read))
+        while len(self._unread) > self.lag:
+            self._read_one()
+
+    def release(self, terms_of_step: dict[int, Terms] | None = None) -> None:
+        """Write the lines that were read, those of profiled steps with their measured terms.
+
+        A line that is read after its window was accounted for gets its terms when it is written.
+        """
+        self._terms |= terms_of_step or {}
+        for line in self._held:
+            terms = self._terms.pop(line["step"], None)
+            if terms is not None:
+                line |= {"terms": terms, "profiled": True, "step_time_s": sum(terms.values())}
+            self.write(line)
+        self._held.clear()
+
+    def catch_up(self) -> None:
+        """Read everything: when workers that step each for itself have met."""
+        while self._unread:
+            self._read_one()
+
+    def settle(self) -> None:
+        """Read everything and write it: before a checkpoint, and at the end."""
+        self.catch_up()
+        self.release()
+
+    def _read_one(self) -> None:
+        line, read = self._unread.popleft()
+        result = read()
+        self.stop_wanted |= result.stop_wanted
+        self.num_skipped += result.is_bad
+        self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if result.is_bad else 0
+        line |= {"loss": result.loss, "grad_norm": result.grad_norm, "skipped": self.num_skipped}
+        if result.figures:
+            line["figures"] = result.figures
+        if result.comm:
+            line["comm"] = result.comm
+        if result.ranks:
+            line["ranks"] = {name: record_of_ranks(values) for name, values in result.ranks.items()}
+        self._held.append(line)
+        if self.num_bad_in_a_row >= self.most_bad_steps:
+            self.release()
+            raise RunError(
+                f"loss or gradient was not finite for {self.num_bad_in_a_row} steps in a row (the "
+                f"last was step {line['step']}, loss {result.loss}): all of them were skipped. "
+                "Lower optim.lr, lengthen optim.warmup_steps or look at the data; the run goes on "
+                "from its last checkpoint when started again."
+            )
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf

@@ -44,8 +44,8 @@ LONGEST = (
     "test_pp",
     "test_cp",
     "test_ep",
-    "test_own",
-    "test_workers",
+    "test_api",
+    "test_elastic_workers",
     "test_dlrm",
     "test_faults",
 )

@@ -37,7 +37,10 @@ source = "clicks"
 steps = 4
 global_batch = 8
 """
-EXECUTE = ("train", "parallel", "models", "kernels", "comm", "observe")
+EXECUTE = (
+    *("train", "elastic", "recommender", "parallel", "models", "comm", "machine", "kernels"),
+    "observe",
+)
 """Rooms that do what a Job says."""
 # What the tiny Runs don't come to: settings that are read by name (`getattr`), in a process of its
 # own, or only by the planner, whose answer they change.

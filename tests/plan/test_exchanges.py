@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from paceline.config.model import Model
-from paceline.models import decoder
+from paceline.kernels import loss as losses
 from paceline.models.attention import Sdpa
 from paceline.models.decoder import Decoder
 from paceline.parallel import tp, vocabulary
@@ -105,7 +105,7 @@ def _sent(_rank: int, _world_size: int) -> dict[tuple[str, str], Sent]:
             network, mine = _network(axes, kind)
             tokens = torch.randint(VOCAB, (1, SEQ), generator=torch.Generator().manual_seed(1))
             tokens = tokens[:, mine]
-            entropy = vocabulary.cross_entropy if "tp" in axes else decoder.cross_entropy
+            entropy = vocabulary.cross_entropy if "tp" in axes else losses.cross_entropy
 
             def forward(network=network, tokens=tokens, mine=mine, entropy=entropy):
                 return entropy(network(tokens, None, mine), tokens)

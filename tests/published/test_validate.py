@@ -225,7 +225,7 @@ def test_rows_say_whose_runtime_is_priced(tmp_path: Path) -> None:
     console = Console(record=True, width=160)
     show(report, console)
     assert re.search(r"here +3 .* megatron, fsdp compiled", console.export_text())
-    assert "<td>megatron, fsdp compiled</td>" in render(report)
+    assert "megatron, fsdp compiled</td>" in render(report)
     assert "run by megatron" in render(report)
 
 

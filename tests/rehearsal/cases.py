@@ -112,7 +112,7 @@ def _exchanged(kind: str) -> None:
             exchange.finish()
         for parameter in names:  # as the optimizer does
             parameter.grad.mul_(0.1)
-        exchange.after_step(torch.tensor(False, device="cuda"), None)
+        exchange.correct(torch.tensor(False, device="cuda"), None)
         network.zero_grad()
 
 

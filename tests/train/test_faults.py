@@ -279,7 +279,7 @@ class Going:
         raise psutil.NoSuchProcess(self.pid)
 
 psutil.Process = Going
-stopping.end_with(1)
+stopping.exit_with_parent(1)
 time.sleep(30)
 """
 

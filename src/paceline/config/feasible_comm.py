@@ -25,7 +25,7 @@ def check_comm(comm: Comm, layout: Layout) -> None:
             raise InputError(sentence)
 
 
-def of_used_axes(comm: Comm, layout: Layout) -> Comm:
+def without_gone_axes(comm: Comm, before: Layout, layout: Layout) -> Comm:
     """A concrete Job's comm where its layout is changed: what was chosen for an axis that is gone
     goes with it."""
     plain = {
@@ -34,8 +34,12 @@ def of_used_axes(comm: Comm, layout: Layout) -> Comm:
         "pp": PpComm(),
         "ep": EpComm(),
     }
-    gone = {axis: value for axis, value in plain.items() if size(getattr(layout, axis)) == 1}
-    return comm.replace(**gone).settled
+    gone = {
+        axis: value
+        for axis, value in plain.items()
+        if size(getattr(before, axis)) != 1 and size(getattr(layout, axis)) == 1
+    }
+    return comm.replace(**gone).settled if gone else comm
 
 
 def _replicas(comm: Comm, layout: Layout) -> Iterator[str]:

@@ -35,8 +35,8 @@ from rich.console import Console
 from benchmarks.netlab import Laboratory, rate_text, read_rate, why_not
 from benchmarks.network import CellError
 from benchmarks.network_cell import Block, Way
-from benchmarks.network_table import markdown
-from benchmarks.provenance import RESULTS, ROOT, folder_of, signature, taken_with
+from benchmarks.provenance import ROOT, folder_of, keep, parser_of, signature, taken_with
+from benchmarks.tables import markdown
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job, read_cluster, read_job, to_raw, to_toml
@@ -244,25 +244,20 @@ def write(
         "blocks": [asdict(block) for block in blocks],
         "cluster": to_raw(cluster),
     }
-    file = folder / "case_study.json"
-    file.write_text(json.dumps(result, indent=1) + "\n")
     what = (
         f"ResNet-{job.model.depth} ({job.model.num_params / 1e6:.1f} M parameters), images of "
         f"{job.model.image_size} x {job.model.image_size}, {job.micro_batch} a rank, "
         f"{HOSTS} hosts x {RANKS_PER_HOST} ranks, {rate_text(read_rate(rate))} between them; "
     )
-    file.with_suffix(".md").write_text(
-        f"{markdown(_TITLES, lines(table))}\n{what}{signature(about)}\n"
-    )
-    return file
+    page = f"{markdown(_TITLES, lines(table), ['way'])}\n{what}{signature(about)}\n"
+    return keep(folder, "case_study", result, page)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rate", default="1gbit", help="of each host's link: 200mbit, none")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--leave-out", nargs="*", default=[], help='names: "compiled blocks"')
-    parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args()
 
 

@@ -28,7 +28,7 @@ from paceline.bench.measure import BenchRequest, measure
 from paceline.bench.rank_pool import RankProgress
 from paceline.comm.rendezvous import Ranks, connect, exit_rank, ranks_from_env
 from paceline.config.hardware import Cluster, Tier
-from paceline.config.job import Job, read_job
+from paceline.config.job import Job, decided, read_job
 from paceline.machine.discovery import num_cores, this_machine
 from paceline.train.session import keep_freed_memory
 
@@ -48,7 +48,10 @@ def main() -> None:
     keep_freed_memory()
     connect(ranks)
     unshaped = _without_links(ranks)
-    ways = [(Way(**way), read_job(folder / f"{at}.toml")) for at, way in enumerate(plan["ways"])]
+    ways = [
+        (Way(**way), decided(read_job(folder / f"{at}.toml")))
+        for at, way in enumerate(plan["ways"])
+    ]
     blocks = _times(ways, ranks, plan["num_rounds"], folder)
     cluster = unshaped.replace(tiers=_tiers(ranks))
     if ranks.is_first:

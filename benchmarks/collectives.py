@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from benchmarks.netlab import Laboratory, rate_text, read_rate
-from benchmarks.provenance import RESULTS, folder_of, taken_with
+from benchmarks.provenance import folder_of, keep, parser_of, taken_with
 from paceline.bench.clock import RankTimer
 from paceline.bench.collectives import Group, all_groups, measure_tiers
 from paceline.comm.algorithms import ALGORITHMS, OPS
@@ -108,7 +108,7 @@ def _measured(clock: RankTimer, groups: Sequence[Group], op: str, largest: int) 
     tiers = measure_tiers(clock, groups, (*sizes, largest), "this run", lambda _: None, ops)
     here = this_machine()
     return here.replace(
-        device=here.known_device.replace(memory_bytes_per_s=_adding_rate(clock)),
+        device=here.device.replace(memory_bytes_per_s=_adding_rate(clock)),
         devices_per_node=ranks.local_world_size,
         num_nodes=ranks.world_size // ranks.local_world_size,
         tiers=tiers,
@@ -163,7 +163,7 @@ def _coded(size: int, blocks: int, clock: RankTimer, cluster: Cluster) -> list[R
         todo[name] = lambda shards=shards, errors=errors: shards.reduce_scatter(
             payloads, part, whole, errors
         )
-        device, ones = cluster.known_device, np.ones(1)
+        device, ones = cluster.device, np.ones(1)
         predicted[name] = (
             collective_s(cluster, "reduce_scatter.halving_doubling", size, taken, 1)
             + collective_s(cluster, "all_to_all", coded_bytes / taken, n // taken, taken)
@@ -263,7 +263,7 @@ def fsdp_steps(ranks: Ranks, sizes: Sequence[int], blocks: int) -> list[Row]:
 
 def _step_of(module: nn.Module) -> Callable[[], None]:
     def step() -> None:
-        fsdp.prepare_micro_batch(module, 1, True)
+        fsdp.prepare_micro_batch(module, 1, is_last=True, reduces=True)
         module(torch.ones(8, 256)).sum().backward()
         module.zero_grad()
 
@@ -337,10 +337,9 @@ def misfit(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rate", default="200mbit", help="of the slow link, as tc writes it")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and blocks: two minutes")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where they are written")
     for hidden in ("--worker", "--blocks", "--file"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--sizes", nargs="*", type=int, default=[], help=argparse.SUPPRESS)
@@ -365,8 +364,7 @@ def main() -> None:
             console.print(f"median error of the predicted seconds: {told}\n")
     priced = [row for rows in found.values() for row in rows if "predicted_s" in row]
     console.print(f"of all {len(priced)} predicted seconds: {misfit(priced)['all']:.0%}")
-    file = folder_of(given.results, about) / "collectives.json"
-    file.write_text(json.dumps({"facts": about, "rows": found}, indent=1) + "\n")
+    file = keep(folder_of(given.results, about), "collectives", {"facts": about, "rows": found})
     console.print(f"results: {file}")
 
 

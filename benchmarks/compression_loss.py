@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from benchmarks.network_table import markdown
-from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
+from benchmarks.provenance import folder_of, parser_of, signature, taken_with
+from benchmarks.tables import markdown
 from paceline.comm.collectives import wait
 from paceline.comm.compress.codec import BlockCodec
 from paceline.comm.compress.codecs import codec_of
@@ -45,8 +45,9 @@ from paceline.config.job import Job, read_job
 from paceline.machine.discovery import num_cores, this_machine
 from paceline.plan.resolve import resolve
 from paceline.train.data import prepare
+from paceline.train.families import task_of
 from paceline.train.optim import build_optimizer, learning_rate
-from paceline.train.session import keep_freed_memory, language_model
+from paceline.train.session import keep_freed_memory
 
 FORMS = ("quinary", "int4", "int8", "powersgd:32", "onebit", "powersgd:16", "topk:0.1")
 EXACT = "none"
@@ -183,7 +184,7 @@ def train(form: str, seed: int, steps: int, warmup_steps: int) -> Trained:
         warmup_steps: the first ones, that are exact.
     """
     job = job_of(steps, seed)
-    task = language_model(job, Ranks())
+    task = task_of(job, Ranks())
     module = task.module.to_empty(device="cpu")
     assert task.fill is not None
     assert task.eval_steps is not None
@@ -271,12 +272,11 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--forms", nargs="+", default=[*FORMS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=400, help="more than the learning rate's 20")
     parser.add_argument("--warmup-steps", type=int, default=0, help="the first ones, exact")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args()
 
 

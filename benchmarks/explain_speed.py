@@ -16,7 +16,6 @@ TRACES: a folder of traces by torch.profiler. --peer: an interpreter with Holist
 (`pip install HolisticTraceAnalysis`), where this one has none.
 """
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -160,14 +159,13 @@ def page(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the comparison and keep its result."""
-    from benchmarks.provenance import RESULTS, folder_of, taken_with
+    from benchmarks.provenance import folder_of, keep, parser_of, taken_with
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("traces", type=Path)
     parser.add_argument("--peer", default=sys.executable)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--large-gb", type=float, default=1.0)
-    parser.add_argument("--results", type=Path, default=RESULTS)
     wish = parser.parse_args()
     ask = "from importlib.metadata import version; print(version('HolisticTraceAnalysis'))"
     version = subprocess.run([wish.peer, "-c", ask], capture_output=True, text=True, check=True)
@@ -178,9 +176,7 @@ def main() -> None:
         for trace in sorted(wish.traces.glob("*.json.gz"))
     }
     result["large"] = large(int(wish.large_gb * 1e9)) if wish.large_gb else None
-    folder = folder_of(wish.results, result)
-    (folder / "explain_speed.json").write_text(json.dumps(result, indent=1) + "\n")
-    (folder / "explain_speed.md").write_text(page(result))
+    keep(folder_of(wish.results, result), "explain_speed", result, page(result))
     print(page(result))
 
 

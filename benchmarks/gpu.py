@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.provenance import RESULTS, ROOT, folder_of, signature, taken_with
+from benchmarks.provenance import ROOT, folder_of, parser_of, signature, taken_with
 from paceline.observe.run import write_atomic
 
 MOST_S = 530.0
@@ -202,11 +202,10 @@ def _style(done: Done) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     names = [part.name for part in PARTS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--again", action="store_true", help="also what has passed before")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     return parser.parse_args()
 
 

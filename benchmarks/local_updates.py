@@ -14,7 +14,6 @@ Prints a line per run, as JSON, and keeps them in results/<device>/local_updates
 minutes on two quiet cores; other work beside it costs time, but changes no figure.
 """
 
-import argparse
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -24,14 +23,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
+from benchmarks.provenance import folder_of, keep, parser_of, signature, taken_with
 from paceline.comm.compress.means import exact_bytes
 from paceline.comm.rendezvous import Ranks
 from paceline.config.hardware import Cluster, Device
 from paceline.config.job import read_job
 from paceline.plan.resolve import resolve
 from paceline.train.data import MicroBatch
-from paceline.train.task import Task, decoder_on_meta, fill_decoder, next_token, unstaged_loss
+from paceline.train.language import decoder_task
 from paceline.train.trainer import Trainer
 from tests.ranks import run_ranks
 
@@ -104,13 +103,7 @@ def _train_one(
     cluster = Cluster(device=CPU, devices_per_node=num_ranks, num_nodes=1)
     job = resolve(read_job(None, settings), cluster).job
     ranks = Ranks(rank, num_ranks, rank, num_ranks)
-    staged = next_token(job, ranks)
-    model = decoder_on_meta(job.model)
-    task = Task(
-        model, unstaged_loss(staged), lambda first: iter(()), None, "tokens", staged=staged,
-        fill=lambda module: fill_decoder(job.train, module),
-    )  # fmt: skip
-    trainer = Trainer.of(job, ranks, task)
+    trainer = Trainer.of(job, ranks, decoder_task(job.model, job, ranks))
     each_step = exact_bytes(4 * job.model.num_params, num_ranks)
     sent = 0.0
     for step in range(steps):
@@ -157,21 +150,18 @@ def facts(steps: int) -> dict[str, Any]:
 
 def write_results(results: Path, about: dict[str, Any], runs: Sequence[Run]) -> Path:
     """Write local_updates.json with every run, and local_updates.md with the table."""
-    file = folder_of(results, about) / "local_updates.json"
     kept = {"facts": about, "runs": [asdict(run) for run in runs]}
-    file.write_text(json.dumps(kept, indent=1) + "\n")
     size = f"{about['steps']} steps, {NUM_WORKERS} workers on"
-    file.with_suffix(".md").write_text(f"{table(runs)}\n{size} {signature(about)}\n")
-    return file
+    page = f"{table(runs)}\n{size} {signature(about)}\n"
+    return keep(folder_of(results, about), "local_updates", kept, page)
 
 
 def main() -> None:
     """Run every method with every seed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", default=[], choices=[*METHODS], metavar="METHOD")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
     methods = [name for name in METHODS if name == PEER or name in (asked.methods or METHODS)]
     about = facts(asked.steps)

@@ -46,10 +46,10 @@ from benchmarks.network_cell import Block, Way
 from benchmarks.network_cluster import MeasuringError, measured_clusters
 from benchmarks.network_table import (
     CONTROL,
+    LEFT,
     PEER,
     cell_lines,
     loss_lines,
-    markdown,
     place_of,
     rows,
     summary,
@@ -66,7 +66,8 @@ from benchmarks.network_ways import (
     possible,
     predicted_s,
 )
-from benchmarks.provenance import RESULTS, ROOT, folder_of, signature, taken_with
+from benchmarks.provenance import ROOT, folder_of, keep, parser_of, signature, taken_with
+from benchmarks.tables import markdown
 from paceline.bench.command import to_text
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
@@ -203,7 +204,7 @@ def measure_losses(options: argparse.Namespace, say: Callable[[str], None]) -> d
             say(f"seed {seed}  {name:<16} {mean(last):.4f}  held-out {of['eval_loss']:.4f}")
     titles = ("way", "loss, last steps", "held-out loss (seeds)", f"to {PEER}")
     about = f"{options.steps} steps, {jobs[0][1].model.num_params / 1e6:.1f} M parameters\n"
-    text = f"{markdown(titles, loss_lines(found))}\n{about}"
+    text = f"{markdown(titles, loss_lines(found), LEFT)}\n{about}"
     return {"curves": curves, "found": found, "markdown": text}
 
 
@@ -236,11 +237,9 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
 def write_results(folder: Path, name: str, about: dict[str, Any], result: dict[str, Any]) -> Path:
     """Write <name>.json with every block, and <name>.md with the table."""
     text = result.pop("markdown")
-    file = folder / f"{name}.json"
-    file.write_text(json.dumps({"facts": about, **result}, indent=1) + "\n")
     size = f"{about['num_params'] / 1e6:.1f} M parameters, hosts share"
-    (folder / f"{name}.md").write_text(f"{text}\n{size} {signature(about)}\n")
-    return file
+    page = f"{text}\n{size} {signature(about)}\n"
+    return keep(folder, name, {"facts": about, **result}, page)
 
 
 def main() -> None:
@@ -260,7 +259,7 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="2 hosts, 2 rates, no workers")
     parser.add_argument("--hosts", type=int, nargs="+", default=[*HOSTS])
     parser.add_argument("--rate", nargs="+", default=[*RATES], help="10mbit, 1gbit, none")
@@ -272,7 +271,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="of --loss, 20 or more")
     parser.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS], help="of --loss")
     parser.add_argument("--whole", action="store_true", help="--loss with the network of the times")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.quick:
         options.hosts, options.rate, options.rounds = [2], ["200mbit", "none"], 3

@@ -32,11 +32,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from paceline.comm.rendezvous import Ranks, connect, exit_rank, ranks_from_env
-from paceline.config.job import Job, read_job
+from paceline.config.job import Job, decided, read_job
 from paceline.machine.discovery import num_cores
+from paceline.train.families import task_of
 from paceline.train.optim import build_optimizer, learning_rate
 from paceline.train.results import StepResult
-from paceline.train.session import keep_freed_memory, language_model
+from paceline.train.session import keep_freed_memory
 from paceline.train.task import Step, Task
 from paceline.train.trainer import Trainer
 
@@ -284,7 +285,7 @@ def losses_of(contender: Contender, task: Task, num_steps: int) -> dict[str, Any
 def contender_of(way: Way, job: Job, ranks: Ranks) -> tuple[Contender, Task]:
     """A way with weights of its own, drawn by the Job's seed."""
     torch.manual_seed(job.train.seed)
-    task = language_model(job, ranks)
+    task = task_of(job, ranks)
     if way.kind == "paceline":
         ours = Ours if job.comm.local.method == "none" else Workers
         return ours(job, ranks, task), task
@@ -299,7 +300,10 @@ def main() -> None:
     torch.set_num_threads(max(1, num_cores() // ranks.local_world_size))
     keep_freed_memory()
     connect(ranks)
-    ways = [(Way(**way), read_job(folder / f"{at}.toml")) for at, way in enumerate(plan["ways"])]
+    ways = [
+        (Way(**way), decided(read_job(folder / f"{at}.toml")))
+        for at, way in enumerate(plan["ways"])
+    ]
     work = _losses if plan["part"] == "loss" else _times
     result = work(ways, ranks, plan, folder)
     if ranks.is_first:

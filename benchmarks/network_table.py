@@ -7,7 +7,10 @@ from typing import Any
 
 from benchmarks.netlab import rate_text
 from benchmarks.network_cell import Block
+from benchmarks.tables import markdown
 
+LEFT = ("link", "way", "sent as")
+"""Columns of text."""
 CONTROL = "compute only"
 PEER = "DDP fp32"
 
@@ -92,12 +95,6 @@ def table_lines(num_hosts: int, rate: float | None, table: Sequence[Row]) -> lis
     ]
 
 
-def markdown(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table for a page: text to the left, figures to the right."""
-    rule = ["---" if title in ("link", "way", "sent as") else "---:" for title in titles]
-    return "".join(f"| {' | '.join(part)} |\n" for part in (titles, rule, *lines))
-
-
 def loss_lines(found: Mapping[str, Mapping[str, Sequence[float]]]) -> list[tuple[str, ...]]:
     """Way -> {"loss": of each seed, "eval_loss": of each seed}, as text beside DDP's.
 
@@ -141,4 +138,4 @@ def summary(cells: Sequence[Mapping[str, Any]]) -> str:
         if row["predicted_s"] is not None
     ]
     said = f"Predictions are off by {median(off):.1%} (median of {len(off)} rows)." if off else ""
-    return f"{markdown(_TITLES, lines)}\n{said}\n"
+    return f"{markdown(_TITLES, lines, LEFT)}\n{said}\n"

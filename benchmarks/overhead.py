@@ -29,7 +29,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 # All run on the CPU ranks, here and in every process that is started from here, or with --cuda on
@@ -39,9 +38,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "0,1,2,3,4,5,6,7" if "--cuda" in sys.argv e
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
+from benchmarks.provenance import folder_of, keep, parser_of, signature, taken_with
+from benchmarks.tables import Spread, markdown, terminal_table
 from paceline.config.job import Job, read_job, to_raw, to_toml
 from paceline.machine.discovery import num_cores
 from paceline.observe.run import Run
@@ -76,20 +75,6 @@ class Block:
     ends_s: list[float]
     """When each step ended, after the start of the process."""
     losses: list[float]
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median and range of a figure over the rounds."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        """Of at least one value."""
-        return cls(median(values), min(values), max(values))
 
 
 def workload_job(steps: int) -> Job:
@@ -260,35 +245,15 @@ def rows(table: dict[str, dict[str, Spread]]) -> list[tuple[str, str, str, str]]
     return [
         (
             contender,
-            _text(of["tokens_per_s"], ",.0f"),
-            "" if contender == OURS else _text(of["ours_over_this"], ".3f"),
-            _text(of["first_step_s"], ".1f"),
+            of["tokens_per_s"].text(",.0f"),
+            "" if contender == OURS else of["ours_over_this"].text(".3f"),
+            of["first_step_s"].text(".1f"),
         )
         for contender, of in table.items()
     ]
 
 
-def _text(spread: Spread, form: str) -> str:
-    return f"{spread.median:{form}} ({spread.low:{form}} – {spread.high:{form}})"
-
-
 _TITLES = ("", "tokens/s", "Paceline / this, within a round", "time to first step, s")
-
-
-def terminal_table(lines: Sequence[tuple[str, ...]]) -> Table:
-    """The figures for the terminal."""
-    table = Table(title="Overhead: median (least – most) over the rounds", title_justify="left")
-    for title in _TITLES:
-        table.add_column(title, justify="right" if title else "left")
-    for line in lines:
-        table.add_row(*line)
-    return table
-
-
-def markdown_table(lines: Sequence[tuple[str, ...]]) -> str:
-    """The figures for a page."""
-    parts = [_TITLES, ("---", *["---:"] * (len(_TITLES) - 1)), *lines]
-    return "".join(f"| {' | '.join(part)} |\n" for part in parts)
 
 
 def measure(job: Job, num_rounds: int, folder: Path, say: Callable[[str], None]) -> list[Block]:
@@ -308,16 +273,13 @@ def measure(job: Job, num_rounds: int, folder: Path, say: Callable[[str], None])
 
 def write_results(folder: Path, result: dict[str, Any], lines: Sequence[tuple[str, ...]]) -> Path:
     """Write overhead.json with every block, and overhead.md with the table; _cuda on CUDA."""
-    name = "overhead_cuda" if ON_CUDA else "overhead"
-    file = folder / f"{name}.json"
-    file.write_text(json.dumps(result, indent=1) + "\n")
     about = result["facts"]
-    file.with_suffix(".md").write_text(
-        f"{markdown_table(lines)}\nMedian (least – most) of {result['num_rounds']} rounds on "
-        f"{about['num_ranks']} ranks; `paceline --help` takes {result['help_s']['median']:.2f} s; "
-        f"{signature(about)}\n"
+    page = (
+        f"{markdown(_TITLES, lines, [''])}\nMedian (least – most) of {result['num_rounds']} rounds "
+        f"on {about['num_ranks']} ranks; `paceline --help` takes "
+        f"{result['help_s']['median']:.2f} s; {signature(about)}\n"
     )
-    return file
+    return keep(folder, "overhead_cuda" if ON_CUDA else "overhead", result, page)
 
 
 def main() -> None:
@@ -346,8 +308,10 @@ def main() -> None:
         except BlockError as failure:
             sys.exit(str(failure))
     lines = rows(figures(blocks))
-    console.print(terminal_table(lines))
-    console.print(f"paceline --help: {_text(help_s, '.2f')} s")
+    console.print(
+        terminal_table("Overhead: median (least – most) over the rounds", _TITLES, lines, [""])
+    )
+    console.print(f"paceline --help: {help_s.text('.2f')} s")
     apart = largest_disagreement(blocks)
     if not apart <= LOSS_TOLERANCE:
         sys.exit(f"the first losses differ by {apart:.2g}: the contenders don't train the same.")
@@ -367,11 +331,10 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="blocks of each contender")
     parser.add_argument("--steps", type=int, default=16, help="steps of a block")
     parser.add_argument("--cuda", action="store_true", help="on the CUDA devices of this machine")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     if options.rounds < 1 or options.steps <= FIRST_TIMED_STEP:
         parser.error(f"--rounds must be at least 1 and --steps more than {FIRST_TIMED_STEP}")

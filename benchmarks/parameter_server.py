@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import rpc
 
-from benchmarks.provenance import RESULTS, folder_of, taken_with
+from benchmarks.provenance import RESULTS, folder_of, keep, taken_with
 from paceline.comm.rendezvous import Ranks
 from paceline.config.recommender import Clicks, Dlrm, RowOptim
 from paceline.recommender.click_log import samples
@@ -247,8 +247,7 @@ def report(
         print(f"{name:16}{medians[name] * 1e3:10.2f}{span:>16}{rate:10.2f}{ratio:8.2f}")
     settings = {"rows": arguments.rows, "batch": arguments.batch, "steps": arguments.steps}
     result = about | {"settings": settings, "distinct": distinct, "seconds": times}
-    file = folder_of(RESULTS, about) / "parameter_server.json"
-    file.write_text(json.dumps(result, indent=1) + "\n")
+    keep(folder_of(RESULTS, about), "parameter_server", result)
 
 
 if __name__ == "__main__":

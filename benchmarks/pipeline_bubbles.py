@@ -22,7 +22,6 @@ late. Where that can't be helped, `chrt --rr 5` before the command lets them go 
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -39,18 +38,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
+from benchmarks.provenance import folder_of, keep, parser_of, signature, taken_with
+from benchmarks.published_bubbles import bubble_fraction_published
+from benchmarks.tables import markdown, terminal_table
 from paceline.config.schedule import DEMANDS, Schedule, refusal
 from paceline.parallel.pp import Pipeline
-from paceline.plan.schedules import (
-    bubble_fraction_published,
-    build_schedule,
-    equal_cost,
-    makespan,
-)
+from paceline.plan.schedules import build_schedule, equal_cost, makespan
 
 PP = (2, 4, 8)
 MICRO_BATCHES = (4, 8, 16, 32)
@@ -286,22 +281,6 @@ def titles(measured: Sequence[Measured]) -> tuple[str, ...]:
     return ("pp", "schedule", *(f"{number} micro-batches" for number in numbers))
 
 
-def markdown_table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
-    """The figures for a page."""
-    parts = [head, ("---:", "---", *["---:"] * (len(head) - 2)), *lines]
-    return "".join(f"| {' | '.join(part)} |\n" for part in parts)
-
-
-def terminal_table(title: str, head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> Table:
-    """The figures for the terminal."""
-    table = Table(title=title, title_justify="left")
-    for name in head:
-        table.add_column(name, justify="left" if name == "schedule" else "right")
-    for line in lines:
-        table.add_row(*line)
-    return table
-
-
 def fitted_costs(measured: Sequence[Measured]) -> Costs:
     """The costs whose simulated steps are nearest to the measured ones of 1F1B, in 50 us steps."""
     base = [m for m in measured if m.case.name == BASELINE]
@@ -378,20 +357,17 @@ def verdict(measured: Sequence[Measured]) -> list[str]:
 
 def write_results(folder: Path, about: dict[str, Any], groups: dict[str, list[Measured]]) -> Path:
     """Write pipeline_bubbles.json with every step, and pipeline_bubbles.md with the tables."""
-    file = folder / "pipeline_bubbles.json"
     figures = {
         title: [{**asdict(m), "case": m.case._asdict()} for m in measured]
         for title, measured in groups.items()
     }
-    file.write_text(json.dumps({"facts": about, "figures": figures}, indent=1) + "\n")
     parts = [
-        f"{title}\n\n{markdown_table(titles(measured), rows(measured))}\n"
+        f"{title}\n\n{markdown(titles(measured), rows(measured), ['schedule'])}\n"
         + "\n".join(verdict(measured))
         for title, measured in groups.items()
     ]
     text = "\n\n".join([*parts, signature(about)])
-    (folder / "pipeline_bubbles.md").write_text(text + "\n")
-    return file
+    return keep(folder, "pipeline_bubbles", {"facts": about, "figures": figures}, text + "\n")
 
 
 def title_of(sleeps: Sleeps) -> str:
@@ -435,20 +411,19 @@ def main() -> None:
     for each in sorted(measured, key=lambda m: m.case.pp):
         groups.setdefault(title_of(each.case.sleeps), []).append(each)
     for title, of in groups.items():
-        console.print(terminal_table(title, titles(of), rows(of)))
+        console.print(terminal_table(title, titles(of), rows(of), ["schedule"]))
         console.print("\n".join(verdict(of)))
     console.print(f"results: {write_results(folder_of(options.results, about), about, groups)}")
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a case")
     parser.add_argument("--pp", type=int, nargs="+", default=PP, help="ranks of the pipelines")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES)
     parser.add_argument(
         "--quick", action="store_true", help="2 ranks and short sleeps: a smoke run"
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     if options.quick:
         options.pp, options.micro_batches, options.steps = [2], [4], 1

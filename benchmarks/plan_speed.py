@@ -17,11 +17,10 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
+from benchmarks.provenance import folder_of, keep, parser_of, signature, taken_with
 
 
 class Case(NamedTuple):
@@ -135,10 +134,9 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Run the benchmark, show the table and write the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="answers per question")
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     if options.case:
         case = next(case for case in CASES if case.name == options.case)
@@ -148,10 +146,8 @@ def main() -> None:
     results = [measure(case, options.repeats) for case in CASES]
     text = table(results)
     print(text)
-    folder = folder_of(options.results, about)
-    file = folder / "plan_speed.json"
-    file.write_text(json.dumps({"facts": about, "figures": results}, indent=1) + "\n")
-    (folder / "plan_speed.md").write_text(f"{text}\n{signature(about)}\n")
+    result, page = {"facts": about, "figures": results}, f"{text}\n{signature(about)}\n"
+    file = keep(folder_of(options.results, about), "plan_speed", result, page)
     print(f"results: {file}")
 
 

@@ -167,11 +167,7 @@ def _key(run: PublishedRun) -> str:
 
 
 def _source_row(
-    one: PredictionErrors,
-    zero: Report,
-    others: Report | None,
-    six: Sequence[Report],
-    keep: Chosen,
+    one: PredictionErrors, zero: Report, others: Report | None, six: Sequence[Report], keep: Chosen
 ) -> str:
     found = [e for report in six if (e := _pooled(report, keep)) is not None]
     fitted = _mean_and_worst([e.mean for e in found]) if found else "–"

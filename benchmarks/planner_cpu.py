@@ -5,7 +5,7 @@ How it works: for 1, 2 and 4 ranks, `paceline bench` measures the machine; then 
 schedules, accumulation, recomputing) are predicted with what it wrote, and run. All Jobs of a
 number of ranks run in one start of the ranks, in turns, so that a busy moment hits all alike; the
 bench and the Jobs share no Job. The step is the median of all timed ones; the peak of memory is
-counted from the allocator's events (`paceline.bench.memory`), on the rank that holds most.
+counted from the allocator's events (`benchmarks.step_memory`), on the rank that holds most.
 
 Then the choice: for a few models, every layout of a small space is run as well. How much longer
 than the best measured step does the layout take that is predicted to be the fastest?
@@ -17,14 +17,13 @@ predicting to choosing, where everybody can run it. Leave the machine alone mean
 """
 
 import argparse
-import json
 import math
 import os
 import random
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -32,18 +31,19 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
+from benchmarks.provenance import folder_of, keep, parser_of, signature, taken_with
+from benchmarks.step_memory import step_peak_bytes
+from benchmarks.tables import markdown, terminal_table
+from paceline.bench.clock import RankTimer
 from paceline.bench.command import with_ranks
 from paceline.bench.measure import BenchRequest, Part, calibrated, measure
-from paceline.bench.rank_pool import RankProgress, TellProgress, run_on_ranks
+from paceline.bench.rank_pool import RankProgress, TellProgress, counted_progress, run_on_ranks
 from paceline.bench.reference import small_job
-from paceline.bench.step import MeasuredStep, measure_jobs
+from paceline.bench.step import MeasuredStep, measure_jobs, num_measurements
 from paceline.comm.forkserver_start import MEASURING, warm_up_ranks
 from paceline.comm.rendezvous import Ranks
 from paceline.config.errors import InputError
-from paceline.config.frozen import size
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job
 from paceline.config.layout import Layout
@@ -83,7 +83,7 @@ def _flops(job: Job) -> float:
 
 
 def _drawn(cluster: Cluster, name: str, draw: random.Random) -> Job:
-    ranks = size(cluster.devices_per_node)
+    ranks = cluster.devices_per_node
     hidden = draw.choice((64, 96, 128, 192, 256, 384))
     model = {
         "hidden_size": hidden,
@@ -124,7 +124,7 @@ CHOICES: tuple[tuple[dict[str, int], int, int], ...] = (
 def all_layouts(cluster: Cluster, number: int) -> list[Job]:
     """Every way of a small space to run one of CHOICES: which axis all ranks are on, the size of a
     micro-batch, and on one rank recomputing or not."""
-    ranks = size(cluster.devices_per_node)
+    ranks = cluster.devices_per_node
     model, seq_len, batch = CHOICES[number]
     shapes = {**model, "ffn_size": 3 * model["hidden_size"]}
     jobs = []
@@ -168,21 +168,21 @@ class Case:
         return self.predicted_bytes / (self.measured_bytes or math.nan) - 1
 
 
-def case_of(measured: MeasuredStep, cluster: Cluster) -> Case:
-    """Predict what was measured."""
+def case_of(measured: MeasuredStep, cluster: Cluster, peak_bytes: float | None = None) -> Case:
+    """Predict what was measured; of the rank that holds most, its peak where it was counted."""
     job = measured.job
     prediction = predict(Setting.of(job.replace(cluster=cluster)), job.layout)
     times = sorted(measured.steps_s)
     quarter = len(times) // 4
     return Case(
-        size(cluster.devices_per_node),
+        cluster.devices_per_node,
         job.name,
         describe(job),
         prediction.step_s,
         measured.step_s,
         (times[-1 - quarter] - times[quarter]) / 2 / measured.step_s,
         prediction.peak_memory_bytes,
-        measured.peak_memory_bytes,
+        peak_bytes,
         {term: s for term, s in prediction.time_s.items() if s},
         {term: b for term, b in prediction.heaviest.terms.items() if b},
     )
@@ -207,24 +207,20 @@ def describe(job: Job) -> str:
 
 
 def steps_of(
-    jobs: Sequence[Job], num_rounds: int, counts_memory: bool, ranks: Ranks, tell: TellProgress
+    jobs: Sequence[Job], num_rounds: int, ranks: Ranks, tell: TellProgress
 ) -> list[MeasuredStep]:
     """What every rank does."""
-    done = 0
+    say = counted_progress(tell, "jobs", num_measurements(len(jobs), num_rounds))
+    return measure_jobs(ranks, jobs, num_rounds=num_rounds, steps_per_round=3, say=say)
 
-    def say(what: str) -> None:
-        nonlocal done
-        done += 1
-        tell(RankProgress("jobs", done, len(jobs) * (1 + num_rounds), what))
 
-    return measure_jobs(
-        ranks,
-        jobs,
-        num_rounds=num_rounds,
-        steps_per_round=3,
-        say=say,
-        counts_memory=counts_memory,
-    )
+def peaks_of(jobs: Sequence[Job], ranks: Ranks, tell: TellProgress) -> list[float]:
+    """The peak of each Job, of the rank that holds most; what every rank does."""
+    say, clock, peaks = counted_progress(tell, "memory", len(jobs)), RankTimer(ranks), []
+    for job in jobs:
+        peaks.append(clock.most(step_peak_bytes(job, ranks)))
+        say(job.name)
+    return peaks
 
 
 def measured_cluster(num_ranks: int, *, quick: bool, hear: TellProgress) -> Cluster:
@@ -234,30 +230,10 @@ def measured_cluster(num_ranks: int, *, quick: bool, hear: TellProgress) -> Clus
 
 
 def measured_jobs(
-    num_ranks: int,
-    jobs: Sequence[Job],
-    num_rounds: int,
-    hear: TellProgress,
-    *,
-    counts_memory: bool = False,
-) -> list[MeasuredStep]:
-    """Run Jobs in turns, in one start of the ranks."""
-    work = partial(steps_of, jobs, num_rounds, counts_memory)
-    return run_on_ranks(num_ranks, "cpu", work, hear)
-
-
-def with_memory(
     num_ranks: int, jobs: Sequence[Job], num_rounds: int, hear: TellProgress
 ) -> list[MeasuredStep]:
-    """Run Jobs, and once more in another start for their memory: a process whose allocations were
-    watched stays slower than one of training.
-    """
-    timed = measured_jobs(num_ranks, jobs, num_rounds, hear)
-    counted = measured_jobs(num_ranks, jobs, 0, hear, counts_memory=True)
-    return [
-        replace(one, peak_memory_bytes=other.peak_memory_bytes)
-        for one, other in zip(timed, counted, strict=True)
-    ]
+    """Run Jobs in turns, in one start of the ranks."""
+    return run_on_ranks(num_ranks, "cpu", partial(steps_of, jobs, num_rounds), hear)
 
 
 @dataclass(frozen=True)
@@ -337,14 +313,10 @@ def write_results(
         "cases": [asdict(case) for case in cases],
         "choices": [asdict(choice) for choice in choices],
     }
-    file = folder / "planner_cpu.json"
-    file.write_text(json.dumps(figures, indent=1) + "\n")
-    lines = [COLUMNS, ("---:", "---", *["---:"] * (len(COLUMNS) - 2)), *rows(cases)]
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    table = markdown(COLUMNS, rows(cases), ["job"])
     found = [f"- {each}" for each in sentences(cases, choices)]
     text = "\n".join([table, *found, "", signature(about)])
-    (folder / "planner_cpu.md").write_text(text + "\n")
-    return file
+    return keep(folder, "planner_cpu", figures, text + "\n")
 
 
 def run(options: argparse.Namespace, about: dict[str, Any], console: Console) -> None:
@@ -359,23 +331,23 @@ def run(options: argparse.Namespace, about: dict[str, Any], console: Console) ->
             cluster = measured_cluster(ranks, quick=options.quick, hear=hear)
             jobs = random_jobs(cluster, shares[ranks], options.seed + ranks)
             spaces = [all_layouts(cluster, number) for number in range(len(CHOICES))]
+            measured = [
+                each
+                for some in (jobs, *spaces)
+                for each in measured_jobs(ranks, some, options.rounds, hear)
+            ]
+            names = [job.name for job in jobs]
+            counted = run_on_ranks(ranks, "cpu", partial(peaks_of, jobs), hear)
+            peaks = dict(zip(names, counted, strict=True))
             found = {
-                each.job.name: case_of(each, cluster)
-                for each in [
-                    *with_memory(ranks, jobs, options.rounds, hear),
-                    *(
-                        each
-                        for space in spaces
-                        for each in measured_jobs(ranks, space, options.rounds, hear)
-                    ),
-                ]
+                each.job.name: case_of(each, cluster, peaks.get(each.job.name)) for each in measured
             }
-        cases += [found[job.name] for job in jobs]
+        cases += [found[name] for name in names]
         choices += [
             Choice.of(number, [found[job.name] for job in space])
             for number, space in enumerate(spaces)
         ]
-        console.print(_table(f"{ranks} ranks", [*found.values()]))
+        console.print(terminal_table(f"{ranks} ranks", COLUMNS, rows([*found.values()]), ["job"]))
         stack = cluster.stack
         console.print({} if stack is None else dict(stack.constants))
         console.print("\n".join(sentences(cases, choices)))
@@ -390,15 +362,6 @@ def _show(console: Console, status: Any, ranks: int, news: RankProgress) -> None
         console.print(datetime.now(UTC).strftime("%H:%M:%S"), text)
 
 
-def _table(title: str, cases: Sequence[Case]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "job" else "right", no_wrap=True)
-    for line in rows(cases):
-        table.add_row(*line)
-    return table
-
-
 def main() -> None:
     """Run the benchmark, show the tables and write the results."""
     options = _options()
@@ -410,13 +373,12 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--jobs", type=int, default=30, help="random Jobs over all ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--rounds", type=int, default=4, help="turns of three timed steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a smoke run")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     if options.quick:
         options.rounds = 2

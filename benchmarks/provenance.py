@@ -1,5 +1,7 @@
 """What a benchmark's figures were taken with and on, and where its results are kept."""
 
+import argparse
+import json
 import os
 import platform
 import re
@@ -34,7 +36,7 @@ def taken_with(module: str, *packages: str) -> dict[str, Any]:
         "versions": {name: version(name) for name in ("paceline", "torch", *packages)},
         "python": platform.python_version(),
         "kernel": platform.release(),
-        "device": this_machine().known_device.name,
+        "device": this_machine().device.name,
         "cores": num_cores(),
         "load_average_before": os.getloadavg(),
     }
@@ -46,6 +48,22 @@ def folder_of(results: Path, facts: dict[str, Any]) -> Path:
     folder = results / f"{device}-{facts['cores']}-cores"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def keep(folder: Path, name: str, data: dict[str, Any], page: str | None = None) -> Path:
+    """Write a result as JSON, and its page in Markdown beside it; returns the JSON's file."""
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(data, indent=1) + "\n")
+    if page is not None:
+        file.with_suffix(".md").write_text(page)
+    return file
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """A script's options: what it is, by its first line, and where its results go."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
+    return parser
 
 
 def signature(facts: dict[str, Any]) -> str:

@@ -20,7 +20,6 @@ It is no measure of a network of machines: here messages are copies within one.
     python -m benchmarks.ring_attention [--rounds 5] [--quick]
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -37,12 +36,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
+from benchmarks.provenance import folder_of, keep, parser_of, signature, taken_with
+from benchmarks.tables import markdown, terminal_table
 from paceline.models.attention import Sdpa
 from paceline.parallel.cp import AttentionCore, context_groups, make_attend, positions_of
 
@@ -364,44 +363,23 @@ def text(row: Row) -> tuple[str, ...]:
     )
 
 
-def markdown_table(table: Sequence[Row]) -> str:
-    """The figures for a page."""
-    rule = ["---" if title == "way" else "---:" for title in _TITLES]
-    lines = [_TITLES, rule, *map(text, table)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _terminal_table(table: Sequence[Row]) -> Table:
-    shown = Table(title="Attention, forward and backward: medians", title_justify="left")
-    for title in _TITLES:
-        shown.add_column(title, justify="left" if title == "way" else "right")
-    for row in table:
-        shown.add_row(*text(row), end_section=row.way == WAYS[-1])
-    return shown
-
-
 def write_results(folder: Path, result: dict[str, Any], table: Sequence[Row]) -> Path:
     """Write ring_attention.json with every step, and ring_attention.md with the table."""
-    file = folder / "ring_attention.json"
-    file.write_text(json.dumps(result, indent=1) + "\n")
     about, plan = result["facts"], result["facts"]["plan"]
     heads, kv_heads, dim = plan["shape"]
-    (folder / "ring_attention.md").write_text(
-        f"{markdown_table(table)}\nOne layer's attention ({heads} heads, {kv_heads} key heads of "
-        f"{dim}, one sequence), {plan['rounds']} rounds on {plan['device_type']}, "
-        f"{signature(about)}\n"
+    page = (
+        f"{markdown(_TITLES, [*map(text, table)], ['way'])}\nOne layer's attention ({heads} heads, "
+        f"{kv_heads} key heads of {dim}, one sequence), {plan['rounds']} rounds on "
+        f"{plan['device_type']}, {signature(about)}\n"
     )
-    return file
+    return keep(folder, "ring_attention", result, page)
 
 
 def main() -> None:
     """Run the benchmark, show the table and write the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="short sequences, one round")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     device_type = "cuda" if torch.cuda.device_count() >= NUM_RANKS else "cpu"
     seq_lens = (1024, 2048, 4096, 8192) if device_type == "cpu" else (8192, 32768, 131072)
@@ -413,7 +391,8 @@ def main() -> None:
     peaks, samples = measure(plan)
     table = rows(peaks, samples)
     console = Console(highlight=False)
-    console.print(_terminal_table(table))
+    title = "Attention, forward and backward: medians"
+    console.print(terminal_table(title, _TITLES, [*map(text, table)], ["way"]))
     result = {
         "facts": about,
         "peaks": list(map(asdict, peaks)),

@@ -12,8 +12,6 @@ PaLM's formula does, and by half, what a causal mask leaves.
 Results: benchmarks/results/<device>/step.json and .md.
 """
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -27,7 +25,7 @@ import tomli_w
 import torch
 from rich.console import Console
 
-from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
+from benchmarks.provenance import folder_of, keep, parser_of, signature, taken_with
 from paceline.config.device import Device
 from paceline.config.errors import RunError
 from paceline.config.model import Model
@@ -79,18 +77,17 @@ ON_CPU = (Variant("reference", False, "fp32"),)
 
 def main() -> int:
     """Train each variant in turns, print and keep the figures."""
-    parser = argparse.ArgumentParser(description="A step of a Llama-shaped decoder, taken apart.")
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=("1b", "3b"), default=["1b", "3b"])
     parser.add_argument("--rounds", type=int, default=1, help="turns of each variant")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--tiny", action="store_true", help="a decoder for a CPU")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     console = Console()
     if not options.tiny and not torch.cuda.is_available():
         console.print("This needs a CUDA device; --tiny tries the benchmark on a CPU.", style="red")
         return 2
-    facts, device = taken_with("benchmarks.step"), this_machine().known_device
+    facts, device = taken_with("benchmarks.step"), this_machine().device
     names = ["tiny"] if options.tiny else options.models
     rows, failed = [], list[str]()
     for name in names:
@@ -105,8 +102,7 @@ def main() -> int:
             console.print(_line(rows[-1]), highlight=False)
     folder = folder_of(options.results, facts)
     data = {"facts": facts, "rows": rows, "failed": failed}
-    (folder / "step.json").write_text(json.dumps(data, indent=1) + "\n")
-    (folder / "step.md").write_text(_page(rows, facts))
+    keep(folder, "step", data, _page(rows, facts))
     return 1 if failed else 0
 
 

@@ -30,7 +30,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.netlab import Laboratory, why_not
-from benchmarks.provenance import RESULTS, ROOT, folder_of, signature, taken_with
+from benchmarks.provenance import ROOT, folder_of, parser_of, signature, taken_with
 from paceline.comm.forkserver_start import MEASURING, warm_up_ranks
 from paceline.comm.rendezvous import exit_rank, ranks_from_env
 from paceline.config.errors import InputError
@@ -400,10 +400,9 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], default=[])
     parser.add_argument("--out", type=Path, default=Path("tunes/benchmark"))
-    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--as-rank", default=None, help=argparse.SUPPRESS)
     return parser.parse_args()
 

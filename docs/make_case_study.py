@@ -20,10 +20,10 @@ from examples.markdown import reflow, table
 from measured import MEASURED
 
 from paceline.config.hardware import Cluster
-from paceline.config.job import Job, read_job
+from paceline.config.job import Job, JobOnCluster, read_job
 from paceline.config.stack import Stack
 from paceline.config.vision import ResNet
-from paceline.plan.answer.answer import answer
+from paceline.plan.answer.find import answer
 from paceline.plan.collectives import collective_s
 from paceline.plan.convnet import convnet_times, predict_convnet, training_of
 from paceline.plan.prediction import Prediction
@@ -69,14 +69,21 @@ STEPS = (
 @cache
 def planned(step: Step) -> Prediction:
     """What `paceline plan` says of the recipe with a step's settings."""
-    best = answer(read_job(RECIPE, step.sets)).best
+    best = answer(recipe(step)).best
     assert best is not None
     return best
 
 
+def recipe(step: Step) -> JobOnCluster:
+    """The recipe with a step's settings, on the cluster that it states."""
+    spec = read_job(RECIPE, step.sets)
+    return spec.on(Cluster.parse(vars(spec.cluster)))
+
+
 def concrete(step: Step) -> Job:
     """The Job that this prediction is of."""
-    return read_job(RECIPE, step.sets).replace(layout=planned(step).layout)
+    job = recipe(step)
+    return job.with_layout(planned(step).layout, job.comm)
 
 
 def page() -> str:
@@ -222,7 +229,7 @@ milliseconds.
   however fast products were, these alone allow {elementwise:,.0f} images/s a GPU once fused. That
   is why fusing pays and why {IMAGES * EPOCHS / 1800 / GPUS:,.0f} a GPU are out of reach.
 - We predict the baseline {1 - ours / theirs:.0%} below the published TF32 rate of eight A100-40 in
-  one node ({theirs:,.0f}, 256 images a GPU); with 256 images a GPU and all kernels fused
+  one node ({theirs:,.0f}, 256 images a GPU). With 256 images a GPU and all kernels fused
   {large.tokens_per_s:,.0f} images/s stand beside {rate_of("VIS-040"):,.0f} published. The interval
   is as wide as the planner is wrong on published runs ([planning.md](planning.md)).
 """
@@ -276,7 +283,7 @@ DDP sends buckets while the backward pass still computes (bf16, fused kernels, 6
 - **Hierarchical, "-40 % traffic between nodes"**: right. A flat ring sends {flat:.3f} S over each
   card, an all-reduce inside the nodes, across and inside again {tiered:.3f} S:
   {1 - tiered / flat:.0%} less. But NCCL's rings go through all cards at once already, the exchange
-  was hidden, and one more stage has its latencies: with a card for each GPU nothing is gained in
+  was hidden, and one more stage has its latencies. With a card for each GPU nothing is gained in
   time, with one for four a little.
 - **Buckets of 2 MiB, "-20 % epoch time"**: there are {math.ceil(gradients / 2**21)} instead of
   {num_buckets}, each with its latency. It can't gain what was not exposed.
@@ -349,10 +356,10 @@ def _loader() -> str:
     return f"""## What the loader has to do
 
 At {best:,.0f} images/s it reads {best * _JPEG_BYTES / 1e9:.1f} GB/s of JPEGs (the training archive
-is 148 GB, {_JPEG_BYTES / 1e3:.0f} KB an image) and decodes them: at some {_JPEGS_PER_CORE} a second
-and core (assumed) that is {best / _JPEGS_PER_CORE:.0f} cores, which is why the published runs above
+is 148 GB, {_JPEG_BYTES / 1e3:.0f} KB an image) and decodes them. At some {_JPEGS_PER_CORE} a second
+and core (assumed) that is {best / _JPEGS_PER_CORE:.0f} cores, so the published runs above
 decode on the GPU. The claim doesn't mention its loader. It is the one part that could hold eight
-A100 down to 400 images/s: with 50 images/s for each GPU the planner has them waiting for data
+A100 down to 400 images/s. With 50 images/s for each GPU the planner has them waiting for data
 {waiting.time_s["data_wait"] / waiting.step_s:.0%} of the step, and no kernel or network would
 change that.
 """
@@ -382,10 +389,10 @@ def _real() -> str:
 
 `python -m benchmarks.case_study`: a ResNet-{network["depth"]} on images of
 {network["image_size"]} x {network["image_size"]}, two hosts (network namespaces) of two CPU ranks
-each, {found["rate_bits_per_s"] / 1e9:g} Gbit/s between them, every step through the same Trainer
-and Job that GPUs would run. This machine is the opposite of the published one: slow processors that
-are slower still while they send, behind a slow wire. In its baseline the exchange is
-{exposed:.0%} of the step.
+each, {found["rate_bits_per_s"] / 1e9:g} Gbit/s between them. Every step goes through the same
+Trainer and Job that GPUs would run. This machine is the opposite of the published one: slow
+processors that are slower still while they send, behind a slow wire. In its baseline the exchange
+is {exposed:.0%} of the step.
 
 {table(head, (_real_row(row, first) for row in rows.values()))}
 {_real_words(rows)}

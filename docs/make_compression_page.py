@@ -94,7 +94,7 @@ def plot(curves: dict[str, CodecCurve]) -> None:
 
 def measured_codecs() -> dict[str, CodecCurve]:
     """By name."""
-    return dict(read_cluster(MEASURED / "codecs.toml").known_device.codecs)
+    return dict(read_cluster(MEASURED / "codecs.toml").device.codecs)
 
 
 def pages() -> dict[Path, str]:

@@ -23,9 +23,9 @@ paceline doctor --run runs/big                                     kept with a r
 ```
 
 The exit code is 1 if there is a problem, else 0: a job's script may stop there. `--json` makes the
-last line one object: `facts` (devices with clocks and what holds them down, links, ports, NCCL's
-paths, versions, limits, storage), `checks` (status, seen and fix by name), and how many `problems`
-and `warnings` there are.
+last line one object. It has `facts` (devices with clocks and what holds them down, links, ports,
+NCCL's paths, versions, limits, storage), `checks` (status, seen and fix by name), and how many
+`problems` and `warnings` there are.
 
 Clocks tell the truth under load: `--run` keeps what was found as the run's doctor.json, where
 `paceline explain` looks for throttled clocks and a wrong fabric. On a machine without

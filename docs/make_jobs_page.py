@@ -8,10 +8,11 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from paceline.config.comm import Comm, DpComm, EmbeddingComm, EpComm, FsdpComm, LocalUpdates, PpComm
-from paceline.config.hardware import Cluster
+from paceline.config.elastic import Elastic
+from paceline.config.hardware import ClusterSpec
 from paceline.config.job_sections import Checkpoint, CustomModel, Data, Observe, Optim, Train
 from paceline.config.layers import Experts, LatentAttention, RopeScaling
-from paceline.config.layout import Layout
+from paceline.config.layout import LayoutSpec
 from paceline.config.model import Model
 from paceline.config.prices import Prices
 from paceline.config.recommender import Clicks, Dlrm, RowOptim
@@ -33,9 +34,9 @@ SECTIONS = {
     'model, with family = "dlrm"': Dlrm,
     'model, with family = "resnet"': ResNet,
     'model, with family = "efficientnet" (to plan)': EfficientNet,
-    "cluster": Cluster,
+    "cluster": ClusterSpec,
     "cluster.prices": Prices,
-    "layout": Layout,
+    "layout": LayoutSpec,
     "comm": Comm,
     "comm.dp": DpComm,
     "comm.fsdp": FsdpComm,
@@ -50,6 +51,7 @@ SECTIONS = {
     "train": Train,
     "checkpoint": Checkpoint,
     "observe": Observe,
+    "elastic": Elastic,
 }
 
 

@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "src")]
 from make_jobs_page import SECTIONS  # noqa: E402
 
 import paceline  # noqa: E402
-from paceline.config.job import Job  # noqa: E402
+from paceline.config.job import JobSpec  # noqa: E402
 
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md")
 DECISIONS = "decisions/README.md"
@@ -70,11 +70,11 @@ def reference() -> str:
         for noun in dict.fromkeys(SECTIONS.values())
         if noun.__name__ not in paceline.__all__
     )
-    base = Job.__mro__[1]  # has what all of them can do
+    base = JobSpec.__mro__[1]  # has what all of them can do
     return (
         "# Python\n\n`import paceline` costs nothing: names are loaded when first used.\n\n"
         f"## What `paceline` has\n{names}\n## The sections of a Job\n\n"
-        "A Job is made of a dict, `Job.parse({...})`, or of a job.toml. "
+        "A JobSpec is made of a dict, `JobSpec.parse({...})`, or of a job.toml. "
         "[Every setting](jobs.md) has the same as one table.\n"
         f"\n::: {base.__module__}.{base.__qualname__}\n{sections}"
         "\n## Traces\n\n::: paceline.observe.account.Account\n"

@@ -23,6 +23,7 @@ from torch.distributed import TCPStore
 NOBODY = 65534
 PICKLE_KEYS = ("torch.rendezvous.tiny", "/torch.rendezvous.tiny", "rdzv_state", "work/0", "evil")
 _WAIT_S = 1.0
+_STORE_ANSWERS_WITHIN_S = 3
 
 
 class Evil:
@@ -72,6 +73,7 @@ def plant(end: tuple[str, int], canary: str) -> list[str]:
     with suppress(RuntimeError):
         limit = timedelta(seconds=5)
         store = TCPStore(*end, is_master=False, timeout=limit, wait_for_workers=False)
+        signal.alarm(10)
         store.set("evil", evil)
         there = store.list_keys() if hasattr(store, "list_keys") else []
         for key in {*PICKLE_KEYS, *there}:
@@ -130,7 +132,8 @@ def _planter(end: tuple[str, int], canary: str) -> int:
     """In a process of its own: a client of torch's can't be told to give up on what is no store."""
     if pid := os.fork():
         return pid
-    signal.alarm(10)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_STORE_ANSWERS_WITHIN_S)
     print(*end, "planted", plant(end, canary), flush=True)
     os._exit(0)
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from paceline.train import launch
-from tests.ranks import WARM
+from tests.ranks import WARM, keep_one_thread
 
 COMMAND = str(Path(sys.executable).parent / "paceline")
 _start = util.spawnv_passfds
@@ -158,6 +158,7 @@ def _be_python(
 ) -> None:
     """Be `python ARGUMENTS` in a session of its own."""
     os.setsid()
+    keep_one_thread()
     # A fork inherits its parent's handlers, a new program doesn't.
     for number in (signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)

@@ -12,6 +12,8 @@ import torch
 from filelock import FileLock
 from hypothesis import settings
 
+from tests.ranks import keep_one_thread
+
 # Kernels are tested with torch's deterministic mode on, which cuBLAS needs to be told beforehand.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 if not torch.cuda.is_available():
@@ -21,33 +23,33 @@ if not torch.cuda.is_available():
 # No test waits for this machine's speed to be measured, or depends on what it was, unasked.
 os.environ.setdefault("PACELINE_MEASURE", "off")
 
-# Tests are many small tensors on few cores: threads would wait for each other.
-torch.set_num_threads(1)
+keep_one_thread()
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("paceline", deadline=None)
 settings.load_profile("paceline")
 
 # Two workers share the files: the longest first, so that neither has long to do when the other is
-# through.
+# through; and files that need `networks_alone` apart, so that none waits for another one.
 LONGEST = (
     "test_combinations",
+    "test_netlab_cut",
+    "test_security_hosts",
+    "test_rehearsal",
     "test_documents",
-    "test_tp",
-    "test_resume",
-    "test_reshard",
-    "test_compressed_replicas",
-    "test_trainer",
-    "test_kernels_bench",
-    "test_network_benchmark",
     "test_netlab_workers",
-    "test_pp",
-    "test_cp",
-    "test_ep",
-    "test_api",
-    "test_elastic_workers",
-    "test_dlrm",
+    "test_resume",
     "test_faults",
+    "test_tp",
+    "test_reshard",
+    "test_security",
+    "test_trainer",
+    "test_compressed_shards",
+    "test_compressed_replicas",
+    "test_export",
+    "test_resnet",
+    "test_dlrm",
+    "test_bad_input",
 )
 
 

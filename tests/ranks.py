@@ -27,6 +27,18 @@ WARM.set_forkserver_preload(
 )
 
 
+def keep_one_thread() -> None:
+    """Let this process, and what is forked from it, compute with one thread, whoever asks for more.
+
+    Tests are many small tensors on few cores: threads would wait for each other, up to ten times
+    as long as the work takes.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_num_threads = lambda _number: None  # type: ignore[assignment]
+
+
 def run_ranks(
     fn: Callable[..., Any],
     world_size: int,

@@ -13,8 +13,8 @@ import pytest
 from benchmarks import case_study
 from benchmarks.network_cell import Block
 from paceline.config.hardware import Cluster
-from paceline.config.job import read_cluster
-from paceline.plan.answer.answer import answer
+from paceline.config.job import Job, read_cluster
+from paceline.plan.answer.find import answer
 
 ROOT = Path(__file__).parent.parent
 CLUSTERS = ROOT / "benchmarks/results/intel-r-xeon-r-processor-2-cores/network_clusters"
@@ -25,7 +25,7 @@ NUMBER = re.compile(r"\d[\d,]*\.?\d*")
 def any_machine(monkeypatch):
     """One that computes in bf16, whichever this one is."""
     cluster = read_cluster(CLUSTERS / "2x200mbit.toml")
-    assert "bf16" in cluster.known_device.precisions
+    assert "bf16" in cluster.device.precisions
     monkeypatch.setattr(case_study, "this_machine", lambda: cluster.replace(tiers=()))
 
 
@@ -93,7 +93,7 @@ def test_each_step_of_the_study_changes_what_it_names_and_nothing_else(maker):
 @pytest.mark.usefixtures("any_machine")
 def test_every_way_is_a_job_that_can_run():
     jobs = {way.name: case_study.job_of(way) for way in case_study.WAYS}
-    assert all(job.is_concrete and job.layout.dp == 4 for job in jobs.values())
+    assert all(isinstance(job, Job) and job.layout.dp == 4 for job in jobs.values())
     assert jobs["hierarchical all-reduce"].comm.dp.algorithm == "hierarchical"
     assert jobs["8-bit gradients"].comm.dp.compress == "int8"
     assert jobs["compiled blocks"].layout.compile is True
@@ -134,7 +134,7 @@ def test_predictions_are_of_what_each_way_exchanges():
         }
         for name, number, rate in (("loopback", 2, 1e9), ("network", 4, 3e7))
     ]
-    device = read_cluster(CLUSTERS / "2x200mbit.toml").known_device
+    device = read_cluster(CLUSTERS / "2x200mbit.toml").device
     cluster = Cluster.parse(
         {"device": device, "devices_per_node": 2, "num_nodes": 2, "tiers": wires}
     )

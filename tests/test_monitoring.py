@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.observe.run import Run, json_lines
 from tests.command_line import Started, environment, ranks, start_paceline, write_tiny_job
+from tests.observe import interrupted
 
 pytestmark = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,
@@ -77,9 +79,13 @@ def server(tmp_path_factory):
     server = _start_server(folder, run_port, port)
     try:
         prometheus = Prometheus(port)
+        prometheus.wait_for("paceline_steps_total")
+        _interrupt(Run(folder / "runs" / "tiny"))
         # A profiled window, a checkpoint, and a late rank: then all of the rest is there.
-        for metric in ("profiled_term_seconds", "last_checkpoint_step", "late_rank"):
+        names = ("profiled_term_seconds", "last_checkpoint_step", "late_rank", "recovery_seconds")
+        for metric in names:
             prometheus.wait_for(f"paceline_{metric}")
+        prometheus.wait_for("delta(paceline_run_seconds_total[1h])")  # scraped twice
         yield prometheus
     finally:
         server.kill()
@@ -101,6 +107,14 @@ def _start_run(folder: Path, port: int) -> Started:
     )
     arguments = ("train", str(job), *ranks(2), *(f"--set={text}" for text in settings))
     return start_paceline(*arguments, folder=folder)
+
+
+def _interrupt(run: Run) -> None:
+    """Give the run the events of an elastic one that was interrupted earlier."""
+    events = interrupted.simulated().events[:-1]
+    late_s = time.time() - events[-1]["time"]
+    later = ({**event, "time": event["time"] + late_s} for event in events)
+    run.write("events.jsonl", json_lines(later))
 
 
 def _start_server(folder: Path, run_port: int, port: int) -> subprocess.Popen:

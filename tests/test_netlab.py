@@ -219,7 +219,7 @@ def test_an_interrupted_laboratory_leaves_nothing(number):
 @laboratory
 def test_ranks_that_have_yet_to_enter_their_host_are_killed_too(monkeypatch):
     """They are not in the namespace that is emptied on the way out."""
-    monkeypatch.setattr("benchmarks.netlab.ranks._entering", lambda *_: ["env"])  # so they never do
+    monkeypatch.setattr("benchmarks.netlab.ranks.entering", lambda *_: ["env"])  # so they never do
     with Laboratory(1) as lab:
         ranks = lab.start(["sleep", "60"])
         assert ranks.are_running

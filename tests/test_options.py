@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from typer.main import get_command
 
 from paceline import cli
 
@@ -45,6 +46,19 @@ def test_without_a_command_the_commands_are_shown(monkeypatch, capfd):
     out, err = capfd.readouterr()
     assert "validate" in out
     assert err == ""
+
+
+def _commands(group, name="paceline"):
+    yield name, group
+    for sub, command in getattr(group, "commands", {}).items():
+        yield from _commands(command, f"{name} {sub}")
+
+
+@pytest.mark.parametrize(("name", "command"), list(_commands(get_command(cli.app))))
+def test_help_fits_a_terminal_of_80_columns(name, command):
+    """A longer line would be broken, and its rest stand in a line of its own."""
+    assert command.help
+    assert [line for line in command.help.splitlines() if len(line) > 78] == []
 
 
 def test_help_and_a_command_that_fails_end_as_before(monkeypatch, capfd):

@@ -5,18 +5,18 @@ import sys
 import pytest
 
 from benchmarks.overhead import (
+    _TITLES,
     CONTENDERS,
     OURS,
     Block,
     BlockError,
-    Spread,
     figures,
     largest_disagreement,
-    markdown_table,
     measure,
     rows,
     run_on_terminal,
 )
+from benchmarks.tables import Spread, markdown
 
 
 def _block(contender: str, number: int, rate: float, losses: tuple[float, ...] = (8.0, 7.5)):
@@ -46,7 +46,7 @@ def test_rates_and_first_steps_keep_their_range():
 
 
 def test_the_tables_have_a_row_for_each_contender():
-    lines = markdown_table(rows(figures(_rounds()))).splitlines()
+    lines = markdown(_TITLES, rows(figures(_rounds())), [""]).splitlines()
     assert len(lines) == 2 + len(CONTENDERS)
     assert lines[2] == "| Paceline | 94 (48 – 98) |  | 3.0 (2.0 – 4.0) |"
     assert lines[3].startswith("| plain DDP | 100 (50 – 100) | 0.960 (0.940 – 0.980) |")

@@ -15,12 +15,12 @@ from benchmarks.pipeline_bubbles import (
     SleepingStage,
     Sleeps,
     all_cases,
-    markdown_table,
     rows,
     speedups,
     titles,
     verdict,
 )
+from benchmarks.tables import markdown
 from paceline.config.schedule import DEMANDS
 from tests.command_line import python
 
@@ -64,7 +64,7 @@ def test_a_cell_has_three_bubbles():
 
 def test_the_table_has_a_row_per_schedule_and_a_column_per_number_of_micro_batches():
     measured = [_measured("1f1b", 1.4), _measured("1f1b", 1.9, 12), _measured("zb_h1", 1.1)]
-    lines = markdown_table(titles(measured), rows(measured)).splitlines()
+    lines = markdown(titles(measured), rows(measured), ["schedule"]).splitlines()
     assert lines[0] == "| pp | schedule | 8 micro-batches | 12 micro-batches |"
     assert lines[2].startswith("| 4 | 1f1b | 45.8 / 37.5 / 37.5 | 31.9 / ")
     assert lines[3] == "| 4 | zb_h1 | 14.6 / 12.5 / 12.5 |  |"

@@ -36,4 +36,4 @@ def test_the_traceback_of_the_failed_rank_is_shown():
 
 def test_a_hang_ends_at_the_time_limit():
     with pytest.raises(AssertionError, match="did not finish"):
-        run_ranks(_hang, 2, timeout_s=5)
+        run_ranks(_hang, 2, timeout_s=2)

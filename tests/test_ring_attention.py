@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.ring_attention import (
+    _TITLES,
     FULL,
     WAYS,
     Peak,
@@ -16,10 +17,11 @@ from benchmarks.ring_attention import (
     Way,
     _turns,
     kept_bytes,
-    markdown_table,
     peak_bytes,
     rows,
+    text,
 )
+from benchmarks.tables import markdown
 from tests.command_line import python
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +50,7 @@ def test_ratios_are_taken_within_a_round():
 
 
 def test_the_table_has_a_line_for_each_way():
-    lines = markdown_table(rows(*_measured())).splitlines()
+    lines = markdown(_TITLES, map(text, rows(*_measured())), ["way"]).splitlines()
     assert len(lines) == 4
     assert lines[3].startswith("| 64 | ring 2 | 0.0 | 0.60 | 0.50 | 700 (600 – 1,000) | 0.60 |")
 

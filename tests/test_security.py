@@ -10,8 +10,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -122,10 +120,9 @@ CASES = {
 
 
 def attack(canary: Path, targets: Sequence[object]) -> str:
-    program = [sys.executable, "-m", "tests.attacker", str(canary), *map(str, targets)]
-    done = subprocess.run(
-        program, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_S, check=True
-    )
+    words = [str(canary), *map(str, targets)]
+    done = python("-m", "tests.attacker", *words, folder=REPOSITORY, timeout_s=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 

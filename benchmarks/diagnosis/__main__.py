@@ -41,7 +41,7 @@ def main() -> None:
 
 def _cells(options: argparse.Namespace, console: Console) -> Iterator[Cell]:
     """Each fault at each seed; what was measured before is only explained again."""
-    has_bf16 = "bf16" in this_machine().known_device.precisions
+    has_bf16 = "bf16" in this_machine().device.precisions
     arithmetic = () if has_bf16 else ('layout.precision="fp32"',)
     wanted = [(name, seed) for name in options.fault for seed in options.seed]
     for number, (name, seed) in enumerate(wanted, start=1):

@@ -20,7 +20,7 @@ def cluster_for(fault: Fault, folder: Path) -> Path:
     if fault.memory_bytes is None:
         return file
     cluster = read_cluster(file)
-    device = cluster.known_device
+    device = cluster.device
     assert device.memory_bytes is not None
     memory = device.memory_bytes.replace(value=fault.memory_bytes, origin="assumed")
     smaller = file.with_stem(f"{file.stem}-{fault.memory_bytes / 1e6:.0f}MB")

@@ -23,7 +23,7 @@ from paceline.config.layout import Layout
 from paceline.models import moe
 from paceline.models.decoder import Block
 from paceline.observe.metrics import Line, Metrics
-from paceline.train import passes, session, task
+from paceline.train import language, passes, session
 from paceline.train.checkpoint import checkpointer
 from paceline.train.data import MicroBatch
 from paceline.train.passes import Passes
@@ -92,14 +92,14 @@ def _burn(gate: Gate) -> None:
 
 def slow_loader(_gate: Gate, seconds: float) -> None:
     """Each step's batch is so much later."""
-    batches = task.train_batches
+    batches = language.train_batches
 
     def later(*arguments: Any) -> Iterator[list[MicroBatch]]:
         for batch in batches(*arguments):
             time.sleep(seconds)
             yield batch
 
-    task.train_batches = later
+    language.train_batches = later
 
 
 def metrics_of_every_micro_batch(_gate: Gate, num_metrics: int) -> None:
@@ -121,8 +121,10 @@ def reduce_every_micro_batch(_gate: Gate) -> None:
     """As if nobody had heard of no_sync."""
     prepare = passes.prepare_micro_batch
 
-    def as_the_last(module: nn.Module, layout: Layout, _number: int, total: int) -> None:
-        prepare(module, layout, total - 1, total)
+    def as_the_last(
+        module: nn.Module, layout: Layout, _number: int, total: int, **how: bool
+    ) -> None:
+        prepare(module, layout, total - 1, total, **how)
 
     passes.prepare_micro_batch = as_the_last
 
@@ -198,7 +200,7 @@ def python_work(_gate: Gate, seconds: float) -> None:
 
 def uneven_lengths(_gate: Gate, shortest: int, longest: int, seed: int) -> None:
     """Each micro-batch is cut to a length of its own, not the same on all ranks."""
-    batches, draw = task.train_batches, Random(f"{seed} {os.environ['RANK']}")
+    batches, draw = language.train_batches, Random(f"{seed} {os.environ['RANK']}")
 
     def cut(*arguments: Any) -> Iterator[list[MicroBatch]]:
         for batch in batches(*arguments):
@@ -208,7 +210,7 @@ def uneven_lengths(_gate: Gate, shortest: int, longest: int, seed: int) -> None:
                 for part, length in zip(batch, lengths, strict=True)
             ]
 
-    task.train_batches = cut
+    language.train_batches = cut
 
 
 INJECTIONS: dict[str, Callable[..., None]] = {

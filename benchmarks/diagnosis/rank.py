@@ -14,7 +14,8 @@ from benchmarks.diagnosis.gate import Gate
 from benchmarks.diagnosis.inject import inject
 from paceline.comm.rendezvous import exit_rank
 from paceline.config.job import read_job
-from paceline.train.command import train_command
+from paceline.observe.run import Run
+from paceline.train.command import train_job
 from paceline.train.stopping import exit_with_parent
 
 BASE = Path(__file__).with_name("base.toml")
@@ -38,7 +39,8 @@ def train(folder: Path) -> None:
     gate = Gate(folder, rank)
     inject(asked["injections"], rank, gate)
     gate.stand()
-    train_command(read_job(BASE, asked["settings"]), folder / "runs", fresh=True)
+    job = read_job(BASE, asked["settings"])
+    train_job(job, Run((folder / "runs" / job.name).absolute()), fresh=True)
     exit_rank()
 
 

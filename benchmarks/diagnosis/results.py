@@ -1,6 +1,5 @@
 """What was found beside what was measured: one cell for a fault and a seed, and the tables."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,7 +7,8 @@ from typing import Any
 
 from benchmarks.diagnosis.faults import HEALTHY, LISTED, Fault
 from benchmarks.diagnosis.twins import gain_of
-from benchmarks.provenance import folder_of, signature
+from benchmarks.provenance import folder_of, keep, signature
+from benchmarks.tables import markdown
 from paceline.explain.explain import explain
 from paceline.explain.finding import Finding
 from paceline.explain.rules import RESIDUALS
@@ -148,13 +148,8 @@ def _count(cells: Sequence[Cell]) -> str:
 
 def write(results: Path, facts: dict[str, Any], cells: Sequence[Cell]) -> Path:
     """Write diagnosis.json and diagnosis.md into the machine's own folder."""
-    folder = folder_of(results, facts)
     figures = {"facts": facts, "cells": [asdict(cell) for cell in cells]}
-    file = folder / "diagnosis.json"
-    file.write_text(json.dumps(figures, indent=1) + "\n")
-    rule = ["---:" if name in NUMBERS else "---" for name in COLUMNS]
-    lines = [COLUMNS, rule, *map(row, cells)]
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    left = [name for name in COLUMNS if name not in NUMBERS]
+    table = markdown(COLUMNS, [*map(row, cells)], left)
     text = "\n".join([table, *(f"- {each}" for each in sentences(cells)), "", signature(facts)])
-    (folder / "diagnosis.md").write_text(text + "\n")
-    return file
+    return keep(folder_of(results, facts), "diagnosis", figures, text + "\n")

@@ -1,7 +1,7 @@
 """What every kernel needs of a GPU, with no GPU: registers, spills, shared memory.
 
 How it works: each launch that ships is compiled for A100, H100/H200 and B200 by the assembler in
-Triton's wheel, and its cubin is read (`paceline.kernels.ahead`). The table is kept beside this
+Triton's wheel, and its cubin is read (`ahead`). The table is kept beside this
 file. A kernel that spills registers without a stated reason, or asks for more shared memory than
 the device has, fails the command.
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.kernels.ahead import MOST_SHARED, Compilation, Resources, all_kernels, compilations
+from benchmarks.kernels.ahead import resources as resources_of
 from paceline.kernels import switch
-from paceline.kernels.ahead import MOST_SHARED, Compilation, Resources, all_kernels, compilations
-from paceline.kernels.ahead import resources as resources_of
 
 RESOURCES = Path(__file__).with_name("resources.csv")
 COLUMNS = (

@@ -9,8 +9,6 @@ It needs a CUDA device and less than 8 minutes. Results: benchmarks/results/<dev
 and .md, with versions, device and commit.
 """
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,25 +16,25 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.provenance import RESULTS, folder_of, signature, taken_with
+from benchmarks.provenance import folder_of, keep, parser_of, signature, taken_with
 from paceline.bench.kernels.command import as_data
 from paceline.bench.kernels.every import cases
-from paceline.bench.kernels.rows import CaseTimings, as_markdown, measure
+from paceline.bench.kernels.rows import OURS, CaseTimings, measure
 from paceline.bench.kernels.timing import Ceilings, ceilings
 
 
 def main() -> int:
     """Measure, print and keep."""
-    parser = argparse.ArgumentParser(description="Kernels against torch and Liger on this GPU.")
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="few turns: does it run at all?")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="operators, by their names")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     console = Console()
     if not torch.cuda.is_available():
@@ -72,6 +70,7 @@ def _peers(name: str) -> dict[str, Callable[..., Any]]:
     return {"liger": _liger(name)} if name in LIGER and find_spec("liger_kernel") else {}
 
 
+PEERS = ("eager", "compiled", "torch", "liger")
 LIGER: Mapping[str, tuple[str, str, tuple[Any, ...]]] = {
     "rms_norm": ("rms_norm", "LigerRMSNormFunction", (1e-6, 0.0, "llama", False)),
     "add_rms_norm": ("fused_add_rms_norm", "LigerFusedAddRMSNormFunction", (1e-6,)),
@@ -113,11 +112,31 @@ def _fused_adamw(*state: Tensor) -> list[Tensor]:
     return [*params, *firsts, *seconds]
 
 
+def as_markdown(rows: Sequence[CaseTimings]) -> str:
+    """The rows as a table, with the geometric mean of each peer's ratios."""
+    titles = ("operator", "shape", "direction", "ms", "GB/s", "TFLOP/s", "of the ceiling")
+    names = [name for name in PEERS if any(name in row.timings for row in rows)]
+    lines = [
+        f"| {' | '.join((*titles, *(f'{name} / ours' for name in names)))} |",
+        f"|{' --- |' * 3}{' ---: |' * (4 + len(names))}",
+    ]
+    for row in rows:
+        ratios = [f"{row.ratios[name]:.2f}" if name in row.timings else "" for name in names]
+        figures = (f"{row.timings[OURS].ms:.3f}", f"{row.gb_s:.0f}", f"{row.tflop_s:.0f}")
+        cells = (row.name, row.shape, row.direction, *figures, f"{row.share:.0%}", *ratios)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"Geometric means: {', '.join(_means(rows, names))}."])
+
+
+def _means(rows: Sequence[CaseTimings], names: Sequence[str]) -> list[str]:
+    ratios = {name: [row.ratios[name] for row in rows if name in row.timings] for name in names}
+    return [f"{name} {geometric_mean(each):.2f} x ours" for name, each in ratios.items()]
+
+
 def _write(
     folder: Path, facts: dict[str, Any], ceiling: Ceilings, rows: Sequence[CaseTimings]
 ) -> None:
     data = {"facts": facts, "ceilings": ceiling._asdict(), "rows": [as_data(row) for row in rows]}
-    (folder / "kernels.json").write_text(json.dumps(data, indent=1) + "\n")
     said = dict.fromkeys(each for row in rows for each in (*row.wrong, *row.missing))
     text = (
         "# Kernels on this device",
@@ -130,7 +149,7 @@ def _write(
         "",
         signature(facts),
     )
-    (folder / "kernels.md").write_text("\n".join(text) + "\n")
+    keep(folder, "kernels", data, "\n".join(text) + "\n")
 
 
 if __name__ == "__main__":

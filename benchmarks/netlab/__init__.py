@@ -12,12 +12,4 @@ from benchmarks.netlab.laboratory import Laboratory, why_not
 from benchmarks.netlab.ranks import Finished, StartedRanks
 from benchmarks.netlab.wires import Traffic, rate_text, read_rate
 
-__all__ = [
-    "Finished",
-    "Laboratory",
-    "StartedRanks",
-    "Traffic",
-    "rate_text",
-    "read_rate",
-    "why_not",
-]
+__all__ = ["Finished", "Laboratory", "StartedRanks", "Traffic", "rate_text", "read_rate", "why_not"]

@@ -23,8 +23,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from benchmarks.netlab.ranks import Finished, StartedRanks, place_of
-from benchmarks.netlab.wires import Traffic, abandoned, ip, remove, shape, traffic
+from benchmarks.netlab.ranks import Finished, StartedRanks, entering, place_of
+from benchmarks.netlab.wires import (
+    Traffic,
+    abandoned,
+    ip,
+    kill_inside,
+    remove,
+    shape,
+    traffic,
+)
 from paceline.config.errors import InputError
 
 DEVICE = "eth0"
@@ -122,6 +130,11 @@ class Laboratory:
         self._started.append(ranks)
         return ranks
 
+    def entering(self, host: int) -> list[str]:
+        """The words before a command that put it on a host; whoever starts it ends it."""
+        place = place_of(host, self.num_hosts, 1, self.address(0), DEVICE)
+        return entering(_name(f"host{host}"), place)
+
     def run(self, command: Sequence[Any], *, timeout_s: float, **how: Any) -> list[Finished]:
         """Start a program on all hosts and wait for all its ranks; `how` is that of `start`."""
         with self.start(command, **how) as ranks:
@@ -148,6 +161,12 @@ class Laboratory:
     def mend(self, host: int) -> None:
         """Bring the interface up again."""
         ip("link", "set", DEVICE, "up", inside=_name(f"host{host}"))
+
+    def clear(self) -> None:
+        """Kill everything that runs on the hosts, whoever started it, and bring their links up."""
+        for host in range(self.num_hosts):
+            kill_inside(_name(f"host{host}"))
+            self.mend(host)
 
     def _bring_up(self) -> None:
         switch = _name("switch")

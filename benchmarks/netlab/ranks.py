@@ -84,7 +84,7 @@ class StartedRanks:
         self._ended_s: dict[int, float] = {}
         self._processes = [
             subprocess.Popen(
-                [*_entering(namespace, place), *command],
+                [*entering(namespace, place), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=None if show_first and place.rank == 0 else output,
                 stderr=None if show_first and place.rank == 0 else subprocess.STDOUT,
@@ -138,7 +138,7 @@ class StartedRanks:
         return Finished(place.rank, place.host, code, output.read(), self._ended_s[place.rank])
 
 
-def _entering(namespace: str, place: Place) -> list[str]:
+def entering(namespace: str, place: Place) -> list[str]:
     """The words before a command that put it on a host: each becomes the next, none stays."""
     named = ("unshare", "--uts", "sh", "-c", _NAMED, "sh", f"host{place.host}")
     cores = ",".join(map(str, place.cores))

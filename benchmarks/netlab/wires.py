@@ -94,12 +94,17 @@ def namespaces() -> dict[str, int]:
 
 def remove(name: str) -> None:
     """Kill what runs in a namespace of a laboratory, and delete it with its interfaces."""
+    kill_inside(name)
+    with suppress(WireError):  # somebody else swept it
+        ip("netns", "del", name)
+
+
+def kill_inside(name: str) -> None:
+    """Kill what runs in a namespace of a laboratory."""
     with suppress(WireError):
         for pid in ip("netns", "pids", name).split():
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-    with suppress(WireError):  # somebody else swept it
-        ip("netns", "del", name)
 
 
 def abandoned() -> list[str]:

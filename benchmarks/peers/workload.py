@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from paceline.config.job import Job, read_job
+from paceline.config.job import Job, decided, read_job
 from paceline.models.decoder import Decoder
 from paceline.train.optim import learning_rate
 
@@ -29,7 +29,7 @@ class Workload:
     """The same work for every peer."""
 
     job: Job
-    """Concrete: the one that Paceline trains."""
+    """The one that Paceline trains."""
     samples: np.ndarray
     """(steps * global_batch, seq + 1) token ids, memory-mapped, in the order of training."""
     result: Path
@@ -38,14 +38,24 @@ class Workload:
     @classmethod
     def read(cls) -> "Workload":
         """The workload whose folder and result file are the arguments of this program."""
-        folder, result = (Path(argument) for argument in sys.argv[1:])
+        return cls.of(*(Path(argument) for argument in sys.argv[1:]))
+
+    @classmethod
+    def of(cls, folder: Path, result: Path) -> "Workload":
+        """The workload of a folder."""
         samples = np.load(folder / "samples.npy", mmap_mode="r")
-        return cls(read_job(folder / "job.toml"), samples, result)
+        return cls(decided(read_job(folder / "job.toml")), samples, result)
+
+    def share(self, step: int, rank: int, size: int) -> np.ndarray:
+        """A rank's samples of a step from 0, of a global batch shared out as evenly as it goes."""
+        batch = self.job.train.global_batch
+        first, end = rank * batch // size, (rank + 1) * batch // size
+        return self.samples[step * batch + first : step * batch + end]
 
     @property
     def device(self) -> torch.device:
         """What this rank computes on."""
-        if self.job.cluster.known_device.kind == "cuda":
+        if self.job.cluster.device.kind == "cuda":
             return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         return torch.device("cpu")
 

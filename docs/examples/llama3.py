@@ -20,7 +20,6 @@ from paceline.plan.scale import (
     checkpoint_bytes,
     goodput,
     resilience,
-    young_interval_s,
 )
 
 LLAMA = Model(
@@ -114,20 +113,21 @@ fp32 moments they are
 
 ## A layout that fits
 
-tp 8 x pp 16 cuts the parameters into 128 parts of {params / 128 / 1e9:.2f} B; fsdp 128 cuts the
-optimizer's fp32 master copy and moments further, {params * 12 / 1e9:,.0f} GB / 16,384 =
-{params * 12 / 16384 / 1e9:.2f} GB a card (ZeRO 1: parameters and gradients stay whole in a
-pipeline). 2,048 sequences of 8,192 tokens a step leave each pipeline 16 micro-batches, of which the
-interleaved schedule (4 stages a rank) keeps all in flight. Memory of the heaviest rank, GB:
+tp 8 x pp 16 cuts the parameters into 128 parts of {params / 128 / 1e9:.2f} B. With
+fsdp 128 the optimizer's fp32 master copy and moments are cut further, {params * 12 / 1e9:,.0f} GB /
+16,384 = {params * 12 / 16384 / 1e9:.2f} GB a card (ZeRO 1: parameters and gradients stay whole in a
+pipeline). A step of 2,048 sequences of 8,192 tokens leaves each pipeline 16 micro-batches, of
+which the interleaved schedule (4 stages a rank) keeps all in flight. Memory of the heaviest
+rank, GB:
 
 {table(_FIT_HEAD, (_fit_row(name, one) for name, one in fitting.items()))}
 The bf16 parameters that the passes use stand under "gathered". {len(fits)} of these fit in 80 GB;
 the fastest is "{best}": {fits[best].peak_memory_bytes / 1e9:.0f} GB and {fits[best].step_s:.2f} s a
 step, {fits[best].mfu:.1%} MFU. The published run kept all activations and fitted; it
 says that it frees at once whatever is not used again. Megatron, for one, gathers once more in the
-backward pass what sequence parallelism gathered, while ours keeps what the products read, two
-whole copies of the residual stream a
-block: 2 x 8,192 x 16,384 x 2 bytes = {2 * 8192 * 16384 * 2 / 1e9:.2f} GB for a block and
+backward pass what sequence parallelism gathered. Ours keeps what the products read, two whole
+copies of the residual stream a block. That
+is 2 x 8,192 x 16,384 x 2 bytes = {2 * 8192 * 16384 * 2 / 1e9:.2f} GB for a block and
 micro-batch, {2 * 8192 * 16384 * 2 * 8 * 16 / 1e9:.0f} GB for 8 blocks and 16 micro-batches.
 
 ## Time
@@ -233,7 +233,7 @@ def _llama_failures() -> str:
   D = {state / 16384 / 1e9:.2f} GB / 20 GB/s + 2 s = {save:.2f} s (both assumed); the files are
   written beside (at 2 TB/s in
   {state / 2e12:.1f} s).
-- Young: tau = sqrt(2 D M) = {float(young_interval_s(save, mtbf)):.0f} s; Daly: {tau:.0f} s.
+- Young: tau = sqrt(2 D M) = {math.sqrt(2 * save * mtbf):.0f} s; Daly: {tau:.0f} s.
 - R = 10 min from a failure to the next good step (assumed):
   goodput = 1 - D / tau - (tau / 2 + R) / M = 1 - {save / tau:.3f} - {(tau / 2 + 600) / mtbf:.3f} =
   {line:.1%}; exactly, for failures at

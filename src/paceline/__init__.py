@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     __version__: str
     from paceline.config.errors import InputError as InputError
     from paceline.config.job import Job as Job
+    from paceline.config.job import JobSpec as JobSpec
     from paceline.config.layout import Layout as Layout
+    from paceline.config.layout import LayoutSpec as LayoutSpec
     from paceline.observe.run import Run as Run
     from paceline.train.api import train as train
     from paceline.train.export import load as load
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "InputError": "paceline.config.errors",
     "Job": "paceline.config.job",
+    "JobSpec": "paceline.config.job",
     "Layout": "paceline.config.layout",
+    "LayoutSpec": "paceline.config.layout",
     "Run": "paceline.observe.run",
     "load": "paceline.train.export",
     "train": "paceline.train.api",

@@ -2,7 +2,8 @@
 
 Commands import what they need when they are called: `paceline --help` loads neither torch nor
 pydantic. Exit codes: 0 done, or stopped with a checkpoint as it was asked to; 2 the input is wrong,
-said in one sentence; 130 ended at once by a second signal; 1 anything else.
+said in one sentence; 75 stopped in time, and to be started again; 130 ended at once by a second
+signal; 1 anything else.
 """
 
 import json
@@ -21,7 +22,7 @@ from paceline.config.outputs import output
 
 if TYPE_CHECKING:
     from paceline.config.hardware import Cluster
-    from paceline.config.job import Job
+    from paceline.config.job import JobSpec
 
 app = typer.Typer(
     name="paceline",
@@ -141,7 +142,7 @@ def paceline(
         ),
     ] = False,
 ) -> None:
-    """Train PyTorch models on many devices, and account for every millisecond and byte."""
+    """Train PyTorch models on many devices, and account for each ms and byte."""
     if context.invoked_subcommand is None:
         print(context.get_help())
         raise typer.Exit(2)
@@ -152,7 +153,7 @@ def train(
     job: JobFile = None,
     set_: Settings = None,
     show: Annotated[
-        bool, typer.Option("--show", help="Print the concrete Job with every default, and stop.")
+        bool, typer.Option("--show", help="Print the Job with every default, and stop.")
     ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over: delete what the run has so far.")
@@ -165,7 +166,7 @@ def train(
     ] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Train a language model on every device of this machine.
+    """Train a model on every device of this machine.
 
     Without a Job it trains the demo: a small decoder on the source text of
     Python's standard library, about two minutes on two CPU cores. A run that
@@ -183,11 +184,16 @@ def train(
         return
     from paceline.comm.forkserver_start import TRAINING, warm_up_ranks
 
+    # A notice waits until the Job has said what it means.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
     warm_up_ranks(TRAINING)
     from paceline.comm.rendezvous import exit_rank, ranks_from_env
-    from paceline.train.command import train_command
+    from paceline.observe.run import Run
+    from paceline.train.command import train_job
 
-    run = train_command(_read(job, set_ or []), _runs_folder(job, runs), fresh=fresh)
+    asked = _read(job, set_ or [])
+    run = Run((_runs_folder(job, runs) / asked.name).absolute())
+    train_job(asked, run, fresh=fresh)
     if as_json:
         print(json.dumps({"run": str(run.path), **(run.metrics() or [{}])[-1]}))
     if ranks_from_env("cpu") is not None:
@@ -213,10 +219,12 @@ def plan(
     Needs no GPU and trains nothing. Layout settings that are "auto" are searched,
     the others are kept. Convolutional networks (family = "resnet" or
     "efficientnet") are planned too, with replicas. Where nothing fits, what comes
-    nearest is shown, and the exit code is 2.
+    nearest is shown, and the exit code is 2. With cluster.device_mtbf_hours it
+    says what failures leave of the run, started again or elastic, by spares.
 
     \b
     paceline plan my.toml --cluster 16x8xH100-SXM
+    paceline plan my.toml --set cluster.device_mtbf_hours=50677
     paceline plan my.toml --set layout.pp=1 --most tp=4 --out plans/big
     paceline train plans/big/job.toml
     paceline plan my.toml --tokens 2e12 --budget "3M USD, 60 days" \\
@@ -253,10 +261,12 @@ def export(
     ],
     dtype: Annotated[str, typer.Option(help="Type of the written weights: fp32 or bf16.")] = "fp32",
 ) -> None:
-    """Write a run's weights and tokenizer as a folder that transformers opens.
+    """Write a run's weights as a folder that others open.
 
-    The newest good checkpoint is taken, whatever layout it was trained on. Of a ResNet or a module
-    of your own the folder holds one model.safetensors, under the names of its parameters.
+    The newest good checkpoint is taken, whatever layout it was trained on.
+    transformers opens a decoder's folder, with its tokenizer. Others hold one
+    model.safetensors: a ResNet's names are torchvision's, a recommender's those
+    of DLRM's own code, and a module of your own has its own.
     """
     from paceline.config.errors import InputError
     from paceline.observe.run import Run
@@ -350,7 +360,7 @@ def explain(
     """Say why a step takes as long as it does, and what to change.
 
     Splits the step into terms that sum to it, from the devices' peak to what was
-    measured, beside what was planned; names causes with their evidence and the
+    measured, beside what was planned. Names causes with their evidence and the
     gain of mending them, as settings to try. Reads any PyTorch job's trace
     (docs/explain.md: how to record one); a run of Paceline's own needs
     --set observe.profile_every=50. A run that ended out of memory is told which
@@ -373,7 +383,7 @@ def tune(
     until: Annotated[
         str | None,
         typer.Option(
-            help="Stop at efficiency=0.85 (scaling), mfu=0.5 or tokens_per_s=2e5.",
+            help="Stop at efficiency=0.85 (scaling), mfu=0.5, tokens_per_s=2e5 or samples_per_s.",
             metavar="GOAL",
             show_default=False,
         ),
@@ -489,7 +499,8 @@ def doctor(
 
     \b
     paceline doctor --folder /scratch
-    NCCL_DEBUG=INFO paceline train ... > job.log; paceline doctor --nccl-log job.log
+    NCCL_DEBUG=INFO paceline train ... > job.log
+    paceline doctor --nccl-log job.log
     """
     from paceline.doctor.command import DoctorOptions, doctor_command
 
@@ -518,7 +529,7 @@ def top(
     """Watch runs: loss, throughput, terms of a step, lag and memory of each rank.
 
     Reads the run's directory alone, so it works from any machine that sees it,
-    before, during and after the run, and never disturbs it; one that has not
+    before, during and after the run, and never disturbs it. A run that has not
     begun is waited for. q or Ctrl-C leaves.
     """
     from paceline.observe.top.command import top_command
@@ -526,13 +537,13 @@ def top(
     top_command(runs or (), once=once, every_s=every, as_json=as_json)
 
 
-def _read(path: Path | None, overrides: list[str]) -> "Job":
+def _read(path: Path | None, overrides: list[str]) -> "JobSpec":
     from paceline.config.job import read_job
 
     return read_job(path, overrides)
 
 
-def _read_in_steps(path: Path | None, overrides: list[str]) -> "Job":
+def _read_in_steps(path: Path | None, overrides: list[str]) -> "JobSpec":
     job = _read(path, overrides)
     if job.train.steps:
         return job
@@ -546,7 +557,7 @@ def _runs_folder(job: Path | None, runs: Path) -> Path:
     return job.absolute().parent if job is not None and job.is_dir() else runs
 
 
-def _show(job: "Job") -> None:
+def _show(job: "JobSpec") -> None:
     from paceline.config.job import to_toml
     from paceline.train.this_machine import resolve_on_this_machine
 
@@ -573,7 +584,7 @@ def _sentence(error: Exception) -> str:
 
 def main() -> None:
     """Run the command line and turn exceptions into exit codes."""
-    from paceline.config.errors import InputError, RunError
+    from paceline.config.errors import InputError, RunError, StoppedInTimeError
 
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # A script's job in the background inherits that; it can be interrupted all the same.
@@ -587,6 +598,8 @@ def main() -> None:
         _leave_with(2)
     except typer.Abort:
         _leave_with(130)
+    except StoppedInTimeError as stopped:
+        _leave_with(stopped.code)
     except InputError as error:
         # A value without end, which a sentence repeats, is shown by its beginning.
         print("paceline:", re.sub(r"(\S{100})\S{300,}", r"\1...", str(error)), file=sys.stderr)

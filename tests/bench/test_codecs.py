@@ -63,13 +63,13 @@ def test_codecs_complete_a_cluster_and_stay_when_the_device_is_measured_again(
     )
     out = tmp_path / "cluster.toml"
     bench_command(out, num_ranks=1, quick=True, only=["codecs"])
-    device = read_cluster(out).known_device
-    assert read_job(None, [f"cluster.file={out}"]).cluster.known_device == device
+    device = read_cluster(out).device
+    assert read_job(None, [f"cluster.file={out}"]).cluster.device == device
     assert device.curves is None  # a catalogue's curves are not hidden by these
     assert all(0 < seconds < 10 for seconds in device.codecs["int8"].encode)
     assert "paceline" in device.codecs["int8"].source or "torch" in device.codecs["int8"].source
     assert "codec topk:0.01" in capsys.readouterr().out
     bench_command(out, num_ranks=1, quick=True, only=["device"])
-    again = read_cluster(out).known_device
+    again = read_cluster(out).device
     assert again.curves is not None
     assert again.codecs == device.codecs

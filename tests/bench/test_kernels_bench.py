@@ -5,15 +5,15 @@ import json
 import pytest
 import torch
 
+from benchmarks.kernels.run import as_markdown
 from paceline.bench.kernels import command, every, tune
-from paceline.bench.kernels.cases import KernelCase
+from paceline.bench.kernels.cases import KernelCase, KernelCost
 from paceline.bench.kernels.checks import faults
 from paceline.bench.kernels.every import cases
-from paceline.bench.kernels.rows import CaseTimings, as_markdown
+from paceline.bench.kernels.rows import CaseTimings
 from paceline.bench.kernels.timing import Ceilings, Timing, tensors, variant
 from paceline.config.errors import InputError
 from paceline.kernels import launch, switch
-from paceline.kernels.cost import KernelCost
 from paceline.kernels.launch import Kernel, Launch
 
 CPU = torch.device("cpu")
@@ -34,27 +34,26 @@ SMALL = {
     "norm": ((4, 16),),
     "activations": ((4, 16),),
     "rope": ((4, 2, 1, 8),),
-    "batch_norm": ((256 * 4, 8),),
-    "loss": ((4, 16),),
+    "batch_norm": ((4, 8, 2),),
+    "cross_entropy": ((4, 16),),
+    "linear_cross_entropy": ((4, 8, 16),),
     "experts": ((4, 16, 8, 3, 2),),
     "adamw": ((2, 4, 8),),
-    "quantize": (256, 600),
+    "quantize": ((600,),),
 }
 
 
 def test_every_case_runs_and_agrees_with_itself(monkeypatch):
     """In plain torch, at small shapes: inputs fit their functions, forward and backward."""
-    for operator, shapes in SMALL.items():
-        monkeypatch.setattr(getattr(every, operator), "SHAPES", shapes)
-    monkeypatch.setattr(every.loss, "LINEAR_SHAPES", ((4, 8, 16),))
+    monkeypatch.setattr(every, "SHAPES", SMALL)
     monkeypatch.setattr(switch, "use", lambda kernels, device: None)
-    names = set()
+    names = []
     for case in cases(torch.float32):
         inputs = case.make(torch.Generator().manual_seed(0))
         assert faults(case, inputs, CPU, repetitions=2) == []
         variant(case.function, [inputs], case.directions[-1], "reference", CPU).calls[0]()
-        names.add(case.operator)
-    assert names == SMALL.keys()
+        names.append(case.name)
+    assert len(set(names)) == len(names) == 15
 
 
 def test_a_row_says_rate_share_and_ratios():

@@ -118,9 +118,7 @@ def test_a_collective_that_lies_is_found():
         run_on_ranks(2, "cpu", _wrong, silence)
 
 
-def _reference_steps(
-    ranks: Ranks, _tell: TellProgress
-) -> tuple[list[tuple[str, float, float]], int, int]:
+def _reference_steps(ranks: Ranks, _tell: TellProgress) -> tuple[list[tuple[str, float]], int, int]:
     cluster = Cluster(device=CPU, devices_per_node=2, num_nodes=1)
     jobs = [
         job
@@ -130,21 +128,15 @@ def _reference_steps(
     said: list[str] = []
     found = measure_jobs(ranks, jobs, num_rounds=2, steps_per_round=2, say=said.append)
     assert all(len(each.steps_s) == 4 for each in found)
-    figures = [(each.job.name, each.step_s, each.peak_memory_bytes) for each in found]
+    figures = [(each.job.name, each.step_s) for each in found]
     return figures, len(said), num_measurements(len(jobs), 2)
 
 
-def test_jobs_are_stepped_in_turns_and_their_memory_counted():
+def test_jobs_are_stepped_in_turns():
     found, said, wanted = run_on_ranks(2, "cpu", _reference_steps, silence)
     assert said == wanted
-    names = [name for name, _, _ in found]
-    assert names == ["narrow", "fsdp-2-plain", "pp-2-plain"]
-    for _, seconds, peak in found:
-        assert 0 < seconds < 30
-        assert peak > 1e6
-    (narrow,) = (peak for name, _, peak in found if name == "narrow")
-    parameters = 4 * (4 * 64 * (4 * 64 + 9 * 64) + 2 * 256 * 64)
-    assert narrow > 4 * parameters  # with gradients and two moments
+    assert [name for name, _ in found] == ["narrow", "fsdp-2-plain", "pp-2-plain"]
+    assert all(0 < seconds < 30 for _, seconds in found)
 
 
 def test_reference_jobs_use_every_axis_that_there_are_ranks_for():

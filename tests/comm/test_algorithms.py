@@ -221,7 +221,7 @@ def _off(got, wanted):
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 6])
+@pytest.mark.parametrize("world_size", [2, 3, 6])
 def test_every_algorithm_on_gloo(world_size):
     for results in run_ranks(_all_ops, world_size):
         assert results

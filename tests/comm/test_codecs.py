@@ -16,7 +16,7 @@ from paceline.comm.compress.blockwise import BLOCKWISE
 from paceline.comm.compress.codec import ALIGNMENT, BlockCodec
 from paceline.comm.compress.codecs import codec_of
 from paceline.config.comm import BLOCK, CODECS, Codec, codec
-from paceline.kernels.quantize import reference
+from tests.kernels import quantize_reference as reference
 
 NAMES = ["fp16", "bf16", "int8", "fp8", "int4", "quinary", "onebit", "topk:0.1"]
 UNBIASED = [name for name in NAMES if codec_of(codec(name)).is_unbiased]

@@ -278,7 +278,9 @@ def _ends(batch: Sequence[tuple[str, tuple[int, int, int]]]) -> list[tuple[int, 
     return [ends for _, ends in batch]
 
 
-@pytest.mark.parametrize(("n", "algorithm", "inside"), EXCHANGES)
+@pytest.mark.parametrize(
+    ("n", "algorithm", "inside"), [each for each in EXCHANGES if each[0] in (2, 3, 6, 8)]
+)
 def test_buckets_on_their_way_at_once_do_not_mix(n, algorithm, inside):
     assert not _stuck(_play(n, algorithm, inside, SIZES))
 
@@ -316,6 +318,6 @@ def _summed_on_gloo(rank: int, n: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5])
+@pytest.mark.parametrize("n", [2, 3, 5])
 def test_buckets_on_their_way_at_once_do_not_mix_on_gloo(n):
     assert run_ranks(_summed_on_gloo, n) == [[]] * n

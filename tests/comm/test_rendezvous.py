@@ -9,8 +9,9 @@ from datetime import timedelta
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
 from paceline.comm import rendezvous as meeting
 from paceline.comm.rendezvous import (
@@ -31,6 +32,7 @@ from paceline.machine.discovery import num_cores, num_cpu_ranks, this_machine
 from paceline.observe.run import Run
 from paceline.train import session
 from paceline.train.failure import LostPeerError
+from paceline.train.stopping import StopRequest
 from tests.ranks import WARM
 
 HIGH_PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
@@ -204,7 +206,7 @@ LOST = "rank 1 on .* lost another rank before the run began"
 
 def test_ranks_whose_store_vanishes_before_the_run_begins_say_so(vanished, monkeypatch):
     with pytest.raises(RunError, match=LOST):
-        word_from_first_rank("ready", Ranks(1, 2, 0, 1), vanished)
+        word_from_first_rank("ready", Ranks(1, 2, 0, 1, store=vanished))
     monkeypatch.setattr(meeting, "store_of_run", lambda *_: vanished)
     for hosts in ([], ["a", "b"]):
         with pytest.raises(RunError, match=LOST):
@@ -214,9 +216,12 @@ def test_ranks_whose_store_vanishes_before_the_run_begins_say_so(vanished, monke
 
 def test_a_store_that_vanishes_as_the_run_begins_is_one_sentence(vanished, monkeypatch, tmp_path):
     monkeypatch.setattr(peer_failure, "_get_default_store", lambda: vanished)
-    together = session._together(read_job(None), Run(tmp_path), Ranks(1, 2, 0, 1))
+    job, run = read_job(None), Run(tmp_path)
+    stop = StopRequest(run, job.elastic)
+    together = session._together(job, run, Ranks(1, 2, 0, 1), stop)
     with pytest.raises(LostPeerError, match=LOST), together:
         pass
+    stop.close()
 
 
 @pytest.mark.parametrize("planted", [b"\x80\x04pickle", "[" * 100_000, '"begin"', "{}"])
@@ -225,7 +230,7 @@ def test_what_no_rank_said_is_one_sentence(planted, monkeypatch):
     monkeypatch.setattr(meeting, "_RUNS", iter([0]))
     store.set("paceline/run-0/found", planted)
     with pytest.raises(RunError, match="holds at 'found' what no rank wrote"):
-        word_from_first_rank("ready", Ranks(1, 2, 0, 1), store)
+        word_from_first_rank("ready", Ranks(1, 2, 0, 1, store=store))
 
 
 def test_a_first_rank_that_leaves_waits_until_the_others_have_heard(monkeypatch):
@@ -235,11 +240,11 @@ def test_a_first_rank_that_leaves_waits_until_the_others_have_heard(monkeypatch)
     def other() -> None:
         time.sleep(0.3)
         order.append("the other")
-        assert word_from_first_rank("ready", Ranks(1, 2, 0, 1), store) == "refused"
+        assert word_from_first_rank("ready", Ranks(1, 2, 0, 1, store=store)) == "refused"
 
     thread = threading.Thread(target=other)
     thread.start()
-    assert word_from_first_rank("refused", Ranks(0, 2, 0, 1), store) == "refused"
+    assert word_from_first_rank("refused", Ranks(0, 2, 0, 1, store=store)) == "refused"
     order.append("the first")
     thread.join()
     assert order == ["the other", "the first"]
@@ -250,3 +255,29 @@ def test_a_store_listens_at_its_address_alone():
     sockets = psutil.Process().net_connections("tcp")
     listening = {one.laddr.ip for one in sockets if one.laddr.port == store.port}
     assert listening <= {LOOPBACK, "::1"}
+
+
+def _join_late(folder: str, rank: int, answers) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    ranks = Ranks(rank, 2, rank, 2)
+    if rank == 0:  # it has missed the other one once before
+        store = HashStore()
+        store.set_timeout(timedelta(seconds=0.2))
+        with pytest.raises(RuntimeError):
+            meeting.join_generation(ranks, store, 0.2)
+        meeting.disconnect()
+    meeting.join_generation(ranks, FileStore(f"{folder}/store", 2), 20.0)
+    total = torch.tensor([float(rank + 1)])
+    dist.all_reduce(total)
+    answers.put(total.item())
+
+
+def test_a_rank_that_met_nobody_meets_others_in_the_next_generation(tmp_path):
+    answers = WARM.SimpleQueue()
+    ranks = [WARM.Process(target=_join_late, args=(str(tmp_path), r, answers)) for r in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    assert [answers.get(), answers.get()] == [3.0, 3.0]

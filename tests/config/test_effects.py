@@ -14,11 +14,12 @@ from pydantic import BaseModel
 from paceline.config.errors import InputError
 from paceline.config.frozen import FrozenConfig
 from paceline.config.huggingface import from_hf
-from paceline.config.job import Job, read_job, to_toml
+from paceline.config.job import Job, decided, read_job, to_toml
 from paceline.config.layers import RopeScaling
 from paceline.machine.discovery import this_machine
+from paceline.observe.run import Run
 from paceline.plan.resolve import resolve
-from paceline.train.command import train_command
+from paceline.train.command import train_job
 from tests.config.test_experts import QWEN_1_5_MOE
 from tests.small_job import work_in, write_small_job
 
@@ -88,6 +89,9 @@ def _toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
+PROPERTIES = ("paceline.config.model", "paceline.config.elastic")
+
+
 @pytest.mark.parametrize("family", ["decoder", "dlrm"])
 def test_every_setting_is_read_by_what_executes_or_refused(tmp_path, monkeypatch, family):
     work_in(tmp_path, monkeypatch)
@@ -100,15 +104,15 @@ def test_every_setting_is_read_by_what_executes_or_refused(tmp_path, monkeypatch
 
     def watched(self: FrozenConfig, name: str) -> Any:
         frame = sys._getframe(1)
-        if frame.f_globals.get("__name__") == "paceline.config.model":
-            frame = frame.f_back  # a property of the shapes: who asks for that?
+        while frame.f_globals.get("__name__") in (*PROPERTIES, __name__):
+            frame = frame.f_back  # a property of what is read: who asks for that?
         room = frame.f_globals.get("__name__", "").split(".")
         if room[0] == "paceline" and len(room) > 1 and room[1] in EXECUTE:
             read.add((type(self).__name__, name))
         return plain(self, name)
 
     monkeypatch.setattr(FrozenConfig, "__getattribute__", watched, raising=False)
-    train_command(job, tmp_path / "runs", fresh=False)
+    train_job(job, Run(tmp_path / "runs" / job.name), fresh=False)
     monkeypatch.undo()
     silent = []
     for name, value, owner in leaves(job):
@@ -155,7 +159,7 @@ def test_what_the_planner_leaves_unused_reads_again(tmp_path):
     plan = resolve(asked, this_machine().replace(devices_per_node=1))
     assert plan.job.comm.dp.compress == "none"
     job_file.write_text(to_toml(plan.job))
-    assert read_job(job_file) == plan.job
+    assert decided(read_job(job_file)) == plan.job
 
 
 def test_growth_of_yarn_that_nothing_comes_of_is_refused():

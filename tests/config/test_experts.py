@@ -152,10 +152,10 @@ DEEPSEEK_V3 = {
 }
 # Parameters, and those that a token meets.
 PUBLISHED = {
-    "Mixtral-8x7B": (MIXTRAL_8X7B, 46_702_792_704, 12_879_925_248),
-    "Qwen1.5-MoE-A2.7B": (QWEN_1_5_MOE, 14_315_784_192, 2_689_173_504),
-    "Qwen3-30B-A3B": (QWEN_3_30B, 30_532_122_624, 3_353_032_704),
-    "DeepSeek-V3": (DEEPSEEK_V3, 671_026_404_352, 37_552_282_624),
+    "Mixtral-8x7B": (MIXTRAL_8X7B, 46_702_792_704),
+    "Qwen1.5-MoE-A2.7B": (QWEN_1_5_MOE, 14_315_784_192),
+    "Qwen3-30B-A3B": (QWEN_3_30B, 30_532_122_624),
+    "DeepSeek-V3": (DEEPSEEK_V3, 671_026_404_352),
 }
 
 
@@ -233,10 +233,8 @@ def test_magnitudes_of_yarn():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_parameter_counts(name):
-    config, num_params, num_active_params = PUBLISHED[name]
-    model = from_hf(config)
-    assert model.num_params == num_params
-    assert model.num_active_params == num_active_params
+    config, num_params = PUBLISHED[name]
+    assert from_hf(config).num_params == num_params
 
 
 def test_flops_of_a_published_model_by_hand():
@@ -256,7 +254,7 @@ def test_flops_of_a_published_model_by_hand():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_config_json_comes_back_with_the_same_settings(name):
-    config, _, _ = PUBLISHED[name]
+    config, _ = PUBLISHED[name]
     written = json.loads(json.dumps(to_hf(from_hf(config))))
     assert from_hf(written) == from_hf(config)
     # Keys of training, of the present file format, and those that follow from others.

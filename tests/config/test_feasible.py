@@ -17,16 +17,11 @@ DENSE = Model(
     head_dim=8, max_seq_len=64,
 )  # fmt: skip
 EXPERTS = DENSE.replace(experts=Experts(num_experts=8, experts_per_token=2, ffn_size=16))
-CONCRETE = Layout(
-    dp=1, fsdp=1, tp=1, pp=1, cp=1, ep=1, zero=0, sequence_parallel=False, ulysses=1,
-    schedule="none", stages_per_rank=1, split=(), micro_batch=1, precision="fp32",
-    recompute="none", compile=False, bucket_mib=25.0,
-)  # fmt: skip
 PIPELINE = {"pp": 4, "schedule": "1f1b", "split": (2, 2, 2, 2)}
 
 
 def _refusal(changes, num_ranks=None, model=DENSE, what=CPU, seq_len=16, global_batch=16):
-    layout = CONCRETE.replace(**changes)
+    layout = Layout().replace(**changes)
     ranks = layout.num_ranks if num_ranks is None else num_ranks
     cluster = Cluster(device=what, devices_per_node=ranks, num_nodes=1)
     return refusal(Demand(layout, model, cluster, seq_len, global_batch))
@@ -316,4 +311,4 @@ def test_what_a_schedule_needs_is_said_with_the_smallest_number_that_works(what)
 def test_check_raises_the_sentence():
     cluster = Cluster(device=CPU, devices_per_node=2, num_nodes=1)
     with pytest.raises(InputError, match="asks for 1 ranks but the cluster has 2"):
-        check_layout(CONCRETE, DENSE, cluster, 16, 16)
+        check_layout(Layout(), DENSE, cluster, 16, 16)

@@ -5,7 +5,8 @@ import pytest
 from paceline.config.comm import Comm
 from paceline.config.errors import InputError
 from paceline.config.feasible_comm import check_comm
-from tests.config.test_feasible import CONCRETE
+from paceline.config.job import read_job
+from paceline.config.layout import Layout
 
 INT8 = {"dp": {"compress": "int8"}}
 DILOCO = {"local": {"method": "diloco"}}
@@ -13,7 +14,7 @@ STREAMING = {"method": "streaming"}
 
 
 def _check(comm, changes) -> None:
-    check_comm(Comm.parse(comm), CONCRETE.replace(**changes))
+    check_comm(Comm.parse(comm), Layout().replace(**changes))
 
 
 @pytest.mark.parametrize(
@@ -235,3 +236,11 @@ def test_what_cannot_run_is_refused_in_one_sentence(comm, changes, sentence):
     with pytest.raises(InputError) as refused:
         _check(comm, changes)
     assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize("method", ["local_sgd", "diloco", "streaming"])
+def test_an_elastic_run_of_local_updates_is_refused(method):
+    settings = ["elastic.min_nodes=2", f"comm.local.method={method}", "comm.local.every=4"]
+    sentence = rf'^elastic\.min_nodes = 2 needs ranks .*comm\.local\.method = "{method}" they meet'
+    with pytest.raises(InputError, match=sentence):
+        read_job(None, settings)

@@ -6,18 +6,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.config.comm import Comm, FsdpComm
 from paceline.config.errors import InputError
-from paceline.config.job import Job, read_cluster, read_job, to_toml
+from paceline.config.hardware import Cluster, ClusterSpec, Device
+from paceline.config.job import (
+    Job,
+    JobSpec,
+    change_job,
+    decided,
+    read_cluster,
+    read_job,
+    to_raw,
+    to_toml,
+)
+from paceline.config.layout import Layout, LayoutSpec
+from paceline.observe.run import Run
+from paceline.plan.resolve import resolve
+
+CPU = Device(name="some CPU", kind="cpu", precisions=("fp64", "fp32"))
 
 
-def _demo_with(*overrides: str) -> Job:
+def _demo_with(*overrides: str) -> JobSpec:
     return read_job(None, overrides)
 
 
 def test_the_demo_job_is_partial_and_valid():
     job = read_job(None)
     assert job.name == "demo"
-    assert not job.is_concrete
+    assert job.cluster.undecided
+    assert job.layout.undecided
 
 
 def test_toml_reads_back_to_an_equal_job(tmp_path):
@@ -41,7 +58,68 @@ def test_any_job_survives_toml(lr, steps, dp, source):
         layout=demo.layout.replace(dp=dp),
         data=demo.data.replace(source=source),
     )
-    assert Job.parse(tomllib.loads(to_toml(job))) == job
+    assert JobSpec.parse(tomllib.loads(to_toml(job))) == job
+
+
+# ---- what is asked for, and what runs ------------------------------------------------------------
+
+ONE = Cluster(device=CPU, devices_per_node=1, num_nodes=1)
+
+
+def _planned(*overrides: str) -> Job:
+    return resolve(_demo_with(*overrides), ONE).job
+
+
+def test_a_job_reads_back_to_an_equal_one(tmp_path):
+    job = _planned("optim.schedule=wsd", "optim.decay_steps=10", "layout.recompute=full")
+    file = tmp_path / "job.toml"
+    file.write_text(to_toml(job))
+    again = decided(read_job(file))
+    assert isinstance(again, Job)
+    assert again == job
+    assert to_toml(again) == to_toml(read_job(file)) == to_toml(job)
+
+
+@pytest.mark.parametrize("name", [*LayoutSpec().undecided, *ClusterSpec().undecided])
+def test_a_job_holds_no_auto(name):
+    section = "layout" if name in Layout.model_fields else "cluster"
+    raw = to_raw(_planned())
+    raw[section][name] = "auto"
+    assert JobSpec.parse(raw) is not None
+    with pytest.raises(InputError, match=rf"^{section}\.{name} = 'auto' can't be used: [^\n]*\.$"):
+        Job.parse(raw)
+
+
+@pytest.mark.parametrize("wish", ["layout.dp=auto", "cluster.num_nodes=auto"])
+def test_the_job_of_a_run_has_nothing_left_to_plan(tmp_path, wish):
+    (tmp_path / "job.toml").write_text(
+        to_toml(change_job(JobSpec.parse(to_raw(_planned())), [wish]))
+    )
+    name = wish.partition("=")[0]
+    with pytest.raises(InputError, match=rf'^{name} = "auto" is left to the planner, [^\n]*\.$'):
+        Run(tmp_path).job()
+
+
+def test_a_changed_job_is_still_a_job():
+    job = _planned()
+    assert isinstance(job.replace(name="other"), Job)
+    assert isinstance(change_job(job, ["layout.recompute=full"]), Job)
+    assert isinstance(job.layout.replace(recompute="full"), Layout)
+    with pytest.raises(InputError, match=r"^dp = 'auto' can't be used: it must be an integer\.$"):
+        job.layout.replace(dp="auto")
+
+
+def test_a_layout_has_the_settings_of_its_spec_and_by_default_those_of_one_rank():
+    assert [*Layout.model_fields] == [*LayoutSpec.model_fields]
+    assert [*Cluster.model_fields] == [*ClusterSpec.model_fields]
+    assert [*Job.model_fields] == [*JobSpec.model_fields]
+    open_ = LayoutSpec().undecided
+    changed = {"micro_batch", "bucket_mib"}  # which follow from the batch and the model
+    planned = {name: value for name, value in vars(_planned().layout).items() if name in open_}
+    assert {n: v for n, v in planned.items() if n not in changed} == {
+        n: v for n, v in vars(Layout()).items() if n in open_ and n not in changed
+    }
+    assert to_raw(Layout()) == to_raw(LayoutSpec.parse(vars(Layout())))
 
 
 def test_set_changes_raw_data_before_anything_is_derived():
@@ -152,7 +230,7 @@ def test_a_cluster_comes_from_a_file_and_other_settings_win(tmp_path):
     file.write_text(shown.replace("[cluster]", '[cluster]\nfile = "here.toml"'))
     job = read_job(file, ["cluster.num_nodes=2"])
     found = read_cluster(tmp_path / "here.toml")
-    assert job.cluster == found.replace(num_nodes=2)
+    assert Cluster.parse(vars(job.cluster)) == found.replace(num_nodes=2)
     assert found.tiers[0].collectives["all_reduce"][0].seconds == (1e-4, 2e-4)
     assert found.stack is not None
     assert found.stack.constants == {"launch_us": 3.0}
@@ -193,3 +271,32 @@ def test_a_wrong_cluster_file_is_named(tmp_path, text, sentence):
         (tmp_path / "here.toml").write_text(text)
     with pytest.raises(InputError, match=sentence):
         read_job(None, [f"cluster.file={tmp_path / 'here.toml'}"])
+
+
+def test_a_cluster_file_without_a_setting_is_no_whole_cluster(tmp_path):
+    file = tmp_path / "here.toml"
+    file.write_text('device = "H200"\nnum_nodes = 2\n')
+    with pytest.raises(InputError, match=r"here\.toml doesn't say its devices_per_node: give a"):
+        read_cluster(file)
+    assert read_job(None, [f"cluster.file={file}"]).cluster.undecided == ["devices_per_node"]
+
+
+def test_what_was_chosen_for_an_axis_goes_with_it(tmp_path):
+    """A plan's algorithm for shards once kept a Run from going on without shards."""
+    sharded = _planned().replace(layout=Layout(fsdp=2, zero=3))
+    chosen = {"fsdp": {"algorithm": "ring", "compress": "int8"}, "warmup_steps": 30}
+    sharded = sharded.replace(comm=Comm.parse(chosen))
+    file = tmp_path / "job.toml"
+    file.write_text(to_toml(sharded))
+    replicas = ("layout.dp=2", "layout.fsdp=1", "layout.zero=0")
+    for job in (
+        read_job(file, replicas),
+        read_job(tmp_path, replicas),
+        change_job(sharded, replicas),
+    ):
+        assert job.comm == Comm(fsdp=FsdpComm(algorithm="backend"))
+    assert read_job(file, ("layout.zero=2",)).comm == sharded.comm
+    named = read_job(file, (*replicas, "comm.fsdp.algorithm=pairwise"))
+    assert named.comm.fsdp.algorithm == "pairwise", (
+        "what is asked for is told to have no effect, later"
+    )

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.config.errors import InputError
-from paceline.config.job import Job, to_toml
+from paceline.config.job import JobSpec, to_toml
 from paceline.config.vision import Conv, EfficientNet, ResNet
 
 # Parameters and 1e9 multiply-adds that torchvision states for its weights (`_metrics`, "GFLOPS").
@@ -87,8 +87,8 @@ def test_each_convolution_takes_what_an_earlier_one_gave(network):
         given.add((conv.out_channels, side))
 
 
-def _job(**model: object) -> Job:
-    return Job.parse({"model": model, "train": {"steps": 10, "global_batch": 512}})
+def _job(**model: object) -> JobSpec:
+    return JobSpec.parse({"model": model, "train": {"steps": 10, "global_batch": 512}})
 
 
 def test_a_job_names_the_network_and_survives_toml(tmp_path):

@@ -15,7 +15,7 @@ from paceline.doctor import readings, storage
 from paceline.doctor.checks import GROUPS, examine
 from paceline.doctor.checks.nccl import HURTS
 from paceline.doctor.facts import MachineFacts, as_data, facts_of
-from paceline.doctor.infiniband import Port, ask, parse
+from paceline.doctor.infiniband import Port, ask
 from paceline.doctor.software import version
 from tests.command_line import paceline
 
@@ -228,7 +228,7 @@ def test_ports_from_sysfs_are_those_of_ibstat(tmp_path: Path):
         ("rate", "400 Gb/sec (4X NDR)"),
     ):  # fmt: skip
         (port / name).write_text(text + "\n")
-    found = parse(ask(tmp_path))
+    found = facts_of({"infiniband.json": ask(tmp_path)}).ports
     assert found == (Port("mlx5_0:1", "InfiniBand", "Active", "LinkUp", 400.0),)
     assert facts_of(GOOD).ports[0] == found[0]
 
@@ -245,7 +245,7 @@ def test_storage_is_measured_and_nothing_stays(tmp_path: Path, monkeypatch):
     assert found.write_bytes_per_s > 0
     assert found.read_bytes_per_s > 0
     assert list(tmp_path.iterdir()) == []
-    assert storage.parse(storage.text(found)) == found
+    assert facts_of({"storage.json": storage.text(found)}).storage == found
     with pytest.raises(InputError, match="can't be written to"):
         storage.measure(tmp_path / "none")
 

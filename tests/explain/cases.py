@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.config.elastic import Elastic
+from paceline.config.job_sections import Checkpoint
 from paceline.config.layers import Experts
 from paceline.explain.subject import Subject
 from paceline.observe import caveats
 from paceline.observe.caveats import TraceDevice
+from paceline.observe.run import json_lines
 from paceline.observe.tables.gaps import BETWEEN_KERNELS
 from tests.explain.accounts import H100, MODEL, V100, account, job, line, subject
+from tests.observe.interrupted import Simulated, simulated
 from tests.plan.planned import cluster, tiers
 
 Make = Callable[[Path], Subject]
@@ -164,7 +168,7 @@ def attention(name: str) -> Make:
 
 
 _TIGHT = job(2, recompute="full")
-_SMALL = _TIGHT.cluster.known_device
+_SMALL = _TIGHT.cluster.device
 _SMALL = _SMALL.replace(memory_bytes=_SMALL.memory_bytes.replace(value=5e7))  # type: ignore[union-attr]
 _SMALL_CLUSTER = _TIGHT.cluster.replace(device=_SMALL)
 _AGAIN = account([{**WORK, "recompute": 20.0}] * 2)
@@ -186,6 +190,27 @@ def _evaluating(every: int, eval_s: float, steps: int = 160) -> Make:
     made = job(2)
     made = made.replace(train=made.train.replace(eval_every=every, steps=steps))
     return of(None, made, lines=lines(eval_s=eval_s, between_s=eval_s))
+
+
+def interrupted_run(made: Simulated, every: int = 0, **elastic: Any) -> Make:
+    """A run of nodes that were lost, with a wish for elasticity, and for checkpoints."""
+
+    def make(folder: Path) -> Subject:
+        (folder / "events.jsonl").write_text(json_lines(made.events))
+        asked = job(2).replace(
+            elastic=Elastic(min_nodes=1, **elastic), checkpoint=Checkpoint(every=every)
+        )
+        return subject(None, asked, lines=made.lines, folder=folder)
+
+    return make
+
+
+def _undisturbed() -> Simulated:
+    made = Simulated()
+    made.claim(["n0", "n1"], 2, "start")
+    made.recover("start", 0)
+    made.train(20)
+    return made
 
 
 _FEW_CORES = {"num_cores": 2, "threads_per_rank": 1, "num_ranks": 2}
@@ -364,6 +389,11 @@ CASES: Mapping[str, Case] = {
     "logging-stall": Case(
         of(None, job(2), lines=lines(between_s=0.02)),
         {"nothing between": of(None, job(2), lines=lines(between_s=0.0))},
+    ),
+    "interruptions": Case(
+        interrupted_run(simulated()),
+        {"nothing was lost": interrupted_run(_undisturbed()),
+         "not elastic": of(None, job(2), lines=lines())},
     ),
     "garbage-collection": Case(
         of(None, job(2), lines=lines(gc_s=0.01)),

@@ -28,7 +28,7 @@ from tests.explain.cases import CASES
 
 SOURCES = Path(__file__).parents[2] / "src" / "paceline"
 SETTING = re.compile(
-    r"\b(?!cluster\.toml)((?:layout|comm|train|observe|checkpoint|optim|model|cluster)\.[a-z_.]+\w)\b"
+    r"\b(?!cluster\.toml)((?:layout|comm|train|observe|checkpoint|optim|model|cluster|elastic)\.[a-z_.]+\w)\b"
 )
 COMMAND = re.compile(r"`?\bpaceline ((?:[a-z]+)(?: [^`\n]*)?)")
 SHARE = re.compile(r"([\d.]+)% of (?:it|a step|the step|the time)")

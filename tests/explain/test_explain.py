@@ -19,7 +19,7 @@ from paceline.explain.explain import explain, explain_subject
 from paceline.explain.rules import RESIDUALS, RULES
 from paceline.explain.show import show
 from paceline.explain.subject import Subject
-from paceline.explain.traffic import CollectiveTraffic, bus_factor
+from paceline.explain.traffic import CollectiveTraffic, Flow, bus_factor
 from paceline.explain.waterfall import waterfall
 from paceline.explain.what_if import predicted, what_if
 from paceline.explain.windows import joined
@@ -140,6 +140,18 @@ def test_the_terminal_shows_terms_findings_and_settings() -> None:
         assert words in out.getvalue()
     assert out.getvalue().index("recompute-not-needed") < out.getvalue().index("peak-missing")
     json.dumps(told.to_json())
+
+
+def test_a_narrow_terminal_folds_names_and_cuts_no_figure() -> None:
+    told = explain_subject(subject(account([WORK, WORK]), job(2)))
+    name = f"ncclDevKernel_Generic<{'x' * 60}>"
+    flow = Flow("dp", name, 8, 2.0, 23.4e6, 0.0157, 0.0157, 0.0117)
+    out = StringIO()
+    show(replace(told, flows=(flow,)), Console(file=out, width=80), 5, all_findings=False)
+    for figure in ("23.4 MB", "15.7 ms", "11.7 ms", "1.3 GB/s", "on the link", "bus rate"):
+        assert figure in out.getvalue()
+    assert "…" not in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= 80
 
 
 def test_against_another_one_settings_and_terms_differ() -> None:

@@ -12,7 +12,7 @@ from paceline.explain import comparison, lanes
 from paceline.explain.explain import explain_subject
 from paceline.explain.lanes import CELLS, lanes_of, read_lanes
 from paceline.explain.noise import Estimate, MetricChange
-from paceline.explain.page import waterfall_of, write_report
+from paceline.explain.page import _waterfall_note, waterfall_bars, write_report
 from paceline.explain.subject import Subject
 from paceline.explain.waterfall import Waterfall, WaterfallRow
 from paceline.observe.account import Account, ClockOffset
@@ -116,15 +116,17 @@ def test_the_waterfall_is_the_step_whole(report):
 
 def test_the_step_at_the_peak_and_the_planned_one_stand_beside_the_measured():
     rows = (WaterfallRow("matmul", 0.06, 0.05), WaterfallRow("host_gap", 0.04, 0.0))
-    told = waterfall_of(Waterfall(0.1, 0.03, rows, 0.05, (0.045, 0.06)))
-    peak, matmul, gap = told["bars"]
-    assert (peak.name, peak.width, peak.figures) == ("at the peak", "30.00", ("30.0",))
-    assert (matmul.width, matmul.below) == ("60.00", ("0.00", "50.00"))
+    fall = Waterfall(0.1, 0.03, rows, 0.05, (0.045, 0.06))
+    told = waterfall_bars(fall)
+    peak, matmul, gap = told.rows
+    assert (peak.swatch.name, peak.length, peak.figures) == ("at the peak", 0.3, ("30.0",))
+    assert (matmul.length, matmul.below) == (0.6, (0.0, 0.5))
     assert (matmul.figures, matmul.mood) == (("60.0", "50.0", "+10.0"), "over")
-    assert (gap.left, gap.below, gap.mood) == ("60.00", None, "over")
-    assert told["total"] == ("whole step", "100.0", "50.0", "+50.0")
-    assert "30.0% of the step (MFU)" in told["note"]
-    assert "expected 45 ms to 60 ms" in told["note"]
+    assert (gap.start, gap.below, gap.mood) == (0.6, None, "over")
+    assert told.total == ("whole step", "100.0", "50.0", "+50.0")
+    note = _waterfall_note(fall)
+    assert "30.0% of the step (MFU)" in note
+    assert "expected 45 ms to 60 ms" in note
 
 
 def test_a_damaged_trace_costs_the_explanation_not_the_report(tmp_path):

@@ -154,7 +154,7 @@ def test_what_was_measured_stands_before_what_was_predicted_to_gain_as_much() ->
     of = subject(None, job(2), step_ms=100)
     told = (Evidence("host", "Seen."), Evidence("clock", "And timed."))
     sure, guess = (
-        Finding.of(of, "x", "", gain_s, told, basis=basis)
+        Finding.of(of, "", gain_s, told, basis=basis)
         for gain_s, basis in ((0.010, "measured"), (0.012, "predicted"))
     )
     assert sure.weight > guess.weight
@@ -375,7 +375,7 @@ def test_choosing_what_is_kept_costs_the_forward_pass_too() -> None:
 
 def test_recompute_that_memory_needs_is_kept() -> None:
     tight = job(2, recompute="full")
-    device = tight.cluster.known_device
+    device = tight.cluster.device
     small = device.replace(memory_bytes=device.memory_bytes.replace(value=5e7))  # type: ignore[union-attr]
     tight = tight.replace(cluster=tight.cluster.replace(device=small))
     again = {**WORK, "recompute": 20.0}

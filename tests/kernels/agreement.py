@@ -94,7 +94,7 @@ def _weights(like: Tensor) -> Tensor:
 
 _COMPILE = """
 import importlib, json, sys
-from paceline.kernels import ahead
+from benchmarks.kernels import ahead
 found = []
 for name in sys.argv[2:]:
     kernel = getattr(importlib.import_module(f"paceline.kernels.{sys.argv[1]}.kernel"), name)

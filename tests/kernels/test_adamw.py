@@ -12,6 +12,7 @@ from paceline.config.errors import InputError
 from paceline.kernels import switch
 from paceline.kernels.adamw import Coded, _suit, adamw_
 from paceline.kernels.adamw.eight_bit import decode, encode, num_row_dims
+from paceline.kernels.adamw.reference import AdamWTensors
 from tests.kernels.agreement import DEVICE, kernels, relative_error, with_kernels
 
 pytestmark = with_kernels
@@ -47,7 +48,7 @@ class _State:
     def step(self, grads: list[Tensor], **others) -> None:
         state = self.params, grads, self.firsts, self.seconds, self.steps
         if switch.takes("adamw", self.params[0]):
-            assert _suit(*state, others.get("masters")), "the kernel isn't tested"
+            assert _suit(AdamWTensors(*state, others.get("masters"))), "the kernel isn't tested"
         adamw_(*state, **{**SETTINGS, **others})
 
 

@@ -7,18 +7,10 @@ import torch
 from torch import Tensor
 
 from paceline.config.errors import InputError
-from paceline.kernels.attention import (
-    AttentionShape,
-    BackendChoice,
-    attend,
-    backends,
-    block_mask,
-    choose,
-    measure,
-    reference,
-    rule,
-    table,
-)
+from paceline.kernels.attention import backends, choose, table
+from paceline.kernels.attention.backends import attend
+from paceline.kernels.attention.rule import AttentionShape, BackendChoice, rule
+from paceline.kernels.attention.table import measure
 
 CPU = torch.device("cpu")
 HOPPER, AMPERE = (9, 0), (8, 0)
@@ -40,31 +32,28 @@ def _only(*names: str):
 
 
 @pytest.mark.parametrize(
-    ("capability", "mask", "head_dim", "can", "backend"),
+    ("capability", "head_dim", "can", "backend"),
     [
-        (HOPPER, "causal", 128, _all, "cudnn"),
-        (HOPPER, "none", 64, _all, "cudnn"),
-        (HOPPER, "causal", 192, _all, "flash"),
-        (HOPPER, "causal", 128, _only("flash", "efficient"), "flash"),
-        (HOPPER, "causal", 192, _only("efficient"), "efficient"),
-        (HOPPER, "window", 128, _all, "flex"),
-        (HOPPER, "documents", 128, _only("efficient"), "efficient"),
-        (HOPPER, "pairs", 128, _all, "efficient"),
-        (AMPERE, "causal", 128, _all, "flash"),
-        ((12, 0), "causal", 128, _all, "flash"),
-        (AMPERE, "pairs", 128, _only(), "default"),
-        (None, "causal", 128, _all, "default"),
+        (HOPPER, 128, _all, "cudnn"),
+        (HOPPER, 64, _all, "cudnn"),
+        (HOPPER, 192, _all, "flash"),
+        (HOPPER, 128, _only("flash", "efficient"), "flash"),
+        (HOPPER, 192, _only("efficient"), "efficient"),
+        (AMPERE, 128, _all, "flash"),
+        ((12, 0), 128, _all, "flash"),
+        (AMPERE, 128, _only(), "default"),
+        (None, 128, _all, "default"),
     ],
 )
-def test_the_rule(capability, mask, head_dim, can, backend):
+def test_the_rule(capability, head_dim, can, backend):
     shape = SHAPE._replace(head_dim=head_dim, value_dim=head_dim)
-    choice = rule(shape, torch.bfloat16, capability, mask, can)
+    choice = rule(shape, torch.bfloat16, capability, can)
     assert choice.backend == backend
     assert choice.why
 
 
 def test_32_bits_are_left_to_torch():
-    choice = rule(SHAPE, torch.float32, HOPPER, "causal", _all)
+    choice = rule(SHAPE, torch.float32, HOPPER, _all)
     assert choice.backend == "default"
     assert "float32" in choice.why
 
@@ -100,7 +89,6 @@ def test_a_measurement_is_remembered(tmp_path, monkeypatch):
     assert choose(alike, torch.float32, CPU, path=path) == made
     longer = SHAPE._replace(seq_len=33)
     assert choose(longer, torch.float32, CPU, path=path).backend == "default"
-    assert choose(SHAPE, torch.float32, CPU, "none", path).backend == "default"
     assert choose(SHAPE, torch.float64, CPU, path=path).backend == "default"
     monkeypatch.setattr(torch, "__version__", "0.0")  # its kernels may have changed
     assert choose(SHAPE, torch.float32, CPU, path=path).backend == "default"
@@ -112,7 +100,7 @@ def test_the_fastest_is_chosen_and_others_stay_in_the_file(tmp_path, monkeypatch
     monkeypatch.setattr(table, "_times", lambda *call: {"flash": 2.0, "math": 1.0})
     assert measure(SHAPE, torch.float32, CPU).backend == "math"
     monkeypatch.setattr(table, "_times", lambda *call: {"flash": 3.0, "math": 4.0})
-    assert measure(SHAPE, torch.float32, CPU, "none").backend == "flash"
+    assert measure(SHAPE._replace(seq_len=64), torch.float32, CPU).backend == "flash"
     assert choose(SHAPE, torch.float32, CPU) == BackendChoice(
         "math", "measured on this device: flash 2 ms, math 1 ms"
     )
@@ -133,6 +121,14 @@ def test_what_was_measured_but_is_not_taken_now_is_not_chosen(tmp_path, monkeypa
     assert choose(wider, torch.float32, CPU, path=path).backend == "default"
 
 
+@pytest.mark.parametrize("text", ["{", "{}", '{"rows": 1}', '{"rows": [{"device": "cpu"}]}'])
+def test_a_file_that_is_no_table_is_refused_in_a_sentence(tmp_path, text):
+    path = tmp_path / "attention.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"attention\.json .*bench kernels --tune"):
+        choose(SHAPE, torch.float32, CPU, path)
+
+
 def test_a_measurement_needs_a_place_and_something_to_run(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="No file was named"):
         measure(SHAPE, torch.float32, CPU)
@@ -147,9 +143,18 @@ def _problem(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(2, n, 32, 16, dtype=dtype, requires_grad=True) for n in heads]
 
 
-def _assert_alike(out: Tensor, visible: Tensor, inputs: list[Tensor]) -> None:
+def _written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+    ahead = torch.ones(32, 32, dtype=torch.bool).triu(1)
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(ahead, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("backend", ["default", "flash", "math"])
+def test_each_implementation_of_the_cpu_is_softmax_of_scores(backend):
+    inputs = _problem()
     wide = [each.detach().double().requires_grad_() for each in inputs]
-    expected = reference.attend(*wide, visible)
+    out, expected = attend(*inputs, backend), _written_out(*wide)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
     weights = torch.randn(out.shape)
     grads = torch.autograd.grad((out * weights).sum(), inputs)
@@ -159,52 +164,27 @@ def _assert_alike(out: Tensor, visible: Tensor, inputs: list[Tensor]) -> None:
         torch.testing.assert_close(mine.double(), right, atol=1e-5, rtol=1e-5)
 
 
-DOCUMENTS = torch.tensor([0] * 10 + [1] * 22).expand(2, -1)
-MASKS = {"causal": (None, None), "window": (5, None), "documents": (9, DOCUMENTS)}
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("backend", ["default", "flash", "math"])
-def test_each_implementation_of_the_cpu_is_the_reference(backend, mask):
-    window, documents = MASKS[mask]
-    inputs = _problem()
-    visible = reference.visible_pairs(32, window, documents)
-    out = attend(*inputs, None if mask == "causal" else visible, backend)
-    _assert_alike(out, visible, inputs)
-
-
-@pytest.mark.parametrize("mask", MASKS)
-def test_flex_attention_sees_what_the_reference_sees(mask):
-    window, documents = MASKS[mask]
-    inputs = _problem()
-    sees = block_mask(32, window, documents, CPU)
+def test_flex_attention_is_softmax_of_scores():
+    inputs = [each.detach() for each in _problem()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # uncompiled, it writes out all scores
-        out = attend(*[each.detach() for each in inputs], sees, "flex")
-    expected = reference.attend(*inputs, reference.visible_pairs(32, window, documents))
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_without_a_mask_all_is_seen():
-    inputs = _problem()
-    out = attend(*inputs, None, "flash", is_causal=False)
-    _assert_alike(out, torch.ones(32, 32, dtype=torch.bool), inputs)
+        out = attend(*inputs, "flex")
+    torch.testing.assert_close(out, _written_out(*inputs), atol=1e-5, rtol=1e-5)
 
 
 def test_it_compiles_as_one_graph():
     inputs = _problem()
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, None, "flash")
+        return attend(q, k, v, "flash")
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*inputs), function(*inputs))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares implementations of CUDA")
-@pytest.mark.parametrize("mask", ["causal", "documents"])
-def test_implementations_of_cuda_are_measured(tmp_path, mask):
+def test_implementations_of_cuda_are_measured(tmp_path):
     device, shape = torch.device("cuda"), AttentionShape(2, 8, 2, 512, 64, 64)
     path = tmp_path / "attention.json"
-    made = measure(shape, torch.bfloat16, device, mask, path, rounds=3)
-    assert made == choose(shape, torch.bfloat16, device, mask, path)
+    made = measure(shape, torch.bfloat16, device, path, rounds=3)
+    assert made == choose(shape, torch.bfloat16, device, path)

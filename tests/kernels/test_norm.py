@@ -1,20 +1,14 @@
-"""Normalisation of rows against fp64; then what torch asks of operators; then two ranks.
-
-The ranks run the kernels too, in the interpreter: on DTensors, and under FSDP2.
-"""
+"""Normalisation of rows against fp64; then what torch asks of operators; then two FSDP2 ranks."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from paceline.config.errors import InputError
-from paceline.kernels.activations import gated
 from paceline.kernels.norm import add_rms_norm, reference, rms_norm
 from tests.kernels.agreement import DEVICE, check, kernels, random, relative_error, with_kernels
 from tests.ranks import run_ranks
@@ -72,11 +66,16 @@ def test_rows_of_16_bits_may_be_twice_as_long():
         assert relative_error(mine, grad) < 1e-3
 
 
-def test_rows_too_wide_for_registers():
-    width = 16384 + 77
-    x, weight = random(3, width, scale=2), random(width, seed=5)
-    check(lambda x, w: rms_norm(x, w, EPS), (x, weight))
-    check(lambda x, r, w: add_rms_norm(x, r, w, EPS), (x, random(3, width, seed=9), weight))
+def test_rows_too_wide_for_registers_are_left_to_torch(monkeypatch):
+    from paceline.kernels.norm import kernel
+
+    monkeypatch.setattr(kernel, "norm", None)
+    monkeypatch.setattr(kernel, "add_norm", None)
+    x, residual = random(3, 8193), random(3, 8193, seed=9)
+    with kernels():
+        assert torch.equal(rms_norm(x, None), reference.rms_norm(x, None, 1e-6))
+        _, summed = add_rms_norm(x, residual, None)
+    assert torch.equal(summed, x + residual)
 
 
 def test_rows_are_read_where_they_lie():
@@ -99,9 +98,8 @@ def test_weights_may_be_wider_than_x():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("width", [8, 16390])
-def test_what_is_not_finite_stays_in_its_row(value, width):
-    x = random(2, width).detach()
+def test_what_is_not_finite_stays_in_its_row(value):
+    x = random(2, 8).detach()
     x[0, 3] = value
     with kernels():
         normed = rms_norm(x, None)
@@ -145,31 +143,6 @@ def test_it_compiles_as_one_graph():
         torch.testing.assert_close(mine, theirs)
 
 
-def _sharded(rank, world_size):
-    """By place of x: results and gradients of everything that has rules."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    x, residual = random(4, 6, 10, seed=1).detach(), random(4, 6, 10, seed=2).detach()
-    weight = random(10, seed=3).detach()
-    found = {}
-    for name, place in {"none": None, "batch": Shard(0), "sequence": Shard(1)}.items():
-        put = x, residual, weight
-        if place is not None:
-            places = [place], [place], [Replicate()]
-            put = [distribute_tensor(t, mesh, p) for t, p in zip(put, places, strict=True)]
-        put = [each.detach().requires_grad_() for each in put]
-        with kernels():
-            normed, summed = add_rms_norm(put[0], put[1], put[2], EPS)
-            out = rms_norm(gated(normed, summed), put[2], EPS)
-            out.square().sum().backward()
-        if place is not None:
-            assert out.placements == (place,)
-            assert put[0].grad.placements == (place,)
-            assert put[2].grad.placements == (Partial(),)
-        values = [out.detach(), *(each.grad for each in put)]
-        found[name] = [v.full_tensor() if isinstance(v, DTensor) else v for v in values]
-    return found
-
-
 class _Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -196,17 +169,8 @@ def _under_fsdp(rank, world_size):
     return grads
 
 
-def _on_ranks(rank, world_size):
-    torch.manual_seed(0)
-    assert dist.get_world_size() == world_size
-    return _sharded(rank, world_size), _under_fsdp(rank, world_size)
-
-
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="ranks of these tests share one CPU")
-def test_sharded_rows_and_sharded_weights_equal_one_process():
-    for found, (alone, sharded) in run_ranks(_on_ranks, 2, timeout_s=120):
-        for place in ("batch", "sequence"):
-            for mine, right in zip(found[place], found["none"], strict=True):
-                torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
+def test_sharded_weights_equal_one_process():
+    for alone, sharded in run_ranks(_under_fsdp, 2, timeout_s=120):
         for mine, right in zip(sharded, alone, strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)

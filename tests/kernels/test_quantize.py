@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.kernels.quantize import reference
 from paceline.kernels.quantize.floats import write_rounded
 from paceline.kernels.quantize.schemes import Float8, Integers, Nibbles, Signs, cut_mantissa
 from paceline.kernels.quantize.words import Quinary
+from tests.kernels import quantize_reference as reference
 
 EXTREMES = torch.tensor([-32768, -32767, -1, 0, 1, 32767], dtype=torch.int16)
 

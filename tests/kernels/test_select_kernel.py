@@ -9,7 +9,8 @@ from torch import Tensor
 
 from paceline.kernels import launch
 from paceline.kernels.launch import Launch, MeasuredLaunch
-from paceline.kernels.select import kernel, largest, reference
+from paceline.kernels.select import kernel, largest
+from tests.kernels import select_reference as reference
 from tests.kernels.agreement import DEVICE, kernels, with_kernels
 
 pytestmark = with_kernels

@@ -79,4 +79,4 @@ def test_rules_choose_the_layout_and_the_plan_predicts_it_with_a_wide_interval()
     again = resolve_on_this_machine(after.job)
     assert again.job == after.job
     assert again.ranked[0].step_s == pytest.approx(expected.step_s)
-    assert this_machine().known_device.peak("fp32") is None
+    assert this_machine().device.peak("fp32") is None

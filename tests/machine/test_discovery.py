@@ -188,9 +188,9 @@ def test_ranks_on_several_hosts_get_an_interface_and_refuse_a_loopback(monkeypat
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=eno1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with pytest.raises(InputError, match="on 2 hosts"):
-        rendezvous._use_interfaces(several)
+        rendezvous._use_interfaces("node0", several)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    rendezvous._use_interfaces(several)
+    rendezvous._use_interfaces("node0", several)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=eno1"
 

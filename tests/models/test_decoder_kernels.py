@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.config.layers import Experts
+from paceline.config.layers import Experts, LatentAttention
 from paceline.config.model import Model
 from paceline.kernels import launch
 from paceline.kernels.loss import cross_entropy
@@ -18,6 +18,10 @@ DENSE = Model(
 MODELS = {
     "dense": DENSE,
     "norms of heads, tied": DENSE.replace(qk_norm=True, tie_embeddings=True),
+    "latent attention": DENSE.replace(
+        num_kv_heads=4,
+        latent=LatentAttention(q_rank=12, kv_rank=8, nope_dim=4, rope_dim=4, v_dim=8),
+    ),
     "experts": DENSE.replace(experts=Experts(num_experts=3, experts_per_token=2, ffn_size=16)),
 }
 

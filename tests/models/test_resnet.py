@@ -7,7 +7,8 @@ from torch import nn
 
 from paceline.config.vision import ResNet
 from paceline.kernels import switch
-from paceline.models.resnet import ResNetwork
+from paceline.models.resnet import Norm, ResNetwork, torchvision_config, torchvision_state
+from tests.models import torchvision_like
 
 SMALL = {"image_size": 32, "num_classes": 10}
 
@@ -35,6 +36,33 @@ def test_the_module_has_the_parameters_and_the_shapes_of_the_noun(shape):
         for c in noun.convolutions
     ]
     assert sorted(map(str, seen)) == sorted(str(tuple(map(torch.Size, one))) for one in by_noun)
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        ({"depth": 18}, "resnet18"),
+        ({"depth": 50}, "resnet50"),
+        ({"depth": 50, "groups": 32, "width_per_group": 4}, "resnext50_32x4d"),
+        ({"depth": 101, "width_per_group": 128}, "wide_resnet101_2"),
+        ({"depth": 50, "groups": 2, "width_per_group": 32}, None),
+    ],
+)
+def test_torchvisions_network_computes_the_same_with_our_tensors(shape, name):
+    noun, module = ResNet(**SMALL, **shape), _network(**shape)
+    images = torch.randn(3, 3, 32, 32)
+    for layer in module.modules():
+        if isinstance(layer, Norm):  # no two norms alike
+            layer.weight.data.uniform_(0.3, 0.7)
+            layer.bias.data.uniform_(-0.1, 0.1)
+    module(images)  # and statistics of their own
+    config = torchvision_config(noun)
+    assert config["architecture"] == name
+    theirs = torchvision_like.of_config(config)
+    theirs.load_state_dict(torchvision_state(noun, module.state_dict()))
+    with torch.no_grad():
+        ours = module.eval()(images)
+        torch.testing.assert_close(theirs.eval()(images), ours, rtol=1e-4, atol=1e-4)
 
 
 class _ByHand(nn.Module):

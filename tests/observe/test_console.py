@@ -9,7 +9,8 @@ from rich.console import Console
 
 from paceline.observe import console
 from paceline.observe.console import Progress, step_time_table
-from tests.observe import synthetic
+from paceline.observe.generations import generations, kept_steps
+from tests.observe import interrupted, synthetic
 
 
 @pytest.fixture
@@ -130,6 +131,23 @@ def test_the_table_of_profiled_steps():
     assert "a unigram model of this text can't get below 6.31; reached 3.71" in text
     assert "peak unknown" in text
     assert "810 MB" in text
+
+
+def test_the_table_counts_interruptions_where_a_run_is_elastic():
+    made = interrupted.started_again(interrupted.simulated())
+    found = generations(made.events, kept_steps(made.lines))
+    text = table(made.lines, synthetic.FACTS, generations=found)
+    plain = table(made.lines, synthetic.FACTS)
+    # Of 232 s 168 went into steps: 42 went into waiting for nodes.
+    last = text.splitlines()[-1].split(maxsplit=1)
+    assert [each.rstrip() for each in last] == [
+        *("interruptions", "3 (2 dead, 1 vanished), goodput 72.7%")
+    ]
+    assert "interruptions" not in plain
+    quiet = generations(made.events[:3], kept_steps(made.lines[:60]))
+    assert table(made.lines[:60], {}, generations=quiet).split("interruptions")[1].strip() == (
+        "none, goodput 82.5%"
+    )
 
 
 def test_the_table_says_when_nothing_was_profiled():

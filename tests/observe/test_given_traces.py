@@ -2,6 +2,7 @@
 (files; its own run where it is installed)."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -78,8 +79,14 @@ def path_of(name):
     return path
 
 
+@cache
 def trace(name):
     return read_kineto(path_of(name))
+
+
+@cache
+def account_of(name):
+    return read_account(path_of(name))
 
 
 def to_whole_microseconds(timeline):
@@ -111,7 +118,7 @@ def test_the_exchange_of_experts_is_communication_though_its_kernels_are_no_nccl
     assert 100 * (1 - mix.shares()["idle"]) == pytest.approx(99.6, abs=0.1)
     assert mix.shares()["compute"] < 0.97
     assert mix.overlap() > 0.9
-    exchange = read_account(path_of("h800_dualpipe_pair"))
+    exchange = account_of("h800_dualpipe_pair")
     kinds = {exchange.names[name] for name in exchange.collectives["name"]}
     assert kinds == {"dispatch", "combine", "barrier"}
 
@@ -131,7 +138,7 @@ def test_holistic_trace_analysis_says_so_itself(tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_tell_what_nearly_all_kernels_do(name):
-    kernels = read_account(path_of(name)).kernels
+    kernels = account_of(name).kernels
     unknown = kernels["total_ns"][kernels["term"] == TERM_ID["other_kernels"]].sum()
     print(f"{name}: {100 * unknown / kernels['total_ns'].sum():.1f} % by unknown kernels")
     assert unknown < 0.02 * kernels["total_ns"].sum()
@@ -139,7 +146,7 @@ def test_names_tell_what_nearly_all_kernels_do(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_terms_of_real_steps_sum_and_nothing_is_left_over(name):
-    account = read_account(path_of(name))
+    account = account_of(name)
     lengths = account.steps["end_ns"] - account.steps["start_ns"]
     assert (account.terms_ns.sum(axis=1) == lengths).all()
     left = account.terms_ns[:, TERM_ID["unattributed"]] / lengths
@@ -184,13 +191,13 @@ def test_collectives_of_ddp_are_found_by_the_operator_that_started_them():
     assert len(reduced) > 0
     assert set(reduced["layer"]) == {COMM}
     assert (timeline.spans["layer"] == PROCESSOR).sum() > 1000
-    account = read_account(path_of("a100_128ranks_rank0"))
+    account = account_of("a100_128ranks_rank0")
     found = {account.names[row["name"]] for row in account.collectives}
     assert found == {"all_to_all", "all_reduce", "all_gather"}
 
 
 def test_what_is_known_of_a_collective():
-    account = read_account(path_of("a100_2ranks_rank0"))
+    account = account_of("a100_2ranks_rank0")
     assert account.step_s() == pytest.approx(0.2224, rel=1e-3)
     found = account.collectives
     assert set(found["axis"]) == {0}
@@ -208,7 +215,7 @@ def test_what_is_known_of_a_collective():
 
 
 def test_kernels_are_summed_by_the_operators_that_launched_them():
-    account = read_account(path_of("a100_2ranks_rank0"))
+    account = account_of("a100_2ranks_rank0")
     by_operator = {}
     for row in account.kernels:
         key = account.names[row["op"]], TERMS[row["term"]]

@@ -5,6 +5,7 @@ knows the truth that the reader must find again.
 """
 
 import json
+import mmap
 import pickle
 import random
 
@@ -170,10 +171,12 @@ def test_on_a_cpu_resident_memory_is_sampled(tmp_path):
     recorder = ResidentMemory(tmp_path / "memory")
     recorder.begin()
     for _ in range(3):
-        held = torch.ones(32 << 20)  # 128 MiB, touched
-        for _ in range(20):
-            held.add_(1)
-        del held
+        # 128 MiB, touched. Not of malloc's, which may have kept as much from a test before.
+        with mmap.mmap(-1, 128 << 20) as pages:
+            held = torch.frombuffer(pages, dtype=torch.float32)
+            for _ in range(20):
+                held.add_(1)
+            del held
     recorder.end("rank0-step4")
     samples = json.loads((tmp_path / "memory/rank0-step4.json").read_text())["resident"]
     seconds, resident = zip(*samples, strict=True)

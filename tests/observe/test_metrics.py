@@ -18,8 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from paceline.config.errors import InputError
 from paceline.config.job_sections import Observe
 from paceline.observe.metrics import Metrics, to_json, truncate_after
-from paceline.observe.run import Run
-from tests.observe import synthetic
+from paceline.observe.run import Run, json_lines
+from tests.observe import interrupted, synthetic
 
 QUIET = Observe(tensorboard=False)
 
@@ -211,6 +211,55 @@ def test_prometheus_scrapes_the_last_step(run, port):
     ):
         assert sample in text
     assert not any(sample.startswith("paceline_mfu") for sample in text)
+
+
+def test_prometheus_scrapes_what_interruptions_cost(run, port):
+    """Three processes write the run, of which the newest one is scraped."""
+    made = interrupted.simulated()
+    interrupted.write(run.path, made)
+    (run.path / "job.toml").unlink()
+    before, now = made.lines[:-40], made.lines[-40:]
+    run.write("metrics.jsonl", json_lines(before))
+    settings = Observe(tensorboard=False, prometheus_port=port)
+    metrics = Metrics(run, settings, "tokens", before[-1]["step"])
+    for line in now:
+        metrics.record(line)
+        if line is now[20]:
+            scrape(port)
+    text = scrape(port)
+    metrics.close()
+    seconds = {name: value for name, value in made.seconds.items() if value}
+    kept = seconds["kept"] / sum(seconds.values())
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in prometheus(text)
+        for sample in family.samples
+    }
+    assert found["paceline_generation",] == 5
+    assert found["paceline_nodes", "active"] == 4
+    assert found["paceline_nodes", "spare"] == 0
+    assert found["paceline_goodput_ratio",] == pytest.approx(kept)
+    assert found["paceline_effective_training_time_ratio",] == pytest.approx(kept)
+    assert found["paceline_losses_total", "dead"] == 2
+    assert found["paceline_losses_total", "vanished"] == 1
+    assert found["paceline_losses_total", "slow"] == 0
+    assert found["paceline_steps_recomputed_total",] == 3
+    for name, value in seconds.items():
+        assert found["paceline_run_seconds_total", name] == pytest.approx(value, abs=1e-3)
+    assert found["paceline_recovery_seconds", "decide"] == pytest.approx(0.3)
+    assert found["paceline_recovery_seconds", "restore"] == pytest.approx(0.15)
+
+
+def test_a_run_that_is_not_elastic_has_no_metric_of_generations(run, port):
+    metrics = Metrics(run, Observe(tensorboard=False, prometheus_port=port), "tokens", 0)
+    metrics.record(synthetic.lines(1)[0])
+    text = scrape(port)
+    run.events_file.mkdir()
+    assert scrape(port) == text
+    metrics.close()
+    assert "paceline_steps_total" in text
+    for word in ("generation", "goodput", "losses", "recover", "nodes", "run_seconds"):
+        assert word not in text
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,6 @@ def train_micro_batch(model, last, bf16):
 SETTINGS = {
     "ddp": ("dp", 1, False, False),
     "ddp accumulating, recomputing": ("dp", 2, True, False),
-    "fsdp recomputing": ("fsdp", 1, True, False),
     "fsdp accumulating, bf16": ("fsdp", 2, False, True),
 }
 

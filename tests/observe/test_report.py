@@ -9,34 +9,12 @@ import pytest
 from PIL import Image
 
 from paceline.observe import summary
-from paceline.observe.charts import charts, smooth, thin
+from paceline.observe.charts import charts
 from paceline.observe.report import render
+from paceline.observe.terms import colour
 from tests.observe import synthetic
 
 CHARTS = ["loss", "terms", "rate", "memory", "lr", "grad_norm"]
-
-
-def test_thinning_keeps_ends_spikes_and_gaps():
-    xs = list(range(10_000))
-    ys = [math.sin(x / 500) for x in xs]
-    ys[:3], ys[-3:] = [0.5, 0.0, 1.0], [0.0, 1.0, 0.5]
-    ys[1234], ys[8888] = 50.0, -50.0
-    ys[5000:5100] = [None] * 100
-    few_xs, few_ys = thin(xs, ys, 1000)
-    points = dict(zip(few_xs, few_ys, strict=True))
-    assert len(points) <= 1002
-    assert (points[1234], points[8888]) == (50.0, -50.0)
-    assert {0, 9_999} <= points.keys()
-    assert None in few_ys
-    assert few_xs == sorted(few_xs)
-    assert thin([1, 2], [3.0, None]) == ([1, 2], [3.0, None])
-
-
-def test_smoothing_is_centred_and_skips_gaps():
-    line = [float(x) for x in range(50)]
-    assert smooth(line, 5) == pytest.approx(line)  # neither late nor bent at the ends
-    assert smooth([1.0, None, 3.0], 1) == [1.0, 2.0, 3.0]
-    assert smooth([None, None], 1) == [None, None]
 
 
 def test_charts_hold_no_number_that_is_not_json():
@@ -57,7 +35,7 @@ def test_long_runs_are_averaged_into_few_bars():
     assert len(bars[0]["x"]) <= 40
     assert bars[0]["x"][0] == "10"
     assert [bar["name"] for bar in bars] == list(summary.step_time(lines).terms_s)
-    assert bars[0]["marker"]["color"] == summary.colour("matmul")
+    assert bars[0]["marker"]["color"] == colour("matmul")
 
 
 class Page(HTMLParser):
@@ -98,7 +76,7 @@ def test_the_page_is_complete_and_refers_to_nothing_outside(demo):
         "from 8.261 to 3.623 in 240 steps. On held-out data it is 3.713, where a model of token "
         "frequencies alone can't get below 6.31.",
         *("perplexity 40.96", "9,893", "810 MB", "peak unknown", "414 ms"),
-        *("Mean of 7 profiled steps", "exposed_comm.dp", "100.0 %"),
+        *("Mean of 7 profiled steps", "exposed_comm.dp", "100.0%"),
         *("[train] steps = 240", "layout.micro_batch 8 the largest divisor"),
         *("the safest fast arithmetic of <this CPU> & no other", "2025-11-20 09:13 UTC"),
     ):
@@ -177,12 +155,11 @@ def colours(picture):
     return [colour for _, colour in sorted(counts, reverse=True)]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_picture_follows_the_colour_scheme(demo, browser, tmp_path, scheme):
-    dark = ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
-    browser(demo, f"--screenshot={tmp_path / 'page.png'}", *dark)
+def test_the_picture_follows_the_dark_colour_scheme(demo, browser, tmp_path):
+    dark = "--blink-settings=preferredColorScheme=0"
+    browser(demo, f"--screenshot={tmp_path / 'page.png'}", dark)
     found = colours(tmp_path / "page.png")
-    assert found[0] == ((19, 22, 26) if scheme == "dark" else (251, 251, 249))
-    matmul = tuple(bytes.fromhex(summary.colour("matmul")[1:]))
+    assert found[0] == (19, 22, 26)  # (251, 251, 249) where nothing else is preferred
+    matmul = tuple(bytes.fromhex(colour("matmul")[1:]))
     assert matmul in found[:20]  # the bars of the charts were painted
     assert len(found) > 100

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from paceline.observe import summary
-from paceline.observe.terms import TERMS, coarse
+from paceline.observe.terms import TERM_COLOURS, TERMS, coarse, colour, in_order
 from tests.observe import synthetic
 
 
@@ -60,13 +60,13 @@ def test_anything_may_be_missing():
 
 
 def test_every_term_of_the_vocabulary_has_a_colour():
-    assert set(summary.TERM_COLOURS) == set(TERMS)
+    assert set(TERM_COLOURS) == set(TERMS)
 
 
 def test_unknown_terms_come_last_and_are_grey():
     terms = ["novel", "unattributed", "exposed_comm.dp", "matmul"]
-    assert summary.in_order(terms) == ["matmul", "exposed_comm.dp", "unattributed", "novel"]
-    assert summary.colour("novel") == summary.colour("unattributed")
+    assert in_order(terms) == ["matmul", "exposed_comm.dp", "unattributed", "novel"]
+    assert colour("novel") == colour("unattributed")
 
 
 def test_the_unigram_bound_is_said_to_be_beaten_only_where_it_is():
@@ -76,31 +76,6 @@ def test_the_unigram_bound_is_said_to_be_beaten_only_where_it_is():
 
     assert sentence(4.2) == "a unigram model of this text can't get below 6.31; reached 4.20"
     assert sentence(6.4).endswith("reached 6.40, not below it yet")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (summary.bytes_text(812_345_678), "812 MB"),
-        (summary.bytes_text(999_900_000), "1 GB"),
-        (summary.bytes_text(0), "0 B"),
-        (summary.bytes_text(3.2e15), "3.2e+03 TB"),
-        (summary.bytes_text(None), "unknown"),
-        (summary.rate_text(12_345.6), "12,346"),
-        (summary.rate_text(3.14159), "3.14"),
-        (summary.mfu_text(0.4312), "MFU 43.1%"),
-        (summary.mfu_text(None), "MFU: peak unknown"),
-        (summary.loss_text(None), "not finite"),
-        (summary.step_time_text(0.41), "410 ms"),
-        (summary.step_time_text(0.99999), "1 s"),
-        (summary.duration_text(9.96), "10.0 s"),
-        (summary.duration_text(59.7), "1 min 00 s"),
-        (summary.duration_text(3_725), "1 h 02 min"),
-        (summary.duration_text(200_000), "2 d 7 h"),
-    ],
-)
-def test_figures_as_text(text, expected):
-    assert text == expected
 
 
 def test_plans_and_metrics_have_one_term_for_all_other_kernels():

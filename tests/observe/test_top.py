@@ -27,7 +27,7 @@ from paceline.observe.top.follow import FollowedFile
 from paceline.observe.top.frame import frame, overview, sparkline
 from paceline.observe.top.gpus import parsed
 from paceline.observe.top.state import WatchedRun
-from tests.observe import synthetic
+from tests.observe import interrupted, synthetic
 from tests.parallel.training import FP32, job_of
 
 LATE, LAG_S = 2, 0.06
@@ -207,6 +207,45 @@ def test_before_the_first_step_there_is_a_frame(tmp_path):
     text = picture(frame(WatchedRun(run_of(tmp_path / "demo", []).path).look(), 80, 24))
     assert "starting" in text
     assert "0 of 240" in text
+
+
+def interrupted_run(folder):
+    """A run that was interrupted, and whose newest step was just now."""
+    made = interrupted.started_again(interrupted.simulated())
+    late_s = time.time() - made.now_s
+    run = run_of(folder, [{**line, "time": line["time"] + late_s} for line in made.lines], 600)
+    later = ({**event, "time": event["time"] + late_s} for event in made.events)
+    run.write("events.jsonl", json_lines(later))
+    return run
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 16), (160, 50)])
+def test_a_frame_of_an_elastic_run_says_who_trains_and_what_was_lost(tmp_path, width, height):
+    run = interrupted_run(tmp_path / "demo")
+    state = WatchedRun(run.path).look()
+    rows = picture(frame(state, width, height), width, height).rstrip("\n").split("\n")
+    assert len(rows) <= height
+    assert max(cell_len(row) for row in rows) <= width
+    told = dict(row.split(maxsplit=1) for row in rows if row.startswith(("generation", "lost")))
+    assert told["generation"].rstrip() == "6: 2 nodes, 4 ranks, fsdp=4"
+    assert told["lost"].rstrip() == "3 (2 dead, 1 vanished), goodput 72.7%"
+    (last,) = (row for row in rows if row.startswith("last lost"))
+    assert "1 h 01 min ago, rank 1 on n0 died: CUDA" in last
+    found = state.as_json()
+    assert (found["generation"], found["nodes"]) == (6, ["n0", "n2"])
+    assert found["lost"] == {"dead": 2, "vanished": 1}
+    assert found["goodput"] == pytest.approx(0.727, abs=1e-3)
+    with run.events_file.open("a") as file:
+        file.write("nonsense\n")
+    assert "line 36 holds no event" in picture(frame(WatchedRun(run.path).look(), 200, 24), 200)
+
+
+def test_a_frame_of_a_run_without_events_is_as_it_was(tmp_path):
+    run = run_of(tmp_path / "demo", lines())
+    state = WatchedRun(run.path).look()
+    text = picture(frame(state, 80, 24))
+    assert not {"generation", "lost", "goodput"} & {*text.split(), *state.as_json()}
+    assert "interruptions" not in picture(overview([state, state]))
 
 
 def test_several_runs_are_a_line_each(tmp_path):

@@ -1,7 +1,7 @@
-"""Parallel equals serial: three optimizer steps on gloo ranks against one process.
+"""Parallel equals serial: two optimizer steps on gloo ranks against one process.
 
 With clipping and gradient accumulation: losses, gradient norms and every parameter, in fp64 to
-1e-10 and in fp32 to 1e-5. First each technique alone, then layouts drawn at random over all axes.
+1e-10, some in fp32 to 1e-5. First each technique alone, then layouts drawn at random over all axes.
 All cases of one number of ranks share a launch.
 """
 
@@ -26,19 +26,15 @@ ALONE = {
     "ddp": (2, "dense", "dp=2"),
     "ddp, small buckets": (2, "dense", "dp=2 bucket_mib=0.01"),
     "ddp, one micro-batch": (2, "dense", "dp=2 micro_batch=12"),
-    "ddp on four": (4, "dense", "dp=4 micro_batch=3"),
     "zero 1": (2, "dense", "fsdp=2 zero=1"),
     "zero 2": (2, "dense", "fsdp=2 zero=2"),
     "zero 3": (2, "dense, tied", "fsdp=2 zero=3"),
-    "zero 3 on four": (4, "dense", "fsdp=4 zero=3 micro_batch=3"),
     "hsdp": (4, "dense", "dp=2 fsdp=2 micro_batch=3"),
     "hsdp, zero 1": (4, "dense", "dp=2 fsdp=2 zero=1 micro_batch=3"),
     "tensor": (2, "dense", "tp=2 sequence_parallel=false micro_batch=8"),
     "tensor and sequence": (2, "dense, tied", "tp=2 micro_batch=8"),
-    "tensor on four": (4, "dense", "tp=4 micro_batch=8"),
     "gpipe": (2, "dense", "pp=2 schedule=gpipe"),
     "1f1b": (2, "dense, tied", "pp=2"),
-    "1f1b on four": (4, "dense", "pp=4"),
     "uneven split": (2, "dense", "pp=2 split=[1,3]"),
     "interleaved": (2, "dense", "pp=2 schedule=interleaved"),
     "zb_h1": (2, "dense", "pp=2 schedule=zb_h1"),
@@ -56,6 +52,7 @@ ALONE = {
     "experts over shards": (2, "experts", "fsdp=2 ep=2"),
     "experts and tensor": (4, "experts", "dp=2 ep=2 tp=2"),
     "experts that move": (2, "experts", "dp=2 ep=2 rebalance_every=1"),
+    "shards of experts that move": (2, "experts", "fsdp=2 ep=2 rebalance_every=1"),
     "offload activations": (2, "dense", "dp=2 offload=['activations'] recompute=full"),
     "offload optimizer": (2, "dense", "tp=2 offload=['optimizer'] micro_batch=8"),
     "offload parameters": (2, "dense", "fsdp=2 offload=['params']"),
@@ -66,7 +63,11 @@ ALONE = {
         "fsdp=2 recompute=selective recompute_layers=2",
     ),
 }
-DRAWN = {2: 8, 3: 4, 4: 16, 6: 8, 8: 8}
+ALSO_IN_FP32 = (
+    "ddp", "zero 3", "tensor and sequence", "zbv", "ring", "experts over replicas",
+)  # fmt: skip
+"""Equality in fp64 says that the sums are the same; one case for each kind of code also in fp32."""
+DRAWN = {2: 4, 3: 4, 4: 8, 6: 4, 8: 4}
 """How many layouts of each number of ranks are drawn."""
 SEED = int(os.environ.get("PACELINE_LAYOUT_SEED", "2026"))
 """Another one draws other layouts: all that the check accepts must run."""
@@ -78,7 +79,7 @@ def _cases():
     for name, (num_ranks, kind, settings) in ALONE.items():
         layout = tuple(f"layout.{each}" for each in settings.split())
         layout += () if "micro_batch" in settings else ("layout.micro_batch=4",)
-        for precision in (FP64, FP32):
+        for precision in (FP64, FP32) if name in ALSO_IN_FP32 else (FP64,):
             cases[name, precision] = num_ranks, kind, layout
     for num_ranks, number in DRAWN.items():
         for kind in MODELS:
@@ -146,7 +147,7 @@ def test_parallel_equals_serial(case, serial, ran):
 def test_enough_combinations_were_drawn():
     """Half of the drawn ones use several axes at once, and every axis is among them."""
     drawn = [techniques(settings) for (name, _), (_, _, settings) in CASES.items() if ": " in name]
-    assert len(drawn) >= 40
+    assert len(drawn) >= 24
     axes = {*AXES, "ep"}
     assert set.union(*drawn) >= axes
-    assert sum(len(used & axes) >= 2 for used in drawn) >= 20
+    assert sum(len(used & axes) >= 2 for used in drawn) >= 12

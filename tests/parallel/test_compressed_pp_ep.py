@@ -16,7 +16,7 @@ from tests.parallel.test_compressed_replicas import _learnable
 from tests.parallel.training import FP32, MODELS, job_of, trainer_of
 from tests.ranks import run_ranks
 
-STEPS = 20
+STEPS = 12
 SETTINGS = (
     *(*FP32, "layout.micro_batch=6", f"train.steps={STEPS}"),
     *("optim.lr=5e-3", "optim.warmup_steps=5", "optim.clip_norm=1"),
@@ -113,7 +113,10 @@ def _learned(rank, world_size, case):
 
 
 PP = ("layout.pp=2", "layout.schedule=1f1b")
-EP = (*MODELS["experts"], "layout.dp=2", "layout.ep=2", "comm.compress_from=512")
+EP = (
+    *(*MODELS["experts"], "model.num_layers=2", "layout.dp=2", "layout.ep=2"),
+    "comm.compress_from=512",
+)
 CASES = {
     "pp": PP,
     "pp int8": (*PP, "comm.pp.compress=int8"),

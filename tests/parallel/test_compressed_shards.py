@@ -22,7 +22,7 @@ from paceline.train.checkpoint import (
     restore_training_state,
     training_state,
 )
-from paceline.train.loop import state_to_load, stateful_parts
+from paceline.train.run_checkpoints import state_to_load
 from tests.parallel.test_compressed_replicas import _learnable
 from tests.parallel.training import (
     FP32,
@@ -40,7 +40,7 @@ from tests.ranks import run_ranks
 STEPS = 20
 SETTINGS = (
     *(*FP32, "layout.micro_batch=6", "comm.compress_from=512", f"train.steps={STEPS}"),
-    *("optim.lr=5e-3", "optim.warmup_steps=5", "optim.clip_norm=1"),
+    *("optim.lr=5e-3", "optim.warmup_steps=5", "optim.clip_norm=1", "model.num_layers=2"),
 )
 
 
@@ -274,8 +274,9 @@ EQUAL = {
 
 
 def test_what_is_sent_exactly_equals_one_process():
-    cases = [("layout.micro_batch=6", *case) for case in EQUAL.values()]
-    serial = {each: train(0, 1, (*each, "layout.micro_batch=6")) for each in (FP32, FP64)}
+    both = ("layout.micro_batch=6", "model.num_layers=2")
+    cases = [(*both, *case) for case in EQUAL.values()]
+    serial = {each: train(0, 1, (*each, *both)) for each in (FP32, FP64)}
     for name, got in zip(EQUAL, run_cases(4, cases), strict=True):
         precision = FP32 if name == "warm-up" else FP64
         assert_equal(got, serial[precision], TOLERANCE[precision], name)
@@ -317,7 +318,7 @@ def _save(rank, world_size, folder):
     job, trainer = _trainer(rank, world_size, WHOLE)
     _stepped(trainer, job, rank, range(3))
     checkpointer = Checkpointer(folder, keep_last=1, say=lambda _: None)
-    kept = {section: exchange.state() for section, exchange in stateful_parts(trainer).items()}
+    kept = {section: part.state() for section, part in trainer.stateful_parts().items()}
     checkpointer.save(3, {**training_state(trainer.module, trainer.update.optimizer), **kept}, {})
     checkpointer.finish()
     return _owed(trainer), _stepped(trainer, job, rank, range(3, 5))

@@ -24,6 +24,7 @@ from paceline.parallel.fp8 import to_fp8
 from paceline.parallel.offload import offload_activations
 from paceline.parallel.recompute import recompute
 from paceline.parallel.tp import finish_gradients, tensor_parallel
+from tests.parallel.layers import decoder_loss, decoder_of, gradients
 from tests.ranks import run_ranks
 
 has_torchao = pytest.mark.skipif(
@@ -37,23 +38,14 @@ MODEL = Model(
 
 
 def _decoder(*, fp8: bool) -> Decoder:
-    decoder = Decoder(MODEL)
-    decoder.init_weights(torch.Generator().manual_seed(0))
+    decoder = decoder_of(MODEL)
     if fp8:
         to_fp8(decoder, emulate=True)
     return decoder
 
 
 def _loss(module: nn.Module, seed: int = 1) -> torch.Tensor:
-    tokens = torch.randint(64, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(seed))
-    return cross_entropy(module(tokens[:, :-1]), tokens[:, 1:])
-
-
-def _gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name.replace("_checkpoint_wrapped_module.", ""): p.grad
-        for name, p in module.named_parameters()
-    }
+    return decoder_loss(module, MODEL, seed)
 
 
 def _swapped(module: nn.Module) -> set[str]:
@@ -101,8 +93,8 @@ def test_gradients_are_close_to_those_in_full_precision(autocast):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = _loss(module)
         loss.backward()
-    theirs = _gradients(exact)
-    for name, mine in _gradients(decoder).items():
+    theirs = gradients(exact)
+    for name, mine in gradients(decoder).items():
         alike = torch.cosine_similarity(mine.flatten(), theirs[name].flatten(), dim=0)
         assert alike > 0.97, name
         assert not torch.allclose(mine, theirs[name], rtol=1e-3), name
@@ -118,8 +110,8 @@ def test_recompute_and_offload_change_nothing(technique):
         offload_activations(decoder, torch.device("cpu"))
     for module in (plain, decoder):
         _loss(module).backward()
-    theirs = _gradients(plain)
-    assert all(torch.equal(mine, theirs[name]) for name, mine in _gradients(decoder).items())
+    theirs = gradients(plain)
+    assert all(torch.equal(mine, theirs[name]) for name, mine in gradients(decoder).items())
 
 
 @has_torchao
@@ -139,8 +131,8 @@ def test_a_backward_pass_split_in_two_changes_nothing(kind):
     )
     stage_backward_weight(split.parameters(), groups)
     assert torch.equal(dx, x.grad)
-    theirs = _gradients(plain)
-    assert all(torch.equal(mine, theirs[name]) for name, mine in _gradients(split).items())
+    theirs = gradients(plain)
+    assert all(torch.equal(mine, theirs[name]) for name, mine in gradients(split).items())
 
 
 def _sharded(world_size: int):
@@ -152,7 +144,7 @@ def _sharded(world_size: int):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(decoder, mesh=mesh, mp_policy=policy)
     _loss(decoder, seed=mesh.get_local_rank()).backward()
-    return {name: grad.full_tensor() for name, grad in _gradients(decoder).items()}
+    return {name: grad.full_tensor() for name, grad in gradients(decoder).items()}
 
 
 def _tensor_parallel(world_size: int, sequence_parallel: bool):
@@ -165,7 +157,7 @@ def _tensor_parallel(world_size: int, sequence_parallel: bool):
     assert isinstance(logits, DTensor)
     cross_entropy(logits.full_tensor(), tokens[:, 1:]).backward()
     finish_gradients(decoder)
-    return {name: grad.full_tensor() for name, grad in _gradients(decoder).items()}
+    return {name: grad.full_tensor() for name, grad in gradients(decoder).items()}
 
 
 def _ranks(rank: int, world_size: int):
@@ -184,12 +176,12 @@ def test_ranks():
     sums = {name: torch.zeros(p.shape) for name, p in whole.named_parameters()}
     for seed in range(2):
         _loss(whole, seed).backward()
-        for name, grad in _gradients(whole).items():
+        for name, grad in gradients(whole).items():
             sums[name] += grad.float() / 2
         whole.zero_grad()
     exact = _decoder(fp8=False)
     _loss(exact).backward()
-    theirs = _gradients(exact)
+    theirs = gradients(exact)
     for found in run_ranks(_ranks, 2, timeout_s=240):
         for name, grad in found["shards"].items():
             assert torch.allclose(grad, sums[name], rtol=1e-5, atol=1e-7), name

@@ -18,12 +18,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from paceline.config.errors import InputError
 from paceline.config.model import Model
-from paceline.kernels.loss import cross_entropy
 from paceline.models.decoder import Decoder
 from paceline.parallel.blocks import blocks_of
 from paceline.parallel.offload import host_shards, offload_activations
 from paceline.parallel.recompute import recompute
-from tests.parallel.layers import Layers
+from tests.parallel.layers import Layers, assert_same_gradients, decoder_loss, decoder_of
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -36,27 +35,11 @@ ACTIVATION_BYTES = BATCH * SEQ * WIDTH * 8
 
 
 def _decoder() -> Decoder:
-    decoder = Decoder(MODEL)
-    decoder.init_weights(torch.Generator().manual_seed(0))
-    return decoder.double()
+    return decoder_of(MODEL).double()
 
 
 def _loss(module: nn.Module, seed: int = 1) -> torch.Tensor:
-    tokens = torch.randint(31, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(seed))
-    return cross_entropy(module(tokens[:, :-1]), tokens[:, 1:])
-
-
-def _gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name.replace("_checkpoint_wrapped_module.", ""): p.grad
-        for name, p in module.named_parameters()
-    }
-
-
-def _assert_same(got: nn.Module, exact: nn.Module, tolerance: float = 0.0) -> None:
-    theirs = _gradients(exact)
-    for name, grad in _gradients(got).items():
-        assert torch.allclose(grad, theirs[name], rtol=0, atol=tolerance), name
+    return decoder_loss(module, MODEL, seed)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +57,7 @@ def test_gradients_do_not_change_and_everything_is_released(kind, exact):
     loss = _loss(decoder)
     assert traffic.num_kept == traffic.num_out >= LAYERS
     loss.backward()
-    _assert_same(decoder, exact)
+    assert_same_gradients(decoder, exact)
     del loss
     gc.collect()
     assert traffic.num_kept == 0
@@ -206,7 +189,7 @@ def test_several_forward_passes_in_flight():
     for loss in [_loss(decoder, seed) for seed in range(3)]:
         loss.backward()
     del loss
-    _assert_same(decoder, exact)
+    assert_same_gradients(decoder, exact)
     assert traffic.num_kept == 0
 
 
@@ -226,7 +209,7 @@ def test_a_backward_pass_split_in_two(kind):
     )
     assert torch.allclose(dx, x.grad, rtol=0, atol=1e-12)
     stage_backward_weight(split.parameters(), groups)
-    _assert_same(split, exact, tolerance=1e-12)
+    assert_same_gradients(split, exact, tolerance=1e-12)
     del output, groups
     gc.collect()
     assert traffic.num_kept == 0
@@ -246,7 +229,7 @@ def test_compiled_blocks(kind):
     x = torch.randn(16, 16, dtype=torch.float64)
     for module in (exact, compiled):
         module(x).square().sum().backward()
-    _assert_same(compiled, exact, tolerance=1e-12)
+    assert_same_gradients(compiled, exact, tolerance=1e-12)
     assert traffic.num_out > 0
 
 

@@ -116,9 +116,9 @@ def serial(parts: list[nn.Module], inputs: list[Any], criterion: Any, which: Any
     return total
 
 
-def total_of(loss: Tensor) -> float:
-    loss = loss.clone()
-    dist.all_reduce(loss)
+def total_of(losses: Tensor, group: dist.ProcessGroup | None = None) -> float:
+    loss = losses.sum()
+    dist.all_reduce(loss, group=group)
     return loss.item()
 
 
@@ -254,7 +254,7 @@ def check_autocast(rank: int) -> None:
     full = total_of(pipeline.step(inputs, criterion))
     assert 0 < abs(low - full) < 0.05
     for parameter, gradient in zip(part.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=0.2, atol=0.02)
+        assert (parameter.grad - gradient).norm() < 0.03 * parameter.grad.norm()
     if rank == 1:
         assert arrived == [torch.bfloat16] * 4 + [torch.float32] * 4
 
@@ -342,24 +342,23 @@ def check_sharded(rank: int, name: str, sizes: tuple[int, int, int], recompute: 
     pipeline = Pipeline(schedule, parts, mesh.get_group("pp"), CPU)
     for times in (1, 2):
         with Collectives() as collectives:
-            loss = pipeline.step(inputs, partial(loss_of, number, targets))
+            losses = pipeline.step(inputs, partial(loss_of, number, targets))
         num_groups = sum(2 if hasattr(part, "block") else 1 for part in parts)
         if sizes[2] > 1:
             assert collectives.counts == {"gather": num_groups, "reduce_scatter": num_groups}
         own = serial(build(schedule.num_stages), inputs, partial(loss_of, number, targets))
-        dist.all_reduce(loss, group=mesh.get_group("pp"))
-        assert abs(loss.item() - own) < 1e-10
+        assert abs(total_of(losses, mesh.get_group("pp")) - own) < 1e-10
         for (_, stage), part in zip(places, parts, strict=True):
             model = build(schedule.num_stages)
             for other, wanted in every:
                 serial(model, other, partial(loss_of, number * num_data, wanted))
             check_gradients(part, model[stage], times)
         held_out, wanted = data(3, seq=SEQ + 2)
-        loss = pipeline.forward_only(held_out, partial(loss_of, 3, wanted))
-        dist.all_reduce(loss, group=mesh.get_group("pp"))
+        losses = pipeline.forward_only(held_out, partial(loss_of, 3, wanted))
+        loss = total_of(losses, mesh.get_group("pp"))
         with torch.no_grad():
             plain = serial(build(schedule.num_stages), held_out, partial(loss_of, 3, wanted))
-        assert abs(loss.item() - plain) < 1e-10
+        assert abs(loss - plain) < 1e-10
         assert all(isinstance(p, DTensor) for part in parts for p in part.parameters())
 
 
@@ -399,10 +398,10 @@ def check_tensor_parallel(rank: int, name: str) -> None:
     inputs, targets = data(4)
     pipeline = Pipeline(schedule, parts, mesh.get_group("pp"), CPU)
     for times in (1, 2):
-        loss = pipeline.step(inputs, partial(loss_of, 4, targets))
-        dist.all_reduce(loss, group=mesh.get_group("pp"))
+        losses = pipeline.step(inputs, partial(loss_of, 4, targets))
+        loss = total_of(losses, mesh.get_group("pp"))
         model = build(schedule.num_stages)
-        assert abs(loss.item() - serial(model, inputs, partial(loss_of, 4, targets))) < 1e-10
+        assert abs(loss - serial(model, inputs, partial(loss_of, 4, targets))) < 1e-10
         for (_, stage), part in zip(places, parts, strict=True):
             check_gradients(part, model[stage], scale=times)
 

@@ -19,11 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config.errors import InputError
 from paceline.config.model import Model
-from paceline.kernels.loss import cross_entropy
 from paceline.models.decoder import Decoder
 from paceline.parallel.ep import expert_layers
 from paceline.parallel.recompute import recompute
-from tests.parallel.layers import Layers
+from tests.parallel.layers import Layers, assert_same_gradients, decoder_loss, decoder_of, gradients
 from tests.ranks import run_ranks
 
 LAYERS, SEQ = 3, 8
@@ -34,27 +33,11 @@ MODEL = Model(
 
 
 def _decoder() -> Decoder:
-    decoder = Decoder(MODEL)
-    decoder.init_weights(torch.Generator().manual_seed(0))
-    return decoder.double()
+    return decoder_of(MODEL).double()
 
 
 def _loss(module: nn.Module) -> torch.Tensor:
-    tokens = torch.randint(31, (2, SEQ + 1), generator=torch.Generator().manual_seed(1))
-    return cross_entropy(module(tokens[:, :-1]), tokens[:, 1:])
-
-
-def _gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name.replace("_checkpoint_wrapped_module.", ""): p.grad
-        for name, p in module.named_parameters()
-    }
-
-
-def _assert_same(got: nn.Module, exact: nn.Module, tolerance: float = 1e-12) -> None:
-    theirs = _gradients(exact)
-    for name, grad in _gradients(got).items():
-        assert torch.allclose(grad, theirs[name], rtol=0, atol=tolerance), name
+    return decoder_loss(module, MODEL)
 
 
 class _Count(TorchDispatchMode):
@@ -83,7 +66,7 @@ def _backward_runs(kind, num_layers="all") -> tuple[Decoder, Counter]:
 def test_gradients_do_not_change(kind):
     exact, _ = _backward_runs("none")
     decoder, _ = _backward_runs(kind)
-    _assert_same(decoder, exact, tolerance=0)
+    assert_same_gradients(decoder, exact)
 
 
 def test_full_repeats_attention_and_selective_repeats_only_what_is_cheap():
@@ -101,7 +84,7 @@ def test_only_the_first_layers_recompute(num_layers):
     exact, _ = _backward_runs("none")
     decoder, runs = _backward_runs("full", num_layers)
     assert runs["silu"] == (LAYERS if num_layers == "all" else num_layers)
-    _assert_same(decoder, exact, tolerance=0)
+    assert_same_gradients(decoder, exact)
 
 
 def test_less_is_kept():
@@ -143,7 +126,7 @@ def _trained_normed(module: nn.Module) -> dict[str, torch.Tensor]:
         name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): buffer
         for name, buffer in module.named_buffers()
     }
-    return {**_gradients(module), **buffers}
+    return {**gradients(module), **buffers}
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
@@ -191,7 +174,7 @@ def test_a_backward_pass_split_in_two(kind):
     assert all(p.grad is None for p in split.parameters())
     for groups in waiting:
         stage_backward_weight(split.parameters(), groups)
-    _assert_same(split, exact)
+    assert_same_gradients(split, exact, tolerance=1e-12)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
@@ -220,7 +203,7 @@ def test_compiled_blocks(kind):
     x = torch.randn(4, 8, dtype=torch.float64)
     for module in (exact, compiled):
         module(x).square().sum().backward()
-    _assert_same(compiled, exact)
+    assert_same_gradients(compiled, exact, tolerance=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")

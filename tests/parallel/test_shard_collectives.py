@@ -23,6 +23,7 @@ from tests.parallel.training import (
 )
 from tests.ranks import run_ranks
 
+SHALLOW = "model.num_layers=2"
 NAMES = ("backend", "ring", "pairwise", "halving_doubling", "hierarchical", "one_shot")
 LAYOUTS = {
     2: ("layout.fsdp=2", "layout.zero=3", "layout.micro_batch=4"),
@@ -34,9 +35,10 @@ LAYOUTS = {
 def test_every_algorithm_equals_one_process(num_ranks):
     precisions = {name: FP32 if name == "ring" else FP64 for name in NAMES}
     cases = [
-        (*precisions[name], *LAYOUTS[num_ranks], f"comm.fsdp.algorithm={name}") for name in NAMES
+        (*precisions[name], SHALLOW, *LAYOUTS[num_ranks], f"comm.fsdp.algorithm={name}")
+        for name in NAMES
     ]
-    serial = {each: train(0, 1, (*each, "layout.micro_batch=4")) for each in (FP32, FP64)}
+    serial = {each: train(0, 1, (*each, SHALLOW, "layout.micro_batch=4")) for each in (FP32, FP64)}
     for name, got in zip(NAMES, run_cases(num_ranks, cases), strict=True):
         assert_equal(got, serial[precisions[name]], TOLERANCE[precisions[name]], name)
 
@@ -61,9 +63,9 @@ def _counted(rank, world_size, ranks_per_node, settings):
 
 def test_nodes_exchange_hierarchically_and_send_the_least():
     """Four shards on two nodes of two."""
-    settings = (*FP64, "layout.fsdp=4", "layout.zero=1", "layout.micro_batch=3")
+    settings = (*FP64, SHALLOW, "layout.fsdp=4", "layout.zero=1", "layout.micro_batch=3")
     settings += ("comm.fsdp.algorithm=hierarchical",)
-    serial = train(0, 1, (*FP64, "layout.micro_batch=4"))
+    serial = train(0, 1, (*FP64, SHALLOW, "layout.micro_batch=4"))
     for results, sent, number in run_ranks(_counted, 4, 2, settings):
         for (loss, norm), *wanted in zip(results, serial.losses, serial.grad_norms, strict=True):
             assert [loss, norm] == pytest.approx(wanted, rel=1e-10)
@@ -73,6 +75,6 @@ def test_nodes_exchange_hierarchically_and_send_the_least():
 
 
 def test_what_fsdp_never_asks_for_is_refused():
-    scatter = ShardReduceScatter(ShardAlgorithm("pairwise", 2))
+    scatter = ShardReduceScatter(ShardAlgorithm("pairwise", 2).reduce)
     with pytest.raises(NotImplementedError, match="a reduce-scatter with"):
         scatter(torch.ones(1), torch.ones(2), None, torch.distributed.ReduceOp.MAX)

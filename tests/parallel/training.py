@@ -20,11 +20,11 @@ from paceline.plan.resolve import resolve
 from paceline.train.checkpoint import parameter_names
 from paceline.train.data import MicroBatch
 from paceline.train.data.order import rank_share
-from paceline.train.task import Task, decoder_on_meta, fill_decoder, next_token, unstaged_loss
+from paceline.train.language import decoder_task
 from paceline.train.trainer import Trainer
 from tests.ranks import run_ranks
 
-BATCH, SEQ, VOCAB, STEPS = 24, 24, 64, 3
+BATCH, SEQ, VOCAB, STEPS = 24, 24, 64, 2
 _OF_COMPRESSION = ("comm.compress_from", "comm.warmup_steps")
 DEVICES = {
     kind: Device(name=kind.upper(), kind=kind, precisions=("fp64", "fp32", "bf16", "fp16", "fp8"))
@@ -85,7 +85,9 @@ def micro_batches(step: int, job: Job, rank: int, documents: bool = False) -> li
     tokens = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=stream)
     starts = torch.rand(BATCH, SEQ, generator=stream) < 0.2
     layout = job.layout
-    share = rank_share(torch.arange(BATCH).numpy(), layout.data_rank(rank), layout.num_data_ranks)
+    place = layout.data_rank(rank), layout.num_data_ranks
+    kind = {"micro_batch": job.micro_batch, "interleave": job.interleave}
+    share = rank_share(torch.arange(BATCH).numpy(), *place, **kind)
     mine = torch.from_numpy(share)
     ids = starts.cumsum(dim=1)[mine].split(job.micro_batch)
     return [
@@ -96,23 +98,13 @@ def micro_batches(step: int, job: Job, rank: int, documents: bool = False) -> li
 
 def trainer_of(job: Job, ranks: Ranks) -> Trainer:
     """A Trainer of the Job's decoder, without data."""
-    staged = next_token(job, ranks)
-    task = Task(
-        decoder_on_meta(job.model),
-        unstaged_loss(staged),
-        lambda first: iter(()),
-        None,
-        "tokens",
-        staged=staged,
-        fill=lambda module: fill_decoder(job.train, module),
-    )
-    return Trainer.of(job, ranks, task)
+    return Trainer.of(job, ranks, decoder_task(job.model, job, ranks))
 
 
 def train(
     rank: int, world_size: int, overrides: Sequence[str], device_type: str = "cpu"
 ) -> Trained:
-    """Three steps under one layout."""
+    """Two steps under one layout: the second shows the optimizer's state of the first."""
     job = job_of(world_size, overrides, device_type)
     ranks = Ranks(rank, world_size, rank, world_size, device_type)
     trainer = trainer_of(job, ranks)

@@ -5,9 +5,10 @@ from typing import Any
 
 from paceline.config.figure import Figure
 from paceline.config.hardware import Cluster, device
-from paceline.config.job import Job
+from paceline.config.job import JobOnCluster, JobSpec
 from paceline.config.prices import Prices
-from paceline.plan.answer.answer import Answer, answer
+from paceline.plan.answer.answer import Answer
+from paceline.plan.answer.find import answer
 
 SMALL: dict[str, Any] = {
     "name": "small",
@@ -39,9 +40,11 @@ def cramped() -> Cluster:
     return eight(memory_bytes=Figure(value=1.5e9, origin="assumed", source="a test"))
 
 
-def job(raw: dict[str, Any] | None = None, on: Cluster | None = None, **sections: Any) -> Job:
+def job(
+    raw: dict[str, Any] | None = None, on: Cluster | None = None, **sections: Any
+) -> JobOnCluster:
     """A Job on eight A100, with other sections where they are given."""
-    return Job.parse({**(raw or SMALL), **sections}).replace(cluster=on or eight())
+    return JobSpec.parse({**(raw or SMALL), **sections}).on(on or eight())
 
 
 @lru_cache

@@ -1,7 +1,8 @@
-"""What tests of the planner's time share: a small network, machines, concrete layouts."""
+"""What tests of the planner's time share: a small network, machines, layouts."""
 
 from typing import Any
 
+from paceline.config.curves import CollectiveCurve
 from paceline.config.figure import Figure
 from paceline.config.hardware import Cluster, Tier, device
 from paceline.config.layout import Layout
@@ -22,20 +23,9 @@ EXPERTS: dict[str, Any] = {"num_experts": 16, "experts_per_token": 2, "ffn_size"
 
 
 def layout(**settings: Any) -> Layout:
-    """A concrete layout: one rank that keeps everything, but for what is given."""
-    plain: dict[str, Any] = {
-        **dict.fromkeys(("dp", "fsdp", "tp", "pp", "cp", "ep", "ulysses", "micro_batch"), 1),
-        "zero": 3 if settings.get("fsdp", 1) > 1 else 0,
-        "sequence_parallel": False,
-        "schedule": "none",
-        "stages_per_rank": 1,
-        "split": (),
-        "precision": "bf16",
-        "recompute": "none",
-        "compile": False,
-        "bucket_mib": 25.0,
-    }
-    return Layout(**{**plain, **settings})
+    """One rank that keeps everything, but for what is given."""
+    zero = 3 if settings.get("fsdp", 1) > 1 else 0
+    return Layout(**{"zero": zero, "precision": "bf16", **settings})
 
 
 def cluster(name: str = "H100-SXM", nodes: int = 2, **changes: Any) -> Cluster:
@@ -66,4 +56,18 @@ def tiers(fast: float, slow: float) -> tuple[Tier, ...]:
     return tuple(
         Tier(name=name, num_devices=num, latency_s=figure(5e-6), bytes_per_s=figure(rate))
         for name, num, rate in (("nvlink", 8, fast), ("infiniband", 16, slow))
+    )
+
+
+def faster(tier: Tier, factor: float) -> Tier:
+    """The tier with `factor` times the bandwidth: measured curves keep their latency."""
+
+    def scaled(curve: CollectiveCurve) -> CollectiveCurve:
+        latency = min(curve.seconds)
+        seconds = tuple(latency + (each - latency) / factor for each in curve.seconds)
+        return curve.replace(seconds=seconds)
+
+    return tier.replace(
+        bytes_per_s=figure(tier.bytes_per_s.value * factor),
+        collectives={op: tuple(map(scaled, curves)) for op, curves in tier.collectives.items()},
     )

@@ -9,10 +9,11 @@ import pytest
 
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster, Device, device
-from paceline.config.job import Job
-from paceline.config.layout import Layout
+from paceline.config.job import Job, JobSpec
+from paceline.config.layout import Layout, LayoutSpec
 from paceline.config.links import network, usual_tiers
-from paceline.plan.answer.answer import answer, to_json
+from paceline.plan.answer.answer import to_json
+from paceline.plan.answer.find import answer
 from paceline.plan.answer.options import bounds_of, budget_of, cluster_of, clusters_of, lengthened
 from paceline.plan.answer.outlook import outlook
 from paceline.plan.collectives import tiers_of
@@ -29,7 +30,7 @@ def test_the_answer_keeps_what_the_search_found():
     assert first <= 1.03 * others[0]
     assert all(one.peak_memory_bytes <= found.limit_bytes for one in found.ranked)
     assert found.binding.term in found.best.time_s
-    assert found.best_job.is_concrete
+    assert isinstance(found.best_job, Job)
     assert found.best_job.layout == found.best.layout
 
 
@@ -58,16 +59,16 @@ def test_the_run_costs_its_device_hours():
 def test_checkpoints_that_stay_are_counted():
     best = small_answer().best
     every = {"every": 100, "keep_last": 2}
-    assert outlook(job(checkpoint=every), best).num_checkpoints == 2
-    assert outlook(job(checkpoint={**every, "keep_every": 200}), best).num_checkpoints == 7
-    assert outlook(job(checkpoint={"every": 0}), best).num_checkpoints == 1
+    assert outlook(job(checkpoint=every), best, 1e9).num_checkpoints == 2
+    assert outlook(job(checkpoint={**every, "keep_every": 200}), best, 1e9).num_checkpoints == 7
+    assert outlook(job(checkpoint={"every": 0}), best, 1e9).num_checkpoints == 1
 
 
 def test_what_is_unknown_stays_unknown():
-    run = outlook(job(), small_answer().best)
+    run = outlook(job(), small_answer().best, 1e9)
     assert run.usd is None
     assert run.storage_usd_per_month is None
-    silent = outlook(job(on=eight(power_watts=None)), small_answer().best)
+    silent = outlook(job(on=eight(power_watts=None)), small_answer().best, 1e9)
     assert silent.energy_kwh is None
 
 
@@ -142,7 +143,7 @@ def test_a_model_of_ones_own_is_refused():
 
 def test_a_model_without_family_is_asked_for_it():
     with pytest.raises(InputError, match=r"^model\.family is missing: say which kind of model"):
-        Job.parse({**IMAGES, "model": {"depth": 50}})
+        JobSpec.parse({**IMAGES, "model": {"depth": 50}})
 
 
 # ---- what a person says in words -----------------------------------------------------------------
@@ -206,18 +207,18 @@ def test_prices_of_the_job_count_for_named_clusters():
 def test_an_unmeasured_machine_names_both_ways_out():
     cpu = Device(name="My CPU", kind="cpu")
     unmeasured = Cluster(device=cpu, devices_per_node=2, num_nodes=1)
-    given = Job.parse({**IMAGES, "cluster": {"num_nodes": 1}})
+    given = JobSpec.parse({**IMAGES, "cluster": {"num_nodes": 1}})
     with pytest.raises(InputError, match=r"`paceline bench`.*--cluster 8xH100-SXM"):
         clusters_of(given, [], [], lambda: unmeasured)
 
 
 def test_bounds_are_the_most_and_must_not_contradict():
-    assert bounds_of(["tp=4", "pp = 2"], Layout()) == {"tp": (1, 4), "pp": (1, 2)}
+    assert bounds_of(["tp=4", "pp = 2"], LayoutSpec()) == {"tp": (1, 4), "pp": (1, 2)}
     for text in ("tp", "tp=0", "tp=-1", "=4", "tp=x"):
         with pytest.raises(InputError, match="--most"):
-            bounds_of([text], Layout())
+            bounds_of([text], LayoutSpec())
     with pytest.raises(InputError, match=r"forbids layout\.tp = 8"):
-        bounds_of(["tp=4"], Layout(tp=8))
+        bounds_of(["tp=4"], LayoutSpec(tp=8))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
-from paceline.config.job import Job, read_cluster, read_job, to_raw, to_toml
+from paceline.config.job import Job, decided, read_cluster, read_job, to_raw, to_toml
 from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.stack import CONSTANTS, Stack
@@ -39,29 +39,11 @@ WORK = {"matmul_time": 3.0, "memory_time": 1.0}
 
 def job_on_a100() -> Job:
     one = ('cluster.device="A100-80"', "cluster.devices_per_node=1", "cluster.num_nodes=1")
-    return read_job(None, one).replace(layout=layout(micro_batch=4))
+    return decided(read_job(None, one).replace(layout=layout(micro_batch=4)))
 
 
 def layout(micro_batch: int = 1, dp: int = 1) -> Layout:
-    return Layout(
-        dp=dp,
-        fsdp=1,
-        tp=1,
-        pp=1,
-        cp=1,
-        ep=1,
-        zero=0,
-        sequence_parallel=False,
-        ulysses=1,
-        schedule="none",
-        stages_per_rank=1,
-        split=(),
-        micro_batch=micro_batch,
-        precision="bf16",
-        recompute="none",
-        compile=False,
-        bucket_mib=25.0,
-    )
+    return Layout(dp=dp, micro_batch=micro_batch, precision="bf16")
 
 
 def setting(hidden: int = 1024, stack: Stack | None = None, devices: int = 1) -> Setting:
@@ -150,12 +132,15 @@ def test_a_slow_host_is_found_though_no_gradient_leads_there() -> None:
 
 
 def test_the_planner_finds_its_own_constants_again() -> None:
+    def priced(one: Setting, at: Layout, constants: Mapping[str, float]) -> float:
+        return predicted_step_s(replace(one, stack=with_constants(one.stack, constants)), at)
+
     truth = {"matmul_time": 1.3, "launch_us": 25.0}
     made = [(setting(hidden), layout(size)) for hidden in (256, 2048) for size in (1, 8)]
-    slow = [predicted_step_s(with_constants(one, truth), at) for one, at in made]
+    slow = [priced(one, at, truth) for one, at in made]
     cases = [MeasuredJob(one, at, seconds) for (one, at), seconds in zip(made, slow, strict=True)]
     fitted = fit(cases * 3, Stack(), "a slow host")
-    again = [predicted_step_s(with_constants(one, fitted.constants), at) for one, at in made]
+    again = [priced(one, at, fitted.constants) for one, at in made]
     assert again == pytest.approx(slow, rel=0.03)
 
 
@@ -219,6 +204,6 @@ def test_a_run_calibrates_the_cluster_it_ran_on(tmp_path) -> None:
 def test_a_run_without_steps_is_refused(tmp_path) -> None:
     run = Run(tmp_path / "new")
     run.path.mkdir()
-    run.write("job.toml", to_toml(plan_job(job_on_a100(), Cluster()).job))
+    run.write("job.toml", to_toml(plan_job(job_on_a100(), job_on_a100().cluster).job))
     with pytest.raises(InputError, match="has no finished step"):
         calibrate_from_run(run)

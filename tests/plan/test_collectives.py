@@ -18,9 +18,10 @@ from paceline.config.curves import CollectiveCurve
 from paceline.config.errors import InputError
 from paceline.config.figure import Figure
 from paceline.config.hardware import CATALOGUE, Cluster, Device, Tier
-from paceline.config.links import faster, network, usual_tiers
-from paceline.plan.collectives import OPS, collective_s, is_across, origins, tiers_of
+from paceline.config.links import network, usual_tiers
+from paceline.plan.collectives import OPS, collective_s, is_across, tiers_of
 from paceline.plan.collectives.measured import table_of
+from tests.plan.planned import faster
 
 MIB, GIB = 2.0**20, 2.0**30
 MICRO = Path(__file__).parents[2] / "benchmarks/data/published_micro.csv"
@@ -81,7 +82,8 @@ def test_a_relative_has_the_curves_of_its_kin_at_its_own_rate():
     assert collective_s(other, "all_gather", 64.0, 8, 1) == pytest.approx(
         collective_s(one, "all_gather", 64.0, 8, 1), rel=0.05
     )
-    assert origins(other)["nvlink collectives"].startswith("measured: 0.66")
+    curve = tiers_of(other)[0].collectives["all_gather"][0]
+    assert curve.source.startswith("0.66")
 
 
 def test_unknown_links_are_not_invented():
@@ -97,15 +99,6 @@ def test_unknown_links_are_not_invented():
 def test_an_unknown_collective_is_refused():
     with pytest.raises(InputError, match="did you mean all_reduce"):
         collective_s(cluster(), "allreduce", 1.0, 2, 1)
-
-
-def test_figures_say_where_they_come_from():
-    said = origins(cluster())
-    assert said["nvlink bandwidth"].startswith("cited: NVIDIA")
-    assert "NCCL" in said["nvlink collectives"]
-    assert said["nvlink collectives"].startswith("measured")
-    assert said["infiniband bandwidth"].startswith("assumed: usual network card")
-    assert said["infiniband collectives"].startswith("assumed")
 
 
 # Measured curves.

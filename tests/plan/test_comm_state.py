@@ -16,7 +16,10 @@ from tests.parallel.training import FP32, job_of, micro_batches, trainer_of
 from tests.ranks import run_ranks
 
 # Large enough that what fills payloads up is little.
-SIZES = ("model.hidden_size=64", "model.ffn_size=256", "model.head_dim=8", "comm.compress_from=1")
+SIZES = (
+    "model.hidden_size=64", "model.ffn_size=256", "model.head_dim=8", "model.num_layers=2",
+    "comm.compress_from=1",
+)  # fmt: skip
 LAYOUTS = {
     "one rank": (1, ()),
     "replicas": (2, ("layout.dp=2",)),

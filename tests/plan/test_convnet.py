@@ -13,7 +13,6 @@ from paceline.config.figure import Figure
 from paceline.config.hardware import Cluster, Tier
 from paceline.config.job import read_job
 from paceline.config.layout import Layout
-from paceline.config.links import faster
 from paceline.config.stack import CONSTANTS, Stack
 from paceline.config.vision import Conv, EfficientNet, ResNet
 from paceline.observe.terms import TERMS
@@ -32,6 +31,7 @@ from paceline.plan.prediction import MEMORY_TERMS, Prediction
 from paceline.plan.price.compress import codec_s
 from paceline.plan.search.choose import plan_job
 from paceline.published.convnets import network_named, predict_images_per_s
+from tests.plan.planned import faster
 
 
 def _cluster(name: str = "A100-80", per_node: int = 8, nodes: int = 1) -> Cluster:
@@ -39,11 +39,8 @@ def _cluster(name: str = "A100-80", per_node: int = 8, nodes: int = 1) -> Cluste
 
 
 def _layout(dp: int, micro_batch: int, precision: str = "bf16", **changes: object) -> Layout:
-    ones = dict.fromkeys(("fsdp", "tp", "pp", "cp", "ep", "ulysses", "stages_per_rank"), 1)
-    fixed = {"zero": 0, "sequence_parallel": False, "schedule": "none", "split": ()}
-    chosen = {"dp": dp, "micro_batch": micro_batch, "precision": precision, "bucket_mib": 25.0}
-    rest = {"recompute": "none", "compile": False}
-    return Layout.parse({**ones, **fixed, **chosen, **rest, **changes})
+    chosen = {"dp": dp, "micro_batch": micro_batch, "precision": precision}
+    return Layout.parse({**chosen, **changes})
 
 
 def _training(**changes: object) -> ImageTraining:
@@ -98,8 +95,8 @@ def test_columns_are_priced_as_each_alone():
 def test_more_bandwidth_is_never_slower(batch, ranks, factor):
     changes = {"batch": np.array([batch]), "num_ranks": np.array([ranks])}
     cluster = _cluster(nodes=8)
-    memory = cluster.known_device.memory_bytes_per_s
-    faster = cluster.known_device.replace(memory_bytes_per_s=_times(memory, factor))
+    memory = cluster.device.memory_bytes_per_s
+    faster = cluster.device.replace(memory_bytes_per_s=_times(memory, factor))
     before = _step_s(cluster, **changes)
     assert _step_s(cluster.replace(device=faster), **changes) <= before * 1.0001
     slow, fast = (cluster.replace(tiers=_tiers(scale)) for scale in (1.0, factor))
@@ -147,7 +144,7 @@ def test_more_images_take_no_less_time_and_memory(batch, more):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_no_convolution_is_faster_than_the_peak(network, precision):
     """However fast the memory: on tensor cores narrow groups cost more than their FLOPs."""
-    device = _cluster().known_device
+    device = _cluster().device
     quick = device.replace(memory_bytes_per_s=_times(device.memory_bytes_per_s, 1e4))
     conv, _ = forward_backward_s(network, quick, Stack(), precision, np.array([64]))
     peak = device.peak_flops[precision].value
@@ -190,12 +187,13 @@ def test_reducing_hides_behind_the_backward_pass_but_for_its_end():
     beside = convnet_times(ResNet(), cluster, Stack(), _training())
     after = convnet_times(ResNet(), cluster, Stack(overlaps_data_axes=False), _training())
     assert after.terms["exposed_comm.dp"] == pytest.approx(after.reduce_s)
-    assert 0 < beside.terms["exposed_comm.dp"] < 0.6 * after.reduce_s
+    # What travels after the last gradient: a third, most of it the last stage's large layers.
+    assert 0.28 < beside.terms["exposed_comm.dp"] / after.reduce_s < 0.36
     alone = convnet_times(ResNet(), cluster, Stack(), _training(num_ranks=np.array([1])))
     assert alone.terms["exposed_comm.dp"] == 0
-    # A quarter of the bytes takes less than half of the time on the wire.
+    # A quarter of the bytes takes more than a quarter of the time: latency stays.
     coded = convnet_times(ResNet(), cluster, Stack(), _training(grad_bytes=np.array([1.0])))
-    assert coded.reduce_s < 0.5 * beside.reduce_s
+    assert 0.35 < coded.reduce_s / beside.reduce_s < 0.42
 
 
 @given(st.lists(st.floats(0.3, 200), min_size=1, max_size=4))
@@ -381,14 +379,15 @@ def test_eight_bits_send_a_quarter_and_cost_the_device_its_coding():
     ]
     found = float(exchange_s(cluster, Stack(), training, num_params)[0])
     assert found == pytest.approx(sum(parts))
-    coding_s = float(codec_s(cluster.known_device, codec("int8"), np.array([num_params]), 16)[0])
+    coding_s = float(codec_s(cluster.device, codec("int8"), np.array([num_params]), 16)[0])
     instant = cluster.replace(tiers=tuple(faster(tier, 1e3) for tier in tiers_of(cluster)))
     in_bits = Comm(dp=DpComm(compress="int8"))
     added_s = (
         _with_comm(in_bits, instant).time_s["exposed_comm.dp"]
         - _with_comm(Comm(), instant).time_s["exposed_comm.dp"]
     )
-    assert added_s == pytest.approx(coding_s, rel=0.25)
+    # The device computes a little slower beside what travels.
+    assert added_s == pytest.approx(coding_s, rel=0.05)
 
 
 def test_a_slow_network_is_where_eight_bits_pay():

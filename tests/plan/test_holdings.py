@@ -46,12 +46,13 @@ def layout_of(schedule: str, p: int, v: int, *, recompute: str = "none") -> Layo
     split = tuple(share + (stage < rest) for stage in range(stages))
     return Layout.model_validate(
         {
-            "dp": 1, "fsdp": 1, "tp": 1, "cp": 1, "ep": 1, "zero": 0, "ulysses": 1, "pp": p,
-            "sequence_parallel": False, "schedule": schedule, "stages_per_rank": v,
-            "split": split, "micro_batch": 1, "precision": "fp32", "recompute": recompute,
-            "compile": False, "bucket_mib": 25.0,
+            "pp": p,
+            "schedule": schedule,
+            "stages_per_rank": v,
+            "split": split,
+            "recompute": recompute,
         }
-    )  # fmt: skip
+    )
 
 
 def peak_of(schedule: Schedule, rank: int, released: tuple[str, str]) -> int:

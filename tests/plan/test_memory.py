@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.config.hardware import Cluster
+from paceline.config.hardware import Cluster, Device
 from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.stack import Stack
-from paceline.plan.memory import checkpoint_spike_bytes, memory_bytes
+from paceline.plan.memory import checkpoint_spike_bytes, copy_bytes, memory_bytes
 from paceline.plan.memory.activations import between_operators, kept_whole
 from paceline.plan.memory.buffers import exchange_bytes
 from paceline.plan.memory.holdings import bounding_holdings, holdings_of
@@ -45,17 +45,11 @@ MIXTRAL = Model.model_validate(
 
 
 def layout_of(model: Model, **given: object) -> Layout:
-    axes = dict.fromkeys(("dp", "fsdp", "tp", "pp", "cp", "ep", "ulysses"), 1)
-    settings: dict[str, object] = {
-        **axes, "zero": 0, "sequence_parallel": False, "schedule": "none", "stages_per_rank": 1,
-        "split": (), "micro_batch": 1, "precision": "bf16", "recompute": "none", "compile": False,
-        "bucket_mib": 25.0,
-    }  # fmt: skip
-    settings |= given
-    stages = int(str(settings["pp"])) * int(str(settings["stages_per_rank"]))
-    if stages > 1 and not settings["split"]:
-        settings["split"] = split_layers([1.0] * model.num_layers, stages)
-    return Layout.model_validate(settings)
+    layout = Layout.model_validate({"precision": "bf16", **given})
+    stages = layout.pp * layout.stages_per_rank
+    if stages > 1 and not layout.split:
+        return layout.replace(split=split_layers([1.0] * model.num_layers, stages))
+    return layout
 
 
 def terms_of(
@@ -249,7 +243,7 @@ def test_what_must_be_there_is_less_than_what_is_reserved() -> None:
     assert needed_bytes(terms) == pytest.approx(60 + 0.07 * 50)
     assert needed_bytes(terms | {"allocator_slack": 2.0}) == pytest.approx(62)
     assert needed_bytes({"params": 10.0}) == 10.0
-    device = NODE.known_device
+    device = NODE.device
     assert device.memory_bytes is not None
     capacity = device.memory_bytes.value
     terms = {"params": 0.5 * capacity, "activations": 0.45 * capacity}
@@ -427,3 +421,42 @@ def test_saving_a_checkpoint_copies_the_shard() -> None:
     points = Points.of([layout_of(LLAMA2_7B, fsdp=8, zero=3, optimizer_state="8bit")], setting)
     spike = checkpoint_spike_bytes(setting, points, bounding_holdings(setting, points))
     assert spike[0, 0] == pytest.approx(12 * LLAMA2_7B.num_params / 8, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "given", "states"),
+    [
+        (2, {"fsdp": 16, "zero": 3}, 4 / 16),  # two of its own, two of its buddy's
+        (2, {"dp": 2, "fsdp": 8, "zero": 3}, 2 / 8),  # the other node has a replica
+        (2, {"dp": 8, "fsdp": 2, "zero": 3}, 2 / 2),
+        (4, {"dp": 2, "fsdp": 16, "zero": 3}, 2 / 16),
+        (2, {"tp": 8, "dp": 2}, 2 / 8),
+        (1, {"fsdp": 8, "zero": 3}, 4 / 8),
+        (1, {"dp": 8}, 2),
+        (1, {}, 0),
+    ],
+)
+def test_copies_take_two_places_each(
+    num_nodes: int, given: dict[str, object], states: float
+) -> None:
+    """States of a rank's own part and of the one whose buddy it is: 12 bytes per parameter."""
+    cluster = Cluster(device="A100-80", devices_per_node=8, num_nodes=num_nodes)
+    setting = Setting(LLAMA2_7B, cluster, 4096, 32, Stack())
+    layout = layout_of(LLAMA2_7B, **given)
+    copies = copy_bytes(setting, Points.of([layout], setting), holdings_of(setting, layout, None))
+    expected = 12 * LLAMA2_7B.num_params * states
+    assert copies.max() == pytest.approx(expected, rel=0.001)
+
+
+def test_replicas_on_a_cpu_need_no_copies() -> None:
+    cpu = Device(name="CPU", kind="cpu", precisions=("fp32", "bf16"))
+    setting = Setting(
+        LLAMA2_7B, Cluster(device=cpu, devices_per_node=1, num_nodes=4), 4096, 32, Stack()
+    )
+    for layout, is_copied in (
+        (layout_of(LLAMA2_7B, dp=4), False),
+        (layout_of(LLAMA2_7B, fsdp=4, zero=3), True),
+    ):
+        points = Points.of([layout], setting)
+        copies = copy_bytes(setting, points, holdings_of(setting, layout, None))
+        assert (copies.max() > 0) == is_copied

@@ -1,12 +1,11 @@
 """Predicted memory of pipeline ranks against what two of them hold, with several micro-batches."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from paceline.bench import step
+from benchmarks.step_memory import step_peak_bytes
 from paceline.comm.rendezvous import Ranks
 from paceline.config.job import Job
 from paceline.config.model import Model
@@ -32,13 +31,7 @@ SPLIT = (*SHAPE, "layout.schedule=zb_h1", "train.global_batch=4")
 def _peaks(rank: int, world_size: int, cases: list[tuple[str, ...]]) -> list[float]:
     """Bytes that this rank holds at most in a step of each case."""
     ranks = Ranks(rank, world_size, rank, world_size)
-    step._most = lambda own, _: own  # type: ignore[assignment]  # not the most of all ranks
-    step._WATCHED_STEPS = 1
-    found: list[Any] = [
-        step._prepared(job_of(world_size, case), ranks, counts_memory=True).peak_memory_bytes
-        for case in cases
-    ]
-    return found
+    return [step_peak_bytes(job_of(world_size, case), ranks, times=1) for case in cases]
 
 
 def _setting(job: Job) -> tuple[Setting, Points]:

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paceline.comm.rendezvous import Ranks
-from paceline.config.frozen import size
 from paceline.config.job import Job
 from paceline.config.model import Model
 from paceline.config.stack import Stack
@@ -131,12 +130,12 @@ def track(job: Job) -> Tracked:
     trainer.passes.forward = forward_anew  # type: ignore[method-assign]
     model = job.model
     assert isinstance(model, Model)
-    number = job.train.global_batch // job.layout.num_data_ranks // size(job.layout.micro_batch)
-    tokens = torch.zeros(size(job.layout.micro_batch), SEQ, dtype=torch.int64)
+    number = job.train.global_batch // job.layout.num_data_ranks // job.layout.micro_batch
+    tokens = torch.zeros(job.layout.micro_batch, SEQ, dtype=torch.int64)
     with tracker, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):
-            trainer.passes.forward_backward([MicroBatch(tokens, tokens, None)] * number)
+            trainer.passes.forward_backward(0, [MicroBatch(tokens, tokens, None)] * number)
             trainer.update.optimizer.step()
             trainer.update.optimizer.zero_grad()
     (snapshot,) = tracker.get_tracker_snapshot("peak").values()

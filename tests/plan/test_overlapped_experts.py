@@ -17,8 +17,9 @@ from paceline.plan.block_kinds import block_kinds_of
 from paceline.plan.points import Points
 from paceline.plan.price.parts import COMPUTE, NetworkPart, PartPass, part_seconds
 from paceline.plan.price.pipelined import paired_share
-from paceline.plan.price.step import predict, price
+from paceline.plan.price.step import predict
 from paceline.plan.schedules import build_schedule
+from paceline.plan.search.pricing import step_seconds
 from paceline.plan.work import PartWork, block_work
 from paceline.published import LanguageWork, PublishedRun, read_runs
 from paceline.published.software import software_of
@@ -141,7 +142,7 @@ def test_a_search_and_one_layout_agree_on_what_is_hidden(name: str):
     for on in (False, True):
         stack = Stack(overlaps_ep=on, elementwise="fused", launch="graph")
         one = setting(NETWORK, stack=stack, batch=256)
-        column = price(one, Points.of([given], one))
+        column = step_seconds(one, Points.of([given], one))
         steps.append((predict(one, given).step_s, float(column.step_s[0])))
     gains = [on / off for off, on in zip(*steps, strict=True)]
     assert gains[1] == pytest.approx(gains[0], rel=0.04)
@@ -312,7 +313,6 @@ def test_a_published_schedule_is_the_one_that_is_priced(tmp_path: Path):
     def schedule(text: str, **changes: str) -> tuple[str, int, int]:
         work = deepseek(tmp_path, pp_schedule=text, **changes).work
         assert work is not None
-        assert work.layout.split != "auto"
         return work.layout.schedule, int(work.layout.stages_per_rank), len(work.layout.split)
 
     assert schedule("DualPipe") == ("dualpipe", 2, 16)

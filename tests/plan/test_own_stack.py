@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from paceline.config.catalogue.own_stack import error_of, own_stack
-from paceline.config.hardware import Cluster
 from paceline.config.stack import Stack
 from paceline.plan.answer.describe import known
 from paceline.plan.points import Setting
@@ -32,7 +31,7 @@ def test_like_stacks_are_in_the_constants_and_named_in_the_answer():
 
 
 def test_a_job_on_gpus_has_them_unless_its_cluster_has_a_stack():
-    job = plan_job(job_on_a100(), Cluster()).job
+    job = plan_job(job_on_a100(), job_on_a100().cluster).job
     assert Setting.of(job).stack == own_stack("cuda")
     measured = Stack(constants={"launch_us": 9.0})
     known = job.replace(cluster=job.cluster.replace(stack=measured))

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
-from paceline.config.job import read_job, to_raw
+from paceline.config.job import decided, read_job, to_raw
 from paceline.observe.accounting import accounting
 from paceline.observe.terms import TERMS
 from paceline.observe.timeline import Timeline
@@ -50,8 +50,7 @@ def test_out_is_a_job_that_runs_and_what_is_behind_it(folder):
     names = {"job.toml", "plan.json", "plan.html", "predicted.json.gz"}
     assert {path.name for path in made.iterdir()} == names
     assert [path.name for path in (folder / "plans").iterdir()] == ["small"], "no draft is left"
-    concrete = read_job(made / "job.toml")
-    assert concrete.is_concrete
+    concrete = decided(read_job(made / "job.toml"))
     assert concrete.layout == small_answer().best.layout
     told = json.loads(output.splitlines()[-1])
     assert told == json.loads((made / "plan.json").read_text())

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from paceline.config.stack import Stack
-from paceline.plan.answer.answer import answer, to_json
+from paceline.plan.answer.answer import to_json
 from paceline.plan.answer.describe import headline
+from paceline.plan.answer.find import answer
 from paceline.plan.answer.page import render
 from tests.plan.answers import IMAGES, cramped, job, small_answer
 

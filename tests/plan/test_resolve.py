@@ -6,8 +6,10 @@ from hypothesis import strategies as st
 
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster, Device, device
-from paceline.config.job import Job, read_job
+from paceline.config.job import Job, JobSpec, decided, read_job, to_raw
+from paceline.config.layout import Layout
 from paceline.plan.resolve import resolve
+from paceline.plan.search.choose import plan_job
 
 CPU = Device(name="some CPU", kind="cpu", precisions=("fp64", "fp32"))
 
@@ -16,17 +18,39 @@ def _machine(num: int, what: Device = CPU) -> Cluster:
     return Cluster(device=what, devices_per_node=num, num_nodes=1)
 
 
-def _job(*overrides: str) -> Job:
+def _job(*overrides: str) -> JobSpec:
     return read_job(None, overrides)
 
 
 @pytest.mark.parametrize("num", [1, 2, 4, 8])
 def test_everything_becomes_concrete_and_each_choice_has_a_reason(num):
     plan = resolve(_job(), _machine(num))
-    assert plan.job.is_concrete
+    assert isinstance(plan.job, Job)
     assert plan.job.layout.num_ranks == num
     asked = {f"layout.{key}" for key in _job().layout.undecided}
     assert asked <= set(plan.reasons)
+
+
+MODELS = {
+    "decoder": to_raw(read_job(None, ["model.max_seq_len=1024"]).model),
+    "dlrm": {"tables": [100, 50], "dim": 8, "num_dense": 4, "bottom": [16], "top": [16]},
+}
+SOURCES = {"dlrm": "clicks", "resnet": "images", "efficientnet": "images"}
+"""What families are trained on that don't read text."""
+
+
+@pytest.mark.parametrize("family", [*MODELS, "resnet", "efficientnet", "custom"])
+@pytest.mark.parametrize("make", [resolve, plan_job])
+def test_a_plan_makes_a_job_of_what_is_asked_for(family, make):
+    train = {"steps": 10, "global_batch": 64}
+    model = MODELS.get(family, {}) | {"family": family}
+    raw = {"model": model, "train": train, "data": {"source": SOURCES.get(family, "here")}}
+    asked = JobSpec.parse(raw)
+    job = make(asked, _machine(2)).job
+    assert type(asked) is JobSpec
+    assert type(job) is Job
+    assert (type(job.layout), type(job.cluster)) == (Layout, Cluster)
+    assert decided(JobSpec.parse(to_raw(job))) == job
 
 
 def test_what_a_person_fixed_stays():

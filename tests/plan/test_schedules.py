@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.published_bubbles import bubble_fraction_published
 from paceline.config.errors import InputError
 from paceline.config.schedule import (
     DEMANDS,
@@ -21,11 +22,9 @@ from paceline.config.schedule import (
 )
 from paceline.plan.schedules import (
     ScheduleError,
-    bubble_fraction,
-    bubble_fraction_published,
+    StageCost,
     build_schedule,
     check,
-    draw_schedule,
     equal_cost,
     makespan,
     split_layers,
@@ -38,6 +37,34 @@ SPLIT = ("zb_h1", "interleaved_zb", "zbv", "dualpipev", "dualpipe")
 
 def per_rank(name: str) -> int:
     return DEMANDS[name].stages_per_rank or 2
+
+
+def bubble_fraction(schedule: Schedule, cost: StageCost) -> float:
+    """Seconds of a step beyond the busiest rank's own work, as a fraction of the latter."""
+    busy_s = max(sum(cost.of(action) for action in actions) for actions in schedule.actions)
+    return makespan(schedule, cost) / busy_s - 1
+
+
+def draw_schedule(schedule: Schedule) -> str:
+    """The schedule drawn as text, a line per rank, every F, I and W as long as the others.
+
+    Numbers are micro-batches; capitals are the first, third... stage of the rank (`stages_of`),
+    small letters the second, fourth...
+    """
+    rows = timeline(schedule, equal_cost(schedule.num_stages))
+    return "\n".join(_drawn(schedule, rank, row) for rank, row in enumerate(rows))
+
+
+def _drawn(schedule: Schedule, rank: int, row: list) -> str:
+    stages = schedule.stages_of(rank)
+    line = f"rank {rank} |"
+    margin = len(line)
+    for action, start_s, end_s in row:
+        place = (schedule.direction(action.micro_batch), action.stage)
+        kind = action.kind.lower() if stages.index(place) % 2 else action.kind
+        line = line.ljust(margin + 3 * int(start_s)) + f"{kind}{action.micro_batch}"
+        line = line.ljust(margin + 3 * int(end_s) - 1, "-") + " "
+    return line.rstrip()
 
 
 @st.composite

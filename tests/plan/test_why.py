@@ -3,8 +3,8 @@
 import pytest
 
 from paceline.config.errors import InputError
-from paceline.config.hardware import Cluster, device
-from paceline.config.job import Job, read_job
+from paceline.config.hardware import Cluster, ClusterSpec, device
+from paceline.config.job import Job, JobSpec, read_job
 from paceline.config.model import Model
 from paceline.config.prices import Prices
 from paceline.config.stack import Stack
@@ -119,14 +119,14 @@ def test_where_no_change_helps_it_says_so():
 # ---- a Job ---------------------------------------------------------------------------------------
 
 
-def _job(*overrides: str) -> Job:
+def _job(*overrides: str) -> JobSpec:
     return read_job(None, (*SHAPES, "train.global_batch=64", *overrides))
 
 
 def test_a_job_becomes_concrete_with_a_reason_for_each_choice():
     job = _job()
     plan = plan_job(job, _cluster(nodes=1))
-    assert plan.job.is_concrete
+    assert isinstance(plan.job, Job)
     autos = {f"layout.{key}" for key in job.layout.undecided}
     assert autos <= set(plan.reasons)
     assert plan.job.layout.num_ranks == 8
@@ -162,7 +162,7 @@ def test_rules_decide_where_nothing_is_known():
     )  # fmt: skip
     plan = plan_job(_job(), unknown)
     assert plan.ranked == ()
-    assert plan.job.is_concrete
+    assert isinstance(plan.job, Job)
     assert plan.notes[0].startswith("simple rules decided")
 
 
@@ -175,11 +175,11 @@ def test_what_fits_nowhere_is_refused_with_what_would_help():
 def test_a_job_s_cluster_takes_what_it_lacks_from_the_machine():
     machine = _cluster(nodes=1)
     machine = machine.replace(tiers=why.tiers_of(machine))
-    cluster, reasons = concrete_cluster(Cluster(num_nodes=4), machine)
+    cluster, reasons = concrete_cluster(ClusterSpec(num_nodes=4), machine)
     assert (cluster.num_nodes, cluster.devices_per_node) == (4, 8)
     assert cluster.tiers == machine.tiers
     assert set(reasons) == {"cluster.device", "cluster.devices_per_node"}
-    other, _ = concrete_cluster(Cluster(device=device("H100-SXM")), machine)
+    other, _ = concrete_cluster(ClusterSpec(device=device("H100-SXM")), machine)
     assert other.tiers == ()
 
 

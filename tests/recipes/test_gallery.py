@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config.job import read_job
 from tests.command_line import metrics, paceline
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,13 @@ def test_every_recipe_is_listed_and_run():
     assert {name for name, _ in ROWS} == files
     programs = {f"test_{name}" for name in files if name.endswith(".py")}
     assert programs <= {path.name for path in Path(__file__).parent.iterdir()}
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)
+def test_the_settings_that_a_recipe_names_can_be_given(recipe):
+    """Those of one line of its comments together."""
+    for line in re.findall(r"^# .*", recipe.read_text(), re.M):
+        read_job(recipe, re.findall(r"--set (\S+)", line))
 
 
 @pytest.mark.parametrize("words", [each for each in COMMANDS if each[1] == "plan"], ids=" ".join)

@@ -1,15 +1,13 @@
 """The recipe for an adapter, run as a person runs it."""
 
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
-from tests.command_line import environment, metrics
+from tests.command_line import metrics, python
 
 pytestmark = pytest.mark.skipif(
     find_spec("peft") is None or find_spec("transformers") is None,
@@ -19,14 +17,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "own_lora.py"
 
 
 def test_an_adapter_learns_and_is_saved_without_its_base(tmp_path):
-    done = subprocess.run(
-        [sys.executable, RECIPE],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = python(str(RECIPE), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (accuracy,) = re.findall(r"held-out accuracy ([\d.]+)%", done.stdout)
     assert float(accuracy) > 80

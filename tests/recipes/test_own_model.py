@@ -1,28 +1,19 @@
 """The recipe for one's own model, run as a person runs it: gloo ranks, in a process of its own."""
 
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.command_line import environment, metrics
+from tests.command_line import metrics, python
 
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn")
 RECIPE = Path(__file__).parents[2] / "recipes" / "own_model.py"
 
 
 def _run(folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, RECIPE],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = python(str(RECIPE), folder=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

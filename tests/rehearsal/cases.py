@@ -20,9 +20,9 @@ from paceline.config.job import Job, read_job
 from paceline.parallel import offload
 from paceline.parallel.replicate import compressed_all_reduce_of
 from paceline.plan.resolve import resolve
-from paceline.train.task import Task, decoder_on_meta, next_token, unstaged_loss
+from paceline.train.families import task_of
+from paceline.train.language import decoder_task
 from paceline.train.trainer import Trainer
-from paceline.train.vision import image_task
 from tests.parallel.training import DENSE, MODELS, SEQ, TRAIN, micro_batches
 
 STEPS = 2
@@ -35,7 +35,8 @@ GPU = Device(
 BF16 = "layout.precision=bf16"
 CODECS = ("bf16", "int8", "fp8", "int4", "quinary", "onebit", "powersgd:2")
 TINY = (*DENSE, *TRAIN)
-SMALL = ("model.num_layers=2", "layout.micro_batch=6")
+SMALL = ("model.num_layers=2", "layout.micro_batch=12")
+SIX = "layout.micro_batch=6"
 KERNELS = "layout.kernels=triton"
 EXPERTS, DOCUMENTS = MODELS["experts"], MODELS["documents"]
 
@@ -57,12 +58,8 @@ def decoder(*settings: str, num_ranks: int = 1, answer: float | None = None) -> 
 
 def _train(num_ranks: int, settings: tuple[str, ...]) -> None:
     job, ranks = job_of(num_ranks, (*SMALL, *settings)), Ranks(0, num_ranks, 0, num_ranks, "cuda")
-    staged = next_token(job, ranks)
     # First values are random numbers of the host: nothing to rehearse, and fakes have none.
-    task = Task(
-        decoder_on_meta(job.model), unstaged_loss(staged), lambda first: iter(()), None, "tokens",
-        staged=staged, fill=lambda module: None,
-    )  # fmt: skip
+    task = replace(decoder_task(job.model, job, ranks), fill=lambda module: None)
     trainer = Trainer.of(job, ranks, task)
     for step in range(STEPS):
         batches = micro_batches(step, job, 0, job.data.reset_at_documents)
@@ -82,7 +79,7 @@ def images(*settings: str) -> Case:
 
 def _train_on_images(settings: tuple[str, ...]) -> None:
     job, ranks = job_of(1, (*IMAGES, *settings), ()), Ranks(0, 1, 0, 1, "cuda")
-    task = replace(image_task(job, ranks), fill=lambda module: None)
+    task = replace(task_of(job, ranks), fill=lambda module: None)
     trainer = Trainer.of(job, ranks, task)
     for step, batches in zip(range(STEPS), task.steps_from(0), strict=False):
         trainer.step(step, batches)
@@ -162,10 +159,8 @@ CASES: Mapping[str, Case] = {
     "bf16 parameters": decoder(BF16, "layout.param_dtype=bf16"),
     "documents": decoder(BF16, *DOCUMENTS),
     "experts": decoder(BF16, *EXPERTS),
-    "kernels": decoder(BF16, KERNELS),
     "kernels, documents": decoder(BF16, KERNELS, *DOCUMENTS),
     "kernels, experts": decoder(BF16, KERNELS, *EXPERTS),
-    "kernels, fp16": decoder("layout.precision=fp16", KERNELS),
     "recompute": decoder(BF16, "layout.recompute=full"),
     "selective recompute": decoder(BF16, "layout.recompute=selective"),
     "offloaded activations": Case(1, _offloaded),
@@ -173,12 +168,9 @@ CASES: Mapping[str, Case] = {
     "8-bit optimizer": decoder(BF16, "layout.optimizer_state=8bit"),
     "images": images(BF16),
     "images, kernels": images(BF16, KERNELS),
-    "images, fp32": images("layout.precision=fp32"),
-    "fsdp": decoder(BF16, "layout.fsdp=4", num_ranks=4),
-    "fsdp, zero 2": decoder(BF16, "layout.fsdp=4", "layout.zero=2", num_ranks=4),
-    "fsdp, int8": decoder(BF16, "layout.fsdp=4", "comm.fsdp.compress=int8", num_ranks=4),
-    "hsdp": decoder(BF16, "layout.dp=2", "layout.fsdp=2", num_ranks=4),
-    "tp": decoder(BF16, "layout.tp=2", num_ranks=2),
+    "fsdp": decoder(BF16, SIX, "layout.fsdp=4", num_ranks=4),
+    "fsdp, int8": decoder(BF16, SIX, "layout.fsdp=4", "comm.fsdp.compress=int8", num_ranks=4),
+    "hsdp": decoder(BF16, SIX, "layout.dp=2", "layout.fsdp=2", num_ranks=4),
     "tp, kernels": decoder(BF16, "layout.tp=2", KERNELS, num_ranks=2),
     "tp, whole sequences": decoder(
         BF16, "layout.tp=2", "layout.sequence_parallel=false", num_ranks=2
@@ -187,6 +179,7 @@ CASES: Mapping[str, Case] = {
     "ulysses": decoder(BF16, "layout.cp=2", "layout.ulysses=2", num_ranks=2),
     "ep": decoder(
         BF16,
+        SIX,
         "layout.fsdp=2",
         "layout.ep=2",
         *EXPERTS,
@@ -194,9 +187,10 @@ CASES: Mapping[str, Case] = {
         answer=6 * SEQ,  # half of the two copies of each token
     ),
     **{f"dp, {kind}": Case(2, partial(_exchanged, kind)) for kind in CODECS},
-    "pp": decoder(BF16, "layout.pp=2", "layout.schedule=1f1b", num_ranks=2),
-    "pp, zero bubble": decoder(BF16, "layout.pp=2", "layout.schedule=zb_h1", num_ranks=2),
-    "pp x fsdp x tp": decoder(BF16, "layout.pp=2", "layout.fsdp=2", "layout.tp=2", num_ranks=8),
+    "pp, zero bubble": decoder(BF16, SIX, "layout.pp=2", "layout.schedule=zb_h1", num_ranks=2),
+    "pp x fsdp x tp": decoder(
+        BF16, SIX, "layout.pp=2", "layout.fsdp=2", "layout.tp=2", num_ranks=8
+    ),
 }
 
 

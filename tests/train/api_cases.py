@@ -1,21 +1,25 @@
 """Training a person's own module on ranks of a test, and the same by hand in one plain loop."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import paceline
 from paceline.comm.rendezvous import Ranks
 from paceline.config.hardware import Cluster
-from paceline.config.job import Job
+from paceline.config.job import Job, JobSpec
+from paceline.observe.run import Run
 from paceline.plan.resolve import resolve
 from paceline.train.custom.loss import Loss
 from paceline.train.custom.task import custom_task
 from paceline.train.custom.user_inputs import UserInputs
 from paceline.train.trainer import Trainer
 from tests.parallel.training import CPU, whole_tensor
+from tests.train import api_script
 
 BATCH, STEPS, PLACES = 12, 3, 6
 FP64 = {"precision": "fp64", "param_dtype": "fp64"}
@@ -31,7 +35,7 @@ def job_of(num_ranks: int, layout: Mapping[str, Any], **sections: Any) -> Job:
         **sections,
     }
     machine = Cluster(device=CPU, devices_per_node=num_ranks, num_nodes=1)
-    return resolve(Job.parse(raw), machine).job
+    return resolve(JobSpec.parse(raw), machine).job
 
 
 def samples(count: int = 36) -> list[dict[str, Tensor]]:
@@ -107,6 +111,34 @@ UNSTATED: dict[str, tuple[Any, Any]] = {
     "classes": (module, of_classes),
 }
 """Modules and losses that state no weight, though they are means over labels."""
+
+
+def train_here(
+    runs: Path, *sections: Mapping[str, Mapping[str, Any]], **given: Any
+) -> tuple[Run, nn.Module]:
+    """Train api_script's module on one rank, in this process.
+
+    Args:
+        runs: the folder of Runs.
+        sections: of the Job; what a later one says counts.
+        given: arguments of `paceline.train`, in place of api_script's.
+    """
+    job: dict[str, Any] = {"name": "own"}
+    own = {
+        "train": {"global_batch": BATCH},
+        "cluster": {"devices_per_node": 1},
+        "observe": {"tensorboard": False},
+    }
+    for changes in (own, *sections):
+        for name, settings in changes.items():
+            job[name] = {**job.get(name, {}), **settings}
+    plain = {
+        "model": api_script.module("plain"),
+        "loss": api_script.loss,
+        "data": api_script.samples(),
+    }
+    given = {**plain, **given}
+    return paceline.train(job, **given, runs=runs), given["model"]
 
 
 def train_on_ranks(

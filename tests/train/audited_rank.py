@@ -3,14 +3,15 @@
 
 import os
 import sys
-from pathlib import Path
 
+from paceline.observe.run import Run
 from paceline.train import command, session
+from paceline.train.session import MakeTask
 
 
-def audited_rank(run_path: str, launcher_pid: int) -> None:
+def audited_rank(run: Run, make_task: MakeTask) -> None:
     """What a launched rank does, watched from its first line on."""
-    file = Path(run_path) / f"unpickled-{os.environ['RANK']}"
+    file = run.path / f"unpickled-{os.environ['RANK']}"
     file.touch()
 
     def note(event: str, arguments: tuple[object, ...]) -> None:
@@ -19,12 +20,12 @@ def audited_rank(run_path: str, launcher_pid: int) -> None:
                 print(*arguments, file=opened)
 
     sys.addaudithook(note)
-    session.launched_rank(run_path, launcher_pid)
+    session.run_rank(run, make_task)
 
 
 if __name__ == "__main__":
     from paceline.cli import main
     from tests.train.audited_rank import audited_rank as by_its_full_name
 
-    command.launched_rank = by_its_full_name
+    command.run_rank = by_its_full_name
     main()

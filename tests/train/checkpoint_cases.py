@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -108,6 +109,12 @@ def assert_same(one: Any, other: Any, tolerance: float = 0.0) -> None:
             assert_same(one[key], other[key], tolerance)
     elif isinstance(one, Tensor):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for own, others in zip(one, other, strict=True):
+            assert_same(own, others, tolerance)
+    elif isinstance(one, float):
+        assert one == pytest.approx(other, rel=tolerance, abs=tolerance)
     else:
         assert one == other
 

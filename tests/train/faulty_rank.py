@@ -8,17 +8,19 @@ from pathlib import Path
 from torch import Tensor
 
 from paceline.models.decoder import Block
+from paceline.observe.run import Run
 from paceline.train import command, session
+from paceline.train.session import MakeTask
 
 CALL = 20
 """The block call, of the rank's own, that raises."""
 
 
-def faulty_rank(run_path: str, launcher_pid: int) -> None:
+def faulty_rank(run: Run, make_task: MakeTask) -> None:
     """What a launched rank does, with the fault in the last one."""
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        _break_blocks(Path(run_path))
-    session.launched_rank(run_path, launcher_pid)
+        _break_blocks(run.path)
+    session.run_rank(run, make_task)
 
 
 def _break_blocks(run_path: Path) -> None:
@@ -38,5 +40,5 @@ if __name__ == "__main__":
     from paceline.cli import main
     from tests.train.faulty_rank import faulty_rank as by_its_full_name
 
-    command.launched_rank = by_its_full_name
+    command.run_rank = by_its_full_name
     main()

@@ -14,11 +14,11 @@ from paceline.plan.resolve import resolve
 from paceline.train.best_evaluation import BestEvaluation
 from paceline.train.checkpoint import Checkpointer, load, newest_good, training_state
 from paceline.train.checkpoint.lockstep import LockstepRanks
-from paceline.train.data import prepare
-from paceline.train.loop import RunContext, train_loop
+from paceline.train.families import task_of
+from paceline.train.loop import train_loop
 from paceline.train.metrics_buffer import MetricsBuffer
+from paceline.train.run_context import RunContext
 from paceline.train.start import identity
-from paceline.train.task import language_task
 from paceline.train.trainer import Trainer
 from tests.parallel.training import CPU
 from tests.ranks import run_ranks
@@ -56,6 +56,12 @@ class StopAfter:
             self.left -= 1
         return self.left == 0
 
+    def in_exchange(self) -> bool:
+        return bool(self)
+
+    def stepped(self, done: int) -> None:
+        pass
+
 
 def job_of(folder: Path, num_ranks: int, settings: Sequence[str]) -> Job:
     """The Job of a leg."""
@@ -69,7 +75,7 @@ def trainer_of(folder: Path, rank: int, num_ranks: int, settings: Sequence[str])
     """A rank of a leg, ready to train on the text."""
     job = job_of(folder, num_ranks, settings)
     mine = rendezvous.Ranks(rank, num_ranks, rank, num_ranks)
-    return Trainer.of(job, mine, language_task(job, mine, prepare(job.data)))
+    return Trainer.of(job, mine, task_of(job, mine))
 
 
 def go_on(rank: int, num_ranks: int, leg: Leg) -> list[dict[str, Any]]:
@@ -77,7 +83,8 @@ def go_on(rank: int, num_ranks: int, leg: Leg) -> list[dict[str, Any]]:
     run = Run(leg.folder)
     trainer = trainer_of(leg.folder, rank, num_ranks, leg.settings)
     lines: list[dict[str, Any]] = []
-    around = RunContext(
+    context = RunContext(
+        run=run,
         checkpointer=Checkpointer(run.checkpoint_folder, keep_last=2, say=lambda sentence: None),
         windows_from=lambda first: ProfiledWindows(run.trace_folder, rank, 0, first_step=first),
         stop=StopAfter(leg.stop_after),
@@ -88,8 +95,8 @@ def go_on(rank: int, num_ranks: int, leg: Leg) -> list[dict[str, Any]]:
     if rank == 0:
         run.write("job.toml", to_toml(trainer.job))
     # No held-out batches: the loop would read some after the last step.
-    task = dataclasses.replace(trainer.task, eval_steps=None)
-    assert train_loop(trainer, task, around) == (leg.stop_after or FIRST + SECOND)
+    trainer.task = dataclasses.replace(trainer.task, eval_steps=None)
+    assert train_loop(trainer, context) == (leg.stop_after or FIRST + SECOND)
     return lines
 
 

@@ -19,20 +19,13 @@ from paceline.train.custom.task import custom_task
 from paceline.train.custom.user_inputs import UserInputs
 from tests.command_line import losses, python
 from tests.ranks import run_ranks
-from tests.train import api_script
+from tests.train import api_cases, api_script
 
 SCRIPT = api_script.__file__
 ONE_RANK = {"devices_per_node": 1}
 
 
-@pytest.fixture(autouse=True)
-def _as_if_alone(monkeypatch):
-    """No launcher's ranks around a run in this process, and no fewer threads after it."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("as_if_alone")
 
 
 def _here(folder: Path, sections: dict[str, Any] | None = None, **settings: Any):
@@ -179,12 +172,12 @@ def test_settings_without_effect_are_refused_in_a_job_as_in_its_dicts(tmp_path):
     given = (api_script.module("plain"), api_script.loss, api_script.samples())
     raw = {"model": {"family": "custom"}, **api_script.JOB, "comm": {"compress_from": 7}}
     with pytest.raises(InputError, match="compress_from = 7 has no effect"):
-        paceline.train(paceline.Job.parse(raw), *given, runs=tmp_path)
+        paceline.train(paceline.JobSpec.parse(raw), *given, runs=tmp_path)
 
 
 def test_a_built_in_model_beside_a_module_is_refused(tmp_path):
     given = (api_script.module("plain"), api_script.loss, api_script.samples())
-    job = paceline.Job.parse(
+    job = paceline.JobSpec.parse(
         {
             "model": {
                 "family": "decoder",
@@ -218,13 +211,8 @@ def _weights_at_start(rank: int, world_size: int) -> list[float]:
     torch.manual_seed(rank)
     module, ranks = torch.nn.Linear(2, 1), Ranks(rank, world_size, rank, world_size)
     brought = UserInputs(module, api_script.loss, api_script.samples())
-    task = custom_task(_concrete_job(), ranks, brought)
+    task = custom_task(api_cases.job_of(world_size, {"micro_batch": 6}), ranks, brought)
     return task.module.weight.flatten().tolist()
-
-
-def _concrete_job() -> paceline.Job:
-    raw = {"model": {"family": "custom"}, **api_script.JOB, "layout": {"micro_batch": 6}}
-    return paceline.Job.parse(raw)
 
 
 def test_ranks_whose_modules_differ_start_from_that_of_rank_0():

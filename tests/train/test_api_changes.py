@@ -7,41 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import paceline
 from paceline.config.errors import InputError
 from paceline.train.custom.code import code_digest
 from tests.command_line import environment, python
-from tests.train import api_script
+from tests.train import api_cases, api_script
 
-JOB = {
-    "name": "own",
-    "optim": {"lr": 1e-2, "schedule": "constant"},
-    "train": {"steps": 3, "global_batch": 12},
-    "cluster": {"devices_per_node": 1},
-    "observe": {"tensorboard": False},
-}
+JOB = {"optim": {"lr": 1e-2, "schedule": "constant"}, "train": {"steps": 3}}
 
-
-@pytest.fixture(autouse=True)
-def _as_if_alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("as_if_alone")
 
 
 def _train(folder: Path, sections: dict[str, Any] | None = None, **changes: Any) -> paceline.Run:
-    job = {**JOB, **{name: {**JOB.get(name, {}), **new} for name, new in (sections or {}).items()}}
-    given = {
-        "model": api_script.module("plain"),
-        "loss": api_script.loss,
-        "data": api_script.samples(),
-    }
-    return paceline.train(job, **{**given, **changes}, runs=folder)
+    return api_cases.train_here(folder, JOB, sections or {}, **changes)[0]
 
 
 def _other_loss(model, batch):

@@ -90,14 +90,14 @@ def test_ranks_weigh_as_much_as_they_have_labels(layout, by_hand):
 
 @pytest.mark.parametrize("kind", api_cases.UNSTATED)
 def test_a_mean_over_labels_that_states_no_weight_counts_by_its_labels(kind):
-    """One rank with one and with two and with twelve micro-batches, and two ranks, with DDP and
-    FSDP2: each as the whole batch in a plain loop."""
+    """One rank with one and with twelve micro-batches; for one kind two ranks too, with DDP and
+    FSDP2, which divide whatever the weight is: each as the whole batch in a plain loop."""
     wanted = _by_hand(*api_cases.UNSTATED[kind])
-    for micro_batch in (12, 6, 1):
+    for micro_batch in (12, 1):
         layout = {**api_cases.FP64, "micro_batch": micro_batch}
         given = (layout, NUM_HELD_OUT, *api_cases.UNSTATED[kind])
         _assert_same(api_cases.train_on_ranks(0, 1, *given), wanted)
-    for layout in CUTS[:2]:
+    for layout in CUTS[:2] if kind == "cross_entropy" else ():
         given = (layout, NUM_HELD_OUT, *api_cases.UNSTATED[kind])
         for got in run_ranks(api_cases.train_on_ranks, 2, *given):
             _assert_same(got, wanted)

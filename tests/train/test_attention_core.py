@@ -16,6 +16,11 @@ def _job(kernels):
     return job.replace(layout=job.layout.replace(kernels=kernels))
 
 
+def _choice(kernels, device):
+    job = _job(kernels)
+    return attention_core.attention_choice(job.model, job, device)
+
+
 @pytest.fixture
 def measured(monkeypatch):
     """What `choose` was asked for; nothing is remembered unless a test says so."""
@@ -32,7 +37,9 @@ def measured(monkeypatch):
 
 def test_kernels_ask_the_rule_for_this_runs_shape(measured):
     job = _job("triton")
-    assert attention_core.attention_choice(job, CUDA) == BackendChoice("flash", "because")
+    assert attention_core.attention_choice(job.model, job, CUDA) == BackendChoice(
+        "flash", "because"
+    )
     ((shape, dtype),) = measured
     assert shape.batch == 2
     assert shape.heads == job.model.num_heads
@@ -42,14 +49,14 @@ def test_kernels_ask_the_rule_for_this_runs_shape(measured):
 
 
 def test_auto_takes_only_what_was_measured(measured, monkeypatch):
-    assert attention_core.attention_choice(_job("auto"), CUDA) is None
+    assert _choice("auto", CUDA) is None
     monkeypatch.setattr(attention_core, "remembered", lambda *_: BackendChoice("flash", "measured"))
-    assert attention_core.attention_choice(_job("auto"), CUDA) is not None
+    assert _choice("auto", CUDA) is not None
 
 
 def test_the_rest_is_left_to_torch(measured):
-    assert attention_core.attention_choice(_job("reference"), CUDA) is None
-    assert attention_core.attention_choice(_job("triton"), CPU) is None
+    assert _choice("reference", CUDA) is None
+    assert _choice("triton", CPU) is None
     assert measured == []
 
 

@@ -1,5 +1,6 @@
 """Wrong input to `paceline train`: one sentence, exit code 2, nothing half-written (processes)."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -8,8 +9,15 @@ from pathlib import Path
 import pytest
 
 from paceline.comm.rendezvous import MEETING
+from paceline.config.device import Device
+from paceline.config.errors import InputError
+from paceline.config.figure import Figure
+from paceline.config.hardware import Cluster
+from paceline.config.job import change_job, read_job
+from paceline.train.this_machine import resolve_on_this_machine
 from tests.command_line import (
     COMMAND,
+    TINY_JOB,
     Started,
     environment,
     losses,
@@ -37,13 +45,43 @@ WRONG = {
         ["data.tokenizer=bpe:300"],
         ["model.vocab_size = 257", "raise it"],
     ),
+    "a module that only a script has": (
+        ['model={family="custom"}'],
+        ["only in the script", "paceline.train"],
+    ),
     "an unknown setting": (["optim.lrr=1"], ["optim.lrr", "did you mean lr?"]),
     "weights that are not there": (["train.weights=nowhere"], ["nowhere"]),
     "another machine's device": (["cluster.device=H200"], ["H200", 'cluster.device = "auto"']),
     "several nodes": (["cluster.num_nodes=2"], ["cluster.num_nodes = 2", "torchrun or srun"]),
     "a device that is not in the catalogue": (["cluster.device=H2000"], ["H2000", "H200"]),
+    "wider than any memory": (["model.hidden_size=1073741824"], ["EB or more", "has", "smaller"]),
+    "more words than any memory": (
+        ["model.vocab_size=1073741824"],
+        ["GB or more", "over more ranks"],
+    ),
+    "deeper than this memory": (
+        ["model.num_layers=1000", "model.hidden_size=8192"],
+        ["TB or more", "over more ranks"],
+    ),
     "profiles that run into one another": (["observe.profile_every=2"], ["profile_every = 2"]),
 }
+
+
+def test_the_memory_of_this_machine_is_shared_by_the_ranks_there_are(tmp_path, monkeypatch):
+    (tmp_path / "job.toml").write_text(TINY_JOB)
+    given = read_job(tmp_path / "job.toml", ["layout.precision=fp32"])
+    state = 12 * given.model.num_params
+    memory = Figure(value=1.2 * state / 2, origin="measured", source="a test")
+    device = Device(name="some CPU", kind="cpu", precisions=("fp32",), memory_bytes=memory)
+    here = Cluster(device=device, devices_per_node=2, num_nodes=1)
+    monkeypatch.setattr("paceline.train.this_machine.this_machine", lambda: here)
+    alone = change_job(given, ["cluster.devices_per_node=1"])
+    assert resolve_on_this_machine(alone).job.layout.num_ranks == 1
+    shards = change_job(given, ["cluster.devices_per_node=2", "layout.fsdp=2"])
+    assert resolve_on_this_machine(shards).job.layout.fsdp == 2
+    replicas = change_job(given, ["cluster.devices_per_node=2", "layout.dp=2"])
+    with pytest.raises(InputError, match="share it out over more ranks"):
+        resolve_on_this_machine(replicas)
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -95,25 +133,22 @@ def test_a_run_in_use_is_refused_and_left_alone(tmp_path):
     assert losses(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("model.hidden_size=64", "model.hidden_size (32 before, 64 now)"),
-        ("train.seed=1", "train.seed (0 before, 1 now)"),
-        ("data.tokenizer=text.json", "the text or its tokenizer changed"),
-    ],
-)
-def test_a_run_of_something_else_is_refused_and_kept(setting, words, tmp_path):
+def test_a_run_of_something_else_is_refused_and_kept(tmp_path):
     write_tiny_job(tmp_path)
     first = paceline("train", "job.toml", "--set", "train.steps=2", *ranks(1), folder=tmp_path)
     assert first.returncode == 0, first.stderr
     _write_tokenizer(tmp_path / "text.json")
     before = (tmp_path / "runs/tiny/job.toml").read_text()
-    again = paceline("train", "job.toml", "--set", setting, *ranks(1), folder=tmp_path)
-    assert again.returncode == 2, again.stdout
-    assert words in again.stderr
-    assert "--fresh" in again.stderr
-    assert (tmp_path / "runs/tiny/job.toml").read_text() == before
+    for setting, words in (
+        ("model.hidden_size=64", "model.hidden_size (32 before, 64 now)"),
+        ("train.seed=1", "train.seed (0 before, 1 now)"),
+        ("data.tokenizer=text.json", "the text or its tokenizer changed"),
+    ):
+        again = paceline("train", "job.toml", "--set", setting, *ranks(1), folder=tmp_path)
+        assert again.returncode == 2, again.stdout
+        assert words in again.stderr
+        assert "--fresh" in again.stderr
+        assert (tmp_path / "runs/tiny/job.toml").read_text() == before
 
 
 def _write_tokenizer(path: Path) -> None:
@@ -158,22 +193,15 @@ def test_help_teaches(tmp_path):
         assert words in train.stdout
 
 
-def test_show_prints_a_concrete_job_that_trains(tmp_path):
+def test_show_prints_a_concrete_job_that_trains_and_json_makes_the_last_line_one_object(tmp_path):
     write_tiny_job(tmp_path)
     shown = paceline("train", "job.toml", "--show", *ranks(1), folder=tmp_path)
     assert shown.returncode == 0
     assert not (tmp_path / "runs").exists()
     assert "devices_per_node = 1" in shown.stdout
     (tmp_path / "shown.toml").write_text(shown.stdout)
-    assert paceline("train", "shown.toml", folder=tmp_path).returncode == 0
-    assert losses(tmp_path)
-
-
-def test_json_makes_the_last_line_one_object(tmp_path):
-    import json
-
-    write_tiny_job(tmp_path)
-    done = paceline("train", "job.toml", "--json", *ranks(1), folder=tmp_path)
+    done = paceline("train", "shown.toml", "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["step"] == 12
     assert Path(last["run"]) == tmp_path / "runs" / "tiny"

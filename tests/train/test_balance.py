@@ -1,7 +1,6 @@
 """Evening out the load of experts: biases follow the loads of all ranks, and experts that change
 ranks change nothing that is computed (gloo ranks against one process)."""
 
-import pytest
 import torch
 
 from paceline.comm.rendezvous import Ranks
@@ -9,17 +8,14 @@ from paceline.parallel.ep import expert_layers
 from tests.parallel.training import (
     FP64,
     MODELS,
-    STEPS,
-    assert_equal,
     job_of,
     micro_batches,
-    run_cases,
-    train,
     trainer_of,
 )
 from tests.ranks import run_ranks
 
 EXPERTS = (*FP64, *MODELS["experts"], "layout.micro_batch=2")
+STEPS = 3
 LAYOUTS = (("layout.dp=2", "layout.ep=2"), ("layout.tp=2",), ("layout.pp=2",), ("layout.cp=2",))
 
 
@@ -55,22 +51,12 @@ def test_biases_are_those_of_one_process_on_every_layout():
                 assert torch.equal(bias, expected), (layout, name)
 
 
-@pytest.fixture(scope="module")
-def rebalanced():
-    """Layouts that move experts after every step."""
-    return [
+def test_experts_do_change_ranks():
+    """That they compute the same: "experts that move" in tests/parallel/test_combinations.py."""
+    rebalanced = [
         (*EXPERTS, "layout.rebalance_every=1", *layout)
         for layout in (("layout.dp=2", "layout.ep=2"), ("layout.fsdp=2", "layout.ep=2"))
     ]
-
-
-def test_experts_that_change_ranks_compute_the_same(rebalanced):
-    serial = train(0, 1, EXPERTS)
-    for case, got in zip(rebalanced, run_cases(2, rebalanced), strict=True):
-        assert_equal(got, serial, 1e-10, case)
-
-
-def test_experts_do_change_ranks(rebalanced):
     for layers in run_ranks(_after_steps_each, 2, rebalanced)[0]:
         slots = [slot_of_expert for _, slot_of_expert in layers.values()]
         assert any(not torch.equal(each, torch.arange(len(each))) for each in slots)

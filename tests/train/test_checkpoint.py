@@ -449,7 +449,7 @@ def raise_no_space(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("where", ["write_shard", "write_durably", "rename_over", "make_empty"])
+@pytest.mark.parametrize("where", ["write_shard", "to_disk", "rename_over", "make_empty"])
 def test_a_failed_save_leaves_nothing_and_the_run_goes_on(tmp_path, monkeypatch, where):
     said: list[str] = []
     checkpointer = two_checkpoints(tmp_path, said)

@@ -15,8 +15,10 @@ from torch._inductor.compile_worker.subproc_pool import SubprocPool
 from torch.utils.data import DataLoader
 
 from paceline.comm.forkserver_start import TRAINING, warm_up_ranks
+from paceline.config.elastic import Elastic
+from paceline.observe.run import Run
 from paceline.train.stopping import StopRequest, shield_compile_workers
-from tests.command_line import COMMAND, environment, metrics, ranks, write_tiny_job
+from tests.command_line import Started, metrics, ranks, write_tiny_job
 
 # The time that a busy machine may take for what should take a moment.
 PATIENCE_S = 20
@@ -25,16 +27,8 @@ PATIENCE_S = 20
 def test_a_run_that_ignores_sigint_by_birth_can_be_interrupted(tmp_path):
     """As a shell without job control starts what is put into the background."""
     write_tiny_job(tmp_path)
-    program = [sys.executable, COMMAND, "train", "job.toml", "--set=train.steps=1000000"]
-    process = subprocess.Popen(
-        [*program, *ranks(2)],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    )
+    command = ("train", "job.toml", "--set=train.steps=1000000", *ranks(2))
+    process = Started(["-m", "tests.train.ignoring", *command], tmp_path, num_outputs=1)
     while len(metrics(tmp_path)) < 3:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
@@ -79,7 +73,7 @@ def test_the_process_that_ranks_are_forked_from_is_made_a_helper_first(monkeypat
 
 
 def test_data_workers_live_on_when_a_signal_asks_for_a_stop(tmp_path):
-    stop = StopRequest(tmp_path / "stop")
+    stop = StopRequest(Run(tmp_path), Elastic())
     try:
         data = torch.arange(64)
         loader = DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="fork")

@@ -59,18 +59,6 @@ def _run_script(folder, fault: str, steps: int = 12):
     return python("own.py", folder=folder, timeout_s=90)
 
 
-def test_a_rank_that_raises_ends_the_others_and_its_traceback_comes_first(tmp_path):
-    write_time = "open('died', 'w').write(str(time.time()))"
-    fault = f"if (rank, step) == (1, 5): {write_time}; raise ValueError('the tokeniser ate it')"
-    done = _run_script(tmp_path, fault)
-    lived_s = time.time() - float((tmp_path / "died").read_text())
-    assert lived_s < 10
-    assert done.returncode == 1
-    assert "after train" not in done.stdout
-    _assert_only_the_persons_traceback(done.stderr, "ValueError: the tokeniser ate it")
-    assert losses(tmp_path, "own").keys() == {1, 2, 3, 4}
-
-
 def _assert_only_the_persons_traceback(printed: str, ends: str) -> None:
     """One traceback, of their lines alone; a sentence of ours before it."""
     sentence, traceback = printed.split("Traceback (most recent call last):")
@@ -94,12 +82,14 @@ LIKE_GLOO = "[../gloo/transport/tcp/pair.cc:598] Connection closed by peer [127.
     ],
     ids=["many lines", "like gloo's", "like torch's"],
 )
-def test_an_error_on_one_rank_ends_the_run_whatever_it_says(error, ends, tmp_path):
+def test_a_rank_that_raises_ends_the_others_whatever_it_says(error, ends, tmp_path):
     mark = "open('died', 'w').write(str(time.time()))"
     done = _run_script(tmp_path, f"if (rank, step) == (1, 5): {mark}; raise {error}")
     assert time.time() - float((tmp_path / "died").read_text()) < 20
     assert done.returncode == 1
+    assert "after train" not in done.stdout
     _assert_only_the_persons_traceback(done.stderr, ends)
+    assert losses(tmp_path, "own").keys() == {1, 2, 3, 4}
 
 
 def test_a_rank_that_a_launcher_gave_says_why_it_failed_and_the_others_follow(tmp_path):
@@ -121,19 +111,6 @@ def test_a_rank_that_a_launcher_gave_says_why_it_failed_and_the_others_follow(tm
     assert second.rstrip().endswith("ValueError: the tokeniser ate it")
 
 
-def test_an_error_in_the_backward_pass_of_one_rank_ends_the_run(tmp_path):
-    fault = "if (rank, step, len(more)) == (1, 5, 1): raise RuntimeError('gloo: no')"
-    script = SCRIPT.replace("def fault(rank, step)", "def fault(rank, step, *more)").replace(
-        "    value = model",
-        "    rank, step = int(os.environ.get('RANK', '0')), net.calls\n"
-        "    net.linear.weight.register_hook(lambda grad: fault(rank, step, 1))\n    value = model",
-    )
-    (tmp_path / "own.py").write_text(script.format(fault=fault, steps=12))
-    done = python("own.py", folder=tmp_path, timeout_s=60)
-    assert done.returncode == 1
-    _assert_only_the_persons_traceback(done.stderr, "RuntimeError: gloo: no")
-
-
 def test_an_operator_whose_backward_raises_on_one_rank_ends_the_run(tmp_path):
     operator = """
 class Torn(torch.autograd.Function):
@@ -146,7 +123,7 @@ class Torn(torch.autograd.Function):
     def backward(ctx, grad):
         if ctx.is_torn:
             open('died', 'w').write(str(time.time()))
-            raise ValueError('the gradient is torn')
+            raise RuntimeError('gloo: torn')
         return grad, None
 
 class Net("""
@@ -157,15 +134,12 @@ class Net("""
     done = python("own.py", folder=tmp_path, timeout_s=60)
     assert time.time() - float((tmp_path / "died").read_text()) < 20
     assert done.returncode == 1
-    _assert_only_the_persons_traceback(done.stderr, "ValueError: the gradient is torn")
+    _assert_only_the_persons_traceback(done.stderr, "RuntimeError: gloo: torn")
     assert losses(tmp_path, "own").keys() == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("failing", ["1", "01"], ids=["one rank", "all ranks"])
-def test_a_last_evaluation_that_fails_loses_no_trained_step(failing, tmp_path):
-    fails = (
-        f"if not net.training and os.environ['RANK'] in '{failing}': raise ValueError('no eval')"
-    )
+def test_a_last_evaluation_that_fails_loses_no_trained_step(tmp_path):
+    fails = "if not net.training and os.environ['RANK'] == '1': raise ValueError('no eval')"
     script = SCRIPT.format(fault="pass", steps=5).replace(
         "data=data)", "data=data, eval_data=data)"
     )

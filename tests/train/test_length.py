@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import paceline
 from paceline.config.errors import InputError
 from paceline.config.job import change_job, read_job
-from paceline.train.command import train_command
+from paceline.observe.run import Run
+from paceline.train.command import train_job
 from paceline.train.custom.feed import samples_of
 from paceline.train.data import prepare
 from paceline.train.length import length_in_steps
@@ -119,7 +120,8 @@ def test_epochs_of_ones_own_data(tmp_path):
 def test_a_small_text_trains_and_says_what_is_held_out(job_file, tmp_path, capsys):
     file = job_file("epochs = 1")
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog, twice")
-    run = train_command(read_job(file), tmp_path / "runs", fresh=False)
+    run = Run(tmp_path / "runs" / "small")
+    train_job(read_job(file), run, fresh=False)
     assert run.metrics()[-1]["eval_loss"] > 0
     assert run.facts()["data"]["eval_tokens"] == 17
     assert "17 are held out, which is one sample" in " ".join(capsys.readouterr().out.split())

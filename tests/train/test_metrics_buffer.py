@@ -18,6 +18,7 @@ def written(lag: int) -> list[dict[str, Any]]:
             grad_norm=1.0,
             is_bad=False,
             stop_wanted=False,
+            spike=0.0,
             comm={},
             ranks={},
             figures={},

@@ -116,15 +116,15 @@ def test_steps_are_those_of_torch(layout, dtype):
 
 @pytest.mark.parametrize("layout", [FULL, ON_HOST])
 def test_bf16_parameters_follow_their_fp32_masters(layout):
-    """Updates far below bf16's resolution must add up: 200 steps of 1e-4 move a weight by 0.02."""
+    """Updates far below bf16's resolution must add up: 60 steps of 1e-4 move a weight by 0.006."""
     rounded = _linear(torch.bfloat16)
     exact = _linear(torch.bfloat16).float()
-    _steps(exact, 200)
-    optimizer = _steps(rounded, 200, layout)
+    _steps(exact, 60)
+    optimizer = _steps(rounded, 60, layout)
     master = optimizer.state[rounded.weight]["master"]
     assert master.dtype == torch.float32
     assert torch.equal(rounded.weight, master.bfloat16())
-    assert torch.allclose(master, exact.weight, atol=2e-3)
+    assert torch.allclose(master, exact.weight, rtol=0, atol=2e-3)
     assert not torch.allclose(exact.weight, exact.weight.bfloat16().float(), atol=1e-6)
 
 
@@ -271,7 +271,7 @@ def _decoder_losses(layout: Layout, steps: int, dtype: torch.dtype = torch.float
 
 
 def test_8_bit_training_follows_full_precision():
-    full, coded = (_decoder_losses(layout, 60) for layout in (FULL, CODED))
+    full, coded = (_decoder_losses(layout, 40) for layout in (FULL, CODED))
     assert full[-1] < 0.5 * full[0]
     assert coded == pytest.approx(full, rel=0.02)  # 0.006 seen
     assert coded != full

@@ -23,7 +23,7 @@ from tests.command_line import (
     write_tiny_job,
 )
 
-STEPS = 30
+STEPS = 16
 
 
 def _train(folder: Path, *arguments: str) -> dict[int, float]:
@@ -47,33 +47,26 @@ def _kill_when(process, reached, timeout_s=60.0) -> None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Losses of the run that is never stopped, by number of ranks (trained when first wanted)."""
-    known: dict[int, dict[int, float]] = {}
-
-    def of(num_ranks: int) -> dict[int, float]:
-        if num_ranks not in known:
-            folder = tmp_path_factory.mktemp(f"whole{num_ranks}")
-            write_tiny_job(folder)
-            known[num_ranks] = _train(folder, "--set", f"train.steps={STEPS}", *ranks(num_ranks))
-        return known[num_ranks]
-
-    return of
+    """Losses of the run on two ranks that is never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_tiny_job(folder)
+    return _train(folder, "--set", f"train.steps={STEPS}", *ranks(2))
 
 
 def test_killed_at_random_steps_it_goes_on_bit_identically(tmp_path, uninterrupted):
     write_tiny_job(tmp_path)
     # Seeded by nothing: another moment at each run of the test, the same result every time.
-    kills = sorted(random.sample(range(1, STEPS - 1), 3))
+    kills = sorted(random.sample(range(1, STEPS - 1), 2))
     settings = ("--set", f"train.steps={STEPS}", *ranks(2))
     for step in kills:
         process = start_paceline("train", "job.toml", *settings, folder=tmp_path)
         _kill_when(process, lambda step=step: len(metrics(tmp_path)) >= step)
-    assert _train(tmp_path, *settings) == uninterrupted(2), f"killed at steps {kills}"
+    assert _train(tmp_path, *settings) == uninterrupted, f"killed at steps {kills}"
 
 
 def test_killed_while_a_checkpoint_is_written_it_goes_on_bit_identically(tmp_path):
     # Larger than the others' network, so that a checkpoint is under way for longer.
-    sizes = ("--set", "model.hidden_size=256", "--set", "model.ffn_size=1024")
+    sizes = ("--set", "model.hidden_size=256", "--set", "model.ffn_size=512")
     settings = ("--set", f"train.steps={STEPS}", "--set", "checkpoint.every=1", *sizes, *ranks(2))
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -81,7 +74,7 @@ def test_killed_while_a_checkpoint_is_written_it_goes_on_bit_identically(tmp_pat
     expected = _train(whole, *settings)
     write_tiny_job(tmp_path)
     checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
-    for step in (3, 9, 14):
+    for step in (3, 9):
         process = start_paceline("train", "job.toml", *settings, folder=tmp_path)
         _kill_when(
             process,
@@ -91,12 +84,12 @@ def test_killed_while_a_checkpoint_is_written_it_goes_on_bit_identically(tmp_pat
     assert _train(tmp_path, *settings) == expected
 
 
-def test_three_ranks_go_on_bit_identically(tmp_path, uninterrupted):
+def test_three_ranks_go_on_bit_identically(tmp_path):
     """More than two summands: their order, hence DDP's buckets, must be the same after a resume."""
     write_tiny_job(tmp_path)
     settings = ("--set", f"train.steps={STEPS}", "--set", "layout.bucket_mib=0.02", *ranks(3))
     process = start_paceline("train", "job.toml", *settings, folder=tmp_path)
-    _kill_when(process, lambda: len(metrics(tmp_path)) >= 10)
+    _kill_when(process, lambda: len(metrics(tmp_path)) >= 6)
     resumed = _train(tmp_path, *settings)
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -104,22 +97,10 @@ def test_three_ranks_go_on_bit_identically(tmp_path, uninterrupted):
     assert resumed == _train(whole, *settings)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_another_number_of_ranks_sees_the_same_samples(num_ranks, tmp_path, uninterrupted):
+def test_another_number_of_ranks_sees_the_same_samples(tmp_path, uninterrupted):
     write_tiny_job(tmp_path)
-    got = _train(tmp_path, "--set", f"train.steps={STEPS}", *ranks(num_ranks))
-    assert got == pytest.approx(uninterrupted(2), rel=1e-5)
-
-
-def test_it_resumes_on_another_number_of_ranks(tmp_path, uninterrupted):
-    write_tiny_job(tmp_path)
-    _train(tmp_path, "--set", "train.steps=12", "--set", "optim.schedule=constant", *ranks(2))
-    paths = ("--set", f"train.steps={STEPS}", "--set", "optim.schedule=constant")
-    resumed = _train(tmp_path, *paths, "--set", "layout.fsdp=4", *ranks(4))
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    write_tiny_job(whole)
-    assert resumed == pytest.approx(_train(whole, *paths, *ranks(2)), rel=1e-5)
+    got = _train(tmp_path, "--set", f"train.steps={STEPS}", *ranks(4))
+    assert got == pytest.approx(uninterrupted, rel=1e-5)
 
 
 def _to_everyone(pid: int, number: int) -> None:
@@ -153,18 +134,27 @@ def test_a_signal_stops_after_the_step_and_keeps_a_checkpoint(send, number, num_
     done = len(losses(tmp_path))
     assert f"stopped after step {done} of 100000" in output
     assert (tmp_path / "runs/tiny/checkpoints" / f"step-{done}" / "manifest.json").exists()
-    again = paceline("train", "runs/tiny", "--set", f"train.steps={done + 2}", folder=tmp_path)
+
+
+def test_a_stopped_run_goes_on_from_its_folder_and_a_finished_one_trains_no_further(tmp_path):
+    write_tiny_job(tmp_path)
+    settings = ("--set", "train.steps=100000", "--set", "checkpoint.every=0", *ranks(1))
+    process = start_paceline("train", "job.toml", *settings, folder=tmp_path)
+    while len(metrics(tmp_path)) < 3:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    done = len(losses(tmp_path))
+    further = ("train", "runs/tiny", "--set", f"train.steps={done + 2}")
+    again = paceline(*further, folder=tmp_path)
     assert again.returncode == 0, again.stderr
     assert f"going on after step {done}" in again.stdout
-    assert len(losses(tmp_path)) == done + 2
-
-
-def test_a_finished_run_says_so_and_trains_no_further(tmp_path):
-    write_tiny_job(tmp_path)
-    before = _train(tmp_path, *ranks(1))
-    again = paceline("train", "job.toml", *ranks(1), folder=tmp_path)
-    assert again.returncode == 0
-    assert "is complete after 12 steps" in again.stdout
+    before = losses(tmp_path)
+    assert len(before) == done + 2
+    finished = paceline(*further, folder=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert f"is complete after {done + 2} steps" in finished.stdout
     assert losses(tmp_path) == before
 
 
@@ -195,4 +185,4 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_taken(
     assert resumed.returncode == 0, resumed.stderr
     assert f"checkpoint {newest.name} is refused" in resumed.stdout
     assert "rank1.safetensors" in resumed.stdout
-    assert losses(tmp_path) == uninterrupted(2)
+    assert losses(tmp_path) == uninterrupted

@@ -112,7 +112,7 @@ def test_what_people_change_of_a_trained_network_is_accepted(base):
 
 
 def test_stages_take_their_part_of_the_weights(tmp_path):
-    """Three steps in two stages equal one rank's, both from the same folder."""
+    """Steps in four stages, two to a rank, equal one rank's, both from the same folder."""
     from paceline.config.model import Model
     from paceline.models.decoder import Decoder
     from paceline.models.weights import write_weights
@@ -125,11 +125,8 @@ def test_stages_take_their_part_of_the_weights(tmp_path):
     start = (*FP64, f"train.weights={tmp_path / 'weights'}", "layout.micro_batch=4")
     serial = train(0, 1, start)
     assert serial.losses != train(0, 1, (*FP64, "layout.micro_batch=4")).losses
-    layouts = ("layout.pp=2", "layout.pp=2 layout.schedule=zbv")
-    for layout, ran in zip(
-        layouts, run_cases(2, [(*start, *e.split()) for e in layouts]), strict=True
-    ):
-        assert_equal(ran, serial, 1e-10, layout)
+    (ran,) = run_cases(2, [(*start, "layout.pp=2", "layout.schedule=zbv")])
+    assert_equal(ran, serial, 1e-10, "zbv")
 
 
 def test_a_run_in_stages_starts_from_weights(base):

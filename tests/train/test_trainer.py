@@ -28,15 +28,15 @@ def serial():
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_compiled_blocks_equal_serial(serial):
-    cases = [
-        (*FP32, "layout.micro_batch=2", "layout.compile=true", axis)
-        for axis in ("layout.dp=2", "layout.tp=2")
-    ]
-    for ranks in run_cases(2, cases):
-        for got in ranks:
-            assert got.losses == pytest.approx(serial.losses, rel=1e-5)
-            assert got.grad_norms == pytest.approx(serial.grad_norms, rel=1e-5)
+def test_compiled_blocks_equal_serial():
+    """With the code generation of torch.compile. Blocks with collectives inside, without it:
+    tests/parallel/test_tp.py."""
+    one = (*FP32, "layout.micro_batch=2", "model.num_layers=2")
+    serial = train(0, 1, one)
+    (ranks,) = run_cases(2, [(*one, "layout.compile=true", "layout.dp=2")])
+    for got in ranks:
+        assert got.losses == pytest.approx(serial.losses, rel=1e-5)
+        assert got.grad_norms == pytest.approx(serial.grad_norms, rel=1e-5)
 
 
 def _count_collectives(rank, world_size, cases):
@@ -59,8 +59,11 @@ KINDS = ("allreduce", "_allgather_base", "_reduce_scatter_base")
 
 
 def test_accumulation_communicates_as_little_as_the_layout_allows():
-    """Over four micro-batches: gradients once a step with DDP and ZeRO-1, parameters with -2."""
-    layouts = ("dp=2", "fsdp=2 zero=1", "fsdp=2 zero=2", "fsdp=2 zero=3")
+    """Over four micro-batches: gradients once a step with DDP, parameters with ZeRO-2.
+
+    That the other degrees send what they say: tests/parallel/test_tp.py.
+    """
+    layouts = ("dp=2", "fsdp=2 zero=2")
     cases = [
         (
             *FP32,
@@ -72,16 +75,12 @@ def test_accumulation_communicates_as_little_as_the_layout_allows():
         for size in (12, 3)
     ]
     counts = run_ranks(_count_collectives, 2, cases)[0]
-    (ddp, ddp_often), (zero1, zero1_often), (zero2, zero2_often), (zero3, zero3_often) = (
-        counts[at : at + 2] for at in range(0, 8, 2)
-    )
+    ddp, ddp_often, zero2, zero2_often = counts
     assert ddp == ddp_often
-    assert zero1 == zero1_often
     assert zero2_often["_allgather_base"] == zero2["_allgather_base"]
     assert zero2_often["_reduce_scatter_base"] == 4 * zero2["_reduce_scatter_base"] > 0
-    assert zero3_often["_allgather_base"] > 2 * zero3["_allgather_base"] > 0
     assert ddp["allreduce"] > 0
-    assert zero1["_allgather_base"] > 0
+    assert zero2["_allgather_base"] > 0
 
 
 PRECISIONS = {
@@ -90,7 +89,13 @@ PRECISIONS = {
     "fp8": ("layout.precision=fp8",),
     "bf16 parameters": ("layout.precision=bf16", "layout.param_dtype=bf16"),
 }
-LAYOUTS = ("dp=2", "fsdp=2", "tp=2", "pp=2 schedule=zb_h1", "cp=2")
+# Under every axis what people train in; the others under each axis that treats them apart.
+LAYOUTS = {
+    "bf16": ("dp=2", "fsdp=2", "tp=2", "pp=2 schedule=zb_h1", "cp=2"),
+    "fp16": ("dp=2", "pp=2 schedule=zb_h1"),
+    "fp8": ("fsdp=2", "tp=2"),
+    "bf16 parameters": ("dp=2", "fsdp=2"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +104,7 @@ def low():
     cases = {
         (name, layout): (*sets, "layout.micro_batch=6", *(f"layout.{x}" for x in layout.split()))
         for name, sets in PRECISIONS.items()
-        for layout in LAYOUTS
+        for layout in LAYOUTS[name]
     }
     results = dict(zip(cases, run_cases(2, list(cases.values())), strict=True))
     for name, sets in PRECISIONS.items():
@@ -107,8 +112,10 @@ def low():
     return results
 
 
-@pytest.mark.parametrize("layout", ["serial", *LAYOUTS])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "layout"),
+    [(name, layout) for name in PRECISIONS for layout in ("serial", *LAYOUTS[name])],
+)
 def test_low_precision_follows_fp32(precision, layout, serial, low):
     for got in low[precision, layout]:
         assert got.losses == pytest.approx(serial.losses, rel=2e-2)

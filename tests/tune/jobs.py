@@ -10,7 +10,6 @@ from paceline.config.curves import (
     MatmulCurve,
     MemoryCurve,
 )
-from paceline.config.frozen import size
 from paceline.config.hardware import Cluster, Device, Figure, Tier
 from paceline.config.job import Job
 
@@ -57,5 +56,5 @@ BAD = {"dp": 2, "fsdp": 1, "micro_batch": 1, "recompute": "full", "bucket_mib": 
 def job(cluster: Cluster = CLUSTER, samples: int = 8, **layout: Any) -> Job:
     """A concrete one."""
     used = {**BAD, **layout}
-    assert size(cluster.devices_per_node) == 2
+    assert cluster.devices_per_node == 2
     return small_job(cluster, "small", MODEL, 32, samples, used)

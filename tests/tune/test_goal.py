@@ -29,7 +29,7 @@ def test_what_is_no_goal_is_refused(text):
 
 
 def test_mfu_of_an_unknown_peak_is_refused():
-    blind = CLUSTER.replace(device=CLUSTER.known_device.replace(peak_flops={}))
+    blind = CLUSTER.replace(device=CLUSTER.device.replace(peak_flops={}))
     with pytest.raises(InputError, match="is not known"):
         Goal.read("mfu=0.5").check(job(blind))
     Goal.read("mfu=0.5").check(job())
@@ -39,7 +39,7 @@ def test_efficiency_is_the_throughput_over_that_of_so_many_single_devices():
     """Two devices do 8 samples in 0.5 s; one does its 4 in 0.4 s: 16 of 20 samples a second."""
     figures = Figures.at(job(), 0.5, Reference(0.4, 4, "measured"))
     assert figures.efficiency == pytest.approx(0.8)
-    assert figures.tokens_per_s == pytest.approx(8 * 32 / 0.5)
+    assert figures.rate == pytest.approx(8 * 32 / 0.5)
     assert figures.reaches(Goal.read("efficiency=0.8"))
     assert not figures.reaches(Goal.read("efficiency=0.81"))
 
@@ -50,7 +50,7 @@ def test_the_work_of_one_device_is_measured_where_it_fits_else_predicted():
     assert single.layout.recompute == "none"
     measured = reference_of(job(), FakeMeasurer(lambda _job: 0.25))
     assert (measured.step_s, measured.samples) == (0.25, 4)
-    small = CLUSTER.replace(device=CLUSTER.known_device.replace(memory_bytes=figure(1e5)))
+    small = CLUSTER.replace(device=CLUSTER.device.replace(memory_bytes=figure(1e5)))
     predicted = reference_of(job(small), FakeMeasurer(lambda _job: 0.25))
     assert predicted.origin.startswith("predicted: it would take")
     failed = reference_of(job(), FakeMeasurer(lambda _job: "died"))

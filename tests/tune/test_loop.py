@@ -10,7 +10,6 @@ from paceline.config.errors import InputError
 from paceline.config.job import Job
 from paceline.config.stack import Stack
 from paceline.explain.finding import Evidence, Finding
-from paceline.plan.price.step import predict
 from paceline.tune import candidates, propose
 from paceline.tune.candidates import Question, neighbours, predicted, untried
 from paceline.tune.goal import Goal
@@ -45,7 +44,9 @@ def _planned_once():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            candidates, "predict", once(predict, lambda setting, layout: (setting.comm, layout))
+            candidates,
+            "prediction_of",
+            once(candidates.prediction_of, lambda one: (one.comm, one.layout)),
         )
         patch.setattr(
             propose, "from_planner", once(propose.from_planner, lambda asked: asked.freedom)

@@ -66,7 +66,7 @@ def test_jobs_take_turns_and_the_fastest_is_kept_as_a_run(text, tmp_path):
 
 def test_memory_that_is_not_there_is_a_result(text):
     """A rank may take its share of the host's memory, and no more; the other Job is measured."""
-    small = CLUSTER.replace(device=CLUSTER.known_device.replace(memory_bytes=figure(1.5e8)))
+    small = CLUSTER.replace(device=CLUSTER.device.replace(memory_bytes=figure(1.5e8)))
     fits = real(job(small, samples=8, micro_batch=1), text)
     lacks = real(job(small, samples=2048, micro_batch=1024, recompute="none"), text)
     measurer = RealMeasurer(LocalTeam(2, "cpu"), 1e12)

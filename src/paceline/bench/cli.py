@@ -47,19 +47,18 @@ def bench(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine and write a Cluster file for the planner, and a page of it.
+    """Measure this machine: a Cluster file for the planner, and a page of it.
 
     Products, attention, memory, launch overhead and optimizer of a device
-    while all of them work; what compresses; every collective by size and
-    number of ranks; steps of small models, to calibrate our own runtime; the data path.
-    Takes a few minutes; leave the machine alone meanwhile. Ctrl-C writes
-    nothing.
+    while all of them work; what compresses; every collective by size and number
+    of ranks; steps of small models, to calibrate our own runtime; the data path.
+    Takes a few minutes; leave the machine alone meanwhile. Ctrl-C writes nothing.
 
     \b
     paceline bench --ranks 4 --out four.toml
     torchrun --nnodes 2 ... -m paceline bench
     paceline train --set 'cluster.file="four.toml"'
-    paceline bench collectives --help           the links alone, and which one is slow
+    paceline bench collectives --help     the links alone, and which one is slow
     """
     from paceline.config.errors import InputError
 
@@ -126,8 +125,7 @@ def collectives(
         ),
     ] = None,
     tune_nccl: Annotated[
-        bool,
-        typer.Option("--tune-nccl", help="Try NCCL_ALGO, NCCL_PROTO, ..., and say what pays."),
+        bool, typer.Option("--tune-nccl", help="Try NCCL_ALGO, NCCL_PROTO, ..., and say what pays.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -135,12 +133,12 @@ def collectives(
 
     All-reduce, all-gather, reduce-scatter, all-to-all, broadcast and messages, by
     size, inside a node and across, each result checked. algbw is the buffer over
-    the time; busbw what must leave each rank over the time, to be held against the
-    rate of a link (as nccl-tests defines them). Groups are measured together, and
-    one alone: the quotient is contention. Between CPU ranks our own algorithms
-    are measured too, so that a plan can choose.
+    the time; busbw what must leave each rank over the time, to be held against
+    the rate of a link (as nccl-tests defines them). Groups are measured together,
+    and one alone: the quotient is contention. Between CPU ranks our own
+    algorithms are measured too, so that a plan can choose.
 
-    The matrix of pairs names a slow host or link: one that is below half of the rest.
+    The matrix of pairs names a slow host or link: one below half of the rest.
 
     \b
     paceline bench collectives --ranks 4 --html links.html
@@ -173,8 +171,7 @@ def kernels(
     out: Annotated[
         Path,
         typer.Option(
-            callback=output("--out"),
-            help="The table of launches that --tune writes or adds to.",
+            callback=output("--out"), help="The table of launches that --tune writes or adds to."
         ),
     ] = Path("launches.json"),
     quick: Quick = False,
@@ -182,12 +179,13 @@ def kernels(
 ) -> None:
     """Check and time the Triton kernels on this GPU.
 
-    Each operator, forward and backward, is checked against fp64 and against itself,
-    and timed in turns with eager torch and torch.compile: milliseconds, bytes or
-    operations per second, and the share of what a copy or a product reached.
+    Each operator, forward and backward, is checked against fp64 and against
+    itself, and timed in turns with eager torch and torch.compile: milliseconds,
+    bytes or operations per second, and the share of what a copy or a product
+    reached.
 
-    layout.kernels = "auto" takes an operator's kernels only where a table of launches
-    says that they win on this device: --tune writes one.
+    layout.kernels = "auto" takes an operator's kernels only where a table of
+    launches says that they win on this device: --tune writes one.
 
     \b
     paceline bench kernels --only swiglu

@@ -232,10 +232,7 @@ def _shift(sent: Tensor, received: Tensor, pg: dist.ProcessGroup) -> None:
     me, number = dist.get_rank(pg), dist.get_world_size(pg)
     after, before = (dist.get_global_rank(pg, (me + by) % number) for by in (1, -1))
     works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, sent, after, pg),
-            dist.P2POp(dist.irecv, received, before, pg),
-        ]
+        [dist.P2POp(dist.isend, sent, after, pg), dist.P2POp(dist.irecv, received, before, pg)]
     )
     for work in works:
         work.wait()

@@ -6,9 +6,9 @@ what was there.
 
 import platform
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,13 @@ from paceline.bench.rank_pool import RankProgress, TellProgress, run_on_ranks
 from paceline.bench.table import figures, summary
 from paceline.comm.rendezvous import ranks_from_env
 from paceline.config.errors import InputError
-from paceline.config.frozen import nearest, size
+from paceline.config.frozen import nearest
 from paceline.config.hardware import Cluster
 from paceline.config.job import read_cluster, to_raw
 from paceline.machine.core_clock import StealClock
 from paceline.machine.discovery import this_machine
 from paceline.observe.run import write_atomic
+from paceline.render.figures import date_text
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
 # Of every core. Assumed: less of it is lost in what figures differ by anyway.
@@ -65,7 +66,7 @@ def bench_command(
     parts, page = _parts(only), page_file(out)
     cluster = start_from(out, num_ranks, parts)
     request = BenchRequest(cluster, parts, source_text(), quick)
-    kind = cluster.known_device.kind
+    kind = cluster.device.kind
     with shown() as hear:
         outcome: BenchResult = run_on_ranks(
             cluster.num_devices, kind, partial(measure, request), hear
@@ -117,20 +118,20 @@ def start_from(out: Path, num_ranks: int | None, parts: Sequence[Part]) -> Clust
         )
     if "device" not in parts:
         return earlier
-    device = machine.known_device.replace(codecs=earlier.known_device.codecs)
+    device = machine.device.replace(codecs=earlier.device.codecs)
     return earlier.replace(device=device)
 
 
 def _machine(num_ranks: int | None) -> Cluster:
     machine = this_machine()
-    kind = machine.known_device.kind
+    kind = machine.device.kind
     given = ranks_from_env(kind)
     if given is not None:
         num_nodes = given.world_size // given.local_world_size
         return machine.replace(devices_per_node=given.local_world_size, num_nodes=num_nodes)
     if num_ranks is None:
         return machine
-    most = size(machine.devices_per_node)
+    most = machine.devices_per_node
     if num_ranks < 1 or (kind == "cuda" and num_ranks > most):
         has = f" to {most}, which this machine has" if kind == "cuda" else " or more"
         raise InputError(f"--ranks {num_ranks} can't be started: give 1{has}.")
@@ -139,7 +140,7 @@ def _machine(num_ranks: int | None) -> Cluster:
 
 def with_ranks(machine: Cluster, num_ranks: int) -> Cluster:
     """The machine with another number of ranks: CPU ranks share its memory."""
-    device, usual = machine.known_device, size(machine.devices_per_node)
+    device, usual = machine.device, machine.devices_per_node
     if device.kind == "cpu" and device.memory_bytes is not None:
         share = device.memory_bytes.value * usual / num_ranks
         device = device.replace(memory_bytes=device.memory_bytes.replace(value=share))
@@ -148,9 +149,8 @@ def with_ranks(machine: Cluster, num_ranks: int) -> Cluster:
 
 def source_text() -> str:
     """Where, when and by which command something was measured."""
-    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     command = " ".join(["paceline", *sys.argv[1:]])
-    return f"{platform.node()}, {when}, torch {torch.__version__}, {command}"
+    return f"{platform.node()}, {date_text(time.time())}, torch {torch.__version__}, {command}"
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def _doubling(most: int) -> list[int]:
 def _seconds(clock: RankTimer, num_working: int) -> float:
     """Seconds of the work while so many ranks do it."""
     works = clock.ranks.rank < num_working
-    return clock.seconds(*(_piece() if works else _nothing for _ in range(_NUM_COPIES)))
+    return clock.seconds(*(_piece() if works else (lambda: None) for _ in range(_NUM_COPIES)))
 
 
 def _spread(clock: RankTimer, piece_s: float) -> float:
@@ -88,10 +88,6 @@ def successive_spread(seconds: Sequence[float]) -> float:
     """
     squares = [(one - other) ** 2 / 2 for one, other in pairwise(seconds)]
     return fmean(squares) ** 0.5 / fmean(seconds)
-
-
-def _nothing() -> None:
-    """What ranks do that wait."""
 
 
 def _piece() -> Call:

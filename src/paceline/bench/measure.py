@@ -98,7 +98,7 @@ def measure(request: BenchRequest, ranks: Ranks, tell: TellProgress) -> BenchRes
 def _device(
     request: BenchRequest, outcome: BenchResult, ranks: Ranks, tell: TellProgress
 ) -> BenchResult:
-    device = outcome.cluster.known_device
+    device = outcome.cluster.device
     grid = grid_of(device.kind, quick=request.quick)
     say = counted_progress(tell, "device", num_rates(grid, device))
     rates = measure_device(request.clock(ranks), device, grid, request.source, say)
@@ -135,7 +135,7 @@ def _codecs(
     sizes = codecs.sizes_of(ranks.device_type, quick=request.quick)
     say = counted_progress(tell, "codecs", len(codecs.NAMES))
     curves = codecs.measure_codecs(request.clock(ranks), sizes, request.source, say)
-    device = cluster.known_device.replace(codecs=curves)
+    device = cluster.device.replace(codecs=curves)
     return replace(outcome, cluster=cluster.replace(device=device))
 
 
@@ -157,9 +157,7 @@ def _steps(
 ) -> BenchResult:
     jobs = reference_jobs(outcome.cluster)
     say = counted_progress(tell, "step", num_steps(len(jobs), request.rounds))
-    found = measure_jobs(
-        ranks, jobs, num_rounds=request.rounds, steps_per_round=3, say=say, counts_memory=False
-    )
+    found = measure_jobs(ranks, jobs, num_rounds=request.rounds, steps_per_round=3, say=say)
     return replace(outcome, steps=tuple(found))
 
 

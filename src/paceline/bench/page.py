@@ -1,10 +1,9 @@
 """The page of `paceline bench`: how fast devices and links are, by size, and what nobody measured.
 
-Its frame is that of all pages (`paceline.observe.page`), its tables are the terminal's
-(`bench.table`). Python decides what is shown.
+Its tables are the terminal's (`bench.table`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from paceline.bench.table import (
     STEPS,
     attention_peak,
     constants_text,
-    flops_text,
     link_rows,
     machine_rows,
     step_rows,
@@ -25,9 +23,12 @@ from paceline.config.curves import MemoryCurve
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster, Device, Tier
 from paceline.config.outputs import check_output
-from paceline.observe.page import COLOURS, Card, Chart, chart_layout, render_page
 from paceline.observe.report import fact_rows
-from paceline.observe.summary import bytes_text, rate_text, step_time_text
+from paceline.render.charts import COLOURS, Chart, Plot, curve, plot
+from paceline.render.figures import amount_text, bytes_text, flops_text, short_time_text
+from paceline.render.page import Card, Page
+from paceline.render.parts import Section
+from paceline.render.table import Pairs, Table
 from paceline.train.session import software
 
 _OF_WHAT: Mapping[Part, str] = {
@@ -61,35 +62,40 @@ def render(found: Cluster, outcome: BenchResult, request: BenchRequest, out: Pat
     Args:
         found: what was measured, now and before.
         outcome: of this bench.
-        wish: what it was to measure.
+        request: what it was to measure.
         out: the Cluster file.
     """
-    device = found.known_device
-    tiers = {f"links-{at}": tier for at, tier in enumerate(found.tiers) if [*link_rows(tier)]}
+    device = found.device
     measured = {part: _measured(part, found, request) for part in PARTS}
-    return render_page(
-        "paceline.bench",
-        "bench.html",
+    page = Page(
         name=f"Bench of {found.num_devices} x {device.name}",
+        next=_next(device, out),
         subtitle=[request.source, *(["a rough picture (--quick)"] if request.quick else [])],
-        next_=_next(device, out),
         lede=_lede(found, [part for part, when in measured.items() if when is None]),
-        at=page_file(out),
         cards=list(_cards(found, outcome)),
-        charts=_of_device(device) | {name: _links(tier) for name, tier in tiers.items()},
-        machine=list(machine_rows(found, outcome)),
-        tiers=[(name, tier_title(tier), [*link_rows(tier)]) for name, tier in tiers.items()],
-        links=[head.capitalize() for head in LINKS],
-        steps=list(step_rows(found, outcome)),
-        step_heads=[head.capitalize() for head in STEPS],
-        constants=constants_text(found.stack),
-        parts=[
-            (part, _OF_WHAT[part], when or f"no: paceline bench --only {part} --out {out} does")
-            for part, when in measured.items()
-        ]
-        + list(_others(found)),
-        versions=fact_rows(software()),
+        parts=(
+            Section("This machine", Pairs(list(machine_rows(found, outcome)))),
+            *_of_device(device),
+            *(each for at, tier in enumerate(found.tiers) for each in _of_tier(at, tier)),
+            Section(
+                "Reference steps",
+                Table(STEPS, list(step_rows(found, outcome))),
+                note="Steps of small models, and what the planner predicts for them with the "
+                f"constants fitted to them: {constants_text(found.stack)}.",
+            ),
+            Section(
+                "What was measured, and what was not",
+                Table(
+                    ("part", "of what", "measured"),
+                    [*_parts(measured, out), *_others(found)],
+                    words=(0, 1, 2),
+                ),
+            ),
+            Section("Versions", Pairs(fact_rows(software()))),
+        ),
+        at=page_file(out),
     )
+    return page.html()
 
 
 def _next(device: Device, out: Path) -> str:
@@ -99,13 +105,13 @@ def _next(device: Device, out: Path) -> str:
 
 
 def _lede(found: Cluster, missing: list[Part]) -> str:
-    device = found.known_device
+    device = found.device
     told = [
         f"A rank's {precision} products reach {flops_text(rate)}."
         for precision, rate in _best_products(device).items()
     ]
     told += [
-        f"A message over {tier.name} takes {_time_text(tier.latency_s.value)} and moves "
+        f"A message over {tier.name} takes {short_time_text(tier.latency_s.value)} and moves "
         f"{bytes_text(tier.bytes_per_s.value)}/s."
         for tier in found.tiers
     ]
@@ -115,7 +121,7 @@ def _lede(found: Cluster, missing: list[Part]) -> str:
 
 
 def _cards(found: Cluster, outcome: BenchResult) -> Iterator[Card]:
-    device = found.known_device
+    device = found.device
     for precision, rate in _best_products(device).items():
         yield f"Products, {precision}", flops_text(rate), "of the best size"
     if device.curves is not None and device.curves.memory is not None:
@@ -124,17 +130,13 @@ def _cards(found: Cluster, outcome: BenchResult) -> Iterator[Card]:
     if device.memory_bytes is not None:
         yield "Memory", bytes_text(device.memory_bytes.value), "of a rank"
     if outcome.launching is not None:
-        launching = _time_text(outcome.launching.forward_s)
+        launching = short_time_text(outcome.launching.forward_s)
         yield "Launching an operator", launching, "of the host, forward"
     for tier in found.tiers:
-        latency = f"between two, {_time_text(tier.latency_s.value)} latency"
+        latency = f"between two, {short_time_text(tier.latency_s.value)} latency"
         yield f"Link, {tier.name}", f"{bytes_text(tier.bytes_per_s.value)}/s", latency
     if outcome.tokens_per_s is not None:
-        yield "Data path", f"{rate_text(outcome.tokens_per_s)}", "tokens a second for each rank"
-
-
-def _time_text(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else step_time_text(seconds)
+        yield "Data path", f"{amount_text(outcome.tokens_per_s)}", "tokens a second for each rank"
 
 
 def _best_products(device: Device) -> dict[str, float]:
@@ -154,7 +156,7 @@ def _best_products(device: Device) -> dict[str, float]:
 
 def _measured(part: Part, found: Cluster, request: BenchRequest) -> str | None:
     """When and where a part was measured, None where it was not."""
-    device, stack = found.known_device, found.stack
+    device, stack = found.device, found.stack
     matmul = {} if device.curves is None else device.curves.matmul
     if part == "collectives" and found.num_devices == 1:
         return "nothing to measure: one rank has no links"
@@ -170,91 +172,108 @@ def _measured(part: Part, found: Cluster, request: BenchRequest) -> str | None:
     return None if before is None else f"before: {before}"
 
 
+def _parts(measured: Mapping[Part, str | None], out: Path) -> Iterator[tuple[str, str, str]]:
+    for part, when in measured.items():
+        how = f"no: paceline bench --only {part} --out {out} does"
+        yield part, _OF_WHAT[part], when or how
+
+
 def _others(found: Cluster) -> Iterator[tuple[str, str, str]]:
     """What other commands measure."""
     if found.num_devices > 1:
         pairs = "every rank to every rank, contention, which link is slow"
         yield "pairs", pairs, "no: paceline bench collectives does"
-    if found.known_device.kind == "cuda":
+    if found.device.kind == "cuda":
         yield "kernels", "our Triton kernels beside torch's", "no: paceline bench kernels does"
 
 
 # ---- charts --------------------------------------------------------------------------------------
 
 
-def _of_device(device: Device) -> dict[str, Chart]:
+def _of_device(device: Device) -> Iterator[Section]:
     """Rates by size, of what was measured."""
     if device.curves is None:
-        return {}
-    drawn = {"products": _products(device), "attention": _attention(device)}
-    if (curve := device.curves.memory) is not None:
-        line = _line("memory", curve.bytes, _rates(curve), "%{x:.3~s}B: %{y:.3~s}B/s")
-        drawn["memory"] = _chart([line], "bytes read and written", "B/s")
-    return {name: chart for name, chart in drawn.items() if chart["data"]}
+        return
+    yield Section(
+        "Products of matrices",
+        Chart("products", _over_sizes(_products(device), "FLOPs of a product", "FLOP/s")),
+        note="Every size that was measured, while all ranks measure the same. Small products reach "
+        "a small part of the best; the planner looks up each size that a layout has.",
+    )
+    yield Section(
+        "Attention",
+        Chart("attention", _over_sizes(_attention(device), "tokens of a sequence", "FLOP/s")),
+        note="Causal, forward, by the length of a sequence and the size of a head; half the square "
+        "counts.",
+    )
+    if (moved := device.curves.memory) is not None:
+        line = _line("memory", moved.bytes, _rates(moved), "%{x:.3~s}B: %{y:.3~s}B/s")
+        yield Section(
+            "Moving bytes",
+            Chart("memory", _over_sizes([line], "bytes read and written", "B/s"), "low"),
+            note="A kernel that only reads and writes so many bytes, as norms and activations do.",
+        )
 
 
-def _products(device: Device) -> Chart:
-    assert device.curves is not None
+def _of_tier(at: int, tier: Tier) -> Iterator[Section]:
+    """Each collective: a chart of the largest group, a table of all."""
     traces = []
-    for precision, curve in device.curves.matmul.items():
+    for op, curves in tier.collectives.items():
+        if curves:
+            widest = max(curves, key=lambda each: each.num_ranks)
+            name = f"{op} of {widest.num_ranks}"
+            traces.append(_line(name, widest.bytes, widest.seconds, "%{x:.3~s}B: %{y:.3~s}s"))
+    title = tier_title(tier)
+    chart = _over_sizes(traces, "bytes of the buffer", "s", type="log", dtick=1)
+    yield Section(
+        f"Links, {title}",
+        Chart(f"links-{at}", chart),
+        note="Seconds of a collective by the bytes of its whole buffer, of the most ranks that "
+        "were measured together.",
+    )
+    yield Section(f"Each collective, {title}", Table(LINKS, list(link_rows(tier))))
+
+
+def _products(device: Device) -> Iterator[Plot]:
+    assert device.curves is not None
+    for precision, measured in device.curves.matmul.items():
         if (peak := device.peak(precision)) is not None:
-            sizes = list(product(curve.m, curve.n, curve.k))
+            sizes = list(product(measured.m, measured.n, measured.k))
             flops = [2 * m * n * k for m, n, k in sizes]
-            rates = [peak.value * share for share in curve.share]
+            rates = [peak.value * share for share in measured.share]
             text = [f"{m:.0f} x {k:.0f} by {k:.0f} x {n:.0f}" for m, n, k in sizes]
             points = _line(precision, flops, rates, "%{text}: %{y:.3~s}FLOP/s")
-            traces.append({**points, "mode": "markers", "text": text})
-    return _chart(traces, "FLOPs of a product", "FLOP/s")
+            yield {**points, "mode": "markers", "text": text}
 
 
-def _attention(device: Device) -> Chart:
+def _attention(device: Device) -> Iterator[Plot]:
     assert device.curves is not None
-    traces = []
-    for backend, curve in device.curves.attention.items():
-        if (peak := attention_peak(device, curve)) is not None:
-            for at, head_dim in enumerate(curve.head_dim):
-                shares = curve.forward[at :: len(curve.head_dim)]
+    for backend, measured in device.curves.attention.items():
+        if (peak := attention_peak(device, measured)) is not None:
+            for at, head_dim in enumerate(measured.head_dim):
+                shares = measured.forward[at :: len(measured.head_dim)]
                 rates = [peak.value * share for share in shares]
                 name = f"{backend}, head of {head_dim:.0f}"
-                traces.append(_line(name, curve.seq_len, rates, "%{x} tokens: %{y:.3~s}FLOP/s"))
-    return _chart(traces, "tokens of a sequence", "FLOP/s")
+                yield _line(name, measured.seq_len, rates, "%{x} tokens: %{y:.3~s}FLOP/s")
 
 
 def _rates(curve: MemoryCurve) -> list[float]:
     return [size / seconds for size, seconds in zip(curve.bytes, curve.seconds, strict=True)]
 
 
-def _links(tier: Tier) -> Chart:
-    """Each collective of the largest group."""
-    traces = []
-    for op, curves in tier.collectives.items():
-        if not curves:
-            continue
-        curve = max(curves, key=lambda each: each.num_ranks)
-        name = f"{op} of {curve.num_ranks}"
-        traces.append(_line(name, curve.bytes, curve.seconds, "%{x:.3~s}B: %{y:.3~s}s"))
-    return _chart(traces, "bytes of the buffer", "s", type="log", dtick=1)
+def _line(name: str, x: Iterable[float], y: Iterable[float], hover: str) -> Plot:
+    return curve(name, x, y, hovertemplate=f"{hover}<extra>{name}</extra>")
 
 
-def _line(name: str, x: Iterable[float], y: Iterable[float], hover: str) -> Chart:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": name,
-        "x": list(x),
-        "y": [float(f"{value:.4g}") for value in y],
-        "hovertemplate": f"{hover}<extra>{name}</extra>",
-    }
-
-
-def _chart(traces: Sequence[Chart], across: str, up: str, **axis: Any) -> Chart:
+def _over_sizes(traces: Iterable[Plot], across: str, up: str, **axis: Any) -> Plot:
     """Traces in colours of their own, over the logarithm of a size."""
-    for trace, colour in zip(traces, cycle(COLOURS)):
-        trace["line"] = {"color": colour, "width": 1.5}
-        trace["marker"] = {"color": colour, "size": 5}
-    layout = chart_layout(
-        {"type": "log", "title": {"text": across}, "tickformat": "~s", "dtick": 1},
-        {"title": {"text": up}, "tickformat": "~s", "rangemode": "tozero", **axis},
-        showlegend=len(traces) > 1,
+    drawn = [
+        {**trace, "line": {"color": paint, "width": 1.5}, "marker": {"color": paint, "size": 5}}
+        for trace, paint in zip(traces, cycle(COLOURS))
+    ]
+    return plot(
+        drawn,
+        {"type": "log", "title": across, "tickformat": "~s", "dtick": 1},
+        {"title": up, "tickformat": "~s", "rangemode": "tozero", **axis},
+        showlegend=len(drawn) > 1,
     )
-    return {"data": list(traces), "layout": layout}

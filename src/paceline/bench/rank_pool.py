@@ -107,13 +107,9 @@ def run_on_ranks(
     connect(given)
     _settle_in(given)
     try:
-        return work(given, hear if given.is_first else _silence)
+        return work(given, hear if given.is_first else lambda _news: None)
     finally:
         disconnect()
-
-
-def _silence(_news: RankProgress) -> None:
-    """Ranks other than the first tell nobody."""
 
 
 def _settle_in(ranks: Ranks) -> None:

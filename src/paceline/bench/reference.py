@@ -7,9 +7,8 @@ of a micro-batch from that of a step; each axis brings its own exchanges.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from paceline.config.frozen import size
 from paceline.config.hardware import Cluster
-from paceline.config.job import Job
+from paceline.config.job import Job, JobSpec
 from paceline.plan.resolve import resolve
 
 
@@ -70,8 +69,8 @@ def reference_jobs(cluster: Cluster) -> list[Job]:
 
 
 def _jobs(cluster: Cluster) -> Iterator[Job]:
-    inside, total = size(cluster.devices_per_node), cluster.num_devices
-    shapes = _SHAPES[cluster.known_device.kind]
+    inside, total = cluster.devices_per_node, cluster.num_devices
+    shapes = _SHAPES[cluster.device.kind]
     for name, shape, samples, layout in _ON_ANY:
         chosen = shapes[shape]
         yield small_job(cluster, name, shape_of(chosen), chosen.seq_len, samples * total, layout)
@@ -114,7 +113,7 @@ def small_job(
     global_batch: int,
     layout: dict[str, Any],
 ) -> Job:
-    """A concrete Job for a decoder.
+    """A Job for a decoder.
 
     Args:
         cluster: concrete.
@@ -139,4 +138,4 @@ def small_job(
         "layout": layout,
         "train": {"steps": 10_000, "global_batch": global_batch, "seq_len": seq_len},
     }
-    return resolve(Job.parse(raw), cluster).job
+    return resolve(JobSpec.parse(raw), cluster).job

@@ -3,17 +3,16 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from paceline.bench.measure import BenchResult
 from paceline.config.curves import AttentionCurve, DeviceCurves
 from paceline.config.hardware import Cluster, Device, Figure, Tier
 from paceline.config.stack import CONSTANTS, Stack, constant
-from paceline.observe.summary import bytes_text, step_time_text
 from paceline.plan.points import Setting
 from paceline.plan.price.step import predict
+from paceline.render.figures import bytes_text, flops_text, time_text
+from paceline.render.table import Pairs, Table
 
 LINKS = ("collective", "ranks", "smallest", "largest", "of", "bytes/s")
 """Columns of `link_rows`."""
@@ -23,18 +22,26 @@ STEPS = ("job", "measured", "fitted", "error")
 
 def summary(cluster: Cluster, outcome: BenchResult) -> RenderableType:
     """The figures that say most of a Cluster and of the measurements behind it."""
-    parts: list[RenderableType] = [_grid("This machine", machine_rows(cluster, outcome))]
-    parts += [_table(tier_title(tier), LINKS, link_rows(tier)) for tier in cluster.tiers]
-    if outcome.steps:
-        table = _table("Reference steps", STEPS, step_rows(cluster, outcome))
-        table.caption, table.caption_justify = constants_text(cluster.stack), "left"
-        parts.append(table)
-    return Group(*parts)
+    steps = Table(
+        STEPS,
+        list(step_rows(cluster, outcome)),
+        title="Reference steps",
+        note=constants_text(cluster.stack),
+        ruled=True,
+    )
+    return Group(
+        Pairs(list(machine_rows(cluster, outcome)), title="This machine"),
+        *(
+            Table(LINKS, list(link_rows(tier)), title=tier_title(tier), ruled=True)
+            for tier in cluster.tiers
+        ),
+        *([steps] if steps else []),
+    )
 
 
 def figures(cluster: Cluster, outcome: BenchResult) -> dict[str, Any]:
     """What was measured as plain data, seconds and bytes; the curves are in the Cluster file."""
-    device = cluster.known_device
+    device = cluster.device
     bandwidth, stack, launching = device.memory_bytes_per_s, cluster.stack, outcome.launching
     return {
         "device": device.name,
@@ -52,7 +59,7 @@ def figures(cluster: Cluster, outcome: BenchResult) -> dict[str, Any]:
 
 def machine_rows(cluster: Cluster, outcome: BenchResult) -> Iterator[tuple[str, str]]:
     """Name and figures of what is known of a rank and its device."""
-    device = cluster.known_device
+    device = cluster.device
     yield "ranks", f"{cluster.devices_per_node} on each of {cluster.num_nodes} x {device.name}"
     if device.memory_bytes is not None:
         yield "memory of a rank", bytes_text(device.memory_bytes.value)
@@ -98,13 +105,6 @@ def _range(peak: Figure, shares: Sequence[float]) -> str:
     return f"{low} to {high}"
 
 
-def flops_text(flops_per_s: float) -> str:
-    """A rate to three digits."""
-    factor, unit = (1e12, "TFLOP/s") if flops_per_s >= 9.995e11 else (1e9, "GFLOP/s")
-    value = flops_per_s / factor
-    return f"{value:,.1f} {unit}" if value < 99.95 else f"{value:,.0f} {unit}"
-
-
 def _codec_rows(device: Device) -> Iterator[tuple[str, str]]:
     for name, curve in device.codecs.items():
         largest = 4 * curve.values[-1]
@@ -112,24 +112,6 @@ def _codec_rows(device: Device) -> Iterator[tuple[str, str]]:
             bytes_text(largest / seconds[-1]) for seconds in (curve.encode, curve.decode)
         )
         yield f"codec {name}", f"encodes {encode}/s of fp32, decodes {decode}/s"
-
-
-def _grid(title: str, rows: Iterator[tuple[str, str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_header=False)
-    table.add_column(style="bright_black")
-    table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _table(title: str, heads: Sequence[str], rows: Iterator[tuple[str, ...]]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for index, name in enumerate(heads):
-        table.add_column(name, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def tier_title(tier: Tier) -> str:
@@ -145,8 +127,8 @@ def link_rows(tier: Tier) -> Iterator[tuple[str, ...]]:
             yield (
                 op,
                 str(curve.num_ranks),
-                step_time_text(small),
-                step_time_text(large),
+                time_text(small),
+                time_text(large),
                 bytes_text(curve.bytes[-1]),
                 bytes_text(curve.bytes[-1] / large),
             )
@@ -157,7 +139,7 @@ def step_rows(cluster: Cluster, outcome: BenchResult) -> Iterator[tuple[str, ...
     for each in outcome.steps:
         fitted = predict(Setting.of(each.job.replace(cluster=cluster)), each.job.layout).step_s
         error = fitted / each.step_s - 1
-        yield each.job.name, step_time_text(each.step_s), step_time_text(fitted), f"{error:+.1%}"
+        yield each.job.name, time_text(each.step_s), time_text(fitted), f"{error:+.1%}"
 
 
 def constants_text(stack: Stack | None) -> str:

@@ -8,7 +8,7 @@ What it is not: the choice. The planner chooses (`plan.collectives.algorithm`) a
 the Job; here it is carried out.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -114,6 +114,17 @@ class Collectives:
     def _rounds(self, op: Op, values: Tensor) -> tuple[Round, ...]:
         n, rank = self.group.size(), self.group.rank()
         return _cached(self.algorithm, op, n, rank, values.numel(), self.ranks_per_node)
+
+
+@torch.no_grad()
+def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum each tensor of a list over the ranks, in place, all in one message of the backend's."""
+    if tensors:
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(flat, group=group)
+        sums = flat.split([tensor.numel() for tensor in tensors])
+        shaped = [part.view_as(tensor) for part, tensor in zip(sums, tensors, strict=True)]
+        torch._foreach_copy_(list(tensors), shaped)
 
 
 def members_per_node(group: dist.ProcessGroup, ranks_per_node: int) -> int:

@@ -14,7 +14,7 @@ import sys
 # Of linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
 
-for _number in (signal.SIGINT, signal.SIGTERM):
+for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(_number, signal.SIG_IGN)
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

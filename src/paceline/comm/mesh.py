@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from paceline.comm.rendezvous import Ranks, collective_timeout
-from paceline.config.frozen import size
 from paceline.config.layout import Layout
 
 
@@ -55,22 +54,22 @@ def build_meshes(layout: Layout, ranks: Ranks) -> Meshes | None:
 
 def dense_sizes(layout: Layout) -> dict[str, int]:
     """Axes of what every rank of a stage and tp share holds or shards."""
-    dp, fsdp, cp = size(layout.dp), size(layout.fsdp), size(layout.cp)
+    dp, fsdp, cp = layout.dp, layout.fsdp, layout.cp
     dp, fsdp = (dp, fsdp * cp) if fsdp != 1 else (dp * cp, 1)
-    return {"pp": size(layout.pp), "dp": dp, "fsdp": fsdp, "tp": size(layout.tp)}
+    return {"pp": layout.pp, "dp": dp, "fsdp": fsdp, "tp": layout.tp}
 
 
 def context_sizes(layout: Layout) -> dict[str, int]:
     """Axes of the sequence exchange."""
-    return {axis: size(getattr(layout, axis)) for axis in ("pp", "dp", "fsdp", "cp", "tp")}
+    return {axis: getattr(layout, axis) for axis in ("pp", "dp", "fsdp", "cp", "tp")}
 
 
 def expert_sizes(layout: Layout) -> dict[str, int]:
     """Axes of the experts: ep first uses up fsdp x cp, then dp."""
-    dense, ep = dense_sizes(layout), size(layout.ep)
-    sharded = size(layout.fsdp) != 1
-    inner = size(layout.fsdp) * size(layout.cp)
-    outer = size(layout.dp)
+    dense, ep = dense_sizes(layout), layout.ep
+    sharded = layout.fsdp != 1
+    inner = layout.fsdp * layout.cp
+    outer = layout.dp
     if ep <= inner:
         left_inner, left_outer = inner // ep, outer
     else:

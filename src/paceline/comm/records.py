@@ -17,7 +17,7 @@ from torch import Tensor
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Give every rank the record of every rank, in rank order."""
-    if not dist.is_initialized():
+    if group is None and not dist.is_initialized():
         return [value]
     mine, lengths = _of_one_length(value, group)
     everyone = [torch.empty_like(mine) for _ in lengths]
@@ -27,7 +27,7 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Give the first rank the record of every rank, in rank order; the others get an empty list."""
-    if not dist.is_initialized():
+    if group is None and not dist.is_initialized():
         return [value]
     mine, lengths = _of_one_length(value, group)
     is_first = dist.get_rank(group) == 0
@@ -38,7 +38,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 def scatter(values: list[Any], group: dist.ProcessGroup | None = None) -> Any:
     """Give each rank its entry of the first rank's list; what the others pass is not looked at."""
-    if not dist.is_initialized():
+    if group is None and not dist.is_initialized():
         return values[0]
     is_first = dist.get_rank(group) == 0
     parts = [_encoded(value) for value in values] if is_first else []
@@ -51,7 +51,7 @@ def scatter(values: list[Any], group: dist.ProcessGroup | None = None) -> Any:
 
 def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Give every rank the first one's record; what the others pass is not looked at."""
-    if not dist.is_initialized():
+    if group is None and not dist.is_initialized():
         return value
     is_first = dist.get_rank(group) == 0
     mine = _encoded(value) if is_first else torch.empty(0, dtype=torch.uint8)

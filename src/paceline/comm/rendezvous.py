@@ -1,8 +1,8 @@
 """How the ranks of a run meet, each at its place (`comm.rank_env`).
 
-Ranks meet in a file where Paceline's
-launcher started them, else in a store at MASTER_ADDR:MASTER_PORT, which listens at that address
-alone (and not on all interfaces, as torch's own would).
+Ranks meet in a file where Paceline's launcher started them, else in a store at
+MASTER_ADDR:MASTER_PORT. It listens at that address alone, and not on all interfaces, as torch's own
+would.
 """
 
 import errno
@@ -22,7 +22,7 @@ from typing import Literal, NoReturn
 import psutil
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -62,7 +62,6 @@ def connect(
     """Join the process group of the run, once: gloo for CPU tensors, NCCL for CUDA tensors.
 
     Args:
-        ranks: the launcher's place.
         timeout_s: of the meeting, and of collectives until `set_collective_timeout`.
         hosts: in which order they are numbered (`machine.host_order`); none: as the launcher did.
         priority: "high": NCCL's streams come before those that compute.
@@ -81,7 +80,61 @@ def connect(
     try:
         if hosts:
             ranks = replace(ranks, rank=_number(ranks, hosts, store))
-        backend = "cpu:gloo,cuda:nccl" if ranks.device_type == "cuda" else "gloo"
+        _join_group(ranks, store, timeout_s)
+    except RuntimeError as error:
+        raise lost_before_begin(ranks, error) from error
+    return ranks
+
+
+def store_of_generation(
+    ranks: Ranks, store: tuple[str, int], number: int, timeout_s: float
+) -> Store:
+    """Where the ranks of a generation of an elastic run meet.
+
+    Args:
+        store: host and port of the store that its leader keeps.
+        number: of the generation.
+        timeout_s: how long an answer may take.
+
+    Raises:
+        RuntimeError: it can't be reached.
+    """
+    host, port = store
+    _use_interfaces(host, ranks)
+    limit = timedelta(seconds=timeout_s)
+    client = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+    return PrefixStore(f"paceline/generation-{number}", client)
+
+
+def join_generation(ranks: Ranks, store: Store, timeout_s: float) -> None:
+    """Join the process group of a generation of an elastic run.
+
+    Args:
+        store: of the generation.
+        timeout_s: of the meeting, and of collectives until `set_collective_timeout`.
+
+    Raises:
+        RuntimeError: another rank, or the store, was lost.
+    """
+    if ranks.device_type == "cuda":
+        torch.cuda.set_device(ranks.device)
+    if ranks.world_size > 1:
+        _join_group(ranks, store, timeout_s)
+
+
+def group_apart(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of gloo's that stands by itself: no default group has to know of it."""
+    group = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    return group
+
+
+def _join_group(ranks: Ranks, store: Store, timeout_s: float) -> None:
+    backend = "cpu:gloo,cuda:nccl" if ranks.device_type == "cuda" else "gloo"
+    try:
         dist.init_process_group(
             backend,
             store=store,
@@ -90,9 +143,13 @@ def connect(
             timeout=timedelta(seconds=timeout_s),
             device_id=ranks.device if ranks.device_type == "cuda" else None,
         )
-    except RuntimeError as error:
-        raise lost_before_begin(ranks, error) from error
-    return ranks
+    except RuntimeError:
+        if not dist.is_initialized():
+            # torch counts groups, also one that failed, and ranks meet under that number: it starts
+            # anew with the end of a group, or this rank never meets one that didn't fail.
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+            dist.destroy_process_group()
+        raise
 
 
 def reason_of(error: BaseException) -> str:
@@ -126,7 +183,6 @@ def store_of_run(ranks: Ranks, timeout_s: float = 1800) -> Store:
     The first rank keeps it, unless the launcher does: then it says so as torchrun does.
 
     Args:
-        ranks: this rank's place.
         timeout_s: how long an answer may take.
 
     Raises:
@@ -136,13 +192,14 @@ def store_of_run(ranks: Ranks, timeout_s: float = 1800) -> Store:
     if ranks.device_type == "cuda":
         torch.cuda.set_device(ranks.device)
     if (folder := os.environ.get(MEETING)) is not None:
-        _use_interfaces(ranks)
+        _use_interfaces(LOOPBACK, ranks)
         # Whoever made the folder removes the file: -1, it doesn't count who has finished.
         store: Store = FileStore(str(Path(folder) / "store"), -1)
     else:
         os.environ.update(rendezvous_address(ranks, os.environ))
-        _use_interfaces(ranks)
-        store = _store_at(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks)
+        address = os.environ["MASTER_ADDR"]
+        _use_interfaces(LOOPBACK if ranks.local_world_size == ranks.world_size else address, ranks)
+        store = _store_at(address, int(os.environ["MASTER_PORT"]), ranks)
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
@@ -257,21 +314,16 @@ def collective_timeout() -> timedelta | None:
     return None if options is None else options._timeout
 
 
-def word_from_first_rank(found: Found, ranks: Ranks, store: Store | None = None) -> Found:
+def word_from_first_rank(found: Found, ranks: Ranks) -> Found:
     """What rank 0 finds, on every rank. Where it leaves after that, it keeps its store until the
     others have heard it.
-
-    Args:
-        found: rank 0's.
-        ranks: this rank's place.
-        store: of ranks that share no process group.
 
     Raises:
         RunError: rank 0 ended before it said it.
     """
     if ranks.world_size == 1:
         return found
-    store = PrefixStore(f"paceline/run-{next(_RUNS)}", store or _get_default_store())
+    store = PrefixStore(f"paceline/run-{next(_RUNS)}", ranks.store or _get_default_store())
     try:
         if ranks.is_first:
             say(store, "found", found)
@@ -305,10 +357,6 @@ def exit_rank(code: int = 0) -> NoReturn:
 
 def rendezvous_address(ranks: Ranks, env: Mapping[str, str]) -> dict[str, str]:
     """MASTER_ADDR and MASTER_PORT: as they are given, else as they follow from Slurm's variables.
-
-    Args:
-        ranks: this rank's place.
-        env: the environment.
 
     Raises:
         InputError: they are neither given nor follow.
@@ -351,7 +399,7 @@ def own_address(ranks: Ranks) -> str:
         InputError: the interface has none, or only one that other nodes can't reach.
     """
     name = os.environ.get("GLOO_SOCKET_IFNAME")
-    if name is None and ranks.local_world_size == ranks.world_size:
+    if name is None and ranks.local_world_size >= ranks.world_size:  # one of a host may be alone
         return LOOPBACK
     if name is not None:
         known = psutil.net_if_addrs()
@@ -372,17 +420,17 @@ def own_address(ranks: Ranks) -> str:
     )
 
 
-def _use_interfaces(ranks: Ranks) -> None:
-    """Tell gloo and NCCL which interface to use; a person's own choice stands."""
+def _use_interfaces(host: str, ranks: Ranks) -> None:
+    """Tell gloo and NCCL which interface leads to a host; a person's own choice stands."""
     if sys.platform != "linux":
         return
-    if ranks.local_world_size == ranks.world_size:
+    if host == LOOPBACK:
         # One host: its name may not resolve, its outward interface may be firewalled or slow, and
         # nobody outside has to reach a rank.
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
         return
-    chosen = interface_to(os.environ["MASTER_ADDR"])
+    chosen = interface_to(host)
     if chosen is not None:  # else they meet at a loopback, as nodes do that one machine plays
         num_hosts = ranks.world_size // ranks.local_world_size
         os.environ.update(socket_settings(chosen, os.environ, interfaces(), num_hosts))

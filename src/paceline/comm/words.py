@@ -28,8 +28,6 @@ def heard(store: Store, key: str, kind: type[T]) -> T:
     """The word at a key, waiting for it as long as the store does.
 
     Args:
-        store: of the run.
-        key: where it stands.
         kind: what ranks write there; `int` reads what `Store.add` counts as well.
 
     Raises:
@@ -50,7 +48,6 @@ def await_all(store: Store, key: str, ranks: Iterable[int], most_s: float) -> No
     """As the rank that keeps the store: stay until others have left a word, or the time is over.
 
     Args:
-        store: of the run.
         key: of their words, with {} in the place of the rank.
         ranks: who should leave one.
         most_s: one that is lost never does.

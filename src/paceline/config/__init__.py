@@ -1,1 +1,1 @@
-"""The configs as frozen data: Model, Cluster, Layout, Job. Imports no torch."""
+"""The configs as frozen data: Model, Cluster, Layout, Job and their specs. Imports no torch."""

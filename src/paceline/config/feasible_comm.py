@@ -6,16 +6,15 @@ refused before any process starts.
 
 from collections.abc import Callable, Iterator
 
-from paceline.config.comm import Comm, DpComm, EpComm, FsdpComm, LocalUpdates, PpComm
+from paceline.config.comm import Comm, LocalUpdates
 from paceline.config.errors import InputError
-from paceline.config.frozen import size
 from paceline.config.layout import Layout
 
 Rule = Callable[[Comm, Layout], Iterator[str]]
 
 
 def check_comm(comm: Comm, layout: Layout) -> None:
-    """Refuse what a concrete layout can't communicate.
+    """Refuse what a layout can't communicate.
 
     Raises:
         InputError: one sentence with what was given, what is required and what to change.
@@ -25,29 +24,12 @@ def check_comm(comm: Comm, layout: Layout) -> None:
             raise InputError(sentence)
 
 
-def without_gone_axes(comm: Comm, before: Layout, layout: Layout) -> Comm:
-    """A concrete Job's comm where its layout is changed: what was chosen for an axis that is gone
-    goes with it."""
-    plain = {
-        "dp": DpComm(algorithm="backend"),
-        "fsdp": FsdpComm(algorithm="backend"),
-        "pp": PpComm(),
-        "ep": EpComm(),
-    }
-    gone = {
-        axis: value
-        for axis, value in plain.items()
-        if size(getattr(before, axis)) != 1 and size(getattr(layout, axis)) == 1
-    }
-    return comm.replace(**gone).settled if gone else comm
-
-
 def _replicas(comm: Comm, layout: Layout) -> Iterator[str]:
     """Replicas of whole networks are DDP's, those of shards FSDP2's; a stage is neither."""
-    cut = [axis for axis in ("fsdp", "tp", "cp") if size(getattr(layout, axis)) != 1]
+    cut = [axis for axis in ("fsdp", "tp", "cp") if getattr(layout, axis) != 1]
     for name, value in _lossy_or_own(comm).items():
         setting = f'comm.dp.{name} = "{value}"'
-        if size(layout.dp) == 1:
+        if layout.dp == 1:
             yield f"{setting} has no effect with layout.dp = 1: raise dp or leave it out."
         yield from _whole(setting, "replicas of whole networks", layout, "pp", "ep")
         if cut and value.startswith(("powersgd", "quinary")):
@@ -61,7 +43,7 @@ def _replicas(comm: Comm, layout: Layout) -> Iterator[str]:
 
 def _whole(setting: str, needed: str, layout: Layout, *axes: str) -> Iterator[str]:
     for axis in axes:
-        if size(getattr(layout, axis)) != 1:
+        if getattr(layout, axis) != 1:
             yield (
                 f"{setting} needs {needed}, which layout.{axis} = {getattr(layout, axis)} cuts: "
                 f"set {axis} = 1 or leave it out."
@@ -70,7 +52,7 @@ def _whole(setting: str, needed: str, layout: Layout, *axes: str) -> Iterator[st
 
 def _shards(comm: Comm, layout: Layout) -> Iterator[str]:
     """What FSDP2 reduces and gathers belongs to parameters by name, whole but for the shards."""
-    if comm.fsdp.algorithm not in ("auto", "backend") and size(layout.fsdp) == 1:
+    if comm.fsdp.algorithm not in ("auto", "backend") and layout.fsdp == 1:
         yield (
             f'comm.fsdp.algorithm = "{comm.fsdp.algorithm}" has no effect with layout.fsdp = 1: '
             "raise fsdp or leave it out."
@@ -84,7 +66,7 @@ def _shards(comm: Comm, layout: Layout) -> Iterator[str]:
             continue  # the planner's, which knows where nothing else than exact sums can be used
         if value == "auto":
             yield f'{setting} asks for what nobody has measured: name a form, "int8" for one.'
-        if size(layout.fsdp) == 1:
+        if layout.fsdp == 1:
             yield f"{setting} has no effect with layout.fsdp = 1: raise fsdp or leave it out."
         yield from _whole(setting, "shards of whole layers", layout, "tp", "pp", "ep")
         if layout.param_dtype == "fp64":
@@ -112,7 +94,7 @@ def _messages(comm: Comm, layout: Layout) -> Iterator[str]:
             continue
         if value == "auto":
             yield f'{setting} is nothing that the planner can price: name a form, "int8" for one.'
-        if size(getattr(layout, axis)) == 1:
+        if getattr(layout, axis) == 1:
             yield (f"{setting} has no effect with layout.{axis} = 1: raise {axis} or leave it out.")
         if layout.param_dtype == "fp64":
             yield (
@@ -148,10 +130,10 @@ def _workers(comm: Comm, layout: Layout) -> Iterator[str]:
             yield f'{name} = {value} has no effect with comm.local.method = "none": leave it out.'
         return
     setting = f'comm.local.method = "{local.method}"'
-    if size(layout.dp) == 1:
+    if layout.dp == 1:
         yield f"{setting} has nobody to meet with layout.dp = 1: raise dp or leave it out."
     for axis in ("fsdp", "tp", "pp", "cp", "ep"):
-        if size(getattr(layout, axis)) != 1:
+        if getattr(layout, axis) != 1:
             yield (
                 f"{setting} needs a whole network on every rank, which layout.{axis} = "
                 f"{getattr(layout, axis)} cuts: set {axis} = 1 or leave it out."
@@ -197,7 +179,7 @@ def _worker_precision(comm: Comm, layout: Layout) -> Iterator[str]:
 def _lost_workers(local: LocalUpdates, layout: Layout) -> Iterator[str]:
     """Who may go on without whom."""
     setting = f"comm.local.min_workers = {local.min_workers}"
-    if local.min_workers > size(layout.dp):
+    if local.min_workers > layout.dp:
         yield (
             f"{setting} but layout.dp = {layout.dp} makes fewer workers: lower min_workers or "
             "raise dp."

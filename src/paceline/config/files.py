@@ -32,6 +32,15 @@ _LONG_KEY = re.compile(r"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){64}")
 _MOST_SHOWN = 120
 
 
+def to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a directory, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def read_bytes(file: Path, cure: str, most_bytes: int = MOST_BYTES) -> bytes:
     """The whole of a regular file.
 

@@ -30,12 +30,6 @@ Width = Annotated[int, Field(gt=0, le=2**30)]
 _MOST_SHOWN = 200
 
 
-def size(axis: Auto | int) -> int:
-    """The size of an axis, or another count, of a concrete layout."""
-    assert axis != "auto", "the plan makes every axis concrete"
-    return axis
-
-
 class FrozenConfig(BaseModel):
     """A frozen record that accepts exactly its own fields, in their own types."""
 

@@ -1,5 +1,7 @@
 """Cluster and Device: the hardware, with the origin of every number.
 
+A person writes a `ClusterSpec`, where "auto" stands for this machine's. A `Cluster` is concrete.
+
 Peak rates and bandwidths stand once, in `paceline.config.catalogue`. A device that is not in the
 catalogue is unknown: it never gets another chip's numbers, because an MFU against the wrong peak is
 worse than none.
@@ -23,7 +25,7 @@ from paceline.config.device import Device as Device
 from paceline.config.errors import InputError
 from paceline.config.figure import Figure as Figure
 from paceline.config.figure import Origin as Origin
-from paceline.config.frozen import Auto, Count, FrozenConfig, Ways, nearest, size
+from paceline.config.frozen import Auto, Count, FrozenConfig, Ways, nearest
 from paceline.config.host import Host
 from paceline.config.prices import PositiveFigure, Prices
 from paceline.config.stack import Stack
@@ -77,7 +79,7 @@ class Tier(FrozenConfig):
     """Switches add up (NVLink SHARP, InfiniBand SHARP): all-reduces send each byte once."""
 
 
-class Cluster(FrozenConfig):
+class ClusterSpec(FrozenConfig):
     """Devices of one kind, in nodes."""
 
     device: Annotated[Auto | Device, BeforeValidator(_by_name), WrapSerializer(_as_name)] = "auto"
@@ -101,14 +103,23 @@ class Cluster(FrozenConfig):
     device_mtbf_hours: PositiveFigure = None
     """Mean hours of one device between failures that stop the job (its share of host and network
     included); none: a published figure of large clusters is assumed."""
+    node_return_hours: PositiveFigure = None
+    """Mean hours from the loss of a node to its return; none: one hour is assumed."""
 
     @property
-    def known_device(self) -> Device:
-        """The device of a concrete cluster; to ask an "auto" one is a mistake of the program."""
-        assert self.device != "auto", "the plan makes the cluster concrete"
-        return self.device
+    def undecided(self) -> list[str]:
+        """Settings that a plan still has to decide."""
+        return [name for name, value in vars(self).items() if value == "auto"]
+
+
+class Cluster(ClusterSpec):
+    """A concrete cluster: the settings of ClusterSpec, each decided."""
+
+    device: Annotated[Device, BeforeValidator(_by_name), WrapSerializer(_as_name)]
+    devices_per_node: Ways
+    num_nodes: Ways
 
     @property
     def num_devices(self) -> int:
-        """Those of all nodes of a concrete cluster: its ranks."""
-        return size(self.devices_per_node) * size(self.num_nodes)
+        """Those of all nodes: its ranks."""
+        return self.devices_per_node * self.num_nodes

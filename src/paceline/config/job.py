@@ -1,9 +1,8 @@
 """Job: the one complete input of a run.
 
-A person writes a partial Job, with "auto" (or nothing) where they have no wish. `plan.resolve`
-returns a concrete one, and only concrete Jobs are run. A Job is read from TOML, changed by
-`--set section.key=value` on the raw data before anything is derived, and written back as TOML that
-reads to the same Job.
+A person writes a `JobSpec`, with "auto" (or nothing) where they have no wish. `plan` makes a `Job`
+of it, and only Jobs are run. A JobSpec is read from TOML, changed by `--set section.key=value` on
+the raw data before anything is derived, and a Job is written as TOML that reads to the same Job.
 """
 
 import os
@@ -11,51 +10,80 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 from pydantic import TypeAdapter, model_validator
 
+from paceline.config.comm import Comm
 from paceline.config.errors import InputError
 from paceline.config.files import parse_toml, read_json, read_toml
 from paceline.config.frozen import FrozenConfig
-from paceline.config.hardware import Cluster
+from paceline.config.hardware import Cluster, ClusterSpec
 from paceline.config.huggingface import from_hf
 from paceline.config.job_rules import LENGTHS, disagreement
 from paceline.config.job_sections import Sections
+from paceline.config.layout import Layout
+from paceline.config.outputs import shown_path
 
 _OBJECT = TypeAdapter(dict[str, Any])
+# What stands for the communication of an axis without ranks.
+_UNUSED: Mapping[str, Mapping[str, str]] = {
+    "dp": {"algorithm": "backend"}, "fsdp": {"algorithm": "backend"}, "pp": {}, "ep": {},
+}  # fmt: skip
 
 
-class Job(Sections):
-    """Model + Cluster + Layout + data + optimizer + run settings."""
+class JobSpec(Sections):
+    """Model + cluster + layout + data + optimizer + run settings, as a person writes them."""
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> "Job":
+    def _sections_agree(self) -> "JobSpec":
         if problem := disagreement(self):
             raise ValueError(problem)
         return self
 
-    @property
-    def is_concrete(self) -> bool:
-        """Whether no "auto" is left that a run depends on, and its length is in steps."""
-        no_wish = "auto" not in vars(self.cluster).values() and not self.layout.undecided
-        return no_wish and self.train.steps > 0
+    def on(self, cluster: Cluster) -> "JobOnCluster":
+        """What is asked for, on a concrete cluster."""
+        return JobOnCluster.parse({**vars(self), "cluster": cluster})
+
+
+class JobOnCluster(JobSpec):
+    """A JobSpec whose cluster is decided: what layouts are compared for."""
+
+    cluster: Cluster
+
+    def with_layout(self, layout: Layout, comm: Comm) -> "Job":
+        """The Job that has this layout, and this between its ranks."""
+        return Job.parse({**vars(self), "layout": layout, "comm": comm})
+
+
+class Job(JobOnCluster):
+    """A concrete Job: what runs. Nothing of its cluster or its layout is left to decide."""
+
+    layout: Layout = Layout()
 
     @property
     def micro_batch(self) -> int:
-        """Samples per rank and forward pass, of a concrete Job."""
-        assert self.layout.micro_batch != "auto"
+        """Samples per rank and forward pass."""
         return self.layout.micro_batch
 
     @property
+    def interleave(self) -> int:
+        """Neighbouring data ranks that take the micro-batches of a step in turns, so that what
+        comes together is summed at once, where sums are exact; 1: each takes neighbours."""
+        return self.layout.fsdp if self.elastic.exact and self.layout.scatters_each else 1
+
+    @property
     def accumulation(self) -> int:
-        """Micro-batches of one rank in one step, of a concrete Job."""
+        """Micro-batches of one rank in one step."""
         return self.train.global_batch // (self.layout.num_data_ranks * self.micro_batch)
 
 
-def read_job(path: Path | None, overrides: Iterable[str] = ()) -> Job:
-    """Read a Job from TOML (the built-in demo Job where no path is given) and apply `--set`s.
+AnyJob = TypeVar("AnyJob", bound=JobSpec)
+
+
+def read_job(path: Path | None, overrides: Iterable[str] = ()) -> JobSpec:
+    """Read a JobSpec from TOML (the built-in demo Job where no path is given) and apply `--set`s.
 
     Args:
         path: a TOML file, or a Run directory that holds a job.toml.
@@ -73,8 +101,8 @@ def read_job(path: Path | None, overrides: Iterable[str] = ()) -> Job:
     return job_of(raw, folder)
 
 
-def job_of(raw: Mapping[str, Any], folder: Path) -> Job:
-    """A Job from what a person wrote, in a file or as nested dicts.
+def job_of(raw: Mapping[str, Any], folder: Path) -> JobSpec:
+    """A JobSpec from what a person wrote, in a file or as nested dicts.
 
     Args:
         raw: its sections.
@@ -83,11 +111,11 @@ def job_of(raw: Mapping[str, Any], folder: Path) -> Job:
     Raises:
         InputError: one sentence with what is wrong.
     """
-    return with_effects(Job.parse(_expand_cluster(_expand_hf(raw, folder), folder)))
+    return with_effects(JobSpec.parse(_expand_cluster(_expand_hf(raw, folder), folder)))
 
 
-def with_effects(job: Job) -> Job:
-    """A Job that a person wrote, and not the planner, which may have chosen layouts without any
+def with_effects(job: JobSpec) -> JobSpec:
+    """A JobSpec that a person wrote, and not the planner, which may have chosen layouts without any
     compression.
 
     Raises:
@@ -101,7 +129,23 @@ def with_effects(job: Job) -> Job:
     return job
 
 
-def change_job(job: Job, overrides: Iterable[str]) -> Job:
+def decided(job: JobSpec) -> Job:
+    """The Job that a file holds, for those that paceline wrote: nothing of it is left to plan.
+
+    Raises:
+        InputError: something is.
+    """
+    left = [f"cluster.{name}" for name in job.cluster.undecided]
+    left += [f"layout.{name}" for name in job.layout.undecided]
+    if left:
+        raise InputError(
+            f'{left[0]} = "auto" is left to the planner, and in the job.toml of a run nothing is: '
+            "put back the one that paceline wrote."
+        )
+    return Job.parse(to_raw(job))
+
+
+def change_job(job: AnyJob, overrides: Iterable[str]) -> AnyJob:
     """The Job with some `--set`s applied.
 
     Raises:
@@ -109,7 +153,7 @@ def change_job(job: Job, overrides: Iterable[str]) -> Job:
     """
     raw = to_raw(job)
     _override_all(raw, list(overrides))
-    return Job.parse(raw)
+    return type(job).parse(raw)
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -118,8 +162,18 @@ def read_cluster(path: Path) -> Cluster:
     Raises:
         InputError: one sentence with what is wrong.
     """
+    spec = _read_cluster_spec(path)
+    for name in spec.undecided:
+        raise InputError(
+            f"{shown_path(path)} doesn't say its {name}: give a Cluster file that paceline bench "
+            "wrote."
+        )
+    return Cluster.parse(vars(spec))
+
+
+def _read_cluster_spec(path: Path) -> ClusterSpec:
     raw = read_toml(path, "give the path of a Cluster file that paceline bench wrote")
-    return Cluster.parse(raw, str(path))
+    return ClusterSpec.parse(raw, str(path))
 
 
 def _read_raw(path: Path | None) -> dict[str, Any]:
@@ -134,13 +188,37 @@ def _key(override: str) -> str:
 
 
 def _override_all(raw: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Apply `--set`s; one of LENGTHS takes the place of that in the file."""
+    """Apply `--set`s.
+
+    One of LENGTHS takes the place of that in the file. What was chosen for an axis of the layout
+    goes with the axis: the planner's choice, as much as a person's, is about ranks that are gone.
+    """
+    before = _axes(raw)
     if any(_key(text) == f"train.{name}" for text in overrides for name in LENGTHS):
         train = raw.get("train", {})
         for name in LENGTHS if isinstance(train, dict) else ():
             train.pop(name, None)
     for text in overrides:
         _override(raw, text)
+    after, named = _axes(raw), {".".join(_key(text).split(".")[:2]) for text in overrides}
+    for axis, unused in _UNUSED.items():
+        if before[axis] != 1 and after[axis] == 1 and f"comm.{axis}" not in named:
+            _forget(raw, axis, unused)
+
+
+def _axes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The ranks of each axis that has communication of its own; 1 where nothing says more."""
+    layout = raw.get("layout")
+    stated = layout if isinstance(layout, Mapping) else {}
+    return {axis: 1 if stated.get(axis) == "auto" else stated.get(axis, 1) for axis in _UNUSED}
+
+
+def _forget(raw: dict[str, Any], axis: str, unused: Mapping[str, str]) -> None:
+    comm = raw.get("comm")
+    if isinstance(comm, dict) and axis in comm:
+        comm[axis] = dict(unused)
+        for name in Comm.parse(comm, "comm").effectless:
+            del comm[name]
 
 
 def _override(raw: dict[str, Any], text: str) -> None:
@@ -186,7 +264,7 @@ def _expand_hf(raw: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     model = raw.get("model")
     sections = [raw.get(name, {}) for name in ("data", "train")]
     if not all(isinstance(section, Mapping) for section in sections):
-        return raw  # configs, or what is no section: `Job.parse` tells
+        return raw  # configs, or what is no section: `JobSpec.parse` tells
     data, train = ({**section} for section in sections)
     if not isinstance(model, Mapping) or "hf" not in model:
         if train.get("weights") is True:
@@ -222,7 +300,7 @@ def _expand_cluster(raw: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     cluster = raw.get("cluster")
     if not isinstance(cluster, Mapping) or "file" not in cluster:
         return raw
-    stated = to_raw(read_cluster(folder / str(cluster["file"])))
+    stated = to_raw(_read_cluster_spec(folder / str(cluster["file"])))
     no_wish: tuple[Any, ...] = ("auto", [], {})
     changes = {key: value for key, value in cluster.items() if value not in no_wish}
     del changes["file"]

@@ -3,18 +3,17 @@
 What a layout demands of model and cluster is `feasible`'s, and is asked when all of it is known.
 """
 
+from paceline.config.elastic import Elastic
 from paceline.config.job_sections import (
     LOCAL_HOST,
     Checkpoint,
-    CustomModel,
     Data,
     Observe,
     Optim,
     Sections,
     Train,
 )
-from paceline.config.model import Model
-from paceline.config.recommender import Dlrm, RowOptim
+from paceline.config.recommender import RowOptim
 
 LENGTHS = ("steps", "epochs", "tokens")
 """Settings of [train] that say how long a run is; one of them is given."""
@@ -31,15 +30,16 @@ def disagreement(job: Sections) -> str | None:
         return f"train.steps {what}: give it a value, or give train.epochs or train.tokens."
     if len(given) > 1:
         return f"{' and '.join(given)} each say how long the run is: keep one of them."
-    if train.tokens is not None and not isinstance(model, Model):
+    if train.tokens is not None and model.unit != "tokens":
         return (
             f"{given[0]} counts what language models read and this model reads samples: give "
             "train.steps instead."
         )
-    if isinstance(model, Model) and train.seq_len > model.max_seq_len:
+    longest = model.longest_sequence
+    if longest is not None and train.seq_len > longest:
         return (
             f"train.seq_len = {train.seq_len} is longer than model.max_seq_len = "
-            f"{model.max_seq_len}: shorten the one or raise the other."
+            f"{longest}: shorten the one or raise the other."
         )
     ramps = optim.warmup_steps + (optim.decay_steps if optim.schedule == "wsd" else 0)
     if ramps > train.steps > 0:
@@ -84,12 +84,18 @@ def disagreement(job: Sections) -> str | None:
             f"optim.final_lr_ratio = {optim.final_lr_ratio} has no effect with "
             'optim.schedule = "constant": leave it out or use another schedule.'
         )
-    return _of_language_models(job) or _lost_workers(job) or _recommenders(job)
+    return (
+        _of_language_models(job)
+        or _lost_workers(job)
+        or _elastic(job)
+        or _exact(job)
+        or _recommenders(job)
+    )
 
 
 def _of_language_models(job: Sections) -> str | None:
     """What is set of text that a network without text never sees."""
-    if isinstance(job.model, Model | CustomModel):
+    if job.model.takes_text:
         return None
     data, train = Data(source=job.data.source, clicks=job.data.clicks), job.train
     given = {f"data.{name}": (value, getattr(data, name)) for name, value in job.data}
@@ -107,7 +113,7 @@ def _of_language_models(job: Sections) -> str | None:
 def _lost_workers(job: Sections) -> str | None:
     """What comm.local.min_workers demands of model and checkpoints."""
     local, every = job.comm.local, job.checkpoint.every
-    if local.min_workers and isinstance(job.model, CustomModel):
+    if local.min_workers and job.model.is_own:
         return (
             f"comm.local.min_workers = {local.min_workers} needs a model of Paceline's own, for a "
             "script's ranks are started and end together: set it to 0."
@@ -125,10 +131,84 @@ def _lost_workers(job: Sections) -> str | None:
     return None
 
 
+_OF_ELASTIC_RUNS = (
+    "max_nodes", "spares", "exact", "heartbeat_s", "wait_s", "copy_every", "restarts",
+    "replace_slow",
+)  # fmt: skip
+
+
+def _elastic(job: Sections) -> str | None:
+    """What a run demands that goes on without a lost machine, and what would have no effect."""
+    elastic, default = job.elastic, Elastic()
+    if elastic.on_spike != "go_on" and job.comm.local.method != "none":
+        return (
+            f'elastic.on_spike = "{elastic.on_spike}" needs ranks that agree on the loss of each '
+            f'step, and with comm.local.method = "{job.comm.local.method}" they meet only in '
+            'rounds: set it to "go_on".'
+        )
+    if not elastic.is_on:
+        for name in _OF_ELASTIC_RUNS:
+            if getattr(elastic, name) != getattr(default, name):
+                return (
+                    f"elastic.{name} = {getattr(elastic, name)} has no effect with "
+                    "elastic.min_nodes = 0: set that to 1 or more, or leave it out."
+                )
+        return None
+    if elastic.max_nodes and elastic.max_nodes < elastic.min_nodes:
+        return (
+            f"elastic.max_nodes = {elastic.max_nodes} is less than elastic.min_nodes = "
+            f"{elastic.min_nodes}: raise the one or lower the other."
+        )
+    if job.model.has_tables:
+        return (
+            f"elastic.min_nodes = {elastic.min_nodes} needs a model without tables on parameter "
+            "servers, which can't be lost: set it to 0."
+        )
+    if job.comm.local.method != "none":
+        return (
+            f"elastic.min_nodes = {elastic.min_nodes} needs ranks that are at the same step, and "
+            f'with comm.local.method = "{job.comm.local.method}" they meet only in rounds: set '
+            "min_nodes to 0 and let comm.local.min_workers say how many must be left, or set "
+            'method to "none".'
+        )
+    return None
+
+
+def _exact(job: Sections) -> str | None:
+    """What can't have the same bits on any number of ranks."""
+    if not job.elastic.exact:
+        return None
+    model, comm = job.model, job.comm
+    if model.has_batch_norms and not model.is_own:  # one's own is looked at when it is there
+        return (
+            "elastic.exact = true needs a model without batch norms, whose running statistics are "
+            f'each rank\'s own, and model.family = "{model.family}" has them: set it to false.'
+        )
+    forms = {
+        "dp.compress": comm.dp.compress,
+        "fsdp.compress": comm.fsdp.compress,
+        "fsdp.compress_weights": comm.fsdp.compress_weights,
+        "pp.compress": comm.pp.compress,
+        "ep.compress": comm.ep.compress,
+    }
+    for name, form in forms.items():
+        if form != "none":
+            return (
+                f'comm.{name} = "{form}" rounds what elastic.exact = true keeps exact: set it to '
+                '"none", or exact to false.'
+            )
+    if comm.dp.algorithm not in ("auto", "backend"):
+        return (
+            f'comm.dp.algorithm = "{comm.dp.algorithm}" has no effect with elastic.exact = true, '
+            "which has an exchange of its own: leave it out."
+        )
+    return None
+
+
 def _recommenders(job: Sections) -> str | None:
     """What a Job says about recommenders that can't hold."""
     embeddings = job.comm.embeddings
-    if not isinstance(job.model, Dlrm):
+    if not job.model.has_tables:
         if embeddings != type(embeddings)():
             return (
                 f'[comm.embeddings] has no effect with model.family = "{job.model.family}": '

@@ -1,13 +1,15 @@
 """The sections of a Job, as a person writes them; what they demand of each other: `job_rules`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from paceline.config.comm import Comm
+from paceline.config.elastic import Elastic
+from paceline.config.family import ModelFamily
 from paceline.config.frozen import MOST, Auto, Count, CountOrNone, FrozenConfig, Width
-from paceline.config.hardware import Cluster
-from paceline.config.layout import Layout
+from paceline.config.hardware import ClusterSpec
+from paceline.config.layout import LayoutSpec
 from paceline.config.model import Model
 from paceline.config.recommender import Clicks, Dlrm, RowOptim
 from paceline.config.vision import EfficientNet, ResNet
@@ -16,8 +18,12 @@ LOCAL_HOST = "127.0.0.1"
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
-class CustomModel(FrozenConfig):
+class CustomModel(ModelFamily):
     """A person's own `nn.Module`, handed to `paceline.train`; only its name is data."""
+
+    is_own: ClassVar[bool] = True
+    takes_text: ClassVar[bool] = True
+    has_batch_norms: ClassVar[bool] = True
 
     family: Literal["custom"] = "custom"
     name: str = "custom"
@@ -135,11 +141,12 @@ class Sections(FrozenConfig):
     model: Annotated[
         Model | Dlrm | ResNet | EfficientNet | CustomModel, Field(discriminator="family")
     ]
-    cluster: Cluster = Cluster()
-    layout: Layout = Layout()
+    cluster: ClusterSpec = ClusterSpec()
+    layout: LayoutSpec = LayoutSpec()
     comm: Comm = Comm()
     data: Data = Data()
     optim: Optim = Optim()
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
+    elastic: Elastic = Elastic()

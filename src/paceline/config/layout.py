@@ -10,14 +10,16 @@ are neighbours in rank order, hence on one host):
 Their product is the number of ranks. `ep` is no further factor: it shares out the experts over
 ranks of the data axes (dp, fsdp, cp), from the innermost.
 
-What can't run is refused (`config.feasible`) before any process starts.
+A person writes a `LayoutSpec`, with "auto" (or nothing) where they have no wish. `plan` makes a
+`Layout` of it: the same settings, each decided. What can't run is refused (`config.feasible`)
+before any process starts.
 """
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from pydantic import Field
 
-from paceline.config.frozen import Auto, Count, CountOrNone, FrozenConfig, Ways, size
+from paceline.config.frozen import Auto, Count, CountOrNone, FrozenConfig, Ways
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 ParamDtype = Literal["fp64", "fp32", "bf16"]
@@ -34,7 +36,11 @@ ScheduleName = Literal[
     "dualpipev",
     "dualpipe",
 ]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+Zero = Literal[0, 1, 2, 3]
 Counts = Annotated[tuple[Count, ...], Field(strict=False)]
+Mib = Annotated[float, Field(gt=0, le=2**20)]
 
 
 class MeshCoordinates(NamedTuple):
@@ -47,7 +53,7 @@ class MeshCoordinates(NamedTuple):
     tp: int
 
 
-class Layout(FrozenConfig):
+class LayoutSpec(FrozenConfig):
     """How the work of a step is split over the ranks, and in which precision it is done."""
 
     dp: Auto | Ways = "auto"
@@ -63,7 +69,7 @@ class Layout(FrozenConfig):
     ep: Auto | Ways = "auto"
     """Number of ranks, of those of dp, fsdp and cp, that share the experts of every layer."""
 
-    zero: Auto | Literal[0, 1, 2, 3] = "auto"
+    zero: Auto | Zero = "auto"
     """What fsdp > 1 keeps sharded: 1 optimizer state, 2 gradients too, 3 parameters too."""
     sequence_parallel: Auto | bool = "auto"
     """With tp: share out the tokens between the layers' products too (norms, residuals)."""
@@ -100,7 +106,7 @@ class Layout(FrozenConfig):
     kernels: Kernels = "auto"
     """Plain torch, or fused Triton kernels (CUDA). "auto" stays so in a concrete layout: each
     operator takes its kernel where it was measured to be faster on the rank's own device."""
-    bucket_mib: Auto | Annotated[float, Field(gt=0, le=2**20)] = "auto"
+    bucket_mib: Auto | Mib = "auto"
     """Size of DDP's gradient buckets, MiB: each is reduced as soon as its gradients are there."""
     sync_batch_norm: bool = False
     """Let batch norms train by the statistics of all data ranks' micro-batches together, as one
@@ -113,24 +119,51 @@ class Layout(FrozenConfig):
         """Settings that a plan still has to decide."""
         return [name for name, value in vars(self).items() if name != "kernels" and value == "auto"]
 
+
+class Layout(LayoutSpec):
+    """A concrete layout: the settings of LayoutSpec, each decided; by default those of one rank."""
+
+    dp: Ways = 1
+    fsdp: Ways = 1
+    tp: Ways = 1
+    pp: Ways = 1
+    cp: Ways = 1
+    ep: Ways = 1
+    zero: Zero = 0
+    sequence_parallel: bool = False
+    ulysses: Ways = 1
+    schedule: ScheduleName = "none"
+    stages_per_rank: Ways = 1
+    split: Counts = ()
+    micro_batch: Count = 1
+    precision: Precision = "fp32"
+    recompute: Recompute = "none"
+    compile: bool = False
+    bucket_mib: Mib = 25.0
+
     @property
     def num_ranks(self) -> int:
-        """Product of the mesh axes of a concrete layout."""
-        return self.num_data_ranks * size(self.pp) * size(self.cp) * size(self.tp)
+        """Product of the mesh axes."""
+        return self.num_data_ranks * self.pp * self.cp * self.tp
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks (of a concrete layout) that get different samples: those of dp and fsdp."""
-        return size(self.dp) * size(self.fsdp)
+        """Ranks that get different samples: those of dp and fsdp."""
+        return self.dp * self.fsdp
+
+    @property
+    def scatters_each(self) -> bool:
+        """Whether shards of gradients are exchanged in every micro-batch, where sums are exact."""
+        return self.zero >= 2 and self.ep == 1
 
     @property
     def is_plain(self) -> bool:
-        """Whether a concrete layout has no axes but dp and fsdp, which take any module."""
-        return all(size(axis) == 1 for axis in (self.tp, self.pp, self.cp, self.ep))
+        """Whether it has no axes but dp and fsdp, which take any module."""
+        return all(axis == 1 for axis in (self.tp, self.pp, self.cp, self.ep))
 
     @property
     def summary(self) -> str:
-        """The axes in use of a concrete layout, as people say it: "pp 4 (1f1b) x fsdp 8 x tp 2"."""
+        """The axes in use, as people say it: "pp 4 (1f1b) x fsdp 8 x tp 2"."""
         notes = {"pp": self.schedule, "fsdp": f"zero {self.zero}"}
         used = [
             f"{axis} {getattr(self, axis)}" + (f" ({notes[axis]})" if axis in notes else "")
@@ -140,14 +173,14 @@ class Layout(FrozenConfig):
         return " x ".join(used) or "one rank"
 
     def place(self, rank: int) -> MeshCoordinates:
-        """Where a rank of a concrete layout sits: tp is the innermost axis, pp the outermost."""
+        """Where a rank sits: tp is the innermost axis, pp the outermost."""
         index = []
         for axis in (self.tp, self.cp, self.fsdp, self.dp, self.pp):
-            rank, at = divmod(rank, size(axis))
+            rank, at = divmod(rank, axis)
             index.append(at)
         return MeshCoordinates(*reversed(index))
 
     def data_rank(self, rank: int) -> int:
         """Which share of the samples a rank works on, of num_data_ranks."""
         place = self.place(rank)
-        return place.dp * size(self.fsdp) + place.fsdp
+        return place.dp * self.fsdp + place.fsdp

@@ -1,10 +1,10 @@
 """Links: the tiers of links that usually come with a device of the catalogue.
 
 A Cluster that names its tiers is taken at its word. For one that does not, this file knows what
-joins the devices of a node or a rack (a property of the product, so cited) and which network cards
-such nodes usually have (a habit of those who build them, so assumed; say what yours are). Where
-NCCL was measured on such nodes, the tier carries those curves: `catalogue/collectives.json`, made
-by `tools/derive_collectives.py`.
+joins the devices of a node or a rack: a property of the product, so it is cited. It also knows
+which network cards such nodes usually have. That is a habit of those who build them, so it is
+assumed: say what yours are. Where NCCL was measured on such nodes, the tier carries those curves:
+`catalogue/collectives.json`, made by `tools/derive_collectives.py`.
 
 Not here: how long a collective takes (`paceline.plan.collectives`), and links of devices that the
 table doesn't know, which stay unknown.
@@ -20,7 +20,6 @@ from paceline.config.curves import CollectiveCurve
 from paceline.config.device import Device
 from paceline.config.errors import InputError
 from paceline.config.figure import Figure
-from paceline.config.frozen import size
 from paceline.config.hardware import Cluster, Tier
 
 
@@ -142,14 +141,14 @@ def in_nodes(devices: int, device: Device) -> tuple[int, int] | None:
 
 
 def usual_tiers(cluster: Cluster) -> tuple[Tier, ...]:
-    """The links that usually come with a concrete cluster's device, the fastest first.
+    """The links that usually come with a cluster's device, the fastest first.
 
     Raises:
         InputError: the catalogue knows no links of the device, and there are several; or more are
             said to be in a node than any has.
     """
-    device, total = cluster.known_device, cluster.num_devices
-    per_node = size(cluster.devices_per_node)
+    device, total = cluster.device, cluster.num_devices
+    per_node = cluster.devices_per_node
     if device.kind == "cpu":
         return _cpu_tiers(per_node, total)
     if device.name not in _FABRICS:
@@ -158,7 +157,7 @@ def usual_tiers(cluster: Cluster) -> tuple[Tier, ...]:
     if better is not None:
         raise InputError(
             f"cluster.devices_per_node = {per_node}, but no node of {device.name} has more than "
-            f"{largest_node(device)}: set num_nodes = {size(cluster.num_nodes) * better[0]} and "
+            f"{largest_node(device)}: set num_nodes = {cluster.num_nodes * better[0]} and "
             f"devices_per_node = {better[1]}, or describe the links by cluster.tiers."
         )
     fabric = _FABRICS[device.name]
@@ -187,24 +186,6 @@ def network(name: str, num_devices: int, gbit_per_s_per_device: float, latency_u
             value=gbit_per_s_per_device / 8 * 1e9, origin="assumed", source="as described"
         ),
     )
-
-
-def faster(tier: Tier, factor: float) -> Tier:
-    """The tier with `factor` times the bandwidth: measured curves keep their latency.
-
-    What a question like "and with twice the bandwidth?" needs, since curves would hide the change.
-    """
-    curves = {
-        op: tuple(_faster_curve(curve, factor) for curve in of_op)
-        for op, of_op in tier.collectives.items()
-    }
-    bandwidth = tier.bytes_per_s
-    figure = Figure(
-        value=bandwidth.value * factor,
-        origin="assumed",
-        source=f"{factor:g} x {bandwidth.source}",
-    )
-    return tier.replace(bytes_per_s=figure, collectives=curves)
 
 
 def _faster_curve(curve: CollectiveCurve, factor: float) -> CollectiveCurve:

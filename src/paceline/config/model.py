@@ -1,9 +1,9 @@
 """The Model config: the shapes of a decoder network, its parameter counts and its FLOPs.
 
 A decoder is a stack of blocks (RMS norm, attention with rotary positions, RMS norm, SwiGLU
-feed-forward) between an embedding and a head: the Llama, Mistral, Qwen2 and Qwen3 families, which
-differ only in the switches below. With `experts` the feed-forward layers of most blocks are many
-experts and a router (Mixtral, Qwen2-MoE, Qwen3-MoE); with `latent` too, attention is that of
+feed-forward) between an embedding and a head. So are the Llama, Mistral, Qwen2 and Qwen3 families,
+which differ only in the switches below. With `experts` the feed-forward layers of most blocks are
+many experts and a router (Mixtral, Qwen2-MoE, Qwen3-MoE); with `latent` too, attention is that of
 DeepSeek-V2 and -V3.
 
 FLOP convention (also of MFU): a matrix product of an (m, k) by a (k, n) matrix costs 2mkn; the
@@ -21,11 +21,13 @@ FLOP counting (PaLM, appendix B) https://arxiv.org/abs/2204.02311; those of expe
 attention stand in `paceline.config.layers`.
 """
 
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from paceline.config.frozen import FrozenConfig, Layers, Ways, Width
+from paceline.config.comm import Comm
+from paceline.config.family import ModelFamily
+from paceline.config.frozen import Layers, Ways, Width
 from paceline.config.layers import Experts, LatentAttention, RopeScaling, require
 
 
@@ -35,8 +37,12 @@ def _default_head_dim(given: dict[str, Any]) -> int:
     return latent.head_dim if latent else given.get("hidden_size", 2) // given.get("num_heads", 1)
 
 
-class Model(FrozenConfig):
+class Model(ModelFamily):
     """The shapes of a decoder network."""
+
+    unit: ClassVar[Literal["tokens", "samples"]] = "tokens"
+    knows_layers: ClassVar[bool] = True
+    takes_text: ClassVar[bool] = True
 
     family: Literal["decoder"] = "decoder"
     """The kind of network."""
@@ -150,6 +156,38 @@ class Model(FrozenConfig):
             f"{self.num_layers - 1}, each once; correct the list.",
         )
 
+    @property
+    def mixture(self) -> Experts | None:
+        """See `ModelFamily.mixture`."""
+        return self.experts
+
+    @property
+    def longest_sequence(self) -> int:
+        """See `ModelFamily.longest_sequence`."""
+        return self.max_seq_len
+
+    def units_per_sample(self, seq_len: int) -> int:
+        """Tokens of a sample."""
+        return seq_len
+
+    def batch_text(self, samples: int, seq_len: int) -> str:
+        """See `ModelFamily.batch_text`."""
+        return f"{samples} x {seq_len} tokens"
+
+    def why_only_planned(self, comm: Comm) -> str | None:
+        """See `ModelFamily.why_only_planned`."""
+        if not self.gated:
+            return (
+                "model.gated = false (GELU) can be planned, not trained yet: set gated = true for "
+                "SwiGLU, or train your own module with paceline.train."
+            )
+        if not self.causal:
+            return (
+                "model.causal = false can be planned, not trained yet: set causal = true, or train "
+                "your own module with paceline.train."
+            )
+        return None
+
     def window(self, layer: int) -> int | None:
         """Return the sliding window of a block in tokens, or None where it sees everything."""
         return None if layer in self.full_layers else self.sliding_window
@@ -225,11 +263,6 @@ class Model(FrozenConfig):
         return self.num_embedding_params + blocks + self.hidden_size + head
 
     @property
-    def num_active_params(self) -> int:
-        """Parameters that one token meets: all but the experts that it doesn't choose."""
-        return self.num_params - sum(map(self._num_resting_params, range(self.num_layers)))
-
-    @property
     def num_matmul_params(self) -> int:
         """Parameters that cost 2 FLOPs per token forward: all matrices, the head also where tied.
 
@@ -249,7 +282,7 @@ class Model(FrozenConfig):
         """
         causal = self.causal if causal is None else causal
         keys = sum(
-            _mean_keys(seq_len, self.window(layer), causal) for layer in range(self.num_layers)
+            mean_keys(seq_len, self.window(layer), causal) for layer in range(self.num_layers)
         )
         return 2 * self.num_heads * (self.head_dim + self.value_dim) * keys
 
@@ -264,8 +297,12 @@ class Model(FrozenConfig):
         """Model FLOPs of forward and backward, mean per token: three times the forward pass."""
         return 3 * self.forward_flops_per_token(seq_len, causal)
 
+    def train_flops_per_unit(self, seq_len: int) -> float:
+        """See `train_flops_per_token`."""
+        return self.train_flops_per_token(seq_len)
 
-def _mean_keys(seq_len: int, window: int | None, causal: bool) -> float:
+
+def mean_keys(seq_len: int, window: int | None, causal: bool) -> float:
     """Keys one query sees, mean over a sequence, with the diagonal counted as half.
 
     Counting s²/2 visible pairs (not s(s+1)/2) is the usual "causal is half"; a window w < s leaves

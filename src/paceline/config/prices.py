@@ -48,13 +48,5 @@ class Prices(FrozenConfig):
     """Rent of one device with its share of host, network and power."""
     usd_per_gb_month: Price = None
     """Storage of checkpoints, per 1e9 bytes and month."""
-    usd_per_tb_moved: Price = None
-    """Transfer out of the storage, per 1e12 bytes."""
-    usd_per_device_bought: Price = None
-    """Purchase of one device with its share of host and network."""
-    usd_per_device_year_owned: Price = None
-    """What an owned device costs a year besides purchase and power: space, upkeep, people."""
-    usd_per_kwh: Price = None
-    """Electricity of owned devices; rent includes it."""
     power_overhead: PositiveFigure = None
     """Energy of the whole site over that of the devices alone (hosts, network, cooling)."""

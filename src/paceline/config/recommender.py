@@ -1,8 +1,8 @@
 """A recommender as configs: DLRM's shapes, its click log, and how rows of tables are updated.
 
-DLRM (https://arxiv.org/abs/1906.00091): a bottom MLP maps the dense features to a vector as wide as
-a row; each categorical feature picks one row of its table; the dot products of all pairs of these
-vectors, beside the bottom's output, go through a top MLP to the logit of a click. Nearly all
+In DLRM (https://arxiv.org/abs/1906.00091) a bottom MLP maps the dense features to a vector as wide
+as a row. Each categorical feature picks one row of its table. The dot products of all pairs of
+these vectors, beside the bottom's output, go through a top MLP to the logit of a click. Nearly all
 parameters are in the tables, of which a step touches a few rows: they are not data-parallel, but
 held once, by servers or by the ranks (`paceline.config.comm.EmbeddingComm`).
 
@@ -11,17 +11,21 @@ The click log is synthetic: nobody's data, any length, and its best possible AUC
 """
 
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from paceline.config.comm import Comm
+from paceline.config.family import ModelFamily
 from paceline.config.frozen import FrozenConfig, Width
 
 Widths = Annotated[tuple[Width, ...], Field(strict=False, max_length=10_000)]
 
 
-class Dlrm(FrozenConfig):
+class Dlrm(ModelFamily):
     """A deep learning recommendation model (https://arxiv.org/abs/1906.00091)."""
+
+    has_tables: ClassVar[bool] = True
 
     family: Literal["dlrm"]
     tables: Annotated[Widths, Field(min_length=1)]
@@ -74,6 +78,19 @@ class Dlrm(FrozenConfig):
         """2 per multiply-add of the MLPs and the dot products, backward twice the forward."""
         products = self.num_dense_params + self.num_interactions * self.dim
         return 6 * products
+
+    def train_flops_per_unit(self, seq_len: int) -> int:
+        """See `train_flops_per_sample`."""
+        return self.train_flops_per_sample
+
+    def why_only_planned(self, comm: Comm) -> str | None:
+        """Workers that step by themselves have a whole network each."""
+        if comm.local.method == "none":
+            return None
+        return (
+            f'comm.local.method = "{comm.local.method}" needs a whole network on every rank, '
+            'and a recommender\'s tables are shared out: set it to "none".'
+        )
 
 
 class Clicks(FrozenConfig):

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from paceline.config.frozen import FrozenConfig
 
@@ -24,9 +24,9 @@ class Stack(FrozenConfig):
     """How a system runs a step. The defaults are those of Paceline's own runtime."""
 
     attention: Literal["flash1", "flash", "flash3", "unfused"] = "flash"
-    """Fused attention that never stores the scores, as the first FlashAttention did until mid 2023,
-    FlashAttention-2 does twice as fast or, up to twice as fast again from Hopper on,
-    FlashAttention-3 and cuDNN; or scores written to memory."""
+    """Fused attention never stores the scores. flash1: the first FlashAttention, until mid 2023.
+    flash: FlashAttention-2, twice as fast. flash3: FlashAttention-3 and cuDNN, up to twice as fast
+    again from Hopper on. Attention that is unfused writes the scores to memory."""
     elementwise: Literal["eager", "fused"] = "eager"
     """Norms, activations and residuals kernel by kernel as PyTorch does, or fused by hand or by a
     compiler (layout.compile fuses them whatever stands here)."""
@@ -43,9 +43,10 @@ class Stack(FrozenConfig):
     grad_dtype: Literal["param", "fp32", "bf16"] = "param"
     """Type of accumulated gradients; "param": that of the stored parameters."""
     states: Literal["shards", "buffers"] = "shards"
-    """What data ranks hold under ZeRO-1 and -2: a shard of everything, and gather the parameters
-    for each step (FSDP2); or whole 16-bit parameters, ZeRO-1 also a lasting buffer of whole
-    gradients, so that what is sharded is the optimizer's alone (Megatron, DeepSpeed)."""
+    """What data ranks hold under ZeRO-1 and -2. As shards it is a shard of everything; they gather
+    the parameters for each step (FSDP2). In buffers it is whole 16-bit parameters, with ZeRO-1 also
+    a lasting buffer of whole gradients. Then only what is the optimizer's is sharded (Megatron,
+    DeepSpeed)."""
     adds_into_buffer: bool = True
     """With states in buffers: whether products add their gradients to the buffer themselves, in
     its type (Megatron), or beside it 16-bit gradients last too where it is wider (DeepSpeed)."""
@@ -68,14 +69,14 @@ class Stack(FrozenConfig):
     """Whether tp ranks that hold the same activations each send a share of them to the next stage,
     which gathers them (https://arxiv.org/abs/2104.04473, section 4.1)."""
     overlaps_ep: bool = False
-    """Whether a forward and a backward pass of two micro-batches are worked on together, so that
-    the experts' exchanges of each run beside the computing of the other: DualPipe
-    (https://arxiv.org/abs/2412.19437, section 3.2.1), Megatron's overlap of MoE's expert parallel
-    communication. Schedules without a pass to spare have no such pairs."""
+    """Whether a forward and a backward pass of two micro-batches are worked on together: then the
+    experts' exchanges of each run beside the computing of the other. So do DualPipe
+    (https://arxiv.org/abs/2412.19437, section 3.2.1) and Megatron's overlap of MoE's expert
+    parallel communication. Schedules without a pass to spare have no such pairs."""
     expert_tp: Literal["tp", "one"] = "tp"
     """Whether the tp ranks share each expert's columns, or hold whole experts."""
     expert_exchange: Literal["copies", "tokens"] = "copies"
-    """What travels to the experts: every copy of a token by itself, in an all-to-all (ours); or a
+    """What travels to the experts: every copy of a token by itself, in an all-to-all (ours). Or a
     token once to each rank, and over the network once to each node, that has any of its experts
     (DeepEP, HybridEP)."""
     dispatch_dtype: Literal["values", "fp8"] = "values"
@@ -148,6 +149,12 @@ class Stack(FrozenConfig):
     """Fitted values of constants of `CONSTANTS`; the others have their defaults."""
     origin: str = "assumed"
     """Where the constants come from: "assumed", or which steps they were fitted to."""
+
+    @model_serializer(mode="wrap")
+    def _stated(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What a Job or a Cluster file states: what was measured, and how it isn't our runtime."""
+        stated = {"constants", "origin", *self.features}
+        return {name: value for name, value in dumped(self).items() if name in stated}
 
     @property
     def features(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Convolutional networks as configs: ResNet and EfficientNet, by the shapes of their convolutions.
 
 How it works: a network is a list of `Conv`s, each with its batch norm, activation, residual sum and
-squeeze-and-excitation, then a mean over the image and one linear layer; parameters, FLOPs and bytes
+squeeze-and-excitation, then a mean over the image and one linear layer. Parameters, FLOPs and bytes
 are sums over that list. ResNets are those of torchvision ("v1.5": the 3x3 convolution of a
 bottleneck takes the stride), ResNeXt by `groups` and `width_per_group`, wide ones by the width.
 
@@ -19,12 +19,15 @@ https://arxiv.org/abs/1905.11946.
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from paceline.config.frozen import FrozenConfig, Ways, Width
+from paceline.config.comm import Comm
+from paceline.config.family import ModelFamily
+from paceline.config.frozen import Ways, Width
 from paceline.config.layers import require
+from paceline.config.layout import Layout
 
 
 class Conv(NamedTuple):
@@ -86,8 +89,10 @@ class Conv(NamedTuple):
         return 2 * products
 
 
-class _ConvNet(FrozenConfig):
+class _ConvNet(ModelFamily):
     """What all convolutional networks have."""
+
+    has_batch_norms: ClassVar[bool] = True
 
     image_size: int = Field(224, ge=32, le=65536)
     """Pixels of a side of an image."""
@@ -124,6 +129,10 @@ class _ConvNet(FrozenConfig):
         """Of forward and backward: three times the forward pass."""
         return 3 * self.forward_flops_per_image
 
+    def train_flops_per_unit(self, seq_len: int) -> int:
+        """See `train_flops_per_image`."""
+        return self.train_flops_per_image
+
 
 @lru_cache(maxsize=64)
 def _listed(network: _ConvNet) -> tuple[Conv, ...]:
@@ -156,19 +165,49 @@ class ResNet(_ConvNet):
     squeeze_excite: bool = False
     """Whether each block weighs its channels by a summary of the image."""
 
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Residual blocks of each stage."""
+        return _BLOCKS[self.depth]
+
+    @property
+    def has_bottlenecks(self) -> bool:
+        """Whether a block has three convolutions, not two."""
+        return self.depth >= 50
+
     @model_validator(mode="after")
     def _is_known(self) -> Self:
         require(
-            self.depth >= 50 or (self.groups == 1 and self.width_per_group == 64),
+            self.has_bottlenecks or (self.groups == 1 and self.width_per_group == 64),
             f"depth = {self.depth} has no bottlenecks, which groups and width_per_group widen; "
             "leave both out or take depth = 50 or more.",
         )
         return self
 
+    def why_only_planned(self, comm: Comm) -> str | None:
+        """See `ModelFamily.why_only_planned`."""
+        if not self.squeeze_excite:
+            return None
+        return (
+            "model.squeeze_excite = true can be planned, not trained yet: leave it out, or train "
+            "your own module with paceline.train."
+        )
+
+    def layout_refusals(self, layout: Layout) -> Iterator[str]:
+        """Besides: products are convolutions, and batch norms need two values a channel."""
+        yield from super().layout_refusals(layout)
+        if layout.precision == "fp8":
+            yield 'layout.precision = "fp8" has no effect on convolutions: use "bf16" or "fp16".'
+        if layout.micro_batch == 1 and self.convolutions[-1].out_side == 1:
+            yield (
+                f"layout.micro_batch = 1 with model.image_size = {self.image_size} leaves the last "
+                "batch norms one value a channel, and statistics need two: raise one of them."
+            )
+
     def _convolutions(self) -> Iterator[Conv]:
         yield Conv(3, 64, 7, 2, 1, self.image_size, "relu", pooled=True)
         channels, side = 64, -(-self.image_size // 4)
-        for stage, num_blocks in enumerate(_BLOCKS[self.depth]):
+        for stage, num_blocks in enumerate(self.num_blocks):
             for block in range(num_blocks):
                 stride = 2 if stage and not block else 1
                 convs = list(self._block(64 * 2**stage, channels, side, stride))
@@ -177,7 +216,7 @@ class ResNet(_ConvNet):
 
     def _block(self, width: int, channels: int, side: int, stride: int) -> Iterator[Conv]:
         """The convolutions of a block; the projection of the residual before the last."""
-        deep = self.depth >= 50
+        deep = self.has_bottlenecks
         out = width * _EXPANSION if deep else width
         inner = width * self.width_per_group // 64 * self.groups if deep else width
         after = -(-side // stride)
@@ -231,6 +270,13 @@ class EfficientNet(_ConvNet):
     wide_squeeze: bool = False
     """Whether squeeze-and-excitation narrows the widened channels, not the block's input, to a
     quarter."""
+
+    def why_only_planned(self, comm: Comm) -> str:
+        """See `ModelFamily.why_only_planned`."""
+        return (
+            'model.family = "efficientnet" can be planned, not trained yet: train your own module '
+            "of it with paceline.train."
+        )
 
     def _convolutions(self) -> Iterator[Conv]:
         width, depth = _SCALES[self.variant]

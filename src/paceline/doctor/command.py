@@ -5,9 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from paceline.config.errors import InputError
@@ -17,6 +15,7 @@ from paceline.doctor.checks import GROUPS, examine
 from paceline.doctor.checks.verdict import Check, Verdict
 from paceline.doctor.facts import as_data, facts_of
 from paceline.observe.run import Run
+from paceline.render.table import Table
 
 _COLOURS = {"problem": "bold red", "warning": "yellow", "ok": "green", "not checked": "dim"}
 _CONSOLE = Console(highlight=False)
@@ -81,17 +80,16 @@ def _said(asked: DoctorOptions) -> dict[str, str]:
     return said
 
 
-def _shown(group: str, checks: tuple[Check, ...], verdicts: dict[str, Verdict]) -> Table:
+def _shown(group: str, checks: Sequence[Check], verdicts: dict[str, Verdict]) -> Table:
     """What needs doing with its reason and fix, then what is well, then what wasn't checked."""
-    table = Table(title=group, title_justify="left", box=SIMPLE_HEAD, show_header=False)
-    table.add_column(no_wrap=True, width=11)
-    table.add_column(width=16)
-    table.add_column()
-    for status, colour in _COLOURS.items():
-        those = [check for check in checks if verdicts[check.name].status == status]
-        for names, said in _lines(those, verdicts):
-            table.add_row(Text(status, colour), Text(names, "bold"), said)
-    return table
+    rows = [
+        (Text(status, colour), Text(names, "bold"), said)
+        for status, colour in _COLOURS.items()
+        for names, said in _lines(
+            [check for check in checks if verdicts[check.name].status == status], verdicts
+        )
+    ]
+    return Table(("", "", ""), rows, (0, 1, 2), title=group, ruled=True, widths=(11, 16))
 
 
 def _lines(checks: Sequence[Check], verdicts: dict[str, Verdict]) -> Iterator[tuple[str, Text]]:

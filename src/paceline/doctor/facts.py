@@ -2,10 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
+
 from paceline.config.errors import InputError
-from paceline.doctor import amd, infiniband, nccl_log, nvidia, software, storage, system
+from paceline.config.files import parse_json
+from paceline.doctor import amd, infiniband, nccl_log, nvidia, system
 from paceline.doctor.infiniband import Port
 from paceline.doctor.nccl_log import NcclLog
 from paceline.doctor.nvidia import Driver, Gpu
@@ -67,16 +71,14 @@ def facts_of(said: Mapping[str, str]) -> MachineFacts:
         amd_links=amd_links,
         ports=_ports(said),
         nccl=_read(said, "nccl.log", nccl_log.parse),
-        software=_read(said, "software.json", software.parse),
-        system=_read(said, "system.json", system.parse),
-        kernel=_kernel(said),
-        storage=_read(said, "storage.json", storage.parse),
+        software=_read(said, "software.json", _json(Software)),
+        system=_read(said, "system.json", _json(System)),
+        kernel=_understood("a text of /proc", lambda: system.kernel(said)),
+        storage=_read(said, "storage.json", _json(Storage)),
     )
 
 
-def _devices(
-    said: Mapping[str, str],
-) -> tuple[Driver | None, tuple[Gpu, ...], frozenset[str]]:
+def _devices(said: Mapping[str, str]) -> tuple[Driver | None, tuple[Gpu, ...], frozenset[str]]:
     """Driver, devices, and AMD's links; NVIDIA's devices where there are both."""
     nvlink = said.get("nvidia-smi-nvlink.txt", "")
     if nvidia.failure(said.get("nvidia-smi.xml", "")) is None:
@@ -89,24 +91,21 @@ def _devices(
 def _ports(said: Mapping[str, str]) -> tuple[Port, ...] | None:
     if "ibstat.txt" in said:
         return infiniband.parse_ibstat(said["ibstat.txt"])
-    return _read(said, "infiniband.json", infiniband.parse)
+    return _read(said, "infiniband.json", _json(tuple[Port, ...]))
 
 
-def _kernel(said: Mapping[str, str]) -> OsKernel:
-    try:
-        return system.kernel(said)
-    except ValueError as error:
-        raise InputError(
-            f"a text of /proc is not understood ({error}): leave it out, or save it anew with "
-            "paceline doctor --save."
-        ) from None
+def _json(kind: type[_T]) -> Callable[[str], _T]:
+    """Reads what an `ask` wrote."""
+    return partial(parse_json, kind=TypeAdapter(kind))
 
 
 def _read(said: Mapping[str, str], name: str, parse: Callable[[str], _T]) -> _T | None:
-    if name not in said:
-        return None
+    return _understood(name, lambda: parse(said[name])) if name in said else None
+
+
+def _understood(name: str, read: Callable[[], _T]) -> _T:
     try:
-        return parse(said[name])
+        return read()
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(
             f"{name} is not understood ({str(error)[:200]}): leave it out, or save it anew with "

@@ -8,10 +8,7 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
-from paceline.config.files import parse_json
-from paceline.machine.sysfs import SYS
+from paceline.machine.sysfs import SYS, read_text
 
 
 @dataclass(frozen=True)
@@ -35,18 +32,10 @@ class Port:
         return self.state.lower() == "active"
 
 
-_PORTS = TypeAdapter(tuple[Port, ...])
-
-
 def ask(root: Path = SYS) -> str:
     """The ports of this machine as JSON."""
     ports = sorted(root.glob("class/infiniband/*/ports/*"))
     return json.dumps([asdict(_from_sysfs(port)) for port in ports])
-
-
-def parse(text: str) -> tuple[Port, ...]:
-    """What `ask` wrote."""
-    return parse_json(text, _PORTS)
 
 
 def parse_ibstat(text: str) -> tuple[Port, ...]:
@@ -73,7 +62,7 @@ def _port(name: str, said: dict[str, str]) -> Port:
 def _from_sysfs(port: Path) -> Port:
     """Files say "4: ACTIVE", "5: LinkUp", "400 Gb/sec (4X NDR)"."""
     said = {
-        name: _text(port / file)
+        name: read_text(port / file)
         for name, file in (
             ("Link layer", "link_layer"),
             ("State", "state"),
@@ -89,10 +78,3 @@ def _from_sysfs(port: Path) -> Port:
 def _rate(text: str) -> float | None:
     found = re.match(r"[\d.]+", text)
     return float(found[0]) if found else None
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""

@@ -14,9 +14,6 @@ from importlib import metadata
 
 import torch
 from packaging.requirements import Requirement
-from pydantic import TypeAdapter
-
-from paceline.config.files import parse_json
 
 MINIMUM_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 """First driver for each major CUDA: a newer minor one runs on it too ("minor version
@@ -70,9 +67,6 @@ class Software:
     """Programs that watch devices or hosts, found on the path."""
 
 
-_SOFTWARE = TypeAdapter(Software)
-
-
 def ask() -> str:
     """What is installed in this environment, as JSON."""
     seen = torch.cuda.is_available()
@@ -83,7 +77,7 @@ def ask() -> str:
                 torch=torch.__version__,
                 cuda=torch.version.cuda,
                 hip=torch.version.hip,
-                cudnn=_cudnn(),
+                cudnn=str(cudnn) if (cudnn := torch.backends.cudnn.version()) else None,
                 nccl=".".join(map(str, torch.cuda.nccl.version())) if seen else None,
                 num_devices=torch.cuda.device_count() if seen else 0,
                 required=(*_required("paceline"), *_required("torch")),
@@ -91,11 +85,6 @@ def ask() -> str:
             )
         )
     )
-
-
-def parse(text: str) -> Software:
-    """What `ask` wrote."""
-    return parse_json(text, _SOFTWARE)
 
 
 def version(text: str) -> tuple[int, ...]:
@@ -107,11 +96,6 @@ def version(text: str) -> tuple[int, ...]:
             break
         numbers.append(int(digits))
     return tuple(numbers)
-
-
-def _cudnn() -> str | None:
-    number = torch.backends.cudnn.version()
-    return None if number is None else str(number)
 
 
 def _required(package: str) -> Iterator[Required]:

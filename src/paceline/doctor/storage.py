@@ -13,10 +13,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from paceline.config.errors import InputError
-from paceline.config.files import parse_json
 
 _MOST_BYTES = 256 * 2**20
 _MOST_S = 3.0
@@ -33,9 +30,6 @@ class Storage:
     total_bytes: int
     write_bytes_per_s: float | None = None
     read_bytes_per_s: float | None = None
-
-
-_STORAGE = TypeAdapter(Storage)
 
 
 def measure(folder: Path) -> Storage:
@@ -81,10 +75,5 @@ def _read(file: int, size: int) -> float:
 
 
 def text(storage: Storage) -> str:
-    """As `parse` reads it."""
+    """As JSON."""
     return json.dumps(asdict(storage))
-
-
-def parse(said: str) -> Storage:
-    """What `text` wrote."""
-    return parse_json(said, _STORAGE)

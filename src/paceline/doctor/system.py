@@ -14,9 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
-from paceline.config.files import parse_json
 from paceline.config.host import Card
 from paceline.machine import sysfs
 
@@ -45,9 +42,6 @@ class System:
     container: str | None
     pci_devices: Mapping[str, int]
     """Accelerators on the PCIe bus, by maker: there whether or not a driver is."""
-
-
-_SYSTEM = TypeAdapter(System)
 
 
 @dataclass(frozen=True)
@@ -91,11 +85,6 @@ def ask() -> str:
     return json.dumps(said)
 
 
-def parse(text: str) -> System:
-    """What `ask` wrote."""
-    return parse_json(text, _SYSTEM)
-
-
 def _pci_devices(root: Path) -> dict[str, int]:
     """How many of each maker's: PCI classes 0300 and 0302 (graphics, 3D), 1200 (accelerator)."""
     makers = []
@@ -108,6 +97,7 @@ def _pci_devices(root: Path) -> dict[str, int]:
 
 def kernel(said: Mapping[str, str]) -> OsKernel:
     """From the texts of the files, by name."""
+    modules, driver = said.get("modules.txt"), said.get("nvidia-version.txt")
     return OsKernel(
         limits=_limits(said.get("limits.txt", "")),
         memory_bytes=_memory(said.get("meminfo.txt", "")),
@@ -116,9 +106,9 @@ def kernel(said: Mapping[str, str]) -> OsKernel:
         governor=said.get("governor.txt", "").strip() or None,
         huge_pages=_chosen(said.get("huge-pages.txt", "")),
         clock_synchronised=_synchronised(said),
-        modules=_modules(said.get("modules.txt")),
+        modules=None if modules is None else frozenset(re.findall(r"^\S+", modules, re.M)),
         command_line=said.get("cmdline.txt"),
-        open_driver=_open(said.get("nvidia-version.txt")),
+        open_driver=None if driver is None else "Open Kernel Module" in driver,
     )
 
 
@@ -162,13 +152,3 @@ def _synchronised(said: Mapping[str, str]) -> bool | None:
     if found := re.search(r"^Leap status *: (.+)", said.get("chronyc.txt", ""), re.MULTILINE):
         return found[1].strip() != "Not synchronised"
     return None
-
-
-def _modules(text: str | None) -> frozenset[str] | None:
-    return (
-        None if text is None else frozenset(line.split()[0] for line in text.splitlines() if line)
-    )
-
-
-def _open(text: str | None) -> bool | None:
-    return None if text is None else "Open Kernel Module" in text

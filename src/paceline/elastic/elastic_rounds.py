@@ -28,10 +28,12 @@ from torch import Tensor, nn
 
 from paceline.comm.collectives import Collectives, wait
 from paceline.comm.compress.compressors import compressor_of
+from paceline.comm.compress.means import mean_of_parts
 from paceline.config.comm import LocalUpdates, codec
 from paceline.elastic.local_rounds import LocalRounds
 from paceline.elastic.membership import Membership, group_of_one
 from paceline.elastic.state_transfer import Nested, receive_state, send_state
+from paceline.parallel.replicas import kept_buffers
 
 _HOST = torch.device("cpu")
 
@@ -40,9 +42,6 @@ class ElasticRounds(LocalRounds):
     """The rounds of one worker; all members call alike after every step.
 
     Args:
-        module: of one worker.
-        names: of its parameters.
-        local: of the Job: local SGD or DiLoCo.
         compress_from: tensors with fewer values travel exactly.
         membership: of this worker, not yet open or joined.
         num_workers: of the run, lost ones among them.
@@ -106,11 +105,7 @@ class ElasticRounds(LocalRounds):
         return {"dp.workers": len(self.membership.members), **super().sent()}
 
     def welcome(self, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Hand those who came in with the last round what they go on from.
-
-        Args:
-            state: makes it, on the first worker.
-        """
+        """Hand those who came in with the last round what they go on from."""
 
         def hand_over(group: dist.ProcessGroup) -> None:
             if group.rank() == 0:
@@ -140,8 +135,10 @@ class ElasticRounds(LocalRounds):
             self.sent_bytes = self._bytes(self._travels)
         finally:  # others that wait in a group fail when the last reference to it is gone
             self._meet_in(None)
-        for buffer in self._kept_buffers():
-            _take_first(buffer, group)
+        for buffer in kept_buffers(self._module):  # the first worker's, as replicas have it
+            values = buffer.to(_HOST)
+            dist.broadcast(values, group=group, group_src=0)
+            buffer.copy_(values)
 
     def _meet_in(self, group: dist.ProcessGroup | None) -> None:
         """Average in this group from here on; None: in no group of others."""
@@ -151,20 +148,9 @@ class ElasticRounds(LocalRounds):
         travels.mean = None
         if self._is_coded and group is not None:
             compressor = compressor_of(codec(self._local.compress), group)
-            travels.mean = compressor.mean_of(travels.parts, travels.outer)
+            travels.mean = mean_of_parts(compressor, travels.parts, travels.outer)
 
     def _errors(self) -> list[Tensor]:
         """What compression owes: one buffer, or none."""
         travels = self._travels
         return [self._feedback.span(travels.parts, travels.outer)] if self._is_coded else []
-
-    def _kept_buffers(self) -> list[Tensor]:
-        """Running statistics and the like: the first worker's, as replicas have it."""
-        kept = self._module.state_dict(keep_vars=True)
-        return [buffer for name, buffer in self._module.named_buffers() if name in kept]
-
-
-def _take_first(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    values = buffer.to(_HOST)
-    dist.broadcast(values, group=group, group_src=0)
-    buffer.copy_(values)

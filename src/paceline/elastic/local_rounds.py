@@ -1,8 +1,8 @@
 """Local updates: workers that step each for itself and meet in rounds.
 
-A worker is a replica of the whole network. Between two rounds nothing crosses the wire. In a round
-the mean over the workers of what each has changed since the last one, the outer gradient (start -
-now), goes through an outer optimizer, and every worker goes on from the result:
+A worker is a replica of the whole network. Between two rounds nothing crosses the wire. What a
+worker has changed since the last round (start - now) is its outer gradient. In a round the mean of
+the workers' outer gradients goes through an outer optimizer, and all go on from the result:
 
 - local SGD (https://arxiv.org/abs/1805.09767) steps by the outer gradient itself, which gives the
   mean of the workers' parameters;
@@ -35,16 +35,23 @@ from paceline.comm.compress.compressors import compressor_of
 from paceline.comm.compress.feedback import BufferPart, ErrorFeedback
 from paceline.comm.compress.means import (
     CompressedMean,
-    Compressor,
     UncompressedRest,
+    buffer_part,
     exact_bytes,
     exact_mean,
+    mean_of_parts,
 )
 from paceline.comm.queue import CollectiveQueue, Job
 from paceline.config.comm import LocalUpdates, codec
 from paceline.config.errors import InputError
 from paceline.parallel.blocks import blocks_of
-from paceline.parallel.replicas import ROUNDS_SECTION, Replicas, State
+from paceline.parallel.replicas import (
+    ROUNDS_SECTION,
+    Replicas,
+    State,
+    errors_to_load,
+    tensors_to_load,
+)
 
 # Of what a worker has, where a fragment arrives late; the rest is what arrives. Assumed: the mean.
 _MIXING = 0.5
@@ -116,9 +123,6 @@ class LocalRounds(Replicas):
     """The rounds of one worker; all of them call alike after every step.
 
     Args:
-        module: of one worker.
-        names: of its parameters.
-        local: of the Job; its method isn't "none".
         compress_from: tensors with fewer values travel exactly.
         group: of the workers, for these rounds alone.
         num_steps: of the run; the last one is followed by a round of everything.
@@ -142,8 +146,7 @@ class LocalRounds(Replicas):
         self._local, self._compress_from, self._num_steps = local, compress_from, num_steps
         self.timetable = RoundSchedule.of(local)
         self._group, self.num_workers = group, group.size()
-        chosen = codec(local.compress)
-        self._compressor = None if chosen.kind == "none" else compressor_of(chosen, group)
+        self._compressor = compressor_of(codec(local.compress), group)
         self._collectives = Collectives(group, "backend")
         self._feedback = ErrorFeedback(group.rank(), group.size())
         is_diloco = local.method != "local_sgd"
@@ -251,14 +254,12 @@ class LocalRounds(Replicas):
                 parameter.data.copy_(shared[name] * (1 - mixing) + kept)
 
     def _fragment(self, number: int, parameters: dict[str, nn.Parameter]) -> _Fragment:
-        compressor = self._compressor
         parts = tuple(
-            BufferPart(name, p.shape, _is_compressed(p, compressor, self._compress_from))
+            buffer_part(name, p, p.shape, self._compressor, self._compress_from)
             for name, p in parameters.items()
         )
         start = torch.cat([parameter.detach().reshape(-1) for parameter in parameters.values()])
-        is_coded = compressor is not None and any(part.is_compressed for part in parts)
-        mean = compressor.mean_of(parts, start) if compressor is not None and is_coded else None
+        mean = mean_of_parts(self._compressor, parts, start)
         momentum, outer = torch.zeros_like(start), torch.empty_like(start)
         return _Fragment(number, parameters, parts, start, momentum, outer, mean)
 
@@ -278,16 +279,10 @@ class LocalRounds(Replicas):
 
     def targets(self, saved: Iterable[str], room: Callable[[str], Tensor]) -> State:
         """As in `Replicas`; paths are of the form "start.layer.weight"."""
-        state: State = {"start": {}, "momentum": {}, "arriving": {}, "error": {}}
-        for path in saved:
-            kind, _, name = path.partition(".")
-            if kind != "error":
-                state[kind][name] = room(path)
-                continue
-            rank, _, name = name.partition(".")
-            if self._feedback.takes_over(int(rank)):
-                state["error"].setdefault(rank, {})[name] = room(path)
-        return state
+        paths = list(saved)
+        errors = errors_to_load("error", paths, self._feedback.takes_over, room)
+        kinds = ("start", "momentum", "arriving")
+        return {"error": errors, **{kind: tensors_to_load(kind, paths, room) for kind in kinds}}
 
     def load(self, state: State) -> None:
         """Go on with what `targets` gave, now filled; without any, from the parameters as they are.
@@ -341,11 +336,6 @@ def fragments_of(
         following = (layer for layer in layers[place:] if layer is not None)
         fragments[next(following, len(blocks) - 1) % num_fragments][name] = parameter
     return fragments
-
-
-def _is_compressed(parameter: Tensor, compressor: Compressor | None, least: int) -> bool:
-    is_large = parameter.numel() >= least
-    return compressor is not None and is_large and compressor.takes(parameter.shape)
 
 
 def _fill(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

@@ -1,22 +1,24 @@
 """Who takes part in rounds of exchanges, when workers are lost and come between two of them.
 
-How it works: an exchange is attempted by all members, in a process group of their own. Then each
-reports to the store how it went, and the first worker, which keeps the store, gives a verdict: the
-members are those who reported, and where one of them failed the exchange is attempted again, in a
-new group of these. Who died, hangs or is cut off has not reported in time and is out; as members
-wait for the verdict before they use what they got, all use it or none does. A worker that comes (or
-comes back, as a new process) asks at the store, and is let in by the verdict on the last attempt of
-a round; the first thing the new members do together is to hand it the state. A run begins like that
-too: the first worker is the only member, and lets in all that have come.
+How it works:
+
+- All members attempt an exchange, in a process group of their own. Then each reports to the store
+  how it went.
+- The first worker keeps the store and gives a verdict: the members are those who reported in time.
+  Who died, hangs or is cut off has not, and is out.
+- Members wait for the verdict before they use what they got, so all use it or none does. If one of
+  them failed, those who are left attempt the exchange again, in a new group.
+- A worker that comes (or comes back, as a new process) asks at the store. The verdict on the last
+  attempt of a round lets it in, and the members' next exchange hands it the state.
+- A run begins like that too: the first worker is the only member, and lets in all that have come.
 
 Who asks while it still counts as a member is a new process: the old one is not waited for. Who was
-not started again is lost when the time-out is over, so that has to cover how much later than the
-others a worker may reach a round.
+not started again is lost when the time-out is over. So the time-out has to cover how much later
+than the others a worker may reach a round.
 
-The membership is simple where torchft's is not (a lighthouse of its own, quorums by heartbeats): it
-costs two small messages per worker and attempt and no process, and the price is that the first
-worker can't be lost: with it the store is gone, and everybody ends. Groups are gloo's, of tensors
-in host memory.
+It costs two small messages per worker and attempt, and no process (torchft has a lighthouse, and
+quorums by heartbeats). The price is that the first worker can't be lost: with it the store is gone,
+and everybody ends. Groups are gloo's, of tensors in host memory.
 
 Not here: what a round exchanges (`elastic.elastic_rounds`), and who starts a lost worker again
 (`train.elastic_workers` on one machine).
@@ -31,10 +33,10 @@ from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
+from paceline.comm.rendezvous import group_apart
 from paceline.comm.words import await_all, heard, say
 from paceline.config.errors import RunError
 
@@ -98,7 +100,6 @@ class Membership:
 
     Args:
         store: of the run, reached by all workers and kept by the first.
-        rank: of this worker.
         timeout_s: how long an exchange may take, and how long a member may be late for it.
         min_workers: with fewer members the run ends.
         say: takes a sentence for a person about who was lost and who came.
@@ -270,7 +271,7 @@ class Membership:
         if self._group is None:
             store = PrefixStore(f"group/{self._attempt}", self._store)
             place, num = self.members.index(self.rank), len(self.members)
-            self._group = _gloo(store, place, num, timedelta(seconds=self._timeout_s))
+            self._group = group_apart(store, place, num, timedelta(seconds=self._timeout_s))
         return self._group
 
     def _reports(self, attempt: str) -> dict[int, bool]:
@@ -285,13 +286,8 @@ class Membership:
 
     def _asking(self) -> list[int]:
         """Who asked to come in and was not answered, by a process that is there still or not."""
-        keys = self._known_askers()
-        asked = {rank: self._count(f"asking/{rank}") for rank in keys}
+        asked = {rank: self._count(f"asking/{rank}") for rank in range(1, self._num_workers)}
         return [rank for rank, num in asked.items() if num > self._served.get(rank, 0)]
-
-    def _known_askers(self) -> list[int]:
-        ranks = range(1, self._num_workers)
-        return [rank for rank in ranks if self._store.check([f"asking/{rank}"])]
 
     def _count(self, key: str) -> int:
         """What `add` has made of a key. To add 0 would ask as well, and make a file longer."""
@@ -356,17 +352,7 @@ def _kept_store() -> Iterator[None]:
 
 def group_of_one() -> dist.ProcessGroup:
     """A group of this process and nobody else."""
-    return _gloo(HashStore(), 0, 1, timedelta(seconds=1))
-
-
-def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A group that stands by itself: no default group has to know of it."""
-    group = dist.ProcessGroup(store, rank, size)
-    kind = dist.ProcessGroup.BackendType.GLOO
-    group._set_default_backend(kind)
-    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
-    group._register_backend(torch.device("cpu"), kind, backend)
-    return group
+    return group_apart(HashStore(), 0, 1, timedelta(seconds=1))
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -83,7 +83,6 @@ class PeerFailureDetector:
         """Begin to listen.
 
         Args:
-            ranks: this rank's place.
             store: of the run; a client of its own is made of it.
             timeout_s: how long a rank waits for another one, asking the others included.
         """
@@ -165,18 +164,14 @@ class PeerFailureDetector:
         self._store.set(_TROUBLE, "")
         if own.error is None:
             end = time.monotonic() + _LISTENING * self.reserve_s
-            while not _is_over(answers := self._answers(), self.ranks.world_size):
-                if time.monotonic() > end:
-                    break
+            answers = self._of_each("answer", PeerAnswer)
+            while len(answers) < self.ranks.world_size and time.monotonic() < end:
+                if any(answer.error for answer in answers.values()):
+                    break  # nobody else is to blame
                 time.sleep(_LOOK_S)
-            self._peer_answers = PeerAnswers(answers, self._hosts())
+                answers = self._of_each("answer", PeerAnswer)
+            self._peer_answers = PeerAnswers(answers, self._of_each("host", str))
         self._heard.set()
-
-    def _answers(self) -> dict[int, PeerAnswer]:
-        return self._of_each("answer", PeerAnswer)
-
-    def _hosts(self) -> dict[int, str]:
-        return self._of_each("host", str)
 
     def _of_each(self, key: str, kind: type[T]) -> dict[int, T]:
         """What ranks said; of one in whose place somebody else wrote, nothing."""
@@ -188,23 +183,10 @@ class PeerFailureDetector:
         return said
 
 
-def _is_over(answers: Mapping[int, PeerAnswer], world_size: int) -> bool:
-    """Whether there is nothing more to wait for."""
-    return len(answers) == world_size or any(answer.error for answer in answers.values())
-
-
 def describe_loss(
     rank: int, world_size: int, own: PeerAnswer, reason: str, roll: PeerAnswers
 ) -> str:
-    """Who lost whom, from what a rank heard.
-
-    Args:
-        rank: who speaks.
-        world_size: number of ranks.
-        own: where its collective failed.
-        reason: what the backend said.
-        roll: the answers, this rank's own among them.
-    """
+    """Who lost whom, from what a rank heard."""
     failed = {r: answer.error for r, answer in roll.answers.items() if answer.error is not None}
     missing = sorted(set(range(world_size)) - set(roll.answers))
     begins = f"{_named([rank], roll.hosts)}, in {own.where}"

@@ -41,7 +41,6 @@ def receive_state(group: dist.ProcessGroup, device: torch.device, *, keep: bool 
     """As another member: take part in `send_state`.
 
     Args:
-        group: the same.
         device: where what isn't in host memory at the giver goes.
         keep: False: let each tensor go again and return nothing.
     """

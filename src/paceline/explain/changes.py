@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from paceline.config.errors import InputError
 from paceline.config.feasible import check_layout
-from paceline.config.feasible_comm import check_comm, without_gone_axes
+from paceline.config.feasible_comm import check_comm
 from paceline.config.job import Job, change_job
 
 
@@ -13,7 +13,6 @@ def changed_job(job: Job, changes: Sequence[str]) -> Job | None:
     """The Job with some settings, None where it couldn't run."""
     try:
         one = change_job(job, changes)
-        one = one.replace(comm=without_gone_axes(one.comm, job.layout, one.layout))
         check_layout(one.layout, one.model, one.cluster, one.train.seq_len, one.train.global_batch)
         check_comm(one.comm, one.layout)
     except InputError:

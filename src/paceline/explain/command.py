@@ -53,11 +53,7 @@ def explain_command(
 
 
 def _page(
-    subject: Subject,
-    one: Explanation,
-    beside: Subject | None,
-    other: Explanation | None,
-    at: Path,
+    subject: Subject, one: Explanation, beside: Subject | None, other: Explanation | None, at: Path
 ) -> str:
     """The templates and plotly are needed for this alone."""
     if beside is None or other is None:

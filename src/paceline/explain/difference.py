@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from paceline.config.errors import InputError
 from paceline.config.job import Job, differing, to_raw
 from paceline.explain.explain import Explanation
-from paceline.observe.summary import in_order, step_time_text
+from paceline.observe.terms import in_order
+from paceline.render.figures import time_text
+from paceline.render.table import Table, heading
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,14 @@ def difference(one: Explanation, other: Explanation) -> Difference:
 def show_difference(one: Explanation, other: Explanation, console: Console) -> None:
     """Print what differs."""
     found = difference(one, other)
-    console.print(Text(f"\nagainst {other.name}", style="bold"))
+    console.print(heading(f"against {other.name}"))
     for name, was, value in found.settings:
         console.print(f"  {name} = {value}  [dim](there {was})")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("a step")
-    for column in ("there", "here", "difference"):
-        table.add_column(column, justify="right")
-    for term, was_s, now_s in (*found.terms_s, ("the step", *found.step_s)):
-        table.add_row(term, step_time_text(was_s), step_time_text(now_s), _signed(now_s - was_s))
-    console.print(table)
+    rows = [
+        (term, time_text(was_s), time_text(now_s), _signed(now_s - was_s))
+        for term, was_s, now_s in (*found.terms_s, ("the step", *found.step_s))
+    ]
+    console.print(Table(("a step", "there", "here", "difference"), rows))
 
 
 def _settings(one: Job | None, other: Job | None) -> list[tuple[str, str, str]]:
@@ -65,4 +63,4 @@ def _settings(one: Job | None, other: Job | None) -> list[tuple[str, str, str]]:
 
 
 def _signed(seconds: float) -> str:
-    return ("-" if seconds < 0 else "+") + step_time_text(abs(seconds))
+    return ("-" if seconds < 0 else "+") + time_text(abs(seconds))

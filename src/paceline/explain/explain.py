@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config.frozen import size
 from paceline.config.job import Job
 from paceline.explain.finding import Finding
 from paceline.explain.out_of_memory import OutOfMemory, out_of_memory
@@ -16,7 +15,8 @@ from paceline.explain.traffic import Flow
 from paceline.explain.unexplained import Unexplained, unexplained
 from paceline.explain.waterfall import Waterfall, waterfall
 from paceline.observe.caveats import GRAPH_KERNELS_MISSING, NO_KERNELS, Caveat
-from paceline.observe.summary import mfu_text, step_time_text, summarise
+from paceline.observe.summary import summarise
+from paceline.render.figures import mfu_text, time_text
 
 BOUNDS = (GRAPH_KERNELS_MISSING, NO_KERNELS)
 """Kinds of caveats with which terms are bounds: they stand before any figure."""
@@ -121,7 +121,7 @@ def _flows(subject: Subject) -> Iterator[Flow]:
 def _headline(subject: Subject, found: Sequence[Finding], left: Sequence[Unexplained]) -> str:
     """What bounds all figures, the step, and what costs most of it, with a cause or without."""
     figures = summarise(subject.steady, subject.facts)
-    told = [f"a step takes {step_time_text(subject.step_s)}"]
+    told = [f"a step takes {time_text(subject.step_s)}"]
     if subject.job is not None:
         told = [f"{subject.job.layout.summary}: {told[0]}", mfu_text(figures.mfu)]
     worth = [each for each in found if each.gain >= SHOWN][:1]
@@ -197,7 +197,7 @@ def _next_command(subject: Subject, found: Sequence[Finding]) -> str | None:
         return None
     best = next((each for each in found if each.changes and each.gain >= SHOWN), None)
     if best is None:
-        return f"paceline tune {subject.name}" if size(job.layout.dp) else None
+        return f"paceline tune {subject.name}"
     return _train_command(subject, best.changes)
 
 

@@ -73,7 +73,6 @@ class Finding:
     def of(
         cls,
         subject: "Subject",
-        name: str,
         title: str,
         gain_s: float,
         evidence: Sequence[Evidence],
@@ -86,6 +85,8 @@ class Finding:
     ) -> "Finding | None":
         """A finding with its gain as a share; None where there is nothing to gain.
 
+        Its name is that of the rule in `RULES`.
+
         Args:
             with_job: what the advice goes on with where there is a Job, whose settings it names.
             of_s: what the gain is a share of, by default the step. What doesn't happen in every
@@ -96,7 +97,7 @@ class Finding:
             return None
         told = " ".join(each for each in (advice, with_job if subject.job else "") if each)
         return cls(
-            name, title, tuple(evidence), gain_s, gain_s / whole_s, tuple(changes), told, basis
+            "", title, tuple(evidence), gain_s, gain_s / whole_s, tuple(changes), told, basis
         )
 
     def to_json(self) -> dict[str, Any]:

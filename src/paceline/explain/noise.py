@@ -2,9 +2,9 @@
 
 Neighbouring steps are alike (a busy host stays busy for a while), so the spread of single steps
 over the root of their number would promise too much. Batch means don't: the steps are cut into
-stretches in a row, and the spread of the stretches' medians counts (Law and Carson 1979, "A
-sequential procedure for determining the length of a steady-state simulation", Operations Research
-27).
+stretches in a row, and the spread of the stretches' medians counts. Source: Law and Carson 1979,
+"A sequential procedure for determining the length of a steady-state simulation", Operations
+Research 27.
 
 What it can't tell: runs of one Job also differ from one start to the next, by where they are placed
 and who shares the machine. A repeat of either run says that.
@@ -17,9 +17,9 @@ from math import hypot, sqrt
 from statistics import median, stdev
 
 _BATCHES = 4
-"""Few and long. Simulated, 40 steps of which each is nine tenths as the one before: with stretches
-of four steps a third of the differences without a cause pass for real ones, of ten a fifth; steps
-that are half as the one before: 8 %, without a memory 6 %."""
+"""Few and long. Simulated: of 40 steps each is nine tenths as the one before. With stretches of
+four steps a third of the differences without a cause pass for real ones, with stretches of ten a
+fifth. Of steps that are half as the one before 8 % pass, of steps without a memory 6 %."""
 _SURE = 2.45
 """Standard errors: Student's t for 19 of 20, with the six degrees of freedom of two times four
 stretches."""

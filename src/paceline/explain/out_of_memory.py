@@ -13,12 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from paceline.config.frozen import size
 from paceline.config.job import Job
 from paceline.explain.changes import changed_job
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import limit_bytes, memory_terms, predicted_s
-from paceline.observe.summary import bytes_text
+from paceline.render.figures import bytes_text
 
 _UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 _SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
@@ -45,7 +44,6 @@ _ON_HOST = re.compile(
 )
 # The kernel's own choice leaves no message of torch, only the launcher's.
 _KILLED = re.compile(r"(?:ended with|exitcode:?|signal) -?(?:9|137)\b|SIGKILL|oom-kill|Killed")
-_MOST_CHANGES = 2
 # Part of the limit that a change may fill: fragmentation differs from run to run.
 _ROOM = 0.96
 
@@ -196,36 +194,32 @@ def _ways(job: Job, shortage: AllocationFailure, limit: float | None) -> list[Re
 def _candidates(job: Job) -> Iterator[tuple[str, ...]]:
     """Changes that save memory, roughly the cheaper first; then two of them together."""
     singles = [*_single(job)]
-    yield from ((change,) if isinstance(change, str) else change for change in singles)
-    for one, other in combinations(singles, _MOST_CHANGES):
-        both = (*_texts(one), *_texts(other))
+    yield from singles
+    for one, other in combinations(singles, 2):
+        both = (*one, *other)
         if len({text.partition("=")[0] for text in both}) == len(both):
             yield both
 
 
-def _single(job: Job) -> Iterator[str | tuple[str, ...]]:
+def _single(job: Job) -> Iterator[tuple[str, ...]]:
     layout = job.layout
     smaller = [each for each in range(job.micro_batch - 1, 0, -1) if job.micro_batch % each == 0]
-    yield from (f"layout.micro_batch={each}" for each in smaller)
-    if size(layout.fsdp) > 1:
-        yield from (f"layout.zero={zero}" for zero in (2, 3) if zero > size(layout.zero))
-    elif size(layout.dp) > 1:
+    yield from ((f"layout.micro_batch={each}",) for each in smaller)
+    if layout.fsdp > 1:
+        yield from ((f"layout.zero={zero}",) for zero in (2, 3) if zero > layout.zero)
+    elif layout.dp > 1:
         for zero in (1, 2, 3):
             yield ("layout.dp=1", f"layout.fsdp={layout.dp}", f"layout.zero={zero}")
     if layout.recompute == "none":
-        yield "layout.recompute=selective"
+        yield ("layout.recompute=selective",)
     if layout.recompute != "full":
-        yield "layout.recompute=full"
+        yield ("layout.recompute=full",)
     if layout.optimizer_state == "full":
-        yield "layout.optimizer_state=8bit"
+        yield ("layout.optimizer_state=8bit",)
     if not layout.offload:
-        yield 'layout.offload=["optimizer"]'
-        yield 'layout.offload=["activations"]'
-        yield 'layout.offload=["params"]'
-
-
-def _texts(change: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (change,) if isinstance(change, str) else change
+        yield ('layout.offload=["optimizer"]',)
+        yield ('layout.offload=["activations"]',)
+        yield ('layout.offload=["params"]',)
 
 
 def _told(shortage: AllocationFailure) -> Iterator[str]:

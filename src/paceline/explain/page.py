@@ -1,13 +1,10 @@
 """Page: an explanation as HTML: in the report of a Run, or a page of its own for a trace.
 
-The frame is that of all pages (`paceline.observe.page`); parts.html beside this file lays out what
-is said here as text, lengths and colours. Nothing is worked out that the terminal doesn't show too,
-but for the lanes of one step.
+Nothing is worked out that the terminal doesn't show too, but for the lanes of one step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,11 +20,26 @@ from paceline.explain.waterfall import Waterfall, WaterfallRow
 from paceline.explain.what_if import limit_bytes, memory_terms
 from paceline.observe import report
 from paceline.observe.account import Account
-from paceline.observe.page import Card, render_page
 from paceline.observe.recorded import trace_files
 from paceline.observe.run import Run
-from paceline.observe.summary import bytes_text, colour, in_order, number, step_time_text
-from paceline.observe.terms import TERMS
+from paceline.observe.summary import number
+from paceline.observe.terms import TERMS, colour, in_order
+from paceline.render.figures import bytes_text, milliseconds, plural, share_text, time_text
+from paceline.render.page import Card, Page
+from paceline.render.parts import (
+    Article,
+    Legend,
+    Note,
+    Section,
+    Step,
+    Steps,
+    Strips,
+    Subsection,
+    Swatch,
+    Whole,
+    Wholes,
+)
+from paceline.render.table import Bullets, Table
 
 _MOST_KERNELS = 12
 _MOST_RANKS = 16
@@ -35,7 +47,6 @@ _MOST_STEPS_OF_PATH = 12
 _MOST_NAME = 60
 _STANDS_OUT = 0.02
 """Part of the step that a term is beside the plan."""
-_PACKAGE = "paceline.explain"
 
 
 def write_report(run: Run, say: Callable[[str], None]) -> Path:
@@ -64,28 +75,21 @@ def render(subject: Subject, why: Explanation, at: Path | None = None) -> str:
     Args:
         at: where that of a trace will stand, where it is known.
     """
-    told = shown(subject, why)
     if subject.folder is not None:
-        return report.render(
-            Run(subject.folder),
-            _PACKAGE,
-            "explained.html",
-            verdict=f"{why.headline.rstrip('.')}.",
-            next_=next_of(why),
-            why=told,
-        )
-    return render_page(
-        _PACKAGE,
-        "trace.html",
+        verdict = f"{why.headline.rstrip('.')}."
+        run = Run(subject.folder)
+        return report.render(run, sections(subject, why), verdict=verdict, next_=next_of(why))
+    headline = why.headline[:1].upper() + why.headline[1:].rstrip(".")
+    page = Page(
         name=Path(subject.name).name,
+        next=next_of(why),
         subtitle=_subtitle(subject),
-        next_=next_of(why),
-        lede=f"{sentence(why.headline)}.",
+        lede=f"{headline}.",
         cards=_cards(subject, why),
-        charts={},
+        parts=sections(subject, why),
         at=at,
-        why=told,
     )
+    return page.html()
 
 
 def next_of(why: Explanation) -> str:
@@ -101,103 +105,86 @@ def next_of(why: Explanation) -> str:
     return "nothing of this step. `paceline explain --against` compares it with another one."
 
 
-def shown(subject: Subject, why: Explanation) -> SimpleNamespace:
-    """What the templates draw of an explanation."""
+def sections(subject: Subject, why: Explanation) -> list[Section]:
+    """What there is to say of an explanation."""
+    memory = () if why.out_of_memory is None else why.out_of_memory.sentences
+    found = [Section("Out of memory", Bullets(memory))]
+    if why.waterfall is not None:
+        note, notes = _waterfall_note(why.waterfall), map(Note, why.notes)
+        bars = waterfall_bars(why.waterfall)
+        found.append(Section("Why the step takes as long", bars, *notes, note=note))
+    found += [_what_to_change(why), _lanes(subject)]
     account = subject.account
-    return SimpleNamespace(
-        fall=None if why.waterfall is None else waterfall_of(why.waterfall),
-        notes=why.notes,
-        unexplained=[each.sentence for each in why.unexplained],
-        out_of_memory=[] if why.out_of_memory is None else why.out_of_memory.sentences,
-        findings=[finding(each) for each in why.findings if each.gain >= SHOWN],
-        lanes=_lanes(_read_lanes(subject)),
-        ranks=None if account is None or len(account.ranks) < 2 else _ranks(account),
-        flows=[_flow(flow) for flow in why.flows],
-        kernels=[] if account is None else list(_kernels(account)),
-        kernels_title="Operators" if account is None or not account.is_device else "Kernels",
-        kernels_note="" if account is None or account.is_device else ", each its own time alone",
-        memory=list(_memory(subject)),
-        memory_note=_memory_note(subject),
+    if account is not None and len(account.ranks) > 1:
+        found.append(_ranks(account))
+    found.append(
+        Section(
+            "Communication",
+            Table(_FLOW, [_flow(flow) for flow in why.flows], words=(0, 1)),
+            note="Per step and rank. Exposed: nothing else ran beside it. Bus bandwidth as "
+            "nccl-tests count it, without the time that early ranks wait for the last.",
+        )
     )
+    if account is not None:
+        found.append(_kernels(account))
+    return [*found, _memory(subject)]
 
 
-def finding(each: Finding) -> Mapping[str, Any]:
-    """A finding as text."""
-    return {
-        **each.to_json(),
-        "title": each.title.rstrip("."),
-        "gain": f"{step_time_text(each.gain_s)} a step, {each.gain:.1%}",
-    }
+def _what_to_change(why: Explanation) -> Section:
+    worth = [article(each) for each in why.findings if each.gain >= SHOWN]
+    note = (
+        "The largest gain first; a gain is what the step would be shorter by if this alone were "
+        "mended."
+        if worth
+        else "No rule found a cause that costs more than 1 % of the step."
+    )
+    left = [Note(each.sentence, warns=True) for each in why.unexplained]
+    return Section("What to change", *left, Note(note), *worth)
 
 
-def sentence(text: str) -> str:
-    """Begun with a capital, without its full stop."""
-    return text[:1].upper() + text[1:].rstrip(".")
+def article(each: Finding) -> Article:
+    """A finding with all there is to say of it."""
+    return Article(
+        title=each.title.rstrip("."),
+        aside=f"{time_text(each.gain_s)} a step, {each.gain:.1%}",
+        tag=f"{each.name} · confidence {each.confidence}",
+        sentences=[one.sentence for one in each.evidence],
+        advice=each.advice,
+        code="\n".join(f"--set {text}" for text in each.changes),
+    )
 
 
 # ---- the waterfall ------------------------------------------------------------------------------
 
 
-def waterfall_of(fall: Waterfall) -> dict[str, Any]:
-    """What the template draws of it: bars, the figures beside them, and a note."""
-    return {
-        "note": _waterfall_note(fall),
-        "bars": list(_bars(fall)),
-        "heads": ("ms", "share") if fall.predicted_s is None else ("ms", "planned", "beyond"),
-        "total": ("whole step", *_figures(fall.step_s, fall.predicted_s, fall.step_s)),
-    }
-
-
-def _bars(fall: Waterfall) -> Iterator[SimpleNamespace]:
+def waterfall_bars(fall: Waterfall) -> Steps:
     """A bar for each term where the one before it ends, the predicted one below it likewise."""
     whole_s = max(fall.step_s, fall.predicted_s or 0.0) or 1.0
+    rows = []
     if fall.ideal_s is not None:
         figures = _figures(fall.ideal_s, None, fall.step_s)[: 1 if fall.predicted_s else 2]
-        yield bar("at the peak", "var(--muted)", (0.0, fall.ideal_s), whole_s, figures)
+        peak = Swatch("at the peak", "var(--muted)")
+        rows.append(Step(peak, 0.0, fall.ideal_s / whole_s, figures))
     at_s = planned_at_s = 0.0
     for row in fall.rows:
         below = None
         if row.predicted_s:
-            below = (percent(planned_at_s, whole_s), percent(row.predicted_s, whole_s))
+            below = planned_at_s / whole_s, row.predicted_s / whole_s
             planned_at_s += row.predicted_s
-        figures = _figures(row.measured_s, row.predicted_s, fall.step_s)
-        yield bar(
-            row.term,
-            colour(row.term),
-            (at_s, row.measured_s),
-            whole_s,
-            figures,
-            below=below,
-            mood=_mood(row, fall.step_s),
+        rows.append(
+            Step(
+                Swatch(row.term, colour(row.term)),
+                at_s / whole_s,
+                row.measured_s / whole_s,
+                _figures(row.measured_s, row.predicted_s, fall.step_s),
+                below,
+                _mood(row, fall.step_s),
+            )
         )
         at_s += row.measured_s
-
-
-def bar(
-    name: str,
-    paint: str,
-    ends: tuple[float, float],
-    whole_s: float,
-    figures: Sequence[str],
-    *,
-    below: tuple[str, str] | None = None,
-    mood: str = "",
-) -> SimpleNamespace:
-    """A row of the macro `bars`.
-
-    Args:
-        name: at its left.
-        paint: its colour.
-        ends: where it begins and how long it is, seconds.
-        whole_s: that the whole width stands for.
-        figures: at its right.
-        below: the thin bar: where it begins and how long it is, per cent.
-        mood: "over" or "under": how the last figure is coloured.
-    """
-    left, width = (percent(part, whole_s) for part in ends)
-    return SimpleNamespace(
-        name=name, colour=paint, left=left, width=width, figures=figures, below=below, mood=mood
-    )
+    heads = ("ms", "share") if fall.predicted_s is None else ("ms", "planned", "beyond")
+    total = _figures(fall.step_s, fall.predicted_s, fall.step_s)
+    return Steps(heads, rows, ("whole step", *total))
 
 
 def _figures(measured_s: float, planned_s: float | None, step_s: float) -> tuple[str, ...]:
@@ -219,31 +206,47 @@ def _waterfall_note(fall: Waterfall) -> str:
     told = ["Milliseconds per step."]
     if fall.ideal_s is not None and fall.below_peak_s is not None:
         told.append(
-            f"At the devices' peak the model's FLOPs would take {step_time_text(fall.ideal_s)}, "
+            f"At the devices' peak the model's FLOPs would take {time_text(fall.ideal_s)}, "
             f"{fall.ideal_s / fall.step_s:.1%} of the step (MFU); products and attention take "
-            f"{step_time_text(max(0.0, fall.below_peak_s))} more than that."
+            f"{time_text(max(0.0, fall.below_peak_s))} more than that."
         )
     if fall.interval_s is not None:
         low, high = fall.interval_s
         told.append(
-            f"The thin bars are the plan, which expected {step_time_text(low)} to "
-            f"{step_time_text(high)}."
+            f"The thin bars are the plan, which expected {time_text(low)} to {time_text(high)}."
         )
     return " ".join(told)
 
 
-def percent(part: float, whole: float) -> str:
-    """For a style sheet: 12.34."""
-    return f"{100 * part / whole:.2f}"
-
-
-def milliseconds(seconds: float) -> str:
-    """To a tenth, small ones to three digits."""
-    value = seconds * 1e3
-    return f"{value:,.1f}" if abs(value) >= 10 or value == 0 else f"{value:.3g}"
-
-
 # ---- ranks and lanes ----------------------------------------------------------------------------
+
+
+def _lanes(subject: Subject) -> Section:
+    found = _read_lanes(subject)
+    title = "One step"
+    if found is None:
+        return Section(title)
+    groups: dict[str, list[tuple[str, list[tuple[int, int, str, str]]]]] = {}
+    for lane in found.lanes:
+        strips = [
+            (
+                round(strip.start * CELLS),
+                round(strip.width * CELLS),
+                colour(strip.term),
+                f"{strip.term}: {milliseconds(strip.width * found.length_s)} ms at "
+                f"{milliseconds(strip.start * found.length_s)}",
+            )
+            for strip in lane.strips
+        ]
+        groups.setdefault(f"rank {lane.rank}", []).append((lane.stream, strips))
+    some = f" {len(groups)} of {found.num_ranks} ranks." if len(groups) < found.num_ranks else ""
+    return Section(
+        title,
+        Strips(list(groups.items()), CELLS, time_text(found.length_s)),
+        _legend(found.terms),
+        note=f"Step {found.step}, the one of median length. A strip has the colour of what takes "
+        f"most of it; the traces themselves open in Perfetto.{some}",
+    )
 
 
 def _read_lanes(subject: Subject) -> Lanes | None:
@@ -254,75 +257,45 @@ def _read_lanes(subject: Subject) -> Lanes | None:
     return read_lanes(trace_files(where), subject.account, axis)
 
 
-def _lanes(found: Lanes | None) -> dict[str, Any] | None:
-    if found is None or not found.lanes:
-        return None
-    ranks: dict[int, list[tuple[str, list[tuple[str, str, str, str]]]]] = {}
-    for lane in found.lanes:
-        strips = [
-            (
-                f"{strip.start * CELLS:.0f}",
-                f"{strip.width * CELLS:.0f}",
-                colour(strip.term),
-                f"{strip.term}: {milliseconds(strip.width * found.length_s)} ms at "
-                f"{milliseconds(strip.start * found.length_s)}",
-            )
-            for strip in lane.strips
-        ]
-        ranks.setdefault(lane.rank, []).append((lane.stream, strips))
-    some = f" {len(ranks)} of {found.num_ranks} ranks." if len(ranks) < found.num_ranks else ""
-    return {
-        "step": found.step,
-        "cells": CELLS,
-        "length": step_time_text(found.length_s),
-        "ranks": list(ranks.items()),
-        "legend": _legend(found.terms),
-        "note": "A strip has the colour of what takes most of it; the traces themselves open in "
-        f"Perfetto.{some}",
-    }
+def _legend(terms: Sequence[str]) -> Legend:
+    return Legend([Swatch(term, colour(term)) for term in terms])
 
 
-def _legend(terms: Sequence[str]) -> list[tuple[str, str]]:
-    return [(term, colour(term)) for term in terms]
-
-
-def _present(account: Account) -> list[str]:
+def _ranks(account: Account) -> Section:
     sums = account.terms_ns.sum(axis=0)
-    whole = sums.sum() or 1
-    return in_order(term for term, ns in zip(TERMS, sums, strict=True) if ns > 0.001 * whole)
+    shown = [term for term, ns in zip(TERMS, sums, strict=True) if ns > 0.001 * (sums.sum() or 1)]
+    terms = in_order(shown)
+    return Section(
+        "Rank by rank",
+        Wholes(list(_rank_rows(account, terms))),
+        _legend(terms),
+        Subsection(
+            "The critical path",
+            Table(("rank", "term", "ms per step", "share"), list(_path(account)), words=(0, 1)),
+            note="What a step's length is made of when one follows who waited for whom, from its "
+            "end to its start.",
+        ),
+        note=_ranks_note(account),
+    )
 
 
-def _ranks(account: Account) -> dict[str, Any]:
-    return {
-        "note": _ranks_note(account),
-        "rows": list(_rank_rows(account)),
-        "legend": _legend(_present(account)),
-        "path": list(_path(account)),
-    }
-
-
-def _rank_rows(account: Account) -> Iterator[tuple[int, list[tuple[str, float, str]], str]]:
+def _rank_rows(account: Account, terms: Sequence[str]) -> Iterator[tuple[str, Whole, str]]:
     """Rank, its terms as parts of the longest rank's step, its step."""
     longest = max(account.step_s(rank) for rank in account.ranks) or 1.0
     for rank in account.ranks[:_MOST_RANKS]:
-        parts = [
-            (term, account.terms_ns[account.steps["rank"] == rank][:, TERMS.index(term)].mean())
-            for term in _present(account)
-        ]
-        whole = sum(ns for _, ns in parts) or 1.0
+        means = account.terms_ns[account.steps["rank"] == rank].mean(axis=0)
+        parts = {term: float(means[TERMS.index(term)]) for term in terms}
+        whole = sum(parts.values()) or 1.0
         share = account.step_s(rank) / longest
-        yield (
-            rank,
-            [(term, float(share * ns / whole), colour(term)) for term, ns in parts],
-            step_time_text(account.step_s(rank)),
-        )
+        shares = [(Swatch(term, colour(term)), share * ns / whole) for term, ns in parts.items()]
+        yield f"rank {rank}", Whole(shares), time_text(account.step_s(rank))
 
 
 def _ranks_note(account: Account) -> str:
     lengths = [account.step_s(rank) for rank in account.ranks]
     number = len(account.steps) // len(lengths)
     told = (
-        f"Mean of {number} profiled step{'s' if number > 1 else ''}. The longest rank's step is "
+        f"Mean of {plural(number, 'profiled step')}. The longest rank's step is "
         f"{max(lengths) / min(lengths) - 1:.1%} above the shortest."
     )
     if len(lengths) > _MOST_RANKS:
@@ -336,19 +309,25 @@ def _ranks_note(account: Account) -> str:
 def _path(account: Account) -> Iterator[tuple[str, ...]]:
     """Rank, term, time and share of the critical path, the most first."""
     rows = account.path
-    if not len(rows):
-        return
     num_steps = len(np.unique(rows["step"]))
-    pairs = np.stack([rows["rank"], rows["term"]], axis=1).astype(np.int64)
-    kinds, which = np.unique(pairs, axis=0, return_inverse=True)
-    sums = np.bincount(which.reshape(-1), rows["duration_ns"])
+    kinds, (sums,) = _grouped(rows, ("rank", "term"), "duration_ns")
     for at in np.argsort(-sums, kind="stable")[:_MOST_STEPS_OF_PATH]:
         rank, term = kinds[at].tolist()
-        share = f"{sums[at] / sums.sum():.1%}"
+        share = share_text(sums[at] / sums.sum())
         yield str(rank), TERMS[term], milliseconds(sums[at] / num_steps / 1e9), share
 
 
+def _grouped(rows: Any, by: Sequence[str], *values: str) -> tuple[Any, list[Any]]:
+    """The kinds of rows (kinds, columns), and of each kind the sum of every value."""
+    keys = np.stack([rows[name] for name in by], axis=1).astype(np.int64)
+    kinds, which = np.unique(keys, axis=0, return_inverse=True)
+    which = which.reshape(-1)
+    return kinds, [np.bincount(which, rows[name], len(kinds)) for name in values]
+
+
 # ---- tables -------------------------------------------------------------------------------------
+
+_FLOW = ("axis", "collective", "ranks", "calls", "bytes", "ms", "of it exposed", "bus bandwidth")
 
 
 def _flow(flow: Flow) -> tuple[str, ...]:
@@ -365,26 +344,28 @@ def _flow(flow: Flow) -> tuple[str, ...]:
     )
 
 
-def _kernels(account: Account) -> Iterator[tuple[str, ...]]:
+def _kernels(account: Account) -> Section:
     """Name, operator, term, calls, time and share of the kernels with the most time."""
-    rows = account.kernels
-    if not len(rows):
-        return
-    keys = np.stack([rows["name"], rows["op"], rows["term"]], axis=1).astype(np.int64)
-    kinds, which = np.unique(keys, axis=0, return_inverse=True)
-    which = which.reshape(-1)
-    sums, counts = np.bincount(which, rows["total_ns"]), np.bincount(which, rows["count"])
-    steps = len(account.steps)
+    kinds, (sums, counts) = _grouped(account.kernels, ("name", "op", "term"), "total_ns", "count")
+    steps, rows = len(account.steps), []
     for at in np.argsort(-sums, kind="stable")[:_MOST_KERNELS]:
         name, op, term = kinds[at].tolist()
-        yield (
-            _short(account.names[name]),
-            "" if op in (-1, name) else _short(account.names[op]),
-            TERMS[term],
-            f"{counts[at] / steps:,.1f}",
-            milliseconds(sums[at] / steps / 1e9),
-            f"{sums[at] / sums.sum():.1%}",
+        rows.append(
+            (
+                _short(account.names[name]),
+                "" if op in (-1, name) else _short(account.names[op]),
+                TERMS[term],
+                f"{counts[at] / steps:,.1f}",
+                milliseconds(sums[at] / steps / 1e9),
+                share_text(sums[at] / sums.sum()),
+            )
         )
+    alone = "" if account.is_device else ", each its own time alone"
+    return Section(
+        "Kernels" if account.is_device else "Operators",
+        Table(("name", "launched by", "term", "calls", "ms", "share"), rows, words=(0, 1, 2)),
+        note=f"The {len(rows)} with the most time, per step and rank{alone}.",
+    )
 
 
 def _short(name: str) -> str:
@@ -393,25 +374,24 @@ def _short(name: str) -> str:
     return name if len(name) <= _MOST_NAME else f"{name[: _MOST_NAME - 1]}…"
 
 
-def _memory(subject: Subject) -> Iterator[tuple[str, ...]]:
+def _memory(subject: Subject) -> Section:
     """Predicted bytes by term; what was measured is one figure, and stands in the note."""
-    terms = None if subject.job is None else memory_terms(subject.job)
-    if not terms:
-        return
+    terms = (None if subject.job is None else memory_terms(subject.job)) or {}
     whole = sum(terms.values())
-    for term, size in terms.items():
-        if size > 0.001 * whole:
-            yield term, bytes_text(size), f"{size / whole:.1%}"
-    yield "whole", bytes_text(whole), ""
-
-
-def _memory_note(subject: Subject) -> str:
+    rows = [
+        (term, bytes_text(num), share_text(num / whole))
+        for term, num in terms.items()
+        if num > 0.001 * whole
+    ]
+    if rows:
+        rows.append(("whole", bytes_text(whole), ""))
     measured = [each for line in subject.lines for each in _memories(line)]
     limit = None if subject.job is None else limit_bytes(subject.job)
     told = [f"Measured: a peak of {bytes_text(max(measured))}."] if measured else []
     if limit is not None:
         told.append(f"A layout may use {bytes_text(limit)}.")
-    return " ".join(told)
+    table = Table(("term", "predicted", "share"), rows)
+    return Section("Memory of the heaviest rank", table, note=" ".join(told))
 
 
 def _memories(line: Mapping[str, Any]) -> list[float]:
@@ -428,8 +408,8 @@ def _subtitle(subject: Subject) -> list[str]:
         raise InputError(f"{subject.name} has no profiled steps: give a trace or a run.")
     ranks, steps = subject.account.ranks, np.unique(subject.account.steps["step"])
     return [
-        f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} recorded",
-        f"{len(steps)} step{'s' if len(steps) > 1 else ''}",
+        f"{plural(len(ranks), 'rank')} recorded",
+        plural(len(steps), "step"),
         "kernels of a device" if subject.account.is_device else "operators of a CPU",
     ]
 
@@ -442,7 +422,7 @@ def _cards(subject: Subject, why: Explanation) -> list[Card]:
     hidden = 1 - sum(flow.exposed_s for flow in why.flows) / total if total else None
     worth = [each for each in why.findings if each.gain >= SHOWN]
     return [
-        ("Step", step_time_text(subject.step_s), "median"),
+        ("Step", time_text(subject.step_s), "median"),
         ("Exposed communication", f"{exposed:.1%}", "of the step"),
         ("Overlapped", "–" if hidden is None else f"{hidden:.1%}", "of all communication"),
         ("Waiting for the host", f"{shares.get('host_gap', 0.0):.1%}", "of the step"),

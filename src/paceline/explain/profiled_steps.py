@@ -74,6 +74,10 @@ class ProfiledSteps:
         ]
         return self.account.terms_ns[self.rows][:, :, columns].sum(axis=2) / 1e9
 
+    def mean_s(self, *terms: str) -> float:
+        """Seconds of some terms in a step, mean over steps and ranks."""
+        return float(self.term_s(*terms).mean())
+
     @cached_property
     def busy_s(self) -> Array:
         """(steps, ranks), what a rank did itself, be it useful or not."""
@@ -82,7 +86,7 @@ class ProfiledSteps:
     @cached_property
     def waits_s(self) -> float:
         """Seconds of a step that recording doesn't lengthen, mean."""
-        return float(self.term_s(*_UNTOUCHED).mean())
+        return self.mean_s(*_UNTOUCHED)
 
     def sum_s(self, rows: Array, column: str = "duration_ns") -> Array:
         """(steps, ranks), seconds of the rows of one of the account's tables."""

@@ -2,17 +2,17 @@
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from paceline.explain.explain import Explanation
 from paceline.explain.finding import Finding
 from paceline.explain.rules import SHOWN
 from paceline.explain.waterfall import Waterfall
-from paceline.observe.summary import bytes_text, colour, step_time_text
+from paceline.observe.terms import colour
+from paceline.render.figures import bytes_text, share_text, time_text
+from paceline.render.table import Table, stretch
 
 _BAR = 28
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def show(one: Explanation, console: Console, top: int, *, all_findings: bool) -> None:
@@ -44,71 +44,47 @@ def show(one: Explanation, console: Console, top: int, *, all_findings: bool) ->
 
 
 def _waterfall_table(one: Waterfall) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("a step")
-    table.add_column("measured", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("predicted", justify="right")
-    table.add_column("")
+    rows: list[tuple[RenderableType, ...]] = []
     if one.ideal_s is not None:
-        share = one.ideal_s / one.step_s
-        table.add_row("at the peak", step_time_text(one.ideal_s), f"{share:.1%}", "", "")
+        mfu = share_text(one.ideal_s / one.step_s)
+        rows.append(("at the peak", time_text(one.ideal_s), mfu, "", ""))
     before_s = 0.0
     for row in one.rows:
         share = row.measured_s / one.step_s
-        table.add_row(
-            row.term,
-            step_time_text(row.measured_s),
-            f"{share:.1%}",
-            "" if row.predicted_s is None else step_time_text(row.predicted_s),
-            _bar(before_s / one.step_s, share, colour(row.term)),
+        rows.append(
+            (
+                row.term,
+                time_text(row.measured_s),
+                share_text(share),
+                "" if row.predicted_s is None else time_text(row.predicted_s),
+                stretch(before_s / one.step_s, share, colour(row.term), _BAR),
+            )
         )
         before_s += row.measured_s
-    predicted = "" if one.predicted_s is None else step_time_text(one.predicted_s)
-    interval = ""
-    if one.interval_s is not None:
-        interval = " to ".join(step_time_text(each) for each in one.interval_s)
-    table.add_row("[bold]the step", step_time_text(one.step_s), "100%", predicted, interval)
-    return table
-
-
-def _bar(begin: float, share: float, style: str) -> Text:
-    """A stretch of the step as it lies within it, by eighths of a character."""
-    first, last = round(begin * _BAR * 8), round((begin + share) * _BAR * 8)
-    last = max(last, first + 1)
-    lead, rest = divmod(first, 8)
-    eighths = last - first
-    if rest:  # A block can't begin within a character: it begins at the next one.
-        lead += 1
-        eighths = max(1, eighths - (8 - rest))
-    full, part = divmod(eighths, 8)
-    return Text(" " * lead + _EIGHTHS[8] * full + _EIGHTHS[part].strip(), style=style)
+    predicted = "" if one.predicted_s is None else time_text(one.predicted_s)
+    interval = " to ".join(map(time_text, one.interval_s or ()))
+    rows.append((Text("the step", "bold"), time_text(one.step_s), "100%", predicted, interval))
+    return Table(("a step", "measured", "share", "predicted", ""), rows, words=(0, 4))
 
 
 def _flows_table(one: Explanation) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("communication", no_wrap=True)
     is_known = any(flow.expected_s is not None for flow in one.flows)
     expected = ["expected"] if is_known else []
-    for name in ("ranks", "a step", "bytes", "on the link", *expected, "exposed", "bus rate"):
-        table.add_column(name, justify="right")
-    for flow in one.flows:
-        rate = flow.bus_bytes_per_s
-        table.add_row(
+    heads = ("communication", "ranks", "a step", "bytes", "on the link")
+    rows = [
+        (
             f"{flow.axis or '?'} {flow.op}",
             str(flow.num_ranks or "?"),
             f"{flow.num_calls:.0f}",
             bytes_text(flow.bytes) if flow.bytes else "?",
-            step_time_text(flow.link_s),
-            *([_time_or_dash(flow.expected_s)] if is_known else []),
-            step_time_text(flow.exposed_s),
-            "-" if rate is None else f"{bytes_text(rate)}/s",
+            time_text(flow.link_s),
+            *(["-" if flow.expected_s is None else time_text(flow.expected_s)] if is_known else []),
+            time_text(flow.exposed_s),
+            "-" if flow.bus_bytes_per_s is None else f"{bytes_text(flow.bus_bytes_per_s)}/s",
         )
-    return table
-
-
-def _time_or_dash(seconds: float | None) -> str:
-    return "-" if seconds is None else step_time_text(seconds)
+        for flow in one.flows
+    ]
+    return Table((*heads, *expected, "exposed", "bus rate"), rows)
 
 
 def _findings(one: Explanation, top: int, *, all_findings: bool) -> RenderableType:
@@ -127,7 +103,7 @@ def _finding(each: Finding) -> RenderableType:
     head = Text.assemble(
         (f"{each.gain:6.1%}  ", f"bold {style}"),
         (f"{each.name}", "bold"),
-        (f"  {step_time_text(each.gain_s)} of a step, confidence {each.confidence}", "dim"),
+        (f"  {time_text(each.gain_s)} of a step, confidence {each.confidence}", "dim"),
     )
     told: list[Text] = [
         Text(each.title),

@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config.errors import InputError
-from paceline.config.frozen import size
 from paceline.config.job import Job
 from paceline.explain.profiled_steps import ProfiledSteps
 from paceline.explain.traffic import CollectiveTraffic
 from paceline.explain.windows import read_windows
 from paceline.observe.account import Account
 from paceline.observe.caveats import TraceDevice
+from paceline.observe.generations import Generations, generations, kept_steps
 from paceline.observe.meetings import match
 from paceline.observe.recorded import read_account
 from paceline.observe.run import Run
@@ -60,7 +60,7 @@ class Subject:
     folder: Path | None = None
     """The Run's directory."""
     damage: str | None = None
-    """Which lines of metrics.jsonl are left out, and why."""
+    """Which lines of metrics.jsonl and events.jsonl are left out, and why."""
 
     @classmethod
     def of(cls, path: Path) -> "Subject":
@@ -74,6 +74,7 @@ class Subject:
             return cls(str(path), read_account(path))
         job, plan, facts = run.job(), run.plan(), run.facts()
         lines, damage = run.steps()
+        damage = " ".join(filter(None, [damage, run.events().damage])) or None
         account = read_windows(run.trace_folder, only_axis(job))
         return cls(str(path), account, job, plan, facts, lines, path, damage)
 
@@ -178,10 +179,14 @@ class Subject:
         work_s = self.measured.step_s - waits_s
         return min(1.1, max(0.2, (self.step_s - waits_s) / work_s)) if work_s > 0 else 1.0
 
+    def work_s(self, *terms: str) -> float:
+        """Mean seconds of some terms in a profiled step, as long as they take when nobody looks."""
+        return 0.0 if self.account is None else self.measured.mean_s(*terms) * self.pace
+
     @cached_property
     def cores_are_taken(self) -> bool:
         """Whether ranks compute on all cores of the host: work beside them then holds them up."""
-        if self.job is not None and not self.job.cluster.known_device.is_cpu:
+        if self.job is not None and not self.job.cluster.device.is_cpu:
             return False
         if self.account is not None and self.account.is_device:
             return False
@@ -198,7 +203,7 @@ class Subject:
         """How many ranks share rank 0's host."""
         ranks = self.facts.get("num_ranks", 1)
         if self.job is not None:
-            ranks = min(ranks, size(self.job.cluster.devices_per_node))
+            ranks = min(ranks, self.job.cluster.devices_per_node)
         return int(self.facts.get("num_ranks_of_host", ranks))
 
     @cached_property
@@ -213,6 +218,12 @@ class Subject:
     def doctor(self) -> Mapping[str, Any]:
         """The Run's doctor.json, which `paceline doctor --run` keeps; empty without it."""
         return {} if self.folder is None else Run(self.folder).doctor()
+
+    @cached_property
+    def generations(self) -> Generations | None:
+        """Who trained together, from one loss or return to the next; None: it isn't elastic."""
+        events = [] if self.folder is None else Run(self.folder).events().lines
+        return generations(events, kept_steps(self.lines)) if events else None
 
     @cached_property
     def planned(self) -> PlannedStep | None:

@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.config.frozen import size
 from paceline.explain.finding import Finding
 from paceline.explain.rules import RULES
 from paceline.explain.subject import Subject
 from paceline.explain.waterfall import terms_beside
 from paceline.observe import caveats
-from paceline.observe.summary import step_time_text
 from paceline.observe.tables.gaps import BETWEEN_KERNELS
+from paceline.render.figures import time_text
 
 MUCH = 0.1
 """Part of the step that a term is told from on."""
@@ -47,7 +46,7 @@ class Unexplained(NamedTuple):
     def sentence(self) -> str:
         """For people."""
         return (
-            f"{step_time_text(self.seconds)} of a step ({self.share:.0%}) is {self.term}, and no "
+            f"{time_text(self.seconds)} of a step ({self.share:.0%}) is {self.term}, and no "
             f"rule explains it. {self.to_record}"
         )
 
@@ -86,7 +85,7 @@ def _by_schedule_s(subject: Subject, term: str) -> float:
     """The bubble of a pipeline that is filled and drained once a step."""
     if term != "bubble" or subject.job is None:
         return 0.0
-    stages, number = size(subject.job.layout.pp), subject.job.accumulation
+    stages, number = subject.job.layout.pp, subject.job.accumulation
     return subject.step_s * (stages - 1) / (number + stages - 1)
 
 

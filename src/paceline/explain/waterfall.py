@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from paceline.explain.subject import Subject
-from paceline.observe.summary import in_order, mean_terms, summarise
-from paceline.observe.terms import TERMS, coarse
+from paceline.observe.summary import mean_terms, summarise
+from paceline.observe.terms import TERMS, coarse, in_order
 
 # What the model's FLOPs are done in.
 _USEFUL = ("matmul", "attention")

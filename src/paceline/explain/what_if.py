@@ -13,10 +13,8 @@ from functools import lru_cache
 import numpy as np
 
 from paceline.config.errors import InputError
-from paceline.config.frozen import size
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job, read_cluster
-from paceline.config.model import Model
 from paceline.explain.changes import changed_job
 from paceline.explain.subject import Subject
 from paceline.explain.waterfall import measured_terms
@@ -60,7 +58,7 @@ def what_if(subject: Subject, changes: Sequence[str]) -> WhatIf | None:
     if then is None:
         return None
     # A pipeline's predicted terms are those of its busiest rank, the measured ones a mean.
-    is_pipeline = subject.job is not None and size(subject.job.layout.pp) > 1
+    is_pipeline = subject.job is not None and subject.job.layout.pp > 1
     scale = _whole if subject.account is None or is_pipeline else _scaled
     seconds = scale(subject, now, then)
     return WhatIf(tuple(changes), seconds, subject.step_s, then.time_s)
@@ -99,7 +97,7 @@ def expected(subject: Subject) -> Prediction | None:
 
 
 def predicted_s(job: Job) -> float | None:
-    """Seconds of a step of any concrete Job, None where the planner doesn't know."""
+    """Seconds of a step of any Job, None where the planner doesn't know."""
     found = predicted(job)
     return None if found is None else found.step_s
 
@@ -112,7 +110,7 @@ def fits(job: Job) -> bool | None:
 
 def limit_bytes(job: Job) -> float | None:
     """What a layout may use of a device's memory."""
-    return memory_limit(job.cluster.known_device) if isinstance(job.model, Model) else None
+    return memory_limit(job.cluster.device) if job.model.knows_layers else None
 
 
 def peak_bytes(job: Job) -> float | None:
@@ -123,7 +121,7 @@ def peak_bytes(job: Job) -> float | None:
 
 def memory_terms(job: Job) -> dict[str, float] | None:
     """Bytes of the heaviest device by term of the vocabulary; needs no rates of the device."""
-    if not isinstance(job.model, Model):
+    if not job.model.knows_layers:
         return None
     setting = Setting.of(job)
     points = Points.of([job.layout], setting)
@@ -145,9 +143,9 @@ def _cluster(subject: Subject) -> Cluster:
 
 
 def predicted(job: Job) -> Prediction | None:
-    """What the planner says about a concrete Job; None where it doesn't know its model, or the
+    """What the planner says about a Job; None where it doesn't know its model, or the
     speed of its devices or links."""
-    if not isinstance(job.model, Model):
+    if not job.model.knows_layers:
         return None
     try:
         return predict(Setting.of(job), job.layout)

@@ -88,8 +88,7 @@ class Kernel:
     function: Any
     takes: str
     """The arguments that aren't compile-time constants, by type: "x out: *T; width: i32". "*T" is a
-    pointer to values of the operator's own type, else Triton's words: "*fp32", "i64"; in brackets
-    those of a tuple: "q k: (*T i32)"."""
+    pointer to values of the operator's own type, else Triton's words: "*fp32", "i64"."""
     rule: Callable[[int], Launch]
     """The launch for a size that the table has no row for."""
     sizes: Sequence[int]
@@ -220,6 +219,32 @@ def as_rows(x: Tensor) -> Tensor:
     """See (..., width) as (rows, width) whose rows lie in one piece; copies if it must."""
     x = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+def like(x: Tensor) -> Tensor:
+    """Uninitialised, of x's shape and type, contiguous."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def row_rule(width: int) -> Launch:
+    """Of a kernel that goes over rows in blocks and reuses nothing.
+
+    Blocks of at most 4096 values, 512 for a warp: 16 values of each thread are in flight.
+    """
+    block = min(next_power_of_2(width), 4096)
+    return Launch({"BLOCK": block}, num_warps=min(max(block // 512, 1), 8))
+
+
+def other_row_launches(width: int) -> list[Launch]:
+    """Launches worth measuring beside `row_rule`'s."""
+    blocks = [block for block in (1024, 2048, 4096, 8192) if block < 2 * width]
+    return [Launch({"BLOCK": block}, warps) for block in blocks for warps in (2, 4, 8, 16)]
+
+
+def row_grid(x: Tensor) -> Callable[[Mapping[str, int]], tuple[int, int]]:
+    """A program for each block of each row of x (rows, width)."""
+    rows, width = x.shape
+    return lambda blocks: (rows, -(-width // blocks["BLOCK"]))
 
 
 def next_power_of_2(size: int) -> int:

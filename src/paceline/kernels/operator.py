@@ -1,13 +1,14 @@
 """Functions that launch kernels, as torch sees them.
 
-A function that launches a kernel needs real memory. Tracers (torch.compile, fake tensors) and
-tensor subclasses (DTensor) have none to give, so they meet a custom operator instead: it is opaque,
-says the shapes of its results, and is sharded by rules. Everybody else calls the function itself,
-for the operator's boundary costs about 60 us (published for an H100), more than a small kernel.
+A function that launches a kernel needs real memory. Tracers (torch.compile, fake tensors) have none
+to give, so they meet a custom operator instead: it is opaque and says the shapes of its results.
+Everybody else calls the function itself, for the operator's boundary costs about 60 us (published
+for an H100), more than a small kernel.
 
 `torch.library.triton_op` would let a compiler look inside, but fails on a machine without a driver.
 
-Not here: gradients of a function of gradients (second derivatives); none of ours has any.
+Not here: gradients of a function of gradients (second derivatives); rules for DTensors (networks
+hand over a rank's own part; DTensor refuses an operator without rules).
 """
 
 from collections.abc import Callable, Sequence
@@ -49,12 +50,12 @@ class Differentiable:
 
     Args:
         forward: the operator.
-        save: (ctx, inputs, output), keeps what the gradient needs.
+        save: (ctx, inputs, output), keeps what the gradient needs; None: all inputs, tensors each.
         gradient: (ctx, *gradients of the results), returns those of the arguments.
     """
 
-    def __init__(self, forward: Operator, save: Function, gradient: Function) -> None:
-        self.forward = forward
+    def __init__(self, forward: Operator, save: Function | None, gradient: Function) -> None:
+        self.forward, save = forward, save or _save_inputs
         forward.custom.register_autograd(gradient, setup_context=save)
         members = {
             "forward": staticmethod(forward.function),
@@ -68,6 +69,10 @@ class Differentiable:
         if _is_watched(arguments):
             return self.forward.custom(*arguments)
         return self._eager.apply(*arguments)
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
 
 
 def _is_watched(arguments: Sequence[Any]) -> bool:

@@ -1,10 +1,10 @@
 """Cpu speed: what CPU ranks multiply and move, measured in a few seconds and kept for this machine.
 
 Without it the machine that everybody tries first has no MFU and no prediction. It is measured once,
-by the process that starts the ranks and before it does: as many threads as ranks multiply at once,
-each with its share of the cores, so that what is found is a rank's part of the whole. Of a few
-short blocks the fastest counts, and where a rank has one thread only the time that it had a core: a
-peak that was measured while others had the cores would be too low for good.
+by the process that starts the ranks and before it does. As many threads as ranks multiply at once,
+each with its share of the cores, so that what is found is a rank's part of the whole. The fastest
+of a few short blocks counts. Where a rank has one thread, only the time that it had a core counts:
+a peak that was measured while others had the cores would be too low for good.
 
 Not here: the thorough measurement, with all sizes, attention, links and steps (`paceline bench`);
 and CUDA devices, whose peaks stand in the catalogue.

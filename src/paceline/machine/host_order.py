@@ -5,9 +5,9 @@ and hosts that are joined by fast links should. A launcher numbers hosts as it h
 (torchrun as they met, srun by name). `paceline bench collectives` measures every pair and writes
 the hosts as a chain into the Cluster; runs number their ranks by it (`comm.rendezvous.connect`).
 
-In a chain comes after each host the one that it reaches fastest, but only if that is faster than
-the next in the order of starting by more than `GAIN`, so that noise reorders nothing and an order
-that is good already stays.
+In a chain each host is followed by the one that it reaches fastest, but only if that is faster than
+the next in the order of starting by more than `GAIN`. So noise reorders nothing, and an order that
+is good already stays.
 """
 
 from collections.abc import Sequence

@@ -41,12 +41,12 @@ def cards(root: Path = SYS) -> tuple[Card, ...]:
 
 def _port(root: Path, device: Path, port: Path) -> Card | None:
     """A port whose state is active ("4: ACTIVE")."""
-    if not _text(port / "state").endswith("ACTIVE"):
+    if not read_text(port / "state").endswith("ACTIVE"):
         return None
-    rate = re.match(r"([\d.]+) Gb/sec", _text(port / "rate"))
+    rate = re.match(r"([\d.]+) Gb/sec", read_text(port / "rate"))
     return Card(
         name=f"{device.name}:{port.name}",
-        kind="roce" if _text(port / "link_layer") == "Ethernet" else "infiniband",
+        kind="roce" if read_text(port / "link_layer") == "Ethernet" else "infiniband",
         interface=_interface_of(root, device, port),
         gbit_per_s=float(rate[1]) if rate else None,
         pci=_pci(device),
@@ -69,7 +69,7 @@ def _interface_of(root: Path, device: Path, port: Path) -> str | None:
 
 def _ethernet(interface: Path) -> Card | None:
     """An interface that is up and has a device behind it: no bridge, tunnel or loopback."""
-    if _text(interface / "operstate") != "up" or not (interface / "device").exists():
+    if read_text(interface / "operstate") != "up" or not (interface / "device").exists():
         return None
     speed = _number(interface / "speed")
     return Card(
@@ -98,11 +98,11 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _number(file: Path) -> int | None:
-    text = _text(file)
+    text = read_text(file)
     return int(text) if re.fullmatch(r"-?\d+", text) else None
 
 
-def _text(file: Path) -> str:
+def read_text(file: Path) -> str:
     """What a file says; many can't be read while their device is down."""
     try:
         return file.read_text().strip()

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from paceline.comm.mesh import local_part
 from paceline.config.model import Model
-from paceline.kernels import rope as fused
 from paceline.kernels.attention.backends import attend
 from paceline.kernels.attention.rule import Backend
-from paceline.kernels.rope.reference import rotate_pairs
+from paceline.kernels.rope import rotate
 from paceline.models.norm import RMSNorm
 from paceline.models.rope import Rope
 
@@ -100,12 +99,9 @@ class Sdpa:
         return self._attend(q, k, v, mask)[..., :width]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        grouped = q.shape[1] != k.shape[1]
-        if mask is None and self.backend != "default":
-            return attend(q, k, v, None, self.backend)
         if mask is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        if grouped:
+            return attend(q, k, v, self.backend)
+        if q.shape[1] != k.shape[1]:
             # The kernels that take a mask on CUDA know no groups and would give way to the one
             # that writes out all scores. On a CPU both forms take the same time (measured, 2 %).
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -134,16 +130,15 @@ class Attention(nn.Module):
             project(x).unflatten(-1, (-1, self.head_dim))
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = self._turned(q, k, rope)
+        if self.q_norm is None or self.k_norm is None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        else:
+            q, k = (
+                rotate(x, *rope, local_part(norm.weight), norm.eps)
+                for x, norm in ((q, self.q_norm), (k, self.k_norm))
+            )
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (batch, heads, seq, head_dim)
         return self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(-2))
-
-    def _turned(self, q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Queries and keys, normalised where the model does that, at their positions' angles."""
-        if self.q_norm is None or self.k_norm is None:
-            return fused.rotate(q, k, *rope)
-        weights = local_part(self.q_norm.weight), local_part(self.k_norm.weight)
-        return fused.rotate(q, k, *rope, *weights, self.q_norm.eps)
 
 
 class LatentAttention(nn.Module):
@@ -203,4 +198,4 @@ class LatentAttention(nn.Module):
         if self.shape.interleaved:
             # Pairs of neighbours; in q and k alike, so that their order afterwards is free.
             x = x.unflatten(-1, (-1, 2)).mT.flatten(-2)
-        return rotate_pairs(x, *rope)
+        return rotate(x, *rope)

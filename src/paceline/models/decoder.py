@@ -18,7 +18,7 @@ https://cdn.openai.com/better-language-models/language_models_are_unsupervised_m
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -65,11 +65,14 @@ def _feed_forward(model: Model, layer: int) -> nn.Module:
     return FeedForward(model.hidden_size, model.ffn_size)
 
 
+def _unchanged(weight: Tensor) -> Tensor:
+    return weight
+
+
 class Decoder(nn.Module):
     """The network of a Model, or, after `cut`, one stage of it.
 
     Args:
-        model: the shapes.
         attend: the attention core that every block uses; `Sdpa` by default.
     """
 
@@ -81,6 +84,9 @@ class Decoder(nn.Module):
         self.model = model
         self.attend: Attend = attend or Sdpa()
         self.is_first = self.is_last = True
+        self.set_apart: Callable[[Tensor], Tensor] = _unchanged
+        """Applied to a tied head's weight: for whoever wants the gradients of its two uses
+        apart."""
         self.embed: nn.Embedding | None = nn.Embedding(model.vocab_size, model.hidden_size)
         self.blocks = nn.ModuleList(
             Block(model, layer, self.attend) for layer in range(model.num_layers)
@@ -168,9 +174,10 @@ class Decoder(nn.Module):
     @property
     def _head_weight(self) -> Tensor:
         """(vocab, hidden)"""
-        head = self.embed if self.head is None else self.head
-        assert head is not None
-        return head.weight
+        if self.head is not None:
+            return self.head.weight
+        assert self.embed is not None
+        return self.set_apart(self.embed.weight)
 
     def _check_length(self, seq_len: int) -> None:
         if seq_len > self.model.max_seq_len:

@@ -3,9 +3,9 @@
 How it works: the router scores every expert for every token, in fp32 at least, and each token takes
 the best few (`choose`). The copies of the tokens are sorted by expert, every expert works on its
 rows, and the outputs go back and are added up with the scores as weights. Nothing is dropped: an
-expert works on as many rows as chose it. The weights of all experts of a layer are stacked, so that
-their products are one grouped GEMM where torch has one (bf16 on CUDA, without telling the host how
-many rows an expert has), else a loop.
+expert works on as many rows as chose it. The weights of all experts of a layer are stacked. Where
+torch has a grouped GEMM (bf16 on CUDA; the host needn't know how many rows an expert has) their
+products are one, else a loop.
 
 Who holds an expert is open in two ways. `slot_of_expert` says where in the stacked weights an
 expert lies, so that experts can be moved without a change to what is computed; and the rows go to

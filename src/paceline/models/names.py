@@ -56,10 +56,6 @@ class TensorSource(NamedTuple):
 def sources(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSource]:
     """Their names of the tensors of a decoder or of a part of it, in its order.
 
-    Args:
-        model: the whole network.
-        shapes: of the tensors of ours, by name.
-
     Returns:
         their name -> ours.
 

@@ -11,7 +11,8 @@ Papers: https://arxiv.org/abs/1512.03385, grouped convolutions https://arxiv.org
 Shapes and first values are torchvision's ("v1.5": the 3x3 convolution takes the stride).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -145,3 +146,55 @@ def _by_block(convs: Sequence[Conv]) -> Iterator[list[Conv]]:
         if conv.adds:
             yield block
             block = []
+
+
+# ---- for others ----------------------------------------------------------------------------------
+
+# Shapes that torchvision has names for: depth, groups, width of a group.
+_NAMED = {
+    (50, 32, 4): "resnext50_32x4d",
+    (101, 32, 8): "resnext101_32x8d",
+    (101, 64, 4): "resnext101_64x4d",
+    (50, 1, 128): "wide_resnet50_2",
+    (101, 1, 128): "wide_resnet101_2",
+}
+
+
+def torchvision_state(model: ResNet, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names of `torchvision.models.ResNet`, which computes the same with them.
+
+    Args:
+        model: the shapes.
+        state: under the names of `ResNetwork.state_dict()`.
+    """
+    layers = {"stem.conv": "conv1", "stem.norm": "bn1", "head": "fc"}
+    inner = [f"inner.{number}" for number in range(2 if model.has_bottlenecks else 1)]
+    blocks = (
+        f"layer{stage}.{block}"
+        for stage, num_blocks in enumerate(model.num_blocks, start=1)
+        for block in range(num_blocks)
+    )
+    for index, block in enumerate(blocks):
+        for number, part in enumerate([*inner, "last"], start=1):
+            layers[f"blocks.{index}.{part}.conv"] = f"{block}.conv{number}"
+            layers[f"blocks.{index}.{part}.norm"] = f"{block}.bn{number}"
+        layers[f"blocks.{index}.project.conv"] = f"{block}.downsample.0"
+        layers[f"blocks.{index}.project.norm"] = f"{block}.downsample.1"
+    parts = ((name.rpartition("."), tensor) for name, tensor in state.items())
+    return {f"{layers[layer]}.{kind}": tensor for (layer, _, kind), tensor in parts}
+
+
+def torchvision_config(model: ResNet) -> dict[str, Any]:
+    """The arguments of `torchvision.models.ResNet`, the name of this architecture where it has one,
+    and the size of the images that it was trained on."""
+    usual = f"resnet{model.depth}" if (model.groups, model.width_per_group) == (1, 64) else None
+    name = _NAMED.get((model.depth, model.groups, model.width_per_group), usual)
+    return {
+        "architecture": name,
+        "block": "Bottleneck" if model.has_bottlenecks else "BasicBlock",
+        "layers": list(model.num_blocks),
+        "num_classes": model.num_classes,
+        "groups": model.groups,
+        "width_per_group": model.width_per_group,
+        "image_size": model.image_size,
+    }

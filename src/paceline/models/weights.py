@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.config.errors import InputError
-from paceline.config.files import read_json
+from paceline.config.files import read_json, to_disk
 from paceline.config.huggingface import from_hf, to_hf
 from paceline.config.model import Model
 from paceline.models.attention import Attend
@@ -152,7 +152,6 @@ def write_weights(
 
     Args:
         directory: must not exist yet, or be empty.
-        model: the shapes.
         state: full tensors under the names of `Decoder.state_dict()`.
         dtype: of the tensors in the files: fp32, bf16 or fp16. A bias of experts stays fp32.
         max_shard_bytes: start another file rather than let one grow beyond this.
@@ -175,6 +174,33 @@ def write_weights(
         _write_shards(partial, named, dtype, max_shard_bytes)
         for name, contents in (beside or {}).items():
             (partial / name).write_bytes(contents)
+
+
+def write_state(
+    directory: Path,
+    state: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """Write tensors of any network as one safetensors file, and what config.json says of them.
+
+    Args:
+        directory: must not exist yet, or be empty.
+        state: whole tensors by the names that they are to have.
+        dtype: of floating-point numbers in the file.
+        config: what config.json holds; None: there is none.
+
+    Raises:
+        InputError: the directory holds files or can't be written.
+    """
+    narrow = {
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in state.items()
+    }
+    with complete_or_absent(directory) as partial:
+        if config is not None:
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        save_file(narrow, partial / SINGLE, metadata={"format": "pt"})
 
 
 def _given(source: TensorSource, state: Mapping[str, Tensor]) -> Tensor:
@@ -369,9 +395,9 @@ def complete_or_absent(target: Path) -> Iterator[Path]:
         yield partial
         for path in [*partial.iterdir(), partial]:
             path.chmod((0o777 if path.is_dir() else 0o666) & ~_umask())  # safetensors' are private
-            _to_disk(path)
+            to_disk(path)
         partial.rename(target)
-        _to_disk(target.parent)
+        to_disk(target.parent)
     except (OSError, SafetensorError) as error:
         raise InputError(
             f"{target} can't be written ({error}): give a folder that can, with room enough."
@@ -384,12 +410,3 @@ def _umask() -> int:
     """What this process takes from the modes of new files; it can only be read by setting it."""
     os.umask(mask := os.umask(0o077))
     return mask
-
-
-def _to_disk(path: Path) -> None:
-    """Wait until a file or a directory's entries would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

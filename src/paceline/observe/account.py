@@ -2,9 +2,8 @@
 
 `Account.read` makes it of one trace, of several, or of a Run's trace folder, with the clocks of the
 ranks brought together. The terms of a step are those of `observe.accounting` and sum to the step
-exactly; the other tables say what stood behind them: which kernels, which collectives over which
-axis and how much of each was exposed, where the host waited for the device, where the device waited
-for the host.
+exactly. The other tables say what stood behind them: which kernels; which collectives over which
+axis, and how much of each was exposed; where host and device waited for each other.
 
 All times are whole nanoseconds, all tables structured numpy arrays whose `name`-like columns index
 `names` (-1: not known). An empty table means that the trace had none of it, or can't say: see

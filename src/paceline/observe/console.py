@@ -1,9 +1,9 @@
 """Console: what the terminal shows while a run goes on, and the table of where its step time went.
 
 `Progress` is fed the lines of metrics.jsonl. On a terminal it keeps one live line, redrawn by the
-training thread itself a few times a second at most: rich's refresh thread would wake up between
-steps and take the interpreter from the training thread. Anywhere else (a file, a pipe, the log of a
-scheduler) it prints a plain line every ten seconds and no control codes.
+training thread itself a few times a second at most. Rich's refresh thread would wake up between
+steps and take the interpreter from it. Anywhere else (a file, a pipe, the log of a scheduler) it
+prints a plain line every ten seconds and no control codes.
 
 It does not compute figures: those come with the lines, or from `summary`.
 """
@@ -14,15 +14,24 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from paceline.observe import summary
+from paceline.observe.generations import Generations
 from paceline.observe.summary import Facts, Lines, StepTime, Summary
+from paceline.observe.terms import colour
+from paceline.render.figures import (
+    amount_text,
+    bytes_text,
+    duration_text,
+    loss_text,
+    mfu_text,
+    plural,
+    share_text,
+)
+from paceline.render.table import Pairs, Table, share_bar
 
 _REDRAW_S = 0.2
 _PLAIN_LINE_S = 10.0
@@ -98,17 +107,17 @@ class Progress:
 
     def _figures(self) -> list[str]:
         line = self._line
-        figures = [f"loss {summary.loss_text(summary.number(line.get('loss')))}"]
+        figures = [f"loss {loss_text(summary.number(line.get('loss')))}"]
         if (eval_loss := summary.number(line["eval_loss"])) is not None:
-            figures.append(f"held out {summary.loss_text(eval_loss)}")
+            figures.append(f"held out {loss_text(eval_loss)}")
         rate = summary.number(line.get(f"{self._unit}_per_s"))
-        figures.append(f"{summary.rate_text(rate)} {self._unit}/s")
+        figures.append(f"{amount_text(rate)} {self._unit}/s")
         if line["step"] < self._num_steps:
-            figures.append(f"{summary.duration_text(self._remaining_s())} left")
+            figures.append(f"{duration_text(self._remaining_s())} left")
         if line.get("skipped"):
             figures.append(f"{line['skipped']} skipped")
         # Last, because a narrow terminal cuts the end.
-        figures.append(summary.mfu_text(summary.number(line.get("mfu"))))
+        figures.append(mfu_text(summary.number(line.get("mfu"))))
         return figures
 
     def _remaining_s(self) -> float:
@@ -130,40 +139,45 @@ def _standard_output() -> Console:
     return Console(highlight=False, force_terminal=False, force_interactive=False)
 
 
-def step_time_table(lines: Lines, facts: Facts, *, has_windows: bool = False) -> RenderableType:
+def step_time_table(
+    lines: Lines,
+    facts: Facts,
+    *,
+    has_windows: bool = False,
+    generations: Generations | None = None,
+) -> RenderableType:
     """Where the step time went by term, and the key figures of the run, for the terminal.
 
     Args:
         lines: the steps, as `Run.metrics` returns them; there may be none.
         facts: as `Run.facts` returns them; anything may be missing.
         has_windows: whether steps were recorded, though no line may have their terms.
+        generations: of an elastic run.
     """
     if not lines:
         return Text("No step has finished yet.")
     times = summary.step_time(lines)
     parts: list[RenderableType] = [_terms_table(times, has_windows)] if times.terms_s else []
-    return Group(*parts, _figures_grid(summary.summarise(lines, facts)))
+    rows = _figure_rows(summary.summarise(lines, facts))
+    if generations is not None:
+        rows.append(("interruptions", generations.summary))
+    return Group(*parts, Pairs(rows))
 
 
 def _terms_table(times: StepTime, has_windows: bool) -> Table:
-    steps = f"{times.num_steps} {'profiled ' if times.profiled else ''}step"
-    table = Table(
-        title=f"Step time, mean of {steps}{'s' if times.num_steps != 1 else ''}",
-        title_justify="left",
-        title_style="bold",
-        caption=None if times.profiled else _UNTOLD if has_windows else _UNPROFILED,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        show_footer=True,
-        pad_edge=False,
+    kind = "profiled step" if times.profiled else "step"
+    return Table(
+        ("term", "ms", "share", ""),
+        [
+            (term, f"{ms:.1f}", share_text(share), share_bar(share, colour(term), _BAR_WIDTH))
+            for term, ms, share in times.rows()
+        ],
+        words=(0, 3),
+        foot=("whole step", f"{times.total_s * 1e3:.1f}", "100.0%", ""),
+        title=f"Step time, mean of {plural(times.num_steps, kind)}",
+        note="" if times.profiled else _UNTOLD if has_windows else _UNPROFILED,
+        ruled=True,
     )
-    table.add_column("term", "whole step")
-    table.add_column("ms", f"{times.total_s * 1e3:.1f}", justify="right")
-    table.add_column("share", "100.0%", justify="right")
-    table.add_column("")
-    for term, milliseconds, share in times.rows():
-        table.add_row(term, f"{milliseconds:.1f}", f"{share:.1%}", _share_bar(term, share))
-    return table
 
 
 _UNTOLD = (
@@ -176,51 +190,28 @@ _UNPROFILED = (
 )
 
 
-def _share_bar(term: str, share: float) -> ProgressBar:
-    style = summary.colour(term)
-    return ProgressBar(
-        total=1.0,
-        completed=share,
-        width=_BAR_WIDTH,
-        complete_style=style,
-        finished_style=style,
-    )
-
-
-def _figures_grid(figures: Summary) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bright_black")
-    grid.add_column(overflow="fold")
-    for name, text in _figure_rows(figures):
-        grid.add_row(name, text)
-    return grid
-
-
 def _figure_rows(figures: Summary) -> list[tuple[str, str]]:
+    moved = f"{loss_text(figures.loss)} (from {loss_text(figures.first_loss)})"
+    if figures.first_loss is None:
+        moved = "no step had a finite loss"
     rows = [
-        ("steps", f"{figures.step:,} in {summary.duration_text(figures.total_s)}"),
-        ("loss", _from_to(figures.first_loss, figures.loss)),
+        ("steps", f"{figures.step:,} in {duration_text(figures.total_s)}"),
+        ("loss", moved),
         ("held out", _held_out(figures)),
         ("unigram bound", summary.unigram_sentence(figures) or ""),
         ("AUC", summary.auc_text(figures) or ""),
-        ("throughput", f"{summary.rate_text(figures.rate)} {figures.unit}/s (median)"),
+        ("throughput", f"{amount_text(figures.rate)} {figures.unit}/s (median)"),
         ("MFU", "peak unknown" if figures.mfu is None else f"{figures.mfu:.1%} (median)"),
-        ("memory", f"{summary.bytes_text(figures.memory_bytes)} (peak of rank 0)"),
+        ("memory", f"{bytes_text(figures.memory_bytes)} (peak of rank 0)"),
         ("skipped steps", f"{figures.skipped}"),
     ]
     return [(name, text) for name, text in rows if text]
-
-
-def _from_to(first: float | None, last: float | None) -> str:
-    if first is None or last is None:
-        return "no step had a finite loss"
-    return f"{summary.loss_text(last)} (from {summary.loss_text(first)})"
 
 
 def _held_out(figures: Summary) -> str:
     if figures.eval_loss is None:
         return ""
     perplexity = figures.eval_perplexity
-    return summary.loss_text(figures.eval_loss) + (
+    return loss_text(figures.eval_loss) + (
         f" (perplexity {perplexity:.4g})" if perplexity is not None else ""
     )

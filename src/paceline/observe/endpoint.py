@@ -9,20 +9,18 @@ Source: https://prometheus.io/docs/practices/naming/
 """
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from paceline.config.errors import InputError
 from paceline.config.job import Job
 from paceline.config.job_sections import Observe
+from paceline.observe.generations import LOSS_CLASSES, PHASES, Generations, GenerationsSoFar
 from paceline.observe.rank_spread import slowest_rank, spread_of
 from paceline.observe.run import Run
 
@@ -66,6 +64,9 @@ _OF_RANKS = {
     "memory_bytes": ("paceline_rank_memory_bytes", "Peak memory of the rank; resident on a CPU."),
 }
 
+# With more steps between two scrapes metrics.jsonl is read anew.
+_MOST_LINES = 1000
+
 
 class Endpoint:
     """Serves the samples of one run, from a thread of its own."""
@@ -80,6 +81,9 @@ class Endpoint:
         self._planned = list(_planned(run.job())) if run.exists else []
         self._line: Line = {}
         self._profiled: Line = {}
+        # Taken at a scrape, on the server's thread: a step pays nothing for them.
+        self._newest: deque[Line] = deque(maxlen=_MOST_LINES)
+        self._generations = GenerationsSoFar(run)
         registry = CollectorRegistry()
         registry.register(self)
         host, port = settings.prometheus_host, settings.prometheus_port
@@ -98,6 +102,8 @@ class Endpoint:
         self._line = {**self._line, **line}
         if line.get("profiled"):
             self._profiled = line
+        if "generation" in line:
+            self._newest.append(line)
 
     def collect(self) -> Iterator[Metric]:
         """What a scrape gets; called by prometheus_client on the server's thread."""
@@ -117,6 +123,10 @@ class Endpoint:
         yield _sent(line)
         yield from _ranks(line.get("ranks") or {})
         yield from _checkpoint(self._run.last_checkpoint())
+        with suppress(InputError):  # the next start says it
+            self._generations.take(list(self._newest))
+            if (found := self._generations.look()) is not None:
+                yield from _interruptions(found)
 
     def close(self) -> None:
         """Close the port."""
@@ -129,7 +139,7 @@ def _planned(job: Job) -> Iterator[Metric]:
     """What the Job says, for what is measured to be compared with."""
     yield GaugeMetricFamily("paceline_planned_steps", "The last step of the run.", job.train.steps)
     yield GaugeMetricFamily("paceline_ranks", "Ranks of the run.", job.layout.num_ranks)
-    memory = job.cluster.known_device.memory_bytes
+    memory = job.cluster.device.memory_bytes
     if memory is not None:
         text = "Memory of a device; on a CPU the host's, divided by its ranks."
         yield GaugeMetricFamily("paceline_memory_limit_bytes", text, memory.value)
@@ -154,10 +164,7 @@ def _stated(prefix: str, text: str, figures: Mapping[str, float]) -> Iterator[Me
 
 
 def _terms(name: str, text: str, line: Line) -> Metric:
-    terms = GaugeMetricFamily(name, text, labels=["term"])
-    for term, seconds in line.get("terms", {}).items():
-        terms.add_metric([term], seconds)
-    return terms
+    return _by_label(GaugeMetricFamily, name, text, "term", line.get("terms", {}))
 
 
 def _sent(line: Line) -> Metric:
@@ -195,3 +202,43 @@ def _checkpoint(last: tuple[int, float] | None) -> Iterator[Metric]:
     yield GaugeMetricFamily("paceline_last_checkpoint_step", "Of the newest checkpoint.", step)
     text = "Unix time at which the newest checkpoint was written."
     yield GaugeMetricFamily("paceline_last_checkpoint_timestamp_seconds", text, written)
+
+
+def _interruptions(found: Generations) -> Iterator[Metric]:
+    newest = found.newest
+    yield GaugeMetricFamily("paceline_generation", "Number of the generation.", newest.number)
+    nodes = GaugeMetricFamily("paceline_nodes", "Nodes of the generation.", labels=["state"])
+    nodes.add_metric(["active"], len(newest.nodes))
+    nodes.add_metric(["spare"], len(newest.spares))
+    yield nodes
+    if found.goodput is not None and found.effective_ratio is not None:
+        text = "Time of steps that were kept over that of all starts, 0 to 1."
+        yield GaugeMetricFamily("paceline_goodput_ratio", text, found.goodput)
+        text = "The same over all time since the first start, that between starts included."
+        name = "paceline_effective_training_time_ratio"
+        yield GaugeMetricFamily(name, text, found.effective_ratio)
+    counts = {**dict.fromkeys(LOSS_CLASSES, 0), **found.num_losses}
+    yield _by_label(
+        CounterMetricFamily, "paceline_losses", "Losses of all starts.", "class", counts
+    )
+    text = "Steps done again, of all starts."
+    yield CounterMetricFamily("paceline_steps_recomputed", text, found.recomputed)
+    text = "Of all starts, by what they went into."
+    yield _by_label(CounterMetricFamily, "paceline_run_seconds", text, "class", found.seconds)
+    if (last := found.last_recovery) is not None:
+        phases = {phase: last.recovery_s.get(phase, 0.0) for phase in PHASES}
+        text = "Of the last recovery, by phase."
+        yield _by_label(GaugeMetricFamily, "paceline_recovery_seconds", text, "phase", phases)
+
+
+def _by_label(
+    family: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    values: Mapping[str, float],
+) -> Metric:
+    made = family(name, text, labels=[label])
+    for key, value in values.items():
+        made.add_metric([key], value)
+    return made

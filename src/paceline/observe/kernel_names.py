@@ -1,8 +1,8 @@
 """What a kernel does, by its name: one table of patterns, read from the top.
 
 A name is judged by the function's own name. What stands in its template arguments and parameters
-doesn't count (a type of CUTLASS in a parameter makes no product), but for the functions that only
-wrap what their first arguments name: `cutlass::device_kernel`, `ck_tile::kentry`, PyTorch's
+doesn't count: a type of CUTLASS in a parameter makes no product. Exceptions are the functions that
+only wrap what their first arguments name: `cutlass::device_kernel`, `ck_tile::kentry`, PyTorch's
 elementwise kernels. The patterns are of libraries, as they spell their kernels: PyTorch and
 Inductor, cuBLAS, cuDNN, CUTLASS, Triton, Transformer Engine and Megatron, apex, xformers, FBGEMM,
 vLLM, SGLang, FlashInfer, TensorRT-LLM, DeepSeek's, Liger, rocBLAS, hipBLASLt, MIOpen, CK, AITER.

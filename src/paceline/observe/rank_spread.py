@@ -1,8 +1,8 @@
 """What a line of metrics.jsonl says of each rank, and who is late: pure functions, no torch.
 
 A line's `ranks` holds figures by name (FIGURES), each a list with one number a rank. Of many ranks
-a line holds only what a person looks for: the least, the median, the largest and whose that is,
-because a list of thousands in every step would be most of the file.
+a line holds only what a person looks for: the least, the median, the largest and whose that is. A
+list of thousands in every step would be most of the file.
 
 Busy time is the time since the exchange of the step before, less what the rank waited for others
 (`comm.busy_clock`). Its lag is by how much it exceeds that of a typical rank: so long do the others

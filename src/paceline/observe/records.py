@@ -7,7 +7,7 @@ else under a name that is known; `config.files` then says so in a sentence.
 
 from typing import Annotated, Any, Literal, Required
 
-from pydantic import ConfigDict, Field, TypeAdapter, with_config
+from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, with_config
 from typing_extensions import TypedDict  # typing's own gives pydantic too little in 3.11
 
 _CONFIG = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
@@ -15,6 +15,8 @@ _MOST_COUNT = 2**53  # beyond it a float is no longer exact
 
 Number = float | None
 Count = Annotated[int, Field(ge=0, le=_MOST_COUNT)]
+Seconds = Annotated[float, Field(ge=0)]
+Moment = Annotated[float, Field(ge=0, le=253402300799)]  # the last second of the year 9999
 
 
 @with_config(_CONFIG)
@@ -35,6 +37,7 @@ class StepRecord(TypedDict, total=False):
     """One step, of metrics.jsonl."""
 
     step: Required[Count]
+    generation: Count
     tokens: Count
     samples: Count
     time: Number
@@ -83,7 +86,7 @@ class FactsFile(TypedDict, total=False):
     train_flops_per_token: Number
     peak_flops: Number
     checking: list[str]
-    started: Annotated[float, Field(ge=0, le=253402300799)]  # the last second of the year 9999
+    started: Moment
     data: DataFacts | None
 
 
@@ -153,7 +156,120 @@ class OwnersFile(TypedDict, total=False):
     held: dict[str, list[Annotated[list[int], Field(min_length=2, max_length=2)]]]
 
 
+@with_config(_CONFIG)
+class _EventRecord(TypedDict, total=False):
+    """What every line of events.jsonl has."""
+
+    time: Required[Moment]
+
+
+@with_config(_CONFIG)
+class GenerationEvent(_EventRecord, total=False):
+    """Who trains together from now on."""
+
+    event: Required[Literal["generation"]]
+    generation: Required[Count]
+    nodes: Required[list[str]]
+    """Names: those that train in order of rank, then spares."""
+    num_active: Count
+    num_ranks: Count
+    layout: str | None
+    leader: str | None
+    reason: str | None
+
+
+# In this form because a key of it is a keyword.
+LostEvent = TypedDict(
+    "LostEvent",
+    {
+        "time": Required[Moment],
+        "event": Required[Literal["lost"]],
+        "generation": Required[Count],
+        "class": Required[str],
+        "node": str | None,
+        "rank": Count | None,
+        "host": str | None,
+        "place": str | None,
+        "sentence": str | None,
+    },
+    total=False,
+)
+"""What was lost, or holds up the others."""
+with_config(_CONFIG)(LostEvent)
+
+
+@with_config(_CONFIG)
+class DecisionEvent(_EventRecord, total=False):
+    """What is done about a loss or a return."""
+
+    event: Required[Literal["decision"]]
+    generation: Count
+    action: Required[str]
+    sentence: str | None
+
+
+@with_config(_CONFIG)
+class RecoveredEvent(_EventRecord, total=False):
+    """A generation has its state."""
+
+    event: Required[Literal["recovered"]]
+    generation: Required[Count]
+    step: Count
+    source: str | None
+    recomputed: Count | None
+    bytes: Number
+    seconds: dict[str, Seconds | None] | None
+
+
+@with_config(_CONFIG)
+class FirstStepEvent(_EventRecord, total=False):
+    """The first finished step of a generation."""
+
+    event: Required[Literal["first_step"]]
+    generation: Required[Count]
+    step: Count
+    seconds: Seconds | None
+    """Since the loss was noticed."""
+
+
+@with_config(_CONFIG)
+class EndEvent(_EventRecord, total=False):
+    """A start of the run is over."""
+
+    event: Required[Literal["end"]]
+    generation: Count
+    state: str | None
+    exit_code: int | None
+
+
+@with_config(_CONFIG)
+class OtherEvent(_EventRecord, total=False):
+    """One that is kept for people: a notice, a spike, an audit."""
+
+    event: Required[str]
+    generation: Count
+
+
+def _kind_of_event(value: Any) -> str:
+    kind = value.get("event") if isinstance(value, dict) else None
+    known = ("generation", "lost", "decision", "recovered", "first_step", "end")
+    return kind if kind in known else "other"
+
+
+Event = Annotated[
+    Annotated[GenerationEvent, Tag("generation")]
+    | Annotated[LostEvent, Tag("lost")]
+    | Annotated[DecisionEvent, Tag("decision")]
+    | Annotated[RecoveredEvent, Tag("recovered")]
+    | Annotated[FirstStepEvent, Tag("first_step")]
+    | Annotated[EndEvent, Tag("end")]
+    | Annotated[OtherEvent, Tag("other")],
+    Discriminator(_kind_of_event),
+]
+"""A line of events.jsonl."""
+
 LINE = TypeAdapter(StepRecord)
+EVENT: TypeAdapter[Any] = TypeAdapter(Event)
 FACTS = TypeAdapter(FactsFile)
 PLAN = TypeAdapter(PlanFile)
 DOCTOR = TypeAdapter(DoctorFile)

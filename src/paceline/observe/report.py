@@ -1,87 +1,148 @@
 """Report: one self-contained page about a Run, to look at and to pass on.
 
-Python decides what is shown: figures as text, and charts as plain plotly figures (dicts). The
-template beside this file, report.html, lays them out (see `observe.page`). The numbers of a
-10,000-step run take under 0.5 MB; a term has one colour everywhere.
-
-The page shows what stands in the Run and predicts nothing; `explain.page` adds why the step takes
-as long. It is not live: it is written anew when there is more to show.
+It shows what stands in the Run and predicts nothing; `explain.page` adds why the step takes as
+long. It is not live: it is written anew when there is more to show. The numbers of a 10,000-step
+run take under 0.5 MB.
 """
 
-from collections.abc import Mapping
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tomli_w
 
 from paceline.config.files import read_toml
-from paceline.observe import summary
+from paceline.observe import interruptions, summary
 from paceline.observe.charts import charts
-from paceline.observe.page import Card, render_page
+from paceline.observe.generations import Generations, generations_of
 from paceline.observe.run import Run
-from paceline.observe.summary import Summary
+from paceline.observe.summary import StepTime, Summary
+from paceline.observe.terms import colour
+from paceline.render.charts import Chart
+from paceline.render.figures import (
+    amount_text,
+    bytes_text,
+    count_text,
+    date_text,
+    duration_text,
+    loss_text,
+    plural,
+    share_text,
+    time_text,
+)
+from paceline.render.page import Card, Page
+from paceline.render.parts import Code, Details, Legend, Pair, Part, Section, Swatch, Whole
+from paceline.render.table import Pairs, Table
 
 
 def render(
-    run: Run,
-    package: str = "paceline.observe",
-    template: str = "report.html",
-    *,
-    verdict: str = "",
-    next_: str | None = None,
-    **more: Any,
+    run: Run, explanation: Sequence[Part] = (), *, verdict: str = "", next_: str | None = None
 ) -> str:
     """The page as text: complete HTML without references to anything outside it.
 
     Args:
         run: what it is about.
-        package: the room of the template.
-        template: one that extends report.html, to show more.
+        explanation: why a step takes as long, where that is known.
         verdict: a sentence that stands before all others.
         next_: what to do now, where an explanation says it.
-        more: what that one asks for besides.
     """
     lines, facts = run.metrics(), run.facts()
     job = read_toml(run.path / "job.toml", "put back a copy of it") if run.exists else {}
     figures, times = summary.summarise(lines, facts), summary.step_time(lines)
-    return render_page(
-        package,
-        template,
+    found = generations_of(run)
+    num_steps, drawn = job.get("train", {}).get("steps"), charts(lines, figures)
+    small = {
+        "rate": f"{figures.unit.capitalize()} a second",
+        "memory": "Peak memory of rank 0",
+        "lr": "Learning rate",
+        "grad_norm": "Gradient norm",
+    }
+    curves = [Chart(name, drawn[name], "low", title) for name, title in small.items()]
+    page = Page(
         name=job.get("name", run.path.name),
-        subtitle=_subtitle(facts, figures),
-        next_=next_ or _next(run, figures, _num_steps(job)),
-        lede=" ".join(filter(None, [verdict, _lede(figures, _num_steps(job))])),
-        cards=_cards(figures, facts, _num_steps(job)),
-        times=times if times.terms_s else None,
-        has_windows=run.has_windows,
-        colour=summary.colour,
-        rate_title=f"{figures.unit.capitalize()} a second",
-        charts=charts(lines, figures),
+        next=next_ or _next(run, figures, num_steps),
+        subtitle=_subtitle(facts),
+        lede=" ".join(filter(None, [verdict, _lede(figures, num_steps)])),
+        cards=_cards(figures, facts, num_steps, found),
+        parts=(
+            Section("Loss", Chart("loss", drawn["loss"], "tall")),
+            _step_time(times, Chart("terms", drawn["terms"]), run, bool(explanation)),
+            interruptions.section(found),
+            *explanation,
+            Section(
+                "Over the run",
+                Pair(*curves),
+                note="Drag to zoom in, double-click to see everything again.",
+            ),
+            Section(
+                "What was left to Paceline",
+                Table(
+                    ("setting", "became", "because"),
+                    _choices(run.plan(), job),
+                    words=(0, 1, 2),
+                    codes=(0,),
+                ),
+                note='Settings the Job had as "auto", what they became and why.',
+            ),
+            Section("Machine, model and data", Pairs(fact_rows(facts))),
+            Section(
+                "Job",
+                *([Details("Show job.toml", Code(tomli_w.dumps(job)))] if job else []),
+                note="The complete input of the run: saved as job.toml and given to "
+                "`paceline train`, it runs the same again.",
+            ),
+        ),
         at=run.path / "report.html",
-        job_text=tomli_w.dumps(job),
-        choices=_choices(run.plan(), job),
-        facts=fact_rows(facts),
-        **more,
     )
+    return page.html()
 
 
-def _num_steps(job: Mapping[str, Any]) -> int | None:
-    return job.get("train", {}).get("steps")
+def _step_time(times: StepTime, chart: Chart, run: Run, is_explained: bool) -> Section:
+    """Where it went; an explanation has a table of the terms, beside the plan's."""
+    rows = times.rows()
+    if not rows:
+        return Section("")
+    swatches = [(Swatch(term, colour(term)), ms, share) for term, ms, share in rows]
+    whole = Whole([(swatch, share) for swatch, _, share in swatches])
+    title, steps = "Where the step time went", plural(times.num_steps, "step")
+    if times.profiled:
+        steps = plural(times.num_steps, "profiled step")
+        note = f"Mean of {steps}. The terms add up to the whole step."
+    else:
+        note = (
+            f"Mean of {steps}, none of them profiled: computation and communication are in "
+            f"unattributed. {_RECORDED if run.has_windows else _UNPROFILED}"
+        )
+    if is_explained:
+        legend = Legend([swatch for swatch, _, share in swatches if share >= 0.001])
+        return Section(title, whole, legend, chart, note=note)
+    table = Table(
+        ("term", "ms per step", "share"),
+        [(swatch, f"{ms:,.1f}", share_text(share)) for swatch, ms, share in swatches],
+        foot=("whole step", f"{1e3 * times.total_s:,.1f}", "100.0%"),
+    )
+    return Section(title, whole, Pair(chart, table), note=note)
 
 
-# What the page says in words.
+_RECORDED = (
+    "Profiled steps are in `trace/`, but their lines were written before they were accounted for; "
+    "`paceline explain` reads them."
+)
+_UNPROFILED = "`observe.profile_every` splits them."
 
 
-def _subtitle(facts: summary.Facts, figures: Summary) -> list[str]:
+# ---- what the page says in words -----------------------------------------------------------------
+
+
+def _subtitle(facts: summary.Facts) -> list[str]:
     parts = []
-    if num_ranks := facts.get("num_ranks"):
-        parts.append(f"{num_ranks} rank{'s' if num_ranks != 1 else ''}")
+    if num_ranks := summary.number(facts.get("num_ranks")):
+        parts.append(plural(int(num_ranks), "rank"))
     if device := facts.get("device"):
         parts.append(str(device))
     if num_params := summary.number(facts.get("num_params")):
-        parts.append(f"{_short(num_params)} parameters")
+        parts.append(f"{count_text(num_params)} parameters")
     if started := summary.number(facts.get("started")):
-        parts.append(_utc(started))
+        parts.append(date_text(started))
     return parts
 
 
@@ -96,18 +157,13 @@ def _lede(figures: Summary, num_steps: int | None) -> str:
         return "No step has finished yet."
     if figures.loss is None or figures.first_loss is None:
         return f"No loss of the {figures.step:,} steps is a finite number."
-    sentence = f"{_movement(figures)} in {_steps_text(figures, num_steps)}."
+    movement = f"went from {loss_text(figures.first_loss)} to" if figures.step > 1 else "is"
+    steps = _steps_text(figures, num_steps)
+    sentence = f"The training loss {movement} {loss_text(figures.loss)} in {steps}."
     if figures.eval_loss is None:
         return sentence
-    held_out = f"On held-out data it is {summary.loss_text(figures.eval_loss)}"
+    held_out = f"On held-out data it is {loss_text(figures.eval_loss)}"
     return f"{sentence} {held_out}{_against_unigram(figures)}."
-
-
-def _movement(figures: Summary) -> str:
-    last = summary.loss_text(figures.loss)
-    if figures.step == 1:
-        return f"The training loss is {last}"
-    return f"The training loss went from {summary.loss_text(figures.first_loss)} to {last}"
 
 
 def _steps_text(figures: Summary, num_steps: int | None) -> str:
@@ -124,42 +180,41 @@ def _against_unigram(figures: Summary) -> str:
     return f", not yet below the {bound} that a model of token frequencies alone reaches"
 
 
-def _cards(figures: Summary, facts: summary.Facts, num_steps: int | None) -> list[Card]:
+def _cards(
+    figures: Summary, facts: summary.Facts, num_steps: int | None, found: Generations | None
+) -> list[Card]:
     if not figures.step:
         return []
     last = "last finite step" if figures.skipped else "last step"
-    cards = [("Training loss", summary.loss_text(figures.loss), last)]
+    cards = [("Training loss", loss_text(figures.loss), last)]
     if figures.eval_loss is not None:
-        cards.append(("Held-out loss", summary.loss_text(figures.eval_loss), _eval_note(figures)))
+        perplexity = figures.eval_perplexity
+        note = "last evaluation" if perplexity is None else f"perplexity {perplexity:.4g}"
+        cards.append(("Held-out loss", loss_text(figures.eval_loss), note))
     if figures.eval_auc is not None and figures.eval_best_auc is not None:
         note = f"of {figures.eval_best_auc:.4f} possible"
         cards.append(("Held-out AUC", f"{figures.eval_auc:.4f}", note))
     if figures.unigram_loss is not None:
         cards.append(("Unigram bound", f"{figures.unigram_loss:.2f}", "token frequencies"))
+    mfu = ("MFU", "–", "peak unknown")
+    if figures.mfu is not None:
+        mfu = ("MFU", share_text(figures.mfu), "of the devices' peak")
     cards += [
-        (f"{figures.unit.capitalize()} a second", summary.rate_text(figures.rate), "median"),
-        ("Step time", summary.step_time_text(figures.step_time_s), "median"),
-        _mfu_card(figures),
-        ("Memory", summary.bytes_text(figures.memory_bytes), "peak of rank 0"),
+        (f"{figures.unit.capitalize()} a second", amount_text(figures.rate), "median"),
+        ("Step time", time_text(figures.step_time_s), "median"),
+        mfu,
+        ("Memory", bytes_text(figures.memory_bytes), "peak of rank 0"),
     ]
     if num_ranks := facts.get("num_ranks"):
         cards.append(("Ranks", f"{num_ranks}", str(facts.get("device", ""))))
     steps = _steps_text(figures, num_steps)
-    cards.append(("Time in steps", summary.duration_text(figures.total_s), steps))
+    cards.append(("Time in steps", duration_text(figures.total_s), steps))
+    if found is not None and found.goodput is not None:
+        note = plural(len(found.losses), "interruption")
+        cards.append(("Goodput", share_text(found.goodput), note))
     if figures.skipped:
         cards.append(("Skipped steps", f"{figures.skipped:,}", "not finite"))
     return cards
-
-
-def _eval_note(figures: Summary) -> str:
-    perplexity = figures.eval_perplexity
-    return "last evaluation" if perplexity is None else f"perplexity {perplexity:.4g}"
-
-
-def _mfu_card(figures: Summary) -> Card:
-    if figures.mfu is None:
-        return ("MFU", "–", "peak unknown")
-    return ("MFU", f"{figures.mfu:.1%}", "of the devices' peak")
 
 
 def _choices(plan: Mapping[str, Any], job: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -214,20 +269,9 @@ def _fact_text(key: str, value: Any) -> str:
     if value is None:
         return "unknown"
     if key == "started":
-        return _utc(float(value))
+        return date_text(float(value))
     if key == "peak_flops":
         return f"{value / 1e12:,.4g} TFLOP/s"
     if isinstance(value, float) and abs(value) < 1e5:
         return f"{value:.4g}"
     return f"{value:,.0f}" if summary.number(value) is not None else str(value)
-
-
-def _short(count: float) -> str:
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f}"
-
-
-def _utc(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -1,9 +1,10 @@
 """Run: the directory that is the contract between training and everything that reads it afterwards.
 
-job.toml        the concrete Job, written before step 0
+job.toml        the Job, written before step 0
 plan.json       why each "auto" became what it is
 facts.json      what the run ran on and with: versions, device, ranks, parameters, data
 metrics.jsonl   one object per step
+events.jsonl    what happened besides: stops, losses, spikes, audits
 cluster.toml    what its steps said about the machine, for the next plan
 trace/          profiled windows: rank<k>-step<n>.json.gz (open in Perfetto)
 memory/         memory over these windows: rank<k>-step<n>.json, and .pickle of torch's on CUDA
@@ -22,20 +23,20 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from paceline.config import files
-from paceline.config.job import Job, read_job
-from paceline.observe.records import DOCTOR, FACTS, LINE, PLAN
+from paceline.config.job import Job, decided, read_job
+from paceline.observe.records import DOCTOR, EVENT, FACTS, LINE, PLAN
 
 # A line with the figures of 64 ranks takes three thousand bytes.
 _MOST_LINE_BYTES = 1 << 20
 
 
-class StepRecords(NamedTuple):
-    """What a metrics.jsonl holds."""
+class Records(NamedTuple):
+    """What a metrics.jsonl or an events.jsonl holds."""
 
     lines: list[dict[str, Any]]
-    """One a step, see `records.StepRecord`."""
+    """One a step or event, see `records.StepRecord` and `records.Event`."""
     damage: str | None
-    """Which lines are left out because they hold no step, as a sentence; None: none."""
+    """Which lines are left out because they hold none, as a sentence; None: none."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class Run:
     def metrics_file(self) -> Path:
         """One JSON object per step, in the order of the steps."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def events_file(self) -> Path:
+        """One JSON object per event: losses, stops, spikes, audits (`observe.events`)."""
+        return self.path / "events.jsonl"
 
     @property
     def trace_folder(self) -> Path:
@@ -91,7 +97,8 @@ class Run:
 
     @property
     def stop_file(self) -> Path:
-        """While this file exists, the run stops after its step and keeps a checkpoint."""
+        """While this file exists, the run stops after its step and keeps a checkpoint. A number in
+        it is the seconds within which this machine goes away."""
         return self.path / "stop"
 
     @property
@@ -100,12 +107,12 @@ class Run:
         return (self.path / "job.toml").is_file()
 
     def job(self) -> Job:
-        """The concrete Job of this Run.
+        """The Job of this Run.
 
         Raises:
-            InputError: job.toml is damaged; so do all readers here.
+            InputError: job.toml is damaged, or no plan made it; so do all readers here.
         """
-        return read_job(self.path / "job.toml")
+        return decided(read_job(self.path / "job.toml"))
 
     def plan(self) -> dict[str, Any]:
         """The plan.json, empty where there is none; see `records.PlanFile`."""
@@ -119,17 +126,14 @@ class Run:
         """The doctor.json, empty where there is none; see `records.DoctorFile`."""
         return self._read("doctor.json", DOCTOR)
 
-    def steps(self) -> StepRecords:
+    def steps(self) -> Records:
         """The steps so far. Lines that hold none are left out; a last one that was cut off by a
         crash, or is being written, is no damage."""
-        lines, damaged = [], []
-        for number, raw in enumerate(read_lines(self.metrics_file), 1):
-            line = parse_line(raw)
-            if line is not None:
-                lines.append(line)
-            elif raw.endswith(b"\n"):
-                damaged.append(number)
-        return StepRecords(lines, _damage(self.metrics_file, damaged) if damaged else None)
+        return _records(self.metrics_file, LINE, "step")
+
+    def events(self) -> Records:
+        """What happened so far, none where the run is not elastic; else as `steps`."""
+        return _records(self.events_file, EVENT, "event")
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `steps` alone."""
@@ -183,16 +187,20 @@ def json_lines(values: Iterable[dict[str, Any]]) -> str:
     return "".join(json.dumps(value) + "\n" for value in values)
 
 
-def read_lines(file: Path) -> Iterator[bytes]:
+def read_lines(file: Path, kind: str = "step") -> Iterator[bytes]:
     """The lines of a file with their ends, none where there is no file; of a line without end its
     beginning, with an end.
+
+    Args:
+        file: of the Run.
+        kind: what a line of it holds.
 
     Raises:
         InputError: it can't be read.
     """
     if not os.path.lexists(file):
         return
-    with files.opened(file, "move it away: the run writes its next steps anew") as source:
+    with files.opened(file, f"move it away: the run writes its next {kind}s anew") as source:
         while line := source.readline(_MOST_LINE_BYTES):
             if len(line) == _MOST_LINE_BYTES:
                 while not line.endswith(b"\n") and (rest := source.readline(_MOST_LINE_BYTES)):
@@ -201,15 +209,26 @@ def read_lines(file: Path) -> Iterator[bytes]:
             yield line
 
 
-def parse_line(raw: bytes) -> dict[str, Any] | None:
-    """A step of metrics.jsonl, None where the line holds none."""
+def parse_line(raw: bytes, kind: TypeAdapter[Any] = LINE) -> dict[str, Any] | None:
+    """A step of metrics.jsonl, or another kind of record; None where the line holds none."""
     try:
-        return dict(LINE.validate_json(raw))
+        return dict(kind.validate_json(raw))
     except ValidationError:
         return None
 
 
-def _damage(file: Path, numbers: list[int]) -> str:
+def _records(file: Path, kind: TypeAdapter[Any], noun: str) -> Records:
+    lines, damaged = [], []
+    for number, raw in enumerate(read_lines(file, noun), 1):
+        line = parse_line(raw, kind)
+        if line is not None:
+            lines.append(line)
+        elif raw.endswith(b"\n"):
+            damaged.append(number)
+    return Records(lines, _damage(file, damaged, noun) if damaged else None)
+
+
+def _damage(file: Path, numbers: list[int], noun: str) -> str:
     shown = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
     lines = f"line {shown} holds" if len(numbers) == 1 else f"{len(numbers)} lines ({shown}) hold"
-    return f"{file}: {lines} no step and {'is' if len(numbers) == 1 else 'are'} left out."
+    return f"{file}: {lines} no {noun} and {'is' if len(numbers) == 1 else 'are'} left out."

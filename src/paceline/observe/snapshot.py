@@ -3,9 +3,9 @@
 `MemoryOverTime.read` takes a snapshot that torch wrote (`torch.cuda.memory._dump_snapshot`, ours or
 anybody's) and, where it is beside it, the list of the long-lived blocks' owners that
 `observe.memory` wrote. A block's category is its owner's where one is known. Else it is judged by
-who asked for it and who gave it back: what `zero_grad` frees is a gradient, what FSDP2's
-collectives ask for a gather buffer, what a `forward` or the autograd engine asks for (whose threads
-have no Python frames) an activation. What no rule knows is unattributed, never guessed.
+who asked for it and who gave it back. What `zero_grad` frees is a gradient; what FSDP2's
+collectives ask for is a gather buffer. What a `forward` or the autograd engine (whose threads have
+no Python frames) asks for is an activation. What no rule knows is unattributed, never guessed.
 
 The history is walked back from the blocks that were live when the snapshot was taken, so what was
 there before the history begins is in every sample.

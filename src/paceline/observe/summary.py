@@ -8,48 +8,16 @@ The first line of a run is left out of medians and means where there are others:
 allocator's growth, autotuning and compilation, and says nothing about the steps after it.
 """
 
-import math
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.observe.terms import in_order
+
 Lines = Sequence[Mapping[str, Any]]
 Facts = Mapping[str, Any]
-
-# The vocabulary of step time in the order it is shown, with the colour a term has everywhere, on
-# light and on dark ground: cool where the device computes, violet where it waits for the network,
-# warm where it waits for anything else.
-TERM_COLOURS = {
-    "prefill": "#2b6cb0",
-    "decode": "#3f9bd1",
-    "sampling": "#2f9e8f",
-    "matmul": "#2b6cb0",
-    "attention": "#3f9bd1",
-    "other_kernels.norm": "#6fb0da",
-    "other_kernels.elementwise": "#8cc1e3",
-    "other_kernels.copy": "#a9d2ec",
-    "other_kernels.embedding": "#79b8c9",
-    "other_kernels.routing": "#9cc8d6",
-    "other_kernels": "#c3dfef",
-    "recompute": "#5a6fc4",
-    "optimizer": "#2f9e8f",
-    "bubble": "#b39b5d",
-    "exposed_comm": "#8e63ce",
-    "exposed_comm.dp": "#8e63ce",
-    "exposed_comm.fsdp": "#a983dc",
-    "exposed_comm.tp": "#7549b5",
-    "exposed_comm.pp": "#c3a6e8",
-    "exposed_comm.cp": "#9c4fb0",
-    "exposed_comm.ep": "#c27bd3",
-    "data_wait": "#e2903a",
-    "host_gap": "#d2504b",
-    "idle": "#d98c89",
-    "straggler_wait": "#a83e5c",
-    "checkpoint_stall": "#d9b13b",
-    "unattributed": "#9aa1a9",
-}
 
 
 @dataclass(frozen=True)
@@ -120,6 +88,12 @@ def column(lines: Lines, key: str) -> list[float | None]:
     return [number(line.get(key)) for line in lines]
 
 
+def typical(lines: Lines, key: str) -> float | None:
+    """The median of a column, None where no line has it."""
+    present = _present(column(lines, key))
+    return statistics.median(present) if present else None
+
+
 def unit_of(lines: Lines, facts: Facts) -> str:
     """What the run counts: "tokens" unless facts or lines say "samples"."""
     if "unit" in facts:
@@ -141,11 +115,11 @@ def summarise(lines: Lines, facts: Facts) -> Summary:
         eval_loss=number(last_eval.get("eval_loss")),
         eval_perplexity=number(last_eval.get("eval_perplexity")),
         unigram_loss=number((facts.get("data") or {}).get("unigram_loss")),
-        rate=_median(column(_warm(lines), f"{unit}_per_s")),
-        mfu=_median(column(_warm(lines), "mfu")),
+        rate=typical(_warm(lines), f"{unit}_per_s"),
+        mfu=typical(_warm(lines), "mfu"),
         memory_bytes=max(_present(column(lines, "memory_bytes")), default=None),
         skipped=int(lines[-1].get("skipped") or 0) if lines else 0,
-        step_time_s=_median(column(_warm(lines), "step_time_s")),
+        step_time_s=typical(_warm(lines), "step_time_s"),
         total_s=sum(_present(column(lines, "step_time_s"))),
         eval_auc=number(last_eval.get("eval_auc")),
         eval_best_auc=number(last_eval.get("eval_best_auc")),
@@ -168,17 +142,6 @@ def mean_terms(lines: Lines) -> dict[str, float]:
     return {term: sums[term] / len(lines) for term in in_order(sums) if sums[term]}
 
 
-def in_order(terms: Iterable[str]) -> list[str]:
-    """Terms in the order of the vocabulary, unknown ones last."""
-    order = list(TERM_COLOURS)
-    return sorted(terms, key=lambda term: order.index(term) if term in order else len(order))
-
-
-def colour(term: str) -> str:
-    """The term's colour; a term outside the vocabulary is grey."""
-    return TERM_COLOURS.get(term, TERM_COLOURS["unattributed"])
-
-
 def unigram_sentence(figures: Summary) -> str | None:
     """What the held-out loss says against token frequencies alone, None where either is unknown."""
     loss, bound = figures.eval_loss, figures.unigram_loss
@@ -196,62 +159,9 @@ def auc_text(figures: Summary) -> str | None:
     return f"{figures.eval_auc:.4f} of {figures.eval_best_auc:.4f} possible ({share:.2%})"
 
 
-def mfu_text(mfu: float | None) -> str:
-    """MFU in per cent, or that it can't be told."""
-    return "MFU: peak unknown" if mfu is None else f"MFU {mfu:.1%}"
-
-
-def loss_text(loss: float | None) -> str:
-    """A loss to four digits."""
-    return "not finite" if loss is None else f"{loss:.4g}"
-
-
-def rate_text(rate: float | None) -> str:
-    """A rate with thousands separators, to three digits where it is small."""
-    if rate is None:
-        return "unknown"
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-
-
-def bytes_text(count: float | None) -> str:
-    """Bytes to three digits in powers of 1000, as datasheets of devices count them."""
-    if count is None:
-        return "unknown"
-    power = min(4, int(math.log10(max(count, 1.0)) // 3))
-    # Three digits may round up into the next unit: 999.9 MB is 1 GB.
-    power += power < 4 and count / 1000**power >= 999.5
-    return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
-
-
-def step_time_text(seconds: float | None) -> str:
-    """The time of one step to three digits."""
-    if seconds is None:
-        return "unknown"
-    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
-
-
-def duration_text(seconds: float) -> str:
-    """A duration in its two leading units."""
-    whole = round(seconds)
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
-
-
 def _warm(lines: Lines) -> Lines:
     return lines[1:] or lines
 
 
 def _present(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    present = _present(values)
-    return statistics.median(present) if present else None

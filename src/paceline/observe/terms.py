@@ -9,7 +9,7 @@ block, beside a collective). `observe.kineto` knows the surroundings and has the
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from paceline.observe.kernel_names import EXPOSED_COMM as EXPOSED_COMM
@@ -44,6 +44,39 @@ TERMS = (
 TERM_ID = {term: index for index, term in enumerate(TERMS)}
 OTHER_IDS = tuple(TERM_ID[term] for term in TERMS if term.startswith(OTHER))
 EXPOSED_IDS = tuple(TERM_ID[term] for term in TERMS if term.startswith(EXPOSED_COMM))
+
+# The vocabulary of step time in the order it is shown, with the colour a term has everywhere, on
+# light and on dark ground: cool where the device computes, violet where it waits for the network,
+# warm where it waits for anything else.
+TERM_COLOURS = {
+    "prefill": "#2b6cb0",
+    "decode": "#3f9bd1",
+    "sampling": "#2f9e8f",
+    "matmul": "#2b6cb0",
+    "attention": "#3f9bd1",
+    "other_kernels.norm": "#6fb0da",
+    "other_kernels.elementwise": "#8cc1e3",
+    "other_kernels.copy": "#a9d2ec",
+    "other_kernels.embedding": "#79b8c9",
+    "other_kernels.routing": "#9cc8d6",
+    "other_kernels": "#c3dfef",
+    "recompute": "#5a6fc4",
+    "optimizer": "#2f9e8f",
+    "bubble": "#b39b5d",
+    "exposed_comm": "#8e63ce",
+    "exposed_comm.dp": "#8e63ce",
+    "exposed_comm.fsdp": "#a983dc",
+    "exposed_comm.tp": "#7549b5",
+    "exposed_comm.pp": "#c3a6e8",
+    "exposed_comm.cp": "#9c4fb0",
+    "exposed_comm.ep": "#c27bd3",
+    "data_wait": "#e2903a",
+    "host_gap": "#d2504b",
+    "idle": "#d98c89",
+    "straggler_wait": "#a83e5c",
+    "checkpoint_stall": "#d9b13b",
+    "unattributed": "#9aa1a9",
+}
 
 # What our own loop records with torch.profiler.record_function.
 STEP_RANGE = "paceline.step"
@@ -217,3 +250,14 @@ def axis_hint(name: str) -> str | None:
         return "pp"
     # Started while a gradient is accumulated: by DDP's reducer or its communication hooks.
     return "dp" if name.endswith("evaluate_function: torch::autograd::AccumulateGrad") else None
+
+
+def in_order(terms: Iterable[str]) -> list[str]:
+    """Terms in the order of the vocabulary, unknown ones last."""
+    order = list(TERM_COLOURS)
+    return sorted(terms, key=lambda term: order.index(term) if term in order else len(order))
+
+
+def colour(term: str) -> str:
+    """The term's colour; a term outside the vocabulary is grey."""
+    return TERM_COLOURS.get(term, TERM_COLOURS["unattributed"])

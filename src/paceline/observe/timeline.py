@@ -6,9 +6,9 @@ model has millions. Times are whole nanoseconds since the epoch: integers sum ex
 ranks on one host share a clock.
 
 Each span stands in a layer. Where spans overlap, the instant belongs to the lowest layer, and
-within a layer to the earlier term of `TERMS`: the processor's own work hides communication,
-communication hides copies, and a range on the host (waiting for data) explains only what is
-otherwise idle.
+within a layer to the earlier term of `TERMS`. The processor's own work hides communication, and
+communication hides copies. A range on the host (waiting for data) explains only what is otherwise
+idle.
 
 Not here: how a profiler's record becomes spans (`observe.kineto`) and how spans become the account
 of a step (`observe.accounting`).
@@ -298,11 +298,7 @@ def _chrome(timeline: Timeline) -> dict[str, Any]:
         if word in _COLOURS:
             event["cname"] = _COLOURS[word]
         events.append(event)
-    return {
-        "displayTimeUnit": "ms",
-        "baseTimeNanoseconds": origin,
-        "traceEvents": events,
-    }
+    return {"displayTimeUnit": "ms", "baseTimeNanoseconds": origin, "traceEvents": events}
 
 
 def _event(

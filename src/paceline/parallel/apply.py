@@ -35,7 +35,6 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.comm.compress.messages import messages_of
 from paceline.comm.mesh import Meshes, dense_sizes
 from paceline.config.comm import Comm
-from paceline.config.frozen import size
 from paceline.config.layout import Layout
 from paceline.config.schedule import Schedule
 from paceline.parallel import fsdp
@@ -89,19 +88,21 @@ def apply(
     device: torch.device,
     fill: Callable[[nn.Module], None] | None = None,
     find_unused: bool = False,
+    exact: bool = False,
 ) -> nn.Module:
-    """Make this rank's part of a module ready to train under a concrete Layout.
+    """Make this rank's part of a module ready to train under a Layout.
 
     Args:
         module: any module with the same parameters on every rank; or one on the meta device, with
             a `fill`.
-        layout: concrete, and checked.
+        layout: checked.
         meshes: of all ranks, or None for a single rank.
         comm: in what form and by which algorithms the data axes exchange gradients.
         schedule: of the pipeline, where there is one.
         device: what this rank computes on.
         fill: gives a module's parameters their first values, in place.
         find_unused: let DDP look which parameters a forward pass doesn't reach.
+        exact: leave gradients to `exact_replicas`: no DDP, and FSDP2 over shards alone.
 
     Returns:
         the module to call: itself, changed in place, or a wrapper around it; `StageModules` of a
@@ -115,13 +116,13 @@ def apply(
         parts = _stages(module, layout, schedule, meshes.dense.get_local_rank("pp"))
     if layout.cp != 1:
         _share_sequences(parts, layout, meshes)
-    ready = [_part(part, layout, meshes, comm, device, fill, find_unused) for part in parts]
+    options = (comm, device, fill, find_unused, exact)
+    ready = [_part(part, layout, meshes, *options) for part in parts]
     return ready[0] if schedule is None else StageModules(ready)
 
 
 def _stages(module: nn.Module, layout: Layout, schedule: Schedule, rank: int) -> list[nn.Module]:
     """The stages that a rank of the pipeline holds, each a copy of the network that is cut."""
-    assert layout.split != "auto"
     parts = []
     for _, stage in schedule.stages_of(rank):
         part: Any = copy.deepcopy(module)
@@ -139,6 +140,7 @@ def _part(
     device: torch.device,
     fill: Callable[[nn.Module], None] | None,
     find_unused: bool,
+    exact: bool,
 ) -> nn.Module:
     """Steps 2 to 10, on a whole network or one stage of it."""
     if layout.sync_batch_norm:
@@ -147,20 +149,19 @@ def _part(
         to_fp8(part, emulate=device.type != "cuda")
     if meshes is not None:
         _share_layers(part, layout, meshes, comm)
-    assert layout.recompute != "auto"
     recompute(part, layout.recompute, layout.recompute_layers)
     if "activations" in layout.offload:
         offload_activations(part, device)
     if layout.compile is True:
         for placed in blocks_of(part):
             placed.block.compile()
-    if meshes is not None and _shards(layout):
-        _shard(part, layout, meshes, comm, device)
+    if meshes is not None and _shards(layout, exact=exact):
+        _shard(part, layout, meshes, comm, device, exact=exact)
     if fill is not None:
         part.to_empty(device="cpu" if "params" in layout.offload else device)
         fill(part)
         _buffers_to(part, device)
-    if meshes is None or not _replicates(layout):
+    if meshes is None or exact or not _replicates(layout):
         return part
     return _replicate(part, layout, meshes.dense, find_unused=find_unused)
 
@@ -170,9 +171,12 @@ def _replicates(layout: Layout) -> bool:
     return layout.is_plain and layout.fsdp == 1 and layout.dp != 1
 
 
-def _shards(layout: Layout) -> bool:
-    """Whether FSDP2 holds the parameters: wherever there are data ranks and DDP can't."""
+def _shards(layout: Layout, *, exact: bool = False) -> bool:
+    """Whether FSDP2 holds the parameters: wherever there are data ranks and DDP can't. Where sums
+    are exact, only where there are shards."""
     sizes = dense_sizes(layout)
+    if exact:
+        return sizes["fsdp"] != 1
     return sizes["dp"] * sizes["fsdp"] != 1 and not _replicates(layout)
 
 
@@ -188,7 +192,7 @@ def _share_sequences(parts: list[nn.Module], layout: Layout, meshes: Meshes | No
     assert meshes is not None
     assert meshes.context is not None
     networks = [cast(Divisible, part) for part in parts]
-    groups = context_groups(meshes.context, size(layout.ulysses))
+    groups = context_groups(meshes.context, layout.ulysses)
     attend = make_attend(networks[0].attend, groups)
     for network in networks:
         network.set_attend(attend)
@@ -206,25 +210,28 @@ def _share_layers(part: nn.Module, layout: Layout, meshes: Meshes, comm: Comm) -
         share_sequences(part, meshes.context["cp"])
     if layout.tp != 1:
         network = cast(Divisible, part)
-        assert layout.sequence_parallel != "auto"
         tensor_parallel(part, network.placements(), meshes.dense["tp"], layout.sequence_parallel)
         if layout.async_tp:
             enable_async(meshes.dense["tp"])
 
 
-def arithmetic(layout: Layout, device_type: str) -> AbstractContextManager[Any]:
+def arithmetic(
+    layout: Layout, device_type: str, *, exact: bool = False
+) -> AbstractContextManager[Any]:
     """The context in which forward and loss run.
 
-    FSDP2 casts parameters itself, and bf16 parameters need no cast; elsewhere autocast does it.
+    FSDP2 casts parameters itself, and bf16 parameters need no cast; elsewhere autocast does it, and
+    everywhere where sums are exact: FSDP2 casts norms and the like too, which autocast doesn't.
     """
-    assert layout.precision != "auto"
     dtype = DTYPES[layout.precision]
-    if dtype == DTYPES[layout.param_dtype] or _shards(layout):
+    if dtype == DTYPES[layout.param_dtype] or (_shards(layout) and not exact):
         return nullcontext()
     return torch.autocast(device_type, dtype=dtype)
 
 
-def prepare_micro_batch(module: nn.Module, layout: Layout, number: int, total: int) -> None:
+def prepare_micro_batch(
+    module: nn.Module, layout: Layout, number: int, total: int, *, exact: bool = False
+) -> None:
     """Say which communication the next forward and backward pass does.
 
     Args:
@@ -232,27 +239,33 @@ def prepare_micro_batch(module: nn.Module, layout: Layout, number: int, total: i
         layout: the same.
         number: of this micro-batch, from 0.
         total: micro-batches of the step.
+        exact: FSDP2 reduces gradients in every micro-batch, or not at all.
     """
     is_last = number == total - 1
     if isinstance(module, FSDPModule):
         # Replicas of parts of a network are shards of one element: whole all the time.
-        fsdp.prepare_micro_batch(module, _zero(layout), is_last)
+        reduces = layout.scatters_each if exact else is_last or _zero(layout) > 1
+        fsdp.prepare_micro_batch(module, _zero(layout), is_last, reduces=reduces)
     elif isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = is_last
 
 
 def _zero(layout: Layout) -> int:
-    assert layout.zero != "auto"
     return layout.zero or 1
 
 
 def _shard(
-    part: nn.Module, layout: Layout, meshes: Meshes, comm: Comm, device: torch.device
+    part: nn.Module,
+    layout: Layout,
+    meshes: Meshes,
+    comm: Comm,
+    device: torch.device,
+    *,
+    exact: bool,
 ) -> None:
     """FSDP2, block by block, over whatever data ranks there are."""
     dense = meshes.dense
-    assert layout.precision != "auto"
-    dtype = DTYPES[layout.precision]
+    dtype = DTYPES[layout.param_dtype if exact else layout.precision]
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if dtype != DTYPES[layout.param_dtype] else None,
         # Gradients of many ranks are added up, which 8 bits of mantissa are too few for.
@@ -265,21 +278,21 @@ def _shard(
     options = (_zero(layout), policy, offload, algorithm)
     if meshes.experts is not None:
         experts = [layer.experts for layer in expert_layers(part)]
-        fsdp.shard_units(experts, _data_axes(meshes.experts, "edp", "efsdp"), *options, fsdp_dim)
+        axes = _data_axes(meshes.experts, "edp", "efsdp", exact=exact)
+        fsdp.shard_units(experts, axes, *options, fsdp_dim)
     blocks = [placed.block for placed in blocks_of(part) if placed.parent is not None]
     # Replicas whose sums are ours FSDP2 doesn't hear of.
-    axes = dense["fsdp"] if sums_replicas(comm) else _data_axes(dense, "dp", "fsdp")
+    axes = _data_axes(dense, "dp", "fsdp", exact=exact or sums_replicas(comm))
     fsdp.shard(part, blocks, axes, *options)
 
 
-def _data_axes(mesh: DeviceMesh, replicas: str, shards: str) -> DeviceMesh:
-    return mesh[replicas, shards] if mesh[replicas].size() != 1 else mesh[shards]
+def _data_axes(mesh: DeviceMesh, replicas: str, shards: str, *, exact: bool) -> DeviceMesh:
+    return mesh[shards] if exact or mesh[replicas].size() == 1 else mesh[replicas, shards]
 
 
 def _replicate(
     module: nn.Module, layout: Layout, mesh: DeviceMesh, *, find_unused: bool
 ) -> nn.Module:
-    assert layout.bucket_mib != "auto"
     # DDP gives all ranks the buffers of rank 0 before each forward pass. How many tokens went to
     # each expert is each rank's own, and running statistics are averaged (`statistics`).
     kept = ("expert_load", *RUNNING)

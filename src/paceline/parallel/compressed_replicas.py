@@ -2,9 +2,9 @@
 
 FSDP2 sums over replicas itself when it is given a mesh with two axes, and offers no seam for that.
 So it gets the axis of shards alone, and what it leaves in a parameter's gradient is the mean over
-one replica's ranks. When the gradients of a unit are all there, FSDP2 tells (it calls the
-parameters' own hooks after it has reduced), and the unit's shards are averaged over the replicas as
-DDP's buckets are (`replicate`), while the backward pass goes on.
+one replica's ranks. FSDP2 calls the parameters' own hooks after it has reduced a unit's gradients.
+Then the unit's shards are averaged over the replicas as DDP's buckets are (`replicate`), while the
+backward pass goes on.
 
 Errors are kept as shards of the parameters they belong to, so a checkpoint knows where they lie and
 any number of shards can go on with them.
@@ -24,15 +24,15 @@ from paceline.comm.compress.means import (
     CompressedMean,
     Compressor,
     UncompressedRest,
+    buffer_part,
     exact_bytes,
     exact_mean,
+    mean_of_parts,
 )
 from paceline.comm.mesh import local_part
 from paceline.comm.queue import CollectiveQueue, Job
 from paceline.config.comm import Comm
-
-ERRORS = "replica_error"
-"""The section of a checkpoint: {replica: {name: a DTensor of the parameter's form}}."""
+from paceline.parallel.replicas import errors_to_load
 
 
 @dataclass(eq=False)
@@ -69,12 +69,13 @@ class CompressedReplicaMean:
 
     Args:
         module: sharded by FSDP2 over an axis without the replicas; hooks are registered here.
-        names: of its parameters.
         compressor: of the larger ones; None: of none.
         collectives: among the replicas, which sum up exactly.
-        comm: of the Job.
         num_reductions: how often in a step FSDP2 reduces a unit's gradients.
     """
+
+    section = "replica_error"
+    """Of a checkpoint: {replica: {name: a DTensor of the parameter's form}}."""
 
     def __init__(
         self,
@@ -98,6 +99,14 @@ class CompressedReplicaMean:
         for unit in self._units:
             for parameter in unit.parameters:
                 parameter.register_post_accumulate_grad_hook(self._hook(unit))
+
+    def describe(self) -> str:
+        """What travels in which form, a sentence for a person."""
+        dp = self._comm.dp
+        form = f"summed up exactly, by the algorithm {dp.algorithm}"
+        if dp.compress != "none":
+            form = f"sent as {dp.compress}, with error feedback"
+        return f"Between replicas gradients are {form}."
 
     def begin(self, step: int) -> None:
         """Say which step's gradients come next, from 0."""
@@ -157,18 +166,20 @@ class CompressedReplicaMean:
         parts = tuple(map(self._part, parameters, held))
         wide = torch.promote_types(held[0].dtype, torch.float32)
         flat = held[0].new_empty(sum(part.num_values for part in parts), dtype=wide)
-        mean = None
-        if self._compressor is not None and any(part.is_compressed for part in parts):
-            mean = self._compressor.mean_of(parts, flat)
-        return _ReplicaUnit(parameters, parts, mean, flat)
+        return _ReplicaUnit(parameters, parts, mean_of_parts(self._compressor, parts, flat), flat)
 
     def _part(self, parameter: nn.Parameter, held: Tensor) -> BufferPart:
-        is_compressed = (
-            self._compressor is not None
-            and parameter.numel() >= self._comm.compress_from
-            and self._compressor.takes(held.shape)
-        )
-        return BufferPart(self._names[parameter], held.shape, is_compressed)
+        name, least = self._names[parameter], self._comm.compress_from
+        return buffer_part(name, parameter, held.shape, self._compressor, least)
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The buffers that hold all errors."""
+        return self.feedback.held
+
+    def squared_norm(self) -> Tensor:
+        """The sum of squares of this rank's errors: () fp64."""
+        return self.feedback.squared_norm()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint keeps: {replica: {name: error, a DTensor like the parameter}}."""
@@ -178,7 +189,9 @@ class CompressedReplicaMean:
             for replica, errors in self.feedback.state().items()
         }
 
-    def targets(self, saved: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+    def targets(
+        self, saved: Iterable[str], _room: Callable[[str], Tensor]
+    ) -> dict[str, dict[str, Tensor]]:
         """Room for the part of a saved state that this rank loads, in the same form.
 
         Args:
@@ -186,15 +199,14 @@ class CompressedReplicaMean:
         """
         by_name = {part.name: unit for unit in self._units for part in unit.parts}
         parameters = {name: parameter for parameter, name in self._names.items()}
-        state: dict[str, dict[str, Tensor]] = {}
-        for path in saved:
-            kind, _, owed = path.partition(".")
-            replica, _, name = owed.partition(".")
-            if kind == ERRORS and name in by_name and self.feedback.takes_over(int(replica)):
-                parameter = parameters[name]
-                error = by_name[name].flat.new_zeros(local_part(parameter).numel())
-                state.setdefault(replica, {})[name] = _like(parameter, error)
-        return state
+
+        def shard(path: str) -> Tensor:
+            name = path.split(".", 2)[2]
+            error = by_name[name].flat.new_zeros(local_part(parameters[name]).numel())
+            return _like(parameters[name], error)
+
+        known = [path for path in saved if path.split(".", 2)[-1] in by_name]
+        return errors_to_load(self.section, known, self.feedback.takes_over, shard)
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Go on with what `targets` gave, now filled."""

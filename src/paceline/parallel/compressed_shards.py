@@ -4,12 +4,11 @@ FSDP2 decides when; its seams `set_custom_reduce_scatter` and `set_custom_all_ga
 buffer with one row per rank (`comm.compress.shards`). Which parameter lies where in a row is
 FSDP2's to know, and read from it, once.
 
-Error feedback of a sum that is scattered costs memory: each rank owes something of every value that
-it codes, so it keeps fp32 errors of the whole unit but its own shard, (N-1)/N of 4 bytes for every
-parameter; of a g-th of them where the g ranks of a node add up exactly (hierarchical). They belong
-to parameters by name, in units of the mean over all data ranks, so another number of shards or
-replicas takes over all that is owed; what a rank doesn't code any more it adds to its next
-gradient.
+Error feedback of a sum that is scattered costs memory. Each rank owes something of every value that
+it codes: it keeps fp32 errors of the whole unit but its own shard, (N-1)/N of 4 bytes for every
+parameter. Where the g ranks of a node add up exactly (hierarchical), it codes 1/g of that. Errors
+belong to parameters by name, in units of the mean over all data ranks, so another number of shards
+or replicas takes over all of them. What a rank doesn't code any more it adds to its next gradient.
 
 Replicas of shards (HSDP) are `compressed_replicas`; ours without compression `shard_collectives`.
 """
@@ -17,6 +16,7 @@ Replicas of shards (HSDP) are `compressed_replicas`; ours without compression `s
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +28,8 @@ from paceline.comm.compress.codec import BlockCodec
 from paceline.comm.compress.codecs import codec_of
 from paceline.comm.compress.shards import CodedRow, CodedShards, PayloadBuffers, Payloads
 from paceline.config.comm import Comm, codec
-from paceline.parallel.shard_collectives import ShardAlgorithm, ShardAllGather, ShardReduceScatter
-
-ERRORS = "shard_error"
-"""The section of a checkpoint: {rank: {name: (num_values,)}}."""
+from paceline.parallel.replicas import errors_to_load
+from paceline.parallel.shard_collectives import ShardAlgorithm, exchange_by, held_by
 
 
 class UnitPart(NamedTuple):
@@ -121,42 +119,16 @@ class _ShardUnit:
         self.errors: _Errors | None = None
 
 
-class _ReduceScatter(ShardReduceScatter):
-    """Of one unit, as a ShardExchange does it."""
-
-    def __init__(self, shards: "CompressedShardCollectives", unit: FSDPModule) -> None:
-        super().__init__(shards.algorithm)
-        self._shards, self._unit = shards, unit
-
-    def reduce(
-        self, received: Tensor, values: Tensor, group: dist.ProcessGroup, mean: bool
-    ) -> None:
-        if mean:
-            values.mul_(1 / group.size())
-        self._shards.reduce(self._unit, received, values, group)
-
-
-class _AllGather(ShardAllGather):
-    """Of one unit, as a ShardExchange does it."""
-
-    def __init__(self, shards: "CompressedShardCollectives", unit: FSDPModule) -> None:
-        super().__init__(shards.algorithm)
-        self._shards, self._unit = shards, unit
-
-    def gather(self, whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
-        self._shards.gather(self._unit, whole, part, group)
-
-
 class CompressedShardCollectives:
     """The exchanges of a module's units, and what this rank owes of them.
 
     Args:
         module: sharded by FSDP2; the seams of its units are set here.
-        names: of its parameters.
-        comm: of the Job.
         algorithm: who exchanges what is not compressed.
-        place: of this rank.
     """
+
+    section = "shard_error"
+    """Of a checkpoint: {rank: {name: (num_values,)}}."""
 
     def __init__(
         self,
@@ -179,9 +151,7 @@ class CompressedShardCollectives:
         """What this rank sent since `begin`."""
         for unit in module.modules():
             if isinstance(unit, FSDPModule):
-                seam: Any = unit  # the interfaces that it names are private to torch
-                seam.set_custom_reduce_scatter(_ReduceScatter(self, unit))
-                seam.set_custom_all_gather(_AllGather(self, unit))
+                exchange_by(unit, partial(self.reduce, unit), partial(self.gather, unit))
 
     def describe(self) -> str:
         """What travels in which form, a sentence for a person."""
@@ -202,10 +172,20 @@ class CompressedShardCollectives:
         self._step, self._is_exact = step, step < self._comm.warmup_steps
         self.sent_bytes = 0
 
+    def finish(self) -> None:
+        """Nothing is left to do: FSDP2 has waited for each exchange."""
+
     def reduce(
-        self, unit: FSDPModule, received: Tensor, values: Tensor, group: dist.ProcessGroup
+        self,
+        unit: FSDPModule,
+        received: Tensor,
+        values: Tensor,
+        group: dist.ProcessGroup,
+        mean: bool,
     ) -> None:
-        """Sum up a unit's gradients, each row at its rank; `values` are spoiled."""
+        """Sum or average a unit's gradients, each row at its rank; `values` are spoiled."""
+        if mean:
+            values.mul_(1 / group.size())
         if self._gradients is None or self._is_exact:
             self.algorithm.among(group).reduce_scatter(received, values)
             self.sent_bytes += _exact_bytes(values, group)
@@ -242,7 +222,7 @@ class CompressedShardCollectives:
 
     def _known(self, unit: FSDPModule) -> _ShardUnit:
         if unit not in self._units:
-            held = _held_by(unit)
+            held = held_by(unit)
             parts = [self._part(each) for each in held]
             trained = [
                 part
@@ -290,15 +270,9 @@ class CompressedShardCollectives:
 
         Args:
             saved: paths of the tensors that were saved: "shard_error.0.layer.weight".
-            room: makes the memory for one of them.
         """
-        state: dict[str, dict[str, Tensor]] = {}
-        for path in saved:
-            kind, _, owed = path.partition(".")
-            rank, _, name = owed.partition(".")
-            if kind == ERRORS and self._gradients and self._place.takes_over(int(rank)):
-                state.setdefault(rank, {})[name] = room(path)
-        return state
+        paths = saved if self._gradients else ()
+        return errors_to_load(self.section, paths, self._place.takes_over, room)
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Go on with what `targets` gave, now filled."""
@@ -308,20 +282,6 @@ class CompressedShardCollectives:
                 owed = error * self._place.replicas
                 self._loaded[name] = self._loaded.get(name, 0) + owed
         self._units.clear()
-
-
-def _held_by(unit: FSDPModule) -> list[Any]:
-    """What FSDP2 knows of a unit's parameters, in the order of its rows.
-
-    There is no public way to ask. torch 2.13 lets a unit have several groups of parameters, one for
-    each mesh, where 2.11 has one.
-    """
-    state: Any = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    (group,) = groups
-    return list(group.fsdp_params)
 
 
 def _must_fill(row: CodedRow, num_values: int, what: str) -> None:

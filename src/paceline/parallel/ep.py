@@ -22,6 +22,7 @@ balancing by biases https://arxiv.org/abs/2412.19437
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from paceline.comm.compress.messages import CodedMessages, send_coded
 from paceline.comm.mesh import local_part
+from paceline.parallel.statistics import mean_over_ranks
 
 # The dimension of (slots, out, in) that goes through the inside of an expert, by parameter: what tp
 # splits. The other one is the residual stream's, which FSDP2 may split.
@@ -123,14 +125,8 @@ def share_sequences(module: nn.Module, mesh: DeviceMesh) -> None:
         module: has layers with experts, or not.
         mesh: the cp axis, whose ranks each have as many tokens of every sequence.
     """
-
-    def mean(x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total, group=mesh.get_group())
-        return total / mesh.size()
-
     for layer in expert_layers(module):
-        layer.mean_over_sequence = mean
+        layer.mean_over_sequence = partial(mean_over_ranks, group=mesh.get_group())
 
 
 def fsdp_dim(parameter: nn.Parameter) -> Shard:

@@ -41,13 +41,7 @@ class ExposedAllReduce:
 def exposed_all_reduce_of(
     module: nn.Module, ranks: Ranks, clock: BusyClock
 ) -> ExposedAllReduce | None:
-    """The tail of a module's backward pass; None where nothing can be told of it.
-
-    Args:
-        module: as `parallel.apply` left it.
-        ranks: this process's place.
-        clock: counts the tail among this rank's waits.
-    """
+    """The tail of a module's backward pass; None where nothing can be told of it."""
     is_measured = ranks.world_size > 1 and ranks.device_type == "cpu"
     return (
         ExposedAllReduce(clock)

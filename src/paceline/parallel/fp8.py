@@ -1,7 +1,7 @@
 """Products in 8-bit floating point: the linear layers of a network's blocks compute in fp8.
 
 How it works: torchao swaps a linear layer for one that casts the operands of its three products
-(output, gradient of the input, gradient of the weight) to fp8 when it needs them, each scaled by
+(output, gradient of the input, gradient of the weight) to fp8 when it needs them. Each is scaled by
 its largest magnitude: e4m3 forward, e5m2 for gradients, sums in fp32. Parameters, their gradients
 and everything between the products stay as they are, so names, checkpoints and the optimizer see
 no difference.

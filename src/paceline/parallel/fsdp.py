@@ -50,7 +50,8 @@ def shard(
     unit = fully_shard(
         module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload
     )
-    exchange_by(unit, algorithm)
+    if algorithm is not None:
+        exchange_by(unit, algorithm.reduce, algorithm.gather)
 
 
 def shard_units(
@@ -78,16 +79,17 @@ def shard_units(
                 mp_policy=policy,
                 offload_policy=offload,
             )
-            exchange_by(sharded, algorithm)
+            if algorithm is not None:
+                exchange_by(sharded, algorithm.reduce, algorithm.gather)
 
 
-def prepare_micro_batch(module: FSDPModule, zero: int, is_last: bool) -> None:
+def prepare_micro_batch(module: FSDPModule, zero: int, is_last: bool, *, reduces: bool) -> None:
     """Say what the next forward and backward pass gathers, frees and reduces.
 
     Call it before the forward pass of each micro-batch of a step. What an earlier micro-batch left
-    gathered is not gathered again.
+    gathered is not gathered again. Gradients that aren't reduced stay whole.
     """
-    module.set_requires_gradient_sync(is_last or zero > 1)
+    module.set_requires_gradient_sync(reduces)
     module.set_requires_all_reduce(is_last)
     module.set_reshard_after_backward(is_last or zero == 3)
     # Not the last one: go on without waiting for the reductions.

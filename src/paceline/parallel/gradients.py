@@ -1,22 +1,26 @@
 """The gradients of a rank between the last backward pass and the optimizer: completed, measured,
 scaled.
 
-The norm of the whole gradient is one formula for every layout: each rank adds up the squares of the
-shards it holds, each divided by the number of ranks that hold the same shard, and one sum over all
+The norm of the whole gradient is one formula for every layout. Each rank adds up the squares of the
+shards it holds, each divided by the number of ranks that hold the same shard. One sum over all
 ranks of the world gives the square of the norm. (torch's get_total_norm takes neither DTensors of
 several meshes nor pipeline stages.)
+
+Where sums are exact, the squares of each row are added up by themselves, in one order, and then
+rows as `exact_sums` does. A rank takes its share of the rows that others hold as well.
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.comm.mesh import Meshes, local_part
-from paceline.config.frozen import size
 from paceline.config.layout import Layout
+from paceline.parallel.exact_sums import exact_sums, row_squares
 from paceline.parallel.tied_parameters import TiedParameters, find_tied_parameters
 from paceline.parallel.tp import finish_gradients
 
@@ -30,29 +34,37 @@ class Gradients:
         named: Sequence[tuple[str, nn.Parameter]],
         meshes: Meshes | None,
         layout: Layout,
+        *,
+        exact: bool = False,
     ) -> None:
-        self._module = module
+        self._module, self._is_exact = module, exact
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self._parameters = [parameter for _, parameter in trained]
-        self._twins = TiedParameters()
+        self._tied = TiedParameters()
         if meshes is not None and layout.pp != 1:
-            self._twins = find_tied_parameters(trained, meshes.dense)
-        ranks_of_a_stage = layout.num_ranks // size(layout.pp)
+            self._tied = find_tied_parameters(trained, meshes.dense)
+            if exact and layout.schedule == "dualpipe":
+                self._tied = self._tied.without_copies()
+        ranks_of_a_stage = layout.num_ranks // layout.pp
         self._num_holders = [
-            ranks_of_a_stage * self._twins.num_holders.get(name, 1) / _num_shards(parameter)
+            ranks_of_a_stage * self._tied.num_holders.get(name, 1) / _num_shards(parameter)
             for name, parameter in trained
         ]
+        self._places = _places(trained, meshes, self._tied.first) if exact else []
         self._experts = [parameter for parameter in self._parameters if _is_expert(parameter)]
-        self._num_expert_ranks = size(layout.ep)
+        self._num_expert_ranks = layout.ep
 
     def finish(self) -> Tensor:
         """Complete the gradients after the last micro-batch.
 
         Returns:
-            this rank's share of the squared norm of the whole gradient: () fp64.
+            this rank's share of the squared norm of the whole gradient: () fp64; as an exact sum
+            (WIDTH,) where sums are exact.
         """
         finish_gradients(self._module)
-        self._twins.sum_gradients()
+        self._tied.sum_gradients()
+        if self._is_exact:
+            return self._exact_squared_norm()
         self._average_experts()
         return self._squared_norm()
 
@@ -82,6 +94,43 @@ class Gradients:
         norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).double()
         weights = torch.tensor([1 / holders for _, holders in held], dtype=torch.float64)
         return norms.square() @ weights.to(norms.device)
+
+    def _exact_squared_norm(self) -> Tensor:
+        squares = []
+        each = zip(self._parameters, self._places, self._num_holders, strict=True)
+        for parameter, place, holders in each:
+            if parameter.grad is not None:
+                rows = torch.atleast_1d(local_part(parameter.grad))
+                first, last = (len(rows) * share // round(holders) for share in (place, place + 1))
+                squares.append(row_squares(rows[first:last]))
+        return exact_sums(torch.cat(squares)[None])[0]
+
+
+def _places(
+    named: Sequence[tuple[str, nn.Parameter]], meshes: Meshes | None, first: Mapping[str, int]
+) -> list[int]:
+    """This rank's number among those that hold the same of each parameter, copies counted."""
+    seen: Counter[str] = Counter()
+    places = []
+    for name, parameter in named:
+        place = first.get(name, 0) + seen[name]
+        seen[name] += 1
+        if meshes is not None:
+            mesh = meshes.experts if _is_expert(parameter) else meshes.dense
+            assert mesh is not None
+            for axis in mesh.mesh_dim_names or ():
+                if axis != "pp" and axis not in _split_axes(parameter):
+                    place = place * mesh[axis].size() + mesh.get_local_rank(axis)
+        places.append(place)
+    return places
+
+
+def _split_axes(parameter: Tensor) -> set[str]:
+    """Axes of the mesh along which ranks hold different pieces of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return set()
+    pairs = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+    return {axis for axis, placement in pairs if not placement.is_replicate()}
 
 
 def _num_shards(parameter: Tensor) -> int:

@@ -15,120 +15,67 @@ from paceline.comm.compress.compressors import compressor_of
 from paceline.comm.mesh import Meshes
 from paceline.config.comm import Comm, codec
 from paceline.config.layout import Layout
-from paceline.parallel import compressed_replicas, compressed_shards
 from paceline.parallel.compressed_replicas import CompressedReplicaMean
 from paceline.parallel.compressed_shards import CompressedShardCollectives, ShardPosition
-from paceline.parallel.replicas import COMM_SECTION, Replicas, State
+from paceline.parallel.replicas import COMM_SECTION, Replicas, State, correct_errors
 from paceline.parallel.shard_collectives import ShardAlgorithm
 
 
 class HybridReduction(Replicas):
-    """The exchanges of a sharded network that are in a form of ours; one of them at least.
+    """The exchanges of a sharded network that are in a form of ours.
 
     Args:
-        shards: over the ranks that share the parameters; None: FSDP2's own.
-        replicas: over those that have the same shards; None: FSDP2's own, or there are none.
-        comm: of the Job.
+        exchanges: by axis, one at least: "fsdp" over the ranks that share the parameters, "dp" over
+            those that have the same shards. What is left out FSDP2 does.
     """
 
     section = COMM_SECTION
 
     def __init__(
-        self,
-        shards: CompressedShardCollectives | None,
-        replicas: CompressedReplicaMean | None,
-        comm: Comm,
+        self, exchanges: Mapping[str, CompressedShardCollectives | CompressedReplicaMean]
     ) -> None:
-        self._shards, self._replicas, self._comm = shards, replicas, comm
-        self.feedback = HybridErrors(shards, replicas)
+        self._exchanges = exchanges
 
     def describe(self) -> str:
         """Of shards and of replicas."""
-        told = [] if self._shards is None else [self._shards.describe()]
-        if self._replicas is not None:
-            dp = self._comm.dp
-            form = f"summed up exactly, by the algorithm {dp.algorithm}"
-            if dp.compress != "none":
-                form = f"sent as {dp.compress}, with error feedback"
-            told.append(f"Between replicas gradients are {form}.")
-        return " ".join(told)
+        return " ".join(each.describe() for each in self._exchanges.values())
 
     def begin(self, step: int | None) -> None:
         """Both begin; a step's number is always known."""
         assert step is not None, "only DDP has a backward pass without effect"
-        for exchange in self._both():
-            exchange.begin(step)
+        for each in self._exchanges.values():
+            each.begin(step)
 
     def finish(self) -> None:
-        """Only replicas have a thread of their own."""
-        if self._replicas is not None:
-            self._replicas.finish()
+        """Of both."""
+        for each in self._exchanges.values():
+            each.finish()
 
     def sent(self) -> dict[str, float]:
         """Since `begin`, by axis."""
-        axes = {"fsdp.bytes": self._shards, "dp.bytes": self._replicas}
-        return {name: each.sent_bytes for name, each in axes.items() if each is not None}
+        return {f"{axis}.bytes": each.sent_bytes for axis, each in self._exchanges.items()}
 
     def squared_error(self) -> Tensor:
         """Over both axes."""
-        return self.feedback.squared_norm()
+        return torch.stack([e.squared_norm().cpu() for e in self._exchanges.values()]).sum()
 
     def correct(self, is_bad: Tensor, scale: Tensor | None) -> None:
         """What is owed stays finite, and is of the new scale."""
-        for errors in self.feedback.held:
-            if is_bad.device.type != "cpu" or is_bad:
-                torch.where(is_bad, errors.nan_to_num(0.0, 0.0, 0.0), errors, out=errors)
-            if scale is not None:
-                errors.mul_(scale)
+        for each in self._exchanges.values():
+            correct_errors(each.held, is_bad, scale)
 
     def state(self) -> State:
         """What a checkpoint keeps: the errors of both, each in a section of its own."""
-        kept: State = {}
-        if self._shards is not None:
-            kept[compressed_shards.ERRORS] = self._shards.state()
-        if self._replicas is not None:
-            kept[compressed_replicas.ERRORS] = self._replicas.state()
-        return kept
+        return {each.section: each.state() for each in self._exchanges.values()}
 
     def targets(self, saved: Iterable[str], room: Callable[[str], Tensor]) -> State:
         """Of both, each in a section of its own."""
-        wanted: State = {}
-        if self._shards is not None:
-            wanted[compressed_shards.ERRORS] = self._shards.targets(saved, room)
-        if self._replicas is not None:
-            wanted[compressed_replicas.ERRORS] = self._replicas.targets(saved)
-        return wanted
+        return {each.section: each.targets(saved, room) for each in self._exchanges.values()}
 
     def load(self, state: State) -> None:
         """Of both."""
-        if self._shards is not None:
-            self._shards.load(state[compressed_shards.ERRORS])
-        if self._replicas is not None:
-            self._replicas.load(state[compressed_replicas.ERRORS])
-
-    def _both(self) -> list[CompressedShardCollectives | CompressedReplicaMean]:
-        return [each for each in (self._shards, self._replicas) if each is not None]
-
-
-class HybridErrors:
-    """What a rank owes over both axes."""
-
-    def __init__(
-        self, shards: CompressedShardCollectives | None, replicas: CompressedReplicaMean | None
-    ) -> None:
-        self._shards = shards
-        self._replicas = None if replicas is None else replicas.feedback
-
-    @property
-    def held(self) -> list[Tensor]:
-        """The buffers that hold all errors."""
-        both = [each.held for each in (self._shards, self._replicas) if each is not None]
-        return [errors for each in both for errors in each]
-
-    def squared_norm(self) -> Tensor:
-        """The sum of squares of this rank's errors: () fp64."""
-        both = [each for each in (self._shards, self._replicas) if each is not None]
-        return torch.stack([each.squared_norm().cpu() for each in both]).sum()
+        for each in self._exchanges.values():
+            each.load(state[each.section])
 
 
 def sums_replicas(comm: Comm) -> bool:
@@ -145,25 +92,16 @@ def hybrid_reduction_of(
     meshes: Meshes | None,
     accumulation: int,
 ) -> HybridReduction | None:
-    """Give FSDP2's units the exchanges that a Job asks for; None: FSDP2's own, or no FSDP2.
-
-    Args:
-        module: as `parallel.apply` left it.
-        names: of its parameters.
-        comm: of the Job.
-        layout: of the Job.
-        meshes: of all ranks.
-        accumulation: micro-batches of a step.
-    """
+    """Give FSDP2's units the exchanges that a Job asks for; None: FSDP2's own, or no FSDP2."""
     if meshes is None or not any(isinstance(each, FSDPModule) for each in module.modules()):
         return None
-    shards = replicas = None
+    exchanges: dict[str, CompressedShardCollectives | CompressedReplicaMean] = {}
     if not {comm.fsdp.compress, comm.fsdp.compress_weights} <= {"none", "auto"}:
-        shards = _shards(module, names, comm, meshes)
+        exchanges["fsdp"] = _shards(module, names, comm, meshes)
     if sums_replicas(comm):
         num_reductions = accumulation if layout.zero in (2, 3) else 1
-        replicas = _replicas(module, names, comm, meshes, num_reductions)
-    return HybridReduction(shards, replicas, comm) if shards or replicas else None
+        exchanges["dp"] = _replicas(module, names, comm, meshes, num_reductions)
+    return HybridReduction(exchanges) if exchanges else None
 
 
 def _shards(
@@ -186,8 +124,7 @@ def _replicas(
     num_reductions: int,
 ) -> CompressedReplicaMean:
     group = meshes.dense.get_group("dp")
-    chosen = codec(comm.dp.compress)
-    compressor = None if chosen.kind == "none" else compressor_of(chosen, group)
+    compressor = compressor_of(codec(comm.dp.compress), group)
     by = "backend" if comm.dp.algorithm == "auto" else comm.dp.algorithm
     collectives = Collectives(group, by, members_per_node(group, meshes.ranks_per_node))
     return CompressedReplicaMean(module, names, compressor, collectives, comm, num_reductions)

@@ -3,14 +3,15 @@
 In this form, the base of all others, DDP or FSDP2 sum gradients up within the backward pass and
 nothing is left to do. The other forms: gradients compressed or by an algorithm of ours, of whole
 networks (`replicate`) and of shards (`hybrid`); workers that step each for itself and meet in
-rounds (`local`), some of which may be lost (`elastic_rounds`).
+rounds (`elastic.local_rounds`), some of which may be lost (`elastic.elastic_rounds`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 COMM_SECTION, ROUNDS_SECTION = "comm", "rounds"
 """Of a checkpoint: what compressed gradients still owe, and what workers share."""
@@ -31,6 +32,22 @@ class Replicas:
     def describe(self) -> str:
         """What travels in which form, a sentence for a person."""
         return "Gradients are summed up exactly in every step."
+
+    num_parts: int | None = None
+    """What each loss is divided by, so that gradients add up; None: by the micro-batches of a rank,
+    and gradients are averaged over ranks."""
+
+    def number(self, micro_batch: int) -> int | None:
+        """Of one of this rank's micro-batches among those of all ranks; None: nobody asks."""
+        return None
+
+    def take(self, micro_batch: int, part: nn.Module | None = None) -> None:
+        """The gradients of one micro-batch are in the parameters.
+
+        Args:
+            micro_batch: this rank's, from 0.
+            part: the stage of a pipeline; None: the whole module.
+        """
 
     def begin(self, step: int | None) -> None:
         """Say which step's gradients come next, from 0; None: they will not be used."""
@@ -95,3 +112,57 @@ class Replicas:
 
     def load(self, state: State) -> None:
         """Go on with what `targets` gave, now filled."""
+
+
+def kept_buffers(module: nn.Module) -> list[Tensor]:
+    """The buffers of a module that checkpoints keep: running statistics and the like."""
+    kept = module.state_dict(keep_vars=True)
+    return [buffer for name, buffer in module.named_buffers() if name in kept]
+
+
+def correct_errors(
+    held: Sequence[Tensor], is_bad: Tensor, scale: Tensor | None, unscaled: Sequence[Tensor] = ()
+) -> None:
+    """Correct what is owed in place, as `Replicas.correct` says.
+
+    Args:
+        held: what is owed, in units of the gradients.
+        unscaled: what has to stay finite as well, and has no units.
+    """
+    if is_bad.device.type != "cpu" or is_bad:
+        for tensor in (*held, *unscaled):
+            torch.where(is_bad, tensor.nan_to_num(0.0, 0.0, 0.0), tensor, out=tensor)
+    if scale is not None:
+        for errors in held:
+            errors.mul_(scale)
+
+
+def errors_to_load(
+    kind: str,
+    saved: Iterable[str],
+    takes_over: Callable[[int], bool],
+    room: Callable[[str], Tensor],
+) -> dict[str, dict[str, Tensor]]:
+    """Room for the errors that this rank takes over: {rank: {name: tensor}}.
+
+    Args:
+        kind: of the paths "kind.0.layer.weight".
+        saved: paths of all tensors that were saved.
+        takes_over: whether this rank goes on with what that rank owed.
+        room: makes the memory for a path.
+    """
+    state: dict[str, dict[str, Tensor]] = {}
+    for path in saved:
+        if path.startswith(f"{kind}."):
+            _, rank, name = path.split(".", 2)
+            if takes_over(int(rank)):
+                state.setdefault(rank, {})[name] = room(path)
+    return state
+
+
+def tensors_to_load(
+    kind: str, saved: Iterable[str], room: Callable[[str], Tensor]
+) -> dict[str, Tensor]:
+    """Room for what is no rank's own: {name: tensor} of the paths "kind.layer.weight"."""
+    start = f"{kind}."
+    return {path.removeprefix(start): room(path) for path in saved if path.startswith(start)}

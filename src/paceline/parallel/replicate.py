@@ -28,12 +28,21 @@ from paceline.comm.compress.means import (
     CompressedMean,
     Compressor,
     UncompressedRest,
+    buffer_part,
     exact_bytes,
     exact_mean,
+    mean_of_parts,
 )
 from paceline.comm.queue import CollectiveQueue, Job
 from paceline.config.comm import Comm, codec
-from paceline.parallel.replicas import COMM_SECTION, Replicas, State
+from paceline.parallel.replicas import (
+    COMM_SECTION,
+    Replicas,
+    State,
+    correct_errors,
+    errors_to_load,
+    tensors_to_load,
+)
 
 # What sums of many ranks are added up in.
 _WIDE = (torch.float32, torch.float64)
@@ -65,10 +74,8 @@ class CompressedAllReduce(Replicas):
 
     Args:
         module: whose gradients DDP reduces; the hook is registered here.
-        names: of its parameters.
         compressor: of the larger ones; None: of none.
         collectives: that sum up exactly.
-        comm: of the Job.
     """
 
     section = COMM_SECTION
@@ -170,18 +177,12 @@ class CompressedAllReduce(Replicas):
 
     def _bucket(self, parts: tuple[BufferPart, ...], values: Tensor) -> _Bucket:
         wide = None if values.dtype in _WIDE else torch.empty_like(values, dtype=torch.float32)
-        mean = None
-        if self._compressor is not None and any(part.is_compressed for part in parts):
-            mean = self._compressor.mean_of(parts, values if wide is None else wide)
+        mean = mean_of_parts(self._compressor, parts, values if wide is None else wide)
         return _Bucket(parts, mean, wide)
 
     def _part(self, parameter: nn.Parameter) -> BufferPart:
-        is_compressed = (
-            self._compressor is not None
-            and parameter.numel() >= self._comm.compress_from
-            and self._compressor.takes(parameter.shape)
-        )
-        return BufferPart(self._names[parameter], parameter.shape, is_compressed)
+        name, least = self._names[parameter], self._comm.compress_from
+        return buffer_part(name, parameter, parameter.shape, self._compressor, least)
 
     def sent(self) -> dict[str, float]:
         """Since `begin`, by axis."""
@@ -194,12 +195,7 @@ class CompressedAllReduce(Replicas):
     def correct(self, is_bad: Tensor, scale: Tensor | None) -> None:
         """What is owed stays finite, and is of the new scale."""
         kept = [] if self._compressor is None else list(self._compressor.state().values())
-        if is_bad.device.type != "cpu" or is_bad:
-            for tensor in (*self.feedback.held, *kept):
-                torch.where(is_bad, tensor.nan_to_num(0.0, 0.0, 0.0), tensor, out=tensor)
-        if scale is not None:
-            for errors in self.feedback.held:
-                errors.mul_(scale)
+        correct_errors(self.feedback.held, is_bad, scale, kept)
 
     def state(self) -> State:
         """What a checkpoint keeps: {"error": {rank: {name: (n,)}}, "factor": {name: ...}}."""
@@ -208,16 +204,9 @@ class CompressedAllReduce(Replicas):
 
     def targets(self, saved: Iterable[str], room: Callable[[str], Tensor]) -> State:
         """As in `Replicas`; paths are of the form "error.0.layer.weight"."""
-        state: State = {"error": {}, "factor": {}}
-        for path in saved:
-            kind, _, name = path.partition(".")
-            if kind == "factor":
-                state["factor"][name] = room(path)
-                continue
-            rank, _, name = name.partition(".")
-            if self.feedback.takes_over(int(rank)):
-                state["error"].setdefault(rank, {})[name] = room(path)
-        return state
+        paths = list(saved)
+        errors = errors_to_load("error", paths, self.feedback.takes_over, room)
+        return {"error": errors, "factor": tensors_to_load("factor", paths, room)}
 
     def load(self, state: State) -> None:
         """Buckets begin anew."""
@@ -234,8 +223,6 @@ def compressed_all_reduce_of(
     """Give DDP's buckets the exchange that a Job asks for; None: DDP's own, or no DDP.
 
     Args:
-        module: as `parallel.apply` left it.
-        names: of its parameters.
         ranks_per_node: neighbours that share a host.
     """
     chosen, algorithm = codec(comm.dp.compress), comm.dp.algorithm
@@ -243,6 +230,6 @@ def compressed_all_reduce_of(
     if not isinstance(module, DistributedDataParallel) or (chosen.kind == "none" and by_backend):
         return None
     group = module.process_group
-    compressor = None if chosen.kind == "none" else compressor_of(chosen, group)
+    compressor = compressor_of(chosen, group)
     collectives = Collectives(group, "backend" if by_backend else algorithm, ranks_per_node)
     return CompressedAllReduce(module, names, compressor, collectives, comm)

@@ -8,7 +8,7 @@ The seam is FSDP2's `set_custom_reduce_scatter` and `set_custom_all_gather`,
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +32,24 @@ class ShardAlgorithm(NamedTuple):
         """The collectives of a group of shards."""
         return Collectives(group, self.name, members_per_node(group, self.ranks_per_node))
 
+    def reduce(
+        self, received: Tensor, values: Tensor, group: dist.ProcessGroup, mean: bool
+    ) -> None:
+        """Sum or average: each rank's part is its own; `values` are spoiled."""
+        self.among(group).reduce_scatter(received, values, mean=mean)
+
+    def gather(self, whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+        """Fill `whole` with the parts of all ranks."""
+        self.among(group).all_gather(whole, part)
+
+
+Reduce = Callable[[Tensor, Tensor, dist.ProcessGroup, bool], None]
+Gather = Callable[[Tensor, Tensor, dist.ProcessGroup], None]
+"""As `ShardAlgorithm`'s methods."""
+
 
 class ShardCollective:
     """What FSDP2 wants of every exchange."""
-
-    def __init__(self, algorithm: ShardAlgorithm) -> None:
-        self.algorithm = algorithm
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer for one exchange's input or output."""
@@ -47,11 +59,8 @@ class ShardCollective:
 class ShardReduceScatter(ShardCollective):
     """What `FSDPModule.set_custom_reduce_scatter` takes."""
 
-    def reduce(
-        self, received: Tensor, values: Tensor, group: dist.ProcessGroup, mean: bool
-    ) -> None:
-        """Sum or average: each rank's part is its own; `values` are spoiled."""
-        self.algorithm.among(group).reduce_scatter(received, values, mean=mean)
+    def __init__(self, reduce: Reduce) -> None:
+        self._reduce = reduce
 
     def __call__(
         self,
@@ -67,15 +76,14 @@ class ShardReduceScatter(ShardCollective):
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or async_op:
             raise NotImplementedError(f"a reduce-scatter with {op}, asynchronous: {async_op}")
-        self.reduce(output_tensor, input_tensor, group, op == dist.ReduceOp.AVG)
+        self._reduce(output_tensor, input_tensor, group, op == dist.ReduceOp.AVG)
 
 
 class ShardAllGather(ShardCollective):
     """What `FSDPModule.set_custom_all_gather` takes."""
 
-    def gather(self, whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
-        """Fill `whole` with the parts of all ranks."""
-        self.algorithm.among(group).all_gather(whole, part)
+    def __init__(self, gather: Gather) -> None:
+        self._gather = gather
 
     def __call__(
         self,
@@ -88,7 +96,7 @@ class ShardAllGather(ShardCollective):
 
         FSDP2 takes None for work that is done.
         """
-        self.gather(output_tensor, input_tensor, group)
+        self._gather(output_tensor, input_tensor, group)
 
 
 def algorithm_of(comm: FsdpComm, ranks_per_node: int) -> ShardAlgorithm | None:
@@ -98,9 +106,21 @@ def algorithm_of(comm: FsdpComm, ranks_per_node: int) -> ShardAlgorithm | None:
     return ShardAlgorithm(comm.algorithm, ranks_per_node)
 
 
-def exchange_by(unit: FSDPModule, algorithm: ShardAlgorithm | None) -> None:
-    """Make one unit of FSDP2 exchange by an algorithm of ours; None: by the backend."""
-    if algorithm is not None:
-        seam: Any = unit  # the interfaces that it names are private to torch
-        seam.set_custom_reduce_scatter(ShardReduceScatter(algorithm))
-        seam.set_custom_all_gather(ShardAllGather(algorithm))
+def exchange_by(unit: FSDPModule, reduce: Reduce, gather: Gather) -> None:
+    """Make one unit of FSDP2 scatter gradients and gather parameters in a way of ours."""
+    seam: Any = unit  # the interfaces that it names are private to torch
+    seam.set_custom_reduce_scatter(ShardReduceScatter(reduce))
+    seam.set_custom_all_gather(ShardAllGather(gather))
+
+
+def held_by(unit: FSDPModule) -> list[Any]:
+    """What FSDP2 knows of a unit's parameters, in the order of its rows.
+
+    There is no public way to ask. torch 2.13 lets a unit have several groups of parameters, one for
+    each mesh, where 2.11 has one.
+    """
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return [each for group in groups if group is not None for each in group.fsdp_params]

@@ -31,11 +31,7 @@ RUNNING = ("running_mean", "running_var")
 
 
 class RunningStatistics:
-    """The running statistics of a module's norms, of all ranks.
-
-    Args:
-        module: of this rank; the others' have the same norms.
-    """
+    """The running statistics of a module's norms, of all ranks."""
 
     def __init__(self, module: nn.Module) -> None:
         self._held = [b for name, b in module.named_buffers() if name.endswith(RUNNING)]
@@ -133,14 +129,15 @@ class _RankMeanFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _mean(values, group)
+        return mean_over_ranks(values, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _mean(gradient, ctx.group), None
+        return mean_over_ranks(gradient, ctx.group), None
 
 
-def _mean(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def mean_over_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The mean over a group's ranks of values of any shape; none of their gradients."""
     total = values.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total / group.size()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.comm.collectives import sum_together
 from paceline.comm.mesh import columns, local_part
 from paceline.comm.records import all_gather
 
@@ -29,6 +30,8 @@ class TiedParameters:
 
     num_holders: Mapping[str, int] = field(default_factory=dict)
     """Copies of each of this rank's parameters in the pipeline, those on this rank included."""
+    first: Mapping[str, int] = field(default_factory=dict)
+    """Copies of each on the pipeline ranks before this one."""
     shared: list[tuple[dist.ProcessGroup, list[list[nn.Parameter]]]] = field(default_factory=list)
     """Per set of holders, the parameters, each with its copies on this rank."""
     local: list[list[nn.Parameter]] = field(default_factory=list)
@@ -40,11 +43,16 @@ class TiedParameters:
             _put(copies, _sum(copies))
         for group, parameters in self.shared:
             sums = [_sum(copies) for copies in parameters]
-            flat = torch.cat([each.flatten() for each in sums])
-            dist.all_reduce(flat, group=group)
-            parts = flat.split([each.numel() for each in sums])
-            for copies, part, one in zip(parameters, parts, sums, strict=True):
-                _put(copies, part.view_as(one))
+            sum_together(sums, group)
+            for copies, total in zip(parameters, sums, strict=True):
+                _put(copies, total)
+
+    def without_copies(self) -> "TiedParameters":
+        """Of ranks that hold the same stages (DualPipe), whose gradients are summed already: only
+        different stages on one rank are left to be added."""
+        copies = [*self.local, *(each for _, shared in self.shared for each in shared)]
+        local = [each for each in copies if len(each) > 1]
+        return TiedParameters(self.num_holders, self.first, local=local)
 
 
 def find_tied_parameters(named: Named, dense: DeviceMesh) -> TiedParameters:
@@ -61,6 +69,8 @@ def find_tied_parameters(named: Named, dense: DeviceMesh) -> TiedParameters:
     own = {name: len(copies) for name, copies in mine.items()}
     counts: list[dict[str, int]] = all_gather(own, dense.get_group("pp"))
     totals = {name: sum(count.get(name, 0) for count in counts) for name in mine}
+    before = counts[: dense.get_local_rank("pp")]
+    first = {name: sum(count.get(name, 0) for count in before) for name in mine}
     shared: dict[tuple[int, ...], list[list[nn.Parameter]]] = {}
     for holders in _holder_sets(counts):
         names = [name for name in mine if _holders(counts, name) == holders]
@@ -68,6 +78,7 @@ def find_tied_parameters(named: Named, dense: DeviceMesh) -> TiedParameters:
     groups = {holders: _group_of(dense, holders) for holders in shared}  # all ranks, in one order
     return TiedParameters(
         num_holders=totals,
+        first=first,
         shared=[(groups[holders], copies) for holders, copies in shared.items() if copies],
         local=[
             copies

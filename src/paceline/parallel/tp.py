@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -40,6 +38,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
+from paceline.comm.collectives import sum_together
 from paceline.comm.mesh import local_part
 from paceline.parallel.forward import compute_with, replace_forward
 from paceline.parallel.vocabulary import look_up
@@ -119,7 +118,7 @@ def finish_gradients(module: nn.Module) -> None:
             grads = [p.grad for p in child.parameters(recurse=False) if p.grad is not None]
             parts.setdefault(mesh, []).extend(local_part(grad) for grad in grads)
     for mesh, grads in parts.items():
-        _sum(grads, mesh)
+        sum_together(grads, mesh.get_group())
 
 
 def enable_async(mesh: DeviceMesh) -> None:
@@ -127,9 +126,6 @@ def enable_async(mesh: DeviceMesh) -> None:
 
     Needs CUDA devices that reach each other's memory, compiled blocks and sequence parallel; call
     it before the first forward pass. The setting is torch's, for the whole process.
-
-    Args:
-        mesh: the tp axis.
     """
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -224,13 +220,3 @@ def _check_all_cared_for(module: nn.Module, cared: set[nn.Module]) -> None:
     ]
     if forgotten:
         raise ValueError(f"placements say nothing of {', '.join(forgotten)}, which has parameters.")
-
-
-@torch.no_grad()
-def _sum(tensors: list[Tensor], mesh: DeviceMesh) -> None:
-    """Sum each tensor over the ranks of a one-dimensional mesh, all in one message."""
-    if tensors:
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
-        dist.all_reduce(flat, group=mesh.get_group())
-        sums = flat.split([tensor.numel() for tensor in tensors])
-        torch._foreach_copy_(tensors, [s.view_as(t) for s, t in zip(sums, tensors, strict=True)])

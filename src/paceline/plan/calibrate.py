@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.config.errors import InputError
-from paceline.config.frozen import size
 from paceline.config.hardware import Cluster
 from paceline.config.layout import Layout
 from paceline.config.stack import CONSTANTS, Stack
@@ -85,15 +85,13 @@ def predicted_step_s(setting: Setting, layout: Layout) -> float:
     Once a pipeline is full, a further round of micro-batches takes as long as the one before: of
     many, only enough are simulated to see how long that is.
     """
-    at_once = layout.num_data_ranks * size(layout.micro_batch)
-    rounds, rest = divmod(setting.global_batch // at_once, size(layout.pp))
-    work = setting.global_batch // at_once * size(layout.stages_per_rank) * size(layout.pp)
+    at_once = layout.num_data_ranks * layout.micro_batch
+    rounds, rest = divmod(setting.global_batch // at_once, layout.pp)
+    work = setting.global_batch // at_once * layout.stages_per_rank * layout.pp
     if work < _MUCH_WORK or rest or rounds <= _ROUNDS:
         return Simulated.of(setting, layout).step_s
     few, more = (
-        Simulated.of(
-            replace(setting, global_batch=at_once * size(layout.pp) * number), layout
-        ).step_s
+        Simulated.of(replace(setting, global_batch=at_once * layout.pp * number), layout).step_s
         for number in (_ROUNDS - 1, _ROUNDS)
     )
     return more + (more - few) * (rounds - _ROUNDS)
@@ -121,10 +119,10 @@ def fit(cases: Sequence[MeasuredJob], stack: Stack, origin: str) -> Stack:
 
 
 def _sample(case: MeasuredJob, stack: Stack) -> CalibrationSample:
-    setting = replace(case.setting, stack=stack)
 
     def seconds(constants: Constants) -> float:
-        return predicted_step_s(with_constants(setting, constants), case.layout)
+        setting = replace(case.setting, stack=with_constants(stack, constants))
+        return predicted_step_s(setting, case.layout)
 
     return CalibrationSample(seconds, case.step_s)
 
@@ -149,7 +147,7 @@ def fit_constants(
         raise InputError("there is no measured step to calibrate with: give at least one.")
     if any(not 0 < one.step_s < float("inf") for one in samples):
         raise InputError("a measured step must take a time above 0 s: leave the others out.")
-    low, high, centre, spread = _prior(names, start)
+    prior = _Prior.of(names, start)
     weights = np.sqrt([one.weight for one in samples])
 
     def residuals(theta: Vector) -> Vector:
@@ -157,11 +155,9 @@ def fit_constants(
         errors = [np.log(one.seconds(values) / one.step_s) for one in samples]
         return weights * np.array(errors) / _NOISE
 
-    begin = min(
-        _beginnings(names, centre, low, high),
-        key=lambda theta: _loss(residuals(theta), theta, centre, spread),
-    )
-    theta = _levenberg_marquardt(residuals, begin, centre, low, high, spread)
+    beginnings = _beginnings(names, prior)
+    begin = min(beginnings, key=lambda theta: prior.loss(residuals(theta), theta))
+    theta = _levenberg_marquardt(residuals, begin, prior)
     return {**start, **{k: float(np.exp(v)) for k, v in zip(names, theta, strict=True)}}
 
 
@@ -172,28 +168,27 @@ def tangent(
 
     A host that becomes the slower part only with other constants is not seen.
     """
-    low, high, centre, _ = _prior(names, start)
+    prior = _Prior.of(names, start)
 
     def log_seconds(theta: Vector) -> Vector:
         values = {**start, **dict(zip(names, np.exp(theta).tolist(), strict=True))}
         return np.log([sample.seconds(values)])
 
-    begin = log_seconds(centre)
-    slopes = _jacobian(log_seconds, centre, begin, low, high)[0]
+    begin = log_seconds(prior.centre)
+    slopes = _jacobian(log_seconds, prior.centre, begin, prior)[0]
 
     def seconds(constants: Constants) -> float:
         theta = np.log([constants[name] for name in names])
-        return float(np.exp(begin[0] + slopes @ (theta - centre)))
+        return float(np.exp(begin[0] + slopes @ (theta - prior.centre)))
 
     return CalibrationSample(seconds, sample.step_s, sample.weight)
 
 
-def with_constants(setting: Setting, constants: Constants) -> Setting:
-    """A setting whose stack has these constants besides its own."""
-    stack = setting.stack
+def with_constants(stack: Stack, constants: Constants) -> Stack:
+    """A stack that has these constants besides its own."""
     merged = {**stack.constants, **constants}
     # Not validated again: the fit calls this thousands of times with values within bounds.
-    return replace(setting, stack=stack.model_copy(update={"constants": merged}))
+    return stack.model_copy(update={"constants": merged})
 
 
 def calibrate_from_run(run: Run) -> Cluster:
@@ -204,15 +199,13 @@ def calibrate_from_run(run: Run) -> Cluster:
     Raises:
         InputError: the run has no steps to measure, or its model is not one the planner knows.
     """
-    from paceline.config.model import Model
-
     job = run.job()
     lines = [line for line in run.metrics() if not line.get("profiled")]
     seconds = [float(line["step_time_s"]) for line in lines if line.get("step_time_s")]
     steady = seconds[min(3, len(seconds) // 4) :]
     if not steady:
         raise InputError(f"{run.path} has no finished step: train it for a few steps first.")
-    if not isinstance(job.model, Model):
+    if not job.model.knows_layers:
         raise InputError(f"{run.path} trains a model of your own, whose shapes are not known.")
     setting = Setting.of(job)
     stack = setting.stack
@@ -224,47 +217,57 @@ def calibrate_from_run(run: Run) -> Cluster:
     return job.cluster.replace(stack=stack.replace(constants=constants, origin=origin))
 
 
-def _prior(names: Sequence[str], start: Constants) -> tuple[Vector, Vector, Vector, Vector]:
-    """Bounds, centre and width of each constant's logarithm."""
-    low = np.log([CONSTANTS[name].low for name in names])
-    high = np.log([CONSTANTS[name].high for name in names])
-    centre = np.log([start.get(name, CONSTANTS[name].default) for name in names])
-    spread = np.array([_SPREAD.get(name, _USUAL_SPREAD) for name in names])
-    return low, high, np.clip(centre, low, high), spread
+class _Prior(NamedTuple):
+    """What is known of each constant's logarithm before anything is measured."""
+
+    low: Vector
+    high: Vector
+    centre: Vector
+    spread: Vector
+
+    @classmethod
+    def of(cls, names: Sequence[str], start: Constants) -> "_Prior":
+        """Of constants that are `start` as far as anybody knows."""
+        low = np.log([CONSTANTS[name].low for name in names])
+        high = np.log([CONSTANTS[name].high for name in names])
+        centre = np.log([start.get(name, CONSTANTS[name].default) for name in names])
+        spread = np.array([_SPREAD.get(name, _USUAL_SPREAD) for name in names])
+        return cls(low, high, np.clip(centre, low, high), spread)
+
+    def loss(self, residuals: Vector, theta: Vector) -> float:
+        """The residuals' Huber loss, and the squared distance from the centre."""
+        off = np.abs(residuals)
+        huber = np.where(off <= _HUBER, 0.5 * off**2, _HUBER * (off - 0.5 * _HUBER))
+        return float(huber.sum() + 0.5 * (((theta - self.centre) / self.spread) ** 2).sum())
 
 
-def _beginnings(names: Sequence[str], centre: Vector, low: Vector, high: Vector) -> list[Vector]:
+def _beginnings(names: Sequence[str], prior: _Prior) -> list[Vector]:
     """Where to start from: the prior, and a host so slow that it sets the pace.
 
     While the device is slower than the host a step doesn't depend on the host's pace, so that no
     gradient leads from the one case to the other.
     """
     if "launch_us" not in names:
-        return [centre]
-    slow = centre.copy()
+        return [prior.centre]
+    slow = prior.centre.copy()
     slow[list(names).index("launch_us")] += np.log(_SLOW_HOST)
-    return [centre, np.clip(slow, low, high)]
+    return [prior.centre, np.clip(slow, prior.low, prior.high)]
 
 
 def _levenberg_marquardt(
-    residuals: Callable[[Vector], Vector],
-    begin: Vector,
-    centre: Vector,
-    low: Vector,
-    high: Vector,
-    spread: Vector,
+    residuals: Callable[[Vector], Vector], begin: Vector, prior: _Prior
 ) -> Vector:
-    """Minimise the Huber loss of the residuals and the squared distance from the centre."""
+    """The constants with the least loss."""
     theta, damping = begin, 1e-3
     current = residuals(theta)
-    loss = _loss(current, theta, centre, spread)
+    loss = prior.loss(current, theta)
     for _ in range(_MOST_STEPS):
-        jacobian = _jacobian(residuals, theta, current, low, high)
+        jacobian = _jacobian(residuals, theta, current, prior)
         step_theta, step, after = theta, current, loss
         for _ in range(5):
-            trial = _step(theta, current, jacobian, centre, spread, damping, low, high)
+            trial = _step(theta, current, jacobian, prior, damping)
             tried = residuals(trial)
-            after = _loss(tried, trial, centre, spread)
+            after = prior.loss(tried, trial)
             if after < loss:
                 step_theta, step = trial, tried
                 damping = max(damping / 5, 1e-6)
@@ -280,46 +283,29 @@ def _levenberg_marquardt(
 
 
 def _step(
-    theta: Vector,
-    current: Vector,
-    jacobian: Vector,
-    centre: Vector,
-    spread: Vector,
-    damping: float,
-    low: Vector,
-    high: Vector,
+    theta: Vector, current: Vector, jacobian: Vector, prior: _Prior, damping: float
 ) -> Vector:
     """The next point; a constant at its bound that would leave it is held there."""
     weights = 1 / np.maximum(1.0, np.abs(current) / _HUBER)
-    prior = 1 / spread**2
-    gradient = jacobian.T @ (weights * current) + prior * (theta - centre)
-    held = ((theta <= low) & (gradient > 0)) | ((theta >= high) & (gradient < 0))
-    hessian = jacobian.T @ (weights[:, None] * jacobian) + np.diag(prior)
+    pull = 1 / prior.spread**2
+    gradient = jacobian.T @ (weights * current) + pull * (theta - prior.centre)
+    held = ((theta <= prior.low) & (gradient > 0)) | ((theta >= prior.high) & (gradient < 0))
+    hessian = jacobian.T @ (weights[:, None] * jacobian) + np.diag(pull)
     hessian += damping * np.diag(np.diag(hessian))
     free = np.flatnonzero(~held)
     moved = theta.copy()
     moved[free] -= np.linalg.solve(hessian[np.ix_(free, free)], gradient[free])
-    return np.clip(moved, low, high)
+    return np.clip(moved, prior.low, prior.high)
 
 
 def _jacobian(
-    residuals: Callable[[Vector], Vector],
-    theta: Vector,
-    current: Vector,
-    low: Vector,
-    high: Vector,
+    residuals: Callable[[Vector], Vector], theta: Vector, current: Vector, prior: _Prior
 ) -> Vector:
     """By differences of 5 %, towards the inside of the bounds."""
     columns = []
     for index in range(len(theta)):
-        change = 0.05 if theta[index] + 0.05 <= high[index] else -0.05
+        change = 0.05 if theta[index] + 0.05 <= prior.high[index] else -0.05
         moved = theta.copy()
         moved[index] += change
         columns.append((residuals(moved) - current) / change)
     return np.stack(columns, axis=1)
-
-
-def _loss(current: Vector, theta: Vector, centre: Vector, spread: Vector) -> float:
-    off = np.abs(current)
-    huber = np.where(off <= _HUBER, 0.5 * off**2, _HUBER * (off - 0.5 * _HUBER))
-    return float(huber.sum() + 0.5 * (((theta - centre) / spread) ** 2).sum())

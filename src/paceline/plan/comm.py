@@ -1,4 +1,4 @@
-"""Comm: who carries out the exchanges of a concrete layout, where the Job says "auto".
+"""Comm: who carries out the exchanges of a layout, where the Job says "auto".
 
 In what form data ranks exchange gradients needs a prediction: `search.gradient_comm` chooses that,
 and here it is exact sums.
@@ -7,12 +7,11 @@ and here it is exact sums.
 from paceline.config.comm import Comm
 from paceline.config.errors import InputError
 from paceline.config.feasible_comm import check_comm
-from paceline.config.frozen import size
 from paceline.config.hardware import Cluster
-from paceline.config.job import Job
+from paceline.config.job import JobSpec
 from paceline.config.layout import Layout
-from paceline.config.model import Model
 from paceline.plan.collectives import AlgorithmChoice, choose_algorithm
+from paceline.plan.points import decoder_of
 
 _VALUE_BYTES = 4
 """Gradients are reduced in fp32, or in fp64 where everything is."""
@@ -21,22 +20,20 @@ _UNKNOWN_UNIT_BYTES = 16 * 2**20
 """What is reduced at once of a model whose layers are not known. Assumed."""
 
 
-def resolve_comm(job: Job, layout: Layout, cluster: Cluster) -> tuple[Comm, dict[str, str]]:
+def resolve_comm(job: JobSpec, layout: Layout, cluster: Cluster) -> tuple[Comm, dict[str, str]]:
     """The Job's comm without "auto", and why.
 
     Args:
         job: whose model and comm count.
-        layout: concrete.
-        cluster: concrete.
 
     Raises:
         InputError: the layout can't communicate so.
     """
     check_comm(job.comm, layout)
-    if job.comm.priority == "high" and cluster.known_device.kind != "cuda":
+    if job.comm.priority == "high" and cluster.device.kind != "cuda":
         raise InputError(
             'comm.priority = "high" is of the streams of CUDA devices and the cluster has '
-            f'{cluster.known_device.name}: leave it out or set it to "normal".'
+            f'{cluster.device.name}: leave it out or set it to "normal".'
         )
     dp, fsdp, reasons = job.comm.dp, job.comm.fsdp, {}
     if dp.compress == "auto":
@@ -55,20 +52,21 @@ def resolve_comm(job: Job, layout: Layout, cluster: Cluster) -> tuple[Comm, dict
     return job.comm.replace(dp=dp, fsdp=fsdp).settled, reasons
 
 
-def _over_shards(job: Job, layout: Layout, cluster: Cluster) -> AlgorithmChoice:
+def _over_shards(job: JobSpec, layout: Layout, cluster: Cluster) -> AlgorithmChoice:
     if layout.fsdp == 1:
         return AlgorithmChoice("backend", "nothing is sharded", {})
-    shards = size(layout.fsdp) * size(layout.cp)
+    shards = layout.fsdp * layout.cp
     try:
         return choose_algorithm(
-            cluster, "reduce_scatter", _unit_bytes(job, layout), shards, size(layout.tp)
+            cluster, "reduce_scatter", _unit_bytes(job, layout), shards, layout.tp
         )
     except InputError as error:
         return AlgorithmChoice("backend", f"nothing to choose by: {error}", {})
 
 
-def _unit_bytes(job: Job, layout: Layout) -> float:
+def _unit_bytes(job: JobSpec, layout: Layout) -> float:
     """Of the gradients of one layer, which are reduced together."""
-    if not isinstance(job.model, Model):
+    if not job.model.knows_layers:
         return _UNKNOWN_UNIT_BYTES
-    return job.model.num_params * _VALUE_BYTES / job.model.num_layers / size(layout.tp)
+    model = decoder_of(job)
+    return model.num_params * _VALUE_BYTES / model.num_layers / layout.tp

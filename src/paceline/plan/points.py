@@ -2,12 +2,12 @@
 
 Each column is an array of the same length n (or of length 1, where all points share the value);
 every formula of the planner is written for arrays and broadcasts. Settings that are words become
-their index in a tuple of this file. `Points.of` makes the columns of concrete layouts; the search
+their index in a tuple of this file. `Points.of` makes the columns of layouts; the search
 makes them directly.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,36 +16,33 @@ import numpy.typing as npt
 from paceline.comm.algorithms import MOST_RANKS
 from paceline.config.catalogue.own_stack import own_stack
 from paceline.config.comm import Codec, Comm, codec
-from paceline.config.frozen import size
+from paceline.config.feasible import settings_of
 from paceline.config.hardware import Cluster, Device
-from paceline.config.job import Job
-from paceline.config.layout import Layout
+from paceline.config.job import JobOnCluster, JobSpec
+from paceline.config.layout import PRECISIONS, Layout
 from paceline.config.model import Model
-from paceline.config.schedule import DEMANDS
+from paceline.config.schedule import NUM_DIRECTIONS, SPLITS_BACKWARD, num_stages
 from paceline.config.stack import Stack
 
 Array = npt.NDArray[Any]
 
-SCHEDULES = ("none", *DEMANDS)
-PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
-RECOMPUTE = ("none", "selective", "full")
 # Bytes of a number in memory; fp8's products read 8-bit copies of 16-bit tensors.
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-# Columns that a Layout has by the same name.
-_SAME = (
-    *("dp", "fsdp", "zero", "tp", "sequence_parallel", "async_tp", "cp", "ulysses", "ep"),
-    *("pp", "stages_per_rank", "micro_batch", "compile"),
-)
 ARITHMETIC_BYTES = np.array([BYTES[name] for name in PRECISIONS], float)
+
+
+def decoder_of(job: JobSpec) -> Model:
+    """The shapes of a Job whose model knows its layers: those of a decoder."""
+    assert isinstance(job.model, Model), "only decoders know their layers"
+    return job.model
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What stays the same over all layouts that are compared."""
+    """What stays the same over all layouts that are compared: a `config.feasible.Purpose`."""
 
     model: Model
     cluster: Cluster
-    """Concrete."""
     seq_len: int
     """Tokens of a sample."""
     global_batch: int
@@ -62,12 +59,11 @@ class Setting:
     """Who scatters gradients and gathers parameters, see `comm.algorithms`."""
 
     @classmethod
-    def of(cls, job: Job) -> "Setting":
-        """That of a decoder's Job, whose cluster is concrete."""
-        assert isinstance(job.model, Model)
+    def of(cls, job: JobOnCluster) -> "Setting":
+        """That of a decoder's Job."""
         train = job.train
-        stack = job.cluster.stack or own_stack(job.cluster.known_device.kind)
-        setting = cls(job.model, job.cluster, train.seq_len, train.global_batch, stack)
+        stack = job.cluster.stack or own_stack(job.cluster.device.kind)
+        setting = cls(decoder_of(job), job.cluster, train.seq_len, train.global_batch, stack)
         algorithm = job.comm.fsdp.algorithm
         if algorithm == "auto":  # which of ours, the layout decides: gloo's own is never it
             is_ours = setting.device.is_cpu and setting.cluster.num_devices <= MOST_RANKS
@@ -76,8 +72,8 @@ class Setting:
 
     @property
     def device(self) -> Device:
-        """Of the concrete cluster."""
-        return self.cluster.known_device
+        """Of the cluster."""
+        return self.cluster.device
 
     @property
     def replica_codec(self) -> Codec:
@@ -111,7 +107,7 @@ class Setting:
         """Of such a group of shards: how many of a node are taken together; else 1 (n,)."""
         if not self.codes_between_nodes:
             return np.ones(1)
-        return np.clip(size(self.cluster.devices_per_node) // stride, 1, shards)
+        return np.clip(self.cluster.devices_per_node // stride, 1, shards)
 
     @property
     def updates_locally(self) -> bool:
@@ -121,7 +117,7 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Points:
-    """Columns of concrete layouts, see `paceline.config.layout.Layout` for each setting."""
+    """Columns of layouts, see `paceline.config.layout.Layout` for each setting."""
 
     dp: Array
     fsdp: Array
@@ -177,6 +173,21 @@ class Points:
         return self.dp * self.fsdp
 
     @property
+    def num_stages(self) -> Array:
+        """Stages that a micro-batch passes."""
+        return num_stages(self.pp, self.schedule, self.stages_per_rank)
+
+    @property
+    def num_directions(self) -> Array:
+        """Ends of a pipeline that micro-batches enter at."""
+        return NUM_DIRECTIONS[self.schedule]
+
+    @property
+    def splits_backward(self) -> Array:
+        """Whether the schedule splits backward passes: bool."""
+        return SPLITS_BACKWARD[self.schedule]
+
+    @property
     def value_bytes(self) -> Array:
         """Bytes of a number in forward and backward."""
         return ARITHMETIC_BYTES[self.precision]
@@ -187,6 +198,18 @@ class Points:
         return ARITHMETIC_BYTES[self.param_dtype]
 
     @property
+    def is_ddp(self) -> Array:
+        """Whether replicas of the whole network are DDP's: dp without any other axis."""
+        others = self.fsdp * self.tp * self.pp * self.cp * self.ep
+        return (self.dp > 1) & (others == 1)
+
+    @property
+    def is_fsdp(self) -> Array:
+        """Whether FSDP2 holds the parameters (`parallel.apply`): wherever there are data ranks and
+        DDP, which takes whole networks, can't."""
+        return (self.dp * self.fsdp * self.cp > 1) & ~self.is_ddp
+
+    @property
     def zero_of_passes(self) -> Array:
         """The zero degree that says what each pass exchanges: in a pipeline parameters stay
         gathered and gradients whole until the last micro-batch, as under the first, whatever the
@@ -195,27 +218,18 @@ class Points:
 
     @classmethod
     def of(cls, layouts: Sequence[Layout], setting: Setting) -> "Points":
-        """The columns of concrete layouts."""
+        """The columns of layouts."""
         rows = [_row(layout, setting) for layout in layouts]
         return cls(**{name: np.array([row[name] for row in rows]) for name in rows[0]})
 
 
 def _row(layout: Layout, setting: Setting) -> dict[str, Any]:
-    micro_batches = setting.global_batch // (layout.num_data_ranks * size(layout.micro_batch))
-    assert layout.bucket_mib != "auto"
-    return {name: getattr(layout, name) for name in _SAME} | {
-        "num_micro_batches": micro_batches,
-        "schedule": SCHEDULES.index(layout.schedule),
-        "precision": PRECISIONS.index(layout.precision),
-        "param_dtype": PRECISIONS.index(layout.param_dtype),
+    settings = settings_of(layout, setting.global_batch) | {
         "optimizer_8bit": layout.optimizer_state == "8bit",
-        "recompute": RECOMPUTE.index(layout.recompute),
         "recompute_share": _recompute_share(layout, setting.model),
-        "offload_activations": "activations" in layout.offload,
-        "offload_optimizer": "optimizer" in layout.offload,
-        "offload_params": "params" in layout.offload,
         "bucket_bytes": layout.bucket_mib * 2**20,
     }
+    return {each.name: settings[each.name] for each in fields(Points)}
 
 
 def _recompute_share(layout: Layout, model: Model) -> float:
@@ -223,5 +237,5 @@ def _recompute_share(layout: Layout, model: Model) -> float:
         return 0.0
     if layout.recompute_layers == "all":
         return 1.0
-    stages = max(1, len(layout.split) if layout.split != "auto" else 1)
+    stages = max(1, len(layout.split))
     return min(1.0, layout.recompute_layers * stages / model.num_layers)

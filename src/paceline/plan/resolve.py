@@ -1,22 +1,26 @@
-"""Resolve every "auto" of a Job by simple stated rules, where nothing can be predicted.
+"""Resolve every "auto" of a JobSpec by simple stated rules, where nothing can be predicted.
 
-A pure function from a partial Job and the hardware to a concrete Job and the reason for each
-choice. `paceline.plan.search.choose` searches instead wherever the speed of the devices is known.
+A pure function from a JobSpec and the hardware to a Job and the reason for each choice.
+`paceline.plan.search.choose` searches instead wherever the speed of the devices is known.
+
+How it works: it begins with the layout of one rank, in which stands what a person fixed, and
+replaces what they left open, rule by rule.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from paceline.config.errors import InputError
 from paceline.config.feasible import check_layout, nearest_multiple, num_stages
-from paceline.config.frozen import size
-from paceline.config.hardware import Cluster, Device
-from paceline.config.job import Job
+from paceline.config.hardware import Cluster, ClusterSpec
+from paceline.config.job import Job, JobOnCluster, JobSpec
 from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.schedule import STAGES_PER_RANK, refusal
 from paceline.plan.comm import resolve_comm
+from paceline.plan.points import decoder_of
 from paceline.plan.prediction import Prediction
 from paceline.plan.schedules import split_layers
 
@@ -31,10 +35,17 @@ _STATE_SHARE_OF_MEMORY = 0.5
 # docs/decisions/overhead.md).
 _TOKENS_PER_MICRO_BATCH = {"cuda": 8192, "cpu": 1024, "other": 8192}
 
+_BUCKET_MIB = 25.0
+"""DDP's own, where nothing is known of the gradients."""
+
+
+Choices = dict[str, tuple[object, str]]
+"""Settings of the layout, what they should be, and why."""
+
 
 @dataclass(frozen=True)
 class Plan:
-    """A concrete Job and why each "auto" became what it is."""
+    """A Job and why each "auto" became what it is."""
 
     job: Job
     reasons: Mapping[str, str]
@@ -44,89 +55,75 @@ class Plan:
     """The Job's own layout as predicted, and the next best; none where nothing is known."""
 
 
-def resolve(job: Job, machine: Cluster) -> Plan:
-    """Replace every "auto" of the Job.
+def resolve(job: JobSpec, machine: Cluster) -> Plan:
+    """Replace every "auto" of a JobSpec.
 
     Args:
-        job: a partial or concrete Job.
-        machine: the concrete Cluster that stands for an "auto" one.
+        job: what a person asks for.
+        machine: the Cluster that stands for an "auto" one.
 
     Raises:
         InputError: one sentence, where no layout satisfies what the Job demands.
     """
     cluster, reasons = concrete_cluster(job.cluster, machine)
-    layout = _resolve_precision(job.layout, cluster.known_device, reasons)
-    layout = _resolve_switches(job, layout, reasons)
-    layout = _resolve_axes(job, layout, cluster, reasons)
-    layout = _resolve_sharing(job, layout, reasons)
-    layout = _resolve_micro_batch(job, layout, cluster.known_device, reasons)
-    layout = _resolve_split(job, layout, reasons)
+    asked = job.on(cluster)
+    fixed = {name: value for name, value in vars(job.layout).items() if value != "auto"}
+    layout = Layout.parse(fixed)
+    for rule in (_switches, _axes, _sharing, _stages_per_rank, _micro_batch, _split):
+        choices = rule(asked, layout)
+        left = {name: choices[name] for name in choices if name in job.layout.undecided}
+        layout = layout.replace(**{name: value for name, (value, _) in left.items()})
+        reasons |= {f"layout.{name}": reason for name, (_, reason) in left.items()}
     check_layout(layout, job.model, cluster, job.train.seq_len, job.train.global_batch)
     comm, why = resolve_comm(job, layout, cluster)
-    return Plan(job.replace(cluster=cluster, layout=layout, comm=comm), reasons | why)
+    return Plan(asked.with_layout(layout, comm), reasons | why)
 
 
-def concrete_cluster(given: Cluster, machine: Cluster) -> tuple[Cluster, dict[str, str]]:
+def concrete_cluster(given: ClusterSpec, machine: Cluster) -> tuple[Cluster, dict[str, str]]:
     """A Job's cluster with the machine's data where it says nothing, and the reasons."""
-    nothing = Cluster()
+    nothing = ClusterSpec()
     said = {key: value for key, value in vars(given).items() if value != getattr(nothing, key)}
     measured = {"tiers", "stack"} if said.get("device", machine.device) == machine.device else set()
     here = {key: value for key, value in vars(machine).items() if key not in _MEASURED - measured}
-    autos = [key for key, value in vars(given).items() if value == "auto"]
-    reasons = {f"cluster.{key}": "what this machine has" for key in autos}
+    reasons = {f"cluster.{key}": "what this machine has" for key in given.undecided}
     return Cluster.parse({**here, **said}, "cluster"), reasons
 
 
-def _resolve_precision(layout: Layout, device: Device, reasons: dict[str, str]) -> Layout:
-    if layout.precision == "auto":
-        reasons["layout.precision"] = f"the safest fast arithmetic of {device.name}"
-        layout = layout.replace(precision=device.safest_fast_precision)
-    return layout
+def _switches(job: JobOnCluster, _layout: Layout) -> Choices:
+    device = job.cluster.device
+    return {
+        "precision": (
+            device.safest_fast_precision,
+            f"the safest fast arithmetic of {device.name}",
+        ),
+        "compile": (False, "eager starts at once; compiling pays on long runs: ask for it"),
+        "recompute": ("none", "activations are kept unless they don't fit"),
+        "bucket_mib": (
+            bucket_mib_of(decoder_of(job)) if job.model.knows_layers else _BUCKET_MIB,
+            "an eighth of the gradients, so that most of them overlap",
+        ),
+    }
 
 
-def _resolve_switches(job: Job, layout: Layout, reasons: dict[str, str]) -> Layout:
-    changes: dict[str, object] = {}
-    if layout.compile == "auto":
-        changes["compile"] = False
-        reasons["layout.compile"] = "eager starts at once; compiling pays on long runs: ask for it"
-    if layout.recompute == "auto":
-        changes["recompute"] = "none"
-        reasons["layout.recompute"] = "activations are kept unless they don't fit"
-    if layout.bucket_mib == "auto":
-        changes["bucket_mib"] = _bucket_mib(job)
-        reasons["layout.bucket_mib"] = "an eighth of the gradients, so that most of them overlap"
-    return layout.replace(**changes)
-
-
-def _bucket_mib(job: Job) -> float:
-    """Small enough that reducing starts early, large enough that each one uses the link."""
-    if not isinstance(job.model, Model):
-        return 25.0
-    gradients_mib = job.model.num_params * 4 / 2**20
-    return round(min(25.0, max(1.0, gradients_mib / 8)), 2)
-
-
-def _resolve_axes(job: Job, layout: Layout, cluster: Cluster, reasons: dict[str, str]) -> Layout:
+def _axes(job: JobOnCluster, layout: Layout) -> Choices:
     """Axes nobody asked for have size 1, except dp and fsdp, which share out what is left."""
-    ranks = cluster.num_devices
-    unasked = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(layout, axis) == "auto"]
-    reasons |= {f"layout.{axis}": "used only where it is asked for" for axis in unasked}
-    layout = layout.replace(**dict.fromkeys(unasked, 1))
-    left = _cofactor(ranks, layout, ("tp", "pp", "cp"))
-    if layout.dp == "auto" and layout.fsdp == "auto":
-        fsdp = left if _must_shard(job, layout, cluster) else 1
-        layout = layout.replace(fsdp=fsdp)
-        reasons["layout.fsdp"] = (
-            "parameters, gradients and optimizer state of one replica would fill the device"
-            if fsdp > 1
-            else "a whole replica fits on its devices"
-        )
-    for axis, other in (("dp", "fsdp"), ("fsdp", "dp")):
-        if getattr(layout, axis) == "auto":
-            rest = _cofactor(ranks, layout, ("tp", "pp", "cp", other))
-            layout = layout.replace(**{axis: rest})
-            reasons[f"layout.{axis}"] = f"every one of the {ranks} devices takes part"
-    return layout
+    ranks, left = job.cluster.num_devices, job.layout.undecided
+    choices: Choices = dict.fromkeys(
+        ("tp", "pp", "cp", "ep"), (1, "used only where it is asked for")
+    )
+    rest = _cofactor(ranks, layout, ("tp", "pp", "cp"))
+    all_take_part = f"every one of the {ranks} devices takes part"
+    if "fsdp" in left and "dp" not in left:
+        choices["fsdp"] = (_cofactor(ranks, layout, ("tp", "pp", "cp", "dp")), all_take_part)
+    elif "fsdp" in left and _must_shard(job, layout):
+        layout = layout.replace(fsdp=rest)
+        why = "parameters, gradients and optimizer state of one replica would fill the device"
+        choices["fsdp"] = (rest, why)
+    elif "fsdp" in left:
+        choices["fsdp"] = (1, "a whole replica fits on its devices")
+    if "dp" in left:
+        choices["dp"] = (_cofactor(ranks, layout, ("tp", "pp", "cp", "fsdp")), all_take_part)
+    return choices
 
 
 def _cofactor(ranks: int, layout: Layout, axes: tuple[str, ...]) -> int:
@@ -142,11 +139,11 @@ def _cofactor(ranks: int, layout: Layout, axes: tuple[str, ...]) -> int:
     return ranks // product
 
 
-def _resolve_sharing(job: Job, layout: Layout, reasons: dict[str, str]) -> Layout:
+def _sharing(job: JobOnCluster, layout: Layout) -> Choices:
     """The settings that belong to an axis, where that axis is in use."""
-    chosen = {
-        "zero": _auto_zero(layout),
-        "sequence_parallel": _auto_sequence_parallel(job, layout),
+    return {
+        "zero": _zero(layout),
+        "sequence_parallel": _sequence_parallel(job, layout),
         "ulysses": (1, "a ring takes any number of heads"),
         "schedule": (
             ("none", "there is no pipeline")
@@ -154,24 +151,17 @@ def _resolve_sharing(job: Job, layout: Layout, reasons: dict[str, str]) -> Layou
             else ("1f1b", "the least memory, and any number of micro-batches")
         ),
     }
-    layout = _fill(layout, chosen, reasons)
-    per_rank = STAGES_PER_RANK.get(layout.schedule) or 2
-    if layout.pp == 1:
-        per_rank = 1
-    return _fill(
-        layout, {"stages_per_rank": (per_rank, "what the schedule takes at least")}, reasons
-    )
 
 
-def _auto_sequence_parallel(job: Job, layout: Layout) -> tuple[bool, str]:
+def _sequence_parallel(job: JobOnCluster, layout: Layout) -> tuple[bool, str]:
     if layout.tp == 1:
         return False, "there is no tp"
-    if job.train.seq_len // size(layout.cp) % size(layout.tp):
+    if job.train.seq_len // layout.cp % layout.tp:
         return False, "tp does not divide the tokens of a rank's sequence"
     return True, "with tp it saves activations at no more traffic"
 
 
-def _auto_zero(layout: Layout) -> tuple[int, str]:
+def _zero(layout: Layout) -> tuple[int, str]:
     if layout.fsdp == 1:
         return 0, "nothing is sharded"
     if layout.pp != 1:
@@ -179,29 +169,23 @@ def _auto_zero(layout: Layout) -> tuple[int, str]:
     return 3, "the least memory; fsdp was asked for to save some"
 
 
-def _fill(
-    layout: Layout, chosen: Mapping[str, tuple[object, str]], reasons: dict[str, str]
-) -> Layout:
-    """Put in what was chosen where the layout says "auto", and why."""
-    autos = {key: value for key, value in chosen.items() if getattr(layout, key) == "auto"}
-    reasons |= {f"layout.{key}": reason for key, (_, reason) in autos.items()}
-    return layout.replace(**{key: value for key, (value, _) in autos.items()})
+def _stages_per_rank(_job: JobOnCluster, layout: Layout) -> Choices:
+    per_rank = 1 if layout.pp == 1 else STAGES_PER_RANK.get(layout.schedule) or 2
+    return {"stages_per_rank": (per_rank, "what the schedule takes at least")}
 
 
-def _must_shard(job: Job, layout: Layout, cluster: Cluster) -> bool:
-    device = cluster.device
-    if not isinstance(job.model, Model) or device == "auto" or device.memory_bytes is None:
+def _must_shard(job: JobOnCluster, layout: Layout) -> bool:
+    memory = job.cluster.device.memory_bytes
+    if not job.model.knows_layers or memory is None:
         return False
-    ranks_of_a_replica = size(layout.tp) * size(layout.pp)
-    states_bytes = job.model.num_params * _STATE_BYTES_PER_PARAM / ranks_of_a_replica
-    return states_bytes > _STATE_SHARE_OF_MEMORY * device.memory_bytes.value
+    ranks_of_a_replica = layout.tp * layout.pp
+    states_bytes = decoder_of(job).num_params * _STATE_BYTES_PER_PARAM / ranks_of_a_replica
+    return states_bytes > _STATE_SHARE_OF_MEMORY * memory.value
 
 
-def _resolve_micro_batch(
-    job: Job, layout: Layout, device: Device, reasons: dict[str, str]
-) -> Layout:
-    if layout.micro_batch != "auto":
-        return layout
+def _micro_batch(job: JobOnCluster, layout: Layout) -> Choices:
+    if "micro_batch" not in job.layout.undecided:
+        return {}
     batch, ranks = job.train.global_batch, layout.num_data_ranks
     if batch % ranks:
         raise InputError(
@@ -209,24 +193,21 @@ def _resolve_micro_batch(
             f"use {nearest_multiple(batch, ranks)}, the nearest that works."
         )
     share = batch // ranks
-    if not isinstance(job.model, Model):
-        reasons["layout.micro_batch"] = "what a model of your own does best is not known"
-        return layout.replace(micro_batch=share)
-    tokens = job.train.seq_len // size(layout.cp)
-    most = max(1, _TOKENS_PER_MICRO_BATCH[device.kind] // tokens)
-    sizes = [part for part in _divisors(share) if part <= most]
+    if not job.model.knows_layers:
+        return {"micro_batch": (share, "what a model of your own does best is not known")}
+    tokens = job.train.seq_len // layout.cp
+    most = max(1, _TOKENS_PER_MICRO_BATCH[job.cluster.device.kind] // tokens)
+    sizes = [part for part in divisors(share) if part <= most]
     reason = f"the largest divisor of {share} samples a rank up to {most}"
     if layout.pp != 1:
         sizes = _that_fill_the_pipeline(layout, share, sizes)
         reason += " that keeps the pipeline busy"
-    reasons["layout.micro_batch"] = reason
-    return layout.replace(micro_batch=max(sizes))
+    return {"micro_batch": (max(sizes), reason)}
 
 
 def _that_fill_the_pipeline(layout: Layout, share: int, sizes: list[int]) -> list[int]:
     """Micro-batch sizes that the schedule takes; if there are, those with two per rank or more."""
-    assert layout.schedule != "auto"
-    pp, per_rank = size(layout.pp), size(layout.stages_per_rank)
+    pp, per_rank = layout.pp, layout.stages_per_rank
     takes = [
         part for part in sizes if refusal(layout.schedule, pp, per_rank, share // part) is None
     ]
@@ -234,23 +215,38 @@ def _that_fill_the_pipeline(layout: Layout, share: int, sizes: list[int]) -> lis
     return busy or takes or [1]
 
 
-def _resolve_split(job: Job, layout: Layout, reasons: dict[str, str]) -> Layout:
-    if layout.split != "auto":
-        return layout
-    if layout.pp == 1 or not isinstance(job.model, Model):
-        reasons["layout.split"] = "there is no pipeline"
-        return layout.replace(split=())
-    stages = num_stages(layout)
-    if stages > job.model.num_layers:
-        return layout.replace(split=(1,) * stages)  # refused by the check that follows
-    reasons["layout.split"] = "the heaviest stage is as light as can be; the head weighs something"
-    model = job.model
+def _split(job: JobOnCluster, layout: Layout) -> Choices:
+    if "split" not in job.layout.undecided:
+        return {}
+    if layout.pp == 1 or not job.model.knows_layers:
+        return {"split": ((), "there is no pipeline")}
+    stages, model = num_stages(layout), decoder_of(job)
+    if stages > model.num_layers:
+        return {"split": ((1,) * stages, "the check that follows refuses it")}
+    reason = "the heaviest stage is as light as can be; the head weighs something"
+    return {"split": (split_of(model, job.train.seq_len, stages), reason)}
+
+
+# ---- what the search has of these rules ----------------------------------------------------------
+
+
+def bucket_mib_of(model: Model) -> float:
+    """Small enough that reducing starts early, large enough that each one uses the link."""
+    gradients_mib = model.num_params * 4 / 2**20
+    return round(min(25.0, max(1.0, gradients_mib / 8)), 2)
+
+
+@lru_cache(maxsize=256)
+def split_of(model: Model, seq_len: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage, the heaviest as light as can be; the head weighs something."""
     head = 2 * model.num_embedding_params
-    attention = model.attention_flops_per_token(job.train.seq_len) / model.num_layers
+    attention = model.attention_flops_per_token(seq_len) / model.num_layers
     layers = range(model.num_layers)
     costs = [attention + 2 * model.num_block_matmul_params(layer) for layer in layers]
-    return layout.replace(split=split_layers(costs, stages, 0.0, head))
+    return split_layers(costs, stages, 0.0, head)
 
 
-def _divisors(value: int) -> list[int]:
-    return [part for part in range(1, value + 1) if value % part == 0]
+def divisors(value: int) -> list[int]:
+    """All of them, the smallest first."""
+    small = [part for part in range(1, int(value**0.5) + 1) if value % part == 0]
+    return sorted({*small, *(value // part for part in small)})

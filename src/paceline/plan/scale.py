@@ -1,4 +1,4 @@
-"""At scale: stragglers, failures and checkpoints, energy, price, and scaling efficiency.
+"""At scale: stragglers, failures and checkpoints, energy and price.
 
 How it works: a step on n devices waits for the slowest of them; every so often one of them fails,
 and the job goes back to its last checkpoint. What is left of the time is the goodput, and the bill
@@ -19,13 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.config.errors import InputError
 from paceline.config.figure import Figure
 from paceline.config.hardware import Cluster
 from paceline.plan.points import Array
 
 HOUR_S = 3600.0
-MONTHS_PER_YEAR = 12.0
 
 # The mean of the largest of 2^i standard normal numbers, i from 0 to 20, by numerical integration
 # of x n phi(x) Phi(x)^(n-1); the usual sqrt(2 ln n) is an upper bound, 8-35 % above it.
@@ -46,6 +44,9 @@ COPY_BYTES_PER_S = Figure(value=20e9, origin="assumed", source="pinned copies ov
 SAVE_OVERHEAD_S = Figure(value=2.0, origin="assumed", source="agreeing and waiting at a save")
 # Noticing, replacing a node, starting processes and communicators, loading, warming up.
 RESTART_S = Figure(value=600.0, origin="assumed", source="from a failure to the next good step")
+
+# A reboot takes minutes, a new part days.
+NODE_RETURN_HOURS = Figure(value=1.0, origin="assumed", source="from a node's loss to its return")
 
 
 def straggler_wait_s(jitter_s: npt.ArrayLike, num_ranks: npt.ArrayLike) -> Array:
@@ -71,7 +72,12 @@ def device_mtbf_hours(cluster: Cluster) -> Figure | None:
     """
     if cluster.device_mtbf_hours is not None:
         return cluster.device_mtbf_hours
-    return None if cluster.known_device.kind == "cpu" else LARGE_RUN_MTBF
+    return None if cluster.device.kind == "cpu" else LARGE_RUN_MTBF
+
+
+def node_return_hours(cluster: Cluster) -> Figure:
+    """Hours from a node's loss to its return: the cluster's, or what is assumed."""
+    return cluster.node_return_hours or NODE_RETURN_HOURS
 
 
 def job_mtbf_s(device_hours: npt.ArrayLike, num_devices: npt.ArrayLike) -> Array:
@@ -82,11 +88,6 @@ def job_mtbf_s(device_hours: npt.ArrayLike, num_devices: npt.ArrayLike) -> Array
         num_devices: devices of the job.
     """
     return np.asarray(device_hours, float) * HOUR_S / np.asarray(num_devices, float)
-
-
-def young_interval_s(save_s: npt.ArrayLike, mtbf_s: npt.ArrayLike) -> Array:
-    """Young's seconds of work between checkpoints: sqrt(2 D M), good while D is far below M."""
-    return np.sqrt(2 * np.asarray(save_s, float) * np.asarray(mtbf_s, float))
 
 
 def daly_interval_s(save_s: npt.ArrayLike, mtbf_s: npt.ArrayLike) -> Array:
@@ -136,23 +137,15 @@ def checkpoint_bytes(num_params: npt.ArrayLike) -> Array:
     return 12.0 * np.asarray(num_params, float)
 
 
-def blocking_save_s(
-    num_bytes: npt.ArrayLike,
-    num_devices: npt.ArrayLike,
-    bytes_per_s: npt.ArrayLike = COPY_BYTES_PER_S.value,
-    overhead_s: npt.ArrayLike = SAVE_OVERHEAD_S.value,
-) -> Array:
+def blocking_save_s(num_bytes: npt.ArrayLike, num_devices: npt.ArrayLike) -> Array:
     """Seconds that a save stops training: each device copies its share, files follow beside.
 
     Args:
         num_bytes: of the whole checkpoint.
         num_devices: devices that hold different shares of it (all, where states are sharded).
-        bytes_per_s: from a device to its host; for a save that waits for the files, a device's
-            share of the storage.
-        overhead_s: what a save costs however small it is.
     """
     share = np.asarray(num_bytes, float) / np.asarray(num_devices, float)
-    return share / np.asarray(bytes_per_s, float) + np.asarray(overhead_s, float)
+    return share / COPY_BYTES_PER_S.value + SAVE_OVERHEAD_S.value
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,8 +161,6 @@ class Resilience:
     """Seconds of work between checkpoints: Daly's, or longer where storage needs it."""
     goodput: Array
     """Part of the time that is kept, 0 to 1."""
-    origins: dict[str, str]
-    """Where the constants come from."""
 
 
 def resilience(
@@ -177,7 +168,6 @@ def resilience(
     num_devices: npt.ArrayLike,
     num_bytes: npt.ArrayLike,
     *,
-    num_shares: npt.ArrayLike | None = None,
     restart_s: npt.ArrayLike | None = None,
     storage_bytes_per_s: npt.ArrayLike = np.inf,
 ) -> Resilience | None:
@@ -187,7 +177,6 @@ def resilience(
         cluster: whose device_mtbf_hours counts (see the function of this name).
         num_devices: devices of the job.
         num_bytes: of a checkpoint, see `checkpoint_bytes`.
-        num_shares: devices that hold different parts of the state; all of them by default.
         restart_s: seconds from a failure to the next step; ten minutes are assumed by default.
         storage_bytes_per_s: of the whole job into storage: a checkpoint is complete before the
             next one begins.
@@ -197,7 +186,7 @@ def resilience(
         return None
     mtbf = job_mtbf_s(figure.value, num_devices)
     restart = np.asarray(RESTART_S.value if restart_s is None else restart_s, float)
-    save = blocking_save_s(num_bytes, num_devices if num_shares is None else num_shares)
+    save = blocking_save_s(num_bytes, num_devices)
     writing = np.asarray(num_bytes, float) / np.asarray(storage_bytes_per_s, float)
     interval = np.maximum(daly_interval_s(save, mtbf), writing)
     return Resilience(
@@ -206,17 +195,7 @@ def resilience(
         restart_s=restart,
         interval_s=interval,
         goodput=goodput(interval, save, restart, mtbf),
-        origins={
-            "device_mtbf_hours": _told(figure),
-            "copy_bytes_per_s": _told(COPY_BYTES_PER_S),
-            "save_overhead_s": _told(SAVE_OVERHEAD_S),
-            "restart_s": _told(RESTART_S) if restart_s is None else "given",
-        },
     )
-
-
-def _told(figure: Figure) -> str:
-    return f"{figure.value:.6g}, {figure.origin}: {figure.source}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,7 +239,7 @@ def bill(
 
 def site_watts_per_device(cluster: Cluster) -> float | None:
     """Watts of one device at full power, with its share of the site where that is known."""
-    watts, overhead = cluster.known_device.power_watts, cluster.prices.power_overhead
+    watts, overhead = cluster.device.power_watts, cluster.prices.power_overhead
     if watts is None:
         return None
     return watts.value * (1.0 if overhead is None else overhead.value)
@@ -280,99 +259,3 @@ def storage_usd_per_month(
     if price is None:
         return None
     return np.asarray(num_bytes, float) * np.asarray(num_kept, float) / 1e9 * price.value
-
-
-def transfer_usd(cluster: Cluster, num_bytes: npt.ArrayLike) -> Array | None:
-    """What moving bytes out of the storage costs; None where its price is unknown."""
-    price = cluster.prices.usd_per_tb_moved
-    return None if price is None else np.asarray(num_bytes, float) / 1e12 * price.value
-
-
-def owned_usd_per_year(cluster: Cluster, num_devices: npt.ArrayLike, hours: float) -> Array | None:
-    """What owned devices cost a year besides their purchase; None where a price is unknown.
-
-    Args:
-        cluster: prices and the device's power.
-        num_devices: owned.
-        hours: of a year in which they work; idle devices count as drawing nothing.
-    """
-    prices, watts = cluster.prices, site_watts_per_device(cluster)
-    if prices.usd_per_device_year_owned is None or prices.usd_per_kwh is None or watts is None:
-        return None
-    per_device = prices.usd_per_device_year_owned.value + (
-        watts / 1000 * hours * prices.usd_per_kwh.value
-    )
-    return np.asarray(num_devices, float) * per_device
-
-
-def break_even_months(
-    purchase_usd: npt.ArrayLike,
-    owned_usd_per_year: npt.ArrayLike,
-    rented_usd_per_year: npt.ArrayLike,
-) -> Array:
-    """Months after which buying is cheaper than renting the same hours: P / (rent - own) x 12.
-
-    Returns:
-        infinity where renting stays cheaper for ever. What the devices are still worth at the end
-        counts as nothing.
-
-    Raises:
-        InputError: a negative amount.
-    """
-    purchase, owned, rented = (
-        np.asarray(amount, float)
-        for amount in (purchase_usd, owned_usd_per_year, rented_usd_per_year)
-    )
-    if min(purchase.min(), owned.min(), rented.min()) < 0:
-        raise InputError("an amount below 0 USD was given; give amounts of 0 or more.")
-    saved = rented - owned
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(saved > 0, purchase / saved * MONTHS_PER_YEAR, np.inf)
-
-
-def rent_or_buy_months(cluster: Cluster, num_devices: npt.ArrayLike, hours: float) -> Array | None:
-    """Months after which owning a cluster is cheaper than renting it for the hours it works.
-
-    Args:
-        cluster: prices of renting, buying and owning, and the device's power.
-        num_devices: rented or bought.
-        hours: of a year in which they work; rent is paid for these alone.
-
-    Returns:
-        see `break_even_months`; None where a price is unknown.
-    """
-    rent, bought = cluster.prices.usd_per_device_hour, cluster.prices.usd_per_device_bought
-    owned = owned_usd_per_year(cluster, num_devices, hours)
-    if rent is None or bought is None or owned is None:
-        return None
-    devices = np.asarray(num_devices, float)
-    return break_even_months(devices * bought.value, owned, devices * rent.value * hours)
-
-
-def weak_efficiency(
-    rate: npt.ArrayLike,
-    num_devices: npt.ArrayLike,
-    reference_rate: npt.ArrayLike,
-    reference_devices: npt.ArrayLike = 1,
-) -> Array:
-    """Throughput per device over that of the reference, with equal work per device.
-
-    Args:
-        rate: samples or tokens per second of all devices.
-        num_devices: devices that reach it.
-        reference_rate: the same of the reference.
-        reference_devices: its devices; name them wherever the efficiency is quoted.
-    """
-    per_device = np.asarray(rate, float) / np.asarray(num_devices, float)
-    return per_device * np.asarray(reference_devices, float) / np.asarray(reference_rate, float)
-
-
-def strong_efficiency(
-    step_s: npt.ArrayLike,
-    num_devices: npt.ArrayLike,
-    reference_step_s: npt.ArrayLike,
-    reference_devices: npt.ArrayLike = 1,
-) -> Array:
-    """Device-seconds of the reference's step over those of this one, with equal global batch."""
-    spent = np.asarray(step_s, float) * np.asarray(num_devices, float)
-    return np.asarray(reference_step_s, float) * np.asarray(reference_devices, float) / spent

@@ -70,7 +70,7 @@ def predict_images_per_s(
     Returns:
         the Prediction, with images per second as tokens_per_s; or why there is none, in a word.
     """
-    network, device = network_named(name, image_size), cluster.known_device
+    network, device = network_named(name, image_size), cluster.device
     if network is None:
         return "network"
     word = precision.split()[0].lower().replace("mixed", "fp16").replace("amp", "fp16")
@@ -80,8 +80,10 @@ def predict_images_per_s(
     found = batch or _largest_batch(network, device, word)
     if found is None:
         return "memory"
-    layout = _replicas(ranks, found, word)
     tf32 = word == "tf32"
+    layout = Layout.parse(
+        {"dp": ranks, "micro_batch": found, "precision": "fp32" if tf32 else word}
+    )
     prediction = predict_convnet(network, cluster, layout, ranks * found, stack, tf32=tf32)
     if batch is None:
         told = {"batch": f"assumed: {found} images per device"}
@@ -96,21 +98,3 @@ def _largest_batch(network: ConvNet, device: Device, precision: str) -> int | No
     total = sum(convnet_memory_bytes(network, batches, precision).values(), np.zeros(1))
     fitting = batches[total <= device.memory_bytes.value]
     return int(fitting[-1]) if len(fitting) else None
-
-
-def _replicas(ranks: int, batch: int, precision: str) -> Layout:
-    return Layout.parse(
-        {
-            **dict.fromkeys(("fsdp", "tp", "pp", "cp", "ep", "ulysses", "stages_per_rank"), 1),
-            "dp": ranks,
-            "zero": 0,
-            "sequence_parallel": False,
-            "schedule": "none",
-            "split": (),
-            "micro_batch": batch,
-            "precision": "fp32" if precision == "tf32" else precision,
-            "recompute": "none",
-            "compile": False,
-            "bucket_mib": 25.0,
-        }
-    )

@@ -73,7 +73,6 @@ def layout_of(
         ep=axes.ep,
         sequence_parallel=axes.tp > 1 and _sequence_parallel(line, software),
         async_tp=software.async_tp and axes.tp > 1,
-        ulysses=1,
         schedule=schedule,
         stages_per_rank=stages,
         split=split,
@@ -85,7 +84,6 @@ def layout_of(
         offload=("optimizer",) if _offloads_optimizer(line) else (),
         recompute_layers=share if recompute != "none" else "all",  # type: ignore[arg-type]
         compile=software.compile,
-        bucket_mib=25.0,
     )
     return layout, axes.data * batch.micro_batch * batch.num_micro_batches, inferred
 

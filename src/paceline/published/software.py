@@ -115,7 +115,7 @@ def software_of(line: PublishedLine) -> RunSoftware:
         overlaps_ep=_overlaps_experts(line, words, static),
         expert_tp="one" if family == "megatron" and year_of(line) >= 2023 else "tp",
         dropout=line.text("workload").startswith("mlm") or _is_early_megatron(line, family),
-        recompute_granularity=_granularity(line, family),
+        recompute_granularity=_granularity(family),
         moments_bytes=_moments_bytes(words, line, system),
         keeps_master=_keeps_master(line, system),
         gather_unit="matrix" if family == "xla" else "block",
@@ -411,7 +411,7 @@ def _is_static(line: PublishedLine, words: str, family: str) -> bool:
     return racks and is_new and precision_of(line) == "fp8" and not said
 
 
-def _granularity(line: PublishedLine, family: str) -> Literal["block", "attention", "half"]:
+def _granularity(family: str) -> Literal["block", "attention", "half"]:
     """What "selective" means there: torchtitan's default keeps every second product."""
     if family == "fsdp compiled":
         return "half"

@@ -6,9 +6,8 @@ which constants does it depend on.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from paceline.config.frozen import size
 from paceline.config.hardware import Cluster, Device
 from paceline.config.layout import Layout
 from paceline.config.stack import Stack
@@ -26,8 +25,8 @@ _ON_CPUS = ("exchange_us", "hop_us", "again_us", "select_us", "unit_us")
 
 
 @dataclass(frozen=True)
-class PublishedWork(ABC):
-    """What a run did."""
+class _Work(ABC):
+    """What all runs have."""
 
     layout: Layout
     software: RunSoftware
@@ -40,37 +39,9 @@ class PublishedWork(ABC):
         """The machine."""
 
     @property
-    @abstractmethod
-    def global_batch(self) -> int:
-        """Samples of a step."""
-
-    @property
-    @abstractmethod
-    def units(self) -> int:
-        """Tokens, or images, of a step."""
-
-    @property
-    @abstractmethod
-    def network_words(self) -> tuple[str, ...]:
-        """What sets its network apart from others."""
-
-    @property
-    @abstractmethod
-    def fitted(self) -> tuple[str, ...]:
-        """Constants that its steps depend on."""
-
-    @abstractmethod
-    def seconds(self, constants: Constants) -> float:
-        """Seconds of a step with these constants."""
-
-    @abstractmethod
-    def predict(self, constants: Constants) -> Prediction:
-        """Time and memory with these constants."""
-
-    @property
     def device(self) -> Device:
         """What it ran on."""
-        return self.cluster.known_device
+        return self.cluster.device
 
     @property
     def num_devices(self) -> int:
@@ -91,7 +62,7 @@ class PublishedWork(ABC):
 
 
 @dataclass(frozen=True)
-class LanguageWork(PublishedWork):
+class LanguageWork(_Work):
     """A language model."""
 
     setting: Setting
@@ -127,11 +98,14 @@ class LanguageWork(PublishedWork):
 
     def seconds(self, constants: Constants) -> float:
         """Seconds of a step with these constants."""
-        return predicted_step_s(with_constants(self.setting, constants), self.layout)
+        return predicted_step_s(self._setting(constants), self.layout)
 
     def predict(self, constants: Constants) -> Prediction:
         """Time and memory with these constants."""
-        return predict(with_constants(self.setting, constants), self.layout)
+        return predict(self._setting(constants), self.layout)
+
+    def _setting(self, constants: Constants) -> Setting:
+        return replace(self.setting, stack=with_constants(self.setting.stack, constants))
 
     def _feature_words(self, stack: Stack) -> list[str]:
         arithmetic = {"fp8": ["8-bit"], "fp4": ["4-bit"]}.get(self.software.precision, [])
@@ -141,7 +115,7 @@ class LanguageWork(PublishedWork):
 
 
 @dataclass(frozen=True)
-class ImageWork(PublishedWork):
+class ImageWork(_Work):
     """A convolutional network, trained on replicas."""
 
     network: ConvNet
@@ -155,7 +129,7 @@ class ImageWork(PublishedWork):
     @property
     def global_batch(self) -> int:
         """Images of a step."""
-        return size(self.layout.micro_batch) * self.layout.num_ranks
+        return self.layout.micro_batch * self.layout.num_ranks
 
     @property
     def units(self) -> int:
@@ -179,12 +153,15 @@ class ImageWork(PublishedWork):
 
     def predict(self, constants: Constants) -> Prediction:
         """Time and memory with these constants."""
-        stack = self.software.stack
-        changed = stack.model_copy(update={"constants": {**stack.constants, **constants}})
+        stack = with_constants(self.software.stack, constants)
         tf32 = self.software.precision == "tf32"
         return predict_convnet(
-            self.network, self.machine, self.layout, self.global_batch, changed, tf32=tf32
+            self.network, self.machine, self.layout, self.global_batch, stack, tf32=tf32
         )
 
     def _feature_words(self, stack: Stack) -> list[str]:
         return ["images", self.software.precision]
+
+
+PublishedWork = LanguageWork | ImageWork
+"""What a run did."""

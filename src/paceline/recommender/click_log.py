@@ -52,10 +52,7 @@ def samples(model: Dlrm, clicks: Clicks, seed: int, indices: Indices) -> ClickBa
     probability = 1 / (1 + np.exp(-_logits(clicks, draws, dense, ids)))
     clicked = draws.uniform("clicks", indices, 1)[:, 0] < probability
     return ClickBatch(
-        dense.astype(np.float32),
-        ids,
-        clicked.astype(np.float32),
-        probability.astype(np.float32),
+        dense.astype(np.float32), ids, clicked.astype(np.float32), probability.astype(np.float32)
     )
 
 

@@ -8,7 +8,7 @@ MLP.
 Paper: https://arxiv.org/abs/1906.00091.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -60,3 +60,17 @@ def _mlp(widths: Sequence[int], *, last_is_linear: bool) -> nn.Sequential:
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*(layers[:-1] if last_is_linear else layers))
+
+
+def original_state(state: Mapping[str, Tensor], tables: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names of DLRM's own code, which computes the same with them.
+
+    Args:
+        state: under the names of `DlrmNetwork.state_dict()`.
+        tables: of each the rows, (rows, dim).
+
+    Source: https://github.com/facebookresearch/dlrm (its last layer has a sigmoid behind it).
+    """
+    rows = {f"emb_l.{number}.weight": table for number, table in enumerate(tables)}
+    parts = ((name.partition("."), tensor) for name, tensor in state.items())
+    return {f"{mlp[:3]}_l.{layer}": tensor for (mlp, _, layer), tensor in parts} | rows

@@ -14,18 +14,21 @@ from torch import Tensor, nn
 
 from paceline.comm.mesh import Meshes
 from paceline.comm.rendezvous import Ranks, collective_timeout
-from paceline.config.frozen import size
 from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.elastic.elastic_rounds import ElasticRounds
 from paceline.elastic.local_rounds import LocalRounds
 from paceline.elastic.membership import Membership
+from paceline.parallel.exact_replicas import ExactReplicas
+from paceline.parallel.exact_sums import read_sums
 from paceline.parallel.hybrid import hybrid_reduction_of
-from paceline.parallel.replicas import Replicas
+from paceline.parallel.replicas import Replicas, kept_buffers
 from paceline.parallel.replicate import compressed_all_reduce_of
 from paceline.parallel.statistics import RunningStatistics
+from paceline.train.passes import schedule_of
 from paceline.train.rank_stats import RankStats
 from paceline.train.results import PendingNumbers, StepResult, WorkerReports, read_async
+from paceline.train.task import Task
 from paceline.train.weighted_loss import WeightedSums
 
 # A pass over as many values as there are parameters: too much for every step.
@@ -53,35 +56,23 @@ class Agreed(NamedTuple):
 
 
 class Agreement:
-    """Of one rank with the others.
-
-    Args:
-        job: of the run.
-        ranks: this process's place.
-        module: as `parallel.apply` left it.
-        replicas: how gradients are agreed on.
-        stats: what this rank says of itself.
-    """
+    """Of one rank with the others."""
 
     def __init__(
         self, job: Job, ranks: Ranks, module: nn.Module, replicas: Replicas, stats: RankStats
     ) -> None:
         self.replicas = replicas
         self._layout, self._ranks, self._module, self._stats = job.layout, ranks, module, stats
+        self._is_exact = job.elastic.exact
         self._statistics = RunningStatistics(module)
         self._reports = WorkerReports()
 
     def in_step(
         self, index: int, tally: WeightedSums, squared_norm: Tensor, stop_wanted: bool
     ) -> Agreed:
-        """Find a step's numbers, and what each rank says of itself, in one exchange.
-
-        Args:
-            index: of the step, from 0.
-            tally: of this rank's micro-batches.
-            squared_norm: this rank's share of it.
-            stop_wanted: this rank was asked to stop.
-        """
+        """Find a step's numbers, and what each rank says of itself, in one exchange."""
+        if self._is_exact:
+            return self._exactly(index, tally, squared_norm, stop_wanted)
         is_due = index % _ERROR_NORM_EVERY == 0
         error = self.replicas.squared_error() if is_due else None
         rest = [torch.tensor(float(stop_wanted)), squared_norm, *([] if error is None else [error])]
@@ -90,7 +81,8 @@ class Agreement:
         each = self._stats.take(index).to(own[0])
         values, num_losses = torch.cat([torch.stack(own), each]), 1
         if not self.replicas.steps_alone:
-            values, num_losses = self.sums(values)
+            values, num_ranks = self.replicas.sum_up(values)
+            num_losses = num_ranks // self._layout.pp  # ranks of other stages have none
             self._statistics.average()
         loss, weight, *others = values[: len(own)]
         figures, rest = others[: len(tally.names)], others[len(tally.names) :]
@@ -98,26 +90,39 @@ class Agreement:
         said = values[len(own) :]
         return Agreed(loss, weight, num_losses, figures, stops, norm, errors, said)
 
-    def sums(self, values: Tensor) -> tuple[Tensor, int]:
-        """Sums over all ranks of numbers that begin with loss and weight, and how many losses."""
-        values, num_ranks = self.replicas.sum_up(values)
-        # In a pipeline only the ranks of the last stage have a loss.
-        num_losses = num_ranks // size(self._layout.pp)
-        values[1] *= num_losses / num_ranks
-        return values, num_losses
+    def _exactly(
+        self, index: int, tally: WeightedSums, squared_norm: Tensor, stop_wanted: bool
+    ) -> Agreed:
+        """`in_step`, where `squared_norm` and all that decides about training are exact sums."""
+        digits = torch.cat([tally.digits(), squared_norm[None]])
+        stop = digits.new_full((1,), float(stop_wanted))
+        said = self._stats.take(index).to(digits)
+        values, _ = self.replicas.sum_up(torch.cat([digits.flatten(), stop, said]))
+        count = digits.numel()
+        loss, weight, *figures, norm = read_sums(values[:count].view_as(digits))
+        stops, said = values[count], values[count + 1 :]
+        # Each tp rank has the loss of the same samples, and the gradients are that of one.
+        return Agreed(loss, weight, self._layout.tp, figures, stops, norm, [], said)
+
+    def sums_of(self, tally: WeightedSums) -> list[Tensor]:
+        """Sums over all ranks: of losses, of weights, of figures."""
+        if self._is_exact:
+            digits = tally.digits()
+            values, _ = self.replicas.sum_up(digits.flatten())
+            return list(read_sums(values.view_as(digits)))
+        values, _ = self.replicas.sum_up(torch.stack(tally.sums()))
+        return list(values)
 
     def result(
-        self, agreed: Agreed, grad_norm: Tensor, names: tuple[str, ...], sent: Mapping[str, float]
+        self,
+        agreed: Agreed,
+        grad_norm: Tensor,
+        spike: Tensor,
+        names: tuple[str, ...],
+        sent: Mapping[str, float],
     ) -> Callable[[], StepResult]:
-        """A function that waits for a step's numbers and gives them.
-
-        Args:
-            agreed: in the step.
-            grad_norm: () of the whole gradient, unscaled.
-            names: of the figures.
-            sent: what this rank sent, by axis.
-        """
-        first = [agreed.loss, agreed.weight, grad_norm, agreed.stops]
+        """A function that waits for a step's numbers and gives them."""
+        first = [agreed.loss, agreed.weight, grad_norm, agreed.stops, spike]
         shared = torch.stack([*first, *agreed.figures, *agreed.squared_error])
         numbers = PendingNumbers(torch.cat([shared, agreed.each]), names, sent, len(agreed.each))
         later = self._reports.add if self.replicas.steps_alone else read_async
@@ -133,7 +138,6 @@ class Agreement:
         """Agree with the other workers on the numbers of the steps since they last met.
 
         Args:
-            done: steps of the run.
             at_once: don't wait for a round.
 
         Returns:
@@ -160,36 +164,44 @@ class Agreement:
         if is_shared and not self.replicas.steps_alone:
             self._take_first_buffers()
 
+    def on_stop(self, is_wanted: bool) -> bool:
+        """Whether some rank wants to stop, between steps. Workers that step each for itself can't
+        ask each other there: no."""
+        if self.replicas.steps_alone or self._ranks.world_size == 1:
+            return is_wanted and not self.replicas.steps_alone
+        wishes = torch.tensor(float(is_wanted))  # on the host: no device is waited for
+        dist.all_reduce(wishes)
+        return bool(wishes)
+
     @torch.no_grad()
     def _take_first_buffers(self) -> None:
-        kept = self._module.state_dict(keep_vars=True)
-        for name, buffer in self._module.named_buffers():
-            if name in kept:
-                dist.broadcast(buffer, 0)
+        for buffer in kept_buffers(self._module):
+            dist.broadcast(buffer, 0)
 
 
 def replicas_of(
     job: Job,
     ranks: Ranks,
+    task: Task,
     module: nn.Module,
     names: Mapping[nn.Parameter, str],
     layout: Layout,
     meshes: Meshes | None,
     membership: Membership | None,
 ) -> Replicas:
-    """How a Job's ranks agree on gradients.
-
-    Args:
-        job: of the run.
-        ranks: this process's place.
-        module: as `parallel.apply` left it.
-        names: of its parameters.
-        layout: of the module.
-        meshes: of all ranks, where there are several.
-        membership: of workers that may be lost.
-    """
+    """How a Job's ranks agree on gradients."""
     if job.comm.local.method != "none":
         return _rounds(job, module, names, membership)
+    if job.elastic.exact:
+        return ExactReplicas(
+            module,
+            names,
+            meshes,
+            job.accumulation,
+            schedule_of(job),
+            scatters_each=layout.scatters_each,
+            may_miss=task.loop_options.find_unused_parameters,
+        )
     return (
         compressed_all_reduce_of(module, names, job.comm, ranks.local_world_size)
         or hybrid_reduction_of(module, names, job.comm, layout, meshes, job.accumulation)

@@ -11,41 +11,39 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
 from paceline.comm.rendezvous import Ranks, exit_rank
 from paceline.config.errors import InputError
 from paceline.config.frozen import Auto
-from paceline.config.job import Job, job_of, read_job, with_effects
-from paceline.config.job_sections import CustomModel, Data
+from paceline.config.job import Job, JobSpec, job_of, read_job, with_effects
+from paceline.config.job_sections import Data
 from paceline.observe.run import Run
-from paceline.train.command import run_job
-from paceline.train.custom.changes import changes_since, listed, must_train
+from paceline.render.figures import listed
+from paceline.train.command import train_job
+from paceline.train.custom.changes import changes_since, must_train
 from paceline.train.custom.collate import Collate
 from paceline.train.custom.feed import samples_of
+from paceline.train.custom.fresh_module import FreshModules
 from paceline.train.custom.loss import Loss
 from paceline.train.custom.task import custom_task
 from paceline.train.custom.user_inputs import UserInputs
 from paceline.train.export import load
 from paceline.train.failure import install_plain_excepthook
-from paceline.train.launch import launch
+from paceline.train.generations import is_elastic_rank, run_elastic_rank
+from paceline.train.launch import LAUNCHED_RUN, launched_rank
 from paceline.train.learning_rates import MakeOptimizer, MakeSchedule
-from paceline.train.length import length_in_steps
 from paceline.train.metrics_buffer import Line
-from paceline.train.session import MakeTask, run_launched_rank
-from paceline.train.stopping import exit_with_parent
+from paceline.train.session import run_rank
 from paceline.train.task import LoopOptions, Task
-from paceline.train.this_machine import resolve_on_this_machine
-
-_LAUNCHER = "PACELINE_LAUNCHER_PID"
-_LAUNCHED_RUN = "PACELINE_LAUNCHED_RUN"
 
 
 def train(
-    job: Job | Mapping[str, Any] | str | Path,
+    job: JobSpec | Mapping[str, Any] | str | Path,
     model: nn.Module,
     loss: Loss,
     data: Any,
@@ -67,7 +65,7 @@ def train(
     docs/own-models.md is the whole contract.
 
     Args:
-        job: a Job, its settings as nested dicts, or the path of a job.toml. Its [model] is
+        job: a JobSpec, its settings as nested dicts, or the path of a job.toml. Its [model] is
             `{family = "custom"}` (or left out) and it has no [data] section. Without a name it has
             the script's.
         model: any module; on return it holds the trained weights.
@@ -96,54 +94,59 @@ def train(
         InputError: the Job or the data can't be used, or the Run is complete and what was given
             has changed since.
         RunError: the run ended early.
+        StoppedInTimeError: it was stopped, and is to be started again; the script then ends with
+            75 as by sys.exit.
     """
     if _is_script():
         install_plain_excepthook()
     job = _own_job(job)
-    job = length_in_steps(job, num_samples=samples_of(data, job.train.global_batch))
     loop_options = LoopOptions(optimizer, schedule, ema, find_unused_parameters, on_step, on_eval)
     brought = UserInputs(model, loss, data, eval_data, collate, workers, loop_options)
     traits = brought.traits()
-
-    def make_task(concrete: Job, ranks: Ranks) -> Task:
-        return custom_task(concrete, ranks, brought, traits)
-
-    if _LAUNCHER in os.environ:
-        run = Run(Path(runs).absolute() / job.name)
-        if str(run.path) == os.environ[_LAUNCHED_RUN]:
-            _train_as_launched_rank(run, make_task)
-        load(run, model)  # an earlier training of the same script, complete by now
-        return run
-    if not _is_script():
-        job = _on_one_rank(job)
-    plan = resolve_on_this_machine(job)
     run = Run(Path(runs).absolute() / job.name)
 
-    def launch_ranks() -> None:
-        os.environ |= {_LAUNCHER: str(os.getpid()), _LAUNCHED_RUN: str(run.path)}
-        try:
-            launch(run, plan.job.layout.num_ranks, sys.executable, sys.orig_argv[1:])
-        finally:
-            del os.environ[_LAUNCHER], os.environ[_LAUNCHED_RUN]
+    modules = FreshModules(model, is_elastic=job.elastic.is_on)
 
-    def compare() -> None:
-        if changes := changes_since(run, plan.job, traits):
-            must_train(run, plan.job, changes)
+    def make_task(concrete: Job, ranks: Ranks) -> Task:
+        module, has_values = modules.take()
+        own = replace(brought, model=module)
+        return custom_task(concrete, ranks, own, traits, has_values=has_values)
+
+    if (launched := os.environ.get(LAUNCHED_RUN)) is not None:
+        if str(run.path) == launched:
+            with launched_rank():
+                (run_elastic_rank if is_elastic_rank() else run_rank)(run, make_task)
+            exit_rank()
+        load(run, model)  # an earlier training of the same script, complete by now
+        return run
+
+    def compare(concrete: Job) -> None:
+        if changes := changes_since(run, concrete, traits):
+            must_train(run, concrete, changes)
             print(f"{run.path} goes on with another training: {listed(changes)} changed.")
 
-    if not run_job(plan, run, make_task, launch_ranks, fresh=fresh, compare=compare):
+    trains_here = train_job(
+        job if _is_script() else _on_one_rank(job),
+        run,
+        fresh=fresh,
+        make_task=make_task,
+        program=[sys.executable, *sys.orig_argv[1:]],
+        num_samples=samples_of(data, job.train.global_batch),
+        compare=compare,
+    )
+    if not trains_here:
         load(run, model)
     return run
 
 
-def _own_job(given: Job | Mapping[str, Any] | str | Path) -> Job:
-    if isinstance(given, Job):
+def _own_job(given: JobSpec | Mapping[str, Any] | str | Path) -> JobSpec:
+    if isinstance(given, JobSpec):
         job = with_effects(given)
     elif isinstance(given, Mapping):
         job = job_of({"model": {"family": "custom"}, **given}, Path.cwd())
     else:
         job = read_job(Path(given))
-    if not isinstance(job.model, CustomModel):
+    if not job.model.is_own:
         raise InputError(
             "a module was given but the Job's [model] describes another: set "
             'model.family = "custom".'
@@ -169,12 +172,18 @@ def _is_script() -> bool:
     return is_program and not is_child and not hasattr(sys, "ps1")
 
 
-def _on_one_rank(job: Job) -> Job:
-    """The Job on one device, since there is no script to start once per device.
+def _on_one_rank(job: JobSpec) -> JobSpec:
+    """The JobSpec on one device, since there is no script to start once per device.
 
     Raises:
         InputError: it asks for more.
     """
+    if job.elastic.is_on:
+        raise InputError(
+            f"elastic.min_nodes = {job.elastic.min_nodes} starts lost ranks again, from a script, "
+            "and this is a prompt, a notebook or a process of multiprocessing: set it to 0, or run "
+            "a script that calls paceline.train."
+        )
     axes = (getattr(job.layout, axis) for axis in ("dp", "fsdp", "tp", "pp", "cp"))
     asked = max(_at_least(job.cluster.devices_per_node), math.prod(map(_at_least, axes)))
     if asked > 1:
@@ -189,9 +198,3 @@ def _on_one_rank(job: Job) -> Job:
 
 def _at_least(wish: Auto | int) -> int:
     return 1 if wish == "auto" else wish
-
-
-def _train_as_launched_rank(run: Run, make_task: MakeTask) -> NoReturn:
-    exit_with_parent(int(os.environ[_LAUNCHER]))
-    run_launched_rank(run, make_task)
-    exit_rank()

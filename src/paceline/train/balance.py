@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.mesh import Meshes
-from paceline.config.frozen import size
 from paceline.config.job import Job
-from paceline.config.model import Model
 from paceline.models.moe import updated_bias
 from paceline.parallel.ep import apply_placement, expert_layers, expert_loads, slots_of_experts
 from paceline.plan.experts import move_experts
@@ -22,20 +20,16 @@ class ExpertBalancer:
     """What the layers of experts on this rank need around a step."""
 
     def __init__(self, job: Job, module: nn.Module, meshes: Meshes | None) -> None:
-        experts = job.model.experts if isinstance(job.model, Model) else None
+        experts = job.model.mixture
         self._module, self._meshes = module, meshes
         self._layers = expert_layers(module)
         self._speed = experts.bias_update_speed if experts is not None else 0.0
         self._every = job.layout.rebalance_every
-        self._num_ep, self._num_tp = size(job.layout.ep), size(job.layout.tp)
+        self._num_ep, self._num_tp = job.layout.ep, job.layout.tp
         self._loads: Tensor | None = None
 
     def before_step(self, scale: Tensor) -> None:
-        """Let the balance loss count in gradients as much as the loss of a micro-batch does.
-
-        Args:
-            scale: () fp64, factor of a micro-batch's loss in the backward pass.
-        """
+        """Let the balance loss count in gradients as much as the loss of a micro-batch does."""
         for layer in self._layers:
             # Each tp rank adds the same gradient, and their sum is taken.
             layer.balance_scale.fill_(1 / self._num_tp).mul_(scale)

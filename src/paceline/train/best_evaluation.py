@@ -21,6 +21,8 @@ class BestEvaluation:
     step: int = 0
     num_worse: int = 0
     """Evaluations since."""
+    is_due: bool = False
+    """The one after the newest step was cut short by a stop, and is still to be made."""
 
     def see(self, evaluation: Line, done: int) -> None:
         """Judge the evaluation after `done` steps.
@@ -52,13 +54,18 @@ class BestEvaluation:
         """Whether the run's patience is at its end."""
         return 0 < self.job.train.patience <= self.num_worse
 
+    def is_finished(self, done: int) -> bool:
+        """Whether a run that has done so many steps has nothing left to do."""
+        return self.is_over or (done >= self.job.train.steps and not self.is_due)
+
     def facts(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         numbers = {"value": self.value, "step": self.step, "num_worse": self.num_worse}
-        return {**numbers, "judged": self._judged}
+        return {**numbers, "judged": self._judged, "is_due": self.is_due}
 
     def load(self, facts: dict[str, Any]) -> None:
         """Go on with what a checkpoint kept, unless something else is judged now."""
+        self.is_due = facts.get("is_due", False)
         if facts.get("judged") == self._judged:
             self.value, self.step = facts["value"], facts["step"]
             self.num_worse = facts["num_worse"]

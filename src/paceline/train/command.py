@@ -1,9 +1,9 @@
 """`paceline train`: run a Job on every device of this machine, or as one of the ranks given."""
 
-import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from functools import partial
 
 import tomli_w
 from rich.console import Console
@@ -15,124 +15,152 @@ from paceline.comm.rendezvous import (
     connect,
     disconnect,
     exit_rank,
-    ranks_from_env,
-    store_of_run,
     word_from_first_rank,
 )
-from paceline.config.errors import InputError
-from paceline.config.job import Job, differing, to_raw
-from paceline.config.job_sections import CustomModel
-from paceline.config.model import Model
-from paceline.config.recommender import Dlrm
-from paceline.config.vision import ResNet
+from paceline.config.errors import InputError, RunError, StoppedInTimeError
+from paceline.config.job import Job, JobSpec, differing, to_raw
+from paceline.elastic.signals import leaving_until_begun
 from paceline.observe.console import step_time_table
+from paceline.observe.generations import generations_of
 from paceline.observe.run import Run
-from paceline.observe.summary import bytes_text, step_time_text
 from paceline.plan.calibrate import calibrate_from_run
 from paceline.plan.resolve import Plan
+from paceline.render.figures import bytes_text, time_text
+from paceline.train.elastic_launch import train_elastic
 from paceline.train.elastic_workers import launch_workers
-from paceline.train.export import keep_tokenizer
+from paceline.train.families import family_of, task_of
+from paceline.train.generations import run_elastic_rank
 from paceline.train.launch import launch
 from paceline.train.length import length_in_steps
-from paceline.train.session import MakeTask, language_model, launched_rank, run_rank
+from paceline.train.session import MakeTask, ranks_of, run_rank
 from paceline.train.start import (
     begin_run,
     locked_run,
     progress_of,
     read_inputs,
+    was_asked_to_stop,
     with_measured_speed,
 )
+from paceline.train.stopping import ask_by_file
 from paceline.train.this_machine import resolve_on_this_machine
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
 
 
-def train_command(job: Job, runs: Path, *, fresh: bool) -> Run:
-    """Train a Job in runs/<name>; an existing Run goes on from its newest good checkpoint.
+def train_job(
+    job: JobSpec,
+    run: Run,
+    *,
+    fresh: bool,
+    make_task: MakeTask = task_of,
+    program: Sequence[str] = (),
+    num_samples: int | None = None,
+    compare: Callable[[Job], None] = lambda _job: None,
+) -> bool:
+    """Train a Job in a Run; one that exists goes on from its newest good checkpoint.
+
+    In this process where it is a rank already or the only one, else in ranks that it starts and
+    waits for.
 
     Args:
-        job: partial or concrete.
-        runs: the folder of Runs.
+        job: what a person asks for.
+        run: may not exist yet.
         fresh: start over, deleting what an earlier start of the same name left.
+        make_task: what a rank trains.
+        program: what each rank runs, and its arguments; none: ranks come from the forkserver.
+        num_samples: one epoch of a person's own data, None where nobody can tell.
+        compare: says or refuses what is another than before, where a Run goes on.
+
+    Returns:
+        whether this process trained, and not others or nobody.
 
     Raises:
         InputError: wrong input; nothing was written.
         RunError: the run ended early.
     """
-    with _tokenising() as progress:
-        plan = resolve_on_this_machine(length_in_steps(job, progress))
-    run = Run((runs / job.name).absolute())
-
-    def launch_ranks() -> None:
-        start = launch_workers if plan.job.comm.local.min_workers else launch
-        start(run, plan.job.layout.num_ranks, launched_rank, (str(run.path), os.getpid()))
-
-    run_job(plan, run, language_model, launch_ranks, fresh=fresh)
-    return run
-
-
-def run_job(
-    plan: Plan,
-    run: Run,
-    make_task: MakeTask,
-    launch_ranks: Callable[[], None],
-    *,
-    fresh: bool,
-    compare: Callable[[], None] = lambda: None,
-) -> bool:
-    """Check, write and train: in this process where it is a rank already or the only one.
-
-    Args:
-        make_task: what a rank trains.
-        launch_ranks: starts the ranks of this machine and waits for them.
-        fresh: start over.
-        compare: says or refuses what is another than before, where a Run goes on.
-
-    Returns:
-        whether this process trained, and not others or nobody.
-    """
-    plan = with_measured_speed(plan, _CONSOLE.print)
-    kind = _device_kind(plan.job)
-    ranks = ranks_from_env(kind) or Ranks(device_type=kind)
-    is_alone, store = ranks.world_size == 1, None
-    if plan.job.comm.local.min_workers and not is_alone:
-        store = store_of_run(ranks)
-    else:
-        ranks = connect(ranks, hosts=plan.job.cluster.hosts, priority=plan.job.comm.priority)
+    if job.model.is_own and make_task is task_of:
+        raise InputError(
+            'the module of model.family = "custom" is only in the script that trains it: start '
+            "that script, which calls paceline.train."
+        )
     with ExitStack() as held:
-        found: Found = "done"
+        tell = partial(ask_by_file, run, within_s=job.elastic.save_within_s)
+        begin = held.enter_context(leaving_until_begun(job.elastic, tell))
+        since = time.time()
+        with _tokenising() as progress:
+            plan = resolve_on_this_machine(length_in_steps(job, progress, num_samples))
+        plan = with_measured_speed(plan, _CONSOLE.print)
+        if plan.job.elastic.is_on:
+            is_ready = partial(_is_ready, plan, run, compare, fresh=fresh, since=since)
+            rank = program or partial(run_elastic_rank, run, make_task)
+            train_elastic(plan.job, job, run, rank, is_ready, begin, _CONSOLE.print)
+            return False
+        job, ranks = plan.job, ranks_of(plan.job)
+        if ranks.store is None:
+            ranks = connect(ranks, hosts=job.cluster.hosts, priority=job.comm.priority)
         try:
-            if ranks.is_first:
-                held.enter_context(locked_run(run))
-                if _is_ready(plan, run, compare, fresh=fresh):
-                    found = "ready"
-        except (InputError, OSError):
-            word_from_first_rank("refused", ranks, store)
+            is_begun = _is_begun(plan, run, ranks, held, compare, fresh=fresh, since=since)
+        except RunError as error:
+            if job.elastic.asks_again and was_asked_to_stop(run, since):
+                raise StoppedInTimeError from error  # the one that is lost has heard it
             raise
-        # The other ranks wait here for what rank 0 finds.
-        found = word_from_first_rank(found, ranks, store)
-        if found == "refused":
-            exit_rank(2)  # rank 0 says why
-        if found == "done":
+        if not is_begun:
             disconnect()
             return False
-        launches = is_alone and plan.job.layout.num_ranks > 1
+        begin()
+        launches = ranks.world_size == 1 and job.layout.num_ranks > 1
         if launches:
-            launch_ranks()
+            start = launch_workers if job.comm.local.min_workers else launch
+            entry = program or partial(run_rank, run, make_task)
+            start(run, job.layout.num_ranks, entry, job.elastic)
         else:
-            run_rank(plan.job, run, ranks, make_task, store)
+            run_rank(run, make_task, job, ranks)
         if ranks.is_first:
             fit_cluster_from_run(plan, run)
         return not launches
 
 
+def _is_begun(
+    plan: Plan,
+    run: Run,
+    ranks: Ranks,
+    held: ExitStack,
+    compare: Callable[[Job], None],
+    *,
+    fresh: bool,
+    since: float,
+) -> bool:
+    """Begin the Run as its first rank; return on every rank whether there is anything to train.
+
+    Args:
+        held: keeps the Run locked until it closes.
+        since: unix time of this start.
+    """
+    found: Found = "done"
+    try:
+        if ranks.is_first:
+            held.enter_context(locked_run(run))
+            if _is_ready(plan, run, compare, fresh=fresh, since=since):
+                found = "ready"
+    except (InputError, OSError):
+        word_from_first_rank("refused", ranks)
+        raise
+    # The other ranks wait here for what rank 0 finds.
+    found = word_from_first_rank(found, ranks)
+    if found == "refused":
+        exit_rank(2)  # rank 0 says why
+    return found == "ready"
+
+
 def fit_cluster_from_run(plan: Plan, run: Run) -> None:
     """Write down what the steps of a predicted Run say about the machine, for the next plan."""
-    if plan.ranked and isinstance(plan.job.model, Model):
+    if plan.ranked and plan.job.model.knows_layers:
         run.write("cluster.toml", tomli_w.dumps(to_raw(calibrate_from_run(run))))
 
 
-def _is_ready(plan: Plan, run: Run, compare: Callable[[], None], *, fresh: bool) -> bool:
+def _is_ready(
+    plan: Plan, run: Run, compare: Callable[[Job], None], *, fresh: bool, since: float
+) -> bool:
     """Read the inputs, begin the Run and say what it is; False where nothing is left to do."""
     with _tokenising() as progress:
         data_key = read_inputs(plan.job, progress, _CONSOLE.print)
@@ -140,10 +168,10 @@ def _is_ready(plan: Plan, run: Run, compare: Callable[[], None], *, fresh: bool)
     with suppress(InputError):
         before = run.job() if run.exists else None
     if not fresh:
-        compare()
-    is_left = begin_run(run, plan, data_key, before, fresh=fresh)
-    if is_left and isinstance(plan.job.model, Model):
-        keep_tokenizer(run, plan.job.data, plan.job.train.weights)
+        compare(plan.job)
+    is_left = begin_run(run, plan, data_key, before, fresh=fresh, since=since)
+    if is_left:
+        family_of(plan.job.model).keep_inputs(run, plan.job)
     _introduce(plan, run, is_left=is_left)
     if not is_left:
         _say_complete(plan.job, run, before)
@@ -154,12 +182,12 @@ def _introduce(plan: Plan, run: Run, *, is_left: bool) -> None:
     """Say what is trained on what, what is expected of it, and from where on."""
     done, steps = progress_of(run, plan.job)[0], plan.job.train.steps
     _CONSOLE.print(_description(plan.job))
-    if damage := run.steps().damage:
+    for damage in filter(None, (run.steps().damage, run.events().damage)):
         _CONSOLE.print(damage)
     for expected in plan.ranked[:1]:
-        low, high = map(step_time_text, expected.interval_s)
+        low, high = map(time_text, expected.interval_s)
         _CONSOLE.print(
-            f"expected: {step_time_text(expected.step_s)} a step ({low} to {high}), "
+            f"expected: {time_text(expected.step_s)} a step ({low} to {high}), "
             f"{bytes_text(expected.peak_memory_bytes)} on a device (plan.json says why)"
         )
     if is_left and done:
@@ -169,14 +197,16 @@ def _introduce(plan: Plan, run: Run, *, is_left: bool) -> None:
 def _say_complete(job: Job, run: Run, before: Job | None) -> None:
     """Show the figures again, and say what would train further."""
     done, best = progress_of(run, job)
-    _CONSOLE.print(step_time_table(run.metrics(), run.facts(), has_windows=run.has_windows))
+    found, has_windows = generations_of(run), run.has_windows
+    lines, facts = run.metrics(), run.facts()
+    _CONSOLE.print(step_time_table(lines, facts, has_windows=has_windows, generations=found))
     if before is not None and (changes := _changes(before, job)):
         _CONSOLE.print(f"no step was made with what changed since: {changes}")
     if best.is_over:
         _CONSOLE.print(f"{run.path} stopped early after step {done}: {best.sentence()}.")
         return
-    is_own = isinstance(job.model, CustomModel)
-    longer, anew = ("train.steps", "fresh=True") if is_own else ("--set train.steps", "--fresh")
+    by_script = job.model.is_own
+    longer, anew = ("train.steps", "fresh=True") if by_script else ("--set train.steps", "--fresh")
     _CONSOLE.print(
         f"{run.path} is complete after {done} steps: train on with {longer}={2 * done}, "
         f"or start over with {anew}.\nreport: {run.report_file}"
@@ -194,19 +224,14 @@ def _changes(before: Job, now: Job) -> str:
 
 def _description(job: Job) -> str:
     layout, model = job.layout, job.model
-    what = "own model"
-    if isinstance(model, Model | Dlrm | ResNet):
-        what = f"{model.num_params / 1e6:.1f} M parameters"
-    sample = f" x {job.train.seq_len} tokens" if isinstance(model, Model) else " samples"
+    known = model.num_params
+    what = "own model" if known is None else f"{known / 1e6:.1f} M parameters"
     return (
-        f"{job.name}: {what} on {layout.num_ranks} x {job.cluster.known_device.name}, "
+        f"{job.name}: {what} on {layout.num_ranks} x {job.cluster.device.name}, "
         f"{layout.summary}, {layout.precision}, "
-        f"{job.train.global_batch}{sample} a step in micro-batches of {layout.micro_batch}"
+        f"{model.batch_text(job.train.global_batch, job.train.seq_len)} a step in micro-batches of "
+        f"{layout.micro_batch}"
     )
-
-
-def _device_kind(job: Job) -> str:
-    return job.cluster.known_device.kind
 
 
 @contextmanager

@@ -52,7 +52,6 @@ def debug_server(port: int | None, ranks: Ranks) -> Iterator[None]:
 
     Args:
         port: None: nothing is served.
-        ranks: this rank's place; the others serve what rank 0 asks them for.
 
     Raises:
         InputError: there is no process group, or torch or a package that is needed is missing.

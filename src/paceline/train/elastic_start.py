@@ -6,7 +6,7 @@ inner optimizer, and the momentum of the outer one. Samples, learning rate and t
 follow from the number of steps, so they agree from then on. What a lost worker would have read in
 the meantime is not seen.
 
-`open_membership` and `welcome_workers` do nothing in any other run. What a round does is
+In any other run nothing happens here. What a round does is
 `elastic.elastic_rounds`'s.
 """
 
@@ -20,45 +20,28 @@ from paceline.train.trainer import Trainer
 _START_S = 60.0
 
 
-def open_membership(trainer: Trainer, done: int) -> None:
-    """As the first worker: wait for the others, and tell them from where on.
+def come_together(trainer: Trainer, done: int) -> tuple[int, bool]:
+    """Begin with the other workers: as the first one wait for them and tell them from where on, as
+    another one wait to be let in.
 
     Args:
-        done: steps of the run.
-
-    Raises:
-        RunError: too few workers came within comm.timeout_s, or a minute where that is less.
-    """
-    rounds = trainer.replicas
-    if isinstance(rounds, ElasticRounds):
-        wait_s = max(trainer.job.comm.timeout_s, _START_S)
-        rounds.membership.open(trainer.ranks.world_size, wait_s)
-        welcome_workers(trainer, done, is_over=False)
-
-
-def welcome_workers(trainer: Trainer, done: int, *, is_over: bool) -> None:
-    """After a round: give the state to those who came in with it, if anybody did.
-
-    Args:
-        done: steps of the run.
-        is_over: whether the workers agreed to stop here.
-    """
-    rounds = trainer.replicas
-    if isinstance(rounds, ElasticRounds):
-        rounds.welcome(lambda: {**_state(trainer, rounds), "step": done, "is_over": is_over})
-
-
-def join_workers(trainer: Trainer) -> tuple[int, bool]:
-    """As another worker: wait to be let in, and go on from the first one's state.
+        done: steps of the run that this worker has restored.
 
     Returns:
         the steps that the run has done, and whether the workers agreed to stop there.
 
     Raises:
-        RunError: nobody lets this worker in.
+        RunError: too few workers came within comm.timeout_s, or a minute where that is less; or
+            nobody lets this one in.
     """
     rounds = trainer.replicas
-    assert isinstance(rounds, ElasticRounds), "only there a worker has no state of its own"
+    if not isinstance(rounds, ElasticRounds):
+        return done, False
+    if trainer.ranks.is_first:
+        wait_s = max(trainer.job.comm.timeout_s, _START_S)
+        rounds.membership.open(trainer.ranks.world_size, wait_s)
+        welcome_workers(trainer, done, is_over=False)
+        return done, False
     state = rounds.join(trainer.ranks.device)
     optimizer = state.get("optimizer", {})  # none before the first step
     taken = {"model": state["model"], "optimizer": optimizer}
@@ -67,7 +50,16 @@ def join_workers(trainer: Trainer) -> tuple[int, bool]:
     return state["step"], state["is_over"]
 
 
-def _state(trainer: Trainer, rounds: ElasticRounds) -> dict[str, Any]:
-    """Of the first worker, right after a round: what the workers agreed on are its parameters."""
-    state = training_state(trainer.module, trainer.update.optimizer)
-    return {**state, "momentum": rounds.state()["momentum"]}
+def welcome_workers(trainer: Trainer, done: int, *, is_over: bool) -> None:
+    """After a round: give the first worker's state to those who came in with it, if anybody did."""
+    rounds = trainer.replicas
+    if not isinstance(rounds, ElasticRounds):
+        return
+
+    def handed_over() -> dict[str, Any]:
+        # Right after a round what the workers agreed on are the first one's parameters.
+        state = training_state(trainer.module, trainer.update.optimizer)
+        momentum = rounds.state()["momentum"]
+        return {**state, "momentum": momentum, "step": done, "is_over": is_over}
+
+    rounds.welcome(handed_over)

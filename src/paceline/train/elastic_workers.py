@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from paceline.config.elastic import Elastic
+from paceline.config.errors import EXIT_SAVED, StoppedInTimeError
+from paceline.elastic.local_ranks import exit_text
 from paceline.observe.run import Run
-from paceline.train.launch import RankProcess, exit_text, stop_on_signals, terminate
+from paceline.train.launch import Entry, RankProcess, stop_on_signals, terminate
 
 # A worker that dies whenever it is started would keep the others busy with handing it the state.
 # Assumed.
@@ -32,34 +34,29 @@ _LOOK_S = 0.05
 
 
 def launch_workers(
-    run: Run, num_workers: int, entry: Callable[..., Any], arguments: Sequence[Any]
+    run: Run, num_workers: int, entry: Entry, elastic: Elastic | None = None
 ) -> None:
     """Run `entry` in `num_workers` processes of this machine until the first one ends.
 
-    SIGINT and SIGTERM are those of `launch`.
-
-    Args:
-        entry: a module-level function.
-        arguments: of the entry, the same for each worker.
+    Signals are those of `launch`, and so are the arguments.
 
     Raises:
         InputError: the first worker found wrong input.
         RunError: the first worker died, or too few were left.
+        StoppedInTimeError: they were stopped, and the run is to be started again.
     """
-    with tempfile.TemporaryDirectory() as folder, stop_on_signals(run):
-        start = partial(
-            RankProcess,
-            num_ranks=num_workers,
-            folder=Path(folder),
-            entry=entry,
-            arguments=arguments,
-        )
-        workers = [_Worker(partial(start, rank)) for rank in range(num_workers)]
+    with tempfile.TemporaryDirectory() as folder, stop_on_signals(run, elastic):
+        workers = [
+            _Worker(partial(RankProcess, run, rank, num_workers, Path(folder), entry))
+            for rank in range(num_workers)
+        ]
         try:
-            _watch(workers, run)
+            _watch(workers)
             _await(workers[1:], _GRACE_S)
         finally:
             terminate([worker.process for worker in workers])
+        if workers[0].process.exitcode == EXIT_SAVED:
+            raise StoppedInTimeError
 
 
 class _Worker:
@@ -92,13 +89,10 @@ def restart_decision(
     """Decide what to do when a worker has ended; None: nothing, it was done.
 
     Args:
-        rank: of the worker, not the first.
-        pid: of its process.
-        code: its exit code, the negative number of a signal that killed it.
+        code: its exit code, the negative number of a signal that killed it; 75: it was stopped.
         num_restarts: how often it was started again before.
-        log: its log.
     """
-    if code == 0:
+    if code in (0, EXIT_SAVED):
         return None
     what = f"worker {rank} (pid {pid}) ended {exit_text(code)}, its log is {log}; the others go on"
     if num_restarts < MOST_RESTARTS:
@@ -108,25 +102,24 @@ def restart_decision(
     return RestartDecision(is_restarted=False, sentence=f"{what} without it: {again}.")
 
 
-def _watch(workers: Sequence[_Worker], run: Run) -> None:
-    """Until the first one has ended well."""
+def _watch(workers: Sequence[_Worker]) -> None:
+    """Until the first one has ended well, or was stopped."""
     first, running = workers[0], list(workers[1:])
     while first.process.exitcode is None:
         time.sleep(_LOOK_S)
         for worker in [w for w in running if w.process.exitcode is not None]:
             _await([first], _MOMENT_S)
-            if first.process.exitcode is None and not _again(worker, run):
+            if first.process.exitcode is None and not _again(worker):
                 running.remove(worker)
-    if first.process.exitcode != 0:
-        raise first.process.why(run)
+    if first.process.has_failed:
+        raise first.process.why()
 
 
-def _again(worker: _Worker, run: Run) -> bool:
+def _again(worker: _Worker) -> bool:
     """Say and do what follows from a worker's end; return whether it runs again."""
     process, code = worker.process, worker.process.exitcode
     assert code is not None, "it has ended"
-    log = run.log_folder / f"rank{process.rank}.log"
-    follows = restart_decision(process.rank, process.pid, code, worker.num_restarts, log)
+    follows = restart_decision(process.rank, process.pid, code, worker.num_restarts, process.log)
     if follows is None:
         return False
     print(follows.sentence, file=sys.stderr, flush=True)

@@ -26,10 +26,6 @@ class Ema:
     """The mean of the weights of one rank."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
-        """Args:
-        named: parameters that this rank holds.
-        decay: of the mean, between 0 and 1.
-        """
         if not 0 <= decay < 1:
             raise InputError(f"ema = {decay}: give the decay, from 0 on and below 1, as 0.999.")
         self._decay = decay

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.rendezvous import exit_rank, ranks_from_env
-from paceline.config.errors import InputError, RunError
+from paceline.config.errors import InputError, RunError, StoppedInTimeError
 
 FILE = "PACELINE_FAILURE_FILE"
 """The variable that names the file."""
@@ -39,6 +39,10 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 
 class LostPeerError(RunError):
     """A rank failed only because another one was gone or late."""
+
+
+class StateLostError(LostPeerError):
+    """With other ranks the last state of the run was lost, and no process has its first one."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def report_at_once() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not is_lost_peer(error):
+        if not is_lost_peer(error) and not isinstance(error, StoppedInTimeError):
             report(error)
         raise
 

@@ -35,9 +35,6 @@ def optimizer_of(
     """The optimizer of a run.
 
     Args:
-        named: parameters that this rank holds.
-        optim: of the Job.
-        layout: concrete.
         make: a person's own; None: the Job's AdamW.
 
     Raises:
@@ -74,11 +71,7 @@ class LearningRates:
     """The learning rates of an optimizer, and its steps."""
 
     def __init__(self, job: Job, optimizer: Optimizer, make: MakeSchedule | None) -> None:
-        """Args:
-        job: of the run.
-        optimizer: just made.
-        make: a person's own schedule; None: the Job's.
-        """
+        """`make`: a person's own schedule; None: the Job's."""
         self._optim, self._num_steps, self._optimizer = job.optim, job.train.steps, optimizer
         self._scheduler = None if make is None else _scheduler(make, optimizer, job.optim)
         self._first = [dict(group) for group in optimizer.param_groups]

@@ -1,24 +1,22 @@
 """How many steps a run has, where the Job says it in epochs or tokens.
 
-A concrete Job has steps alone: they are what schedules, checkpoints and a resumed run count by, and
-they don't change when the data does.
+What runs has steps alone: they are what schedules, checkpoints and a resumed run count by, and they
+don't change when the data does.
 """
 
 import math
 from fractions import Fraction
 
 from paceline.config.errors import InputError
-from paceline.config.job import Job
-from paceline.config.job_sections import CustomModel
-from paceline.config.model import Model
-from paceline.train.data import prepare
+from paceline.config.job import JobSpec
 from paceline.train.data.build import Progress
+from paceline.train.families import family_of
 
 
 def length_in_steps(
-    job: Job, progress: Progress | None = None, num_samples: int | None = None
-) -> Job:
-    """The Job with its length in steps, rounded up; one that has them is returned as it is.
+    job: JobSpec, progress: Progress | None = None, num_samples: int | None = None
+) -> JobSpec:
+    """The JobSpec with its length in steps, rounded up; one that has them is returned as it is.
 
     Args:
         job: its length in steps, epochs or tokens.
@@ -40,16 +38,14 @@ def length_in_steps(
     return job.replace(train=train.replace(steps=steps, epochs=None, tokens=None))
 
 
-def _epoch(job: Job, progress: Progress | None, num_samples: int | None) -> int:
+def _epoch(job: JobSpec, progress: Progress | None, num_samples: int | None) -> int:
     """Samples of one epoch."""
-    if isinstance(job.model, Model):
-        data = prepare(job.data, progress).for_samples(job.train.seq_len)
-        return data.dataset("train").num_samples(job.train.seq_len)
-    if num_samples is not None:
-        return num_samples
-    is_own = isinstance(job.model, CustomModel)
-    endless = "this data has no length" if is_own else "synthetic samples have no end"
-    raise InputError(
-        f"train.epochs = {job.train.epochs} needs data of known length, and {endless}: give "
-        "train.steps instead."
-    )
+    family = family_of(job.model)
+    if num_samples is None:
+        num_samples = family.num_samples(job.model, job, progress)
+    if num_samples is None:
+        raise InputError(
+            f"train.epochs = {job.train.epochs} needs data of known length, and {family.endless}: "
+            "give train.steps instead."
+        )
+    return num_samples

@@ -14,6 +14,10 @@ from typing import Any
 from paceline.config.errors import RunError
 from paceline.observe.rank_spread import record_of_ranks
 from paceline.train.results import StepResult
+from paceline.train.spikes import Spike
+
+# A line is written a step or two after its step.
+_NUM_RECENT = 4
 
 Line = dict[str, Any]
 Terms = dict[str, float]
@@ -29,6 +33,16 @@ class MetricsBuffer:
     """Steps by which results are read late."""
     most_bad_steps: int
     """Bad steps in a row that end the run."""
+    recent: deque[Line] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
+    """The last lines, complete: where rank 0 is lost before it writes one, another rank does."""
+    see_spike: Callable[[Spike], None] = lambda _spike: None
+    """Is told of each."""
+    see_ranks: Callable[[dict[str, list[float]]], None] = lambda _figures: None
+    """Takes what all ranks said of themselves in a step."""
+    on_spike: str = "go_on"
+    """`elastic.on_spike`."""
+    rolls_back: Spike | None = None
+    """One after which an earlier state is to come back."""
     num_skipped: int = 0
     num_bad_in_a_row: int = 0
     stop_wanted: bool = False
@@ -57,6 +71,7 @@ class MetricsBuffer:
             terms = self._terms.pop(line["step"], None)
             if terms is not None:
                 line |= {"terms": terms, "profiled": True, "step_time_s": sum(terms.values())}
+            self.recent.append(line)
             self.write(line)
         self._held.clear()
 
@@ -70,24 +85,44 @@ class MetricsBuffer:
         self.catch_up()
         self.release()
 
+    def write_missing(self, last: Callable[[], int]) -> None:
+        """Write the lines after step `last` that another rank was to write, which was lost."""
+        for line in [line for line in self.recent if line["step"] > last()]:
+            self.write(line)
+
+    def forget(self) -> None:
+        """Forget the steps that are not written yet, and the spike: an earlier state came back."""
+        self._unread.clear()
+        self._held.clear()
+        self._terms.clear()
+        self.recent.clear()
+        self.rolls_back, self.num_bad_in_a_row = None, 0
+
     def _read_one(self) -> None:
         line, read = self._unread.popleft()
         result = read()
         self.stop_wanted |= result.stop_wanted
-        self.num_skipped += result.is_bad
-        self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if result.is_bad else 0
+        is_skipped = result.is_bad or (result.spike > 0 and self.on_spike == "skip")
+        self.num_skipped += is_skipped
+        self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if is_skipped else 0
         line |= {"loss": result.loss, "grad_norm": result.grad_norm, "skipped": self.num_skipped}
         if result.figures:
             line["figures"] = result.figures
         if result.comm:
             line["comm"] = result.comm
         if result.ranks:
+            self.see_ranks(result.ranks)
             line["ranks"] = {name: record_of_ranks(values) for name, values in result.ranks.items()}
         self._held.append(line)
+        if result.spike > 0 and self.rolls_back is None:  # what follows one is undone with it
+            spike = Spike(line["step"], result.loss, result.spike)
+            self.see_spike(spike)
+            self.rolls_back = spike if self.on_spike == "roll_back" else None
         if self.num_bad_in_a_row >= self.most_bad_steps:
             self.release()
+            what = "not finite" if result.is_bad else "a spike"
             raise RunError(
-                f"loss or gradient was not finite for {self.num_bad_in_a_row} steps in a row (the "
+                f"loss or gradient was {what} for {self.num_bad_in_a_row} steps in a row (the "
                 f"last was step {line['step']}, loss {result.loss}): all of them were skipped. "
                 "Lower optim.lr, lengthen optim.warmup_steps or look at the data; the run goes on "
                 "from its last checkpoint when started again."

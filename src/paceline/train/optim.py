@@ -12,13 +12,13 @@ chooses where a parameter's state lies between steps and in which form:
 - moments are fp32 (fp64 for fp64 parameters), or 8-bit codes of them (`eight_bit`), 2.03 bytes per
   parameter instead of 8; those of vectors stay as they are;
 - the state is on the parameter's device, or waits in (pinned) host memory and travels through the
-  device in chunks, the next one on its way in and the last one on its way out while one steps
+  device in chunks: one steps while the next is on its way in and the last on its way out.
   (https://arxiv.org/abs/2101.06840 steps on the host instead, whose memory is slower than this
-  traffic as soon as several devices share it).
+  traffic as soon as several devices share it.)
 
-torchao has an 8-bit AdamW. It isn't used because it compiles its update when it first steps (which
-needs a compiler), can't skip a step on the device, and keeps codes whose blocks run across rows,
-which no other sharding can load. Ours are saved as the numbers they stand for (`saved_state`), so
+torchao has an 8-bit AdamW. It isn't used: it needs a compiler for its first step, can't skip a step
+on the device, and keeps codes whose blocks run across rows, which no other sharding can load. Ours
+are saved as the numbers they stand for (`saved_state`), so
 that a checkpoint knows neither codes nor hosts, and a run may change both when it resumes.
 """
 
@@ -201,13 +201,21 @@ class AdamW(torch.optim.Optimizer):
     def _step_by_torch(self, pieces: list["_ParameterRows"], group: dict[str, Any]) -> None:
         stepped = [piece.near.get("master", piece.parameter) for piece in pieces]
         moments = [piece.moments() for piece in pieces]
+        tensors = [
+            (p, piece.gradient.to(p.dtype), first, second)
+            for piece, p, (first, second) in zip(pieces, stepped, moments, strict=True)
+        ]
+        numbers = [piece.num_steps for piece in pieces]
+        tails = [_Tail(*each) for each in zip(tensors, numbers, strict=True) if _has_tail(*each[0])]
+        tensors += [tail.padded for tail in tails]
+        parameters, gradients, firsts, seconds = map(list, zip(*tensors, strict=True))
         adamw(
-            stepped,
-            [piece.gradient.to(p.dtype) for piece, p in zip(pieces, stepped, strict=True)],
-            [first for first, _ in moments],
-            [second for _, second in moments],
+            parameters,
+            gradients,
+            firsts,
+            seconds,
             [],
-            [piece.num_steps for piece in pieces],
+            numbers + [tail.num_steps for tail in tails],
             fused=True,
             found_inf=self._found_inf(stepped[0].device),
             amsgrad=False,
@@ -218,6 +226,8 @@ class AdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+        for tail in tails:
+            tail.put_back()
         for piece, (first, second) in zip(pieces, moments, strict=True):
             piece.keep(first, second)
 
@@ -293,6 +303,42 @@ class _ParameterRows(NamedTuple):
                 self.near[f"{moment}.scales"].copy_(coded.scales)
         if "master" in self.near:
             self.parameter.copy_(self.near["master"])
+
+
+_VECTOR = 16
+"""Values of the widest vectors of a CPU, in fp32."""
+
+
+def _has_tail(parameter: Tensor, *others: Tensor) -> bool:
+    """Whether torch's kernel for the CPU steps the last values of a tensor by themselves."""
+    is_odd = parameter.device.type == "cpu" and parameter.numel() % _VECTOR != 0
+    return is_odd and all(each.is_contiguous() for each in (parameter, *others))
+
+
+class _Tail:
+    """The last values of a parameter, its gradient and moments, filled up to a vector.
+
+    torch's kernel rounds differently there, so that a value would depend on where a shard ends.
+    They step once more as a whole vector, from what they were, and that counts.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, Tensor, Tensor, Tensor], num_steps: Tensor) -> None:
+        self._count = tensors[0].numel() % _VECTOR
+        self._ends = [each.view(-1)[-self._count :] for each in tensors]
+        parameter, gradient, first, second = map(self._filled, self._ends)
+        self.padded = parameter, gradient, first, second
+        self.num_steps = num_steps.clone()
+
+    def _filled(self, end: Tensor) -> Tensor:
+        return torch.cat([end, end.new_zeros(_VECTOR - self._count)])
+
+    def put_back(self) -> None:
+        """Replace what the values have become with their tensors."""
+        parameter, _, first, second = self.padded
+        for end, own in zip(
+            (self._ends[0], *self._ends[2:]), (parameter, first, second), strict=True
+        ):
+            end.copy_(own[: self._count])
 
 
 class _HostLanes:

@@ -1,6 +1,8 @@
 """Passes: forward and backward over a rank's micro-batches, one after another or in a pipeline."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,6 @@ from paceline.comm.busy_clock import BusyClock
 from paceline.comm.compress.messages import CodedMessages, messages_of
 from paceline.comm.mesh import Meshes
 from paceline.comm.rendezvous import Ranks
-from paceline.config.frozen import size
 from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.config.schedule import Schedule
@@ -18,8 +19,10 @@ from paceline.parallel.apply import arithmetic, prepare_micro_batch
 from paceline.parallel.ep import messages_in
 from paceline.parallel.exposed_all_reduce import ExposedAllReduce, exposed_all_reduce_of
 from paceline.parallel.pp import Criterion, MicroBatch, Pipeline
+from paceline.parallel.replicas import Replicas
 from paceline.parallel.stages import StageModules
 from paceline.plan.schedules import build_schedule
+from paceline.train.custom.isolated_rng import seed_of
 from paceline.train.loss_scale import LossScale
 from paceline.train.task import Step, Task
 from paceline.train.weighted_loss import WeightedLoss, WeightedSums
@@ -39,6 +42,10 @@ class Passes:
     """Takes the time of DDP's last buckets, where a host clock can."""
     to_experts: list[CodedMessages] | None
     """Forms in which tokens travel; None: as they are."""
+    replicas: Replicas
+    seed: int
+    exact: bool
+    """Whether losses and gradients don't depend on who computes them."""
 
     @classmethod
     def of(
@@ -50,58 +57,81 @@ class Passes:
         meshes: Meshes | None,
         loss_scale: LossScale,
         clock: BusyClock,
+        replicas: Replicas,
     ) -> "Passes":
-        """Args:
-        job: of the run.
-        ranks: this process's place.
-        task: whose loss is taken.
-        module: as `parallel.apply` left it.
-        meshes: of all ranks, where there are several.
-        loss_scale: that backward passes begin from.
-        clock: counts the waits of this rank.
-        """
+        """Through a module as `parallel.apply` left it."""
         pipeline = None if meshes is None else _pipeline(job, ranks, module, meshes)
         exposed = exposed_all_reduce_of(module, ranks, clock)
         to_experts = messages_in(module) if job.comm.ep.compress != "none" else None
         return cls(
-            module, task, job.layout, ranks.device, loss_scale, pipeline, exposed, to_experts
+            module,
+            task,
+            job.layout,
+            ranks.device,
+            loss_scale,
+            pipeline,
+            exposed,
+            to_experts,
+            replicas,
+            job.train.seed,
+            job.elastic.exact,
         )
 
-    def forward_backward(self, micro_batches: Step) -> WeightedSums:
-        """Leave the gradients of this rank's loss, times its weight, in the parameters."""
+    def forward_backward(self, index: int, micro_batches: Step) -> WeightedSums:
+        """Leave the gradients of this rank's loss, times its weight, in the parameters.
+
+        Args:
+            index: of the step, from 0.
+        """
         if self.pipeline is not None:
             return self._through_pipeline(self.pipeline, micro_batches)
-        tally = WeightedSums(self.device, len(micro_batches))
+        total, num_parts = len(micro_batches), self.num_parts(len(micro_batches))
+        tally = WeightedSums(self.device, num_parts)
         for number, micro_batch in enumerate(micro_batches):
-            prepare_micro_batch(self.module, self.layout, number, len(micro_batches))
+            prepare_micro_batch(self.module, self.layout, number, total, exact=self.exact)
+            self._draw_alike(index, number)
             with span("paceline.forward"):
                 part = self.forward(micro_batch)
-                loss = part.times_weight(part.loss) / len(micro_batches)
+                loss = part.times_weight(part.loss) / num_parts
             with span("paceline.backward"):
                 self._backward(self.loss_scale.scale(loss))
+            self.replicas.take(number)
             tally.add(part, loss)
         return tally
 
+    def num_parts(self, num_micro_batches: int) -> int:
+        """What a loss is divided by, on a rank with so many micro-batches."""
+        return self.replicas.num_parts or num_micro_batches
+
+    def _draw_alike(self, index: int, micro_batch: int) -> None:
+        """Let what a forward pass draws at random (dropout) not depend on the rank."""
+        number = self.replicas.number(micro_batch)
+        if number is not None:
+            torch.manual_seed(seed_of(self.seed, index, number))
+
     def forward(self, micro_batch: object) -> WeightedLoss:
         """Loss of one micro-batch, in the layout's arithmetic."""
-        with arithmetic(self.layout, self.device.type):
+        with self._arithmetic():
             return WeightedLoss.of(self.task.loss(self.module, micro_batch))
 
     def forward_only(self, micro_batches: Step, tally: WeightedSums) -> None:
         """Count held-out micro-batches in."""
         if self.pipeline is not None:
-            with arithmetic(self.layout, self.device.type):
-                loss = self.pipeline.forward_only(*self._staged(micro_batches))
-            tally.add(WeightedLoss(loss), loss)
+            with self._arithmetic():
+                losses = self.pipeline.forward_only(*self._staged(micro_batches))
+            for loss in losses:
+                tally.add(WeightedLoss(loss), loss)
             return
         for micro_batch in micro_batches:
             part = self.forward(micro_batch)
             tally.add(part, part.times_weight(part.loss.double()))
 
-    def without_effect(self, micro_batch: object) -> None:
-        """One forward and backward as they come first in a process, for what they settle."""
+    def without_effect(self, micro_batch: object) -> Tensor:
+        """One forward and backward apart from training, for what they settle or show; the loss."""
         prepare_micro_batch(self.module, self.layout, 0, 1)
-        self.forward(micro_batch).loss.backward()
+        loss = self.forward(micro_batch).loss
+        loss.backward()
+        return loss.detach()
 
     def sent(self) -> dict[str, float]:
         """What this rank sent in a form of ours in the last step, in bytes, by axis."""
@@ -119,32 +149,39 @@ class Passes:
             loss.backward()
 
     def _through_pipeline(self, pipeline: Pipeline, micro_batches: Step) -> WeightedSums:
-        with arithmetic(self.layout, self.device.type):
-            loss = pipeline.step(*self._staged(micro_batches), self.loss_scale.scale)
-        tally = WeightedSums(self.device)
-        tally.add(WeightedLoss(loss), loss)
+        num_parts = self.num_parts(len(micro_batches))
+        with self._arithmetic():
+            losses = pipeline.step(
+                *self._staged(micro_batches, num_parts), self.loss_scale.scale, self.replicas.take
+            )
+        tally = WeightedSums(self.device, num_parts)
+        for loss in losses:
+            tally.add(WeightedLoss(loss), loss)
         return tally
 
-    def _staged(self, micro_batches: Step) -> tuple[list[MicroBatch], Criterion]:
-        """What enters the pipeline, and what its last stage does; the sum of losses is the mean."""
+    def _arithmetic(self) -> AbstractContextManager[Any]:
+        return arithmetic(self.layout, self.device.type, exact=self.exact)
+
+    def _staged(
+        self, micro_batches: Step, num_parts: int = 1
+    ) -> tuple[list[MicroBatch], Criterion]:
+        """What enters the pipeline, and what its last stage does: a part of the mean loss."""
         staged = self.task.staged
         assert staged is not None
 
         def criterion(output: Tensor, index: int) -> Tensor:
-            return staged.criterion(output, micro_batches[index]) / len(micro_batches)
+            return staged.criterion(output, micro_batches[index]) / num_parts
 
         return [staged.inputs(micro_batch) for micro_batch in micro_batches], criterion
 
 
 def schedule_of(job: Job) -> Schedule | None:
-    """Of a concrete Job's pipeline; None: it has none."""
+    """Of a Job's pipeline; None: it has none."""
     layout = job.layout
     if layout.pp == 1:
         return None
-    assert layout.schedule not in ("auto", "none")
-    return build_schedule(
-        layout.schedule, size(layout.pp), job.accumulation, size(layout.stages_per_rank)
-    )
+    assert layout.schedule != "none"
+    return build_schedule(layout.schedule, layout.pp, job.accumulation, layout.stages_per_rank)
 
 
 def _pipeline(job: Job, ranks: Ranks, module: nn.Module, meshes: Meshes) -> Pipeline | None:

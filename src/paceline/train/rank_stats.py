@@ -16,22 +16,39 @@ from paceline.comm.busy_clock import BusyClock
 from paceline.comm.rendezvous import Ranks
 from paceline.machine.core_clock import CoreClock
 from paceline.observe.rank_spread import FIGURES
+from paceline.train.checkpoint import Recovered
 
 _RANKS_IN_EVERY_STEP = 512
+
+
+class Watch:
+    """Is told where this rank is, as `elastic.link.RankLink` is; here by nobody."""
+
+    def enter(self, section: str) -> None:
+        """Another section of the step begins, one of `elastic.verdict.SECTIONS`."""
+
+    def at(self, step: int) -> None:
+        """So many steps are done."""
+
+    def compare(self, busy_s: list[float], rank: int) -> None:
+        """How long each rank was at work in a step, and which of them this one is."""
+
+    def joined(self, step: int, recovered: Recovered | None) -> None:
+        """This rank goes on after step `step`, perhaps with what ranks had in their memory."""
+
+
+UNWATCHED = Watch()
 
 
 class RankStats:
     """This rank's clocks, and what it says of itself."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.clock = BusyClock()
+        self.clock, self.watch = BusyClock(), UNWATCHED
         self._cores, self._ranks = CoreClock(), ranks
 
     def take(self, index: int) -> Tensor:
         """This rank's part of the vector; laps end here, from one step's exchange to the next.
-
-        Args:
-            index: of the step; the same on all ranks.
 
         Returns:
             (3 * world_size,) fp64, in host memory; empty where there is nobody to tell, or where

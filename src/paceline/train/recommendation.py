@@ -1,4 +1,4 @@
-"""The Task of a recommender: DLRM on the synthetic click log, and the AUC it reaches.
+"""Recommenders: DLRM's Task on the synthetic click log, the AUC it reaches, its weights for others.
 
 Dense layers are the module, and data-parallel as any other; rows of tables come from `Tables`, by
 server or by all-to-all as the Job says. The loss is the mean binary cross-entropy. Held-out samples
@@ -6,8 +6,10 @@ are made beside it as many as `train.eval_batches` asks for, and their AUC stand
 that is possible on them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,15 +19,19 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from paceline.comm.rendezvous import Ranks
-from paceline.config.job import Job
+from paceline.config.job import Job, to_raw
 from paceline.config.recommender import Dlrm
+from paceline.models.weights import write_state
 from paceline.recommender.click_log import auc, samples
-from paceline.recommender.dlrm import DlrmNetwork
+from paceline.recommender.dlrm import DlrmNetwork, original_state
 from paceline.recommender.parameter_server.all_to_all import AllToAllTables
 from paceline.recommender.parameter_server.consistent_hash import Numbering, RowPlacement
 from paceline.recommender.parameter_server.serve import ServerSettings
+from paceline.recommender.parameter_server.snapshot import whole_tables
 from paceline.recommender.parameter_server.start import start_servers
 from paceline.recommender.parameter_server.tables import ServedTables, ServerPlan, Tables
+from paceline.train.data.build import Progress
+from paceline.train.family import Trained, TrainFamily
 from paceline.train.synthetic import synthetic_eval_steps, synthetic_steps
 from paceline.train.task import Task
 
@@ -43,39 +49,51 @@ class ClickMicroBatch(NamedTuple):
     """(batch,), on the host"""
 
 
-def data_key(job: Job) -> str:
+class Recommenders(TrainFamily[Dlrm]):
+    """See `TrainFamily`."""
+
+    def read_inputs(
+        self, model: Dlrm, job: Job, progress: Progress, say: Callable[[str], None]
+    ) -> str:
+        """Nothing is read; what the log is made from is its name."""
+        return _data_key(job)
+
+    def task(self, model: Dlrm, job: Job, ranks: Ranks) -> Task:
+        """The Job's own recommender on its own log."""
+        tables = tables_of(model, job, ranks)
+        make, seen = partial(_micro_batch, model, job, ranks), ClickScores()
+        with torch.device("meta"):
+            module = DlrmNetwork(model)
+        return Task(
+            module=module,
+            loss=partial(_loss, tables, seen),
+            steps_from=lambda first: synthetic_steps(job, ranks, make, first),
+            eval_steps=lambda: synthetic_eval_steps(job, ranks, make),
+            unit=model.unit,
+            train_flops_per_unit=model.train_flops_per_sample,
+            data_key=_data_key(job),
+            fill=partial(_fill, job.train.seed),
+            facts={"num_params": model.num_params, "data": {"source": _data_key(job)}},
+            tables=tables,
+            eval_figures=partial(seen.figures, ranks),
+        )
+
+    def export(self, model: Dlrm, trained: Trained, folder: Path, dtype: torch.dtype) -> None:
+        """Dense layers and tables under the names of DLRM's own code, shapes in config.json."""
+        kept = whole_tables(trained.run.path / "tables", trained.step, Numbering(model.tables))
+        weights = original_state(trained.weights, [torch.from_numpy(rows) for rows in kept])
+        write_state(folder, weights, dtype, to_raw(model))
+
+
+def _data_key(job: Job) -> str:
     """Names the log by what it is made from."""
     clicks = job.data.clicks
     return f"clicks power={clicks.power:g} signal={clicks.signal:g} bias={clicks.bias:g}"
 
 
-def click_task(job: Job, ranks: Ranks) -> Task:
-    """The Job's own recommender on its own log."""
-    model = job.model
-    assert isinstance(model, Dlrm)
-    tables = tables_of(job, ranks)
-    make, seen = partial(_micro_batch, job, ranks), ClickScores()
-    with torch.device("meta"):
-        module = DlrmNetwork(model)
-    return Task(
-        module=module,
-        loss=partial(_loss, tables, seen),
-        steps_from=lambda first: synthetic_steps(job, ranks, make, first),
-        eval_steps=lambda: synthetic_eval_steps(job, ranks, make),
-        unit="samples",
-        train_flops_per_unit=model.train_flops_per_sample,
-        data_key=data_key(job),
-        fill=partial(_fill, job.train.seed),
-        facts={"num_params": model.num_params, "data": {"source": data_key(job)}},
-        tables=tables,
-        eval_figures=partial(seen.figures, ranks),
-    )
-
-
-def tables_of(job: Job, ranks: Ranks) -> Tables:
+def tables_of(model: Dlrm, job: Job, ranks: Ranks) -> Tables:
     """The tables as the Job lays them out: not opened yet."""
-    model, embeddings = job.model, job.comm.embeddings
-    assert isinstance(model, Dlrm)
+    embeddings = job.comm.embeddings
     if embeddings.by == "all_to_all":
         return AllToAllTables(
             Numbering(model.tables),
@@ -96,12 +114,13 @@ def tables_of(job: Job, ranks: Ranks) -> Tables:
         embeddings.staleness,
         job.comm.timeout_s,
     )
-    return ServedTables(serving, partial(start_servers, _settings(job, ranks), ranks), ranks.device)
+    return ServedTables(
+        serving, partial(start_servers, _settings(model, job, ranks), ranks), ranks.device
+    )
 
 
-def _settings(job: Job, ranks: Ranks) -> ServerSettings:
-    model, embeddings = job.model, job.comm.embeddings
-    assert isinstance(model, Dlrm)
+def _settings(model: Dlrm, job: Job, ranks: Ranks) -> ServerSettings:
+    embeddings = job.comm.embeddings
     return ServerSettings(
         server=0,
         num_servers=embeddings.servers,
@@ -134,9 +153,8 @@ def _loss(tables: Tables, seen: "ClickScores", module: nn.Module, batch: ClickMi
     return binary_cross_entropy_with_logits(logits, batch.clicked)
 
 
-def _micro_batch(job: Job, ranks: Ranks, indices: np.ndarray) -> ClickMicroBatch:
-    assert isinstance(job.model, Dlrm)
-    made = samples(job.model, job.data.clicks, job.train.seed, indices)
+def _micro_batch(model: Dlrm, job: Job, ranks: Ranks, indices: np.ndarray) -> ClickMicroBatch:
+    made = samples(model, job.data.clicks, job.train.seed, indices)
     return ClickMicroBatch(
         torch.from_numpy(made.dense).to(ranks.device),
         torch.from_numpy(made.ids),

@@ -30,6 +30,8 @@ class StepResult:
     """Loss or gradient was not finite, and the step was skipped (by such a worker at least)."""
     stop_wanted: bool
     """Some rank was asked to stop."""
+    spike: float
+    """The median that the loss is a spike above; 0: it is none."""
     comm: dict[str, float]
     """What rank 0 sent in a form of ours ("dp.bytes"), now and then the norm of all that
     compression still owes ("error_norm"), and of how many workers the numbers are where some may be
@@ -45,8 +47,9 @@ class PendingNumbers:
     """A step's numbers, which may still be on their way."""
 
     values: Tensor
-    """Sum of losses times weights and of weights, norm of the gradient, wishes to stop; sums of
-    figures; perhaps the squared error; what each rank said: (4 + figures + 0 or 1 + num_said,)."""
+    """Sum of losses times weights and of weights, norm of the gradient, wishes to stop, the median
+    below a spike; sums of figures; perhaps the squared error; what each rank said: (5 + figures + 0
+    or 1 + num_said,)."""
     names: tuple[str, ...]
     """Of the figures."""
     sent: Mapping[str, float]
@@ -91,7 +94,7 @@ class WorkerReports:
         """Average what is waiting over all workers, who each have as many."""
         if not self._waiting:
             return
-        rows, num_workers = sum_up(torch.stack(self._waiting))  # (steps, 4 + ...)
+        rows, num_workers = sum_up(torch.stack(self._waiting))  # (steps, 5 + ...)
         rows[:, 2] /= num_workers
         first = self._num_added - len(self._waiting)
         self._agreed |= dict(enumerate(rows.tolist(), first))
@@ -100,7 +103,7 @@ class WorkerReports:
 
 def _result(values: list[float], numbers: PendingNumbers) -> StepResult:
     first_said = len(values) - numbers.num_said
-    loss_sum, weight, grad_norm, stops, *rest = values[:first_said]
+    loss_sum, weight, grad_norm, stops, spike, *rest = values[:first_said]
     loss, *means = (_quotient(each, weight) for each in (loss_sum, *rest[: len(numbers.names)]))
     squared_error = rest[len(numbers.names) :]
     is_bad = not (abs(loss) < float("inf") and abs(grad_norm) < float("inf"))
@@ -110,6 +113,7 @@ def _result(values: list[float], numbers: PendingNumbers) -> StepResult:
         grad_norm,
         is_bad,
         stops > 0,
+        spike,
         {**numbers.sent, **owed},
         figures_of_ranks(values[first_said:]),
         dict(zip(numbers.names, means, strict=True)),

@@ -15,7 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,46 +23,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import Store
 
 from paceline.comm.core_share import CoreShare, core_share_of
 from paceline.comm.rendezvous import (
     Ranks,
     connect,
     disconnect,
-    exit_rank,
     lost_before_begin,
     ranks_from_env,
     set_collective_timeout,
     store_of_run,
 )
+from paceline.config.errors import EXIT_SAVED, RunError, StoppedInTimeError
 from paceline.config.job import Job
-from paceline.config.layout import Layout
-from paceline.config.recommender import Dlrm
-from paceline.config.vision import ResNet
 from paceline.elastic.membership import Membership
 from paceline.elastic.peer_failure import PeerFailureDetector, reserve_s
 from paceline.observe.console import Progress, step_time_table
-from paceline.observe.memory import memory_recorder
+from paceline.observe.events import append_event
+from paceline.observe.generations import generations_of
 from paceline.observe.metrics import Metrics
-from paceline.observe.profile import ProfiledWindows
 from paceline.observe.run import Run
-from paceline.train.attention_core import attention_choice
 from paceline.train.best_evaluation import BestEvaluation
-from paceline.train.checkpoint import Checkpointer
-from paceline.train.data import prepare
 from paceline.train.debug_checks import enabled_checks
 from paceline.train.debugging import debug_server, dump_flight_recorder, enable_flight_recorder
-from paceline.train.failure import LostPeerError, is_lost_peer, report, report_at_once
-from paceline.train.loop import RunContext, read_lag, stateful_parts, train_loop
-from paceline.train.memory_owners import memory_owners
-from paceline.train.metrics_buffer import Line, MetricsBuffer
-from paceline.train.recommendation import click_task
-from paceline.train.start import identity
-from paceline.train.stopping import StopRequest, exit_with_parent, shield_compile_workers
-from paceline.train.task import Task, language_task
+from paceline.train.failure import LostPeerError, is_lost_peer, report_at_once
+from paceline.train.kept_state import KeptState
+from paceline.train.loop import train_loop
+from paceline.train.metrics_buffer import Line
+from paceline.train.run_context import RunContext
+from paceline.train.stopping import StopRequest, shield_compile_workers
+from paceline.train.task import Task
 from paceline.train.trainer import Trainer
-from paceline.train.vision import image_task
 
 # Of glibc's malloc.h.
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
@@ -70,131 +61,171 @@ _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 MakeTask = Callable[[Job, Ranks], Task]
 
 
-def launched_rank(run_path: str, launcher_pid: int) -> None:
-    """What each process does that Paceline's launcher started: train the Run's own Job."""
-    exit_with_parent(launcher_pid)
-    run_launched_rank(Run(Path(run_path)), language_model)
-
-
-def run_launched_rank(run: Run, make_task: MakeTask) -> None:
-    """Train the Run's own Job in a process that Paceline's launcher started, and end with it.
-
-    A rank that fails leaves why to the launcher and is gone at once: neither a checkpoint that is
-    being written nor the goodbye of process groups may keep the others waiting.
-    """
-    try:
-        job = run.job()
-        ranks = ranks_from_env(job.cluster.known_device.kind)
-        assert ranks is not None, "the launcher gives every process a rank"
-        store = store_of_run(ranks) if job.comm.local.min_workers else None
-        run_rank(job, run, ranks, make_task, store, launched=True)
-    except BaseException as error:
-        report(error)
-        exit_rank(1)
-
-
-def language_model(job: Job, ranks: Ranks) -> Task:
-    """The Task of a Job that is complete in itself."""
-    if isinstance(job.model, Dlrm):
-        return click_task(job, ranks)
-    if isinstance(job.model, ResNet):
-        return image_task(job, ranks)
-    return language_task(job, ranks, prepare(job.data))
-
-
 def run_rank(
-    job: Job,
-    run: Run,
-    ranks: Ranks,
-    make_task: MakeTask,
-    store: Store | None = None,
-    *,
-    launched: bool = False,
+    run: Run, make_task: MakeTask, job: Job | None = None, ranks: Ranks | None = None
 ) -> nn.Module:
     """Train as one of the ranks of a run.
 
     Args:
-        job: concrete, and already written to the Run.
+        run: the Job is written there already.
         make_task: builds module, loss and batches on this rank.
-        store: where workers meet that may be lost, and share no process group.
-        launched: whether Paceline's launcher waits for this process.
+        job: concrete; None: the Run's.
+        ranks: this process's place; None: what Paceline's launcher says, which waits for it.
 
     Returns:
         the trained module, wrapped as the layout says.
+
+    Raises:
+        StoppedInTimeError: the run was stopped before its end, and is to be started again.
     """
-    assert job.is_concrete, "nothing is resolved after the plan"
-    with ExitStack() as stack:
-        stop = StopRequest(run.stop_file)
-        stack.callback(stop.close)
-        if job.layout.compile:
-            shield_compile_workers()
-        if ranks.device_type == "cpu":
-            keep_freed_memory()
-        if store is None:
-            enable_flight_recorder(run.log_folder)
-            connect(ranks, priority=job.comm.priority)
-        if ranks.world_size > 1:
-            log = run.log_folder / f"rank{ranks.rank}.log"
-            back = _log_to(log, keep_stdout=ranks.is_first)
-            if not launched:  # there is no launcher that could say why this rank failed
-                stack.callback(back)
-        if store is None:
-            stack.enter_context(_together(job, run, ranks))
-        with report_at_once():
-            module = _train(job, run, ranks, make_task, store, stop, stack)
+    job = run.job() if job is None else job
+    is_launched, ranks = ranks is None, ranks or ranks_of(job)
+    with process_of_rank(job, run) as stop, _left_by_others(stop):
+        stop.speaks = ranks.is_first
+        with _meeting(job, run, ranks, stop, is_launched=is_launched):
+            module = train_together(run, make_task, job, ranks, stop)
     disconnect()
     return module
 
 
-def _train(
-    job: Job,
+def train_together(
     run: Run,
-    ranks: Ranks,
     make_task: MakeTask,
-    store: Store | None,
+    job: Job,
+    ranks: Ranks,
     stop: StopRequest,
-    stack: ExitStack,
+    kept: KeptState | None = None,
 ) -> nn.Module:
-    """Train; what is opened for it is closed with the stack."""
-    cores = core_share_of(ranks)
-    torch.set_num_threads(cores.own)
-    stack.enter_context(debug_server(job.observe.debug_port, ranks))
-    torch.manual_seed(job.train.seed)
-    task = make_task(job, ranks)
-    torch.manual_seed(job.train.seed + ranks.rank)  # dropout differs from rank to rank
-    reporter = stack.enter_context(RunReporter(job, run, ranks, task, cores))
-    membership = None if store is None else _membership(job, ranks, store, reporter)
-    trainer = Trainer.of(job, ranks, task, membership)
-    for exchange in stateful_parts(trainer).values():
-        reporter.say(exchange.describe())
-    if (attention := attention_choice(job, ranks.device)) is not None:
-        reporter.say(f"attention by {attention.backend}: {attention.why}")
-    if task.tell_by is not None:
-        task.tell_by(reporter.say)
-    if task.tables is not None:
-        stack.callback(task.tables.close)
-        task.tables.open(run.path / "tables", run.checkpoint_folder, reporter.tell)
-    context = _run_context(job, run, trainer, stop, reporter)
-    done = train_loop(trainer, task, context)
-    reporter.conclude(done, context.best)
-    if trainer.update.ema is not None:
-        trainer.update.ema.take()
-    if membership is not None:
-        membership.close()
+    """Train as one of ranks that have met, from the newest state on, to the end or a wish to stop.
+
+    An error is left to the launcher before anything closes.
+
+    Args:
+        kept: from one generation of an elastic run to the next; None: it is none.
+
+    Returns:
+        the trained module, wrapped as the layout says.
+
+    Raises:
+        StoppedInTimeError: as `run_rank`.
+    """
+    stop.speaks = ranks.is_first
+    kept = kept or KeptState()
+    with ExitStack() as stack, report_at_once():
+        cores = core_share_of(ranks)
+        torch.set_num_threads(_threads(run, kept, cores))
+        stack.enter_context(debug_server(job.observe.debug_port, ranks))
+        torch.manual_seed(job.train.seed)
+        task = make_task(job, ranks)
+        torch.manual_seed(job.train.seed + ranks.rank)  # dropout differs from rank to rank
+        reporter = stack.enter_context(RunReporter(job, run, ranks, task, cores))
+        membership = _membership(job, ranks, reporter.tell)
+        trainer = Trainer.of(job, ranks, task, membership)
+        trainer.stats.watch = kept.watch
+        reporter.introduce(trainer)
+        if task.tables is not None:
+            stack.callback(task.tables.close)
+            task.tables.open(run.path / "tables", run.checkpoint_folder, reporter.tell)
+
+        def record(line: Line) -> None:
+            if ranks.is_first:
+                kept.must_be_newest(run)
+            reporter.record(line)
+
+        context = RunContext.of(run, trainer, stop, reporter.say, record, kept)
+        done = train_loop(trainer, context)
+        is_finished = context.best.is_finished(done)
+        stop.saved(done, is_finished=is_finished)
+        again = stop.asks_again and not is_finished
+        reporter.conclude(done, context.best, again=again)
+        if trainer.update.ema is not None:
+            trainer.update.ema.take()
+        if membership is not None:
+            membership.close()
+    if again:
+        raise StoppedInTimeError
     return trainer.module
 
 
-def _membership(job: Job, ranks: Ranks, store: Store, reporter: "RunReporter") -> Membership:
-    least = job.comm.local.min_workers
-    return Membership(store, ranks.rank, job.comm.timeout_s, least, reporter.tell)
+def _threads(run: Run, kept: KeptState, cores: CoreShare) -> int:
+    """Of this rank: the same in all generations, for sums depend on it in their last bits."""
+    return (run.facts().get("threads_per_rank") if kept.generation else None) or cores.own
+
+
+def ranks_of(job: Job) -> Ranks:
+    """This process's place among a Job's ranks, as a launcher gave it; alone where none did."""
+    kind = job.cluster.device.kind
+    ranks = ranks_from_env(kind) or Ranks(device_type=kind)
+    if job.comm.local.min_workers and ranks.world_size > 1:
+        return replace(ranks, store=store_of_run(ranks))
+    return ranks
 
 
 @contextmanager
-def _together(job: Job, run: Run, ranks: Ranks) -> Iterator[None]:
+def process_of_rank(job: Job, run: Run) -> Iterator[StopRequest]:
+    """Make this process one in which a rank can train: signals, and what the machine has of memory.
+
+    Yields:
+        whether it was asked to stop.
+    """
+    stop = StopRequest(run, job.elastic)
+    if job.layout.compile:
+        shield_compile_workers()
+    if job.cluster.device.kind == "cpu":
+        keep_freed_memory()
+    try:
+        yield stop
+    finally:
+        stop.close()
+
+
+@contextmanager
+def _meeting(
+    job: Job, run: Run, ranks: Ranks, stop: StopRequest, *, is_launched: bool
+) -> Iterator[None]:
+    """Join the other ranks that a launcher started: process group and log."""
+    with ExitStack() as stack:
+        if ranks.store is None:
+            enable_flight_recorder(run.log_folder)
+            connect(ranks, priority=job.comm.priority)
+        if ranks.world_size > 1:
+            log = run.log_folder / f"rank{ranks.rank}.log"
+            back = log_to(log, keep_stdout=ranks.is_first)
+            if not is_launched:  # there is no launcher that could say why this rank failed
+                stack.callback(back)
+        if ranks.store is None:
+            stack.enter_context(_together(job, run, ranks, stop))
+        with report_at_once():
+            yield
+
+
+def _membership(job: Job, ranks: Ranks, tell: Callable[[str], None]) -> Membership | None:
+    """Of a worker that may be lost, or whose others may be."""
+    if ranks.store is None:
+        return None
+    least = job.comm.local.min_workers
+    return Membership(ranks.store, ranks.rank, job.comm.timeout_s, least, tell)
+
+
+@contextmanager
+def _left_by_others(stop: StopRequest) -> Iterator[None]:
+    """Let a rank that misses others do as they did where all were asked to stop in time."""
+    try:
+        yield
+    except RunError as error:
+        is_lost = isinstance(error, LostPeerError) or isinstance(error.__cause__, RuntimeError)
+        if is_lost and stop and stop.asks_again:
+            raise StoppedInTimeError from error
+        raise
+
+
+@contextmanager
+def _together(job: Job, run: Run, ranks: Ranks, stop: StopRequest) -> Iterator[None]:
     """Let no rank wait longer than the Job allows, and say who is missing when one waits in vain.
 
     Raises:
         LostPeerError: another rank is lost.
+        StoppedInTimeError: it has left, as all were asked to.
     """
     if ranks.world_size == 1:
         yield
@@ -212,52 +243,13 @@ def _together(job: Job, run: Run, ranks: Ranks) -> Iterator[None]:
             if not is_lost_peer(error):
                 failure_detector.tell(error)
                 raise
+            if stop and stop.asks_again:
+                raise StoppedInTimeError from error  # nobody is missing
             kept = dump_flight_recorder(run.log_folder, ranks.rank)
             sentence = failure_detector.explain(error)
             traceback.print_exc()  # to the log
             print(f"the last collectives of this rank are in {kept}", file=sys.stderr)
             raise LostPeerError(sentence) from error
-
-
-def _run_context(
-    job: Job, run: Run, trainer: Trainer, stop: StopRequest, reporter: "RunReporter"
-) -> RunContext:
-    ranks = trainer.ranks
-    lag, most_bad_steps = read_lag(job, ranks.device_type)
-    keeps_state = ranks.is_first or not job.comm.local.min_workers
-    return RunContext(
-        checkpointer=_checkpointer(job, run, reporter) if keeps_state else None,
-        windows_from=lambda first: ProfiledWindows(
-            run.trace_folder,
-            ranks.rank,
-            job.observe.profile_every,
-            job.observe.profile_steps,
-            first_step=first,
-            axis=_only_axis(job.layout),
-            memory=memory_recorder(
-                run.memory_folder, ranks.device, partial(memory_owners, trainer)
-            ),
-        ),
-        stop=stop,
-        metrics_buffer=MetricsBuffer(reporter.record, lag, most_bad_steps),
-        identity=identity(job, trainer.task.data_key),
-        best=BestEvaluation(job),
-    )
-
-
-def _checkpointer(job: Job, run: Run, reporter: "RunReporter") -> Checkpointer:
-    return Checkpointer(
-        run.checkpoint_folder,
-        keep_last=job.checkpoint.keep_last,
-        keep_every=job.checkpoint.keep_every,
-        say=reporter.say,
-    )
-
-
-def _only_axis(layout: Layout) -> str | None:
-    """The axis of collectives that don't tell theirs; None where it could be one of several."""
-    used = [axis for axis in ("dp", "fsdp", "tp", "pp", "cp") if getattr(layout, axis) != 1]
-    return (used or ["dp"])[0] if len(used) < 2 else None
 
 
 class RunReporter:
@@ -271,11 +263,18 @@ class RunReporter:
         self.progress = Progress(job.train.steps, task.unit)
         self._metrics: Metrics | None = None
         self._trouble: str | None = None
+        self._last_step = 0
+        self._called: dict[int, bool] = {}
+        """Steps whose line a person's own functions were given, and whether evaluated."""
 
     def __enter__(self) -> "RunReporter":
         if self.speaks:
             self.run.log_folder.mkdir(exist_ok=True)
             self.run.write_json("facts.json", self.facts)
+            wanted = self.task.loop_options
+            if self.job.elastic.is_on and (wanted.on_step or wanted.on_eval):
+                lines = self.run.steps().lines  # of whoever was the first rank until now
+                self._called = {line["step"]: "eval_loss" in line for line in lines}
         return self
 
     def __exit__(self, *_failure: object) -> None:
@@ -283,6 +282,17 @@ class RunReporter:
             self.progress.close()
             if self._metrics is not None:
                 self._metrics.close()
+
+    def introduce(self, trainer: Trainer) -> None:
+        """Say in which forms the ranks train."""
+        for part in trainer.stateful_parts().values():
+            self.say(part.describe())
+        if self.job.elastic.exact:
+            self.say(trainer.replicas.describe())
+        for sentence in self.task.sentences:
+            self.say(sentence)
+        if self.task.tell_by is not None:
+            self.task.tell_by(self.say)
 
     def say(self, sentence: str) -> None:
         """Tell the person at the terminal, and the log."""
@@ -299,9 +309,16 @@ class RunReporter:
             print(time.strftime("%Y-%m-%d %H:%M:%S"), sentence, file=sys.stderr, flush=True)
 
     def record(self, line: Line) -> None:
-        """Write a step's line; the first one decides from where a resumed Run goes on."""
+        """Write a step's line; the first one decides from where a resumed Run goes on, and so does
+        one that comes again, after an earlier state came back."""
         if not self.speaks:
             return
+        if self._metrics is not None and line["step"] <= self._last_step:
+            self._metrics.close()
+            self._metrics = None
+            if not self._is_made_up(line):
+                self._called.clear()
+        self._last_step = line["step"]
         if self._metrics is None:
             first = line["step"] - 1
             self._metrics = Metrics(self.run, self.job.observe, self.task.unit, first)
@@ -312,23 +329,41 @@ class RunReporter:
         self._trouble = trouble
         self.progress.update(line)
 
-    def _call_back(self, line: Line) -> None:
-        loop_options = self.task.loop_options
-        if loop_options.on_step is not None:
-            loop_options.on_step(copy.deepcopy(line))
-        if loop_options.on_eval is not None and "eval_loss" in line:
-            loop_options.on_eval(copy.deepcopy(line))
+    def _is_made_up(self, line: Line) -> bool:
+        """Whether only the evaluation after its step was still to be made."""
+        return "eval_loss" in line and self._called.get(line["step"]) is False
 
-    def conclude(self, done: int, best: BestEvaluation) -> None:
-        """Show where the time went and write the report."""
+    def _call_back(self, line: Line) -> None:
+        """Give it to a person's own functions, once: not again where a lost rank's step is done
+        again."""
+        loop_options, step = self.task.loop_options, line["step"]
+        is_evaluated = "eval_loss" in line
+        if loop_options.on_step is not None and step not in self._called:
+            loop_options.on_step(copy.deepcopy(line))
+        if loop_options.on_eval is not None and is_evaluated and not self._called.get(step):
+            loop_options.on_eval(copy.deepcopy(line))
+        self._called[step] = is_evaluated
+
+    def conclude(self, done: int, best: BestEvaluation, *, again: bool) -> None:
+        """Show where the time went and write the report; neither where the run is to be started
+        again, for this machine goes away."""
         if not self.speaks:
             return
         self.progress.close()
+        code = EXIT_SAVED if again else 0
+        state = "finished" if best.is_finished(done) else "saved"
+        if not self.job.elastic.is_on:  # else an agent says so
+            append_event(self.run, "end", state=state, exit_code=code, step=done)
+        if again:
+            self.say(f"stopped after step {done}, checkpoint kept; start it again.")
+            return
         lines, has_windows = self.run.metrics(), self.run.has_windows
-        self.progress.say(step_time_table(lines, self.facts, has_windows=has_windows))
+        found = generations_of(self.run)
+        table = step_time_table(lines, self.facts, has_windows=has_windows, generations=found)
+        self.progress.say(table)
         if best.is_over:
             self.say(f"stopped early after step {done}: {best.sentence()}.")
-        elif done < self.job.train.steps:
+        elif not best.is_finished(done):
             self.say(
                 f"stopped after step {done} of {self.job.train.steps}, checkpoint kept; "
                 f"go on with: paceline train {self.run.path}"
@@ -344,7 +379,7 @@ class RunReporter:
 
 def facts_of(job: Job, ranks: Ranks, task: Task, cores: CoreShare) -> dict[str, Any]:
     """What a reader of the Run wants to know besides the Job."""
-    device = job.cluster.known_device
+    device = job.cluster.device
     peak = device.peak(job.layout.precision)
     return {
         **software(),
@@ -405,7 +440,7 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def _log_to(file: Path, *, keep_stdout: bool) -> Callable[[], object]:
+def log_to(file: Path, *, keep_stdout: bool) -> Callable[[], object]:
     """Send this process's standard error (and output) to its log, below Python as well.
 
     Libraries write warnings from C++, once per rank; on the terminal they would tear the progress

@@ -14,17 +14,12 @@ from filelock import FileLock, Timeout
 
 from paceline.comm.rank_env import ranks_from_env
 from paceline.config.errors import InputError
-from paceline.config.frozen import size
 from paceline.config.job import Job, to_raw, to_toml
-from paceline.config.model import Model
-from paceline.config.recommender import Dlrm
-from paceline.config.vision import ResNet
 from paceline.kernels import launch
 from paceline.machine.cpu_speed import with_speed
 from paceline.observe.run import Run
 from paceline.plan.answer.answer import prediction_json, runtime_json
-from paceline.plan.points import Setting
-from paceline.plan.price.simulate import predicted_timeline
+from paceline.plan.families import family_of as plan_family_of
 from paceline.plan.resolve import Plan
 from paceline.plan.search.choose import unsearchable, with_prediction
 from paceline.train.best_evaluation import BestEvaluation
@@ -34,10 +29,7 @@ from paceline.train.checkpoint.files import (
     decode_manifest,
     manifest_bytes,
 )
-from paceline.train.data import check_vocab, prepare
-from paceline.train.recommendation import data_key as click_log_key
-from paceline.train.starting_weights import check_network, check_tokens
-from paceline.train.vision import data_key as images_key
+from paceline.train.families import family_of
 
 # Of the layouts that the plan of a run tells about, the best ones.
 _NUM_ALTERNATIVES = 20
@@ -51,14 +43,12 @@ def with_measured_speed(plan: Plan, say: Callable[[str], None]) -> Plan:
     Measured is by the process that starts the ranks; one of ranks that a launcher gave would
     measure while others train, and uses what is kept.
     """
-    cluster, given = plan.job.cluster, ranks_from_env(plan.job.cluster.known_device.kind)
-    device = with_speed(
-        cluster.known_device, size(cluster.devices_per_node), say, may_measure=given is None
-    )
-    if device == cluster.known_device:
+    cluster, given = plan.job.cluster, ranks_from_env(plan.job.cluster.device.kind)
+    device = with_speed(cluster.device, cluster.devices_per_node, say, may_measure=given is None)
+    if device == cluster.device:
         return plan
     job = plan.job.replace(cluster=cluster.replace(device=device))
-    notes = tuple(filter(None, [unsearchable(job, job.cluster)]))
+    notes = tuple(filter(None, [unsearchable(job)]))
     return with_prediction(replace(plan, job=job, notes=notes))
 
 
@@ -77,29 +67,41 @@ def read_inputs(
         what names the data, None for a person's own.
 
     Raises:
-        InputError: text, tokenizer or starting weights don't fit the Job, or one's own table of
-            launches is none.
+        InputError: text, tokenizer or starting weights don't fit the Job, one's own table of
+            launches is none, or there is nothing that could be audited.
     """
+    must_be_auditable(job)
     launch.table()  # refuses one's own that is none, before anything is written
-    if isinstance(job.model, Dlrm):
-        return click_log_key(job)
-    if isinstance(job.model, ResNet):
-        return images_key(job)
-    if not isinstance(job.model, Model):
-        return None
-    if job.train.weights is not None:
-        check_network(job.model, job.train.weights)
-    data = prepare(job.data, progress)
-    if job.train.weights is not None:
-        check_tokens(data.tokenizer_path, job.data, job.train.weights)
-    check_vocab(data.meta.vocab_size, job.model.vocab_size)
-    asked, held_out = data.meta.eval_tokens, data.for_samples(job.train.seq_len).meta.eval_tokens
-    if held_out > asked:
-        say(
-            f"data.eval_fraction = {job.data.eval_fraction} of this data is {asked} tokens; "
-            f"{held_out} are held out, which is one sample"
-        )
-    return data.meta.fingerprint
+    return family_of(job.model).read_inputs(job.model, job, progress, say)
+
+
+def must_be_auditable(job: Job) -> None:
+    """Refuse audits where ranks don't compute the same thing.
+
+    Raises:
+        InputError: one sentence.
+    """
+    if not job.elastic.audit_every:
+        return
+    setting = f"elastic.audit_every = {job.elastic.audit_every}"
+    for axis in ("tp", "pp", "cp", "ep"):
+        if (value := getattr(job.layout, axis)) != 1:
+            raise InputError(
+                f"{setting} compares ranks that hold the same network, which layout.{axis} = "
+                f"{value} cuts: set {axis} = 1, or audit_every = 0."
+            )
+    if job.layout.num_ranks == 1:
+        raise InputError(f"{setting} compares ranks, and there is one: set it to 0.")
+    for name, is_used in (
+        ("layout.compile = true", job.layout.compile),
+        (f'comm.local.method = "{job.comm.local.method}"', job.comm.local.method != "none"),
+        (f'model.family = "{job.model.family}"', job.model.has_tables),
+    ):
+        if is_used:
+            raise InputError(
+                f"{setting} needs gradients that another rank can compute bit by bit, and with "
+                f"{name} it can't: leave one of them out."
+            )
 
 
 def identity(job: Job, data_key: str | None) -> dict[str, Any]:
@@ -141,11 +143,18 @@ def locked_run(run: Run) -> Iterator[None]:
 
 
 def begin_run(
-    run: Run, plan: Plan, data_key: str | None, before: Job | None, *, fresh: bool
+    run: Run,
+    plan: Plan,
+    data_key: str | None,
+    before: Job | None,
+    *,
+    fresh: bool,
+    since: float | None = None,
 ) -> bool:
-    """Write the concrete Job and its plan into an owned Run, if it trains with them.
+    """Write the Job and its plan into an owned Run, if it trains with them.
 
     Args:
+        since: unix time of this start; a wish to stop that came later stands. None: none does.
         before: what the Run was trained as until now; None: nothing that can be read says so.
         fresh: forget what an earlier start left there.
 
@@ -155,16 +164,25 @@ def begin_run(
     Raises:
         InputError: the Run's checkpoints belong to something else.
     """
+    if since is None or not was_asked_to_stop(run, since):
+        run.stop_file.unlink(missing_ok=True)
     if fresh:
         _empty(run)
     _must_continue(run, identity(plan.job, data_key))
     done, best = progress_of(run, plan.job)
-    is_left = done < plan.job.train.steps and not best.is_over
+    is_left = not best.is_finished(done)
     if is_left or before is None:
-        run.stop_file.unlink(missing_ok=True)
         run.write("job.toml", to_toml(plan.job))
         _write_plan(run, plan)
     return is_left
+
+
+def was_asked_to_stop(run: Run, since: float) -> bool:
+    """Whether somebody wished so after a moment (unix time), by the clock of the Run's disk."""
+    try:
+        return run.stop_file.stat().st_mtime >= since
+    except OSError:
+        return False
 
 
 def progress_of(run: Run, job: Job) -> tuple[int, BestEvaluation]:
@@ -176,8 +194,9 @@ def progress_of(run: Run, job: Job) -> tuple[int, BestEvaluation]:
 
 def _write_plan(run: Run, plan: Plan) -> None:
     """Why the Job is what it is, and what is expected of it: by terms, and as a Timeline."""
-    unit = "tokens" if isinstance(plan.job.model, Model) else "samples"
-    predicted = [prediction_json(one, unit) for one in plan.ranked[:_NUM_ALTERNATIVES]]
+    model = plan.job.model
+    family = plan_family_of(model)
+    predicted = [prediction_json(one, model.unit) for one in plan.ranked[:_NUM_ALTERNATIVES]]
     run.write_json(
         "plan.json",
         {
@@ -187,9 +206,8 @@ def _write_plan(run: Run, plan: Plan) -> None:
             "layouts": predicted,
         },
     )
-    if predicted and isinstance(plan.job.model, Model):
+    if predicted and (timeline := family.timeline(model, plan.job)) is not None:
         run.trace_folder.mkdir(exist_ok=True)
-        timeline = predicted_timeline(Setting.of(plan.job), plan.job.layout)
         timeline.write(run.trace_folder / "predicted.json.gz")
 
 
@@ -198,7 +216,7 @@ def _empty(run: Run) -> None:
     if not run.exists:
         return
     for path in run.path.iterdir():
-        if path.name == ".lock":
+        if path in (run.path / ".lock", run.stop_file):
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -223,7 +241,7 @@ def _must_continue(run: Run, wanted: dict[str, Any]) -> None:
 def newest_facts(run: Run) -> dict[str, Any]:
     """What the Run's newest readable checkpoint keeps besides tensors, {} where there is none."""
     folder = run.checkpoint_folder
-    for step in reversed(complete_steps(folder) if folder.is_dir() else []):
+    for step in reversed(complete_steps(folder)):
         try:
             return decode_manifest(manifest_bytes(folder / f"step-{step}"), step).facts
         except DamagedError:

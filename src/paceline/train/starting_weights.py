@@ -25,9 +25,6 @@ _MAY_CHANGE_OF_EXPERTS = {"bias_update_speed", "balance_loss"}
 def check_network(model: Model, weights: str) -> None:
     """Check that weights were trained for a network.
 
-    Args:
-        weights: their folder.
-
     Raises:
         InputError: they compute something else, or a tensor is missing or of another shape.
     """
@@ -55,11 +52,6 @@ def _without(section: Mapping[str, Any], names: Collection[str]) -> dict[str, An
 
 def check_tokens(tokenizer: Path, data: Data, weights: str) -> None:
     """Check that weights were trained with the tokens of the data.
-
-    Args:
-        tokenizer: the tokenizer.json of the data.
-        data: of the Job.
-        weights: their folder.
 
     Raises:
         InputError: they were trained with others, or a fresh tokenizer can't be theirs.

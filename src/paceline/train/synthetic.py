@@ -37,6 +37,7 @@ def synthetic_eval_steps(job: Job, ranks: Ranks, make: Make) -> Iterable[Step]:
 def _step(job: Job, ranks: Ranks, make: Make, first: int) -> Step:
     """This rank's share of the global batch that begins with a sample."""
     indices = np.arange(first, first + job.train.global_batch)
-    mine = rank_share(indices, ranks.rank, ranks.world_size)
+    kind = {"micro_batch": job.micro_batch, "interleave": job.interleave}
+    mine = rank_share(indices, ranks.rank, ranks.world_size, **kind)
     cuts = range(0, len(mine), job.micro_batch)
     return [make(mine[cut : cut + job.micro_batch]) for cut in cuts]

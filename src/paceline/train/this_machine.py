@@ -1,36 +1,36 @@
-"""A Job on this machine: whether it can be trained here, and as which concrete Job.
+"""A JobSpec on this machine: whether it can be trained here, and as which Job.
 
 It imports no torch, so that `paceline train --show` answers at once.
 """
 
 from paceline.comm.rank_env import ranks_from_env
 from paceline.config.errors import InputError
-from paceline.config.frozen import size
 from paceline.config.hardware import Cluster
-from paceline.config.job import Job
-from paceline.config.model import Model
-from paceline.config.recommender import Dlrm
-from paceline.config.vision import EfficientNet, ResNet
+from paceline.config.job import Job, JobSpec
 from paceline.machine.discovery import this_machine
 from paceline.plan.resolve import Plan
 from paceline.plan.search.choose import plan_job
+from paceline.render.figures import bytes_text
 
 
-def resolve_on_this_machine(job: Job) -> Plan:
-    """Resolve a Job for this machine, or for the ranks that torchrun or srun gave.
+def resolve_on_this_machine(job: JobSpec) -> Plan:
+    """Resolve a JobSpec for this machine, or for the ranks that torchrun or srun gave.
 
     Raises:
         InputError: the Job can't run here.
     """
     if problem := why_only_planned(job):
         raise InputError(problem)
-    machine = this_machine()
-    ranks = ranks_from_env(machine.known_device.kind)
-    if ranks is not None:
-        num_nodes = ranks.world_size // ranks.local_world_size
-        machine = machine.replace(devices_per_node=ranks.local_world_size, num_nodes=num_nodes)
+    here = machine = this_machine()
+    ranks = ranks_from_env(machine.device.kind)
+    given_nodes = 1 if ranks is None else ranks.world_size // ranks.local_world_size
+    if job.elastic.is_on:  # its agents start the ranks
+        machine, ranks = machine.replace(num_nodes=_expected_nodes(job, given_nodes)), None
+    elif ranks is not None:
+        machine = machine.replace(devices_per_node=ranks.local_world_size, num_nodes=given_nodes)
     plan = plan_job(job, machine)
     _must_be_here(plan.job.cluster, machine)
+    _must_fit(plan.job, here)
     if ranks is not None and plan.job.layout.num_ranks != ranks.world_size:
         raise InputError(
             f"the Job is for {plan.job.layout.num_ranks} ranks but {ranks.world_size} were "
@@ -39,51 +39,34 @@ def resolve_on_this_machine(job: Job) -> Plan:
     return plan
 
 
-def why_only_planned(job: Job) -> str | None:
+def _expected_nodes(job: JobSpec, given: int) -> int:
+    """Nodes that an elastic run is planned for: it can't count those that come later."""
+    asked = job.cluster.num_nodes
+    if asked != "auto":
+        return asked
+    return max(given, job.elastic.min_nodes, job.elastic.max_nodes)
+
+
+def why_only_planned(job: JobSpec) -> str | None:
     """Why what the planner knows can't be trained (on), one sentence; None where it can."""
-    model, device = job.model, job.cluster.device
-    if isinstance(model, Dlrm) and job.comm.local.method != "none":
-        return (
-            f'comm.local.method = "{job.comm.local.method}" needs a whole network on every rank, '
-            'and a recommender\'s tables are shared out: set it to "none".'
-        )
+    device = job.cluster.device
     if device != "auto" and device.kind == "other":
         return (
             f'cluster.device = "{device.name}" can be planned for, not trained on: PyTorch runs on '
             'CUDA devices and CPUs here, so name one of these or leave it to "auto".'
         )
-    if isinstance(model, EfficientNet):
-        return (
-            'model.family = "efficientnet" can be planned, not trained yet: train your own module '
-            "of it with paceline.train."
-        )
-    if isinstance(model, ResNet) and model.squeeze_excite:
-        return (
-            "model.squeeze_excite = true can be planned, not trained yet: leave it out, or train "
-            "your own module with paceline.train."
-        )
-    if isinstance(model, Model) and not model.gated:
-        return (
-            "model.gated = false (GELU) can be planned, not trained yet: set gated = true for "
-            "SwiGLU, or train your own module with paceline.train."
-        )
-    if isinstance(model, Model) and not model.causal:
-        return (
-            "model.causal = false can be planned, not trained yet: set causal = true, or train "
-            "your own module with paceline.train."
-        )
-    return None
+    return job.model.why_only_planned(job.comm)
 
 
 def _must_be_here(wanted: Cluster, machine: Cluster) -> None:
     """A Job may ask for another number of CPU ranks than the rule gives, not for other devices."""
-    asked, here = wanted.known_device, machine.known_device
+    asked, here = wanted.device, machine.device
     if asked.kind != here.kind:
         raise InputError(
             f"the Job is for {asked.name} but this machine has {here.name}: "
             'set cluster.device = "auto", or run it on such a machine.'
         )
-    num_asked, num_here = size(wanted.devices_per_node), size(machine.devices_per_node)
+    num_asked, num_here = wanted.devices_per_node, machine.devices_per_node
     if asked.kind == "cuda" and num_asked > num_here:
         raise InputError(
             f"cluster.devices_per_node = {num_asked} but this machine has "
@@ -93,4 +76,32 @@ def _must_be_here(wanted: Cluster, machine: Cluster) -> None:
         raise InputError(
             f"cluster.num_nodes = {wanted.num_nodes} but this start reaches {machine.num_nodes}: "
             "start it with torchrun or srun on all nodes."
+        )
+
+
+def _must_fit(job: Job, here: Cluster) -> None:
+    """Refuse a model whose lasting state alone is more than the ranks' memory.
+
+    It is the least that a rank can have of it: gradients, activations and buffers come on top. What
+    is too large by these ends while it trains, and is explained then (`explain.out_of_memory`).
+
+    Args:
+        here: this machine with as many ranks as it takes by itself; CPU ranks share its memory.
+    """
+    layout, model, found = job.layout, job.model, here.device.memory_bytes
+    is_cuda = here.device.kind == "cuda"
+    if model.num_params is None or found is None or (layout.offload and is_cuda):
+        return
+    ranks = 1 if is_cuda else job.cluster.devices_per_node / here.devices_per_node
+    memory = found.value / ranks
+    # Experts and tables are shared out over replicas too; of a row the optimizer keeps little.
+    replicas = 1 if model.mixture is not None or model.has_tables else layout.dp
+    moments = 2 if layout.optimizer_state == "8bit" else 8
+    bytes_per_param = 4 if model.has_tables else 4 + moments
+    least = model.num_params * bytes_per_param * replicas / layout.num_ranks
+    if least > memory:
+        raise InputError(
+            f"parameters and optimizer state take {bytes_text(least)} or more on each rank, which "
+            f"has {bytes_text(memory)}: make the model smaller, or share it out "
+            "over more ranks."
         )

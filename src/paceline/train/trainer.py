@@ -21,14 +21,12 @@ from paceline.comm.rendezvous import Ranks
 from paceline.config.job import Job
 from paceline.elastic.membership import Membership
 from paceline.kernels import switch
-from paceline.models.attention import Sdpa
-from paceline.models.decoder import Decoder
 from paceline.parallel.apply import apply
 from paceline.parallel.fsdp import free_gathered
 from paceline.parallel.replicas import Replicas
 from paceline.train.agreement import Agreement, replicas_of
-from paceline.train.attention_core import attention_choice
 from paceline.train.checkpoint import parameter_names, restore_rng_state, rng_state
+from paceline.train.ema import EMA_SECTION, Ema
 from paceline.train.loss_scale import LossScale
 from paceline.train.passes import Passes, schedule_of
 from paceline.train.rank_stats import RankStats
@@ -65,9 +63,6 @@ class Trainer:
         if is_local:
             layout = layout.replace(dp=1)  # of one worker, which is one rank
         switch.use(layout.kernels, ranks.device)
-        attention = attention_choice(job, ranks.device)
-        if attention is not None and isinstance(task.module, Decoder):
-            task.module.set_attend(Sdpa(attention.backend))
         meshes = None if is_local else build_meshes(layout, ranks)
         module = apply(
             task.module,
@@ -78,14 +73,15 @@ class Trainer:
             device=ranks.device,
             fill=task.fill,
             find_unused=task.loop_options.find_unused_parameters,
+            exact=job.elastic.exact,
         )
         names, _ = parameter_names(module)
         named = [(name, parameter) for parameter, name in names.items()]
         loss_scale = LossScale(ranks.device, enabled=layout.precision == "fp16")
         stats = RankStats(ranks)
-        replicas = replicas_of(job, ranks, module, names, layout, meshes, membership)
+        replicas = replicas_of(job, ranks, task, module, names, layout, meshes, membership)
         update = Update.of(job, task, module, named, layout, meshes, loss_scale)
-        passes = Passes.of(job, ranks, task, module, meshes, loss_scale, stats.clock)
+        passes = Passes.of(job, ranks, task, module, meshes, loss_scale, stats.clock, replicas)
         agreement = Agreement(job, ranks, module, replicas, stats)
         return cls(job, ranks, task, module, passes, update, agreement, stats)
 
@@ -94,40 +90,70 @@ class Trainer:
         """How the ranks agree on gradients."""
         return self.agreement.replicas
 
+    def stateful_parts(self) -> dict[str, Replicas | Ema]:
+        """What has a state of its own in a checkpoint, by its section."""
+        parts: dict[str, Replicas | Ema] = {}
+        if self.replicas.section is not None:
+            parts[self.replicas.section] = self.replicas
+        if self.update.ema is not None:
+            parts[EMA_SECTION] = self.update.ema
+        return parts
+
     def step(
-        self, index: int, micro_batches: Step, stop_wanted: bool = False
+        self, index: int, micro_batches: Step, wants_stop: Callable[[], bool] = lambda: False
     ) -> Callable[[], StepResult]:
         """Do optimizer step `index` (from 0) on this rank's micro-batches.
+
+        Args:
+            wants_stop: asked right before the ranks exchange the step's numbers.
 
         Returns:
             a function that waits for the step's numbers and gives them.
         """
-        self.update.begin(index, len(micro_batches))
+        watch = self.stats.watch
+        watch.enter("forward_backward")
+        self.update.begin(index, self.passes.num_parts(len(micro_batches)))
         self.replicas.begin(index)
-        tally = self.passes.forward_backward(micro_batches)
+        tally = self.passes.forward_backward(index, micro_batches)
         with self.stats.clock.waiting():
             self.replicas.finish()
+        watch.enter("agree")
         with span("paceline.optimizer"):
             squared_norm = self.update.gradients.finish()
-            agreed = self.agreement.in_step(index, tally, squared_norm, stop_wanted)
+            agreed = self.agreement.in_step(index, tally, squared_norm, wants_stop())
+            watch.enter("update")
             applied = self.update.apply(index, agreed)
             self.replicas.correct(applied.is_bad, applied.scale_change)
         self.replicas.after_step(index + 1)
         sent = self.passes.sent() | self.replicas.sent() | self.update.sent()
-        return self.agreement.result(agreed, applied.grad_norm, tally.names, sent)
+        return self.agreement.result(agreed, applied.grad_norm, applied.spike, tally.names, sent)
 
     @torch.no_grad()
-    def evaluate(self, steps: list[Step]) -> tuple[float, dict[str, float]]:
-        """Mean loss over held-out steps, of all ranks, and means of the loss's figures."""
+    def evaluate(
+        self, steps: list[Step], wants_stop: Callable[[], bool] = lambda: False
+    ) -> tuple[float, dict[str, float]] | None:
+        """Mean loss over held-out steps, of all ranks, and means of the loss's figures.
+
+        Args:
+            wants_stop: asked before each step.
+
+        Returns:
+            None where a rank wanted to stop, and all of them do.
+        """
+        is_cut = False
         self.agreement.on_buffers()
         self.module.eval()
         tally, ema = WeightedSums(self.ranks.device), self.update.ema
         with nullcontext() if ema is None else ema.taken():
             for step in steps:
+                if is_cut := self.agreement.on_stop(wants_stop()):
+                    break
                 self.passes.forward_only(step, tally)
             free_gathered(self.module)
         self.module.train()
-        (loss, weight, *figures), _ = self.agreement.sums(torch.stack(tally.sums()))
+        if is_cut:
+            return None
+        loss, weight, *figures = self.agreement.sums_of(tally)
         return (loss / weight).item(), means(tally.names, figures, weight)
 
     @property

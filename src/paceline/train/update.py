@@ -1,7 +1,7 @@
 """Update: what a step makes of its gradients.
 
-The host never waits for a CUDA device here: a bad step (non-finite loss or gradient) is skipped on
-the device.
+The host never waits for a CUDA device here: a bad step (non-finite loss or gradient, or a spike
+that the Job wants skipped) is skipped on the device.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.mesh import Meshes
+from paceline.config.errors import InputError
 from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.parallel.gradients import Gradients
@@ -21,6 +22,7 @@ from paceline.train.ema import Ema
 from paceline.train.learning_rates import LearningRates, optimizer_of
 from paceline.train.loss_scale import LossScale
 from paceline.train.optim import learning_rate
+from paceline.train.spikes import RecentLosses
 from paceline.train.task import Task
 
 # Keeps a gradient of zero from being divided by: torch's clip_grad_norm_ adds as much.
@@ -33,9 +35,11 @@ class Applied(NamedTuple):
     grad_norm: Tensor
     """Of the whole gradient, before it was clipped: () fp64."""
     is_bad: Tensor
-    """Loss or gradient was not finite, and the step was skipped: () bool."""
+    """The step was skipped, for loss or gradient was not finite, or the loss a spike: () bool."""
     scale_change: Tensor | None
     """What the loss scale was multiplied by; None where there is none."""
+    spike: Tensor
+    """The median that the loss is a spike above, 0 where it is none: () fp64."""
 
 
 @dataclass
@@ -50,8 +54,11 @@ class Update:
     loss_scale: LossScale
     ema: Ema | None
     balance: ExpertBalancer
+    recent: RecentLosses
     lr: float = 0.0
     """Of the last step."""
+    done: int | None = None
+    """Steps of the run that what trains has done; None: it is being changed."""
 
     @classmethod
     def of(
@@ -64,59 +71,62 @@ class Update:
         meshes: Meshes | None,
         loss_scale: LossScale,
     ) -> "Update":
-        """Args:
-        job: of the run.
-        task: what a person wants of optimizer and mean, and its tables.
-        module: as `parallel.apply` left it.
-        named: its parameters.
-        layout: of the module.
-        meshes: of all ranks, where there are several.
-        loss_scale: that backward passes begin from.
-        """
+        """Of a module as `parallel.apply` left it, with its parameters by name."""
         loop_options = task.loop_options
+        if loop_options.schedule is not None and job.elastic.on_spike == "roll_back":
+            raise InputError(
+                'elastic.on_spike = "roll_back" goes back some steps, and a scheduler of torch\'s '
+                'only forward: leave schedule= out, or use "skip".'
+            )
         optimizer = optimizer_of(named, job.optim, layout, loop_options.optimizer)
         return cls(
             job,
             task,
-            Gradients(module, named, meshes, layout),
+            Gradients(module, named, meshes, layout, exact=job.elastic.exact),
             optimizer,
             LearningRates(job, optimizer, loop_options.schedule),
             loss_scale,
             None if loop_options.ema is None else Ema(named, loop_options.ema),
             ExpertBalancer(job, module, meshes),
+            RecentLosses(job.elastic, loss_scale.value.device),
         )
 
-    def begin(self, index: int, num_micro_batches: int) -> None:
-        """Make ready for step `index` (from 0)."""
+    def begin(self, index: int, num_parts: int) -> None:
+        """Make ready for step `index` (from 0), whose losses are divided by `num_parts`."""
         self.lr = self.rates.begin(index)
-        self.balance.before_step(self.loss_scale.value.double() / num_micro_batches)
+        self.balance.before_step(self.loss_scale.value.double() / num_parts)
 
     def apply(self, index: int, agreed: Agreed) -> Applied:
-        """Clip the gradients, step unless the step is bad, and let everything follow.
-
-        Args:
-            index: of the step.
-            agreed: what the ranks found together.
-        """
+        """Clip the gradients, step unless the step is bad, and let everything follow."""
         # The mean over ranks of what backward passes left, by the mean weight of a rank.
         to_mean = agreed.num_losses / agreed.weight
         grad_norm = agreed.squared_norm.sqrt() * to_mean / self.loss_scale.value
-        bad = ~torch.isfinite(grad_norm + agreed.loss / agreed.weight)
+        loss = agreed.loss / agreed.weight
+        overflowed = ~torch.isfinite(grad_norm + loss)
+        spike = self._spike(loss)
+        bad = overflowed | (spike > 0) if self.job.elastic.on_spike != "go_on" else overflowed
         self.gradients.scale(to_mean * self._clip_factor(grad_norm))
+        self.done = None
         self.rates.step(bad)
         if self.ema is not None:
             self.ema.update(index, bad)
         before = self.loss_scale.value
-        self.loss_scale.update(bad)
+        self.loss_scale.update(overflowed)
         change = self.loss_scale.value / before if self.loss_scale.enabled else None
         self._update_tables(index, bad)
         self.optimizer.zero_grad()
         self.balance.after_step(index + 1, self.optimizer)
-        return Applied(grad_norm, bad, change)
+        self.done = index + 1
+        return Applied(grad_norm, bad, change, spike)
 
     def sent(self) -> dict[str, float]:
         """What tables sent and held in the last step, by figure."""
         return {} if self.task.tables is None else self.task.tables.figures()
+
+    def _spike(self, loss: Tensor) -> Tensor:
+        """Workers that step each for itself have no loss of all of them in a step."""
+        is_local = self.job.comm.local.method != "none"
+        return torch.zeros_like(loss) if is_local else self.recent.see(loss)
 
     def _clip_factor(self, grad_norm: Tensor) -> Tensor:
         """What takes the loss scale out of the gradients, and clips them to the Job's norm."""

@@ -2,9 +2,9 @@
 batch.
 
 A loss that is a mean over its own tokens counts by how many these are. How many the whole batch has
-is known only when every rank has seen its last micro-batch, so backward passes begin from loss x
-weight, and the gradients are divided by the sum of all weights when it is agreed on: in the step's
-one exchange, before they are clipped. Where every weight is one, nothing changes, not even a bit.
+is known only when every rank has seen its last micro-batch. So backward passes begin from loss x
+weight. The sum of all weights comes with the step's one exchange, and the gradients are divided by
+it before they are clipped. Where every weight is one, nothing changes, not even a bit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from paceline.parallel.exact_sums import exact_sums
 
 
 @dataclass(frozen=True)
@@ -41,27 +43,24 @@ class WeightedSums:
     """Sums over micro-batches, in fp64 on their device."""
 
     def __init__(self, device: torch.device, num_parts: int = 1) -> None:
-        """Args:
-        device: of the micro-batches.
-        num_parts: what all sums are divided by: weights of one then add up to one.
-        """
+        """`num_parts`: what all sums are divided by; then weights of one add up to one."""
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._num_parts = num_parts
-        self._loss, self._weight = self._zero.clone(), self._zero.clone()
-        self._figures: dict[str, Tensor] = {}
+        self._losses: list[Tensor] = []
+        self._weights: list[Tensor | float] = []
+        self._figures: dict[str, list[Tensor]] = {}
 
     def add(self, part: WeightedLoss, loss: Tensor) -> None:
         """Count a micro-batch in.
 
         Args:
-            part: of it.
             loss: its loss times its weight, divided already.
         """
-        self._loss += loss.detach()
-        self._weight += part.weight  # a float costs no copy to the device
+        self._losses.append(loss.detach())
+        self._weights.append(part.weight)
         for name, value in part.figures.items():
             figure = torch.as_tensor(value).detach().to(self._zero)
-            self._figures[name] = self._figures.get(name, self._zero) + part.times_weight(figure)
+            self._figures.setdefault(name, []).append(part.times_weight(figure))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,8 +69,27 @@ class WeightedSums:
 
     def sums(self) -> list[Tensor]:
         """Of loss, weight and figures, () each: means are quotients by the weight."""
-        figures = [self._figures[name] for name in self.names]
-        return [self._loss, *(each / self._num_parts for each in (self._weight, *figures))]
+        loss, *others = map(self._sum, self._numbers)
+        return [loss, *(each / self._num_parts for each in others)]
+
+    def _sum(self, numbers: Sequence[Tensor | float]) -> Tensor:
+        total = self._zero.clone()  # fp64, whatever the losses are
+        for number in numbers:
+            total += number
+        return total
+
+    def digits(self) -> Tensor:
+        """The same as exact sums: (2 + figures, `exact_sums.WIDTH`)."""
+        count, rows = len(self._losses), self._numbers
+        filled = [[*row, *[0.0] * (count - len(row))] for row in rows]
+        numbers = [self._zero + number for row in filled for number in row]
+        values = torch.stack(numbers or [self._zero] * len(rows)).view(len(rows), -1)
+        values[1:] /= self._num_parts
+        return exact_sums(values)
+
+    @property
+    def _numbers(self) -> list[Sequence[Tensor | float]]:
+        return [self._losses, self._weights, *(self._figures[name] for name in self.names)]
 
 
 def means(names: Sequence[str], sums: Sequence[Tensor], weight: Tensor) -> dict[str, float]:

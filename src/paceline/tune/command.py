@@ -16,14 +16,14 @@ from paceline.bench.command import shown, source_text, to_text
 from paceline.bench.measure import BenchRequest, BenchResult, calibrated, measure
 from paceline.comm.rendezvous import ranks_from_env
 from paceline.config.errors import InputError
-from paceline.config.job import Job, read_cluster
-from paceline.config.model import Model
+from paceline.config.job import Job, JobOnCluster, JobSpec, read_cluster
 from paceline.explain.changes import changed_job
 from paceline.explain.finding import Finding
 from paceline.explain.rules import findings
 from paceline.explain.subject import Subject
 from paceline.machine.discovery import this_machine
 from paceline.observe.run import write_atomic
+from paceline.plan.families import family_of
 from paceline.plan.resolve import concrete_cluster
 from paceline.plan.search.choose import unsearchable
 from paceline.train.start import read_inputs
@@ -61,11 +61,11 @@ class TuneOptions:
     keep: Sequence[str] = ()
 
 
-def tune_command(job: Job, asked: TuneOptions, out: Path) -> dict[str, Any] | None:
+def tune_command(job: JobSpec, asked: TuneOptions, out: Path) -> dict[str, Any] | None:
     """Tune a Job; a tuning that exists in the folder goes on.
 
     Args:
-        job: partial or concrete.
+        job: what a person asks for.
         asked: what the command line says.
         out: folder of the tuning.
 
@@ -81,7 +81,7 @@ def tune_command(job: Job, asked: TuneOptions, out: Path) -> dict[str, Any] | No
     freedom = Freedom.of(asked.free, asked.keep)
     _check(job)
     machine = this_machine()
-    kind = machine.known_device.kind
+    kind = machine.device.kind
     given = ranks_from_env(kind)
     if given is not None:
         machine = machine.replace(
@@ -96,20 +96,21 @@ def tune_command(job: Job, asked: TuneOptions, out: Path) -> dict[str, Any] | No
     journal = FolderJournal(out)
     try:
         with journal.owned():
-            known = on_known_cluster(job.replace(cluster=cluster), journal, team)
+            known = on_known_cluster(job.on(cluster), journal, team)
             return _tune(known, freedom, Limits(goal, seconds, asked.trials), journal, team)
     finally:
         team.close()
 
 
-def _check(job: Job) -> None:
+def _check(job: JobSpec) -> None:
     """Refuse what can't be tuned, before anything is measured."""
     if problem := why_only_planned(job):
         raise InputError(problem)
-    if not isinstance(job.model, Model):
+    if job.model.is_own:
         raise InputError(
-            f'tune tries layouts of decoders, and model.family is "{job.model.family}": give a Job '
-            "with a decoder, or look at a run with paceline explain."
+            "tune trains a Job by itself, and only a script has the module of model.family = "
+            f'"{job.model.family}": give a Job of another family, or look at a run of the script '
+            "with paceline explain."
         )
     if job.comm.local.method != "none":
         raise InputError(
@@ -118,17 +119,19 @@ def _check(job: Job) -> None:
         )
 
 
-def on_known_cluster(job: Job, journal: FolderJournal, team: Team) -> Job:
+def on_known_cluster(job: JobOnCluster, journal: FolderJournal, team: Team) -> JobOnCluster:
     """The Job on a cluster whose speed is known: measured first, where nobody did.
 
     Args:
-        job: whose cluster is concrete.
+        job: what a person asks for, on this machine.
         journal: where what is measured is kept.
         team: the cluster's ranks.
     """
+    if not family_of(job.model).is_priced:
+        return job  # no speed would tell what a step takes
     if journal.cluster_file.exists():
         return job.replace(cluster=read_cluster(journal.cluster_file))
-    missing = unsearchable(job, job.cluster)
+    missing = unsearchable(job)
     if missing is None:
         return job
     _CONSOLE.print("measuring this machine first (paceline bench does so more thoroughly)")
@@ -143,7 +146,7 @@ def on_known_cluster(job: Job, journal: FolderJournal, team: Team) -> Job:
 
 
 def _tune(
-    job: Job, freedom: Freedom, limits: Limits, journal: FolderJournal, team: Team
+    job: JobOnCluster, freedom: Freedom, limits: Limits, journal: FolderJournal, team: Team
 ) -> dict[str, Any]:
     given = _begun(job, freedom)
     if limits.goal is not None:
@@ -163,8 +166,8 @@ def _tune(
     return _conclude(journal)
 
 
-def _begun(job: Job, freedom: Freedom) -> Job:
-    """The concrete Job to begin with: the one that was given, or where that can't run, the
+def _begun(job: JobOnCluster, freedom: Freedom) -> Job:
+    """The Job to begin with: the one that was given, or where that can't run, the
     planner's with the same settings kept."""
     try:
         return resolve_on_this_machine(job).job
@@ -228,7 +231,7 @@ def to_json(known: TuningState, folder: Path) -> dict[str, Any]:
         "changes": change_texts(best.changes),
         "step_s": known.seconds(best),
         "given_step_s": known.seconds(first) if first.ran else None,
-        **vars(Figures.of(known, best)),
+        **Figures.of(known, best).to_json(),
         "parts": [vars(part) for part in parts(known)],
         "ended": known.decisions[-1].text if known.decisions else "interrupted",
     }

@@ -1,8 +1,7 @@
 """Goal: when tune has reached what was wanted, and how far it is: efficiency, MFU or throughput.
 
 Scaling efficiency is the throughput of n devices over n times that of one, with the same work on
-each (weak scaling): where the work of each device stays the same, that is the step on one device
-over the step on all.
+each (weak scaling). So it is the step on one device over the step on all.
 """
 
 import math
@@ -10,20 +9,21 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.config.comm import Comm
 from paceline.config.errors import InputError, RunError
 from paceline.config.frozen import nearest
-from paceline.config.job import Job
-from paceline.config.layout import Layout
-from paceline.config.model import Model
-from paceline.plan.points import Setting
-from paceline.plan.search.search import memory_limit, search
+from paceline.config.job import Job, JobOnCluster
+from paceline.config.layout import LayoutSpec
+from paceline.plan.resolve import resolve
+from paceline.plan.search.search import memory_limit
 from paceline.plan.search.space import SearchConstraints
-from paceline.tune.candidates import checked, predicted
+from paceline.tune.candidates import checked, prediction_of, ranked
 from paceline.tune.measurer import Measurer
 from paceline.tune.trial import Reference, Trial, TuningState
 
-Kind = Literal["efficiency", "mfu", "tokens_per_s"]
-KINDS: tuple[Kind, ...] = ("efficiency", "mfu", "tokens_per_s")
+Kind = Literal["efficiency", "mfu", "tokens_per_s", "samples_per_s"]
+KINDS: tuple[Kind, ...] = ("efficiency", "mfu", "tokens_per_s", "samples_per_s")
+_SHARES = ("efficiency", "mfu")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|seconds?|min|minutes?|h|hours?)")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -37,7 +37,7 @@ class Goal:
 
     @classmethod
     def read(cls, text: str) -> "Goal":
-        """From "efficiency=0.85", "mfu=0.5" or "tokens_per_s=2e5".
+        """From "efficiency=0.85", "mfu=0.5", "tokens_per_s=2e5" or "samples_per_s=4e3".
 
         Raises:
             InputError: it is none of these.
@@ -50,7 +50,7 @@ class Goal:
             number = float(value)
         except ValueError:
             number = math.nan
-        most = math.inf if kind == "tokens_per_s" else 1.0
+        most = 1.0 if kind in _SHARES else math.inf
         if not 0 < number <= most:
             given = "a number above 0" if most > 1 else "a share above 0 and up to 1"
             raise InputError(f"--until {text}: give {kind} {given}, such as efficiency=0.85.")
@@ -60,12 +60,17 @@ class Goal:
         """Refuse a goal that can't be measured here.
 
         Raises:
-            InputError: MFU of a device whose peak is unknown.
+            InputError: MFU of a device whose peak is unknown, or a rate of what the model hasn't.
         """
+        rate = f"{job.model.unit}_per_s"
+        if self.kind not in (*_SHARES, rate):
+            raise InputError(
+                f"--until {self.text}: this model is trained on {job.model.unit}; use {rate}."
+            )
         if self.kind == "mfu" and _peak(job) is None:
             raise InputError(
-                f"--until mfu={self.value:g}: the peak of {job.cluster.known_device.name} in "
-                f"{job.layout.precision} is not known; use efficiency or tokens_per_s."
+                f"--until mfu={self.value:g}: the peak of {job.cluster.device.name} in "
+                f"{job.layout.precision} is not known; use efficiency or {rate}."
             )
 
     @property
@@ -78,10 +83,12 @@ class Goal:
 class Figures:
     """What a step's seconds mean."""
 
-    tokens_per_s: float
+    rate: float
+    """Units of the model a second, of all devices."""
     mfu: float | None
     efficiency: float | None
     """None: there is no reference."""
+    unit: str
 
     @classmethod
     def of(cls, known: TuningState, trial: Trial) -> "Figures":
@@ -92,64 +99,76 @@ class Figures:
     def at(cls, job: Job, step_s: float, reference: Reference | None) -> "Figures":
         """Of a step of so many seconds."""
         train = job.train
-        rate = train.global_batch * train.seq_len / step_s
-        peak = _peak(job)
-        assert isinstance(job.model, Model)
-        flops = rate * job.model.train_flops_per_token(train.seq_len)
-        mfu = None if peak is None else flops / (peak * job.cluster.num_devices)
+        rate = train.global_batch * job.model.units_per_sample(train.seq_len) / step_s
+        peak, flops = _peak(job), job.model.train_flops_per_unit(train.seq_len)
+        mfu = None
+        if peak is not None and flops is not None:
+            mfu = rate * flops / (peak * job.cluster.num_devices)
         efficiency = None
         if reference is not None:
             each = train.global_batch / job.cluster.num_devices
             efficiency = (each / step_s) / (reference.samples / reference.step_s)
-        return cls(rate, mfu, efficiency)
+        return cls(rate, mfu, efficiency, job.model.unit)
 
     def reaches(self, goal: Goal) -> bool:
         """Whether it is enough."""
-        return (getattr(self, goal.kind) or 0.0) >= goal.value
+        return (self.to_json()[goal.kind] or 0.0) >= goal.value
+
+    def to_json(self) -> dict[str, float | None]:
+        """By the names that goals have."""
+        return {f"{self.unit}_per_s": self.rate, "mfu": self.mfu, "efficiency": self.efficiency}
 
 
 def _peak(job: Job) -> float | None:
-    peak = job.cluster.known_device.peak(job.layout.precision)
+    peak = job.cluster.device.peak(job.layout.precision)
     return None if peak is None else peak.value
 
 
-def reference_of(job: Job, measurer: Measurer) -> Reference:
-    """The work of one device, measured on one where it fits, else predicted.
+def reference_of(job: Job, measurer: Measurer) -> Reference | None:
+    """The work of one device, measured on one where it fits, else predicted; None: neither can be.
 
     Args:
-        job: concrete.
+        job: the one that is tuned.
         measurer: of the ranks.
     """
     single = one_device(job)
-    found = predicted(single, "one device")
-    limit = memory_limit(single.cluster.known_device)
+    found = prediction_of(single)
+    limit = memory_limit(single.cluster.device)
     samples = single.train.global_batch
-    if limit is not None and found.peak_bytes > limit:
-        why = f"predicted: it would take {found.peak_bytes / 1e9:.3g} GB, which one has not"
-        return Reference(found.predicted_s, samples, why)
+    if found is not None and limit is not None and found.peak_memory_bytes > limit:
+        needed = found.peak_memory_bytes / 1e9
+        why = f"predicted: it would take {needed:.3g} GB, which one has not"
+        return Reference(found.step_s, samples, why)
     try:
         return Reference(measurer.alone(single), samples, "measured on one device")
     except RunError as error:
+        if found is None:
+            return None
         last = str(error).strip().splitlines()[-1]
-        return Reference(found.predicted_s, samples, f"predicted, for it didn't run ({last})")
+        return Reference(found.step_s, samples, f"predicted, for it didn't run ({last})")
 
 
 def one_device(job: Job) -> Job:
     """The Job with one device's share of the work, laid out on one as the planner would."""
     cluster = job.cluster.replace(devices_per_node=1, num_nodes=1, tiers=())
     samples = max(1, job.train.global_batch // job.cluster.num_devices)
+    comm = job.comm
     single = job.replace(
         cluster=cluster,
         train=job.train.replace(global_batch=samples),
-        comm=type(job.comm)(timeout_s=job.comm.timeout_s, priority=job.comm.priority),
+        comm=Comm(timeout_s=comm.timeout_s, priority=comm.priority, embeddings=comm.embeddings),
     )
     axes = ("dp", "fsdp", "tp", "pp", "cp", "ep")
     same = ("precision", "param_dtype", "optimizer_state", "compile", "kernels")
     kept = {name: getattr(job.layout, name) for name in same}
-    layout = Layout.parse({**dict.fromkeys(axes, 1), **kept, "bucket_mib": 25.0})
-    constraints = SearchConstraints(layout)
-    found = search(Setting.of(single), constraints, 1, bounded=False)
-    return checked(single.replace(layout=found.ranked[0].layout))
+    layout = LayoutSpec.parse({**dict.fromkeys(axes, 1), **kept, "bucket_mib": 25.0})
+    asked = JobOnCluster.parse({**vars(single), "layout": layout})
+    best = ranked(asked, SearchConstraints(layout), 1, bounded=False)
+    if best or single.model.knows_layers:
+        return checked(single.replace(layout=best[0].layout))
+    # Samples as large at once as the Job's own, for what they take is not known.
+    layout = layout.replace(micro_batch=math.gcd(samples, job.micro_batch))
+    return resolve(asked.replace(layout=layout), cluster).job
 
 
 def seconds_of(text: str) -> float:

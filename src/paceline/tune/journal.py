@@ -1,6 +1,6 @@
 """Journal: the folder of a tuning, from which it goes on.
 
-asked.toml     the concrete Job as it was given
+asked.toml     the Job as it was given
 cluster.toml   the machine, where it had to be measured first
 trials.jsonl   one object per trial, decision or reference, in the order of time
 failures.log   what ranks said that failed, in full
@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 
 from paceline.config.errors import InputError
 from paceline.config.files import parse_json
-from paceline.config.job import Job, read_job, to_toml
+from paceline.config.job import Job, decided, read_job, to_toml
 from paceline.observe.run import json_lines, read_lines, write_atomic
 from paceline.tune.trial import Decision, Reference, Trial, TuningState
 
@@ -95,7 +95,7 @@ class FolderJournal:
             InputError: the folder is of another Job.
         """
         asked = self.folder / "asked.toml"
-        if asked.exists() and read_job(asked) != given:
+        if asked.exists() and decided(read_job(asked)) != given:
             raise InputError(
                 f"--out {self.folder} has the trials of another Job: give another folder, or "
                 f"delete {asked.parent} to start over."

@@ -3,10 +3,10 @@
 A trial round tries the best so far and a few candidates that promise most (`tune.propose`); its
 fastest is profiled, and what `explain` finds there joins the candidates of the next trial round.
 
-It ends at the goal; when no candidate promises a gain worth a trial, nor one more trial round of
-those that promise less found any; when two trial rounds in a row gained nothing, or nothing ran in
-three; with the last trial or the last minute allowed. Every result is in the journal before the
-next trial round begins, so that what was interrupted goes on from there.
+It ends at the goal, and with the last trial or the last minute allowed. It ends when no candidate
+promises a gain worth a trial, nor one more trial round of those that promise less found any. And it
+ends when two trial rounds in a row gained nothing, or nothing ran in three. Every result is in the
+journal before the next trial round begins, so that what was interrupted goes on from there.
 """
 
 import math
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.explain.finding import Finding
-from paceline.observe.summary import bytes_text
+from paceline.render.figures import bytes_text
 from paceline.tune.goal import Figures, Goal, reference_of
 from paceline.tune.measurer import Measurer, Result, RoundResults
 from paceline.tune.propose import LEAST_GAIN, Proposer
@@ -101,7 +101,8 @@ class Loop:
         """Tune until there is nothing more to do."""
         began = self.clock()
         if self.journal.known.reference is None:
-            self.journal.add(reference_of(self.journal.known.given, self.measurer))
+            reference = reference_of(self.journal.known.given, self.measurer)
+            self.journal.add(*(() if reference is None else (reference,)))
         while (reason := self._enough(self.clock() - began)) is None:
             self.proposer.findings = self._findings()
             candidates = self._next()
@@ -135,7 +136,7 @@ class Loop:
             num = min(num, self.limits.trials - max(1, len(known.trials)))
         chosen = proposer.next(known, num)
         if not known.trials:
-            return [proposer.first(), *chosen]
+            return [proposer.first(known), *chosen]
         best = known.best
         if best is not None and not chosen and best.number != self._looked_beside:
             self._looked_beside = best.number
@@ -225,6 +226,8 @@ def _trial(
 
 def _note(candidate: Candidate, result: Result) -> str:
     if result.outcome != "out of memory":
+        return result.note
+    if not candidate.heaviest:
         return result.note
     needed = bytes_text(candidate.peak_bytes)
     return f"{needed} were predicted, most of it {candidate.heaviest}; {result.note}"

@@ -19,8 +19,7 @@ from paceline.config.errors import InputError, RunError
 from paceline.config.job import Job, to_toml
 from paceline.observe.run import Run, json_lines
 from paceline.plan.answer.answer import prediction_json
-from paceline.plan.points import Setting
-from paceline.plan.price.step import predict
+from paceline.tune.candidates import prediction_of
 from paceline.tune.race import gap
 from paceline.tune.team import Team
 from paceline.tune.trial import Candidate, Outcome
@@ -234,27 +233,27 @@ def keep_run(folder: Path, job: Job, ran: RoundResult) -> None:
     """Keep what a trial left as a Run, so that `paceline explain` reads it."""
     run = Run(folder)
     run.write("job.toml", to_toml(job))
-    expected = predict(Setting.of(job), job.layout)
-    run.write_json(
-        "plan.json", {"reasons": {}, "notes": [], "layouts": [prediction_json(expected)]}
-    )
+    expected = prediction_of(job)
+    layouts = [] if expected is None else [prediction_json(expected, job.model.unit)]
+    run.write_json("plan.json", {"reasons": {}, "notes": [], "layouts": layouts})
     run.write_json("facts.json", ran.facts)
     run.write("metrics.jsonl", json_lines(_lines(job, ran)))
 
 
 def _lines(job: Job, ran: RoundResult) -> Iterator[dict[str, Any]]:
     """A line for each timed step of the fastest, then its profiled ones."""
-    tokens = job.train.global_batch * job.train.seq_len
+    unit, train = job.model.unit, job.train
+    units = train.global_batch * job.model.units_per_sample(train.seq_len)
     steps = [step for turn in ran.steps_s[ran.fastest] for step in turn]
     rows = [(step_s, False, {"unattributed": step_s}) for step_s in steps]
     rows += [(sum(terms.values()), True, dict(terms)) for terms in ran.terms.values()]
     for number, (step_s, is_profiled, terms) in enumerate(rows, start=1):
         yield {
             "step": number,
-            "tokens": number * tokens,
+            unit: number * units,
             "step_time_s": step_s,
             "profiled": is_profiled,
-            "tokens_per_s": tokens / step_s,
+            f"{unit}_per_s": units / step_s,
             "terms": terms,
         }
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from paceline.config.errors import InputError
 from paceline.config.job import Job
-from paceline.observe.summary import rate_text, step_time_text
-from paceline.tune.candidates import checked, predicted
+from paceline.render.figures import amount_text, time_text
+from paceline.tune.candidates import checked, predicted, typical_s
 from paceline.tune.goal import Figures
 from paceline.tune.settings import change_texts, differences, grouped, values, with_changes
 from paceline.tune.show import versus_text
@@ -68,8 +68,9 @@ class _ChangePath:
     def __init__(self, known: TuningState) -> None:
         self._tried = {_key(trial.job(known.given)): known.seconds(trial) for trial in known.ran}
         jobs = [(trial, trial.job(known.given)) for trial in known.ran]
+        self._typical_s = typical_s(known)
         seen = [
-            Observation(job, predicted(job, "").predicted_s, known.seconds(trial))
+            Observation(job, predicted(job, "", self._typical_s).predicted_s, known.seconds(trial))
             for trial, job in jobs
         ]
         self._expectation = Surrogate(seen)
@@ -79,7 +80,7 @@ class _ChangePath:
         found = self._tried.get(_key(job))
         if found is not None:
             return found, True
-        return self._expectation.of(predicted(job, "")).seconds, False
+        return self._expectation.of(predicted(job, "", self._typical_s)).seconds, False
 
     def next(
         self, at: Job, left: Mapping[str, Mapping[str, Any]], target: Job
@@ -136,7 +137,7 @@ def paragraph(known: TuningState) -> str:
 
 
 def _step_sentence(known: TuningState, best: Trial) -> str:
-    first, step = _given_trial(known), step_time_text(known.seconds(best))
+    first, step = _given_trial(known), time_text(known.seconds(best))
     if first is None:
         return f"The Job as it was given did not run; trial {best.number} takes {step} a step."
     if first.number == best.number:
@@ -150,7 +151,7 @@ def _step_sentence(known: TuningState, best: Trial) -> str:
             f"{len(known.trials)} trials."
         )
     ratio = math.exp((first.relative or 0.0) - (best.relative or 0.0))
-    was = step_time_text(known.seconds(first))
+    was = time_text(known.seconds(first))
     return (
         f"A step takes {step} instead of {was}: {ratio:.2f} times as fast, by turns on the same "
         f"ranks, in {len(known.trials)} trials."
@@ -159,11 +160,11 @@ def _step_sentence(known: TuningState, best: Trial) -> str:
 
 def _figures_sentence(known: TuningState, best: Trial) -> str:
     figures = Figures.of(known, best)
-    said = [f"{rate_text(figures.tokens_per_s)} tokens/s"]
+    said = [f"{amount_text(figures.rate)} {figures.unit}/s"]
     if figures.mfu is not None:
         said.append(f"MFU {figures.mfu:.1%}")
     if figures.efficiency is not None and known.reference is not None:
-        one = step_time_text(known.reference.step_s)
+        one = time_text(known.reference.step_s)
         said.append(
             f"scaling efficiency {figures.efficiency:.0%} (one device with its share of the work: "
             f"{one}, {known.reference.origin})"

@@ -1,18 +1,23 @@
-"""Page: a tuning as one self-contained HTML file; the frame is that of all pages."""
+"""Page: a tuning as one self-contained HTML file."""
 
 from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 
-from paceline.observe.page import (
-    Card,
+from paceline.render.charts import (
+    NOTHING,
     Chart,
-    chart_layout,
-    render_page,
+    Plot,
+    bars,
+    curve,
+    plot,
     time_unit,
     where_equal,
 )
-from paceline.observe.summary import rate_text, step_time_text
+from paceline.render.figures import amount_text, time_text
+from paceline.render.page import Card, Page
+from paceline.render.parts import Note, Section
+from paceline.render.table import Bullets, Pairs, Table
 from paceline.tune.goal import Figures
 from paceline.tune.narrative import ChangeEffect, paragraph, parts
 from paceline.tune.show import COLUMNS, row, what_text
@@ -27,23 +32,41 @@ def render(known: TuningState, folder: Path, left: Sequence[str] = ()) -> str:
         folder: where the result is.
         left: sentences on what could still be gained.
     """
-    return render_page(
-        "paceline.tune",
-        "tune.html",
+    changes = [(one.text, *_gave(known, one)) for one in parts(known)]
+    trials = Table(
+        (*COLUMNS, "proposed by"), [_cells(known, one) for one in known.trials], words=(1, 5, 6)
+    )
+    decisions = [(f"after trial round {one.heat + 1}", one.text) for one in known.decisions]
+    page = Page(
         name=f"Tuning of {known.given.name}",
+        next=_next(known, folder),
         subtitle=_facts(known),
-        next_=_next(known, folder),
         lede=paragraph(known),
         cards=_cards(known),
-        charts={"trials": _trials(known), "errors": _errors(known)} if known.ran else {},
+        parts=(
+            Section(
+                "What was changed, and what it gave",
+                Table(("change", "step", "by"), changes, words=(0, 2)),
+            ),
+            Section(
+                "The step of each trial",
+                Chart("trials", _trials(known)),
+                note="Compared by turns on the same ranks with the best of then; lines are 90 % "
+                "intervals. Trials that were clearly slower were dropped early.",
+            ),
+            Section(
+                "Expected and measured",
+                Chart("errors", _errors(known)),
+                note="By the planner, as corrected by the trials before. A trial on the dashed "
+                "line took what was expected.",
+            ),
+            Section("Trials", trials),
+            Section("What explain still finds in the fastest", Bullets(left)),
+            Section("Decisions", Pairs(decisions), Note(f"The result is `{folder / 'job.toml'}`.")),
+        ),
         at=folder / "tune.html",
-        heads=[*(name.capitalize() for name in COLUMNS), "Proposed by"],
-        rows=[_cells(known, trial) for trial in known.trials],
-        decisions=[(f"after trial round {one.heat + 1}", one.text) for one in known.decisions],
-        parts=[(one.text, *_gave(known, one)) for one in parts(known)],
-        left=list(left),
-        job_file=str(folder / "job.toml"),
     )
+    return page.html()
 
 
 def _next(known: TuningState, folder: Path) -> str:
@@ -72,8 +95,8 @@ def _facts(known: TuningState) -> list[str]:
     job = known.given
     cluster, train = job.cluster, job.train
     return [
-        f"{cluster.num_devices} x {cluster.known_device.name}",
-        f"{train.global_batch} x {train.seq_len} tokens a step",
+        f"{cluster.num_devices} x {cluster.device.name}",
+        f"{job.model.batch_text(train.global_batch, train.seq_len)} a step",
         f"{len(known.trials)} trials in {known.num_rounds} trial rounds",
     ]
 
@@ -83,10 +106,10 @@ def _cards(known: TuningState) -> list[Card]:
     if best is None or first is None:
         return []
     figures = Figures.of(known, best)
-    was = step_time_text(known.seconds(first))
+    was = time_text(known.seconds(first))
     cards = [
-        ("Step", step_time_text(known.seconds(best)), f"{was} in the first trial"),
-        ("Tokens a second", rate_text(figures.tokens_per_s), "all devices"),
+        ("Step", time_text(known.seconds(best)), f"{was} in the first trial"),
+        (f"{figures.unit.capitalize()} a second", amount_text(figures.rate), "all devices"),
     ]
     if figures.efficiency is not None and known.reference is not None:
         cards.append(("Scaling efficiency", f"{figures.efficiency:.0%}", known.reference.origin))
@@ -95,28 +118,27 @@ def _cards(known: TuningState) -> list[Card]:
     return cards
 
 
-def _trials(known: TuningState) -> Chart:
+def _trials(known: TuningState) -> Plot:
     """The step of each trial, in order, with its interval."""
+    if not known.ran:
+        return NOTHING
     factor, unit = time_unit(known.seconds(known.ran[0]))
     seconds = [factor * known.seconds(trial) for trial in known.ran]
     # After one round there is no interval.
     halves = [trial.uncertainty if isfinite(trial.uncertainty) else None for trial in known.ran]
     spread = [half and value * half for value, half in zip(seconds, halves, strict=True)]
-    bars = {
-        "type": "bar",
-        "x": [trial.number for trial in known.ran],
-        "y": [float(f"{value:.5g}") for value in seconds],
-        "text": [what_text(trial) for trial in known.ran],
-        "textposition": "none",
-        "hovertemplate": "%{text}<br>%{y:.4~g} " + unit + "<extra></extra>",
-        "error_y": {"type": "data", "array": spread, "color": "var(--muted)", "thickness": 1},
-        "marker": {"color": [_colour(known, trial) for trial in known.ran]},
-    }
-    layout = chart_layout(
-        {"title": {"text": "trial"}, "dtick": 1, "showgrid": False},
-        {"title": {"text": f"{unit} per step"}, "rangemode": "tozero"},
+    trace = bars(
+        "",
+        [_colour(known, trial) for trial in known.ran],
+        x=[trial.number for trial in known.ran],
+        y=[float(f"{value:.5g}") for value in seconds],
+        text=[what_text(trial) for trial in known.ran],
+        textposition="none",
+        hovertemplate="%{text}<br>%{y:.4~g} " + unit + "<extra></extra>",
+        error_y={"type": "data", "array": spread, "color": "var(--muted)", "thickness": 1},
     )
-    return {"data": [bars], "layout": {**layout, "bargap": 0.3}}
+    across = {"title": "trial", "dtick": 1, "showgrid": False}
+    return plot([trace], across, {"title": f"{unit} per step", "rangemode": "tozero"}, bargap=0.3)
 
 
 def _colour(known: TuningState, trial: Trial) -> str:
@@ -124,23 +146,22 @@ def _colour(known: TuningState, trial: Trial) -> str:
     return "var(--accent)" if is_best else "var(--accent-pale)"
 
 
-def _errors(known: TuningState) -> Chart:
+def _errors(known: TuningState) -> Plot:
     """Expected against measured, with the line on which they are equal."""
+    if not known.ran:
+        return NOTHING
     factor, unit = time_unit(known.seconds(known.ran[0]))
     expected = [factor * trial.expected_s for trial in known.ran]
     measured = [factor * known.seconds(trial) for trial in known.ran]
-    line = where_equal(0.9 * min(expected + measured), 1.1 * max(expected + measured))
-    points = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": expected,
-        "y": measured,
-        "text": [f"{trial.number}: {what_text(trial)}" for trial in known.ran],
-        "hovertemplate": "%{text}<extra></extra>",
-        "marker": {"size": 9, "color": [_colour(known, trial) for trial in known.ran]},
-    }
-    layout = chart_layout(
-        {"title": {"text": f"expected when it was chosen, {unit}"}},
-        {"title": {"text": f"measured, {unit}"}},
+    points = curve(
+        "",
+        expected,
+        measured,
+        mode="markers",
+        text=[f"{trial.number}: {what_text(trial)}" for trial in known.ran],
+        hovertemplate="%{text}<extra></extra>",
+        marker={"size": 9, "color": [_colour(known, trial) for trial in known.ran]},
     )
-    return {"data": [line, points], "layout": layout}
+    line = where_equal(0.9 * min(expected + measured), 1.1 * max(expected + measured))
+    across = f"expected when it was chosen, {unit}"
+    return plot([line, points], across, f"measured, {unit}")

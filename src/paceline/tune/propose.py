@@ -20,6 +20,7 @@ from paceline.tune.candidates import (
     from_planner,
     neighbours,
     predicted,
+    typical_s,
     untried,
 )
 from paceline.tune.surrogate import Observation, most_promising
@@ -53,15 +54,15 @@ class Proposer:
     @property
     def _start(self) -> Stack:
         cluster = self.question.given.cluster
-        return cluster.stack or own_stack(cluster.known_device.kind)
+        return cluster.stack or own_stack(cluster.device.kind)
 
-    def first(self) -> Candidate:
+    def first(self, known: TuningState) -> Candidate:
         """The Job as it was given."""
-        return predicted(self.question.given, "the Job as it was given")
+        return predicted(self.question.given, "the Job as it was given", typical_s(known))
 
     def again(self, known: TuningState, trial: Trial) -> Candidate:
         """What was tried, for another trial round."""
-        return predicted(self._now(trial.job(known.given)), trial.why)
+        return predicted(self._now(trial.job(known.given)), trial.why, typical_s(known))
 
     def next(self, known: TuningState, num: int, least: float = LEAST_GAIN) -> list[Candidate]:
         """What promises most; nothing where no candidate promises enough.
@@ -80,7 +81,8 @@ class Proposer:
         return most_promising(pool, [], planned_s, num, 0.0)
 
     def _pool(self, known: TuningState) -> list[Candidate]:
-        question, best = replace(self.question, given=self._now(known.given)), known.best
+        best = known.best
+        question = replace(self.question, given=self._now(known.given), typical_s=typical_s(known))
         if self._ranked is None:
             self._ranked = from_planner(question)
         candidates = self._ranked
@@ -107,8 +109,9 @@ class Proposer:
         return job.replace(cluster=job.cluster.replace(stack=self._stack))
 
     def _calibrate(self, known: TuningState) -> None:
-        if len(known.ran) < max(_LEAST_CASES, 2 * self._fitted_to):
-            return
+        enough = max(_LEAST_CASES, 2 * self._fitted_to)
+        if len(known.ran) < enough or not known.given.model.knows_layers:
+            return  # constants are those of steps by layers
         self._fitted_to = len(known.ran)
         cases = [_case(known, trial) for trial in known.ran[-_MOST_CASES:]]
         self._stack = self.calibrate(cases, self._start, f"trials of {known.given.name}")

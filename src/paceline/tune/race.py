@@ -2,7 +2,7 @@
 
 Rounds pair what is compared: in each one every Job has its turn, so that what a busy machine does
 to a round it does to all. Of each Job and round there is the logarithm of its step over that of the
-leader; a Job leaves when the lower end of the 90 % interval of its mean (Student's t over rounds)
+leader. A Job leaves when the lower end of the 90 % interval of its mean (Student's t over rounds)
 lies above zero. Before the third round only what takes twice as long leaves. The first Job is what
 the others are held against afterwards, so it stays for three rounds in any case.
 

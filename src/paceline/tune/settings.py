@@ -1,10 +1,10 @@
 """Settings: what tune may change of a Job, and how far apart two Jobs are.
 
-A concrete Job is told from another one by its changes: texts of dotted settings to values. Model,
+A Job is told from another one by its changes: texts of dotted settings to values. Model,
 data, optimizer, batch and everything else that decides what is learnt are never among them.
 
 Free are the settings whose values train the same (in other orders of adding up), and the form in
-which replicas exchange gradients, among those forms that "auto" chooses from: they were measured to
+which replicas exchange gradients, among those forms that "auto" chooses from. They were measured to
 keep the loss (docs/techniques/compression.md). What changes numerics more is free where a person
 says so.
 """
@@ -19,8 +19,8 @@ from typing import Any
 from paceline.config.comm import Comm
 from paceline.config.errors import InputError
 from paceline.config.frozen import nearest
-from paceline.config.job import Job, change_job, to_raw
-from paceline.config.layout import Layout
+from paceline.config.job import Job, JobOnCluster, change_job, to_raw
+from paceline.config.layout import Layout, LayoutSpec
 from paceline.plan.search.space import FREE, SearchConstraints
 
 Changes = Mapping[str, Any]
@@ -79,8 +79,8 @@ class Freedom:
         held = {name for name, other in _FOLLOWS.items() if other in kept}
         return cls(frozenset((free_by_default | freed) - held))
 
-    def freed(self, job: Job) -> Job:
-        """The Job with "auto", or no wish, wherever tune may choose."""
+    def freed(self, job: JobOnCluster) -> JobOnCluster:
+        """The same Job with "auto", or no wish, wherever tune may choose."""
         constraints = {name: _NO_WISH.get(name, "auto") for name in self.names - _FOLLOWS.keys()}
         layout = {name[7:]: constraints[name] for name in constraints if name.startswith("layout.")}
         comm = job.comm
@@ -90,9 +90,10 @@ class Freedom:
                 name.rpartition(".")[2]: "auto" for name in constraints if f"comm.{axis}" in name
             }
             comm = comm.replace(**{axis: section.replace(**names)})
-        return job.replace(layout=job.layout.replace(**layout), comm=comm)
+        spec = LayoutSpec.parse({**vars(job.layout), **layout})
+        return JobOnCluster.parse({**vars(job), "layout": spec, "comm": comm})
 
-    def constraints(self, layout: Layout) -> SearchConstraints:
+    def constraints(self, layout: LayoutSpec) -> SearchConstraints:
         """What the search may try besides "auto"."""
         return SearchConstraints(
             layout, tuple(name for name in FREE if f"layout.{name}" in self.names)

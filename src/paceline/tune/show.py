@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
-from paceline.observe.summary import step_time_text
+from paceline.render.figures import time_text
+from paceline.render.table import Table
 from paceline.tune.settings import change_texts
 from paceline.tune.trial import FAILURES, Candidate, Trial, TuningState
 
@@ -75,8 +75,8 @@ def row(known: TuningState, trial: Trial) -> tuple[str, ...]:
     return (
         str(trial.number),
         what_text(trial),
-        step_time_text(trial.expected_s),
-        "" if trial.step_s is None else step_time_text(known.seconds(trial)),
+        time_text(trial.expected_s),
+        "" if trial.step_s is None else time_text(known.seconds(trial)),
         versus_text(trial),
         outcome_text(known, trial),
     )
@@ -106,17 +106,13 @@ def outcome_text(known: TuningState, trial: Trial) -> str:
         is_sure = known.is_gain_clear or trial.relative == 0.0
         return "best" if is_sure else "fastest, within the noise"
     if trial.outcome == "out of memory":
-        return f"out of memory: {trial.heaviest}"
+        return f"out of memory: {trial.heaviest}" if trial.heaviest else trial.outcome
     return {"measured": "", "slower": "dropped early"}.get(trial.outcome, trial.outcome)
 
 
 def table(known: TuningState) -> Table:
     """All trials."""
-    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in COLUMNS:
-        is_text = name in ("what", "outcome")
-        found.add_column(name, justify="left" if is_text else "right", overflow="fold")
-    for trial in known.trials:
-        is_best = known.best is not None and known.best.number == trial.number
-        found.add_row(*row(known, trial), style="bold" if is_best else "")
-    return found
+    rows = [row(known, trial) for trial in known.trials]
+    numbers = [trial.number for trial in known.trials]
+    best = None if known.best is None else numbers.index(known.best.number)
+    return Table(COLUMNS, rows, words=(1, 5), strong=best)

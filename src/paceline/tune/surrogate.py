@@ -8,7 +8,7 @@ uncertainty (expected improvement: Jones, Schonlau, Welch 1998,
 https://doi.org/10.1023/A:1008306431147).
 
 A trial round tries several at once. After the first is chosen, the next is chosen as if the first
-had turned out as expected ("kriging believer", Ginsbourger, Le Riche, Carraro 2010): what promises
+had turned out as expected ("kriging believer", Ginsbourger, Le Riche, Carraro 2010). What promises
 only as much is then no gain any more, and something different is tried beside it.
 """
 

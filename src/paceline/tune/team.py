@@ -3,7 +3,7 @@
 Processes that only live for a trial round may run out of memory, die or hang, and whoever started
 them is there to say so and to go on. On one machine this process starts all of them. Where a
 launcher (torchrun, srun) gave this process a place among others, each of these starts the one rank
-of its place: the first one leads and says through the launcher's store what to do next, the others
+of its place. The first one leads and says through the launcher's store what to do next; the others
 follow. Whoever's rank fails says so there, and all end theirs within a second.
 """
 

@@ -25,7 +25,6 @@ class Candidate:
     """A Job that might be faster."""
 
     job: Job
-    """Concrete."""
     why: str
     """Who proposes it: the planner, a finding, a neighbour of the best."""
     predicted_s: float
@@ -33,7 +32,7 @@ class Candidate:
     peak_bytes: float
     """Of the heaviest device, as predicted."""
     heaviest: str = ""
-    """The term that most of it is."""
+    """The term that most of it is; "" where nobody predicted it."""
     known: tuple[float, float] | None = None
     """Logarithm of the seconds, and how sure that is (a standard deviation), where somebody else
     than the planner knows: a finding."""
@@ -76,7 +75,7 @@ class Trial:
         return self.relative is not None
 
     def job(self, given: Job) -> Job:
-        """The concrete Job that was tried."""
+        """The Job that was tried."""
         return with_changes(given, self.changes)
 
     def to_json(self) -> dict[str, Any]:
@@ -120,7 +119,7 @@ class TuningState:
     """All that was tried so far."""
 
     given: Job
-    """Concrete, as it was given."""
+    """As it was given."""
     trials: tuple[Trial, ...] = ()
     decisions: tuple[Decision, ...] = ()
     reference: Reference | None = None

@@ -1,8 +1,8 @@
 """Trial round: what every rank does while a few Jobs take turns, in one start of the ranks.
 
 Each Job becomes a Trainer on its own data, all alive at once, so that a trial round is no larger
-than what fits together. A turn is an untimed step and a few timed ones, reading the batch included;
-after each round rank 0 decides who has another one (`tune.race`) and tells all, so that no rank
+than what fits together. A turn is an untimed step and a few timed ones, reading the batch included.
+After each round rank 0 decides who has another one (`tune.race`) and tells all, so that no rank
 waits for one that has decided otherwise. Before everything that may fail rank 0 says which Job it
 is about, and all meet: whoever started the ranks knows whom to blame when they are gone.
 
@@ -12,8 +12,10 @@ next.
 It is no run: nothing is kept of what was learnt, and neither evaluations nor checkpoints happen.
 """
 
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +35,8 @@ from paceline.config.job import Job, to_raw
 from paceline.explain.subject import only_axis
 from paceline.kernels import switch
 from paceline.observe.profile import ProfiledWindows
-from paceline.train.session import facts_of, language_model
+from paceline.train.families import task_of
+from paceline.train.session import facts_of
 from paceline.train.task import Step
 from paceline.train.trainer import Trainer
 from paceline.tune.race import leader, remaining_jobs, turn_seconds
@@ -86,18 +89,19 @@ class RoundResult:
 
 def run_trial_round(request: RoundRequest, ranks: Ranks, tell: TellProgress) -> RoundResult:
     """Let the Jobs take turns; every rank must call it."""
-    _limit_memory(request.jobs[0].cluster.known_device)
+    _limit_memory(request.jobs[0].cluster.device)
     say = _Announcer(ranks, tell, request.jobs)
     ready = []
-    for at, job in enumerate(request.jobs):
-        say.about(at, "set up")
-        ready.append(_PreparedTrial.of(job, ranks))
-    turns = _race(ready, say)
-    fastest = leader(_rounds(turns))
-    terms: Mapping[int, Mapping[str, float]] = {}
-    if request.trace_folder is not None:
-        say.about(fastest, "profile")
-        terms = _profiled(ready[fastest], request.trace_folder, ranks)
+    with ExitStack() as opened:
+        for at, job in enumerate(request.jobs):
+            say.about(at, "set up")
+            ready.append(_PreparedTrial.of(job, ranks, opened))
+        turns = _race(ready, say)
+        fastest = leader(_rounds(turns))
+        terms: Mapping[int, Mapping[str, float]] = {}
+        if request.trace_folder is not None:
+            say.about(fastest, "profile")
+            terms = _profiled(ready[fastest], request.trace_folder, ranks)
     facts = facts_of(
         request.jobs[fastest], ranks, ready[fastest].trainer.task, core_share_of(ranks)
     )
@@ -128,10 +132,19 @@ class _PreparedTrial:
     nothing extra is computed."""
 
     @classmethod
-    def of(cls, job: Job, ranks: Ranks) -> "_PreparedTrial":
-        """Built, and stepped twice: buffers, buckets and the optimizer's state are there then."""
+    def of(cls, job: Job, ranks: Ranks, opened: ExitStack) -> "_PreparedTrial":
+        """Built, and stepped twice: buffers, buckets and the optimizer's state are there then.
+
+        Args:
+            opened: closes the tables that the Job has.
+        """
         torch.manual_seed(job.train.seed)
-        task = language_model(job, ranks)
+        task = task_of(job, ranks)
+        if task.tables is not None:
+            folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+            opened.callback(task.tables.close)
+            task.tables.open(folder, folder, print)
+            task.tables.load(0)
         ready = cls(
             job,
             Trainer.of(job, ranks, task),

@@ -2,15 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from paceline.kernels.cost import KernelCost
-
 Function = Callable[..., Any]
 Make = Callable[[torch.Generator], tuple[Any, ...]]
+
+
+class KernelCost(NamedTuple):
+    """Of one call: the least that any implementation must do."""
+
+    bytes: int
+    """Read and written in the device's memory, each tensor once."""
+    flops: int = 0
+    """Of matrix products; 0 where memory alone counts."""
 
 
 @dataclass(frozen=True)

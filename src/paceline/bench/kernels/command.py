@@ -1,7 +1,6 @@
 """`paceline bench kernels`: how fast the kernels are on this GPU, and which launches suit it."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,19 @@ from paceline.bench.kernels.timing import Ceilings, ceilings
 from paceline.bench.kernels.tune import tuned
 from paceline.config.errors import InputError
 from paceline.config.frozen import nearest
-from paceline.kernels import attention, launch, switch
+from paceline.kernels import launch, switch
+from paceline.kernels.attention.rule import AttentionShape
+from paceline.kernels.attention.table import measure as measure_attention
+from paceline.observe.run import write_atomic
 
 _TURNS, _QUICK_TURNS = 40, 5
+# Of layers that people train; the last is latent attention's.
+_ATTENTION_SHAPES = (
+    AttentionShape(4, 32, 8, 4096, 128, 128),
+    AttentionShape(1, 32, 8, 32768, 128, 128),
+    AttentionShape(8, 16, 16, 2048, 64, 64),
+    AttentionShape(2, 128, 128, 4096, 192, 128),
+)
 
 
 def kernels_command(only: Sequence[str], out: Path, *, tune: bool, quick: bool) -> dict[str, Any]:
@@ -77,8 +86,8 @@ def _chosen(only: Sequence[str]) -> list[KernelCase]:
 def _attention(path: Path, device: torch.device, console: Console) -> list[dict[str, Any]]:
     """Measure torch's implementations of attention; a run finds the file beside the table."""
     found = []
-    for shape in attention.SHAPES:
-        choice = attention.measure(shape, torch.bfloat16, device, path=path)
+    for shape in _ATTENTION_SHAPES:
+        choice = measure_attention(shape, torch.bfloat16, device, path=path)
         console.print(f"attention {tuple(shape)}: {choice.backend}, {choice.why}", highlight=False)
         found.append({**shape._asdict(), **choice._asdict()})
     return found
@@ -110,6 +119,4 @@ def write_table(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     old = [dict(row) for row in launch.rows_of(path)] if path.exists() else []
     merged = {key(row): row for row in [*old, *rows]}
     lines = ",\n  ".join(json.dumps(merged[each]) for each in sorted(merged))
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    beside.write_text(f'{{"rows": [\n  {lines}\n]}}\n')
-    beside.replace(path)
+    write_atomic(path, f'{{"rows": [\n  {lines}\n]}}\n')

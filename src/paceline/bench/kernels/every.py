@@ -1,4 +1,7 @@
-"""All cases: the operators at shapes that people train, in the order of the report."""
+"""All cases: the operators at shapes that people train, in the order of the report.
+
+A cost is the least that any implementation must do: each tensor read or written once.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -6,20 +9,38 @@ from functools import partial
 import torch
 from torch import Generator, Tensor
 
-from paceline.bench.kernels.cases import KernelCase, Make, normal, whole_numbers
+from paceline.bench.kernels.cases import KernelCase, KernelCost, Make, normal, whole_numbers
 from paceline.comm.compress.codecs import codec_of
-from paceline.config.comm import codec
-from paceline.kernels import (
-    activations,
-    adamw,
-    batch_norm,
-    experts,
-    loss,
-    norm,
-    quantize,
-    rope,
-)
-from paceline.kernels.cost import KernelCost
+from paceline.config.comm import BLOCK, codec
+from paceline.kernels.activations import gated
+from paceline.kernels.adamw import adamw_
+from paceline.kernels.batch_norm import batch_norm_act
+from paceline.kernels.experts import grouped_linear, permute, unpermute
+from paceline.kernels.loss import cross_entropy, linear_cross_entropy
+from paceline.kernels.norm import add_rms_norm, rms_norm
+from paceline.kernels.rope import rotate
+
+Shapes = tuple[tuple[int, ...], ...]
+SHAPES: dict[str, Shapes] = {
+    # Rows and width: the streams of models of 8, 70 and 405 billion, and heads' queries.
+    "norm": ((8192, 4096), (8192, 8192), (4096, 16384), (8192 * 32, 128)),
+    # Tokens and width of feed-forward layers.
+    "activations": ((8192, 4096), (8192, 14336), (8192, 32768)),
+    # Tokens, heads of queries, heads of keys, and width of a head.
+    "rope": ((4096, 32, 8, 128), (16384, 32, 8, 128), (16384, 32, 4, 64)),
+    # Images, channels and side of a ResNet-50.
+    "batch_norm": ((256, 64, 112), (256, 256, 56), (256, 1024, 14), (256, 2048, 7)),
+    # Tokens and vocabulary; with the layer before, also the width of the hidden states.
+    "cross_entropy": ((8192, 32000), (8192, 131072)),
+    "linear_cross_entropy": ((8192, 4096, 131072), (16384, 2048, 128256), (8192, 2048, 50257)),
+    # Tokens, width, inner width, experts and copies.
+    "experts": ((8192, 2048, 768, 128, 8), (8192, 4096, 14336, 8, 2)),
+    # So many matrices of such rows and columns.
+    "adamw": ((16, 2048, 2048),),
+    # Values in a bucket of gradients.
+    "quantize": ((2**24,),),
+}
+_CODE_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5, "onebit": 0.125}
 
 
 def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[KernelCase]:
@@ -39,44 +60,52 @@ def _tensors(*shapes: tuple[int, ...], dtype: torch.dtype) -> Make:
 
 
 def _norms(dtype: torch.dtype) -> Iterator[KernelCase]:
-    size = dtype.itemsize
-    for rows, width in norm.SHAPES:
+    for rows, width in SHAPES["norm"]:
         shape, x, weight = f"{rows} x {width}", (rows, width), (width,)
-        forward, backward = (
-            cost(rows, width, size) for cost in (norm.forward_cost, norm.backward_cost)
-        )
+        once = rows * width * dtype.itemsize
         make = _tensors(x, weight, dtype=dtype)
-        yield KernelCase("norm", "rms_norm", shape, make, norm.rms_norm, forward, backward)
+        costs = KernelCost(2 * once), KernelCost(3 * once)
+        yield KernelCase("norm", "rms_norm", shape, make, rms_norm, *costs)
         make = _tensors(x, x, weight, dtype=dtype)
-        added = norm.add_forward_cost(rows, width, size), norm.add_backward_cost(rows, width, size)
-        yield KernelCase("norm", "add_rms_norm", shape, make, norm.add_rms_norm, *added)
+        # Backward, the one gradient that is written is both inputs'.
+        costs = KernelCost(4 * once), KernelCost(4 * once)
+        yield KernelCase("norm", "add_rms_norm", shape, make, add_rms_norm, *costs)
 
 
 def _pointwise(dtype: torch.dtype) -> Iterator[KernelCase]:
-    size = dtype.itemsize
-    for rows, width in activations.SHAPES:
+    for rows, width in SHAPES["activations"]:
+        once = rows * width * dtype.itemsize
         yield KernelCase(
             *("activations", "swiglu", f"{rows} x {width}"),
             _tensors((rows, width), (rows, width), dtype=dtype),
-            activations.gated,
-            activations.gated_forward_cost(rows, width, size),
-            activations.gated_backward_cost(rows, width, size),
+            gated,
+            KernelCost(3 * once),
+            KernelCost(5 * once),
         )
 
 
 def _rotary(dtype: torch.dtype) -> Iterator[KernelCase]:
-    for tokens, heads, kv_heads, head_dim in rope.SHAPES:
+    for sizes in SHAPES["rope"]:
+        tokens, heads, kv_heads, head_dim = sizes
+        once = tokens * (heads + kv_heads) * head_dim * dtype.itemsize
+        tables = 2 * tokens * head_dim * 4
         for has_norm in (False, True):
-            sizes = tokens, heads, kv_heads, head_dim, dtype.itemsize
             yield KernelCase(
                 "rope",
                 "qk_norm_rope" if has_norm else "rope",
                 f"{tokens} x {heads}+{kv_heads} x {head_dim}",
-                partial(_queries, sizes[:4], dtype, has_norm),
-                rope.rotate,
-                rope.rotate_forward_cost(*sizes),
-                rope.rotate_backward_cost(*sizes, has_norm),
+                partial(_queries, sizes, dtype, has_norm),
+                _rotated,
+                KernelCost(2 * once + tables),
+                KernelCost((2 + has_norm) * once + tables),
             )
+
+
+def _rotated(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    q_weight, k_weight = weights or (None, None)
+    return rotate(q, cos, sin, q_weight), rotate(k, cos, sin, k_weight)
 
 
 def _queries(
@@ -90,14 +119,17 @@ def _queries(
 
 
 def _images(dtype: torch.dtype) -> Iterator[KernelCase]:
-    for rows, channels in batch_norm.SHAPES:
-        side = round((rows / 256) ** 0.5)
+    for images, channels, side in SHAPES["batch_norm"]:
+        values = images * channels * side**2
+        # Statistics first, so x is read twice each way; and of each value a bit for ReLU.
+        forward = 4 * values * dtype.itemsize + values // 8
+        backward = 6 * values * dtype.itemsize + 2 * values // 8
         yield KernelCase(
-            *("batch_norm", "batch_norm_add_relu", f"256 x {channels} x {side} x {side}"),
-            partial(_pictures, (256, channels, side, side), dtype),
+            *("batch_norm", "batch_norm_add_relu", f"{images} x {channels} x {side} x {side}"),
+            partial(_pictures, (images, channels, side, side), dtype),
             _normalised,
-            batch_norm.forward_cost(rows, channels, dtype.itemsize),
-            batch_norm.backward_cost(rows, channels, dtype.itemsize),
+            KernelCost(forward),
+            KernelCost(backward),
         )
 
 
@@ -112,27 +144,28 @@ def _pictures(
 
 
 def _normalised(x: Tensor, stream: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return batch_norm.batch_norm_act(x, stream, weight, bias, None, None, True)
+    return batch_norm_act(x, stream, weight, bias, None, None, True)
 
 
 def _losses(dtype: torch.dtype) -> Iterator[KernelCase]:
-    size = dtype.itemsize
-    for tokens, vocab in loss.SHAPES[:2]:
+    """Gradients are made forward; backward reads the factor from above, which is 1."""
+    size, backward = dtype.itemsize, KernelCost(4)
+    for tokens, vocab in SHAPES["cross_entropy"]:
         yield KernelCase(
             *("loss", "cross_entropy", f"{tokens} x {vocab}"),
             partial(_logits, tokens, vocab, dtype),
-            loss.cross_entropy,
-            loss.cross_entropy_forward_cost(tokens, vocab, size),
-            loss.cross_entropy_backward_cost(tokens, vocab, size),
+            cross_entropy,
+            KernelCost(2 * tokens * vocab * size),
+            backward,
             is_used_once=True,
         )
-    for tokens, width, vocab in loss.LINEAR_SHAPES:
+    for tokens, width, vocab in SHAPES["linear_cross_entropy"]:
         yield KernelCase(
             *("loss", "linear_cross_entropy", f"{tokens} x {width} x {vocab}"),
             partial(_hidden, tokens, width, vocab, dtype),
-            loss.linear_cross_entropy,
-            loss.linear_cross_entropy_forward_cost(tokens, width, vocab, size),
-            loss.linear_cross_entropy_backward_cost(tokens, width, vocab, size),
+            linear_cross_entropy,
+            KernelCost(2 * (tokens + vocab) * width * size, 6 * tokens * width * vocab),
+            backward,
             is_used_once=True,
         )
 
@@ -152,24 +185,25 @@ def _hidden(
 
 
 def _experts(dtype: torch.dtype) -> Iterator[KernelCase]:
-    for tokens, width, columns, num_experts, copies in experts.SHAPES[:2]:
-        shape = f"{tokens} x {width}, {copies} of {num_experts} experts"
-        moved = tokens, width, copies, dtype.itemsize
+    for tokens, width, columns, num_experts, copies in SHAPES["experts"]:
+        once = tokens * width * dtype.itemsize
         yield KernelCase(
-            *("experts", "route_tokens", shape),
+            *("experts", "route_tokens", f"{tokens} x {width}, {copies} of {num_experts} experts"),
             partial(_routed, tokens, width, num_experts, copies, dtype),
             partial(_there_and_back, num_experts=num_experts),
-            experts.route_forward_cost(*moved),
-            experts.route_backward_cost(*moved),
+            KernelCost(2 * (1 + copies) * once),
+            # Copies are read once more, for the gradients of their weights.
+            KernelCost((2 + 3 * copies) * once),
         )
         rows = tokens * copies
-        counted = rows, columns, width, num_experts, dtype.itemsize
+        values = rows * width + num_experts * columns * width + rows * columns
+        flops = 2 * rows * columns * width
         yield KernelCase(
             *("experts", "grouped_linear", f"{rows} x {columns} x {width}, {num_experts} experts"),
             partial(_rows_of_experts, rows, columns, width, num_experts, dtype),
-            experts.grouped_linear,
-            experts.grouped_linear_forward_cost(*counted),
-            experts.grouped_linear_backward_cost(*counted),
+            grouped_linear,
+            KernelCost(values * dtype.itemsize, flops),
+            KernelCost(2 * values * dtype.itemsize, 2 * flops),
         )
 
 
@@ -184,8 +218,8 @@ def _routed(
 
 
 def _there_and_back(x: Tensor, chosen: Tensor, scores: Tensor, num_experts: int) -> Tensor:
-    rows, _, order = experts.permute(x, chosen, num_experts)
-    return experts.unpermute(rows, order, scores)
+    rows, _, order = permute(x, chosen, num_experts)
+    return unpermute(rows, order, scores)
 
 
 def _rows_of_experts(
@@ -197,12 +231,14 @@ def _rows_of_experts(
 
 
 def _optimizers(dtype: torch.dtype) -> Iterator[KernelCase]:
-    for number, rows, columns in adamw.SHAPES[:1]:
+    for number, rows, columns in SHAPES["adamw"]:
+        # Of fp32 parameters and moments: all is read and written, but the gradient only read.
+        bytes_each = 6 * 4 + dtype.itemsize
         yield KernelCase(
             *("adamw", "adamw", f"{number} x {rows} x {columns}"),
             partial(_state, number, rows, columns, dtype),
             _stepped,
-            adamw.step_cost(number * rows * columns, 4, dtype.itemsize, 4),
+            KernelCost(number * rows * columns * bytes_each),
         )
 
 
@@ -225,7 +261,7 @@ def _stepped(*state: Tensor) -> list[Tensor]:
     number = len(state) // 5
     lists = [list(state[first : first + number]) for first in range(0, len(state), number)]
     params, grads, firsts, seconds, steps = lists
-    adamw.adamw_(
+    adamw_(
         params, grads, firsts, seconds, steps,
         lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
     )  # fmt: skip
@@ -234,16 +270,16 @@ def _stepped(*state: Tensor) -> list[Tensor]:
 
 def _compression() -> Iterator[KernelCase]:
     """Gradients with their errors, in fp32: coded as they are sent, and decoded."""
-    num_values = quantize.SHAPES[1]
-    for name in ("int8", "fp8", "int4", "onebit"):
-        encoding = quantize.encode_cost(name, num_values, 4, has_error=True)
-        decoding = quantize.decode_cost(name, num_values, 4, num_ranks=1, add=False)
-        yield KernelCase(
-            *("quantize", f"{name}_with_error", f"{num_values}"),
-            partial(_gradients, num_values),
-            partial(_coded, name),
-            KernelCost(encoding.bytes + decoding.bytes),
-        )
+    for (num_values,) in SHAPES["quantize"]:
+        for name, code_bytes in _CODE_BYTES.items():
+            # Values and errors read, errors and decoded values written, codes and scales both.
+            bytes_each = 4 + 8 + 4 + 2 * (code_bytes + 4 / BLOCK)
+            yield KernelCase(
+                *("quantize", f"{name}_with_error", f"{num_values}"),
+                partial(_gradients, num_values),
+                partial(_coded, name),
+                KernelCost(round(num_values * bytes_each)),
+            )
 
 
 def _gradients(num_values: int, generator: Generator) -> tuple[Tensor, Tensor]:

@@ -1,17 +1,15 @@
 """A case timed against its peers: what a row of the report says."""
 
-from collections.abc import Mapping, Sequence
-from statistics import geometric_mean
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
 from paceline.bench.kernels.cases import Function, KernelCase
 from paceline.bench.kernels.checks import faults
-from paceline.bench.kernels.timing import Ceilings, Timing, Variant, alternate, copies, variant
+from paceline.bench.kernels.timing import Ceilings, Timing, alternate, copies, variant
 
 OURS = "ours"
-PEERS = ("eager", "compiled", "torch", "liger")
 
 
 class CaseTimings(NamedTuple):
@@ -80,15 +78,10 @@ def measure(
                 variants[name] = variant(function, inputs, direction, "reference", device)
             except Exception as error:  # a peer that can't do a shape is no reason to stop
                 missing.append(f"{name}: {type(error).__name__}: {error}"[:300])
-        timings = _timings(variants, turns, device)
+        found = alternate([*variants.values()], turns, device)
+        timings = dict(zip(variants, found, strict=True))
         rows.append(_row(case, direction, timings, ceilings, wrong, tuple(missing)))
     return rows
-
-
-def _timings(
-    variants: Mapping[str, Variant], turns: int, device: torch.device
-) -> dict[str, Timing]:
-    return dict(zip(variants, alternate(list(variants.values()), turns, device), strict=True))
 
 
 def _row(
@@ -104,24 +97,3 @@ def _row(
     share = max(gb_s / ceilings.copy_gb_s, tflop_s / ceilings.matmul_tflop_s)
     shown = (case.name, case.shape, direction)
     return CaseTimings(*shown, timings, gb_s, tflop_s, share, wrong, missing)
-
-
-def as_markdown(rows: Sequence[CaseTimings]) -> str:
-    """The rows as a table, with the geometric mean of each peer's ratios."""
-    titles = ("operator", "shape", "direction", "ms", "GB/s", "TFLOP/s", "of the ceiling")
-    names = [name for name in PEERS if any(name in row.timings for row in rows)]
-    lines = [
-        f"| {' | '.join((*titles, *(f'{name} / ours' for name in names)))} |",
-        f"|{' --- |' * 3}{' ---: |' * (4 + len(names))}",
-    ]
-    for row in rows:
-        ratios = [f"{row.ratios[name]:.2f}" if name in row.timings else "" for name in names]
-        figures = (f"{row.timings[OURS].ms:.3f}", f"{row.gb_s:.0f}", f"{row.tflop_s:.0f}")
-        cells = (row.name, row.shape, row.direction, *figures, f"{row.share:.0%}", *ratios)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"Geometric means: {', '.join(_means(rows, names))}."])
-
-
-def _means(rows: Sequence[CaseTimings], names: Sequence[str]) -> list[str]:
-    ratios = {name: [row.ratios[name] for row in rows if name in row.timings] for name in names}
-    return [f"{name} {geometric_mean(each):.2f} x ours" for name, each in ratios.items()]

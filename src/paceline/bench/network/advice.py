@@ -6,6 +6,7 @@ from paceline.bench.network.measure import NetworkMeasurement
 from paceline.config.host import Host
 from paceline.machine.host_order import order_hosts
 from paceline.machine.interfaces import hca_setting
+from paceline.render.figures import plural
 
 
 def advice(measured: NetworkMeasurement, host: Host, backend: str) -> Iterator[str]:
@@ -46,5 +47,5 @@ def described(host: Host) -> str:
         for card in host.cards
     ]
     links = "" if host.device_links == "none" else f", devices joined by {host.device_links}"
-    nodes = f"{host.numa_nodes} NUMA node{'s' if host.numa_nodes > 1 else ''}"
+    nodes = f"{plural(host.numa_nodes, 'NUMA node')}"
     return f"A host: {nodes}{links}; cards: {', '.join(cards) or 'none seen'}."

@@ -2,7 +2,7 @@
 
 Algorithm bandwidth is the whole buffer over the time. Bus bandwidth is that times the part of the
 buffer which has to leave each rank, so that it can be held against the rate of a link, whatever the
-collective and however many ranks: 2 (n - 1) / n for an all-reduce, (n - 1) / n for a
+collective and however many ranks. That part is 2 (n - 1) / n for an all-reduce, (n - 1) / n for a
 reduce-scatter, an all-gather and an all-to-all, 1 for a broadcast and a message.
 
 Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
@@ -14,6 +14,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from paceline.explain.traffic import bus_factor
 
 
 class BandwidthRow(NamedTuple):
@@ -59,12 +61,6 @@ class BandwidthRow(NamedTuple):
             "bus_bytes_per_s": self.bus_bytes_per_s,
             "contention": self.contention,
         }
-
-
-def bus_factor(op: str, num_ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth."""
-    part = (num_ranks - 1) / num_ranks
-    return {"all_reduce": 2 * part, "broadcast": 1.0, "send_recv": 1.0}.get(op, part)
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def _backend(wanted: str | None, cluster: Cluster) -> str:
     Raises:
         InputError: it is not.
     """
-    kind = cluster.known_device.kind
+    kind = cluster.device.kind
     usual = "nccl" if kind == "cuda" else "gloo"
     if wanted is None or wanted == usual:
         return usual
@@ -110,7 +110,7 @@ def _written(
     asked: CollectivesOptions, cluster: Cluster, backend: str, measured: NetworkMeasurement
 ) -> dict[str, Any]:
     """Write the file and the page, and say so."""
-    source, kind = source_text(), cluster.known_device.kind
+    source, kind = source_text(), cluster.device.kind
     is_used = _DEVICES[backend] == kind and backend != "mpi"
     file = asked.out if is_used and measured.rows else None
     facts = {"file": None if file is None else str(file), "backend": backend, **figures(measured)}

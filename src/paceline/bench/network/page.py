@@ -1,9 +1,6 @@
-"""The page of `paceline bench collectives`: bus bandwidth by size, and the pairs as heat maps.
+"""The page of `paceline bench collectives`: bus bandwidth by size, and the pairs as heat maps."""
 
-Its frame is that of all pages (`paceline.observe.page`). Python decides what is shown.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -11,10 +8,12 @@ from paceline.bench.network.bandwidth import BandwidthRow, Curve, by_curve
 from paceline.bench.network.measure import NetworkMeasurement
 from paceline.bench.network.pairs import Matrix, Pairs
 from paceline.bench.network.show import FITS, contention, fit_cells, others, where_text
-from paceline.bench.network.sizes import size_text
 from paceline.bench.network.slow import FACTOR, slow_links
-from paceline.observe.page import COLOURS, Card, Chart, chart_layout, render_page
-from paceline.observe.summary import bytes_text, step_time_text
+from paceline.render.charts import COLOURS, Chart, Plot, curve, plot
+from paceline.render.figures import buffer_text, bytes_text, plural, time_text
+from paceline.render.page import Card, Page
+from paceline.render.parts import Section
+from paceline.render.table import Table
 
 # From slow to fast; apart for every kind of colour vision.
 _SCALE = [[0.0, "#b2182b"], [0.5, "#f4c98b"], [1.0, "#2166ac"]]
@@ -34,24 +33,57 @@ def render(
     """
     pairs = measured.pairs
     slow = [] if pairs is None else _slow(pairs)
-    return render_page(
-        "paceline.bench.network",
-        "network.html",
+    fits = [
+        _cells(each, rows) for each, rows in by_curve(measured.rows).items() if each[1] == "backend"
+    ]
+    page = Page(
         name="The links between the ranks",
+        next=_next(slow, cluster_file),
         subtitle=[source],
-        next_=_next(slow, cluster_file),
         lede=" ".join(slow) or _lede(measured),
-        at=at,
         cards=_cards(measured),
-        charts=_charts(measured),
-        groups=_groups(measured),
-        heads=[*(name.capitalize() for name in FITS), "Contention"],
-        rows=[
-            _cells(curve, rows)
-            for curve, rows in by_curve(measured.rows).items()
-            if curve[1] == "backend"
-        ],
-        factor=FACTOR,
+        parts=(
+            *([] if pairs is None else _pairs(pairs)),
+            *_groups(measured),
+            Section(
+                "As latency and bandwidth",
+                Table((*FITS, "contention"), fits, words=(0, 2)),
+                note="Seconds = latency + bytes / rate, by least relative squares. Where the error "
+                "is large, that line is no description; the planner reads the measured curve. "
+                "Contention: how many times longer the largest size takes while all groups "
+                "exchange than while one does.",
+            ),
+        ),
+        at=at,
+    )
+    return page.html()
+
+
+def _pairs(pairs: Pairs) -> Iterator[Section]:
+    """Each rank to each other."""
+    red = (
+        "A red row and column is a host's card, a single red cell a link: named above where it is "
+        f"slower than the rest by a factor of {FACTOR}."
+    )
+    if pairs.alone_bytes_per_s is None:
+        bandwidth = _heat(pairs.hosts, pairs.bytes_per_s, 1e-6, "MB/s")
+        yield Section("Bandwidth", Chart("together", bandwidth, "tall"), note=red)
+    else:
+        yield Section(
+            "Bandwidth, one pair at a time",
+            Chart("alone", _heat(pairs.hosts, pairs.alone_bytes_per_s, 1e-6, "MB/s"), "tall"),
+            note=f"What each link can do. {red}",
+        )
+        yield Section(
+            "Bandwidth, all pairs of a round at once",
+            Chart("together", _heat(pairs.hosts, pairs.bytes_per_s, 1e-6, "MB/s"), "tall"),
+            note="As pipelines and rings load the network: ranks of one host share its cards.",
+        )
+    late = _heat(pairs.hosts, pairs.latency_s, 1e6, "us", slow_is_high=True)
+    yield Section(
+        "Latency",
+        Chart("latency", late, "tall"),
+        note="One way, of a message of a few bytes: half of the way there and back.",
     )
 
 
@@ -68,10 +100,9 @@ def _slow(pairs: Pairs) -> list[str]:
 
 
 def _lede(measured: NetworkMeasurement) -> str:
-    count = f"{len(measured.hosts)} ranks on {len(set(measured.hosts))} host"
-    plural = "s" if len(set(measured.hosts)) > 1 else ""
+    hosts = plural(len(set(measured.hosts)), "host")
     looked = "" if measured.pairs is None else ", and no link is far below the rest"
-    return f"{count}{plural}{looked}."
+    return f"{len(measured.hosts)} ranks on {hosts}{looked}."
 
 
 def _cards(measured: NetworkMeasurement) -> list[Card]:
@@ -80,12 +111,12 @@ def _cards(measured: NetworkMeasurement) -> list[Card]:
         of_op = [row for row in measured.rows if row.op == op and row.algorithm == "backend"]
         if of_op:
             best = max(of_op, key=lambda row: row.bus_bytes_per_s)
-            note = f"{best.num_ranks} ranks, {size_text(best.num_bytes)}"
+            note = f"{best.num_ranks} ranks, {buffer_text(best.num_bytes)}"
             figure = f"{bytes_text(best.bus_bytes_per_s)}/s"
             cards.append((f"{op.replace('_', '-')}, bus", figure, note))
     if measured.pairs is not None:
         late = median(others(measured.pairs.latency_s))
-        cards.append(("latency of a message", step_time_text(late), "median of all pairs"))
+        cards.append(("latency of a message", time_text(late), "median of all pairs"))
         alone = measured.pairs.alone_bytes_per_s
         if alone is not None:
             company = contention(measured.pairs.bytes_per_s, alone)
@@ -93,59 +124,48 @@ def _cards(measured: NetworkMeasurement) -> list[Card]:
     return cards
 
 
-def _groups(measured: NetworkMeasurement) -> list[tuple[str, str]]:
-    """Name of a chart and head line, for each kind of group."""
-    keys = {(row.links, row.num_ranks) for row in measured.rows}
-    return [(f"bus-{links}-{number}", where_text(number, links)) for links, number in sorted(keys)]
+def _groups(measured: NetworkMeasurement) -> Iterator[Section]:
+    """A chart for each kind of group."""
+    for links, number in sorted({(row.links, row.num_ranks) for row in measured.rows}):
+        rows = [row for row in measured.rows if (row.links, row.num_ranks) == (links, number)]
+        yield Section(
+            f"Bus bandwidth, {where_text(number, links)}",
+            Chart(f"bus-{links}-{number}", _bandwidths(rows), "tall"),
+            note="As nccl-tests defines it: what has to leave each rank, over the time. Bars reach "
+            "from the 10th to the 90th percentile. Click a name to show or hide it: our own "
+            "algorithms are dotted, and hidden at first.",
+        )
 
 
-def _charts(measured: NetworkMeasurement) -> dict[str, Chart]:
-    charts = {name: _bandwidths(measured, name) for name, _ in _groups(measured)}
-    pairs = measured.pairs
-    if pairs is not None:
-        rates = {"together": pairs.bytes_per_s, "alone": pairs.alone_bytes_per_s}
-        for name, matrix in rates.items():
-            if matrix is not None:
-                charts[name] = _heat(pairs.hosts, matrix, 1e-6, "MB/s")
-        charts["latency"] = _heat(pairs.hosts, pairs.latency_s, 1e6, "us", slow_is_high=True)
-    return charts
-
-
-def _bandwidths(measured: NetworkMeasurement, name: str) -> Chart:
+def _bandwidths(rows: Sequence[BandwidthRow]) -> Plot:
     """Bus bandwidth by size, a line for each collective; the backend's are drawn through."""
     traces, colours = [], dict[str, str]()
-    for (op, algorithm, links, number), rows in by_curve(measured.rows).items():
-        if name == f"bus-{links}-{number}":
-            colour = colours.setdefault(op, COLOURS[len(colours) % len(COLOURS)])
-            label = op if algorithm == "backend" else f"{op}, {algorithm}"
-            dash = "solid" if algorithm == "backend" else "dot"
-            traces.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines+markers",
-                    "name": label,
-                    "x": [row.num_bytes for row in rows],
-                    "y": [float(f"{row.bus_bytes_per_s:.4g}") for row in rows],
-                    "error_y": _spread(rows),
-                    "line": {"color": colour, "dash": dash, "width": 1.5},
-                    "visible": True if algorithm == "backend" else "legendonly",
-                    "hovertemplate": "%{x:.4~s}B: %{y:.3~s}B/s",
-                }
+    for (op, algorithm, _, _), of_curve in by_curve(rows).items():
+        is_ours = algorithm != "backend"
+        paint = colours.setdefault(op, COLOURS[len(colours) % len(COLOURS)])
+        traces.append(
+            curve(
+                f"{op}, {algorithm}" if is_ours else op,
+                [row.num_bytes for row in of_curve],
+                [row.bus_bytes_per_s for row in of_curve],
+                error_y=_spread(of_curve),
+                line={"color": paint, "dash": "dot" if is_ours else "solid", "width": 1.5},
+                visible="legendonly" if is_ours else True,
+                hovertemplate="%{x:.4~s}B: %{y:.3~s}B/s",
             )
-    shown = [row for row in measured.rows if name == f"bus-{row.links}-{row.num_ranks}"]
-    ticks = sorted({row.num_bytes for row in shown})
-    names = [size_text(size) for size in ticks]
-    rate = {"title": {"text": "bus bandwidth, B/s"}, "tickformat": "~s", "dtick": 1}
-    layout = chart_layout(
-        {"type": "log", "title": {"text": "buffer"}, "tickvals": ticks, "ticktext": names},
-        {"type": "log", **rate},
+        )
+    ticks = sorted({row.num_bytes for row in rows})
+    names = [buffer_text(size) for size in ticks]
+    return plot(
+        traces,
+        {"type": "log", "title": "buffer", "tickvals": ticks, "ticktext": names},
+        {"type": "log", "title": "bus bandwidth, B/s", "tickformat": "~s", "dtick": 1},
         showlegend=True,
         legend={"x": 1.01, "y": 1},
     )
-    return {"data": traces, "layout": layout}
 
 
-def _spread(rows: Sequence[BandwidthRow]) -> Chart:
+def _spread(rows: Sequence[BandwidthRow]) -> Plot:
     """From the 10th to the 90th percentile."""
     high, low = (
         [row.bus_bytes_per_s * abs(row.seconds / edge - 1) for row, edge in edges]
@@ -156,7 +176,7 @@ def _spread(rows: Sequence[BandwidthRow]) -> Chart:
 
 def _heat(
     hosts: Sequence[str], matrix: Matrix, factor: float, unit: str, *, slow_is_high: bool = False
-) -> Chart:
+) -> Plot:
     number = len(matrix)
     values = [
         [float(f"{value * factor:.4g}") if row != at else None for at, value in enumerate(line)]
@@ -182,13 +202,10 @@ def _heat(
         **({"texttemplate": "%{z:,.3~s}"} if number <= _MOST_FIGURES else {}),
     }
     axis = {"type": "category", "showgrid": False}
-    layout = chart_layout(
-        {**axis, "title": {"text": "receiving rank"}},
-        {**axis, "title": {"text": "sending rank"}, "autorange": "reversed"},
-    )
-    return {"data": [trace], "layout": layout}
+    down = {**axis, "title": "sending rank", "autorange": "reversed"}
+    return plot([trace], {**axis, "title": "receiving rank"}, down)
 
 
-def _cells(curve: Curve, rows: Sequence[BandwidthRow]) -> list[str]:
+def _cells(which: Curve, rows: Sequence[BandwidthRow]) -> list[str]:
     company = [row.contention for row in rows if row.contention is not None]
-    return [*fit_cells(curve, rows), f"{company[-1]:.2f} x" if company else "–"]
+    return [*fit_cells(which, rows), f"{company[-1]:.2f} x" if company else "–"]

@@ -3,18 +3,17 @@
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Table as Grid
 from rich.text import Text
 
 from paceline.bench.network.bandwidth import BandwidthRow, Curve, by_curve, fit
 from paceline.bench.network.measure import NetworkMeasurement
 from paceline.bench.network.pairs import Matrix, Pairs
-from paceline.bench.network.sizes import size_text
 from paceline.bench.network.slow import slow_links
 from paceline.bench.network.sweep import SkippedSizes
-from paceline.observe.summary import bytes_text, step_time_text
+from paceline.render.figures import buffer_text, bytes_text, time_text
+from paceline.render.table import Table
 
 FITS = ("collective", "ranks", "links", "latency", "rate", "median error", "worst")
 """Columns of `fit_cells`."""
@@ -47,30 +46,22 @@ def _tables(rows: Sequence[BandwidthRow]) -> Iterator[tuple[Curve, list[Bandwidt
 def _table(key: Curve, rows: Sequence[BandwidthRow], all_rows: Sequence[BandwidthRow]) -> Table:
     op, _, links, num_ranks = key
     ours = _fastest_of_ours(key, all_rows)
-    table = Table(
-        title=f"{op}, {where_text(num_ranks, links)}", title_justify="left", box=SIMPLE_HEAD
-    )
     contended = any(row.contention is not None for row in rows)
-    factor, unit = _unit(rows)
-    names = ["size", "ms", "p10", "p90", "algbw", f"busbw {unit}"]
-    names += ["of alone"] * contended + ["ours", "by"] * bool(ours)
-    for name in names:
-        table.add_column(name, justify="left" if name == "by" else "right", no_wrap=True)
+    fastest = max(row.bus_bytes_per_s for row in rows)
+    factor, unit = (1e9, "GB/s") if fastest >= 1e9 else (1e6, "MB/s")
+    heads = ["size", "ms", "p10", "p90", "algbw", f"busbw {unit}"]
+    heads += ["of alone"] * contended + ["ours", "by"] * bool(ours)
+    shown: list[list[str | Text]] = []
     for row in rows:
-        cells = [size_text(row.num_bytes)]
+        cells: list[str | Text] = [buffer_text(row.num_bytes)]
         cells += [f"{each * 1e3:.3g}" for each in (row.seconds, row.low_s, row.high_s)]
         rates = row.algorithm_bytes_per_s, row.bus_bytes_per_s
         cells += [f"{rate / factor:.3g}" for rate in rates]
         if contended:
             cells.append("" if row.contention is None else f"{row.contention:.2f} x")
-        table.add_row(*cells, *_of_ours(ours.get(row.num_bytes), row))
-    return table
-
-
-def _unit(rows: Sequence[BandwidthRow]) -> tuple[float, str]:
-    """In which bandwidths are read best."""
-    fastest = max(row.bus_bytes_per_s for row in rows)
-    return (1e9, "GB/s") if fastest >= 1e9 else (1e6, "MB/s")
+        shown.append([*cells, *_of_ours(ours.get(row.num_bytes), row)])
+    words = [at for at, head in enumerate(heads) if head == "by"]
+    return Table(heads, shown, words, title=f"{op}, {where_text(num_ranks, links)}", ruled=True)
 
 
 def where_text(num_ranks: int, links: str) -> str:
@@ -106,17 +97,13 @@ def _of_ours(best: BandwidthRow | None, backend: BandwidthRow) -> tuple[str | Te
 
 def _fits(rows: Sequence[BandwidthRow]) -> Table:
     """Latency and bandwidth of every curve of the backend, and how wrong a line is."""
-    table = Table(
+    return Table(
+        FITS,
+        [fit_cells(key, each) for key, each in by_curve(rows).items() if key[1] == "backend"],
+        words=(0, 2),
         title="As latency + bytes / rate (least relative squares)",
-        title_justify="left",
-        box=SIMPLE_HEAD,
+        ruled=True,
     )
-    for name in FITS:
-        table.add_column(name, justify="left" if name in ("collective", "links") else "right")
-    for key, of_curve in by_curve(rows).items():
-        if key[1] == "backend":
-            table.add_row(*fit_cells(key, of_curve))
-    return table
 
 
 def fit_cells(curve: Curve, rows: Sequence[BandwidthRow]) -> list[str]:
@@ -124,7 +111,7 @@ def fit_cells(curve: Curve, rows: Sequence[BandwidthRow]) -> list[str]:
     op, _, links, num_ranks = curve
     line = fit(rows)
     rate = "–" if line.bytes_per_s == float("inf") else f"{bytes_text(line.bytes_per_s)}/s"
-    return [op, str(num_ranks), links, step_time_text(line.latency_s), rate, *line.error_texts]
+    return [op, str(num_ranks), links, time_text(line.latency_s), rate, *line.error_texts]
 
 
 def _left(left: Sequence[SkippedSizes]) -> Iterator[str]:
@@ -136,11 +123,11 @@ def _left(left: Sequence[SkippedSizes]) -> Iterator[str]:
         of_group.setdefault(each.name, []).append(str(each.num_ranks))
     for (size, reason), names in groups.items():
         told = "; ".join(f"{name} of {', '.join(numbers)} ranks" for name, numbers in names.items())
-        yield f"Not measured above {size_text(size)}, which needs {more[reason]}: {told}."
+        yield f"Not measured above {buffer_text(size)}, which needs {more[reason]}: {told}."
 
 
 def _pairs(pairs: Pairs) -> Iterator[RenderableType]:
-    title = f"Messages of {size_text(pairs.num_bytes)} from rank (row) to rank (column), MB/s"
+    title = f"Messages of {buffer_text(pairs.num_bytes)} from rank (row) to rank (column), MB/s"
     alone = pairs.alone_bytes_per_s
     yield f"{title}, all pairs of a round at once:"
     yield _heat(pairs.bytes_per_s)
@@ -148,7 +135,7 @@ def _pairs(pairs: Pairs) -> Iterator[RenderableType]:
         yield "One pair at a time:"
         yield _heat(alone)
         yield f"A pair takes {contention(pairs.bytes_per_s, alone):.2f} x as long in company."
-    yield f"Latency: {step_time_text(median(others(pairs.latency_s)))} (median of all pairs)."
+    yield f"Latency: {time_text(median(others(pairs.latency_s)))} (median of all pairs)."
     for each in slow_links(pairs.best_bytes_per_s, pairs.hosts):
         yield Text(each.sentence, style="bold red")
 
@@ -165,11 +152,11 @@ def others(matrix: Matrix) -> list[float]:
     ]
 
 
-def _heat(matrix: Matrix) -> Table:
+def _heat(matrix: Matrix) -> Grid:
     """Every rank's row, the slower the redder."""
     fastest = max(others(matrix))
     with_figures = len(matrix) <= _WIDEST_WITH_FIGURES
-    table = Table(box=None, padding=0, show_header=with_figures)
+    table = Grid(box=None, padding=0, show_header=with_figures)
     table.add_column("", justify="right", style="bright_black")
     for rank in range(len(matrix)):
         table.add_column(f"{rank} ", justify="right")

@@ -58,16 +58,6 @@ def read_sizes(text: str) -> tuple[int, ...]:
     return tuple(sizes_)
 
 
-def size_text(num_bytes: float) -> str:
-    """As buffers are named, in binary units: 4 KiB."""
-    number, unit = num_bytes, "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if number < 1024:
-            break
-        number, unit = number / 1024, larger
-    return f"{number:.4g} {unit}"
-
-
 def _size(text: str, given: str) -> int:
     found = re.fullmatch(r"(\d{1,15})\s*([kmg]?)(?:i?b)?", text.strip().lower())
     if found is None:

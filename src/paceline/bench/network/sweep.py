@@ -164,13 +164,9 @@ def _alone_s(clock: RankTimer, group: Group, call: Call) -> float | None:
     if group.num_ranks == clock.ranks.world_size:
         return None
     works = group.has_first
-    blocks = clock.blocks(call if works else _nothing)
+    blocks = clock.blocks(call if works else lambda: None)
     middle = quantiles(blocks, n=10, method="inclusive")[4] if works else 0.0
     return clock.mean(middle) * clock.ranks.world_size / group.num_ranks
-
-
-def _nothing() -> None:
-    """What the other groups do."""
 
 
 def tiers_from(

@@ -39,7 +39,7 @@ def tune(
     for done, settings in enumerate(CANDIDATES, start=1):
         work = partial(_measured, request)
         rows: list[BandwidthRow] = run_on_ranks(
-            num_ranks, device_type, work, _nobody, dict(settings)
+            num_ranks, device_type, work, lambda _news: None, dict(settings)
         )
         trials += [_trial(settings, row) for row in rows]
         told = " ".join(f"{name}={value}" for name, value in settings) or "its own choice"
@@ -62,7 +62,3 @@ def _measured(request: NetworkRequest, ranks: Ranks, _tell: TellProgress) -> lis
 def _trial(settings: Settings, row: BandwidthRow) -> NcclTrial:
     spread = (row.high_s - row.low_s) / 2 / row.seconds
     return NcclTrial(settings, row.op, row.num_bytes, row.seconds, spread)
-
-
-def _nobody(_news: RankProgress) -> None:
-    """Ranks' own news are not shown: each candidate is one step."""

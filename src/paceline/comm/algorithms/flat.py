@@ -118,23 +118,11 @@ def one_shot_reduce(whole: Cut, n: int, me: int) -> list[Round]:
 
 def one_shot_scatter(blocks: Blocks, me: int) -> list[Round]:
     """`pairwise_scatter` with all peers at once."""
-    others = [peer for peer in range(len(blocks)) if peer != me]
-    return [
-        make_round(
-            [(peer, blocks[peer]) for peer in others],
-            [(peer, blocks[me]) for peer in others],
-            adds=True,
-        )
-    ]
+    theirs = [(peer, block) for peer, block in enumerate(blocks) if peer != me]
+    return [make_round(theirs, [(peer, blocks[me]) for peer, _ in theirs], adds=True)]
 
 
 def one_shot_gather(blocks: Blocks, me: int) -> list[Round]:
     """`pairwise_gather` with all peers at once."""
-    others = [peer for peer in range(len(blocks)) if peer != me]
-    return [
-        make_round(
-            [(peer, blocks[me]) for peer in others],
-            [(peer, blocks[peer]) for peer in others],
-            adds=False,
-        )
-    ]
+    theirs = [(peer, block) for peer, block in enumerate(blocks) if peer != me]
+    return [make_round([(peer, blocks[me]) for peer, _ in theirs], theirs, adds=False)]

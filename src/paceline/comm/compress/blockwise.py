@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.compress.chunks import chunk_values, noise_of
-from paceline.comm.compress.codec import ALIGNMENT, BlockCodec, check, refuse_seed, working_type
+from paceline.comm.compress.codec import BlockCodec, aligned, check, refuse_seed, working_type
 from paceline.config.comm import BLOCK
 from paceline.kernels import quantize
 from paceline.kernels.quantize.floats import write_rounded
@@ -74,7 +74,7 @@ class Blockwise:
     def num_bytes(self, num_values: int) -> int:
         """Scales and levels of whole blocks, and what makes a multiple of ALIGNMENT."""
         total = -(-num_values // BLOCK) * (_SCALE_BYTES + self.scheme.num_bytes(BLOCK))
-        return -(-total // ALIGNMENT) * ALIGNMENT
+        return aligned(total)
 
     def encode(self, values: Tensor, payload: Tensor, *, seed: int | None = None) -> None:
         """See BlockCodec."""
@@ -189,7 +189,7 @@ class ShortFloats:
 
     def num_bytes(self, num_values: int) -> int:
         """Two per value, and what makes a multiple of ALIGNMENT."""
-        return -(-num_values * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return aligned(num_values * self.dtype.itemsize)
 
     def encode(self, values: Tensor, payload: Tensor, *, seed: int | None = None) -> None:
         """See BlockCodec."""

@@ -16,6 +16,13 @@ from torch import Tensor
 ALIGNMENT = 4
 """A payload begins at a multiple of so many bytes of its storage, and its length is one: payloads
 of one length can stand side by side."""
+ROW_ALIGNMENT = 16
+"""Rows of payloads begin at multiples of this, so that codecs may look at them as wider types."""
+
+
+def aligned(num_bytes: int, to: int = ALIGNMENT) -> int:
+    """The next multiple."""
+    return -(-num_bytes // to) * to
 
 
 class BlockCodec(Protocol):

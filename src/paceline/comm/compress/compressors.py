@@ -9,8 +9,10 @@ from paceline.comm.compress.scaled import ScaledMeans
 from paceline.config.comm import Codec
 
 
-def compressor_of(codec: Codec, group: dist.ProcessGroup) -> Compressor:
-    """The compressor of a codec that isn't "none", among the ranks of a group."""
+def compressor_of(codec: Codec, group: dist.ProcessGroup) -> Compressor | None:
+    """The compressor of a codec among the ranks of a group; None: it is "none"."""
+    if codec.kind == "none":
+        return None
     if codec.kind == "powersgd":
         return LowRankMeans(int(codec.argument), group)
     if codec.kind == "quinary":

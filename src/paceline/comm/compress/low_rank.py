@@ -34,7 +34,6 @@ class LowRankMeans:
 
     Args:
         rank: columns of P and Q.
-        group: whose ranks' matrices are averaged.
     """
 
     def __init__(self, rank: int, group: dist.ProcessGroup) -> None:

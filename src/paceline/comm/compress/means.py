@@ -30,13 +30,10 @@ from torch import Tensor
 
 from paceline.comm.collectives import Collectives, issued
 from paceline.comm.compress.chunks import chunk_values
-from paceline.comm.compress.codec import BlockCodec
+from paceline.comm.compress.codec import ROW_ALIGNMENT, BlockCodec, aligned
 from paceline.comm.compress.feedback import BufferPart
 from paceline.comm.queue import Job, Works
 from paceline.config.comm import BLOCK
-
-# Payloads begin at multiples of this, so that codecs may look at them as wider types.
-_ALIGNMENT_BYTES = 16
 
 
 def chunks(num_values: int, num_ranks: int) -> list[slice]:
@@ -88,6 +85,31 @@ class Compressor(Protocol):
         ...
 
 
+def buffer_part(
+    name: str, parameter: Tensor, shape: torch.Size, compressor: Compressor | None, least: int
+) -> BufferPart:
+    """How a parameter travels.
+
+    Args:
+        name: of the parameter.
+        parameter: exactly where it has fewer than `least` values.
+        shape: of what this rank holds of it.
+        compressor: None: everything travels exactly.
+        least: see `parameter`.
+    """
+    is_large = parameter.numel() >= least
+    return BufferPart(name, shape, compressor is not None and is_large and compressor.takes(shape))
+
+
+def mean_of_parts(
+    compressor: Compressor | None, parts: Sequence[BufferPart], like: Tensor
+) -> CompressedMean | None:
+    """The mean of a buffer, as of `Compressor`; None where nothing in it is compressed."""
+    if compressor is None or not any(part.is_compressed for part in parts):
+        return None
+    return compressor.mean_of(parts, like)
+
+
 @dataclass(frozen=True)
 class CodecMeans:
     """Means in the form of a codec, which takes anything and remembers nothing."""
@@ -125,7 +147,7 @@ class CodecMean:
         self._others = [rank for rank in range(self._num_ranks) if rank != self._rank]
         self._cuts = chunks(num_values, self._num_ranks)
         longest = codec.num_bytes(self._cuts[0].stop)
-        self._payload_bytes = -(-longest // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._payload_bytes = aligned(longest, ROW_ALIGNMENT)
         self.sent_bytes = 2 * len(self._others) * self._payload_bytes
         # Payloads as rows. Zeros, for what lies between the end of one and of its row travels too.
         rows = (len(self._others), len(self._others), self._num_ranks, 1)
@@ -178,7 +200,7 @@ class PairMean:
     ) -> None:
         self._codec, self._group = codec, group
         self._used = codec.num_bytes(num_values)
-        self.sent_bytes = -(-self._used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.sent_bytes = aligned(self._used, ROW_ALIGNMENT)
         self._own = torch.zeros(self.sent_bytes, dtype=torch.uint8, device=device)
         self._both = torch.zeros(2, self.sent_bytes, dtype=torch.uint8, device=device)
 

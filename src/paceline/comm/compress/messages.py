@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.compress.codec import ALIGNMENT, BlockCodec
+from paceline.comm.compress.codec import BlockCodec, aligned
 from paceline.comm.compress.codecs import codec_of
 from paceline.config.comm import codec
 
@@ -51,7 +51,7 @@ class CodedMessages:
         """Of a message, a multiple of ALIGNMENT."""
         if self._is_coded(num_values):
             return self.codec.num_bytes(num_values)
-        return -(-num_values * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return aligned(num_values * dtype.itemsize)
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
         """Write values (n,) into a message (num_bytes,) uint8, which is then to be sent."""
@@ -134,8 +134,6 @@ def exchange_rows(
         rows: (sum of `to`, width), sorted by rank.
         to: how many go to each rank.
         come: how many come from each rank.
-        group: of the ranks.
-        messages: their form.
 
     Returns:
         (sum of `come`, width), sorted by rank.

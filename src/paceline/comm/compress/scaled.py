@@ -37,12 +37,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 class ScaledMeans:
-    """Means in the form of a codec, and the squares by which units go.
-
-    Args:
-        codec: takes anything and remembers nothing.
-        group: whose ranks' values are averaged.
-    """
+    """Means in the form of a codec, and the squares by which units go."""
 
     def __init__(self, codec: BlockCodec, group: dist.ProcessGroup) -> None:
         self._blocks = CodecMeans(codec, group)

@@ -24,10 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.collectives import Collectives
-from paceline.comm.compress.codec import BlockCodec
-
-# Payloads begin at multiples of this, so that codecs may look at them as wider types.
-_ALIGNMENT_BYTES = 16
+from paceline.comm.compress.codec import ROW_ALIGNMENT, BlockCodec, aligned
 
 
 @dataclass(frozen=True)
@@ -71,11 +68,12 @@ class Payloads:
     @property
     def num_bytes(self) -> int:
         """Of a payload."""
-        return self._coded_bytes + _aligned(_length(self.row.exact) * self.dtype.itemsize)
+        exact = _length(self.row.exact) * self.dtype.itemsize
+        return self._coded_bytes + aligned(exact, ROW_ALIGNMENT)
 
     @property
     def _coded_bytes(self) -> int:
-        return _aligned(self.codec.num_bytes(self.row.num_coded)) if self.row.coded else 0
+        return aligned(self._used_bytes, ROW_ALIGNMENT) if self.row.coded else 0
 
     def encode(
         self, values: Tensor, payload: Tensor, error: Tensor | None = None, seed: int | None = None
@@ -231,7 +229,3 @@ def _put(values: Tensor, cuts: Sequence[slice], picked: Tensor, *, add: bool) ->
     sizes = [cut.stop - cut.start for cut in cuts]
     for cut, part in zip(cuts, picked.split(sizes) if sizes else (), strict=True):
         values[cut].add_(part) if add else values[cut].copy_(part)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

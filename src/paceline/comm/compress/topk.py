@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.comm.compress.codec import ALIGNMENT, check, refuse_seed
+from paceline.comm.compress.codec import aligned, check, refuse_seed
 from paceline.kernels.select import positions
 from paceline.kernels.select.largest import largest
 
@@ -49,7 +49,7 @@ class TopK:
         """Values, positions, and what makes a multiple of ALIGNMENT."""
         sizes = self._sizes(num_values)
         total = sizes.k * (torch.bfloat16.itemsize + sizes.num_low_bytes) + sizes.num_high_bytes
-        return -(-total // ALIGNMENT) * ALIGNMENT
+        return aligned(total)
 
     def encode(self, values: Tensor, payload: Tensor, *, seed: int | None = None) -> None:
         """See BlockCodec."""

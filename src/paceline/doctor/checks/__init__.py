@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from paceline.doctor.checks import devices, fabric, host, nccl, software
-from paceline.doctor.checks.verdict import Check, Verdict
+from paceline.doctor.checks.verdict import Checks, Verdict
 from paceline.doctor.facts import MachineFacts
 
-GROUPS: Mapping[str, tuple[Check, ...]] = {
+GROUPS: Mapping[str, Checks] = {
     "Devices": devices.CHECKS,
     "Links and network": fabric.CHECKS,
     "NCCL": nccl.CHECKS,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from paceline.doctor.checks.verdict import (
     NO_GPU,
-    Check,
+    Checks,
     Verdict,
     listed,
     ok,
@@ -16,6 +16,7 @@ from paceline.doctor.checks.verdict import (
 from paceline.doctor.facts import MachineFacts
 from paceline.doctor.nvidia import Gpu
 
+CHECKS = Checks()
 _HARD = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 _COUNTED = ("hw_therm_slowdown", "hw_power_brake", "sw_therm_slowdown")
 _BUSY_BYTES = 2 * 2**30
@@ -31,6 +32,11 @@ def _named(gpus: list[Gpu]) -> str:
     return listed(gpu.index for gpu in gpus)
 
 
+@CHECKS.add(
+    "devices",
+    "accelerators on the bus, seen by their driver",
+    "a job can't start, or starts smaller, without a card that fell off",
+)
 def _present(facts: MachineFacts) -> Verdict:
     on_bus = sum(facts.system.pci_devices.values()) if facts.system else 0
     if facts.driver_error:
@@ -60,6 +66,11 @@ def _present(facts: MachineFacts) -> Verdict:
     return ok(", ".join(f"{number} x {name}" for name, number in names.items()))
 
 
+@CHECKS.add(
+    "torch-build",
+    "which devices this torch was built for, and sees",
+    "a CPU build trains on a GPU machine without a word, and far slower",
+)
 def _torch_sees(facts: MachineFacts) -> Verdict:
     found = facts.software
     if found is None:
@@ -85,6 +96,11 @@ def _torch_sees(facts: MachineFacts) -> Verdict:
     return ok(f"torch {found.torch} ({wanted} {build}) sees {found.num_devices}")
 
 
+@CHECKS.add(
+    "devices-alike",
+    "names and memory of the devices",
+    "every step waits for the slowest and must fit the smallest",
+)
 def _alike(facts: MachineFacts) -> Verdict:
     kinds = Counter((gpu.name, gpu.memory_bytes) for gpu in facts.gpus)
     if len(kinds) < 2:
@@ -95,6 +111,11 @@ def _alike(facts: MachineFacts) -> Verdict:
     )
 
 
+@CHECKS.add(
+    "ecc",
+    "ECC, uncorrected errors, rows that wait to be replaced",
+    "uncorrected errors end jobs, or change numbers where ECC is off",
+)
 def _memory_health(facts: MachineFacts) -> Verdict:
     known = _those(facts, lambda gpu: gpu.health.ecc is not None)
     if not known:
@@ -121,6 +142,11 @@ def _memory_health(facts: MachineFacts) -> Verdict:
     return ok("ECC is on, no uncorrected errors")
 
 
+@CHECKS.add(
+    "clock-throttling",
+    "what holds the clocks down, now and since the driver was loaded",
+    "heat and power brakes halve the clock of one device, and all wait for it",
+)
 def _throttling(facts: MachineFacts) -> Verdict:
     known = _those(facts, lambda gpu: gpu.clocks.max_sm_mhz is not None or bool(gpu.clocks.reasons))
     if not known:
@@ -150,6 +176,11 @@ def _throttling(facts: MachineFacts) -> Verdict:
     return ok("nothing holds the clocks down")
 
 
+@CHECKS.add(
+    "clocks",
+    "locked clocks, and busy devices that run at different ones",
+    "a lock that somebody left behind costs its part of the speed",
+)
 def _clock_settings(facts: MachineFacts) -> Verdict:
     if not _those(facts, lambda gpu: bool(gpu.clocks.max_sm_mhz)):
         return unknown("no device tells its clocks") if facts.gpus else NO_GPU
@@ -169,6 +200,11 @@ def _clock_settings(facts: MachineFacts) -> Verdict:
     return ok("not locked")
 
 
+@CHECKS.add(
+    "power-limit",
+    "power limit against the default",
+    "matrix products draw the most power, and slow down under a lower limit",
+)
 def _power_limit(facts: MachineFacts) -> Verdict:
     limits = [
         (gpu, gpu.clocks.power_limit_w, gpu.clocks.default_power_limit_w) for gpu in facts.gpus
@@ -187,6 +223,11 @@ def _power_limit(facts: MachineFacts) -> Verdict:
     return ok("as the maker set it")
 
 
+@CHECKS.add(
+    "persistence",
+    "persistence mode",
+    "without it the driver loads anew for each job, and drops its settings",
+)
 def _persistence(facts: MachineFacts) -> Verdict:
     if not _those(facts, lambda gpu: gpu.persistence is not None):
         return unknown("no device tells") if facts.gpus else NO_GPU
@@ -198,6 +239,7 @@ def _persistence(facts: MachineFacts) -> Verdict:
     return ok("on")
 
 
+@CHECKS.add("slices", "MIG", "slices have no NVLink and no peer-to-peer")
 def _whole(facts: MachineFacts) -> Verdict:
     sliced = _those(facts, lambda gpu: gpu.mig)
     if sliced:
@@ -210,6 +252,11 @@ def _whole(facts: MachineFacts) -> Verdict:
     return ok("no slices (MIG)")
 
 
+@CHECKS.add(
+    "devices-free",
+    "memory that others hold",
+    "what an earlier job left behind is an out-of-memory for the next",
+)
 def _free(facts: MachineFacts) -> Verdict:
     if not _those(facts, lambda gpu: gpu.used_bytes is not None):
         return unknown("no device tells") if facts.gpus else NO_GPU
@@ -221,62 +268,3 @@ def _free(facts: MachineFacts) -> Verdict:
             "see who (nvidia-smi): an earlier job's processes must end first.",
         )
     return ok("their memory is free")
-
-
-CHECKS = (
-    Check(
-        "devices",
-        "accelerators on the bus, seen by their driver",
-        "a job can't start, or starts smaller, without a card that fell off",
-        _present,
-    ),
-    Check(
-        "torch-build",
-        "which devices this torch was built for, and sees",
-        "a CPU build trains on a GPU machine without a word, and far slower",
-        _torch_sees,
-    ),
-    Check(
-        "devices-alike",
-        "names and memory of the devices",
-        "every step waits for the slowest and must fit the smallest",
-        _alike,
-    ),
-    Check(
-        "ecc",
-        "ECC, uncorrected errors, rows that wait to be replaced",
-        "uncorrected errors end jobs, or change numbers where ECC is off",
-        _memory_health,
-    ),
-    Check(
-        "clock-throttling",
-        "what holds the clocks down, now and since the driver was loaded",
-        "heat and power brakes halve the clock of one device, and all wait for it",
-        _throttling,
-    ),
-    Check(
-        "clocks",
-        "locked clocks, and busy devices that run at different ones",
-        "a lock that somebody left behind costs its part of the speed",
-        _clock_settings,
-    ),
-    Check(
-        "power-limit",
-        "power limit against the default",
-        "matrix products draw the most power, and slow down under a lower limit",
-        _power_limit,
-    ),
-    Check(
-        "persistence",
-        "persistence mode",
-        "without it the driver loads anew for each job, and drops its settings",
-        _persistence,
-    ),
-    Check("slices", "MIG", "slices have no NVLink and no peer-to-peer", _whole),
-    Check(
-        "devices-free",
-        "memory that others hold",
-        "what an earlier job left behind is an out-of-memory for the next",
-        _free,
-    ),
-)

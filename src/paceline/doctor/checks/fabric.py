@@ -2,7 +2,7 @@
 
 from paceline.doctor.checks.verdict import (
     NO_GPU,
-    Check,
+    Checks,
     Verdict,
     listed,
     ok,
@@ -14,12 +14,18 @@ from paceline.doctor.facts import MachineFacts
 from paceline.doctor.infiniband import Port
 from paceline.machine.interfaces import hca_setting
 
+CHECKS = Checks()
 _HDR_GBIT_PER_S = 200
 """InfiniBand HDR, four lanes."""
 _ROCE_GBIT_PER_S = 100
 _FAR = ("NODE", "SYS")
 
 
+@CHECKS.add(
+    "pcie",
+    "generation and lanes of each device's PCIe link",
+    "half the lanes halve copies, offload, and all-reduce without NVLink",
+)
 def _pcie(facts: MachineFacts) -> Verdict:
     links = [(gpu.index, gpu.pcie) for gpu in facts.gpus]
     narrow = [
@@ -43,6 +49,11 @@ def _pcie(facts: MachineFacts) -> Verdict:
     return ok(f"generation {known[0].generation}, {known[0].width} lanes")
 
 
+@CHECKS.add(
+    "nvlink",
+    "NVLinks that are inactive, and NVSwitch's fabric manager",
+    "an inactive link slows every ring; without the manager CUDA fails",
+)
 def _nvlinks(facts: MachineFacts) -> Verdict:
     down = [gpu.index for gpu in facts.gpus if gpu.nvlinks and not all(gpu.nvlinks)]
     if down:
@@ -63,6 +74,11 @@ def _nvlinks(facts: MachineFacts) -> Verdict:
     return ok(f"{max(links)} links a device, all active")
 
 
+@CHECKS.add(
+    "device-links",
+    "the slowest link between two devices",
+    "tensor parallelism waits for them in every layer",
+)
 def _device_links(facts: MachineFacts) -> Verdict:
     if facts.amd_links:
         kinds = ", ".join(sorted(facts.amd_links))
@@ -88,6 +104,11 @@ def _device_links(facts: MachineFacts) -> Verdict:
     )
 
 
+@CHECKS.add(
+    "ports",
+    "state of the InfiniBand and RoCE ports",
+    "a port that is down leaves its traffic to the others, or to TCP",
+)
 def _state(facts: MachineFacts) -> Verdict:
     if facts.ports is None:
         return unknown("it is not known which ports there are")
@@ -116,6 +137,7 @@ def _told(port: Port) -> str:
     return f"{port.name} {kind} {port.gbit_per_s or 0:g} Gbit/s"
 
 
+@CHECKS.add("port-rates", "negotiated rate of the ports", "rings wait for the slowest port")
 def _rates(facts: MachineFacts) -> Verdict:
     up = [port for port in facts.ports or () if port.is_active and port.gbit_per_s]
     if not up:
@@ -139,6 +161,11 @@ def _rates(facts: MachineFacts) -> Verdict:
     return ok(f"{len(up)} x {fastest:g} Gbit/s")
 
 
+@CHECKS.add(
+    "near-cards",
+    "how far each device is from a network card",
+    "traffic through the processor loses GPUDirect and half of the bandwidth",
+)
 def _near(facts: MachineFacts) -> Verdict:
     matrix = facts.matrix
     if matrix is None or not matrix.cards:
@@ -157,6 +184,11 @@ def _near(facts: MachineFacts) -> Verdict:
     return ok("each device has a card on its own PCIe switch or host bridge")
 
 
+@CHECKS.add(
+    "gpudirect-rdma",
+    "what hands device memory to the network cards",
+    "without it every message is copied through the host's memory",
+)
 def _gpudirect(facts: MachineFacts) -> Verdict:
     if not facts.gpus:
         return NO_GPU
@@ -179,6 +211,11 @@ def _gpudirect(facts: MachineFacts) -> Verdict:
     )
 
 
+@CHECKS.add(
+    "iommu",
+    "the kernel's IOMMU settings",
+    "a translating IOMMU sends peer-to-peer traffic through the processor",
+)
 def _iommu(facts: MachineFacts) -> Verdict:
     line = facts.kernel.command_line
     if line is None:
@@ -192,50 +229,3 @@ def _iommu(facts: MachineFacts) -> Verdict:
             "add iommu=pt to the kernel's command line: peer-to-peer goes through the IOMMU else.",
         )
     return ok("doesn't stand between devices")
-
-
-CHECKS = (
-    Check(
-        "pcie",
-        "generation and lanes of each device's PCIe link",
-        "half the lanes halve copies, offload, and all-reduce without NVLink",
-        _pcie,
-    ),
-    Check(
-        "nvlink",
-        "NVLinks that are inactive, and NVSwitch's fabric manager",
-        "an inactive link slows every ring; without the manager CUDA fails",
-        _nvlinks,
-    ),
-    Check(
-        "device-links",
-        "the slowest link between two devices",
-        "tensor parallelism waits for them in every layer",
-        _device_links,
-    ),
-    Check(
-        "ports",
-        "state of the InfiniBand and RoCE ports",
-        "a port that is down leaves its traffic to the others, or to TCP",
-        _state,
-    ),
-    Check("port-rates", "negotiated rate of the ports", "rings wait for the slowest port", _rates),
-    Check(
-        "near-cards",
-        "how far each device is from a network card",
-        "traffic through the processor loses GPUDirect and half of the bandwidth",
-        _near,
-    ),
-    Check(
-        "gpudirect-rdma",
-        "what hands device memory to the network cards",
-        "without it every message is copied through the host's memory",
-        _gpudirect,
-    ),
-    Check(
-        "iommu",
-        "the kernel's IOMMU settings",
-        "a translating IOMMU sends peer-to-peer traffic through the processor",
-        _iommu,
-    ),
-)

@@ -1,8 +1,9 @@
 """Checks of the host: cores, limits, memory, clock, storage."""
 
-from paceline.doctor.checks.verdict import Check, Verdict, ok, problem, unknown, warning
+from paceline.doctor.checks.verdict import Checks, Verdict, ok, problem, unknown, warning
 from paceline.doctor.facts import MachineFacts
 
+CHECKS = Checks()
 _GIB = 2**30
 _LEAST_CORES_PER_DEVICE = 4
 """A rank's own thread, its backward pass, and two loader processes. Assumed."""
@@ -16,6 +17,11 @@ _VERY_SLOW_WRITE = 50e6
 _UNKNOWN = unknown("the host's own facts are not there")
 
 
+@CHECKS.add(
+    "cores",
+    "cores against ranks and their threads",
+    "ranks that share cores launch late and load late",
+)
 def _cores(facts: MachineFacts) -> Verdict:
     if facts.system is None:
         return _UNKNOWN
@@ -36,6 +42,11 @@ def _cores(facts: MachineFacts) -> Verdict:
     return ok(f"{cores} cores for {ranks} ranks")
 
 
+@CHECKS.add(
+    "cpu-quota",
+    "CPU time that the container may take",
+    "a quota stops every thread of a rank at once, and with it all ranks",
+)
 def _quota(facts: MachineFacts) -> Verdict:
     quota = facts.kernel.quota_cores
     if quota is None or facts.system is None:
@@ -49,6 +60,11 @@ def _quota(facts: MachineFacts) -> Verdict:
     return ok("none, or as many as there are cores")
 
 
+@CHECKS.add(
+    "numa-binding",
+    "NUMA nodes, and the cores that ranks may run on",
+    "a rank on the wrong processor reaches its device through the other one",
+)
 def _binding(facts: MachineFacts) -> Verdict:
     here = facts.system
     if here is None:
@@ -63,6 +79,11 @@ def _binding(facts: MachineFacts) -> Verdict:
     return ok(f"{here.numa_nodes} NUMA nodes; this process is bound to {here.cores} cores")
 
 
+@CHECKS.add(
+    "governor",
+    "the cores' frequency governor",
+    "powersave wakes cores slowly: launches and gloo are late",
+)
 def _governor(facts: MachineFacts) -> Verdict:
     governor = facts.kernel.governor
     if governor is None:
@@ -72,6 +93,11 @@ def _governor(facts: MachineFacts) -> Verdict:
     return warning(governor, "cpupower frequency-set -g performance.")
 
 
+@CHECKS.add(
+    "shared-memory",
+    "size of /dev/shm",
+    "NCCL and loader processes pass data through it; docker gives 64 MiB",
+)
 def _shared_memory(facts: MachineFacts) -> Verdict:
     size = facts.system.shm_bytes if facts.system else None
     if size is None:
@@ -84,6 +110,7 @@ def _shared_memory(facts: MachineFacts) -> Verdict:
     return ok(told)
 
 
+@CHECKS.add("locked-memory", "limit of pinned memory", "RDMA can't register its buffers")
 def _memlock(facts: MachineFacts) -> Verdict:
     limit = facts.kernel.limits.get("locked memory")
     if limit is None:
@@ -97,10 +124,16 @@ def _memlock(facts: MachineFacts) -> Verdict:
     return ok(told)
 
 
+@CHECKS.add(
+    "open-files", "limit of open files", "each pair of ranks takes a few, each shard of data one"
+)
 def _files(facts: MachineFacts) -> Verdict:
     return _limit(facts, "open files", _LEAST_FILES, "ulimit -n 65536.")
 
 
+@CHECKS.add(
+    "processes", "limit of processes and threads", "ranks, loaders and their threads count together"
+)
 def _processes(facts: MachineFacts) -> Verdict:
     return _limit(facts, "processes", _LEAST_PROCESSES, "ulimit -u 65536.")
 
@@ -113,6 +146,9 @@ def _limit(facts: MachineFacts, name: str, least: int, fix: str) -> Verdict:
     return ok(told) if limit >= least else warning(told, fix)
 
 
+@CHECKS.add(
+    "memory", "free memory, swap, reserved huge pages", "a rank that swaps holds up all others"
+)
 def _memory(facts: MachineFacts) -> Verdict:
     said = facts.kernel.memory_bytes
     if "MemTotal" not in said:
@@ -137,18 +173,25 @@ def _memory(facts: MachineFacts) -> Verdict:
     return ok(told)
 
 
+@CHECKS.add(
+    "huge-pages",
+    "transparent huge pages",
+    "CPU ranks and offloaded states touch gigabytes in 4 KiB pages else",
+)
 def _huge_pages(facts: MachineFacts) -> Verdict:
     chosen = facts.kernel.huge_pages
     if chosen is None:
         return unknown("the kernel doesn't tell")
     if chosen == "never":
-        return warning(
-            chosen,
-            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled.",
-        )
+        return warning(chosen, "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled.")
     return ok(chosen)
 
 
+@CHECKS.add(
+    "clock",
+    "synchronisation of the host's clock",
+    "traces and logs of several hosts can't be laid side by side else",
+)
 def _clock(facts: MachineFacts) -> Verdict:
     synchronised = facts.kernel.clock_synchronised
     if synchronised is None:
@@ -158,6 +201,7 @@ def _clock(facts: MachineFacts) -> Verdict:
     return ok("synchronised")
 
 
+@CHECKS.add("disk-space", "free space in the folder", "a checkpoint that doesn't fit is none")
 def _space(facts: MachineFacts) -> Verdict:
     disk = facts.storage
     if disk is None:
@@ -168,6 +212,11 @@ def _space(facts: MachineFacts) -> Verdict:
     return ok(told)
 
 
+@CHECKS.add(
+    "storage-speed",
+    "writing and reading a file of at most 256 MiB",
+    "slow checkpoints and slow data are waited for",
+)
 def _speed(facts: MachineFacts) -> Verdict:
     disk = facts.storage
     if disk is None or disk.write_bytes_per_s is None or disk.read_bytes_per_s is None:
@@ -182,6 +231,7 @@ def _speed(facts: MachineFacts) -> Verdict:
     return warning(told, fix) if disk.write_bytes_per_s < _SLOW_WRITE else ok(told)
 
 
+@CHECKS.add("container", "whether this is a container", "its limits are not the host's")
 def _container(facts: MachineFacts) -> Verdict:
     here = facts.system
     if here is None:
@@ -189,78 +239,3 @@ def _container(facts: MachineFacts) -> Verdict:
     if here.container is None:
         return ok("none")
     return ok(f"{here.container}: its own limits count, see quota, memory and shared-memory")
-
-
-CHECKS = (
-    Check(
-        "cores",
-        "cores against ranks and their threads",
-        "ranks that share cores launch late and load late",
-        _cores,
-    ),
-    Check(
-        "cpu-quota",
-        "CPU time that the container may take",
-        "a quota stops every thread of a rank at once, and with it all ranks",
-        _quota,
-    ),
-    Check(
-        "numa-binding",
-        "NUMA nodes, and the cores that ranks may run on",
-        "a rank on the wrong processor reaches its device through the other one",
-        _binding,
-    ),
-    Check(
-        "governor",
-        "the cores' frequency governor",
-        "powersave wakes cores slowly: launches and gloo are late",
-        _governor,
-    ),
-    Check(
-        "shared-memory",
-        "size of /dev/shm",
-        "NCCL and loader processes pass data through it; docker gives 64 MiB",
-        _shared_memory,
-    ),
-    Check("locked-memory", "limit of pinned memory", "RDMA can't register its buffers", _memlock),
-    Check(
-        "open-files",
-        "limit of open files",
-        "each pair of ranks takes a few, each shard of data one",
-        _files,
-    ),
-    Check(
-        "processes",
-        "limit of processes and threads",
-        "ranks, loaders and their threads count together",
-        _processes,
-    ),
-    Check(
-        "memory",
-        "free memory, swap, reserved huge pages",
-        "a rank that swaps holds up all others",
-        _memory,
-    ),
-    Check(
-        "huge-pages",
-        "transparent huge pages",
-        "CPU ranks and offloaded states touch gigabytes in 4 KiB pages else",
-        _huge_pages,
-    ),
-    Check(
-        "clock",
-        "synchronisation of the host's clock",
-        "traces and logs of several hosts can't be laid side by side else",
-        _clock,
-    ),
-    Check(
-        "disk-space", "free space in the folder", "a checkpoint that doesn't fit is none", _space
-    ),
-    Check(
-        "storage-speed",
-        "writing and reading a file of at most 256 MiB",
-        "slow checkpoints and slow data are waited for",
-        _speed,
-    ),
-    Check("container", "whether this is a container", "its limits are not the host's", _container),
-)

@@ -2,17 +2,25 @@
 
 from collections.abc import Callable, Mapping
 
-from paceline.doctor.checks.verdict import (
-    Check,
-    Verdict,
-    ok,
-    problem,
-    unknown,
-    warning,
-)
+from paceline.doctor.checks.verdict import Checks, Verdict, ok, problem, unknown, warning
 from paceline.doctor.facts import MachineFacts
+from paceline.doctor.nccl_log import NcclLog
 
+CHECKS = Checks()
 _NO_LOG = unknown("no log: run the job with NCCL_DEBUG=INFO and give its output by --nccl-log")
+
+
+def _of_log(
+    name: str, looks_at: str, why: str
+) -> Callable[[Callable[[MachineFacts, NcclLog], Verdict]], None]:
+    """As `CHECKS.add`, of a function that takes the log too, where there is one."""
+
+    def added(judge: Callable[[MachineFacts, NcclLog], Verdict]) -> None:
+        CHECKS.add(name, looks_at, why)(
+            lambda facts: _NO_LOG if facts.nccl is None else judge(facts, facts.nccl)
+        )
+
+    return added
 
 
 def _zero(value: str) -> bool:
@@ -54,10 +62,12 @@ HURTS: Mapping[str, tuple[Callable[[str], bool], str]] = {
 }
 
 
-def _network(facts: MachineFacts) -> Verdict:
-    log = facts.nccl
-    if log is None:
-        return _NO_LOG
+@_of_log(
+    "nccl-network",
+    "which network NCCL uses between hosts",
+    "TCP costs cores, and reaches a part of the port's rate",
+)
+def _network(facts: MachineFacts, log: NcclLog) -> Verdict:
     sockets, all_net = log.channels("NET/Socket"), log.channels("NET")
     uses_sockets = sockets or (not all_net and "Socket" in log.networks)
     has_ports = any(port.is_active for port in facts.ports or ()) or bool(log.cards)
@@ -81,10 +91,12 @@ def _network(facts: MachineFacts) -> Verdict:
     return ok(f"{all_net} channels over {', '.join(log.networks) or 'RDMA'}")
 
 
-def _peers(facts: MachineFacts) -> Verdict:
-    log = facts.nccl
-    if log is None:
-        return _NO_LOG
+@_of_log(
+    "nccl-peers",
+    "whether devices of a host reach each other directly",
+    "through the host's memory an all-reduce is several times slower",
+)
+def _peers(facts: MachineFacts, log: NcclLog) -> Verdict:
     peer, shared = log.channels("P2P"), log.channels("SHM")
     if shared:
         return problem(
@@ -96,10 +108,12 @@ def _peers(facts: MachineFacts) -> Verdict:
     return ok(f"{peer} channels from device to device")
 
 
-def _gdr(facts: MachineFacts) -> Verdict:
-    log = facts.nccl
-    if log is None:
-        return _NO_LOG
+@_of_log(
+    "nccl-gdr",
+    "whether the cards read device memory themselves (GDRDMA)",
+    "without it every message crosses PCIe twice",
+)
+def _gdr(facts: MachineFacts, log: NcclLog) -> Verdict:
     rdma = log.channels("NET") - log.channels("NET/Socket")
     direct = sum(number for path, number in log.paths.items() if "GDRDMA" in path)
     if not rdma:
@@ -113,10 +127,10 @@ def _gdr(facts: MachineFacts) -> Verdict:
     return ok(f"all {rdma} channels")
 
 
-def _nvls(facts: MachineFacts) -> Verdict:
-    log = facts.nccl
-    if log is None:
-        return _NO_LOG
+@_of_log(
+    "nvls", "whether NVSwitches add up (NVLS)", "all-reduces send each byte once instead of twice"
+)
+def _nvls(facts: MachineFacts, log: NcclLog) -> Verdict:
     if log.nvls is None:
         return unknown("the log doesn't say")
     has_switches = facts.matrix is not None and facts.matrix.device_links == "nvswitch"
@@ -129,10 +143,12 @@ def _nvls(facts: MachineFacts) -> Verdict:
     return ok("available" if log.nvls else "these devices have none")
 
 
-def _said(facts: MachineFacts) -> Verdict:
-    log = facts.nccl
-    if log is None:
-        return _NO_LOG
+@_of_log(
+    "nccl-log",
+    "versions and warnings in the log",
+    "two versions of NCCL hang or crash; warnings name what it gave up",
+)
+def _said(facts: MachineFacts, log: NcclLog) -> Verdict:
     if len(log.versions) > 1:
         return problem(
             f"ranks run NCCL {' and '.join(log.versions)}", "install one version everywhere."
@@ -145,10 +161,12 @@ def _said(facts: MachineFacts) -> Verdict:
     return ok(f"NCCL {', '.join(log.versions) or '(version not told)'}, no warnings")
 
 
-def _chosen(facts: MachineFacts) -> Verdict:
-    log = facts.nccl
-    if log is None:
-        return _NO_LOG
+@_of_log(
+    "nccl-choice",
+    "algorithm and protocol for the largest messages, where the log has them",
+    "a forced protocol for small messages halves large ones",
+)
+def _chosen(facts: MachineFacts, log: NcclLog) -> Verdict:
     if not log.choices:
         return unknown("the log doesn't say: NCCL_DEBUG_SUBSYS=INIT,ENV,NET,GRAPH,TUNING does")
     largest: dict[str, tuple[int, str]] = {}
@@ -161,6 +179,11 @@ def _chosen(facts: MachineFacts) -> Verdict:
     return ok(told)
 
 
+@CHECKS.add(
+    "settings",
+    "environment variables of NCCL, torch and CUDA that hold them back",
+    "they were set once against a fault, and stay in scripts for years",
+)
 def _settings(facts: MachineFacts) -> Verdict:
     given = facts.environment
     if facts.system is None and not given:
@@ -177,49 +200,3 @@ def _settings(facts: MachineFacts) -> Verdict:
         )
     known = sorted(name for name in given if name.startswith("NCCL_") and name != "NCCL_DEBUG")
     return ok(f"none that holds it back ({', '.join(known) or 'none set'})")
-
-
-CHECKS = (
-    Check(
-        "nccl-network",
-        "which network NCCL uses between hosts",
-        "TCP costs cores, and reaches a part of the port's rate",
-        _network,
-    ),
-    Check(
-        "nccl-peers",
-        "whether devices of a host reach each other directly",
-        "through the host's memory an all-reduce is several times slower",
-        _peers,
-    ),
-    Check(
-        "nccl-gdr",
-        "whether the cards read device memory themselves (GDRDMA)",
-        "without it every message crosses PCIe twice",
-        _gdr,
-    ),
-    Check(
-        "nvls",
-        "whether NVSwitches add up (NVLS)",
-        "all-reduces send each byte once instead of twice",
-        _nvls,
-    ),
-    Check(
-        "nccl-log",
-        "versions and warnings in the log",
-        "two versions of NCCL hang or crash; warnings name what it gave up",
-        _said,
-    ),
-    Check(
-        "nccl-choice",
-        "algorithm and protocol for the largest messages, where the log has them",
-        "a forced protocol for small messages halves large ones",
-        _chosen,
-    ),
-    Check(
-        "settings",
-        "environment variables of NCCL, torch and CUDA that hold them back",
-        "they were set once against a fault, and stay in scripts for years",
-        _settings,
-    ),
-)

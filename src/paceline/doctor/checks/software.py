@@ -1,12 +1,16 @@
 """Checks of versions that belong together."""
 
-from paceline.doctor.checks.verdict import NO_GPU, Check, Verdict, ok, problem, unknown, warning
+from paceline.doctor.checks.verdict import NO_GPU, Checks, Verdict, ok, problem, unknown, warning
 from paceline.doctor.facts import MachineFacts
 from paceline.doctor.software import CUDA_OF_ARCHITECTURE, MINIMUM_DRIVER, version
 
+CHECKS = Checks()
 _UNKNOWN = unknown("it is not known which torch is installed")
 
 
+@CHECKS.add(
+    "driver", "driver against torch's CUDA", "an older driver than CUDA needs finds no device"
+)
 def _driver(facts: MachineFacts) -> Verdict:
     if facts.software is None:
         return _UNKNOWN
@@ -28,6 +32,11 @@ def _driver(facts: MachineFacts) -> Verdict:
     return ok(f"driver {facts.driver.version} runs CUDA {cuda} (needs {wanted})")
 
 
+@CHECKS.add(
+    "architecture",
+    "devices against torch's CUDA",
+    "kernels that weren't compiled for a device don't start",
+)
 def _architecture(facts: MachineFacts) -> Verdict:
     if facts.software is None:
         return _UNKNOWN
@@ -52,6 +61,11 @@ def _architecture(facts: MachineFacts) -> Verdict:
     return ok(f"CUDA {cuda} knows {name}")
 
 
+@CHECKS.add(
+    "versions",
+    "Paceline's and torch's requirements (cuDNN, NCCL, Triton) against what is installed",
+    "torch is tested with exactly those",
+)
 def _together(facts: MachineFacts) -> Verdict:
     if facts.software is None:
         return _UNKNOWN
@@ -68,6 +82,11 @@ def _together(facts: MachineFacts) -> Verdict:
     return ok(f"{len(facts.software.required)} requirements of Paceline and torch are met")
 
 
+@CHECKS.add(
+    "nccl-version",
+    "the NCCL that is loaded against the one that torch came with",
+    "another one in LD_LIBRARY_PATH is older than its headers, or differs between hosts",
+)
 def _nccl_loaded(facts: MachineFacts) -> Verdict:
     if facts.software is None:
         return _UNKNOWN
@@ -88,6 +107,11 @@ def _nccl_loaded(facts: MachineFacts) -> Verdict:
     return ok(f"NCCL {loaded[0]}, the one that torch came with")
 
 
+@CHECKS.add(
+    "monitoring",
+    "programs that watch devices and hosts",
+    "clocks, errors and traffic are known afterwards only if somebody wrote them down",
+)
 def _monitoring(facts: MachineFacts) -> Verdict:
     if facts.software is None:
         return _UNKNOWN
@@ -99,37 +123,3 @@ def _monitoring(facts: MachineFacts) -> Verdict:
         "neither DCGM nor a Prometheus exporter of the host is installed",
         "install dcgm-exporter and node_exporter beside the run's own metrics.",
     )
-
-
-CHECKS = (
-    Check(
-        "driver",
-        "driver against torch's CUDA",
-        "an older driver than CUDA needs finds no device",
-        _driver,
-    ),
-    Check(
-        "architecture",
-        "devices against torch's CUDA",
-        "kernels that weren't compiled for a device don't start",
-        _architecture,
-    ),
-    Check(
-        "versions",
-        "Paceline's and torch's requirements (cuDNN, NCCL, Triton) against what is installed",
-        "torch is tested with exactly those",
-        _together,
-    ),
-    Check(
-        "nccl-version",
-        "the NCCL that is loaded against the one that torch came with",
-        "another one in LD_LIBRARY_PATH is older than its headers, or differs between hosts",
-        _nccl_loaded,
-    ),
-    Check(
-        "monitoring",
-        "programs that watch devices and hosts",
-        "clocks, errors and traffic are known afterwards only if somebody wrote them down",
-        _monitoring,
-    ),
-)

@@ -19,6 +19,9 @@ class Verdict:
     """Of a problem or a warning."""
 
 
+Judge = Callable[[MachineFacts], Verdict]
+
+
 @dataclass(frozen=True)
 class Check:
     """A row of the table of checks."""
@@ -26,7 +29,20 @@ class Check:
     name: str
     looks_at: str
     why: str
-    judge: Callable[[MachineFacts], Verdict]
+    judge: Judge
+
+
+class Checks(list[Check]):
+    """Rows of the table, in the order in which they are shown."""
+
+    def add(self, name: str, looks_at: str, why: str) -> Callable[[Judge], Judge]:
+        """A decorator that makes a function one of them."""
+
+        def added(judge: Judge) -> Judge:
+            self.append(Check(name, looks_at, why, judge))
+            return judge
+
+        return added
 
 
 def ok(seen: str) -> Verdict:

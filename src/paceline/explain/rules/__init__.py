@@ -2,13 +2,13 @@
 
 A rule says nothing where it can't see, and estimates what mending its cause would give, not how
 long the thing takes: a wait that other ranks' work hides gives nothing. To add one, write a
-function in the file of its subject and a row in `RULES`; docs/explain.md tells each, by that table.
+function in the file of its subject and a `Rule` in `_CAUSES`; docs/explain.md lists them all.
 
 What holds for all of them is done here, for all at once: a rule isn't asked what a trace can't say
 (`blind`), and what it says passes `sound`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from math import isfinite
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from paceline.explain.rules import (
     environment,
     gradients,
     host,
+    interruptions,
     kernels,
     links,
     memory,
@@ -40,7 +41,7 @@ _NO_TRAINING = (caveats.INFERENCE,)
 class Rule(NamedTuple):
     """A rule, and what a person has to know of it."""
 
-    find: Callable[[Subject], Finding | None]
+    find: Callable[..., Finding | None]
     needs: str
     """What has to be seen for it to speak."""
     silent: str
@@ -50,19 +51,24 @@ class Rule(NamedTuple):
     blind: tuple[str, ...] = ()
     """Kinds of caveats with which it isn't asked."""
 
-    def __call__(self, subject: Subject) -> Finding | None:
-        """What it finds, as it may be told."""
+    @property
+    def name(self) -> str:
+        """That of its function."""
+        return self.find.__name__.replace("_", "-")
+
+    def __call__(self, subject: Subject, *explained_s: float) -> Finding | None:
+        """What it finds, as it may be told; of a residual, less what others explained."""
         account = subject.account
         if account is not None and any(account.caveat(kind) for kind in self.blind):
             return None
-        found = self.find(subject)
-        return None if found is None else sound(subject, found)
+        found = self.find(subject, *explained_s)
+        return None if found is None else sound(subject, replace(found, name=self.name))
 
 
 _EXCHANGES = ("exposed_comm", "straggler_wait")
 
-RULES: Mapping[str, Rule] = {
-    "straggler-rank": Rule(
+_CAUSES = (
+    Rule(
         uneven.straggler_rank,
         "ranks that met in collectives, or a run; the same rank last in most steps, in the first "
         "half as in the second",
@@ -71,27 +77,27 @@ RULES: Mapping[str, Rule] = {
         _EXCHANGES,
         _NO_DEVICE,
     ),
-    "slow-link": Rule(
+    Rule(
         links.slow_link,
         "bytes, and the collectives of all ranks of a group; a measured curve, or sockets of a CPU",
         "one rank alone was recorded: it can't tell a slow link from a late rank",
         _EXCHANGES,
         (*_NO_DEVICE, *_NO_STEPS),
     ),
-    "wrong-fabric": Rule(
+    Rule(
         links.wrong_fabric,
         "NCCL's log in the run's `log/`, or `paceline doctor --run`",
         "no communication is exposed",
         _EXCHANGES,
         _NO_DEVICE,
     ),
-    "loader-bound": Rule(
+    Rule(
         stalls.loader_bound,
         "`data_wait`: a range of our loop, or of torch's DataLoader",
         "other ranks' work hides the wait",
         ("data_wait", "straggler_wait"),
     ),
-    "host-bound": Rule(
+    Rule(
         host.host_bound,
         "the device idle while the host hadn't launched yet; on a CPU a pause at the same place of "
         "every step",
@@ -99,14 +105,14 @@ RULES: Mapping[str, Rule] = {
         ("host_gap",),
         _NO_DEVICE,
     ),
-    "sync-points": Rule(
+    Rule(
         host.sync_points,
         "more than three values read, or numbers agreed on, in a step",
         "the device isn't idle afterwards; numbers of ranks that were not recorded",
         ("host_gap", *_EXCHANGES),
         (*_NO_DEVICE, *_NO_STEPS),
     ),
-    "reduce-every-micro-batch": Rule(
+    Rule(
         gradients.reduce_every_micro_batch,
         "the same gradients all-reduced in two or more backward passes of most steps, with no "
         "optimizer between",
@@ -114,47 +120,47 @@ RULES: Mapping[str, Rule] = {
         _EXCHANGES,
         (*_NO_DEVICE, *_NO_STEPS, *_NO_TRAINING),
     ),
-    "buckets-too-small": Rule(
+    Rule(
         gradients.buckets_too_small,
         "half as many all-reduces of gradients again as are worth it, and their bytes",
         "",
         _EXCHANGES,
         (*_NO_DEVICE, *_NO_STEPS, *_NO_TRAINING),
     ),
-    "buckets-too-large": Rule(
+    Rule(
         gradients.buckets_too_large,
         "all gradients in one or two all-reduces, three quarters of them exposed",
         "",
         _EXCHANGES,
         (*_NO_DEVICE, *_NO_STEPS, *_NO_TRAINING),
     ),
-    "no-overlap": Rule(
+    Rule(
         gradients.no_overlap,
         "three or more all-reduces of gradients, three quarters of them exposed",
         "",
         _EXCHANGES,
         (*_NO_DEVICE, *_NO_STEPS, *_NO_TRAINING),
     ),
-    "regather-in-pipeline": Rule(
+    Rule(
         pipeline.regather_in_pipeline,
         "all-gathers of shards in two or more passes of most steps, beside a pipeline's messages",
         "operators of autograd were not recorded",
         _EXCHANGES,
         (*_NO_DEVICE, *_NO_STEPS, *_NO_TRAINING),
     ),
-    "uneven-stages": Rule(
+    Rule(
         pipeline.uneven_stages,
         "a run with one stage a rank",
         "the split is the best one already",
         ("bubble", "exposed_comm.pp", "straggler_wait"),
     ),
-    "few-micro-batches": Rule(
+    Rule(
         pipeline.few_micro_batches,
         "a run with a pipeline, and a smaller micro-batch that can run",
         "smaller micro-batches cost more than the bubble they save",
         ("bubble", "exposed_comm.pp", "straggler_wait"),
     ),
-    "expert-imbalance": Rule(
+    Rule(
         uneven.expert_imbalance,
         "several ranks with experts; the busiest computes 8 % more than the mean, and its exchange "
         "of tokens is larger, where bytes are known",
@@ -162,7 +168,7 @@ RULES: Mapping[str, Rule] = {
         _EXCHANGES,
         _NO_DEVICE,
     ),
-    "length-imbalance": Rule(
+    Rule(
         uneven.length_imbalance,
         "several ranks; now this one, now that one computes 8 % more than the mean, and not in the "
         "optimizer",
@@ -170,15 +176,15 @@ RULES: Mapping[str, Rule] = {
         _EXCHANGES,
         _NO_DEVICE,
     ),
-    "allocator-retries": Rule(
+    Rule(
         memory.allocator_retries,
         "calls of the driver for memory in half of the steps or more",
         "they are in the first recorded steps only: that is warming up",
         ("host_gap",),
         _NO_DEVICE,
     ),
-    "fp32": Rule(
-        kernels.wide_arithmetic,
+    Rule(
+        kernels.fp32,
         "kernels of products (cuDNN's, cuBLAS', CUTLASS', Tensile's, MIOpen's) named for fp32 or "
         "TF32, on a device known to have 16-bit products; of a run its Job",
         "the trace doesn't describe its device; a device without them (before V100, MI100); bf16 "
@@ -186,7 +192,7 @@ RULES: Mapping[str, Rule] = {
         ("matmul", "attention"),
         _NO_DEVICE,
     ),
-    "slow-attention": Rule(
+    Rule(
         kernels.slow_attention,
         "softmax kernels beside batched products, on a GPU",
         "any kernel is named for attention: flash, fmha, `attn_fwd`, paged, MLA; softmax of a loss "
@@ -194,14 +200,14 @@ RULES: Mapping[str, Rule] = {
         ("attention",),
         _NO_DEVICE,
     ),
-    "unfused-elementwise": Rule(
+    Rule(
         kernels.unfused_elementwise,
         "a fifth of the step in kernels that do one simple thing, on a GPU",
         "kernels are fused: Inductor's, and those that say so",
         ("other_kernels",),
         _NO_DEVICE,
     ),
-    "small-kernels": Rule(
+    Rule(
         kernels.small_kernels,
         "of a run: micro-batches that fit and are larger; of a trace: seven of ten kernels under "
         "10 us, and the device idle for a fifth of the step",
@@ -209,95 +215,108 @@ RULES: Mapping[str, Rule] = {
         ("host_gap",),
         (*_NO_DEVICE, *_NO_STEPS),
     ),
-    "recompute-not-needed": Rule(
+    Rule(
         memory.recompute_not_needed,
         "a run with recompute, and memory that would hold the activations",
         "the device's memory isn't known",
         ("recompute",),
     ),
-    "sharding-not-needed": Rule(
+    Rule(
         memory.sharding_not_needed,
         "a run with shards, and memory that would hold replicas",
         "the device's memory isn't known",
         ("exposed_comm.fsdp", "host_gap"),
     ),
-    "model-too-small": Rule(
+    Rule(
         kernels.model_too_small,
         "several ranks that exchange as replicas do, most of the step exposed",
         "ranks that share a network too large for one, or that a trace doesn't tell apart",
         ("exposed_comm",),
         (*_NO_DEVICE, *_NO_TRAINING),
     ),
-    "peak-missing": Rule(
-        environment.peak_missing, "a run whose device has no peak in the catalogue", ""
+    Rule(
+        environment.peak_missing,
+        "a run whose device has no peak in the catalogue",
+        "",
     ),
-    "checkpoint-stall": Rule(
-        stalls.checkpoint_stall, "a run's steps that waited", "", ("checkpoint_stall",)
+    Rule(
+        stalls.checkpoint_stall,
+        "a run's steps that waited",
+        "",
+        ("checkpoint_stall",),
     ),
-    "evaluation-stall": Rule(
+    Rule(
         stalls.evaluation_stall,
         "a run that evaluates",
         "evaluations take less than a hundredth of the time",
     ),
-    "logging-stall": Rule(stalls.logging_stall, "a run's time between its steps", ""),
-    "garbage-collection": Rule(
+    Rule(
+        interruptions.interruptions,
+        "an elastic run (`events.jsonl`) that lost machines",
+        "nothing was lost, or no step was kept",
+    ),
+    Rule(stalls.logging_stall, "a run's time between its steps", ""),
+    Rule(
         stalls.garbage_collection,
         "a run that times its collector, or ranges `paceline.gc`",
         "other ranks' work hides the pauses",
         ("host_gap",),
     ),
-    "warm-up-recorded": Rule(
+    Rule(
         host.warm_up_recorded,
         "libraries loaded or kernels compiled in the first recorded steps, with the device idle",
         "it goes on in half of the steps or more",
         ("host_gap",),
     ),
-    "recompilation": Rule(
+    Rule(
         host.recompilation,
         "torch.compile at work in half of the steps or more",
         "it compiles in the first recorded steps only: that is warming up",
         ("host_gap",),
         _NO_STEPS,
     ),
-    "pageable-copies": Rule(
+    Rule(
         host.pageable_copies,
         "copies from pageable memory, and an idle device",
         "",
         ("host_gap", "data_wait"),
         _NO_DEVICE,
     ),
-    "thread-oversubscription": Rule(
-        host.thread_oversubscription, "a run that knows its cores and threads", ""
+    Rule(
+        host.thread_oversubscription,
+        "a run that knows its cores and threads",
+        "",
     ),
-    "crowded-cores": Rule(host.crowded_cores, "a run that knows its cores and its host's", ""),
-    "cores-taken": Rule(
+    Rule(host.crowded_cores, "a run that knows its cores and its host's", ""),
+    Rule(
         host.cores_taken,
         "a run whose ranks count their waits for a core",
         "one rank alone waits; ranks have more threads than cores",
         ("straggler_wait", "host_gap"),
     ),
-    "checking-left-on": Rule(
-        host.checking_left_on, "a run whose environment has such a setting", ""
-    ),
-    "clock-throttling": Rule(environment.clock_throttling, "`paceline doctor --run`", ""),
-    "compression-missing": Rule(
+    Rule(host.checking_left_on, "a run whose environment has such a setting", ""),
+    Rule(environment.clock_throttling, "`paceline doctor --run`", ""),
+    Rule(
         links.compression_missing,
         "a run with replicas, bytes, and a link bound by them",
         "the link is slower than it should be: that is mended first",
         _EXCHANGES,
     ),
-    "tp-across-nodes": Rule(
+    Rule(
         links.tp_across_nodes,
         "a run whose tensor parallel groups are larger than a node",
         "replicas or shards instead are not expected to gain",
         ("exposed_comm.tp", "straggler_wait"),
     ),
-}
+)
 # What is left over, and how much other rules have explained: they never stand before a cause.
-RESIDUALS: Mapping[str, Callable[[Subject, float], Finding | None]] = {
-    "slow-kernels": residual.slow_kernels,
-    "slower-than-planned": residual.slower_than_planned,
-}
+_LEFT = "what no named cause explains of it"
+_RESIDUALS = (
+    Rule(residual.slow_kernels, "a device whose speed is known", _LEFT),
+    Rule(residual.slower_than_planned, "a prediction", _LEFT),
+)
+RULES = {rule.name: rule for rule in _CAUSES}
+RESIDUALS = {rule.name: rule for rule in _RESIDUALS}
 
 SHOWN = 0.01
 """Findings of a smaller gain are told only to those who ask for all."""
@@ -308,11 +327,10 @@ def findings(subject: Subject) -> list[Finding]:
 
     What was measured beyond the prediction, and no rule explains, is asked for last.
     """
-    found = [each for rule in RULES.values() if (each := rule(subject)) is not None]
+    found = [each for rule in _CAUSES if (each := rule(subject)) is not None]
     found.sort(key=lambda each: -each.weight)
-    for rest in RESIDUALS.values():
-        left = rest(subject, sum(each.gain_s for each in found))
-        left = None if left is None else sound(subject, left)
+    for rule in _RESIDUALS:
+        left = rule(subject, sum(each.gain_s for each in found))
         found += [left] if left is not None else []
     return found
 
@@ -320,8 +338,8 @@ def findings(subject: Subject) -> list[Finding]:
 def sound(subject: Subject, found: Finding) -> Finding | None:
     """A finding as it may be told; None where it may not.
 
-    No gain is above the whole, no setting is offered that the Job can't run with or has already,
-    and nothing that is said of "a step" is more than a guess where nothing marks the steps.
+    No gain is above the whole. No setting is offered that the Job can't run with or has already.
+    Where nothing marks the steps, what is said of "a step" is a guess.
     """
     if not (isfinite(found.gain) and isfinite(found.gain_s)) or found.gain_s < 0:
         return None

@@ -18,15 +18,14 @@ def peak_missing(subject: Subject) -> Finding | None:
     """Nothing can be held against the device's peak: it isn't known."""
     if subject.job is None or subject.facts.get("peak_flops") is not None:
         return None
-    device = subject.job.cluster.known_device
+    device = subject.job.cluster.device
     return Finding(
-        "peak-missing",
+        "",
         f"The {subject.job.layout.precision} peak of {device.name} is not known: no MFU, no "
         "prediction.",
         (
             Evidence(
-                "settings",
-                "Without it losses are measured, but not held against what is possible.",
+                "settings", "Without it losses are measured, but not held against what is possible."
             ),
         ),
         0.0,
@@ -43,13 +42,10 @@ def clock_throttling(subject: Subject) -> Finding | None:
         return None
     clocks = [(gpu["clocks"].get("sm_mhz"), gpu["clocks"].get("max_sm_mhz")) for gpu in slow]
     share = min((now / most for now, most in clocks if now and most), default=1.0)
-    work_s = subject.step_s
-    if subject.account is not None:
-        work_s = float(subject.measured.term_s(*_COMPUTING).mean()) * subject.pace
+    work_s = subject.step_s if subject.account is None else subject.work_s(*_COMPUTING)
     reasons = sorted(_HELD_DOWN & {word for gpu in slow for word in gpu["clocks"]["reasons"]})
     return Finding.of(
         subject,
-        "clock-throttling",
         f"{len(slow)} of {len(_gpus(subject))} devices run at {share:.0%} of their clock.",
         work_s * (1 - share),
         [Evidence("machine", f"`paceline doctor` read {', '.join(reasons)} beside the job.")],

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.config.frozen import size
 from paceline.config.stack import Stack, constant
 from paceline.explain.changes import runnable_changes
 from paceline.explain.finding import Evidence, Finding
@@ -17,8 +16,8 @@ from paceline.explain.rules.busy import queued_s
 from paceline.explain.subject import Subject
 from paceline.explain.traffic import bus_factor
 from paceline.explain.what_if import what_if
-from paceline.observe.summary import bytes_text, step_time_text
 from paceline.plan.search.gradient_comm import BUCKETS_MIB
+from paceline.render.figures import bytes_text, time_text
 
 Array = npt.NDArray[Any]
 
@@ -46,7 +45,6 @@ def reduce_every_micro_batch(subject: Subject) -> Finding | None:
     chance_s = float(subject.measured.term_s("straggler_wait").mean(axis=0).min())
     return Finding.of(
         subject,
-        "reduce-every-micro-batch",
         f"Gradients are all-reduced {times} times in a step, after each micro-batch.",
         cost_s * (times - 1) / times + chance_s * (1 - times**-0.5),
         [
@@ -58,7 +56,7 @@ def reduce_every_micro_batch(subject: Subject) -> Finding | None:
             Evidence(
                 subject.worker,
                 f"{bytes_text(subject.traffic.per_step(where, 'bytes'))} a step in "
-                f"{subject.traffic.count(where):.0f} all-reduces cost {step_time_text(cost_s)}; "
+                f"{subject.traffic.count(where):.0f} all-reduces cost {time_text(cost_s)}; "
                 "once would do.",
             ),
         ],
@@ -88,9 +86,8 @@ def buckets_too_small(subject: Subject) -> Finding | None:
     mib = total / times / wanted / 2**20
     return Finding.of(
         subject,
-        "buckets-too-small",
         f"{count:.0f} all-reduces of {bytes_text(total / count)} a step, each with "
-        f"{step_time_text(latency_s)} of latency.",
+        f"{time_text(latency_s)} of latency.",
         max(measured_s, min(planned_s, _cost_of_term_s(subject) + waits_s)),
         [
             Evidence(
@@ -119,7 +116,6 @@ def buckets_too_large(subject: Subject) -> Finding | None:
     mib = max(0.25, total / _GOOD_NUMBER / 2**20)
     return Finding.of(
         subject,
-        "buckets-too-large",
         f"{bytes_text(total)} of gradients travel in {count:.0f} bucket"
         f"{'s' if count > 1.5 else ''}: {_exposed_share(subject, where):.0%} of the exchange is "
         "exposed.",
@@ -146,7 +142,6 @@ def no_overlap(subject: Subject) -> Finding | None:
         return None
     return Finding.of(
         subject,
-        "no-overlap",
         f"{_exposed_share(subject, where):.0%} of the gradients' exchange is exposed: nothing is "
         "computed beside it.",
         _hideable_s(subject, where),
@@ -154,7 +149,7 @@ def no_overlap(subject: Subject) -> Finding | None:
             Evidence(
                 subject.worker,
                 f"{subject.traffic.count(where):.0f} collectives take "
-                f"{step_time_text(subject.traffic.link_s(where))} of a step.",
+                f"{time_text(subject.traffic.link_s(where))} of a step.",
             ),
             *_told_alone(subject, where),
         ],
@@ -189,14 +184,14 @@ def cost_of_s(subject: Subject, where: Array) -> float:
 
 def _cost_of_term_s(subject: Subject) -> float:
     """What a step has of exposed exchanges between replicas, collectives and calls alike."""
-    return float(subject.measured.term_s("exposed_comm.dp", "straggler_wait").mean())
+    return subject.measured.mean_s("exposed_comm.dp", "straggler_wait")
 
 
 def _told_queued(waits_s: float) -> list[Evidence]:
     """That threads of the exchange hold ranks up, where they do."""
     if not waits_s:
         return []
-    sentence = f"Threads that exchange had a rank's core for {step_time_text(waits_s)} of a step."
+    sentence = f"Threads that exchange had a rank's core for {time_text(waits_s)} of a step."
     return [Evidence("machine", sentence)]
 
 
@@ -254,7 +249,7 @@ def _hideable_s(subject: Subject, where: Array) -> float:
     exposed_s, link_s = traffic.removed_s(where), traffic.link_s(where)
     passes = job.accumulation if job is not None else max(1, _reductions(subject, where))
     terms = ("matmul", "attention", "recompute", "other_kernels", "host_gap")
-    work_s = float(subject.measured.term_s(*terms).mean()) * subject.pace
+    work_s = subject.work_s(*terms)
     backward_s = work_s / passes * _BACKWARD * (1 - 1 / _GOOD_NUMBER)
     # What sockets take of the cores isn't hidden, but moved.
     idle_s = max(0.0, link_s - _processor_s(subject, where))
@@ -264,7 +259,7 @@ def _hideable_s(subject: Subject, where: Array) -> float:
 def best_bucket(subject: Subject) -> tuple[tuple[str, ...], float]:
     """The size of buckets that the planner expects most of, and its gain in seconds."""
     job = subject.job
-    if job is None or size(job.layout.dp) == 1:
+    if job is None or job.layout.dp == 1:
         return (), 0.0
     best: tuple[str, ...] = ()
     gain_s = 0.0

@@ -11,9 +11,9 @@ from paceline.explain.rules.memory import ALLOCATING
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import predicted_s
 from paceline.observe.rank_spread import mean_figure, spread_of
-from paceline.observe.summary import step_time_text
 from paceline.observe.tables.gaps import BETWEEN_KERNELS
 from paceline.observe.terms import TERM_ID
+from paceline.render.figures import time_text
 
 Array = npt.NDArray[Any]
 
@@ -53,14 +53,13 @@ def sync_points(subject: Subject) -> Finding | None:
     agreed_s = subject.traffic.removed_s(numbers) if is_much else 0.0
     told = _longest(subject, account.syncs, "host")
     if read_s:
-        sentence = f"The device is idle for {step_time_text(read_s)} after it was waited for."
+        sentence = f"The device is idle for {time_text(read_s)} after it was waited for."
         told.append(Evidence("device", sentence))
     if agreed_s:
-        sentence = f"Agreeing holds up the rank that waits least for {step_time_text(agreed_s)}."
+        sentence = f"Agreeing holds up the rank that waits least for {time_text(agreed_s)}."
         told.append(Evidence("ranks", sentence))
     return Finding.of(
         subject,
-        "sync-points",
         f"A step reads a value of the device {per_step:.0f} times, and agrees on a number with "
         f"other ranks {agreed:.0f} times.",
         read_s + agreed_s,
@@ -89,9 +88,8 @@ def host_bound(subject: Subject) -> Finding | None:
         )
     return Finding.of(
         subject,
-        "host-bound",
         f"The {'device' if subject.account.is_device else 'step'} stands still for "
-        f"{step_time_text(gain_s)} while the host does something else.",
+        f"{time_text(gain_s)} while the host does something else.",
         gain_s,
         _longest(subject, gaps, "host"),
         advice=f"Move Python work out of the step, {_fewer_launches(subject)}.",
@@ -118,8 +116,7 @@ def warm_up_recorded(subject: Subject) -> Finding | None:
     basis: Basis = "measured" if len(subject.measured.rows) > 2 else "predicted"
     return Finding.of(
         subject,
-        "warm-up-recorded",
-        f"{step_time_text(seconds)} of a recorded step loads libraries and kernels, which later "
+        f"{time_text(seconds)} of a recorded step loads libraries and kernels, which later "
         "steps don't.",
         seconds,
         [*_longest(subject, gaps, "host"), *_idle(subject, seconds)],
@@ -138,8 +135,7 @@ def recompilation(subject: Subject) -> Finding | None:
     gain_s = subject.measured.gain_s(subject.measured.sum_s(gaps))
     return Finding.of(
         subject,
-        "recompilation",
-        f"torch.compile takes {step_time_text(gain_s)} of a step.",
+        f"torch.compile takes {time_text(gain_s)} of a step.",
         gain_s,
         [*_longest(subject, gaps, "host"), *_idle(subject, gain_s)],
         advice="Look at TORCH_LOGS=recompiles,graph_breaks: mark sizes that change as dynamic, pad "
@@ -158,9 +154,8 @@ def pageable_copies(subject: Subject) -> Finding | None:
     seconds = float(pageable["total_ns"].sum()) / len(account.steps) / 1e9
     return Finding.of(
         subject,
-        "pageable-copies",
-        f"{step_time_text(seconds)} of a step copies from pageable memory to the device.",
-        min(seconds, float(subject.measured.term_s("host_gap", "data_wait").mean())),
+        f"{time_text(seconds)} of a step copies from pageable memory to the device.",
+        min(seconds, subject.measured.mean_s("host_gap", "data_wait")),
         [Evidence("device", f"{pageable['count'].sum() / len(account.steps):.0f} copies a step.")],
         advice="Give the loader pin_memory=True, and copy with non_blocking=True.",
     )
@@ -181,7 +176,6 @@ def thread_oversubscription(subject: Subject) -> Finding | None:
     gain_s = gain_s if gain_s > 0 else subject.step_s * (1 - cores / wanted) / 2
     return Finding.of(
         subject,
-        "thread-oversubscription",
         f"{ranks} ranks with {threads} threads each share {cores} cores.",
         gain_s,
         [
@@ -209,7 +203,6 @@ def crowded_cores(subject: Subject) -> Finding | None:
         return None
     return Finding.of(
         subject,
-        "crowded-cores",
         f"{ranks} ranks share {cores} of the host's {of_host} cores.",
         _work_of_cores_s(subject) * (1 - cores / could),
         [Evidence("settings", "The ranks' affinity masks leave them no others.")],
@@ -232,15 +225,14 @@ def cores_taken(subject: Subject) -> Finding | None:
         return None
     return Finding.of(
         subject,
-        "cores-taken",
-        f"Every rank is without a core for {step_time_text(least_s)} of a step or more.",
+        f"Every rank is without a core for {time_text(least_s)} of a step or more.",
         # What one rank alone waits is a slow rank's.
         least_s - FAIR_QUEUE * step_s,
         [
             Evidence(
                 "machine",
                 f"Rank {waits.at} was ready to compute and had none for "
-                f"{step_time_text(min(waits.most, step_s))}, by the kernel's count of queues and "
+                f"{time_text(min(waits.most, step_s))}, by the kernel's count of queues and "
                 "of stolen time.",
             ),
             *_slower_than_known(subject),
@@ -261,7 +253,6 @@ def checking_left_on(subject: Subject) -> Finding | None:
     gain_s = _ASSUMED_CHECKS * subject.step_s if should_s is None else subject.step_s - should_s
     return Finding.of(
         subject,
-        "checking-left-on",
         f"Set for finding errors: {', '.join(checks)}.",
         gain_s,
         [
@@ -285,7 +276,7 @@ def _slower_than_known(subject: Subject) -> list[Evidence]:
     if should_s is None or should_s > subject.step_s:
         return []
     sentence = (
-        f"A step takes {step_time_text(subject.step_s)}, and {step_time_text(should_s)} by what "
+        f"A step takes {time_text(subject.step_s)}, and {time_text(should_s)} by what "
         "was measured of this machine."
     )
     return [Evidence("reference", sentence)]
@@ -295,7 +286,7 @@ def _idle(subject: Subject, seconds: float) -> list[Evidence]:
     """That the device has nothing to do meanwhile."""
     if subject.account is None or not subject.account.is_device:
         return []
-    return [Evidence("device", f"It is idle for {step_time_text(seconds)} of a step meanwhile.")]
+    return [Evidence("device", f"It is idle for {time_text(seconds)} of a step meanwhile.")]
 
 
 def _recurring(subject: Subject, gaps: Array) -> Array:
@@ -313,8 +304,8 @@ def _work_of_cores_s(subject: Subject) -> float:
     if subject.account is None:
         return subject.step_s if subject.cores_are_taken else 0.0
     if subject.account.is_device:
-        return float(subject.measured.term_s("host_gap", "data_wait").mean())
-    return subject.step_s - float(subject.measured.term_s("exposed_comm").mean())
+        return subject.measured.mean_s("host_gap", "data_wait")
+    return subject.step_s - subject.measured.mean_s("exposed_comm")
 
 
 def _agreements(subject: Subject) -> Array:
@@ -398,5 +389,5 @@ def _longest(subject: Subject, rows: Array, source: Source) -> list[Evidence]:
     for at in np.argsort(-totals)[:3]:
         name, line = (account.names[i] if i >= 0 else "" for i in pairs[at])
         place = f" at {line}" if line else ""
-        told.append(f"{name[:60]}{place} {step_time_text(totals[at] / 1e9)}")
+        told.append(f"{name[:60]}{place} {time_text(totals[at] / 1e9)}")
     return [Evidence(source, f"Most of it: {'; '.join(told)}.")]

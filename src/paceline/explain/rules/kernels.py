@@ -6,15 +6,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from paceline.config.frozen import size
 from paceline.config.job import Job
 from paceline.explain.changes import changed_job, runnable_changes
 from paceline.explain.finding import Evidence, Finding
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import fits, what_if
 from paceline.observe.caveats import TraceDevice
-from paceline.observe.summary import step_time_text
 from paceline.observe.terms import OTHER_IDS, TERM_ID
+from paceline.render.figures import time_text
 
 # Names of cuBLAS, cuDNN (engines take their type first: dgrad_engine<float, ...), CUTLASS, Tensile
 # (Cijk_..._S..: single precision, where H and B are halves) and MIOpen. TF32 is looked for first.
@@ -59,7 +58,7 @@ _FILLING_TOKENS = {True: 1024, False: 8192}
 _BEYOND_SEEN = 3.0
 
 
-def wide_arithmetic(subject: Subject) -> Finding | None:
+def fp32(subject: Subject) -> Finding | None:
     """Products in fp32 (or fp64) where bf16 was at hand."""
     job = subject.job
     if job is None:
@@ -76,20 +75,19 @@ def wide_arithmetic(subject: Subject) -> Finding | None:
     elif now == "fp64":
         # Half the bytes, and twice as many numbers in a vector register: half the time.
         work = ("matmul", "attention", "other_kernels", "recompute", "optimizer")
-        gain_s = 0.5 * _work_s(subject, *work)
+        gain_s = 0.5 * subject.work_s(*work)
     else:
         return _wide_kernels(subject, changes, "bf16")
     return Finding.of(
         subject,
-        "fp32",
         f"Products are computed in {now}.",
         gain_s,
         [
             Evidence("settings", f"layout.precision is {now}."),
             Evidence(
                 "machine",
-                f"{job.cluster.known_device.name} computes in "
-                f"{', '.join(job.cluster.known_device.precisions)}.",
+                f"{job.cluster.device.name} computes in "
+                f"{', '.join(job.cluster.device.precisions)}.",
             ),
         ],
         changes=changes,
@@ -116,8 +114,7 @@ def slow_attention(subject: Subject) -> Finding | None:
     seconds = float(attention["total_ns"].sum()) / len(subject.account.steps) / 1e9
     return Finding.of(
         subject,
-        "slow-attention",
-        f"Attention runs as separate kernels: {step_time_text(seconds)} of a step.",
+        f"Attention runs as separate kernels: {time_text(seconds)} of a step.",
         seconds * (1 - _ATTENTION_LEFT) * subject.pace,
         [
             Evidence(
@@ -144,7 +141,7 @@ def unfused_elementwise(subject: Subject) -> Finding | None:
     simple = [_is_simple(account.names[name]) for name in kernels["name"]]
     whole_ns, simple_ns = kernels["total_ns"].sum(), kernels["total_ns"][simple].sum()
     # Kernels beside products cost nothing: the term has what is left of them.
-    seconds = _work_s(subject, "other_kernels") * float(simple_ns) / max(1.0, float(whole_ns))
+    seconds = subject.work_s("other_kernels") * float(simple_ns) / max(1.0, float(whole_ns))
     if seconds < _MUCH_ELEMENTWISE * subject.step_s:
         return None
     changes = runnable_changes(subject.job, "layout.compile=true")
@@ -152,7 +149,6 @@ def unfused_elementwise(subject: Subject) -> Finding | None:
     gain_s = seconds * (1 - _FUSED_LEFT)
     return Finding.of(
         subject,
-        "unfused-elementwise",
         f"{seconds / subject.step_s:.0%} of the step is norms, activations, casts and copies, "
         "kernel by kernel.",
         gain_s if asked is None else min(asked.gain_s, seconds),
@@ -176,14 +172,13 @@ def small_kernels(subject: Subject) -> Finding | None:
         return None
     return Finding.of(
         subject,
-        "small-kernels",
         f"Micro-batches of {job.micro_batch} are too small: {job.accumulation} passes a step, each "
         "with the same launches.",
         best.gain_s,
         [
             Evidence(
                 "host",
-                f"Between operators {step_time_text(_work_s(subject, 'host_gap'))} of a step pass; "
+                f"Between operators {time_text(subject.work_s('host_gap'))} of a step pass; "
                 f"with micro-batches of {best.micro_batch}, passes: {best.passes}.",
             )
         ],
@@ -201,19 +196,18 @@ def model_too_small(subject: Subject) -> Finding | None:
     num_ranks = job.layout.num_ranks if job is not None else _ranks_of_trace(subject)
     if num_ranks < 2 or len(measured.ranks) < num_ranks:
         return None
-    alone_s = num_ranks * (measured.step_s - float(measured.term_s("exposed_comm").mean()))
+    alone_s = num_ranks * (measured.step_s - measured.mean_s("exposed_comm"))
     if alone_s >= measured.step_s:
         return None
     return Finding.of(
         subject,
-        "model-too-small",
         f"Exchanges take so much of the step that one rank alone would be faster than {num_ranks}.",
         (measured.step_s - alone_s) * subject.pace,
         [
             Evidence(
                 "ranks",
-                f"{step_time_text(measured.step_s)} a step on {num_ranks} ranks, "
-                f"{step_time_text(alone_s)} of work for one.",
+                f"{time_text(measured.step_s)} a step on {num_ranks} ranks, "
+                f"{time_text(alone_s)} of work for one.",
             )
         ],
         advice="Use fewer devices, a larger global batch, or exchange less often.",
@@ -258,10 +252,10 @@ class _Better(NamedTuple):
 
 def _best_micro_batch(subject: Subject, job: Job) -> _Better | None:
     """The larger micro-batch that gains most, among those that fit."""
-    if size(job.layout.pp) > 1:
+    if job.layout.pp > 1:
         return None
     best = None
-    most = _FILLING_TOKENS[job.cluster.known_device.is_cpu] // job.train.seq_len
+    most = _FILLING_TOKENS[job.cluster.device.is_cpu] // job.train.seq_len
     for factor in range(2, job.accumulation + 1):
         larger = job.micro_batch * factor
         if job.accumulation % factor or larger > most:
@@ -280,7 +274,7 @@ def _fewer_passes_s(subject: Subject, job: Job, other: Job, changes: tuple[str, 
     """What fewer passes save: by the planner, but not much more than operators were seen to take
     however little they compute."""
     share = 1 - other.accumulation / job.accumulation
-    seen_s = (_work_s(subject, "host_gap") + _least_operator_s(subject)) * share
+    seen_s = (subject.work_s("host_gap") + _least_operator_s(subject)) * share
     asked = what_if(subject, changes)
     return seen_s if asked is None else min(asked.gain_s, _BEYOND_SEEN * seen_s)
 
@@ -308,12 +302,11 @@ def _short_kernels(subject: Subject) -> Finding | None:
     kernels = account.kernels
     short = kernels["total_ns"] < _SHORT_NS * kernels["count"]
     share = float(kernels["count"][short].sum() / kernels["count"].sum())
-    idle_s = _work_s(subject, "host_gap")
+    idle_s = subject.work_s("host_gap")
     if share < 0.7 or idle_s < 0.2 * subject.step_s:
         return None
     return Finding.of(
         subject,
-        "small-kernels",
         f"{share:.0%} of the kernels take less than {_SHORT_NS // 1000} us, and the device is idle "
         f"for {idle_s / subject.step_s:.0%} of the step.",
         idle_s * share / 2,
@@ -326,7 +319,7 @@ def _short_kernels(subject: Subject) -> Finding | None:
 
 def _narrower(job: Job) -> tuple[str, ...]:
     """The settings that compute in bf16 where the device has it, else in fp32; none where not."""
-    device, layout = job.cluster.known_device, job.layout
+    device, layout = job.cluster.device, job.layout
     dtype = () if layout.param_dtype == "fp32" else ('layout.param_dtype="fp32"',)
     for precision in ("bf16", "fp32"):
         if precision in device.precisions and precision != layout.precision:
@@ -350,9 +343,9 @@ def narrow_format(device: TraceDevice) -> Literal["bf16", "fp16"] | None:
     fp32: bf16 where it has both; None where it has neither, or that isn't known.
 
     Volta and Turing have fp16 alone (compute capability 7.0 and 7.5, not the GTX 16 series, which
-    has no tensor cores), Ampere and later have bf16 (https://docs.nvidia.com/cuda/
-    cuda-c-programming-guide, arithmetic by compute capability); AMD's MI200 and later have it at
-    the rate of fp16 (CDNA 2's instruction set), which MI100 has not.
+    has no tensor cores). Ampere and later have bf16
+    (https://docs.nvidia.com/cuda/cuda-c-programming-guide, arithmetic by compute capability). AMD's
+    MI200 and later have it at the rate of fp16 (CDNA 2's instruction set); MI100 has not.
     """
     if device.is_amd or _AMD.search(device.name):
         is_mi200 = device.capability >= (9, 4) or _MI200.search(device.name)
@@ -378,7 +371,7 @@ def _wide_kernels(subject: Subject, changes: tuple[str, ...], narrow: str) -> Fi
     wide_s = sum(seconds.values())
     gain_s = sum(each * (1 - _TIME_LEFT[form]) for form, each in seconds.items())
     told = [
-        Evidence("device", f"{step_time_text(each)} of a step in {form} kernels.")
+        Evidence("device", f"{time_text(each)} of a step in {form} kernels.")
         for form, each in seconds.items()
         if each
     ]
@@ -392,7 +385,6 @@ def _wide_kernels(subject: Subject, changes: tuple[str, ...], narrow: str) -> Fi
     }
     return Finding.of(
         subject,
-        "fp32",
         f"{wide_s / max(whole_s, 1e-12):.0%} of the time of products is in fp32 or TF32, not in "
         "16 bits.",
         gain_s * subject.pace,
@@ -412,13 +404,6 @@ def _form_of(name: str) -> str:
     return "fp32" if _FP32_KERNELS.search(name) else ""
 
 
-def _work_s(subject: Subject, *terms: str) -> float:
-    """Mean seconds of some terms in a step, as long as they take when nobody looks."""
-    if subject.account is None:
-        return 0.0
-    return float(subject.measured.term_s(*terms).mean()) * subject.pace
-
-
 def _ids(terms: Sequence[str]) -> list[int]:
     """The terms' indices, those of their kinds and axes too."""
     prefixes = tuple(f"{term}." for term in terms)
@@ -435,5 +420,5 @@ def longest(subject: Subject, *terms: str) -> list[Evidence]:
     names, which = np.unique(kernels["name"], return_inverse=True)
     totals = np.bincount(which.reshape(-1), kernels["total_ns"]) / len(account.steps)
     order = np.argsort(-totals)[:3]
-    told = [f"{account.names[names[at]][:60]} {step_time_text(totals[at] / 1e9)}" for at in order]
+    told = [f"{account.names[names[at]][:60]} {time_text(totals[at] / 1e9)}" for at in order]
     return [Evidence(subject.worker, f"Most of it: {'; '.join(told)}.")]

@@ -7,17 +7,15 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config.errors import InputError
-from paceline.config.frozen import size
 from paceline.config.job import Job
-from paceline.config.model import Model
 from paceline.config.stack import Stack, constant
 from paceline.explain.changes import runnable_changes
 from paceline.explain.finding import Evidence, Finding
 from paceline.explain.subject import Subject
 from paceline.explain.traffic import Flow, bus_factor
 from paceline.explain.what_if import what_if
-from paceline.observe.summary import bytes_text, step_time_text
 from paceline.plan.collectives import collective_s, is_across
+from paceline.render.figures import bytes_text, time_text
 
 Array = npt.NDArray[Any]
 
@@ -61,7 +59,6 @@ def slow_link(subject: Subject) -> Finding | None:
     rate = "" if flow.bus_bytes_per_s is None else f" ({bytes_text(flow.bus_bytes_per_s)}/s)"
     return Finding.of(
         subject,
-        "slow-link",
         f"{_named(flow)} takes {flow.link_s / should_s:.1f} times as long as the link should "
         f"need{rate}.",
         exposed_s * spared,
@@ -69,10 +66,10 @@ def slow_link(subject: Subject) -> Finding | None:
             Evidence(
                 subject.worker,
                 f"{bytes_text(flow.bytes)} in {flow.num_calls:.0f} collectives a step take "
-                f"{step_time_text(flow.link_s)} on the link; nothing hides "
-                f"{step_time_text(exposed_s)} of it.",
+                f"{time_text(flow.link_s)} on the link; nothing hides "
+                f"{time_text(exposed_s)} of it.",
             ),
-            Evidence("reference", f"By {against} they take {step_time_text(should_s)}."),
+            Evidence("reference", f"By {against} they take {time_text(should_s)}."),
             *_slowest_group(subject, flow),
         ],
         advice="Run `paceline bench collectives` and look at the slow pair's cable, port, card and "
@@ -123,14 +120,12 @@ def wrong_fabric(subject: Subject) -> Finding | None:
     spared = _OTHER_FABRIC if slow is None else 1 - slow.expected_s / slow.flow.link_s
     return Finding.of(
         subject,
-        "wrong-fabric",
         title,
         exposed_s * spared,
         [
             Evidence("machine", "By the doctor, or by NCCL's own log."),
             Evidence(
-                subject.worker,
-                f"{step_time_text(exposed_s)} of communication is exposed in a step.",
+                subject.worker, f"{time_text(exposed_s)} of communication is exposed in a step."
             ),
         ],
         advice=advice,
@@ -143,7 +138,7 @@ def compression_missing(subject: Subject) -> Finding | None:
     job = subject.job
     if job is None or subject.account is None or slow_flow(subject) is not None:
         return None
-    if size(job.layout.dp) == 1 or job.comm.dp.compress != "none":
+    if job.layout.dp == 1 or job.comm.dp.compress != "none":
         return None
     traffic = subject.traffic
     where = traffic.is_axis("dp") & traffic.is_op("all_reduce") & (traffic.rows["bytes"] > 0)
@@ -168,9 +163,8 @@ def compression_missing(subject: Subject) -> Finding | None:
     total = traffic.per_step(where, "bytes")
     return Finding.of(
         subject,
-        "compression-missing",
         f"Replicas exchange {bytes_text(total)} of gradients a step in full, and wait "
-        f"{step_time_text(exposed_s)} for them.",
+        f"{time_text(exposed_s)} for them.",
         gain_s,
         [
             Evidence(
@@ -188,18 +182,17 @@ def compression_missing(subject: Subject) -> Finding | None:
 def tp_across_nodes(subject: Subject) -> Finding | None:
     """Tensor parallel ranks exchange activations several times a layer, over the network."""
     job = subject.job
-    if job is None or subject.account is None or size(job.layout.tp) == 1:
+    if job is None or subject.account is None or job.layout.tp == 1:
         return None
-    inside = size(job.cluster.devices_per_node)
-    if size(job.layout.tp) <= inside:
+    inside = job.cluster.devices_per_node
+    if job.layout.tp <= inside:
         return None
-    exposed_s = float(subject.measured.term_s("exposed_comm.tp").mean())
+    exposed_s = subject.measured.mean_s("exposed_comm.tp")
     gain_s, changes = _without_tp(subject, job)
     return Finding.of(
         subject,
-        "tp-across-nodes",
         f"Tensor parallel groups of {job.layout.tp} ranks span nodes of {inside}, and wait "
-        f"{step_time_text(exposed_s)} a step for each other.",
+        f"{time_text(exposed_s)} a step for each other.",
         gain_s,
         [
             Evidence(
@@ -222,7 +215,7 @@ def expected_s(subject: Subject, flow: Flow) -> float | None:
     job = subject.job
     if job is None or not flow.axis or flow.op not in _PRICED or flow.bytes <= 0:
         return None
-    ranks = flow.num_ranks or size(getattr(job.layout, flow.axis))
+    ranks = flow.num_ranks or getattr(job.layout, flow.axis)
     each, stride = flow.bytes / flow.num_calls, _stride(job, flow.axis)
     try:
         alone_s = collective_s(job.cluster, flow.op, each, ranks, stride)
@@ -247,7 +240,7 @@ def _stride(job: Job, axis: str) -> int:
     for inner in _INNER_FIRST:
         if inner == axis:
             break
-        stride *= size(getattr(job.layout, inner))
+        stride *= getattr(job.layout, inner)
     return stride
 
 
@@ -318,8 +311,8 @@ def _without_tp(subject: Subject, job: Job) -> tuple[float, tuple[str, ...]]:
     layout, gain_s = job.layout, 0.0
     best: tuple[str, ...] = ()
     off = ("layout.tp=1", "layout.sequence_parallel=false")
-    more_dp = (*off, f"layout.dp={size(layout.dp) * size(layout.tp)}")
-    more_fsdp = (*off, f"layout.fsdp={size(layout.fsdp) * size(layout.tp)}", "layout.zero=2")
+    more_dp = (*off, f"layout.dp={layout.dp * layout.tp}")
+    more_fsdp = (*off, f"layout.fsdp={layout.fsdp * layout.tp}", "layout.zero=2")
     for changes in (more_dp, more_fsdp):
         if not runnable_changes(job, *changes):
             continue
@@ -334,7 +327,7 @@ def _exchange_instead(subject: Subject, job: Job) -> float:
     """What tensor parallelism exposes, less what gradients would take on the same link."""
     traffic, where = subject.traffic, subject.traffic.is_axis("tp") & subject.traffic.is_large
     rate = _rate(subject, where)
-    if not rate or not isinstance(job.model, Model):
+    if not rate or not job.model.num_params:
         return 0.0
     return traffic.per_step(where, "exposed_ns") - 4 * job.model.num_params / rate
 

@@ -2,14 +2,13 @@
 
 import numpy as np
 
-from paceline.config.frozen import size
 from paceline.config.job import Job
 from paceline.explain.changes import changed_job
 from paceline.explain.finding import Basis, Evidence, Finding
 from paceline.explain.rules.busy import queued_s
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import expected, fits, limit_bytes, peak_bytes, what_if
-from paceline.observe.summary import bytes_text, step_time_text
+from paceline.render.figures import bytes_text, time_text
 
 ALLOCATING = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree")
 _NOT_ALLOCATING = ("cudaMallocHost", "cudaFreeHost", "cudaMallocAsync", "cudaFreeAsync")
@@ -27,20 +26,19 @@ def recompute_not_needed(subject: Subject) -> Finding | None:
     if without is None or not fits(without):
         return None
     # Between operators that run again the host takes its time again.
-    work_s = float(measured.term_s("matmul", "attention", "other_kernels", "recompute").mean())
-    gaps_s = 0.0 if subject.account.is_device else float(measured.term_s("host_gap").mean())
+    work_s = measured.mean_s("matmul", "attention", "other_kernels", "recompute")
+    gaps_s = 0.0 if subject.account.is_device else measured.mean_s("host_gap")
     again_s = measured.gain_s(again) * subject.pace * (1 + gaps_s / max(work_s, 1e-12))
     return Finding.of(
         subject,
-        "recompute-not-needed",
-        f"{step_time_text(float(again.mean()))} of a step computes activations again, and they "
+        f"{time_text(float(again.mean()))} of a step computes activations again, and they "
         "would fit into memory.",
         again_s + _choosing_s(subject, changes),
         [
             Evidence(
                 subject.worker,
                 f"Operators that record for autograd within the backward pass take "
-                f"{step_time_text(float(again.mean()))} of a step.",
+                f"{time_text(float(again.mean()))} of a step.",
             ),
             Evidence("settings", f"layout.recompute is {job.layout.recompute}."),
             _memory_evidence(without),
@@ -54,32 +52,31 @@ def recompute_not_needed(subject: Subject) -> Finding | None:
 def sharding_not_needed(subject: Subject) -> Finding | None:
     """Parameters are sharded and gathered although every rank has room for all of them."""
     job = subject.job
-    if subject.account is None or job is None or size(job.layout.fsdp) == 1:
+    if subject.account is None or job is None or job.layout.fsdp == 1:
         return None
     changes = (
-        f"layout.dp={size(job.layout.dp) * size(job.layout.fsdp)}",
+        f"layout.dp={job.layout.dp * job.layout.fsdp}",
         "layout.fsdp=1",
         "layout.zero=0",
     )
     without = changed_job(job, changes)
     if without is None or not fits(without):
         return None
-    exposed_s = float(subject.measured.term_s("exposed_comm.fsdp").mean())
+    exposed_s = subject.measured.mean_s("exposed_comm.fsdp")
     hooks_s, reducing_s = _hooks_s(subject), _reducing_s(subject, without, exposed_s)
     # Shards are gathered twice and reduced once (below ZeRO-3 gathered once), an all-reduce carries
     # as much as two of these; and as much less do threads of the exchange take of the cores.
     less = 1 / 3 if job.layout.zero == 3 else 0.0
     return Finding.of(
         subject,
-        "sharding-not-needed",
         f"Parameters are sharded over {job.layout.fsdp} ranks and gathered in every pass, and "
         "would fit as replicas.",
         exposed_s + hooks_s + queued_s(subject, exposed_s) * less - reducing_s,
         [
             Evidence(
                 subject.worker,
-                f"Exchanging shards exposes {step_time_text(exposed_s)} of a step, and the host "
-                f"takes {step_time_text(hooks_s)} for it; replicas all-reduce gradients once.",
+                f"Exchanging shards exposes {time_text(exposed_s)} of a step, and the host "
+                f"takes {time_text(hooks_s)} for it; replicas all-reduce gradients once.",
             ),
             _memory_evidence(without),
         ],
@@ -109,7 +106,6 @@ def allocator_retries(subject: Subject) -> Finding | None:
     basis: Basis = "measured" if len(subject.measured.rows) > 2 else "assumed"
     return Finding.of(
         subject,
-        "allocator-retries",
         f"The allocator goes to the driver {count / len(subject.account.steps):.1f} times a step.",
         seconds,
         [
@@ -117,10 +113,7 @@ def allocator_retries(subject: Subject) -> Finding | None:
                 "host",
                 f"Calls of the driver for memory: {count} in {len(subject.account.steps)} steps.",
             ),
-            Evidence(
-                subject.worker,
-                f"{step_time_text(seconds)} of a step nothing runs meanwhile.",
-            ),
+            Evidence(subject.worker, f"{time_text(seconds)} of a step nothing runs meanwhile."),
         ],
         advice="Memory is nearly full or fragmented: set "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, keep shapes constant, or save memory "

@@ -10,19 +10,17 @@ import numpy as np
 
 from paceline.config.errors import InputError
 from paceline.config.feasible import num_stages
-from paceline.config.frozen import size
 from paceline.config.job import Job
-from paceline.config.model import Model
 from paceline.explain.changes import changed_job, runnable_changes
 from paceline.explain.finding import Basis, Evidence, Finding
 from paceline.explain.rules.busy import FAIR_QUEUE, busy_s, ranks_of
 from paceline.explain.subject import Subject
 from paceline.explain.what_if import what_if
 from paceline.observe.rank_spread import mean_figure
-from paceline.observe.summary import bytes_text, step_time_text
-from paceline.plan.points import Setting
+from paceline.plan.points import Setting, decoder_of
 from paceline.plan.price.step import Simulated
 from paceline.plan.schedules import split_layers
+from paceline.render.figures import bytes_text, time_text
 
 _ONCE = ("optimizer", "data_wait", "checkpoint_stall")
 
@@ -32,8 +30,6 @@ def uneven_stages(subject: Subject) -> Finding | None:
     job = subject.job
     if job is None or not _is_simple_pipeline(job):
         return None
-    assert isinstance(job.model, Model)
-    assert job.layout.split != "auto"
     work = stage_work(job)
     best = split_layers(layer_work(job), len(work), 0.0, head_work(job))
     even = stage_work(job, best)
@@ -43,7 +39,6 @@ def uneven_stages(subject: Subject) -> Finding | None:
     gain_s, basis = _gain_of_even_s(subject, work, even, change)
     return Finding.of(
         subject,
-        "uneven-stages",
         f"The heaviest stage has {max(work) / np.mean(work):.2f} times the work of the mean one.",
         gain_s,
         [
@@ -63,7 +58,7 @@ def uneven_stages(subject: Subject) -> Finding | None:
 def few_micro_batches(subject: Subject) -> Finding | None:
     """The pipeline is filled and drained for too few micro-batches."""
     job = subject.job
-    if job is None or size(job.layout.pp) == 1:
+    if job is None or job.layout.pp == 1:
         return None
     best: tuple[str, ...] = ()
     gain_s = 0.0
@@ -72,20 +67,15 @@ def few_micro_batches(subject: Subject) -> Finding | None:
         seconds = _gain_of_micro_batch(subject, changes)
         if seconds is not None and seconds > gain_s:
             best, gain_s = changes, seconds
-    stages, number = size(job.layout.pp), job.accumulation
+    stages, number = job.layout.pp, job.accumulation
     bubble = (stages - 1) / (number + stages - 1)
     return Finding.of(
         subject,
-        "few-micro-batches",
         f"{number} micro-batches in a pipeline of {stages} ranks: {bubble:.0%} of it is bubble.",
         gain_s,
         [
             Evidence("settings", f"{number} micro-batches, {stages} stages."),
-            *(
-                [Evidence("ranks", f"Ranks wait for others {_waits(subject):.0%} of the step.")]
-                if subject.account is not None
-                else []
-            ),
+            *_told_waits(subject),
         ],
         changes=best,
         advice="A larger train.global_batch, or an interleaved or zero-bubble schedule, shrinks "
@@ -107,7 +97,6 @@ def regather_in_pipeline(subject: Subject) -> Finding | None:
     total = traffic.per_step(gathers, "bytes")
     return Finding.of(
         subject,
-        "regather-in-pipeline",
         f"Parameters are gathered {times} times in a step, once for each micro-batch.",
         traffic.removed_s(gathers) * (times - 1) / times,
         [Evidence("host", f"{bytes_text(total)} of all-gathers in a step.")],
@@ -133,8 +122,7 @@ def rank_work(job: Job) -> tuple[list[float], bool]:
 
 def layer_work(job: Job) -> list[float]:
     """FLOPs of each block over those of the mean one."""
-    model = job.model
-    assert isinstance(model, Model)
+    model = decoder_of(job)
     attention = model.attention_flops_per_token(job.train.seq_len) / model.num_layers
     flops = [
         2 * model.num_block_matmul_params(layer) + attention for layer in range(model.num_layers)
@@ -144,8 +132,7 @@ def layer_work(job: Job) -> list[float]:
 
 def head_work(job: Job) -> float:
     """FLOPs of the head over those of the mean block."""
-    model = job.model
-    assert isinstance(model, Model)
+    model = decoder_of(job)
     whole = model.forward_flops_per_token(job.train.seq_len)
     head = 2 * model.num_embedding_params
     return head / ((whole - head) / model.num_layers)
@@ -154,7 +141,6 @@ def head_work(job: Job) -> float:
 def stage_work(job: Job, split: Sequence[int] = ()) -> list[float]:
     """Work of each pipeline rank in blocks, the head included; of a split, by default the Job's."""
     layers = layer_work(job)
-    assert job.layout.split != "auto"
     split = split or job.layout.split
     ends = np.cumsum(split)
     work = [sum(layers[end - count : end]) for count, end in zip(split, ends, strict=True)]
@@ -164,7 +150,7 @@ def stage_work(job: Job, split: Sequence[int] = ()) -> list[float]:
 
 def _by_rank(job: Job, work: Sequence[float]) -> list[float]:
     """The work of stages, added up for the ranks that hold them."""
-    ranks = size(job.layout.pp)
+    ranks = job.layout.pp
     if len(work) == ranks:
         return list(work)
     # Several stages a rank: in turn, or there and back (V-shaped schedules).
@@ -178,8 +164,8 @@ def _by_rank(job: Job, work: Sequence[float]) -> list[float]:
 
 def _is_simple_pipeline(job: Job) -> bool:
     """Whether each rank has one stage, so that the heaviest stage sets the pace."""
-    is_known = isinstance(job.model, Model) and size(job.layout.pp) > 1
-    return is_known and num_stages(job.layout) == size(job.layout.pp)
+    is_known = job.model.knows_layers and job.layout.pp > 1
+    return is_known and num_stages(job.layout) == job.layout.pp
 
 
 def _gain_of_even_s(
@@ -213,7 +199,7 @@ def _queued_more_s(subject: Subject) -> float:
         return 0.0
     share = min(FAIR_QUEUE, queued_s.max() / at_work_s.min())
     more_s = share * at_work_s.mean() - queued_s[at_work_s.argmax()]
-    stages, number = size(job.layout.pp), job.accumulation
+    stages, number = job.layout.pp, job.accumulation
     return max(0.0, float(more_s)) * (number + stages - 1) / number
 
 
@@ -236,10 +222,7 @@ def _seen_s(subject: Subject, less: float) -> float | None:
 
 def _in_pipeline_s(subject: Subject) -> float:
     """Seconds of the step that depend on the pace of the pipeline."""
-    if subject.account is None:
-        return subject.step_s
-    once_s = float(subject.measured.term_s(*_ONCE).mean()) * subject.pace
-    return max(0.0, subject.step_s - once_s)
+    return max(0.0, subject.step_s - subject.work_s(*_ONCE))
 
 
 def _gain_of_micro_batch(subject: Subject, changes: tuple[str, ...]) -> float | None:
@@ -252,33 +235,27 @@ def _gain_of_micro_batch(subject: Subject, changes: tuple[str, ...]) -> float | 
     asked = what_if(subject, changes)
     if asked is not None:
         return asked.gain_s
-    stages = size(job.layout.pp)
+    stages = job.layout.pp
 
     def passes(one: Job) -> float:
         return (one.accumulation + stages - 1) / one.accumulation
 
     more = other.accumulation - job.accumulation
     saved_s = _in_pipeline_s(subject) * (1 - passes(other) / passes(job))
-    return saved_s - more * _host_s_of_pass(subject)
-
-
-def _host_s_of_pass(subject: Subject) -> float:
-    """What the host does for each micro-batch however small it is."""
-    if subject.account is None or subject.job is None:
-        return 0.0
-    gaps_s = float(subject.measured.term_s("host_gap").mean()) * subject.pace
-    return gaps_s / subject.job.accumulation
+    # What the host does for each micro-batch however small it is.
+    return saved_s - more * subject.work_s("host_gap") / job.accumulation
 
 
 def _divisors_below(value: int) -> list[int]:
     return [each for each in range(1, value) if value % each == 0]
 
 
-def _waits(subject: Subject) -> float:
+def _told_waits(subject: Subject) -> list[Evidence]:
     if subject.account is None:
-        return 0.0
-    waits_s = subject.measured.term_s("bubble", "exposed_comm.pp", "straggler_wait")
-    return float(waits_s.mean()) / subject.measured.step_s
+        return []
+    waits_s = subject.measured.mean_s("bubble", "exposed_comm.pp", "straggler_wait")
+    share = waits_s / subject.measured.step_s
+    return [Evidence("ranks", f"Ranks wait for others {share:.0%} of the step.")]
 
 
 def _busy_of_stages(subject: Subject) -> list[Evidence]:
@@ -287,7 +264,7 @@ def _busy_of_stages(subject: Subject) -> list[Evidence]:
         return []
     busy_s = subject.measured.busy_s.mean(axis=0)
     told = [
-        f"rank {rank} {step_time_text(float(seconds))}"
+        f"rank {rank} {time_text(float(seconds))}"
         for rank, seconds in zip(subject.measured.ranks, busy_s, strict=True)
     ]
     return [Evidence("ranks", f"At work in a step: {', '.join(told)}.")]

@@ -5,7 +5,7 @@ from paceline.explain.rules.kernels import longest
 from paceline.explain.subject import Subject
 from paceline.explain.waterfall import terms_beside
 from paceline.explain.what_if import predicted
-from paceline.observe.summary import step_time_text
+from paceline.render.figures import time_text
 
 _PRODUCTS = ("matmul", "attention")
 _OTHERS = ("other_kernels", "optimizer")
@@ -39,14 +39,13 @@ def slow_kernels(subject: Subject, explained_s: float) -> Finding | None:
         return None
     return Finding.of(
         subject,
-        "slow-kernels",
         f"Products and attention take {ratio:.1f} times as long as this device was measured to "
         "need.",
         measured_s - should_s * rest - explained_s,
         [
             Evidence(
                 "reference",
-                f"{step_time_text(measured_s)} against {step_time_text(should_s)} a step, on the "
+                f"{time_text(measured_s)} against {time_text(should_s)} a step, on the "
                 "fastest rank.",
             ),
             *longest(subject, *_PRODUCTS),
@@ -73,20 +72,18 @@ def slower_than_planned(subject: Subject, explained_s: float) -> Finding | None:
         return None
     return Finding.of(
         subject,
-        "slower-than-planned",
-        f"A step takes {step_time_text(subject.step_s)}, and {step_time_text(planned.step_s)} was "
-        "predicted.",
+        f"A step takes {time_text(subject.step_s)}, and {time_text(planned.step_s)} was predicted.",
         subject.step_s - planned.interval_s[1] - explained_s,
         [
             Evidence(
                 "reference",
-                f"The largest difference is {worst.term}: {step_time_text(worst.measured_s)} "
-                f"measured, {step_time_text(worst.predicted_s or 0.0)} predicted.",
+                f"The largest difference is {worst.term}: {time_text(worst.measured_s)} "
+                f"measured, {time_text(worst.predicted_s or 0.0)} predicted.",
             ),
             Evidence(
                 "reference",
-                f"Named causes explain {step_time_text(explained_s)} of it; the gain is what is "
-                f"left above the prediction's interval, {step_time_text(planned.interval_s[1])}.",
+                f"Named causes explain {time_text(explained_s)} of it; the gain is what is "
+                f"left above the prediction's interval, {time_text(planned.interval_s[1])}.",
             ),
         ],
         advice="If all terms are larger, the machine is slower than when it was measured: run "

@@ -11,7 +11,8 @@ from paceline.config.job import Job
 from paceline.explain.finding import Evidence, Finding
 from paceline.explain.profiled_steps import WAITING
 from paceline.explain.subject import Subject
-from paceline.observe.summary import number, step_time_text
+from paceline.observe.summary import number
+from paceline.render.figures import time_text
 
 Array = npt.NDArray[Any]
 
@@ -39,7 +40,7 @@ def loader_bound(subject: Subject) -> Finding | None:
             evidence = [
                 Evidence(
                     "host",
-                    f"In profiled steps the loop waits {step_time_text(seen_s)} in its "
+                    f"In profiled steps the loop waits {time_text(seen_s)} in its "
                     f"loader{where}, {seen_s / subject.measured.step_s:.0%} of the step.",
                 ),
                 *_beside(subject, by_rank, worst),
@@ -48,14 +49,13 @@ def loader_bound(subject: Subject) -> Finding | None:
         evidence.append(
             Evidence(
                 "clock",
-                f"By the run's own clock it is {step_time_text(clocked_s)} in the mean of "
+                f"By the run's own clock it is {time_text(clocked_s)} in the mean of "
                 f"{len(subject.steady)} steps on rank 0.",
             )
         )
     return Finding.of(
         subject,
-        "loader-bound",
-        f"A step waits {step_time_text(wait_s)} for its data{where}.",
+        f"A step waits {time_text(wait_s)} for its data{where}.",
         gain_s,
         evidence,
         advice="Prepare batches ahead: more loader workers, tokenise and decode once before the "
@@ -78,8 +78,8 @@ def _beside(subject: Subject, by_rank: Array, worst: int) -> list[Evidence]:
         told.append(
             Evidence(
                 "ranks",
-                f"The other ranks wait {step_time_text(others_s)} of a step, rank {rank} "
-                f"{step_time_text(float(late_s[worst]))}.",
+                f"The other ranks wait {time_text(others_s)} of a step, rank {rank} "
+                f"{time_text(float(late_s[worst]))}.",
             )
         )
     return told
@@ -100,18 +100,15 @@ def checkpoint_stall(subject: Subject) -> Finding | None:
     fewer = _within_run(job, every, fewer)
     # What is left when there are fewer.
     left = every / fewer if fewer else 1.0
-    evidence = [
-        Evidence("clock", f"The longest stall took {step_time_text(max(stalls, default=0.0))}.")
-    ]
+    evidence = [Evidence("clock", f"The longest stall took {time_text(max(stalls, default=0.0))}.")]
     if every:
         evidence.append(Evidence("settings", f"A checkpoint is due every {every} steps."))
     if taken_s:
-        sentence = f"Writing them takes {step_time_text(taken_s)} of a step from its core."
+        sentence = f"Writing them takes {time_text(taken_s)} of a step from its core."
         evidence.append(Evidence("machine", sentence))
     return Finding.of(
         subject,
-        "checkpoint-stall",
-        f"Checkpoints hold up a step by {step_time_text(stall_s)} on average.",
+        f"Checkpoints hold up a step by {time_text(stall_s)} on average.",
         lost_s * (1 - left) if fewer > every else lost_s,
         evidence,
         changes=(f"checkpoint.every={fewer}",) if fewer > every else (),
@@ -126,7 +123,7 @@ def garbage_collection(subject: Subject) -> Finding | None:
     mean_s = subject.mean_s("gc_s")
     gain_s, evidence = mean_s, []
     if mean_s:
-        sentence = f"Rank 0 spends {step_time_text(mean_s)} of a step in it, by its own clock."
+        sentence = f"Rank 0 spends {time_text(mean_s)} of a step in it, by its own clock."
         evidence.append(Evidence("clock", sentence))
     if subject.account is not None:
         gaps = subject.account.gaps
@@ -137,8 +134,7 @@ def garbage_collection(subject: Subject) -> Finding | None:
             evidence.append(Evidence("host", sentence))
     return Finding.of(
         subject,
-        "garbage-collection",
-        f"Python's garbage collector stops a step for {step_time_text(gain_s)} on average.",
+        f"Python's garbage collector stops a step for {time_text(gain_s)} on average.",
         gain_s,
         evidence,
         advice="Find what makes so many objects, or switch it off in the loop (gc.freeze() after "
@@ -162,13 +158,12 @@ def evaluation_stall(subject: Subject) -> Finding | None:
         return None
     return Finding.of(
         subject,
-        "evaluation-stall",
         f"Evaluations take {share:.1%} of the time, one every {every} steps.",
         mean_s * (1 - every / fewer),
         [
             Evidence(
                 "clock",
-                f"{step_time_text(mean_s)} for each step of training; the gain is that of one "
+                f"{time_text(mean_s)} for each step of training; the gain is that of one "
                 f"every {fewer} steps.",
             ),
             Evidence("settings", f"train.eval_every is {every}, of {job.train.steps} steps."),
@@ -188,8 +183,7 @@ def logging_stall(subject: Subject) -> Finding | None:
     mean_s = fmean(between)
     return Finding.of(
         subject,
-        "logging-stall",
-        f"{step_time_text(mean_s)} pass between two steps, for writing and reporting.",
+        f"{time_text(mean_s)} pass between two steps, for writing and reporting.",
         mean_s,
         [
             Evidence(

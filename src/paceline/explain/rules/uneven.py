@@ -1,9 +1,9 @@
 """Rules about ranks that don't take equally long: a slow one, uneven lengths, uneven experts.
 
-Ranks wait for the slowest in every step. A slow rank is the slowest in most of them; samples of
-uneven lengths make now this rank the slowest, now that one; uneven experts lengthen products but
-not the optimizer, whose parameters are as many everywhere. A loader or a collector of garbage has
-a term of its own, and is subtracted before a rank is called slow.
+Ranks wait for the slowest in every step. A slow rank is the slowest in most of them. Samples of
+uneven lengths make now this rank the slowest, now that one. Uneven experts lengthen products but
+not the optimizer, whose parameters are as many everywhere. A loader or a collector of garbage has a
+term of its own, and is subtracted before a rank is called slow.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paceline.config.frozen import size
 from paceline.explain.changes import runnable_changes
 from paceline.explain.finding import Evidence, Finding
 from paceline.explain.profiled_steps import WAITING
@@ -19,8 +18,8 @@ from paceline.explain.rules.busy import busy_s, ranks_of
 from paceline.explain.rules.pipeline import rank_work
 from paceline.explain.subject import Subject
 from paceline.observe.rank_spread import mean_figure, slowest_rank
-from paceline.observe.summary import step_time_text
 from paceline.observe.terms import TERMS
+from paceline.render.figures import time_text
 
 Array = npt.NDArray[Any]
 
@@ -49,7 +48,7 @@ def straggler_rank(subject: Subject) -> Finding | None:
     """One rank takes longer than the others for its work, whatever it does."""
     if len(ranks_of(subject)) < 2 or not subject.ranks_belong_together:
         return None
-    if uneven_work_s(subject) is not None or (subject.job is None and _is_pipeline(subject)):
+    if uneven_work_s(subject) is not None or (subject.job is None and _is_split(subject, "pp")):
         return None
     lag = _lag(subject)
     if lag is None or _has_other_work(subject, lag.rank):
@@ -57,14 +56,13 @@ def straggler_rank(subject: Subject) -> Finding | None:
     term = _differing_term(subject, lag.rank)
     return Finding.of(
         subject,
-        "straggler-rank",
-        f"Rank {lag.rank} is {step_time_text(lag.seconds)} behind the others in each step.",
+        f"Rank {lag.rank} is {time_text(lag.seconds)} behind the others in each step.",
         lag.seconds,
         [
             Evidence(
                 "ranks",
-                f"It is at work for {step_time_text(lag.busy_s)} of a step, the others for "
-                f"{step_time_text(lag.others_s)}, and is the last one in {lag.share:.0%} of the "
+                f"It is at work for {time_text(lag.busy_s)} of a step, the others for "
+                f"{time_text(lag.others_s)}, and is the last one in {lag.share:.0%} of the "
                 "steps.",
             ),
             *_differing(subject, lag.rank, term),
@@ -79,12 +77,11 @@ def straggler_rank(subject: Subject) -> Finding | None:
 def length_imbalance(subject: Subject) -> Finding | None:
     """Samples of different lengths: some rank has more to compute in a step than the others."""
     seconds = uneven_work_s(subject)
-    if seconds is None or _has_experts(subject) or not subject.ranks_belong_together:
+    if seconds is None or _is_split(subject, "ep") or not subject.ranks_belong_together:
         return None
     return Finding.of(
         subject,
-        "length-imbalance",
-        f"In each step the rank with most to compute takes {step_time_text(seconds)} longer than "
+        f"In each step the rank with most to compute takes {time_text(seconds)} longer than "
         "the mean.",
         seconds,
         _uneven_evidence(subject),
@@ -96,15 +93,13 @@ def length_imbalance(subject: Subject) -> Finding | None:
 def expert_imbalance(subject: Subject) -> Finding | None:
     """Tokens prefer some experts: the rank that holds them computes while the others wait."""
     seconds = uneven_work_s(subject)
-    if seconds is None or not _has_experts(subject) or not subject.ranks_belong_together:
+    if seconds is None or not _is_split(subject, "ep") or not subject.ranks_belong_together:
         return None
     job = subject.job
     rebalances = job is not None and job.layout.rebalance_every > 0
     return Finding.of(
         subject,
-        "expert-imbalance",
-        f"The rank with the busiest experts computes {step_time_text(seconds)} longer than the "
-        "mean.",
+        f"The rank with the busiest experts computes {time_text(seconds)} longer than the mean.",
         seconds,
         _uneven_evidence(subject),
         changes=()
@@ -157,9 +152,9 @@ def _is_lasting(behind_s: Array) -> bool:
 def _gain_of_equals_s(own_s: Array, others_s: Array) -> float:
     """What a step would be shorter if its slowest rank were as the others are.
 
-    All ranks vary, and the step waits for the most. In place of the slow one stands what the
-    others take in the step before, as far as ranks vary each for itself: what they have in common,
-    by their correlation, doesn't make one wait for another.
+    All ranks vary, and the step waits for the most. In place of the slow one stands what the others
+    take in the step before, as far as ranks vary each for itself. What they have in common, by
+    their correlation, doesn't make one wait for another.
     """
     usual_s, slow_s = np.median(others_s, axis=1), own_s.max(axis=1)
     varies = usual_s.std() > 0 and slow_s.std() > 0
@@ -192,7 +187,7 @@ def _work_shares(subject: Subject, num_ranks: int) -> tuple[Array, bool]:
     """(ranks,), how much there is to do on each rank, 1 on average, for stages of a pipeline
     differ; and whether the planner says so."""
     job = subject.job
-    if job is None or size(job.layout.pp) == 1 or job.layout.num_ranks != num_ranks:
+    if job is None or job.layout.pp == 1 or job.layout.num_ranks != num_ranks:
         return np.ones(num_ranks), True
     work, is_sure = rank_work(job)
     of_rank = np.array([work[job.layout.place(rank).pp] for rank in range(num_ranks)])
@@ -202,12 +197,12 @@ def _work_shares(subject: Subject, num_ranks: int) -> tuple[Array, bool]:
 def uneven_work_s(subject: Subject) -> float | None:
     """Seconds by which the rank with most to compute exceeds the mean; None where work is even,
     or it is always the same rank, without experts: then that one is slow."""
-    if len(ranks_of(subject)) < 2 or _is_pipeline(subject):
+    if len(ranks_of(subject)) < 2 or _is_split(subject, "pp"):
         return None
     own_s = busy_s(subject) - _explained_s(subject)
     if _excess(own_s) < _LEAST_EXCESS or not _is_work(subject):
         return None
-    if not _has_experts(subject) and _is_always_one(own_s):
+    if not _is_split(subject, "ep") and _is_always_one(own_s):
         return None
     return float((own_s.max(axis=1) - own_s.mean(axis=1)).mean())
 
@@ -222,10 +217,10 @@ def _is_work(subject: Subject) -> bool:
     """Whether ranks differ in what depends on samples, and less in what doesn't."""
     if subject.account is None:
         return False
-    if _has_experts(subject) and (exchanged := _expert_bytes(subject)).any():
+    if _is_split(subject, "ep") and (exchanged := _expert_bytes(subject)).any():
         return _excess(exchanged) >= _LEAST_EXCESS
     work = _excess(subject.measured.term_s(*_SAMPLES))
-    fixed = 0.0 if _has_experts(subject) else _excess(subject.measured.term_s(*_FIXED))
+    fixed = 0.0 if _is_split(subject, "ep") else _excess(subject.measured.term_s(*_FIXED))
     return work >= _LEAST_EXCESS and work > 2 * fixed
 
 
@@ -283,7 +278,7 @@ def _differing(subject: Subject, rank: int, term: _More | None) -> list[Evidence
     """What the rank's own trace says of it: which term is longer, and for as many kernels."""
     if term is None or subject.account is None:
         return []
-    sentence = f"Most of it is {term.name}: {step_time_text(term.seconds)} more than the others."
+    sentence = f"Most of it is {term.name}: {time_text(term.seconds)} more than the others."
     counts = _kernels_of_ranks(subject)
     if term.name in _SAMPLES and counts is not None:
         at = subject.measured.ranks.index(rank)
@@ -300,7 +295,7 @@ def _told_by_clock(subject: Subject, rank: int) -> list[Evidence]:
     late = slowest_rank(figure)
     if subject.account is None or late is None or late[0] != rank or late[1] <= 0:
         return []
-    sentence = f"By the run's own clock it is {step_time_text(late[1])} late in the mean step."
+    sentence = f"By the run's own clock it is {time_text(late[1])} late in the mean step."
     return [Evidence("clock", sentence)]
 
 
@@ -350,17 +345,12 @@ def _without_core(subject: Subject, rank: int) -> list[Evidence]:
     more_s = waits[rank] - float(np.median(np.delete(waits, rank)))
     if more_s < _LEAST_WAIT * subject.step_s:
         return []
-    sentence = f"It was ready and had no core for {step_time_text(more_s)} more than the others."
+    sentence = f"It was ready and had no core for {time_text(more_s)} more than the others."
     return [Evidence("machine", sentence)]
 
 
-def _has_experts(subject: Subject) -> bool:
+def _is_split(subject: Subject, axis: str) -> bool:
+    """Whether ranks hold different stages ("pp") or experts ("ep")."""
     if subject.job is not None:
-        return size(subject.job.layout.ep) > 1
-    return bool(subject.traffic.is_axis("ep").any())
-
-
-def _is_pipeline(subject: Subject) -> bool:
-    if subject.job is not None:
-        return size(subject.job.layout.pp) > 1
-    return bool(subject.traffic.is_axis("pp").any())
+        return getattr(subject.job.layout, axis) > 1
+    return bool(subject.traffic.is_axis(axis).any())

@@ -8,10 +8,6 @@ from torch import Tensor
 
 from paceline.kernels import switch
 from paceline.kernels.activations import reference
-from paceline.kernels.cost import KernelCost
-
-SHAPES = ((8192, 4096), (8192, 14336), (8192, 32768))
-"""Tokens and width of feed-forward layers that people train."""
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -26,13 +22,3 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     from paceline.kernels.activations import kernel
 
     return kernel.gated(gate, up)
-
-
-def gated_forward_cost(rows: int, width: int, item_size: int) -> KernelCost:
-    """Read gate and up, write the product."""
-    return KernelCost(3 * rows * width * item_size)
-
-
-def gated_backward_cost(rows: int, width: int, item_size: int) -> KernelCost:
-    """Read the gradient, gate and up, write two gradients."""
-    return KernelCost(5 * rows * width * item_size)

@@ -7,16 +7,19 @@ to be large enough to keep loads in flight.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels import sharding
-from paceline.kernels.launch import Kernel, Launch, as_rows, next_power_of_2
+from paceline.kernels.launch import (
+    Kernel,
+    as_rows,
+    like,
+    other_row_launches,
+    row_grid,
+    row_rule,
+)
 from paceline.kernels.operator import Differentiable, Operator
-
-_WIDEST = 4096
 
 
 @triton.jit
@@ -32,17 +35,10 @@ def _gated_forward(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.const
 
 @triton.jit
 def _gated_backward(
-    grad,
-    gate,
-    up,
-    grad_gate,
-    grad_up,
-    grad_stride,
-    gate_stride,
-    up_stride,
-    width,
+    grad, gate, up, grad_gate, grad_up,
+    grad_stride, gate_stride, up_stride, width,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -57,82 +53,47 @@ def _gated_backward(
     tl.store(grad_up + own, (d * g * share).to(grad_up.dtype.element_ty), mask=inside)
 
 
-def _rule(width: int) -> Launch:
-    """Blocks of at most 4096 values, 512 for a warp: 16 values of each thread are in flight."""
-    block = min(next_power_of_2(width), _WIDEST)
-    return Launch({"BLOCK": block}, num_warps=min(max(block // 512, 1), 8))
-
-
-def _others(width: int) -> list[Launch]:
-    blocks = [block for block in (1024, 2048, 4096, 8192) if block < 2 * width]
-    return [Launch({"BLOCK": block}, warps) for block in blocks for warps in (2, 4, 8, 16)]
-
-
 _SIZES = (1024, 4096, 14336)
 GATED_FORWARD = Kernel(
-    "activations.gated_forward",
-    _gated_forward,
+    "activations.gated_forward", _gated_forward,
     "gate up out: *T; gate_stride up_stride width: i32",
-    _rule,
-    _SIZES,
-    others=_others,
-)
+    row_rule, _SIZES, others=other_row_launches,
+)  # fmt: skip
 GATED_BACKWARD = Kernel(
-    "activations.gated_backward",
-    _gated_backward,
+    "activations.gated_backward", _gated_backward,
     "grad gate up grad_gate grad_up: *T; grad_stride gate_stride up_stride width: i32",
-    _rule,
-    _SIZES,
-    others=_others,
-)
+    row_rule, _SIZES, others=other_row_launches,
+)  # fmt: skip
 KERNELS = (GATED_FORWARD, GATED_BACKWARD)
 
 
-def _grid(x: Tensor) -> Any:
-    rows, width = x.shape
-    return lambda blocks: (rows, triton.cdiv(width, blocks["BLOCK"]))
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _run_gated(gate: Tensor, up: Tensor) -> Tensor:
-    out = _like(gate)
+    out = like(gate)
     if out.numel():
         g, u = as_rows(gate), as_rows(up)
         arguments = g, u, out, g.stride(0), u.stride(0), g.shape[1]
-        GATED_FORWARD(_grid(g), g.shape[1], g, *arguments)
+        GATED_FORWARD(row_grid(g), g.shape[1], g, *arguments)
     return out
 
 
 def _run_gated_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    grad_gate, grad_up = _like(gate), _like(up)
+    grad_gate, grad_up = like(gate), like(up)
     if grad.numel():
         d, g, u = as_rows(grad), as_rows(gate), as_rows(up)
         strides = d.stride(0), g.stride(0), u.stride(0)
         arguments = d, g, u, grad_gate, grad_up, *strides, g.shape[1]
-        GATED_BACKWARD(_grid(g), g.shape[1], g, *arguments)
+        GATED_BACKWARD(row_grid(g), g.shape[1], g, *arguments)
     return grad_gate, grad_up
 
 
-_forward = Operator("gated", _run_gated, lambda gate, up: _like(gate))
+_forward = Operator("gated", _run_gated, lambda gate, up: like(gate))
 _backward = Operator(
-    "gated_backward",
-    _run_gated_backward,
-    lambda grad, gate, up: (_like(gate), _like(up)),
+    "gated_backward", _run_gated_backward, lambda grad, gate, up: (like(gate), like(up))
 )
-
-
-def _save_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
 
 
 def _gated_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     return _backward(grad, *ctx.saved_tensors)
 
 
-gated = Differentiable(_forward, _save_gated, _gated_gradient)
-
-sharding.by_rows(_forward, "rows rows", "rows", num_whole_dims=0)
-sharding.by_rows(_backward, "rows rows rows", "rows rows", num_whole_dims=0)
+gated = Differentiable(_forward, None, _gated_gradient)

@@ -21,13 +21,10 @@ from paceline.config.errors import InputError
 from paceline.kernels import switch
 from paceline.kernels.adamw import reference
 from paceline.kernels.adamw.eight_bit import Coded
-from paceline.kernels.adamw.reference import AdamWSettings, Moment
-from paceline.kernels.cost import KernelCost
+from paceline.kernels.adamw.reference import AdamWSettings, AdamWTensors, Moment
 
-__all__ = ["SHAPES", "Coded", "Moment", "adamw_", "step_cost"]
+__all__ = ["Coded", "Moment", "adamw_"]
 
-SHAPES = ((16, 2048, 2048), (64, 4096, 4096), (16, 4096, 14336))
-"""So many matrices of such rows and columns."""
 _WIDE = torch.float32
 _TYPES = {_WIDE, torch.bfloat16}
 """Of parameters and gradients that the kernel takes."""
@@ -66,38 +63,21 @@ def adamw_(
         InputError: lists or tensors that don't belong together.
     """
     settings = AdamWSettings(lr, betas, eps, weight_decay, found_inf)
-    _check(params, grads, exp_avgs, exp_avg_sqs, steps, masters, settings)
+    tensors = AdamWTensors(params, grads, exp_avgs, exp_avg_sqs, steps, masters)
+    _check(tensors, betas)
     if not params:
         return
-    if not _suit(params, grads, exp_avgs, exp_avg_sqs, steps, masters):
-        reference.step_(params, grads, exp_avgs, exp_avg_sqs, steps, masters, settings)
+    if not _suit(tensors):
+        reference.step_(tensors, settings)
         return
     from paceline.kernels.adamw import kernel
 
-    kernel.step_(params, grads, exp_avgs, exp_avg_sqs, steps, masters, settings)
+    kernel.step_(tensors, settings)
 
 
-def step_cost(num_values: int, param_bytes: int, grad_bytes: int, moment_bytes: int) -> KernelCost:
-    """All is read and written, but the gradient only read.
-
-    Args:
-        num_values: of all parameters.
-        param_bytes: of a value, like the others.
-        grad_bytes: 2 or 4.
-        moment_bytes: 4, or 1 for codes (their scales, 1.6 %, aren't counted).
-    """
-    return KernelCost(num_values * (2 * param_bytes + grad_bytes + 4 * moment_bytes))
-
-
-def _suit(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    firsts: Sequence[Moment],
-    seconds: Sequence[Moment],
-    steps: Sequence[Tensor],
-    masters: Sequence[Tensor] | None,
-) -> bool:
+def _suit(tensors: AdamWTensors) -> bool:
     """Whether the kernel takes all of these: types, devices, and values in one order in memory."""
+    params, grads, firsts, seconds, steps, masters = tensors
     moments = [*firsts, *seconds]
     numbers = [each for each in moments if isinstance(each, Tensor)]
     codes = [each.codes for each in moments if isinstance(each, Coded)]
@@ -124,16 +104,9 @@ def _is_laid_out_alike(param: Tensor, *others: Moment) -> bool:
     )
 
 
-def _check(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    firsts: Sequence[Moment],
-    seconds: Sequence[Moment],
-    steps: Sequence[Tensor],
-    masters: Sequence[Tensor] | None,
-    settings: AdamWSettings,
-) -> None:
+def _check(tensors: AdamWTensors, betas: tuple[float, float]) -> None:
     """Refuse what doesn't belong together."""
+    params, grads, firsts, seconds, steps, masters = tensors
     lists: dict[str, Sequence[Moment]] = {
         "grads": grads, "exp_avgs": firsts, "exp_avg_sqs": seconds, "steps": steps,
     }  # fmt: skip
@@ -158,8 +131,8 @@ def _check(
         raise InputError(
             "adamw_ was given moments as numbers and others as codes: call it for each kind."
         )
-    if not all(0 <= beta < 1 for beta in settings.betas):
-        raise InputError(f"betas {settings.betas} must be at least 0 and below 1.")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise InputError(f"betas {betas} must be at least 0 and below 1.")
 
 
 def _shape(x: Moment) -> torch.Size:

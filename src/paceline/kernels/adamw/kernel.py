@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.adamw.eight_bit import BLOCK, Coded, _levels
-from paceline.kernels.adamw.reference import AdamWSettings, Moment
+from paceline.kernels.adamw.reference import AdamWSettings, AdamWTensors, Moment
 from paceline.kernels.launch import Kernel, Launch
 from paceline.kernels.operator import Operator
 
@@ -101,25 +101,11 @@ def _coded(x, IS_SIGNED: tl.constexpr):
 
 @triton.jit
 def _step(
-    table,
-    chunks,
-    levels,
-    rate,
-    found_inf,
-    lr,
-    rest1,
-    rest2,
-    log_beta1,
-    log_beta2,
-    eps,
-    weight_decay,
-    IS_SHORT: tl.constexpr,
-    IS_GRAD_SHORT: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
-    IS_CODED: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    table, chunks, levels, rate, found_inf,
+    lr, rest1, rest2, log_beta1, log_beta2, eps, weight_decay,
+    IS_SHORT: tl.constexpr, IS_GRAD_SHORT: tl.constexpr, HAS_MASTER: tl.constexpr,
+    IS_CODED: tl.constexpr, IS_ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     chunk = tl.program_id(0).to(tl.int64)
     tensor = tl.load(chunks + 2 * chunk)
     first_block = tl.load(chunks + 2 * chunk + 1)
@@ -198,86 +184,36 @@ def _step(
         tl.store(_pointer(param, tl.float32, IS_ALIGNED) + where, x, mask=inside)
 
 
-def _rule(num_values: int) -> Launch:
-    """8 blocks for 4 warps: a thread has 16 values of each tensor in flight."""
-    return Launch({"ROWS": 8}, num_warps=4)
-
-
-def _frugal_rule(num_values: int) -> Launch:
-    """8 values a thread, for coding needs registers."""
-    return Launch({"ROWS": 8}, num_warps=8)
-
-
-def _narrow_rule(num_values: int) -> Launch:
-    """4 values a thread, each with addresses of its own."""
-    return Launch({"ROWS": 2}, num_warps=4)
-
-
-def _others(num_values: int) -> list[Launch]:
-    return [Launch({"ROWS": rows}, warps) for rows in (4, 8, 16) for warps in (2, 4, 8)]
-
-
 _TAKES = (
     "table: *i64; chunks: *i32; levels rate found_inf: *fp32; "
     "lr rest1 rest2 log_beta1 log_beta2 eps weight_decay: fp32"
 )
-_SIZES = (2**26,)
 
 
-def _forms(*, coded: bool, aligned: bool) -> list[dict[str, bool]]:
-    """fp32; bf16; bf16 with masters."""
-    return [
-        {
-            "IS_SHORT": short,
-            "IS_GRAD_SHORT": short,
-            "HAS_MASTER": master,
-            "IS_CODED": coded,
-            "IS_ALIGNED": aligned,
-        }
+def _kernel(name: str, rows: int, warps: int, *, coded: Sequence[bool], aligned: bool) -> Kernel:
+    """Of fp32; of bf16; of bf16 with masters."""
+    variants = [
+        {"IS_SHORT": short, "IS_GRAD_SHORT": short, "HAS_MASTER": master, "IS_CODED": is_coded,
+         "IS_ALIGNED": aligned}
+        for is_coded in coded
         for short, master in ((False, False), (True, False), (True, True))
-    ]
+    ]  # fmt: skip
+    usual = Launch({"ROWS": rows}, warps)
+    others = [Launch({"ROWS": rows}, warps) for rows in (4, 8, 16) for warps in (2, 4, 8)]
+    return Kernel(name, _step, _TAKES, lambda _: usual, (2**26,), variants, lambda _: others)
 
 
-STEP = Kernel(
-    "adamw.step",
-    _step,
-    _TAKES,
-    _rule,
-    _SIZES,
-    _forms(coded=False, aligned=True),
-    _others,
-)
-CODED_STEP = Kernel(
-    "adamw.coded_step",
-    _step,
-    _TAKES,
-    _frugal_rule,
-    _SIZES,
-    _forms(coded=True, aligned=True),
-    _others,
-)
-UNALIGNED_STEP = Kernel(
-    "adamw.unaligned_step",
-    _step,
-    _TAKES,
-    _narrow_rule,
-    _SIZES,
-    [*_forms(coded=False, aligned=False), *_forms(coded=True, aligned=False)],
-    _others,
-)
+# Of each tensor a thread has 16 values in flight; 8 where coding needs registers; 4 where each has
+# an address of its own.
+STEP = _kernel("adamw.step", 8, 4, coded=(False,), aligned=True)
+CODED_STEP = _kernel("adamw.coded_step", 8, 8, coded=(True,), aligned=True)
+UNALIGNED_STEP = _kernel("adamw.unaligned_step", 2, 4, coded=(False, True), aligned=False)
 KERNELS = (STEP, CODED_STEP, UNALIGNED_STEP)
 
 
-def step_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    firsts: Sequence[Moment],
-    seconds: Sequence[Moment],
-    steps: Sequence[Tensor],
-    masters: Sequence[Tensor] | None,
-    settings: AdamWSettings,
-) -> None:
+def step_(tensors: AdamWTensors, settings: AdamWSettings) -> None:
     """Step each parameter in place, see `adamw_`."""
+    params, grads, firsts, seconds, steps, masters = tensors
     is_given = isinstance(settings.lr, Tensor)
     _operator(
         list(params),

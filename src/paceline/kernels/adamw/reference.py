@@ -16,6 +16,17 @@ Moment = Tensor | Coded
 """As numbers, or as 8-bit codes of them (of the second moment's root)."""
 
 
+class AdamWTensors(NamedTuple):
+    """What a step reads and writes, by parameter; see `adamw_`."""
+
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    firsts: Sequence[Moment]
+    seconds: Sequence[Moment]
+    steps: Sequence[Tensor]
+    masters: Sequence[Tensor] | None
+
+
 class AdamWSettings(NamedTuple):
     """Of a step, the same for all tensors."""
 
@@ -27,19 +38,10 @@ class AdamWSettings(NamedTuple):
     """() fp32: the step does nothing where it isn't 0."""
 
 
-def step_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    firsts: Sequence[Moment],
-    seconds: Sequence[Moment],
-    steps: Sequence[Tensor],
-    masters: Sequence[Tensor] | None,
-    settings: AdamWSettings,
-) -> None:
+def step_(tensors: AdamWTensors, settings: AdamWSettings) -> None:
     """Step each parameter in place, see `adamw_`."""
-    for index, (param, grad, first, second, step) in enumerate(
-        zip(params, grads, firsts, seconds, steps, strict=True)
-    ):
+    *lists, masters = tensors
+    for index, (param, grad, first, second, step) in enumerate(zip(*lists, strict=True)):
         stepped = param if masters is None else masters[index]
         m, v = _numbers(first, stepped, signed=True), _numbers(second, stepped, signed=False)
         count = step + 1

@@ -1,4 +1,4 @@
-"""Which of torch's implementations of attention is fast, where nobody has measured it.
+"""Which of torch's implementations of causal attention is fast, where nobody has measured it.
 
 A pure function of what is known of the device and the problem; `can` is asked of torch.
 """
@@ -10,8 +10,6 @@ import torch
 
 Backend = Literal["default", "cudnn", "flash", "efficient", "flex", "math"]
 """Torch's: "default" is its own choice at each call, "flex" its compiled FlexAttention."""
-Mask = Literal["causal", "none", "window", "documents", "pairs"]
-"""Who sees whom: all before, all, the last few, one's own document, or any tensor of pairs."""
 
 _HOPPER = (9, 0)
 _WIDEST_CUDNN_HEAD = 128
@@ -40,7 +38,6 @@ def rule(
     shape: AttentionShape,
     dtype: torch.dtype,
     capability: tuple[int, int] | None,
-    mask: Mask,
     can: Callable[[Backend], bool],
 ) -> BackendChoice:
     """Choose without measuring.
@@ -49,28 +46,22 @@ def rule(
         shape: of the call.
         dtype: of queries, keys and values.
         capability: of the CUDA device; None for any other.
-        mask: its kind.
         can: whether torch says that a backend takes the call; asked for few of them.
     """
     if capability is None:
         return BackendChoice("default", "torch's own choice, for this is no CUDA device")
     if dtype not in _16_BITS:
         return BackendChoice("default", f"torch's own choice, for {dtype} is not of 16 bits")
-    if mask in ("window", "documents") and can("flex"):
-        return BackendChoice("flex", f'skips blocks that no query sees under the "{mask}" mask')
-    if mask in ("causal", "none"):
-        if capability == _HOPPER and shape.head_dim <= _WIDEST_CUDNN_HEAD and can("cudnn"):
-            # Published for an H100 at 4608 tokens: 631 against 329 TFLOP/s (pytorch#142132); less
-            # than flash on an A100 and on consumer cards (transformers#48163).
-            return BackendChoice(
-                "cudnn", "published as nearly twice flash on Hopper; not measured here"
-            )
-        if can("flash"):
-            return BackendChoice(
-                "flash", "fused, and torch takes this call; cuDNN is for heads to 128 on Hopper"
-            )
+    if capability == _HOPPER and shape.head_dim <= _WIDEST_CUDNN_HEAD and can("cudnn"):
+        # Published for an H100 at 4608 tokens: 631 against 329 TFLOP/s (pytorch#142132); less than
+        # flash on an A100 and on consumer cards (transformers#48163).
+        why = "published as nearly twice flash on Hopper; not measured here"
+        return BackendChoice("cudnn", why)
+    if can("flash"):
+        why = "fused, and torch takes this call; cuDNN is for heads to 128 on Hopper"
+        return BackendChoice("flash", why)
     if can("efficient"):
-        return BackendChoice("efficient", f'takes the "{mask}" mask without writing out scores')
+        return BackendChoice("efficient", "fused, and takes this call where flash doesn't")
     return BackendChoice(
         "default", "torch's own choice, for no fused implementation takes this call"
     )

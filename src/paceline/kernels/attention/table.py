@@ -1,8 +1,8 @@
-"""Measured choices between implementations of attention, remembered in a file.
+"""Measured choices between implementations of causal attention, remembered in a file.
 
 Measured when asked, forward and backward, on random data, implementations in turn: a device's clock
-drifts, and depends on the data. A row holds for one device, type, kind of mask, bucket of shapes
-and version of torch, for with torch its kernels change.
+drifts, and depends on the data. A row holds for one device, type, bucket of shapes and version of
+torch, for with torch its kernels change.
 """
 
 import json
@@ -13,23 +13,25 @@ import warnings
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from paceline.config.errors import InputError
-from paceline.kernels.attention.backends import attend, block_mask, candidates
-from paceline.kernels.attention.reference import visible_pairs
-from paceline.kernels.attention.rule import AttentionShape, Backend, BackendChoice, Mask
+from paceline.config.files import read_json
+from paceline.kernels.attention.backends import attend, candidates
+from paceline.kernels.attention.rule import AttentionShape, Backend, BackendChoice
 from paceline.kernels.launch import OWN as OWN_LAUNCHES
-from paceline.kernels.launch import next_power_of_2
+from paceline.kernels.launch import device_name, next_power_of_2
+from paceline.observe.run import write_atomic
 
 OWN = "PACELINE_ATTENTION_TABLE"
 """The environment variable that names the file; else it is beside one's own table of launches."""
 _NAME = "attention.json"
 _WARM_UP = 2
-_DOCUMENTS = 4
 
 
 class BackendTiming(NamedTuple):
@@ -38,10 +40,18 @@ class BackendTiming(NamedTuple):
     device: str
     dtype: str
     mask: str
+    """Always "causal": no other is chosen for."""
     bucket: str
     torch: str
     ms: Mapping[Backend, float]
     """Forward and backward, the median, of each implementation that took the call."""
+
+
+class _Table(TypedDict):
+    rows: list[BackendTiming]
+
+
+_TABLE = TypeAdapter(_Table)
 
 
 def default_path() -> Path | None:
@@ -62,17 +72,17 @@ def bucket(shape: AttentionShape) -> str:
 
 
 def remembered(
-    shape: AttentionShape,
-    dtype: torch.dtype,
-    device: torch.device,
-    mask: Mask,
-    path: Path | None = None,
+    shape: AttentionShape, dtype: torch.dtype, device: torch.device, path: Path | None = None
 ) -> BackendChoice | None:
-    """The choice that was measured; None where none was with this version of torch."""
+    """The choice that was measured; None where none was with this version of torch.
+
+    Raises:
+        InputError: the file is no such table.
+    """
     path = path or default_path()
     if path is None or not path.exists():
         return None
-    row = _rows(path, path.stat().st_mtime_ns).get(_key(shape, dtype, device, mask))
+    row = _rows(path, path.stat().st_mtime_ns).get(_key(shape, dtype, device))
     if row is None or not row.ms:
         return None
     return _fastest(row)
@@ -82,18 +92,15 @@ def measure(
     shape: AttentionShape,
     dtype: torch.dtype,
     device: torch.device,
-    mask: Mask = "causal",
     path: Path | None = None,
     rounds: int = 10,
 ) -> BackendChoice:
     """Run every implementation that takes the call, and remember how long each took.
 
     Args:
-        shape: of the call; the "window" mask is measured with a quarter of its sequence, the
-            "documents" mask with four equal ones.
+        shape: of the call.
         dtype: of queries, keys and values.
         device: where to run.
-        mask: its kind.
         path: the file to keep it in; by default `default_path`.
         rounds: how often each runs.
 
@@ -105,13 +112,13 @@ def measure(
         raise InputError(
             f"No file was named to keep the measurement in; give a path, or set {OWN}."
         )
-    times = _times(shape, dtype, device, mask, rounds)
+    times = _times(shape, dtype, device, rounds)
     if not times:
         raise InputError(
-            f'Attention of {shape} in {dtype} with the "{mask}" mask was to be measured, but no '
-            f"implementation takes it on {device}; change the shape or the type."
+            f"Attention of {shape} in {dtype} was to be measured, but no implementation takes it "
+            f"on {device}; change the shape or the type."
         )
-    key = _key(shape, dtype, device, mask)
+    key = _key(shape, dtype, device)
     rows = dict(_rows(path, path.stat().st_mtime_ns)) if path.exists() else {}
     rows[key] = BackendTiming(*key, times)
     _write(path, rows)
@@ -127,45 +134,44 @@ def _fastest(row: BackendTiming) -> BackendChoice:
 _Key = tuple[str, str, str, str, str]
 
 
-def _key(shape: AttentionShape, dtype: torch.dtype, device: torch.device, mask: Mask) -> _Key:
-    on = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return on, str(dtype).removeprefix("torch."), mask, bucket(shape), torch.__version__
+def _key(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> _Key:
+    named = str(dtype).removeprefix("torch.")
+    return device_name(device), named, "causal", bucket(shape), torch.__version__
 
 
 @lru_cache(maxsize=1)
 def _rows(path: Path, changed_ns: int) -> Mapping[_Key, BackendTiming]:
-    """The file's rows; read anew when it changed."""
-    read = [BackendTiming(**row) for row in json.loads(path.read_text())["rows"]]
+    """The file's rows; read anew when it changed.
+
+    Raises:
+        InputError: the file is no such table.
+    """
+    read = read_json(path, _TABLE, "let paceline bench kernels --tune write it anew")["rows"]
     return {(row.device, row.dtype, row.mask, row.bucket, row.torch): row for row in read}
 
 
 def _write(path: Path, rows: Mapping[_Key, BackendTiming]) -> None:
     """All or nothing: another process may be reading."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
     text = json.dumps({"rows": [row._asdict() for row in rows.values()]}, indent=1)
-    new.write_text(text + "\n")
-    new.replace(path)
+    write_atomic(path, text + "\n")
     _rows.cache_clear()
 
 
 def _times(
-    shape: AttentionShape, dtype: torch.dtype, device: torch.device, mask: Mask, rounds: int
+    shape: AttentionShape, dtype: torch.dtype, device: torch.device, rounds: int
 ) -> dict[Backend, float]:
     inputs = _random_inputs(shape, dtype, device)
     taken: dict[Backend, list[float]] = {}
-    for backend in candidates(shape, dtype, device, mask):
-        given = _mask(shape, device, mask, backend)
+    for backend in candidates(shape, dtype, device):
         try:
             for _ in range(_WARM_UP):
-                _once(inputs, given, backend, mask)
+                _once(inputs, backend)
         except RuntimeError:
             continue  # torch's tests of a call are not complete
         taken[backend] = []
-    masks = {backend: _mask(shape, device, mask, backend) for backend in taken}
     for _ in range(rounds):
         for backend, mine in taken.items():
-            mine.append(_once(inputs, masks[backend], backend, mask))
+            mine.append(_once(inputs, backend))
     return {backend: statistics.median(mine) for backend, mine in taken.items()}
 
 
@@ -185,28 +191,14 @@ def _random_inputs(
     )
 
 
-def _mask(shape: AttentionShape, device: torch.device, mask: Mask, backend: Backend) -> Any:
-    window = max(shape.seq_len // 4, 1) if mask == "window" else None
-    documents = None
-    if mask == "documents":
-        numbers = torch.arange(shape.seq_len, device=device) * _DOCUMENTS // shape.seq_len
-        documents = numbers.expand(shape.batch, -1)
-    if backend == "flex":
-        return block_mask(shape.seq_len, window, documents, device, is_causal=mask != "none")
-    if mask in ("causal", "none"):
-        return None
-    return visible_pairs(shape.seq_len, window, documents, device)
-
-
-def _once(inputs: tuple[Tensor, ...], given: Any, backend: Backend, mask: Mask) -> float:
+def _once(inputs: tuple[Tensor, ...], backend: Backend) -> float:
     """Milliseconds of forward and backward."""
     *asking, grad = inputs
     q, k, v = asking
     start = _now(q.device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # why torch doesn't take a call, or runs it unfused
-        out = attend(q, k, v, given, backend, is_causal=mask == "causal")
-        torch.autograd.grad(out, asking, grad)
+        torch.autograd.grad(attend(q, k, v, backend), asking, grad)
     return (_now(q.device) - start) * 1e3
 
 

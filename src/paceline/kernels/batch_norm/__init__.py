@@ -22,10 +22,6 @@ from torch import Tensor
 from paceline.config.errors import InputError
 from paceline.kernels import switch
 from paceline.kernels.batch_norm import reference, shared
-from paceline.kernels.cost import KernelCost
-
-SHAPES = ((256 * 112 * 112, 64), (256 * 56 * 56, 256), (256 * 14 * 14, 1024), (256 * 7 * 7, 2048))
-"""Pixels of a batch and channels: of a ResNet-50."""
 
 
 def batch_norm_act(
@@ -90,26 +86,6 @@ def batch_norm_act(
     _follow(running_mean, mean, momentum)
     _follow(running_var, variance, momentum)
     return out
-
-
-def forward_cost(
-    rows: int, channels: int, item_size: int, has_residual: bool = True, relu: bool = True
-) -> KernelCost:
-    """Read x for its statistics; read x (and the residual), write the result (and a bit each)."""
-    values = rows * channels
-    return KernelCost((3 + has_residual) * values * item_size + relu * values // 8)
-
-
-def backward_cost(
-    rows: int, channels: int, item_size: int, has_residual: bool = True, relu: bool = True
-) -> KernelCost:
-    """Read gradient and x (and bits) twice, write the gradient of x (and of the residual).
-
-    Without ReLU the residual's gradient is the result's own, and isn't written.
-    """
-    values = rows * channels
-    written = 1 + (has_residual and relu)
-    return KernelCost((4 + written) * values * item_size + 2 * relu * values // 8)
 
 
 def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> None:

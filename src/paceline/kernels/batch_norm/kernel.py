@@ -53,46 +53,27 @@ _VARIANTS = tuple(
     {"HAS_RESIDUAL": residual, "RELU": relu} for residual in (False, True) for relu in (False, True)
 )
 STATISTICS = Kernel(
-    "batch_norm.statistics",
-    passes.statistics,
+    "batch_norm.statistics", passes.statistics,
     "x: *T; means squares: *fp32; " + _SIZES_TAKEN,
-    _rule,
-    _SIZES,
-    others=_others,
-    dtypes=_DTYPES,
-)
+    _rule, _SIZES, others=_others, dtypes=_DTYPES,
+)  # fmt: skip
 APPLY = Kernel(
-    "batch_norm.apply",
-    passes.apply,
+    "batch_norm.apply", passes.apply,
     "x residual out: *T; weight bias means squares batch_mean batch_variance scales: *fp32; "
     "bits: *u8; eps: fp32; " + _SIZES_TAKEN,
-    _rule_with_parts,
-    _SIZES,
-    _VARIANTS,
-    _others_with_parts,
-    _DTYPES,
-)
+    _rule_with_parts, _SIZES, _VARIANTS, _others_with_parts, _DTYPES,
+)  # fmt: skip
 SUMS = Kernel(
-    "batch_norm.sums",
-    passes.sums,
+    "batch_norm.sums", passes.sums,
     "grad x: *T; batch_mean scales grad_sums product_sums: *fp32; bits: *u8; " + _SIZES_TAKEN,
-    _rule,
-    _SIZES,
-    ({"RELU": False}, {"RELU": True}),
-    _others,
-    _DTYPES,
-)
+    _rule, _SIZES, ({"RELU": False}, {"RELU": True}), _others, _DTYPES,
+)  # fmt: skip
 GRADIENTS = Kernel(
-    "batch_norm.gradients",
-    passes.gradients,
+    "batch_norm.gradients", passes.gradients,
     "grad x grad_x grad_residual: *T; weight batch_mean scales grad_sums product_sums grad_weight "
     "grad_bias: *fp32; bits: *u8; " + _SIZES_TAKEN,
-    _rule_with_parts,
-    _SIZES,
-    _VARIANTS,
-    _others_with_parts,
-    _DTYPES,
-)
+    _rule_with_parts, _SIZES, _VARIANTS, _others_with_parts, _DTYPES,
+)  # fmt: skip
 KERNELS = (STATISTICS, APPLY, SUMS, GRADIENTS)
 
 
@@ -132,7 +113,7 @@ def _floats(x: Tensor, *shape: int) -> Tensor:
 def _run(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, relu: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    results = _fake(x, residual, weight, bias, eps, relu)
+    results = _results(x, relu)
     out, bits, *statistics = results
     ours = _channels_last(x)
     other = ours if residual is None else _channels_last(residual)
@@ -147,9 +128,7 @@ def _run(
     return results
 
 
-def _fake(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, relu: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _results(x: Tensor, relu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Result, bits, and the channels' mean, variance and scale."""
     rows, channels = _sizes(x)
     bits = x.new_empty((rows if relu else 0, (channels + 7) // 8), dtype=torch.uint8)
@@ -166,7 +145,7 @@ def _run_backward(
     has_residual: bool,
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = _fake_backward(grad, x, bits, weight, mean, scale, has_residual, relu)
+    results = _gradients(x, weight, has_residual and relu)
     d, ours = _channels_last(grad), _channels_last(x)
     rows, channels = _sizes(x)
     number, stretch = _stretches(SUMS, ours)
@@ -179,27 +158,25 @@ def _run_backward(
     return results
 
 
-def _fake_backward(
-    grad: Tensor,
-    x: Tensor,
-    bits: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    has_residual: bool,
-    relu: bool,
+def _gradients(
+    x: Tensor, weight: Tensor, residual_has_own: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, the residual, weight and bias.
-
-    The residual's is empty where it has none of its own: without ReLU it is the result's.
-    """
-    grad_residual = _like(x) if has_residual and relu else x.new_empty(0)
+    """Of x, the residual, weight and bias; without ReLU the residual's is the result's."""
+    grad_residual = _like(x) if residual_has_own else x.new_empty(0)
     weights = (torch.empty_like(weight, memory_format=torch.contiguous_format) for _ in range(2))
     return _like(x), grad_residual, *weights  # type: ignore[return-value]
 
 
-_forward = Operator("batch_norm", _run, _fake)
-_backward = Operator("batch_norm_backward", _run_backward, _fake_backward)
+_forward = Operator(
+    "batch_norm", _run, lambda x, residual, weight, bias, eps, relu: _results(x, relu)
+)
+_backward = Operator(
+    "batch_norm_backward",
+    _run_backward,
+    lambda grad, x, bits, weight, mean, scale, has_residual, relu: _gradients(
+        x, weight, has_residual and relu
+    ),
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

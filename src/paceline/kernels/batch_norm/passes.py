@@ -15,16 +15,10 @@ import triton.language as tl
 
 @triton.jit
 def statistics(
-    x,
-    means,
-    squares,
-    rows,
-    channels,
-    stretch,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, means, squares,
+    rows, channels, stretch,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Of each channel of a stretch of rows: the mean, and the sum of squares about it."""
     program = tl.program_id(1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -56,15 +50,7 @@ def statistics(
 
 
 @triton.jit
-def _together(
-    means,
-    squares,
-    rows,
-    channels,
-    stretch,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _together(means, squares, rows, channels, stretch, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """All stretches' means and squares put together: mean and variance of a block of channels."""
     num_parts = tl.num_programs(1)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -87,28 +73,11 @@ def _together(
 
 @triton.jit
 def apply(
-    x,
-    residual,
-    weight,
-    bias,
-    means,
-    squares,
-    out,
-    bits,
-    batch_mean,
-    batch_variance,
-    scales,
-    rows,
-    channels,
-    stretch,
-    eps,
-    HAS_RESIDUAL: tl.constexpr,
-    RELU: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, residual, weight, bias, means, squares, out, bits, batch_mean, batch_variance, scales,
+    rows, channels, stretch, eps,
+    HAS_RESIDUAL: tl.constexpr, RELU: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Normalise a stretch, add the residual, cut off below zero, and keep a bit of where not."""
     mean, variance = _together(means, squares, rows, channels, stretch, PARTS, BLOCK)
     scale = tl.rsqrt(variance + eps)
@@ -164,21 +133,10 @@ def _load_bits(bits, row, has_row, channels, ROWS: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def sums(
-    grad,
-    x,
-    bits,
-    batch_mean,
-    scales,
-    grad_sums,
-    product_sums,
-    rows,
-    channels,
-    stretch,
-    RELU: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    grad, x, bits, batch_mean, scales, grad_sums, product_sums,
+    rows, channels, stretch,
+    RELU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Of a stretch: the sums of the gradient, and of its product with x normalised."""
     program = tl.program_id(1)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -220,28 +178,12 @@ def _add_up(parts, channels, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def gradients(
-    grad,
-    x,
-    bits,
-    weight,
-    batch_mean,
-    scales,
-    grad_sums,
-    product_sums,
-    grad_x,
-    grad_residual,
-    grad_weight,
-    grad_bias,
-    rows,
-    channels,
-    stretch,
-    HAS_RESIDUAL: tl.constexpr,
-    RELU: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    grad, x, bits, weight, batch_mean, scales, grad_sums, product_sums, grad_x, grad_residual,
+    grad_weight, grad_bias,
+    rows, channels, stretch,
+    HAS_RESIDUAL: tl.constexpr, RELU: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Write a stretch's gradients of x and of the residual; the first program, the weights'."""
     program = tl.program_id(1)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -15,12 +15,8 @@ from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.kernels import switch
-from paceline.kernels.cost import KernelCost
 from paceline.kernels.experts import reference
 from paceline.kernels.experts.reference import Order
-
-SHAPES = ((8192, 2048, 768, 128, 8), (8192, 4096, 14336, 8, 2), (8192, 7168, 2048, 256, 8))
-"""Tokens, width, inner width, experts and copies, of layers that people train."""
 
 
 def permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Order]:
@@ -105,32 +101,6 @@ def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         if operators.can_multiply(rows, weights):
             return operators.grouped_linear(rows, weights, counts)
     return reference.grouped_linear(rows, weights, counts)
-
-
-def route_forward_cost(tokens: int, width: int, copies: int, item_size: int) -> KernelCost:
-    """`permute` and `unpermute`: tokens and their copies, each read and written once."""
-    return KernelCost(2 * (1 + copies) * tokens * width * item_size)
-
-
-def route_backward_cost(tokens: int, width: int, copies: int, item_size: int) -> KernelCost:
-    """As forward, and the copies are read once more, for the gradients of their weights."""
-    return KernelCost((2 + 3 * copies) * tokens * width * item_size)
-
-
-def grouped_linear_forward_cost(
-    rows: int, columns: int, inner: int, experts: int, item_size: int
-) -> KernelCost:
-    """Read rows and the weights of all experts, write the result."""
-    values = rows * inner + experts * columns * inner + rows * columns
-    return KernelCost(values * item_size, 2 * rows * columns * inner)
-
-
-def grouped_linear_backward_cost(
-    rows: int, columns: int, inner: int, experts: int, item_size: int
-) -> KernelCost:
-    """Two products, each of which reads two matrices and writes one."""
-    values = 2 * (rows * columns + experts * columns * inner + rows * inner)
-    return KernelCost(values * item_size, 4 * rows * columns * inner)
 
 
 def _check(rows: Tensor, weights: Tensor, counts: Tensor) -> None:

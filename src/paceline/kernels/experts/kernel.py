@@ -14,9 +14,7 @@ of the gradient of weights) does its last, cut step with loads that stop at the 
 import triton
 import triton.language as tl
 
-from paceline.kernels.launch import Kernel, Launch, next_power_of_2
-
-_WIDEST = 4096
+from paceline.kernels.launch import Kernel, Launch, other_row_launches, row_rule
 
 
 @triton.jit
@@ -46,16 +44,10 @@ def _spread(x, places, out, stride, width, COPIES: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def _collect(
-    rows,
-    places,
-    weights,
-    out,
-    stride,
-    width,
-    HAS_WEIGHTS: tl.constexpr,
-    COPIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows, places, weights, out,
+    stride, width,
+    HAS_WEIGHTS: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -71,18 +63,10 @@ def _collect(
 
 @triton.jit
 def _collect_backward(
-    grad,
-    rows,
-    places,
-    weights,
-    grad_rows,
-    grad_weights,
-    grad_stride,
-    stride,
-    width,
-    COPIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    grad, rows, places, weights, grad_rows, grad_weights,
+    grad_stride, stride, width,
+    COPIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A program has all columns of a token: the gradient of a weight is a sum over them."""
     token = tl.program_id(0).to(tl.int64)
     for copy in tl.static_range(COPIES):
@@ -103,23 +87,11 @@ def _collect_backward(
 
 @triton.jit
 def _grouped(
-    rows,
-    weights,
-    counts,
-    out,
-    rows_stride,
-    num_rows,
-    num_experts,
-    n,
-    k,
-    TRANSPOSED: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    WIDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    rows, weights, counts, out,
+    rows_stride, num_rows, num_experts, n, k,
+    TRANSPOSED: tl.constexpr, EXPERTS: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Rows times their expert's weights: (n, k) of each where TRANSPOSED, else (k, n)."""
     HALF: tl.constexpr = BLOCK_N // 2
     row_tiles = tl.make_tensor_descriptor(rows, [num_rows, k], [rows_stride, 1], [BLOCK_M, BLOCK_K])
@@ -171,23 +143,11 @@ def _store(z, out, row, end, column, width, ROWS: tl.constexpr, COLUMNS: tl.cons
 
 @triton.jit
 def _grouped_weights(
-    left,
-    right,
-    counts,
-    out,
-    left_stride,
-    right_stride,
-    num_rows,
-    num_experts,
-    n,
-    k,
-    EXPERTS: tl.constexpr,
-    WIDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    left, right, counts, out,
+    left_stride, right_stride, num_rows, num_experts, n, k,
+    EXPERTS: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Of each expert's rows, left (rows, n) transposed times right (rows, k)."""
     left_tiles = tl.make_tensor_descriptor(
         left, [num_rows, n], [left_stride, 1], [BLOCK_K, BLOCK_M]
@@ -237,12 +197,6 @@ def _grouped_weights(
         )
 
 
-def _move_rule(width: int) -> Launch:
-    """Blocks of at most 4096 values, 512 for a warp: 16 values of each thread are in flight."""
-    block = min(next_power_of_2(width), _WIDEST)
-    return Launch({"BLOCK": block}, num_warps=min(max(block // 512, 1), 8))
-
-
 def _grouped_rule(size: int) -> Launch:
     """By values of the result: narrower tiles where there are few, for all processors."""
     if size >= 132 * 128 * 256:
@@ -254,11 +208,6 @@ def _grouped_rule(size: int) -> Launch:
 
 def _blocks(m: int, n: int, k: int, group: int = 8) -> dict[str, int]:
     return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP": group}
-
-
-def _other_moves(width: int) -> list[Launch]:
-    blocks = [block for block in (1024, 2048, 4096, 8192) if block < 2 * width]
-    return [Launch({"BLOCK": block}, warps) for block in blocks for warps in (2, 4, 8)]
 
 
 def _other_groups(size: int) -> list[Launch]:
@@ -274,54 +223,36 @@ def _other_groups(size: int) -> list[Launch]:
 _WIDTHS = (2048, 7168)
 _SIZES = (64 * 1024, 1024 * 2048, 65536 * 2048)
 SPREAD = Kernel(
-    "experts.spread",
-    _spread,
+    "experts.spread", _spread,
     "x out: *T; places: *i64; stride width: i32",
-    _move_rule,
-    _WIDTHS,
-    ({"COPIES": 2}, {"COPIES": 8}),
-    _other_moves,
-)
+    row_rule, _WIDTHS, ({"COPIES": 2}, {"COPIES": 8}), other_row_launches,
+)  # fmt: skip
 COLLECT = Kernel(
-    "experts.collect",
-    _collect,
+    "experts.collect", _collect,
     "rows out: *T; places: *i64; weights: *fp32; stride width: i32",
-    _move_rule,
-    _WIDTHS,
-    ({"COPIES": 8, "HAS_WEIGHTS": False}, {"COPIES": 8, "HAS_WEIGHTS": True}),
-    _other_moves,
-)
+    row_rule, _WIDTHS, ({"COPIES": 8, "HAS_WEIGHTS": False}, {"COPIES": 8, "HAS_WEIGHTS": True}),
+    other_row_launches,
+)  # fmt: skip
 COLLECT_BACKWARD = Kernel(
-    "experts.collect_backward",
-    _collect_backward,
+    "experts.collect_backward", _collect_backward,
     "grad rows grad_rows: *T; places: *i64; weights grad_weights: *fp32; "
     "grad_stride stride width: i32",
-    _move_rule,
-    _WIDTHS,
-    ({"COPIES": 2}, {"COPIES": 8}),
-    _other_moves,
-)
+    row_rule, _WIDTHS, ({"COPIES": 2}, {"COPIES": 8}), other_row_launches,
+)  # fmt: skip
 GROUPED = Kernel(
-    "experts.grouped",
-    _grouped,
+    "experts.grouped", _grouped,
     "rows weights out: *T; counts: *i64; rows_stride num_rows num_experts n k: i32",
-    _grouped_rule,
-    _SIZES,
+    _grouped_rule, _SIZES,
     (
         {"TRANSPOSED": True, "EXPERTS": 32, "WIDEN": False},
         {"TRANSPOSED": False, "EXPERTS": 128, "WIDEN": False},
     ),
-    _other_groups,
-    least_capability=90,
-)
+    _other_groups, least_capability=90,
+)  # fmt: skip
 GROUPED_WEIGHTS = Kernel(
-    "experts.grouped_weights",
-    _grouped_weights,
+    "experts.grouped_weights", _grouped_weights,
     "left right out: *T; counts: *i64; left_stride right_stride num_rows num_experts n k: i32",
-    _grouped_rule,
-    _SIZES,
-    ({"EXPERTS": 32, "WIDEN": False}, {"EXPERTS": 128, "WIDEN": False}),
-    _other_groups,
-    least_capability=90,
-)
+    _grouped_rule, _SIZES, ({"EXPERTS": 32, "WIDEN": False}, {"EXPERTS": 128, "WIDEN": False}),
+    _other_groups, least_capability=90,
+)  # fmt: skip
 KERNELS = (SPREAD, COLLECT, COLLECT_BACKWARD, GROUPED, GROUPED_WEIGHTS)

@@ -14,7 +14,7 @@ from paceline.kernels.experts.kernel import (
     GROUPED_WEIGHTS,
     SPREAD,
 )
-from paceline.kernels.launch import Kernel, as_rows, next_power_of_2
+from paceline.kernels.launch import Kernel, as_rows, like, next_power_of_2, row_grid
 from paceline.kernels.operator import Differentiable, Operator
 from paceline.kernels.partials import num_processors
 
@@ -39,7 +39,7 @@ def _run_spread(x: Tensor, places: Tensor, copies: int) -> Tensor:
     if out.numel():
         rows = as_rows(x)
         arguments = rows, places, out, rows.stride(0), rows.shape[1]
-        SPREAD(_grid(rows), rows.shape[1], rows, *arguments, COPIES=copies)
+        SPREAD(row_grid(rows), rows.shape[1], rows, *arguments, COPIES=copies)
     return out
 
 
@@ -51,14 +51,14 @@ def _run_collect(rows: Tensor, places: Tensor, weights: Tensor | None, copies: i
         given = lines if weights is None else weights
         arguments = lines, places, given, out, lines.stride(0), lines.shape[1]
         flags = {"HAS_WEIGHTS": weights is not None, "COPIES": copies}
-        COLLECT(_grid(out), lines.shape[1], lines, *arguments, **flags)
+        COLLECT(row_grid(out), lines.shape[1], lines, *arguments, **flags)
     return out
 
 
 def _run_collect_backward(
     grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    grad_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    grad_rows = like(rows)
     grad_weights = torch.empty_like(weights)
     if not grad.numel():
         return grad_rows, grad_weights.zero_()
@@ -68,11 +68,6 @@ def _run_collect_backward(
     flags = {"COPIES": weights.shape[1]}
     COLLECT_BACKWARD((grad.shape[0],), lines.shape[1], lines, *arguments, **flags)
     return grad_rows, grad_weights
-
-
-def _grid(x: Tensor) -> Any:
-    tokens, width = x.shape
-    return lambda blocks: (tokens, triton.cdiv(width, blocks["BLOCK"]))
 
 
 def _run_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -162,7 +157,7 @@ _collect_backward = Operator(
     "collect_from_experts_backward",
     _run_collect_backward,
     lambda grad, rows, places, weights: (
-        torch.empty_like(rows, memory_format=torch.contiguous_format),
+        like(rows),
         torch.empty_like(weights),
     ),
 )
@@ -208,10 +203,6 @@ def _collect_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, Non
 collect = Differentiable(_collect, _save_collect, _collect_gradient)
 
 
-def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _linear_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, weights, counts = ctx.saved_tensors
     return (
@@ -221,4 +212,4 @@ def _linear_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-grouped_linear = Differentiable(_forward, _save_linear, _linear_gradient)
+grouped_linear = Differentiable(_forward, None, _linear_gradient)

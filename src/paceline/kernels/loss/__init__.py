@@ -15,21 +15,11 @@ from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.kernels import switch
-from paceline.kernels.cost import KernelCost
 from paceline.kernels.loss import reference
 from paceline.kernels.loss.reference import IGNORED as IGNORED
 
-SHAPES = ((8192, 32000), (8192, 131072), (4096, 262144))
-"""Tokens and vocabulary."""
-LINEAR_SHAPES = ((8192, 4096, 131072), (16384, 2048, 128256), (8192, 2048, 50257))
-"""Tokens, width of the hidden states, vocabulary."""
 
-
-def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    inplace: bool = False,
-) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, inplace: bool = False) -> Tensor:
     """Mean negative log-likelihood in nats over the targets that count.
 
     Args:
@@ -55,10 +45,7 @@ def cross_entropy(
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    chunk_rows: int | None = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int | None = None
 ) -> Tensor:
     """Cross-entropy of the logits hidden @ weight.T, of which it holds a chunk of tokens at a time.
 
@@ -93,11 +80,7 @@ def linear_cross_entropy(
 
 
 def cross_entropy_parallel(
-    logits: Tensor,
-    targets: Tensor,
-    first_row: int,
-    group: dist.ProcessGroup,
-    inplace: bool = False,
+    logits: Tensor, targets: Tensor, first_row: int, group: dist.ProcessGroup, inplace: bool = False
 ) -> Tensor:
     """`cross_entropy` of logits whose vocabulary the ranks of a group share out.
 
@@ -169,27 +152,3 @@ def _product_type(hidden: Tensor, weight: Tensor) -> torch.dtype:
             "must be of one type; convert one, or use autocast."
         )
     return torch.get_autocast_dtype(kind) if is_cast else hidden.dtype
-
-
-def cross_entropy_forward_cost(tokens: int, vocab: int, item_size: int) -> KernelCost:
-    """Read the logits, write their gradient."""
-    return KernelCost(2 * tokens * vocab * item_size)
-
-
-def cross_entropy_backward_cost(tokens: int, vocab: int, item_size: int) -> KernelCost:
-    """Read the factor from above, which is 1."""
-    return KernelCost(4)
-
-
-def linear_cross_entropy_forward_cost(
-    tokens: int, width: int, vocab: int, item_size: int
-) -> KernelCost:
-    """Read hidden states and weight, write their gradients; three products."""
-    return KernelCost(2 * (tokens + vocab) * width * item_size, 6 * tokens * width * vocab)
-
-
-def linear_cross_entropy_backward_cost(
-    tokens: int, width: int, vocab: int, item_size: int
-) -> KernelCost:
-    """Read the factor from above, which is 1."""
-    return KernelCost(4)

@@ -66,16 +66,8 @@ def _largest_and_total(row, width, REPEATS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _write_gradient(
-    row,
-    gradient,
-    width,
-    target,
-    most,
-    factor,
-    share,
-    REPEATS: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    row, gradient, width, target, most, factor, share, REPEATS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """exp(x - most) * factor, less share at the target."""
     place = tl.arange(0, REPEATS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     for start in range(0, width, REPEATS * LANES):
@@ -101,18 +93,10 @@ def _write_zeros(gradient, width, REPEATS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _whole_row(
-    logits,
-    targets,
-    gradient,
-    losses,
-    inverse,
-    stride,
-    gradient_stride,
-    width,
-    WANTS_GRADIENT: tl.constexpr,
-    REPEATS: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    logits, targets, gradient, losses, inverse,
+    stride, gradient_stride, width,
+    WANTS_GRADIENT: tl.constexpr, REPEATS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
     row, gradient = logits + number * stride, gradient + number * gradient_stride
     target = tl.load(targets + number)
@@ -134,16 +118,10 @@ def _whole_row(
 
 @triton.jit
 def _own_columns(
-    logits,
-    targets,
-    found,
-    rows,
-    stride,
-    width,
-    first_row,
-    REPEATS: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    logits, targets, found,
+    rows, stride, width, first_row,
+    REPEATS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """Of this rank's columns: the largest, the sum of exponentials, the target's logit or 0."""
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * stride
@@ -164,22 +142,10 @@ def _own_columns(
 
 @triton.jit
 def _all_columns(
-    logits,
-    targets,
-    found,
-    gradient,
-    losses,
-    inverse,
-    ranks,
-    rows,
-    stride,
-    gradient_stride,
-    width,
-    first_row,
-    WANTS_GRADIENT: tl.constexpr,
-    REPEATS: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    logits, targets, found, gradient, losses, inverse,
+    ranks, rows, stride, gradient_stride, width, first_row,
+    WANTS_GRADIENT: tl.constexpr, REPEATS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """From what all ranks have found: the loss, and the gradient of this rank's columns."""
     number = tl.program_id(0).to(tl.int64)
     row, gradient = logits + number * stride, gradient + number * gradient_stride
@@ -247,47 +213,31 @@ def _scale_rule(width: int) -> Launch:
 _SIZES = (4096, 32000, 131072)
 _WANTED = ({"WANTS_GRADIENT": True}, {"WANTS_GRADIENT": False})
 COUNT = Kernel(
-    "loss.count",
-    _count,
+    "loss.count", _count,
     "targets: *i64; inverse: *fp32; tokens: i32",
-    _count_rule,
-    (8192,),
-)
+    _count_rule, (8192,),
+)  # fmt: skip
 WHOLE_ROW = Kernel(
-    "loss.whole_row",
-    _whole_row,
+    "loss.whole_row", _whole_row,
     "logits gradient: *T; targets: *i64; losses inverse: *fp32; stride gradient_stride width: i32",
-    _row_rule,
-    _SIZES,
-    _WANTED,
-    _row_others,
-)
+    _row_rule, _SIZES, _WANTED, _row_others,
+)  # fmt: skip
 OWN_COLUMNS = Kernel(
-    "loss.own_columns",
-    _own_columns,
+    "loss.own_columns", _own_columns,
     "logits: *T; targets: *i64; found: *fp32; rows stride width first_row: i32",
-    _row_rule,
-    _SIZES,
-    others=_row_others,
-)
+    _row_rule, _SIZES, others=_row_others,
+)  # fmt: skip
 ALL_COLUMNS = Kernel(
-    "loss.all_columns",
-    _all_columns,
+    "loss.all_columns", _all_columns,
     "logits gradient: *T; targets: *i64; found losses inverse: *fp32; "
     "ranks rows stride gradient_stride width first_row: i32",
-    _row_rule,
-    _SIZES,
-    _WANTED,
-    _row_others,
-)
+    _row_rule, _SIZES, _WANTED, _row_others,
+)  # fmt: skip
 SCALE = Kernel(
-    "loss.scale",
-    _scale,
+    "loss.scale", _scale,
     "x: *T; factor: *fp32; rows width stride: i32",
-    _scale_rule,
-    (4096, 131072),
-    dtypes=("bf16", "fp32"),
-)
+    _scale_rule, (4096, 131072), dtypes=("bf16", "fp32"),
+)  # fmt: skip
 KERNELS = (COUNT, WHOLE_ROW, OWN_COLUMNS, ALL_COLUMNS, SCALE)
 
 
@@ -300,11 +250,7 @@ def inverse_count(targets: Tensor) -> Tensor:
 
 
 def run_rows(
-    logits: Tensor,
-    targets: Tensor,
-    gradient: Tensor | None,
-    losses: Tensor,
-    inverse: Tensor,
+    logits: Tensor, targets: Tensor, gradient: Tensor | None, losses: Tensor, inverse: Tensor
 ) -> None:
     """Write each row's share of the mean loss, and its gradient.
 
@@ -315,22 +261,10 @@ def run_rows(
         losses: (rows,) fp32.
         inverse: () fp32, 1 / the number of targets that count.
     """
-    rows, width = logits.shape
     to = logits if gradient is None else gradient
-    WHOLE_ROW(
-        (rows,),
-        width,
-        logits,
-        logits,
-        targets,
-        to,
-        losses,
-        inverse,
-        logits.stride(0),
-        to.stride(0),
-        width,
-        WANTS_GRADIENT=gradient is not None,
-    )
+    count, width = logits.shape
+    arguments = logits, targets, to, losses, inverse, logits.stride(0), to.stride(0), width
+    WHOLE_ROW((count,), width, logits, *arguments, WANTS_GRADIENT=gradient is not None)
 
 
 def _scale_in_place(x: Tensor, factor: Tensor) -> None:
@@ -353,9 +287,8 @@ def _run(logits: Tensor, targets: Tensor, wants_gradient: bool) -> tuple[Tensor,
 
 def _fake(logits: Tensor, targets: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor]:
     like = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    return logits.new_empty((), dtype=torch.float32), like if wants_gradient else logits.new_empty(
-        0
-    )
+    gradient = like if wants_gradient else logits.new_empty(0)
+    return logits.new_empty((), dtype=torch.float32), gradient
 
 
 def _loss(rows: Tensor, targets: Tensor, gradient: Tensor | None) -> Tensor:
@@ -376,11 +309,7 @@ def _run_found(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
 
 
 def _run_parallel(
-    logits: Tensor,
-    targets: Tensor,
-    found: Tensor,
-    first_row: int,
-    wants_gradient: bool,
+    logits: Tensor, targets: Tensor, found: Tensor, first_row: int, wants_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """As `_run`, of some columns.
 
@@ -397,33 +326,15 @@ def _run_parallel(
 
 
 def _loss_parallel(
-    rows: Tensor,
-    targets: Tensor,
-    found: Tensor,
-    gradient: Tensor | None,
-    first_row: int,
+    rows: Tensor, targets: Tensor, found: Tensor, gradient: Tensor | None, first_row: int
 ) -> Tensor:
     targets, (count, width) = targets.reshape(-1).contiguous(), rows.shape
     losses = torch.empty(count, dtype=torch.float32, device=rows.device)
     to = rows if gradient is None else gradient
-    ALL_COLUMNS(
-        (count,),
-        width,
-        rows,
-        rows,
-        targets,
-        found,
-        to,
-        losses,
-        inverse_count(targets),
-        len(found),
-        count,
-        rows.stride(0),
-        to.stride(0),
-        width,
-        first_row,
-        WANTS_GRADIENT=gradient is not None,
-    )
+    tensors = rows, targets, found, to, losses, inverse_count(targets)
+    sizes = len(found), count, rows.stride(0), to.stride(0), width, first_row
+    wants = {"WANTS_GRADIENT": gradient is not None}
+    ALL_COLUMNS((count,), width, rows, *tensors, *sizes, **wants)
     return losses.sum()
 
 
@@ -471,15 +382,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradient(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    return *scaled(ctx, ctx.saved_tensors, grad), None, None
-
-
-def _parallel_gradient(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    return *scaled(ctx, ctx.saved_tensors, grad), None, None, None, None
+    return *scaled(ctx, ctx.saved_tensors, grad), *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 _to_new_memory = Differentiable(_loss_operator, _save, _gradient)
-_parallel_to_new_memory = Differentiable(_parallel_operator, _save, _parallel_gradient)
+_parallel_to_new_memory = Differentiable(_parallel_operator, _save, _gradient)
 
 
 class _InPlace(torch.autograd.Function):
@@ -512,11 +419,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, inplace: bool) -> Tensor:
 
 
 def cross_entropy_parallel(
-    logits: Tensor,
-    targets: Tensor,
-    first_row: int,
-    group: dist.ProcessGroup,
-    inplace: bool,
+    logits: Tensor, targets: Tensor, first_row: int, group: dist.ProcessGroup, inplace: bool
 ) -> Tensor:
     """See the package. One collective: what each rank found is gathered, not reduced twice."""
     wants = torch.is_grad_enabled() and logits.requires_grad

@@ -45,7 +45,7 @@ def _run(
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and the gradients of hidden (tokens, width) and weight, empty where not wanted."""
-    loss, grad_hidden, _ = _fake(hidden, weight, targets, chunk_rows, dtype, wants_hidden, False)
+    loss, grad_hidden, _ = _results(hidden, weight, wants_hidden, False)
     if not len(hidden):
         return loss.fill_(math.nan), grad_hidden, _zeros(weight, wants_weight)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -103,14 +103,8 @@ def _adds_to_wider(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def _fake(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    chunk_rows: int,
-    dtype: torch.dtype,
-    wants_hidden: bool,
-    wants_weight: bool,
+def _results(
+    hidden: Tensor, weight: Tensor, wants_hidden: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         hidden.new_empty((), dtype=_SUM),
@@ -132,16 +126,16 @@ def _gradient(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return *wanted, None, None, None, None, None
 
 
-_operator = Operator("linear_cross_entropy", _run, _fake)
+_operator = Operator(
+    "linear_cross_entropy",
+    _run,
+    lambda hidden, weight, targets, chunk_rows, dtype, *wants: _results(hidden, weight, *wants),
+)
 _differentiable = Differentiable(_operator, _save, _gradient)
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    chunk_rows: int | None,
-    dtype: torch.dtype,
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int | None, dtype: torch.dtype
 ) -> Tensor:
     """See the package.
 

@@ -26,37 +26,53 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
 
 def cross_entropy_parallel(
-    logits: Tensor,
-    targets: Tensor,
-    first_row: int,
-    group: dist.ProcessGroup,
+    logits: Tensor, targets: Tensor, first_row: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Cross-entropy of logits of which each rank has some columns, from first_row on."""
-    rows, targets = _wide(logits).reshape(-1, logits.shape[-1]), targets.reshape(-1).long()
-    largest = rows.detach().amax(-1)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    own = targets - first_row
-    is_own = (own >= 0) & (own < rows.shape[-1]) & (targets != IGNORED)
-    chosen = rows.gather(-1, torch.where(is_own, own, 0).unsqueeze(-1)).squeeze(-1)
-    total = (rows - largest.unsqueeze(-1)).exp().sum(-1)
-    total, chosen = _SumOverRanks.apply(torch.stack([total, torch.where(is_own, chosen, 0)]), group)
+    """Cross-entropy of logits of which each rank has some columns, from first_row on.
+
+    Three numbers a token go between the ranks: the largest logit of each, its sum of exponentials,
+    and the target's logit where it has that.
+    """
+    own, is_own = own_ids(targets.long(), first_row, logits.shape[-1])
+    losses = _TokenLosses.apply(logits, own, is_own, group)
     counted = targets != IGNORED
-    losses = torch.where(counted, total.log() + largest - chosen, 0)
-    return losses.sum() / counted.sum()  # NaN where nothing counts
+    return torch.where(counted, losses, 0).sum() / counted.sum()  # NaN where nothing counts
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks of which each computes the same loss: the gradient goes through as it is."""
+def own_ids(ids: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Ids counted from a rank's first row (0 where another rank has them), and which it has."""
+    own = ids - first_row
+    is_own = (own >= 0) & (own < num_rows)
+    return torch.where(is_own, own, 0), is_own
+
+
+class _TokenLosses(torch.autograd.Function):
+    """log(sum of exponentials) - logit of the target, for each token."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
+    def forward(
+        ctx: Any, logits: Tensor, own: Tensor, is_own: Tensor, group: dist.ProcessGroup
+    ) -> Tensor:
+        scores = _wide(logits)
+        largest = scores.amax(-1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        total = (scores - largest.unsqueeze(-1)).exp().sum(-1)
+        # Not times is_own: a logit of -inf that isn't the target's would make the loss NaN.
+        target = torch.where(is_own, scores.gather(-1, own.unsqueeze(-1)).squeeze(-1), 0)
+        sums = torch.stack([total, target])
+        dist.all_reduce(sums, group=group)
+        log_total = sums[0].log() + largest
+        ctx.save_for_backward(logits, log_total, own, is_own)
+        return log_total - sums[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, log_total, own, is_own = ctx.saved_tensors
+        wide = logits.to(log_total.dtype)
+        change = (wide - log_total.unsqueeze(-1)).exp_()  # probabilities (..., own_vocab)
+        change.scatter_add_(-1, own.unsqueeze(-1), -is_own.unsqueeze(-1).to(change.dtype))
+        return change.mul_(grad.unsqueeze(-1)).to(logits.dtype), None, None, None
 
 
 def _wide(logits: Tensor) -> Tensor:

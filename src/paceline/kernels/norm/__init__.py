@@ -1,12 +1,9 @@
 """Normalisation of rows: RMSNorm, and RMSNorm of a sum with the residual stream.
 
 Forward is one pass over memory, and so is backward: gradients of x and of the weights come from
-one reading of the gradient and of x (from two where a row is of more than 8192 values; in 16 bits,
-16384). Kept for it is one number of a row. Arithmetic is in fp32 whatever the tensors' type, and
-results are in x's type, also where the weights are wider.
-
-On DTensors whose rows are whole (sharded along any dimension but the last) and weights that are
-replicated, rows stay where they are, and the weights' gradients are partial sums.
+one reading of the gradient and of x. Kept for it is one number of a row. Arithmetic is in fp32
+whatever the tensors' type, and results are in x's type, also where the weights are wider. Rows of
+more than 32 KiB, which registers can't hold, are left to torch.
 
 Not here: normalisation of several dimensions at once, or of any dimension but the last.
 """
@@ -15,11 +12,9 @@ from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.kernels import switch
-from paceline.kernels.cost import KernelCost
 from paceline.kernels.norm import reference
 
-SHAPES = ((8192, 4096), (8192, 8192), (4096, 16384), (8192 * 32, 128))
-"""Rows and width: the streams of models of 8, 70 and 405 billion, and heads' queries."""
+_WIDEST_BYTES = 32 * 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
@@ -39,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     Source: https://arxiv.org/abs/1910.07467.
     """
     _check_width(x, weight)
-    if not switch.takes("norm", x):
+    if not _takes(x):
         return reference.rms_norm(x, weight, eps)
     from paceline.kernels.norm import kernel
 
@@ -69,7 +64,7 @@ def add_rms_norm(
             f"x is {tuple(x.shape)} of {x.dtype} and residual {tuple(residual.shape)} of "
             f"{residual.dtype}; add_rms_norm needs both alike: expand or cast one of them."
         )
-    if not switch.takes("norm", x):
+    if not _takes(x):
         return reference.add_rms_norm(x, residual, weight, eps)
     from paceline.kernels.norm import kernel
 
@@ -77,24 +72,8 @@ def add_rms_norm(
     return normed, summed
 
 
-def forward_cost(rows: int, width: int, item_size: int) -> KernelCost:
-    """Read x, write the result."""
-    return KernelCost(2 * rows * width * item_size)
-
-
-def backward_cost(rows: int, width: int, item_size: int) -> KernelCost:
-    """Read the gradient and x, write the gradient of x."""
-    return KernelCost(3 * rows * width * item_size)
-
-
-def add_forward_cost(rows: int, width: int, item_size: int) -> KernelCost:
-    """Read x and the residual stream, write their sum and the result."""
-    return KernelCost(4 * rows * width * item_size)
-
-
-def add_backward_cost(rows: int, width: int, item_size: int) -> KernelCost:
-    """Read two gradients and the sum, write one gradient, which is both inputs'."""
-    return KernelCost(4 * rows * width * item_size)
+def _takes(x: Tensor) -> bool:
+    return switch.takes("norm", x) and x.shape[-1] * x.itemsize <= _WIDEST_BYTES
 
 
 def _check_width(x: Tensor, weight: Tensor | None) -> None:

@@ -1,8 +1,4 @@
-"""Normalisation of rows: which kernel runs on what, and the operators that torch sees.
-
-Rows of up to 16384 values stay in registers (`rows`); backward, in fp32, of up to 8192. Wider ones
-are read twice from memory (`wide`).
-"""
+"""Normalisation of rows: how `rows` is launched, and the operators that torch sees."""
 
 from typing import Any
 
@@ -10,9 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from paceline.kernels import sharding
-from paceline.kernels.launch import Kernel, Launch, as_rows, next_power_of_2
-from paceline.kernels.norm import rows, wide
+from paceline.kernels.launch import Kernel, Launch, as_rows, like, next_power_of_2
+from paceline.kernels.norm import rows
 from paceline.kernels.operator import Differentiable, Operator
 from paceline.kernels.partials import num_programs
 
@@ -20,12 +15,8 @@ _TILE = 2048
 """Values of a program, where rows are narrower."""
 _VALUES_PER_WARP = 512
 _MOST_WARPS = 16
-_WIDEST = 16384
-"""The widest row that stays in registers: forward, and backward of 16 bits a value."""
 _LONG = 8192
-"""The widest row of fp32, backward."""
-_BLOCK_OF_WIDE = 4096
-_COLUMNS_OF_WIDE = 2048
+"""The widest row that fp32 has; longer ones are of 16 bits."""
 
 
 def _rule(width: int) -> Launch:
@@ -69,90 +60,31 @@ def _backward_others(width: int) -> list[Launch]:
     ]
 
 
-def _wide_rule(width: int) -> Launch:
-    return Launch({"BLOCK": _BLOCK_OF_WIDE}, num_warps=8)
-
-
-def _wide_backward_rule(width: int) -> Launch:
-    return Launch({"BLOCK": _COLUMNS_OF_WIDE}, num_warps=4)
-
-
-def _wide_others(width: int) -> list[Launch]:
-    return [Launch({"BLOCK": b}, b // 512) for b in (1024, 2048, 4096, 8192)]
-
-
 _SIZES = (128, 1024, 2048, 4096, 8192, 16384)
-_WIDE_SIZES = (32768,)
 _FORWARDS = tuple({"HAS_WEIGHT": True, "HAS_RESIDUAL": each} for each in (False, True))
 _BACKWARDS = tuple({"HAS_WEIGHT": True, "HAS_SUM": each} for each in (False, True))
 _DTYPES = ("bf16", "fp32")
-_FORWARD_TYPES = "x residual weight out summed: *T; scales: *fp32; x_stride residual_stride: i32; "
-_BACKWARD_TYPES = "grad grad_sum x weight grad_x: *T; scales weight_sums: *fp32; "
-_BACKWARD_STRIDES = "grad_stride grad_sum_stride x_stride rows width: i32"
+_BACKWARD_TYPES = (
+    "grad grad_sum x weight grad_x: *T; scales weight_sums: *fp32; "
+    "grad_stride grad_sum_stride x_stride rows width: i32"
+)
 FORWARD = Kernel(
-    "norm.forward",
-    rows.forward,
-    _FORWARD_TYPES + "rows width: i32; eps: fp32",
-    _rule,
-    _SIZES,
-    _FORWARDS,
-    _others,
-    _DTYPES,
-)
+    "norm.forward", rows.forward,
+    "x residual weight out summed: *T; scales: *fp32; "
+    "x_stride residual_stride rows width: i32; eps: fp32",
+    _rule, _SIZES, _FORWARDS, _others, _DTYPES,
+)  # fmt: skip
 BACKWARD = Kernel(
-    "norm.backward",
-    rows.backward,
-    _BACKWARD_TYPES + _BACKWARD_STRIDES,
-    _backward_rule,
-    _SIZES[:-1],
-    _BACKWARDS,
-    _backward_others,
-    _DTYPES,
-)
+    "norm.backward", rows.backward,
+    _BACKWARD_TYPES,
+    _backward_rule, _SIZES[:-1], _BACKWARDS, _backward_others, _DTYPES,
+)  # fmt: skip
 LONG_BACKWARD = Kernel(
-    "norm.long_backward",
-    rows.backward,
-    _BACKWARD_TYPES + _BACKWARD_STRIDES,
-    _backward_rule,
-    _SIZES[-1:],
-    _BACKWARDS,
-    _backward_others,
-)
-WIDE_FORWARD = Kernel(
-    "norm.wide_forward",
-    wide.forward,
-    _FORWARD_TYPES + "width: i32; eps: fp32",
-    _wide_rule,
-    _WIDE_SIZES,
-    _FORWARDS,
-    _wide_others,
-    _DTYPES,
-)
-WIDE_ROW_MEANS = Kernel(
-    "norm.wide_row_means",
-    wide.row_means,
-    "grad x weight: *T; scales means: *fp32; grad_stride x_stride width: i32",
-    _wide_rule,
-    (16384, 32768),
-    ({"HAS_WEIGHT": True},),
-    _wide_others,
-    _DTYPES,
-)
-WIDE_BACKWARD = Kernel(
-    "norm.wide_backward",
-    wide.backward,
-    _BACKWARD_TYPES + "means: *fp32; " + _BACKWARD_STRIDES,
-    _wide_backward_rule,
-    (16384, 32768),
-    _BACKWARDS,
-    _wide_others,
-    _DTYPES,
-)
-KERNELS = (FORWARD, BACKWARD, LONG_BACKWARD, WIDE_FORWARD, WIDE_ROW_MEANS, WIDE_BACKWARD)
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    "norm.long_backward", rows.backward,
+    _BACKWARD_TYPES,
+    _backward_rule, _SIZES[-1:], _BACKWARDS, _backward_others,
+)  # fmt: skip
+KERNELS = (FORWARD, BACKWARD, LONG_BACKWARD)
 
 
 def _scales(x: Tensor) -> Tensor:
@@ -164,8 +96,8 @@ def _normalise(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, the sum (the result again, where there is no residual), and the rows' scales."""
-    out, scales = _like(x), _scales(x)
-    summed = out if residual is None else _like(x)
+    out, scales = like(x), _scales(x)
+    summed = out if residual is None else like(x)
     if not x.numel():
         return out, summed, scales
     ours = as_rows(x)
@@ -174,21 +106,17 @@ def _normalise(
     constants = {"HAS_RESIDUAL": residual is not None, "HAS_WEIGHT": weight is not None}
     # Where a tensor is absent the kernel never looks at what stands in its place.
     tensors = ours, other, _or(weight, ours), out, summed, scales
-    strides = ours.stride(0), other.stride(0)
-    if width <= _WIDEST:
-        grid = _row_grid(height)
-        FORWARD(grid, width, ours, *tensors, *strides, height, width, eps, **constants)
-    else:
-        WIDE_FORWARD((height,), width, ours, *tensors, *strides, width, eps, **constants)
+    arguments = *tensors, ours.stride(0), other.stride(0), height, width, eps
+
+    def grid(blocks: dict[str, int]) -> tuple[int]:
+        return (triton.cdiv(height, blocks["ROWS"]),)
+
+    FORWARD(grid, width, ours, *arguments, **constants)
     return out, summed, scales
 
 
 def _or(given: Tensor | None, otherwise: Tensor) -> Tensor:
     return otherwise if given is None else given.contiguous()
-
-
-def _row_grid(height: int) -> Any:
-    return lambda blocks: (triton.cdiv(height, blocks["ROWS"]),)
 
 
 def _run_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -210,68 +138,31 @@ def _run_backward(
         return grad_x, grad_weight.zero_()
     d, ours = as_rows(grad), as_rows(x)
     other = ours if grad_sum is None else as_rows(grad_sum)
-    constants = {"HAS_SUM": grad_sum is not None, "HAS_WEIGHT": weight is not None}
-    tensors = d, other, ours, _or(weight, ours), scales
-    sizes = d.stride(0), other.stride(0), ours.stride(0), *ours.shape
-    widest = _LONG if x.element_size() > 2 else _WIDEST
-    run = _backward_of_wide_rows if ours.shape[1] > widest else _backward_of_rows
-    weight_sums = run(tensors, grad_x, sizes, constants)
-    if weight is not None:
-        grad_weight = weight_sums.sum(0).to(weight.dtype)
-    return grad_x, grad_weight
-
-
-def _backward_of_rows(
-    tensors: tuple[Tensor, ...], grad_x: Tensor, sizes: tuple[int, ...], constants: dict[str, bool]
-) -> Tensor:
-    """The programs' sums of the gradient of the weight."""
-    height, width = sizes[-2:]
+    height, width = ours.shape
     kernel = BACKWARD if width <= _LONG else LONG_BACKWARD
-    launch = kernel.at(width, grad_x)
-    blocks = triton.cdiv(height, launch.blocks["ROWS"])
-    programs = num_programs(blocks, launch.num_warps, grad_x.device)
-    sums = _sums(programs, tensors, width, constants)
-    kernel((programs,), width, grad_x, *tensors, grad_x, sums, *sizes, **constants)
-    return sums
-
-
-def _backward_of_wide_rows(
-    tensors: tuple[Tensor, ...], grad_x: Tensor, sizes: tuple[int, ...], constants: dict[str, bool]
-) -> Tensor:
-    """The programs' sums of the gradient of the weight."""
-    d, _, ours, weight, scales = tensors
-    height, width = sizes[-2:]
-    means = scales.new_empty(height)
-    strides = d.stride(0), ours.stride(0)
-    along = {"HAS_WEIGHT": constants["HAS_WEIGHT"]}
-    WIDE_ROW_MEANS((height,), width, d, d, ours, weight, scales, means, *strides, width, **along)
-    launch = WIDE_BACKWARD.at(width, grad_x)
-    columns = triton.cdiv(width, launch.blocks["BLOCK"])
-    programs = num_programs(height * columns, launch.num_warps, grad_x.device)
-    programs = min(triton.cdiv(programs, columns), height)
-    sums = _sums(programs, tensors, width, constants)
-    WIDE_BACKWARD(
-        (columns, programs), width, grad_x, *tensors, means, grad_x, sums, *sizes, **constants
+    launch = kernel.at(width, ours)
+    programs = num_programs(
+        triton.cdiv(height, launch.blocks["ROWS"]), launch.num_warps, ours.device
     )
-    return sums
-
-
-def _sums(
-    programs: int, tensors: tuple[Tensor, ...], width: int, constants: dict[str, bool]
-) -> Tensor:
-    return tensors[-1].new_empty(programs if constants["HAS_WEIGHT"] else 0, width)
+    # Each program's sums of the gradient of the weight.
+    sums = scales.new_empty(0 if weight is None else programs, width)
+    tensors = d, other, ours, _or(weight, ours), scales, grad_x, sums
+    strides = d.stride(0), other.stride(0), ours.stride(0)
+    constants = {"HAS_SUM": grad_sum is not None, "HAS_WEIGHT": weight is not None}
+    kernel((programs,), width, ours, *tensors, *strides, height, width, **constants)
+    return grad_x, grad_weight if weight is None else sums.sum(0).to(weight.dtype)
 
 
 def _fake_backward(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, scales: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradient of a weight that is absent is empty: an operator can't answer None."""
-    return _like(x), x.new_empty(0) if weight is None else _like(weight)
+    return like(x), x.new_empty(0) if weight is None else like(weight)
 
 
-_norm = Operator("norm", _run_norm, lambda x, weight, eps: (_like(x), _scales(x)))
+_norm = Operator("norm", _run_norm, lambda x, weight, eps: (like(x), _scales(x)))
 _add_norm = Operator(
-    "add_norm", _run_add_norm, lambda x, residual, weight, eps: (_like(x), _like(x), _scales(x))
+    "add_norm", _run_add_norm, lambda x, residual, weight, eps: (like(x), like(x), _scales(x))
 )
 _backward = Operator("norm_backward", _run_backward, _fake_backward)
 
@@ -308,7 +199,3 @@ def _add_norm_gradient(
 
 norm = Differentiable(_norm, _save_norm, _norm_gradient)
 add_norm = Differentiable(_add_norm, _save_add_norm, _add_norm_gradient)
-
-sharding.by_rows(_norm, "rows whole", "rows rows")
-sharding.by_rows(_add_norm, "rows rows whole", "rows rows rows")
-sharding.by_rows(_backward, "rows rows rows whole rows", "rows sum")

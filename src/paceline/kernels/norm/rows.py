@@ -13,22 +13,10 @@ import triton.language as tl
 
 @triton.jit
 def forward(
-    x,
-    residual,
-    weight,
-    out,
-    summed,
-    scales,
-    x_stride,
-    residual_stride,
-    rows,
-    width,
-    eps,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, residual, weight, out, summed, scales,
+    x_stride, residual_stride, rows, width, eps,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Normalise ROWS rows; keep what each one is multiplied by."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -49,25 +37,11 @@ def forward(
 
 @triton.jit
 def backward(
-    grad,
-    grad_sum,
-    x,
-    weight,
-    scales,
-    grad_x,
-    weight_sums,
-    grad_stride,
-    grad_sum_stride,
-    x_stride,
-    rows,
-    width,
-    HAS_SUM: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    AGAIN: tl.constexpr,
-):
+    grad, grad_sum, x, weight, scales, grad_x, weight_sums,
+    grad_stride, grad_sum_stride, x_stride, rows, width,
+    HAS_SUM: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
     """Walk over blocks of ROWS rows, a grid's length apart.
 
     Written are the gradient of x, and this program's sums of the gradient of the weight.

@@ -7,14 +7,10 @@ fit a cache), and for whole payloads in one pass on a GPU (`kernel`).
 import torch
 from torch import Tensor
 
-from paceline.config.comm import BLOCK
 from paceline.kernels import switch
-from paceline.kernels.cost import KernelCost
 
-SHAPES = (2**20, 2**24, 2**28)
-"""Values in buckets of gradients."""
-_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5, "onebit": 0.125}
-"""Of a code, for the codecs that the kernels know."""
+_CODECS = ("int8", "fp8", "int4", "onebit")
+"""Those that the kernels know."""
 
 
 def takes(codec: str, values: Tensor, error: Tensor | None = None) -> bool:
@@ -25,7 +21,7 @@ def takes(codec: str, values: Tensor, error: Tensor | None = None) -> bool:
         values: (n,).
         error: (n,), or none.
     """
-    if codec not in _BYTES or not switch.takes("quantize", values) or not values.is_contiguous():
+    if codec not in _CODECS or not switch.takes("quantize", values) or not values.is_contiguous():
         return False
     return error is None or (error.dtype == torch.float32 and error.is_contiguous())
 
@@ -57,17 +53,3 @@ def decode(codec: str, payloads: Tensor, values: Tensor, *, add: bool = False) -
     from paceline.kernels.quantize import kernel
 
     kernel.decode(codec, payloads, values, add)
-
-
-def encode_cost(codec: str, num_values: int, item_size: int, *, has_error: bool) -> KernelCost:
-    """Values and errors are read, codes, scales and errors written."""
-    coded = _BYTES[codec] + torch.float32.itemsize / BLOCK
-    return KernelCost(round(num_values * (item_size + coded + 8 * has_error)))
-
-
-def decode_cost(
-    codec: str, num_values: int, item_size: int, *, num_ranks: int, add: bool
-) -> KernelCost:
-    """Codes and scales of all ranks are read, values written, and read where they are added to."""
-    coded = _BYTES[codec] + torch.float32.itemsize / BLOCK
-    return KernelCost(round(num_values * (item_size * (2 if add else 1) + coded * num_ranks)))

@@ -97,18 +97,11 @@ def _shifts(SCHEME: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _encode(
-    values,
-    error,
-    scales,
-    codes,
+    values, error, scales, codes,
     n,
-    HAS_ERROR: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    SCHEME: tl.constexpr,
-    LARGEST: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    HAS_ERROR: tl.constexpr, IS_EVEN: tl.constexpr, SCHEME: tl.constexpr, LARGEST: tl.constexpr,
+    PARTS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     where, inside = _places(blocks, n, IS_EVEN)
     x = tl.load(values + where, mask=inside, other=0.0).to(tl.float32)
@@ -156,19 +149,11 @@ def _encode(
 
 @triton.jit
 def _decode(
-    scales,
-    codes,
-    values,
-    n,
-    num_ranks,
-    stride,
-    IS_ADDED: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    SCHEME: tl.constexpr,
-    LARGEST: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    scales, codes, values,
+    n, num_ranks, stride,
+    IS_ADDED: tl.constexpr, IS_EVEN: tl.constexpr, SCHEME: tl.constexpr, LARGEST: tl.constexpr,
+    PARTS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     where, inside = _places(blocks, n, IS_EVEN)
     known = blocks * 256 < n
@@ -206,33 +191,27 @@ def _others(n: int) -> list[Launch]:
 
 _SIZES = (2**24,)
 ENCODE = Kernel(
-    "quantize.encode",
-    _encode,
+    "quantize.encode", _encode,
     "values: *T; error scales: *fp32; codes: *i32; n: i64",
-    _rule,
-    _SIZES,
+    _rule, _SIZES,
     [
         {"HAS_ERROR": has_error, "IS_EVEN": True, **scheme.constants}
         for scheme in SCHEMES.values()
         for has_error in (False, True)
     ],
-    _others,
-    dtypes=("bf16", "fp32"),
-)
+    _others, dtypes=("bf16", "fp32"),
+)  # fmt: skip
 DECODE = Kernel(
-    "quantize.decode",
-    _decode,
+    "quantize.decode", _decode,
     "scales: *fp32; codes: *i32; values: *T; n: i64; num_ranks stride: i32",
-    _rule,
-    _SIZES,
+    _rule, _SIZES,
     [
         {"IS_ADDED": is_added, "IS_EVEN": True, **scheme.constants}
         for scheme in SCHEMES.values()
         for is_added in (False, True)
     ],
-    _others,
-    dtypes=("bf16", "fp32"),
-)
+    _others, dtypes=("bf16", "fp32"),
+)  # fmt: skip
 KERNELS = (ENCODE, DECODE)
 
 
@@ -276,8 +255,5 @@ encode = Operator(
     mutates=("payload", "error"),
 )
 decode = Operator(
-    "quantize_decode",
-    _run_decode,
-    lambda codec, payloads, values, add: None,
-    mutates=("values",),
+    "quantize_decode", _run_decode, lambda codec, payloads, values, add: None, mutates=("values",)
 )

@@ -1,4 +1,11 @@
-"""Quantize, in few passes over memory: the same arithmetic as `reference`, in place.
+"""Quantize, in few passes over memory, in place.
+
+A block's scale makes its largest magnitude the largest level; each value becomes the nearest level
+(ties to even), and is read as level times scale. The scale is rounded to fp32, which travels, and
+no smaller than fp32's smallest normal number.
+
+NaN and infinity survive: a block that has NaN is NaN throughout, one that has an infinity is
+infinite there (with its sign) and NaN elsewhere; of signs, which know no zero, infinite throughout.
 
 How it works: a kernel that quantises waits for memory, and an eager operator is a pass over it. The
 caller hands in chunks that stay in a core's cache (`comm/compress/blockwise`), so a pass costs a
@@ -11,18 +18,23 @@ added before rounding, so that the mean over draws is the value, to a 2^-15 of a
 that is a level stays as it is.
 
 Not here: scales of blocks that are cut short, payloads, chunks, errors (`comm/compress`).
+
+Papers: https://arxiv.org/abs/1610.02132 (integers), https://arxiv.org/abs/2209.05433 (fp8, e4m3),
+https://arxiv.org/abs/1901.09847 (signs times the mean magnitude).
 """
 
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from paceline.kernels.quantize.reference import LEAST, TINY
-
+TINY = torch.finfo(torch.float32).tiny
+"""The smallest scale."""
+LEAST = torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
+"""The smallest reciprocal of a scale: an infinity times it is one, times nothing it isn't."""
 _NOISE_BITS = 16
 _FLOAT8_MOST = torch.finfo(torch.float8_e4m3fn).max
 # e4m3's bits, put where fp16 has exponent and mantissa, are fp16 numbers this much smaller.
@@ -33,26 +45,22 @@ _FLOAT8_TO_BITS = 2.0**-120
 _FLOAT8_MANTISSA_SHIFT = 20
 
 
-class Scheme(Protocol):
+@dataclass(frozen=True)
+class Scheme:
     """How levels are made, rounded, written and read. A chunk is of m blocks."""
 
-    @property
-    def largest(self) -> float:
-        """Magnitude of the largest level."""
-        ...
-
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether it can round stochastically."""
-        ...
+    largest: ClassVar[float]
+    """Magnitude of the largest level."""
+    is_stochastic: ClassVar[bool] = True
+    """Whether it can round stochastically."""
 
     def num_bytes(self, block: int) -> int:
         """Bytes of a block's levels."""
-        ...
+        return block
 
     def scales(self, x: Tensor, scratch: Tensor) -> Tensor:
         """A scale per block: (m, <= block) to (m, 1); scratch is of x's shape."""
-        ...
+        return torch.abs(x, out=scratch).amax(dim=1, keepdim=True).div_(self.largest)
 
     def write(self, levels: Tensor, codes: Tensor, noise: Tensor | None) -> None:
         """Round levels (m, block) in place, and write them: (m, num_bytes) uint8.
@@ -60,11 +68,11 @@ class Scheme(Protocol):
         Args:
             noise: (m, block) int16, random bits; None rounds to nearest.
         """
-        ...
+        raise NotImplementedError
 
     def read(self, codes: Tensor, levels: Tensor) -> None:
         """The levels (m, block) of codes (m, num_bytes), in place."""
-        ...
+        raise NotImplementedError
 
 
 def store_scales(scales: Tensor, stored: Tensor) -> Tensor:
@@ -86,84 +94,54 @@ def to_levels(x: Tensor, scales: Tensor, largest: float, levels: Tensor) -> bool
     return False
 
 
-def _largest_magnitudes(x: Tensor, scratch: Tensor) -> Tensor:
-    return torch.abs(x, out=scratch).amax(dim=1, keepdim=True)
-
-
-@dataclass(frozen=True)
-class Integers:
+class Integers(Scheme):
     """Integers of a byte."""
 
-    largest: float = 127
-    is_stochastic: bool = True
-
-    def num_bytes(self, block: int) -> int:
-        """One per value."""
-        return block
-
-    def scales(self, x: Tensor, scratch: Tensor) -> Tensor:
-        """The largest magnitude is the largest level."""
-        return _largest_magnitudes(x, scratch).div_(self.largest)
+    largest = 127
 
     def write(self, levels: Tensor, codes: Tensor, noise: Tensor | None) -> None:
-        """Round and write."""
+        """As `Scheme`."""
         _round(levels, self.largest, noise)
         codes.view(torch.int8).copy_(levels)
 
     def read(self, codes: Tensor, levels: Tensor) -> None:
-        """Read."""
+        """As `Scheme`."""
         levels.copy_(codes.view(torch.int8))
 
 
-@dataclass(frozen=True)
-class Nibbles:
+class Nibbles(Scheme):
     """Integers of four bits: a block's first half in the low nibbles, its second in the high."""
 
-    largest: float = 7
-    is_stochastic: bool = True
+    largest = 7
 
     def num_bytes(self, block: int) -> int:
         """One per two values."""
         return block // 2
 
-    def scales(self, x: Tensor, scratch: Tensor) -> Tensor:
-        """The largest magnitude is the largest level."""
-        return _largest_magnitudes(x, scratch).div_(self.largest)
-
     def write(self, levels: Tensor, codes: Tensor, noise: Tensor | None) -> None:
-        """Round and write."""
+        """As `Scheme`."""
         _round(levels, self.largest, noise)
         low, high = levels.to(torch.int8).chunk(2, dim=1)
         torch.add(low & 15, high, alpha=16, out=codes.view(torch.int8))
 
     def read(self, codes: Tensor, levels: Tensor) -> None:
-        """Read: shifting right keeps the sign."""
+        """Shifting right keeps the sign."""
         low, high = levels.chunk(2, dim=1)
         signed = codes.view(torch.int8)
         low.copy_((signed << 4) >> 4)
         high.copy_(signed >> 4)
 
 
-@dataclass(frozen=True)
-class Float8:
+class Float8(Scheme):
     """e4m3: three bits of mantissa, whatever the magnitude, over four orders of magnitude.
 
     Levels are e4m3's numbers divided by 256, so that fp16 can read them.
     """
 
-    largest: float = _FLOAT8_MOST / _FLOAT8_BIAS
-    is_stochastic: bool = True
-
-    def num_bytes(self, block: int) -> int:
-        """One per value."""
-        return block
-
-    def scales(self, x: Tensor, scratch: Tensor) -> Tensor:
-        """The largest magnitude is the largest level."""
-        return _largest_magnitudes(x, scratch).div_(self.largest)
+    largest = _FLOAT8_MOST / _FLOAT8_BIAS
 
     def write(self, levels: Tensor, codes: Tensor, noise: Tensor | None) -> None:
-        """Round and write; noise is added to the mantissa that is cut off."""
+        """Noise is added to the mantissa that is cut off."""
         levels.mul_(_FLOAT8_BIAS)
         if noise is None:
             codes.view(torch.float8_e4m3fn).copy_(levels)
@@ -174,20 +152,19 @@ class Float8:
         self.read(codes, levels)
 
     def read(self, codes: Tensor, levels: Tensor) -> None:
-        """Read: sign, exponent and mantissa move to where fp16 has them."""
+        """Sign, exponent and mantissa move to where fp16 has them."""
         bits = codes.view(torch.int8).to(torch.int16).mul_(128).bitwise_and_(_FLOAT16_SIGN_AND_LOW)
         levels.copy_(bits.view(torch.float16))
 
 
-@dataclass(frozen=True)
-class Signs:
+class Signs(Scheme):
     """One bit per value, times the mean magnitude; zero counts as positive.
 
     Bit j of a block's byte i is of value j x block / 8 + i.
     """
 
-    largest: float = 1
-    is_stochastic: bool = False
+    largest = 1
+    is_stochastic = False
 
     def num_bytes(self, block: int) -> int:
         """One per eight values."""
@@ -208,7 +185,7 @@ class Signs:
         levels.copy_(_plus_minus(positive))
 
     def read(self, codes: Tensor, levels: Tensor) -> None:
-        """Read."""
+        """As `Scheme`."""
         bits = codes.repeat(1, 8) & _bits(levels.shape[1], levels.device)
         levels.copy_(_plus_minus(bits.clamp_(max=1)))
 

@@ -61,24 +61,15 @@ def _other_counts(n: int) -> list[Launch]:
 _SIZES = (2**24,)
 _BOTH = ("bf16", "fp32")
 COUNT = Kernel(
-    "select.count",
-    _count,
+    "select.count", _count,
     "values: *T; threshold: *fp32; counts: *i32; n: i64",
-    _count_rule,
-    _SIZES,
-    [{"BLOCK": _BLOCK}],
-    _other_counts,
-    dtypes=_BOTH,
-)
+    _count_rule, _SIZES, [{"BLOCK": _BLOCK}], _other_counts, dtypes=_BOTH,
+)  # fmt: skip
 COLLECT = Kernel(
-    "select.collect",
-    _collect,
+    "select.collect", _collect,
     "values: *T; threshold: *fp32; begins positions: *i64; n: i64",
-    _rule,
-    _SIZES,
-    others=_others,
-    dtypes=_BOTH,
-)
+    _rule, _SIZES, others=_others, dtypes=_BOTH,
+)  # fmt: skip
 KERNELS = (COUNT, COLLECT)
 
 

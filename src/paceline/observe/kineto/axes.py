@@ -1,8 +1,8 @@
 """The axis of collectives whose group names none, by what they are used for.
 
 Process groups of other systems are called "undefined" or not at all. But an axis shows in what is
-exchanged over its group and when: shards of parameters are gathered and their gradients scattered
-in the backward pass, parts of activations are summed in the forward pass too, experts' tokens and
+exchanged over its group and when. Shards of parameters are gathered, and their gradients scattered
+in the backward pass. Parts of activations are summed in the forward pass too. Experts' tokens and
 rows of tables are exchanged by all-to-all. What could be several things gets no axis.
 """
 

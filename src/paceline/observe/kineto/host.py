@@ -1,7 +1,7 @@
 """The host's side of a trace: operators and ranges, each with what surrounds it.
 
 Events of a thread nest. What an outer one says (this is the optimizer, this is FSDP's all-gather)
-holds for everything inside it, and is passed on here from each depth to the next, all events of a
+holds for everything inside it. It is passed on here from each depth to the next, all events of a
 depth at once.
 
 Recomputed activations are seen by this: operators that record for autograd (they carry a sequence

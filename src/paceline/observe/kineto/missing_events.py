@@ -1,7 +1,7 @@
 """What a recording lacks: caveats, and the steps of a cut file that lack nothing.
 
-A file that was cut, a graph whose kernels the profiler lost and a device that it was not permitted
-to look at all leave the same trace behind: time in which nothing seems to run. Each is told by what
+A file that was cut, a graph whose kernels the profiler lost, a device that it was not permitted to
+look at: all leave the same behind, time in which nothing seems to run. Each is told by what
 contradicts that.
 """
 
@@ -172,8 +172,9 @@ def whole_steps(recording: Recording) -> _Array:
 
     The device's events stand behind the host's, each kind in order of time, or thread after thread:
     a step may have its range and its operators and not its kernels, and would look idle. So a step
-    counts if what was read of each kind reaches beyond its end, if the kernels of its calls are
-    there and operators have their calls, and if no stream may be missing altogether.
+    counts if what was read of each kind reaches beyond its end and no stream may be missing
+    altogether. Besides, the kernels of its calls have to be there, and operators must have their
+    calls.
     """
     events, windows, marked = recording.trace.events, recording.windows, recording.marked
     calls = _calls(recording.trace)

@@ -5,19 +5,32 @@ from itertools import pairwise
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Table as Grid
 from rich.text import Text
 
 from paceline.observe import summary
 from paceline.observe.rank_spread import spread_of
+from paceline.observe.terms import colour
 from paceline.observe.top.gpus import GpuStatus
 from paceline.observe.top.state import RunState
+from paceline.render.figures import (
+    amount_text,
+    bytes_text,
+    duration_text,
+    loss_text,
+    mfu_text,
+    plural,
+    share_text,
+    time_text,
+)
+from paceline.render.table import Table, share_bar
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _PLAIN_LEVELS = "_.-=+*#@"
 # Terms and ranks stand beside each other where there is room for both.
 _WIDE = 110
 _SPARK = 32
+_BAR = 20
 _HEAD_ROWS = 9
 # What memory may take of its limit, and a lag of the step, before it is marked.
 _FULL, _LATE = 0.92, 0.1
@@ -36,9 +49,9 @@ def frame(
         gpus: of this machine.
         plain: with characters of ASCII only.
     """
-    room = height - _HEAD_ROWS - 1 - bool(state.num_damaged)
+    room = height - _HEAD_ROWS - 1 - len(_damage(state)) - len(_interruptions(state))
     if width >= _WIDE:
-        side = Table.grid(expand=True, padding=(0, 3))
+        side = Grid.grid(expand=True, padding=(0, 3))
         side.add_column(ratio=1)
         side.add_column(ratio=1)
         side.add_row(_terms(state, room), _ranks(state, gpus, room))
@@ -54,17 +67,16 @@ def frame(
     )
 
 
-def overview(states: Sequence[RunState]) -> RenderableType:
+def overview(states: Sequence[RunState]) -> Table:
     """Several runs, one line each; a column that no run fills is left out."""
     rows = [_line(state) for state in states]
-    table = Table(box=None, pad_edge=False, header_style="bold")
     names = [name for name in rows[0] if any(row[name] for row in rows)]
-    for name in names:
-        is_word = name in ("run", "state", "late rank")
-        table.add_column(name, justify="left" if is_word else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(row[name] for name in names))
-    return table
+    words = [
+        at
+        for at, name in enumerate(names)
+        if name in ("run", "state", "interruptions", "late rank")
+    ]
+    return Table(names, [[row[name] for name in names] for row in rows], words, one_line=True)
 
 
 def sparkline(values: Sequence[float], width: int = _SPARK, *, plain: bool = False) -> str:
@@ -84,19 +96,19 @@ def sparkline(values: Sequence[float], width: int = _SPARK, *, plain: bool = Fal
 
 
 def _head(state: RunState, width: int) -> RenderableType:
-    grid = Table.grid(expand=True)
+    grid = Grid.grid(expand=True)
     grid.add_column(no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
     name = Text.assemble((state.name, "bold"), "  ", (state.word, _STATES.get(state.word, "red")))
     where = f"{state.num_ranks} x {state.device}"
     grid.add_row(name, Text(where, "bright_black", overflow="ellipsis"))
-    bar = Table.grid()
+    bar = Grid.grid()
     bar.add_row(ProgressBar(total=max(1, state.num_steps), completed=state.step, width=width))
     return Group(grid, bar)
 
 
 def _figures(state: RunState, plain: bool) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
+    grid = Grid.grid(padding=(0, 2))
     for style in ("bright_black", "", "bright_black"):
         grid.add_column(style=style, no_wrap=True)
     rate = f"{state.unit}_per_s"
@@ -104,112 +116,130 @@ def _figures(state: RunState, plain: bool) -> RenderableType:
         ("step", f"{state.step:,} of {state.num_steps:,}{_left(state)}", None),
         ("loss", _loss(state), "loss"),
         ("throughput", _rate(state), rate),
-        ("step time", summary.step_time_text(state.typical("step_time_s")), "step_time_s"),
+        ("step time", time_text(state.typical("step_time_s")), "step_time_s"),
         ("memory", *_memory(state)),
         ("checkpoint", _checkpoint(state), None),
     ):
         values = [v for v in summary.column(state.lines, column) if v is not None] if column else []
         grid.add_row(name, text, Text(sparkline(values, plain=plain), "cyan"))
-    return grid
+    return Group(grid, *_interruptions(state))
+
+
+def _interruptions(state: RunState) -> list[Text]:
+    """A line each: who trains, and how often and for what last it was interrupted."""
+    found = state.generations
+    if found is None:
+        return []
+    rows = [
+        ("generation", f"{found.newest.number}: {found.newest.who}"),
+        ("lost", found.summary),
+    ]
+    if (last := found.last_loss) is not None:
+        ago = duration_text(max(0.0, state.now_s - last.time_s))
+        rows.append(("last lost", f"{ago} ago, {last.sentence}"))
+    lines = [Text.assemble((f"{name:10}  ", "bright_black"), text) for name, text in rows]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return lines
 
 
 def _damage(state: RunState) -> list[Text]:
-    if not state.num_damaged:
-        return []
-    text = f"{state.num_damaged} lines of metrics.jsonl hold no step and are left out"
-    return [Text(text, "yellow")]
+    steps = f"{state.num_damaged} lines of metrics.jsonl hold no step and are left out"
+    told = [steps] if state.num_damaged else []
+    told += [state.damage] if state.damage else []
+    return [Text(text, "yellow", no_wrap=True, overflow="ellipsis") for text in told]
 
 
 def _left(state: RunState) -> str:
     if state.word == "complete" or state.remaining_s is None:
         return ""
-    return f", {summary.duration_text(state.remaining_s)} left"
+    return f", {duration_text(state.remaining_s)} left"
 
 
 def _loss(state: RunState) -> str:
     held_out, skipped = state.last("eval_loss"), state.last("skipped")
-    parts = [summary.loss_text(state.last("loss"))]
+    parts = [loss_text(state.last("loss"))]
     if held_out is not None:
-        parts.append(f"held out {summary.loss_text(held_out)}")
+        parts.append(f"held out {loss_text(held_out)}")
     if skipped:
         parts.append(f"{skipped:.0f} steps skipped")
     return ", ".join(parts)
 
 
 def _rate(state: RunState) -> str:
-    rate = summary.rate_text(state.typical(f"{state.unit}_per_s"))
-    return f"{rate} {state.unit}/s, {summary.mfu_text(state.typical('mfu'))}"
+    rate = amount_text(state.typical(f"{state.unit}_per_s"))
+    return f"{rate} {state.unit}/s, {mfu_text(state.typical('mfu'))}"
 
 
 def _memory(state: RunState) -> tuple[Text, str]:
     spread = spread_of(state.figure("memory_bytes"))
     most = state.last("memory_bytes") if spread is None else spread.most
     whose = "" if spread is None else f" on rank {spread.at}"
-    text = f"{summary.bytes_text(most)}{whose}"
+    text = f"{bytes_text(most)}{whose}"
     limit = state.memory_limit_bytes
     if most is None or limit is None:
         return Text(text), "memory_bytes"
     style = "red" if most > _FULL * limit else ""
-    return Text(f"{text}, {most / limit:.0%} of {summary.bytes_text(limit)}", style), "memory_bytes"
+    return Text(f"{text}, {most / limit:.0%} of {bytes_text(limit)}", style), "memory_bytes"
 
 
 def _checkpoint(state: RunState) -> str:
     if state.checkpoint is None:
         return "none yet"
     step, written_s = state.checkpoint
-    return f"step {step:,}, {summary.duration_text(max(0.0, state.now_s - written_s))} ago"
+    return f"step {step:,}, {duration_text(max(0.0, state.now_s - written_s))} ago"
 
 
-def _terms(state: RunState, rows: int) -> RenderableType:
+def _terms(state: RunState, rows: int) -> Table:
     """Where the time of a step goes: the largest terms that fit."""
     times = state.terms
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    kind = "profiled " if times.profiled else ""
-    table.add_column(f"term, mean of {times.num_steps} {kind}steps", no_wrap=True)
-    for name in ("ms", "share"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
-    for term, milliseconds, share in sorted(times.rows(), key=lambda row: -row[1])[: rows - 1]:
-        bar = ProgressBar(total=1.0, completed=share, width=20, complete_style=summary.colour(term))
-        table.add_row(term, f"{milliseconds:.1f}", f"{share:.1%}", bar)
-    return table
+    kind = "profiled step" if times.profiled else "step"
+    largest = sorted(times.rows(), key=lambda row: -row[1])[: rows - 1]
+    return Table(
+        (f"term, mean of {plural(times.num_steps, kind)}", "ms", "share", ""),
+        [
+            (term, f"{ms:.1f}", share_text(share), share_bar(share, colour(term), _BAR))
+            for term, ms, share in largest
+        ],
+        words=(0, 3),
+        one_line=True,
+    )
 
 
-def _ranks(state: RunState, gpus: Sequence[GpuStatus], rows: int) -> RenderableType:
+def _ranks(state: RunState, gpus: Sequence[GpuStatus], num_rows: int) -> RenderableType:
     """Each rank's busy time, lag, wait for a core and memory: of those that don't fit the latest
     are shown."""
     busy, memory = state.figure("busy_s"), state.figure("memory_bytes")
     waits = state.figure("core_wait_s")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("rank", "busy ms", "lag ms", "no core ms", "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
+    heads = ("rank", "busy ms", "lag ms", "no core ms", "memory")
     spread = spread_of(busy)
-    if spread is not None and isinstance(busy, list) and isinstance(memory, list):
-        shown = sorted(range(len(busy)), key=lambda rank: -busy[rank])[: max(1, rows - 1)]
+    if spread is None:
+        return _gpus(gpus, num_rows)
+    rows: list[Sequence[str | Text]] = []
+    if isinstance(busy, list) and isinstance(memory, list):
+        shown = sorted(range(len(busy)), key=lambda rank: -busy[rank])[: max(1, num_rows - 1)]
         for rank in sorted(shown):
             lag_s = max(0.0, busy[rank] - spread.median)
             style = "red" if lag_s > _LATE * (state.step_s or 0) else ""
             wait = f"{waits[rank] * 1e3:.1f}" if isinstance(waits, list) else ""
             figures = (f"{busy[rank] * 1e3:.1f}", f"{lag_s * 1e3:.1f}", wait)
-            table.add_row(str(rank), *figures, summary.bytes_text(memory[rank]), style=style)
-    elif spread is not None:
-        lag_ms = (spread.most - spread.median) * 1e3
-        table.add_row(f"{spread.at} (latest)", f"{spread.most * 1e3:.1f}", f"{lag_ms:.1f}")
-        table.add_row("median", f"{spread.median * 1e3:.1f}")
+            cells = (str(rank), *figures, bytes_text(memory[rank]))
+            rows.append([Text(cell, style) for cell in cells])
     else:
-        return _gpus(gpus, rows)
-    return Group(table, _gpus(gpus, rows - table.row_count - 1)) if gpus else table
+        lag_ms = (spread.most - spread.median) * 1e3
+        rows.append((f"{spread.at} (latest)", f"{spread.most * 1e3:.1f}", f"{lag_ms:.1f}"))
+        rows.append(("median", f"{spread.median * 1e3:.1f}"))
+    table = Table(heads, rows, words=())
+    return Group(table, _gpus(gpus, num_rows - len(rows) - 1)) if gpus else table
 
 
-def _gpus(gpus: Sequence[GpuStatus], rows: int) -> RenderableType:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("GPU here", "busy", "memory", "°C", "W", "MHz"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for gpu in gpus[: max(0, rows - 1)]:
-        busy = "?" if gpu.busy is None else f"{gpu.busy:.0%}"
+def _gpus(gpus: Sequence[GpuStatus], num_rows: int) -> RenderableType:
+    rows = []
+    for gpu in gpus[: max(0, num_rows - 1)]:
         rest = ["?" if n is None else f"{n:.0f}" for n in (gpu.celsius, gpu.watts, gpu.megahertz)]
-        table.add_row(str(gpu.index), busy, summary.bytes_text(gpu.memory_bytes), *rest)
-    return table if table.row_count else Text()
+        busy = "?" if gpu.busy is None else f"{gpu.busy:.0%}"
+        rows.append((str(gpu.index), busy, bytes_text(gpu.memory_bytes), *rest))
+    return Table(("GPU here", "busy", "memory", "°C", "W", "MHz"), rows, words=()) or Text()
 
 
 def _line(state: RunState) -> dict[str, str | Text]:
@@ -218,10 +248,11 @@ def _line(state: RunState) -> dict[str, str | Text]:
         "run": Text(state.name, "bold"),
         "state": Text(state.word, _STATES.get(state.word, "red")),
         "step": f"{state.step:,}/{state.num_steps:,}",
-        "loss": summary.loss_text(state.last("loss")),
-        "rate": f"{summary.rate_text(state.typical(f'{state.unit}_per_s'))}/s",
+        "loss": loss_text(state.last("loss")),
+        "rate": f"{amount_text(state.typical(f'{state.unit}_per_s'))}/s",
         "MFU": "" if mfu is None else f"{mfu:.1%}",
-        "a step": summary.step_time_text(state.typical("step_time_s")),
-        "left": "" if remaining_s is None else summary.duration_text(remaining_s),
+        "a step": time_text(state.typical("step_time_s")),
+        "left": "" if remaining_s is None else duration_text(remaining_s),
+        "interruptions": "" if state.generations is None else state.generations.summary,
         "late rank": "" if late is None else f"{late[0]}: {late[1] * 1e3:.0f} ms",
     }

@@ -4,14 +4,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from paceline.config.errors import InputError
 from paceline.observe import summary
+from paceline.observe.generations import Generations, GenerationsSoFar
 from paceline.observe.rank_spread import FIGURES, Figure, mean_figure, slowest_rank
 from paceline.observe.run import Run
 from paceline.observe.top.follow import FollowedFile
+from paceline.render.figures import duration_text
 
 # Steps over which what jumps from step to step is averaged.
 RECENT = 20
@@ -40,6 +41,10 @@ class RunState:
     now_s: float
     num_damaged: int = 0
     """Lines of metrics.jsonl that are left out because they hold no step."""
+    damage: str | None = None
+    """Which lines of events.jsonl are left out, as a sentence."""
+    generations: Generations | None = None
+    """Of an elastic run."""
 
     @property
     def step(self) -> int:
@@ -53,9 +58,7 @@ class RunState:
 
     def typical(self, key: str) -> float | None:
         """The median of a column over the recent steps."""
-        values = [summary.number(line.get(key)) for line in self.recent]
-        present = [value for value in values if value is not None]
-        return median(present) if present else None
+        return summary.typical(self.recent, key)
 
     @property
     def recent(self) -> Sequence[Mapping[str, Any]]:
@@ -104,7 +107,7 @@ class RunState:
         if not self.lines:
             return "starting"
         if self.silent_s > max(_SILENT_S, _SILENT_STEPS * (self.step_s or 0)):
-            return f"silent {summary.duration_text(self.silent_s)}"
+            return f"silent {duration_text(self.silent_s)}"
         return "running"
 
     def as_json(self) -> dict[str, Any]:
@@ -127,7 +130,23 @@ class RunState:
             "skipped": self.last("skipped"),
             "checkpoint": None if self.checkpoint is None else self.checkpoint[0],
             "num_damaged_lines": self.num_damaged,
+            **({} if self.generations is None else _interruptions(self.generations)),
         }
+
+
+def _interruptions(found: Generations) -> dict[str, Any]:
+    last = found.last_loss
+    return {
+        "generation": found.newest.number,
+        "nodes": list(found.newest.nodes),
+        "spares": list(found.newest.spares),
+        "lost": dict(found.num_losses),
+        "last_lost": None if last is None else last.sentence,
+        "goodput": found.goodput,
+        "effective_training_time_ratio": found.effective_ratio,
+        "steps_recomputed": found.recomputed,
+        "run_seconds": dict(found.seconds),
+    }
 
 
 class WatchedRun:
@@ -147,17 +166,20 @@ class WatchedRun:
             )
         self._job = self.run.job()
         self._follow = FollowedFile(self.run.metrics_file)
+        self._generations = GenerationsSoFar(self.run)
 
     def look(self) -> RunState:
         """What is known now."""
         self._follow.look()
         lines = list(self._follow.lines)
-        device = self._job.cluster.known_device
+        self._generations.take(lines)
+        found = self._generations.look()
+        device = self._job.cluster.device
         memory = device.memory_bytes
         return RunState(
             name=self.run.path.name,
             num_steps=self._job.train.steps,
-            num_ranks=self._job.layout.num_ranks,
+            num_ranks=(found and found.newest.num_ranks) or self._job.layout.num_ranks,
             device=device.name,
             unit=summary.unit_of(lines, self.run.facts()),
             memory_limit_bytes=None if memory is None else memory.value,
@@ -166,4 +188,6 @@ class WatchedRun:
             stop_asked=self.run.stop_file.exists(),
             now_s=time.time(),
             num_damaged=self._follow.num_damaged,
+            damage=(self._generations.damage or "").removeprefix(f"{self.run.path}/") or None,
+            generations=found,
         )

@@ -17,7 +17,7 @@ from paceline.comm.compress.messages import CodedMessages
 from paceline.config.errors import InputError
 from paceline.config.schedule import Schedule
 from paceline.parallel.pp.program import lower, lower_forward
-from paceline.parallel.pp.stage import Criterion, PipelineContext, Stage, StageLinks
+from paceline.parallel.pp.stage import AfterBackward, Criterion, PipelineContext, Stage, StageLinks
 
 MicroBatch = tuple[Tensor, dict[str, Any]]
 """What enters the first stage, and keyword arguments that every stage gets."""
@@ -75,6 +75,7 @@ class Pipeline:
         inputs: Sequence[MicroBatch],
         criterion: Criterion,
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+        after_backward: AfterBackward = lambda _micro_batch, _part: None,
     ) -> Tensor:
         """Forward and backward of all micro-batches; adds to the gradients of the parts.
 
@@ -86,9 +87,11 @@ class Pipeline:
             criterion: called where a last stage lives. Nothing is averaged here: for the mean of
                 the losses it divides by the number of micro-batches.
             scale: applied to each loss before its backward pass (GradScaler.scale).
+            after_backward: told when a part has all gradients of a micro-batch.
 
         Returns:
-            the sum of the losses that this rank computed, without scale: a scalar, fp64.
+            the losses that this rank computed, without scale: (losses,) fp64, of none where no last
+            stage lives.
 
         Raises:
             InputError: another number of micro-batches, or shapes that differ.
@@ -99,23 +102,24 @@ class Pipeline:
                 f"{self.schedule.num_micro_batches}; build it for as many as a step has."
             )
         with torch.enable_grad():
-            return self._run(self._training, inputs, criterion, scale)
+            return self._run(self._training, inputs, criterion, scale, after_backward)
 
     def forward_only(self, inputs: Sequence[MicroBatch], criterion: Criterion) -> Tensor:
-        """Sum of the losses of any number of micro-batches, without gradients; else as `step`."""
+        """The losses of any number of micro-batches, without gradients; else as `step`."""
         number = len(inputs)
         if number not in self._evaluation:
             program = lower_forward(self.schedule, number, self._training.rank)
             self._evaluation[number] = _Runtime(self._stages, number, program)
         with torch.no_grad():
-            return self._run(self._evaluation[number], inputs, criterion, lambda loss: loss)
+            return self._run(self._evaluation[number], inputs, criterion)
 
     def _run(
         self,
         runtime: "_Runtime",
         inputs: Sequence[MicroBatch],
         criterion: Criterion,
-        scale: Callable[[Tensor], Tensor],
+        scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+        after_backward: AfterBackward = lambda _micro_batch, _part: None,
     ) -> Tensor:
         forms = {(x.shape, x.dtype) for x, _ in inputs}
         if len(forms) != 1:
@@ -127,14 +131,16 @@ class Pipeline:
             torch.is_autocast_enabled(self.device.type),
             torch.get_autocast_dtype(self.device.type),
         )
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        current = PipelineContext(criterion, scale, (*forms, autocast), self._wires, loss)
+        form = (*forms, autocast)
+        current = PipelineContext(criterion, scale, after_backward, form, self._wires)
         for stage in self._stages:
             stage.start(current)
         runtime.run(inputs)
         for stage in self._stages:
             stage.finish()
-        return loss
+        if not current.losses:
+            return torch.zeros(0, dtype=torch.float64, device=self.device)
+        return torch.stack(current.losses)
 
 
 class _Runtime(_PipelineScheduleRuntime):

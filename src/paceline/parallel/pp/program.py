@@ -7,8 +7,8 @@ of a stage behind its last backward pass (REDUCE_GRAD), free the parameters last
 The rule that keeps ranks from waiting in circles: all actions and transfers of all ranks have one
 common order, and each rank executes its own in that order. Doing them one after the other would be
 a valid execution, so at any time the earliest one that isn't done can be. The common order is that
-of the times at which the actions would end, so that a receive is posted about when its tensor is
-ready and no other transfer between the two ranks has to wait behind it.
+of the times at which the actions would end. So a receive is posted about when its tensor is ready,
+and no other transfer between the two ranks has to wait behind it.
 
 Each action is written as torch.distributed.pipelining does: stage, kind, micro-batch ("2SEND_F0").
 """

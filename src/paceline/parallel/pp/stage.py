@@ -32,6 +32,8 @@ from paceline.parallel.pp.program import index_of
 
 Criterion = Callable[[Tensor, int], Tensor]
 """Loss of a micro-batch, from the last stage's output and the number of the micro-batch."""
+AfterBackward = Callable[[int, nn.Module], None]
+"""Told a micro-batch and the part that has its gradients."""
 Form = tuple[torch.Size, torch.dtype]
 
 
@@ -116,11 +118,12 @@ class PipelineContext:
     criterion: Criterion
     scale: Callable[[Tensor], Tensor]
     """Applied to a loss before its backward pass."""
+    after_backward: AfterBackward
     form: Hashable
     """What the forms of all tensors between stages follow from."""
     wires: StageLinks
-    loss: Tensor
-    """Sum so far."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Of micro-batches so far, () fp64 each."""
 
 
 @dataclass
@@ -262,7 +265,7 @@ class Stage(_PipelineStageBase):
 
     def _loss(self, output: Tensor, micro_batch: int) -> Tensor:
         loss = self.current.criterion(output, micro_batch)
-        self.current.loss += loss.detach()
+        self.current.losses.append(loss.detach().double())
         return self.current.scale(loss)
 
     def backward_one_chunk(
@@ -284,6 +287,8 @@ class Stage(_PipelineStageBase):
                 flight.weights = self._backward_input(output, incoming, x)
             elif output.requires_grad:
                 torch.autograd.backward(output, incoming)
+        if flight.weights is None:
+            self.current.after_backward(bwd_chunk_id, self.submod)
         if not self.is_first:
             flight.input_gradient = torch.zeros_like(x) if x.grad is None else x.grad
             x.grad = None
@@ -307,6 +312,7 @@ class Stage(_PipelineStageBase):
                 _own_memory(parameters),
             ):
                 stage_backward_weight(iter(parameters), weights)
+            self.current.after_backward(bwd_chunk_id, self.submod)
 
     def _without_autocast(self) -> torch.autocast:
         """Backward computes in the types of forward; autocast would change them once more."""

@@ -16,22 +16,15 @@ from rich.console import Console
 
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
-from paceline.config.job import Job, to_raw, to_toml
-from paceline.config.model import Model
+from paceline.config.job import JobOnCluster, JobSpec, to_raw, to_toml
 from paceline.config.stack import Stack
-from paceline.plan.answer.answer import (
-    Answer,
-    answer,
-    prediction_json,
-    runtime_json,
-    to_json,
-    versions,
-)
+from paceline.plan.answer.answer import Answer, prediction_json, runtime_json, to_json, versions
 from paceline.plan.answer.describe import headline
+from paceline.plan.answer.find import answer
 from paceline.plan.answer.options import bounds_of, budget_of, clusters_of, lengthened
 from paceline.plan.answer.show import show, show_purchase
+from paceline.plan.families import family_of
 from paceline.plan.points import Setting
-from paceline.plan.price.simulate import predicted_timeline
 from paceline.plan.search.budget import Purchase, plan_purchase
 from paceline.plan.search.space import SearchConstraints
 
@@ -57,7 +50,7 @@ class PlanOptions:
 
 
 def plan_command(
-    job: Job,
+    job: JobSpec,
     machine: Callable[[], Cluster],
     asked: PlanOptions | None = None,
     *,
@@ -68,7 +61,7 @@ def plan_command(
     """Plan a Job, print the answer and write it down.
 
     Args:
-        job: partial; what its layout fixes is kept.
+        job: what its layout fixes is kept.
         machine: this machine's Cluster, asked for where the Job names none.
         asked: what the command line says.
         num: layouts to show.
@@ -93,11 +86,11 @@ def plan_command(
             f"--cluster was given {len(clusters)} times: give one, or compare what they cost with "
             '--budget "30000 USD, 10 days".'
         )
-    return _plan(job.replace(cluster=clusters[0]), constraints, num, out, as_json)
+    return _plan(job.on(clusters[0]), constraints, num, out, as_json)
 
 
 def _plan(
-    job: Job, constraints: SearchConstraints, num: int, out: Path | None, as_json: bool
+    job: JobOnCluster, constraints: SearchConstraints, num: int, out: Path | None, as_json: bool
 ) -> Answer:
     with _busy("searching layouts"):
         found = answer(job, constraints)
@@ -125,9 +118,13 @@ def _busy(what: str) -> Any:
 
 
 def _buy(
-    job: Job, offers: Sequence[Cluster], text: str, constraints: SearchConstraints, as_json: bool
+    job: JobSpec,
+    offers: Sequence[Cluster],
+    text: str,
+    constraints: SearchConstraints,
+    as_json: bool,
 ) -> Purchase:
-    if not isinstance(job.model, Model):
+    if not job.model.knows_layers:
         raise InputError(
             f'--budget plans runs of decoders, and model.family is "{job.model.family}": leave it '
             "out, and plan for one cluster at a time."
@@ -136,10 +133,10 @@ def _buy(
     unpriced = [each for each in offers if each.prices.usd_per_device_hour is None]
     if unpriced:
         raise InputError(
-            f"the price of {unpriced[0].known_device.name} is not known: give --price 2.5 an hour "
+            f"the price of {unpriced[0].device.name} is not known: give --price 2.5 an hour "
             "(USD, once for each --cluster) or cluster.prices.usd_per_device_hour."
         )
-    setting = Setting.of(job.replace(cluster=offers[0]))
+    setting = Setting.of(job.on(offers[0]))
     tokens = float(job.train.steps) * job.train.global_batch * job.train.seq_len
     with _busy("searching layouts for each number of nodes"):
         bought = plan_purchase(setting, offers, tokens, usd, days, constraints)
@@ -203,7 +200,7 @@ def _check_folder(out: Path, asked: PlanOptions) -> None:
 
 
 def write(found: Answer, folder: Path) -> list[Path]:
-    """Write what can be kept of an answer: the concrete Job, figures, Timeline and page.
+    """Write what can be kept of an answer: the Job, figures, Timeline and page.
 
     All of it is made beside the folder and moved into it when it is complete; an older plan in
     there is replaced.
@@ -237,6 +234,7 @@ def _write_into(folder: Path, found: Answer, then: Path) -> None:
     if found.best is None:
         return
     (folder / "job.toml").write_text(to_toml(found.best_job))
-    if isinstance(found.job.model, Model):
-        timeline = predicted_timeline(Setting.of(found.job), found.best.layout)
+    concrete = found.job.with_layout(found.best.layout, found.job.comm)
+    timeline = family_of(concrete.model).timeline(concrete.model, concrete)
+    if timeline is not None:
         timeline.write(folder / "predicted.json.gz")

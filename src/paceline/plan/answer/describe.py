@@ -8,14 +8,22 @@ from typing import Any
 
 from paceline.config.job import to_raw
 from paceline.config.layout import Layout
-from paceline.config.model import Model
 from paceline.config.stack import Stack
-from paceline.config.vision import EfficientNet, ResNet
-from paceline.observe.summary import bytes_text, duration_text, step_time_text
 from paceline.plan.answer.answer import Answer
 from paceline.plan.answer.outlook import Outlook
+from paceline.plan.goodput import GoodputOutlook
 from paceline.plan.prediction import Prediction
 from paceline.plan.search.simple import AS_GOOD
+from paceline.render.figures import (
+    amount_text,
+    bytes_text,
+    count_text,
+    duration_text,
+    listed,
+    plural,
+    share_text,
+    time_text,
+)
 
 MEMORY_COLOURS = {
     "params": "#2b6cb0",
@@ -49,14 +57,14 @@ def headline(found: Answer) -> str:
 def facts(found: Answer) -> list[str]:
     """The model, the cluster, the work of a step, and whose runtime does it."""
     cluster, model, train = found.job.cluster, found.job.model, found.job.train
-    assert isinstance(model, Model | ResNet | EfficientNet)
+    assert model.num_params is not None, "what can be planned can be counted"
     nodes = "" if cluster.num_nodes == 1 else f"{cluster.num_nodes:,} nodes of "
     size = f"{train.global_batch:,} x {train.seq_len:,} tokens"
     if found.unit == "images":
         size = f"{train.global_batch:,} images"
     return [
-        f"{_count(model.num_params)} parameters",
-        f"{nodes}{cluster.devices_per_node} x {cluster.known_device.name}",
+        f"{count_text(model.num_params)} parameters",
+        f"{nodes}{cluster.devices_per_node} x {cluster.device.name}",
         f"{size} a step",
         f"run by {(cluster.stack or Stack()).whose}",
     ]
@@ -98,7 +106,7 @@ def _savings(layout: Layout) -> list[str]:
     parts = []
     if layout.recompute != "none":
         count = layout.recompute_layers
-        layers = "" if count == "all" else f" of {count} layer{'s' if count > 1 else ''}"
+        layers = "" if count == "all" else f" of {plural(count, 'layer')}"
         parts.append(f"{layout.recompute} recompute{layers}")
     if layout.offload:
         parts.append(f"offload of {' and '.join(layout.offload)}")
@@ -139,7 +147,7 @@ def _counted_runs(values: list[int]) -> str:
 def step_title(one: Prediction) -> str:
     """The step and its interval."""
     low, high = one.interval_s
-    return f"{step_time_text(one.step_s)} ({step_time_text(low)} to {step_time_text(high)})"
+    return f"{time_text(one.step_s)} ({time_text(low)} to {time_text(high)})"
 
 
 def slower_text(one: Prediction, best: Prediction) -> str:
@@ -148,6 +156,17 @@ def slower_text(one: Prediction, best: Prediction) -> str:
     if one is best:
         return "–"
     return f"as good ({by:+.1%})" if abs(by) <= AS_GOOD else f"{by:.1%}"
+
+
+def figure_cells(one: Prediction, best: Prediction) -> tuple[str, ...]:
+    """Of a table of layouts: step, how much slower than the choice, samples/s, MFU, memory."""
+    return (
+        time_text(one.step_s),
+        slower_text(one, best),
+        amount_text(one.tokens_per_s),
+        share_text(one.mfu),
+        bytes_text(one.peak_memory_bytes),
+    )
 
 
 def chosen_text(found: Answer) -> str:
@@ -174,17 +193,13 @@ def sentences(found: Answer) -> list[str]:
     stays = [
         f"{flip.change} ({flip.gain:+.1%})" for flip in found.sensitivities if not flip.is_other
     ]
-    return said + ([f"the choice stays with {_listed(stays)}."] if stays else [])
-
-
-def _listed(parts: list[str]) -> str:
-    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    return said + ([f"the choice stays with {listed(stays)}."] if stays else [])
 
 
 def outlook_rows(run: Outlook, unit: str) -> list[tuple[str, str]]:
     """Label and figure of what a run takes."""
     rows = [
-        ("the run", f"{run.steps:,} steps, {_count(run.amount)} {unit}"),
+        ("the run", f"{run.steps:,} steps, {count_text(run.amount)} {unit}"),
         ("takes", f"{duration_text(run.train_s)} without failures"),
     ]
     if run.mtbf_s is not None and run.checkpoint_every_s is not None and run.goodput is not None:
@@ -193,12 +208,66 @@ def outlook_rows(run: Outlook, unit: str) -> list[tuple[str, str]]:
             ("checkpoint every", f"{duration_text(run.checkpoint_every_s)} (Daly)"),
             ("goodput", goodput_text(run.goodput)),
         ]
-    rows += [("device-hours", _figure(run.device_hours)), ("price", _price(run))]
+    rows += [("device-hours", amount_text(run.device_hours)), ("price", _price(run))]
     if run.energy_kwh is None:
         rows.append(("energy", "unknown: the device's power is not known"))
     else:
-        rows.append(("energy", f"{_figure(run.energy_kwh)} kWh at most"))
+        rows.append(("energy", f"{amount_text(run.energy_kwh)} kWh at most"))
     return [*rows, ("checkpoints", _storage(run))]
+
+
+_YEAR_S = 365.25 * 86400
+GOODPUT_HEADS = ("failures are met by", "spares", "goodput", "trains", "per node", "takes")
+
+
+def goodput_cells(found: GoodputOutlook, train_s: float) -> list[tuple[str, ...]]:
+    """Of a table with GOODPUT_HEADS: how a run meets its failures, and what that leaves of it.
+
+    Args:
+        train_s: seconds of all steps without failures.
+    """
+    return [
+        (
+            one.policy.name,
+            str(one.policy.spares),
+            goodput_text(one.goodput),
+            goodput_text(one.ratio),
+            goodput_text(one.per_node),
+            duration_text(train_s / one.progress) if one.progress > 0 else "never ends",
+        )
+        for one in found.found
+    ]
+
+
+def goodput_sentences(found: GoodputOutlook) -> list[str]:
+    """What the failures are, and which settings suit them."""
+    disk, memory = found.found[0].policy, found.found[-1].policy
+    best = max(found.found, key=lambda one: one.per_node)
+    fails = duration_text(found.node_mtbf_s / found.num_nodes)
+    back = duration_text(found.return_s)
+    suits = f"checkpoint.every = {max(1, round(disk.interval_s / found.step_s))} suits a run"
+    said = [
+        f"one of the nodes fails every {fails} and is back after {back}; goodput is the time in "
+        "steps that are kept, trains counts the time between starts as well, and per node is the "
+        "progress over that of all nodes that are paid for.",
+        f"{suits} that is started again (Daly).",
+    ]
+    if found.lost_with_its_copy_s is not None:
+        every = plural(max(1, round(memory.interval_s / found.step_s)), "step")
+        years = found.lost_with_its_copy_s / _YEAR_S
+        rare = duration_text(found.lost_with_its_copy_s) if years < 1 else f"{years:,.0f} years"
+        said.append(
+            f"copies every {every} block {share_text(memory.save_s / memory.interval_s)} of the "
+            f"time; a node and its copy are lost together every {rare}, which the checkpoint on "
+            "disk is for."
+        )
+    if found.one_fewer < found.num_nodes - 1:
+        said.append(
+            f"while one of {found.num_nodes:,} nodes is lost {found.one_fewer:,} train, for more "
+            "can't share out the micro-batches of a step evenly: choose train.global_batch and "
+            "layout.micro_batch so that they can, or have a spare."
+        )
+    return [*said, f"elastic.spares = {best.policy.spares} pays most ({best.policy.name})."]
 
 
 def goodput_text(kept: float) -> str:
@@ -209,28 +278,14 @@ def goodput_text(kept: float) -> str:
 def _price(run: Outlook) -> str:
     if run.usd is None or run.usd_per_step is None:
         return "unknown: give --price or cluster.prices"
-    return f"{_figure(run.usd)} USD, {run.usd_per_step:.3g} USD a step"
+    return f"{amount_text(run.usd)} USD, {run.usd_per_step:.3g} USD a step"
 
 
 def _storage(run: Outlook) -> str:
     text = f"{run.num_checkpoints} kept, {bytes_text(run.checkpoint_bytes)} each"
     if run.storage_usd_per_month is None:
         return text
-    return f"{text}, {_figure(run.storage_usd_per_month)} USD a month"
-
-
-def _figure(value: float) -> str:
-    """Thousands separated; three digits where it is small."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _count(value: float) -> str:
-    """A large count in words of three digits: 6.74 billion."""
-    for power, word in ((12, "trillion"), (9, "billion"), (6, "million")):
-        if value >= 0.9995 * 10**power:
-            digits = max(0, 2 - int(f"{value / 10**power:.2e}"[-2:]))
-            return f"{value / 10**power:.{digits}f} {word}"
-    return f"{value:,.0f}"
+    return f"{text}, {amount_text(run.storage_usd_per_month)} USD a month"
 
 
 def known(best: Prediction) -> str:
@@ -242,4 +297,4 @@ def known(best: Prediction) -> str:
     parts = [f"{number} {word}" for word, number in count.items() if number]
     pace = best.assumptions.get("stack.matmul_time", "").removeprefix("cited: ")
     behind = f"; the pace of kernels and the interval on {pace}" if "like stacks" in pace else ""
-    return f"rests on {_listed(parts)} figures, which plan.json (--out) names{behind}"
+    return f"rests on {listed(parts)} figures, which plan.json (--out) names{behind}"

@@ -11,12 +11,10 @@ from pathlib import Path
 
 from paceline.config.errors import InputError
 from paceline.config.frozen import MOST, whole
-from paceline.config.hardware import Cluster, device
-from paceline.config.job import Job, read_cluster
-from paceline.config.layout import Layout
+from paceline.config.hardware import Cluster, ClusterSpec, device
+from paceline.config.job import JobSpec, read_cluster
+from paceline.config.layout import LayoutSpec
 from paceline.config.links import in_nodes, largest_node
-from paceline.config.model import Model
-from paceline.config.outputs import shown_path
 from paceline.config.prices import Prices
 from paceline.plan.answer.outlook import samples_per_step
 from paceline.plan.resolve import concrete_cluster
@@ -33,7 +31,7 @@ _BUDGET = 'of the form "30000 USD, 10 days" (either may be left out)'
 
 
 def clusters_of(
-    job: Job, texts: Sequence[str], prices: Sequence[float], machine: Callable[[], Cluster]
+    job: JobSpec, texts: Sequence[str], prices: Sequence[float], machine: Callable[[], Cluster]
 ) -> list[Cluster]:
     """The concrete clusters to plan for.
 
@@ -73,14 +71,7 @@ def cluster_of(text: str) -> Cluster:
             any has.
     """
     if Path(text).suffix == ".toml":
-        cluster = read_cluster(Path(text))
-        for name in ("device", "devices_per_node", "num_nodes"):
-            if getattr(cluster, name) == "auto":
-                raise InputError(
-                    f"--cluster {shown_path(Path(text))} doesn't say its {name}: give a Cluster "
-                    "file that paceline bench wrote."
-                )
-        return cluster
+        return read_cluster(Path(text))
     found = _CLUSTER.fullmatch(text)
     if found is None:
         raise InputError(
@@ -99,28 +90,30 @@ def cluster_of(text: str) -> Cluster:
     return Cluster(device=device(name), devices_per_node=devices, num_nodes=nodes)
 
 
-def _with_terms_of(given: Cluster, named: Cluster) -> Cluster:
+def _with_terms_of(given: ClusterSpec, named: Cluster) -> Cluster:
     """A named cluster with the prices and the reliability that the Job states."""
     prices = given.prices if named.prices == Prices() else named.prices
-    lasting = named.device_mtbf_hours or given.device_mtbf_hours
-    return named.replace(prices=prices, device_mtbf_hours=lasting)
+    lasting = {
+        name: getattr(named, name) or getattr(given, name)
+        for name in ("device_mtbf_hours", "node_return_hours")
+    }
+    return named.replace(prices=prices, **lasting)
 
 
-def _of_job(given: Cluster, machine: Callable[[], Cluster]) -> Cluster:
-    missing = [name for name in Cluster.model_fields if getattr(given, name) == "auto"]
+def _of_job(given: ClusterSpec, machine: Callable[[], Cluster]) -> Cluster:
     if given.device == "auto":
         return _measured(concrete_cluster(given, machine())[0])
-    if missing:
+    for name in given.undecided:
         raise InputError(
-            f"cluster.{missing[0]} is missing for {given.device.name}: give it, or plan for "
+            f"cluster.{name} is missing for {given.device.name}: give it, or plan for "
             "--cluster 16x8xH100-SXM (nodes x devices x name)."
         )
-    return _measured(given)
+    return _measured(Cluster.parse(vars(given)))
 
 
 def _measured(cluster: Cluster) -> Cluster:
     """The cluster, where something is known about the speed of its device."""
-    machine = cluster.known_device
+    machine = cluster.device
     if not machine.peak_flops and machine.curves is None:
         raise InputError(
             f"how fast this machine ({machine.name}) is, is not known: measure it with "
@@ -139,7 +132,7 @@ def _priced(cluster: Cluster, price: float | None) -> Cluster:
     return cluster.replace(prices=Prices.parse(stated))
 
 
-def bounds_of(texts: Iterable[str], layout: Layout) -> Mapping[str, tuple[int, int]]:
+def bounds_of(texts: Iterable[str], layout: LayoutSpec) -> Mapping[str, tuple[int, int]]:
     """Bounds of settings from texts like "tp=8", the most that is allowed.
 
     Raises:
@@ -163,11 +156,11 @@ def bounds_of(texts: Iterable[str], layout: Layout) -> Mapping[str, tuple[int, i
     return bounds
 
 
-def lengthened(job: Job, tokens: float | None) -> Job:
-    """The Job with as many steps as pass so many tokens; as it is where none are given."""
+def lengthened(job: JobSpec, tokens: float | None) -> JobSpec:
+    """The JobSpec with as many steps as pass so many tokens; as it is where none are given."""
     if tokens is None:
         return job
-    if not isinstance(job.model, Model):
+    if job.model.unit != "tokens":
         raise InputError("--tokens are those of a language model: set train.steps instead.")
     steps = -(-tokens // samples_per_step(job))
     if not 1 <= steps <= MOST:

@@ -6,14 +6,9 @@ power or reliability) is None: nothing is invented.
 
 from dataclasses import dataclass
 
-from paceline.config.job import Job
-from paceline.config.model import Model
-from paceline.config.vision import EfficientNet, ResNet
+from paceline.config.job import JobOnCluster, JobSpec
 from paceline.plan.prediction import Prediction
-from paceline.plan.scale import bill, checkpoint_bytes, resilience, storage_usd_per_month
-
-# SGD keeps a parameter and its momentum, both fp32.
-_SGD_BYTES = 8.0
+from paceline.plan.scale import bill, resilience, storage_usd_per_month
 
 
 @dataclass(frozen=True)
@@ -45,10 +40,14 @@ class Outlook:
     """Of all that are kept."""
 
 
-def outlook(job: Job, best: Prediction) -> Outlook:
-    """What the Job's steps take on its (concrete) cluster with a layout."""
+def outlook(job: JobOnCluster, best: Prediction, saved: float) -> Outlook:
+    """What the Job's steps take on its cluster with a layout.
+
+    Args:
+        saved: bytes of a checkpoint.
+    """
     train, cluster, ranks = job.train, job.cluster, best.layout.num_ranks
-    saved, kept = _saved_bytes(job), _num_kept(job)
+    kept = _num_kept(job)
     lasting = resilience(cluster, ranks, saved)
     goodput = None if lasting is None else float(lasting.goodput)
     cost = bill(cluster, ranks, best.step_s, train.steps, goodput or 1.0)
@@ -70,20 +69,12 @@ def outlook(job: Job, best: Prediction) -> Outlook:
     )
 
 
-def samples_per_step(job: Job) -> int:
+def samples_per_step(job: JobSpec) -> int:
     """Tokens (of language models) or images that a step passes."""
-    is_text = isinstance(job.model, Model)
-    return job.train.global_batch * (job.train.seq_len if is_text else 1)
+    return job.train.global_batch * job.model.units_per_sample(job.train.seq_len)
 
 
-def _saved_bytes(job: Job) -> float:
-    if isinstance(job.model, ResNet | EfficientNet):
-        return _SGD_BYTES * job.model.num_params
-    assert isinstance(job.model, Model)
-    return float(checkpoint_bytes(job.model.num_params))
-
-
-def _num_kept(job: Job) -> int:
+def _num_kept(job: JobSpec) -> int:
     """Checkpoints that are there at the end."""
     kept, steps = job.checkpoint, job.train.steps
     made = 1 if kept.every == 0 else -(-steps // kept.every)

@@ -1,23 +1,12 @@
-"""Page: the planner's answer as one self-contained HTML file.
+"""Page: the planner's answer as one self-contained HTML file. Nothing is worked out here."""
 
-The frame is that of all pages (`paceline.observe.page`); the template beside this file lays the
-answer out. Nothing is worked out here.
-"""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from paceline.observe.page import Card, Chart, chart_layout, render_page, time_unit
-from paceline.observe.summary import (
-    TERM_COLOURS,
-    bytes_text,
-    duration_text,
-    rate_text,
-    step_time_text,
-)
-from paceline.observe.terms import TERMS
+from paceline.observe.terms import TERM_COLOURS, TERMS
 from paceline.plan.answer.answer import Answer
 from paceline.plan.answer.describe import (
+    GOODPUT_HEADS,
     MEMORY_COLOURS,
     all_settings,
     chosen_text,
@@ -25,13 +14,20 @@ from paceline.plan.answer.describe import (
     detail_text,
     differing,
     facts,
+    figure_cells,
+    goodput_cells,
+    goodput_sentences,
     outlook_rows,
     sentences,
     settings_text,
-    slower_text,
     spare_text,
 )
 from paceline.plan.prediction import MEMORY_TERMS, Prediction
+from paceline.render.charts import NOTHING, Chart, Plot, bars, curve, plot, time_unit
+from paceline.render.figures import amount_text, bytes_text, duration_text, share_text, time_text
+from paceline.render.page import Card, Page
+from paceline.render.parts import Details, Section
+from paceline.render.table import Bullets, Pairs, Table
 
 _BARS = 12
 """Layouts that are compared in the pictures."""
@@ -44,26 +40,64 @@ def render(found: Answer, folder: Path | None = None) -> str:
         found: what was planned.
         folder: where page and job.toml will stand, where that is known.
     """
-    best = found.best
-    shown = found.ranked[:_BARS]
-    return render_page(
-        "paceline.plan.answer",
-        "plan.html",
+    best, shown = found.best, found.ranked[:_BARS]
+    factor, unit = time_unit(shown[0].step_s) if shown else (1.0, "s")
+    page = Page(
         name=f"Plan of {found.job.name}",
+        next=_next(found, folder),
         subtitle=facts(found),
-        next_=_next(found, folder),
         lede=_lede(found),
         cards=_cards(found, best) if best else [],
-        charts=_charts(found, shown),
+        parts=(
+            Section(
+                "The step, by what it is spent on",
+                Chart("time", _times(shown, factor, unit), "tall"),
+                note=f"{counted(found)}.",
+            ),
+            Section(
+                "Memory of the heaviest device",
+                Chart("memory", _memory(found, shown), "tall" if shown else "low"),
+                note="As the allocator reserves it. The dashed line is what a layout may use.",
+            ),
+            Section(
+                "Layouts",
+                _layouts(shown, found.unit),
+                Details(
+                    "Show every setting of the fastest",
+                    Pairs(all_settings(best.layout) if best else [], codes=(0, 1)),
+                ),
+            ),
+            Section("What decides", Bullets(sentences(found))),
+            Section(
+                "Time against memory",
+                Chart("front", _front(found.front, factor, unit)),
+                note="No layout is both faster and smaller than one of these.",
+            ),
+            Section(
+                "The whole run",
+                Pairs(outlook_rows(found.outlook, found.unit) if found.outlook else []),
+            ),
+            *_goodput(found),
+            Section(
+                "What the figures rest on",
+                Details(
+                    "Show constants and their origin",
+                    Pairs(sorted(best.assumptions.items()) if best else [], codes=(0,)),
+                ),
+            ),
+        ),
         at=None if folder is None else folder / "plan.html",
-        counted=counted(found),
-        unit=found.unit,
-        rows=_rows(shown),
-        settings=all_settings(best.layout) if best else [],
-        sentences=sentences(found),
-        outlook=outlook_rows(found.outlook, found.unit) if found.outlook else [],
-        assumptions=sorted(best.assumptions.items()) if best else [],
     )
+    return page.html()
+
+
+def _goodput(found: Answer) -> Iterator[Section]:
+    if found.outlook is not None and found.goodput is not None:
+        yield Section(
+            "What failures leave of the run",
+            Table(GOODPUT_HEADS, goodput_cells(found.goodput, found.outlook.train_s), words=(0,)),
+            Bullets(goodput_sentences(found.goodput)),
+        )
 
 
 def _next(found: Answer, folder: Path | None) -> str:
@@ -86,13 +120,9 @@ def _lede(found: Answer) -> str:
 def _cards(found: Answer, best: Prediction) -> list[Card]:
     low, high = best.interval_s
     cards = [
-        (
-            "Step",
-            step_time_text(best.step_s),
-            f"{step_time_text(low)} to {step_time_text(high)}",
-        ),
-        (f"{found.unit.capitalize()} a second", rate_text(best.tokens_per_s), "all devices"),
-        ("MFU", "unknown" if best.mfu is None else f"{best.mfu:.1%}", "of the devices' peak"),
+        ("Step", time_text(best.step_s), f"{time_text(low)} to {time_text(high)}"),
+        (f"{found.unit.capitalize()} a second", amount_text(best.tokens_per_s), "all devices"),
+        ("MFU", share_text(best.mfu), "of the devices' peak"),
         ("Memory", bytes_text(best.peak_memory_bytes), spare_text(best, found.limit_bytes)),
     ]
     run = found.outlook
@@ -105,43 +135,37 @@ def _cards(found: Answer, best: Prediction) -> list[Card]:
     return cards
 
 
-def _rows(shown: Sequence[Prediction]) -> list[tuple[str, ...]]:
+def _layouts(shown: Sequence[Prediction], unit: str) -> Table:
     told = differing(one.layout for one in shown)
-    return [
-        (
-            one.layout.summary,
-            detail_text(one.layout, told),
-            step_time_text(one.step_s),
-            slower_text(one, shown[0]),
-            rate_text(one.tokens_per_s),
-            "unknown" if one.mfu is None else f"{one.mfu:.1%}",
-            bytes_text(one.peak_memory_bytes),
-        )
+    rows = [
+        (one.layout.summary, detail_text(one.layout, told), *figure_cells(one, shown[0]))
         for one in shown
     ]
+    heads = ("layout", "with", "step", "slower", f"{unit}/s", "MFU", "memory")
+    return Table(heads, rows, words=(0, 1))
 
 
-def _charts(found: Answer, shown: Sequence[Prediction]) -> dict[str, Chart]:
-    if not shown:
-        return _nearest(found)
+def _times(shown: Sequence[Prediction], factor: float, unit: str) -> Plot:
+    rows = [{term: factor * value for term, value in one.time_s.items()} for one in shown]
+    return _stacked(_labels(shown), rows, TERMS, TERM_COLOURS, unit)
+
+
+def _memory(found: Answer, shown: Sequence[Prediction]) -> Plot:
+    """Where nothing fits, of what comes nearest."""
     labels = _labels(shown)
-    factor, unit = time_unit(shown[0].step_s)
-    times = [{term: factor * value for term, value in one.time_s.items()} for one in shown]
-    charts = {
-        "time": _stacked(labels, times, TERMS, TERM_COLOURS, unit),
-        "memory": _memory(labels, shown, found.limit_bytes),
-    }
-    if len(found.front) > 1:
-        charts["front"] = _front(found.front, factor, unit)
-    return charts
-
-
-def _nearest(found: Answer) -> dict[str, Chart]:
-    """Where nothing fits, the memory of what comes nearest."""
-    if found.shortage is None:
-        return {}
-    nearest = found.shortage.nearest
-    return {"memory": _memory([nearest.layout.summary], [nearest], found.limit_bytes)}
+    if not shown:
+        if found.shortage is None:
+            return NOTHING
+        shown = [found.shortage.nearest]
+        labels = [shown[0].layout.summary]
+    rows = [{t: value / 1e9 for t, value in one.heaviest.terms.items()} for one in shown]
+    chart = _stacked(labels, rows, MEMORY_TERMS, MEMORY_COLOURS, "GB")
+    if found.limit_bytes is not None:
+        at = found.limit_bytes / 1e9
+        style = {"color": "var(--warn)", "width": 1.5, "dash": "dash"}
+        ends = {"x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper"}
+        chart["layout"]["shapes"] = [{"type": "line", **ends, "line": style}]
+    return chart
 
 
 def _labels(shown: Sequence[Prediction]) -> list[str]:
@@ -152,78 +176,49 @@ def _labels(shown: Sequence[Prediction]) -> list[str]:
     return [f"{at + 1}. {name}" for at, name in enumerate(names)]
 
 
-def _memory(labels: Sequence[str], shown: Sequence[Prediction], limit: float | None) -> Chart:
-    rows = [{t: value / 1e9 for t, value in one.heaviest.terms.items()} for one in shown]
-    chart = _stacked(labels, rows, MEMORY_TERMS, MEMORY_COLOURS, "GB")
-    if limit is not None:
-        chart["layout"]["shapes"] = [_limit_line(limit / 1e9)]
-    return chart
-
-
 def _stacked(
     labels: Sequence[str],
     rows: Sequence[Mapping[str, float]],
     terms: Sequence[str],
     colours: Mapping[str, str],
     unit: str,
-) -> Chart:
+) -> Plot:
     """Horizontal bars, the best layout on top."""
     traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": term,
-            "y": list(labels),
-            "x": [float(f"{row.get(term, 0.0):.6g}") for row in rows],
-            "marker": {"color": colours.get(term, "var(--muted)"), "line": {"width": 0}},
-            "hovertemplate": f"%{{x:.4~g}} {unit}",
-        }
+        bars(
+            term,
+            colours.get(term, "var(--muted)"),
+            orientation="h",
+            y=list(labels),
+            x=[float(f"{row.get(term, 0.0):.6g}") for row in rows],
+            hovertemplate=f"%{{x:.4~g}} {unit}",
+        )
         for term in terms
         if any(row.get(term, 0.0) > 0 for row in rows)
     ]
-    layout = chart_layout(
-        {"title": {"text": unit}},
+    stacked = plot(
+        traces,
+        unit,
         {"autorange": "reversed", "showgrid": False, "ticksuffix": "  "},
+        barmode="stack",
+        bargap=0.25,
+        hovermode="y unified",
+        showlegend=True,
     )
-    layout["legend"]["traceorder"] = "normal"
-    return {
-        "data": traces,
-        "layout": {
-            **layout,
-            "barmode": "stack",
-            "bargap": 0.25,
-            "hovermode": "y unified",
-            "showlegend": True,
-        },
-    }
+    stacked["layout"]["legend"]["traceorder"] = "normal"
+    return stacked
 
 
-def _limit_line(limit: float) -> Chart:
-    line = {"color": "var(--warn)", "width": 1.5, "dash": "dash"}
-    return {
-        "type": "line",
-        "x0": limit,
-        "x1": limit,
-        "y0": 0,
-        "y1": 1,
-        "yref": "paper",
-        "line": line,
-    }
-
-
-def _front(front: Sequence[Prediction], factor: float, unit: str) -> Chart:
-    trace = {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "x": [one.peak_memory_bytes / 1e9 for one in front],
-        "y": [factor * one.step_s for one in front],
-        "text": [settings_text(one.layout) for one in front],
-        "hovertemplate": "%{text}<br>%{x:.4~g} GB, %{y:.4~g} " + unit + "<extra></extra>",
-        "line": {"color": "var(--accent)", "width": 1.5, "shape": "hv"},
-        "marker": {"size": 9, "color": "var(--accent)"},
-    }
-    layout = chart_layout(
-        {"title": {"text": "memory of the heaviest device, GB"}},
-        {"title": {"text": f"{unit} per step"}},
+def _front(front: Sequence[Prediction], factor: float, unit: str) -> Plot:
+    if len(front) < 2:
+        return NOTHING
+    trace = curve(
+        "",
+        [one.peak_memory_bytes / 1e9 for one in front],
+        [factor * one.step_s for one in front],
+        text=[settings_text(one.layout) for one in front],
+        hovertemplate="%{text}<br>%{x:.4~g} GB, %{y:.4~g} " + unit + "<extra></extra>",
+        line={"color": "var(--accent)", "width": 1.5, "shape": "hv"},
+        marker={"size": 9, "color": "var(--accent)"},
     )
-    return {"data": [trace], "layout": layout}
+    return plot([trace], "memory of the heaviest device, GB", f"{unit} per step")

@@ -23,7 +23,7 @@ https://arxiv.org/abs/2507.04786, Thakur et al. 2005 (algorithms of MPI collecti
 """
 
 from paceline.plan.collectives.algorithm import AlgorithmChoice, choose_algorithm
-from paceline.plan.collectives.groups import origins, tiers_of
+from paceline.plan.collectives.groups import tiers_of
 from paceline.plan.collectives.seconds import OPS, collective_s, is_across, num_domains
 
 __all__ = [
@@ -33,6 +33,5 @@ __all__ = [
     "collective_s",
     "is_across",
     "num_domains",
-    "origins",
     "tiers_of",
 ]

@@ -32,7 +32,7 @@ def choose_algorithm(
     cluster: Cluster, op: Op, num_bytes: float, num_ranks: int, stride: int
 ) -> AlgorithmChoice:
     """The cheapest algorithm for a message size; arguments as of `collective_s`."""
-    if cluster.known_device.kind != "cpu":
+    if cluster.device.kind != "cpu":
         return AlgorithmChoice(
             "backend", "the backend has algorithms of its own in the device's kernels", {}
         )

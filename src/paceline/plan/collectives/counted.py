@@ -144,6 +144,6 @@ def _seconds(table: CurveTable, num_bytes: Array, num_ranks: float) -> Array:
 def _passed_over_s(cluster: Cluster, num_bytes: Array) -> Array:
     """Seconds of an operator that moves so many bytes."""
     try:
-        return np.where(num_bytes > 0, memory_s(cluster.known_device, num_bytes), 0.0)
+        return np.where(num_bytes > 0, memory_s(cluster.device, num_bytes), 0.0)
     except InputError:  # the speed of memory is not known: only the links count
         return np.zeros(num_bytes.shape)

@@ -23,19 +23,6 @@ def tiers_of(cluster: Cluster) -> tuple[Tier, ...]:
     return cluster.tiers or usual_tiers(cluster)
 
 
-def origins(cluster: Cluster) -> dict[str, str]:
-    """Where the figures of each tier come from: name of the tier's figure -> origin sentence."""
-    found = {}
-    for tier in tiers_of(cluster):
-        for word, figure in (("bandwidth", tier.bytes_per_s), ("latency", tier.latency_s)):
-            found[f"{tier.name} {word}"] = f"{figure.origin}: {figure.source}"
-        sources = {curve.source: None for of_op in tier.collectives.values() for curve in of_op}
-        found[f"{tier.name} collectives"] = (
-            f"measured: {'; '.join(sources)}" if sources else "assumed: NCCL's cost model"
-        )
-    return found
-
-
 def members(num_devices: int, stride: Array) -> Array:
     """How many ranks of a group one domain of so many devices can hold."""
     return np.maximum(1, num_devices // stride)

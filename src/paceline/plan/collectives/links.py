@@ -110,13 +110,13 @@ class _ClusterKey:
 
 
 def links_of(cluster: Cluster) -> Links | None:
-    """What the formulas need of a concrete cluster; None where there is a single device."""
+    """What the formulas need of a cluster; None where there is a single device."""
     return _links_of(_ClusterKey(cluster))
 
 
 @lru_cache(maxsize=64)
 def _links_of(same: _ClusterKey) -> Links | None:
-    device = same.cluster.known_device
+    device = same.cluster.device
     tiers = tiers_of(same.cluster)
     return _worked_out(tiers, is_gloo=device.kind == "cpu") if tiers else None
 

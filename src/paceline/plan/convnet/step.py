@@ -8,12 +8,10 @@ import numpy as np
 from paceline.config.comm import Codec, Comm, codec
 from paceline.config.errors import InputError
 from paceline.config.feasible_comm import check_comm
-from paceline.config.frozen import size
 from paceline.config.hardware import Cluster, Device
 from paceline.config.layout import Layout
 from paceline.config.stack import Stack, constant
 from paceline.config.vision import ConvNet
-from paceline.plan.collectives import collective_s, is_across
 from paceline.plan.convnet.kernels import (
     VALUE_BYTES,
     forward_backward_s,
@@ -24,16 +22,16 @@ from paceline.plan.convnet.kernels import (
 from paceline.plan.convnet.memory import convnet_memory_bytes
 from paceline.plan.points import Array
 from paceline.plan.prediction import Memory, Prediction
-from paceline.plan.price.compress import (
-    bits_per_value,
-    codec_s,
-    sent_bytes,
-    waiting_share,
-    wire_ops,
+from paceline.plan.price.compress import bits_per_value, codec_s, sent_bytes, wire_ops
+from paceline.plan.price.pace import (
+    exchanged_s,
+    hideable_share,
+    slowed_s,
+    slowest_wait_s,
+    stepped_s,
 )
-from paceline.plan.rates import memory_s, origins, peak_flops
+from paceline.plan.rates import origins, peak_flops
 from paceline.plan.residuals import of_device
-from paceline.plan.scale import straggler_wait_s
 
 _FP32 = 4
 # SGD with momentum reads parameter, gradient and momentum, and writes two of them.
@@ -101,7 +99,7 @@ def convnet_times(
     Raises:
         InputError: the device's peak at this precision is not known.
     """
-    device = cluster.known_device
+    device = cluster.device
     conv, sweep = forward_backward_s(network, device, stack, training.precision, training.batch)
     device_s = conv.sum(axis=(0, 1)) + sweep.sum(axis=(0, 1))
     launched_s = num_launches(network, stack) * constant(stack, "launch_us") * 1e-6
@@ -121,9 +119,7 @@ def convnet_times(
         "host_gap": count * gap + step,
     }
     busy = sum(terms.values(), np.zeros(1))
-    terms["straggler_wait"] = straggler_wait_s(
-        constant(stack, "rank_spread") * busy, training.num_ranks
-    )
+    terms["straggler_wait"] = slowest_wait_s(stack, busy, training.num_ranks)
     if training.input_images_per_s is not None:
         loading = count * training.batch / training.input_images_per_s
         terms["data_wait"] = np.maximum(loading - busy - terms["straggler_wait"], 0.0)
@@ -136,8 +132,7 @@ def _optimizer_s(network: ConvNet, device: Device, stack: Stack, training: Image
     if VALUE_BYTES[training.precision] == 2:
         num_bytes += (_SCALING_BYTES + _CAST_BYTES) * network.num_params
     launches = _STEP_KERNELS * constant(stack, "launch_us") * 1e-6
-    seconds = memory_s(device, np.array([float(num_bytes)])) * constant(stack, "optimizer_time")
-    return np.maximum(seconds, launches)
+    return np.maximum(stepped_s(device, stack, np.array([float(num_bytes)])), launches)
 
 
 def _reduced(
@@ -162,37 +157,29 @@ def _reduced(
         seconds = exchange_s(cluster, stack, training, params)
         end = np.maximum(end, at) + seconds
         total = total + seconds
-    device, params = cluster.known_device, np.array([float(network.num_params)])
+    device, params = cluster.device, np.array([float(network.num_params)])
     coding = codec_s(device, training.codec, params, training.num_ranks)
     coding = np.where(training.num_ranks > 1, coding, 0.0)
-    if not stack.overlaps_data_axes:
-        return total, total + coding
     exposed = np.maximum(end - ready[-1], 0.0)
     sent = sent_bytes(training.codec, params * _wire_bytes(training), training.num_ranks)
-    share = constant(stack, "overlap_share") * waiting_share(device, stack, sent, total)
-    hidden = np.maximum(total - exposed, 0.0) * share
-    beside = hidden * (constant(stack, "overlap_slowdown") - 1)
-    return total, total - hidden + beside + coding
+    hidden = np.maximum(total - exposed, 0.0) * hideable_share(device, stack, sent, total)
+    return total, total - hidden + slowed_s(stack, hidden) + coding
 
 
 def exchange_s(cluster: Cluster, stack: Stack, training: ImageTraining, num_params: Array) -> Array:
     """Seconds on the wire of the mean of so many gradients over all ranks: (n,)."""
     ranks = np.atleast_1d(training.num_ranks)
     num_bytes = num_params * _wire_bytes(training)
-    across = is_across(cluster, ranks, 1)
-    factor = np.where(
-        across, constant(stack, "comm_time_across"), constant(stack, "comm_time_inside")
-    )
     by = "" if training.algorithm in ("auto", "backend") else f".{training.algorithm}"
     by = by if training.codec.kind == "none" else ""
     seconds = sum(
         (
-            collective_s(cluster, op + by, num_bytes * often, ranks, 1)
+            exchanged_s(cluster, stack, op + by, num_bytes * often, ranks, 1)
             for op, often in wire_ops(training.codec, ranks)
         ),
         np.zeros(1),
     )
-    return np.where(num_bytes > 0, seconds * factor, 0.0)
+    return np.where(num_bytes > 0, seconds, 0.0)
 
 
 def _wire_bytes(training: ImageTraining) -> Array:
@@ -247,11 +234,11 @@ def predict_convnet(
         InputError: the layout or the comm asks for what replicas of convolutions don't have, or the
             device's peak is not known.
     """
-    device, stack = cluster.known_device, stack or cluster.stack or Stack()
+    device, stack = cluster.device, stack or cluster.stack or Stack()
     if layout.compile is True or layout.kernels == "triton":
         stack = stack.replace(elementwise="fused")
     training = training_of(cluster, layout, global_batch, comm or Comm(), tf32=tf32)
-    precision, batch, ranks = training.precision, size(layout.micro_batch), size(layout.dp)
+    precision, batch, ranks = training.precision, layout.micro_batch, layout.dp
     if input_images_per_s is not None:
         training = replace(training, input_images_per_s=np.array([input_images_per_s]))
     times = convnet_times(network, cluster, stack, training)
@@ -281,16 +268,15 @@ def training_of(
         InputError: see there.
     """
     _check(layout, comm)
-    batch, ranks = size(layout.micro_batch), size(layout.dp)
+    batch, ranks = layout.micro_batch, layout.dp
     if global_batch % (batch * ranks):
         raise InputError(
             f"global_batch = {global_batch} is not a multiple of {ranks} ranks x micro-batches of "
             f"{batch}: use one that is."
         )
     precision = str(layout.precision)
-    if precision == "fp32" and tf32 and cluster.known_device.peak("tf32") is not None:
+    if precision == "fp32" and tf32 and cluster.device.peak("tf32") is not None:
         precision = "tf32"
-    assert layout.bucket_mib != "auto"
     form = comm.dp.compress
     return ImageTraining(
         batch=np.array([batch]),

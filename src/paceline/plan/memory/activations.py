@@ -30,11 +30,11 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.config.layers import Experts
+from paceline.config.layout import PRECISIONS, RECOMPUTE
 from paceline.config.model import Model
 from paceline.plan.block_kinds import BlockKind, block_kinds_of
 from paceline.plan.memory.logits import logits_bytes
-from paceline.plan.memory.parameter_counts import is_fsdp
-from paceline.plan.points import PRECISIONS, RECOMPUTE, Array, Points, Setting
+from paceline.plan.points import Array, Points, Setting
 
 _FP32 = 4
 _INT64 = 8
@@ -73,7 +73,7 @@ def shape_of(setting: Setting, points: Points) -> BlockShape:
     tokens = points.micro_batch * setting.seq_len / points.cp
     shared = np.where(points.sequence_parallel.astype(bool), points.tp, 1)
     value, param = points.value_bytes, points.param_bytes
-    autocast = (value != param) & ~is_fsdp(points)
+    autocast = (value != param) & ~points.is_fsdp
     compiled = points.compile.astype(bool)
     eight_bit = (points.precision == PRECISIONS.index("fp8")) & setting.stack.keeps_fp8
     return BlockShape(
@@ -145,7 +145,7 @@ def recomputed(setting: Setting, points: Points, whole: Array, kept: Array) -> A
     again = whole - kept
     is_selective = points.recompute == RECOMPUTE.index("selective")
     if setting.stack.recompute_granularity != "attention" and np.any(is_selective):
-        apart = _per_kind(setting, points, _results_apart)
+        apart = _results_apart(setting, shape_of(setting, points))
         again = again + np.where(is_selective, apart, 0)
     return np.where(share > 0, np.maximum(again, 0), 0)
 
@@ -169,7 +169,7 @@ def _per_kind(
 def _whole_block(setting: Setting, kind: BlockKind, points: Points, shape: BlockShape) -> Array:
     stack = setting.stack
     keeps_scores = stack.attention == "unfused" and "core_attn" not in stack.remakes
-    scores = _scores(setting, kind, shape) if keeps_scores else 0
+    scores = _scores(setting, shape) if keeps_scores else 0
     return _all_but_scores(setting, kind, points, shape) + scores
 
 
@@ -264,7 +264,7 @@ def _latent_heads(model: Model, shape: BlockShape) -> Array:
     return model.num_heads * (2 * model.head_dim + v_dim) * shape.value
 
 
-def _scores(setting: Setting, kind: BlockKind, shape: BlockShape) -> Array:
+def _scores(setting: Setting, shape: BlockShape) -> Array:
     """Of attention that isn't fused: the weights, and with dropout its mask and result."""
     keys = setting.seq_len
     per_score = 2 * shape.value + 1 if setting.stack.dropout else shape.value
@@ -387,7 +387,7 @@ def _sums(setting: Setting, shape: BlockShape, second: bool = True) -> Array:
     return setting.model.hidden_size * shape.value * (product + summed)
 
 
-def _results_apart(setting: Setting, kind: BlockKind, points: Points, shape: BlockShape) -> Array:
+def _results_apart(setting: Setting, shape: BlockShape) -> Array:
     """Of what selective recompute keeps, the bytes that a block without recompute does not: queries
     and keys before their rotation, and results that end in the stream."""
     model = setting.model

@@ -18,7 +18,8 @@ Source: `paceline.comm.compress`, `paceline.elastic.local_rounds`.
 import numpy as np
 
 from paceline.config.comm import Codec, coded_bits
-from paceline.plan.memory.parameter_counts import ParameterCounts, is_fsdp, num_shards, shards_data
+from paceline.plan.data_groups import dense_groups
+from paceline.plan.memory.parameter_counts import ParameterCounts
 from paceline.plan.points import Array, Points, Setting
 
 _FP32 = 4
@@ -28,9 +29,8 @@ def comm_state_bytes(setting: Setting, points: Points, counts: ParameterCounts) 
     """What stays for the exchanges of the data axes: (s, n)."""
     if setting.is_exact and not setting.updates_locally:
         return np.zeros(1)
-    replicas = points.dp * np.where(shards_data(points), 1, points.cp)
+    replicas, _, shards, _ = dense_groups(points)
     of_replicas = _of_replicas(setting, points, counts, replicas)
-    shards = num_shards(points)
     inside = setting.shards_inside(shards, points.tp)
     of_shards = _of_shards(setting, counts, shards, inside)
     return np.where(replicas > 1, of_replicas, 0) + np.where(shards > 1, of_shards, 0)
@@ -39,9 +39,9 @@ def comm_state_bytes(setting: Setting, points: Points, counts: ParameterCounts) 
 def _of_replicas(
     setting: Setting, points: Points, counts: ParameterCounts, replicas: Array
 ) -> Array:
-    codec, owned = setting.replica_codec, np.where(is_fsdp(points), counts.sharded, counts.whole)
+    codec, owned = setting.replica_codec, np.where(points.is_fsdp, counts.sharded, counts.whole)
     errors = _FP32 if codec.kind != "none" else 0
-    flat = np.where(is_fsdp(points) & (codec.kind != "none"), _FP32, 0)
+    flat = np.where(points.is_fsdp & (codec.kind != "none"), _FP32, 0)
     if setting.updates_locally:
         flat = 3 * points.param_bytes
     payloads = np.where(replicas == 2, 3, 3 - 1 / replicas)

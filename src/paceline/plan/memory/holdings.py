@@ -38,8 +38,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from paceline.config.layout import Layout
-from paceline.config.schedule import Action, Schedule
+from paceline.config.layout import RECOMPUTE, Layout
+from paceline.config.schedule import SCHEDULES, Action, Schedule
 from paceline.plan.block_kinds import block_kinds_of
 from paceline.plan.memory.activations import block_activations, head_activations
 from paceline.plan.memory.split_backward import (
@@ -47,14 +47,14 @@ from paceline.plan.memory.split_backward import (
     has_split_backward,
     has_whole_backward,
 )
-from paceline.plan.points import RECOMPUTE, SCHEDULES, Array, Points, Setting
+from paceline.plan.points import Array, Points, Setting
 from paceline.plan.stages import Holdings
 
 _ROUNDING = 1e-9  # of sums of bytes
 
 
 def holdings_of(setting: Setting, layout: Layout, schedule: Schedule | None) -> Holdings:
-    """What the ranks of a concrete layout's pipeline hold, counted along the list of actions.
+    """What the ranks of a layout's pipeline hold, counted along the list of actions.
 
     Args:
         setting: the model, and what a micro-batch is.
@@ -95,7 +95,6 @@ def holdings_of(setting: Setting, layout: Layout, schedule: Schedule | None) -> 
 
 def _layers_of_stages(setting: Setting, layout: Layout) -> Array:
     """Blocks of each kind in each stage: (k, stages)."""
-    assert layout.split != "auto"
     stage_of = np.repeat(np.arange(len(layout.split)), layout.split)
     return np.array(
         [

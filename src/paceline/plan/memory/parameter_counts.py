@@ -13,6 +13,7 @@ import numpy as np
 
 from paceline.config.model import Model
 from paceline.plan.block_kinds import BlockKind, block_kinds_of
+from paceline.plan.data_groups import dense_groups, expert_groups
 from paceline.plan.points import Array, Points, Setting
 from paceline.plan.stages import Holdings
 
@@ -66,7 +67,8 @@ def counts_of(setting: Setting, points: Points, holdings: Holdings) -> Parameter
     all_experts = (holdings.layers * experts[:, None]).sum(0)
     return ParameterCounts(
         whole=all_dense + all_experts,
-        sharded=all_dense / num_shards(points) + all_experts / num_expert_shards(setting, points),
+        sharded=all_dense / dense_groups(points).shards
+        + all_experts / expert_groups(setting, points).shards,
         ends=ends,
         head=holdings.heads * setting.model.num_embedding_params / points.tp,
         block=(dense + experts).max(0),
@@ -107,37 +109,9 @@ def largest_matrix(setting: Setting, points: Points) -> Array:
     """Parameters in a rank's shard of the largest matrix: (n,)."""
     model = setting.model
     largest = model.hidden_size * max(model.vocab_size, model.ffn_size)
-    return largest / (points.tp * num_shards(points))
-
-
-def num_shards(points: Points) -> Array:
-    """Over how many ranks the dense parameters of a rank are sharded: (n,)."""
-    return np.where(shards_data(points), points.fsdp * points.cp, 1)
-
-
-def num_expert_shards(setting: Setting, points: Points) -> Array:
-    """The same for its experts: (n,)."""
-    inner = points.fsdp * points.cp * (points.tp if setting.stack.expert_tp == "one" else 1)
-    return np.where(shards_data(points), np.maximum(inner // points.ep, 1), 1)
-
-
-def shards_data(points: Points) -> Array:
-    """Whether anything is sharded over data ranks: (n,), bool. Ours never is without fsdp; other
-    systems shard over cp alone where a sequence takes all their data ranks."""
-    return (points.fsdp > 1) | (points.zero > 0)
+    return largest / (points.tp * dense_groups(points).shards)
 
 
 def lasting_buffers(setting: Setting, points: Points) -> Array:
     """Whether parameters are whole all the time, as `Stack.states` says: (n,), bool."""
     return (setting.stack.states == "buffers") & (points.zero < 3)
-
-
-def is_ddp(points: Points) -> Array:
-    """Whether replicas of the whole network are DDP's: dp without any other axis."""
-    others = points.fsdp * points.tp * points.pp * points.cp * points.ep
-    return (points.dp > 1) & (others == 1)
-
-
-def is_fsdp(points: Points) -> Array:
-    """Whether FSDP2 holds the parameters: wherever there are data ranks and DDP can't."""
-    return (points.dp * points.fsdp * points.cp > 1) & ~is_ddp(points)

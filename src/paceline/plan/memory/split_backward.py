@@ -15,14 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.plan.block_kinds import block_kinds_of
-from paceline.plan.points import SCHEDULES, Array, Points, Setting
+from paceline.plan.points import Array, Points, Setting
 from paceline.plan.work import MatmulOp, block_work, sizes_of
 
 # Norms of a block, each with a weight.
 _NORMS = 2
-_SPLIT = [
-    SCHEDULES.index(name) for name in ("zb_h1", "interleaved_zb", "zbv", "dualpipev", "dualpipe")
-]
 
 
 def has_whole_backward(points: Points) -> Array:
@@ -33,7 +30,7 @@ def has_whole_backward(points: Points) -> Array:
 
 def has_split_backward(points: Points) -> Array:
     """Whether backward passes have two halves: (n,), bool."""
-    return np.isin(points.schedule, _SPLIT) & ~has_whole_backward(points)
+    return points.splits_backward & ~has_whole_backward(points)
 
 
 def bytes_left_to_weights(setting: Setting, points: Points) -> Array:

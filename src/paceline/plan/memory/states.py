@@ -25,13 +25,11 @@ Source: `paceline.parallel.fsdp`, `paceline.train.optim`; ZeRO https://arxiv.org
 
 import numpy as np
 
+from paceline.plan.data_groups import dense_groups
 from paceline.plan.memory.parameter_counts import (
     ParameterCounts,
-    is_ddp,
-    is_fsdp,
     largest_of_block,
     lasting_buffers,
-    num_shards,
 )
 from paceline.plan.points import Array, Points, Setting
 
@@ -59,13 +57,13 @@ def resident_params(setting: Setting, points: Points, counts: ParameterCounts) -
     """Bytes of the parameters between steps: (s, n)."""
     number = np.where(lasting_buffers(setting, points), counts.whole, counts.sharded)
     # What buffers were filled from: other tensors lie among it by the time it is free.
-    left = _copies_grads(setting, points) & (_grad_bytes(setting, points, points.param_bytes) > 2)
+    left = _copies_grads(setting, points) & (_grad_bytes(setting, points.param_bytes) > 2)
     return points.param_bytes * np.where(left, 2, 1) * number
 
 
 def resident_grads(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """Bytes of gradients that are there from step to step: (s, n)."""
-    own = _grad_bytes(setting, points, points.param_bytes)
+    own = _grad_bytes(setting, points.param_bytes)
     beside = (
         0 if setting.stack.adds_into_buffer else points.value_bytes * (points.value_bytes < own)
     )
@@ -76,7 +74,7 @@ def _keeps_grads(setting: Setting, points: Points) -> Array:
     return lasting_buffers(setting, points) & (points.zero_of_passes < 2)
 
 
-def _grad_bytes(setting: Setting, points: Points, param: Array) -> Array:
+def _grad_bytes(setting: Setting, param: Array) -> Array:
     """Bytes of a gradient that waits, where those of the stored parameters take so many."""
     return {"fp32": np.full(1, 4.0), "bf16": np.full(1, 2.0), "param": param}[
         setting.stack.grad_dtype
@@ -85,18 +83,18 @@ def _grad_bytes(setting: Setting, points: Points, param: Array) -> Array:
 
 def _gathers(setting: Setting, points: Points) -> Array:
     """Whether FSDP2 gathers and frees parameters: (n,), bool."""
-    return is_fsdp(points) & ~lasting_buffers(setting, points)
+    return points.is_fsdp & ~lasting_buffers(setting, points)
 
 
 def keeps_whole(points: Points) -> Array:
     """Whether FSDP2 keeps parameters gathered for the whole step: (n,), bool."""
-    return is_fsdp(points) & ((points.zero_of_passes < 3) | (num_shards(points) == 1))
+    return points.is_fsdp & ((points.zero_of_passes < 3) | (dense_groups(points).shards == 1))
 
 
 def sums_whole(points: Points) -> Array:
     """Whether gradients are added up whole and reduced once a step: (n,), bool."""
-    late = (points.zero_of_passes < 2) | (num_shards(points) == 1)
-    return is_fsdp(points) & late & (points.num_micro_batches > 1)
+    late = (points.zero_of_passes < 2) | (dense_groups(points).shards == 1)
+    return points.is_fsdp & late & (points.num_micro_batches > 1)
 
 
 def grads_before(
@@ -114,34 +112,34 @@ def grads_before(
         share: of the blocks that had one in this step, 0 to 1.
         reduced: as the optimizer finds them.
     """
-    each = _grad_bytes(setting, points, points.param_bytes)
+    each = _grad_bytes(setting, points.param_bytes)
     waiting = coming = each * counts.sharded
     several = points.num_micro_batches > 1
     if not reduced:
-        summed = _grad_bytes(setting, points, np.maximum(points.value_bytes, _FP32))
+        summed = _grad_bytes(setting, np.maximum(points.value_bytes, _FP32))
         waits_whole = sums_whole(points) & ~lasting_buffers(setting, points)
         waiting = np.where(waits_whole, summed * counts.whole, waiting)
-        waiting = waiting * np.where(several & is_ddp(points), 2, 1)
-        ends = np.where(is_fsdp(points), counts.ends / num_shards(points), 0)
+        waiting = waiting * np.where(several & points.is_ddp, 2, 1)
+        ends = np.where(points.is_fsdp, counts.ends / dense_groups(points).shards, 0)
         coming = coming - each * ends
     elsewhere = points.offload_params.astype(bool) | _keeps_grads(setting, points)
-    there = np.where(is_ddp(points), waiting, share * np.where(several, waiting, coming))
+    there = np.where(points.is_ddp, waiting, share * np.where(several, waiting, coming))
     return np.where(elsewhere, 0, there)
 
 
 def fresh_block(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """A block's gradients of a backward pass that wait to be reduced or added: (n,)."""
     kept = _keeps_grads(setting, points)
-    alone = (points.num_micro_batches == 1) & ~is_ddp(points) & ~kept
+    alone = (points.num_micro_batches == 1) & ~points.is_ddp & ~kept
     own = np.where(alone, points.param_bytes, 0)
     unit = _unit(setting, points, counts)
-    return np.where(is_fsdp(points) & ~kept, points.value_bytes * unit, own * counts.block)
+    return np.where(points.is_fsdp & ~kept, points.value_bytes * unit, own * counts.block)
 
 
 def fresh_ends(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """The same of parameters in no block, with FSDP2, which reduces them when the pass is over:
     (s, n)."""
-    sharded = is_fsdp(points) & ~_keeps_grads(setting, points)
+    sharded = points.is_fsdp & ~_keeps_grads(setting, points)
     return np.where(sharded, counts.ends * points.value_bytes, 0)
 
 
@@ -175,7 +173,7 @@ def stays_gathered(
     gathered = counts.ends + np.where(keeps_whole(points), blocks * (1 - frees * done), 0)
     share = np.where(points.recompute > 0, points.recompute_share, 0)
     cast = blocks * (1 - share) * (1 - done) + counts.block * (share > 0)
-    copies = np.where(is_fsdp(points), gathered, np.where(_casts(points), cast, 0))
+    copies = np.where(points.is_fsdp, gathered, np.where(_casts(points), cast, 0))
     return np.where(lasting_buffers(setting, points), 0, copies * points.value_bytes)
 
 
@@ -185,7 +183,7 @@ def cast_head(points: Points, counts: ParameterCounts) -> Array:
 
 
 def _casts(points: Points) -> Array:
-    return (points.value_bytes < points.param_bytes) & ~is_fsdp(points)
+    return (points.value_bytes < points.param_bytes) & ~points.is_fsdp
 
 
 def gathered_block(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
@@ -235,14 +233,14 @@ def gathered_at_last(setting: Setting, points: Points, counts: ParameterCounts) 
     """Copies of parameters when the ends are reduced, whose own FSDP2 has freed by then: (s, n)."""
     stay = stays_gathered(setting, points, counts, 1.0)
     alone = (points.num_micro_batches == 1) & (points.pp == 1)
-    frees = is_fsdp(points) & (alone | (points.zero_of_passes == 3))
+    frees = points.is_fsdp & (alone | (points.zero_of_passes == 3))
     return np.where(frees, stay - counts.ends * points.value_bytes, stay)
 
 
 def widened_grads(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """The fp32 copies of a shard's 16-bit gradients that an update outside of the buffers makes,
     parameter by parameter: (s, n)."""
-    narrow = _grad_bytes(setting, points, points.param_bytes) < _FP32
+    narrow = _grad_bytes(setting, points.param_bytes) < _FP32
     makes = lasting_buffers(setting, points) & narrow & setting.stack.adds_into_buffer
     return np.where(makes, _FP32 * counts.sharded, 0)
 
@@ -250,15 +248,17 @@ def widened_grads(setting: Setting, points: Points, counts: ParameterCounts) -> 
 def flat_copies(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """Where products don't add into the buffer, gradients are copied into one tensor for the
     update, a whole shard's, of 16-bit ones in fp32 as well: (s, n)."""
-    given = _grad_bytes(setting, points, points.param_bytes)
+    given = _grad_bytes(setting, points.param_bytes)
     update = np.where(given < _FP32, (given + _FP32) * counts.sharded, 0)
     return np.where(_copies_grads(setting, points), update, 0)
 
 
 def kept_message(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """The buffer that such gradients are reduced in, there from its first use on: (s, n)."""
-    given = _grad_bytes(setting, points, points.param_bytes)
-    message = np.where(num_shards(points) > 1, np.minimum(counts.whole, _MESSAGE) * given, 0)
+    given = _grad_bytes(setting, points.param_bytes)
+    message = np.where(
+        dense_groups(points).shards > 1, np.minimum(counts.whole, _MESSAGE) * given, 0
+    )
     return np.where(_copies_grads(setting, points), message, 0)
 
 

@@ -11,7 +11,6 @@ Legend of shapes: n points.
 import numpy as np
 
 from paceline.config.curves import SharingCurve
-from paceline.config.frozen import size
 from paceline.plan.points import Array, Points, Setting
 from paceline.plan.schedules.contention import CoreContention
 
@@ -51,4 +50,4 @@ def sharing_curve_of(setting: Setting) -> SharingCurve | None:
 def _neighbours(setting: Setting, points: Points) -> Array:
     """Pipeline ranks on a machine: ranks are numbered stage by stage (comm/mesh.py)."""
     of_stage = points.num_ranks // points.pp
-    return np.clip(size(setting.cluster.devices_per_node) // of_stage, 1, points.pp)
+    return np.clip(setting.cluster.devices_per_node // of_stage, 1, points.pp)

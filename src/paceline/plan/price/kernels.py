@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paceline.config.layout import PRECISIONS
 from paceline.config.stack import constant
-from paceline.plan.points import PRECISIONS, Array, Points, Setting
+from paceline.plan.points import Array, Points, Setting
 from paceline.plan.rates import attention_s, matmul_s, memory_s
 from paceline.plan.work import LINEAR, PLAIN, WIDE, AttentionOp, MatmulOp, PartWork, rows_of_each
 
@@ -48,7 +49,6 @@ class Kernels(NamedTuple):
     core_backward: Array
     calls: Array
     sweeps: Array
-    sweeps_again: Array
     sweeps_backward: Array
     num_products: Array
     num_cores: Array
@@ -62,12 +62,12 @@ def kernels_of(setting: Setting, points: Points, works: Sequence[PartWork]) -> l
     """Seconds of the kernels of each part."""
     ahead_cores, back_cores = _UNFUSED_CORE if setting.stack.attention == "unfused" else _FUSED_CORE
     products = _products_s(setting, points, works)
-    sweeps = _sweeps_s(setting, points, works)
+    sweeps = _sweeps_s(setting, works)
     made = []
     for number, work in enumerate(works):
         core, core_backward, calls = _cores_s(setting, points, work.cores)
         passes, cast, last, alternate = products[number]
-        ahead, again, back = sweeps[number]
+        ahead, back = sweeps[number]
         made.append(
             Kernels(
                 passes[0],
@@ -81,7 +81,6 @@ def kernels_of(setting: Setting, points: Points, works: Sequence[PartWork]) -> l
                 core_backward,
                 calls,
                 ahead,
-                again,
                 back,
                 _num(rows_of_each(setting, product)[1] for product in work.products),
                 ahead_cores * calls,
@@ -234,28 +233,23 @@ def _cores_s(
     return seconds(False), seconds(True), np.asarray(core.calls, float)
 
 
-def _sweeps_s(
-    setting: Setting, points: Points, works: Sequence[PartWork]
-) -> list[tuple[Array, Array, Array]]:
-    """Per part: forward, what recomputation does again of it, and backward."""
+def _sweeps_s(setting: Setting, works: Sequence[PartWork]) -> list[tuple[Array, Array]]:
+    """Per part: forward and backward."""
     placed = [(at, sweep) for at, work in enumerate(works) for sweep in work.sweeps]
     kernels = stacked([sweep.kernels for _, sweep in placed])
     num_bytes = stacked([sweep.num_bytes for _, sweep in placed])
     each = memory_s(setting.device, num_bytes / np.maximum(kernels, 1))
     seconds = each * kernels * constant(setting.stack, "memory_time")
 
-    def total(part: int, backward: bool, again: bool = False) -> Array:
+    def total(part: int, backward: bool) -> Array:
         rows = [
             at
             for at, (number, sweep) in enumerate(placed)
-            if number == part and sweep.backward == backward and (sweep.again or not again)
+            if number == part and sweep.backward == backward
         ]
         return seconds[rows].sum(0) if rows else np.zeros(1)
 
-    return [
-        (total(part, False), total(part, False, again=True), total(part, True))
-        for part in range(len(works))
-    ]
+    return [(total(part, False), total(part, True)) for part in range(len(works))]
 
 
 def stacked(columns: Sequence[Array | float]) -> Array:

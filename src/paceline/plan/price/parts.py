@@ -20,16 +20,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paceline.config.layout import PRECISIONS, RECOMPUTE
 from paceline.config.stack import constant
-from paceline.plan.collectives import collective_s, is_across
-from paceline.plan.points import PRECISIONS, RECOMPUTE, SCHEDULES, Array, Points, Setting
+from paceline.plan.points import Array, Points, Setting
 from paceline.plan.price.kernels import Kernels, kernels_of, stacked
+from paceline.plan.price.pace import exchanged_s, slowed_s
 from paceline.plan.price.pipelined import paired_share
 from paceline.plan.work import CollectiveOp, PartWork
 
 COMPUTE = ("matmul", "attention", "other_kernels", "recompute")
 BLOCKING = ("exposed_comm.tp", "exposed_comm.cp", "exposed_comm.ep")
-SPLIT = [SCHEDULES.index(s) for s in ("zb_h1", "interleaved_zb", "zbv", "dualpipev", "dualpipe")]
 _FP8 = PRECISIONS.index("fp8")
 _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 
@@ -105,18 +105,15 @@ class NetworkPart:
 def exchange_s(setting: Setting, requests: Sequence[CollectiveRequest]) -> list[Array]:
     """Seconds of collectives, in a call for each kind."""
     seconds: list[Array] = [np.zeros(1)] * len(requests)
-    stack = setting.stack
-    inside, across = constant(stack, "comm_time_inside"), constant(stack, "comm_time_across")
     alive = [at for at, request in enumerate(requests) if np.max(request.num_ranks) > 1]
     for op in {requests[at].op for at in alive}:
         places = [at for at in alive if requests[at].op == op]
-        num_bytes, num_ranks, stride = (
+        columns = (
             stacked([getattr(requests[at], name) for at in places])
             for name in ("num_bytes", "num_ranks", "stride")
         )
-        alone = collective_s(setting.cluster, op, num_bytes, num_ranks, stride)
-        factor = np.where(is_across(setting.cluster, num_ranks, stride), across, inside)
-        for at, row in zip(places, alone * factor, strict=True):
+        rows = exchanged_s(setting.cluster, setting.stack, op, *columns)
+        for at, row in zip(places, rows, strict=True):
             seconds[at] = row
     return seconds
 
@@ -200,7 +197,7 @@ def _room_in_weights(points: Points, kernels: Kernels, sent: Sent, backward_s: A
     """
     ahead_s = sum((s * e.times for e, s in sent if e.axis == "ep" and not e.backward), np.zeros(1))
     left_s = np.maximum(backward_s - ahead_s, 0)
-    apart = np.isin(points.schedule, SPLIT) & ~_is_whole(points)
+    apart = points.splits_backward & ~_is_whole(points)
     return apart * np.minimum(kernels.weight_grad, left_s)
 
 
@@ -246,7 +243,7 @@ def _send(
 ) -> None:
     """Add what collectives leave exposed to a pass, and what hiding the rest costs it."""
     stack = setting.stack
-    share, slow = hidden_share(setting), constant(stack, "overlap_slowdown")
+    share = hidden_share(setting)
     rings = [(e, s) for e, s in sent if e.op == "send_recv"]
     hidden = np.zeros(1)
     if rings:
@@ -270,7 +267,7 @@ def _send(
         term = f"exposed_comm.{axis}"
         terms[term] = terms.get(term, np.zeros(1)) + total - inside
         hidden = hidden + inside
-    terms["matmul"] = terms["matmul"] + hidden * (slow - 1)
+    terms["matmul"] = terms["matmul"] + slowed_s(stack, hidden)
 
 
 def _recomputed(
@@ -279,11 +276,11 @@ def _recomputed(
     """Kernels that run once more before the backward pass of a block, in a share of them."""
     core = kernels.core * kernels.calls
     stops_early = setting.stack.recompute_stops_early
-    full = kernels.forward + core + kernels.sweeps_again - (kernels.last if stops_early else 0)
+    full = kernels.forward + core + kernels.sweeps - (kernels.last if stops_early else 0)
     by_granularity = {
-        "block": kernels.sweeps_again,
+        "block": kernels.sweeps,
         "attention": core,
-        "half": kernels.sweeps_again + kernels.alternate,
+        "half": kernels.sweeps + kernels.alternate,
     }
     selective = by_granularity[setting.stack.recompute_granularity]
     chosen = np.where(points.recompute == _FULL, full, selective)
@@ -345,7 +342,7 @@ def _split(
     whole = _is_whole(points)
     # The product of torchao is one node of the graph: each half computes both gradients.
     one_node = (points.precision == _FP8) & (not setting.stack.keeps_fp8)
-    twice = one_node & np.isin(points.schedule, SPLIT) & ~whole
+    twice = one_node & points.splits_backward & ~whole
     weights_s = weight_grad.terms["matmul"]
     moved_s = np.where(whole, weights_s, twice * kernels.cast_weight_grad)
     late_s = np.where(whole, 0.0, weights_s) + twice * kernels.cast_input_grad

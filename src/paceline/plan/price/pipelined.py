@@ -9,8 +9,8 @@ A step of m micro-batches takes what the busiest rank computes, plus its waiting
 unequal stages the busiest rank sets the pace of the others; what comes before its first and after
 its last micro-batch is the other stages' work: T = sum T_i + (m - 1) max T_i (Alpa,
 https://arxiv.org/abs/2201.12023), divided by the stages of a rank where they are interleaved
-(https://arxiv.org/abs/2104.04473). The zero-bubble formulas are those of
-`plan.schedules.bubble_fraction_published`, with the same adaptation.
+(https://arxiv.org/abs/2104.04473). The zero-bubble formulas are those that
+papers have (benchmarks/published_bubbles.py), with the same adaptation.
 
 Ranks on a CPU share its cores, and one that waits leaves them to the others. Where the device has a
 curve of that (`config.curves.SharingCurve`), the list is executed with it, so that a bubble costs
@@ -28,13 +28,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.config.frozen import size
 from paceline.config.layout import Layout
 from paceline.config.model import Model
-from paceline.config.schedule import Schedule
+from paceline.config.schedule import SCHEDULES, Schedule
 from paceline.config.stack import Stack
 from paceline.plan.block_kinds import BlockKind
-from paceline.plan.points import SCHEDULES, Array, Points, Setting
+from paceline.plan.points import Array, Points, Setting
 from paceline.plan.price.core_contention import core_contention_of, paces, sharing_curve_of
 from paceline.plan.schedules import build_schedule
 from paceline.plan.schedules.contention import scatter_wait_s, shared_timeline, stretch_factors
@@ -76,7 +75,7 @@ class PipelineRun(NamedTuple):
 
 Pipeline = Callable[[Setting, Points, StageWork, StagePasses, Array], PipelineRun]
 """Maps a setting, points, their stages, the stages' seconds and the seconds of a transfer (n,) to
-Ran."""
+what became of them."""
 
 _INDEX = {name: index for index, name in enumerate(SCHEDULES)}
 _V_SHAPED = [_INDEX["zbv"], _INDEX["dualpipev"], _INDEX["dualpipe"]]
@@ -89,8 +88,7 @@ _CLASSES = 4
 
 
 def stages_of(setting: Setting, layout: Layout, kinds: tuple[BlockKind, ...]) -> StageWork:
-    """Every stage of a concrete layout; one, where there is no pipeline: arrays (.., s, 1)."""
-    assert layout.split != "auto"
+    """Every stage of a layout; one, where there is no pipeline: arrays (.., s, 1)."""
     split = layout.split or (setting.model.num_layers,)
     ends = np.cumsum(split)
     starts = ends - np.array(split)
@@ -108,12 +106,6 @@ def stages_of(setting: Setting, layout: Layout, kinds: tuple[BlockKind, ...]) ->
     return StageWork(layers[:, :, None], first[:, None], last[:, None], np.ones((len(split), 1)))
 
 
-def num_stages(points: Points) -> Array:
-    """Stages that a micro-batch passes; DualPipe's two per rank are one of each direction."""
-    per_rank = np.where(points.schedule == _INDEX["dualpipe"], 1, points.stages_per_rank)
-    return points.pp * per_rank
-
-
 def bounding_stages(
     model: Model, points: Points, kinds: tuple[BlockKind, ...], head_layers: Array | float
 ) -> StageWork:
@@ -126,11 +118,11 @@ def bounding_stages(
         kinds: of its blocks; each stage is taken to have its share of all kinds.
         head_layers: how many layers the head weighs as much as.
     """
-    stages, total = num_stages(points), float(model.num_layers)
+    stages, total = points.num_stages, float(model.num_layers)
     several = stages > 1
     inner, early, last = _even_split(total, points, head_layers)
     first, last = np.where(several, early, total), np.where(several, last, 0.0)
-    num_inner = np.clip(np.maximum(stages / points.pp, _directions(points)), 0, stages - 2)
+    num_inner = np.clip(np.maximum(stages / points.pp, points.num_directions), 0, stages - 2)
     num_inner = np.maximum(num_inner, 0)
     num_rest = np.maximum(stages - 2 - num_inner, 0)
     rest = np.maximum(total - first - last - num_inner * inner, 0) / np.maximum(num_rest, 1)
@@ -144,10 +136,6 @@ def bounding_stages(
     )
 
 
-def _directions(points: Points) -> Array:
-    return np.where(points.schedule == _INDEX["dualpipe"], 2, 1)
-
-
 def _even_split(
     total: float, points: Points, head_layers: Array | float
 ) -> tuple[Array, Array, Array]:
@@ -156,7 +144,7 @@ def _even_split(
     As `split_layers`: the heaviest stage is as light as can be, and of the others those with a
     layer more come last. They go round the ranks, so that each has about as many of them.
     """
-    stages = num_stages(points)
+    stages = points.num_stages
     ideal = (total + head_layers) / stages - head_layers
     others = np.maximum(stages - 1, 1)
     best_last: Array = np.zeros(1)
@@ -174,7 +162,7 @@ def _even_split(
     left = np.maximum(total - best_last, 0)
     early = np.floor(left / others)
     num_larger = left - early * others
-    ranks = points.pp / _directions(points)
+    ranks = points.pp / points.num_directions
     per_rank = np.maximum(stages / ranks, 1)
     # There and back, the two middle stages share a rank: both are larger where half of all are.
     round_trip = np.where(num_larger > 0, 1 + np.floor(num_larger / (stages / 2)), 0)
@@ -212,7 +200,7 @@ def paired_share(points: Points) -> Array:
         "dualpipev": 2 * points.pp,
         "dualpipe": points.pp,
     }
-    passes = points.num_micro_batches * points.stages_per_rank / _directions(points)
+    passes = points.num_micro_batches * points.stages_per_rank / points.num_directions
     alone = np.broadcast_arrays(*(ahead.get(name, passes) for name in SCHEDULES))
     return np.maximum(1 - np.choose(points.schedule, alone) / passes, 0.0)
 
@@ -235,12 +223,12 @@ def schedule_of(name: str, num_ranks: int, num_micro_batches: int, per_rank: int
 
 
 def schedule_for(setting: Setting, layout: Layout) -> Schedule | None:
-    """The schedule of a concrete layout; None without a pipeline."""
+    """The schedule of a layout; None without a pipeline."""
     if layout.pp == 1:
         return None
-    assert layout.schedule not in ("auto", "none")
-    batches = setting.global_batch // (layout.num_data_ranks * size(layout.micro_batch))
-    return schedule_of(layout.schedule, size(layout.pp), batches, size(layout.stages_per_rank))
+    assert layout.schedule != "none"
+    batches = setting.global_batch // (layout.num_data_ranks * layout.micro_batch)
+    return schedule_of(layout.schedule, layout.pp, batches, layout.stages_per_rank)
 
 
 def simulated(schedule: Schedule) -> Pipeline:
@@ -310,7 +298,7 @@ def closed_form(
     forward, input_grad, weight_grad = (seconds.sum(0) for seconds in waits)
     micro_batches = np.maximum(points.num_micro_batches, 1)
     own = [(work * seconds).sum(0) / micro_batches for seconds in passes]
-    per_rank = np.maximum(num_stages(points) / points.pp, 1)
+    per_rank = np.maximum(points.num_stages / points.pp, 1)
     # What the other ranks' stages do while the busiest one waits.
     others = [
         np.maximum(all_ranks - own_rank, 0) / per_rank
@@ -364,7 +352,7 @@ def _busiest_class(points: Points, stages: StageWork, whole_s: Array) -> Array:
         (none, per_rank, none, none),
         (both_ends, others - smaller, one, smaller),
     ]
-    share = 1 / _directions(points)
+    share = 1 / points.num_directions
     work = np.stack([np.stack(np.broadcast_arrays(*each)) for each in candidates]) * share
     alone = np.eye(_CLASSES)[_FIRST][:, None]
     work = np.where(points.pp > 1, np.maximum(work, 0), alone)  # (candidates, 4, n)
@@ -385,7 +373,7 @@ def _bubble(points: Points, forward: Array, input_grad: Array, weight_grad: Arra
     zero = np.maximum(forward + input_grad - weight_grad, forward)
     v_shape = np.maximum.reduce([forward, input_grad, weight_grad, 2 * (input_grad - weight_grad)])
     # Late pairs of a long and a short pass wait for the longer one.
-    ranks = points.pp / np.where(points.schedule == _INDEX["dualpipe"], 2, 1)
+    ranks = points.pp / points.num_directions
     uneven = np.clip((ranks - 2.5) / np.maximum(ranks - 1, 1), 0, 1)
     dual = zero + uneven * np.maximum(input_grad - forward, 0)
     both_ends = np.maximum(points.pp / 2 - 1, 0) / np.maximum(points.pp - 1, 1)
@@ -411,7 +399,7 @@ def _hops(points: Points, passes: StagePasses, hop_s: Array) -> Array:
     steady state loses 2 (p - 1) transfers for every p micro-batches. Schedules with more under way,
     or with weight gradients to do meanwhile, don't wait.
     """
-    ways = 2 * (num_stages(points) - 1)
+    ways = 2 * (points.num_stages - 1)
     rounds = np.maximum(points.num_micro_batches / np.maximum(points.pp, 1), 1)
     lean = ways * rounds + np.where(rounds > 1, 2 * (points.pp - 2), 0)
     is_split = passes.weight_grad_s.max(0) > 0

@@ -24,17 +24,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.config.layout import Layout
+from paceline.config.layout import PRECISIONS, Layout
 from paceline.config.schedule import Schedule
 from paceline.config.stack import CONSTANTS, constant
 from paceline.observe.terms import TERMS
 from paceline.plan.block_kinds import BlockKind, block_kinds_of
+from paceline.plan.data_groups import dense_groups
 from paceline.plan.memory import checkpoint_spike_bytes, memory_bytes
-from paceline.plan.memory.holdings import bounding_holdings, holdings_of
-from paceline.plan.points import PRECISIONS, SCHEDULES, Array, Points, Setting
+from paceline.plan.memory.holdings import holdings_of
+from paceline.plan.points import Array, Points, Setting
 from paceline.plan.prediction import Memory, Prediction
-from paceline.plan.price import data_axes
-from paceline.plan.price.data_axes import HeldParameters
+from paceline.plan.price.data_axes import DataAxes, HeldParameters
+from paceline.plan.price.pace import slowed_s, slowest_wait_s, stepped_s
 from paceline.plan.price.parts import (
     BLOCKING,
     COMPUTE,
@@ -57,7 +58,6 @@ from paceline.plan.price.pipelined import (
 )
 from paceline.plan.rates import memory_s, origins
 from paceline.plan.residuals import relative_error
-from paceline.plan.scale import straggler_wait_s
 from paceline.plan.stages import StageWork
 from paceline.plan.work import PartWork, block_work, embedding_work, head_work, sizes_of
 
@@ -77,7 +77,7 @@ _FOREACH_FACTOR = 2.0
 # A 16-bit weight is read and written in fp8, as it is and transposed.
 _FP8_COPY_BYTES = 4.0
 
-_DUALPIPE, _FP8 = SCHEDULES.index("dualpipe"), PRECISIONS.index("fp8")
+_FP8 = PRECISIONS.index("fp8")
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,18 +100,6 @@ class StepTimes:
     """(n,), of a transfer between pipeline stages."""
 
 
-@dataclass(frozen=True, eq=False)
-class Priced:
-    """Columns of what a layout costs: (n,) each."""
-
-    step_s: Array
-    terms: Mapping[str, Array]
-    peak_memory_bytes: Array
-    """Of the heaviest rank."""
-    memory: Mapping[str, Array]
-    """By term of MEMORY_TERMS, of the heaviest rank."""
-
-
 class NetworkParts(NamedTuple):
     """A setting's parts: blocks of each kind, the embedding, the head."""
 
@@ -129,7 +117,7 @@ class NetworkParts(NamedTuple):
 
 
 class Simulated(NamedTuple):
-    """The step of one concrete layout, whose schedule's own list of actions was executed."""
+    """The step of one layout, whose schedule's own list of actions was executed."""
 
     points: Points
     """The layout alone."""
@@ -162,7 +150,7 @@ class Simulated(NamedTuple):
 
 
 def predict(setting: Setting, layout: Layout, network: NetworkParts | None = None) -> Prediction:
-    """Time and memory of one concrete layout, with its schedule's own list of actions.
+    """Time and memory of one layout, with its schedule's own list of actions.
 
     Args:
         setting: model, cluster, batch and stack.
@@ -201,7 +189,6 @@ def _memory(setting: Setting, one: Simulated, layout: Layout) -> tuple[Memory, .
 def model_flops_utilisation(setting: Setting, layout: Layout, tokens_per_s: float) -> float | None:
     """Model FLOPs per second over the devices' peak; None where the peak is not known."""
     device = setting.device
-    assert layout.precision != "auto"
     peak = device.peak(layout.precision)
     if peak is None:
         return None
@@ -219,28 +206,13 @@ def assumptions(setting: Setting) -> dict[str, str]:
     }
 
 
-def seconds(setting: Setting, points: Points) -> Mapping[str, Array]:
-    """Seconds of many layouts' steps by term, (n,) each, by closed forms; they sum to the step."""
-    return _closed(setting, points).terms
-
-
-def _closed(setting: Setting, points: Points) -> StepTimes:
-    network = NetworkParts.of(setting, points)
-    stages = bounding_stages(setting.model, points, network.kinds, head_layers(network))
-    return times_of(setting, points, network, stages, closed_form)
-
-
-def price(setting: Setting, points: Points) -> Priced:
-    """What many layouts cost, by closed forms."""
-    found = _closed(setting, points)
-    memory = memory_bytes(setting, points, bounding_holdings(setting, points))
-    total = sum(memory.values(), np.zeros((1, 1)))  # (s, n)
-    heaviest = np.argmax(total, 0)[None]
-    picked = {
-        term: np.take_along_axis(np.broadcast_to(rows, total.shape), heaviest, 0)[0]
-        for term, rows in memory.items()
-    }
-    return Priced(found.step_s, found.terms, total.max(0), picked)
+def closed_times(
+    setting: Setting, points: Points, network: NetworkParts
+) -> tuple[StageWork, StepTimes]:
+    """What stages hold, and the seconds of many layouts' steps, by closed forms."""
+    weight = head_layers(network)
+    stages = bounding_stages(setting.model, points, network.kinds, weight)
+    return stages, times_of(setting, points, network, stages, closed_form)
 
 
 def head_layers(network: NetworkParts) -> Array:
@@ -272,14 +244,14 @@ def times_of(
     """
     passes, gaps = _stage_passes(setting, points, network, stages)
     alone = pipeline(setting, points, stages, passes, np.zeros(len(points)))
-    held = _held(points, stages, alone.work)
-    asked = [*_requests(setting, points, network, held)]
-    asked += data_axes.requests(setting, points, network.works, held)
+    data = DataAxes(setting, points, network.works, _held(points, stages, alone.work))
+    asked = [*_requests(data), *data.requests()]
     hop, gathered, norm_s, tied, copies, tp_norms, *units = exchange_s(setting, asked)
-    exposed = data_axes.data_seconds(setting, points, network.works, network.parts, held, units)
+    exposed = data.seconds(network.parts, units)
     hop_s = np.broadcast_to(hop + gathered, len(points))
     terms = _work_terms(stages, alone, network, gaps)
-    _slow_down(setting, terms, exposed.hidden_s)
+    # Products, which fill the device, are what loses.
+    terms["matmul"] = terms["matmul"] + slowed_s(setting.stack, exposed.hidden_s)
     terms["exposed_comm.fsdp"] = exposed.fsdp_s
     terms["exposed_comm.dp"] = exposed.dp_s
     terms["exposed_comm.tp"] = terms["exposed_comm.tp"] + tp_norms
@@ -287,7 +259,7 @@ def times_of(
     terms["exposed_comm.pp"] = _transfer_s(
         setting, points, stages, passes, hop_s, pipeline, alone.makespan_s
     ) + np.where(points.pp > 1, tied + copies, 0.0)
-    _once_per_step(setting, points, network, held, norm_s, terms)
+    _once_per_step(data, norm_s, terms)
     whole = _summed(setting, points, terms, alone.scattered_s)
     step_s = sum(whole.values(), np.zeros(len(points)))
     return StepTimes(step_s, whole, passes, gaps, alone, exposed.hidden_s, hop_s)
@@ -298,8 +270,8 @@ def _summed(
 ) -> dict[str, Array]:
     """Add what ranks wait for slower ones, and bring every term to n points."""
     own_s = sum(terms.values(), np.zeros(1))
-    spread = constant(setting.stack, "rank_spread")
-    terms["straggler_wait"] = scattered_s + straggler_wait_s(own_s * spread, points.num_ranks)
+    wait_s = slowest_wait_s(setting.stack, own_s, points.num_ranks)
+    terms["straggler_wait"] = scattered_s + wait_s
     n = len(points)
     return {
         term: np.broadcast_to(np.asarray(terms[term], float), n) for term in TERMS if term in terms
@@ -360,8 +332,7 @@ def _over_stages(stages: StageWork, columns: Sequence[Array]) -> Array:
 
 def _held(points: Points, stages: StageWork, work: Array) -> HeldParameters:
     """What the busiest rank holds, of parameters: its stages, however many micro-batches each."""
-    share = np.where(points.schedule == _DUALPIPE, 0.5, 1.0)
-    times_held = work / (np.maximum(points.num_micro_batches, 1) * share)
+    times_held = work * points.num_directions / np.maximum(points.num_micro_batches, 1)
     return HeldParameters(
         [(times_held * layers).sum(0) for layers in stages.layers],
         (times_held * stages.has_embedding).sum(0),
@@ -369,20 +340,19 @@ def _held(points: Points, stages: StageWork, work: Array) -> HeldParameters:
     )
 
 
-def _requests(
-    setting: Setting, points: Points, network: NetworkParts, held: HeldParameters
-) -> list[CollectiveRequest]:
+def _requests(data: DataAxes) -> list[CollectiveRequest]:
     """Collectives of a step that belong to no block: see the names in `times_of`."""
+    setting, points = data.setting, data.points
     model, sizes = setting.model, sizes_of(setting, points)
     stage_ranks = points.num_ranks / points.pp
     one, fp32 = np.ones(1), 4.0
     between = np.where(points.pp > 1, 2, 1)
     stream = sizes.stream_tokens * model.hidden_size * sizes.value_bytes
-    dense = data_axes.dense_groups(points)
+    dense = dense_groups(points)
     table = model.num_embedding_params / points.tp / dense.shards * fp32
     tied = np.where(model.tie_embeddings, between, 1)
-    copies = np.where(points.schedule == _DUALPIPE, between, 1)
-    stage_bytes = data_axes.shard_of_params(setting, points, network.works, held) / 2 * fp32
+    copies = np.where(points.num_directions > 1, between, 1)
+    stage_bytes = data.num_stepped / 2 * fp32
     norms = np.where(points.sequence_parallel, points.tp, 1)
     shared = setting.stack.scatters_pp & (points.pp > 1) & ~points.sequence_parallel
     senders = np.where(shared, points.tp, 1)
@@ -394,7 +364,7 @@ def _requests(
         CollectiveRequest("all_reduce", stage_bytes, copies, stage_ranks),
         CollectiveRequest(
             "all_reduce",
-            2 * model.hidden_size * sum(held.blocks, np.zeros(1)) * fp32 + 1,
+            2 * model.hidden_size * sum(data.held.blocks, np.zeros(1)) * fp32 + 1,
             norms,
             one,
         ),
@@ -427,12 +397,6 @@ def _counts(stages: StageWork, work: Array) -> list[Array]:
     return [*counts, (work * stages.has_embedding).sum(0), (work * stages.has_head).sum(0)]
 
 
-def _slow_down(setting: Setting, terms: dict[str, Array], hidden_s: Array) -> None:
-    """Computing beside a collective is slower; products, which fill the device, are what loses."""
-    slow = constant(setting.stack, "overlap_slowdown") - 1
-    terms["matmul"] = terms["matmul"] + slow * hidden_s
-
-
 def _transfer_s(
     setting: Setting,
     points: Points,
@@ -451,21 +415,13 @@ def _transfer_s(
     return np.maximum(whole_s - alone_s, 0.0)
 
 
-def _once_per_step(
-    setting: Setting,
-    points: Points,
-    network: NetworkParts,
-    held: HeldParameters,
-    norm_s: Array,
-    terms: dict[str, Array],
-) -> None:
+def _once_per_step(data: DataAxes, norm_s: Array, terms: dict[str, Array]) -> None:
     """Optimizer, sums of gradients, copies to the host, and the host's own work."""
-    stepped = data_axes.shard_of_params(setting, points, network.works, held)
-    terms["optimizer"] = norm_s + optimizer_s(setting, points, stepped)
-    copied = data_axes.grad_copy_bytes(setting, points, network.works, held)
+    setting, points, copied = data.setting, data.points, data.grad_copy_bytes
+    terms["optimizer"] = norm_s + optimizer_s(setting, points, data.num_stepped)
     copies_s = points.num_micro_batches * memory_s(setting.device, np.maximum(copied, 1.0))
     if setting.stack.elementwise == "fused":
-        weights = (points.precision == _FP8) * data_axes.total_params(network.works, held)
+        weights = (points.precision == _FP8) * data.num_params
         copies_s = copies_s + memory_s(setting.device, np.maximum(_FP8_COPY_BYTES * weights, 1.0))
     terms["other_kernels"] = terms["other_kernels"] + copies_s * constant(
         setting.stack, "memory_time"
@@ -474,7 +430,7 @@ def _once_per_step(
     link = constant(setting.stack, "host_copy_gb_per_s") * 1e9
     # Each gathering brings the shard in, each reduction takes its gradient out.
     passes = np.where(points.zero_of_passes == 3, 2 * points.num_micro_batches, 1) + 1
-    moved = stepped * points.param_bytes * passes / link
+    moved = data.num_stepped * points.param_bytes * passes / link
     terms["exposed_comm.fsdp"] = terms["exposed_comm.fsdp"] + points.offload_params * moved
 
 
@@ -488,12 +444,10 @@ def optimizer_s(setting: Setting, points: Points, stepped: Array) -> Array:
         + np.where(has_master, _MASTER_BYTES, 0.0)
         + np.where(points.optimizer_8bit, _CODING_BYTES, 0.0)
     ) * (_FOREACH_FACTOR if stack.optimizer == "foreach" else 1.0)
-    here = memory_s(setting.device, np.maximum(stepped * num_bytes, 1.0))
+    here = stepped_s(setting.device, stack, stepped * num_bytes)
     link = constant(stack, "host_copy_gb_per_s") * 1e9
     state = np.where(points.optimizer_8bit, 2.03, 8.0) + np.where(has_master, 4.0, 0.0)
     travel = points.offload_optimizer * 2 * state * stepped / link
     # Shards on the host step there: their passes go at the host's pace.
     on_host = points.offload_params * stepped * num_bytes / link
-    return (
-        np.where(points.offload_params, on_host, here * constant(stack, "optimizer_time")) + travel
-    )
+    return np.where(points.offload_params, on_host, here) + travel

@@ -4,15 +4,13 @@ A rank does its actions in order, each as soon as what it needs is there: F need
 stage before, B and I the rank's own F and the gradient from the stage behind, W the I. What comes
 from another rank arrives p2p_s after it was made; transfers run beside the computing and never
 wait for each other. Nothing else is modelled: no memory, no contention, no host.
-
-The published formulas stand beside, to be compared with.
 """
 
 from collections.abc import Sequence
 from itertools import islice, pairwise
 from typing import NamedTuple
 
-from paceline.config.schedule import DEMANDS, Action, Schedule
+from paceline.config.schedule import Action, Schedule
 
 Product = tuple[str, int, int]
 """What an action makes for others: ("F" or "I", stage, micro-batch); a B makes an "I" too."""
@@ -178,70 +176,3 @@ def makespan(schedule: Schedule, cost: StageCost) -> float:
     ran = _run(schedule, cost)
     check_complete(schedule, [len(ends) for _, ends in ran])
     return max(ends[-1] for _, ends in ran if ends)
-
-
-def bubble_fraction(schedule: Schedule, cost: StageCost) -> float:
-    """Seconds of a step beyond the busiest rank's own work, as a fraction of the latter."""
-    busy_s = max(sum(cost.of(action) for action in actions) for actions in schedule.actions)
-    return makespan(schedule, cost) / busy_s - 1
-
-
-def bubble_fraction_published(
-    name: str,
-    num_ranks: int,
-    num_micro_batches: int,
-    stages_per_rank: int,
-    forward_s: float = 1.0,
-    input_grad_s: float = 1.0,
-    weight_grad_s: float = 1.0,
-) -> float:
-    """Bubble over ideal time by the published formula, from one stage's seconds per micro-batch.
-
-    A step is taken to be synchronous: it ends when the last rank ends, as it does where gradients
-    are clipped by their global norm. What the formulas hold for, and where our lists meet them:
-
-    - gpipe, 1f1b: (p-1)(F+I+W); any costs, any number m of micro-batches.
-    - interleaved: the same seconds per stage, a stage being 1/v of a rank's layers; any costs.
-    - zb_h1, interleaved_zb: (p-1)(F+I-W); F and I at least W, m at least p.
-    - zbv: its paper counts none for F = I = W, since there each rank starts its next step when it
-      is done itself (the optimizer's check comes later). A synchronous step waits for the last
-      rank to get its first input: (p-1)F. F = I = W, m at least 2p-1.
-    - dualpipev: (p-1)(F&B + B - 3W), where F&B, the time of a forward beside a backward pass, is
-      taken to be F+I+W: no overlap. The formula is for pairs that overlap; run one after the
-      other, our list waits (p-1)F, half of it, where F = I = W and m is at least 2p.
-    - dualpipe: the same with p/2 for p; m at least 2p.
-    """
-    whole_s = forward_s + input_grad_s + weight_grad_s
-    ranks_waited_for = num_ranks // DEMANDS[name].num_directions - 1
-    if name in ("gpipe", "1f1b", "interleaved"):
-        wait_s = whole_s
-    elif name in ("zb_h1", "interleaved_zb"):
-        wait_s = forward_s + input_grad_s - weight_grad_s
-    elif name == "zbv":
-        wait_s = forward_s
-    else:
-        wait_s = whole_s + input_grad_s - 2 * weight_grad_s
-    stages_passed = stages_per_rank / DEMANDS[name].num_directions
-    return ranks_waited_for * wait_s / (num_micro_batches * stages_passed * whole_s)
-
-
-def draw_schedule(schedule: Schedule) -> str:
-    """The schedule drawn as text, a line per rank, every F, I and W as long as the others.
-
-    Numbers are micro-batches; capitals are the first, third... stage of the rank (`stages_of`),
-    small letters the second, fourth...
-    """
-    rows = timeline(schedule, equal_cost(schedule.num_stages))
-    return "\n".join(_drawn(schedule, rank, row) for rank, row in enumerate(rows))
-
-
-def _drawn(schedule: Schedule, rank: int, row: list[Timed]) -> str:
-    stages = schedule.stages_of(rank)
-    line = f"rank {rank} |"
-    margin = len(line)
-    for action, start_s, end_s in row:
-        place = (schedule.direction(action.micro_batch), action.stage)
-        kind = action.kind.lower() if stages.index(place) % 2 else action.kind
-        line = line.ljust(margin + 3 * int(start_s)) + f"{kind}{action.micro_batch}"
-        line = line.ljust(margin + 3 * int(end_s) - 1, "-") + " "
-    return line.rstrip()

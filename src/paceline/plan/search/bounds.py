@@ -11,11 +11,11 @@ schedule holds much less than 1F1B.
 
 import numpy as np
 
-from paceline.plan.points import SCHEDULES, Array
+from paceline.config.schedule import SCHEDULES
+from paceline.plan.points import Array
 from paceline.plan.search.pricing import peak_bytes, step_seconds
-from paceline.plan.search.rules import Columns
 from paceline.plan.search.space import Space
-from paceline.plan.search.tables import joined, size_of, take
+from paceline.plan.search.tables import Columns, joined, size_of, take
 
 SLACK = 1.05
 """What holds of the formulas holds but for tiles and uneven stages: by so much bounds may err."""

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.config.errors import InputError
-from paceline.config.frozen import size
 from paceline.config.hardware import Cluster
 from paceline.plan.points import Setting
 from paceline.plan.prediction import Prediction
@@ -43,7 +42,7 @@ class TrainingRun:
     @property
     def text(self) -> str:
         """In one line."""
-        device = self.cluster.known_device
+        device = self.cluster.device
         return f"{self.num_devices} x {device.name}: {self.days:.3g} days, {self.usd:,.0f} USD"
 
 
@@ -107,10 +106,10 @@ def _runs(
 ) -> Iterator[TrainingRun]:
     if offer.prices.usd_per_device_hour is None:
         raise InputError(
-            f"the price of {offer.known_device.name} is not known: give prices.usd_per_device_hour."
+            f"the price of {offer.device.name} is not known: give prices.usd_per_device_hour."
         )
     for nodes in num_nodes:
-        if nodes > size(offer.num_nodes):
+        if nodes > offer.num_nodes:
             return
         cluster = offer.replace(num_nodes=nodes)
         try:

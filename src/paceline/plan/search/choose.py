@@ -4,19 +4,16 @@ Where the search has nothing to go by (a model of one's own, a device or links o
 simple rules of `plan.resolve` decide, and the reasons say so.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from paceline.config.errors import InputError
 from paceline.config.feasible import check_layout
 from paceline.config.hardware import Cluster
-from paceline.config.job import Job
-from paceline.config.layout import Layout
-from paceline.config.model import Model
-from paceline.config.vision import ResNet
+from paceline.config.job import JobOnCluster, JobSpec
+from paceline.config.layout import Layout, LayoutSpec
 from paceline.plan.collectives import tiers_of
 from paceline.plan.comm import resolve_comm
-from paceline.plan.convnet import predict_convnet
+from paceline.plan.families import family_of
 from paceline.plan.points import Setting
 from paceline.plan.prediction import Prediction
 from paceline.plan.price.step import predict
@@ -27,11 +24,8 @@ from paceline.plan.search.search import Found, search
 from paceline.plan.search.space import SearchConstraints
 from paceline.plan.search.why import explain, shortage
 
-# What a setting is when a technique is not used.
-_UNUSED: Mapping[str, object] = {
-    "zero": 0, "ulysses": 1, "sequence_parallel": False, "schedule": "none", "stages_per_rank": 1,
-    "split": (),
-}  # fmt: skip
+# What settings are where no technique is used.
+_UNUSED = Layout()
 # Settings that stated rules decide, not the search.
 _RULES = {
     "precision": "the safest fast arithmetic of the device",
@@ -45,56 +39,47 @@ _BELONGS_TO = {
 }  # fmt: skip
 
 
-def plan_job(job: Job, machine: Cluster, constraints: SearchConstraints | None = None) -> Plan:
-    """Replace every "auto" of the Job by the search, and predict the layout that it has then.
+def plan_job(job: JobSpec, machine: Cluster) -> Plan:
+    """Replace every "auto" by the search, and predict the layout that the Job has then.
 
     Args:
-        job: a partial or concrete Job.
-        machine: the concrete Cluster that stands for an "auto" one.
-        constraints: what to free and bound; its layout is replaced by the Job's.
+        job: what a person asks for.
+        machine: the Cluster that stands for an "auto" one.
 
     Raises:
         InputError: one sentence, where no layout satisfies what the Job demands, or none fits.
     """
     cluster, reasons = concrete_cluster(job.cluster, machine)
-    unknown = unsearchable(job, cluster)
+    asked = job.on(cluster)
+    unknown = unsearchable(asked)
     if unknown is not None:
         plan = replace(resolve(job, machine), notes=(unknown,))
         return with_prediction(plan) if _is_quick(cluster) else plan
-    if isinstance(job.model, ResNet):
+    if not job.model.knows_layers:
         return with_prediction(resolve(job, machine))
     if not job.layout.undecided:
-        return _with_exchange(job, resolve(job, machine))
-    constraints = replace(constraints or SearchConstraints(), layout=job.layout)
-    return _with_exchange(job, _searched(job, cluster, constraints, reasons))
+        return _with_exchange(asked, resolve(job, machine))
+    return _with_exchange(asked, _searched(asked, reasons))
 
 
 def with_prediction(plan: Plan) -> Plan:
     """The plan that rules made, with what is predicted of it where its model's shapes are known."""
-    job = plan.job
+    model = plan.job.model
     try:
-        if isinstance(job.model, ResNet):
-            found = predict_convnet(
-                job.model, job.cluster, job.layout, job.train.global_batch, comm=job.comm
-            )
-        elif isinstance(job.model, Model):
-            found = predict(Setting.of(job), job.layout)
-        else:
-            return plan
+        found = family_of(model).predict(model, plan.job)
     except InputError as error:  # it can run, but isn't priced
         return replace(plan, notes=(*plan.notes, f"not predicted: {error}"))
-    return replace(plan, ranked=(found,))
+    return plan if found is None else replace(plan, ranked=(found,))
 
 
-def _with_exchange(job: Job, plan: Plan) -> Plan:
+def _with_exchange(asked: JobOnCluster, plan: Plan) -> Plan:
     """The plan with the form and the buckets in which data ranks exchange gradients.
 
     Args:
-        job: as it was given.
+        asked: as it was given.
         plan: of a layout whose speed can be predicted.
     """
     layout = plan.job.layout
-    asked = job.replace(cluster=plan.job.cluster)
     notes, reasons = plan.notes, dict(plan.reasons)
     concrete = plan.job
     if layout.is_plain and layout.num_data_ranks > 1:
@@ -112,25 +97,22 @@ def _with_exchange(job: Job, plan: Plan) -> Plan:
     )
 
 
-def _searched(
-    job: Job, cluster: Cluster, constraints: SearchConstraints, reasons: dict[str, str]
-) -> Plan:
-    assert isinstance(job.model, Model)
-    found = search(Setting.of(job.replace(cluster=cluster)), constraints)
+def _searched(job: JobOnCluster, reasons: dict[str, str]) -> Plan:
+    found = search(Setting.of(job), SearchConstraints(layout=job.layout))
     if not found.ranked:
         raise InputError(shortage(found).text)
     layout = found.ranked[0].layout
-    check_layout(layout, job.model, cluster, job.train.seq_len, job.train.global_batch)
+    check_layout(layout, job.model, job.cluster, job.train.seq_len, job.train.global_batch)
     reasons |= _reasons(job.layout, layout, found)
-    comm, why = resolve_comm(job, layout, cluster)
+    comm, why = resolve_comm(job, layout, job.cluster)
     reasons |= why
-    concrete = job.replace(cluster=cluster, layout=layout, comm=comm)
-    return Plan(concrete, reasons, explain(found), found.ranked)
+    return Plan(job.with_layout(layout, comm), reasons, explain(found), found.ranked)
 
 
-def unsearchable(job: Job, cluster: Cluster) -> str | None:
+def unsearchable(job: JobOnCluster) -> str | None:
     """Why there is nothing to search by, as one sentence; None where there is."""
-    if not isinstance(job.model, Model | ResNet):
+    cluster = job.cluster
+    if not family_of(job.model).is_priced:
         return "simple rules decided: what a model of your own costs is not known."
     if _is_quick(cluster):
         return (
@@ -139,8 +121,8 @@ def unsearchable(job: Job, cluster: Cluster) -> str | None:
         )
     try:
         wanted = job.layout.precision
-        wanted = cluster.known_device.safest_fast_precision if wanted == "auto" else wanted
-        matmul_s(cluster.known_device, wanted, 1, 1, 1)
+        wanted = cluster.device.safest_fast_precision if wanted == "auto" else wanted
+        matmul_s(cluster.device, wanted, 1, 1, 1)
         if cluster.num_devices > 1:
             tiers_of(cluster)
     except InputError as error:
@@ -149,14 +131,14 @@ def unsearchable(job: Job, cluster: Cluster) -> str | None:
 
 
 def _is_quick(cluster: Cluster) -> bool:
-    curves = cluster.known_device.curves
+    curves = cluster.device.curves
     return curves is not None and curves.is_quick
 
 
 # ---- reasons -------------------------------------------------------------------------------------
 
 
-def _reasons(given: Layout, chosen: Layout, found: Found) -> dict[str, str]:
+def _reasons(given: LayoutSpec, chosen: Layout, found: Found) -> dict[str, str]:
     """Why each setting that was "auto" became what it is, by the best layout with another value."""
     return {f"layout.{name}": _reason(name, chosen, found) for name in given.undecided}
 
@@ -166,7 +148,7 @@ def _reason(name: str, chosen: Layout, found: Found) -> str:
     value = getattr(chosen, name)
     if name == "ep" and found.space.setting.model.experts is None:
         return "the model has no experts"
-    if axis is not None and getattr(chosen, axis) == 1 and value == _UNUSED.get(name):
+    if axis is not None and getattr(chosen, axis) == 1 and value == getattr(_UNUSED, name):
         return f"{axis} is not used"
     if name in _RULES:
         return _RULES[name]

@@ -9,7 +9,6 @@ from itertools import product
 
 from paceline.config.comm import Comm
 from paceline.config.errors import InputError
-from paceline.config.frozen import size
 from paceline.config.hardware import Cluster
 from paceline.config.layout import Layout
 from paceline.config.stack import Stack
@@ -17,21 +16,10 @@ from paceline.config.vision import ConvNet
 from paceline.plan.convnet.kernels import VALUE_BYTES
 from paceline.plan.convnet.step import convnet_times, predict_convnet, training_of
 from paceline.plan.prediction import Prediction
-from paceline.plan.scale import weak_efficiency
-from paceline.plan.search.space import SearchConstraints, divisors
+from paceline.plan.resolve import divisors
+from paceline.plan.search.space import SearchConstraints
 
 _GRADIENT_BYTES = 4
-_BUCKET_MIB = 25.0  # DDP's own
-# What a layout of replicas has, besides what is chosen.
-_PLAIN: dict[str, object] = {
-    **dict.fromkeys(("fsdp", "tp", "pp", "cp", "ep", "ulysses", "stages_per_rank"), 1),
-    "zero": 0,
-    "sequence_parallel": False,
-    "schedule": "none",
-    "split": (),
-    "recompute": "none",
-    "bucket_mib": _BUCKET_MIB,
-}
 
 
 def predict_all(
@@ -96,20 +84,20 @@ def _layouts(
         batches, _precisions(cluster, constraints), _compiled(cluster, constraints)
     ):
         chosen = {"micro_batch": batch, "precision": precision, "compile": compiled}
-        yield Layout.parse({**_PLAIN, **given, "dp": ranks, **chosen}, "layout")
+        yield Layout.parse({**given, "dp": ranks, **chosen}, "layout")
 
 
 def _precisions(cluster: Cluster, constraints: SearchConstraints) -> tuple[str, ...]:
-    given, can = constraints.layout.precision, cluster.known_device.precisions
+    given, can = constraints.layout.precision, cluster.device.precisions
     if "precision" in constraints.free:
         return tuple(name for name in can if name in VALUE_BYTES)
     if given != "auto":
         return (given,)
-    return (cluster.known_device.safest_fast_precision,)
+    return (cluster.device.safest_fast_precision,)
 
 
 def _compiled(cluster: Cluster, constraints: SearchConstraints) -> tuple[bool, ...]:
-    every = (False, True) if cluster.known_device.kind != "cpu" else (False,)
+    every = (False, True) if cluster.device.kind != "cpu" else (False,)
     return constraints.switches("compile", every)
 
 
@@ -117,11 +105,11 @@ def sentences_of(
     network: ConvNet, cluster: Cluster, global_batch: int, best: Prediction, comm: Comm
 ) -> tuple[str, ...]:
     """What reducing the gradients takes and leaves exposed, and how well the replicas scale."""
-    ranks = size(best.layout.dp)
+    ranks = best.layout.dp
     if ranks == 1:
         return ()
     alone = predict_convnet(network, cluster, best.layout.replace(dp=1), global_batch // ranks)
-    share = float(weak_efficiency(best.tokens_per_s, ranks, alone.tokens_per_s))
+    share = best.tokens_per_s / ranks / alone.tokens_per_s
     training = training_of(cluster, best.layout, global_batch, comm)
     stack = cluster.stack or Stack()
     reduced_s = float(convnet_times(network, cluster, stack, training).reduce_s[0])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from paceline.config.comm import Comm
 from paceline.config.errors import InputError
 from paceline.config.feasible_comm import check_comm
-from paceline.config.job import Job
+from paceline.config.job import JobOnCluster
 from paceline.config.layout import Layout
 from paceline.plan.points import Setting
 from paceline.plan.prediction import Prediction
@@ -64,12 +64,12 @@ class _TriedComm(NamedTuple):
         return sum(_form(self.comm, axis) != "none" for axis in AXES)
 
 
-def choose_exchange(job: Job, layout: Layout) -> ChosenComm:
+def choose_exchange(job: JobOnCluster, layout: Layout) -> ChosenComm:
     """Choose what the Job leaves open of how data ranks exchange gradients.
 
     Args:
-        job: with a concrete cluster; its layout says whether buckets were left open.
-        layout: concrete.
+        job: its layout says whether buckets were left open.
+        layout: the Job's as it was decided.
 
     Returns:
         layout and comm without "auto" in `comm.dp.compress`, `comm.fsdp.compress` and, where there
@@ -97,7 +97,7 @@ def named_forms(comm: Comm) -> str:
     return " and ".join(lossy) or "exact sums"
 
 
-def worth_compressing(job: Job, layout: Layout) -> str | None:
+def worth_compressing(job: JobOnCluster, layout: Layout) -> str | None:
     """A note where a Job with exact sums would be a good deal faster with "auto"; else None."""
     is_exact = all(_form(job.comm, axis) == "none" for axis in AXES)
     if not is_exact or job.comm.local.method != "none":
@@ -118,7 +118,7 @@ def worth_compressing(job: Job, layout: Layout) -> str | None:
     )
 
 
-def _candidates(job: Job, layout: Layout) -> Iterator[tuple[Layout, Comm]]:
+def _candidates(job: JobOnCluster, layout: Layout) -> Iterator[tuple[Layout, Comm]]:
     buckets = BUCKETS_MIB if _has_open_buckets(job, layout) else ()
     forms = product(*(_forms(job, layout, axis) for axis in AXES))
     for chosen, bucket in product(forms, (layout.bucket_mib, *buckets)):
@@ -127,11 +127,11 @@ def _candidates(job: Job, layout: Layout) -> Iterator[tuple[Layout, Comm]]:
             yield layout.replace(bucket_mib=bucket), comm
 
 
-def _has_open_buckets(job: Job, layout: Layout) -> bool:
+def _has_open_buckets(job: JobOnCluster, layout: Layout) -> bool:
     return job.layout.bucket_mib == "auto" and layout.dp != 1 and layout.fsdp == 1
 
 
-def _forms(job: Job, layout: Layout, axis: str) -> tuple[str, ...]:
+def _forms(job: JobOnCluster, layout: Layout, axis: str) -> tuple[str, ...]:
     given = _form(job.comm, axis)
     if given != "auto":
         return (given,)
@@ -162,13 +162,13 @@ def _can(comm: Comm, layout: Layout) -> bool:
     return True
 
 
-def _try(job: Job, layout: Layout, comm: Comm) -> _TriedComm:
+def _try(job: JobOnCluster, layout: Layout, comm: Comm) -> _TriedComm:
     return _TriedComm(layout, comm, predict(replace(Setting.of(job), comm=comm), layout))
 
 
-def _fitting(job: Job, tried: list[_TriedComm]) -> list[_TriedComm]:
+def _fitting(job: JobOnCluster, tried: list[_TriedComm]) -> list[_TriedComm]:
     """Those that fit in memory, and the least lossy ones, whose memory is not decided here."""
-    limit = memory_limit(job.cluster.known_device)
+    limit = memory_limit(job.cluster.device)
     least = min(one.num_lossy for one in tried)
     return [
         one

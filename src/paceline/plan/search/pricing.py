@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.config.layout import Layout
+from paceline.config.layout import PRECISIONS, Layout
 from paceline.plan.memory import memory_bytes
 from paceline.plan.memory.holdings import bounding_holdings
-from paceline.plan.points import PRECISIONS, Array, Points, Setting
+from paceline.plan.points import Array, Points, Setting
 from paceline.plan.prediction import needed_bytes
 from paceline.plan.price.parts import NetworkPart, PartPass
-from paceline.plan.price.pipelined import bounding_stages, closed_form, paired_share
-from paceline.plan.price.step import NetworkParts, StepTimes, head_layers, times_of
+from paceline.plan.price.pipelined import paired_share
+from paceline.plan.price.step import NetworkParts, StepTimes, closed_times
 from paceline.plan.search.tables import distinct
 from paceline.plan.stages import StageWork
-from paceline.plan.work import PartWork, is_sharded
+from paceline.plan.work import PartWork
 
 _ROWS = 16384
 """Priced together: fewer rows cost more calls, more leave the cache; measured: half
@@ -46,12 +46,10 @@ class StepSeconds(NamedTuple):
 
 
 def step_seconds(setting: Setting, points: Points) -> StepSeconds:
-    """The time of each layout's step, by the closed form of `plan.price.step.price`."""
+    """The time of each layout's step, by closed forms."""
 
     def of(piece: Points) -> tuple[Array, ...]:
-        network = _network(setting, piece)
-        stages = bounding_stages(setting.model, piece, network.kinds, head_layers(network))
-        found = times_of(setting, piece, network, stages, closed_form)
+        stages, found = closed_times(setting, piece, _network(setting, piece))
         return found.step_s, _unwaited_s(setting, piece, stages, found)
 
     return StepSeconds(*_in_pieces(of, points, 2))
@@ -96,7 +94,7 @@ def _in_pieces(
 def _network(setting: Setting, points: Points) -> NetworkParts:
     """As `NetworkParts.of`, by the distinct rows."""
     table = {name: getattr(points, name) for name in SEEN_BY_PARTS}
-    table["sharded"] = is_sharded(points)
+    table["sharded"] = points.is_fsdp
     overlaps = setting.stack.overlaps_ep
     table["schedule"] = np.where((points.precision == _FP8) | overlaps, points.schedule, 0)
     table["paired"] = paired_share(points) if overlaps else np.zeros(1)

@@ -6,7 +6,7 @@ How it works: branch and bound over the tables of `plan.search.space`.
 2. Meshes are visited in the order of their bounds, some thousands of layouts at a time, until the
    next one's bound is slower than the hundredth best layout found. On the way, each mesh's own
    micro-batches and arithmetics are bounded too; what survives is joined with schedules, and what
-   of that doesn't fit with memory savings, and priced by the closed form (`plan.price.step.price`).
+   of that doesn't fit with memory savings, and priced by closed forms (`closed_times`).
 3. The hundred best that fit, at most a few of each mesh, are predicted from their real action lists
    (`plan.price.step.predict`), which has the last word.
 
@@ -29,7 +29,6 @@ import numpy as np
 
 from paceline.config.device import Device
 from paceline.config.errors import InputError
-from paceline.config.frozen import size
 from paceline.config.layout import Layout
 from paceline.plan.points import Array, Setting
 from paceline.plan.prediction import Prediction
@@ -43,10 +42,9 @@ from paceline.plan.search.bounds import (
     slower,
 )
 from paceline.plan.search.pricing import networks_of, peak_bytes, step_seconds
-from paceline.plan.search.rules import Columns
 from paceline.plan.search.simple import AS_GOOD, complexity, simplest_first
 from paceline.plan.search.space import SearchConstraints, Space
-from paceline.plan.search.tables import joined, size_of, take
+from paceline.plan.search.tables import Columns, joined, size_of, take
 
 _OF_HOST = 0.04
 """Part of a host's memory that is its own and its processes', which no prediction counts."""
@@ -310,12 +308,14 @@ def _simplest(space: Space, best: Columns) -> Array:
 
 def _front(space: Space, best: Columns, limit: float) -> Columns:
     """Layouts than which none is both faster and leaner, by steps of 2 % of memory: of what was
-    priced, and of all memory savings of the best."""
+    priced, and of memory savings of the best (other ways to recompute, where one recomputes)."""
     if not size_of(best):
         return best
     some = take(best, _first_of_each_mesh(best, 4 * _FRONT))
     pipelined = {name: some[name] for name in some if name not in space.memory_savings}
-    table = joined([best, _priced(space, space.completed(pipelined))])
+    saved = space.completed({**pipelined, "recomputes": some["recompute"] > 0})
+    saved = take(saved, np.flatnonzero((saved["recompute"] > 0) == saved["recomputes"]))
+    table = joined([best, _priced(space, saved)])
     table = take(table, np.flatnonzero(table["memory_bytes"] <= limit))
     table = take(table, _order(table))
     chosen: list[int] = []
@@ -357,5 +357,5 @@ class _ExactPredictor:
 
 def _num_actions(setting: Setting, layout: Layout) -> int:
     """Of all ranks together: forward, and backward in two halves."""
-    batches = setting.global_batch // (layout.num_data_ranks * size(layout.micro_batch))
-    return 3 * batches * len(layout.split) if layout.split != "auto" else 0
+    batches = setting.global_batch // (layout.num_data_ranks * layout.micro_batch)
+    return 3 * batches * len(layout.split)

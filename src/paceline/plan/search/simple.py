@@ -10,15 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.plan.points import PRECISIONS, SCHEDULES, Array, Points, Setting
+from paceline.config.layout import PRECISIONS
+from paceline.plan.points import Array, Points, Setting
 from paceline.plan.prediction import Prediction
 
 AS_GOOD = 0.03
 """Steps that differ by no more are as good: what identical set-ups differ by between two releases
 of one container, and what a fitted planner's choice costs on the mean (benchmarks/planner.md)."""
-
-_WHOLE = ("none", "gpipe", "1f1b", "interleaved")
-"""Schedules whose backward passes are one piece."""
 
 
 def complexity(points: Points) -> Array:
@@ -28,10 +26,9 @@ def complexity(points: Points) -> Array:
     recompute, each offload, 8-bit states and 8-bit products count one each. A stage of ZeRO counts
     less than any of them.
     """
-    halves = ~np.isin(points.schedule, [SCHEDULES.index(name) for name in _WHOLE])
     axes = [getattr(points, name) > 1 for name in ("dp", "fsdp", "tp", "pp", "cp", "ep")]
     machines = (
-        *(points.pp > 1, points.stages_per_rank > 1, halves, points.recompute > 0),
+        *(points.pp > 1, points.stages_per_rank > 1, points.splits_backward, points.recompute > 0),
         *(points.offload_activations, points.offload_optimizer, points.offload_params),
         *(points.optimizer_8bit, points.precision == PRECISIONS.index("fp8")),
     )

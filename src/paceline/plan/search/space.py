@@ -8,7 +8,7 @@ A space of a hundred million layouts is never written out. It is the product of 
 - pipeline options: the schedule of a pipeline and its stages per rank,
 - memory savings: what saves memory for time: recompute, offload, 8-bit optimizer state.
 
-`join` multiplies two tables and keeps what the rules (`plan.search.rules`) let run; the search
+`join` multiplies two tables and keeps what the rules (`config.feasible`) let run; the search
 joins only what it has to look at, and `Space.count` adds up the rest without visiting it.
 
 A setting that a person fixed has one value in its table. Settings without "auto" are what the
@@ -19,22 +19,29 @@ host's memory (offload). Not here: which layout is good (`plan.search.search`).
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
 import numpy as np
 
 from paceline.config.errors import InputError
-from paceline.config.frozen import nearest, size
+from paceline.config.feasible import RULES
+from paceline.config.frozen import nearest
 from paceline.config.hardware import Cluster
-from paceline.config.layout import Layout
-from paceline.config.model import Model
+from paceline.config.layout import PRECISIONS, RECOMPUTE, Layout, LayoutSpec
+from paceline.config.schedule import SCHEDULES, num_stages
 from paceline.plan.collectives import tiers_of
-from paceline.plan.points import PRECISIONS, RECOMPUTE, SCHEDULES, Array, Points, Setting
-from paceline.plan.schedules import split_layers
-from paceline.plan.search.rules import RULES, Columns, allowed, num_stages
-from paceline.plan.search.tables import crossing, distinct, join, size_of, take
+from paceline.plan.points import Array, Points, Setting
+from paceline.plan.resolve import bucket_mib_of, divisors, split_of
+from paceline.plan.search.tables import (
+    Columns,
+    allowed,
+    crossing,
+    distinct,
+    join,
+    size_of,
+    take,
+)
 
 FREE = ("precision", "param_dtype", "async_tp", "optimizer_state", "offload", "recompute_layers")
 """Settings that are searched only where a person asks for it."""
@@ -55,7 +62,7 @@ _MESHES_AT_ONCE = 4096
 class SearchConstraints:
     """What a person fixed, freed or bounded; the rest is searched."""
 
-    layout: Layout = field(default_factory=Layout)
+    layout: LayoutSpec = field(default_factory=LayoutSpec)
     """Whatever isn't "auto" is fixed, but for the settings in `free`."""
     free: tuple[str, ...] = ()
     """Names of `FREE` to search as well."""
@@ -106,7 +113,7 @@ class Space:
 
     @classmethod
     def of(cls, setting: Setting, constraints: SearchConstraints | None = None) -> "Space":
-        """The space of a setting, whose cluster is concrete."""
+        """The space of a setting."""
         constraints = constraints or SearchConstraints()
         return cls(
             setting,
@@ -163,17 +170,10 @@ class Space:
 
     def points(self, table: Columns) -> Points:
         """The columns of Points in a table that `completed` returned."""
-        table = {**table, "bucket_bytes": np.array([self._bucket_mib * 2.0**20])}
-        return Points(**{each.name: table[each.name] for each in fields(Points)})
-
-    @property
-    def _bucket_mib(self) -> float:
-        """Small enough that reducing starts early, large enough that each one uses the link."""
         fixed = self.constraints.layout.bucket_mib
-        if fixed != "auto":
-            return fixed
-        gradients_mib = self.setting.model.num_params * 4 / 2**20
-        return round(min(25.0, max(1.0, gradients_mib / 8)), 2)
+        mib = bucket_mib_of(self.setting.model) if fixed == "auto" else fixed
+        table = {**table, "bucket_bytes": np.array([mib * 2.0**20])}
+        return Points(**{each.name: table[each.name] for each in fields(Points)})
 
     def count(self) -> int:
         """How many layouts the space has, without visiting them."""
@@ -194,7 +194,7 @@ class Space:
         """Columns of partial layouts that rules about pipeline options and memory savings read."""
         later = {*self.pipeline_options, *self.memory_savings}
         reads = {name for rule in RULES if not later.isdisjoint(rule.reads) for name in rule.reads}
-        return sorted(reads - later - {"recompute_share"})
+        return sorted((reads - later) & {each.name for each in fields(Points)})
 
     def _count_pipelined(self, partial_layouts: Columns) -> int:
         pipelined = self.pipelined(partial_layouts)
@@ -216,20 +216,20 @@ class Space:
             for name, column in vars(points).items()
         }
         schedule = SCHEDULES[row["schedule"]]
-        stages = num_stages(np.array(row["pp"]), row["schedule"], row["stages_per_rank"]).item()
-        wished = self.constraints.layout
-        return wished.replace(
+        stages = int(num_stages(row["pp"], row["schedule"], row["stages_per_rank"]))
+        decided = {
             **{name: row[name] for name in _SAME},
-            schedule=schedule,
-            split=() if row["pp"] == 1 else self._split(stages),
-            precision=PRECISIONS[row["precision"]],
-            param_dtype=PRECISIONS[row["param_dtype"]],
-            optimizer_state="8bit" if row["optimizer_8bit"] else "full",
-            recompute=RECOMPUTE[row["recompute"]],
-            recompute_layers=self._recompute_layers(row, stages),
-            offload=tuple(name for name in _OFFLOADABLE if row[f"offload_{name}"]),
-            bucket_mib=row["bucket_bytes"] / 2**20,
-        )
+            "schedule": schedule,
+            "split": () if row["pp"] == 1 else self._split(stages),
+            "precision": PRECISIONS[row["precision"]],
+            "param_dtype": PRECISIONS[row["param_dtype"]],
+            "optimizer_state": "8bit" if row["optimizer_8bit"] else "full",
+            "recompute": RECOMPUTE[row["recompute"]],
+            "recompute_layers": self._recompute_layers(row, stages),
+            "offload": tuple(name for name in _OFFLOADABLE if row[f"offload_{name}"]),
+            "bucket_mib": row["bucket_bytes"] / 2**20,
+        }
+        return Layout.parse({**vars(self.constraints.layout), **decided})
 
     def _split(self, stages: int) -> tuple[int, ...]:
         wished = self.constraints.layout.split
@@ -252,16 +252,6 @@ _SAME = (
 _OFFLOADABLE = ("activations", "optimizer", "params")
 
 
-@lru_cache(maxsize=256)
-def split_of(model: Model, seq_len: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, the heaviest as light as can be; the head weighs something."""
-    head = 2 * model.num_embedding_params
-    attention = model.attention_flops_per_token(seq_len) / model.num_layers
-    layers = range(model.num_layers)
-    costs = [attention + 2 * model.num_block_matmul_params(layer) for layer in layers]
-    return split_layers(costs, stages, 0.0, head)
-
-
 # ---- the tables ----------------------------------------------------------------------------------
 
 
@@ -278,22 +268,22 @@ def _meshes(setting: Setting, constraints: SearchConstraints) -> Columns:
     table = join(setting, table, {"fsdp": constraints.counts("fsdp", parts)})
     taken = table["tp"] * table["pp"] * table["cp"] * table["fsdp"]
     table = _kept(setting, {**table, "dp": np.maximum(1, ranks // taken)})
-    table = take(table, np.flatnonzero(np.isin(table["dp"], constraints.counts("dp", parts))))
+    asked = np.isin(table["dp"], constraints.counts("dp", parts))
+    # What no micro-batch could divide.
+    even = setting.global_batch % (table["dp"] * table["fsdp"]) == 0
+    table = take(table, np.flatnonzero(asked & even))
     table = join(setting, table, {"zero": np.array(constraints.switches("zero", (0, 1, 2, 3)))})
     both = np.array(constraints.switches("sequence_parallel", (False, True)))
     table = join(setting, table, {"sequence_parallel": both})
     table = join(setting, table, {"ulysses": constraints.counts("ulysses", parts)})
     table = join(setting, table, {"ep": constraints.counts("ep", experts)})
-    moves = constraints.layout.rebalance_every
-    return take(table, np.flatnonzero(table["ep"] > 1)) if moves else table
+    return _kept(setting, table, rebalance_every=constraints.layout.rebalance_every)
 
 
-def _kept(setting: Setting, table: Columns) -> Columns:
-    """The rows of a table that can run."""
-    names = set(table)
-    return take(table, np.flatnonzero(np.broadcast_to(
-        allowed(setting, table, names, names), size_of(table)
-    )))  # fmt: skip
+def _kept(setting: Setting, table: Columns, **fixed: Any) -> Columns:
+    """The rows of a table that can run, together with settings that are the same for all rows."""
+    runs = allowed(setting, {**table, **fixed}, fixed or table)
+    return take(table, np.flatnonzero(np.broadcast_to(runs, size_of(table))))
 
 
 def _arithmetics(setting: Setting, constraints: SearchConstraints) -> Columns:
@@ -318,10 +308,9 @@ def _arithmetics(setting: Setting, constraints: SearchConstraints) -> Columns:
 def _pipeline_options(setting: Setting, constraints: SearchConstraints) -> Columns:
     per_rank = constraints.counts("stages_per_rank", _STAGES_PER_RANK)
     names = constraints.switches("schedule", SCHEDULES)
-    if constraints.layout.rebalance_every:
-        names = tuple(name for name in names if name != "dualpipe")
     rows = product(map(SCHEDULES.index, names), per_rank.tolist())
-    return _kept(setting, _table(("schedule", "stages_per_rank"), rows))
+    table = _table(("schedule", "stages_per_rank"), rows)
+    return _kept(setting, table, rebalance_every=constraints.layout.rebalance_every)
 
 
 def _memory_savings(constraints: SearchConstraints) -> Columns:
@@ -356,15 +345,9 @@ def _is_distinct(table: Columns) -> Array:
     return (quarters == 0) | (quarters == _QUARTERS) | part
 
 
-def divisors(value: int) -> list[int]:
-    """All of them, the smallest first."""
-    small = [part for part in range(1, int(value**0.5) + 1) if value % part == 0]
-    return sorted({*small, *(value // part for part in small)})
-
-
 def fast_domain(cluster: Cluster) -> int:
     """Devices that the fastest links connect: where tensor parallelism stays unless asked."""
     try:
         return tiers_of(cluster)[0].num_devices
     except (InputError, IndexError):  # its links are not known
-        return size(cluster.devices_per_node)
+        return cluster.devices_per_node

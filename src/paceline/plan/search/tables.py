@@ -1,16 +1,31 @@
 """Tables of columns, and their products: what a space of layouts is made of.
 
 A table is a mapping from names to arrays of one length. `join` multiplies two of them and keeps the
-pairs that can run together by the rules of `plan.search.rules`, without ever writing out the
-others.
+pairs that can run together by the rules of `config.feasible`, without ever writing out the others.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from paceline.config.feasible import RULES
 from paceline.plan.points import Array, Setting
-from paceline.plan.search.rules import Columns, allowed
+
+Columns = Mapping[str, Array]
+"""Some columns of Points, by name; they broadcast against each other."""
+
+
+def allowed(setting: Setting, columns: Columns, new: Iterable[str]) -> Array:
+    """Whether layouts can run, as far as their columns tell: by the rules that read a `new` column
+    and no unknown one, so that a space that is built column by column drops what can't run as early
+    as possible."""
+    refused: Any = np.array(False)
+    for rule in RULES:
+        if columns.keys() >= set(rule.reads) and not set(new).isdisjoint(rule.reads):
+            for each, _ in rule.refusals(setting, *(columns[name] for name in rule.reads)):
+                refused = refused | each
+    return ~refused
 
 
 def size_of(table: Columns) -> int:
@@ -39,7 +54,7 @@ def crossing(
     """
     both = {name: column[:, None] for name, column in left.items()}
     both |= {name: column[None, :] for name, column in right.items()}
-    mask = allowed(setting, both, set(both), set(right))
+    mask = allowed(setting, both, right)
     if also is not None:
         mask = mask & also(both)
     pairs = np.nonzero(np.broadcast_to(mask, (size_of(left), size_of(right))))

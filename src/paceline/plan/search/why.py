@@ -21,7 +21,6 @@ import numpy as np
 from paceline.config.curves import CollectiveCurve
 from paceline.config.errors import InputError
 from paceline.config.figure import Figure
-from paceline.config.frozen import size
 from paceline.config.hardware import Tier
 from paceline.config.layout import Layout
 from paceline.plan.collectives import tiers_of
@@ -327,7 +326,7 @@ def _smallest_change(space: Space, limit: float) -> str | None:
             return change
     for factor in _MORE_NODES:
         cluster = setting.cluster
-        more = cluster.replace(num_nodes=factor * size(cluster.num_nodes))
+        more = cluster.replace(num_nodes=factor * cluster.num_nodes)
         if _fits(replace(setting, cluster=more), constraints, limit):
             return f"{factor} times as many nodes ({more.num_nodes})"
     return None

@@ -19,9 +19,10 @@ https://arxiv.org/abs/2310.01889; Ulysses https://arxiv.org/abs/2309.14509.
 
 import numpy as np
 
+from paceline.config.layout import PRECISIONS
 from paceline.config.model import Model
 from paceline.plan.block_kinds import BlockKind
-from paceline.plan.points import PRECISIONS, Array, Points, Setting
+from paceline.plan.points import Array, Points, Setting
 from paceline.plan.work.attention import core, latent_attention, plain_attention
 from paceline.plan.work.feedforward import expert_layer, feed_forward
 from paceline.plan.work.lists import (
@@ -37,7 +38,6 @@ from paceline.plan.work.lists import (
     Sizes,
     autocasts,
     enter_or_leave,
-    is_sharded,
     like,
     rows_of_each,
     sizes_of,
@@ -57,7 +57,6 @@ __all__ = [
     "block_work",
     "embedding_work",
     "head_work",
-    "is_sharded",
     "rows_of_each",
     "sizes_of",
 ]
@@ -86,7 +85,7 @@ def block_work(setting: Setting, points: Points, kind: BlockKind) -> PartWork:
         attention
         + core(setting, points, sizes, kind.window)
         + dense_or_experts
-        + _stream(setting, points, sizes)
+        + _stream(setting, sizes)
         + _biases(model, points, sizes)
         + _tensor_parallel(setting, points, sizes, kind.has_experts)
     )
@@ -97,14 +96,14 @@ def embedding_work(setting: Setting, points: Points) -> PartWork:
     model, sizes = setting.model, sizes_of(setting, points)
     table = model.num_embedding_params / points.tp
     stream = sizes.tokens * model.hidden_size * sizes.stream_bytes
-    spread = _table_exchanges(points, sizes, model.hidden_size)
     return PartWork(
         sweeps=(
             MemoryOp(2 * stream, like(1), False),
             # The gradient of the table is dense: it is filled with zeros, then rows are added.
             MemoryOp(table * sizes.stream_bytes + 3 * stream, like(3), True),
         ),
-        exchanges=spread,
+        # Each tp rank has some rows of the table: the sum goes to the stream.
+        exchanges=enter_or_leave(points, stream, 1.0, leave=True),
         params=table,
         tensors=1,
     )
@@ -146,11 +145,6 @@ def _loss_bytes(setting: Setting, sizes: Sizes) -> tuple[Array, Array]:
     return 1 * value, 2 * value  # chunk by chunk, the gradient in place
 
 
-def _table_exchanges(points: Points, sizes: Sizes, hidden: int) -> tuple[CollectiveOp, ...]:
-    """Each tp rank has some rows of the embedding: the sum goes to the stream."""
-    return enter_or_leave(points, sizes.tokens * hidden * sizes.stream_bytes, 1.0, leave=True)
-
-
 def _head_exchanges(points: Points, sizes: Sizes, hidden: int) -> tuple[CollectiveOp, ...]:
     """The head sees all tokens; of each token's loss the largest score is found, then two sums."""
     whole = sizes.tokens * hidden * sizes.value_bytes
@@ -161,7 +155,7 @@ def _head_exchanges(points: Points, sizes: Sizes, hidden: int) -> tuple[Collecti
     return (*enter_or_leave(points, whole, 1.0, leave=False), largest, sums)
 
 
-def _stream(setting: Setting, points: Points, sizes: Sizes) -> PartWork:
+def _stream(setting: Setting, sizes: Sizes) -> PartWork:
     """Norms, residual sums, casts and dropout: what happens to the residual stream."""
     hidden = setting.model.hidden_size
     stream = sizes.stream_tokens * hidden * sizes.stream_bytes

@@ -6,7 +6,7 @@ Papers: ring attention https://arxiv.org/abs/2310.01889, Ulysses https://arxiv.o
 import numpy as np
 
 from paceline.config.layers import LatentAttention
-from paceline.config.model import Model
+from paceline.config.model import Model, mean_keys
 from paceline.plan.points import Array, Points, Setting
 from paceline.plan.work.lists import (
     FP32,
@@ -99,13 +99,6 @@ def latent_attention(
     )
 
 
-def mean_visible(model: Model, seq_len: int, window: int | None) -> float:
-    """Share of the square of a sequence that a mask leaves; the diagonal counts as half."""
-    span = min(window or seq_len, seq_len)
-    keys = span - span * span / (2 * seq_len) if model.causal else float(span)
-    return keys / seq_len
-
-
 def core(setting: Setting, points: Points, sizes: Sizes, window: int | None) -> PartWork:
     """Attention proper, whole or around a ring, and the exchanges of context parallelism."""
     model = setting.model
@@ -118,7 +111,7 @@ def core(setting: Setting, points: Points, sizes: Sizes, window: int | None) -> 
         local,
         local,
         (model.head_dim + model.value_dim) / 2,
-        like(mean_visible(model, setting.seq_len, window)),
+        like(mean_keys(setting.seq_len, window, model.causal) / setting.seq_len),
         ring,
     )
     # Each further block of a ring is merged into what was found so far, in fp32 (cp/ring.py).
@@ -198,16 +191,10 @@ def _head_exchange(setting: Setting, points: Points, sizes: Sizes) -> tuple[Coll
     model, ulysses = setting.model, points.ulysses
     queries = model.num_heads / points.tp
     keys = np.maximum(model.num_kv_heads / points.tp, ulysses)
+    width = (model.head_dim + model.value_dim) / 2
     exchanges = []
-    for heads, width, count in (
-        (queries, (model.head_dim + model.value_dim) / 2, 2.0),
-        (keys, (model.head_dim + model.value_dim) / 2, 2.0),
-    ):
+    for heads in (queries, keys):
         num_bytes = sizes.tokens * heads * width * sizes.value_bytes
-        exchanges += [
-            CollectiveOp(
-                "cp", "all_to_all", num_bytes, ulysses, points.tp, count, False, "selective"
-            ),
-            CollectiveOp("cp", "all_to_all", num_bytes, ulysses, points.tp, count, True),
-        ]
+        forward = CollectiveOp("cp", "all_to_all", num_bytes, ulysses, points.tp, 2.0, False)
+        exchanges += [forward._replace(again="selective"), forward._replace(backward=True)]
     return tuple(exchanges)

@@ -5,9 +5,10 @@ import math
 import numpy as np
 
 from paceline.config.layers import Experts
+from paceline.config.layout import PRECISIONS
 from paceline.config.model import Model
 from paceline.plan.collectives import num_domains
-from paceline.plan.points import PRECISIONS, Array, Points, Setting
+from paceline.plan.points import Array, Points, Setting
 from paceline.plan.work.lists import (
     FP32,
     LINEAR,
@@ -137,7 +138,7 @@ def _routed(
         sweeps=(
             *(() if fused else _activation(model, sizes, busy * ffn)),
             *_by_expert(setting, points, sizes, busy * model.hidden_size, busy * ffn, own),
-            *_reordering(setting, experts, points, sizes, busy * model.hidden_size * value),
+            *_reordering(setting, experts, points, busy * model.hidden_size * value),
         ),
         exchanges=_dispatch(setting, experts, points, rows * model.hidden_size, value),
         expert_params=own * matrices * model.hidden_size * ffn,
@@ -171,7 +172,7 @@ def _by_expert(
 
 
 def _reordering(
-    setting: Setting, experts: Experts, points: Points, sizes: Sizes, copies_bytes: Array
+    setting: Setting, experts: Experts, points: Points, copies_bytes: Array
 ) -> tuple[MemoryOp, ...]:
     """Copies are picked, put in the order of the experts, put back, weighed and added up.
 

@@ -52,8 +52,6 @@ class MemoryOp(NamedTuple):
     """Read and written, all kernels together."""
     kernels: Array
     backward: bool
-    again: bool = True
-    """Whether recomputing the block does it again."""
 
 
 class CollectiveOp(NamedTuple):
@@ -135,17 +133,10 @@ def sizes_of(setting: Setting, points: Points) -> Sizes:
     return Sizes(tokens, stream_tokens, points.value_bytes, stream_bytes, fused, merged, casts)
 
 
-def is_sharded(points: Points) -> Array:
-    """Whether FSDP2 holds the parameters (`parallel.apply`): DDP takes whole networks only."""
-    plain = (points.tp == 1) & (points.pp == 1) & (points.cp == 1) & (points.ep == 1)
-    data_ranks = points.dp * points.fsdp * points.cp
-    return (data_ranks != 1) & ~(plain & (points.fsdp == 1))
-
-
 def autocasts(setting: Setting, points: Points) -> Array:
     """Whether autocast does the casts: ours, where FSDP2 doesn't cast the parameters."""
     is_ours = setting.stack.elementwise == "eager"
-    return is_ours & ~is_sharded(points) & (points.param_bytes != points.value_bytes)
+    return is_ours & ~points.is_fsdp & (points.param_bytes != points.value_bytes)
 
 
 def rows_of_each(setting: Setting, product: MatmulOp) -> tuple[Array, Array]:

@@ -1,41 +1,26 @@
 """The tables of `paceline validate`, which a terminal and the page show alike."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from paceline.published.validate.validate import FitVerdicts, PredictionErrors, Report, mean_regrets
+from paceline.render.table import Table
 
-_ERRORS = ("Lines", "Mean error", "Median", "Bias", "Correlation")
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A table as text: a name and its figures in each row."""
-
-    title: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    total: Sequence[str] = ()
-    """Of all rows; none where there is one row or nothing to add up."""
-    note: str = ""
+_ERRORS = ("lines", "mean error", "median", "bias", "correlation")
 
 
-def tables(report: Report) -> Iterator[Shown]:
+def tables(report: Report) -> Iterator[Table]:
     """Those that have rows."""
-    for each in (
-        _errors(report, "By source", report.by_source(), "Runtime"),
-        _errors(report, "By device and stack", report.by_stack()),
+    found = (
+        _errors(report, "by source", report.by_source(), "runtime"),
+        _errors(report, "by device and stack", report.by_stack()),
         _regrets(report),
         _memory(report),
         _fits(report),
-    ):
-        if each.rows:
-            yield each
+    )
+    yield from filter(None, found)
 
 
 def show(report: Report, console: Console | None = None) -> None:
@@ -43,22 +28,10 @@ def show(report: Report, console: Console | None = None) -> None:
     console = console or Console()
     console.print(Text(sentence(report), style="bold"))
     for each in tables(report):
-        console.print(_printed(each))
+        console.print(each)
     if lines := unpredicted(report):
         told = "\n".join(f"  {group}: {reasons}" for group, reasons in lines)
         console.print(Text(f"Not predicted:\n{told}"))
-
-
-def _printed(shown: Shown) -> RenderableType:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for index, head in enumerate((shown.title, *shown.heads[1:])):
-        table.add_column(head.lower(), justify="right" if index else "left", overflow="fold")
-    for row in shown.rows:
-        table.add_row(*row)
-    if shown.total:
-        table.add_section()
-        table.add_row(*shown.total, style="bold")
-    return table
 
 
 def sentence(report: Report) -> str:
@@ -76,11 +49,12 @@ def sentence(report: Report) -> str:
     return f"{done:,} of {lines:,} lines predicted, {whose}; {how}."
 
 
-def _errors(report: Report, title: str, some: Sequence[PredictionErrors], *more: str) -> Shown:
-    heads, overall = (title[3:].capitalize(), *_ERRORS, *more), report.overall()
+def _errors(report: Report, title: str, some: Sequence[PredictionErrors], *more: str) -> Table:
+    heads, overall = (title, *_ERRORS, *more), report.overall()
     rows = [_error_cells(errors)[: len(heads)] for errors in some]
     total = _error_cells(overall)[: len(heads)] if overall is not None and len(some) > 1 else ()
-    return Shown(title, heads, rows, total)
+    # The last column, where there is one more, says whose runtime.
+    return Table(heads, rows, (0, 6), foot=total, ruled=True)
 
 
 def _error_cells(errors: PredictionErrors) -> list[str]:
@@ -90,7 +64,7 @@ def _error_cells(errors: PredictionErrors) -> list[str]:
     return [errors.name, f"{errors.lines:,}", *share, correlation, runtimes]
 
 
-def _regrets(report: Report) -> Shown:
+def _regrets(report: Report) -> Table:
     rows = [
         [
             group,
@@ -105,10 +79,11 @@ def _regrets(report: Report) -> Shown:
         "Where several layouts of the same work were measured: how much slower than the best of "
         "them is the one that is predicted fastest."
     )
-    return Shown("Regret", ("Source", "Works", "Mean", "Worst", "Best chosen"), rows, note=note)
+    heads = ("regret", "works", "mean", "worst", "best chosen")
+    return Table(heads, rows, note=note, ruled=True)
 
 
-def _memory(report: Report) -> Shown:
+def _memory(report: Report) -> Table:
     rows = [
         [
             errors.name,
@@ -120,20 +95,21 @@ def _memory(report: Report) -> Shown:
         ]
         for errors in report.memory()
     ]
-    heads = ("Source, and what it measured", "Lines", "Mean error", "Bias", "Over", "Under")
-    return Shown("Peak memory", heads, rows)
+    heads = ("peak memory", "lines", "mean error", "bias", "over", "under")
+    return Table(heads, rows, ruled=True)
 
 
-def _fits(report: Report) -> Shown:
+def _fits(report: Report) -> Table:
     """False refusals and false fits, per source and of all."""
     some = report.fits_by_source()
-    heads = ("Source", "Ran", "Refused", "Ran out of memory", "Said to fit")
+    heads = ("fits into memory", "ran", "refused", "ran out of memory", "said to fit")
     total = _fit_cells(report.fits()) if len(some) > 1 else ()
     note = (
         "Of lines that say enough to tell: how many of those that ran are said not to fit, and how "
         "many of those that ran out of memory are said to fit. Neither should be."
     )
-    return Shown("Fits into memory", heads, [*map(_fit_cells, some)], total, note)
+    rows = [*map(_fit_cells, some)]
+    return Table(heads, rows, foot=total, note=note, ruled=True)
 
 
 def _fit_cells(fits: FitVerdicts) -> list[str]:

@@ -22,10 +22,7 @@ from paceline.config.recommender import RowOptim
 from paceline.recommender.parameter_server.consistent_hash import Ids, Numbering
 from paceline.recommender.parameter_server.rows import Rows, RowStore, merged
 from paceline.recommender.parameter_server.snapshot import ServerCheckpoints
-from paceline.recommender.parameter_server.tables import Say
-
-# Checkpoints that are kept whether or not the run still has its own of that step.
-_KEEP_OWN = 2
+from paceline.recommender.parameter_server.tables import Say, together
 
 
 def table_cuts(num_tables: int, num_ranks: int) -> list[int]:
@@ -141,10 +138,8 @@ class AllToAllTables:
         """
         snapshots = self._opened()
         snapshots.write(step, dict(self.store.arrays()))
-        old = snapshots.steps()[:-_KEEP_OWN]
-        runs = self._run_checkpoints
-        snapshots.forget([step for step in old if not (runs / f"step-{step}").exists()])
-        _together(self.num_ranks)
+        snapshots.tidy(self._run_checkpoints)
+        together()
 
     def load(self, step: int) -> None:
         """Take the tables held here from what all ranks kept, however many they were.
@@ -172,8 +167,3 @@ class AllToAllTables:
     def _opened(self) -> ServerCheckpoints:
         assert self._snapshots is not None, "open comes first"
         return self._snapshots
-
-
-def _together(num_ranks: int) -> None:
-    if num_ranks > 1:
-        dist.all_reduce(torch.zeros(1))

@@ -28,9 +28,6 @@ from paceline.recommender.parameter_server.rows import Rows, RowStore, merged
 from paceline.recommender.parameter_server.snapshot import Arrays, ServerCheckpoints
 from paceline.recommender.parameter_server.wire import Message, MessageKind, failed
 
-# Own checkpoints beside those that belong to one of the run's.
-_KEEP_OWN = 2
-
 
 @dataclass
 class Server:
@@ -158,22 +155,16 @@ class Server:
     def _write(self, step: int, arrays: Arrays) -> None:
         try:
             self.snapshots.write(step, arrays)
-            self._tidy()
+            self.snapshots.tidy(self.run_checkpoints)
         except OSError as error:
             self.say(f"could not write its checkpoint of step {step} ({error})")
-
-    def _tidy(self) -> None:
-        """Keep the newest ones, and whatever belongs to a checkpoint of the run."""
-        steps = self.snapshots.steps()[:-_KEEP_OWN]
-        runs = self.run_checkpoints
-        self.snapshots.forget([step for step in steps if not (runs / f"step-{step}").exists()])
 
     def _save(self, message: Message) -> Message:
         self._await_clock(message.step)
         if self._writer is not None:
             self._writer.join()
         self.snapshots.write(message.step, dict(self.store.arrays()))
-        self._tidy()
+        self.snapshots.tidy(self.run_checkpoints)
         return self._done()
 
     def _load(self, message: Message) -> Message:

@@ -10,7 +10,6 @@ No pickle. As with the run's own checkpoints, a checksum finds damage, it doesn'
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +20,13 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from paceline.config.errors import RunError
+from paceline.config.files import to_disk
+from paceline.recommender.parameter_server.consistent_hash import Numbering
+from paceline.recommender.parameter_server.rows import Rows
 
 Arrays = dict[str, NDArray[Any]]
+# Own checkpoints beside those that belong to one of the run's.
+_KEEP_OWN = 2
 _MANIFEST = re.compile(r"step-(\d+)\.json")
 
 
@@ -51,8 +55,11 @@ class ServerCheckpoints:
         save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, partial)
         facts = {"step": step, "num_parts": self.num_parts, **_seal(partial)}
         partial.rename(body)
-        _write_durably(manifest, json.dumps(facts).encode())
-        _sync_directory(own)
+        draft = manifest.with_suffix(".tmp-json")
+        draft.write_text(json.dumps(facts))
+        to_disk(draft)
+        draft.rename(manifest)
+        to_disk(own)
 
     def steps(self) -> list[int]:
         """Steps of this holder's own complete checkpoints, ascending."""
@@ -92,11 +99,33 @@ class ServerCheckpoints:
                 )
             yield arrays
 
+    def tidy(self, run_checkpoints: Path) -> None:
+        """Keep the newest ones, and whatever belongs to a checkpoint of the run."""
+        old = self.steps()[:-_KEEP_OWN]
+        self.forget([step for step in old if not (run_checkpoints / f"step-{step}").exists()])
+
     def forget(self, steps: list[int]) -> None:
         """Remove some of this holder's checkpoints, the manifest first."""
         for step in steps:
             for path in reversed(_files(_part(self.folder, self.part), step)):
                 path.unlink(missing_ok=True)
+
+
+def whole_tables(folder: Path, step: int, numbering: Numbering) -> list[Rows]:
+    """The rows of each table (rows, dim) as all holders kept them at a step.
+
+    Raises:
+        RunError: some are missing or damaged.
+    """
+    kept = list(ServerCheckpoints(folder, 0, 1).read(step))
+    ids = np.concatenate([arrays["ids"] for arrays in kept])
+    if (num_kept := len(np.unique(ids))) != numbering.num_rows:
+        raise RunError(
+            f"{folder} has {num_kept} of {numbering.num_rows} rows of step {step}: train on to "
+            "another checkpoint, or start over with --fresh."
+        )
+    values = np.concatenate([arrays["values"] for arrays in kept])[np.argsort(ids, kind="stable")]
+    return np.split(values, numbering.offsets[1:-1])
 
 
 def _part(folder: Path, part: int) -> Path:
@@ -109,8 +138,8 @@ def _files(own: Path, step: int) -> tuple[Path, Path]:
 
 def _seal(path: Path) -> dict[str, Any]:
     """Put a file onto the disk; return its size and checksum."""
+    to_disk(path)
     with path.open("rb") as file:
-        os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"size_bytes": path.stat().st_size, "sha256": digest}
 
@@ -133,20 +162,3 @@ def _read(own: Path, step: int) -> Arrays | None:
     if facts is None or any(facts.get(name) != value for name, value in sealed.items()):
         return None
     return load_file(body)
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    partial = path.with_suffix(".tmp-json")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -160,10 +160,10 @@ class ServedTables:
 
     def _from_first(self, kind: MessageKind, step: int) -> None:
         """Let one worker ask for all of them."""
-        _together()
+        together()
         if self.serving.worker == 0:
             self._connected().ask_all(kind, step)
-        _together()
+        together()
 
     def figures(self) -> dict[str, float]:
         """Rows pulled by this worker in this step, and what its cache was worth so far."""
@@ -201,7 +201,7 @@ def _host(gradient: Tensor | None) -> Rows:
     return gradient.float().cpu().numpy()
 
 
-def _together() -> None:
+def together() -> None:
     """Wait for all ranks."""
     if dist.is_initialized():
         dist.all_reduce(torch.zeros(1))

@@ -10,12 +10,18 @@
 
 `state` names what makes up a training state, `plan` divides it over the ranks, `files` is the
 format on disk, `lockstep` makes ranks fail together, `loading` reads, and `checkpointer` puts the
-writing in order.
+writing in order. Without the disk: `held` is what a rank has of a state, in `regions`, `buddies`
+copies it into another node's memory, and `memory` puts it together again.
 """
 
-from paceline.train.checkpoint.checkpointer import Checkpointer
-from paceline.train.checkpoint.files import FoundCheckpoint
+from paceline.train.checkpoint.buddies import Buddies
+from paceline.train.checkpoint.checkpointer import Checkpointer, NoCheckpointer
+from paceline.train.checkpoint.files import FoundState
+from paceline.train.checkpoint.held import HeldState, History
 from paceline.train.checkpoint.loading import load, newest_good
+from paceline.train.checkpoint.lockstep import LockstepRanks
+from paceline.train.checkpoint.memory import Recovered, recover
+from paceline.train.checkpoint.plan import FoundCheckpoint
 from paceline.train.checkpoint.state import (
     parameter_names,
     restore_rng_state,
@@ -25,11 +31,19 @@ from paceline.train.checkpoint.state import (
 )
 
 __all__ = [
+    "Buddies",
     "Checkpointer",
     "FoundCheckpoint",
+    "FoundState",
+    "HeldState",
+    "History",
+    "LockstepRanks",
+    "NoCheckpointer",
+    "Recovered",
     "load",
     "newest_good",
     "parameter_names",
+    "recover",
     "restore_rng_state",
     "restore_training_state",
     "rng_state",

@@ -6,9 +6,9 @@ them into `step-<n>.tmp`; when every rank's file is on the disk, rank 0 adds the
 rename to `step-<n>` makes the checkpoint exist. Whoever kills the process, and whenever, finds the
 previous checkpoint as it was. `latest` is a relative symbolic link for people; nothing reads it.
 
-Around DCP's planners (see `plan`) its own `async_save` is not used: it copies the whole state on
-every rank *before* it plans (under DDP the full model and optimizer, of which a share is written),
-keeps its metadata in a pickle, and leaves a half-written directory behind when a disk is full.
+DCP's planners are used (see `plan`), its own `async_save` is not. It copies the whole state on
+every rank *before* it plans: under DDP the full model and optimizer, of which a share is written.
+It keeps its metadata in a pickle, and leaves a half-written directory when a disk is full.
 Planning first costs one small exchange; plan and host buffers are kept for as long as the layout
 stays the same. Writing and hashing release the GIL, so a thread disturbs training no more than a
 process would, and needs no second process group.
@@ -30,11 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.errors import InputError
+from paceline.config.files import to_disk
 from paceline.train.checkpoint.files import (
     FORMAT_VERSION,
     MANIFEST,
     FileEntry,
-    FoundCheckpoint,
+    FoundState,
     Manifest,
     complete_steps,
     encode_manifest,
@@ -43,13 +44,12 @@ from paceline.train.checkpoint.files import (
     remove_unfinished,
     rename_over,
     shard_name,
-    sync_directory,
-    write_durably,
     write_shard,
 )
 from paceline.train.checkpoint.loading import load, newest_good
 from paceline.train.checkpoint.lockstep import LockstepRanks
 from paceline.train.checkpoint.plan import (
+    FoundCheckpoint,
     RankState,
     ShareRequest,
     Staging,
@@ -90,24 +90,16 @@ class Checkpointer:
         self.directory = directory
         self._keeping = _Retention(keep_last, keep_every)
         self._say = say
-        self._ranks = LockstepRanks.of_this_job()
+        self.ranks = LockstepRanks.of_this_job()
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[_SaveOutcome] | None = None
         self._staging: Staging | None = None
         self._cpu_s = 0.0
-        self._ranks.on_first(lambda: _open(directory))
+        self.ranks.on_first(lambda: _open(directory))
 
-    @property
-    def best(self) -> int | None:
-        """The step whose checkpoint is kept as the best one; the link `best` points to it."""
-        return self._keeping.best
-
-    @best.setter
-    def best(self, step: int | None) -> None:
-        self.finish()  # a save under way removes what isn't kept
-        self._keeping.best = step
-
-    def save(self, step: int, tensors: dict[str, Any], facts: dict[str, Any]) -> float:
+    def save(
+        self, step: int, tensors: dict[str, Any], facts: dict[str, Any], best: int | None = None
+    ) -> float:
         """Start saving, and return once this rank's share is copied to host memory.
 
         Args:
@@ -115,6 +107,7 @@ class Checkpointer:
             tensors: nested dicts of tensors, DTensors, and plain numbers, text or lists of them.
                 The same name on several ranks means the same thing; one rank's copy is saved.
             facts: any JSON data; rank 0's are saved.
+            best: the step whose checkpoint is kept as the best one; the link `best` points to it.
 
         Returns:
             The seconds the step waited: a still running save, the plan if it changed, the copy.
@@ -123,10 +116,9 @@ class Checkpointer:
             InputError: an entry or a fact can't be saved, or ranks disagree about a tensor's shape.
         """
         started_s = time.perf_counter()
-        self.finish()
-        offer, facts = self._ranks.together(
-            lambda: (RankState.of(tensors), as_json("facts", facts))
-        )
+        self.finish()  # a save under way removes what isn't kept
+        self._keeping.best = best
+        offer, facts = self.ranks.together(lambda: (RankState.of(tensors), as_json("facts", facts)))
         staging = self._agree_on_share(offer)
         offer.copy_to_host(staging)
         values = {name: offer.values[name] for name in staging.share.value_names}
@@ -168,28 +160,32 @@ class Checkpointer:
             InputError: there are checkpoints, but none of them is good.
         """
         self.finish()
-        found, damaged = newest_good(self.directory, self._ranks, self.tell)
+        found, damaged = newest_good(self.directory, self.ranks, self.tell)
         self._keeping.damaged |= damaged
         if found is not None:
             self._keeping.accept(found.step)
         return found
 
-    def load(self, found: FoundCheckpoint, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Fill `tensors` in place, as `loading.load` does."""
+    def load(
+        self, found: FoundState, tensors: dict[str, Any], ranks: LockstepRanks | None = None
+    ) -> dict[str, Any]:
+        """Fill `tensors` in place, as `loading.load` does.
+
+        Args:
+            ranks: that call this; None: those of the job.
+        """
         self.finish()
-        return load(found, tensors, self._ranks)
+        return load(found, tensors, ranks or self.ranks)
 
     def _agree_on_share(self, offer: RankState) -> Staging:
         """Divide the writing, or keep the last division where no rank's state changed its form."""
         last = self._staging
         is_same = last is not None and last.asked == offer.asked
-        if all(self._ranks.all_gather(is_same)) and last is not None:
+        if all(self.ranks.all_gather(is_same)) and last is not None:
             return last
-        asked = [
-            ShareRequest.of_plain(record) for record in self._ranks.gather(offer.asked.plain())
-        ]
-        shares = self._ranks.together(lambda: divide_writes(asked) if asked else [])
-        mine = ShareRequest.of_plain(self._ranks.scatter([share.plain() for share in shares]))
+        asked = [ShareRequest.of_plain(record) for record in self.ranks.gather(offer.asked.plain())]
+        shares = self.ranks.together(lambda: divide_writes(asked) if asked else [])
+        mine = ShareRequest.of_plain(self.ranks.scatter([share.plain() for share in shares]))
         index = shares[0].tensors if shares else {}
         self._staging = Staging.of(offer.asked, WriteShare(mine.items, mine.value_names, index))
         return self._staging
@@ -200,20 +196,20 @@ class Checkpointer:
         """Write one checkpoint. Runs in the background, on every rank."""
         started_s, began_s = time.perf_counter(), time.thread_time()
         partial = self.directory / f"step-{step}.tmp"
-        shard = partial / shard_name(self._ranks.rank)
+        shard = partial / shard_name(self.ranks.rank)
         try:
-            self._ranks.on_first(lambda: make_empty(partial))
-            file = self._ranks.together(lambda: write_shard(shard, staging.named_buffers()))
+            self.ranks.on_first(lambda: make_empty(partial))
+            file = self.ranks.together(lambda: write_shard(shard, staging.named_buffers()))
             mine: list[Any] = [shard.name, file.size_bytes, file.sha256, json.dumps(values)]
-            parts = [_WrittenPart.of_plain(*record) for record in self._ranks.gather(mine)]
-            size_bytes = self._ranks.on_first(
+            parts = [_WrittenPart.of_plain(*record) for record in self.ranks.gather(mine)]
+            size_bytes = self.ranks.on_first(
                 lambda: self._publish(partial, _manifest(step, staging, parts, facts))
             )
         except OSError as error:
-            if self._ranks.rank == 0:
+            if self.ranks.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             return _SaveOutcome(step, failure=str(error))
-        trouble = self._keeping.tidy(self.directory, step) if self._ranks.rank == 0 else None
+        trouble = self._keeping.tidy(self.directory, step) if self.ranks.rank == 0 else None
         cpu_s = time.thread_time() - began_s
         return _SaveOutcome(
             step, size_bytes, time.perf_counter() - started_s, cpu_s, trouble=trouble
@@ -224,16 +220,33 @@ class Checkpointer:
         for name, entry in manifest.files.items():
             if (partial / name).stat().st_size != entry.size_bytes:
                 raise OSError(f"{name} isn't there as written; do all ranks see one directory?")
-        write_durably(partial / MANIFEST, encode_manifest(manifest))
-        sync_directory(partial)
+        (partial / MANIFEST).write_bytes(encode_manifest(manifest))
+        to_disk(partial / MANIFEST)
+        to_disk(partial)
         rename_over(partial, self.directory / f"step-{manifest.step}")
-        sync_directory(self.directory)
+        to_disk(self.directory)  # the name: a file's own sync leaves it out
         return sum(entry.size_bytes for entry in manifest.files.values())
 
     def tell(self, sentence: str) -> None:
         """Say something of a checkpoint, on rank 0 only."""
-        if self._ranks.rank == 0:
+        if self.ranks.rank == 0:
             self._say(sentence)
+
+
+class NoCheckpointer(Checkpointer):
+    """Of a worker that takes its state from another one: finds nothing, and saves nothing."""
+
+    def __init__(self) -> None:
+        self._running, self._cpu_s = None, 0.0
+
+    def save(
+        self, step: int, tensors: dict[str, Any], facts: dict[str, Any], best: int | None = None
+    ) -> float:
+        """Nothing."""
+        return 0.0
+
+    def latest_good(self) -> None:
+        """None."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +307,7 @@ class _Retention:
     def to_remove(self, steps: list[int], newest: int) -> list[int]:
         """Pick from all `steps` (ascending) those to remove, `newest` being just written.
 
-        DamagedError ones don't count as kept, and go: nothing can be loaded from them.
+        Damaged ones don't count as kept, and go: nothing can be loaded from them.
         """
         good = [step for step in steps if step not in self.damaged or step == newest]
         kept = {newest, *good[-self.keep_last :], self.best}

@@ -3,8 +3,8 @@
     step-<n>/rank<k>.safetensors    the chunks that rank k wrote, in the safetensors format
     step-<n>/manifest.json          facts, values, where each chunk is, size and sha256 of each file
 
-Nothing in it is a pickle, so reading one can't run code. (torch's own `.metadata` file is a pickle;
-its `HuggingFaceStorageWriter`, which avoids it, serialises a rank's whole share into memory once
+Nothing in it is a pickle, so reading one can't run code. (torch's own `.metadata` file is a pickle.
+Its `HuggingFaceStorageWriter` avoids that, but serialises a rank's whole share into memory once
 more, keeps one chunk per name and file, and leaves no room for plain values.) A shard is written
 tensor by tensor straight from the staged copy and hashed on the way; both calls release the GIL, so
 the training thread keeps running. The manifest carries its own checksum and is compared byte for
@@ -18,10 +18,10 @@ Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON hea
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from pydantic import field_validator
 from torch import Tensor
 
 from paceline.config.errors import InputError
-from paceline.config.files import read_bytes
+from paceline.config.files import read_bytes, to_disk
 from paceline.config.frozen import FrozenConfig
 
 FORMAT_VERSION = 1
@@ -123,17 +123,41 @@ class Manifest(FrozenConfig):
 
 
 @dataclass(frozen=True)
-class FoundCheckpoint:
-    """A complete checkpoint whose every file was read and matched its checksum."""
+class FoundState(ABC):
+    """A training state that can be loaded: from a disk, or from the memory of ranks."""
 
     step: int
-    path: Path
     manifest: Manifest
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts given to `save`."""
+        """The facts kept beside it."""
         return self.manifest.facts
+
+    @property
+    def sections(self) -> set[str]:
+        """The first parts of its tensors' names."""
+        return {name.partition(".")[0] for name in self.manifest.tensors}
+
+    def section(self, section: str) -> dict[str, TensorEntry]:
+        """The tensors of a section, by the rest of their names."""
+        start = f"{section}."
+        return {
+            name.removeprefix(start): entry
+            for name, entry in self.manifest.tensors.items()
+            if name.startswith(start)
+        }
+
+    @abstractmethod
+    def fill(self, targets: dict[str, Tensor]) -> None:
+        """Copy what there is of each name into this rank's part of it; every rank calls this.
+
+        Args:
+            targets: tensors and DTensors of the sizes and types of the manifest.
+
+        Raises:
+            InputError, DamagedError: something isn't there as the manifest says.
+        """
 
 
 def dtype_name(dtype: torch.dtype, name: str) -> str:
@@ -230,6 +254,8 @@ def manifest_bytes(path: Path) -> bytes:
 
 def complete_steps(directory: Path) -> list[int]:
     """Return the steps whose directory is there, ascending; unfinished ones have another name."""
+    if not directory.is_dir():
+        return []
     matches = [STEP_DIRECTORY.fullmatch(path.name) for path in directory.iterdir()]
     return sorted(int(match[1]) for match in matches if match)
 
@@ -252,8 +278,7 @@ def write_shard(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> FileEntry:
             file.write(data)
             digest.update(data)
             size_bytes += len(data)
-        file.flush()
-        os.fsync(file.fileno())
+    to_disk(path)
     return FileEntry(size_bytes=size_bytes, sha256=digest.hexdigest())
 
 
@@ -270,23 +295,6 @@ def _shard_header(ordered: Sequence[tuple[str, Tensor]]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a small file and wait until it is on the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on the disk; a file's own fsync leaves them out."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def make_empty(directory: Path) -> None:

@@ -11,14 +11,20 @@ from typing import Any
 from paceline.config.errors import InputError
 from paceline.train.checkpoint.files import (
     DamagedError,
-    FoundCheckpoint,
+    FoundState,
     check_file,
     complete_steps,
     decode_manifest,
     manifest_bytes,
 )
 from paceline.train.checkpoint.lockstep import LockstepRanks
-from paceline.train.checkpoint.plan import fill, first_few, matching_entries, unclaimed
+from paceline.train.checkpoint.plan import (
+    FoundCheckpoint,
+    fill,
+    first_few,
+    matching_entries,
+    unclaimed,
+)
 
 
 def newest_good(
@@ -40,7 +46,7 @@ def newest_good(
         InputError: there are checkpoints, but none of them is good.
     """
     refused: dict[int, str] = {}
-    for step in reversed(ranks.on_first(lambda: _steps(directory))):
+    for step in reversed(ranks.on_first(lambda: complete_steps(directory))):
         try:
             found = _verify(directory / f"step-{step}", step, ranks)
         except DamagedError as damage:
@@ -59,8 +65,8 @@ def newest_good(
     return None, set()
 
 
-def load(found: FoundCheckpoint, tensors: dict[str, Any], ranks: LockstepRanks) -> dict[str, Any]:
-    """Fill `tensors` in place from a checkpoint, of whatever layout and number of ranks.
+def load(found: FoundState, tensors: dict[str, Any], ranks: LockstepRanks) -> dict[str, Any]:
+    """Fill `tensors` in place from a saved state, of whatever layout and number of ranks.
 
     Tensors are copied into, other entries replaced. Top-level sections that aren't asked for
     are left out; within one that is, checkpoint and `tensors` must hold the same names, shapes
@@ -71,12 +77,14 @@ def load(found: FoundCheckpoint, tensors: dict[str, Any], ranks: LockstepRanks) 
 
     Raises:
         InputError: names, shapes or dtypes differ; then nothing was changed.
+        DamagedError: of a state in memory, what is left doesn't make up the whole.
     """
     wanted = ranks.together(lambda: matching_entries(found, tensors))
     # A name that no rank asks for, though its section is asked for, would be lost in silence.
     names = list(found.manifest.tensors)
     mine = unclaimed(found, tensors, wanted)
-    is_loaded = ranks.any_of([name not in mine for name in names])
+    # Who asks for nothing (and only hands over what it holds) has no say in that.
+    is_loaded = ranks.any_of([bool(tensors) and name not in mine for name in names])
     lost = sorted(name for name, loaded in zip(names, is_loaded, strict=True) if not loaded)
     if lost:
         raise InputError(
@@ -87,10 +95,6 @@ def load(found: FoundCheckpoint, tensors: dict[str, Any], ranks: LockstepRanks) 
     return found.facts
 
 
-def _steps(directory: Path) -> list[int]:
-    return complete_steps(directory) if directory.is_dir() else []
-
-
 def _verify(path: Path, step: int, ranks: LockstepRanks) -> FoundCheckpoint:
     manifest = decode_manifest(ranks.on_first(lambda: manifest_bytes(path)), step)
     mine = sorted(manifest.files)[ranks.rank :: ranks.size]
@@ -99,4 +103,4 @@ def _verify(path: Path, step: int, ranks: LockstepRanks) -> FoundCheckpoint:
         for problem in of_rank:
             if problem is not None:
                 raise DamagedError(problem)
-    return FoundCheckpoint(step, path, manifest)
+    return FoundCheckpoint(step, manifest, path)

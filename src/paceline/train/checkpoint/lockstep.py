@@ -73,7 +73,7 @@ class LockstepRanks:
     def on_first(self, attempt: Callable[[], T]) -> T:
         """Run it on rank 0 and give every rank its result, or let every rank raise its failure."""
         result = self.together(lambda: attempt() if self.rank == 0 else cast(T, None))
-        return self._broadcast(result)
+        return result if self.group is None else records.broadcast(result, self.group)
 
     def all_gather(self, item: T) -> list[T]:
         """Give every rank a small record of every rank, in rank order."""
@@ -100,11 +100,6 @@ class LockstepRanks:
         if self.group is None:
             return items[0]
         return records.scatter(items, self.group)
-
-    def _broadcast(self, item: T) -> T:
-        if self.group is None:
-            return item
-        return records.broadcast(item, self.group)
 
     def _describe(self, error: Exception) -> tuple[str, str]:
         where = f"rank {self.rank}: " if self.size > 1 else ""

@@ -7,8 +7,9 @@ Pure but for copying and reading.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -34,7 +35,7 @@ from paceline.config.errors import InputError
 from paceline.train.checkpoint.files import (
     DTYPES,
     Chunk,
-    FoundCheckpoint,
+    FoundState,
     TensorEntry,
     chunk_key,
     dtype_name,
@@ -95,17 +96,11 @@ class ShareRequest:
 
 
 @dataclass(frozen=True)
-class WriteShare:
+class WriteShare(ShareRequest):
     """What one rank is to write."""
 
-    items: list[WriteItem]
-    value_names: list[str]
     tensors: dict[str, TensorEntry]
-    """The index of the whole checkpoint; rank 0 alone has it."""
-
-    def plain(self) -> list[Any]:
-        """As a record for another rank, without the index."""
-        return ShareRequest(self.items, self.value_names).plain()
+    """The index of the whole checkpoint; rank 0 alone has it, and it isn't sent."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +157,13 @@ class RankState:
         return RankState(
             ShareRequest(planner.create_local_plan().items, list(values)), values, planner
         )
+
+    def pieces(self) -> Iterator[tuple[WriteItem, TensorWriteData, Tensor]]:
+        """What this rank holds something of: its place, and the live tensor."""
+        for item in self.asked.items:
+            if _holds_something(item):
+                tensor = cast(Tensor, self.planner.resolve_data(item))
+                yield item, _tensor_data(item), tensor.detach()
 
     @torch.no_grad()
     def copy_to_host(self, staging: Staging) -> None:
@@ -272,7 +274,7 @@ def _tensor_data(item: WriteItem) -> TensorWriteData:
     return cast(TensorWriteData, item.tensor_data)
 
 
-def matching_entries(found: FoundCheckpoint, nested: dict[str, Any]) -> dict[str, Leaf]:
+def matching_entries(found: FoundState, nested: dict[str, Any]) -> dict[str, Leaf]:
     """Return the entries to load, having checked that the checkpoint has each as it is needed.
 
     Raises:
@@ -292,7 +294,7 @@ def matching_entries(found: FoundCheckpoint, nested: dict[str, Any]) -> dict[str
     return {path: leaf for path, leaf in flat.items() if path not in wrong}
 
 
-def _misfit(found: FoundCheckpoint, path: str, value: Any) -> str | None:
+def _misfit(found: FoundState, path: str, value: Any) -> str | None:
     entry = found.manifest.tensors.get(path)
     if not isinstance(value, Tensor):
         is_there = path in found.manifest.values
@@ -305,9 +307,7 @@ def _misfit(found: FoundCheckpoint, path: str, value: Any) -> str | None:
     return None
 
 
-def unclaimed(
-    found: FoundCheckpoint, nested: Mapping[str, Any], taken: Collection[str]
-) -> set[str]:
+def unclaimed(found: FoundState, nested: Mapping[str, Any], taken: Collection[str]) -> set[str]:
     """Return the saved tensors that are not taken, though others of their section are asked for."""
     sections = set(nested) - {PER_RANK_SECTION}
     return {
@@ -323,25 +323,41 @@ def first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + rest
 
 
-def fill(found: FoundCheckpoint, wanted: Mapping[str, Leaf]) -> None:
-    """Copy the checkpoint into the wanted tensors, in place, and replace the wanted values.
+def fill(found: FoundState, wanted: Mapping[str, Leaf]) -> None:
+    """Copy a state into the wanted tensors, in place, and replace the wanted values.
 
     Raises:
-        InputError: a shard is no safetensors file or lacks a chunk, though its checksum is right.
+        InputError, DamagedError: as `FoundState.fill`.
     """
     values = found.manifest.values
     for path, leaf in wanted.items():
         if not isinstance(leaf.value, Tensor):
             is_tuple = isinstance(leaf.value, tuple)
             leaf.holder[leaf.key] = tuple(values[path]) if is_tuple else values[path]
-    targets = {path: leaf.value for path, leaf in wanted.items() if isinstance(leaf.value, Tensor)}
-    planner = DefaultLoadPlanner(flatten_state_dict=False)
-    planner.set_up_planner(targets, _metadata(found, targets))
-    by_file: dict[str, list[ReadItem]] = {}
-    for item in planner.create_local_plan().items:
-        by_file.setdefault(_saved_chunk(found, item).file, []).append(item)
-    for file, items in by_file.items():
-        _read(found, file, items, planner)
+    tensors = {path: leaf.value for path, leaf in wanted.items()}
+    found.fill({path: value for path, value in tensors.items() if isinstance(value, Tensor)})
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint(FoundState):
+    """A complete checkpoint whose every file was read and matched its checksum."""
+
+    path: Path
+
+    def fill(self, targets: dict[str, Tensor]) -> None:
+        """Read what overlaps each target out of the files.
+
+        Raises:
+            InputError: a shard is no safetensors file or lacks a chunk, though its checksum is
+                right.
+        """
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(targets, _metadata(self, targets))
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in planner.create_local_plan().items:
+            by_file.setdefault(_saved_chunk(self, item).file, []).append(item)
+        for file, items in by_file.items():
+            _read(self, file, items, planner)
 
 
 def _metadata(found: FoundCheckpoint, names: Collection[str]) -> Metadata:

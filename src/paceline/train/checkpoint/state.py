@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from paceline.config.errors import InputError
 from paceline.parallel.stages import StageModules
-from paceline.train.checkpoint.files import FoundCheckpoint, TensorEntry
+from paceline.train.checkpoint.files import FoundState, TensorEntry
 
 WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 STATE_PREFIX = "optimizer."
@@ -56,7 +56,7 @@ class SavedState(Protocol):
 
 
 def training_state(
-    module: nn.Module, optimizer: Optimizer, found: FoundCheckpoint | None = None
+    module: nn.Module, optimizer: Optimizer, found: FoundState | None = None
 ) -> dict[str, Any]:
     """Return what has to be saved to continue training, or, with `found`, what to load it into.
 
@@ -216,7 +216,7 @@ def _state_to_save(optimizer: Optimizer, parameter: nn.Parameter, name: str) -> 
 
 
 def _state_to_load(
-    owned: list[_Owned], optimizer: Optimizer, found: FoundCheckpoint
+    owned: list[_Owned], optimizer: Optimizer, found: FoundState
 ) -> dict[str, dict[str, Any]]:
     """Targets for the optimizer state that the checkpoint holds, laid out like the parameters."""
     by_name = _by_name(owned)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from paceline.config.errors import InputError
 from paceline.config.job import Job, differing, to_raw
 from paceline.observe.run import Run
+from paceline.render.figures import listed
 from paceline.train.checkpoint import parameter_names
 from paceline.train.custom.code import code_digest
 from paceline.train.custom.digest import digest
@@ -35,7 +36,6 @@ def traits_of(
 
     Args:
         module: before it is put on the ranks.
-        data: as given.
         brought: what else, by what it is: functions by their code, numbers as they are.
     """
     names, _ = parameter_names(module)
@@ -102,8 +102,3 @@ def must_train(run: Run, job: Job, changes: list[str]) -> None:
             "so that nothing would be trained: give the Job another name, start over with "
             "fresh=True, or raise train.steps to go on from the weights it has."
         )
-
-
-def listed(parts: list[str]) -> str:
-    """Parts of a sentence, the last one after an "and"."""
-    return ", ".join(parts[:-1]) + (" and " if parts[1:] else "") + parts[-1]

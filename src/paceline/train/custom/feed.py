@@ -2,11 +2,11 @@
 
 A dataset with `len` and `[index]` is read sample by sample in an order of ours (`order`), and so is
 the dataset of a `DataLoader`. An `IterableDataset` gives samples as they come. Any other iterable
-gives whole global batches, of which each rank takes its rows. All ranks must read the same ones,
-which the first batch is compared for.
+gives whole global batches, of which each rank takes its rows. All ranks must read the same ones:
+the first batch is compared.
 
 What reading draws at random is a function of (train.seed, running number of the sample), or of the
-pass where samples come as they come, so that a resumed run reads what an undisturbed one reads.
+pass where samples come as they come. So a resumed run reads what an undisturbed one reads.
 """
 
 import itertools
@@ -29,9 +29,10 @@ from paceline.train.custom.sample_order import (
     SamplerOrder,
     SeededOrder,
     begin_epoch,
+    filled,
     order_of,
 )
-from paceline.train.data.order import Ids
+from paceline.train.data.order import Ids, micro_batch_numbers
 
 # What else of a DataLoader says how samples are read, and not which or when.
 _READING = ("timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
@@ -56,20 +57,23 @@ class BatchPartition:
     micro_batch: int
     seed: int
     ranks: Ranks
+    interleave: int = 1
+    """Neighbouring ranks that take micro-batches in turns."""
 
     @classmethod
     def of(cls, job: Job, ranks: Ranks) -> "BatchPartition":
         """As a concrete Job says."""
-        return cls(job.train.global_batch, job.micro_batch, job.train.seed, ranks)
+        train = job.train
+        return cls(train.global_batch, job.micro_batch, train.seed, ranks, job.interleave)
 
     def parts(self, count: int) -> list[slice]:
         """This rank's micro-batches of a batch of `count` samples: as many as every other rank's,
-        so that the last ones of an incomplete batch may be empty."""
-        share = -(-count // self.ranks.world_size)
-        begin = min(count, self.ranks.rank * share)
-        end = min(count, begin + share)
-        cuts = range(begin, begin + share, self.micro_batch)
-        return [slice(min(cut, end), min(cut + self.micro_batch, end)) for cut in cuts]
+        so that the last ones of an incomplete batch may be empty. Which samples come together does
+        not depend on the ranks."""
+        size = self.micro_batch
+        share = -(-count // (self.ranks.world_size * size))
+        numbers = micro_batch_numbers(self.ranks.rank, share, self.interleave)
+        return [slice(min(n * size, count), min((n + 1) * size, count)) for n in numbers]
 
     def placed(self, part: CustomMicroBatch) -> CustomMicroBatch:
         """A micro-batch, from the host, on this rank's device."""
@@ -107,8 +111,6 @@ def feed_of(
     """What reads a person's data.
 
     Args:
-        data: as `paceline.train` takes it.
-        deal: to this rank.
         collate: of samples; None: the loader's, or else torch's rule.
         workers: processes that read ahead; None: as many as the loader has, or else none.
 
@@ -306,7 +308,12 @@ class _Stream:
     """Of samples; None: it yields batches."""
 
     def steps(self, first: int) -> Iterator[Step]:
-        batches = itertools.islice(self._filled(), first // self.deal.global_batch, None)
+        none = (
+            "data yields no batches (any more): give a dataset, or an iterable that starts "
+            "anew each time it is iterated, not a generator."
+        )
+        batches = filled(self._pass, self._size, none)
+        batches = itertools.islice(batches, first // self.deal.global_batch, None)
         return (self._step(items, must_be_whole=True) for items in self._compared(batches))
 
     def once(self) -> Iterator[Step]:
@@ -316,24 +323,6 @@ class _Stream:
     def _size(self) -> int:
         """Items that make a global batch."""
         return 1 if self.collate is None else self.deal.global_batch
-
-    def _filled(self) -> Iterator[list[Any]]:
-        """The items of whole global batches without end, filled from the next pass where one ends;
-        a pass that yields nothing is an error, not a hang."""
-        rest: list[Any] = []
-        for number in itertools.count():
-            is_empty = True
-            for some in self._pass(number):
-                is_empty = False
-                rest += some
-                if len(rest) >= self._size:
-                    yield rest[: self._size]
-                    del rest[: self._size]
-            if is_empty:
-                raise InputError(
-                    "data yields no batches (any more): give a dataset, or an iterable that starts "
-                    "anew each time it is iterated, not a generator."
-                )
 
     def _pass(self, number: int) -> Iterator[list[Any]]:
         """The items of one pass, as many at a time as make a global batch, from random numbers of

@@ -7,7 +7,7 @@ numbers, which are a function of the seed and the epoch.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,19 +81,13 @@ class SamplerOrder:
         return itertools.islice(self._batches(size), first // size, None)
 
     def _batches(self, size: int) -> Iterator[Ids]:
-        rest: list[Any] = []
-        for epoch in itertools.count():
-            is_empty = True
-            for drawn in self._drawn(epoch, 1 if self.gives_batches else size):
-                is_empty = False
-                rest += self._one_batch(drawn, size) if self.gives_batches else drawn
-                if len(rest) >= size:
-                    yield np.array(rest[:size])
-                    del rest[:size]
-            if is_empty:
-                raise InputError(f"{_name(self.sampler)} names no samples: it must have some.")
-            if self.drop_last:
-                rest.clear()
+        def epoch(number: int) -> Iterator[list[Any]]:
+            if not self.gives_batches:
+                return self._drawn(number, size)
+            return (self._one_batch(drawn, size) for drawn in self._drawn(number, 1))
+
+        none = f"{_name(self.sampler)} names no samples: it must have some."
+        return map(np.array, filled(epoch, size, none, drop_last=self.drop_last))
 
     def _one_batch(self, drawn: list[Any], size: int) -> list[Any]:
         (batch,) = drawn
@@ -143,6 +137,35 @@ class SamplerOrder:
                 "torch.Generator in its attribute `generator`, or from what set_epoch(epoch) told."
             )
         return first
+
+
+def filled(
+    epoch: Callable[[int], Iterable[list[Any]]], size: int, none: str, *, drop_last: bool = False
+) -> Iterator[list[Any]]:
+    """Lists of `size` items without end; where an epoch ends, the next one fills a list up.
+
+    Args:
+        epoch: the items of an epoch, some at a time.
+        size: of a list.
+        none: says that an epoch has no items: that is an error, not a hang.
+        drop_last: leave out what an epoch has beyond whole lists.
+
+    Raises:
+        InputError: an epoch has no items.
+    """
+    rest: list[Any] = []
+    for number in itertools.count():
+        is_empty = True
+        for some in epoch(number):
+            is_empty = False
+            rest += some
+            if len(rest) >= size:
+                yield rest[:size]
+                del rest[:size]
+        if is_empty:
+            raise InputError(none)
+        if drop_last:
+            rest.clear()
 
 
 def order_of(loader: DataLoader[Any], seed: int) -> SampleOrder:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline.comm.records import all_gather
 from paceline.comm.rendezvous import Ranks
 from paceline.config.errors import InputError
 from paceline.config.job import Job
@@ -16,20 +17,25 @@ from paceline.train.custom.user_inputs import UserInputs
 from paceline.train.task import Task
 
 
-def custom_task(job: Job, ranks: Ranks, brought: UserInputs, traits: Traits | None = None) -> Task:
+def custom_task(
+    job: Job,
+    ranks: Ranks,
+    brought: UserInputs,
+    traits: Traits | None = None,
+    *,
+    has_values: bool = True,
+) -> Task:
     """A person's own module, on the ranks of a concrete Job.
 
     Args:
-        job: concrete.
-        ranks: this one's place.
-        brought: module, loss, data and what else.
         traits: of that, to be kept in the Run's facts.
+        has_values: whether the module's parameters are those that the script made.
 
     Raises:
         InputError: the data can't be used.
     """
     module = brought.model.to(ranks.device)
-    _take_from_first(module, ranks)
+    has_values = _share_values(module, ranks, has_values=has_values)
     deal = BatchPartition.of(job, ranks)
     check_enough(brought.data, deal.global_batch)
     how = (deal, brought.collate, brought.workers)
@@ -39,6 +45,7 @@ def custom_task(job: Job, ranks: Ranks, brought: UserInputs, traits: Traits | No
     facts = {"num_params": sum(p.numel() for p in module.parameters()), "own": traits or {}}
     return Task(
         module=module,
+        has_values=has_values,
         loss=loss,
         steps_from=feed.steps,
         eval_steps=None if held_out is None else lambda: _evaluation(held_out, deal),
@@ -59,11 +66,17 @@ def _evaluation(held_out: CustomFeed, deal: BatchPartition) -> list[Step]:
 
 
 @torch.no_grad()
-def _take_from_first(module: nn.Module, ranks: Ranks) -> None:
-    """Start every rank from rank 0's weights: a script may not have seeded its module alike.
+def _share_values(module: nn.Module, ranks: Ranks, *, has_values: bool) -> bool:
+    """Start every rank from the weights of the first one that has any: a script may not have seeded
+    its module alike.
 
     DDP does this by itself; FSDP2 doesn't, and replicas of shards would differ for ever.
+
+    Returns:
+        whether some rank has any.
     """
+    owners = [rank for rank, has in enumerate(all_gather(has_values)) if has]
     if ranks.world_size > 1:
         for tensor in itertools.chain(module.parameters(), module.buffers()):
-            dist.broadcast(tensor, 0)
+            dist.broadcast(tensor, min(owners, default=0))
+    return bool(owners)

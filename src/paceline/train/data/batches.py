@@ -45,6 +45,8 @@ class BatchShape:
     seq_len: int
     rank: int = 0
     num_ranks: int = 1
+    interleave: int = 1
+    """Neighbouring ranks that take micro-batches in turns."""
     reset_at_documents: bool = False
     device: torch.device | str = "cpu"
 
@@ -54,6 +56,11 @@ class BatchShape:
                 f"train.global_batch = {self.global_batch} can't be cut into micro-batches of "
                 f"{self.micro_batch} on {self.num_ranks} ranks: make it a multiple."
             )
+
+    def share(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """This rank's of the samples of a step."""
+        kind = {"micro_batch": self.micro_batch, "interleave": self.interleave}
+        return rank_share(ids, self.rank, self.num_ranks, **kind)
 
 
 def train_batches(
@@ -76,7 +83,7 @@ def train_batches(
         batch = _load(dataset, shape, ids)
         first_sample += shape.global_batch
         ids = sample_ids(seed, first_sample, shape.global_batch, num_samples)
-        dataset.will_need(rank_share(ids, shape.rank, shape.num_ranks), shape.seq_len)
+        dataset.will_need(shape.share(ids), shape.seq_len)
         yield batch
 
 
@@ -98,7 +105,7 @@ def eval_batches(
 
 
 def _load(dataset: TokenDataset, shape: BatchShape, ids: NDArray[np.int64]) -> list[MicroBatch]:
-    ids = rank_share(ids, shape.rank, shape.num_ranks)
+    ids = shape.share(ids)
     samples = _to_device(dataset.gather(ids, shape.seq_len), shape.device)  # (share, seq_len + 1)
     tokens = samples[:, :-1].contiguous().split(shape.micro_batch)
     targets = samples[:, 1:].contiguous().split(shape.micro_batch)

@@ -1,8 +1,8 @@
 """Tokenise files into the folder that dataset.py reads (all of it but meta.json).
 
 How it works: text is read in pieces, tokenised in batches of about 2 MiB on all threads of the
-`tokenizers` library, and appended to shards, so memory does not grow with the source (a single
-document of JSON lines, Parquet or Arrow must fit, though).
+`tokenizers` library, and appended to shards. So memory does not grow with the source, but a single
+document of JSON lines, Parquet or Arrow must fit.
 
 The held-out split is the last `eval_fraction` of all tokens. So that it is whole documents from
 everywhere, those whose first piece hashes below that fraction are moved to the end first: copies of

@@ -41,7 +41,6 @@ def read_pieces(file: SourceFile, text_field: str) -> Iterator[Piece]:
     """Yield the documents of a file, in pieces.
 
     Args:
-        file: the file and its format.
         text_field: key (JSON lines) or column (Parquet, Arrow) of a document's text.
 
     Raises:

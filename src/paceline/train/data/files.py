@@ -6,7 +6,7 @@ so the same source gives the same documents on every machine. A folder means eve
 the hidden ones, unless `datasets.save_to_disk` wrote it: then it means the files its `state.json`
 lists.
 
-"python-stdlib" is every .py file below the running interpreter's standard library, without
+"python-stdlib" is every .py file below the running interpreter's standard library. Left out are
 third-party packages, tests, the `idlelib` and `turtledemo` applications, `lib2to3` (gone since
 Python 3.13), tables made by programs (`encodings`, `pydoc_data`) and files that describe one build.
 All of it is UTF-8: PEP 8 demands it of the core distribution outside its tests.

@@ -26,10 +26,7 @@ def sample_ids(seed: int, first: int, count: int, num_samples: int) -> Ids:
     """Return which samples a run visits as its numbers first .. first + count - 1.
 
     Args:
-        seed: of the run.
         first: running number in the run; its epoch is first // num_samples.
-        count: how many ids to return.
-        num_samples: samples in the dataset.
 
     Returns:
         ids, each in 0 .. num_samples - 1, shape (count,).
@@ -86,8 +83,14 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def rank_share(ids: Ids, rank: int, num_ranks: int) -> Ids:
-    """Return the contiguous part of a global batch that one rank computes.
+def rank_share(
+    ids: Ids, rank: int, num_ranks: int, *, micro_batch: int = 1, interleave: int = 1
+) -> Ids:
+    """Return the part of a global batch that one rank computes.
+
+    Args:
+        micro_batch: samples of a micro-batch.
+        interleave: neighbouring ranks that take micro-batches in turns; 1: a part is contiguous.
 
     Raises:
         InputError: the batch can't be split evenly.
@@ -98,4 +101,13 @@ def rank_share(ids: Ids, rank: int, num_ranks: int) -> Ids:
             "make it a multiple."
         )
     share = len(ids) // num_ranks
-    return ids[rank * share : (rank + 1) * share]
+    if interleave == 1:
+        return ids[rank * share : (rank + 1) * share]
+    numbers = micro_batch_numbers(rank, share // micro_batch, interleave)
+    return ids.reshape(-1, micro_batch)[numbers].reshape(-1)
+
+
+def micro_batch_numbers(rank: int, count: int, interleave: int = 1) -> list[int]:
+    """Which micro-batches of a global batch are a rank's, if each has `count`."""
+    group, place = divmod(rank, interleave)
+    return [(group * count + index) * interleave + place for index in range(count)]

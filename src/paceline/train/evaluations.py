@@ -1,0 +1,95 @@
+"""Evaluations: after which steps held-out batches are read, and what is kept if that fails."""
+
+import time
+from collections.abc import Callable, Iterable
+
+from paceline.config.errors import InputError
+from paceline.train.checkpoint import restore_rng_state, rng_state
+from paceline.train.metrics_buffer import Line, perplexity
+from paceline.train.results import StepResult
+from paceline.train.run_checkpoints import RunCheckpoints
+from paceline.train.run_context import RunContext
+from paceline.train.task import Step
+from paceline.train.trainer import Trainer
+
+
+class Evaluations:
+    """The evaluations of a run.
+
+    Raises:
+        InputError: they decide which checkpoint is the best one, and there are none.
+    """
+
+    def __init__(self, trainer: Trainer, context: RunContext, checkpoints: RunCheckpoints) -> None:
+        self._trainer, self._context, self._checkpoints = trainer, context, checkpoints
+        best = trainer.job.checkpoint.best
+        if best is not None and trainer.task.eval_steps is None:
+            raise InputError(
+                f"checkpoint.best = {best!r} is judged by evaluations and there are none: give "
+                "eval_data, or leave it out."
+            )
+
+    def add_if_due(self, line: Line, result: Callable[[], StepResult], done: int) -> None:
+        """Evaluate after a step, where that is due, and add the figures to its line.
+
+        A stop cuts it short: then it is made when the run goes on (`make_up`). If it fails, line
+        and training state are kept. The ranks of a run can't agree on a
+        checkpoint then, so the last one begins before the last evaluation: a thread writes it.
+
+        Raises:
+            InputError: it doesn't have the figure that it is judged by.
+        """
+        trainer, eval_steps = self._trainer, self._trainer.task.eval_steps
+        if eval_steps is None or not self._is_due(done):
+            return
+        is_last = done == trainer.job.train.steps
+        if is_last and not trainer.job.comm.local.min_workers:
+            self._checkpoints.save(done)
+        try:
+            self._see(line, eval_steps, done)
+        except Exception:
+            self._context.metrics_buffer.add(line, result)
+            self._checkpoints.keep_after_failure(done)
+            raise
+
+    def _is_due(self, done: int) -> bool:
+        every = self._trainer.job.train.eval_every
+        return done == self._trainer.job.train.steps or (every > 0 and done % every == 0)
+
+    def make_up(self, done: int) -> None:
+        """Make the evaluation that a stop or a lost rank cut short after the step before."""
+        context, eval_steps = self._context, self._trainer.task.eval_steps
+        if not context.best.is_due or eval_steps is None:
+            return
+        line: Line = {}
+        self._see(line, eval_steps, done)
+        written = context.run.metrics()[done - 1 : done] if self._trainer.ranks.is_first else []
+        if line and written:
+            context.metrics_buffer.write(written[0] | line)
+
+    def _see(self, line: Line, eval_steps: Callable[[], Iterable[Step]], done: int) -> None:
+        """Add the figures to a line and judge them, or note that a stop was wanted before."""
+        self._context.best.is_due = True
+        figures = self._figures(eval_steps)
+        self._context.best.is_due = figures is None
+        if figures is None:
+            self._context.metrics_buffer.stop_wanted = True
+            return
+        line |= figures
+        self._context.best.see(figures, done)
+
+    def _figures(self, eval_steps: Callable[[], Iterable[Step]]) -> Line | None:
+        """Training goes on with random numbers as if there had been no evaluation."""
+        task, began, generators = self._trainer.task, time.perf_counter(), rng_state()
+        self._trainer.stats.watch.enter("evaluation")
+        found = self._trainer.evaluate(list(eval_steps()), self._context.stop.__bool__)
+        restore_rng_state(generators)
+        if found is None:
+            return None
+        loss, means = found
+        line: Line = {"eval_loss": loss, "eval_s": time.perf_counter() - began}
+        if means:
+            line["eval_figures"] = means
+        if task.unit == "tokens":
+            line["eval_perplexity"] = perplexity(loss)
+        return line | (task.eval_figures() if task.eval_figures else {})

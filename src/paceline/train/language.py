@@ -1,0 +1,234 @@
+"""Language models: a decoder on text, its Task, what is read before it, and its weights for others.
+
+The loss takes each token's next one. Text is tokenised once (`train.data`); a run keeps what an
+export says of the tokens (`train.kept_tokenizer`).
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paceline.comm.rendezvous import Ranks
+from paceline.config.job import Job, JobSpec
+from paceline.config.job_sections import Train
+from paceline.config.model import Model
+from paceline.kernels import switch
+from paceline.kernels.loss import cross_entropy
+from paceline.models.attention import Sdpa
+from paceline.models.decoder import Decoder
+from paceline.models.weights import load_weights, write_weights
+from paceline.observe.run import Run
+from paceline.parallel import vocabulary
+from paceline.parallel.apply import DTYPES
+from paceline.parallel.cp import positions_of
+from paceline.train.attention_core import attention_choice
+from paceline.train.data import (
+    BatchShape,
+    Meta,
+    MicroBatch,
+    check_vocab,
+    eval_batches,
+    prepare,
+    train_batches,
+)
+from paceline.train.data.build import Progress
+from paceline.train.family import Trained, TrainFamily
+from paceline.train.kept_tokenizer import GENERATION, about_tokens, keep_tokenizer
+from paceline.train.starting_weights import check_network, check_tokens
+from paceline.train.task import Loss, StagedLoss, Step, Task
+
+
+class LanguageModels(TrainFamily[Model]):
+    """See `TrainFamily`."""
+
+    def read_inputs(
+        self, model: Model, job: Job, progress: Progress, say: Callable[[str], None]
+    ) -> str:
+        """Tokenise the text, and hold it and the starting weights against the Job."""
+        weights = job.train.weights
+        if weights is not None:
+            check_network(model, weights)
+        data = prepare(job.data, progress)
+        if weights is not None:
+            check_tokens(data.tokenizer_path, job.data, weights)
+        check_vocab(data.meta.vocab_size, model.vocab_size)
+        asked = data.meta.eval_tokens
+        held_out = data.for_samples(job.train.seq_len).meta.eval_tokens
+        if held_out > asked:
+            say(
+                f"data.eval_fraction = {job.data.eval_fraction} of this data is {asked} tokens; "
+                f"{held_out} are held out, which is one sample"
+            )
+        return data.meta.fingerprint
+
+    def task(self, model: Model, job: Job, ranks: Ranks) -> Task:
+        """The Job's own decoder on its own text."""
+        train = job.train
+        shape = BatchShape(
+            global_batch=train.global_batch,
+            micro_batch=job.micro_batch,
+            seq_len=train.seq_len,
+            rank=job.layout.data_rank(ranks.rank),
+            num_ranks=job.layout.num_data_ranks,
+            interleave=job.interleave,
+            reset_at_documents=job.data.reset_at_documents,
+            device=ranks.device,
+        )
+        data = prepare(job.data).for_samples(train.seq_len)
+        train_split, eval_split = data.dataset("train"), data.dataset("eval")
+        return replace(
+            decoder_task(model, job, ranks),
+            steps_from=lambda first: train_batches(train_split, shape, train.seed, first),
+            eval_steps=lambda: eval_batches(eval_split, shape, train.eval_batches),
+            data_key=data.meta.fingerprint,
+            facts={"num_params": model.num_params, "data": _data_facts(data.meta)},
+        )
+
+    def task_without_data(self, model: Model, job: Job, ranks: Ranks) -> Task:
+        """On the same random tokens at each step."""
+        return replace(
+            decoder_task(model, job, ranks),
+            steps_from=lambda _first: repeat(_random_step(model, job, ranks)),
+        )
+
+    def num_samples(self, model: Model, job: JobSpec, progress: Progress | None) -> int:
+        """Those of the train split."""
+        data = prepare(job.data, progress).for_samples(job.train.seq_len)
+        return data.dataset("train").num_samples(job.train.seq_len)
+
+    def keep_inputs(self, run: Run, job: Job) -> None:
+        """What an export says of the tokens."""
+        keep_tokenizer(run, job.data, job.train.weights)
+
+    def export(self, model: Model, trained: Trained, folder: Path, dtype: torch.dtype) -> None:
+        """A folder that transformers opens: config.json, weights, tokenizer."""
+        beside = about_tokens(trained.run, trained.job, model.max_seq_len)
+        told = json.loads(beside[GENERATION])
+        settings = {key: told[key] for key in told if key in ("bos_token_id", "eos_token_id")}
+        write_weights(folder, model, trained.weights, dtype, settings=settings, beside=beside)
+
+
+def decoder_task(model: Model, job: Job, ranks: Ranks) -> Task:
+    """A decoder with its loss; its batches come from elsewhere.
+
+    Args:
+        model: that of the Job.
+        job: concrete.
+        ranks: this one's place.
+    """
+    staged = next_token(job, ranks)
+    attention = attention_choice(model, job, ranks.device)
+    module = decoder_on_meta(model)
+    if attention is not None:
+        module.set_attend(Sdpa(attention.backend))
+    return Task(
+        module=module,
+        loss=unstaged_loss(staged),
+        steps_from=lambda _first: iter(()),
+        eval_steps=None,
+        unit=model.unit,
+        units_per_sample=job.train.seq_len,
+        train_flops_per_unit=model.train_flops_per_token(job.train.seq_len),
+        staged=staged,
+        fill=partial(fill_decoder, job.train),
+        sentences=()
+        if attention is None
+        else (f"attention by {attention.backend}: {attention.why}",),
+    )
+
+
+def _random_step(model: Model, job: Job, ranks: Ranks) -> Step:
+    """This rank's micro-batches of random tokens, the same on ranks that share their samples."""
+    share = job.train.global_batch // job.layout.num_data_ranks
+    stream = torch.Generator().manual_seed(job.layout.data_rank(ranks.rank))
+    tokens = torch.randint(model.vocab_size, (share, job.train.seq_len + 1), generator=stream)
+    return [
+        MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous(), None)
+        for part in tokens.to(ranks.device).split(job.micro_batch)
+    ]
+
+
+def _data_facts(meta: Meta) -> dict[str, Any]:
+    return {
+        "tokenizer": meta.tokenizer,
+        "vocab_size": meta.vocab_size,
+        "train_tokens": meta.train_tokens,
+        "eval_tokens": meta.eval_tokens,
+        "num_documents": meta.num_documents,
+        "unigram_loss": meta.unigram_loss,
+        "tokens_sha256": meta.tokens_sha256,
+    }
+
+
+def decoder_on_meta(model: Model) -> Decoder:
+    """The network without memory: a rank allocates only its share."""
+    with torch.device("meta"):
+        return Decoder(model)
+
+
+def fill_decoder(train: Train, module: nn.Module) -> None:
+    """Give (a stage of) a decoder the Job's weights, or random ones by the Job's seed."""
+    assert isinstance(module, Decoder)
+    if train.weights is not None:
+        load_weights(module, train.weights)
+    else:
+        module.init_weights(torch.Generator().manual_seed(train.seed))
+
+
+def next_token(job: Job, ranks: Ranks) -> StagedLoss:
+    """The loss of a decoder: of the tokens of each sequence that this rank holds."""
+    layout, seq_len = job.layout, job.train.seq_len
+    if layout.is_plain:
+        dtype = DTYPES[layout.precision]
+        return StagedLoss(partial(_whole_inputs, ranks.device.type, dtype), _whole_loss)
+    ulysses = layout.ulysses
+    place = layout.place(ranks.rank).cp
+    held = positions_of(seq_len, layout.cp // ulysses, ulysses, place).to(ranks.device)
+    return StagedLoss(
+        inputs=lambda batch: (
+            batch.tokens[:, held],
+            {"document_ids": batch.document_ids, "positions": held},
+        ),
+        criterion=lambda logits, batch: _cross_entropy(logits, batch.targets[:, held]),
+    )
+
+
+def _whole_inputs(
+    device_type: str, dtype: torch.dtype, batch: MicroBatch
+) -> tuple[Tensor, dict[str, Any]]:
+    told = {"document_ids": batch.document_ids}
+    if switch.takes_on("loss", device_type, dtype):
+        # The fused loss needs the head's weight, so it is the network's last layer. Plain torch's
+        # is better off outside, where FSDP2 has let that weight go.
+        told["targets"] = batch.targets
+    return batch.tokens, told
+
+
+def _whole_loss(out: Tensor, batch: MicroBatch) -> Tensor:
+    """What the network returned, if that is the loss."""
+    return out if out.ndim == 0 else cross_entropy(out, batch.targets)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean loss of logits that may be split over the vocabulary (tensor parallel)."""
+    if isinstance(logits, DTensor):
+        return vocabulary.cross_entropy(logits, targets)
+    return cross_entropy(logits, targets)
+
+
+def unstaged_loss(staged: StagedLoss) -> Loss:
+    """The loss in one piece, for a module that isn't cut into stages."""
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        x, told = staged.inputs(batch)
+        return staged.criterion(module(x, **told), batch)
+
+    return loss

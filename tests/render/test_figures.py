@@ -1,0 +1,71 @@
+"""Figures as text (pure)."""
+
+import pytest
+
+from paceline.render.figures import (
+    amount_text,
+    buffer_text,
+    bytes_text,
+    count_text,
+    date_text,
+    duration_text,
+    flops_text,
+    listed,
+    loss_text,
+    mfu_text,
+    milliseconds,
+    plural,
+    share_text,
+    short_time_text,
+    time_text,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (bytes_text(812_345_678), "812 MB"),
+        (bytes_text(999_900_000), "1 GB"),
+        (bytes_text(0), "0 B"),
+        (bytes_text(3.2e15), "3.2 PB"),
+        (bytes_text(None), "unknown"),
+        (amount_text(12_345.6), "12,346"),
+        (amount_text(3.14159), "3.14"),
+        (mfu_text(0.4312), "MFU 43.1%"),
+        (mfu_text(None), "MFU: peak unknown"),
+        (loss_text(None), "not finite"),
+        (time_text(0.41), "410 ms"),
+        (time_text(0.99999), "1 s"),
+        (duration_text(9.96), "10.0 s"),
+        (duration_text(59.7), "1 min 00 s"),
+        (duration_text(3_725), "1 h 02 min"),
+        (duration_text(200_000), "2 d 7 h"),
+        (count_text(6_738_415_616), "6.74 billion"),
+        (count_text(999_999_999_999), "1.00 trillion"),
+        (count_text(25_557_032), "25.6 million"),
+        (count_text(512_000), "512,000"),
+        (flops_text(55.34e9), "55.3 GFLOP/s"),
+        (flops_text(132.9e9), "133 GFLOP/s"),
+        (flops_text(999.4e9), "999 GFLOP/s"),
+        (flops_text(999.6e9), "1.0 TFLOP/s"),
+        (flops_text(412.4e12), "412 TFLOP/s"),
+        (buffer_text(512), "512 B"),
+        (buffer_text(4096), "4 KiB"),
+        (buffer_text(3 * 2**29), "1.5 GiB"),
+        (short_time_text(12.34e-6), "12.3 us"),
+        (short_time_text(0.0123), "12.3 ms"),
+        (milliseconds(1.23456), "1,234.6"),
+        (milliseconds(0.0012345), "1.23"),
+        (milliseconds(0.0), "0.0"),
+        (date_text(1763630000), "2025-11-20 09:13 UTC"),
+        (share_text(0.12345), "12.3%"),
+        (share_text(None), "unknown"),
+        (plural(1, "rank"), "1 rank"),
+        (plural(1200, "step"), "1,200 steps"),
+        (listed([]), ""),
+        (listed(["a"]), "a"),
+        (listed(["a", "b", "c"]), "a, b and c"),
+    ],
+)
+def test_figures_as_text(text, expected):
+    assert text == expected

@@ -1,0 +1,113 @@
+"""Python in the pages runs as it stands, and TOML in them is read as part of a Job.
+
+A block runs as a script of its own, between what its page takes as given and what must come of it.
+Of trainings the first eight steps are enough. `tests.test_documents` runs the README's blocks.
+"""
+
+import re
+
+import pytest
+
+from paceline.config.job import read_job
+from tests.command_line import python
+from tests.small_job import work_in, write_small_job
+from tests.test_names import PAGES, ROOT
+
+OWN = """
+import torch
+import paceline
+
+def loss(model, batch):
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+model = torch.nn.Linear(8, 1)
+dataset = held_out = torch.utils.data.TensorDataset(torch.randn(128, 8), torch.randn(128, 1))
+"""
+EIGHT_STEPS = "assert [line['step'] for line in run.metrics()] == list(range(1, 9))"
+# What is given before a block, and what is asked of it after it, by page and place in the page.
+AROUND = {
+    ("recipes/README.md", 0): (OWN, EIGHT_STEPS),
+    ("docs/own-models.md", 0): (OWN, EIGHT_STEPS),
+    ("docs/own-models.md", 1): (
+        """
+import torch
+import torch.nn.functional as F
+
+def penalty(model):
+    return model.weight.square().sum()
+""",
+        """
+batch = {"x": torch.randn(1, 4, 8), "labels": torch.tensor([[3, -100, 2, 1]])}
+assert loss(torch.nn.Linear(8, 4), batch)["weight"] == 3
+""",
+    ),
+    ("docs/own-models.md", 2): (
+        """
+import torch
+
+def model(x, labels):
+    return {"loss": x.mean()}
+""",
+        """
+batch = {"x": torch.randn(1, 4, 8), "labels": torch.tensor([[3, -100, 2, 1]])}
+assert loss(model, batch)[1]["weight"] == 2
+""",
+    ),
+    ("docs/explain.md", 0): (
+        """
+import torch
+
+rank, loader, weight = 0, range(14), torch.randn(8, 8, requires_grad=True)
+
+def train_step(batch):
+    (weight @ weight).sum().backward()
+""",
+        """
+from paceline.observe.recorded import read_account
+assert len(read_account(Path("traces")).steps) == 3
+""",
+    ),
+    ("docs/traces.md", 0): (
+        """
+from paceline.cli import app
+
+if __name__ == "__main__":
+    settings = ["name=demo", "observe.profile_every=3", "observe.profile_steps=1"]
+    flags = [word for setting in settings for word in ("--set", setting)]
+    app(["train", "small.toml", *flags], standalone_mode=False)
+""",
+        "assert len(account.steps) == 1",
+    ),
+}
+
+
+def _blocks(language):
+    for page in PAGES[1:]:  # after the README
+        found = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.S | re.M)
+        yield from ((str(page.relative_to(ROOT)), at, block) for at, block in enumerate(found))
+
+
+def test_every_block_of_python_is_known():
+    assert {(page, at) for page, at, _ in _blocks("python")} == set(AROUND)
+
+
+@pytest.mark.parametrize(("page", "at", "block"), list(_blocks("python")))
+def test_python_runs(page, at, block, tmp_path, monkeypatch):
+    work_in(tmp_path, monkeypatch)
+    write_small_job(tmp_path)
+    before, after = AROUND[page, at]
+    short = re.sub(r'"steps": \d+', '"steps": 8', block)
+    (tmp_path / "page.py").write_text("\n".join((before, short, after)))
+    done = python("page.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("page", "at", "block"), list(_blocks("toml")))
+def test_toml_is_read(page, at, block, tmp_path):
+    recipe = ROOT / "recipes" / "dlrm.toml"
+    if "[comm.embeddings]" in block:
+        others = re.sub(r"\[comm.embeddings\]\n(?:.+\n)*", "", recipe.read_text())
+        (tmp_path / "job.toml").write_text(others + block)
+    else:
+        write_small_job(tmp_path, more=block).rename(tmp_path / "job.toml")
+    read_job(tmp_path / "job.toml")

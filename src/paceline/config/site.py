@@ -1,0 +1,115 @@
+"""Site: what a person would type each time to get machines: scheduler, account, environment.
+
+It is read from the project's paceline-sites.toml, else from ~/.config/paceline/sites.toml. A file
+has a table for each site.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from paceline.config import files
+from paceline.config.errors import InputError
+from paceline.config.frozen import Count, FrozenConfig, Ways, nearest
+
+EngineName = Literal["local", "ssh", "slurm", "ray", "kubernetes", "skypilot"]
+Usd = Annotated[float, Field(ge=0, le=10**6)]
+Words = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class NodeType(FrozenConfig):
+    """Machines of one kind that a site hands out."""
+
+    cluster: str
+    """What one is: a Cluster file, or devices x name, such as "8xH100-SXM"."""
+    num_nodes: Ways
+    """How many the site has of them at most."""
+    usd_per_device_hour: Usd | None = None
+    spot_usd_per_device_hour: Usd | None = None
+    """What a device costs that may be taken away; None: there are no such machines."""
+    spot_mtbp_hours: Annotated[float, Field(gt=0, le=10**6)] | None = None
+    """Mean hours until a spot machine is taken away."""
+    select: Words = ()
+    """How the engine is asked for them: Slurm's --constraint and --gres, Kubernetes' node labels."""
+
+
+class Site(FrozenConfig):
+    """Where runs are launched, and how."""
+
+    engine: EngineName
+    partition: str = ""
+    """Slurm's partition, Kueue's queue."""
+    account: str = ""
+    qos: str = ""
+    spot_partition: str = ""
+    """Where jobs go that may be preempted."""
+    hosts: Words = ()
+    """Of engine "ssh": machines without a scheduler, as ssh knows them."""
+    namespace: str = ""
+    container: str = ""
+    """An image; "": none."""
+    venv: str = ""
+    """A folder with bin/paceline that all nodes see; "": the one that launches."""
+    modules: Words = ()
+    """Loaded before the command: `module load ...`."""
+    setup: Words = ()
+    """Lines of shell before the command, for what else a site needs."""
+    scratch: str = ""
+    """A fast folder on each node."""
+    shared: str = ""
+    """A folder that all nodes see; runs are kept below it. "": where the person launches."""
+    node_types: dict[str, NodeType] = Field(default_factory=dict)
+    max_hours: Annotated[float, Field(gt=0, le=10**5)] | None = None
+    """The longest a job may run at once; None: as the engine says."""
+    grace_s: Count = 60
+    """From the notice of an end to the end."""
+
+
+PROJECT_FILE = "paceline-sites.toml"
+
+
+def site_file() -> Path:
+    """The project's file where there is one, else the person's; either may not exist."""
+    own = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    project = Path(PROJECT_FILE)
+    return project if project.is_file() else own / "paceline" / "sites.toml"
+
+
+def read_sites(file: Path) -> dict[str, Site]:
+    """The sites of a file, by name.
+
+    Raises:
+        InputError: it can't be read, or holds something else; names the site and the key.
+    """
+    raw = files.read_toml(file, "write a table for each site, see docs/cluster.md")
+    sites = {}
+    for name, table in raw.items():
+        if not isinstance(table, dict):
+            raise InputError(f"{file}: {name} is no site: write it as a table, [{name}].")
+        try:
+            sites[name] = Site.parse(table, where=name)
+        except InputError as error:
+            raise InputError(f"{file}: {error}") from None
+    return sites
+
+
+def site_named(name: str) -> Site:
+    """The site of a name; "local" needs no file.
+
+    Raises:
+        InputError: there is none; names the nearest.
+    """
+    file = site_file()
+    sites = read_sites(file) if file.is_file() else {}
+    if name in sites:
+        return sites[name]
+    if name == "local":
+        return Site(engine="local")
+    if not sites:
+        raise InputError(
+            f"no site {name!r} is known, since neither {PROJECT_FILE} nor {file} exists: write one "
+            "of them (docs/cluster.md), or launch --on local."
+        )
+    raise InputError(f"{file} has no site {name!r}{nearest(name, [*sites, 'local'])}")

@@ -1,0 +1,147 @@
+"""What every engine does: a scheduler, a list of hosts, or this machine.
+
+`render` is pure: no clock, no network, no files but those it returns. `submit` makes what was
+rendered real, or leaves nothing behind. The others ask and tell. Words are the same for all
+engines; what an engine says itself is kept beside them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from paceline.config.site import Site
+
+State = Literal["queued", "running", "finished", "saved", "failed", "cancelled", "lost"]
+"""queued: waits for machines. finished: exit code 0. saved: exit code 75, nobody starts it again.
+failed: any other exit code. cancelled: a person stopped it. lost: the engine knows nothing of it,
+or its machines vanished and nobody starts it again."""
+
+Reason = Literal[
+    "resources",
+    "priority",
+    "quota",
+    "limit",
+    "dependency",
+    "held",
+    "begin_time",
+    "requeued",
+    "node_down",
+    "unschedulable",
+    "starting",
+    "unknown",
+]
+"""Why a job is queued. resources: not enough is free. priority: others come first. quota: of the
+account. limit: of the partition, the QOS or the number of jobs. unschedulable: it can never start
+as it is. starting: it was given machines that get ready."""
+
+Wish = Literal["save", "stop"]
+"""save: SIGUSR1, write a checkpoint and go away in time to be started again. stop: SIGTERM, and
+nobody starts it again."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of an engine: one command on each of some nodes, all or none."""
+
+    name: str
+    command: tuple[str, ...]
+    """Run once on each node, in `directory`: an agent, which starts the ranks of its node."""
+    directory: Path
+    """The working directory; all nodes see it."""
+    folder: Path
+    """Where scripts, logs and records of this job stand; all nodes see it."""
+    num_nodes: int
+    devices_per_node: int
+    node_type: str = ""
+    """A name in `Site.node_types`; "": the site has one, or none is named."""
+    time_limit_s: int | None = None
+    """After which the engine ends it; None: the engine's own."""
+    grace_s: int = 60
+    """From the notice (SIGTERM) to the end (SIGKILL)."""
+    restarts: int = 10
+    """How often exit code 75, or a lost node, starts it again."""
+    priority: int = 0
+    """Above 0: before other jobs of the same person; as far as the engine lets her."""
+    after: tuple[str, ...] = ()
+    """Ids of jobs that must have finished before."""
+    at_most: int | None = None
+    """So many jobs of its `group` run at once; None: as many as fit."""
+    group: str = ""
+    """Of a sweep: its name."""
+    spot: bool = False
+    """On machines that may be taken away at any time, where the site has them."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Set for the command. Never secrets: it is written into files."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What an engine takes, as text."""
+
+    files: Mapping[str, str]
+    """By name below `Request.folder`."""
+    main: str
+    """The name of the one that is submitted."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One time that a job had machines, or waited for them. Times are Unix seconds."""
+
+    number: int
+    """From 1."""
+    submitted: float
+    """When it began to wait."""
+    started: float | None
+    ended: float | None
+    nodes: tuple[str, ...]
+    num_devices: int
+    """Held, over all nodes."""
+    exit_code: int | None
+    """Of the command; None: it runs, or was killed with its machine."""
+    state: str
+    """In the engine's own words: COMPLETED, NODE_FAIL, PREEMPTED."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """How a job stands now."""
+
+    state: State
+    reason: Reason | None = None
+    """Of a job that is queued."""
+    said: str = ""
+    """The engine's own words for it."""
+    nodes: tuple[str, ...] = ()
+    """That it holds."""
+    attempt: int = 1
+    exit_code: int | None = None
+    expected_start: float | None = None
+    """Unix time, as the engine estimates it."""
+
+
+class Engine(Protocol):
+    """See the module. Every method may raise InputError: one sentence, and nothing was changed."""
+
+    @property
+    def name(self) -> str:
+        """A name in `Site.engine`."""
+
+    def render(self, request: Request, site: Site) -> Rendered:
+        """The files that start this job."""
+
+    def submit(self, request: Request, rendered: Rendered) -> str:
+        """Write the files, hand them over, and return the engine's id; or leave nothing behind."""
+
+    def observe(self, job: str) -> Observation:
+        """How the job of an id stands."""
+
+    def signal(self, job: str, wish: Wish) -> None:
+        """Tell it to save, or to stop for good; returns at once."""
+
+    def logs(self, job: str) -> tuple[Path, ...]:
+        """Files of what its nodes wrote, the oldest attempt first; they may still grow."""
+
+    def usage(self, job: str) -> tuple[Attempt, ...]:
+        """Every attempt so far, the oldest first, without a second counted twice."""

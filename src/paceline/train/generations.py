@@ -113,7 +113,7 @@ class ElasticRank:
 
     def _train_in(self, generation: Generation, job: Job, ranks: Ranks) -> None:
         hosts = {generation.store[0], *(node.address for node in generation.active)}
-        self._sockets = GroupSockets(hosts)
+        self._connect_to(hosts)
         self._kept.generation, timeout_s = generation.number, job.comm.timeout_s
         store = store_of_generation(ranks, generation.store, generation.number, timeout_s)
         join_generation(ranks, store, timeout_s)
@@ -127,7 +127,7 @@ class ElasticRank:
 
     def _hand_over(self, generation: Generation, job: Job, ranks: Ranks) -> None:
         """As a process that no longer trains: give what it holds to those that do."""
-        self._sockets = GroupSockets({generation.store[0]})
+        self._connect_to({generation.store[0]})
         timeout_s = job.comm.timeout_s
         store = store_of_generation(ranks, generation.store, generation.number, timeout_s)
         holders = _holders(generation, ranks.rank, store, timeout_s)
@@ -140,6 +140,11 @@ class ElasticRank:
         recover(take_nothing, self._kept.held, holders, generation.number)
         # A group that closes breaks what others still do in it.
         await_all(store, _HAS_JOINED, range(generation.num_ranks), timeout_s)
+
+    def _connect_to(self, hosts: set[str]) -> None:
+        """From now on a cut is one of this generation's connections."""
+        self._sockets.close()
+        self._sockets = GroupSockets(hosts)
 
     def _log_as(self, ranks: Ranks) -> None:
         """Rank 0 has the terminal, whichever process it is."""

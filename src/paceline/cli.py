@@ -182,11 +182,11 @@ def train(
     if show:
         _show(_read_in_steps(job, set_ or []))
         return
-    from paceline.comm.forkserver_start import TRAINING, warm_up_ranks
+    from paceline.comm.forkserver_start import TRAINING
 
     # A notice waits until the Job has said what it means.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
-    warm_up_ranks(TRAINING)
+    _warm_up_own_ranks(TRAINING)
     from paceline.comm.rendezvous import exit_rank, ranks_from_env
     from paceline.observe.run import Run
     from paceline.train.command import train_job
@@ -440,9 +440,9 @@ def tune(
     paceline train tunes/my/job.toml
     torchrun --nnodes 2 ... -m paceline tune my.toml
     """
-    from paceline.comm.forkserver_start import MEASURING, warm_up_ranks
+    from paceline.comm.forkserver_start import MEASURING
 
-    warm_up_ranks(MEASURING)
+    _warm_up_own_ranks(MEASURING)
     from paceline.comm.rendezvous import exit_rank, ranks_from_env
     from paceline.tune.command import TuneOptions, tune_command
 
@@ -550,6 +550,17 @@ def _read_in_steps(path: Path | None, overrides: list[str]) -> "JobSpec":
     from paceline.train.length import length_in_steps
 
     return length_in_steps(job)
+
+
+def _warm_up_own_ranks(module: str) -> None:
+    """Get ready to start ranks, but as one of several that a launcher started: it starts none, and
+    the others need the cores. An agent among them does it itself."""
+    from paceline.comm.forkserver_start import warm_up_ranks
+    from paceline.comm.rank_env import ranks_from_env
+
+    given = ranks_from_env("cpu")
+    if given is None or given.world_size == 1:
+        warm_up_ranks(module)
 
 
 def _runs_folder(job: Path | None, runs: Path) -> Path:

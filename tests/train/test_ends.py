@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from multiprocessing import forkserver
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,8 +15,11 @@ import torch
 from torch._inductor.compile_worker.subproc_pool import SubprocPool
 from torch.utils.data import DataLoader
 
+from paceline import cli
+from paceline.comm import forkserver_start
 from paceline.comm.forkserver_start import TRAINING, warm_up_ranks
 from paceline.config.elastic import Elastic
+from paceline.config.errors import InputError
 from paceline.observe.run import Run
 from paceline.train.stopping import StopRequest, shield_compile_workers
 from tests.command_line import Started, metrics, ranks, write_tiny_job
@@ -70,6 +74,26 @@ def test_the_process_that_ranks_are_forked_from_is_made_a_helper_first(monkeypat
     monkeypatch.setattr("multiprocessing.set_forkserver_preload", server.set_forkserver_preload)
     warm_up_ranks(TRAINING)
     assert server._preload_modules == ["paceline.comm.forkserver_process", TRAINING]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "starts_ranks"), [(None, True), ("1", True), ("2", False)]
+)
+@pytest.mark.parametrize("command", ["train", "tune"])
+def test_only_a_process_that_starts_ranks_makes_them_ready(
+    command, world_size, starts_ranks, monkeypatch
+):
+    modules = []
+    monkeypatch.setattr(forkserver_start, "warm_up_ranks", modules.append)
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *_given: set())
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    if world_size is not None:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(InputError):
+        getattr(cli, command)(Path("no such job.toml"))
+    assert len(modules) == starts_ranks
 
 
 def test_data_workers_live_on_when_a_signal_asks_for_a_stop(tmp_path):

@@ -15,6 +15,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from paceline.comm.forkserver_start import TRAINING, warm_up_ranks
 from paceline.comm.rank_env import ranks_from_env
 from paceline.config.errors import EXIT_SAVED, InputError, StoppedInTimeError
 from paceline.config.job import Job, JobSpec, differing, to_raw
@@ -55,6 +56,8 @@ def train_elastic(
     if given is not None and given.local_rank > 0:
         _leave_with(await_agent(run))
         return
+    if callable(entry):
+        warm_up_ranks(TRAINING)
     agents = run.path / "agents"
     agents.mkdir(parents=True, exist_ok=True)
     beginning = FileLock(agents / ".begin")

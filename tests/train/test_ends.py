@@ -42,6 +42,31 @@ def test_a_run_that_ignores_sigint_by_birth_can_be_interrupted(tmp_path):
     assert "checkpoint kept" in output
 
 
+_LEAVING = """
+import os, signal, sys
+from paceline.config.elastic import Elastic
+from paceline.config.errors import StoppedInTimeError
+from paceline.elastic.signals import leaving_until_begun
+
+class Last:  # goes when Python has given signals their first meaning back
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)
+
+last = Last()
+if sys.argv[1] == "command":
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+settings = {} if sys.argv[1] == "stop file" else {"min_nodes": 1}
+with leaving_until_begun(Elastic(**settings), print) as begin:
+    begin()
+    raise StoppedInTimeError
+"""
+
+
+@pytest.mark.parametrize("who", ["command", "script", "stop file"])
+def test_a_second_notice_while_python_leaves_does_not_change_the_exit_code(who):
+    assert subprocess.run([sys.executable, "-c", _LEAVING, who], timeout=60).returncode == 75
+
+
 _HELPED = """
 import subprocess, sys
 helper = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)

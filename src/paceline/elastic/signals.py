@@ -106,7 +106,8 @@ def leaving_until_begun(
     elastic: Elastic, tell: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
     """Around a run and all that comes before it begins: a signal that comes before ends this
-    process with 75, for nothing was trained.
+    process with 75, for nothing was trained. Once its exit code is settled no signal changes it,
+    not even while Python leaves.
 
     Args:
         tell: passes a signal's name on to the other ranks.
@@ -119,7 +120,11 @@ def leaving_until_begun(
     """
     if not elastic.asks_again:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ALL)
-        yield lambda: None
+        try:
+            yield lambda: None
+        except StoppedInTimeError:  # as the stop file wanted it
+            _ignore_from_now()
+            raise
         return
 
     def leave(name: str) -> None:
@@ -130,16 +135,28 @@ def leaving_until_begun(
         time.sleep(_UNWIND_S)
         os._exit(EXIT_SAVED)
 
+    # A command blocks it (`paceline.cli`); a script goes on after its run, but for one that was cut.
     ends_with_run = signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     before = {number: signal.signal(number, _keep) for number in ALL}
     listener = SignalListener(asking(elastic), leave)
     try:
         yield listener.close
+    except StoppedInTimeError:
+        ends_with_run = True
+        raise
     finally:
         listener.close()
-        if not ends_with_run:  # a script goes on, a command is at its end
+        if ends_with_run:
+            _ignore_from_now()
+        else:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _ignore_from_now() -> None:
+    """Python gives signals with handlers their first meaning back as it leaves, but not these."""
+    for number in ALL:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _keep(number: int, _frame: FrameType | None) -> None:

@@ -1,5 +1,7 @@
 """A run goes on from the memory of its ranks as it would from the disk, to the bit."""
 
+import pickle
+
 import pytest
 
 from paceline.train.data import prepare
@@ -83,3 +85,20 @@ def test_another_layout_goes_on_as_from_the_disk(name, moved):
     for rank in moved[name]:
         assert rank[3] == [], "differs from what the disk gives"
         assert rank[:2] == (STEPS, source)
+
+
+def test_a_later_checkpoint_goes_before_an_older_state_in_memory(root):
+    settings = (*FP32, *COPY_EACH, *layout("fsdp=2"))
+    before = Before(root / "later", settings, 1)
+    held = run_ranks(cases.train_before, 2, [before], timeout_s=240)[0][0]
+    older = [one for one in pickle.loads(held) if one.step < STEPS]
+    assert {(one.step, one.kind) for one in older} == {(1, "own"), (1, "buddy")}
+    after = After(before, (*FP32, *layout("fsdp=1")), [pickle.dumps(older)])
+    ((step, *_, differing),) = cases.go_on(0, 1, [after])
+    assert (step, differing) == (None, []), "from the disk"
+    shard = next((before.folder / f"checkpoints/step-{STEPS}").glob("*.safetensors"))
+    damaged = bytearray(shard.read_bytes())
+    damaged[-1] ^= 1
+    shard.write_bytes(damaged)
+    checkpoints, _ = cases.checkpoints_of(before, 0, 1, after.settings)
+    assert checkpoints.begin(older, generation=2) == 1

@@ -137,7 +137,8 @@ class ElasticRank:
         def take_nothing(found: FoundState) -> None:
             load(found, {}, holders)
 
-        recover(take_nothing, self._kept.held, holders, generation.number)
+        saved = self._run.checkpoint_folder
+        recover(take_nothing, self._kept.held, holders, generation.number, saved)
         # A group that closes breaks what others still do in it.
         await_all(store, _HAS_JOINED, range(generation.num_ranks), timeout_s)
 

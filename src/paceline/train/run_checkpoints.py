@@ -79,7 +79,8 @@ class RunCheckpoints:
         if generation:
             holders = self._context.kept.holders or self._checkpointer.ranks
             go_on = partial(self._go_on_from, ranks=holders)
-            self.recovered = recover(go_on, held, holders, generation)
+            saved = self._context.run.checkpoint_folder
+            self.recovered = recover(go_on, held, holders, generation, saved)
         if self.recovered is not None:
             # The disk may not have it: it is saved at once where that is due, and at the end.
             done, self._first = self.recovered.step, self.recovered.step - 1

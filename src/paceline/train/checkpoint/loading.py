@@ -5,6 +5,7 @@ moment is reported like a damaged file.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,20 @@ def newest_good(
             "anew."
         )
     return None, set()
+
+
+def has_good_after(directory: Path, step: int) -> bool:
+    """Whether there is a checkpoint of a later step whose every byte is as written. One process
+    reads it alone; a disk that it can't read has none."""
+    alone = LockstepRanks.alone()
+    with suppress(OSError):
+        for later in reversed(complete_steps(directory)):
+            if later <= step:
+                break
+            with suppress(DamagedError):
+                _verify(directory / f"step-{later}", later, alone)
+                return True
+    return False
 
 
 def load(found: FoundState, tensors: dict[str, Any], ranks: LockstepRanks) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from paceline.train.checkpoint.held import (
     starts,
     views,
 )
+from paceline.train.checkpoint.loading import has_good_after
 from paceline.train.checkpoint.lockstep import LockstepRanks
 from paceline.train.checkpoint.plan import RankState
 from paceline.train.checkpoint.regions import Region
@@ -68,6 +70,7 @@ def recover(
     held: Sequence[HeldState],
     ranks: LockstepRanks,
     generation: int,
+    saved: Path,
 ) -> Recovered | None:
     """Put the newest state together that the ranks still hold. Every rank calls this.
 
@@ -76,9 +79,11 @@ def recover(
         held: what this rank has; a new process has nothing.
         ranks: all of the new generation.
         generation: its number.
+        saved: where the checkpoints are.
 
     Returns:
-        what was loaded, or None where no step is left whole: then the disk has the last word.
+        what was loaded, or None where no step is left whole or the disk has a later one: then the
+        disk has the last word.
 
     Raises:
         InputError: what is held isn't of this model and optimizer.
@@ -87,6 +92,9 @@ def recover(
     began = time.perf_counter()
     pool = _Pool.of(held, ranks)
     while (found := pool.newest()) is not None:
+        # One looks for all: the others may hear of a checkpoint later than it does.
+        if any(ranks.all_gather(ranks.rank == 0 and has_good_after(saved, found.step))):
+            return None
         try:
             go_on_from(found)
         except DamagedError:

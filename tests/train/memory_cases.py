@@ -1,6 +1,7 @@
 """What the tests of recovery from memory run: a rank's part, before a loss and after it."""
 
 import pickle
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from paceline.comm.mesh import local_part
 from paceline.comm.rendezvous import Ranks
+from paceline.config.frozen import Auto
 from paceline.observe.profile import ProfiledWindows
 from paceline.observe.run import Run
 from paceline.train.best_evaluation import BestEvaluation
@@ -32,6 +34,7 @@ from tests.train.reshard_cases import StopAfter, job_of
 
 STEPS = 2
 """Before the loss."""
+COPY_S = 0.05
 
 
 class Before(NamedTuple):
@@ -183,14 +186,14 @@ def _compare(case: After, rank: int, num_ranks: int) -> tuple[Any, ...]:
 class Small:
     """One sharded tensor and one that each rank has; both are filled with the step."""
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
+    def __init__(self, rank: int, num_ranks: int, every: Auto | int = 1) -> None:
         mesh = init_device_mesh("cpu", (num_ranks,))
         whole = torch.zeros(2 * num_ranks, 2)
         self.state = {
             "model": {"w": distribute_tensor(whole, mesh, [Shard(0)]), "b": torch.zeros(5)}
         }
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
-        self.buddies = Buddies(Ranks(rank, num_ranks, 0, 1), group, 1)
+        self.buddies = Buddies(Ranks(rank, num_ranks, 0, 1), group, every)
 
     def live(self, step: int) -> HeldState:
         for tensor in self.state["model"].values():
@@ -252,3 +255,30 @@ def copy_and_lose(rank: int, num_ranks: int) -> dict[str, Any]:
     seen["interrupted"] = small.recovered([] if rank == 1 else after)
     seen["stays broken"] = small.buddies.renew(small.live(5)) if rank != 1 else 0.0
     return seen
+
+
+def choose_intervals(rank: int, num_ranks: int) -> dict[str, tuple[int, float]]:
+    """What costs 0.05 s in each copy -> the interval that is chosen, and the longest time from one
+    copy to the next, which makes up a step here."""
+    chosen = {}
+    exchange = Buddies._exchange_copies
+
+    def busy(buddies: Buddies, place: Any) -> bool:
+        until = time.thread_time() + COPY_S
+        while time.thread_time() < until:
+            pass
+        return exchange(buddies, place)
+
+    for what in ("preparing", "the thread"):
+        small = Small(rank, num_ranks, "auto")
+        Buddies._exchange_copies = busy if what == "the thread" else exchange  # type: ignore[method-assign]
+        began, longest_s = time.perf_counter(), 0.0
+        for index in range(1, 6):
+            time.sleep(COPY_S)  # a step
+            prepared_s = COPY_S if what == "preparing" else 0.0
+            time.sleep(prepared_s)
+            small.buddies.renew(small.live(index), prepared_s)
+            small.buddies.finish()
+            longest_s, began = max(longest_s, time.perf_counter() - began), time.perf_counter()
+        chosen[what] = small.buddies.every, longest_s
+    return chosen

@@ -45,6 +45,15 @@ def test_the_newest_whole_step_is_found(case, expected, seen):
     assert [rank[case] for rank in seen] == [expected] * 3
 
 
+def test_the_interval_counts_all_that_a_copy_takes():
+    chosen = run_ranks(cases.choose_intervals, 2, timeout_s=60)
+    for what in ("preparing", "the thread"):
+        (every, _), (other, _) = (rank[what] for rank in chosen)
+        assert every == other
+        # At most 1 % of a step, which here is no longer than from one copy to the one after next.
+        assert every >= cases.COPY_S / (0.01 * 2 * max(rank[what][1] for rank in chosen))
+
+
 def test_a_buddy_is_on_another_node():
     assert [buddy_of([0, 0, 1, 1], rank) for rank in range(4)] == [2, 3, 0, 1]
     assert [buddy_of([0, 0, 0], rank) for rank in range(3)] == [1, 2, 0]

@@ -10,6 +10,7 @@ Not here: how copies travel (`checkpoint.buddies`) and how ranks go on from them
 (`train.run_checkpoints`).
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,7 +58,9 @@ class MemoryCopies:
         self._mark(done)
         if not self.buddies.is_due(done):
             return 0.0
-        return self.buddies.renew(self._live(done, state, facts))
+        began = time.perf_counter()
+        held = self._live(done, state, facts)
+        return self.buddies.renew(held, time.perf_counter() - began)
 
     @torch.no_grad()
     def held(self, state: State, facts: Facts) -> list[HeldState]:

@@ -1,7 +1,7 @@
 """Buddies: each rank's part of the state, copied into its own and another node's memory.
 
-How a copy goes. On the training thread a rank copies its pieces to host memory (pinned beside a
-CUDA device); that is all the step waits for. A thread then checksums them, sends to the buddy what
+How a copy goes. On the training thread a rank puts its state together and copies its pieces to host
+memory (pinned beside a CUDA device); that is all the step waits for. A thread then checksums them, sends to the buddy what
 no rank of another node holds anyway, takes what others send here, and hears from all whether it
 arrived. There are two places for each copy. One is written over only when all ranks have the copy
 in the other: whoever is lost, and whenever, the last step that all have is whole.
@@ -116,8 +116,9 @@ class Buddies:
         """Steps between copies, as it is now."""
         self.names: frozenset[str] = frozenset()
         """Of the tensors of all ranks, as of the last copy."""
-        self.stall_s = 0.0
-        """For so long the last copy kept the step waiting: in the end, the slowest rank's."""
+        self.cost_s = 0.0
+        """Of the last copy: how long the step waited, and the processor time of the thread; in the
+        end, the slowest rank's."""
         self.sent_bytes = 0
         """Of the pieces that this rank's last copy sent to the buddy."""
         self.last_whole: int | None = None
@@ -133,7 +134,7 @@ class Buddies:
         self._is_everywhere = False
         self._due = 0
         self._last: tuple[int, float] | None = None
-        self._stalls: deque[float] = deque(maxlen=_REMEMBERED)
+        self._costs: deque[float] = deque(maxlen=_REMEMBERED)
         self._num_copies = 0
         self._thread: threading.Thread | None = None
         self._is_broken = False
@@ -143,31 +144,32 @@ class Buddies:
         """Whether the state after so many steps is to be copied; on all ranks alike."""
         return self._ranks.world_size > 1 and done >= self._due
 
-    def renew(self, held: HeldState) -> float:
+    def renew(self, held: HeldState, prepared_s: float = 0.0) -> float:
         """Copy this rank's part, and begin to send it.
 
         Args:
             held: what trains; it may change as soon as this returns.
+            prepared_s: seconds that it took to put that together.
 
         Returns:
-            the seconds that the step waited: for the copy before, where that is still on its way,
-            and for this one. Nothing happens any more after a rank was lost.
+            the seconds that the step waited: these, for the copy before, where that is still on its
+            way, and for this one. Nothing happens any more after a rank was lost.
         """
-        began = time.perf_counter()
+        began = time.perf_counter() - prepared_s
         self.finish()
         if self._is_broken:
-            return 0.0
+            return prepared_s
         self._due = held.step + self.every
         step_s = self._step_time(held.step, began)
         place = _spare(self._own, self.last_whole)
         place.copy(held, self._numbers_to_keep(held))
-        self.stall_s = time.perf_counter() - began
+        waited_s = time.perf_counter() - began
         self._last = held.step, time.perf_counter()
         self._thread = threading.Thread(
-            target=self._send, args=(place, self.stall_s, step_s), name="buddies", daemon=True
+            target=self._send, args=(place, waited_s, step_s), name="buddies", daemon=True
         )
         self._thread.start()
-        return self.stall_s
+        return waited_s
 
     def finish(self) -> None:
         """Wait until the last copy has arrived everywhere, or a rank is lost.
@@ -204,12 +206,14 @@ class Buddies:
             return 0.0
         return (now - self._last[1]) / (step - self._last[0])
 
-    def _send(self, place: "_Place", stall_s: float, step_s: float) -> None:
+    def _send(self, place: "_Place", waited_s: float, step_s: float) -> None:
+        began_s = time.thread_time()
         try:
-            stall_s += place.seal()
+            waited_s += place.seal()
             self._exchange_tables(place)
             arrived = self._exchange_copies(place)
-            words = records.all_gather([arrived, stall_s, step_s], self._group)
+            cost_s = waited_s + time.thread_time() - began_s
+            words = records.all_gather([arrived, cost_s, step_s], self._group)
         except RuntimeError:  # a rank was lost: the step's own collectives say so
             self._is_broken = True
             return
@@ -220,15 +224,15 @@ class Buddies:
         if all(ok for ok, _, _ in words):
             self.last_whole = place.held.step
             self._kept = ()
-        self.stall_s = max(stall for _, stall, _ in words)
+        self.cost_s = max(cost for _, cost, _ in words)
         self._choose_interval(max(step for _, _, step in words))
 
     def _choose_interval(self, step_s: float) -> None:
         self._num_copies += 1
         if not self._is_auto or self._num_copies <= _WARM_UP or not step_s:
             return
-        self._stalls.append(self.stall_s)
-        self.every = max(1, math.ceil(statistics.median(self._stalls) / (_SHARE * step_s)))
+        self._costs.append(self.cost_s)
+        self.every = max(1, math.ceil(statistics.median(self._costs) / (_SHARE * step_s)))
 
     def _exchange_tables(self, place: "_Place") -> None:
         """Tell the others what this rank's pieces are, where they aren't those of its last copy."""

@@ -80,6 +80,29 @@ def test_a_whole_file_is_not_written_again(tmp_path):
     assert not (tmp_path / "absent.jsonl").exists()
 
 
+def test_of_a_long_file_the_end_alone_is_read(run, monkeypatch):
+    lines = [{"step": step, "pad": "x" * 90} for step in range(1, 20_001)]
+    run.write("metrics.jsonl", json_lines(lines))
+    num_bytes = run.metrics_file.stat().st_size
+
+    def read_all(*_arguments):
+        pytest.fail("all of it is read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.observe.run.read_lines", read_all)
+        patch.setattr("paceline.observe.metrics.read_lines", read_all)
+        truncate_after(run.metrics_file, 20_000)
+        assert run.metrics_file.stat().st_size == num_bytes
+        truncate_after(run.metrics_file, 19_500)
+        assert [line["step"] for line in run.newest_steps()][-1000:] == [*range(18_501, 19_501)]
+        assert len(run.newest_steps()) < 3000
+        assert run.step(19_000)["step"] == 19_000
+    assert run.step(5)["step"] == 5
+    assert run.step(19_501) is None
+    truncate_after(run.metrics_file, 100)  # it doesn't stand in the end
+    assert run.metrics() == lines[:100]
+
+
 def test_each_step_can_be_read_as_soon_as_it_is_recorded(run):
     lines = synthetic.lines(3)
     metrics = Metrics(run, QUIET, "tokens", 0)

@@ -28,7 +28,7 @@ from typing import Any
 
 from paceline.config.job_sections import Observe
 from paceline.observe.endpoint import Endpoint
-from paceline.observe.run import Run, parse_line, read_lines, write_atomic
+from paceline.observe.run import Run, parse_line, read_end, read_lines, write_atomic
 
 Line = dict[str, Any]
 
@@ -131,9 +131,14 @@ def _finite(value: Any) -> Any:
 def truncate_after(file: Path, step: int) -> None:
     """Leave in a metrics.jsonl one whole line per step up to `step`; a missing file stays missing.
 
-    What a crash cut off goes too. The file is replaced atomically, and only where it changes.
+    What a crash cut off goes too. Where its end is in order that end alone is looked at, and cut;
+    else the file is replaced atomically, and only where it changes.
     """
     if not file.exists():
+        return
+    if (end := _end_in_order(file, step)) is not None:
+        if end < file.stat().st_size:
+            os.truncate(file, end)
         return
     changes, kept = False, {}
     for raw in read_lines(file):
@@ -144,6 +149,18 @@ def truncate_after(file: Path, step: int) -> None:
             kept[line["step"]] = raw.decode().rstrip("\r\n") + "\n"
     if changes:
         write_atomic(file, "".join(kept.values()))
+
+
+def _end_in_order(file: Path, step: int) -> int | None:
+    """Where in a file the lines up to a step end, by its last lines; None: these aren't one whole
+    line for each step, or begin after that one."""
+    end, lines = read_end(file)
+    steps = [0 if line is None else line["step"] for line in map(parse_line, lines)]
+    if not steps or not lines[-1].endswith(b"\n") or (end and steps[0] > step):
+        return None
+    if steps[0] == 0 or steps != [*range(steps[0], steps[0] + len(steps))]:
+        return None
+    return end + sum(len(raw) for raw, at in zip(lines, steps, strict=True) if at <= step)
 
 
 class _EventFile:

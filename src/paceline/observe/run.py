@@ -28,6 +28,8 @@ from paceline.observe.records import DOCTOR, EVENT, FACTS, LINE, PLAN
 
 # A line with the figures of 64 ranks takes three thousand bytes.
 _MOST_LINE_BYTES = 1 << 20
+# Of a file of which only the last lines are asked for.
+_END_BYTES = 1 << 18
 
 
 class Records(NamedTuple):
@@ -139,6 +141,19 @@ class Run:
         """The lines of `steps` alone."""
         return self.steps().lines
 
+    def newest_steps(self) -> list[dict[str, Any]]:
+        """The last of `metrics`, in a time that doesn't depend on how many there are."""
+        lines = [parse_line(raw) for raw in read_end(self.metrics_file)[1]]
+        return [line for line in lines if line is not None] or self.metrics()
+
+    def step(self, number: int) -> dict[str, Any] | None:
+        """The line of a step, None where there is none; one of the newest is found at once."""
+        for read in (self.newest_steps, self.metrics):
+            for line in read():
+                if line["step"] == number:
+                    return line
+        return None
+
     def _read(self, name: str, kind: TypeAdapter[Any]) -> dict[str, Any]:
         file = self.path / name
         if not os.path.lexists(file):
@@ -207,6 +222,24 @@ def read_lines(file: Path, kind: str = "step") -> Iterator[bytes]:
                     line = line[:64] + rest[-1:]
                 line = line[:64] + b"\n"
             yield line
+
+
+def read_end(file: Path) -> tuple[int, list[bytes]]:
+    """The last lines of a file of the Run with their ends, and where in it the first of them
+    begins; none where the file is missing, or its last line is longer than what is read.
+
+    Raises:
+        InputError: it can't be read.
+    """
+    if not os.path.lexists(file):
+        return 0, []
+    with files.opened(file, "move it away: the run writes its next steps anew") as source:
+        start = max(0, source.seek(0, os.SEEK_END) - _END_BYTES)
+        source.seek(start)
+        lines = source.read(_END_BYTES).splitlines(keepends=True)
+    if start:  # the first one is the end of a line
+        start += len(lines.pop(0))
+    return start, lines
 
 
 def parse_line(raw: bytes, kind: TypeAdapter[Any] = LINE) -> dict[str, Any] | None:

@@ -63,9 +63,9 @@ class Evaluations:
             return
         line: Line = {}
         self._see(line, eval_steps, done)
-        written = context.run.metrics()[done - 1 : done] if self._trainer.ranks.is_first else []
-        if line and written:
-            context.metrics_buffer.write(written[0] | line)
+        written = context.run.step(done) if self._trainer.ranks.is_first else None
+        if line and written is not None:
+            context.metrics_buffer.write(written | line)
 
     def _see(self, line: Line, eval_steps: Callable[[], Iterable[Step]], done: int) -> None:
         """Add the figures to a line and judge them, or note that a stop was wanted before."""

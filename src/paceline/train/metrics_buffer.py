@@ -87,8 +87,10 @@ class MetricsBuffer:
 
     def write_missing(self, last: Callable[[], int]) -> None:
         """Write the lines after step `last` that another rank was to write, which was lost."""
-        for line in [line for line in self.recent if line["step"] > last()]:
-            self.write(line)
+        if self.recent:
+            written = last()
+            for line in [line for line in self.recent if line["step"] > written]:
+                self.write(line)
 
     def forget(self) -> None:
         """Forget the steps that are not written yet, and the spike: an earlier state came back."""

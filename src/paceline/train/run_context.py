@@ -88,7 +88,7 @@ class RunContext:
             best=BestEvaluation(job),
             say=say,
             left_out=LeftOut.of(run),
-            last_line=lambda: max((line["step"] for line in run.steps().lines), default=0),
+            last_line=lambda: max((line["step"] for line in run.newest_steps()), default=0),
             kept=kept,
         )
 

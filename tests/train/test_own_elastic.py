@@ -115,6 +115,7 @@ class _Nodes:
 def pair(tmp_path, request) -> Iterator[tuple[_Nodes, _Nodes]]:
     """A run on one node that nothing disturbs, and the same on two."""
     job = {**EXACT, "layout": {"micro_batch": 1, **request.param["layout"]}}
+    job["elastic"] = {**EXACT["elastic"], "copy_every": request.param.get("copy_every", "auto")}
 
     def settings(num_nodes: int) -> dict[str, Any]:
         cluster = {"num_nodes": num_nodes, "devices_per_node": 1}
@@ -138,10 +139,16 @@ def _assert_same(two: _Nodes, one: _Nodes, left: str) -> None:
     assert sorted(every) == sorted(steps + evals)
 
 
+SHARDED = {"layout": {"fsdp": "auto", "dp": 1}, "data": "map"}
+
+
 @pytest.mark.parametrize(
-    "pair", [{"layout": {"fsdp": "auto", "dp": 1}, "data": "map"}], indirect=True
+    ("pair", "copy_every"),
+    [({**SHARDED, "copy_every": each}, each) for each in (1, 4)],
+    indirect=["pair"],
+    ids=["copied each step", "copied each fourth step"],
 )
-def test_a_lost_first_rank_and_agent_change_no_bit_of_sharded_training(pair):
+def test_a_lost_first_rank_and_agent_change_no_bit_of_sharded_training(pair, copy_every):
     one, two = pair
     two.start("a", "c")
     two.until_step(5, num_nodes=2)
@@ -150,7 +157,11 @@ def test_a_lost_first_rank_and_agent_change_no_bit_of_sharded_training(pair):
     lost = two.kill_first("agent")
     (left,) = {"a", "c"} - {lost}
     assert two.codes() == {left: 0, lost: -signal.SIGKILL}
-    assert [event["source"] for event in two.events("recovered")] == ["start", "buddy", "buddy"]
+    assert two.events("generation")[0]["layout"] == "fsdp 2 (zero 3)"
+    recovered = two.events("recovered")
+    assert [event["source"] for event in recovered] == ["start", "buddy", "buddy"]
+    # As many as since a copy, or the one before where that had not arrived.
+    assert all(event["recomputed"] < 2 * copy_every for event in recovered), recovered
     _assert_same(two, one, left)
 
 

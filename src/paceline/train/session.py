@@ -44,6 +44,7 @@ from paceline.observe.generations import generations_of
 from paceline.observe.metrics import Metrics
 from paceline.observe.run import Run
 from paceline.train.best_evaluation import BestEvaluation
+from paceline.train.called import Called
 from paceline.train.debug_checks import enabled_checks
 from paceline.train.debugging import debug_server, dump_flight_recorder, enable_flight_recorder
 from paceline.train.failure import LostPeerError, is_lost_peer, report_at_once
@@ -264,8 +265,7 @@ class RunReporter:
         self._metrics: Metrics | None = None
         self._trouble: str | None = None
         self._last_step = 0
-        self._called: dict[int, bool] = {}
-        """Steps whose line a person's own functions were given, and whether evaluated."""
+        self._called = Called()
 
     def __enter__(self) -> "RunReporter":
         if self.speaks:
@@ -273,8 +273,7 @@ class RunReporter:
             self.run.write_json("facts.json", self.facts)
             wanted = self.task.loop_options
             if self.job.elastic.is_on and (wanted.on_step or wanted.on_eval):
-                lines = self.run.steps().lines  # of whoever was the first rank until now
-                self._called = {line["step"]: "eval_loss" in line for line in lines}
+                self._called = Called.of(self.run)
         return self
 
     def __exit__(self, *_failure: object) -> None:
@@ -317,10 +316,12 @@ class RunReporter:
             self._metrics.close()
             self._metrics = None
             if not self._is_made_up(line):
-                self._called.clear()
+                self._called.go_back(self.run, line["step"] - 1)
         self._last_step = line["step"]
         if self._metrics is None:
             first = line["step"] - 1
+            if self._called.step > first:
+                self._called.keep(self.run)
             self._metrics = Metrics(self.run, self.job.observe, self.task.unit, first)
         trouble = self._metrics.record(line)
         self._call_back(line)
@@ -331,18 +332,20 @@ class RunReporter:
 
     def _is_made_up(self, line: Line) -> bool:
         """Whether only the evaluation after its step was still to be made."""
-        return "eval_loss" in line and self._called.get(line["step"]) is False
+        return "eval_loss" in line and self._called.evaluation < line["step"] <= self._called.step
 
     def _call_back(self, line: Line) -> None:
         """Give it to a person's own functions, once: not again where a lost rank's step is done
         again."""
         loop_options, step = self.task.loop_options, line["step"]
-        is_evaluated = "eval_loss" in line
-        if loop_options.on_step is not None and step not in self._called:
-            loop_options.on_step(copy.deepcopy(line))
-        if loop_options.on_eval is not None and is_evaluated and not self._called.get(step):
-            loop_options.on_eval(copy.deepcopy(line))
-        self._called[step] = is_evaluated
+        if step > self._called.step:
+            if loop_options.on_step is not None:
+                loop_options.on_step(copy.deepcopy(line))
+            self._called.step = step
+        if "eval_loss" in line and step > self._called.evaluation:
+            if loop_options.on_eval is not None:
+                loop_options.on_eval(copy.deepcopy(line))
+            self._called.evaluation = step
 
     def conclude(self, done: int, best: BestEvaluation, *, again: bool) -> None:
         """Show where the time went and write the report; neither where the run is to be started

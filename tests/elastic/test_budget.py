@@ -36,12 +36,24 @@ def test_a_finished_step_fills_the_budget_but_known_bad_nodes_stay_out():
     budget = Budget()
     budget.lost({"b"})
     budget.lost({"b", "c"})
-    assert budget.repeated() == [("b", 2)]
+    assert budget.repeated(3) == {"b": "its ranks died 2 times with no step between them"}
     budget.left_out["b"] = "its ranks died"
     budget = _next_leaders(budget, 1)
     budget.stepped(5)
     assert (budget.num_losses, budget.causes) == (0, {})
     assert budget.left_out == {"b": "its ranks died"}
+
+
+def test_a_node_that_comes_and_is_lost_again_and_again_stays_out():
+    budget = Budget()
+    for number in range(1, 4):
+        budget.lost((), {"c"})
+        assert budget.repeated(2) == ({} if number < 3 else {"c": budget.repeated(2)["c"]})
+        budget.stepped(number, {"a", "b"})  # of the others, without it
+        budget = _next_leaders(budget, number)
+    assert "lost 3 times with no step finished with it" in budget.repeated(2)["c"]
+    budget.stepped(9, {"a", "c"})
+    assert budget.repeated(2) == {}
 
 
 @pytest.mark.parametrize(

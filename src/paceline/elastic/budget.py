@@ -27,6 +27,9 @@ class Budget:
     """Node -> in how many of them a rank of its own died."""
     deaths: list[tuple[int, str]] = field(default_factory=list)
     """Own deaths of ranks: after which step, on which node."""
+    in_vain: dict[str, int] = field(default_factory=dict)
+    """Node -> how often in a row it was lost before a step was finished with it. Others may go on
+    in between: a node that comes and dies again and again costs them a recovery each time."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Nodes that are taken in no more -> why."""
 
@@ -37,25 +40,45 @@ class Budget:
         found.deaths = [(int(step), str(node)) for step, node in found.deaths]
         return found
 
-    def stepped(self, step: int) -> None:
-        """A step is finished."""
+    def stepped(self, step: int, nodes: Collection[str] = ()) -> None:
+        """A step is finished, with these nodes."""
         if step > self.step:
             self.step, self.num_losses, self.causes = step, 0, {}
+            self.in_vain = {name: n for name, n in self.in_vain.items() if name not in nodes}
 
     def died(self, node: str, step: int) -> None:
         """A rank died of its own, after this step."""
         self.deaths.append((step, node))
 
-    def lost(self, nodes: Collection[str]) -> None:
-        """A generation is over, for which these nodes' own ranks are the cause."""
+    def lost(self, nodes: Collection[str], gone: Collection[str] = ()) -> None:
+        """A generation is over.
+
+        Args:
+            nodes: whose own ranks are the cause.
+            gone: that were lost themselves, before a step was finished with them.
+        """
         self.num_losses += 1
         self.causes = dict(Counter(self.causes) + Counter(nodes))
+        self.in_vain = dict(Counter(self.in_vain) + Counter(gone))
 
-    def repeated(self) -> list[tuple[str, int]]:
-        """Nodes that are the cause again and again, and how often."""
-        return [
-            (name, count) for name, count in self.causes.items() if count >= _MOST_DEATHS_OF_NODE
-        ]
+    def repeated(self, restarts: int) -> dict[str, str]:
+        """Nodes that are the cause again and again -> why they are left out.
+
+        Args:
+            restarts: `elastic.restarts`.
+        """
+        own = {
+            name: f"its ranks died {count} times with no step between them"
+            for name, count in self.causes.items()
+            if count >= _MOST_DEATHS_OF_NODE
+        }
+        come_and_gone = {
+            name: f"it was lost {count} times with no step finished with it, which are more than "
+            f"elastic.restarts = {restarts}"
+            for name, count in self.in_vain.items()
+            if count > restarts
+        }
+        return own | come_and_gone
 
     def why_over(self, restarts: int, num_members: int) -> tuple[str, bool]:
         """Why the run is over, a sentence, and whether that is the program's own fault.

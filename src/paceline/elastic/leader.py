@@ -139,7 +139,7 @@ class Leader:
             return
         member = Member(node, channel, ready=self.number)  # who asks to come in has left
         self._step = max(self._step, join["step"])
-        self._budget.stepped(join["step"])
+        self._budget.stepped(join["step"], self._trained())
         self._members[node.name] = member
         channel.send({"kind": "welcome"})
         self._inbox.put_nowait((member, {"kind": "came", "stop": join.get("stop")}))
@@ -455,7 +455,9 @@ class Leader:
         loss = Loss(member.node.name, rank, "slow", message["text"])
         assert self.before is not None
         if self._settings.replace_slow and len(self._members) > self.before.num_active:
-            self._budget.left_out[loss.node] = f"{loss.node} is replaced: {loss.sentence}"
+            why = loss.sentence.rstrip(".")
+            self._budget.left_out[loss.node] = f"{loss.node} is replaced: {why}"
+            self._tell_left_out(loss.node)
             self._add_loss(loss)
         else:
             self._tell_loss(loss)
@@ -465,7 +467,7 @@ class Leader:
         if self._has_stepped and self._stepped_at is not None and step > self._step:
             self._steps_s.append((now - self._stepped_at) / (step - self._step))
         self._step, self._stepped_at = step, now
-        self._budget.stepped(step)
+        self._budget.stepped(step, self._trained())
         if not self._has_stepped:
             self._has_stepped = True
             self._seconds["first_step"] = now - self._noticed
@@ -532,7 +534,10 @@ class Leader:
     def _judge_run(self) -> None:
         """After a loss: is it worth going on, and with whom?"""
         own = {loss.node for loss in self._losses if loss.rank is not None}
-        self._budget.lost(own)
+        assert self.before is not None, "before the first generation nothing is lost"
+        gone = self._trained() - self._members.keys()
+        has_stepped = self._budget.step > self.before.budget.get("step", 0)
+        self._budget.lost(own, () if has_stepped else gone)
         text = self._failures[0] if self._failures else ""
         why, is_failure = self._budget.why_over(self._settings.restarts, len(self._members))
         if not why:
@@ -544,16 +549,21 @@ class Leader:
 
     def _leave_out(self) -> None:
         """Part from nodes that are the cause again and again, where others are enough."""
-        for name, count in self._budget.repeated():
-            if len(self._members.keys() - {name}) >= self._settings.min_nodes:
-                text = f"{name} is left out: its ranks died {count} times with no step between them"
-                self._budget.left_out[name] = text
-        for name in self._budget.left_out.keys() & self._members.keys():
-            member, text = self._members.pop(name), self._budget.left_out[name]
-            self._event("left_out", node=name, why=text)
-            self._say(f"{text}.")
-            member.channel.send({"kind": "refused", "text": text, "exit_code": FAILED})
+        left_out = self._budget.left_out
+        for name, why in self._budget.repeated(self._settings.restarts).items():
+            is_enough = len(self._members.keys() - {name}) >= self._settings.min_nodes
+            if is_enough and name not in left_out:
+                left_out[name] = f"{name} is left out: {why}"
+                self._tell_left_out(name)
+        for name in left_out.keys() & self._members.keys():
+            member = self._members.pop(name)
+            member.channel.send({"kind": "refused", "text": left_out[name], "exit_code": FAILED})
             member.channel.close()
+
+    def _tell_left_out(self, name: str) -> None:
+        text = self._budget.left_out[name]
+        self._event("left_out", node=name, why=text)
+        self._say(f"{text}.")
 
     async def _tick(self) -> None:
         period_s = self._settings.heartbeat_s / 4
@@ -610,6 +620,10 @@ class Leader:
     @property
     def _max_nodes(self) -> int:
         return self._settings.max_nodes or self._job.cluster.num_nodes
+
+    def _trained(self) -> set[str]:
+        """Nodes of the generation before that had ranks in it."""
+        return {node.name for node in self.before.active} if self.before is not None else set()
 
     def _there(self) -> list[Node]:
         """Those of the generation before in its order, then others by name."""

@@ -84,6 +84,15 @@ def _tier(bytes_per_s):
     )
 
 
+def _slow(block):
+    time.sleep(0.5)
+    return block
+
+
+def _gone(_block):
+    raise check_node.NeighbourGoneError
+
+
 def _broken(_block):
     raise ConnectionResetError(104, "Connection reset by peer")
 
@@ -92,7 +101,8 @@ def _broken(_block):
     ("transfer", "bytes_per_s", "sentence"),
     [
         (lambda block: block, 1.0, None),
-        (lambda block: block, 1e18, "a transfer with a neighbour runs at"),
+        (_slow, 1e18, "a transfer with a neighbour runs at"),
+        (_gone, 1.0, None),
         (lambda block: block[:-1] + b"\0", 1.0, "came back from a neighbour with other bits"),
         (_broken, 1.0, "failed (Connection reset by peer)"),
     ],

@@ -35,7 +35,9 @@ def first_rank(tmp_path, called, monkeypatch):
         on_step=lambda line: called.steps.append(line["step"]),
         on_eval=lambda line: called.evaluations.append(line["step"]),
     )
-    task = Task(nn.Linear(1, 1), loss, lambda _first: iter(()), None, "samples", loop_options=options)
+    task = Task(
+        nn.Linear(1, 1), loss, lambda _first: iter(()), None, "samples", loop_options=options
+    )
     (tmp_path / "run").mkdir()
     return lambda: RunReporter(job, Run(tmp_path / "run"), Ranks(), task, None)
 

@@ -101,9 +101,7 @@ def test_the_process_that_ranks_are_forked_from_is_made_a_helper_first(monkeypat
     assert server._preload_modules == ["paceline.comm.forkserver_process", TRAINING]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "starts_ranks"), [(None, True), ("1", True), ("2", False)]
-)
+@pytest.mark.parametrize(("world_size", "starts_ranks"), [(None, True), ("1", True), ("2", False)])
 @pytest.mark.parametrize("command", ["train", "tune"])
 def test_only_a_process_that_starts_ranks_makes_them_ready(
     command, world_size, starts_ranks, monkeypatch

@@ -24,6 +24,7 @@ import os
 import re
 import socket
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -39,6 +40,7 @@ from paceline.comm.rendezvous import LOOPBACK, own_address
 from paceline.config.errors import InputError
 from paceline.config.job import Job
 from paceline.elastic.aside import aside
+from paceline.elastic.check_node import Check, NeighbourGoneError, no_check
 from paceline.elastic.decision import Choose, JobOn, Loss
 from paceline.elastic.events import EventLog
 from paceline.elastic.generation import (
@@ -64,8 +66,6 @@ from paceline.observe.run import Run, write_atomic
 
 NODE, ADDRESS = "PACELINE_NODE", "PACELINE_ADDRESS"
 """The variables that name this node, and the address at which other nodes reach it."""
-Check = Callable[[Node], str | None]
-"""Of this machine, before it is taken in: a sentence about what is wrong with it, or None."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _DIAL_S = 0.5
@@ -77,13 +77,10 @@ _GRACE_S = 10.0
 _AGAIN_S = 1.0
 _STOPPED_AT_ONCE = 130
 _TWIN_PATIENCE_S = 2.0
+# Of a check's transfer with a member: its time, and what is on its way at once.
+_ECHO_S, _ECHO_BYTES = 10.0, 1 << 20
 # Of a process that waits for the agent: between looks, and until one that isn't there is given up.
 _LOOK_S, _GONE_S = 0.5, 300.0
-
-
-def no_check(_node: Node) -> str | None:
-    """Nothing is wrong with a machine that nobody looks at."""
-    return None
 
 
 def run_agent(
@@ -244,10 +241,10 @@ class Agent:
                 f"another agent for the node {self._name} runs here: stop it, or give this one "
                 f"another name by {NODE}."
             ) from None
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
 
         def hear(name: str) -> None:
-            loop.call_soon_threadsafe(self._on_signal, name)
+            self._loop.call_soon_threadsafe(self._on_signal, name)
 
         self._signals = SignalListener(asking(self._job.elastic), hear)
         listener = Listener(self._secret, self._on_channel)
@@ -261,10 +258,41 @@ class Agent:
             ) from None
         self._me = Node(**{**asdict(self._me), "address": address, "port": port})
         await self._ranks.open()
-        self._sentence = await aside(self._check, self._me)
+        self._sentence = await aside(self._check, self._me, self._transfer)
         own = {**asdict(self._me), "pid": os.getpid(), "host": socket.gethostname()}
         write_atomic(self._file, json.dumps({**own, "parent": os.getppid(), "time": time.time()}))
         return listener
+
+    def _transfer(self, block: bytes) -> bytes:
+        """For the check, in its thread: some member sends a block back."""
+        return asyncio.run_coroutine_threadsafe(self._echoed(block), self._loop).result()
+
+    async def _echoed(self, block: bytes) -> bytes:
+        answers = await self._ask_around()
+        members = sorted(answers, key=lambda one: (one.leads, one.node.name))  # others have time
+        for node in [one.node for one in members if one.follows is not None][:1]:
+            try:
+                async with asyncio.timeout(_ECHO_S):
+                    return await self._echo(node, block)
+            except OSError:  # a time-out as well
+                if await self._ask(node) is not None:
+                    raise
+        raise NeighbourGoneError
+
+    async def _echo(self, node: Node, block: bytes) -> bytes:
+        channel = await dial(node.address, node.port, self._secret, _ECHO_S)
+        parts = [block[at : at + _ECHO_BYTES] for at in range(0, len(block), _ECHO_BYTES)]
+        came_back = []
+        try:
+            channel.send({"kind": "echo"})
+            for part in parts:
+                channel.send({"kind": "part", "data": b64encode(part).decode()})
+                if (said := await channel.receive()) is None:
+                    raise ConnectionError("the connection was closed")
+                came_back.append(b64decode(said["data"]))
+        finally:
+            channel.close()
+        return b"".join(came_back)
 
     @property
     def _file(self) -> Path:
@@ -563,6 +591,11 @@ class Agent:
                     "follows": self._follows.name if self._follows is not None else None,
                 }
             )
+        elif message is not None and message["kind"] == "echo":
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ECHO_S):
+                    while (part := await channel.receive()) is not None:
+                        channel.send(part)
         elif message is not None and message["kind"] == "join" and leader is not None:
             with suppress(KeyError, TypeError):
                 await leader.serve(channel, message)

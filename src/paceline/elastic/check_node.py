@@ -1,9 +1,9 @@
 """Is a machine fit to be taken in (again)? A check of seconds, before its ranks start.
 
 Each device multiplies two matrices whose product is known to the bit, and moves memory. Both must
-be right, and at least half as fast as the Cluster says; so must a transfer with a neighbour, where
-one is given. It all happens in a process of its own: it takes the device's memory with it when it
-ends, and one that hangs is killed and refused.
+be right, and at least half as fast as the Cluster says. That happens in a process of its own: it
+takes the device's memory with it when it ends, and one that hangs is killed and refused. Then some
+MiB go to a machine of the run and come back, over a connection of agents.
 
 Not here: what is wrong with a machine (`paceline doctor`), and how fast it is (`paceline bench`).
 """
@@ -26,7 +26,15 @@ from paceline.plan.rates import matmul_s, memory_s
 from paceline.render.figures import bytes_text
 
 Transfer = Callable[[bytes], bytes]
-"""Sends a block to a neighbour and gives what the neighbour sends back: the same."""
+"""Sends a block to a neighbour and gives what the neighbour sends back: the same. Raises
+`NeighbourGoneError` where there is none, or none any more."""
+Check = Callable[[Node, Transfer], str | None]
+"""Of this machine, before it is taken in: a sentence about what is wrong with it, or None."""
+
+
+class NeighbourGoneError(Exception):
+    """Nobody is there who could send a block back: that says nothing about this machine."""
+
 
 # Of what the Cluster says; a machine that others share may be slower for a while. Assumed.
 LEAST_SHARE = 0.5
@@ -35,32 +43,34 @@ _MEASURE_S = 0.3
 _SIZE = {"cpu": 512, "cuda": 4096}
 _LENGTH = {"cpu": 1 << 21, "cuda": 1 << 26}
 _TRANSFER_BYTES = 8 << 20
+# A connection of agents is one of Python's, with a checksum for each line: it can't show that a
+# faster link is as fast as it should be. Assumed.
+_AGENTS_BYTES_PER_S = 1e8
 _WAYS = 17
 
 
-def node_check(job: Job, transfer: Transfer | None = None) -> Callable[[Node], str | None]:
+def node_check(job: Job) -> Check:
     """What an agent calls before its node is taken in.
 
     Args:
         job: concrete.
-        transfer: with a neighbour; None: there is none yet.
-
-    Returns:
-        maps this machine to a sentence about what is wrong with it, None where nothing is.
     """
-
     cluster = job.cluster
     if cluster.device.kind == "cpu":
         # Its cores may be shared with others for a while: only its bits are judged.
         bare = Device(name=cluster.device.name, kind="cpu")
-        cluster = cluster.replace(device=bare)
+        cluster = cluster.replace(device=bare, tiers=())
 
-    def check(node: Node) -> str | None:
-        return check_apart(cluster, job.layout.precision, node.num_devices) or (
-            None if transfer is None else check_transfer(cluster, transfer)
-        )
+    def check(node: Node, transfer: Transfer) -> str | None:
+        own = check_apart(cluster, job.layout.precision, node.num_devices)
+        return own or check_transfer(cluster, transfer)
 
     return check
+
+
+def no_check(_node: Node, _transfer: Transfer) -> str | None:
+    """Nothing is wrong with a machine that nobody looks at."""
+    return None
 
 
 def check_apart(cluster: Cluster, precision: str, num_devices: int) -> str | None:
@@ -112,12 +122,15 @@ def check_devices(cluster: Cluster, precision: str, num_devices: int) -> str | N
 
 
 def check_transfer(cluster: Cluster, transfer: Transfer) -> str | None:
-    """Whether a block comes back from a neighbour as it was sent, and fast enough."""
+    """Whether a block comes back from a neighbour as it was sent, and fast enough; None where there
+    is no neighbour."""
     block = bytes(range(256)) * (_TRANSFER_BYTES // 256)
     try:
         transfer(block[:1])
         began = time.perf_counter()
         came_back = transfer(block)
+    except NeighbourGoneError:
+        return None
     except OSError as error:
         return f"the transfer with a neighbour failed ({error.strerror or error})"
     seconds = time.perf_counter() - began
@@ -127,7 +140,7 @@ def check_transfer(cluster: Cluster, transfer: Transfer) -> str | None:
     if not between:
         return None
     # There and back, each over one device's share of the node's links.
-    known = between[0].bytes_per_s.value
+    known = min(between[0].bytes_per_s.value, _AGENTS_BYTES_PER_S)
     return _slower("a transfer with a neighbour", 2 * len(block) / seconds, known, "B/s")
 
 

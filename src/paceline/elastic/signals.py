@@ -135,7 +135,7 @@ def leaving_until_begun(
         time.sleep(_UNWIND_S)
         os._exit(EXIT_SAVED)
 
-    # A command blocks it (`paceline.cli`); a script goes on after its run, but for one that was cut.
+    # A command blocks it (`paceline.cli`); a script goes on after a run that was not cut.
     ends_with_run = signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     before = {number: signal.signal(number, _keep) for number in ALL}
     listener = SignalListener(asking(elastic), leave)

@@ -19,8 +19,8 @@ from paceline.comm.forkserver_start import TRAINING, warm_up_ranks
 from paceline.comm.rank_env import ranks_from_env
 from paceline.config.errors import EXIT_SAVED, InputError, StoppedInTimeError
 from paceline.config.job import Job, JobSpec, differing, to_raw
-from paceline.elastic.agent import Check, await_agent, is_live, no_check, node_name, run_agent
-from paceline.elastic.check_node import node_check
+from paceline.elastic.agent import await_agent, is_live, node_name, run_agent
+from paceline.elastic.check_node import Check, no_check, node_check
 from paceline.elastic.link import AGENT
 from paceline.elastic.local_ranks import Place
 from paceline.elastic.planned import PlannedRule

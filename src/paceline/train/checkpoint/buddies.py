@@ -1,10 +1,11 @@
 """Buddies: each rank's part of the state, copied into its own and another node's memory.
 
 How a copy goes. On the training thread a rank puts its state together and copies its pieces to host
-memory (pinned beside a CUDA device); that is all the step waits for. A thread then checksums them, sends to the buddy what
-no rank of another node holds anyway, takes what others send here, and hears from all whether it
-arrived. There are two places for each copy. One is written over only when all ranks have the copy
-in the other: whoever is lost, and whenever, the last step that all have is whole.
+memory (pinned beside a CUDA device); that is all the step waits for. A thread then checksums them,
+sends to the buddy what no rank of another node holds anyway, takes what others send here, and hears
+from all whether it arrived. There are two places for each copy. One is written over only when all
+ranks have the copy in the other: whoever is lost, and whenever, the last step that all have is
+whole.
 
 Copies of the generation before stay until all ranks have the first one of this generation.
 

@@ -8,12 +8,11 @@ is asked for: `paceline train --show` and `paceline plan` need none.
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,6 @@ class Ranks:
     local_rank: int = 0
     local_world_size: int = 1
     device_type: str = "cpu"
-    store: "Store | None" = field(default=None, compare=False)
-    """Where those meet that may be lost, and share no process group; None: they share one."""
 
     @property
     def device(self) -> "torch.device":

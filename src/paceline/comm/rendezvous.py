@@ -323,7 +323,7 @@ def word_from_first_rank(found: Found, ranks: Ranks) -> Found:
     """
     if ranks.world_size == 1:
         return found
-    store = PrefixStore(f"paceline/run-{next(_RUNS)}", ranks.store or _get_default_store())
+    store = PrefixStore(f"paceline/run-{next(_RUNS)}", _get_default_store())
     try:
         if ranks.is_first:
             say(store, "found", found)

@@ -6,9 +6,10 @@ links: often it does not (6 of more than 200 set-ups of https://arxiv.org/abs/21
 """
 
 import re
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from paceline.config.frozen import Auto, Count, CountOrNone, FrozenConfig, Ways
 
@@ -176,10 +177,15 @@ class LocalUpdates(FrozenConfig):
     """Steps that streaming computes while a fragment is on its way."""
     compress: BlockCompress = "none"
     """In what form outer gradients travel."""
-    min_workers: CountOrNone = 0
-    """0: a lost worker ends the run. Otherwise the run goes on without lost ones (but the first) as
-    long as so many are left, and takes them back; comm.timeout_s is how late one may be before it
-    counts as lost."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_what_is_gone(cls, raw: Any) -> Any:
+        if isinstance(raw, Mapping) and "min_workers" in raw:
+            raise ValueError(
+                "min_workers is gone: let elastic.min_nodes say on how many nodes the run goes on."
+            )
+        return raw
 
 
 class Comm(FrozenConfig):
@@ -198,8 +204,7 @@ class Comm(FrozenConfig):
     priority: Literal["normal", "high"] = "normal"
     """high: on GPUs, NCCL's kernels and those of compression are scheduled before the network's."""
     timeout_s: float = Field(1800, gt=0, le=1e7)
-    """How long a rank waits for another one before it ends the run and says whom it lost, or goes
-    on without it (comm.local.min_workers)."""
+    """How long a rank waits for another one before it ends the run and says whom it lost."""
 
     @property
     def effectless(self) -> dict[str, int]:

@@ -13,13 +13,16 @@ from paceline.config.layout import Layout
 Rule = Callable[[Comm, Layout], Iterator[str]]
 
 
-def check_comm(comm: Comm, layout: Layout) -> None:
+def check_comm(comm: Comm, layout: Layout, *, may_be_alone: bool = False) -> None:
     """Refuse what a layout can't communicate.
+
+    Args:
+        may_be_alone: whether one worker of local updates may be left, as in an elastic run.
 
     Raises:
         InputError: one sentence with what was given, what is required and what to change.
     """
-    for rule in _RULES:
+    for rule in _RULES if may_be_alone else (_company, *_RULES):
         for sentence in rule(comm, layout):
             raise InputError(sentence)
 
@@ -122,6 +125,15 @@ def _precision(comm: Comm, layout: Layout) -> Iterator[str]:
         )
 
 
+def _company(comm: Comm, layout: Layout) -> Iterator[str]:
+    method = comm.local.method
+    if method != "none" and layout.dp == 1:
+        yield (
+            f'comm.local.method = "{method}" has nobody to meet with layout.dp = 1: raise dp or '
+            "leave it out."
+        )
+
+
 def _workers(comm: Comm, layout: Layout) -> Iterator[str]:
     """A worker of local updates is one rank with a network and gradients of its own."""
     local = comm.local
@@ -130,8 +142,6 @@ def _workers(comm: Comm, layout: Layout) -> Iterator[str]:
             yield f'{name} = {value} has no effect with comm.local.method = "none": leave it out.'
         return
     setting = f'comm.local.method = "{local.method}"'
-    if layout.dp == 1:
-        yield f"{setting} has nobody to meet with layout.dp = 1: raise dp or leave it out."
     for axis in ("fsdp", "tp", "pp", "cp", "ep"):
         if getattr(layout, axis) != 1:
             yield (
@@ -154,7 +164,6 @@ def _workers(comm: Comm, layout: Layout) -> Iterator[str]:
             '"int8" for one.'
         )
     yield from _worker_precision(comm, layout)
-    yield from _lost_workers(local, layout)
 
 
 def _worker_precision(comm: Comm, layout: Layout) -> Iterator[str]:
@@ -173,30 +182,6 @@ def _worker_precision(comm: Comm, layout: Layout) -> Iterator[str]:
         yield (
             f'comm.local.compress = "{comm.local.compress}" would round the outer gradients that '
             'layout.param_dtype = "fp64" keeps exact: set it to "none", or param_dtype = "fp32".'
-        )
-
-
-def _lost_workers(local: LocalUpdates, layout: Layout) -> Iterator[str]:
-    """Who may go on without whom."""
-    setting = f"comm.local.min_workers = {local.min_workers}"
-    if local.min_workers > layout.dp:
-        yield (
-            f"{setting} but layout.dp = {layout.dp} makes fewer workers: lower min_workers or "
-            "raise dp."
-        )
-    if local.min_workers and local.method == "streaming":
-        yield (
-            f'{setting} needs rounds of everything, and comm.local.method = "streaming" is always '
-            'between two of some fragment: use "diloco", or set min_workers = 0.'
-        )
-
-
-def _priority(comm: Comm, _layout: Layout) -> Iterator[str]:
-    if comm.priority == "high" and comm.local.min_workers:
-        least = f"comm.local.min_workers = {comm.local.min_workers}"
-        yield (
-            f'comm.priority = "high" is of NCCL, and workers that may be lost ({least}) exchange '
-            'over gloo: set it to "normal".'
         )
 
 
@@ -237,6 +222,6 @@ def _changed(local: LocalUpdates) -> dict[str, object]:
 
 
 _RULES: tuple[Rule, ...] = (
-    *(_workers, _timetable, _priority),
+    *(_workers, _timetable),
     *(_replicas, _precision, _shards, _messages),
 )

@@ -92,8 +92,8 @@ class ClusterSpec(FrozenConfig):
     """Links, the fastest first; none: those that the catalogue knows for the device."""
     hosts: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_distinct)] = ()
     """Names of the nodes, those next to each other that fast links join; runs number their ranks in
-    this order, nodes that it lacks last (but not workers that may be lost, `min_workers`). Written
-    by `paceline bench collectives`; none: as the launcher numbers them."""
+    this order, nodes that it lacks last. Written by `paceline bench collectives`; none: as the
+    launcher numbers them."""
     host: Host | None = None
     """What a node is made of; None: nobody looked."""
     stack: Stack | None = None

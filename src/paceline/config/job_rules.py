@@ -84,13 +84,7 @@ def disagreement(job: Sections) -> str | None:
             f"optim.final_lr_ratio = {optim.final_lr_ratio} has no effect with "
             'optim.schedule = "constant": leave it out or use another schedule.'
         )
-    return (
-        _of_language_models(job)
-        or _lost_workers(job)
-        or _elastic(job)
-        or _exact(job)
-        or _recommenders(job)
-    )
+    return _of_language_models(job) or _elastic(job) or _exact(job) or _recommenders(job)
 
 
 def _of_language_models(job: Sections) -> str | None:
@@ -107,27 +101,6 @@ def _of_language_models(job: Sections) -> str | None:
                 f"{name} = {value!r} is of language models and has no effect with model.family = "
                 f'"{job.model.family}": leave it out.'
             )
-    return None
-
-
-def _lost_workers(job: Sections) -> str | None:
-    """What comm.local.min_workers demands of model and checkpoints."""
-    local, every = job.comm.local, job.checkpoint.every
-    if local.min_workers and job.model.is_own:
-        return (
-            f"comm.local.min_workers = {local.min_workers} needs a model of Paceline's own, for a "
-            "script's ranks are started and end together: set it to 0."
-        )
-    if local.min_workers and job.checkpoint.best is not None:
-        return (
-            f"checkpoint.best = {job.checkpoint.best!r} needs workers that are there from the "
-            "start: leave it out, or set comm.local.min_workers = 0."
-        )
-    if local.min_workers and every % local.every:
-        return (
-            f"checkpoint.every = {every} would keep the first worker's steps since the last round "
-            f"and nobody else's: make it a multiple of comm.local.every = {local.every}."
-        )
     return None
 
 
@@ -165,11 +138,28 @@ def _elastic(job: Sections) -> str | None:
             "servers, which can't be lost: set it to 0."
         )
     if job.comm.local.method != "none":
+        return _elastic_workers(job)
+    return None
+
+
+def _elastic_workers(job: Sections) -> str | None:
+    """What an elastic run demands of workers that step each for itself."""
+    elastic, method = job.elastic, job.comm.local.method
+    if method == "streaming":
         return (
-            f"elastic.min_nodes = {elastic.min_nodes} needs ranks that are at the same step, and "
-            f'with comm.local.method = "{job.comm.local.method}" they meet only in rounds: set '
-            "min_nodes to 0 and let comm.local.min_workers say how many must be left, or set "
-            'method to "none".'
+            f"elastic.min_nodes = {elastic.min_nodes} needs rounds of everything, and "
+            'comm.local.method = "streaming" is always between two of some fragment: use "diloco", '
+            "or set min_nodes to 0."
+        )
+    if elastic.exact:
+        return (
+            "elastic.exact = true is of sums over all ranks in each step, and with "
+            f'comm.local.method = "{method}" there are none: set it to false.'
+        )
+    if elastic.copy_every != Elastic().copy_every:
+        return (
+            f"elastic.copy_every = {elastic.copy_every} has no effect with comm.local.method = "
+            f'"{method}", whose workers keep a copy of each round: leave it out.'
         )
     return None
 

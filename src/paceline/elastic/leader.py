@@ -464,6 +464,8 @@ class Leader:
 
     def _on_stepped(self, step: int) -> None:
         now = time.monotonic()
+        if self._has_stepped and step < self._step:
+            return  # a worker of local updates that has yet to reach the others
         if self._has_stepped and self._stepped_at is not None and step > self._step:
             self._steps_s.append((now - self._stepped_at) / (step - self._step))
         self._step, self._stepped_at = step, now

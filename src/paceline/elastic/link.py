@@ -218,7 +218,7 @@ class RankLink:
         }
 
     def _limit_s(self, section: str) -> float | None:
-        if section == "idle":
+        if section in ("idle", "round"):  # others reach a round when they do
             return None
         took = list(self._took[section])
         if section in ("start", "restore") or not took:

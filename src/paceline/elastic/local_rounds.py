@@ -19,7 +19,7 @@ A worker sends 2(N-1)/N of the coded parameters every `every` steps, an all-redu
 every step as much.
 
 Not here: when a step is skipped, which is each worker's own business, the numbers of steps
-(`train.results`), and workers that may be lost (`elastic.elastic_rounds`).
+(`train.results`), and how those who are left after a loss go on (`train.run_checkpoints`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -124,7 +124,7 @@ class LocalRounds(Replicas):
 
     Args:
         compress_from: tensors with fewer values travel exactly.
-        group: of the workers, for these rounds alone.
+        group: of the workers, for these rounds alone; None: the others are lost.
         num_steps: of the run; the last one is followed by a round of everything.
 
     Raises:
@@ -140,19 +140,19 @@ class LocalRounds(Replicas):
         names: Mapping[nn.Parameter, str],
         local: LocalUpdates,
         compress_from: int,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         num_steps: int,
     ) -> None:
         self._local, self._compress_from, self._num_steps = local, compress_from, num_steps
         self.timetable = RoundSchedule.of(local)
-        self._group, self.num_workers = group, group.size()
-        self._compressor = compressor_of(codec(local.compress), group)
-        self._collectives = Collectives(group, "backend")
-        self._feedback = ErrorFeedback(group.rank(), group.size())
+        rank, self.num_workers = (0, 1) if group is None else (group.rank(), group.size())
+        self._compressor = None if group is None else compressor_of(codec(local.compress), group)
+        self._collectives = None if group is None else Collectives(group, "backend")
+        self._feedback = ErrorFeedback(rank, self.num_workers)
         is_diloco = local.method != "local_sgd"
         self._lr = local.outer_lr if is_diloco else 1.0
         self._beta = local.outer_momentum if is_diloco else 0.0
-        if group.size() > 1:
+        if group is not None and self.num_workers > 1:
             _take_first(module, group)
         self._fragments = [
             self._fragment(number, parameters)
@@ -168,6 +168,10 @@ class LocalRounds(Replicas):
         parts = f", in {local.fragments} fragments" if local.fragments > 1 else ""
         late = f", {local.overlap_steps} steps on their way" if local.overlap_steps else ""
         form = "exactly" if self._compressor is None else f"as {local.compress}"
+        if self.num_workers == 1:
+            return (
+                f"1 worker is left ({local.method}): its outer step is every {local.every} steps."
+            )
         return (
             f"{self.num_workers} workers step each for itself ({local.method}); what they "
             f"changed travels {form} every {local.every} steps{parts}{late}."
@@ -220,6 +224,8 @@ class LocalRounds(Replicas):
 
     def _average(self, fragment: _Fragment) -> Job:
         """Replace this worker's outer gradient by the mean of all."""
+        if self._collectives is None:
+            return
         if fragment.mean is None:
             yield from exact_mean(fragment.outer, self._collectives)
             return
@@ -234,7 +240,7 @@ class LocalRounds(Replicas):
     def _bytes(self, fragment: _Fragment) -> int:
         exact = sum(part.num_values for part in fragment.parts if not part.is_compressed)
         coded = 0 if fragment.mean is None else fragment.mean.sent_bytes
-        return coded + exact_bytes(exact * fragment.outer.element_size(), self._group.size())
+        return coded + exact_bytes(exact * fragment.outer.element_size(), self.num_workers)
 
     def _take(self, fragments: Sequence[_Fragment], mixing: float) -> None:
         """Wait for the means, do the outer step and go on from what it gives.

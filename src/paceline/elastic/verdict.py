@@ -17,7 +17,7 @@ from paceline.elastic.decision import LossClass
 Section = str
 SECTIONS = (
     *("start", "restore", "data", "forward_backward", "agree", "update"),
-    *("evaluation", "checkpoint", "idle"),
+    *("round", "evaluation", "checkpoint", "idle"),
 )
 _NAMED = {
     "start": "at its start",
@@ -26,6 +26,7 @@ _NAMED = {
     "forward_backward": "in forward and backward",
     "agree": "in the exchange at the end of its step",
     "update": "in the optimizer",
+    "round": "in a round of local updates",
     "evaluation": "in an evaluation",
     "checkpoint": "while it saved a checkpoint",
     "idle": "between two generations",

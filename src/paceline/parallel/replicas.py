@@ -3,7 +3,7 @@
 In this form, the base of all others, DDP or FSDP2 sum gradients up within the backward pass and
 nothing is left to do. The other forms: gradients compressed or by an algorithm of ours, of whole
 networks (`replicate`) and of shards (`hybrid`); workers that step each for itself and meet in
-rounds (`elastic.local_rounds`), some of which may be lost (`elastic.elastic_rounds`).
+rounds (`elastic.local_rounds`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -74,12 +74,11 @@ class Replicas:
         """Whether those who step alone meet after so many steps of the run."""
         return True
 
-    def sum_up(self, values: Tensor, *, ends_round: bool = False) -> tuple[Tensor, int]:
+    def sum_up(self, values: Tensor) -> tuple[Tensor, int]:
         """Numbers of all ranks.
 
         Args:
             values: this rank's, any shape, the same on all; may be overwritten.
-            ends_round: whether workers who asked are let in then.
 
         Returns:
             their sum, and how many ranks it is of.

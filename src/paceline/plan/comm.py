@@ -29,7 +29,7 @@ def resolve_comm(job: JobSpec, layout: Layout, cluster: Cluster) -> tuple[Comm, 
     Raises:
         InputError: the layout can't communicate so.
     """
-    check_comm(job.comm, layout)
+    check_comm(job.comm, layout, may_be_alone=job.elastic.is_on)
     if job.comm.priority == "high" and cluster.device.kind != "cuda":
         raise InputError(
             'comm.priority = "high" is of the streams of CUDA devices and the cluster has '

@@ -177,7 +177,8 @@ class Replanner:
         """What may change besides data axes where it was left open: by a search only."""
         names = _PIPELINE if self._job.elastic.exact else (*_PIPELINE, *_INEXACT)
         left_open = [name for name in names if getattr(self._asked.layout, name) == "auto"]
-        return tuple(left_open) if self._is_searched else ()
+        is_local = self._job.comm.local.method != "none"  # a worker is one rank
+        return tuple(left_open) if self._is_searched and not is_local else ()
 
     @cached_property
     def _is_bounded(self) -> bool:
@@ -254,7 +255,8 @@ def _kept(asked: JobSpec, first: Job, free: tuple[str, ...]) -> dict[str, object
     """Settings of the first layout, "auto" where they may change.
 
     Data axes may even where a person fixed them, for nodes are gone. Where gradients or weights
-    are rounded on one of them, an unused one stays unused: it would round others.
+    are rounded on one of them, an unused one stays unused: it would round others. A worker of local
+    updates stays what it is.
     """
     kept: dict[str, object] = dict(vars(first.layout))
     for name in free:
@@ -263,7 +265,8 @@ def _kept(asked: JobSpec, first: Job, free: tuple[str, ...]) -> dict[str, object
     if kept["recompute"] == "auto":
         kept["recompute_layers"] = asked.layout.recompute_layers
     fsdp = first.comm.fsdp
-    if {first.comm.dp.compress, fsdp.compress, fsdp.compress_weights} != {"none"}:
+    is_lossy = {first.comm.dp.compress, fsdp.compress, fsdp.compress_weights} != {"none"}
+    if is_lossy or first.comm.local.method != "none":
         kept |= {axis: 1 for axis in ("dp", "fsdp") if getattr(first.layout, axis) == 1}
     if kept["fsdp"] == 1:
         kept["zero"] = 0

@@ -5,7 +5,6 @@ itself keep theirs until they meet. Gradients themselves are `parallel.replicas`
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,9 +15,7 @@ from paceline.comm.mesh import Meshes
 from paceline.comm.rendezvous import Ranks, collective_timeout
 from paceline.config.job import Job
 from paceline.config.layout import Layout
-from paceline.elastic.elastic_rounds import ElasticRounds
 from paceline.elastic.local_rounds import LocalRounds
-from paceline.elastic.membership import Membership
 from paceline.parallel.exact_replicas import ExactReplicas
 from paceline.parallel.exact_sums import read_sums
 from paceline.parallel.hybrid import hybrid_reduction_of
@@ -146,9 +143,9 @@ class Agreement:
         is_round = self.replicas.is_round(done)
         if not self.replicas.steps_alone or not (at_once or is_round):
             return False
-        self._reports.agree(partial(self.replicas.sum_up, ends_round=is_round))
-        # Workers that may be lost share no process group, and their rounds see to buffers.
-        if is_round and dist.is_initialized():
+        self._stats.watch.enter("round")
+        self._reports.agree(self.replicas.sum_up)
+        if is_round and self._ranks.world_size > 1:
             self._statistics.average()
             self._take_first_buffers()
         return True
@@ -164,11 +161,17 @@ class Agreement:
         if is_shared and not self.replicas.steps_alone:
             self._take_first_buffers()
 
-    def on_stop(self, is_wanted: bool) -> bool:
+    def on_stop(self, is_wanted: bool, *, at_round: bool = False) -> bool:
         """Whether some rank wants to stop, between steps. Workers that step each for itself can't
-        ask each other there: no."""
-        if self.replicas.steps_alone or self._ranks.world_size == 1:
-            return is_wanted and not self.replicas.steps_alone
+        ask each other there: no.
+
+        Args:
+            at_round: whether all of them are at the same one.
+        """
+        if self.replicas.steps_alone and not at_round:
+            return False
+        if self._ranks.world_size == 1:
+            return is_wanted
         wishes = torch.tensor(float(is_wanted))  # on the host: no device is waited for
         dist.all_reduce(wishes)
         return bool(wishes)
@@ -187,11 +190,10 @@ def replicas_of(
     names: Mapping[nn.Parameter, str],
     layout: Layout,
     meshes: Meshes | None,
-    membership: Membership | None,
 ) -> Replicas:
     """How a Job's ranks agree on gradients."""
     if job.comm.local.method != "none":
-        return _rounds(job, module, names, membership)
+        return _rounds(job, module, names)
     if job.elastic.exact:
         return ExactReplicas(
             module,
@@ -209,16 +211,9 @@ def replicas_of(
     )
 
 
-def _rounds(
-    job: Job,
-    module: nn.Module,
-    names: Mapping[nn.Parameter, str],
-    membership: Membership | None,
-) -> LocalRounds:
-    local, least, num_steps = job.comm.local, job.comm.compress_from, job.train.steps
-    if membership is not None:
-        workers = (membership, job.layout.num_ranks)
-        return ElasticRounds(module, names, local, least, *workers, num_steps)
+def _rounds(job: Job, module: nn.Module, names: Mapping[nn.Parameter, str]) -> LocalRounds:
     # A group of its own: fragments travel beside whatever else the ranks say to each other.
-    group = dist.new_group(timeout=collective_timeout())
+    is_alone = job.layout.dp == 1  # of an elastic run
+    group = None if is_alone else dist.new_group(timeout=collective_timeout())
+    local, least, num_steps = job.comm.local, job.comm.compress_from, job.train.steps
     return LocalRounds(module, names, local, least, group, num_steps)

@@ -27,7 +27,6 @@ from paceline.plan.calibrate import calibrate_from_run
 from paceline.plan.resolve import Plan
 from paceline.render.figures import bytes_text, time_text
 from paceline.train.elastic_launch import train_elastic
-from paceline.train.elastic_workers import launch_workers
 from paceline.train.families import family_of, task_of
 from paceline.train.generations import run_elastic_rank
 from paceline.train.launch import launch
@@ -96,8 +95,7 @@ def train_job(
             train_elastic(plan.job, job, run, rank, is_ready, begin, _CONSOLE.print)
             return False
         job, ranks = plan.job, ranks_of(plan.job)
-        if ranks.store is None:
-            ranks = connect(ranks, hosts=job.cluster.hosts, priority=job.comm.priority)
+        ranks = connect(ranks, hosts=job.cluster.hosts, priority=job.comm.priority)
         try:
             is_begun = _is_begun(plan, run, ranks, held, compare, fresh=fresh, since=since)
         except RunError as error:
@@ -110,9 +108,8 @@ def train_job(
         begin()
         launches = ranks.world_size == 1 and job.layout.num_ranks > 1
         if launches:
-            start = launch_workers if job.comm.local.min_workers else launch
             entry = program or partial(run_rank, run, make_task)
-            start(run, job.layout.num_ranks, entry, job.elastic)
+            launch(run, job.layout.num_ranks, entry, job.elastic)
         else:
             run_rank(run, make_task, job, ranks)
         if ranks.is_first:

@@ -43,7 +43,7 @@ class Evaluations:
         if eval_steps is None or not self._is_due(done):
             return
         is_last = done == trainer.job.train.steps
-        if is_last and not trainer.job.comm.local.min_workers:
+        if is_last:
             self._checkpoints.save(done)
         try:
             self._see(line, eval_steps, done)

@@ -7,7 +7,7 @@ are ended, and with each rank whatever it started itself.
 
 Signals are this file's business too: they become the Run's stop file, which every rank looks at.
 
-Not here: workers that may be lost (`train.elastic_workers`), who is missing when a collective fails
+Not here: ranks that may be lost (`elastic.local_ranks`), who is missing when a collective fails
 (`elastic.peer_failure`).
 """
 

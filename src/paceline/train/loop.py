@@ -6,7 +6,6 @@ Every rank executes the same lines in the same order; rank 0 also writes the Run
 from collections.abc import Iterator
 
 from paceline.train.audit import Auditor
-from paceline.train.elastic_start import welcome_workers
 from paceline.train.evaluations import Evaluations
 from paceline.train.run_checkpoints import RunCheckpoints
 from paceline.train.run_context import RunContext
@@ -73,7 +72,7 @@ def _train_on(
             metrics_buffer.add(line, result)
             if trainer.agreement.meet(done):
                 metrics_buffer.catch_up()
-                welcome_workers(trainer, done, is_over=metrics_buffer.stop_wanted)
+                checkpoints.keep_round(done)
             terms = windows.step()
             if not windows.is_open:
                 metrics_buffer.release(terms)

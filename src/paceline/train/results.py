@@ -33,9 +33,8 @@ class StepResult:
     spike: float
     """The median that the loss is a spike above; 0: it is none."""
     comm: dict[str, float]
-    """What rank 0 sent in a form of ours ("dp.bytes"), now and then the norm of all that
-    compression still owes ("error_norm"), and of how many workers the numbers are where some may be
-    lost ("dp.workers"); empty where nothing is."""
+    """What rank 0 sent in a form of ours ("dp.bytes"), and now and then the norm of all that
+    compression still owes ("error_norm"); empty where nothing is."""
     ranks: dict[str, list[float]]
     """What each rank said of itself; empty where the step has none of it (`rank_stats`)."""
     figures: dict[str, float]

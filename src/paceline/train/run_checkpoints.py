@@ -3,12 +3,12 @@
 Besides parameters, optimizer and random generators there are sections for what compression still
 owes or workers share, and for a mean of the weights; and facts, by which a run goes on counting.
 
-Not here: how files are written and read (`train.checkpoint`), and how workers that may be lost come
-together (`train.elastic_start`).
+Not here: how files are written and read (`train.checkpoint`).
 """
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,6 @@ from paceline.train.checkpoint import (
     training_state,
 )
 from paceline.train.checkpoint.files import TensorEntry
-from paceline.train.elastic_start import come_together
 from paceline.train.ema import EMA_SECTION
 from paceline.train.failure import StateLostError
 from paceline.train.memory_copies import MemoryCopies
@@ -56,6 +55,8 @@ class RunCheckpoints:
         self._saved: tuple[int, dict[str, Any]] | None = None
         """After how many steps the last save was, and what evaluations had found by then."""
         self._copies: MemoryCopies | None = None
+        self._round: HeldState | None = None
+        """A copy of what this worker had after the last round."""
         self._history: History = ()
         self.recovered: Recovered | None = None
         """How the run went on from the memory of ranks; None: from the disk, or anew."""
@@ -63,7 +64,7 @@ class RunCheckpoints:
         """For so long the last step waited for a checkpoint, or a copy in memory."""
 
     def begin(self, held: Sequence[HeldState] = (), generation: int = 0) -> int:
-        """Restore what there is, and come together where workers may come and go.
+        """Restore what there is.
 
         Args:
             held: what this rank has kept in memory (`held`) of the generation before.
@@ -86,26 +87,49 @@ class RunCheckpoints:
             done, self._first = self.recovered.step, self.recovered.step - 1
             history = self.recovered.history
         else:
-            done, is_over = come_together(self._trainer, self._restore())
-            self._context.metrics_buffer.stop_wanted = is_over
+            done = self._restore()
             self._first, history = done, ((generation, done),)
         self._copy_from(done, held, history)
+        if generation and self._trainer.replicas.steps_alone:
+            # They step no round more where too few are left.
+            is_over = self._trainer.agreement.on_stop(bool(self._context.stop), at_round=True)
+            self._context.metrics_buffer.stop_wanted = is_over
         if done == 0 and self._trainer.job.elastic.on_spike == "roll_back":
             self.save(0)  # what comes back after a spike before the first checkpoint
         return done
 
     def _copy_from(self, done: int, held: Sequence[HeldState], history: History) -> None:
         """Copy what trains into memory from here on, where the run is elastic."""
-        self._trainer.update.done, self._history = done, history
-        if self._trainer.job.elastic.is_on:
-            self._copies = MemoryCopies(self._trainer, held, history, done)
+        trainer = self._trainer
+        trainer.update.done, self._history = done, history
+        if trainer.replicas.steps_alone:
+            self.keep_round(done)
+        elif trainer.job.elastic.is_on:
+            self._copies = MemoryCopies(trainer, held, history, done)
+
+    def keep_round(self, done: int) -> None:
+        """After a round of an elastic run: copy its state into this worker's memory.
+
+        Parameters and outer momentum are the same on all workers then, so the copies of those who
+        are left make up the whole, and nothing has to travel. A worker that comes in takes the
+        inner optimizer's state from them as well.
+        """
+        trainer = self._trainer
+        if not trainer.job.elastic.is_on or not trainer.replicas.is_round(done):
+            return
+        self._context.metrics_buffer.settle()
+        state = self._state(as_worker=False)
+        del state[ROUNDS_SECTION]["start"]  # the parameters are
+        facts, history = self._facts_with_lines(done), self._history
+        copied = HeldState.of(done, state, facts, copy=True, history=history)
+        self._round = replace(copied, kind="own")
 
     def held(self) -> list[HeldState]:
         """What this rank has in memory of the run's state, after a rank was lost: for `begin` of
         the next generation. It stays as it is, whatever becomes of the trainer's groups."""
-        return (
-            [] if self._copies is None else self._copies.held(self._state, self._facts_with_lines)
-        )
+        if self._copies is None:
+            return [] if self._round is None else [self._round]
+        return self._copies.held(self._state, self._facts_with_lines)
 
     def roll_back(self) -> int:
         """After a spike: bring the newest good checkpoint back and leave out the samples since.
@@ -157,11 +181,15 @@ class RunCheckpoints:
             done, self._state(), self._facts(done), best=context.best.step or None
         )
 
-    def _state(self) -> dict[str, Any]:
-        """What the run goes on from: of a checkpoint, and of a copy in memory."""
+    def _state(self, *, as_worker: bool = True) -> dict[str, Any]:
+        """What the run goes on from: of a checkpoint, and of a copy in memory.
+
+        Args:
+            as_worker: whether workers of local updates keep parameters and optimizer apart.
+        """
         trainer = self._trainer
         state = training_state(trainer.module, trainer.update.optimizer)
-        if trainer.replicas.steps_alone:
+        if as_worker and trainer.replicas.steps_alone:
             state = _of_worker(state, trainer.ranks.rank)
         kept = {section: part.state() for section, part in trainer.stateful_parts().items()}
         return {**state, **kept, "rng": rng_state()}

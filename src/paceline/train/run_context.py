@@ -12,7 +12,7 @@ from paceline.observe.memory import memory_recorder
 from paceline.observe.profile import ProfiledWindows
 from paceline.observe.run import Run
 from paceline.train.best_evaluation import BestEvaluation
-from paceline.train.checkpoint import Checkpointer, NoCheckpointer
+from paceline.train.checkpoint import Checkpointer
 from paceline.train.kept_state import KeptState
 from paceline.train.left_out import LeftOut
 from paceline.train.memory_owners import memory_owners
@@ -67,10 +67,9 @@ class RunContext:
             kept: from one generation of an elastic run to the next.
         """
         job, ranks = trainer.job, trainer.ranks
-        keeps_state = ranks.is_first or not job.comm.local.min_workers
         return cls(
             run=run,
-            checkpointer=_checkpointer(job, run, say) if keeps_state else NoCheckpointer(),
+            checkpointer=_checkpointer(job, run, say),
             windows_from=lambda first: ProfiledWindows(
                 run.trace_folder,
                 ranks.rank,

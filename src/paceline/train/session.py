@@ -15,7 +15,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,9 @@ from paceline.comm.rendezvous import (
     lost_before_begin,
     ranks_from_env,
     set_collective_timeout,
-    store_of_run,
 )
 from paceline.config.errors import EXIT_SAVED, RunError, StoppedInTimeError
 from paceline.config.job import Job
-from paceline.elastic.membership import Membership
 from paceline.elastic.peer_failure import PeerFailureDetector, reserve_s
 from paceline.observe.console import Progress, step_time_table
 from paceline.observe.events import append_event
@@ -120,8 +117,7 @@ def train_together(
         task = make_task(job, ranks)
         torch.manual_seed(job.train.seed + ranks.rank)  # dropout differs from rank to rank
         reporter = stack.enter_context(RunReporter(job, run, ranks, task, cores))
-        membership = _membership(job, ranks, reporter.tell)
-        trainer = Trainer.of(job, ranks, task, membership)
+        trainer = Trainer.of(job, ranks, task)
         trainer.stats.watch = kept.watch
         reporter.introduce(trainer)
         if task.tables is not None:
@@ -141,8 +137,6 @@ def train_together(
         reporter.conclude(done, context.best, again=again)
         if trainer.update.ema is not None:
             trainer.update.ema.take()
-        if membership is not None:
-            membership.close()
     if again:
         raise StoppedInTimeError
     return trainer.module
@@ -156,10 +150,7 @@ def _threads(run: Run, kept: KeptState, cores: CoreShare) -> int:
 def ranks_of(job: Job) -> Ranks:
     """This process's place among a Job's ranks, as a launcher gave it; alone where none did."""
     kind = job.cluster.device.kind
-    ranks = ranks_from_env(kind) or Ranks(device_type=kind)
-    if job.comm.local.min_workers and ranks.world_size > 1:
-        return replace(ranks, store=store_of_run(ranks))
-    return ranks
+    return ranks_from_env(kind) or Ranks(device_type=kind)
 
 
 @contextmanager
@@ -186,26 +177,16 @@ def _meeting(
 ) -> Iterator[None]:
     """Join the other ranks that a launcher started: process group and log."""
     with ExitStack() as stack:
-        if ranks.store is None:
-            enable_flight_recorder(run.log_folder)
-            connect(ranks, priority=job.comm.priority)
+        enable_flight_recorder(run.log_folder)
+        connect(ranks, priority=job.comm.priority)
         if ranks.world_size > 1:
             log = run.log_folder / f"rank{ranks.rank}.log"
             back = log_to(log, keep_stdout=ranks.is_first)
             if not is_launched:  # there is no launcher that could say why this rank failed
                 stack.callback(back)
-        if ranks.store is None:
-            stack.enter_context(_together(job, run, ranks, stop))
+        stack.enter_context(_together(job, run, ranks, stop))
         with report_at_once():
             yield
-
-
-def _membership(job: Job, ranks: Ranks, tell: Callable[[str], None]) -> Membership | None:
-    """Of a worker that may be lost, or whose others may be."""
-    if ranks.store is None:
-        return None
-    least = job.comm.local.min_workers
-    return Membership(ranks.store, ranks.rank, job.comm.timeout_s, least, tell)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from torch.profiler import record_function as span
 from paceline.comm.mesh import build_meshes
 from paceline.comm.rendezvous import Ranks
 from paceline.config.job import Job
-from paceline.elastic.membership import Membership
 from paceline.kernels import switch
 from paceline.parallel.apply import apply
 from paceline.parallel.fsdp import free_gathered
@@ -51,14 +50,8 @@ class Trainer:
     stats: RankStats
 
     @classmethod
-    def of(
-        cls, job: Job, ranks: Ranks, task: Task, membership: Membership | None = None
-    ) -> "Trainer":
-        """Put the task's module on the ranks as the Job's layout says.
-
-        Args:
-            membership: of a worker whose run goes on without lost ones, and without process group.
-        """
+    def of(cls, job: Job, ranks: Ranks, task: Task) -> "Trainer":
+        """Put the task's module on the ranks as the Job's layout says."""
         is_local, layout = job.comm.local.method != "none", job.layout
         if is_local:
             layout = layout.replace(dp=1)  # of one worker, which is one rank
@@ -79,7 +72,7 @@ class Trainer:
         named = [(name, parameter) for parameter, name in names.items()]
         loss_scale = LossScale(ranks.device, enabled=layout.precision == "fp16")
         stats = RankStats(ranks)
-        replicas = replicas_of(job, ranks, task, module, names, layout, meshes, membership)
+        replicas = replicas_of(job, ranks, task, module, names, layout, meshes)
         update = Update.of(job, task, module, named, layout, meshes, loss_scale)
         passes = Passes.of(job, ranks, task, module, meshes, loss_scale, stats.clock, replicas)
         agreement = Agreement(job, ranks, module, replicas, stats)
@@ -124,6 +117,8 @@ class Trainer:
             watch.enter("update")
             applied = self.update.apply(index, agreed)
             self.replicas.correct(applied.is_bad, applied.scale_change)
+        if self.replicas.steps_alone:
+            watch.enter("round")
         self.replicas.after_step(index + 1)
         sent = self.passes.sent() | self.replicas.sent() | self.update.sent()
         return self.agreement.result(agreed, applied.grad_norm, applied.spike, tally.names, sent)

@@ -15,7 +15,7 @@ copies it into another node's memory, and `memory` puts it together again.
 """
 
 from paceline.train.checkpoint.buddies import Buddies
-from paceline.train.checkpoint.checkpointer import Checkpointer, NoCheckpointer
+from paceline.train.checkpoint.checkpointer import Checkpointer
 from paceline.train.checkpoint.files import FoundState
 from paceline.train.checkpoint.held import HeldState, History
 from paceline.train.checkpoint.loading import load, newest_good
@@ -38,7 +38,6 @@ __all__ = [
     "HeldState",
     "History",
     "LockstepRanks",
-    "NoCheckpointer",
     "Recovered",
     "load",
     "newest_good",

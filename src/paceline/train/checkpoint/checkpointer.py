@@ -233,22 +233,6 @@ class Checkpointer:
             self._say(sentence)
 
 
-class NoCheckpointer(Checkpointer):
-    """Of a worker that takes its state from another one: finds nothing, and saves nothing."""
-
-    def __init__(self) -> None:
-        self._running, self._cpu_s = None, 0.0
-
-    def save(
-        self, step: int, tensors: dict[str, Any], facts: dict[str, Any], best: int | None = None
-    ) -> float:
-        """Nothing."""
-        return 0.0
-
-    def latest_good(self) -> None:
-        """None."""
-
-
 @dataclass(frozen=True)
 class _WrittenPart:
     """What one rank wrote."""

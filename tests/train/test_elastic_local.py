@@ -1,0 +1,141 @@
+"""Elastic runs of workers that step each for itself (DiLoCo): nobody lost, any worker lost, one that
+comes back, too few left."""
+
+import signal
+
+import pytest
+
+from benchmarks.elastic.agents import Agents
+from benchmarks.elastic.jobs import write_job
+from paceline.config.errors import InputError
+from paceline.config.job import read_job
+from tests.command_line import metrics, paceline, ranks, write_tiny_job
+from tests.train.test_elastic_runs import JOB, await_step, lines_of
+
+EVERY, STEPS = 5, 60
+LOCAL = ("comm.local.method=diloco", f"comm.local.every={EVERY}")
+SETTINGS = (*LOCAL, "train.global_batch=12", f"train.steps={STEPS}")
+PATIENCE_S = 120.0
+
+
+def _job(folder, *settings):
+    folder.mkdir(exist_ok=True)
+    text = JOB.replace("exact = true\ncopy_every = 1\n", "")
+    return write_job(text, folder, [*SETTINGS, *settings])[0]
+
+
+def _train(folder, strike, *settings, codes=(0, 0, 0)):
+    """The lines of a run of three nodes' steps, and its events."""
+    job = _job(folder, *settings)
+    with Agents(3, 1, job, folder, [], {"PACELINE_MEASURE": "off"}) as agents:
+        for node in range(3):
+            agents.start(node)
+        strike(agents)
+        found = agents.wait(PATIENCE_S)
+        assert found == dict(enumerate(codes)), agents.outputs()
+        assert agents.outliving() == []
+        return lines_of(agents), agents.events()
+
+
+def _kill_rank(agents, rank):
+    (victim,) = [pid for number, pid in agents.rank_pids().items() if number == rank]
+    agents.send_one(victim, signal.SIGKILL)
+
+
+def _kill_a_rank_the_first_and_a_machine(agents):
+    await_step(agents, 12)
+    _kill_rank(agents, 1)
+    await_step(agents, 25)
+    _kill_rank(agents, 0)
+    await_step(agents, 40)
+    leader = agents.leader()
+    agents.send(leader, signal.SIGKILL)
+    agents.start(leader)
+
+
+def test_where_nobody_is_lost_a_run_is_that_of_fixed_workers(tmp_path):
+    write_tiny_job(tmp_path)
+    sets = [f"--set={each}" for each in LOCAL]
+    for name, least in (("fixed", 0), ("elastic", 1)):
+        more = [f"--set=elastic.min_nodes={least}", f"--set=name={name}"]
+        done = paceline("train", "job.toml", *sets, *more, *ranks(2), folder=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    fixed, elastic = (metrics(tmp_path, name) for name in ("fixed", "elastic"))
+    for figure in ("loss", "grad_norm"):
+        assert [line[figure] for line in elastic] == [line[figure] for line in fixed]
+    assert elastic[-1]["eval_loss"] == fixed[-1]["eval_loss"]
+
+
+def test_any_worker_may_be_lost_and_the_run_ends_with_all_its_rounds(tmp_path):
+    undisturbed, _ = _train(tmp_path / "undisturbed", lambda _agents: None)
+    lines, events = _train(tmp_path / "struck", _kill_a_rank_the_first_and_a_machine)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    recovered = [event for event in events if event["event"] == "recovered"][1:]
+    assert len(recovered) >= 3, events
+    assert {event["source"] for event in recovered} == {"own"}  # nothing is read from the disk
+    for event in recovered:
+        assert event["step"] % EVERY == 0, "they go on from a round"
+        assert event["recomputed"] <= EVERY
+    first = recovered[0]["step"]
+    losses = [line["loss"] for line in lines]
+    without = [line["loss"] for line in undisturbed]
+    assert losses[:first] == without[:first]
+    # Who came in has another worker's moments: of the 1.6 that was learnt that moves a hundredth.
+    learnt = without[0] - without[-1]
+    assert lines[-1]["eval_loss"] == pytest.approx(undisturbed[-1]["eval_loss"], abs=learnt / 50)
+    assert [event["state"] for event in events if event["event"] == "end"] == ["finished"]
+
+
+def test_too_few_workers_save_at_a_round_and_go_on_when_they_are_back(tmp_path):
+    job = _job(tmp_path, "train.steps=20000", "checkpoint.every=10000", "optim.schedule=constant")
+    settings = ["elastic.min_nodes=2", "elastic.wait_s=1"]
+    with Agents(2, 1, job, tmp_path, settings, {"PACELINE_MEASURE": "off"}) as agents:
+        agents.start(0)
+        agents.start(1)
+        await_step(agents, 12)
+        agents.send(1, signal.SIGKILL)
+        assert agents.wait(PATIENCE_S)[0] == 75, agents.outputs()
+        (saved,) = (agents.run / "checkpoints").glob("step-*")
+        step = int(saved.name.removeprefix("step-"))
+        assert step % EVERY == 0
+        assert lines_of(agents)[-1]["step"] == step
+        agents.start(0)
+        agents.start(1)
+        await_step(agents, step + 2 * EVERY)
+        agents.send_one(agents.agent(1), signal.SIGTERM)
+        assert agents.wait(PATIENCE_S) == {0: 75, 1: 75}, agents.outputs()
+        steps = [line["step"] for line in lines_of(agents)]
+        assert steps == list(range(1, len(steps) + 1))
+        assert steps[-1] % EVERY == 0, "they stop where they meet"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            ("comm.local.method=streaming",),
+            "elastic.min_nodes = 1 needs rounds of everything, and comm.local.method = "
+            '"streaming" is always between two of some fragment: use "diloco", or set min_nodes '
+            "to 0.",
+        ),
+        (
+            ("comm.local.method=diloco", "elastic.exact=true"),
+            "elastic.exact = true is of sums over all ranks in each step, and with "
+            'comm.local.method = "diloco" there are none: set it to false.',
+        ),
+        (
+            ("comm.local.method=diloco", "elastic.copy_every=4"),
+            "elastic.copy_every = 4 has no effect with comm.local.method = "
+            '"diloco", whose workers keep a copy of each round: leave it out.',
+        ),
+        (
+            ("comm.local.method=diloco", "comm.local.min_workers=2"),
+            "comm.local: min_workers is gone: let elastic.min_nodes say on how many nodes the run "
+            "goes on.",
+        ),
+    ],
+)
+def test_what_workers_that_may_be_lost_can_not_have_is_refused(settings, sentence):
+    with pytest.raises(InputError) as refused:
+        read_job(None, ["elastic.min_nodes=1", *settings])
+    assert str(refused.value) == sentence

@@ -67,7 +67,7 @@ def listening(launcher: int, ports: dict[int, str]) -> dict[tuple[str, int], str
 
 
 ENDLESS = "--set=train.steps=1000000"
-WORKERS = ("comm.local.method=diloco", "comm.local.every=4", "comm.local.min_workers=2")
+WORKERS = ("comm.local.method=diloco", "comm.local.every=4")
 
 
 class _Case:

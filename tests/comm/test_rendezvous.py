@@ -205,8 +205,9 @@ LOST = "rank 1 on .* lost another rank before the run began"
 
 
 def test_ranks_whose_store_vanishes_before_the_run_begins_say_so(vanished, monkeypatch):
+    monkeypatch.setattr(meeting, "_get_default_store", lambda: vanished)
     with pytest.raises(RunError, match=LOST):
-        word_from_first_rank("ready", Ranks(1, 2, 0, 1, store=vanished))
+        word_from_first_rank("ready", Ranks(1, 2, 0, 1))
     monkeypatch.setattr(meeting, "store_of_run", lambda *_: vanished)
     for hosts in ([], ["a", "b"]):
         with pytest.raises(RunError, match=LOST):
@@ -227,24 +228,26 @@ def test_a_store_that_vanishes_as_the_run_begins_is_one_sentence(vanished, monke
 @pytest.mark.parametrize("planted", [b"\x80\x04pickle", "[" * 100_000, '"begin"', "{}"])
 def test_what_no_rank_said_is_one_sentence(planted, monkeypatch):
     store = HashStore()
+    monkeypatch.setattr(meeting, "_get_default_store", lambda: store)
     monkeypatch.setattr(meeting, "_RUNS", iter([0]))
     store.set("paceline/run-0/found", planted)
     with pytest.raises(RunError, match="holds at 'found' what no rank wrote"):
-        word_from_first_rank("ready", Ranks(1, 2, 0, 1, store=store))
+        word_from_first_rank("ready", Ranks(1, 2, 0, 1))
 
 
 def test_a_first_rank_that_leaves_waits_until_the_others_have_heard(monkeypatch):
     store, order = HashStore(), []
+    monkeypatch.setattr(meeting, "_get_default_store", lambda: store)
     monkeypatch.setattr(meeting, "_RUNS", iter([0, 0]))
 
     def other() -> None:
         time.sleep(0.3)
         order.append("the other")
-        assert word_from_first_rank("ready", Ranks(1, 2, 0, 1, store=store)) == "refused"
+        assert word_from_first_rank("ready", Ranks(1, 2, 0, 1)) == "refused"
 
     thread = threading.Thread(target=other)
     thread.start()
-    assert word_from_first_rank("refused", Ranks(0, 2, 0, 1, store=store)) == "refused"
+    assert word_from_first_rank("refused", Ranks(0, 2, 0, 1)) == "refused"
     order.append("the first")
     thread.join()
     assert order == ["the other", "the first"]

@@ -157,24 +157,6 @@ REFUSED = {
         "layout.sync_batch_norm = true shares statistics in every step, and comm.local.method = "
         '"diloco" lets each worker step for itself: leave one of them out.',
     ),
-    "more workers left than there are": (
-        {"local": {"method": "local_sgd", "min_workers": 3}},
-        {"dp": 2},
-        "comm.local.min_workers = 3 but layout.dp = 2 makes fewer workers: lower min_workers or "
-        "raise dp.",
-    ),
-    "fragments without a worker": (
-        {"local": {"method": "streaming", "min_workers": 1}},
-        {"dp": 2},
-        "comm.local.min_workers = 1 needs rounds of everything, and comm.local.method = "
-        '"streaming" is always between two of some fragment: use "diloco", or set min_workers = 0.',
-    ),
-    "priority of messages over gloo": (
-        {"local": {"method": "diloco", "min_workers": 1}, "priority": "high"},
-        {"dp": 2},
-        'comm.priority = "high" is of NCCL, and workers that may be lost (comm.local.min_workers '
-        '= 1) exchange over gloo: set it to "normal".',
-    ),
     "gradients of workers": (
         {**DILOCO, **INT8},
         {"dp": 2},
@@ -238,9 +220,37 @@ def test_what_cannot_run_is_refused_in_one_sentence(comm, changes, sentence):
     assert str(refused.value) == sentence
 
 
-@pytest.mark.parametrize("method", ["local_sgd", "diloco", "streaming"])
-def test_an_elastic_run_of_local_updates_is_refused(method):
-    settings = ["elastic.min_nodes=2", f"comm.local.method={method}", "comm.local.every=4"]
-    sentence = rf'^elastic\.min_nodes = 2 needs ranks .*comm\.local\.method = "{method}" they meet'
-    with pytest.raises(InputError, match=sentence):
-        read_job(None, settings)
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            ("comm.local.method=streaming",),
+            "elastic.min_nodes = 1 needs rounds of everything, and comm.local.method = "
+            '"streaming" is always between two of some fragment: use "diloco", or set min_nodes '
+            "to 0.",
+        ),
+        (
+            ("comm.local.method=diloco", "elastic.exact=true"),
+            "elastic.exact = true is of sums over all ranks in each step, and with "
+            'comm.local.method = "diloco" there are none: set it to false.',
+        ),
+        (
+            ("comm.local.method=diloco", "elastic.copy_every=4"),
+            "elastic.copy_every = 4 has no effect with comm.local.method = "
+            '"diloco", whose workers keep a copy of each round: leave it out.',
+        ),
+        (
+            ("comm.local.method=diloco", "comm.local.min_workers=2"),
+            "comm.local: min_workers is gone: let elastic.min_nodes say on how many nodes the run "
+            "goes on.",
+        ),
+    ],
+)
+def test_what_workers_that_may_be_lost_can_not_have_is_refused(settings, sentence):
+    with pytest.raises(InputError) as refused:
+        read_job(None, ["elastic.min_nodes=1", *settings])
+    assert str(refused.value) == sentence
+
+
+def test_the_job_of_an_earlier_run_is_read_where_it_set_no_min_workers():
+    assert read_job(None, ["comm.local.min_workers=0"]) == read_job(None, [])

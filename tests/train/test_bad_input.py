@@ -243,25 +243,10 @@ def test_a_table_of_launches_that_is_none_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "runs" / "tiny").exists()
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["data.source=nowhere.txt"], "nowhere.txt"),
-        (
-            [
-                "data.source=nowhere.txt",
-                "comm.local.method=diloco",
-                "comm.local.min_workers=2",
-                "checkpoint.every=0",
-            ],
-            "nowhere.txt",
-        ),
-    ],
-)
-def test_of_given_ranks_the_first_alone_says_what_is_refused(tmp_path, settings, words):
+def test_of_given_ranks_the_first_alone_says_what_is_refused(tmp_path):
     write_tiny_job(tmp_path)
     (tmp_path / "meeting").mkdir()
-    program = [COMMAND, "train", "job.toml", *(f"--set={each}" for each in settings)]
+    program = [COMMAND, "train", "job.toml", "--set=data.source=nowhere.txt"]
     env = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", MEETING: str(tmp_path / "meeting")}
     started = [
         Started(program, tmp_path, 2, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
@@ -269,6 +254,6 @@ def test_of_given_ranks_the_first_alone_says_what_is_refused(tmp_path, settings,
     ]
     printed = [each.communicate(200)[1] for each in started]
     assert [each.returncode for each in started] == [2, 2, 2], printed
-    assert words in printed[0]
+    assert "nowhere.txt" in printed[0]
     assert printed[0].count("\n") == 1
     assert printed[1:] == ["", ""]

@@ -1,5 +1,5 @@
-"""Elastic runs of workers that step each for itself (DiLoCo): nobody lost, any worker lost, one that
-comes back, too few left."""
+"""Elastic runs of workers that step each for itself (DiLoCo): nobody is lost, any worker is lost
+and one comes back, too few are left."""
 
 import signal
 
@@ -7,8 +7,6 @@ import pytest
 
 from benchmarks.elastic.agents import Agents
 from benchmarks.elastic.jobs import write_job
-from paceline.config.errors import InputError
-from paceline.config.job import read_job
 from tests.command_line import metrics, paceline, ranks, write_tiny_job
 from tests.train.test_elastic_runs import JOB, await_step, lines_of
 
@@ -88,7 +86,7 @@ def test_any_worker_may_be_lost_and_the_run_ends_with_all_its_rounds(tmp_path):
 
 def test_too_few_workers_save_at_a_round_and_go_on_when_they_are_back(tmp_path):
     job = _job(tmp_path, "train.steps=20000", "checkpoint.every=10000", "optim.schedule=constant")
-    settings = ["elastic.min_nodes=2", "elastic.wait_s=1"]
+    settings = ["elastic.min_nodes=2", "elastic.wait_s=15"]
     with Agents(2, 1, job, tmp_path, settings, {"PACELINE_MEASURE": "off"}) as agents:
         agents.start(0)
         agents.start(1)
@@ -107,35 +105,3 @@ def test_too_few_workers_save_at_a_round_and_go_on_when_they_are_back(tmp_path):
         steps = [line["step"] for line in lines_of(agents)]
         assert steps == list(range(1, len(steps) + 1))
         assert steps[-1] % EVERY == 0, "they stop where they meet"
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            ("comm.local.method=streaming",),
-            "elastic.min_nodes = 1 needs rounds of everything, and comm.local.method = "
-            '"streaming" is always between two of some fragment: use "diloco", or set min_nodes '
-            "to 0.",
-        ),
-        (
-            ("comm.local.method=diloco", "elastic.exact=true"),
-            "elastic.exact = true is of sums over all ranks in each step, and with "
-            'comm.local.method = "diloco" there are none: set it to false.',
-        ),
-        (
-            ("comm.local.method=diloco", "elastic.copy_every=4"),
-            "elastic.copy_every = 4 has no effect with comm.local.method = "
-            '"diloco", whose workers keep a copy of each round: leave it out.',
-        ),
-        (
-            ("comm.local.method=diloco", "comm.local.min_workers=2"),
-            "comm.local: min_workers is gone: let elastic.min_nodes say on how many nodes the run "
-            "goes on.",
-        ),
-    ],
-)
-def test_what_workers_that_may_be_lost_can_not_have_is_refused(settings, sentence):
-    with pytest.raises(InputError) as refused:
-        read_job(None, ["elastic.min_nodes=1", *settings])
-    assert str(refused.value) == sentence

@@ -180,12 +180,15 @@ class LocalUpdates(FrozenConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_what_is_gone(cls, raw: Any) -> Any:
-        if isinstance(raw, Mapping) and "min_workers" in raw:
+    def _without_min_workers(cls, raw: Any) -> Any:
+        """The job.toml of each earlier Run has it, mostly as 0, which says nothing."""
+        if not isinstance(raw, Mapping) or "min_workers" not in raw:
+            return raw
+        if raw["min_workers"] != 0:
             raise ValueError(
                 "min_workers is gone: let elastic.min_nodes say on how many nodes the run goes on."
             )
-        return raw
+        return {name: value for name, value in raw.items() if name != "min_workers"}
 
 
 class Comm(FrozenConfig):

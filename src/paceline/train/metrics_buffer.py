@@ -16,8 +16,8 @@ from paceline.observe.rank_spread import record_of_ranks
 from paceline.train.results import StepResult
 from paceline.train.spikes import Spike
 
-# A line is written a step or two after its step.
-_NUM_RECENT = 4
+NUM_RECENT = 4
+"""A line is written a step or two after its step, but for workers that meet in rounds."""
 
 Line = dict[str, Any]
 Terms = dict[str, float]
@@ -33,7 +33,7 @@ class MetricsBuffer:
     """Steps by which results are read late."""
     most_bad_steps: int
     """Bad steps in a row that end the run."""
-    recent: deque[Line] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
+    recent: deque[Line] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     """The last lines, complete: where rank 0 is lost before it writes one, another rank does."""
     see_spike: Callable[[Spike], None] = lambda _spike: None
     """Is told of each."""

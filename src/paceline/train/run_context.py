@@ -1,5 +1,6 @@
 """Run context: what a run is kept in, watched by and stopped with."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from paceline.train.checkpoint import Checkpointer
 from paceline.train.kept_state import KeptState
 from paceline.train.left_out import LeftOut
 from paceline.train.memory_owners import memory_owners
-from paceline.train.metrics_buffer import Line, MetricsBuffer
+from paceline.train.metrics_buffer import NUM_RECENT, Line, MetricsBuffer
 from paceline.train.spikes import Spike
 from paceline.train.start import identity
 from paceline.train.stopping import StopRequest
@@ -119,6 +120,7 @@ def _metrics_buffer(
     job, ranks = trainer.job, trainer.ranks
     is_local = job.comm.local.method != "none"
     lag = job.train.steps if is_local else int(ranks.device_type == "cuda")
+    recent = deque[Line](maxlen=NUM_RECENT + is_local * job.comm.local.every)
     allowance = _FP16_SCALE_HALVINGS if job.layout.precision == "fp16" else 0
     most_bad, policy = job.train.max_bad_steps + allowance, job.elastic.on_spike
 
@@ -135,5 +137,5 @@ def _metrics_buffer(
             trainer.stats.watch.compare(figures["busy_s"], ranks.rank)
 
     return MetricsBuffer(
-        record, lag, most_bad, see_spike=see_spike, see_ranks=see_ranks, on_spike=policy
+        record, lag, most_bad, recent, see_spike=see_spike, see_ranks=see_ranks, on_spike=policy
     )

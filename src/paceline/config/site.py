@@ -14,7 +14,7 @@ from paceline.config import files
 from paceline.config.errors import InputError
 from paceline.config.frozen import Count, FrozenConfig, Ways, nearest
 
-EngineName = Literal["local", "ssh", "slurm", "ray", "kubernetes", "skypilot"]
+EngineName = Literal["local", "ssh", "slurm"]
 Usd = Annotated[float, Field(ge=0, le=10**6)]
 Words = Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -32,7 +32,7 @@ class NodeType(FrozenConfig):
     spot_mtbp_hours: Annotated[float, Field(gt=0, le=10**6)] | None = None
     """Mean hours until a spot machine is taken away."""
     select: Words = ()
-    """How the engine is asked for them: Slurm's --constraint and --gres, Kubernetes' node labels."""
+    """How the engine is asked for them: Slurm's --constraint=..., --gres=..."""
 
 
 class Site(FrozenConfig):
@@ -40,16 +40,17 @@ class Site(FrozenConfig):
 
     engine: EngineName
     partition: str = ""
-    """Slurm's partition, Kueue's queue."""
+    """Slurm's."""
     account: str = ""
     qos: str = ""
     spot_partition: str = ""
     """Where jobs go that may be preempted."""
     hosts: Words = ()
     """Of engine "ssh": machines without a scheduler, as ssh knows them."""
-    namespace: str = ""
+    ssh_config: str = ""
+    """Of engine "ssh": a file for `ssh -F`; "": the person's own."""
     container: str = ""
-    """An image; "": none."""
+    """An image that Apptainer runs; "": none."""
     venv: str = ""
     """A folder with bin/paceline that all nodes see; "": the one that launches."""
     modules: Words = ()

@@ -3,12 +3,16 @@
 `render` is pure: no clock, no network, no files but those it returns. `submit` makes what was
 rendered real, or leaves nothing behind. The others ask and tell. Words are the same for all
 engines; what an engine says itself is kept beside them.
+
+An engine is `engine()` of the module `paceline.launch.engines.<name>`. On each node it runs
+`bash start.sh` in the job's folder (`launch.start_script`) with ATTEMPT and, where the scheduler
+doesn't name nodes itself, PACELINE_NODE set. That script writes the node's records and its log.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from paceline.config.site import Site
 
@@ -39,6 +43,11 @@ Wish = Literal["save", "stop"]
 """save: SIGUSR1, write a checkpoint and go away in time to be started again. stop: SIGTERM, and
 nobody starts it again."""
 
+ATTEMPT = "PACELINE_ATTEMPT"
+"""The variable that tells the start script which attempt this is, from 1."""
+ID_FILE = "id"
+"""In a job's folder: the engine's id. A folder without it was never submitted."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -53,6 +62,8 @@ class Request:
     """Where scripts, logs and records of this job stand; all nodes see it."""
     num_nodes: int
     devices_per_node: int
+    min_nodes: int = 0
+    """Nodes with which the command goes on by itself after a loss; 0: it needs all of them."""
     node_type: str = ""
     """A name in `Site.node_types`; "": the site has one, or none is named."""
     time_limit_s: int | None = None
@@ -83,6 +94,16 @@ class Rendered:
     """By name below `Request.folder`."""
     main: str
     """The name of the one that is submitted."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job that an engine was given."""
+
+    id: str
+    """The engine's."""
+    folder: Path
+    """`Request.folder`."""
 
 
 @dataclass(frozen=True)
@@ -131,17 +152,34 @@ class Engine(Protocol):
     def render(self, request: Request, site: Site) -> Rendered:
         """The files that start this job."""
 
-    def submit(self, request: Request, rendered: Rendered) -> str:
-        """Write the files, hand them over, and return the engine's id; or leave nothing behind."""
+    def expected_start(self, request: Request, rendered: Rendered) -> float | None:
+        """Unix time at which it would start if it were submitted now; None: nobody can tell."""
 
-    def observe(self, job: str) -> Observation:
-        """How the job of an id stands."""
+    def submit(self, request: Request, rendered: Rendered) -> Submitted:
+        """Write the files, hand them over, and write ID_FILE before the job can end; or leave
+        nothing behind."""
 
-    def signal(self, job: str, wish: Wish) -> None:
-        """Tell it to save, or to stop for good; returns at once."""
+    def observe(self, job: Submitted) -> Observation:
+        """How it stands."""
 
-    def logs(self, job: str) -> tuple[Path, ...]:
+    def signal(self, job: Submitted, wish: Wish) -> None:
+        """Tell it to save, or to stop for good; returns at once. One that has ended stays so."""
+
+    def logs(self, job: Submitted) -> tuple[Path, ...]:
         """Files of what its nodes wrote, the oldest attempt first; they may still grow."""
 
-    def usage(self, job: str) -> tuple[Attempt, ...]:
+    def usage(self, job: Submitted) -> tuple[Attempt, ...]:
         """Every attempt so far, the oldest first, without a second counted twice."""
+
+    def probe(self, site: Site, script: str) -> Mapping[str, str]:
+        """What a short shell script prints on nodes of the site, by node: on all of them, or on
+        one where asking takes machines from others. Of a node that can't be reached: "", and why
+        is raised where none can."""
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """An engine that knows more about a wait than `Observation.reason`."""
+
+    def why(self, job: Submitted, request: Request, site: Site) -> tuple[str, ...]:
+        """Sentences: what it waits for, what is ahead, what would start now."""

@@ -59,8 +59,8 @@ def code_state(directory: Path, *, apart: tuple[Path, ...] = (), with_patch: boo
         named = ", ".join(shown_path(Path(name)) for name in changed[:_MOST_NAMED])
         more = f" and {len(changed) - _MOST_NAMED} more" if len(changed) > _MOST_NAMED else ""
         raise InputError(
-            f"{named}{more} in {shown_path(root)} differ from the last commit, and a run is made "
-            "again from a commit: commit them, or keep the difference with the job by --patch."
+            f"{shown_path(root)} has changes that are not committed ({named}{more}), and a run is "
+            "made again from a commit: commit them, or keep them with the job by --patch."
         )
     patch = (_git(root, *_DIFF, "HEAD", "--", *known) or b"") if known else b""
     patch += b"".join(_added(root, name) for name in new)

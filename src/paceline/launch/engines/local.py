@@ -1,0 +1,40 @@
+"""Engine "local": this machine. Jobs start at once, beside whatever else runs."""
+
+import subprocess
+from collections.abc import Mapping
+
+from paceline.config.errors import InputError
+from paceline.config.site import Site
+from paceline.launch.supervision.engine import SupervisedEngine
+from paceline.launch.supervision.state import Node
+
+_PROBE_S = 60
+
+
+class LocalEngine(SupervisedEngine):
+    """See the module."""
+
+    name = "local"
+
+    def nodes_of(self, site: Site) -> tuple[Node, ...]:
+        """This machine."""
+        return (Node("localhost"),)
+
+    def probe(self, site: Site, script: str) -> Mapping[str, str]:
+        """See `contract.Engine`."""
+        try:
+            done = subprocess.run(
+                ["bash", "-c", script],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_PROBE_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise InputError(f"this machine did not answer within {_PROBE_S} s: see why.") from None
+        return {"localhost": done.stdout.decode(errors="replace")}
+
+
+def engine() -> LocalEngine:
+    """See `paceline.launch.engines`."""
+    return LocalEngine()

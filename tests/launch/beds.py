@@ -1,0 +1,152 @@
+"""Beds: each starts an engine's own programs, and knows how to take a node away from it.
+
+A new engine is a line in BEDS; `test_contract.py` then runs against it.
+"""
+
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.config.site import Site
+from paceline.launch.contract import Engine
+from paceline.launch.engines import engine_named
+from tests.launch.waiting import until
+
+
+@dataclass(frozen=True)
+class Bed:
+    """An engine that is there."""
+
+    site: Site
+    num_nodes: int
+    lose: Callable[[Path, str], None]
+    """Take the node of this name away from the job of this folder."""
+    slow_s: float = 120
+    """How long anything may take."""
+    engine: Engine = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "engine", engine_named(self.site.engine))
+
+
+def start_script_of(folder: Path, node: str) -> psutil.Process:
+    """The process that runs start.sh of a job on a node."""
+    found: list[psutil.Process] = []
+
+    def is_there() -> bool:
+        for process in psutil.process_iter(["cmdline"]):
+            with suppress(psutil.Error):
+                if process.info["cmdline"] != ["bash", "start.sh"]:
+                    continue
+                relay = process.parent()
+                is_of_job = relay is not None and f"{folder}/relay.sh" in relay.cmdline()
+                if is_of_job and process.environ().get("PACELINE_NODE") == node:
+                    found.append(process)
+        return bool(found)
+
+    until(is_there)
+    return found[0]
+
+
+@contextmanager
+def local_bed(_folder: Path) -> Iterator[Bed]:
+    """This machine."""
+
+    def lose(folder: Path, node: str) -> None:
+        start_script_of(folder, node).kill()
+
+    yield Bed(Site(engine="local"), 1, lose)
+
+
+@contextmanager
+def ssh_bed(folder: Path) -> Iterator[Bed]:
+    """Three hosts of one sshd on loopback, and one at which nobody listens."""
+    sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    if sshd is None or shutil.which("ssh") is None:
+        pytest.skip("no sshd and ssh on this machine (openssh-server, openssh-client)")
+    for name in ("host", "person"):
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+        subprocess.run(command, check=True, timeout=60)
+    ports = []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            ports.append(free.getsockname()[1])
+    port, closed = ports
+    key = (folder / "host.pub").read_text().split(" ", 2)[:2]
+    (folder / "known_hosts").write_text("hosts " + " ".join(key))
+    # HOME: what stands in the .bashrc of who runs the tests is no part of them.
+    (folder / "sshd_config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nPidFile none\n"
+        f"AuthorizedKeysFile {folder}/person.pub\nStrictModes no\nUsePAM no\n"
+        "PasswordAuthentication no\nKbdInteractiveAuthentication no\nMaxStartups 100\n"
+        f"PermitRootLogin prohibit-password\nSetEnv HOME={folder}\n"
+    )
+    (folder / "ssh_config").write_text(
+        f"Host n0 n1 n2\n  Port {port}\nHost gone\n  Port {closed}\n"
+        f"Host *\n  HostName 127.0.0.1\n  User {getpass.getuser()}\n  HostKeyAlias hosts\n"
+        f"  IdentityFile {folder}/person\n  IdentitiesOnly yes\n  IdentityAgent none\n"
+        f"  UserKnownHostsFile {folder}/known_hosts\n  StrictHostKeyChecking yes\n"
+    )
+    # What an init script makes, and sshd of root demands.
+    private = Path("/run/sshd")
+    is_mine = os.geteuid() == 0 and not private.exists()
+    if is_mine:
+        private.mkdir(mode=0o755)
+    config = ["-f", str(folder / "sshd_config")]
+    test = subprocess.run([sshd, "-t", *config], capture_output=True, text=True, check=False)
+    if test.returncode:
+        pytest.skip(f"sshd can't run here: {test.stderr.strip()}")
+    with (folder / "sshd.log").open("wb") as log:
+        server = subprocess.Popen([sshd, "-D", "-e", *config], stderr=log)
+    try:
+        until(lambda: _answers(port))
+        hosts = ("n0", "n1", "n2")
+        site = Site(engine="ssh", hosts=hosts, ssh_config=str(folder / "ssh_config"))
+        yield Bed(site, len(hosts), _close_session)
+    finally:
+        sessions = psutil.Process(server.pid).children(recursive=True)
+        server.terminate()
+        server.wait(60)
+        for process in sessions:
+            with suppress(psutil.Error):
+                process.kill()
+        if is_mine:
+            with suppress(OSError):
+                private.rmdir()
+
+
+def _answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def _close_session(folder: Path, node: str) -> None:
+    """End the sshd that holds the node's connection, as where a machine goes away."""
+    session = next(
+        one for one in start_script_of(folder, node).parents() if one.name().startswith("sshd")
+    )
+    session.send_signal(signal.SIGKILL)
+
+
+BEDS: dict[str, Callable[[Path], AbstractContextManager[Bed]]] = {
+    "local": local_bed,
+    "ssh": ssh_bed,
+}
+
+
+@pytest.fixture(scope="module", params=BEDS)
+def bed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
+    """Each engine in turn; a module's tests share it."""
+    with BEDS[request.param](tmp_path_factory.mktemp(request.param)) as made:
+        yield made

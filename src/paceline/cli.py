@@ -119,6 +119,14 @@ PlanFolder = Annotated[
     ),
 ]
 Top = Annotated[int, typer.Option(help="Layouts to show.", min=1)]
+Runs = Annotated[
+    Path,
+    typer.Option(help="Where run directories are kept.", callback=output("--runs", is_folder=True)),
+]
+LaunchedRun = Annotated[
+    Path,
+    typer.Argument(help="A run that was launched: its name, or its directory.", show_default=False),
+]
 
 
 # ---- commands -----------------------------------------------------------------------------------
@@ -158,12 +166,7 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over: delete what the run has so far.")
     ] = False,
-    runs: Annotated[
-        Path,
-        typer.Option(
-            help="Where run directories are kept.", callback=output("--runs", is_folder=True)
-        ),
-    ] = Path("runs"),
+    runs: Runs = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """Train a model on every device of this machine.
@@ -232,11 +235,6 @@ def plan(
     """
     from paceline.plan.answer.command import PlanOptions, plan_command
 
-    def machine() -> "Cluster":
-        from paceline.machine.discovery import this_machine
-
-        return this_machine()
-
     asked = PlanOptions(
         clusters=cluster or (),
         prices=price or (),
@@ -245,7 +243,9 @@ def plan(
         most=most or (),
         free=free or (),
     )
-    plan_command(_read_in_steps(job, set_ or []), machine, asked, num=top, out=out, as_json=as_json)
+    plan_command(
+        _read_in_steps(job, set_ or []), _machine, asked, num=top, out=out, as_json=as_json
+    )
 
 
 @app.command()
@@ -489,6 +489,14 @@ def doctor(
             show_default=False,
         ),
     ] = None,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            help="Check a site's file against its machines instead: the engine, shared folders, "
+            "software, clocks.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check devices, drivers, network, NCCL and host; each finding with its fix.
@@ -501,7 +509,14 @@ def doctor(
     paceline doctor --folder /scratch
     NCCL_DEBUG=INFO paceline train ... > job.log
     paceline doctor --nccl-log job.log
+    paceline doctor --site cluster
     """
+    if site is not None:
+        from paceline.launch.command import site_command
+
+        if not site_command(site, as_json=as_json):
+            sys.exit(1)
+        return
     from paceline.doctor.command import DoctorOptions, doctor_command
 
     found = doctor_command(DoctorOptions(folder, nccl_log, from_, save, run))
@@ -509,6 +524,162 @@ def doctor(
         print(json.dumps(found))
     if found["problems"]:
         sys.exit(1)
+
+
+@app.command()
+def launch(
+    job: JobFile = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="What a script of your own is given.", show_default=False),
+    ] = None,
+    on: Annotated[
+        str, typer.Option("--on", help="A site of paceline-sites.toml, or local: this machine.")
+    ] = "local",
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            help="How many. Left out: all sizes that the site has are planned, and the one that "
+            "ends first is taken.",
+            min=1,
+            max=10**6,
+            show_default=False,
+        ),
+    ] = None,
+    cheapest: Annotated[
+        bool, typer.Option("--cheapest", help="Take the size that costs least instead.")
+    ] = False,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help='The most that the job may cost and take, e.g. "3000 USD, 2 days".',
+            metavar="TEXT",
+            show_default=False,
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the run; left out: the Job's.", show_default=False)
+    ] = None,
+    set_: Settings = None,
+    priority: Annotated[
+        int,
+        typer.Option(
+            help="Above 0: before your other jobs, as far as the scheduler lets you.",
+            min=-(10**6),
+            max=10**6,
+        ),
+    ] = 0,
+    after: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A run that must have finished before. May be repeated.", show_default=False
+        ),
+    ] = None,
+    spot: Annotated[
+        bool, typer.Option("--spot", help="On machines that may be taken away.")
+    ] = False,
+    patch: Annotated[
+        bool,
+        typer.Option(
+            "--patch", help="Keep what is not committed as a patch, rather than refuse it."
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the files that would start it, and stop.")
+    ] = False,
+    runs: Runs = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Start a run on machines that a scheduler, or a list of hosts, hands out.
+
+    Chooses the size, refuses what can't fit or can't end in time before it waits
+    for anything, and submits it. It is started again when it was preempted or lost
+    a machine. A .py file is a script of your own that calls paceline.train; it
+    starts once on each node. docs/cluster.md says how a site is written.
+
+    \b
+    paceline launch my.toml --on cluster
+    paceline launch my.toml --on cluster --budget "3000 USD, 2 days" --dry-run
+    paceline launch train.py --on lab --nodes 2 -- --epochs 3
+    """
+    from paceline.config.site import site_named
+    from paceline.launch.command import launch_command
+    from paceline.launch.prepare import Asked, prepare_job, prepare_script
+
+    site = site_named(on)
+    asked = Asked(
+        site_name=on,
+        site=site,
+        num_nodes=nodes,
+        priority=priority,
+        after=after or (),
+        is_spot=spot,
+        is_cheapest=cheapest,
+        budget=budget,
+        with_patch=patch,
+    )
+    folder = runs if runs != Path("runs") or not site.shared else Path(site.shared) / "runs"
+    is_script = job is not None and job.suffix == ".py"
+    if job is not None and is_script:
+        prepared = prepare_script(job, arguments or (), name, asked, folder.absolute(), _machine)
+    else:
+        _refuse_arguments(arguments)
+        renamed = [*(set_ or []), *([f"name={name}"] if name is not None else [])]
+        spec = _read_in_steps(job, renamed)
+        prepared = prepare_job(spec, asked, folder.absolute(), job, _machine)
+    launch_command(prepared, is_dry=dry_run, as_json=as_json)
+
+
+@app.command()
+def jobs(
+    runs: Runs = Path("runs"),
+    all_: Annotated[bool, typer.Option("--all", help="Earlier launches of each run, too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List what was launched, and how it stands."""
+    from paceline.launch.command import jobs_command
+
+    jobs_command(runs, is_all=all_, as_json=as_json)
+
+
+@app.command()
+def logs(
+    run: LaunchedRun,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the job is over.")
+    ] = False,
+    runs: Runs = Path("runs"),
+) -> None:
+    """Print what a launched run's nodes wrote, attempt by attempt."""
+    from paceline.launch.command import logs_command
+    from paceline.launch.records import run_named
+
+    logs_command(run_named(run, runs), is_following=follow)
+
+
+@app.command()
+def stop(
+    run: LaunchedRun,
+    save: Annotated[
+        bool,
+        typer.Option("--save", help="Save, give the machines back, and go on when it has some."),
+    ] = False,
+    runs: Runs = Path("runs"),
+) -> None:
+    """Stop a launched run with a checkpoint; nobody starts it again."""
+    from paceline.launch.command import stop_command
+    from paceline.launch.records import run_named
+
+    stop_command(run_named(run, runs), is_saving=save)
+
+
+@app.command()
+def why(run: LaunchedRun, runs: Runs = Path("runs")) -> None:
+    """Say how a launched run stands, and why it waits."""
+    from paceline.launch.command import why_command
+    from paceline.launch.records import run_named
+
+    why_command(run_named(run, runs))
 
 
 @app.command()
@@ -561,6 +732,22 @@ def _warm_up_own_ranks(module: str) -> None:
     given = ranks_from_env("cpu")
     if given is None or given.world_size == 1:
         warm_up_ranks(module)
+
+
+def _machine() -> "Cluster":
+    from paceline.machine.discovery import this_machine
+
+    return this_machine()
+
+
+def _refuse_arguments(arguments: list[str] | None) -> None:
+    from paceline.config.errors import InputError
+
+    if arguments:
+        raise InputError(
+            f"{arguments[0]} was given after a Job, and only a script (.py) takes arguments: "
+            "change a Job's settings by --set."
+        )
 
 
 def _runs_folder(job: Path | None, runs: Path) -> Path:

@@ -327,8 +327,8 @@ def _dotted(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def to_toml(job: Job) -> str:
-    """The Job as TOML that reads back to an equal Job."""
+def to_toml(job: JobSpec) -> str:
+    """The Job as TOML that reads back to an equal one."""
     return tomli_w.dumps(to_raw(job))
 
 

@@ -1,0 +1,123 @@
+"""What stands in a Run directory of its launches: runs/<name>/launch/<k>/, k from 1.
+
+request.json    what was asked of which site, with which code and which expectations
+job.toml        the Job, where one was launched and not a script
+code.patch      what was not committed
+id              the engine's; a folder without it was never submitted
+log/, nodes/    what the start script writes (`launch.start_script`); the engine's files besides
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from paceline.config import files
+from paceline.config.errors import InputError
+from paceline.config.site import Site
+from paceline.launch.contract import ID_FILE, Engine, Observation, Request, Submitted
+from paceline.launch.engines import engine_named
+
+LAUNCHES, REQUEST, JOB, PATCH = "launch", "request.json", "job.toml", "code.patch"
+LIVE = ("queued", "running")
+_NUMBER = re.compile(r"[1-9]\d{0,8}")
+_MOST_ID_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class LaunchRecord:
+    """One launch, as it was asked for."""
+
+    time: float
+    """When, Unix seconds."""
+    site_name: str
+    site: Site
+    request: Request
+    commit: str = ""
+    """Of the project; "": it is in no repository."""
+    uncommitted: tuple[str, ...] = ()
+    """Files that differed from it; their difference is in code.patch."""
+    run_s: float | None = None
+    """Predicted, from its start to its end."""
+    usd: float | None = None
+    """Predicted."""
+
+
+RECORD_TYPE = TypeAdapter(LaunchRecord)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch that was submitted."""
+
+    run: Path
+    number: int
+    record: LaunchRecord
+    job: Submitted
+
+    @property
+    def engine(self) -> Engine:
+        """Which has it."""
+        return engine_named(self.record.site.engine)
+
+    def observe(self) -> Observation:
+        """How it stands.
+
+        Raises:
+            InputError: the engine can't say.
+        """
+        return self.engine.observe(self.job)
+
+
+def run_named(name: str | Path, runs: Path) -> Path:
+    """The Run directory that a person means, by its path or by its name in `runs`."""
+    path = Path(name)
+    return path if (path / LAUNCHES).is_dir() else runs / path
+
+
+def launches_of(run: Path) -> list[Launch]:
+    """Those of a Run directory, the oldest first; none where nothing was launched.
+
+    Raises:
+        InputError: a record is damaged.
+    """
+    numbers = sorted(launch_numbers(run))
+    return [one for number in numbers if (one := _launch(run, number)) is not None]
+
+
+def newest_launch(run: Path) -> Launch:
+    """The newest one of a Run directory.
+
+    Raises:
+        InputError: nothing was launched there, or its record is damaged.
+    """
+    found = launches_of(run)
+    if not found:
+        raise InputError(f"{run} was not launched: give a run of `paceline jobs`.")
+    return found[-1]
+
+
+def launch_numbers(run: Path) -> Iterator[int]:
+    """Of all folders, also of what was never submitted."""
+    folder = run / LAUNCHES
+    if folder.is_dir():
+        yield from (int(one.name) for one in folder.iterdir() if _NUMBER.fullmatch(one.name))
+
+
+def launched_runs(runs: Path) -> list[Path]:
+    """Run directories with launches, by name."""
+    if not runs.is_dir():
+        return []
+    return sorted(run for run in runs.iterdir() if next(launch_numbers(run), None) is not None)
+
+
+def _launch(run: Path, number: int) -> Launch | None:
+    folder = (run / LAUNCHES / str(number)).absolute()
+    if not (folder / ID_FILE).is_file():
+        return None
+    cure = "put back a copy of it, or remove the folder"
+    record = files.read_json(folder / REQUEST, RECORD_TYPE, cure)
+    name = files.read_text(folder / ID_FILE, cure, _MOST_ID_BYTES).strip()
+    return Launch(run, number, record, Submitted(name, folder))

@@ -119,6 +119,16 @@ def test_signals_are_passed_on_and_the_command_may_take_its_time(tmp_path, numbe
     assert [each.exit_code for each in node_records(asked.folder)] == [code]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_command_that_did_not_heed_yet_starts_again(tmp_path, number):
+    process = start(request(tmp_path, "bash", "-c", "touch ready; exec sleep 120"))
+    until((tmp_path / "ready").exists, 30)
+    process.send_signal(number)
+    assert process.communicate(timeout=60)[0] == "exit 75\n"
+    other = request(tmp_path, "bash", "-c", "kill -s TERM $$", folder=tmp_path / "other")
+    assert start(other).communicate(timeout=60)[0] == "exit 143\n"  # by itself
+
+
 def test_a_signal_before_the_command_began_starts_it_again(tmp_path):
     site = Site(engine="local", setup=("touch setup; while :; do sleep 0.05; done",))
     process = start(request(tmp_path, "touch", "ran"), site)

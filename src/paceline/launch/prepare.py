@@ -21,7 +21,6 @@ from paceline.launch.contract import Engine, Rendered, Request
 from paceline.launch.engines import engine_named
 from paceline.launch.records import (
     JOB,
-    LAUNCHES,
     LIVE,
     LaunchRecord,
     launch_numbers,
@@ -30,6 +29,7 @@ from paceline.launch.records import (
     run_named,
 )
 from paceline.launch.sizes import Planned, planned_sizes
+from paceline.observe.run import Run
 from paceline.plan.answer.options import budget_of, cluster_of
 
 # What a prediction may be off by, and what comes before the first step.
@@ -195,7 +195,7 @@ def _next_number(run: Path) -> int:
 
 
 def _folder(run: Path, number: int) -> Path:
-    return (run / LAUNCHES / str(number)).absolute()
+    return (Run(run).launch_folder / str(number)).absolute()
 
 
 def _request(

@@ -19,8 +19,9 @@ from paceline.config.errors import InputError
 from paceline.config.site import Site
 from paceline.launch.contract import ID_FILE, Engine, Observation, Request, Submitted
 from paceline.launch.engines import engine_named
+from paceline.observe.run import Run
 
-LAUNCHES, REQUEST, JOB, PATCH = "launch", "request.json", "job.toml", "code.patch"
+REQUEST, JOB, PATCH = "request.json", "job.toml", "code.patch"
 LIVE = ("queued", "running")
 _NUMBER = re.compile(r"[1-9]\d{0,8}")
 _MOST_ID_BYTES = 4096
@@ -74,7 +75,7 @@ class Launch:
 def run_named(name: str | Path, runs: Path) -> Path:
     """The Run directory that a person means, by its path or by its name in `runs`."""
     path = Path(name)
-    return path if (path / LAUNCHES).is_dir() else runs / path
+    return path if Run(path).launch_folder.is_dir() else runs / path
 
 
 def launches_of(run: Path) -> list[Launch]:
@@ -101,7 +102,7 @@ def newest_launch(run: Path) -> Launch:
 
 def launch_numbers(run: Path) -> Iterator[int]:
     """Of all folders, also of what was never submitted."""
-    folder = run / LAUNCHES
+    folder = Run(run).launch_folder
     if folder.is_dir():
         yield from (int(one.name) for one in folder.iterdir() if _NUMBER.fullmatch(one.name))
 
@@ -114,7 +115,7 @@ def launched_runs(runs: Path) -> list[Path]:
 
 
 def _launch(run: Path, number: int) -> Launch | None:
-    folder = (run / LAUNCHES / str(number)).absolute()
+    folder = (Run(run).launch_folder / str(number)).absolute()
     if not (folder / ID_FILE).is_file():
         return None
     cure = "put back a copy of it, or remove the folder"

@@ -9,6 +9,7 @@ ended, and was not lost with its node.
 
 import re
 import shlex
+import signal
 from collections.abc import Iterator
 
 from paceline.config.errors import EXIT_SAVED, InputError
@@ -35,12 +36,13 @@ record null null
 trap 'code=$?; record "$(date +%s.%3N)" "$code"; echo "exit $code" >&4' EXIT
 """
 
-# A signal ends `wait`, which then says nothing of the command: it is asked again.
+# A signal ends `wait`, which then says nothing of the command: it is asked again. A command that
+# the passed signal killed had not begun to heed it (Python's start takes tenths of a second).
 _WAIT = f"""\
-command= told=
+command= told= passed=
 pass_on() {{
   [ -n "$command" ] || exit {EXIT_SAVED}
-  told=1
+  told=1 passed=1
   kill -s "$1" "$command"
 }}
 trap 'pass_on TERM' TERM
@@ -54,6 +56,9 @@ while [ -n "$told" ]; do
   wait "$command"
   code=$?
 done
+case $passed-$code in
+  1-{by_term} | 1-{by_usr1}) code={saved} ;;
+esac
 exit "$code"
 """
 
@@ -71,7 +76,12 @@ def start_script(request: Request, site: Site) -> str:
         _WAIT,
         f"cd -- {_quoted(request.directory)} || exit 2\n",
         *_environment(request, site),
-        _START.format(command=_command(request, site)),
+        _START.format(
+            command=_command(request, site),
+            by_term=128 + signal.SIGTERM,
+            by_usr1=128 + signal.SIGUSR1,
+            saved=EXIT_SAVED,
+        ),
     ]
     return "".join(parts)
 

@@ -11,6 +11,7 @@ memory/         memory over these windows: rank<k>-step<n>.json, and .pickle of 
 checkpoints/    step-<n>/ complete or absent, latest
 tokenizer/      tokenizer.json, and what was given beside it: what an export carries
 tensorboard/    report.html    log/rank<k>.log
+launch/         <k>/: how it was launched on a site, and what its nodes wrote
 """
 
 import json
@@ -91,6 +92,11 @@ class Run:
     def tokenizer_folder(self) -> Path:
         """What says how tokens are read and written, of a language model."""
         return self.path / "tokenizer"
+
+    @property
+    def launch_folder(self) -> Path:
+        """How it was launched, a folder each time (`paceline.launch.records`)."""
+        return self.path / "launch"
 
     @property
     def report_file(self) -> Path:

@@ -212,11 +212,12 @@ def _write_plan(run: Run, plan: Plan) -> None:
 
 
 def _empty(run: Run) -> None:
-    """Delete a Run's own files; a folder that never was a Run is left alone."""
+    """Delete a Run's own files; a folder that never was a Run is left alone, and so is what says
+    how it was launched: this start may be one of those."""
     if not run.exists:
         return
     for path in run.path.iterdir():
-        if path in (run.path / ".lock", run.stop_file):
+        if path in (run.path / ".lock", run.stop_file, run.launch_folder):
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 

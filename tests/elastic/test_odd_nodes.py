@@ -1,17 +1,29 @@
-"""Nodes that are not as the others: one that comes and is lost again and again, ...
+"""Nodes that are not as the others: that come and are lost again and again, whose bytes change on
+their way, whose clock jumps, whose store is slow, whose disk is full, that sleep, that are slow.
 
 Each oddity is put into the process of one agent; everything else is as in `cluster`.
 """
 
+import itertools
 import os
+import resource
 import signal
+import socket
+import threading
+import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
+import pytest
+
 from paceline.config.hardware import Cluster
+from paceline.elastic.agent import _began_s
 from tests.elastic import cluster
-from tests.elastic.cluster import Nodes
+from tests.elastic.cluster import Behaviour, Nodes
 from tests.parallel.training import CPU
 from tests.ranks import WARM
 
@@ -129,3 +141,164 @@ def test_a_member_that_leaves_during_the_transfer_is_no_refusal(tmp_path):
         nodes.until(lambda: {"a", "b"} == set(nodes.names()))
         assert nodes.agents["c"].exitcode == -signal.SIGKILL
         assert nodes.events("refused") == []
+
+
+# ---- clocks, stores, disks -----------------------------------------------------------------------
+
+
+def _jump(hours: float) -> None:
+    """Let the clock of this process be another one from its fiftieth look on."""
+    real, looks = time.time, itertools.count()
+    time.time = lambda: real() + (3600 * hours if next(looks) > 50 else 0)
+    boot_time = psutil._pslinux.boot_time
+    # What the kernel tells of processes and of the host moves with its clock.
+    psutil._pslinux.boot_time = lambda: boot_time() + 3600 * hours
+
+
+def test_a_process_began_when_it_did_whatever_the_clock_says(monkeypatch):
+    before = _began_s(psutil.Process())
+    boot_time = psutil._pslinux.boot_time
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_time() + 3600)
+    assert abs(_began_s(psutil.Process()) - before) <= 2
+
+
+@pytest.mark.parametrize("hours", [1, -1])
+def test_a_clock_that_jumps_by_an_hour_changes_nothing(hours, tmp_path):
+    with Nodes(tmp_path, 2) as nodes:
+        nodes.start("a")
+        _start_odd(nodes, "b", _jump, hours)
+        at = nodes.until_step(1, world=2, more=8)
+        assert at == 1
+        for name in ("b", "a"):
+            nodes.remember()
+            os.kill(nodes.rank_pids(name)[0], signal.SIGKILL)
+            at = nodes.until_step(at + 1, world=2, more=8)
+        assert at == 3
+        nodes.kill_agent(nodes.newest()["leader"])
+        nodes.until_step(4, world=1, more=8)
+        assert [loss["class"] for loss in nodes.events("lost")] == ["dead"] * 3
+        nodes.assert_one_history()
+
+
+def _slow_store(delay_s: float) -> None:
+    """Let all that this process's stores answer come so much later."""
+    from paceline.elastic import leader
+
+    def hold(host: str, _port: int) -> Any:
+        store = hold_store(host, 0)
+        server = socket.create_server((host, 0))
+        threading.Thread(target=_relay_all, args=(server, host, store.port), daemon=True).start()
+        return SimpleNamespace(port=server.getsockname()[1], store=store, server=server)
+
+    hold_store, leader.hold_store = leader.hold_store, hold
+
+    def _relay_all(server: socket.socket, host: str, port: int) -> None:
+        while True:
+            asking, store = server.accept()[0], socket.create_connection((host, port))
+            for pair, wait_s in (((asking, store), 0.0), ((store, asking), delay_s)):
+                threading.Thread(target=_relay, args=(*pair, wait_s), daemon=True).start()
+
+    def _relay(source: socket.socket, sink: socket.socket, wait_s: float) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                time.sleep(wait_s)
+                sink.sendall(data)
+        for each in (source, sink):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_store_that_answers_slowly_costs_time_and_nobody(tmp_path):
+    with Nodes(tmp_path, 2) as nodes:
+        for name in ("a", "b"):
+            _start_odd(nodes, name, _slow_store, 0.2)
+        at = nodes.until_step(1, world=2, more=8)
+        nodes.remember()
+        os.kill(nodes.rank_pids(nodes.names()[1])[0], signal.SIGKILL)
+        assert nodes.until_step(at + 1, world=2, more=8) == at + 1
+        assert [loss["class"] for loss in nodes.events("lost")] == ["dead"]
+        nodes.assert_one_history()
+
+
+def _full_from(generation: int) -> None:
+    """Let the disk take no byte of a generation from this one on."""
+    from paceline.elastic.generation import Generation
+
+    claim = Generation.claim
+
+    def limited(self: Generation, folder: Path) -> bool:
+        most = 0 if self.number >= generation else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+        try:
+            return claim(self, folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+    Generation.claim = limited  # type: ignore[method-assign]
+
+
+def test_a_full_disk_ends_the_run_with_what_to_do_and_it_can_be_started_again(tmp_path):
+    with Nodes(tmp_path, 2) as nodes:
+        for name in ("a", "b"):
+            _start_odd(nodes, name, _full_from, 2)
+        nodes.until_step(1, world=2, more=8)
+        nodes.remember()
+        os.kill(nodes.rank_pids(nodes.names()[1])[0], signal.SIGKILL)
+        assert nodes.codes() == {"a": 75, "b": 75}
+        assert "can't be written (File too large): make room, start it again." in nodes.said()
+        assert [file.name for file in (nodes.run.path / "generations").iterdir()] == ["1.json"]
+    with Nodes(tmp_path, 2) as again:
+        again.start("a", "b")
+        again.until_step(2, world=2)
+
+
+def test_an_old_agent_that_wakes_after_the_end_of_the_run_ends_as_it_did(tmp_path):
+    with Nodes(tmp_path, 3, behaviour=Behaviour(steps=200), elastic={"wait_s": 3.0}) as nodes:
+        nodes.start("a", "b", "c")
+        nodes.until_step(1, world=3, more=8)
+        old = next(name for name in nodes.names() if name != nodes.newest()["leader"])
+        os.kill(nodes.agents[old].pid, signal.SIGSTOP)
+        others = {"a", "b", "c"} - {old}
+        nodes.until(lambda: not any(nodes.agents[name].is_alive() for name in others))
+        claimed = len(nodes.generations())
+        os.kill(nodes.agents[old].pid, signal.SIGCONT)
+        assert nodes.codes() == {"a": 0, "b": 0, "c": 0}
+        assert len(nodes.generations()) == claimed
+        assert f"the run went on without {old}, and has ended." in nodes.said()
+        nodes.assert_one_history()
+
+
+# ---- slow nodes ----------------------------------------------------------------------------------
+
+
+def _say_slow() -> None:
+    """Let a rank of this node say that it is slow, once."""
+    from paceline.elastic.local_ranks import LocalRanks
+
+    hear, has_said = LocalRanks._hear, []
+
+    def heard(self: LocalRanks, one: Any, message: Any) -> None:
+        hear(self, one, message)
+        if message["kind"] == "stepped" and not has_said:
+            has_said.append(True)
+            hear(self, one, {**message, "kind": "slow", "text": "this rank is slow."})
+
+    LocalRanks._hear = heard  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("elastic", "names"),
+    [({"spares": 1}, "abc"), ({"replace_slow": True}, "ab")],
+    ids=["nobody asked for that", "there is no spare"],
+)
+def test_a_slow_rank_is_reported_and_stays(elastic, names, tmp_path):
+    with Nodes(tmp_path, 2, elastic=elastic) as nodes:
+        for name in names:
+            _start_odd(nodes, name, _say_slow)
+        nodes.until_step(1, world=2)
+        nodes.until(lambda: len(nodes.events("lost")) == 2)
+        before = len(nodes.steps())
+        nodes.until(lambda: len(nodes.steps()) > before + 20)
+        assert {loss["class"] for loss in nodes.events("lost")} == {"slow"}
+        assert nodes.events("left_out") == []
+        assert len(nodes.generations()) == 1

@@ -50,7 +50,7 @@ from paceline.elastic.generation import (
     newest_number,
     read_generation,
 )
-from paceline.elastic.leader import FAILED, SAVED, WRONG_INPUT, Leader
+from paceline.elastic.leader import FAILED, FINISHED, SAVED, WRONG_INPUT, Leader
 from paceline.elastic.local_ranks import LocalRanks, StartRank
 from paceline.elastic.signals import SignalListener, asking
 from paceline.elastic.wire import (
@@ -74,13 +74,16 @@ _ASK_AGAIN_LATER_S = 0.2
 # A leader's file is renewed every heartbeat; disks that nodes share may show it late.
 _DEAD_AFTER_HEARTBEATS = 5
 _GRACE_S = 10.0
+_ENDS = (FINISHED, SAVED)
 _AGAIN_S = 1.0
 _STOPPED_AT_ONCE = 130
 _TWIN_PATIENCE_S = 2.0
 # Of a check's transfer with a member: its time, and what is on its way at once.
 _ECHO_S, _ECHO_BYTES = 10.0, 1 << 20
-# Of a process that waits for the agent: between looks, and until one that isn't there is given up.
+# Of a process that waits for the agent: between looks, and until one that can't be seen is given up.
 _LOOK_S, _GONE_S = 0.5, 300.0
+# A process with one's number that began at another time is another one; the kernel rounds.
+_SAME_S = 2.0
 
 
 def run_agent(
@@ -260,7 +263,8 @@ class Agent:
         await self._ranks.open()
         self._sentence = await aside(self._check, self._me, self._transfer)
         own = {**asdict(self._me), "pid": os.getpid(), "host": socket.gethostname()}
-        write_atomic(self._file, json.dumps({**own, "parent": os.getppid(), "time": time.time()}))
+        own |= {"began_s": _began_s(psutil.Process())}
+        write_atomic(self._file, json.dumps(own))
         return listener
 
     def _transfer(self, block: bytes) -> bytes:
@@ -300,9 +304,9 @@ class Agent:
 
     def _sign_off(self) -> None:
         with suppress(OSError):
-            end = {"incarnation": self._me.incarnation, "parent": os.getppid()}
-            end |= {"exit_code": self._exit_code}
-            write_atomic(self._agents / f"{self._name}.end", json.dumps(end))
+            end = {"incarnation": self._me.incarnation, "launch": _launch()}
+            told = json.dumps({**end, "exit_code": self._exit_code})
+            write_atomic(self._agents / f"{self._name}.end", told)
             self._file.unlink(missing_ok=True)
         self._lock.release()
 
@@ -414,7 +418,10 @@ class Agent:
                     )
                     self._follows = one.node
                     return channel
-            if not leading and await self._may_lead(answers, time.monotonic() - began):
+            if not leading and (code := await aside(self._code_of_run)) is not None:
+                self._exit_code = code
+                self._text = f"the run went on without {self._name}, and has ended."
+            elif not leading and await self._may_lead(answers, time.monotonic() - began):
                 return self._lead()
             waited_s = time.monotonic() - began
             if self._stop is not None and self._newest is None:
@@ -492,6 +499,20 @@ class Agent:
                 return False
         return await aside(self._newest_is_over)
 
+    def _code_of_run(self) -> int | None:
+        """As which the run ended that went on without this agent; None: it hasn't, or not well."""
+        if self._newest is None:
+            return None
+        with suppress(OSError, ValueError, KeyError, InputError):
+            number = newest_number(self._generations)
+            if number > self._number:
+                leads = read_generation(self._generations, number)
+                said = json.loads((self._agents / f"{leads.leader}.end").read_text())
+                leader = next(node for node in leads.nodes if node.name == leads.leader)
+                if said["incarnation"] == leader.incarnation and said["exit_code"] in _ENDS:
+                    return int(said["exit_code"])
+        return None
+
     def _newest_is_over(self) -> bool:
         """Whether the newest generation is this agent's, or its leader is gone for good."""
         try:
@@ -521,7 +542,8 @@ class Agent:
             return False
         try:
             process = psutil.Process(raw["pid"])
-            return process.create_time() > raw["time"] or process.status() == psutil.STATUS_ZOMBIE
+            is_another = abs(_began_s(process) - raw["began_s"]) > _SAME_S
+            return is_another or process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
         except psutil.Error:
@@ -609,22 +631,55 @@ def await_agent(run: Run) -> int:
     Returns:
         the agent's exit code; 1 where it was killed.
     """
-    name, began = node_name(), time.time()
-    agents, parent = run.path / "agents", os.getppid()
+    name, launch, first = node_name(), _launch(), _first_of_launch()
+    agents = run.path / "agents"
     is_gone_since: float | None = None
     while True:
-        time.sleep(_LOOK_S)
+        is_gone = first is not None and not _is_alive(first)
         with suppress(OSError, ValueError, KeyError):
-            file = agents / f"{name}.end"
-            said = json.loads(file.read_text())
-            if said["parent"] == parent and file.stat().st_mtime >= began - _LOOK_S:
+            said = json.loads((agents / f"{name}.end").read_text())
+            if said["launch"] == launch:
                 return FAILED if said["exit_code"] is None else int(said["exit_code"])
-        if not (agents / f"{name}.json").exists() or not _is_held(agents / f"{name}.lock"):
+        if is_gone:
+            return FAILED
+        if first is None and not _is_held(agents / f"{name}.lock"):
             is_gone_since = is_gone_since or time.monotonic()
             if time.monotonic() - is_gone_since > _GONE_S:
                 return FAILED
         else:
             is_gone_since = None
+        time.sleep(_LOOK_S)
+
+
+def _launch() -> str:
+    """What only the processes have in common that a launcher started together on this node."""
+    env = os.environ
+    names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return "-".join([str(os.getppid()), *(env.get(name, "") for name in names)])
+
+
+def _first_of_launch() -> psutil.Process | None:
+    """The process that the launcher started first on this node: the agent, or a shell around it;
+    None: it can't be seen."""
+    with suppress(psutil.Error):
+        for process in psutil.Process(os.getppid()).children():
+            with suppress(psutil.Error):
+                env = process.environ()
+                if env.get("LOCAL_RANK", env.get("SLURM_LOCALID")) == "0":
+                    return process
+    return None
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _began_s(process: psutil.Process) -> float:
+    """When a process began, in seconds since this host did: clocks may jump."""
+    host_s = psutil.boot_time()
+    return process.create_time() - host_s
 
 
 def _is_held(lock: Path) -> bool:

@@ -109,13 +109,13 @@ class Generation:
         """
         folder.mkdir(parents=True, exist_ok=True)
         draft = folder / f".{self.number}-{self.leader}-{os.getpid()}"
-        draft.write_text(json.dumps(asdict(self)))
         try:
+            draft.write_text(json.dumps(asdict(self)))
             os.link(draft, folder / f"{self.number}.json")  # atomic, on NFS as well
         except FileExistsError:
             return False
         finally:
-            draft.unlink()
+            draft.unlink(missing_ok=True)
         return True
 
 

@@ -343,8 +343,9 @@ class Leader:
     def _end_done(self) -> None:
         if self._ending is not None:
             return
-        is_cut = self._asks_again or self._step < self._job.train.steps
-        if self._stop is not None and is_cut:
+        # Ranks ask for it by themselves where the Run's stop file told them.
+        is_cut = self._stop is not None and self._step < self._job.train.steps
+        if self._asks_again or is_cut:
             why = self._is_saving or "stopped as it was asked to"
             self._ending = Ending("saved", SAVED, f"{why} after step {self._step}")
         else:

@@ -24,8 +24,10 @@ from paceline.elastic.check_node import Check, no_check, node_check
 from paceline.elastic.link import AGENT
 from paceline.elastic.local_ranks import Place
 from paceline.elastic.planned import PlannedRule
+from paceline.elastic.signals import SignalListener, asking
 from paceline.observe.run import Run
 from paceline.train.launch import Entry, RankProcess
+from paceline.train.stopping import ask_by_file
 
 
 def train_elastic(
@@ -54,7 +56,8 @@ def train_elastic(
     """
     given = ranks_from_env(job.cluster.device.kind)
     if given is not None and given.local_rank > 0:
-        _leave_with(await_agent(run))
+        has_begun()
+        _leave_with(_await_agent(run, job))
         return
     if callable(entry):
         warm_up_ranks(TRAINING)
@@ -78,6 +81,20 @@ def train_elastic(
 
         rule = PlannedRule(asked, job)
         _leave_with(run_agent(run, job, start_rank, rule, rule.job_on, say, check))
+
+
+def _await_agent(run: Run, job: Job) -> int:
+    """Wait for the end of this node's agent, and pass on what this process is told: a launcher may
+    end all that it started as soon as one of them leaves."""
+
+    def pass_on(name: str) -> None:
+        ask_by_file(run, name, job.elastic.save_within_s)
+
+    listener = SignalListener(asking(job.elastic), pass_on)
+    try:
+        return await_agent(run)
+    finally:
+        listener.close()
 
 
 def _leave_with(code: int) -> None:

@@ -68,6 +68,11 @@ def disagreement(job: Sections) -> str | None:
             f"train.patience = {train.patience} has no effect without a figure to judge by: set "
             'checkpoint.best = "eval_loss" as well.'
         )
+    if job.checkpoint.copy_to is not None and model.has_tables:
+        return (
+            f"checkpoint.copy_to = {job.checkpoint.copy_to!r} would leave out the tables of a "
+            "recommender, which has checkpoints of its own: leave it out."
+        )
     observe = job.observe
     if observe.prometheus_port is None and observe.prometheus_host != LOCAL_HOST:
         return (

@@ -1,8 +1,9 @@
 """The sections of a Job, as a person writes them; what they demand of each other: `job_rules`."""
 
+import re
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from paceline.config.comm import Comm
 from paceline.config.elastic import Elastic
@@ -114,6 +115,24 @@ class Checkpoint(FrozenConfig):
     evaluations or of one's own loss. `checkpoints/best` points to it."""
     best_is: Literal["least", "most"] = "least"
     """Which of two figures is the better one."""
+    copy_to: str | None = None
+    """Where each checkpoint is copied as well, beside training: a URL of fsspec, such as
+    "s3://bucket/prefix", below which the Run has a folder of its name. Without a newer one on its
+    disk, a run goes on from there. Credentials come from the environment."""
+
+    @field_validator("copy_to")
+    @classmethod
+    def _tells_no_secret(cls, url: str | None) -> str | None:
+        if url is None:
+            return url
+        if re.search(r"[@?#]|::", url):  # the sentence repeats none of it
+            raise ValueError(
+                "a URL with a user, password, query or second URL in it may hold a secret: give a "
+                "plain one such as s3://bucket/prefix, and credentials in the environment."
+            )
+        if not re.fullmatch(r"[a-z][a-z0-9+.-]*://\S*[^\s/]/*", url):
+            raise ValueError(f"{url!r} is no URL of a store: give one such as s3://bucket/prefix.")
+        return url
 
 
 class Observe(FrozenConfig):

@@ -166,7 +166,8 @@ def _is_ready(
         before = run.job() if run.exists else None
     if not fresh:
         compare(plan.job)
-    is_left = begin_run(run, plan, data_key, before, fresh=fresh, since=since)
+    say = _CONSOLE.print
+    is_left = begin_run(run, plan, data_key, before, fresh=fresh, since=since, say=say)
     if is_left:
         family_of(plan.job.model).keep_inputs(run, plan.job)
     _introduce(plan, run, is_left=is_left)

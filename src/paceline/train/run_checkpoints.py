@@ -229,15 +229,21 @@ class RunCheckpoints:
             elif self._trainer.ranks.world_size == 1:
                 self.save(done)
             self._checkpointer.finish()
+            self._checkpointer.finish_copies()
 
     def finish(self, done: int) -> None:
-        """At the end of the run: save what isn't saved yet, and wait until it is written."""
+        """At the end of the run: save what isn't saved yet, and wait until it is written, and
+        copied to a store."""
         is_new = done > self._first or self._saved is not None
         if is_new and self._saved != (done, self._context.best.facts()):
             self.save(done)
         self._checkpointer.finish()
         if self._copies is not None:
             self._copies.buddies.finish()
+        self._trainer.stats.watch.enter("idle")  # a slow store makes nobody late
+        self._context.stop.is_copying = True
+        self._checkpointer.finish_copies()
+        self._context.stop.is_copying = False
 
     def _restore(self) -> int:
         """Load the newest good checkpoint, if there is one; return the steps it had done."""

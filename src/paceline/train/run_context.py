@@ -6,14 +6,13 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.observe.events import append_event
 from paceline.observe.memory import memory_recorder
 from paceline.observe.profile import ProfiledWindows
 from paceline.observe.run import Run
 from paceline.train.best_evaluation import BestEvaluation
-from paceline.train.checkpoint import Checkpointer
+from paceline.train.checkpoint import Checkpointer, CheckpointStore
 from paceline.train.kept_state import KeptState
 from paceline.train.left_out import LeftOut
 from paceline.train.memory_owners import memory_owners
@@ -70,7 +69,7 @@ class RunContext:
         job, ranks = trainer.job, trainer.ranks
         return cls(
             run=run,
-            checkpointer=_checkpointer(job, run, say),
+            checkpointer=_checkpointer(trainer, run, say),
             windows_from=lambda first: ProfiledWindows(
                 run.trace_folder,
                 ranks.rank,
@@ -100,9 +99,17 @@ class RunContext:
         return buffer.stop_wanted or self.best.is_over or buffer.rolls_back is not None
 
 
-def _checkpointer(job: Job, run: Run, say: Callable[[str], None]) -> Checkpointer:
-    keep_last, keep_every = job.checkpoint.keep_last, job.checkpoint.keep_every
-    return Checkpointer(run.checkpoint_folder, keep_last=keep_last, keep_every=keep_every, say=say)
+def _checkpointer(trainer: Trainer, run: Run, say: Callable[[str], None]) -> Checkpointer:
+    kept, store = trainer.job.checkpoint, None
+    if kept.copy_to is not None and trainer.ranks.is_first:
+        store = CheckpointStore(kept.copy_to, run.path.name)
+    return Checkpointer(
+        run.checkpoint_folder,
+        keep_last=kept.keep_last,
+        keep_every=kept.keep_every,
+        store=store,
+        say=say,
+    )
 
 
 def _only_axis(layout: Layout) -> str | None:

@@ -130,6 +130,7 @@ def train_together(
             reporter.record(line)
 
         context = RunContext.of(run, trainer, stop, reporter.say, record, kept)
+        stack.callback(context.checkpointer.close)
         done = train_loop(trainer, context)
         is_finished = context.best.is_finished(done)
         stop.saved(done, is_finished=is_finished)

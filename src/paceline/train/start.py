@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -23,12 +24,14 @@ from paceline.plan.families import family_of as plan_family_of
 from paceline.plan.resolve import Plan
 from paceline.plan.search.choose import unsearchable, with_prediction
 from paceline.train.best_evaluation import BestEvaluation
+from paceline.train.checkpoint import CheckpointCopies, CheckpointStore, fetch_newer
 from paceline.train.checkpoint.files import (
     DamagedError,
     complete_steps,
     decode_manifest,
     manifest_bytes,
 )
+from paceline.train.checkpoint.store import trouble_text
 from paceline.train.families import family_of
 
 # Of the layouts that the plan of a run tells about, the best ones.
@@ -150,10 +153,12 @@ def begin_run(
     *,
     fresh: bool,
     since: float | None = None,
+    say: Callable[[str], None] = print,
 ) -> bool:
     """Write the Job and its plan into an owned Run, if it trains with them.
 
     Args:
+        say: called with a sentence for a person, where a store of checkpoints has some.
         since: unix time of this start; a wish to stop that came later stands. None: none does.
         before: what the Run was trained as until now; None: nothing that can be read says so.
         fresh: forget what an earlier start left there.
@@ -162,18 +167,32 @@ def begin_run(
         whether there is anything left to train; where there isn't, what is written stays true.
 
     Raises:
-        InputError: the Run's checkpoints belong to something else.
+        InputError: the Run's checkpoints belong to something else, or their store can't be read.
     """
+    copy_to = plan.job.checkpoint.copy_to
+    store = None if copy_to is None else CheckpointStore(copy_to, run.path.name)
     if since is None or not was_asked_to_stop(run, since):
         run.stop_file.unlink(missing_ok=True)
+    wanted = identity(plan.job, data_key)
+    if store is not None and fresh:
+        _empty_store(store)
     if fresh:
         _empty(run)
-    _must_continue(run, identity(plan.job, data_key))
+    elif store is not None:
+        must_continue = partial(_must_continue, store.url, wanted)
+        fetch_newer(store, run.checkpoint_folder, must_continue, say)
+    _must_continue(str(run.path), wanted, newest_facts(run))
     done, best = progress_of(run, plan.job)
     is_left = not best.is_finished(done)
     if is_left or before is None:
         run.write("job.toml", to_toml(plan.job))
         _write_plan(run, plan)
+    if store is not None and done and not is_left:  # its last start may have ended before it had
+        copies = CheckpointCopies(store, run.checkpoint_folder, lambda _steps, _newest: [])
+        copies.offer(done)
+        copies.finish()
+        for sentence in copies.take_sentences():
+            say(sentence)
     return is_left
 
 
@@ -222,8 +241,20 @@ def _empty(run: Run) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _must_continue(run: Run, wanted: dict[str, Any]) -> None:
-    saved = newest_facts(run).get("identity", {})
+def _empty_store(store: CheckpointStore) -> None:
+    """Delete the run's copies, which another machine would go on from."""
+    try:
+        for step in store.steps():
+            store.remove(step)
+    except Exception as error:
+        raise InputError(
+            f"--fresh can't delete the checkpoints in {store.url} ({trouble_text(error)}): mend "
+            "checkpoint.copy_to or its credentials, or leave it out."
+        ) from None
+
+
+def _must_continue(where: str, wanted: dict[str, Any], facts: dict[str, Any]) -> None:
+    saved = facts.get("identity", {})
     changed = [name for name in wanted if name in saved and saved[name] != wanted[name]]
     if not changed:
         return
@@ -234,7 +265,7 @@ def _must_continue(run: Run, wanted: dict[str, Any]) -> None:
         name, old, new = f"{name}.{key}", old.get(key), new.get(key)
     what = "the text or its tokenizer" if name == "data" else f"{name} ({old} before, {new} now)"
     raise InputError(
-        f"{run.path} has checkpoints of another training: {what} changed; change it back, give the "
+        f"{where} has checkpoints of another training: {what} changed; change it back, give the "
         "Job another name (--set name=...), or start over with --fresh."
     )
 

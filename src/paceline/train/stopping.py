@@ -69,6 +69,8 @@ class StopRequest:
         """Listen to signals and look at the Run's stop file, until closed."""
         self.speaks = False
         """Whether this rank does for the run, as the first one does."""
+        self.is_copying = False
+        """Whether the last checkpoint is written, and only its copy in a store is waited for."""
         self.notice: Notice | None = None
         self._run, self._elastic = run, elastic
         self._done: int | None = None
@@ -165,6 +167,11 @@ class StopRequest:
             append_event(self._run, "notice", node=platform.node(), **told)
 
     def _lost(self, done: int, notice: Notice) -> str:
+        if self.is_copying:
+            return (
+                f"stopped after step {done}, checkpoint kept on the disk, its copy in the store of "
+                "checkpoint.copy_to not complete; start it again."
+            )
         if self._saved is not None:
             return f"stopped after step {self._saved}, checkpoint kept; start it again."
         newest = self._run.last_checkpoint()

@@ -10,12 +10,14 @@
 
 `state` names what makes up a training state, `plan` divides it over the ranks, `files` is the
 format on disk, `lockstep` makes ranks fail together, `loading` reads, and `checkpointer` puts the
-writing in order. Without the disk: `held` is what a rank has of a state, in `regions`, `buddies`
-copies it into another node's memory, and `memory` puts it together again.
+writing in order. `copies` copies what is complete to a `store`. Without the disk: `held` is what a
+rank has of a state, in `regions`, `buddies` copies it into another node's memory, and `memory` puts
+it together again.
 """
 
 from paceline.train.checkpoint.buddies import Buddies
 from paceline.train.checkpoint.checkpointer import Checkpointer
+from paceline.train.checkpoint.copies import CheckpointCopies
 from paceline.train.checkpoint.files import FoundState
 from paceline.train.checkpoint.held import HeldState, History
 from paceline.train.checkpoint.loading import load, newest_good
@@ -29,9 +31,12 @@ from paceline.train.checkpoint.state import (
     rng_state,
     training_state,
 )
+from paceline.train.checkpoint.store import CheckpointStore, fetch_newer
 
 __all__ = [
     "Buddies",
+    "CheckpointCopies",
+    "CheckpointStore",
     "Checkpointer",
     "FoundCheckpoint",
     "FoundState",
@@ -39,6 +44,7 @@ __all__ = [
     "History",
     "LockstepRanks",
     "Recovered",
+    "fetch_newer",
     "load",
     "newest_good",
     "parameter_names",

@@ -31,6 +31,7 @@ from typing import Any
 
 from paceline.config.errors import InputError
 from paceline.config.files import to_disk
+from paceline.train.checkpoint.copies import CheckpointCopies
 from paceline.train.checkpoint.files import (
     FORMAT_VERSION,
     MANIFEST,
@@ -57,6 +58,7 @@ from paceline.train.checkpoint.plan import (
     as_json,
     divide_writes,
 )
+from paceline.train.checkpoint.store import CheckpointStore
 
 
 class Checkpointer:
@@ -69,6 +71,7 @@ class Checkpointer:
         directory: where the `step-<n>` directories are, seen by all ranks; made where missing.
         keep_last: how many of the newest checkpoints to keep, at least 1.
         keep_every: also keep each one whose step is a multiple of this, for good.
+        store: where rank 0 copies each checkpoint once it is complete; None: nowhere.
         say: takes one sentence for a person; called on rank 0 only, on the calling thread.
 
     Raises:
@@ -81,6 +84,7 @@ class Checkpointer:
         *,
         keep_last: int,
         keep_every: int | None = None,
+        store: CheckpointStore | None = None,
         say: Callable[[str], None],
     ) -> None:
         if keep_last < 1 or (keep_every is not None and keep_every < 1):
@@ -96,6 +100,9 @@ class Checkpointer:
         self._staging: Staging | None = None
         self._cpu_s = 0.0
         self.ranks.on_first(lambda: _open(directory))
+        self._copies: CheckpointCopies | None = None
+        if store is not None and self.ranks.rank == 0:
+            self._copies = CheckpointCopies(store, directory, self._stale_in_store)
 
     def save(
         self, step: int, tensors: dict[str, Any], facts: dict[str, Any], best: int | None = None
@@ -132,6 +139,7 @@ class Checkpointer:
         """
         if self._running is not None and self._running.done():
             self.finish()
+        self._say_of_copies()
 
     def finish(self) -> None:
         """Wait for the running save, if there is one, and say how it ended."""
@@ -145,11 +153,34 @@ class Checkpointer:
             self._keeping.accept(outcome.step)
         self.tell(outcome.sentence(kept))
 
+    def finish_copies(self) -> None:
+        """Wait until the newest checkpoint is copied, or can't be; call `finish` before."""
+        if self._copies is None:
+            return
+        self._copies.finish()
+        self._say_of_copies()
+        self._keeping.needed = self._copies.needed()
+        if self._keeping.last_good is not None:  # what had to wait for its copy
+            self._keeping.tidy(self.directory, self._keeping.last_good)
+
+    def close(self) -> None:
+        """Give up a copy that is under way. No other method may be called after it."""
+        if self._copies is not None:
+            self._copies.close()
+
+    def _stale_in_store(self, steps: list[int], newest: int) -> list[int]:
+        """None before the first save: only that says which is the best one."""
+        return self._keeping.stale(steps, newest) if self._staging is not None else []
+
+    def _say_of_copies(self) -> None:
+        for sentence in () if self._copies is None else self._copies.take_sentences():
+            self.tell(sentence)
+
     def take_cpu_s(self) -> float:
         """Seconds of processor time that writing took beside training, of the saves that ended
         since the last call."""
         taken, self._cpu_s = self._cpu_s, 0.0
-        return taken
+        return taken + (self._copies.take_cpu_s() if self._copies is not None else 0.0)
 
     def latest_good(self) -> FoundCheckpoint | None:
         """Return the newest checkpoint whose every byte is as written, or None where there is none.
@@ -164,6 +195,8 @@ class Checkpointer:
         self._keeping.damaged |= damaged
         if found is not None:
             self._keeping.accept(found.step)
+            if self._copies is not None:
+                self._copies.offer(found.step)  # the last start may have ended before it had
         return found
 
     def load(
@@ -209,6 +242,9 @@ class Checkpointer:
             if self.ranks.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             return _SaveOutcome(step, failure=str(error))
+        if self._copies is not None:
+            self._copies.offer(step)
+            self._keeping.needed = self._copies.needed()
         trouble = self._keeping.tidy(self.directory, step) if self.ranks.rank == 0 else None
         cpu_s = time.thread_time() - began_s
         return _SaveOutcome(
@@ -282,6 +318,8 @@ class _Retention:
     """Kept as long as it is the best one."""
     last_good: int | None = None
     damaged: set[int] = field(default_factory=set)
+    needed: set[int] = field(default_factory=set)
+    """Stay on the disk for now, whatever else is said."""
 
     def accept(self, step: int) -> None:
         """Note that a checkpoint is known to be whole."""
@@ -294,10 +332,15 @@ class _Retention:
         Damaged ones don't count as kept, and go: nothing can be loaded from them.
         """
         good = [step for step in steps if step not in self.damaged or step == newest]
+        stale = self.stale(good, newest)
+        return [s for s in steps if (s in stale or s not in good) and s not in self.needed]
+
+    def stale(self, good: list[int], newest: int) -> list[int]:
+        """Pick from the steps of whole checkpoints (ascending) those that nobody asked to keep."""
         kept = {newest, *good[-self.keep_last :], self.best}
         if self.keep_every is not None:
             kept |= {step for step in good if step % self.keep_every == 0}
-        return [step for step in steps if step not in kept]
+        return [step for step in good if step not in kept]
 
     def tidy(self, directory: Path, newest: int) -> str | None:
         """Point `latest` to the newest checkpoint and remove old ones. Returns what went wrong."""

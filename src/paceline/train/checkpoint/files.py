@@ -36,7 +36,7 @@ from paceline.config.files import read_bytes, to_disk
 from paceline.config.frozen import FrozenConfig
 
 FORMAT_VERSION = 1
-_MOST_MANIFEST_BYTES = 1 << 30  # ranks times tensors: one of 1,000 ranks takes some 100 MB
+MOST_MANIFEST_BYTES = 1 << 30  # ranks times tensors: one of 1,000 ranks takes some 100 MB
 MANIFEST = "manifest.json"
 STEP_DIRECTORY = re.compile(r"step-(\d+)")
 SHARD_FILE = re.compile(r"rank\d+\.safetensors")
@@ -247,7 +247,7 @@ def manifest_bytes(path: Path) -> bytes:
         DamagedError: there is none that can be read.
     """
     try:
-        return read_bytes(path / MANIFEST, "it is lost", _MOST_MANIFEST_BYTES)
+        return read_bytes(path / MANIFEST, "it is lost", MOST_MANIFEST_BYTES)
     except InputError as error:
         raise DamagedError(f"{MANIFEST} can't be read ({str(error).rstrip('.')})") from None
 

@@ -1,0 +1,296 @@
+"""Checkpoints on an object store, or on whatever else fsspec reaches by a URL.
+
+    <url>/<run>/step-<n>/rank<k>.safetensors
+    <url>/<run>/step-<n>/manifest.json
+
+The files are those of the disk (`files`), under the same names. The manifest comes last, and what
+it doesn't name is never read; so a checkpoint there is complete or absent, whenever the copying
+ends. What is written is read back and compared with the manifest's sha256, because a store's own
+checksum differs from store to store, and covers the way there and not what is kept.
+
+Not here: when to copy (`copies`).
+"""
+
+import hashlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fsspec.core import url_to_fs
+
+from paceline.config.errors import InputError
+from paceline.config.files import to_disk
+from paceline.train.checkpoint.files import (
+    MANIFEST,
+    MOST_MANIFEST_BYTES,
+    STEP_DIRECTORY,
+    DamagedError,
+    FileEntry,
+    Manifest,
+    complete_steps,
+    decode_manifest,
+    link_to,
+    make_empty,
+    manifest_bytes,
+    rename_over,
+)
+
+T = TypeVar("T")
+
+WAITS_S = (1.0, 4.0, 15.0)
+"""After each failure; the one after the last is final. Clients of stores try by themselves too."""
+_PIECE_BYTES = 8 << 20
+# S3 takes 10,000 parts of a file at most.
+_PART_BYTES, _MOST_PARTS = 64 << 20, 9_000
+_OWN_EXTRA = {"s3": "'paceline[s3]'", "s3a": "'paceline[s3]'"}
+
+
+class CheckpointStore:
+    """The checkpoints of one run below a URL.
+
+    Every method may raise what the store's client raises, of any type; see `trouble_text`.
+
+    Args:
+        url: of `checkpoint.copy_to`.
+        run: the run's name.
+
+    Raises:
+        InputError: the URL's kind is unknown, or what reaches it is not installed.
+    """
+
+    def __init__(self, url: str, run: str) -> None:
+        self.url = f"{url.rstrip('/')}/{run}"
+        scheme = url.partition("://")[0]
+        options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
+        try:
+            # Listings are always asked for anew: other processes write there too.
+            self._files, self._root = url_to_fs(
+                self.url, skip_instance_cache=True, use_listings_cache=False, **options
+            )
+        except ImportError as error:
+            needed = _OWN_EXTRA.get(scheme)
+            cure = f"needs s3fs: pip install {needed}" if needed else f"can't be reached: {error}"
+            raise InputError(f"checkpoint.copy_to = {url} {cure.rstrip('.')}.") from None
+        except ValueError as error:
+            raise InputError(f"checkpoint.copy_to = {url} can't be used: {error}.") from None
+
+    def steps(self) -> list[int]:
+        """The steps of which there is anything, ascending; half copies among them."""
+        try:
+            names = self._files.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        found = (STEP_DIRECTORY.fullmatch(name.rstrip("/").rpartition("/")[2]) for name in names)
+        return sorted(int(match[1]) for match in found if match)
+
+    def manifest(self, step: int) -> bytes | None:
+        """A step's manifest as it stands there; None: the step is absent, or half a copy."""
+        place = f"{self._place(step)}/{MANIFEST}"
+        try:
+            if self._files.size(place) > MOST_MANIFEST_BYTES:
+                return b""  # which is none
+            return self._files.cat_file(place)
+        except FileNotFoundError:
+            return None
+
+    def put(self, source: Path, step: int, go_on: Callable[[], None]) -> int:
+        """Copy a complete checkpoint, and read it back.
+
+        Files that the store's manifest of this step names already, with the same sum, stay.
+
+        Args:
+            source: its directory on the disk.
+            step: its step.
+            go_on: called often; what it raises ends the copying.
+
+        Returns:
+            the bytes that were sent.
+
+        Raises:
+            DamagedError: the disk's checkpoint is not what was written, or is gone.
+        """
+        raw = manifest_bytes(source)
+        manifest, place = decode_manifest(raw, step), self._place(step)
+        there = self.manifest(step)
+        if there == raw:
+            return 0
+        known: dict[str, FileEntry] = {}
+        with suppress(DamagedError):
+            known = decode_manifest(there or b"", step).files
+        new = {name: e for name, e in manifest.files.items() if known.get(name) != e}
+        if new and there is not None:
+            self._files.rm_file(f"{place}/{MANIFEST}")  # its files are about to change
+        for name, entry in new.items():
+            self._send(source / name, f"{place}/{name}", entry, go_on)
+        for name, entry in new.items():
+            if self._hash(f"{place}/{name}", entry, go_on) != entry.sha256:
+                raise OSError(f"{name} doesn't read back as it was sent")
+        self._files.pipe_file(f"{place}/{MANIFEST}", raw)
+        if self.manifest(step) != raw:
+            raise OSError(f"{MANIFEST} doesn't read back as it was sent")
+        return sum(entry.size_bytes for entry in new.values())
+
+    def fetch(self, step: int, manifest: Manifest, raw: bytes, directory: Path) -> None:
+        """Bring a checkpoint back to the disk, complete or not at all.
+
+        Args:
+            step: which.
+            manifest: what `raw` says.
+            raw: its manifest, as it stands in the store.
+            directory: of the run's checkpoints.
+
+        Raises:
+            DamagedError: a file there is not what the manifest says.
+        """
+        partial = directory / f"step-{step}.tmp"
+        directory.mkdir(parents=True, exist_ok=True)
+        make_empty(partial)
+        try:
+            for name, entry in manifest.files.items():
+                with (partial / name).open("wb") as file:
+                    try:
+                        found = self._hash(f"{self._place(step)}/{name}", entry, write=file.write)
+                    except FileNotFoundError:
+                        raise DamagedError(f"{name} is not there") from None
+                if found != entry.sha256:
+                    raise DamagedError(f"{name} doesn't match its checksum")
+                to_disk(partial / name)
+            (partial / MANIFEST).write_bytes(raw)
+            to_disk(partial / MANIFEST)
+            to_disk(partial)
+            rename_over(partial, directory / f"step-{step}")
+            link_to(directory, "latest", step)
+            to_disk(directory)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def remove(self, step: int) -> None:
+        """Take a checkpoint away, first its manifest; none is no error."""
+        place = self._place(step)
+        with suppress(FileNotFoundError):
+            self._files.rm_file(f"{place}/{MANIFEST}")
+        with suppress(FileNotFoundError):
+            self._files.rm(place, recursive=True)
+
+    def _place(self, step: int) -> str:
+        return f"{self._root}/step-{step}"
+
+    def _send(self, source: Path, place: str, entry: FileEntry, go_on: Callable[[], None]) -> None:
+        digest, part = hashlib.sha256(), max(_PART_BYTES, entry.size_bytes // _MOST_PARTS)
+        try:
+            with source.open("rb") as file, self._files.open(place, "wb", block_size=part) as out:
+                for piece in _pieces(file):
+                    go_on()
+                    digest.update(piece)
+                    out.write(piece)
+        except FileNotFoundError:
+            if source.exists():
+                raise
+            raise DamagedError(f"{source.name} is gone from the disk") from None
+        if digest.hexdigest() != entry.sha256:
+            raise DamagedError(f"{source.name} doesn't match its checksum on the disk")
+
+    def _hash(
+        self,
+        place: str,
+        entry: FileEntry,
+        go_on: Callable[[], None] = lambda: None,
+        write: Callable[[bytes], object] = lambda _piece: None,
+    ) -> str:
+        """The sha256 of a file in the store; "" where it has another size."""
+        digest, size_bytes = hashlib.sha256(), 0
+        # Read once, from its beginning: nothing is gained by keeping it.
+        with self._files.open(place, "rb", block_size=_PIECE_BYTES, cache_type="none") as file:
+            for piece in _pieces(file):
+                go_on()
+                size_bytes += len(piece)
+                if size_bytes > entry.size_bytes:
+                    return ""
+                digest.update(piece)
+                write(piece)
+        return digest.hexdigest() if size_bytes == entry.size_bytes else ""
+
+
+def fetch_newer(
+    store: CheckpointStore,
+    directory: Path,
+    check: Callable[[dict[str, Any]], None],
+    say: Callable[[str], None],
+    waits_s: tuple[float, ...] = WAITS_S,
+) -> None:
+    """Bring the store's newest good checkpoint to the disk, where that has none, or older ones.
+
+    A damaged one is refused by name, and the one before it tried.
+
+    Args:
+        store: where to look.
+        directory: of the run's checkpoints on the disk; may be absent.
+        check: raises where a checkpoint with these facts is of something else.
+        say: takes a sentence for a person.
+        waits_s: after failures of the store.
+
+    Raises:
+        InputError: the store can't be read and the disk has none, or none of the store's is good.
+    """
+    local = max(complete_steps(directory), default=-1)
+    refused = []
+    try:
+        for step in reversed(tried(store.steps, waits_s)):
+            if step <= local:
+                break
+            raw = tried(partial(store.manifest, step), waits_s)
+            if raw is None:
+                continue
+            try:
+                manifest = decode_manifest(raw, step)
+                check(manifest.facts)
+                tried(partial(store.fetch, step, manifest, raw, directory), waits_s)
+            except DamagedError as damage:
+                refused.append(f"step-{step}: {damage}")
+                say(f"checkpoint step-{step} in {store.url} is refused: {damage}.")
+                continue
+            say(f"checkpoint step-{step} is fetched from {store.url}.")
+            return
+    except InputError:
+        raise
+    except Exception as error:
+        trouble = f"checkpoints can't be fetched from {store.url} ({trouble_text(error)})"
+        if local < 0:
+            raise InputError(
+                f"{trouble}, which may have some of this run: mend checkpoint.copy_to or its "
+                "credentials, or leave it out."
+            ) from None
+        say(f"{trouble}; the run goes on from those of the disk.")
+        return
+    if refused and local < 0:
+        raise InputError(
+            f"none of the {len(refused)} checkpoints in {store.url} is good "
+            f"({'; '.join(refused)}): put back a copy, or start over with --fresh."
+        )
+
+
+def tried(attempt: Callable[[], T], waits_s: tuple[float, ...]) -> T:
+    """The result of an attempt that is made again after failures of a store."""
+    for wait_s in waits_s:
+        try:
+            return attempt()
+        except (InputError, DamagedError):
+            raise
+        except Exception:
+            time.sleep(wait_s)
+    return attempt()
+
+
+def trouble_text(error: Exception) -> str:
+    """What a store's client says, as part of a sentence."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}{': ' if lines[0] else ''}{lines[0][:200].rstrip('.')}"
+
+
+def _pieces(file: Any) -> Iterator[bytes]:
+    while piece := file.read(_PIECE_BYTES):
+        yield piece

@@ -14,19 +14,21 @@ from threading import Event
 from typing import Any
 from urllib.request import urlopen
 
-import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from paceline.config.errors import InputError
-from paceline.config.job import read_job
+from paceline.config.job import change_job, read_job
+from paceline.observe.run import Run
 from paceline.train.checkpoint import Checkpointer, CheckpointStore, fetch_newer, newest_good
 from paceline.train.checkpoint import store as store_module
 from paceline.train.checkpoint.copies import CheckpointCopies
 from paceline.train.checkpoint.lockstep import LockstepRanks
-from tests.command_line import losses, paceline, write_tiny_job
+from paceline.train.command import train_job
+from tests.command_line import losses, metrics, paceline, write_tiny_job
 from tests.ranks import WARM
+from tests.small_job import work_in, write_small_job
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "key-of-a-test",
@@ -412,7 +414,8 @@ def test_what_is_no_url_is_refused(url):
 
 def test_a_missing_extra_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(fsspec.registry._registry, "s3", raising=False)
+    # By its full name: fsspec.registry is also the name of what it exports.
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
     with pytest.raises(InputError, match=r"needs s3fs: pip install 'paceline\[s3\]'\.$"):
         CheckpointStore("s3://bucket/prefix", "run")
 
@@ -430,45 +433,60 @@ def test_a_run_goes_on_from_the_store_on_another_machine(s3, tmp_path):
     for machine in ("a", "b"):
         (tmp_path / machine).mkdir()
         write_tiny_job(tmp_path / machine)
-    copy_to = f"--set=checkpoint.copy_to={s3}"
-    whole = paceline("train", "job.toml", "--set=name=whole", folder=tmp_path / "a")
-    assert whole.returncode == 0, whole.stderr
-    first = paceline("train", "job.toml", copy_to, "--set=train.steps=8", folder=tmp_path / "a")
+    sets = ("job.toml", f"--set=checkpoint.copy_to={s3}")
+    first = paceline("train", *sets, folder=tmp_path / "a")
     assert first.returncode == 0, first.stderr
-    assert f"checkpoint step-8 is copied to {s3}/tiny" in first.stdout
-    second = paceline("train", "job.toml", copy_to, folder=tmp_path / "b")
+    assert f"checkpoint step-12 is copied to {s3}/tiny" in first.stdout
+    store = CheckpointStore(s3, "tiny")
+    assert store.steps() == [8, 12]
+    store.remove(12)
+    second = paceline("train", *sets, folder=tmp_path / "b")
     assert second.returncode == 0, second.stderr
     assert f"checkpoint step-8 is fetched from {s3}/tiny." in second.stdout
-    there = [json.loads(line) for line in (tmp_path / "b/runs/tiny/metrics.jsonl").open()]
-    expected = losses(tmp_path / "a", "whole")
-    assert {line["step"]: line["loss"] for line in there} == {
-        step: expected[step] for step in range(9, 13)
-    }
-    assert CheckpointStore(s3, "tiny").steps() == [8, 12]
+    expected = losses(tmp_path / "a")
+    there = {line["step"]: line["loss"] for line in metrics(tmp_path / "b")}
+    assert there == {step: expected[step] for step in range(9, 13)}
+    assert store.steps() == [8, 12]
     for file in (tmp_path / "b/runs").rglob("*"):
         assert not file.is_file() or b"secret-of-a-test" not in file.read_bytes()
     other = paceline(
-        "train", "job.toml", copy_to, "--set=train.seed=1", "--set=train.steps=99",
-        f"--runs={tmp_path}/other", folder=tmp_path / "b",
-    )  # fmt: skip
+        "train", *sets, "--set=train.seed=1", f"--runs={tmp_path}/c", folder=tmp_path / "b"
+    )
     assert other.returncode == 2
     assert f"{s3}/tiny has checkpoints of another training: train.seed" in other.stderr
-    assert not (tmp_path / "other/tiny").exists()
-    fresh = paceline(
-        "train", "job.toml", copy_to, "--set=train.steps=2", "--fresh", folder=tmp_path / "b"
-    )
-    assert fresh.returncode == 0, fresh.stderr
-    assert CheckpointStore(s3, "tiny").steps() == [2]
+    assert not (tmp_path / "c/tiny").exists()
 
 
-def test_a_store_that_is_not_there_is_refused_before_anything_is_written(s3, tmp_path, monkeypatch):
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    write_tiny_job(tmp_path)
+def test_fresh_takes_the_copies_away_and_a_complete_run_makes_up_for_a_missing_one(
+    tmp_path, monkeypatch
+):
+    work_in(tmp_path, monkeypatch)
+    url, run = f"file://{tmp_path}/store", Run(tmp_path / "runs" / "small")
+    job = read_job(write_small_job(tmp_path), [f"checkpoint.copy_to={json.dumps(url)}"])
+    store = CheckpointStore(url, "small")
+    train_job(job, run, fresh=False)
+    assert store.steps() == [4]
+    store.remove(4)
+    train_job(job, run, fresh=False)
+    assert store.steps() == [4]
+    train_job(change_job(job, ["train.steps=2"]), run, fresh=True)
+    assert store.steps() == [2]
+
+
+def test_a_store_that_nobody_answers_for_is_one_sentence(s3, tmp_path, monkeypatch):
+    """Where the disk has no checkpoint to go on from; else the run goes on."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    save(tmp_path / "here", 4)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")
-        done = paceline("train", "job.toml", f"--set=checkpoint.copy_to={s3}", folder=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "checkpoints can't be fetched from s3://bucket/prefix/tiny (" in done.stderr
-    assert not (tmp_path / "runs/tiny").exists()
+        store = CheckpointStore(s3, "run")
+        with pytest.raises(
+            InputError, match=r"can't be fetched from s3://bucket/.*leave it out\.$"
+        ):
+            fetch_newer(store, tmp_path / "there", lambda _facts: None, print, waits_s=())
+        assert not (tmp_path / "there").exists()
+        step, (said,) = fetched(store, tmp_path / "here")
+    assert step == 4
+    assert said.endswith("; the run goes on from those of the disk.")
+    assert "hidden" not in said

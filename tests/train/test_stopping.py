@@ -223,6 +223,14 @@ def test_a_rank_that_can_not_save_in_time_says_what_is_lost(tmp_path):
     assert "the checkpoint of step 7 is not written: there is no checkpoint" in output
 
 
+def test_a_rank_whose_copy_is_not_done_in_time_says_so(tmp_path):
+    rank = _native_rank(tmp_path, "1", "7+")
+    rank.send_signal(signal.SIGUSR1)
+    output, _ = rank.communicate(timeout=60)
+    assert rank.returncode == 75
+    assert "stopped after step 7, checkpoint kept on the disk, its copy in the store" in output
+
+
 def test_a_rank_that_entered_its_first_exchange_waits_for_it(tmp_path):
     stop = StopRequest(Run(tmp_path), Elastic(save_within_s=600))
     try:

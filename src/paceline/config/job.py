@@ -314,16 +314,17 @@ def to_raw(config: FrozenConfig) -> dict[str, Any]:
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Settings in which plain data differ: dotted name, value before, value now; None: not set."""
-    old, new = _dotted(before), _dotted(now)
+    old, new = dotted(before), dotted(now)
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     return [(name, old.get(name), new.get(name)) for name in names]
 
 
-def _dotted(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def dotted(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Plain data by dotted names, as "optim.lr"."""
     found: dict[str, Any] = {}
     for key, value in section.items():
         inner = isinstance(value, Mapping)
-        found |= _dotted(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+        found |= dotted(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
     return found
 
 

@@ -17,6 +17,7 @@ from paceline.config.vision import EfficientNet, ResNet
 
 LOCAL_HOST = "127.0.0.1"
 Names = Annotated[tuple[str, ...], Field(strict=False)]
+TrackerName = Literal["mlflow", "wandb", "trackio", "opentelemetry"]
 
 
 class CustomModel(ModelFamily):
@@ -143,6 +144,9 @@ class Observe(FrozenConfig):
     profile_steps: int = Field(2, gt=0, le=1000)
     """Steps of one window."""
     tensorboard: bool = True
+    trackers: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ()
+    """Also told each step's numbers: "mlflow", "wandb", "trackio", "opentelemetry". Where they
+    are, and with which credentials, their own variables in the environment say."""
     prometheus_port: int | None = Field(None, ge=1, le=65535)
     """Port of the metrics endpoint; none is opened where this is left out."""
     prometheus_host: str = LOCAL_HOST

@@ -99,6 +99,19 @@ class Metrics:
             self._endpoint.close()
 
 
+def numbers_of(line: Line, unit: str) -> dict[str, float]:
+    """What a step's line says in numbers, by name: "loss", "terms/matmul".
+
+    Args:
+        line: of metrics.jsonl.
+        unit: what the run counts, "tokens" or "samples".
+    """
+    numbers = {key: line.get(key) for key in (*_SCALARS, f"{unit}_per_s", "memory_bytes")}
+    for key in _NAMED:
+        numbers |= {f"{key}/{name}": value for name, value in line.get(key, {}).items()}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
 def append_atomic(file: RawIOBase, data: bytes) -> None:
     """Append all of the data to an unbuffered file, or none of it.
 
@@ -173,7 +186,7 @@ class _EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = Event, Summary
-        self._keys = (*_SCALARS, f"{unit}_per_s", "memory_bytes")
+        self._unit = unit
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
@@ -184,13 +197,9 @@ class _EventFile:
         self._append(Event(wall_time=time.time(), step=resume_step + 1, session_log=started))
 
     def write(self, line: Line) -> None:
-        numbers = {key: line.get(key) for key in self._keys}
-        for key in _NAMED:
-            numbers |= {f"{key}/{name}": value for name, value in line.get(key, {}).items()}
+        numbers = numbers_of(line, self._unit)
         values = [
-            self._summary.Value(tag=tag, simple_value=number)
-            for tag, number in numbers.items()
-            if number is not None
+            self._summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()
         ]
         wall_time = line.get("time", time.time())
         summary = self._summary(value=values)

@@ -40,6 +40,7 @@ from paceline.observe.events import append_event
 from paceline.observe.generations import generations_of
 from paceline.observe.metrics import Metrics
 from paceline.observe.run import Run
+from paceline.observe.trackers import Trackers
 from paceline.train.best_evaluation import BestEvaluation
 from paceline.train.called import Called
 from paceline.train.debug_checks import enabled_checks
@@ -245,6 +246,7 @@ class RunReporter:
         self.facts = facts_of(job, ranks, task, cores) if self.speaks else {}
         self.progress = Progress(job.train.steps, task.unit)
         self._metrics: Metrics | None = None
+        self._trackers: Trackers | None = None
         self._trouble: str | None = None
         self._last_step = 0
         self._called = Called()
@@ -253,16 +255,20 @@ class RunReporter:
         if self.speaks:
             self.run.log_folder.mkdir(exist_ok=True)
             self.run.write_json("facts.json", self.facts)
+            self._trackers = Trackers(self.run, self.job.observe.trackers, self.task.unit)
             wanted = self.task.loop_options
             if self.job.elastic.is_on and (wanted.on_step or wanted.on_eval):
                 self._called = Called.of(self.run)
         return self
 
-    def __exit__(self, *_failure: object) -> None:
+    def __exit__(self, failure: type[BaseException] | None, *_details: object) -> None:
         if self.speaks:
             self.progress.close()
             if self._metrics is not None:
                 self._metrics.close()
+            if self._trackers is not None:
+                for sentence in self._trackers.close(has_failed=failure is not None):
+                    self.say(sentence)
 
     def introduce(self, trainer: Trainer) -> None:
         """Say in which forms the ranks train."""
@@ -306,6 +312,8 @@ class RunReporter:
                 self._called.keep(self.run)
             self._metrics = Metrics(self.run, self.job.observe, self.task.unit, first)
         trouble = self._metrics.record(line)
+        for sentence in () if self._trackers is None else self._trackers.log(line):
+            self.say(sentence)
         self._call_back(line)
         if trouble and trouble != self._trouble:
             self.say(f"{trouble}; the run goes on.")

@@ -19,6 +19,7 @@ from paceline.config.job import Job, to_raw, to_toml
 from paceline.kernels import launch
 from paceline.machine.cpu_speed import with_speed
 from paceline.observe.run import Run
+from paceline.observe.trackers import require_installed
 from paceline.plan.answer.answer import prediction_json, runtime_json
 from paceline.plan.families import family_of as plan_family_of
 from paceline.plan.resolve import Plan
@@ -71,9 +72,10 @@ def read_inputs(
 
     Raises:
         InputError: text, tokenizer or starting weights don't fit the Job, one's own table of
-            launches is none, or there is nothing that could be audited.
+            launches is none, a tracker is not installed, or there is nothing that could be audited.
     """
     must_be_auditable(job)
+    require_installed(job.observe.trackers)
     launch.table()  # refuses one's own that is none, before anything is written
     return family_of(job.model).read_inputs(job.model, job, progress, say)
 

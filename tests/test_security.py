@@ -221,6 +221,9 @@ ALLOWED = {
     ("bench/rank_pool.py", "pickle.dumps"): "work for ranks of this process's own",
     ("bench/rank_pool.py", "pickle.loads"): "which came with the arguments of the rank's process",
     ("bench/rank_pool.py", "recv"): "an anonymous pipe between a process and one that it started",
+    ("models/dcp.py", "pickle.Unpickler"): "one that knows the names of DCP's records alone",
+    ("models/dcp.py", "pickle.UnpicklingError"): "an exception",
+    ("models/dcp.py", "load"): "torch's own with weights_only",
     ("observe/snapshot.py", "pickle.Unpickler"): "one that refuses whatever has to be looked up",
     ("observe/snapshot.py", "pickle.UnpicklingError"): "an exception",
 }

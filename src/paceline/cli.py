@@ -259,7 +259,20 @@ def export(
             show_default=False,
         ),
     ],
-    dtype: Annotated[str, typer.Option(help="Type of the written weights: fp32 or bf16.")] = "fp32",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Type of the written weights: fp32 (if left out) or bf16.", show_default=False
+        ),
+    ] = None,
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="safetensors; or dcp, torch's Distributed Checkpoint: parameters and optimizer "
+            "state, by the run's own names and types.",
+        ),
+    ] = "safetensors",
 ) -> None:
     """Write a run's weights as a folder that others open.
 
@@ -270,11 +283,20 @@ def export(
     """
     from paceline.config.errors import InputError
     from paceline.observe.run import Run
-    from paceline.train.export import export
+    from paceline.train.export import export, export_dcp
 
-    if dtype not in ("fp32", "bf16"):
+    if dtype not in (None, "fp32", "bf16"):
         raise InputError(f"--dtype {dtype} is not one of fp32, bf16.")
-    step = export(Run(run), folder, "bf16" if dtype == "bf16" else "fp32")
+    if form not in ("safetensors", "dcp"):
+        raise InputError(f"--format {form} is not one of safetensors, dcp.")
+    if form == "dcp" and dtype is not None:
+        raise InputError(
+            f"--format dcp keeps the run's types, and --dtype {dtype} was given: leave one out."
+        )
+    if form == "dcp":
+        step = export_dcp(Run(run), folder)
+    else:
+        step = export(Run(run), folder, "bf16" if dtype == "bf16" else "fp32")
     print(f"{folder}: the weights after step {step}")
 
 

@@ -1,11 +1,9 @@
 """Trackers: each with its real library where that is installed; what fails or hangs ends no run."""
 
 import json
-import time
 from pathlib import Path
 from threading import Event
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -125,7 +123,7 @@ def test_opentelemetry_has_gauges_with_the_runs_name(run, monkeypatch):
 class Kept:
     """A tracker in memory."""
 
-    opened: list["Kept"] = []
+    opened: ClassVar[list["Kept"]] = []
 
     def __init__(self, run: Any) -> None:
         self.id, self.known, self.steps = "theirs", run.their_id, []
@@ -203,5 +201,5 @@ def test_a_missing_library_is_one_sentence(monkeypatch):
 
 
 def test_an_unknown_tracker_is_refused():
-    with pytest.raises(InputError, match="observe.trackers"):
+    with pytest.raises(InputError, match=r"observe\.trackers"):
         read_job(None, ['observe.trackers=["neptune"]'])

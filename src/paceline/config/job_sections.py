@@ -99,8 +99,8 @@ class Train(FrozenConfig):
     max_bad_steps: Count = 5
     """Steps in a row with a non-finite loss or gradient (each is skipped) that end the run."""
     weights: str | None = None
-    """Folder of safetensors to start from, in Hugging Face's layout; true: that of `model.hf`. Else
-    random weights."""
+    """Folder of safetensors to start from, in Hugging Face's layout, or one of torch's DCP; true:
+    that of `model.hf`. Else random weights."""
 
 
 class Checkpoint(FrozenConfig):

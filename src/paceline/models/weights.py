@@ -90,14 +90,14 @@ def check_weights(model: Model, directory: str | Path) -> dict[str, Path]:
             is missing, unexpected or of another shape.
     """
     files = _tensor_files(Path(directory))
-    shapes = _shapes_of(model)
+    shapes = shapes_of(model)
     found = _read_shapes(files, model)
     _check_tied(model, found, files)
     check_shapes(_their_shapes(sources(model, shapes), shapes), found, str(directory))
     return files
 
 
-def _shapes_of(model: Model) -> Shapes:
+def shapes_of(model: Model) -> Shapes:
     """All tensors of the whole network."""
     with torch.device("meta"):
         return {name: tuple(t.shape) for name, t in Decoder(model).state_dict().items()}
@@ -166,7 +166,7 @@ def write_weights(
     if dtype not in _DTYPES:
         raise InputError(f"Weights can't be written as {dtype}; choose one of {list(_DTYPES)}.")
     config = {**to_hf(model), **(settings or {}), "torch_dtype": _DTYPES[dtype]}
-    shapes = _shapes_of(model)
+    shapes = shapes_of(model)
     check_shapes(shapes, {name: tuple(t.shape) for name, t in state.items()}, "the given state")
     with complete_or_absent(target) as partial:
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -3,19 +3,25 @@
 What the folder holds is the family's to say (`TrainFamily.export`).
 """
 
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from paceline.config.errors import InputError
 from paceline.config.layout import ParamDtype
+from paceline.models.weights import complete_or_absent
 from paceline.observe.run import Run
 from paceline.parallel.apply import DTYPES
 from paceline.train.checkpoint import FoundCheckpoint, newest_good, parameter_names
 from paceline.train.checkpoint import load as read_checkpoint
 from paceline.train.checkpoint.lockstep import LockstepRanks
+from paceline.train.checkpoint.state import STATE_PREFIX, split_state_path
 from paceline.train.ema import EMA_SECTION
 from paceline.train.families import family_of
 from paceline.train.family import Trained
@@ -48,6 +54,48 @@ def export(run: Run, folder: Path, dtype: ParamDtype = "fp32") -> int:
     trained = Trained(run, job, found.step, weights)
     family_of(job.model).export(job.model, trained, folder, DTYPES[dtype])
     return found.step
+
+
+def export_dcp(run: Run, folder: Path) -> int:
+    """Write a Run's newest good checkpoint in the format of torch's Distributed Checkpoint.
+
+    `torch.distributed.checkpoint.load` reads it into `{"model": model.state_dict(), "optimizer":
+    {"state": {name: {key: tensor}}}}`, with the names and types of the run; a running mean of the
+    weights is "ema". Nothing else of the run is there, and DCP keeps no checksums.
+
+    Args:
+        run: on any layout.
+        folder: must not exist yet, or be empty.
+
+    Returns:
+        the step that it is of.
+
+    Raises:
+        InputError: no Run, no checkpoint, or a folder that holds files or can't be written.
+    """
+    found = _newest(run)
+    sections = {name: _room_for(found, name) for name in ("model", "optimizer", EMA_SECTION)}
+    sections = {name: room for name, room in sections.items() if room}
+    read_checkpoint(found, sections, LockstepRanks.alone())
+    of_optimizer = {f"{STATE_PREFIX}{key}": t for key, t in sections.pop("optimizer", {}).items()}
+    numbers = found.manifest.values.items()
+    of_optimizer |= {key: torch.tensor(n) for key, n in numbers if key.startswith(STATE_PREFIX)}
+    state: dict[str, Any] = {}
+    for path, tensor in of_optimizer.items():
+        if (split := split_state_path(path, sections["model"])) is not None:
+            state.setdefault(split[0], {})[".".join(split[1])] = tensor
+    written = {**sections, **({"optimizer": {"state": state}} if state else {})}
+    with complete_or_absent(folder) as partial, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
+        save(written, storage_writer=_NamelessWriter(partial), no_dist=True)
+    return found.step
+
+
+class _NamelessWriter(FileSystemWriter):
+    """Keeps to itself where it wrote: the folder gets another name when it is complete."""
+
+    def storage_meta(self) -> None:
+        return None
 
 
 def load(run: Run | Path | str, model: nn.Module) -> int:

@@ -23,6 +23,7 @@ from paceline.config.model import Model
 from paceline.kernels import switch
 from paceline.kernels.loss import cross_entropy
 from paceline.models.attention import Sdpa
+from paceline.models.dcp import is_dcp, load_dcp
 from paceline.models.decoder import Decoder
 from paceline.models.weights import load_weights, write_weights
 from paceline.observe.run import Run
@@ -178,7 +179,8 @@ def fill_decoder(train: Train, module: nn.Module) -> None:
     """Give (a stage of) a decoder the Job's weights, or random ones by the Job's seed."""
     assert isinstance(module, Decoder)
     if train.weights is not None:
-        load_weights(module, train.weights)
+        load = load_dcp if is_dcp(train.weights) else load_weights
+        load(module, train.weights)
     else:
         module.init_weights(torch.Generator().manual_seed(train.seed))
 

@@ -13,6 +13,7 @@ from paceline.config.errors import InputError
 from paceline.config.job import to_raw
 from paceline.config.job_sections import Data
 from paceline.config.model import Model
+from paceline.models.dcp import check_dcp, is_dcp
 from paceline.models.weights import check_weights, read_model
 from paceline.train.data.tokenizer import bpe_size, read_tokenizer
 
@@ -26,8 +27,12 @@ def check_network(model: Model, weights: str) -> None:
     """Check that weights were trained for a network.
 
     Raises:
-        InputError: they compute something else, or a tensor is missing or of another shape.
+        InputError: they compute something else, or a tensor is missing or of another shape. A
+            folder of DCP's says nothing of what is computed: names and shapes alone are compared.
     """
+    if is_dcp(weights):
+        check_dcp(model, weights)
+        return
     theirs, ours = (_arithmetic(each) for each in (read_model(weights), model))
     for name in sorted(theirs.keys() | ours.keys()):
         was, now = theirs.get(name), ours.get(name)

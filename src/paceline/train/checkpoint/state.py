@@ -223,7 +223,7 @@ def _state_to_load(
     on_host = isinstance(optimizer, SavedState) and optimizer.is_on_host
     state: dict[str, dict[str, Any]] = {}
     for path in (*found.manifest.tensors, *found.manifest.values):
-        split = _split_state_path(path, by_name)
+        split = split_state_path(path, by_name)
         if split is None:
             continue
         name, keys = split
@@ -243,8 +243,12 @@ def _state_to_load(
     return state
 
 
-def _split_state_path(path: str, names: Mapping[str, Any]) -> tuple[str, list[str]] | None:
-    """Split `optimizer.<name>.<key>...`; both may hold dots, so look which name fits."""
+def split_state_path(path: str, names: Mapping[str, Any]) -> tuple[str, list[str]] | None:
+    """Split `optimizer.<name>.<key>...`; both may hold dots, so look which name fits.
+
+    Returns:
+        the name and the keys; None: it is of none of these names.
+    """
     if not path.startswith(STATE_PREFIX):
         return None
     name = path.removeprefix(STATE_PREFIX)

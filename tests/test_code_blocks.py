@@ -78,6 +78,25 @@ if __name__ == "__main__":
 """,
         "assert len(account.steps) == 1",
     ),
+    ("docs/checkpoints.md", 0): (
+        """
+from pathlib import Path
+import torch
+from paceline.cli import app
+from paceline.models.decoder import Decoder
+from paceline.observe.run import Run
+
+app(["train", "small.toml"], standalone_mode=False)
+app(["export", "runs/small", "weights", "--format", "dcp"], standalone_mode=False)
+model = Decoder(Run(Path("runs/small")).job().model)
+""",
+        """
+from paceline.train.export import load as load_run
+kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+load_run("runs/small", model)
+assert all(torch.equal(kept[name], tensor) for name, tensor in model.state_dict().items())
+""",
+    ),
 }
 
 

@@ -10,6 +10,7 @@ trace/          profiled windows: rank<k>-step<n>.json.gz (open in Perfetto)
 memory/         memory over these windows: rank<k>-step<n>.json, and .pickle of torch's on CUDA
 checkpoints/    step-<n>/ complete or absent, latest
 tokenizer/      tokenizer.json, and what was given beside it: what an export carries
+trackers.json   what trackers call the run
 tensorboard/    report.html    log/rank<k>.log
 launch/         <k>/: how it was launched on a site, and what its nodes wrote
 """

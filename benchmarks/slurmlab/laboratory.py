@@ -12,7 +12,6 @@ this machine's cores and memory, whatever they say they have.
 import os
 import random
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -276,7 +275,7 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _make_device(file: Path) -> None:
-    null = os.stat("/dev/null")
+    null = Path("/dev/null").stat()
     os.mknod(file, null.st_mode, null.st_rdev)
 
 

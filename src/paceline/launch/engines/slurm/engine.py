@@ -1,0 +1,99 @@
+"""The engine: see the package."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from paceline.config.site import Site
+from paceline.launch.contract import Attempt, Observation, Rendered, Request, Submitted, Wish
+from paceline.launch.engines.slurm.commands import ask, run
+from paceline.launch.engines.slurm.job_state import accounting, job_state
+from paceline.launch.engines.slurm.probing import probe
+from paceline.launch.engines.slurm.queue import estimate
+from paceline.launch.engines.slurm.script import SLURM_LOG, rendered
+from paceline.launch.engines.slurm.states import reason_of, state_of
+from paceline.launch.engines.slurm.submission import submit
+from paceline.launch.engines.slurm.usage import attempts
+from paceline.launch.engines.slurm.why import why
+from paceline.launch.node_records import node_records
+from paceline.launch.start_script import LOG_FOLDER
+
+
+class SlurmEngine:
+    """See `paceline.launch.contract.Engine`."""
+
+    @property
+    def name(self) -> str:
+        """As sites call it."""
+        return "slurm"
+
+    def render(self, request: Request, site: Site) -> Rendered:
+        """A batch script, and the script of a node."""
+        return rendered(request, site)
+
+    def expected_start(self, request: Request, rendered: Rendered) -> float | None:
+        """As `sbatch --test-only` estimates it: by the time limits of the jobs that run."""
+        return estimate(rendered.files[rendered.main])
+
+    def submit(self, request: Request, rendered: Rendered) -> Submitted:
+        """Hand it over, held until its id is written."""
+        return submit(request, rendered)
+
+    def observe(self, job: Submitted) -> Observation:
+        """By the controller; of a job that it has forgotten by accounting, else by its records."""
+        known = job_state(job.id)
+        if known is None:
+            return self._remembered(job)
+        state = state_of(known.word, known.exit_code)
+        is_queued = state == "queued"
+        return Observation(
+            state,
+            reason_of(known.word, known.reason, known.restarts) if is_queued else None,
+            known.word if known.reason in ("", "None") else f"{known.word}: {known.reason}",
+            () if is_queued else known.nodes,
+            known.restarts + 1,
+            known.exit_code,
+            known.start if is_queued else None,
+        )
+
+    def _remembered(self, job: Submitted) -> Observation:
+        known = self.usage(job)
+        if not known:
+            return Observation("lost", said="Slurm knows nothing of it")
+        last = known[-1]
+        state = state_of(last.state, last.exit_code)
+        return Observation(state, None, last.state, (), last.number, last.exit_code)
+
+    def signal(self, job: Submitted, wish: Wish) -> None:
+        """By scancel; one that is told to stop isn't started again, whatever ends it."""
+        known = job_state(job.id)
+        if known is None or state_of(known.word, known.exit_code) not in ("queued", "running"):
+            return
+        if wish == "save":
+            run("scancel", "--quiet", "--signal=USR1", job.id)
+            return
+        ask("scontrol", "update", f"JobId={job.id}", "Requeue=0")
+        if known.word != "RUNNING":
+            run("scancel", "--quiet", job.id)
+            return
+        # The script too: where it has yet to start the step, nobody else would hear it.
+        run("scancel", "--quiet", "--batch", "--signal=TERM", job.id)
+        run("scancel", "--quiet", "--signal=TERM", job.id)
+
+    def logs(self, job: Submitted) -> tuple[Path, ...]:
+        """What nodes wrote, by attempt; last the batch script's, with Slurm's own words."""
+        found = sorted((job.folder / LOG_FOLDER).glob("*.log"))
+        own = job.folder / SLURM_LOG
+        return (*found, *([own] if own.exists() else []))
+
+    def usage(self, job: Submitted) -> tuple[Attempt, ...]:
+        """By Slurm's accounting, to the second; where it keeps none, by the nodes' records."""
+        now, records = job_state(job.id), node_records(job.folder)
+        return attempts(job, accounting(job.id), records, now)
+
+    def probe(self, site: Site, script: str) -> Mapping[str, str]:
+        """On one node of each type, where one is free at once."""
+        return probe(site, script)
+
+    def why(self, job: Submitted, request: Request, site: Site) -> tuple[str, ...]:
+        """Slurm's reason, what is ahead, how the free devices lie, and what would start now."""
+        return why(job, request)

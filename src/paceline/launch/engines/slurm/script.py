@@ -1,0 +1,207 @@
+"""The batch script that Slurm runs on a job's first node (pure).
+
+It starts `start.sh` once on each node, and asks Slurm to start the job again where that ends with
+75: saved. Slurm signals the tasks, so this script only waits; what it says goes to slurm.log in the
+job's folder. Slurm itself puts the job back after a preemption or a lost node (--requeue).
+
+Values that Slurm reads stand in #SBATCH lines and are refused where it would read something else;
+paths stand in the script, quoted for bash.
+"""
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Iterator
+
+from paceline.config.errors import EXIT_SAVED, InputError
+from paceline.config.site import NodeType, Site
+from paceline.launch.contract import ATTEMPT, Rendered, Request
+from paceline.launch.start_script import START_SCRIPT, start_script
+
+BATCH_SCRIPT = "job.sbatch"
+SLURM_LOG = "slurm.log"
+SHAPE_FILE = "slurm.json"
+"""How many devices a node of the job has: Slurm's accounts know it only of what it hands out."""
+_NICE = 100
+"""Of Slurm's priority, for each step of `Request.priority` below 0."""
+_GRES = ("--gres", "--gpus", "--tres-per")
+_CPUS = ("--cpus-per", "--exclusive", "--mincpus")
+
+_BEGIN = f"""\
+exec >>"$folder/{SLURM_LOG}" 2>&1
+export {ATTEMPT}=$((${{SLURM_RESTART_COUNT:-0}} + 1))
+[ "${ATTEMPT}" -le "$restarts" ] || scontrol update JobId="$SLURM_JOB_ID" Requeue=0
+told=
+trap 'told=1' TERM
+said=$(mktemp) || exit 1
+trap 'rm -f "$said"' EXIT
+[ -z "$told" ] || exit {EXIT_SAVED}
+"""
+# A signal ends `wait`, which then says nothing of the step: it is asked again.
+_WAIT = """\
+step=$!
+wait "$step"
+code=$?
+while kill -0 "$step" 2>/dev/null; do
+  wait "$step"
+  code=$?
+done
+"""
+# Those who went on without a lost node know how the run ended.
+_JUDGE = f"""\
+case $(cat "$said") in
+  *"exit 0"*) code=0 ;;
+  *"exit {EXIT_SAVED}"*) code={EXIT_SAVED} ;;
+esac
+"""
+# A job that Slurm has ended meanwhile isn't RUNNING: who cancels it doesn't want it back.
+_END = f"""\
+echo "attempt ${ATTEMPT} ended with $code"
+if [ "$code" = {EXIT_SAVED} ] &&
+  [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+fi
+exit "$code"
+"""
+
+
+def rendered(request: Request, site: Site) -> Rendered:
+    """The batch script and the script of a node.
+
+    Raises:
+        InputError: a value can't be written so that Slurm reads it, or the site has no such type.
+    """
+    lines = [f"#SBATCH {option}\n" for option in _options(request, site)]
+    parts = [
+        "#!/bin/bash\n",
+        *lines,
+        "# Starts the job on its nodes; written by paceline launch.\n",
+        f"folder={shlex.quote(str(request.folder))}\n",
+        f"restarts={request.restarts}\n",
+        _BEGIN,
+        f'{_step(request)} >"$said" &\n',
+        _WAIT,
+        _JUDGE if _goes_on(request) else "",
+        _END,
+    ]
+    files = {
+        BATCH_SCRIPT: "".join(parts),
+        START_SCRIPT: start_script(request, site),
+        SHAPE_FILE: json.dumps({"devices_per_node": request.devices_per_node}) + "\n",
+    }
+    return Rendered(files, BATCH_SCRIPT)
+
+
+def node_type(request: Request, site: Site) -> NodeType | None:
+    """The one that is asked for, or the only one; None: the site names none.
+
+    Raises:
+        InputError: the site has none of this name.
+    """
+    if request.node_type:
+        if request.node_type not in site.node_types:
+            known = ", ".join(sorted(site.node_types)) or "none"
+            raise InputError(
+                f"the site has no node type {request.node_type!r}: take one of its node_types, "
+                f"which are {known}."
+            )
+        return site.node_types[request.node_type]
+    return next(iter(site.node_types.values())) if len(site.node_types) == 1 else None
+
+
+def where(site: Site, spot: bool) -> list[str]:
+    """The options that say in which queue, and on whose account.
+
+    Raises:
+        InputError: a name can't be one of Slurm's.
+    """
+    partition = site.spot_partition if spot and site.spot_partition else site.partition
+    named = {"partition": partition, "account": site.account, "qos": site.qos}
+    return [_option(f"--{name}={value}", name) for name, value in named.items() if value]
+
+
+def selected(kind: NodeType | None) -> list[str]:
+    """The options by which a site asks for machines of a type.
+
+    Raises:
+        InputError: one is no option.
+    """
+    options = list(kind.select) if kind else []
+    for option in options:
+        if not option.startswith("--"):
+            raise InputError(
+                f"select has {option!r}, which is no option of sbatch: write it as "
+                '"--constraint=NAME".'
+            )
+        _option(option, "select")
+    return options
+
+
+def job_name(request: Request) -> str:
+    """What Slurm shows: the name, without what it or a shell might read otherwise."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", request.name)[:100] or "paceline"
+
+
+def _options(request: Request, site: Site) -> Iterator[str]:
+    kind = node_type(request, site)
+    select = selected(kind)
+    yield f"--job-name={job_name(request)}"
+    # Slurm would expand % in a path; the script opens its log itself.
+    yield "--output=/dev/null"
+    yield f"--nodes={request.num_nodes}"
+    yield "--ntasks-per-node=1"
+    yield from where(site, request.spot)
+    yield from _devices(request, kind, select)
+    yield from select
+    yield "--requeue"
+    yield f"--signal=TERM@{request.grace_s}"
+    if request.time_limit_s is not None:
+        yield f"--time={math.ceil(request.time_limit_s / 60)}"
+    if request.priority < 0:
+        yield f"--nice={-request.priority * _NICE}"
+    if _goes_on(request):
+        yield "--no-kill"
+    for job in request.after:
+        if not job.isdecimal():
+            raise InputError(f"{job!r} is no job of Slurm's: give the number that it was given.")
+    if request.after:
+        yield f"--dependency=afterok:{':'.join(request.after)}"
+
+
+def _devices(request: Request, kind: NodeType | None, select: list[str]) -> Iterator[str]:
+    count, _, device = kind.cluster.partition("x") if kind else ("", "", "")
+    is_cpu = device.lower() == "cpu"
+    if not is_cpu and not any(each.startswith(_GRES) for each in select):
+        yield f"--gpus-per-node={request.devices_per_node}"
+    if any(each.startswith(_CPUS) for each in select):
+        return
+    if count == str(request.devices_per_node):  # all of a node's: nobody else can use its cores
+        yield "--exclusive"
+        yield "--mem=0"
+    elif is_cpu:
+        yield f"--cpus-per-task={request.devices_per_node}"
+
+
+def _step(request: Request) -> str:
+    nodes = f"--nodes={request.num_nodes} --ntasks={request.num_nodes} --ntasks-per-node=1"
+    # Nodes end at their own times, and some of them still save: none is killed with the first.
+    ends = "--no-kill --wait=0" if _goes_on(request) else f"--wait={request.grace_s}"
+    cpus = '${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}'
+    how = f"--export=ALL --cpu-bind=none --kill-on-bad-exit=0 {ends}"
+    return f'srun {nodes} {how} {cpus} bash "$folder/{START_SCRIPT}"'
+
+
+def _goes_on(request: Request) -> bool:
+    """Whether those that are left may go on without a node."""
+    return 0 < request.min_nodes < request.num_nodes
+
+
+def _option(option: str, name: str) -> str:
+    """An option as Slurm's parser of #SBATCH lines takes it, which knows quotes and comments."""
+    if re.search(r"[\s'\"#\\\0]", option):
+        raise InputError(
+            f"{name} has {option!r}, which no line of a batch script can hold: leave out blanks, "
+            "quotes, '#' and '\\'."
+        )
+    return option

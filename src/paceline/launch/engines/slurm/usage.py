@@ -1,0 +1,125 @@
+"""What a job held, and for how long.
+
+Slurm's accounting says it to the second. Where a site keeps none, the nodes' records do: they lack
+what Slurm does before and after the command, about a second.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from pydantic import TypeAdapter
+
+from paceline.config import files
+from paceline.config.errors import EXIT_SAVED
+from paceline.launch.contract import Attempt, Submitted
+from paceline.launch.engines.slurm.job_state import JobState, Row
+from paceline.launch.engines.slurm.script import SHAPE_FILE
+from paceline.launch.node_records import NodeRecord
+
+_CURE = "launch the job again, since its folder is damaged"
+# Slurm's numbers of jobs come again, after months; clocks of its machines differ by less.
+_OLDER_JOB_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What stands beside the batch script."""
+
+    devices_per_node: int
+
+
+def attempts(
+    job: Submitted,
+    entries: Sequence[Row],
+    records: Sequence[NodeRecord],
+    now: JobState | None,
+) -> tuple[Attempt, ...]:
+    """Every attempt, the oldest first.
+
+    One that went on without a lost node is two of the same number, each with its nodes.
+
+    Args:
+        entries: of Slurm's accounting; none: it keeps none, or has not heard of the job yet.
+        records: of the nodes.
+        now: as the controller knows it.
+
+    Raises:
+        InputError: the job's folder is damaged.
+    """
+    if not entries and not records and now is None:
+        return ()
+    shape = files.read_json(job.folder / SHAPE_FILE, TypeAdapter(_Shape), _CURE)
+    submitted = (job.folder / SHAPE_FILE).stat().st_mtime
+    of_job = [row for row in entries if row.submitted > submitted - _OLDER_JOB_S]
+    by_number = {
+        number: list(group) for number, group in groupby(records, lambda each: each.attempt)
+    }
+    codes = {number: _exit_code(group) for number, group in by_number.items()}
+    if of_job:
+        return tuple(_accounted(of_job, codes, shape.devices_per_node))
+    return tuple(_recorded(by_number, codes, shape.devices_per_node, submitted, now))
+
+
+def _accounted(
+    rows: Sequence[Row], codes: dict[int, int | None], devices: int
+) -> Iterator[Attempt]:
+    number, resized_at = 1, None
+    for row in rows:
+        held = row.num_devices if row.num_devices is not None else len(row.nodes) * devices
+        is_resized = row.state == "RESIZING"
+        is_own_end = row.state in ("COMPLETED", "FAILED") and number not in codes
+        yield Attempt(
+            number,
+            row.submitted,
+            resized_at if resized_at is not None else row.started,
+            row.ended,
+            row.nodes,
+            held if row.started is not None else 0,
+            row.exit_code if is_own_end else None if is_resized else codes.get(number),
+            row.state,
+        )
+        # Slurm gives the entry after a change of size the start of the one before.
+        resized_at = row.ended if is_resized else None
+        number += not is_resized
+
+
+def _recorded(
+    by_number: dict[int, list[NodeRecord]],
+    codes: dict[int, int | None],
+    devices: int,
+    submitted: float,
+    now: JobState | None,
+) -> Iterator[Attempt]:
+    numbers = sorted(by_number)
+    following = {number: by_number[after][0].started for number, after in pairwise(numbers)}
+    for number in numbers:
+        group = by_number[number]
+        started = min(each.started for each in group)
+        ended = _end(group, following.get(number))
+        nodes = tuple(each.node for each in group)
+        word = now.word if now is not None and number == numbers[-1] else _word(codes[number])
+        held = len(nodes) * devices
+        yield Attempt(number, submitted, started, ended, nodes, held, codes[number], word)
+        submitted = ended if ended is not None else started
+    if now is not None and now.word == "PENDING":
+        yield Attempt(now.restarts + 1, submitted, None, None, (), 0, None, now.word)
+
+
+def _end(group: Sequence[NodeRecord], next_start: float | None) -> float | None:
+    """When the last of its nodes ended; one that was lost did so before the next attempt."""
+    ends = [each.ended for each in group if each.ended is not None]
+    if len(ends) == len(group) or (ends and next_start is not None):
+        return max(ends)
+    return next_start
+
+
+def _exit_code(group: Sequence[NodeRecord]) -> int | None:
+    """Of an attempt: 75 where a node says so, else the worst; None where none of them ended."""
+    codes = {each.exit_code for each in group if each.exit_code is not None}
+    return EXIT_SAVED if EXIT_SAVED in codes else max(codes, default=None)
+
+
+def _word(code: int | None) -> str:
+    """As Slurm would have called the end."""
+    return "COMPLETED" if code == 0 else "NODE_FAIL" if code is None else "FAILED"

@@ -9,7 +9,7 @@ from paceline.launch.engines.slurm.commands import ask, run
 from paceline.launch.engines.slurm.job_state import accounting, job_state
 from paceline.launch.engines.slurm.probing import probe
 from paceline.launch.engines.slurm.queue import estimate
-from paceline.launch.engines.slurm.script import SLURM_LOG, rendered
+from paceline.launch.engines.slurm.script import STOP, rendered
 from paceline.launch.engines.slurm.states import reason_of, state_of
 from paceline.launch.engines.slurm.submission import submit
 from paceline.launch.engines.slurm.usage import attempts
@@ -75,15 +75,11 @@ class SlurmEngine:
         if known.word != "RUNNING":
             run("scancel", "--quiet", job.id)
             return
-        # The script too: where it has yet to start the step, nobody else would hear it.
-        run("scancel", "--quiet", "--batch", "--signal=TERM", job.id)
-        run("scancel", "--quiet", "--signal=TERM", job.id)
+        run("scancel", "--quiet", "--batch", f"--signal={STOP}", job.id)
 
     def logs(self, job: Submitted) -> tuple[Path, ...]:
-        """What nodes wrote, by attempt; last the batch script's, with Slurm's own words."""
-        found = sorted((job.folder / LOG_FOLDER).glob("*.log"))
-        own = job.folder / SLURM_LOG
-        return (*found, *([own] if own.exists() else []))
+        """By attempt and node. What the batch script and Slurm said stands beside, in slurm.log."""
+        return tuple(sorted((job.folder / LOG_FOLDER).glob("*.log")))
 
     def usage(self, job: Submitted) -> tuple[Attempt, ...]:
         """By Slurm's accounting, to the second; where it keeps none, by the nodes' records."""

@@ -18,6 +18,7 @@ class JobState:
     word: str
     """PENDING, RUNNING, ...: squeue(1), "Job state codes"."""
     reason: str
+    """Slurm's; "" or "None": it has not looked at the job yet."""
     restarts: int
     exit_code: int | None
     """Of the batch script; None: it has not ended, or a signal ended it."""
@@ -42,11 +43,13 @@ def job_state(job: str) -> JobState | None:
     fields: dict[str, str] = {}
     for name, value in _FIELD.findall(done.stdout):
         fields.setdefault(name, value)
-    word = fields.get("JobState", "")
+    word, reason = fields.get("JobState", ""), fields.get("Reason", "").replace("_", " ")
+    if reason in ("", "None") and fields.get("Dependency", "(null)") != "(null)":
+        reason = "Dependency"
     is_over = word not in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED")
     return JobState(
         word,
-        fields.get("Reason", "").replace("_", " "),
+        reason,
         int(fields.get("Restarts", "0")),
         exit_code_of(fields.get("ExitCode", "")) if is_over else None,
         hosts(fields.get("NodeList", "")),

@@ -21,6 +21,8 @@ from paceline.launch.start_script import START_SCRIPT, start_script
 
 BATCH_SCRIPT = "job.sbatch"
 SLURM_LOG = "slurm.log"
+STOP = "USR2"
+"""The signal that the batch script takes for a person's stop."""
 SHAPE_FILE = "slurm.json"
 """How many devices a node of the job has: Slurm's accounts know it only of what it hands out."""
 _NICE = 100
@@ -28,18 +30,64 @@ _NICE = 100
 _GRES = ("--gres", "--gpus", "--tres-per")
 _CPUS = ("--cpus-per", "--exclusive", "--mincpus")
 
+# Who stops a job takes its right to come back first: the script may have been too young to hear.
 _BEGIN = f"""\
-exec >>"$folder/{SLURM_LOG}" 2>&1
+cd -- "$folder" || exit 2
+exec >>{SLURM_LOG} 2>&1
 export {ATTEMPT}=$((${{SLURM_RESTART_COUNT:-0}} + 1))
+stopped= step=
+
+end_step() {{
+  scancel --quiet --signal=TERM "$SLURM_JOB_ID.0"
+  sleep "$grace_s"
+  scancel --quiet --signal=KILL "$SLURM_JOB_ID.0"
+}} 2>/dev/null
+
+stop() {{
+  stopped=1
+  [ -z "$step" ] || end_step &
+}}
+
+end_stopped() {{
+  scancel "$SLURM_JOB_ID"
+  sleep 60
+}}
+
+trap : TERM
+trap stop {STOP}
+case $(scontrol --oneliner show job "$SLURM_JOB_ID") in
+  *" Requeue=0 "*) end_stopped ;;
+esac
 [ "${ATTEMPT}" -le "$restarts" ] || scontrol update JobId="$SLURM_JOB_ID" Requeue=0
-told=
-trap 'told=1' TERM
-said=$(mktemp) || exit 1
-trap 'rm -f "$said"' EXIT
-[ -z "$told" ] || exit {EXIT_SAVED}
 """
-# A signal ends `wait`, which then says nothing of the step: it is asked again.
-_WAIT = """\
+# A node's script says how it ended; the first that failed ends the others. 138 and 143: USR1 or
+# TERM came before the command could hear. Where nodes may go on without one, one whose command was
+# killed counts as lost.
+_JUDGE = f"""\
+judge() {{
+  local word code=1 number failed= saved= finished=
+  while read -r word number; do
+    code=$number
+    case $word,$code in
+      exit,0) finished=$goes_on ;;
+      exit,{EXIT_SAVED} | exit,138 | exit,143) saved=1 ;;
+      exit,*)
+        if [ -z "$failed" ] && {{ [ -z "$goes_on" ] || [ "$code" -le 128 ]; }}; then
+          failed=$code
+          end_step &
+        fi ;;
+    esac
+  done
+  kill $(jobs -p) 2>/dev/null
+  [ -z "$failed" ] || return "$failed"
+  [ -z "$saved" ] || return {EXIT_SAVED}
+  [ -z "$finished" ] || return 0
+  return "$code"
+}}
+"""
+# A signal ends `wait`, which then says nothing of the step: it is asked again. A job that Slurm has
+# ended meanwhile isn't RUNNING: who cancels it doesn't want it back.
+_END = f"""\
 step=$!
 wait "$step"
 code=$?
@@ -47,18 +95,11 @@ while kill -0 "$step" 2>/dev/null; do
   wait "$step"
   code=$?
 done
-"""
-# Those who went on without a lost node know how the run ended.
-_JUDGE = f"""\
-case $(cat "$said") in
-  *"exit 0"*) code=0 ;;
-  *"exit {EXIT_SAVED}"*) code={EXIT_SAVED} ;;
-esac
-"""
-# A job that Slurm has ended meanwhile isn't RUNNING: who cancels it doesn't want it back.
-_END = f"""\
+kill $(jobs -p) 2>/dev/null
 echo "attempt ${ATTEMPT} ended with $code"
-if [ "$code" = {EXIT_SAVED} ] &&
+if [ -n "$stopped" ] && [ "$code" != 0 ]; then
+  end_stopped
+elif [ "$code" = {EXIT_SAVED} ] &&
   [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
   scontrol requeue "$SLURM_JOB_ID" && sleep 60
 fi
@@ -72,17 +113,18 @@ def rendered(request: Request, site: Site) -> Rendered:
     Raises:
         InputError: a value can't be written so that Slurm reads it, or the site has no such type.
     """
+    goes_on = "1" if _goes_on(request) else ""
     lines = [f"#SBATCH {option}\n" for option in _options(request, site)]
     parts = [
         "#!/bin/bash\n",
         *lines,
         "# Starts the job on its nodes; written by paceline launch.\n",
         f"folder={shlex.quote(str(request.folder))}\n",
-        f"restarts={request.restarts}\n",
+        f"restarts={request.restarts} grace_s={request.grace_s} goes_on={goes_on}\n",
         _BEGIN,
-        f'{_step(request)} >"$said" &\n',
-        _WAIT,
-        _JUDGE if _goes_on(request) else "",
+        _JUDGE,
+        '[ -z "$stopped" ] || end_stopped\n',
+        f'{{ {_step(request)}; echo "srun $?"; }} | judge &\n',
         _END,
     ]
     files = {
@@ -186,10 +228,9 @@ def _devices(request: Request, kind: NodeType | None, select: list[str]) -> Iter
 def _step(request: Request) -> str:
     nodes = f"--nodes={request.num_nodes} --ntasks={request.num_nodes} --ntasks-per-node=1"
     # Nodes end at their own times, and some of them still save: none is killed with the first.
-    ends = "--no-kill --wait=0" if _goes_on(request) else f"--wait={request.grace_s}"
+    ends = f"--kill-on-bad-exit=0 --wait=0{' --no-kill' if _goes_on(request) else ''}"
     cpus = '${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}'
-    how = f"--export=ALL --cpu-bind=none --kill-on-bad-exit=0 {ends}"
-    return f'srun {nodes} {how} {cpus} bash "$folder/{START_SCRIPT}"'
+    return f"srun {nodes} --export=ALL --cpu-bind=none {ends} {cpus} bash {START_SCRIPT}"
 
 
 def _goes_on(request: Request) -> bool:

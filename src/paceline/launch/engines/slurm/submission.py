@@ -87,7 +87,7 @@ def _queue(request: Request, rendered: Rendered) -> str:
             is_there = select.select([shell.stdout], [], [], PATIENCE_S)[0]
             job = shell.stdout.readline().strip() if is_there else ""
             if job:
-                write_atomic(request.folder / ID_FILE, job + "\n")
+                write_atomic(request.folder / ID_FILE, job)
             said = shell.communicate("go\n" if job else "", PATIENCE_S)[1]
         except subprocess.TimeoutExpired:
             os.killpg(shell.pid, signal.SIGKILL)

@@ -20,6 +20,8 @@ from paceline.launch.node_records import NodeRecord
 _CURE = "launch the job again, since its folder is damaged"
 # Slurm's numbers of jobs come again, after months; clocks of its machines differ by less.
 _OLDER_JOB_S = 86_400.0
+# Exit codes from here on are a shell's, of a command that a signal ended.
+_KILLED = 128
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,13 @@ def _end(group: Sequence[NodeRecord], next_start: float | None) -> float | None:
 
 
 def _exit_code(group: Sequence[NodeRecord]) -> int | None:
-    """Of an attempt: 75 where a node says so, else the worst; None where none of them ended."""
+    """Of an attempt: that of the first node that failed by itself, else 75, else the worst; None
+    where no node ended."""
+    ended = sorted((each.ended or 0.0, each.exit_code) for each in group if each.exit_code)
+    failed = [code for _, code in ended if code and code != EXIT_SAVED and code < _KILLED]
     codes = {each.exit_code for each in group if each.exit_code is not None}
+    if failed:
+        return failed[0]
     return EXIT_SAVED if EXIT_SAVED in codes else max(codes, default=None)
 
 

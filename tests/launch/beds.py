@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.slurmlab import Laboratory, why_not
 from paceline.config.site import Site
 from paceline.launch.contract import Engine
 from paceline.launch.engines import engine_named
@@ -139,9 +140,33 @@ def _close_session(folder: Path, node: str) -> None:
     session.send_signal(signal.SIGKILL)
 
 
+@contextmanager
+def slurm_laboratory() -> Iterator[Laboratory]:
+    """Slurm with four nodes, in a folder of its own; its commands are asked by all that follows."""
+    if problem := why_not():
+        pytest.skip(problem)
+    with Laboratory() as lab, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", lab.environment["SLURM_CONF"])
+        yield lab
+
+
+@contextmanager
+def slurm_bed(_folder: Path) -> Iterator[Bed]:
+    """That one."""
+    with slurm_laboratory() as lab:
+
+        def lose(_folder: Path, node: str) -> None:
+            lab.kill_node(node)
+            lab.set_down(node)
+            lab.start_node(node)
+
+        yield Bed(Site(engine="slurm"), len(lab.nodes), lose)
+
+
 BEDS: dict[str, Callable[[Path], AbstractContextManager[Bed]]] = {
     "local": local_bed,
     "ssh": ssh_bed,
+    "slurm": slurm_bed,
 }
 
 

@@ -93,10 +93,10 @@ def test_a_job_that_does_not_heed_is_killed_after_its_grace(jobs):
 
 
 def test_a_job_that_is_asked_to_save_goes_on_later(jobs):
-    job = jobs.submit(
-        f'[ "$PACELINE_ATTEMPT" = 1 ] || exit 0; trap "exit 75" USR1; touch ready; {WAIT}'
-    )
-    jobs.until_file("ready")
+    heeds = f'trap "exit 75" USR1; touch "ready-$PACELINE_NODE"; {WAIT}'
+    job = jobs.submit(f'[ "$PACELINE_ATTEMPT" = 1 ] || exit 0; {heeds}')
+    for name in jobs.until(job, "running").nodes:
+        jobs.until_file(f"ready-{name}")
     jobs.bed.engine.signal(job, "save")
     over = jobs.until_over(job)
     assert (over.state, over.attempt) == ("finished", 2)

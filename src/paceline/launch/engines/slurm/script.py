@@ -55,8 +55,8 @@ end_stopped() {{
 
 trap : TERM
 trap stop {STOP}
-case $(scontrol --oneliner show job "$SLURM_JOB_ID") in
-  *" Requeue=0 "*) end_stopped ;;
+case $(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=requeue) in
+  0*) end_stopped ;;
 esac
 [ "${ATTEMPT}" -le "$restarts" ] || scontrol update JobId="$SLURM_JOB_ID" Requeue=0
 """

@@ -19,11 +19,11 @@ from paceline.config.outputs import shown_path
 from paceline.launch.contract import ID_FILE, Rendered, Request, Submitted
 from paceline.launch.engines.slurm.commands import (
     PATIENCE_S,
+    ask,
     environment,
     no_answer,
     no_slurm,
     refused,
-    rows,
     run,
 )
 from paceline.launch.engines.slurm.queue import estimate
@@ -109,7 +109,7 @@ def _lane(request: Request) -> Iterator[str]:
     if request.at_most is None:
         return
     base = job_name(request) if not request.group else re.sub(r"[^\w.-]+", "_", request.group)[:80]
-    waiting = Counter(name for (name,) in rows("squeue", "--me", "--noheader", "--format=%j"))
+    waiting = Counter(ask("squeue", "--me", "--noheader", "--format=%j").splitlines())
     lanes = [f"{base}-lane{at + 1}" for at in range(request.at_most)]
     yield f"--job-name={min(lanes, key=lambda lane: waiting[lane])}"
     after = f"afterok:{':'.join(request.after)}," if request.after else ""

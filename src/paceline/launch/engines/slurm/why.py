@@ -80,8 +80,8 @@ def free_sentences(
         return
     fit = {each.name for each in nodes if each.free >= request.devices_per_node}
     yield (
-        f"{free} of {all_devices} devices are free; {len(fit)} nodes have the "
-        f"{request.devices_per_node} that it needs on each, and it needs {request.num_nodes}."
+        f"{free} of {all_devices} devices are free. It needs {request.num_nodes} nodes with "
+        f"{request.devices_per_node} free devices on each; there are {len(fit)}."
     )
     stranded = sum(each.free for each in nodes if each.name not in fit)
     if stranded:
@@ -89,7 +89,7 @@ def free_sentences(
     by_leaf = {leaf: len(fit & names) for leaf, names in leaves.items()}
     if len(by_leaf) > 1:
         best = max(by_leaf, key=lambda leaf: by_leaf[leaf])
-        yield f"Below one switch the largest gang that fits now has {by_leaf[best]} nodes ({best})."
+        yield f"Of these, at most {by_leaf[best]} are below one switch ({best})."
 
 
 def _ahead(job: str, known: JobState) -> Iterator[str]:
@@ -141,12 +141,12 @@ def _free_nodes(partition: str) -> list[NodeFree]:
     for line in rows("sinfo", "--noheader", "--Node", f"--partition={partition}", "-O", form):
         name, state, gres, used = line[:4]
         if state.startswith(_CAN_START) and not state.endswith(_SILENT):
-            devices = _devices(gres)
-            found[name] = NodeFree(name, devices, devices - _devices(used))
+            devices = devices_of(gres)
+            found[name] = NodeFree(name, devices, devices - devices_of(used))
     return list(found.values())
 
 
-def _devices(gres: str) -> int:
+def devices_of(gres: str) -> int:
     """Of "gpu:a100:8(S:0-1),gpu:2(IDX:0-1)"."""
     outside = re.sub(r"\([^)]*\)", "", gres)
     counts = (re.fullmatch(r"gpu(?::[^:,]+)??:(\d+)", each) for each in outside.split(","))

@@ -1,0 +1,286 @@
+"""What is Slurm's alone, on a real one: see `benchmarks.slurmlab`. What all engines do is in
+`test_contract.py`, and what needs no Slurm in `test_slurm_texts.py`."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.slurmlab import Laboratory
+from paceline.config.errors import InputError
+from paceline.config.site import NodeType, Site
+from paceline.launch.contract import Request, Submitted
+from paceline.launch.engines.slurm import engine
+from paceline.launch.node_records import node_records
+from tests.command_line import COMMAND, metrics, write_tiny_job
+from tests.launch.beds import Bed, slurm_laboratory
+from tests.launch.jobs import Jobs, jobs_on
+from tests.launch.test_start_script import NASTY
+from tests.launch.waiting import until
+
+WAIT = "for i in {1..2400}; do sleep 0.05; done; exit 9"
+AGAIN = '[ "$PACELINE_ATTEMPT" = 1 ] || exit 0'
+SITE = Site(engine="slurm", partition="main", spot_partition="spot")
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Laboratory]:
+    with slurm_laboratory() as made:
+        yield made
+
+
+@pytest.fixture
+def jobs(lab: Laboratory, tmp_path: Path) -> Iterator[Jobs]:
+    with jobs_on(Bed(SITE, len(lab.nodes), lambda _folder, _node: None), tmp_path) as made:
+        yield made
+
+
+def on(jobs: Jobs, site: Site) -> Jobs:
+    """The same, on another site of the same Slurm."""
+    jobs.bed = Bed(site, jobs.bed.num_nodes, jobs.bed.lose)
+    return jobs
+
+
+def begun(jobs: Jobs, job: Submitted) -> tuple[str, ...]:
+    """Wait until the command runs on all nodes, which say so; return their names."""
+    nodes = jobs.until(job, "running").nodes
+    for name in nodes:
+        jobs.until_file(f"{job.folder.name}-{name}")
+    return nodes
+
+
+def heeding(job: str, then: str = WAIT) -> str:
+    """Says that it can hear, and saves when it is asked to."""
+    return f"trap 'sleep 0.3; touch saved; exit 75' TERM; touch \"{job}-$PACELINE_NODE\"; {then}"
+
+
+def device_seconds(lab: Laboratory, job: Submitted) -> int:
+    """As Slurm accounts for them."""
+    fields = "--format=ElapsedRaw,AllocTRES"
+    said = lab.run("sacct", "-X", "-D", "-n", "-P", "-j", job.id, fields)
+    held = [line.split("|") for line in said.split()]
+    return sum(int(s) * int(t.split("gres/gpu=")[1].split(",")[0]) for s, t in held if t)
+
+
+def test_names_and_paths_are_nobodys_to_interpret(jobs, tmp_path):
+    nasty = NASTY.replace("/", "_") + " %j %% Requeue=0 JobState=FAILED \n#SBATCH --nodes=99"
+    script = 'printf "%s" "$1"'
+    directory = tmp_path / f"d {nasty}"
+    directory.mkdir()
+    job = jobs.submit(
+        "",
+        name=nasty,
+        command=("bash", "-c", script, "-", nasty),
+        folder=directory / "job",
+        directory=directory,
+        environment={"V": nasty},
+    )
+    assert jobs.until_over(job).state == "finished"
+    assert [file.read_text() for file in jobs.bed.engine.logs(job)] == [nasty] * 4
+    assert not [*tmp_path.rglob("pwned")]
+
+
+@pytest.mark.parametrize(
+    ("site", "sentence"),
+    [
+        ({"partition": "gold"}, "`sinfo` lists"),
+        ({"account": "gold"}, "set the site's account"),
+        ({"qos": "gold"}, "set the site's qos"),
+    ],
+)
+def test_what_slurm_refuses_is_one_sentence_and_leaves_nothing(jobs, site, sentence):
+    with pytest.raises(InputError, match=sentence):
+        on(jobs, Site(engine="slurm", **site)).submit("true")
+    assert not [*jobs.folder.iterdir()]
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from paceline.config.site import Site
+from paceline.launch.contract import Request
+from paceline.launch.engines.slurm import engine, submission
+submission.write_atomic = lambda file, text: (
+    os.kill(os.getpid(), signal.SIGKILL) if file.name == "id" else file.write_text(text)
+)
+folder = Path(sys.argv[1])
+folder.mkdir()
+request = Request("dies", ("true",), folder, folder, 1, 1)
+engine().submit(request, engine().render(request, Site(engine="slurm")))
+"""
+
+
+def test_a_submission_that_dies_half_way_leaves_nothing_queued(lab, tmp_path):
+    dies = subprocess.run(
+        [sys.executable, "-c", DIES, tmp_path / "job"], timeout=120, capture_output=True, text=True
+    )
+    assert dies.returncode == -9, dies.stderr
+    until(lambda: not lab.run("squeue", "--noheader", "--name=dies"))
+    # Slurm had it.
+    seen = lab.run("squeue", "--noheader", "--name=dies", "--states=all", "--format=%T")
+    assert seen.split() == ["CANCELLED"]
+
+
+def test_a_preempted_job_saves_comes_back_and_is_accounted_for(lab, jobs):
+    job = jobs.submit(f"{AGAIN}; {heeding('job 0')}", spot=True)
+    begun(jobs, job)
+    first = jobs.submit("sleep 1", num_nodes=3, folder=jobs.folder / "prod")
+    assert jobs.see(first).state == "queued"  # main takes nothing from spot
+    on(jobs, Site(engine="slurm", partition="prod"))
+    prod = jobs.submit("sleep 1", num_nodes=2, folder=jobs.folder / "prod 2")
+    assert jobs.until_over(prod).state == "finished"
+    over = jobs.until_over(job)
+    assert (over.state, over.attempt) == ("finished", 2)
+    assert (jobs.folder / "saved").exists()
+    held = jobs.bed.engine.usage(job)
+    assert [(one.state, one.exit_code) for one in held] == [("REQUEUED", 75), ("COMPLETED", 0)]
+    seconds = sum(one.num_devices * (one.ended - one.started) for one in held)
+    assert seconds == device_seconds(lab, job) > 0
+
+
+def test_a_job_that_may_go_on_without_a_node_does(lab, jobs):
+    script = 'touch "job 0-$PACELINE_NODE"; until [ -e go ]; do sleep 0.05; done'
+    job = jobs.submit(script, num_nodes=3, min_nodes=2)
+    lost = begun(jobs, job)[1]
+    lab.kill_node(lost)
+    lab.set_down(lost)
+    try:
+        until(lambda: len(jobs.see(job).nodes) == 2)
+        (jobs.folder / "go").touch()
+        over = jobs.until_over(job)
+    finally:
+        lab.start_node(lost)
+    assert (over.state, over.exit_code, over.attempt) == ("finished", 0, 1)
+    held = jobs.bed.engine.usage(job)
+    assert [(one.number, one.num_devices) for one in held] == [(1, 6), (1, 4)]
+    assert held[0].ended == held[1].started
+
+
+def test_limits_and_dependencies_say_what_they_wait_for(jobs):
+    on(jobs, Site(engine="slurm", qos="two"))  # all of it together: two devices
+    first = jobs.submit(WAIT, num_nodes=1)
+    jobs.until(first, "running")
+    second = jobs.submit("true", num_nodes=1)
+    until(lambda: jobs.see(second).reason == "limit")
+    assert "QOSGrpGRES" in jobs.see(second).said
+    on(jobs, SITE)
+    fails = jobs.submit("exit 1", num_nodes=1)
+    never = jobs.submit("true", after=(fails.id,), num_nodes=1)
+    assert jobs.until_over(fails).state == "failed"
+    until(lambda: jobs.see(never).reason == "unschedulable")
+
+
+def test_a_wait_is_explained_and_smaller_sizes_are_offered(lab, jobs):
+    busy = [
+        jobs.submit(WAIT, num_nodes=1, time_limit_s=600, **kept(jobs, name))
+        for name in ("n1", "n3")
+    ]
+    for job in busy:
+        jobs.until(job, "running")
+    request = jobs.request("true", num_nodes=3, time_limit_s=60)
+    now = time.time()
+    expected = jobs.bed.engine.expected_start(request, rendered(jobs, request))
+    assert now + 500 < expected < now + 900
+    job = jobs.bed.engine.submit(request, rendered(jobs, request))
+    try:
+        until(lambda: jobs.see(job).reason == "resources")
+        said = engine().why(job, request, SITE)
+        assert "too few of the machines" in said[0]
+        assert "No job in main comes first." in said
+        assert (
+            "4 of 8 devices are free. It needs 3 nodes with 2 free devices on each; there are 2."
+            in said
+        )
+        assert any("at most 1 are below one switch (leaf" in each for each in said)
+        assert said[-1] == "With 2 nodes it would start now."
+        # Two nodes, one below each leaf, are no gang below one switch.
+        one_leaf = jobs.request("true", num_nodes=2)
+        leaf = NodeType(cluster="2xH100-SXM", num_nodes=4, select=("--switches=1@60",))
+        site = Site(engine="slurm", node_types={"leaf": leaf})
+        apart = jobs.bed.engine.render(one_leaf, site)
+        assert jobs.bed.engine.expected_start(one_leaf, apart) > now + 500
+    finally:
+        jobs.bed.engine.signal(job, "stop")
+    assert jobs.see(job).state == "cancelled"
+
+
+def kept(jobs: Jobs, node: str) -> dict[str, object]:
+    """Changes of a request that put it on a node."""
+    only = NodeType(cluster="2xH100-SXM", num_nodes=1, select=(f"--nodelist={node}",))
+    on(jobs, SITE.replace(node_types={**jobs.bed.site.node_types, node: only}))
+    return {"node_type": node}
+
+
+def rendered(jobs: Jobs, request: Request):
+    return jobs.bed.engine.render(request, SITE)
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_at_most_so_many_of_a_group_run_at_once(jobs, most):
+    many = [
+        jobs.submit("sleep 0.7", num_nodes=1, group=f"sweep {most}", at_most=most)
+        for _ in range(2 * most)
+    ]
+    ran = []
+    for job in many:
+        assert jobs.until_over(job).state == "finished"
+        ran += [(one.started, one.ended) for one in node_records(job.folder)]
+    at_once = [sum(a <= start < b for a, b in ran) for start, _ in ran]
+    assert max(at_once) <= most
+
+
+def test_a_job_that_slurm_has_forgotten_is_known_by_its_records(jobs):
+    job = jobs.submit('[ "$PACELINE_ATTEMPT" = 1 ] && exit 3', num_nodes=2)
+    assert jobs.until_over(job).exit_code == 3
+    forgotten = Submitted("4000000", job.folder)
+    seen = jobs.see(forgotten)
+    assert (seen.state, seen.exit_code, seen.attempt) == ("failed", 3, 1)
+    (held,) = jobs.bed.engine.usage(forgotten)
+    assert (held.num_devices, held.exit_code) == (4, 3)
+    assert held.started <= held.ended
+    assert jobs.see(Submitted("4000000", jobs.folder / "nothing")).state == "lost"
+    jobs.bed.engine.signal(forgotten, "stop")  # nothing
+
+
+def test_without_slurm_it_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match="no machine of a Slurm cluster"):
+        engine().observe(Submitted("1", tmp_path))
+
+
+def test_an_elastic_training_is_preempted_and_comes_back(lab, jobs):
+    write_tiny_job(jobs.folder)
+    elastic = ("elastic.min_nodes=1", "elastic.save_within_s=9", "checkpoint.every=0")
+    size = ("cluster.num_nodes=2", "cluster.devices_per_node=1", "train.steps=60")
+    settings = [f"--set={each}" for each in (*elastic, *size)]
+    job = jobs.submit(
+        "",
+        command=(sys.executable, COMMAND, "train", "job.toml", *settings),
+        num_nodes=2,
+        devices_per_node=1,
+        min_nodes=1,
+        spot=True,
+        environment={
+            "PACELINE_ADDRESS": "127.0.0.1",  # nodes of this Slurm are no hosts
+            "GLOO_SOCKET_IFNAME": "lo",
+            "XDG_CACHE_HOME": str(jobs.folder / "cache"),
+        },
+    )
+    file = jobs.folder / "runs" / "tiny" / "metrics.jsonl"
+    until(lambda: file.exists() and len(metrics(jobs.folder)) >= 2, 300)
+    on(jobs, Site(engine="slurm", partition="prod"))
+    prod = jobs.submit("true", num_nodes=4, folder=jobs.folder / "prod")
+    assert jobs.until_over(prod).state == "finished"
+    over = jobs.until_over(job)
+    logs = "".join(file.read_text() for file in jobs.bed.engine.logs(job))
+    assert (over.state, over.attempt) == ("finished", 2), logs
+    assert [line["step"] for line in metrics(jobs.folder)] == list(range(1, 61))
+    assert "going on after step" in logs
+    held = jobs.bed.engine.usage(job)
+    assert [one.exit_code for one in held] == [75, 0]
+    assert sum(one.num_devices * (one.ended - one.started) for one in held) == device_seconds(
+        lab, job
+    )

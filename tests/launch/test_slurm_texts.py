@@ -1,0 +1,172 @@
+"""What the engine of Slurm writes and reads, without a Slurm: options, reasons, free devices."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.config.errors import InputError
+from paceline.config.site import NodeType, Site
+from paceline.launch.contract import Request, Submitted
+from paceline.launch.engines.slurm.commands import environment, refused
+from paceline.launch.engines.slurm.job_state import Row
+from paceline.launch.engines.slurm.script import rendered
+from paceline.launch.engines.slurm.states import reason_of, state_of
+from paceline.launch.engines.slurm.usage import attempts
+from paceline.launch.engines.slurm.why import NodeFree, devices_of, free_sentences
+
+
+def request(**changes: object) -> Request:
+    given = {"name": "big run", "command": ("paceline", "train"), "directory": Path("/shared")}
+    shape = {"folder": Path("/shared/job"), "num_nodes": 4, "devices_per_node": 8}
+    return Request(**{**given, **shape, **changes})
+
+
+def options(site: Site, **changes: object) -> list[str]:
+    """Those of the batch script."""
+    asked = rendered(request(**changes), site)
+    lines = asked.files[asked.main].splitlines()
+    return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+
+
+def test_what_a_site_and_a_request_say_becomes_options():
+    kind = NodeType(cluster="8xH100-SXM", num_nodes=16, select=("--constraint=h100&ib",))
+    site = Site(
+        engine="slurm",
+        partition="main",
+        spot_partition="spot",
+        account="lab",
+        qos="high",
+        node_types={"h100": kind},
+    )
+    given = options(site, time_limit_s=3601, grace_s=90, priority=-2, after=("7", "8"))
+    assert given == [
+        "--job-name=big_run",
+        "--output=/dev/null",
+        "--nodes=4",
+        "--ntasks-per-node=1",
+        "--partition=main",
+        "--account=lab",
+        "--qos=high",
+        "--gpus-per-node=8",
+        "--exclusive",
+        "--mem=0",
+        "--constraint=h100&ib",
+        "--requeue",
+        "--signal=TERM@90",
+        "--time=61",
+        "--nice=200",
+        "--dependency=afterok:7:8",
+    ]
+    assert "--partition=spot" in options(site, spot=True)
+    # A part of a node leaves the rest of it to others.
+    assert "--exclusive" not in options(site, devices_per_node=4)
+    assert "--no-kill" in options(site, min_nodes=2)
+
+
+def test_machines_without_gpus_are_asked_for_by_cores():
+    site = Site(engine="slurm", node_types={"c": NodeType(cluster="16xcpu", num_nodes=2)})
+    assert "--cpus-per-task=4" in options(site, devices_per_node=4)
+    assert not [each for each in options(site) if "gpu" in each]
+
+
+@pytest.mark.parametrize(
+    ("site", "changes", "sentence"),
+    [
+        ({"partition": "a\n#SBATCH --uid=0"}, {}, "leave out blanks"),
+        ({"account": "a b"}, {}, "leave out blanks"),
+        ({}, {"after": ("7;rm",)}, "is no job of Slurm's"),
+        ({}, {"node_type": "h100"}, "the site has no node type"),
+        ({}, {"folder": Path("/a\0b")}, "NUL"),
+    ],
+)
+def test_what_slurm_would_read_otherwise_is_refused(site, changes, sentence):
+    with pytest.raises(InputError, match=sentence):
+        rendered(request(**changes), Site(engine="slurm", **site))
+
+
+def test_a_select_that_is_no_option_is_refused():
+    kind = NodeType(cluster="8xH100-SXM", num_nodes=1, select=("h100",))
+    with pytest.raises(InputError, match="no option of sbatch"):
+        rendered(request(), Site(engine="slurm", node_types={"h": kind}))
+
+
+def test_settings_of_slurms_commands_do_not_reach_them(monkeypatch):
+    for name in ("SBATCH_PARTITION", "SLURM_JOB_ID", "SQUEUE_FORMAT", "SLURM_CONF"):
+        monkeypatch.setenv(name, "x")
+    kept = environment()
+    assert "SLURM_CONF" in kept
+    assert not {"SBATCH_PARTITION", "SLURM_JOB_ID", "SQUEUE_FORMAT"} & kept.keys()
+
+
+@pytest.mark.parametrize(
+    ("said", "restarts", "reason"),
+    [
+        ("Resources", 0, "resources"),
+        ("Priority", 0, "priority"),
+        ("QOSGrpGRES", 0, "limit"),
+        ("QOSMaxJobsPerUserLimit", 0, "limit"),
+        ("AssocGrpGRESMinutes", 0, "quota"),
+        ("PartitionTimeLimit", 0, "limit"),
+        ("PartitionConfig", 0, "unschedulable"),
+        ("Dependency", 0, "dependency"),
+        ("DependencyNeverSatisfied", 0, "unschedulable"),
+        ("JobHeldUser", 0, "held"),
+        ("BeginTime", 0, "begin_time"),
+        ("BeginTime", 1, "requeued"),
+        ("ReqNodeNotAvail, UnavailableNodes:n1", 0, "node_down"),
+        ("None", 0, "unknown"),
+        ("SomethingOfNextYear", 0, "unknown"),
+    ],
+)
+def test_reasons(said, restarts, reason):
+    assert reason_of("PENDING", said, restarts) == reason
+
+
+def test_states():
+    assert state_of("FAILED", 75) == "saved"
+    assert state_of("FAILED", 3) == "failed"
+    assert state_of("NODE_FAIL", None) == "lost"
+    assert state_of("COMPLETING", None) == "running"
+    assert reason_of("CONFIGURING", "None", 0) == "starting"
+    assert reason_of("SPECIAL_EXIT", "None", 0) == "held"
+
+
+def test_a_refusal_is_one_sentence_with_a_cure():
+    said = "sbatch: error: Batch job submission failed: Invalid qos specification\n"
+    assert "set the site's qos" in str(refused(said))
+    assert "Slurm says" in str(refused(""))
+
+
+def test_devices_of_slurms_texts():
+    assert devices_of("gpu:a100:8(S:0-1)") == 8
+    assert devices_of("gpu:2(IDX:0-1),shard:4,gpu:h100:3(IDX:0,2-3)") == 5
+    assert devices_of("(null)") == 0
+
+
+def test_fragments_are_counted_by_leaf():
+    nodes = [NodeFree("a", 8, 8), NodeFree("b", 8, 4), NodeFree("c", 8, 8), NodeFree("d", 8, 0)]
+    leaves = {"s1": {"a", "b"}, "s2": {"c", "d"}}
+    said = list(free_sentences(nodes, leaves, request()))
+    assert said == [
+        "20 of 32 devices are free. It needs 4 nodes with 8 free devices on each; there are 2.",
+        "4 free devices lie on nodes with fewer than that.",
+        "Of these, at most 1 are below one switch (s1).",
+    ]
+
+
+def test_a_change_of_size_is_counted_once(tmp_path):
+    """Slurm's entry after it has the start of the one before."""
+    (tmp_path / "slurm.json").write_text('{"devices_per_node": 2}')
+    at = (tmp_path / "slurm.json").stat().st_mtime
+    rows = [
+        Row("NODE_FAIL", None, at - 10**6, at, at, ("x",), 9),  # of another job, years ago
+        Row("RESIZING", None, at, at + 1, at + 4, ("n1", "n2", "n3"), 6),
+        Row("REQUEUED", None, at + 4, at + 1, at + 9, ("n1", "n3"), None),
+        Row("PENDING", None, at + 9, None, None, (), None),
+    ]
+    held = attempts(Submitted("1", tmp_path), rows, (), None)
+    assert [(one.number, one.started, one.ended, one.num_devices) for one in held] == [
+        (1, at + 1, at + 4, 6),
+        (1, at + 4, at + 9, 4),
+        (2, None, None, 0),
+    ]

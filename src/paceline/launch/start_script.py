@@ -37,7 +37,8 @@ trap 'code=$?; record "$(date +%s.%3N)" "$code"; echo "exit $code" >&4' EXIT
 """
 
 # A signal ends `wait`, which then says nothing of the command: it is asked again. A command that
-# the passed signal killed had not begun to heed it (Python's start takes tenths of a second).
+# the passed signal killed had not begun to heed it (Python's start takes tenths of a second). Of one
+# that ends just as a signal comes, as where Slurm tells both, bash loses the status and says -1.
 _WAIT = f"""\
 command= told= passed=
 pass_on() {{
@@ -57,7 +58,7 @@ while [ -n "$told" ]; do
   code=$?
 done
 case $passed-$code in
-  1-{by_term} | 1-{by_usr1}) code={saved} ;;
+  1-{by_term} | 1-{by_usr1} | 1--1) code={saved} ;;
 esac
 exit "$code"
 """

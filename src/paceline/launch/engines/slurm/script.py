@@ -70,7 +70,7 @@ judge() {{
     code=$number
     case $word,$code in
       exit,0) finished=$goes_on ;;
-      exit,{EXIT_SAVED} | exit,138 | exit,143) saved=1 ;;
+      *,{EXIT_SAVED} | *,138 | *,143) saved=1 ;;
       exit,*)
         if [ -z "$failed" ] && {{ [ -z "$goes_on" ] || [ "$code" -le 128 ]; }}; then
           failed=$code

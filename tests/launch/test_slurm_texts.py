@@ -63,10 +63,12 @@ def test_what_a_site_and_a_request_say_becomes_options():
     assert "--no-kill" in options(site, min_nodes=2)
 
 
-def test_machines_without_gpus_are_asked_for_by_cores():
-    site = Site(engine="slurm", node_types={"c": NodeType(cluster="16xcpu", num_nodes=2)})
-    assert "--cpus-per-task=4" in options(site, devices_per_node=4)
-    assert not [each for each in options(site) if "gpu" in each]
+def test_a_site_says_what_else_to_ask_for():
+    select = ("--gres=none", "--cpus-per-task=16")
+    kind = NodeType(cluster="cpus.toml", num_nodes=2, select=select)
+    given = options(Site(engine="slurm", node_types={"c": kind}))
+    assert set(select) <= set(given)
+    assert not [each for each in given if "gpus" in each]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ _NICE = 100
 """Of Slurm's priority, for each step of `Request.priority` below 0."""
 _GRES = ("--gres", "--gpus", "--tres-per")
 _CPUS = ("--cpus-per", "--exclusive", "--mincpus")
+_WHOLE = re.compile(r"(?:\d+x)?(\d+)x")
+"""Of a Cluster such as "8xH100-SXM": the devices of a node."""
 
 # Who stops a job takes its right to come back first: the script may have been too young to hear.
 _BEGIN = f"""\
@@ -212,17 +214,15 @@ def _options(request: Request, site: Site) -> Iterator[str]:
 
 
 def _devices(request: Request, kind: NodeType | None, select: list[str]) -> Iterator[str]:
-    count, _, device = kind.cluster.partition("x") if kind else ("", "", "")
-    is_cpu = device.lower() == "cpu"
-    if not is_cpu and not any(each.startswith(_GRES) for each in select):
+    """What of a node the job gets, where the site does not say it: GPUs, and all of a node's cores
+    and memory where it takes all of its GPUs."""
+    if not any(each.startswith(_GRES) for each in select):
         yield f"--gpus-per-node={request.devices_per_node}"
-    if any(each.startswith(_CPUS) for each in select):
-        return
-    if count == str(request.devices_per_node):  # all of a node's: nobody else can use its cores
+    whole = _WHOLE.match(kind.cluster) if kind else None
+    is_whole = whole is not None and int(whole[1]) == request.devices_per_node
+    if is_whole and not any(each.startswith(_CPUS) for each in select):
         yield "--exclusive"
         yield "--mem=0"
-    elif is_cpu:
-        yield f"--cpus-per-task={request.devices_per_node}"
 
 
 def _step(request: Request) -> str:

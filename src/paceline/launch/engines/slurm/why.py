@@ -1,5 +1,5 @@
-"""Why a job waits, in sentences: Slurm's reason, what is ahead of it, how the free devices lie, and
-with how many nodes it would start now."""
+"""Why a job waits, in sentences: what is ahead of it, how the free devices lie, and with how many
+nodes it would start now. Slurm's own reason is in the observation."""
 
 import re
 import time
@@ -13,7 +13,6 @@ from paceline.launch.engines.slurm.commands import ask, hosts, rows
 from paceline.launch.engines.slurm.job_state import JobState, job_state
 from paceline.launch.engines.slurm.queue import fits
 from paceline.launch.engines.slurm.script import BATCH_SCRIPT
-from paceline.launch.engines.slurm.states import reason_of
 
 _SOON_S = 60.0
 """Slurm's estimates are no better."""
@@ -21,20 +20,6 @@ _MOST_SIZES = 8
 _CAN_START = ("idle", "mix", "alloc", "plnd", "comp")
 _SILENT = ("*", "~", "#", "!", "%", "$", "@")
 """Marks of a state, sinfo(1): does not answer, sleeps, wakes up, is kept for somebody."""
-_MEANS = {
-    "resources": "too few of the machines that it asks for are free",
-    "priority": "jobs that come first wait for the same machines",
-    "quota": "its account holds all that it may",
-    "limit": "it is over a limit of the partition, the QOS or the number of jobs",
-    "dependency": "jobs that it depends on have not finished",
-    "held": "somebody holds it: `scontrol release` lets it go",
-    "begin_time": "it is not to begin yet",
-    "requeued": "it was put back, and Slurm lets it wait for some seconds",
-    "node_down": "machines that it needs are down, drained or reserved",
-    "unschedulable": "it can never start as it is",
-    "starting": "it has its machines, which get ready",
-    "unknown": "Slurm has not looked at it yet, or says no more",
-}
 
 
 @dataclass(frozen=True)
@@ -47,21 +32,15 @@ class NodeFree:
 
 
 def why(job: Submitted, request: Request) -> tuple[str, ...]:
-    """See the module; a job that does not wait has one sentence.
+    """See the module; none for a job that does not wait.
 
     Raises:
         InputError: Slurm can't be asked, or the job's folder is damaged.
     """
     known = job_state(job.id)
-    if known is None:
-        return (f"Slurm has forgotten job {job.id}: it ended some time ago.",)
-    if known.word not in ("PENDING", "CONFIGURING"):
-        return (f"Job {job.id} does not wait: it is {known.word}.",)
-    reason = reason_of(known.word, known.reason, known.restarts)
-    said = [f"Job {job.id} waits ({known.reason}): {_MEANS[reason]}."]
-    if known.start is not None:
-        said.append(f"Slurm expects it to start {_when(known.start)}.")
-    said += _ahead(job.id, known)
+    if known is None or known.word != "PENDING":
+        return ()
+    said = list(_ahead(job.id, known))
     said += free_sentences(_free_nodes(known.partition), _leaves(), request)
     said += _smaller(job, request)
     return tuple(said)

@@ -28,7 +28,7 @@ from paceline.config.errors import InputError
 
 _PROGRAMS = {
     "munged": "munge",
-    "mariadbd": "mariadb-server",
+    "mariadbd": "mariadb-server-core",
     "slurmdbd": "slurmdbd",
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",

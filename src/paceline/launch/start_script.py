@@ -37,8 +37,8 @@ trap 'code=$?; record "$(date +%s.%3N)" "$code"; echo "exit $code" >&4' EXIT
 """
 
 # A signal ends `wait`, which then says nothing of the command: it is asked again. A command that
-# the passed signal killed had not begun to heed it (Python's start takes tenths of a second). Of one
-# that ends just as a signal comes, as where Slurm tells both, bash loses the status and says -1.
+# the passed signal killed had not begun to heed it (Python's start takes tenths of a second). Of a
+# command that ends just as a signal comes, bash loses the status and says -1: Slurm tells both.
 _WAIT = f"""\
 command= told= passed=
 pass_on() {{

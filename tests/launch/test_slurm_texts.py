@@ -8,7 +8,7 @@ from paceline.config.errors import InputError
 from paceline.config.site import NodeType, Site
 from paceline.launch.contract import Request, Submitted
 from paceline.launch.engines.slurm.commands import environment, refused
-from paceline.launch.engines.slurm.job_state import Row
+from paceline.launch.engines.slurm.job_state import JobState, Row
 from paceline.launch.engines.slurm.script import rendered
 from paceline.launch.engines.slurm.states import reason_of, state_of
 from paceline.launch.engines.slurm.usage import attempts
@@ -172,3 +172,20 @@ def test_a_change_of_size_is_counted_once(tmp_path):
         (1, at + 4, at + 9, 4),
         (2, None, None, 0),
     ]
+
+
+def test_accounting_that_is_late_is_caught_up(tmp_path):
+    (tmp_path / "slurm.json").write_text('{"devices_per_node": 2}')
+    at = (tmp_path / "slurm.json").stat().st_mtime
+    job = Submitted("1", tmp_path)
+    runs = Row("RUNNING", None, at, at + 1, None, ("n1",), 2)
+
+    def held(*rows: Row, now: JobState) -> list[tuple]:
+        found = attempts(job, rows, (), now)
+        return [(one.number, one.started, one.ended, one.num_devices, one.state) for one in found]
+
+    over = JobState("COMPLETED", "None", 0, 0, ("n1",), at + 1, at, at + 5, "main")
+    assert held(runs, now=over) == [(1, at + 1, at + 5, 2, "COMPLETED")]
+    again = JobState("PENDING", "BeginTime", 1, None, (), at + 99, at + 4, None, "main")
+    waits = (2, None, None, 0, "PENDING")
+    assert held(runs, now=again) == [(1, at + 1, at + 4, 2, "REQUEUED"), waits]

@@ -25,8 +25,11 @@ class JobState:
     nodes: tuple[str, ...]
     start: float | None
     """When it started; of one that waits, when it will, as Slurm estimates."""
+    submitted: float
+    """When it began to wait; of a job that was put back, then."""
+    end: float | None
+    """None: it has not ended."""
     partition: str
-    num_nodes: int
 
 
 def job_state(job: str) -> JobState | None:
@@ -54,8 +57,9 @@ def job_state(job: str) -> JobState | None:
         exit_code_of(fields.get("ExitCode", "")) if is_over else None,
         hosts(fields.get("NodeList", "")),
         unix_time(fields.get("StartTime", "")),
+        unix_time(fields.get("SubmitTime", "")) or 0.0,
+        unix_time(fields.get("EndTime", "")) if is_over else None,
         fields.get("Partition", ""),
-        int(fields.get("NumNodes", "1").split("-")[0]),
     )
 
 

@@ -5,7 +5,7 @@ what Slurm does before and after the command, about a second.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 from pydantic import TypeAdapter
@@ -59,8 +59,26 @@ def attempts(
     }
     codes = {number: _exit_code(group) for number, group in by_number.items()}
     if of_job:
-        return tuple(_accounted(of_job, codes, shape.devices_per_node))
+        return tuple(_accounted(_caught_up(of_job, now), codes, shape.devices_per_node))
     return tuple(_recorded(by_number, codes, shape.devices_per_node, submitted, now))
+
+
+def _caught_up(rows: Sequence[Row], now: JobState | None) -> list[Row]:
+    """With what the controller knows: accounting hears of it some seconds later."""
+    known = list(rows)
+    if now is None or now.word == "COMPLETING":
+        return known
+    start = None if now.word == "PENDING" else now.start
+    seen = Row(now.word, now.exit_code, now.submitted, start, now.end, now.nodes, None)
+    if sum(row.state != "RESIZING" for row in known) <= now.restarts:
+        known.append(seen)
+    elif known[-1].ended is None:
+        held = known[-1].num_devices
+        known[-1] = replace(seen, submitted=known[-1].submitted, num_devices=held)
+    for at, (row, after) in enumerate(pairwise(known)):
+        if row.ended is None:
+            known[at] = replace(row, state="REQUEUED", ended=after.submitted)
+    return known
 
 
 def _accounted(

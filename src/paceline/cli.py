@@ -730,6 +730,65 @@ def top(
     top_command(runs or (), once=once, every_s=every, as_json=as_json)
 
 
+@app.command()
+def cost(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Directories of runs. Left out: those in runs/.", show_default=False),
+    ] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(
+            help="What a device costs an hour, USD. Left out: --site's, or the Job's "
+            "cluster.prices.",
+            min=0.0,
+            max=1e6,
+            metavar="USD",
+            show_default=False,
+        ),
+    ] = None,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            help="Take the price of a site's node type: lab, or lab/h100 where it has several.",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None,
+    spot: Annotated[
+        bool, typer.Option("--spot", help="Take the site's price of spot machines.")
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(callback=output("--html"), help="Write a page too.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say where every device-second of runs went, and what it cost.
+
+    From submission to end, over all attempts, in one class each: queued,
+    starting, data wait, compute, exposed communication, checkpoint stall, lost
+    work, restart, hang, idle but held, preempted. With a price: USD in all, per
+    kept step, token, epoch and checkpoint, beside what was planned.
+
+    \b
+    paceline cost runs/demo --price 2.5
+    paceline cost runs/a runs/b --site lab --html cost.html
+    """
+    from paceline.config.errors import InputError
+    from paceline.launch.cost import Price, site_price
+    from paceline.launch.cost_command import cost_command
+
+    if price is not None and site is not None:
+        raise InputError("--price and --site both give a price: leave one of them out.")
+    if spot and site is None:
+        raise InputError("--spot takes a price of a site: name it with --site.")
+    given = None if price is None else Price(price, "--price")
+    if site is not None:
+        given = site_price(site, spot=spot)
+    cost_command(runs or (), given, html=html, as_json=as_json)
+
+
 def _read(path: Path | None, overrides: list[str]) -> "JobSpec":
     from paceline.config.job import read_job
 

@@ -62,6 +62,7 @@ from paceline.elastic.wire import (
     dial,
     secret_of,
 )
+from paceline.observe.locks import is_held
 from paceline.observe.run import Run, write_atomic
 
 NODE, ADDRESS = "PACELINE_NODE", "PACELINE_ADDRESS"
@@ -80,7 +81,7 @@ _STOPPED_AT_ONCE = 130
 _TWIN_PATIENCE_S = 2.0
 # Of a check's transfer with a member: its time, and what is on its way at once.
 _ECHO_S, _ECHO_BYTES = 10.0, 1 << 20
-# Of a process that waits for the agent: between looks, and until one that can't be seen is given up.
+# Of a process that waits for the agent: between looks, and until it gives up one it can't see.
 _LOOK_S, _GONE_S = 0.5, 300.0
 # A process with one's number that began at another time is another one; the kernel rounds.
 _SAME_S = 2.0
@@ -642,7 +643,7 @@ def await_agent(run: Run) -> int:
                 return FAILED if said["exit_code"] is None else int(said["exit_code"])
         if is_gone:
             return FAILED
-        if first is None and not _is_held(agents / f"{name}.lock"):
+        if first is None and not is_held(agents / f"{name}.lock"):
             is_gone_since = is_gone_since or time.monotonic()
             if time.monotonic() - is_gone_since > _GONE_S:
                 return FAILED
@@ -682,16 +683,7 @@ def _began_s(process: psutil.Process) -> float:
     return process.create_time() - host_s
 
 
-def _is_held(lock: Path) -> bool:
-    """Whether a process that lives holds a lock."""
-    try:
-        with FileLock(lock, timeout=0):
-            return False
-    except Timeout:
-        return True
-
-
 def is_live(run: Run) -> bool:
     """Whether the agent of another node runs: each holds the lock of its name."""
     locks = (run.path / "agents").glob("*.lock")
-    return any(_is_held(lock) for lock in locks if lock.stem != node_name())
+    return any(is_held(lock) for lock in locks if lock.stem != node_name())

@@ -173,7 +173,9 @@ class _Window:
 
     def __init__(self, attempt: Attempt, now_us: int) -> None:
         self.attempt = attempt
-        known = [microseconds(each) for each in (attempt.started, attempt.ended) if each is not None]
+        known = [
+            microseconds(each) for each in (attempt.started, attempt.ended) if each is not None
+        ]
         self.begin_us = min([microseconds(attempt.submitted), *known])
         end_us = now_us if attempt.ended is None else microseconds(attempt.ended)
         start_us = end_us if attempt.started is None else microseconds(attempt.started)
@@ -186,9 +188,7 @@ class _Window:
         return self.start_us, self.begin_us, self.attempt.number
 
     def add(self, span: Span, num_devices: int) -> None:
-        self.pieces.append(
-            Span(span.kind, span.begin_us, span.end_us, num_devices, span.in_step)
-        )
+        self.pieces.append(Span(span.kind, span.begin_us, span.end_us, num_devices, span.in_step))
 
     def close(self, before_first: str, now_us: int) -> AttemptLedger:
         """Give the rest to its classes.
@@ -238,9 +238,7 @@ class _Window:
         yield Span(kind, at_us, self.end_us, self.attempt.num_devices)
 
 
-def _stretches(
-    idle: Iterable[tuple[int, int, int]], end_us: int
-) -> Iterator[tuple[int, int, int]]:
+def _stretches(idle: Iterable[tuple[int, int, int]], end_us: int) -> Iterator[tuple[int, int, int]]:
     """Begin, end and number of devices of stretches in which so many did nothing all the time.
 
     Together they are all that was idle: where one of four is idle for an hour and the others for a

@@ -57,7 +57,8 @@ class Metrics:
         """
         # First, because it is the one that can fail for a reason the person can mend.
         self._endpoint = Endpoint(run, settings) if settings.prometheus_port else None
-        truncate_after(run.metrics_file, resume_step)
+        self.taken_back = truncate_after(run.metrics_file, resume_step)
+        """The lines that were forgotten."""
         run.path.mkdir(parents=True, exist_ok=True)
         self._lines = run.metrics_file.open("ab", buffering=0)
         self._waiting = b""
@@ -141,39 +142,49 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def truncate_after(file: Path, step: int) -> None:
+def truncate_after(file: Path, step: int) -> list[Line]:
     """Leave in a metrics.jsonl one whole line per step up to `step`; a missing file stays missing.
 
     What a crash cut off goes too. Where its end is in order that end alone is looked at, and cut;
     else the file is replaced atomically, and only where it changes.
+
+    Returns:
+        the lines of later steps, which are no longer there.
     """
     if not file.exists():
-        return
-    if (end := _end_in_order(file, step)) is not None:
+        return []
+    if (found := _end_in_order(file, step)) is not None:
+        end, later = found
         if end < file.stat().st_size:
             os.truncate(file, end)
-        return
-    changes, kept = False, {}
+        return later
+    changes, kept, taken_back = False, {}, []
     for raw in read_lines(file):
         line = parse_line(raw)
         changes |= line is None or line["step"] > step or line["step"] in kept
         changes |= not raw.endswith(b"\n")
         if line is not None and line["step"] <= step:
             kept[line["step"]] = raw.decode().rstrip("\r\n") + "\n"
+        elif line is not None:
+            taken_back.append(line)
     if changes:
         write_atomic(file, "".join(kept.values()))
+    return taken_back
 
 
-def _end_in_order(file: Path, step: int) -> int | None:
-    """Where in a file the lines up to a step end, by its last lines; None: these aren't one whole
-    line for each step, or begin after that one."""
-    end, lines = read_end(file)
-    steps = [0 if line is None else line["step"] for line in map(parse_line, lines)]
-    if not steps or not lines[-1].endswith(b"\n") or (end and steps[0] > step):
+def _end_in_order(file: Path, step: int) -> tuple[int, list[Line]] | None:
+    """Where in a file the lines up to a step end, and the later ones, by its last lines; None:
+    these aren't one whole line for each step, or begin after that one."""
+    end, raws = read_end(file)
+    lines = [line for raw in raws if (line := parse_line(raw)) is not None]
+    steps = [line["step"] for line in lines]
+    is_whole = bool(lines) and len(lines) == len(raws) and raws[-1].endswith(b"\n")
+    if not is_whole or steps[0] == 0 or (end and steps[0] > step):
         return None
-    if steps[0] == 0 or steps != [*range(steps[0], steps[0] + len(steps))]:
+    if steps != [*range(steps[0], steps[0] + len(steps))]:
         return None
-    return end + sum(len(raw) for raw, at in zip(lines, steps, strict=True) if at <= step)
+    kept = sum(len(raw) for raw, at in zip(raws, steps, strict=True) if at <= step)
+    return end + kept, [line for line in lines if line["step"] > step]
 
 
 class _EventFile:

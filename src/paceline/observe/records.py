@@ -243,6 +243,31 @@ class EndEvent(_EventRecord, total=False):
 
 
 @with_config(_CONFIG)
+class StartEvent(_EventRecord, total=False):
+    """A start of a run that has no agents."""
+
+    event: Required[Literal["start"]]
+    generation: Count
+    began: Required[Moment]
+    """Unix time at which the command began."""
+    step: Count
+    """From which it goes on."""
+    num_devices: Required[Annotated[Count, Field(ge=1)]]
+
+
+@with_config(_CONFIG)
+class TakenBackEvent(_EventRecord, total=False):
+    """Steps were lost, and are done again."""
+
+    event: Required[Literal["taken_back"]]
+    generation: Count
+    steps: Required[Count]
+    began: Required[Moment]
+    """Unix time at which the first of them began; `ended`: at which the last one ended."""
+    ended: Required[Moment]
+
+
+@with_config(_CONFIG)
 class OtherEvent(_EventRecord, total=False):
     """One that is kept for people: a notice, a spike, an audit."""
 
@@ -253,7 +278,7 @@ class OtherEvent(_EventRecord, total=False):
 def _kind_of_event(value: Any) -> str:
     kind = value.get("event") if isinstance(value, dict) else None
     known = ("generation", "lost", "decision", "recovered", "first_step", "end")
-    return kind if kind in known else "other"
+    return kind if kind in (*known, "start", "taken_back") else "other"
 
 
 Event = Annotated[
@@ -263,6 +288,8 @@ Event = Annotated[
     | Annotated[RecoveredEvent, Tag("recovered")]
     | Annotated[FirstStepEvent, Tag("first_step")]
     | Annotated[EndEvent, Tag("end")]
+    | Annotated[StartEvent, Tag("start")]
+    | Annotated[TakenBackEvent, Tag("taken_back")]
     | Annotated[OtherEvent, Tag("other")],
     Discriminator(_kind_of_event),
 ]

@@ -17,6 +17,7 @@ launch/         <k>/: how it was launched on a site, and what its nodes wrote
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from paceline.observe.records import DOCTOR, EVENT, FACTS, LINE, PLAN
 _MOST_LINE_BYTES = 1 << 20
 # Of a file of which only the last lines are asked for.
 _END_BYTES = 1 << 18
+STEP_DIRECTORY = re.compile(r"step-(\d+)")
 
 
 class Records(NamedTuple):
@@ -182,6 +184,14 @@ class Run:
     def write_json(self, name: str, value: Any) -> Path:
         """Write a JSON file of the Run."""
         return self.write(name, json.dumps(value, indent=2) + "\n")
+
+
+def complete_steps(directory: Path) -> list[int]:
+    """Return the steps whose directory is there, ascending; unfinished ones have another name."""
+    if not directory.is_dir():
+        return []
+    matches = [STEP_DIRECTORY.fullmatch(path.name) for path in directory.iterdir()]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def cache_home() -> Path:

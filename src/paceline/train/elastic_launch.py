@@ -25,6 +25,7 @@ from paceline.elastic.link import AGENT
 from paceline.elastic.local_ranks import Place
 from paceline.elastic.planned import PlannedRule
 from paceline.elastic.signals import SignalListener, asking
+from paceline.observe.locks import BEGIN_LOCK
 from paceline.observe.run import Run
 from paceline.train.launch import Entry, RankProcess
 from paceline.train.stopping import ask_by_file
@@ -63,7 +64,7 @@ def train_elastic(
         warm_up_ranks(TRAINING)
     agents = run.path / "agents"
     agents.mkdir(parents=True, exist_ok=True)
-    beginning = FileLock(agents / ".begin")
+    beginning = FileLock(agents / BEGIN_LOCK)
     with beginning, tempfile.TemporaryDirectory() as folder:
         check: Check = no_check
         if is_live(run):

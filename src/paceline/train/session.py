@@ -311,6 +311,7 @@ class RunReporter:
             if self._called.step > first:
                 self._called.keep(self.run)
             self._metrics = Metrics(self.run, self.job.observe, self.task.unit, first)
+            self._tell_lost(self._metrics.taken_back, line)
         trouble = self._metrics.record(line)
         for sentence in () if self._trackers is None else self._trackers.log(line):
             self.say(sentence)
@@ -319,6 +320,18 @@ class RunReporter:
             self.say(f"{trouble}; the run goes on.")
         self._trouble = trouble
         self.progress.update(line)
+
+    def _tell_lost(self, taken_back: list[Line], line: Line) -> None:
+        """Keep how long the steps took that are done again: their lines are gone."""
+        spans = [
+            (one["time"] - (one.get("step_time_s") or 0.0), one["time"])
+            for one in taken_back
+            # The same step's line comes again where an evaluation was made up.
+            if one.get("time") and (one["step"], one["time"]) != (line["step"], line.get("time"))
+        ]
+        if spans:
+            began, ended = min(began for began, _ in spans), max(ended for _, ended in spans)
+            append_event(self.run, "taken_back", steps=len(spans), began=began, ended=ended)
 
     def _is_made_up(self, line: Line) -> bool:
         """Whether only the evaluation after its step was still to be made."""

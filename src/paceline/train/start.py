@@ -5,6 +5,7 @@ read the inputs, compare with the checkpoints that are already there, and only t
 """
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,8 @@ from paceline.config.errors import InputError
 from paceline.config.job import Job, to_raw, to_toml
 from paceline.kernels import launch
 from paceline.machine.cpu_speed import with_speed
+from paceline.observe.events import append_event
+from paceline.observe.locks import RUN_LOCK
 from paceline.observe.run import Run
 from paceline.observe.trackers import require_installed
 from paceline.plan.answer.answer import prediction_json, runtime_json
@@ -130,7 +133,7 @@ def locked_run(run: Run) -> Iterator[None]:
     made = not run.path.exists()
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(run.path / ".lock", timeout=_LOCK_PATIENCE_S)
+        lock = FileLock(run.path / RUN_LOCK, timeout=_LOCK_PATIENCE_S)
         lock.acquire()
     except Timeout:
         raise InputError(
@@ -195,6 +198,9 @@ def begin_run(
         copies.finish()
         for sentence in copies.take_sentences():
             say(sentence)
+    if is_left and not plan.job.elastic.is_on:  # of those agents tell
+        began = time.time() if since is None else since
+        append_event(run, "start", began=began, step=done, num_devices=plan.job.layout.num_ranks)
     return is_left
 
 
@@ -238,7 +244,7 @@ def _empty(run: Run) -> None:
     if not run.exists:
         return
     for path in run.path.iterdir():
-        if path in (run.path / ".lock", run.stop_file, run.launch_folder):
+        if path in (run.path / RUN_LOCK, run.stop_file, run.launch_folder):
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 

@@ -34,11 +34,12 @@ from torch import Tensor
 from paceline.config.errors import InputError
 from paceline.config.files import read_bytes, to_disk
 from paceline.config.frozen import FrozenConfig
+from paceline.observe.run import STEP_DIRECTORY as STEP_DIRECTORY
+from paceline.observe.run import complete_steps as complete_steps
 
 FORMAT_VERSION = 1
 MOST_MANIFEST_BYTES = 1 << 30  # ranks times tensors: one of 1,000 ranks takes some 100 MB
 MANIFEST = "manifest.json"
-STEP_DIRECTORY = re.compile(r"step-(\d+)")
 SHARD_FILE = re.compile(r"rank\d+\.safetensors")
 
 DTYPES: dict[str, torch.dtype] = {
@@ -250,14 +251,6 @@ def manifest_bytes(path: Path) -> bytes:
         return read_bytes(path / MANIFEST, "it is lost", MOST_MANIFEST_BYTES)
     except InputError as error:
         raise DamagedError(f"{MANIFEST} can't be read ({str(error).rstrip('.')})") from None
-
-
-def complete_steps(directory: Path) -> list[int]:
-    """Return the steps whose directory is there, ascending; unfinished ones have another name."""
-    if not directory.is_dir():
-        return []
-    matches = [STEP_DIRECTORY.fullmatch(path.name) for path in directory.iterdir()]
-    return sorted(int(match[1]) for match in matches if match)
 
 
 def write_shard(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> FileEntry:

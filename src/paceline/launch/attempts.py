@@ -1,0 +1,159 @@
+"""Attempts of a Run: as its engine wrote them down, else as the Run's own files tell.
+
+A run that was launched has a folder for each launch with attempts.jsonl: one Attempt a line, by its
+field names; of lines that tell of one attempt twice the later one holds. A run that was started by
+hand has an attempt for each start, which had its machines at once. Its devices are those of the
+ranks; of an elastic run, those of all nodes that were ever in that start, from its first moment on.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby, pairwise
+from math import inf
+from typing import Annotated, Any, Required
+
+from pydantic import ConfigDict, Field, TypeAdapter, with_config
+from typing_extensions import TypedDict
+
+from paceline.config.job import Job
+from paceline.launch.contract import Attempt
+from paceline.observe.generations import Event, Generation, Generations
+from paceline.observe.locks import is_live
+from paceline.observe.records import Count, Moment
+from paceline.observe.run import Run, parse_line, read_lines
+
+_FILES = "launch/*/attempts.jsonl"
+
+
+@with_config(ConfigDict(extra="allow", strict=True, allow_inf_nan=False))
+class _Record(TypedDict, total=False):
+    number: Required[Count]
+    submitted: Required[Moment]
+    started: Required[Moment | None]
+    ended: Required[Moment | None]
+    nodes: Required[list[str]]
+    num_devices: Required[Annotated[Count, Field(ge=1)]]
+    exit_code: int | None
+    state: str
+
+
+_RECORD = TypeAdapter(_Record)
+
+
+def attempts_of(run: Run, job: Job, found: Generations | None) -> tuple[Attempt, ...]:
+    """The attempts of a Run, the oldest first.
+
+    Args:
+        job: the Run's.
+        found: its generations; None: it is not elastic.
+
+    Raises:
+        InputError: a file of the Run can't be read.
+    """
+    written = _written(run)
+    if written:
+        return written
+    if found is not None:
+        return _of_generations(run, job, found)
+    return _of_starts(run, job)
+
+
+def _written(run: Run) -> tuple[Attempt, ...]:
+    """By the engine. A line that can't be read is left out, as a last one that is being written."""
+    attempts = {}
+    for file in sorted(run.path.glob(_FILES)):
+        for raw in read_lines(file, "attempt"):
+            if (line := parse_line(raw, _RECORD)) is not None:
+                one = Attempt(
+                    number=line["number"],
+                    submitted=line["submitted"],
+                    started=line["started"],
+                    ended=line["ended"],
+                    nodes=tuple(line["nodes"]),
+                    num_devices=line["num_devices"],
+                    exit_code=line.get("exit_code"),
+                    state=line.get("state") or "",
+                )
+                attempts[file, one.number, one.submitted, one.nodes] = one
+    return tuple(sorted(attempts.values(), key=lambda one: one.submitted))
+
+
+def _of_generations(run: Run, job: Job, found: Generations) -> tuple[Attempt, ...]:
+    ends = {event["time"]: event for event in _events(run, "end")}
+    starts = [list(group) for _, group in groupby(found.all, key=lambda one: one.start)]
+    return tuple(
+        _hand_made(
+            number,
+            began=start[0].began_s,
+            ended=start[-1].ended_s,
+            nodes=_nodes(start),
+            num_devices=job.cluster.devices_per_node * max(1, len(_nodes(start))),
+            end=ends.get(start[-1].ended_s),
+            is_live=number == len(starts) and is_live(run),
+        )
+        for number, start in enumerate(starts, 1)
+    )
+
+
+def _nodes(start: Sequence[Generation]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for one in start for name in (*one.nodes, *one.spares)))
+
+
+def _of_starts(run: Run, job: Job) -> tuple[Attempt, ...]:
+    events, lines, facts = run.events().lines, run.metrics(), run.facts()
+    moments = [(line["time"], line) for line in lines if line.get("time")]
+    ranks = facts.get("num_ranks") or job.layout.num_ranks
+    host = (facts["host"],) if isinstance(facts.get("host"), str) else ()
+    starts = [
+        (event["began"], event["num_devices"]) for event in events if event["event"] == "start"
+    ]
+    if not starts:  # of an earlier version
+        begins = [time - (line.get("step_time_s") or 0.0) for time, line in moments[:1]]
+        begins += [facts["started"]] if "started" in facts else []
+        starts = [(min(begins), ranks)] if begins else []
+    told = [time for time, _ in moments]
+    told += [event["time"] for event in events if event["event"] != "taken_back"]
+    told += [event["ended"] for event in events if event["event"] == "taken_back"]
+    attempts = []
+    for number, ((began, devices), (until, _)) in enumerate(pairwise([*starts, (inf, 0)]), 1):
+        ends = [event for event in events if event["event"] == "end"]
+        end = next((event for event in ends if began <= event["time"] < until), None)
+        last = max((time for time in told if began <= time < until), default=began)
+        attempts.append(
+            _hand_made(
+                number,
+                began=began,
+                ended=end["time"] if end else last,
+                nodes=host,
+                num_devices=devices,
+                end=end,
+                is_live=until == inf and end is None and is_live(run),
+            )
+        )
+    return tuple(attempts)
+
+
+def _hand_made(
+    number: int,
+    *,
+    began: float,
+    ended: float,
+    nodes: tuple[str, ...],
+    num_devices: int,
+    end: Event | None,
+    is_live: bool,
+) -> Attempt:
+    state = "lost" if end is None else str(end.get("state") or "finished")
+    return Attempt(
+        number=number,
+        submitted=began,
+        started=began,
+        ended=None if is_live else ended,
+        nodes=nodes,
+        num_devices=num_devices,
+        exit_code=None if end is None else end.get("exit_code"),
+        state="running" if is_live else state,
+    )
+
+
+def _events(run: Run, name: str) -> Iterable[Mapping[str, Any]]:
+    return (event for event in run.events().lines if event["event"] == name)

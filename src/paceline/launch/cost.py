@@ -1,0 +1,184 @@
+"""Cost of runs: the ledger of each, with prices, and what was got for it.
+
+Only what is held is paid for, so a queue costs nothing. A price is what the person gave, a site's
+(`config.site`), or the Job's (`cluster.prices`); without one there is device time alone.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.config.errors import InputError
+from paceline.config.job import Job
+from paceline.config.outputs import shown_path
+from paceline.config.site import site_named
+from paceline.launch.attempts import attempts_of
+from paceline.launch.ledger import Ledger, ledger
+from paceline.launch.run_spans import spans_of
+from paceline.observe.generations import generations, kept_steps
+from paceline.observe.run import Run, complete_steps
+from paceline.observe.summary import number
+
+HOUR_US = 3_600_000_000
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a device costs an hour."""
+
+    usd: float
+    source: str
+    """Who says so."""
+
+    def of(self, device_us: int) -> float:
+        """USD of so much device time, in microseconds."""
+        return self.usd * device_us / HOUR_US
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """What a run cost, and what was got for it."""
+
+    run: Run
+    name: str
+    ledger: Ledger
+    price: Price | None
+    """None: nobody gave one."""
+    num_steps: int
+    """That were kept."""
+    num_lost_steps: int
+    """That were done again."""
+    unit: str
+    """What it counts: tokens or samples."""
+    num_units: int
+    """Of kept steps."""
+    num_epochs: float | None
+    """Times that the train split was read; None: its length isn't known."""
+    num_checkpoints: int
+    """That are there."""
+    planned_us: int | None
+    """Device time of as many steps as were kept, as plan.json has it; None: it predicts none."""
+
+    @property
+    def usd(self) -> float | None:
+        """Of all attempts."""
+        return None if self.price is None else self.price.of(self.ledger.held_us)
+
+    @property
+    def planned_usd(self) -> float | None:
+        """Of `planned_us`."""
+        if self.price is None or self.planned_us is None:
+            return None
+        return self.price.of(self.planned_us)
+
+    def per(self, count: float | None) -> float | None:
+        """USD for each of so many; None: no price is known, or there is none."""
+        return self.usd / count if self.usd is not None and count else None
+
+
+def cost_of(run: Run, price: Price | None = None) -> RunCost:
+    """What a Run cost so far.
+
+    Args:
+        price: None: that of its Job, where it has one.
+
+    Raises:
+        InputError: it is no Run, or a file of it is damaged.
+    """
+    if not run.exists:
+        raise InputError(
+            f"{shown_path(run.path)} is not a run: give the directory of one, such as runs/demo."
+        )
+    now, job = time.time(), job_of_run(run)
+    lines, events, facts = run.metrics(), run.events().lines, run.facts()
+    found = generations(events, kept_steps(lines)) if events else None
+    attempts = attempts_of(run, job, found)
+    spans = spans_of(job, lines, events, found, attempts)
+    unit = facts.get("unit") or job.model.unit
+    num_steps = lines[-1]["step"] if lines else 0
+    num_units = (lines[-1].get(unit) if lines else None) or 0
+    lost = [event["steps"] for event in events if event["event"] == "taken_back"]
+    return RunCost(
+        run=run,
+        name=job.name,
+        ledger=ledger(attempts, spans, now),
+        price=price or _price_of(job),
+        num_steps=num_steps,
+        num_lost_steps=max(sum(lost), 0 if found is None else found.recomputed),
+        unit=unit,
+        num_units=num_units,
+        num_epochs=_num_epochs(facts, unit, num_units),
+        num_checkpoints=len(complete_steps(run.checkpoint_folder)),
+        planned_us=_planned_us(run, job, num_steps),
+    )
+
+
+def job_of_run(run: Run) -> Job:
+    """The Job of one of several runs.
+
+    Raises:
+        InputError: its job.toml is damaged; names it.
+    """
+    try:
+        return run.job()
+    except InputError as error:
+        file = shown_path(run.path / "job.toml")
+        raise InputError(str(error) if file in str(error) else f"{file}: {error}") from None
+
+
+def site_price(place: str, *, spot: bool = False) -> Price:
+    """What a site says that a device costs.
+
+    Args:
+        place: a site's name; or its name, "/" and that of a node type, where it has several.
+        spot: of a device that may be taken away.
+
+    Raises:
+        InputError: there is no such site or node type, or it has no price.
+    """
+    name, _, asked = place.partition("/")
+    types = site_named(name).node_types
+    known = [asked] if asked else list(types)
+    if len(known) != 1 or known[0] not in types:
+        listed = ", ".join(f"{name}/{each}" for each in types) or "it has none"
+        raise InputError(
+            f"--site {place} is not one kind of machine: name one of its node types ({listed})."
+        )
+    one = types[known[0]]
+    usd = one.spot_usd_per_device_hour if spot else one.usd_per_device_hour
+    if usd is None:
+        key = "spot_usd_per_device_hour" if spot else "usd_per_device_hour"
+        raise InputError(
+            f"site {name} has no price for {known[0]}: give {key} there, or --price USD."
+        )
+    return Price(usd, f"site {name}, {known[0]}{', spot' if spot else ''}")
+
+
+def runs_of(paths: Sequence[Path]) -> list[Run]:
+    """Runs at these paths; none are given: those in runs/.
+
+    Raises:
+        InputError: there is none.
+    """
+    found = [*paths] or sorted(path.parent for path in Path("runs").glob("*/job.toml"))
+    if not found:
+        raise InputError("no run is named and there is none in runs/: name a run's directory.")
+    return [Run(path) for path in found]
+
+
+def _price_of(job: Job) -> Price | None:
+    figure = job.cluster.prices.usd_per_device_hour
+    return None if figure is None else Price(figure.value, f"job.toml, {figure.source}")
+
+
+def _num_epochs(facts: Mapping[str, Any], unit: str, num_units: int) -> float | None:
+    of_epoch = number((facts.get("data") or {}).get(f"train_{unit}"))
+    return num_units / of_epoch if of_epoch and num_units else None
+
+
+def _planned_us(run: Run, job: Job, num_steps: int) -> int | None:
+    for one in (run.plan().get("layouts") or [])[:1]:
+        return round(one["step_s"] * 1e6) * num_steps * job.layout.num_ranks
+    return None

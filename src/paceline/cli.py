@@ -259,6 +259,12 @@ def export(
             show_default=False,
         ),
     ],
+    step: Annotated[
+        int | None,
+        typer.Option(
+            help="Of this checkpoint. Left out: the newest good one.", min=0, show_default=False
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -276,7 +282,8 @@ def export(
 ) -> None:
     """Write a run's weights as a folder that others open.
 
-    The newest good checkpoint is taken, whatever layout it was trained on.
+    Any checkpoint is taken, whatever layout it was trained on: the newest good
+    one, or that of --step.
     transformers opens a decoder's folder, with its tokenizer. Others hold one
     model.safetensors: a ResNet's names are torchvision's, a recommender's those
     of DLRM's own code, and a module of your own has its own.
@@ -294,10 +301,10 @@ def export(
             f"--format dcp keeps the run's types, and --dtype {dtype} was given: leave one out."
         )
     if form == "dcp":
-        step = export_dcp(Run(run), folder)
+        of_step = export_dcp(Run(run), folder, step)
     else:
-        step = export(Run(run), folder, "bf16" if dtype == "bf16" else "fp32")
-    print(f"{folder}: the weights after step {step}")
+        of_step = export(Run(run), folder, "bf16" if dtype == "bf16" else "fp32", step)
+    print(f"{folder}: the weights after step {of_step}")
 
 
 @app.command()

@@ -12,15 +12,21 @@ from benchmarks.elastic.agents import Agents
 from benchmarks.elastic.jobs import write_job
 from paceline import cli
 from paceline.config.errors import InputError
+from paceline.launch import cost as bill
 from paceline.launch import cost_page
-from paceline.launch.cost import Price, cost_of, runs_of, site_price
+from paceline.launch.cost import Price, runs_of, site_price
 from paceline.launch.cost_show import got_rows, idle_sentences, to_json
+from paceline.launch.run_records import RunRecords
 from paceline.observe.run import Run
 from tests.command_line import metrics, paceline, ranks, start_paceline, write_tiny_job
 from tests.launch.made_run import BEGAN, attempt, event, make_run, start, step
 from tests.observe import interrupted
 
 PATIENCE_S = 120.0
+
+
+def cost_of(run, price=None):
+    return bill.cost_of(RunRecords.of(run), price)
 
 
 def seconds(cost):

@@ -142,7 +142,8 @@ def test_a_number_in_the_stop_file_is_a_notice_of_any_run(tmp_path):
     (tmp_path / "runs/tiny/stop").write_text("30 the cloud takes the machine\n")
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
-    events = _events(tmp_path)
+    begun, *events = _events(tmp_path)
+    assert begun == begun | {"event": "start", "step": 0, "num_devices": 2}
     assert [each["event"] for each in events] == ["notice", "end"]
     assert events[0]["source"] == "the cloud takes the machine"
     assert events[0]["within_s"] == 30

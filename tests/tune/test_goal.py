@@ -3,23 +3,10 @@
 import pytest
 
 from paceline.config.errors import InputError
-from paceline.tune.goal import Figures, Goal, one_device, reference_of, seconds_of
+from paceline.tune.goal import Figures, Goal, one_device, reference_of
 from paceline.tune.trial import Reference
 from tests.tune.fake import FakeMeasurer
 from tests.tune.jobs import CLUSTER, figure, job
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("15 min", 900), ("90s", 90), ("1.5 h", 5400), ("2 hours", 7200)]
-)
-def test_times_are_read(text, seconds):
-    assert seconds_of(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "soon", "0 min", "15", "-3 s", "10 days"])
-def test_what_is_no_time_is_refused(text):
-    with pytest.raises(InputError, match="is no time"):
-        seconds_of(text)
 
 
 @pytest.mark.parametrize("text", ["efficiency", "efficiency=1.2", "mfu=0", "speed=3", "mfu=x"])

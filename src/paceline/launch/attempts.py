@@ -6,16 +6,16 @@ hand has an attempt for each start, which had its machines at once. Its devices 
 ranks; of an elastic run, those of all nodes that were ever in that start, from its first moment on.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 from math import inf
-from typing import Annotated, Any, Required
+from typing import Annotated, Required
 
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from paceline.config.job import Job
 from paceline.launch.contract import Attempt
+from paceline.launch.run_records import RunRecords
 from paceline.observe.generations import Event, Generation, Generations
 from paceline.observe.locks import is_live
 from paceline.observe.records import Count, Moment
@@ -39,22 +39,15 @@ class _Record(TypedDict, total=False):
 _RECORD = TypeAdapter(_Record)
 
 
-def attempts_of(run: Run, job: Job, found: Generations | None) -> tuple[Attempt, ...]:
+def attempts_of(records: RunRecords) -> tuple[Attempt, ...]:
     """The attempts of a Run, the oldest first.
-
-    Args:
-        job: the Run's.
-        found: its generations; None: it is not elastic.
 
     Raises:
         InputError: a file of the Run can't be read.
     """
-    written = _written(run)
-    if written:
+    if written := _written(records.run):
         return written
-    if found is not None:
-        return _of_generations(run, job, found)
-    return _of_starts(run, job)
+    return _of_starts(records) if records.found is None else _of_generations(records, records.found)
 
 
 def _written(run: Run) -> tuple[Attempt, ...]:
@@ -77,8 +70,8 @@ def _written(run: Run) -> tuple[Attempt, ...]:
     return tuple(sorted(attempts.values(), key=lambda one: one.submitted))
 
 
-def _of_generations(run: Run, job: Job, found: Generations) -> tuple[Attempt, ...]:
-    ends = {event["time"]: event for event in _events(run, "end")}
+def _of_generations(records: RunRecords, found: Generations) -> tuple[Attempt, ...]:
+    ends = {event["time"]: event for event in records.named("end")}
     starts = [list(group) for _, group in groupby(found.all, key=lambda one: one.start)]
     return tuple(
         _hand_made(
@@ -86,9 +79,9 @@ def _of_generations(run: Run, job: Job, found: Generations) -> tuple[Attempt, ..
             began=start[0].began_s,
             ended=start[-1].ended_s,
             nodes=_nodes(start),
-            num_devices=job.cluster.devices_per_node * max(1, len(_nodes(start))),
+            num_devices=records.job.cluster.devices_per_node * max(1, len(_nodes(start))),
             end=ends.get(start[-1].ended_s),
-            is_live=number == len(starts) and is_live(run),
+            is_live=number == len(starts) and is_live(records.run),
         )
         for number, start in enumerate(starts, 1)
     )
@@ -98,24 +91,22 @@ def _nodes(start: Sequence[Generation]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for one in start for name in (*one.nodes, *one.spares)))
 
 
-def _of_starts(run: Run, job: Job) -> tuple[Attempt, ...]:
-    events, lines, facts = run.events().lines, run.metrics(), run.facts()
-    moments = [(line["time"], line) for line in lines if line.get("time")]
-    ranks = facts.get("num_ranks") or job.layout.num_ranks
+def _of_starts(records: RunRecords) -> tuple[Attempt, ...]:
+    facts, ends = records.facts, records.named("end")
+    moments = [(line["time"], line) for line in records.lines if line.get("time")]
     host = (facts["host"],) if isinstance(facts.get("host"), str) else ()
-    starts = [
-        (event["began"], event["num_devices"]) for event in events if event["event"] == "start"
-    ]
-    if not starts:  # of an earlier version
+    starts = [(event["began"], event["num_devices"]) for event in records.named("start")]
+    if not starts:  # earlier versions told of none
         begins = [time - (line.get("step_time_s") or 0.0) for time, line in moments[:1]]
         begins += [facts["started"]] if "started" in facts else []
+        ranks = facts.get("num_ranks") or records.job.layout.num_ranks
         starts = [(min(begins), ranks)] if begins else []
     told = [time for time, _ in moments]
-    told += [event["time"] for event in events if event["event"] != "taken_back"]
-    told += [event["ended"] for event in events if event["event"] == "taken_back"]
+    told += [
+        event["ended" if event["event"] == "taken_back" else "time"] for event in records.events
+    ]
     attempts = []
     for number, ((began, devices), (until, _)) in enumerate(pairwise([*starts, (inf, 0)]), 1):
-        ends = [event for event in events if event["event"] == "end"]
         end = next((event for event in ends if began <= event["time"] < until), None)
         last = max((time for time in told if began <= time < until), default=began)
         attempts.append(
@@ -126,7 +117,7 @@ def _of_starts(run: Run, job: Job) -> tuple[Attempt, ...]:
                 nodes=host,
                 num_devices=devices,
                 end=end,
-                is_live=until == inf and end is None and is_live(run),
+                is_live=until == inf and end is None and is_live(records.run),
             )
         )
     return tuple(attempts)
@@ -153,7 +144,3 @@ def _hand_made(
         exit_code=None if end is None else end.get("exit_code"),
         state="running" if is_live else state,
     )
-
-
-def _events(run: Run, name: str) -> Iterable[Mapping[str, Any]]:
-    return (event for event in run.events().lines if event["event"] == name)

@@ -5,19 +5,17 @@ Only what is held is paid for, so a queue costs nothing. A price is what the per
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from paceline.config.errors import InputError
 from paceline.config.job import Job
-from paceline.config.outputs import shown_path
 from paceline.config.site import site_named
 from paceline.launch.attempts import attempts_of
 from paceline.launch.ledger import Ledger, ledger
+from paceline.launch.run_records import RunRecords
 from paceline.launch.run_spans import spans_of
-from paceline.observe.generations import generations, kept_steps
 from paceline.observe.run import Run, complete_steps
 from paceline.observe.summary import number
 
@@ -78,54 +76,32 @@ class RunCost:
         return self.usd / count if self.usd is not None and count else None
 
 
-def cost_of(run: Run, price: Price | None = None) -> RunCost:
+def cost_of(records: RunRecords, price: Price | None = None) -> RunCost:
     """What a Run cost so far.
 
     Args:
+        records: of the Run.
         price: None: that of its Job, where it has one.
 
     Raises:
-        InputError: it is no Run, or a file of it is damaged.
+        InputError: a file of it is damaged.
     """
-    if not run.exists:
-        raise InputError(
-            f"{shown_path(run.path)} is not a run: give the directory of one, such as runs/demo."
-        )
-    now, job = time.time(), job_of_run(run)
-    lines, events, facts = run.metrics(), run.events().lines, run.facts()
-    found = generations(events, kept_steps(lines)) if events else None
-    attempts = attempts_of(run, job, found)
-    spans = spans_of(job, lines, events, found, attempts)
-    unit = facts.get("unit") or job.model.unit
-    num_steps = lines[-1]["step"] if lines else 0
-    num_units = (lines[-1].get(unit) if lines else None) or 0
-    lost = [event["steps"] for event in events if event["event"] == "taken_back"]
+    run, found = records.run, records.found
+    attempts = attempts_of(records)
+    lost = [event["steps"] for event in records.named("taken_back")]
     return RunCost(
         run=run,
-        name=job.name,
-        ledger=ledger(attempts, spans, now),
-        price=price or _price_of(job),
-        num_steps=num_steps,
+        name=records.job.name,
+        ledger=ledger(attempts, spans_of(records, attempts), time.time()),
+        price=price or _price_of(records.job),
+        num_steps=records.num_steps,
         num_lost_steps=max(sum(lost), 0 if found is None else found.recomputed),
-        unit=unit,
-        num_units=num_units,
-        num_epochs=_num_epochs(facts, unit, num_units),
+        unit=records.unit,
+        num_units=records.num_units,
+        num_epochs=_num_epochs(records),
         num_checkpoints=len(complete_steps(run.checkpoint_folder)),
-        planned_us=_planned_us(run, job, num_steps),
+        planned_us=_planned_us(records),
     )
-
-
-def job_of_run(run: Run) -> Job:
-    """The Job of one of several runs.
-
-    Raises:
-        InputError: its job.toml is damaged; names it.
-    """
-    try:
-        return run.job()
-    except InputError as error:
-        file = shown_path(run.path / "job.toml")
-        raise InputError(str(error) if file in str(error) else f"{file}: {error}") from None
 
 
 def site_price(place: str, *, spot: bool = False) -> Price:
@@ -173,12 +149,12 @@ def _price_of(job: Job) -> Price | None:
     return None if figure is None else Price(figure.value, f"job.toml, {figure.source}")
 
 
-def _num_epochs(facts: Mapping[str, Any], unit: str, num_units: int) -> float | None:
-    of_epoch = number((facts.get("data") or {}).get(f"train_{unit}"))
-    return num_units / of_epoch if of_epoch and num_units else None
+def _num_epochs(records: RunRecords) -> float | None:
+    of_epoch = number((records.facts.get("data") or {}).get(f"train_{records.unit}"))
+    return records.num_units / of_epoch if of_epoch and records.num_units else None
 
 
-def _planned_us(run: Run, job: Job, num_steps: int) -> int | None:
-    for one in (run.plan().get("layouts") or [])[:1]:
-        return round(one["step_s"] * 1e6) * num_steps * job.layout.num_ranks
+def _planned_us(records: RunRecords) -> int | None:
+    for one in (records.run.plan().get("layouts") or [])[:1]:
+        return round(one["step_s"] * 1e6) * records.num_steps * records.job.layout.num_ranks
     return None

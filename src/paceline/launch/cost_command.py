@@ -8,6 +8,7 @@ from rich.console import Console
 
 from paceline.launch.cost import Price, cost_of, runs_of
 from paceline.launch.cost_show import show, to_json, together
+from paceline.launch.run_records import RunRecords
 from paceline.observe.run import write_atomic
 
 
@@ -25,7 +26,7 @@ def cost_command(
     Raises:
         InputError: a path is no run, or a file of it is damaged.
     """
-    costs = [cost_of(run, price) for run in runs_of(paths)]
+    costs = [cost_of(RunRecords.of(run), price) for run in runs_of(paths)]
     console = Console(highlight=False)
     for one in costs:
         show(one, console)

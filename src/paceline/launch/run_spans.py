@@ -12,17 +12,15 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, islice, pairwise
-from statistics import median
 from typing import Any
 
 from paceline.config.job import Job
 from paceline.launch.contract import Attempt
 from paceline.launch.ledger import Span, microseconds
-from paceline.observe.generations import Event, Generation, Generations
-from paceline.observe.summary import number
+from paceline.launch.run_records import Line, RunRecords
+from paceline.observe.generations import Generation, Generations
+from paceline.observe.summary import number, typical
 from paceline.observe.terms import EXPOSED_COMM
-
-Line = Mapping[str, Any]
 
 _NEVER_S = 1e12
 """A moment after all others."""
@@ -32,38 +30,26 @@ _HANGS = ("stopped", "stuck", "waiting_for_data", "wrong_collective")
 """Classes of losses that are found by nothing happening."""
 
 
-def spans_of(
-    job: Job,
-    lines: Sequence[Line],
-    events: Sequence[Event],
-    found: Generations | None,
-    attempts: Sequence[Attempt],
-) -> list[Span]:
+def spans_of(records: RunRecords, attempts: Sequence[Attempt]) -> list[Span]:
     """What the devices of a Run did.
 
     Args:
-        job: the Run's.
-        lines: of its metrics.jsonl.
-        events: of its events.jsonl.
-        found: its generations; None: it is not elastic.
+        records: of the Run.
         attempts: that held the devices.
     """
-    timeline = _Timeline()
-    devices = _devices(job, events, found)
+    timeline, lines, found = _Timeline(), records.lines, records.found
+    devices = _devices(records)
     for line in lines:
         timeline.add_step(line, devices(line))
-    for event in events:
-        if event["event"] == "taken_back":
-            num = devices({"time": event["ended"]})
-            timeline.add("lost_work", event["began"], event["ended"], num)
-    step_s = median([number(line.get("step_time_s")) or 0.0 for line in lines] or [0.0])
-    ends = [event["time"] for event in events if event["event"] == "end"]
-    notices = [event["time"] for event in events if event["event"] == "notice"]
-    starts = _starts_of_ranks(events, lines) if found is None else _starts_of_agents(found)
+    for event in records.named("taken_back"):
+        num = devices({"time": event["ended"]})
+        timeline.add("lost_work", event["began"], event["ended"], num)
     if found is not None:
-        _add_generations(timeline, job, found)
+        _add_generations(timeline, records.job, found)
+    ends = [event["time"] for event in records.named("end")]
+    notices = [event["time"] for event in records.named("notice")]
     has_trained = False
-    for began, until in pairwise([*starts, math.inf]):
+    for began, until in pairwise([*_starts(records), math.inf]):
         first, last = timeline.first_after(began), timeline.last_before(until)
         if first is None or last is None or first.begin_us >= microseconds(min(until, _NEVER_S)):
             continue  # it never trained
@@ -74,6 +60,7 @@ def spans_of(
             warned = next((each for each in notices if began <= each <= ended), ended)
             timeline.add("checkpoint_stall", last.end_us / 1e6, warned, num)
             timeline.add("preempted", last.end_us / 1e6, ended, num)
+    step_s = typical(lines, "step_time_s") or 0.0
     for attempt in attempts:
         _add_silence(timeline, attempt, ends, notices, step_s)
     return timeline.spans
@@ -159,8 +146,9 @@ def _seconds(terms: Mapping[str, Any], *names: str) -> float:
     return sum(max(0.0, seconds) for seconds in found if seconds is not None)
 
 
-def _devices(job: Job, events: Sequence[Event], found: Generations | None) -> Callable[[Line], int]:
+def _devices(records: RunRecords) -> Callable[[Line], int]:
     """How many devices a line's step had."""
+    job, found = records.job, records.found
     if found is not None:
         by_number = {one.number: one for one in found.all}
 
@@ -170,12 +158,10 @@ def _devices(job: Job, events: Sequence[Event], found: Generations | None) -> Ca
                 moment = number(line.get("time")) or 0.0
                 before = [each for each in found.all if each.began_s <= moment]
                 one = before[-1] if before else found.all[0]
-            return _num_trained(job, one)
+            return one.num_ranks or _num_of_nodes(job, one)
 
         return of_generation
-    starts = sorted(
-        (event["began"], event["num_devices"]) for event in events if event["event"] == "start"
-    )
+    starts = sorted((event["began"], event["num_devices"]) for event in records.named("start"))
 
     def of_start(line: Line) -> int:
         at = bisect_right(starts, (line.get("time") or math.inf, math.inf))
@@ -187,19 +173,14 @@ def _devices(job: Job, events: Sequence[Event], found: Generations | None) -> Ca
 # ---- starts, recoveries, ends --------------------------------------------------------------------
 
 
-def _starts_of_ranks(events: Sequence[Event], lines: Sequence[Line]) -> list[float]:
-    """Moments at which a run without agents was started."""
-    told = [event["began"] for event in events if event["event"] == "start"]
-    first = [line["time"] for line in lines if number(line.get("time")) is not None][:1]
+def _starts(records: RunRecords) -> list[float]:
+    """Moments at which a run was started."""
+    if records.found is not None:
+        starts = groupby(records.found.all, key=lambda one: one.start)
+        return [next(group).began_s for _, group in starts]
+    told = [event["began"] for event in records.named("start")]
+    first = [line["time"] for line in records.lines if number(line.get("time")) is not None][:1]
     return told or first  # earlier versions told of none
-
-
-def _starts_of_agents(found: Generations) -> list[float]:
-    return [next(group).began_s for _, group in groupby(found.all, key=lambda one: one.start)]
-
-
-def _num_trained(job: Job, one: Generation) -> int:
-    return one.num_ranks or _num_of_nodes(job, one)
 
 
 def _num_of_nodes(job: Job, one: Generation) -> int:

@@ -72,6 +72,30 @@ class DataFacts(TypedDict, total=False):
 
 
 @with_config(_CONFIG)
+class OriginRecord(TypedDict, total=False):
+    """Where exported weights are from: paceline.json beside them."""
+
+    run: Required[str]
+    """The name of the run."""
+    step: Required[Count]
+    path: str
+    """Of the Run directory, when it was exported."""
+    checkpoint: str | None
+    """The sum of its manifest, which has those of all its files."""
+
+
+@with_config(_CONFIG)
+class ExportRecord(TypedDict, total=False):
+    """One export, of exports.jsonl."""
+
+    time: Required[Moment]
+    step: Required[Count]
+    folder: Required[str]
+    dtype: str
+    checkpoint: str | None
+
+
+@with_config(_CONFIG)
 class FactsFile(TypedDict, total=False):
     """facts.json."""
 
@@ -88,6 +112,12 @@ class FactsFile(TypedDict, total=False):
     checking: list[str]
     started: Moment
     data: DataFacts | None
+    data_key: str | None
+    """What names the data by its contents."""
+    commit: str | None
+    """Of the folder that the run was started in."""
+    parent: OriginRecord | None
+    """Of the weights that it started from."""
 
 
 @with_config(_CONFIG)
@@ -298,6 +328,8 @@ Event = Annotated[
 LINE = TypeAdapter(StepRecord)
 EVENT: TypeAdapter[Any] = TypeAdapter(Event)
 FACTS = TypeAdapter(FactsFile)
+ORIGIN = TypeAdapter(OriginRecord)
+EXPORT = TypeAdapter(ExportRecord)
 PLAN = TypeAdapter(PlanFile)
 DOCTOR = TypeAdapter(DoctorFile)
 OWNERS = TypeAdapter(OwnersFile)

@@ -13,6 +13,8 @@ tokenizer/      tokenizer.json, and what was given beside it: what an export car
 trackers.json   what trackers call the run
 tensorboard/    report.html    log/rank<k>.log
 launch/         <k>/: how it was launched on a site, and what its nodes wrote
+exports.jsonl   one object per export of its weights
+tags.json       words that a person gave it
 """
 
 import json
@@ -27,12 +29,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from paceline.config import files
 from paceline.config.job import Job, decided, read_job
-from paceline.observe.records import DOCTOR, EVENT, FACTS, LINE, PLAN
+from paceline.observe.records import DOCTOR, EVENT, EXPORT, FACTS, LINE, PLAN
 
 # A line with the figures of 64 ranks takes three thousand bytes.
 _MOST_LINE_BYTES = 1 << 20
 # Of a file of which only the last lines are asked for.
 _END_BYTES = 1 << 18
+_MANIFEST_SUM = re.compile(rb'\{"sha256":"([0-9a-f]{64})"')
 STEP_DIRECTORY = re.compile(r"step-(\d+)")
 
 
@@ -60,6 +63,11 @@ class Run:
     def events_file(self) -> Path:
         """One JSON object per event: losses, stops, spikes, audits (`observe.events`)."""
         return self.path / "events.jsonl"
+
+    @property
+    def exports_file(self) -> Path:
+        """One JSON object per export of its weights."""
+        return self.path / "exports.jsonl"
 
     @property
     def trace_folder(self) -> Path:
@@ -146,6 +154,10 @@ class Run:
         """What happened so far, none where the run is not elastic; else as `steps`."""
         return _records(self.events_file, EVENT, "event")
 
+    def exports(self) -> list[dict[str, Any]]:
+        """Exports of its weights so far, see `records.ExportRecord`; damaged lines are left out."""
+        return _records(self.exports_file, EXPORT, "export").lines
+
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `steps` alone."""
         return self.steps().lines
@@ -176,6 +188,16 @@ class Run:
             return int(latest.readlink().name.removeprefix("step-")), latest.stat().st_mtime
         except (OSError, ValueError):
             return None
+
+    def checkpoint_sum(self, step: int) -> str | None:
+        """The sum of a checkpoint's manifest, which has those of all its files, as it says itself.
+        None: there is none that can be read."""
+        try:
+            with (self.checkpoint_folder / f"step-{step}" / "manifest.json").open("rb") as file:
+                found = _MANIFEST_SUM.match(file.read(96))
+        except OSError:
+            return None
+        return None if found is None else found[1].decode()
 
     def write(self, name: str, text: str) -> Path:
         """Write a file of the Run so that a reader never sees half of it."""

@@ -3,7 +3,10 @@
 What the folder holds is the family's to say (`TrainFamily.export`).
 """
 
+import json
+import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +19,31 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from paceline.config.errors import InputError
 from paceline.config.layout import ParamDtype
 from paceline.models.weights import complete_or_absent
-from paceline.observe.run import Run
+from paceline.observe.events import append_line
+from paceline.observe.run import Run, write_atomic
 from paceline.parallel.apply import DTYPES
 from paceline.train.checkpoint import FoundCheckpoint, newest_good, parameter_names
 from paceline.train.checkpoint import load as read_checkpoint
+from paceline.train.checkpoint.loading import good_at
 from paceline.train.checkpoint.lockstep import LockstepRanks
 from paceline.train.checkpoint.state import STATE_PREFIX, split_state_path
 from paceline.train.ema import EMA_SECTION
 from paceline.train.families import family_of
 from paceline.train.family import Trained
+from paceline.train.starting_weights import ORIGIN_FILE
 
 
-def export(run: Run, folder: Path, dtype: ParamDtype = "fp32") -> int:
-    """Write the weights of a Run's newest good checkpoint, and what others need beside them.
+def export(run: Run, folder: Path, dtype: ParamDtype = "fp32", step: int | None = None) -> int:
+    """Write the weights of a checkpoint of a Run, and what others need beside them.
 
-    Where the Run keeps a running mean of the weights, that is written.
+    Where the Run keeps a running mean of the weights, that is written. The folder says where they
+    are from, and the Run where they went.
 
     Args:
         run: on any layout.
         folder: must not exist yet, or be empty.
         dtype: of the written weights.
+        step: of the checkpoint; None: the newest good one.
 
     Returns:
         the step the weights are of.
@@ -44,7 +52,7 @@ def export(run: Run, folder: Path, dtype: ParamDtype = "fp32") -> int:
         InputError: no Run, no checkpoint, a network that the family has no form for, or a folder
             that holds files or can't be written.
     """
-    found = _newest(run)
+    found = _newest(run) if step is None else _at(run, step)
     weights = _room_for(found, "model")
     read_checkpoint(found, {"model": weights}, LockstepRanks.alone())
     if means := _room_for(found, EMA_SECTION):
@@ -53,11 +61,12 @@ def export(run: Run, folder: Path, dtype: ParamDtype = "fp32") -> int:
     job = run.job()
     trained = Trained(run, job, found.step, weights)
     family_of(job.model).export(job.model, trained, folder, DTYPES[dtype])
+    _note(run, job.name, found.step, folder, dtype)
     return found.step
 
 
-def export_dcp(run: Run, folder: Path) -> int:
-    """Write a Run's newest good checkpoint in the format of torch's Distributed Checkpoint.
+def export_dcp(run: Run, folder: Path, step: int | None = None) -> int:
+    """Write a checkpoint of a Run in the format of torch's Distributed Checkpoint.
 
     `torch.distributed.checkpoint.load` reads it into `{"model": model.state_dict(), "optimizer":
     {"state": {name: {key: tensor}}}}`, with the names and types of the run; a running mean of the
@@ -66,6 +75,7 @@ def export_dcp(run: Run, folder: Path) -> int:
     Args:
         run: on any layout.
         folder: must not exist yet, or be empty.
+        step: of the checkpoint; None: the newest good one.
 
     Returns:
         the step that it is of.
@@ -73,7 +83,7 @@ def export_dcp(run: Run, folder: Path) -> int:
     Raises:
         InputError: no Run, no checkpoint, or a folder that holds files or can't be written.
     """
-    found = _newest(run)
+    found = _newest(run) if step is None else _at(run, step)
     sections = {name: _room_for(found, name) for name in ("model", "optimizer", EMA_SECTION)}
     sections = {name: room for name, room in sections.items() if room}
     read_checkpoint(found, sections, LockstepRanks.alone())
@@ -88,6 +98,7 @@ def export_dcp(run: Run, folder: Path) -> int:
     with complete_or_absent(folder) as partial, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
         save(written, storage_writer=_NamelessWriter(partial), no_dist=True)
+    _note(run, run.job().name, found.step, folder, "dcp")
     return found.step
 
 
@@ -96,6 +107,17 @@ class _NamelessWriter(FileSystemWriter):
 
     def storage_meta(self) -> None:
         return None
+
+
+def _note(run: Run, name: str, step: int, folder: Path, dtype: str) -> None:
+    """Say where weights are from, beside them, and in the Run where they went; a Run that can't be
+    written is exported all the same."""
+    known = {"step": step, "checkpoint": run.checkpoint_sum(step)}
+    origin = {"run": name, **known, "path": str(run.path.absolute())}
+    write_atomic(folder / ORIGIN_FILE, json.dumps(origin, indent=2) + "\n")
+    record = {"time": time.time(), **known, "folder": str(folder.absolute()), "dtype": dtype}
+    with suppress(OSError):
+        append_line(run.exports_file, json.dumps(record).encode() + b"\n")
 
 
 def load(run: Run | Path | str, model: nn.Module) -> int:
@@ -126,9 +148,18 @@ def load(run: Run | Path | str, model: nn.Module) -> int:
     return found.step
 
 
-def _newest(run: Run) -> FoundCheckpoint:
+def _at(run: Run, step: int) -> FoundCheckpoint:
+    _must_be_one(run)
+    return good_at(run.checkpoint_folder, step, LockstepRanks.alone())
+
+
+def _must_be_one(run: Run) -> None:
     if not run.exists:
         raise InputError(f"{run.path} is not a run: give the directory of one, such as runs/demo.")
+
+
+def _newest(run: Run) -> FoundCheckpoint:
+    _must_be_one(run)
     found, _ = newest_good(run.checkpoint_folder, LockstepRanks.alone(), print)
     if found is None:
         raise InputError(f"{run.path} has no checkpoint yet: train it first.")

@@ -50,6 +50,7 @@ from paceline.train.kept_state import KeptState
 from paceline.train.loop import train_loop
 from paceline.train.metrics_buffer import Line
 from paceline.train.run_context import RunContext
+from paceline.train.starting_weights import parent_of
 from paceline.train.stopping import StopRequest, shield_compile_workers
 from paceline.train.task import Task
 from paceline.train.trainer import Trainer
@@ -401,6 +402,8 @@ def facts_of(job: Job, ranks: Ranks, task: Task, cores: CoreShare) -> dict[str, 
         "peak_flops": peak.value if peak else None,
         "peak_source": peak.source if peak else None,
         "started": time.time(),
+        "data_key": task.data_key,
+        "parent": parent_of(job.train.weights),
         **task.facts,
     }
 

@@ -6,17 +6,22 @@ anything is written. Reading the weights is `models.weights`.
 """
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from paceline.config.errors import InputError
+from paceline.config.files import read_json
 from paceline.config.job import to_raw
 from paceline.config.job_sections import Data
 from paceline.config.model import Model
 from paceline.models.dcp import check_dcp, is_dcp
 from paceline.models.weights import check_weights, read_model
+from paceline.observe.records import ORIGIN, OriginRecord
 from paceline.train.data.tokenizer import bpe_size, read_tokenizer
 
+ORIGIN_FILE = "paceline.json"
+"""Beside weights that `paceline export` wrote: `records.OriginRecord`."""
 # How long sequences are, how far positions reach and how experts are kept in balance: people change
 # these of a trained network.
 _MAY_CHANGE = {"max_seq_len", "init_std", "rope_theta", "rope_scaling"}
@@ -74,3 +79,12 @@ def check_tokens(tokenizer: Path, data: Data, weights: str) -> None:
             f"data.tokenizer = {data.tokenizer!r} is trained afresh, and train.weights = "
             f"{weights!r} knows other tokens: give the tokenizer.json that they were trained with."
         )
+
+
+def parent_of(weights: str | None) -> OriginRecord | None:
+    """The run and the checkpoint that starting weights are from, None where nothing says so."""
+    if weights is None:
+        return None
+    with suppress(InputError):
+        return read_json(Path(weights) / ORIGIN_FILE, ORIGIN, "export them again")
+    return None

@@ -15,6 +15,7 @@ from rich.console import Console
 from paceline.bench.command import shown, source_text, to_text
 from paceline.bench.measure import BenchRequest, BenchResult, calibrated, measure
 from paceline.comm.rendezvous import ranks_from_env
+from paceline.config.duration import seconds_of
 from paceline.config.errors import InputError
 from paceline.config.job import Job, JobOnCluster, JobSpec, read_cluster
 from paceline.explain.changes import changed_job
@@ -29,7 +30,7 @@ from paceline.plan.search.choose import unsearchable
 from paceline.train.start import read_inputs
 from paceline.train.this_machine import resolve_on_this_machine, why_only_planned
 from paceline.tune.candidates import Question
-from paceline.tune.goal import Figures, Goal, seconds_of
+from paceline.tune.goal import Figures, Goal
 from paceline.tune.journal import FolderJournal
 from paceline.tune.loop import Limits, Loop
 from paceline.tune.measurer import RealMeasurer
@@ -77,7 +78,7 @@ def tune_command(job: JobSpec, asked: TuneOptions, out: Path) -> dict[str, Any] 
         RunError: the machine could not be measured.
     """
     goal = None if asked.until is None else Goal.read(asked.until)
-    seconds = float("inf") if asked.budget is None else seconds_of(asked.budget)
+    seconds = float("inf") if asked.budget is None else seconds_of("--budget", asked.budget)
     freedom = Freedom.of(asked.free, asked.keep)
     _check(job)
     machine = this_machine()

@@ -5,7 +5,6 @@ each (weak scaling). So it is the step on one device over the step on all.
 """
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,8 +23,6 @@ from paceline.tune.trial import Reference, Trial, TuningState
 Kind = Literal["efficiency", "mfu", "tokens_per_s", "samples_per_s"]
 KINDS: tuple[Kind, ...] = ("efficiency", "mfu", "tokens_per_s", "samples_per_s")
 _SHARES = ("efficiency", "mfu")
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|seconds?|min|minutes?|h|hours?)")
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True)
@@ -169,15 +166,3 @@ def one_device(job: Job) -> Job:
     # Samples as large at once as the Job's own, for what they take is not known.
     layout = layout.replace(micro_batch=math.gcd(samples, job.micro_batch))
     return resolve(asked.replace(layout=layout), cluster).job
-
-
-def seconds_of(text: str) -> float:
-    """Seconds of "15 min", "90 s" or "1.5 h".
-
-    Raises:
-        InputError: it can't be understood.
-    """
-    found = _DURATION.fullmatch(text.strip().lower())
-    if found is None or float(found[1]) == 0:
-        raise InputError(f'--budget {text!r} is no time: write "15 min", "90 s" or "2 h".')
-    return float(found[1]) * _SECONDS[found[2][0]]

@@ -80,6 +80,24 @@ def has_good_after(directory: Path, step: int) -> bool:
     return False
 
 
+def good_at(directory: Path, step: int, ranks: LockstepRanks) -> FoundCheckpoint:
+    """The checkpoint of a step. The ranks share the reading.
+
+    Raises:
+        InputError: there is none, or a byte of it isn't as written.
+    """
+    known = ranks.on_first(lambda: complete_steps(directory))
+    if step not in known:
+        there = ", ".join(map(str, known)) or "none"
+        raise InputError(f"{directory} has no checkpoint of step {step}: there are {there}.")
+    try:
+        return _verify(directory / f"step-{step}", step, ranks)
+    except DamagedError as damage:
+        raise InputError(
+            f"checkpoint step-{step} in {directory} is damaged ({damage}): take another one."
+        ) from None
+
+
 def load(found: FoundState, tensors: dict[str, Any], ranks: LockstepRanks) -> dict[str, Any]:
     """Fill `tensors` in place from a saved state, of whatever layout and number of ranks.
 

@@ -21,7 +21,7 @@ from paceline.observe.locks import is_live
 from paceline.observe.records import Count, Moment
 from paceline.observe.run import Run, parse_line, read_lines
 
-_FILES = "launch/*/attempts.jsonl"
+ATTEMPT_FILES = "launch/*/attempts.jsonl"
 
 
 @with_config(ConfigDict(extra="allow", strict=True, allow_inf_nan=False))
@@ -53,7 +53,7 @@ def attempts_of(records: RunRecords) -> tuple[Attempt, ...]:
 def _written(run: Run) -> tuple[Attempt, ...]:
     """By the engine. A line that can't be read is left out, as a last one that is being written."""
     attempts = {}
-    for file in sorted(run.path.glob(_FILES)):
+    for file in sorted(run.path.glob(ATTEMPT_FILES)):
         for raw in read_lines(file, "attempt"):
             if (line := parse_line(raw, _RECORD)) is not None:
                 one = Attempt(

@@ -83,6 +83,7 @@ def trained(tmp_path_factory) -> Path:
     checks = {"nccl-network": {"status": "ok", "seen": "x", "fix": ""}}
     found = {"facts": {"gpus": [{"clocks": {"sm_mhz": 1.0, "reasons": []}}]}, "checks": checks}
     (run / "doctor.json").write_text(json.dumps(found))
+    (run / "tags.json").write_text('["a"]')
     (run / "cluster.toml").write_text('device = "H100-SXM"\ndevices_per_node = 8\nnum_nodes = 1\n')
     hf = {"model_type": "llama", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 32}
     hf |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
@@ -194,6 +195,11 @@ READERS = {
     "tune job": Reader("small.toml", ("tune", "small.toml"), WHOLES | TOMLS),
     "export job": Reader(f"{RUN}/job.toml", ("export", RUN, "exported"), WHOLES | TOMLS),
     "export manifest": Reader(f"{RUN}/checkpoints/step-4/manifest.json", ("export", RUN, "out")),
+    "cost facts": Reader(f"{RUN}/facts.json", ("cost", RUN)),
+    "cost plan": Reader(f"{RUN}/plan.json", ("cost", RUN)),
+    "cost job": Reader(f"{RUN}/job.toml", ("cost", RUN), WHOLES | TOMLS),
+    "compare facts": Reader(f"{RUN}/facts.json", ("runs", "compare", "copy", RUN)),
+    "tag": Reader(f"{RUN}/tags.json", ("runs", "tag", RUN, "x"), fine=("list",)),
     "validate table": Reader("runs.csv", ("validate", "runs.csv")),
     "doctor system": Reader("hgx/system.json", ("doctor", "--from", "hgx"), fine=("empty",)),
     "doctor software": Reader("hgx/software.json", ("doctor", "--from", "hgx"), fine=("empty",)),
@@ -291,14 +297,14 @@ def test_a_damaged_line_of_metrics_is_left_out_and_said(damaged, line):
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
 def test_metrics_that_are_no_file_end_in_one_sentence(damaged, kind):
     damaged(f"{RUN}/metrics.jsonl", kind)
-    for command in (("explain", RUN), ("top", "--once", RUN), ("train", RUN)):
+    for command in (("explain", RUN), ("top", "--once", RUN), ("train", RUN), ("cost", RUN)):
         is_one_sentence(call(*command), "metrics.jsonl")
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
 def test_events_that_are_no_file_end_in_one_sentence(damaged, kind):
     damaged(f"{RUN}/events.jsonl", kind)
-    for command in (("explain", RUN), ("top", "--once", RUN), ("train", RUN)):
+    for command in (("explain", RUN), ("top", "--once", RUN), ("train", RUN), ("cost", RUN)):
         is_one_sentence(call(*command), "events.jsonl")
 
 

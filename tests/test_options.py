@@ -19,6 +19,9 @@ WRONG = {
     "bench collectives --nope": ["--nope", "bench collectives --help"],
     "explain": ["Missing argument"],
     "export run": ["Missing argument"],
+    "cost --price -1": ["'--price'", "greater than or equal to 0"],
+    "runs prune --keep-last 0": ["'--keep-last'"],
+    "runs nope": ["nope"],
     "nope": ["nope"],
 }
 

@@ -191,7 +191,7 @@ zero = 3
 source = "text.txt"
 tokenizer = "bytes"
 [train]
-steps = 60
+steps = 30
 global_batch = 8
 seq_len = 32
 eval_batches = 1
@@ -212,7 +212,7 @@ def test_an_elastic_run_that_lost_a_rank_accounts_for_the_steps_it_did_again(tmp
         for node in range(2):
             agents.start(node)
         end = time.monotonic() + PATIENCE_S
-        while agents.step() < 26:
+        while agents.step() < 15:
             assert time.monotonic() < end, agents.outputs()
             time.sleep(0.01)
         (victim,) = [pid for rank, pid in agents.rank_pids().items() if rank == 1]
@@ -379,7 +379,7 @@ def test_a_damaged_file_is_one_sentence_or_left_out(name, tmp_path):
 def test_wild_numbers_in_lines_and_attempts_break_no_sum(tmp_path):
     wild = [
         {"step": 1, "time": -1e300, "step_time_s": 1e300, "terms": {"data_wait": -5.0}},
-        {"step": 2, "time": 1e300, "step_time_s": -1.0},
+        {"step": 2, "time": 1e307, "step_time_s": 1e307},
         {"step": 3, "time": None, "step_time_s": 1.0},
         step(4, 8, eval_s=-3.0, terms={"data_wait": 1e9, "exposed_comm.x": None}),
     ]

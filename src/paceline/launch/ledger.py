@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 from paceline.launch.contract import Attempt
 
@@ -27,13 +28,16 @@ IDLE_S = 60.0
 """Devices that are held for nothing so long are named."""
 
 
+_MOST_S = 1e12
+"""Beyond it no file can lead: 30,000 years."""
+
+
 def microseconds(seconds: float) -> int:
     """A time of files and engines as the ledger counts it."""
-    return round(seconds * 1e6)
+    return round(1e6 * max(-_MOST_S, min(_MOST_S, seconds)))
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """What some devices did for a while."""
 
     kind: str
@@ -158,7 +162,8 @@ def ledger(attempts: Sequence[Attempt], spans: Iterable[Span], now: float) -> Le
         for window in holders[place]:
             given = min(left, window.attempt.num_devices)
             if given > 0:
-                window.add(span, given)
+                is_whole = given == span.num_devices
+                window.pieces.append(span if is_whole else span._replace(num_devices=given))
             left -= given
     closed: list[AttemptLedger] = []
     has_trained = False
@@ -186,9 +191,6 @@ class _Window:
     @property
     def order(self) -> tuple[int, int, int]:
         return self.start_us, self.begin_us, self.attempt.number
-
-    def add(self, span: Span, num_devices: int) -> None:
-        self.pieces.append(Span(span.kind, span.begin_us, span.end_us, num_devices, span.in_step))
 
     def close(self, before_first: str, now_us: int) -> AttemptLedger:
         """Give the rest to its classes.
@@ -274,8 +276,11 @@ def _pieces(spans: Iterable[Span], cuts: Sequence[int]) -> Iterator[tuple[Span, 
         while cuts and begin_us < min(span.end_us, cuts[-1]):
             at = bisect_left(cuts, begin_us + 1)
             end_us = min(span.end_us, cuts[at])
-            piece = Span(span.kind, begin_us, end_us, span.num_devices, span.in_step)
-            yield piece, cuts[at - 1]
+            is_whole = begin_us == span.begin_us and end_us == span.end_us
+            yield (
+                span if is_whole else span._replace(begin_us=begin_us, end_us=end_us),
+                cuts[at - 1],
+            )
             begin_us = end_us
         done_us = max(done_us, begin_us)
 

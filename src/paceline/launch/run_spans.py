@@ -10,9 +10,8 @@ is left after a notice that machines go away is preempted.
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby, islice, pairwise
-from typing import Any
 
 from paceline.config.job import Job
 from paceline.launch.contract import Attempt
@@ -22,8 +21,13 @@ from paceline.observe.generations import Generation, Generations
 from paceline.observe.summary import number, typical
 from paceline.observe.terms import EXPOSED_COMM
 
-_NEVER_S = 1e12
-"""A moment after all others."""
+_WAITS = {
+    "checkpoint_stall": "checkpoint_stall",
+    "data_wait": "data_wait",
+    EXPOSED_COMM: "exposed_comm",
+    "straggler_wait": "exposed_comm",
+}
+"""Terms of a step, of an axis or of none, that are not computing."""
 _CLOCKS_S = 1.0
 """By so much the clocks of a run's machines may differ."""
 _HANGS = ("stopped", "stuck", "waiting_for_data", "wrong_collective")
@@ -51,7 +55,7 @@ def spans_of(records: RunRecords, attempts: Sequence[Attempt]) -> list[Span]:
     has_trained = False
     for began, until in pairwise([*_starts(records), math.inf]):
         first, last = timeline.first_after(began), timeline.last_before(until)
-        if first is None or last is None or first.begin_us >= microseconds(min(until, _NEVER_S)):
+        if first is None or last is None or first.begin_us >= microseconds(until):
             continue  # it never trained
         num = last.num_devices
         timeline.add("restart" if has_trained else "starting", began, first.begin_us / 1e6, num)
@@ -84,19 +88,18 @@ class _Timeline:
         ended, seconds = number(line.get("time")), number(line.get("step_time_s"))
         if ended is None or not seconds or seconds < 0:
             return
-        terms = line.get("terms") or {}
+        waits = dict.fromkeys(("checkpoint_stall", "data_wait", "exposed_comm"), 0.0)
+        for term, value in (line.get("terms") or {}).items():
+            kind = _WAITS.get(term.partition(".")[0])
+            if kind is not None and value is not None and value > 0:
+                waits[kind] += value
         ended_us = microseconds(ended)
         at_us = ended_us - microseconds(seconds)
-        waits = {
-            "checkpoint_stall": _seconds(terms, "checkpoint_stall"),
-            "data_wait": _seconds(terms, "data_wait"),
-            "exposed_comm": _seconds(terms, EXPOSED_COMM, "straggler_wait"),
-        }
-        compute_us = max(0, ended_us - at_us - sum(map(microseconds, waits.values())))
-        parts = {name: microseconds(seconds) for name, seconds in waits.items()}
-        exposed_us = parts.pop("exposed_comm")
+        stall_us, data_us, exposed_us = map(microseconds, waits.values())
+        compute_us = max(0, ended_us - at_us - stall_us - data_us - exposed_us)
         for kind, length_us in (
-            *parts.items(),
+            ("checkpoint_stall", stall_us),
+            ("data_wait", data_us),
             ("compute", compute_us),
             ("exposed_comm", exposed_us),
         ):
@@ -115,14 +118,17 @@ class _Timeline:
 
     def last_before(self, moment: float) -> Span | None:
         """The last span that began before a moment."""
-        at = bisect_left(self.spans, microseconds(min(moment, _NEVER_S)), key=_begin)
+        at = bisect_left(self.spans, microseconds(moment), key=_begin)
         return self.spans[at - 1] if at else None
 
     def _add(
         self, kind: str, begin_us: int, end_us: int, num_devices: int, *, in_step: bool
     ) -> None:
         spans = self.spans
-        at = bisect_right(spans, begin_us, key=_begin)
+        if spans and begin_us < spans[-1].end_us:
+            at = bisect_right(spans, begin_us, key=_begin)
+        else:
+            at = len(spans)
         if at:
             begin_us = max(begin_us, spans[at - 1].end_us)
         while begin_us < end_us:
@@ -138,12 +144,6 @@ class _Timeline:
 
 def _begin(span: Span) -> int:
     return span.begin_us
-
-
-def _seconds(terms: Mapping[str, Any], *names: str) -> float:
-    """Of terms of these names, and of their parts ("exposed_comm.dp")."""
-    found = (number(terms[term]) for term in terms if term.partition(".")[0] in names)
-    return sum(max(0.0, seconds) for seconds in found if seconds is not None)
 
 
 def _devices(records: RunRecords) -> Callable[[Line], int]:
@@ -238,7 +238,7 @@ def _add_silence(
     known, num = last.end_us / 1e6, attempt.num_devices
     if any(attempt.started <= each <= ended and each >= known - _CLOCKS_S for each in ends):
         if any(attempt.started <= each <= known for each in notices):
-            timeline.add("preempted", known, min(ended, _NEVER_S), num)
+            timeline.add("preempted", known, ended, num)
     elif attempt.ended is None:
         timeline.add("compute", known, known + 2 * step_s, last.num_devices)
     else:

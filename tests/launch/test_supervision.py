@@ -184,6 +184,23 @@ def test_others_go_on_where_they_can_and_the_lost_node_comes_back(hosts, tmp_pat
         assert attempt.exit_code == 0
 
 
+def test_all_start_again_where_one_has_saved(hosts, tmp_path):
+    """Also one that took a lost node's place, and that nobody told."""
+    with jobs_on(hosts, tmp_path) as jobs:
+        script = (
+            'echo "$PACELINE_NODE" >>began; [ "$PACELINE_ATTEMPT" = 1 ] || exit 0; '
+            'trap "exit 75" TERM; while :; do [ -e go ] && [ $PACELINE_NODE = n0 ] && exit 75; '
+            "sleep 0.05; done"
+        )
+        job = jobs.submit(script, num_nodes=2, min_nodes=1)
+        began = tmp_path / "began"
+        until(lambda: began.exists() and len(began.read_text().split("\n")) == 3)
+        (tmp_path / "go").touch()
+        over = jobs.until_over(job)
+        assert (over.state, over.attempt) == ("finished", 2)
+        assert [one.exit_code for one in hosts.engine.usage(job)] == [75, 0]
+
+
 @pytest.mark.parametrize(
     ("site", "said"),
     [

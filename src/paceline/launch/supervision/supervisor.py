@@ -38,13 +38,16 @@ from paceline.launch.supervision.state import (
 from paceline.observe.run import cache_home, write_atomic
 
 T = TypeVar("T")
-Cause = Literal["stop", "lost", "failed", "limit"]
-"""Why the supervisor ends an attempt: the first reason counts."""
+Cause = Literal["stop", "lost", "failed", "saved", "limit"]
+"""Why the supervisor ends an attempt: the first reason counts. saved: a node is done for this time,
+and those that don't follow by themselves are told to."""
 
 _SIGN_OF_LIFE_S = 5.0
 _LOOK_S = 0.2
 # Between attempts, and between looks for nodes: twice as long each time.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 15.0
+# Nodes that save do so together, but for what each of them closes.
+_TOGETHER_S = 5.0
 _KILLED_BY_TERM = 128 + signal.SIGTERM
 
 
@@ -71,6 +74,8 @@ class Supervisor:
         self._restarts = orders.restarts
         self._live: dict[str, Relay] = {}
         self._cause: Cause | None = None
+        self._is_saved = False
+        """Whether a node of this attempt is done for this time."""
         self._code = 0
         """Of the command that failed first."""
         self._slot: FileLock | None = None
@@ -291,6 +296,7 @@ class Supervisor:
     async def _attempt(self, gang: Sequence[Relay]) -> Outcome:
         self._live = {relay.node.name: relay for relay in gang}
         self._cause = "stop" if self._stopping.is_set() else None
+        self._is_saved = False
         names = tuple(self._live)
         self._note(
             Observation("running", nodes=names), started=time.time(), nodes=names, state=RUNNING
@@ -307,13 +313,13 @@ class Supervisor:
         while True:
             code = await relay.ended()
             del self._live[relay.node.name]
+            if self._live and self._cause is None:
+                self._note(Observation("running", nodes=tuple(self._live)))
             if code is not None:
-                if code not in (0, EXIT_SAVED) and self._cause is None:
-                    self._code = code
-                    self._end_all("failed")
+                self._on_end(code)
                 return code
             enough = 0 < self._orders.min_nodes <= len(self._live)
-            if self._cause is not None or not enough or self._restarts <= 0:
+            if self._is_saved or self._cause is not None or not enough or self._restarts <= 0:
                 self._end_all("lost")
                 return None
             self._restarts -= 1
@@ -323,13 +329,28 @@ class Supervisor:
                 return None
             relay = new
 
+    def _on_end(self, code: int) -> None:
+        """A command has ended: the others don't go on without it."""
+        if code == EXIT_SAVED and self._live and not self._is_saved:
+            self._is_saved = True
+            asyncio.get_running_loop().call_later(
+                _TOGETHER_S, self._end_attempt, self._attempts[-1]
+            )
+        elif code not in (0, EXIT_SAVED) and self._cause is None:
+            self._code = code
+            self._end_all("failed")
+
+    def _end_attempt(self, saved: Attempt) -> None:
+        if saved.number == len(self._attempts) and self._live:
+            self._end_all("saved")
+
     async def _replacement(self) -> Relay | None:
         """A node in the place of a lost one, while the others go on; None: they have ended."""
         wait_s = _FIRST_WAIT_S
-        while self._live and self._cause is None:
+        while self._live and self._cause is None and not self._is_saved:
             found = await self._reach(1)
             ready = [] if found is None else found[0]
-            if ready and self._live and self._cause is None:
+            if ready and self._live and self._cause is None and not self._is_saved:
                 self._live[ready[0].node.name] = ready[0]
                 ready[0].tell("START")
                 nodes = tuple(self._live)
@@ -352,7 +373,7 @@ class Supervisor:
             return Outcome("LOST", None, is_again=True)
         if self._cause == "limit" and (worst is not None or not known):
             return Outcome("TIMEOUT", worst if worst is not None else _KILLED_BY_TERM)
-        if EXIT_SAVED in known:
+        if self._cause == "saved" or EXIT_SAVED in known:
             return Outcome("SAVED", EXIT_SAVED, is_again=True)
         return Outcome("COMPLETED", 0)
 

@@ -10,8 +10,12 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.config.errors import InputError
 from paceline.config.job import read_job
+from paceline.config.site import site_named
 from paceline.launch import command
+from paceline.launch.prepare import Asked, Prepared, prepare_script
 from paceline.launch.records import newest_launch
+from paceline.launch.supervision.engine import SupervisedEngine
+from paceline.machine.discovery import this_machine
 from tests.command_line import environment, losses, metrics, paceline, write_tiny_job
 from tests.launch.waiting import until
 
@@ -89,6 +93,15 @@ def test_a_site_file_with_a_wrong_key_names_it(here):
     assert "lab.engine = 'kubernetes' can't be used" in refused("job.toml", "--on", "lab")
 
 
+def test_the_site_of_the_page_is_one(here):
+    page = (LLAMA.parents[1] / "docs" / "cluster.md").read_text()
+    lines = page[page.index("        [lab]") :].split("\n\n")[0].splitlines()
+    (here / "paceline-sites.toml").write_text("\n".join(line.strip() for line in lines))
+    site = site_named("lab")
+    assert len(site.hosts) == 4
+    assert site.node_types["h100"].usd_per_device_hour == 2.5
+
+
 def test_a_job_that_cannot_end_in_time_says_what_would_help(here):
     said = refused(str(LLAMA), "--on", "lab", "--nodes", "1")
     assert "the site ends jobs after 10 h 00 min: train at most" in said
@@ -159,8 +172,6 @@ def test_a_script_runs_with_its_arguments_and_its_name_is_taken_while_it_lives(h
 
 
 def test_a_submission_that_dies_half_way_leaves_nothing(here, monkeypatch):
-    from paceline.launch.supervision.engine import SupervisedEngine
-
     def die(self, folder):
         raise KeyboardInterrupt
 
@@ -233,10 +244,6 @@ def test_a_training_saves_goes_on_and_is_stopped(tmp_path):
     assert read_job(launch.job.folder / "job.toml").elastic.save_within_s == 45.0
 
 
-def _prepared(here: Path):
-    from paceline.config.site import site_named
-    from paceline.launch.prepare import Asked, prepare_script
-    from paceline.machine.discovery import this_machine
-
+def _prepared(here: Path) -> Prepared:
     asked = Asked("queue", site_named("queue"))
     return prepare_script(here / "script.py", (), None, asked, here / "runs", this_machine)

@@ -13,8 +13,9 @@ from paceline.config.job import read_job
 from paceline.config.site import site_named
 from paceline.launch import command
 from paceline.launch.prepare import Asked, Prepared, prepare_script
-from paceline.launch.records import newest_launch
+from paceline.launch.records import Launch, newest_launch
 from paceline.launch.supervision.engine import SupervisedEngine
+from paceline.launch.supervision.state import STATE
 from paceline.machine.discovery import this_machine
 from tests.command_line import environment, losses, metrics, paceline, write_tiny_job
 from tests.launch.waiting import until
@@ -242,6 +243,27 @@ def test_a_training_saves_goes_on_and_is_stopped(tmp_path):
     last = max(losses(tmp_path))  # a line for each step, none twice
     assert (tmp_path / "runs" / "tiny" / "checkpoints" / f"step-{last}").is_dir()
     assert read_job(launch.job.folder / "job.toml").elastic.save_within_s == 45.0
+    _must_have_its_bill(tmp_path, launch)
+
+
+def _must_have_its_bill(folder: Path, launch: Launch):
+    """By the engine's attempts, to the microsecond, and from what is kept of them afterwards."""
+    attempts = launch.engine.usage(launch.job)
+    device_us = sum(
+        one.num_devices * (round(1e6 * one.ended) - round(1e6 * one.submitted)) for one in attempts
+    )
+    done = paceline("cost", "runs/tiny", "--price", "3.6", "--json", folder=folder)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["total_us"] == sum(told["device_us"].values()) == device_us
+    assert [one["exit_code"] for one in told["attempts"]] == [75, 75]
+    for name in ("starting", "compute", "restart", "preempted"):
+        assert told["device_us"][name] > 0, told
+    assert told["device_us"]["lost_work"] == told["device_us"]["hang"] == 0
+    assert told["usd"] == pytest.approx(told["held_us"] / 1e9)
+    (launch.job.folder / STATE).unlink()  # the engine forgets
+    again = paceline("cost", "runs/tiny", "--json", folder=folder)
+    assert json.loads(again.stdout.splitlines()[-1])["device_us"] == told["device_us"]
 
 
 def _prepared(here: Path) -> Prepared:

@@ -1,12 +1,14 @@
-"""Attempts of a Run: as its engine wrote them down, else as the Run's own files tell.
+"""Attempts of a Run: as the engines of its launches count them, else as its own files tell.
 
-A run that was launched has a folder for each launch with attempts.jsonl: one Attempt a line, by its
-field names; of lines that tell of one attempt twice the later one holds. A run that was started by
-hand has an attempt for each start, which had its machines at once. Its devices are those of the
-ranks; of an elastic run, those of all nodes that were ever in that start, from its first moment on.
+What an engine says is kept in the folder of the launch, for engines forget: attempts.jsonl, one
+Attempt a line by its field names. A start by hand is an attempt that had its machines at once. Its
+devices are those of the ranks; of an elastic run, those of all nodes that were ever in that start,
+from its first moment on.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from itertools import groupby, pairwise
 from math import inf
 from typing import Annotated, Required
@@ -14,14 +16,17 @@ from typing import Annotated, Required
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
+from paceline.config.errors import InputError
 from paceline.launch.contract import Attempt
+from paceline.launch.records import launches_of
 from paceline.launch.run_records import RunRecords
 from paceline.observe.generations import Event, Generation, Generations
 from paceline.observe.locks import is_live
 from paceline.observe.records import Count, Moment
-from paceline.observe.run import Run, parse_line, read_lines
+from paceline.observe.run import Run, json_lines, parse_line, read_lines, write_atomic
 
-ATTEMPT_FILES = "launch/*/attempts.jsonl"
+_ATTEMPTS = "attempts.jsonl"
+ATTEMPT_FILES = f"launch/*/{_ATTEMPTS}"
 
 
 @with_config(ConfigDict(extra="allow", strict=True, allow_inf_nan=False))
@@ -39,19 +44,53 @@ class _Record(TypedDict, total=False):
 _RECORD = TypeAdapter(_Record)
 
 
+def ask_engines(run: Run) -> list[str]:
+    """Ask the engines of a Run's launches for their attempts, and keep what they say.
+
+    Returns:
+        a sentence for each that can't say: what it said before still counts.
+
+    Raises:
+        InputError: a record of a launch is damaged.
+    """
+    told = []
+    for launch in launches_of(run.path):
+        try:
+            attempts = launch.engine.usage(launch.job)
+        except InputError as error:
+            told.append(f"launch {launch.number} of {run.path.name}: {error}")
+            continue
+        if attempts:
+            lines = json_lines(asdict(one) for one in attempts)
+            with suppress(OSError):  # of somebody else's run
+                write_atomic(launch.job.folder / _ATTEMPTS, lines)
+    return told
+
+
 def attempts_of(records: RunRecords) -> tuple[Attempt, ...]:
-    """The attempts of a Run, the oldest first.
+    """The attempts of a Run, the oldest first: of its launches, as far as `ask_engines` has asked,
+    and of starts by hand.
 
     Raises:
         InputError: a file of the Run can't be read.
     """
-    if written := _written(records.run):
-        return written
-    return _of_starts(records) if records.found is None else _of_generations(records, records.found)
+    launched, found = _written(records.run), records.found
+    by_hand = _of_starts(records) if found is None else _of_generations(records, found)
+    apart = [one for one in by_hand if not any(_overlap(one, other) for other in launched)]
+    return tuple(sorted([*launched, *apart], key=lambda one: one.submitted))
+
+
+def _overlap(one: Attempt, other: Attempt) -> bool:
+    """Whether both had machines at a time."""
+    return _held_until(one) > (other.started or inf) and one.submitted < _held_until(other)
+
+
+def _held_until(one: Attempt) -> float:
+    return inf if one.ended is None else one.ended
 
 
 def _written(run: Run) -> tuple[Attempt, ...]:
-    """By the engine. A line that can't be read is left out, as a last one that is being written."""
+    """By engines; a line that can't be read is left out."""
     attempts = {}
     for file in sorted(run.path.glob(ATTEMPT_FILES)):
         for raw in read_lines(file, "attempt"):

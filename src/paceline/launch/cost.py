@@ -1,19 +1,21 @@
 """Cost of runs: the ledger of each, with prices, and what was got for it.
 
-Only what is held is paid for, so a queue costs nothing. A price is what the person gave, a site's
-(`config.site`), or the Job's (`cluster.prices`); without one there is device time alone.
+Only what is held is paid for, so a queue costs nothing. A price is what the person gave, that of
+the site that the run was launched on, or the Job's (`cluster.prices`); without one there is device
+time alone.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config.errors import InputError
 from paceline.config.job import Job
-from paceline.config.site import site_named
+from paceline.config.site import NodeType, site_named
 from paceline.launch.attempts import attempts_of
 from paceline.launch.ledger import Ledger, ledger
+from paceline.launch.records import launches_of
 from paceline.launch.run_records import RunRecords
 from paceline.launch.run_spans import spans_of
 from paceline.observe.run import Run, complete_steps
@@ -81,7 +83,7 @@ def cost_of(records: RunRecords, price: Price | None = None) -> RunCost:
 
     Args:
         records: of the Run.
-        price: None: that of its Job, where it has one.
+        price: None: of the site of its newest launch, else of its Job, where they have one.
 
     Raises:
         InputError: a file of it is damaged.
@@ -93,7 +95,7 @@ def cost_of(records: RunRecords, price: Price | None = None) -> RunCost:
         run=run,
         name=records.job.name,
         ledger=ledger(attempts, spans_of(records, attempts), time.time()),
-        price=price or _price_of(records.job),
+        price=price or _price_of_launch(run) or _price_of_job(records.job),
         num_steps=records.num_steps,
         num_lost_steps=max(sum(lost), 0 if found is None else found.recomputed),
         unit=records.unit,
@@ -122,14 +124,13 @@ def site_price(place: str, *, spot: bool = False) -> Price:
         raise InputError(
             f"--site {place} is not one kind of machine: name one of its node types ({listed})."
         )
-    one = types[known[0]]
-    usd = one.spot_usd_per_device_hour if spot else one.usd_per_device_hour
-    if usd is None:
+    price = _price_at(name, known[0], types, spot=spot)
+    if price is None:
         key = "spot_usd_per_device_hour" if spot else "usd_per_device_hour"
         raise InputError(
             f"site {name} has no price for {known[0]}: give {key} there, or --price USD."
         )
-    return Price(usd, f"site {name}, {known[0]}{', spot' if spot else ''}")
+    return price
 
 
 def runs_of(paths: Sequence[Path]) -> list[Run]:
@@ -144,7 +145,21 @@ def runs_of(paths: Sequence[Path]) -> list[Run]:
     return [Run(path) for path in found]
 
 
-def _price_of(job: Job) -> Price | None:
+def _price_of_launch(run: Run) -> Price | None:
+    for launch in reversed(launches_of(run.path)):
+        request, types = launch.record.request, launch.record.site.node_types
+        if request.node_type in types:
+            return _price_at(launch.record.site_name, request.node_type, types, spot=request.spot)
+    return None
+
+
+def _price_at(site: str, name: str, types: Mapping[str, NodeType], *, spot: bool) -> Price | None:
+    one = types[name]
+    usd = one.spot_usd_per_device_hour if spot else one.usd_per_device_hour
+    return None if usd is None else Price(usd, f"site {site}, {name}{', spot' if spot else ''}")
+
+
+def _price_of_job(job: Job) -> Price | None:
     figure = job.cluster.prices.usd_per_device_hour
     return None if figure is None else Price(figure.value, f"job.toml, {figure.source}")
 

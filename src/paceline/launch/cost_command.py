@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from paceline.launch.attempts import ask_engines
 from paceline.launch.cost import Price, cost_of, runs_of
 from paceline.launch.cost_show import show, to_json, together
 from paceline.launch.run_records import RunRecords
@@ -26,8 +27,10 @@ def cost_command(
     Raises:
         InputError: a path is no run, or a file of it is damaged.
     """
-    costs = [cost_of(RunRecords.of(run), price) for run in runs_of(paths)]
-    console = Console(highlight=False)
+    runs, console = runs_of(paths), Console(highlight=False)
+    for sentence in [sentence for run in runs for sentence in ask_engines(run)]:
+        console.print(sentence, markup=False, soft_wrap=True)
+    costs = [cost_of(RunRecords.of(run), price) for run in runs]
     for one in costs:
         show(one, console)
     if len(costs) > 1:

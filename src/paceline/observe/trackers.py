@@ -246,11 +246,16 @@ class Trackers:
             feed.put(line["step"], finite)
         return self._take_sentences()
 
-    def close(self, *, has_failed: bool) -> list[str]:
-        """Wait a while for what is on its way; returns what is to be said."""
+    def close(self, *, has_failed: bool, patience_s: float | None = None) -> list[str]:
+        """Wait for what is on its way; returns what is to be said.
+
+        Args:
+            has_failed: whether the run ends by an error.
+            patience_s: how long; None: as long as the end of a run may take.
+        """
         for feed in self._feeds:
             feed.end(has_failed=has_failed)
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + (_PATIENCE_S if patience_s is None else patience_s)
         for feed in self._feeds:
             feed.join(deadline)
         return self._take_sentences()
@@ -310,7 +315,7 @@ class _Feed:
         """Wait for its end until a moment of the monotonic clock."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._say(f"was not done {_PATIENCE_S:g} s after the last step, and lacks some")
+            self._say("took too long after the last step, and lacks some")
 
     def take_sentences(self) -> list[str]:
         return [self._sentences.get() for _ in range(self._sentences.qsize())]

@@ -57,6 +57,8 @@ from paceline.train.trainer import Trainer
 
 # Of glibc's malloc.h.
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
+# How long a generation that is over waits for trackers.
+_TRACKERS_S = 0.5
 
 MakeTask = Callable[[Job, Ranks], Task]
 
@@ -268,7 +270,10 @@ class RunReporter:
             if self._metrics is not None:
                 self._metrics.close()
             if self._trackers is not None:
-                for sentence in self._trackers.close(has_failed=failure is not None):
+                has_failed = failure is not None
+                # The next generation of an elastic run waits for this one's end.
+                patience_s = _TRACKERS_S if has_failed and self.job.elastic.is_on else None
+                for sentence in self._trackers.close(has_failed=has_failed, patience_s=patience_s):
                     self.say(sentence)
 
     def introduce(self, trainer: Trainer) -> None:

@@ -145,6 +145,8 @@ def test_a_job_that_may_go_on_without_a_node_does(lab, jobs):
     script = 'touch "job 0-$PACELINE_NODE"; until [ -e go ]; do sleep 0.05; done'
     job = jobs.submit(script, num_nodes=3, min_nodes=2)
     lost = begun(jobs, job)[1]
+    # Slurm's accounting knows an entry by the second of its submission.
+    until(lambda: time.time() > jobs.bed.engine.usage(job)[0].submitted + 2)
     lab.kill_node(lost)
     lab.set_down(lost)
     try:
@@ -154,6 +156,7 @@ def test_a_job_that_may_go_on_without_a_node_does(lab, jobs):
     finally:
         lab.start_node(lost)
     assert (over.state, over.exit_code, over.attempt) == ("finished", 0, 1)
+    until(lambda: len(jobs.bed.engine.usage(job)) == 2)  # accounting hears of it later
     held = jobs.bed.engine.usage(job)
     assert [(one.number, one.num_devices) for one in held] == [(1, 6), (1, 4)]
     assert held[0].ended == held[1].started

@@ -13,6 +13,7 @@ from paceline.launch.engines.slurm.script import rendered
 from paceline.launch.engines.slurm.states import reason_of, state_of
 from paceline.launch.engines.slurm.usage import attempts
 from paceline.launch.engines.slurm.why import NodeFree, devices_of, free_sentences
+from paceline.launch.node_records import NodeRecord
 
 
 def request(**changes: object) -> Request:
@@ -189,3 +190,20 @@ def test_accounting_that_is_late_is_caught_up(tmp_path):
     again = JobState("PENDING", "BeginTime", 1, None, (), at + 99, at + 4, None, "main")
     waits = (2, None, None, 0, "PENDING")
     assert held(runs, now=again) == [(1, at + 1, at + 4, 2, "REQUEUED"), waits]
+
+
+def test_an_attempt_of_less_than_a_second_is_not_lost(tmp_path):
+    """Slurm's accounting has one entry for it and the next."""
+    (tmp_path / "slurm.json").write_text('{"devices_per_node": 2}')
+    at = float(int((tmp_path / "slurm.json").stat().st_mtime) + 1)
+    rows = [Row("COMPLETED", 0, at, at + 7, at + 8, ("n1",), 2)]
+    records = [
+        NodeRecord(1, "n1", at + 0.2, at + 0.5, 75),
+        NodeRecord(2, "n1", at + 7.1, at + 8, 0),
+    ]
+    now = JobState("COMPLETED", "None", 1, 0, ("n1",), at + 7, at, at + 8, "main")
+    held = attempts(Submitted("1", tmp_path), rows, records, now)
+    assert [(one.number, one.exit_code) for one in held] == [(1, 75), (2, 0)]
+    assert sum(one.num_devices * (one.ended - one.started) for one in held) == 2
+    times = [time for one in held for time in (one.submitted, one.started, one.ended)]
+    assert times == sorted(times)

@@ -4,6 +4,7 @@ Slurm's accounting says it to the second. Where a site keeps none, the nodes' re
 what Slurm does before and after the command, about a second.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -58,9 +59,28 @@ def attempts(
         number: list(group) for number, group in groupby(records, lambda each: each.attempt)
     }
     codes = {number: _exit_code(group) for number, group in by_number.items()}
-    if of_job:
-        return tuple(_accounted(_caught_up(of_job, now), codes, shape.devices_per_node))
-    return tuple(_recorded(by_number, codes, shape.devices_per_node, submitted, now))
+    devices = shape.devices_per_node
+    if not of_job:
+        return tuple(_recorded(by_number, codes, devices, submitted, now))
+    rows = _caught_up(of_job, now)
+    newest = max(by_number, default=1)
+    if now is not None:
+        newest = now.restarts + (rows[-1].submitted >= now.submitted)
+    held = list(_accounted(rows, newest, codes, devices))
+    seen = {one.number for one in held}
+    unseen = {number: group for number, group in by_number.items() if number not in seen}
+    held += [_in_seconds(one) for one in _recorded(unseen, codes, devices, submitted, None)]
+    return tuple(sorted(held, key=lambda one: (one.number, one.submitted)))
+
+
+def _in_seconds(one: Attempt) -> Attempt:
+    """One that was put back in the second of its submission: accounting has lost it, since it knows
+    entries by that second."""
+    submitted, started, ended = (
+        None if time is None else math.floor(time)
+        for time in (one.submitted, one.started, one.ended)
+    )
+    return replace(one, submitted=submitted or 0, started=started, ended=ended)
 
 
 def _caught_up(rows: Sequence[Row], now: JobState | None) -> list[Row]:
@@ -70,7 +90,7 @@ def _caught_up(rows: Sequence[Row], now: JobState | None) -> list[Row]:
         return known
     start = None if now.word == "PENDING" else now.start
     seen = Row(now.word, now.exit_code, now.submitted, start, now.end, now.nodes, None)
-    if sum(row.state != "RESIZING" for row in known) <= now.restarts:
+    if known[-1].submitted < now.submitted:
         known.append(seen)
     elif known[-1].ended is None:
         held = known[-1].num_devices
@@ -82,9 +102,11 @@ def _caught_up(rows: Sequence[Row], now: JobState | None) -> list[Row]:
 
 
 def _accounted(
-    rows: Sequence[Row], codes: dict[int, int | None], devices: int
+    rows: Sequence[Row], newest: int, codes: dict[int, int | None], devices: int
 ) -> Iterator[Attempt]:
-    number, resized_at = 1, None
+    """The attempts of entries of which the last is the newest attempt's."""
+    number = max(1, newest - sum(row.state != "RESIZING" for row in rows[:-1]))
+    resized_at = None
     for row in rows:
         held = row.num_devices if row.num_devices is not None else len(row.nodes) * devices
         is_resized = row.state == "RESIZING"

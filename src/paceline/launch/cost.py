@@ -43,6 +43,7 @@ class RunCost:
 
     run: Run
     name: str
+    """Of its directory."""
     ledger: Ledger
     price: Price | None
     """None: nobody gave one."""
@@ -93,7 +94,7 @@ def cost_of(records: RunRecords, price: Price | None = None) -> RunCost:
     lost = [event["steps"] for event in records.named("taken_back")]
     return RunCost(
         run=run,
-        name=records.job.name,
+        name=run.path.name,
         ledger=ledger(attempts, spans_of(records, attempts), time.time()),
         price=price or _price_of_launch(run) or _price_of_job(records.job),
         num_steps=records.num_steps,

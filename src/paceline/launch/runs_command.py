@@ -280,13 +280,13 @@ def _table(runs: Sequence[IndexedRun]) -> Table:
                 f"{facts.steps:,}",
                 "–" if facts.loss is None else loss_text(facts.loss),
                 "–" if facts.eval_loss is None else loss_text(facts.eval_loss),
-                device_time_text(round(facts.device_s * 1e6)),
+                amount_text(facts.device_s / 3600),
                 "–" if facts.started is None else date_text(facts.started)[:10],
                 ", ".join(one.tags),
             )
         )
-    heads = ("run", "state", "steps", "loss", "held out", "held", "started", "tags")
-    return Table(heads, rows, words=(0, 1, 6, 7))
+    heads = ("run", "state", "steps", "loss", "held out", "device-h", "started", "tags")
+    return Table(heads, rows, words=(0, 1, 7))
 
 
 def _figures(parts: RunParts) -> dict[str, str]:

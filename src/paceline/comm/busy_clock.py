@@ -7,8 +7,9 @@ whatever made it late: computation, the loader, a slow disk, the interpreter.
 
 Waits are counted where Python asks for them: `Work.wait` (FSDP2, pipelines, every collective that
 isn't asynchronous), `wait_tensor` (DTensor), and what a caller puts into `waiting`. DDP waits in
-C++; `parallel.exposed_all_reduce` tells of it. torch counts no waits of gloo itself (2.13: only the
-store's).
+C++: for buffers as a forward pass begins, which is counted where Python asks for that, and for
+gradients; `parallel.exposed_all_reduce` tells of those. torch counts no waits of gloo itself (2.13:
+only the store's).
 
 On CUDA the host doesn't wait for collectives, it launches them. There busy time is the host's, so
 it names the rank whose host is late and not the one whose device is slow; a profile does that.
@@ -23,6 +24,7 @@ from typing import Any, Self
 import torch
 from torch.distributed import Work
 from torch.distributed import _functional_collectives as functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 
@@ -35,19 +37,22 @@ class BusyClock:
         self._wait_began_s = 0.0
         self._waited_s = 0.0
         self._lap_began_s = time.perf_counter()
-        self._before: tuple[Any, Any] | None = None
+        self._before: tuple[Any, Any, Any] | None = None
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
-        self._before = (Work.wait, functional.wait_tensor)
+        for_buffers = DistributedDataParallel._sync_buffers
+        self._before = (Work.wait, functional.wait_tensor, for_buffers)
         Work.wait = self._counted(Work.wait)  # type: ignore[method-assign]
         functional.wait_tensor = self._counted(functional.wait_tensor)
+        DistributedDataParallel._sync_buffers = self._counted(for_buffers)  # type: ignore[method-assign]
         self.lap()
         return self
 
     def __exit__(self, *_failure: object) -> None:
         assert self._before is not None
-        Work.wait, functional.wait_tensor = self._before  # type: ignore[method-assign]
+        Work.wait, functional.wait_tensor, for_buffers = self._before  # type: ignore[method-assign]
+        DistributedDataParallel._sync_buffers = for_buffers  # type: ignore[method-assign]
 
     def lap(self) -> float:
         """Seconds at work since the last lap, or since the clock was entered."""

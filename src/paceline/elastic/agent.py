@@ -81,7 +81,7 @@ _STOPPED_AT_ONCE = 130
 _TWIN_PATIENCE_S = 2.0
 # Of a check's transfer with a member: its time, and what is on its way at once.
 _ECHO_S, _ECHO_BYTES = 10.0, 1 << 20
-# Of a process that waits for the agent: between looks, and until it gives up one it can't see.
+# Of a process that waits for the agent: between looks, and until one it can't see is given up.
 _LOOK_S, _GONE_S = 0.5, 300.0
 # A process with one's number that began at another time is another one; the kernel rounds.
 _SAME_S = 2.0

@@ -623,10 +623,11 @@ def launch(
 ) -> None:
     """Start a run on machines that a scheduler, or a list of hosts, hands out.
 
-    Chooses the size, refuses what can't fit or can't end in time before it waits
-    for anything, and submits it. It is started again when it was preempted or lost
-    a machine. A .py file is a script of your own that calls paceline.train; it
-    starts once on each node. docs/cluster.md says how a site is written.
+    Chooses the size, refuses what can't fit or can't end in time before it
+    waits for anything, and submits it. It is started again when it was
+    preempted or lost a machine. A .py file is a script of your own that calls
+    paceline.train; it starts once on each node. docs/cluster.md says how a
+    site is written.
 
     \b
     paceline launch my.toml --on cluster

@@ -17,6 +17,9 @@ from paceline.launch.records import Launch, newest_launch
 from paceline.launch.supervision.engine import SupervisedEngine
 from paceline.launch.supervision.state import STATE
 from paceline.machine.discovery import this_machine
+from paceline.observe.run import Run
+from paceline.plan.resolve import resolve
+from paceline.train.start import begin_run
 from tests.command_line import environment, losses, metrics, paceline, write_tiny_job
 from tests.launch.waiting import until
 
@@ -264,6 +267,19 @@ def _must_have_its_bill(folder: Path, launch: Launch):
     (launch.job.folder / STATE).unlink()  # the engine forgets
     again = paceline("cost", "runs/tiny", "--json", folder=folder)
     assert json.loads(again.stdout.splitlines()[-1])["device_us"] == told["device_us"]
+
+
+def test_a_fresh_start_keeps_what_says_how_it_was_launched(here):
+    spec, run = read_job(here / "job.toml"), Run(here / "runs" / "tiny")
+    plan = resolve(spec, this_machine())
+    begin_run(run, plan, None, None, fresh=False)
+    kept, old = run.launch_folder / "1" / "id", run.path / "old"
+    for file in (kept, old):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    begin_run(run, plan, None, None, fresh=True)
+    assert kept.exists()
+    assert not old.exists()
 
 
 def _prepared(here: Path) -> Prepared:

@@ -200,11 +200,10 @@ def _jobs_table(seen: list[tuple[Launch, Observation, tuple[Attempt, ...]]]) -> 
                 duration_text(waited),
                 duration_text(ran),
                 "" if now.exit_code is None else str(now.exit_code),
-                launch.job.id if launch.job.id != str(launch.job.folder) else "",
             )
         )
-    heads = ("run", "site", "state", "devices", "attempt", "waited", "ran", "exit", "id")
-    return Table(heads, rows, words=(0, 1, 2, 8), ruled=True)
+    heads = ("run", "site", "state", "devices", "attempt", "waited", "ran", "exit")
+    return Table(heads, rows, words=(0, 1, 2))
 
 
 def _seconds(attempts: tuple[Attempt, ...]) -> tuple[float, float]:
@@ -289,7 +288,7 @@ def why_command(run: Path) -> None:
     """
     launch = newest_launch(run)
     now = launch.observe()
-    _CONSOLE.print(f"{run} (launch {launch.number}) {_STATES[now.state]}")
+    _CONSOLE.print(f"{run} (launch {launch.number}, id {launch.job.id}) {_STATES[now.state]}")
     if now.reason is not None:
         _CONSOLE.print(f"why: {REASONS[now.reason]}")
     if now.nodes:

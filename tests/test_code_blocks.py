@@ -9,6 +9,7 @@ import re
 import pytest
 
 from paceline.config.job import read_job
+from paceline.config.site import read_sites
 from tests.command_line import python
 from tests.small_job import work_in, write_small_job
 from tests.test_names import PAGES, ROOT
@@ -124,6 +125,10 @@ def test_python_runs(page, at, block, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("page", "at", "block"), list(_blocks("toml")))
 def test_toml_is_read(page, at, block, tmp_path):
     recipe = ROOT / "recipes" / "dlrm.toml"
+    if "# paceline-sites.toml" in block:
+        (tmp_path / "sites.toml").write_text(block)
+        assert read_sites(tmp_path / "sites.toml")
+        return
     if "[comm.embeddings]" in block:
         others = re.sub(r"\[comm.embeddings\]\n(?:.+\n)*", "", recipe.read_text())
         (tmp_path / "job.toml").write_text(others + block)

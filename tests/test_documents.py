@@ -75,6 +75,8 @@ def test_the_commands_of_the_table_run(tmp_path):
             words.append("--once")
         if words[1] == "tune":
             words.append("--help")  # minutes of trials: tests/tune has a real one
+        if words[1] == "launch":
+            words = [*words[: words.index("--on")], "--on", "local", "--dry-run"]
         if words[0] == "torchrun":
             _run(words, tmp_path)
         else:

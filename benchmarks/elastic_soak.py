@@ -230,6 +230,7 @@ def soak(options: argparse.Namespace, folder: Path, say: Callable[[str], None]) 
         f"train.steps={options.steps}",
         "elastic.min_nodes=1",
         f"elastic.heartbeat_s={HEARTBEAT_S}",
+        f"elastic.copy_every={options.copy_every}",
         "elastic.restarts=1000",  # faults strike where others did: that is no loop of deaths
         *options.set,
     ]

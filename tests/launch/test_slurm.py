@@ -141,6 +141,12 @@ def test_a_preempted_job_saves_comes_back_and_is_accounted_for(lab, jobs):
     assert seconds == device_seconds(lab, job) > 0
 
 
+def test_a_node_that_saves_alone_takes_the_others_with_it(jobs):
+    script = f"mkdir first && exit 75; trap 'exit 75' TERM; {WAIT}"
+    over = jobs.until_over(jobs.submit(script, num_nodes=2, restarts=0))
+    assert (over.state, over.exit_code) == ("saved", 75)
+
+
 def test_a_job_that_may_go_on_without_a_node_does(lab, jobs):
     script = 'touch "job 0-$PACELINE_NODE"; until [ -e go ]; do sleep 0.05; done'
     job = jobs.submit(script, num_nodes=3, min_nodes=2)

@@ -27,6 +27,8 @@ SHAPE_FILE = "slurm.json"
 """How many devices a node of the job has: Slurm's accounts know it only of what it hands out."""
 _NICE = 100
 """Of Slurm's priority, for each step of `Request.priority` below 0."""
+_TOGETHER_S = 5
+"""Nodes that save do so together, but for what each of them closes."""
 _GRES = ("--gres", "--gpus", "--tres-per")
 _CPUS = ("--cpus-per", "--exclusive", "--mincpus")
 _WHOLE = re.compile(r"(?:\d+x)?(\d+)x")
@@ -62,9 +64,9 @@ case $(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=requeue) in
 esac
 [ "${ATTEMPT}" -le "$restarts" ] || scontrol update JobId="$SLURM_JOB_ID" Requeue=0
 """
-# A node's script says how it ended; the first that failed ends the others. 138 and 143: USR1 or
-# TERM came before the command could hear. Where nodes may go on without one, one whose command was
-# killed counts as lost.
+# A node's script says how it ended. The first that failed ends the others, and so does the first
+# that saved, if they don't follow by themselves. 138 and 143: USR1 or TERM came before anything
+# could hear. Where nodes may go on without one, one whose command was killed counts as lost.
 _JUDGE = f"""\
 judge() {{
   local word code=1 number failed= saved= finished=
@@ -72,7 +74,9 @@ judge() {{
     code=$number
     case $word,$code in
       exit,0) finished=$goes_on ;;
-      *,{EXIT_SAVED} | *,138 | *,143) saved=1 ;;
+      *,{EXIT_SAVED} | *,138 | *,143)
+        [ -n "$saved$failed" ] || {{ sleep {_TOGETHER_S}; end_step; }} &
+        saved=1 ;;
       exit,*)
         if [ -z "$failed" ] && {{ [ -z "$goes_on" ] || [ "$code" -le 128 ]; }}; then
           failed=$code

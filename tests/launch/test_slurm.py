@@ -147,16 +147,24 @@ def test_a_node_that_saves_alone_takes_the_others_with_it(jobs):
     assert (over.state, over.exit_code) == ("saved", 75)
 
 
-def test_a_job_that_may_go_on_without_a_node_does(lab, jobs):
-    script = 'touch "job 0-$PACELINE_NODE"; until [ -e go ]; do sleep 0.05; done'
-    job = jobs.submit(script, num_nodes=3, min_nodes=2)
-    lost = begun(jobs, job)[1]
+def lose(lab: Laboratory, jobs: Jobs, job: Submitted, which: int) -> str:
+    """Take one of its nodes away, and wait until Slurm knows."""
+    lost = begun(jobs, job)[which]
     # Slurm's accounting knows an entry by the second of its submission.
     until(lambda: time.time() > jobs.bed.engine.usage(job)[0].submitted + 2)
     lab.kill_node(lost)
     lab.set_down(lost)
+    until(lambda: len(jobs.see(job).nodes) == 2)
+    return lost
+
+
+GOES_ON = 'touch "job 0-$PACELINE_NODE"; until [ -e go ]; do sleep 0.05; done'
+
+
+def test_a_job_that_may_go_on_without_a_node_does(lab, jobs):
+    job = jobs.submit(GOES_ON, num_nodes=3, min_nodes=2)
+    lost = lose(lab, jobs, job, 1)
     try:
-        until(lambda: len(jobs.see(job).nodes) == 2)
         (jobs.folder / "go").touch()
         over = jobs.until_over(job)
     finally:
@@ -166,6 +174,22 @@ def test_a_job_that_may_go_on_without_a_node_does(lab, jobs):
     held = jobs.bed.engine.usage(job)
     assert [(one.number, one.num_devices) for one in held] == [(1, 6), (1, 4)]
     assert held[0].ended == held[1].started
+
+
+def test_the_node_with_the_batch_script_may_be_the_lost_one(lab, jobs):
+    """Only the others can tell Slurm of the end: it is started once more, and ends at once."""
+    job = jobs.submit(GOES_ON, num_nodes=3, min_nodes=2)
+    lost = lose(lab, jobs, job, 0)
+    try:
+        (jobs.folder / "go").touch()
+        over = jobs.until_over(job)
+        assert (over.state, over.exit_code, over.attempt) == ("finished", 0, 2)
+        held = jobs.bed.engine.usage(job)
+        assert [(one.number, one.num_devices) for one in held] == [(1, 6), (1, 4), (2, 6)]
+        times = [at for one in held for at in (one.started, one.ended)]
+        assert times == sorted(times)
+    finally:
+        lab.start_node(lost)
 
 
 def test_limits_and_dependencies_say_what_they_wait_for(jobs):

@@ -185,9 +185,9 @@ def test_accounting_that_is_late_is_caught_up(tmp_path):
         found = attempts(job, rows, (), now)
         return [(one.number, one.started, one.ended, one.num_devices, one.state) for one in found]
 
-    over = JobState("COMPLETED", "None", 0, 0, ("n1",), at + 1, at, at + 5, "main")
+    over = JobState("COMPLETED", "None", 0, 0, ("n1",), at + 1, at, at + 5, "main", "n1")
     assert held(runs, now=over) == [(1, at + 1, at + 5, 2, "COMPLETED")]
-    again = JobState("PENDING", "BeginTime", 1, None, (), at + 99, at + 4, None, "main")
+    again = JobState("PENDING", "BeginTime", 1, None, (), at + 99, at + 4, None, "main", "n1")
     waits = (2, None, None, 0, "PENDING")
     assert held(runs, now=again) == [(1, at + 1, at + 4, 2, "REQUEUED"), waits]
 
@@ -201,7 +201,7 @@ def test_an_attempt_of_less_than_a_second_is_not_lost(tmp_path):
         NodeRecord(1, "n1", at + 0.2, at + 0.5, 75),
         NodeRecord(2, "n1", at + 7.1, at + 8, 0),
     ]
-    now = JobState("COMPLETED", "None", 1, 0, ("n1",), at + 7, at, at + 8, "main")
+    now = JobState("COMPLETED", "None", 1, 0, ("n1",), at + 7, at, at + 8, "main", "n1")
     held = attempts(Submitted("1", tmp_path), rows, records, now)
     assert [(one.number, one.exit_code) for one in held] == [(1, 75), (2, 0)]
     assert sum(one.num_devices * (one.ended - one.started) for one in held) == 2

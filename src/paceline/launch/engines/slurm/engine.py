@@ -72,10 +72,9 @@ class SlurmEngine:
             run("scancel", "--quiet", "--signal=USR1", job.id)
             return
         ask("scontrol", "update", f"JobId={job.id}", "Requeue=0")
-        if known.word != "RUNNING":
-            run("scancel", "--quiet", job.id)
-            return
-        run("scancel", "--quiet", "--batch", f"--signal={STOP}", job.id)
+        is_heard = known.word == "RUNNING" and known.batch_node in known.nodes
+        how = ("--batch", f"--signal={STOP}") if is_heard else ()
+        run("scancel", "--quiet", *how, job.id)
 
     def logs(self, job: Submitted) -> tuple[Path, ...]:
         """By attempt and node. What the batch script and Slurm said stands beside, in slurm.log."""

@@ -30,6 +30,8 @@ class JobState:
     end: float | None
     """None: it has not ended."""
     partition: str
+    batch_node: str
+    """Where the batch script runs, or ran."""
 
 
 def job_state(job: str) -> JobState | None:
@@ -60,6 +62,7 @@ def job_state(job: str) -> JobState | None:
         unix_time(fields.get("SubmitTime", "")) or 0.0,
         unix_time(fields.get("EndTime", "")) if is_over else None,
         fields.get("Partition", ""),
+        fields.get("BatchHost", ""),
     )
 
 

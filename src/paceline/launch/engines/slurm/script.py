@@ -21,6 +21,7 @@ from paceline.launch.start_script import START_SCRIPT, start_script
 
 BATCH_SCRIPT = "job.sbatch"
 SLURM_LOG = "slurm.log"
+_GUARD_SCRIPT = "guard.sh"
 STOP = "USR2"
 """The signal that the batch script takes for a person's stop."""
 SHAPE_FILE = "slurm.json"
@@ -91,6 +92,26 @@ judge() {{
   return "$code"
 }}
 """
+# Where nodes go on without the one that had the batch script, nobody would tell Slurm of the end:
+# the next nodes do. A run that has finished ends at once when it is started again.
+_GUARD = f"""\
+#!/bin/bash
+# Runs {START_SCRIPT} on a node; written by paceline launch.
+trap : TERM USR1
+bash {START_SCRIPT}
+code=$?
+case $SLURM_PROCID in
+  1 | 2 | 3)
+    ask="squeue --noheader --jobs=$SLURM_JOB_ID"
+    if left=$($ask --nodelist="$1") && [ -z "$left" ]; then
+      case $($ask --Format=requeue) in
+        0*) scancel "$SLURM_JOB_ID" ;;
+        *) scontrol requeue "$SLURM_JOB_ID" ;;
+      esac
+    fi ;;
+esac
+exit "$code"
+"""
 # A signal ends `wait`, which then says nothing of the step: it is asked again. A job that Slurm has
 # ended meanwhile isn't RUNNING: who cancels it doesn't want it back.
 _END = f"""\
@@ -138,6 +159,8 @@ def rendered(request: Request, site: Site) -> Rendered:
         START_SCRIPT: start_script(request, site),
         SHAPE_FILE: json.dumps({"devices_per_node": request.devices_per_node}) + "\n",
     }
+    if goes_on:
+        files[_GUARD_SCRIPT] = _GUARD
     return Rendered(files, BATCH_SCRIPT)
 
 
@@ -234,7 +257,8 @@ def _step(request: Request) -> str:
     # Nodes end at their own times, and some of them still save: none is killed with the first.
     ends = f"--kill-on-bad-exit=0 --wait=0{' --no-kill' if _goes_on(request) else ''}"
     cpus = '${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}'
-    return f"srun {nodes} --export=ALL --cpu-bind=none {ends} {cpus} bash {START_SCRIPT}"
+    what = f'{_GUARD_SCRIPT} "$SLURMD_NODENAME"' if _goes_on(request) else START_SCRIPT
+    return f"srun {nodes} --export=ALL --cpu-bind=none {ends} {cpus} bash {what}"
 
 
 def _goes_on(request: Request) -> bool:

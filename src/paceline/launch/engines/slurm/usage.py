@@ -65,7 +65,7 @@ def attempts(
     rows = _caught_up(of_job, now)
     newest = max(by_number, default=1)
     if now is not None:
-        newest = now.restarts + (rows[-1].submitted >= now.submitted)
+        newest = now.restarts + _is_current(rows[-1], now)
     held = list(_accounted(rows, newest, codes, devices))
     seen = {one.number for one in held}
     unseen = {number: group for number, group in by_number.items() if number not in seen}
@@ -90,40 +90,54 @@ def _caught_up(rows: Sequence[Row], now: JobState | None) -> list[Row]:
         return known
     start = None if now.word == "PENDING" else now.start
     seen = Row(now.word, now.exit_code, now.submitted, start, now.end, now.nodes, None)
-    if known[-1].submitted < now.submitted:
+    if not _is_current(known[-1], now):
         known.append(seen)
     elif known[-1].ended is None:
         held = known[-1].num_devices
         known[-1] = replace(seen, submitted=known[-1].submitted, num_devices=held)
     for at, (row, after) in enumerate(pairwise(known)):
-        if row.ended is None:
+        # Slurm gives what is left of a job after a change of size the end of the next attempt.
+        if row.ended is None or row.ended > after.submitted:
             known[at] = replace(row, state="REQUEUED", ended=after.submitted)
     return known
+
+
+def _is_current(row: Row, now: JobState) -> bool:
+    """Whether an entry is of the attempt that the controller has now."""
+    is_its_start = row.started is not None and row.started == now.start
+    return row.submitted >= now.submitted or is_its_start
+
+
+def _goes_on(before: Row, row: Row) -> bool:
+    """Whether an entry is the rest of the one before, after a change of size: Slurm gives it the
+    same start."""
+    is_later = row.started is not None and before.ended is not None and row.started > before.ended
+    return before.state == "RESIZING" and not is_later
 
 
 def _accounted(
     rows: Sequence[Row], newest: int, codes: dict[int, int | None], devices: int
 ) -> Iterator[Attempt]:
     """The attempts of entries of which the last is the newest attempt's."""
-    number = max(1, newest - sum(row.state != "RESIZING" for row in rows[:-1]))
-    resized_at = None
-    for row in rows:
-        held = row.num_devices if row.num_devices is not None else len(row.nodes) * devices
-        is_resized = row.state == "RESIZING"
+    goes_on = [False, *(_goes_on(*pair) for pair in pairwise(rows))]
+    number = max(1, newest - goes_on[1:].count(False))
+    for at, row in enumerate(rows):
+        number += at > 0 and not goes_on[at]
+        held = len(row.nodes) * devices
+        if row.num_devices is not None and not goes_on[at]:
+            held = row.num_devices
         is_own_end = row.state in ("COMPLETED", "FAILED") and number not in codes
+        code = row.exit_code if is_own_end else codes.get(number)
         yield Attempt(
             number,
             row.submitted,
-            resized_at if resized_at is not None else row.started,
+            rows[at - 1].ended if goes_on[at] else row.started,
             row.ended,
             row.nodes,
             held if row.started is not None else 0,
-            row.exit_code if is_own_end else None if is_resized else codes.get(number),
+            None if row.state == "RESIZING" else code,
             row.state,
         )
-        # Slurm gives the entry after a change of size the start of the one before.
-        resized_at = row.ended if is_resized else None
-        number += not is_resized
 
 
 def _recorded(

@@ -626,17 +626,21 @@ def launch(
     Chooses the size, refuses what can't fit or can't end in time before it
     waits for anything, and submits it. It is started again when it was
     preempted or lost a machine. A .py file is a script of your own that calls
-    paceline.train; it starts once on each node. docs/cluster.md says how a
-    site is written.
+    paceline.train; it starts once on each node. A file with a table [sweep] is
+    a Job with many settings: each trial is a run. docs/cluster.md says how a
+    site and a sweep are written.
 
     \b
     paceline launch my.toml --on cluster
     paceline launch my.toml --on cluster --budget "3000 USD, 2 days" --dry-run
     paceline launch train.py --on lab --nodes 2 -- --epochs 3
+    paceline launch sweep.toml --on cluster
     """
     from paceline.config.site import site_named
     from paceline.launch.command import launch_command
     from paceline.launch.prepare import Asked, prepare_job, prepare_script
+    from paceline.launch.sweep import is_sweep, read_sweep, trials_of
+    from paceline.launch.sweep_command import sweep_command
 
     site = site_named(on)
     asked = Asked(
@@ -654,11 +658,27 @@ def launch(
     is_script = job is not None and job.suffix == ".py"
     if job is not None and is_script:
         prepared = prepare_script(job, arguments or (), name, asked, folder.absolute(), _machine)
+    elif job is not None and is_sweep(job):
+        _refuse_arguments(arguments)
+        sweep = read_sweep(job, name)
+        trials = trials_of(sweep, job, set_ or (), _read_in_steps)
+        sweep_command(
+            sweep,
+            trials,
+            asked,
+            folder.absolute(),
+            (job, job.parent / sweep.job),
+            _machine,
+            is_dry=dry_run,
+            as_json=as_json,
+        )
+        return
     else:
         _refuse_arguments(arguments)
         renamed = [*(set_ or []), *([f"name={name}"] if name is not None else [])]
         spec = _read_in_steps(job, renamed)
-        prepared = prepare_job(spec, asked, folder.absolute(), job, _machine)
+        sources = () if job is None else (job,)
+        prepared = prepare_job(spec, asked, folder.absolute(), sources, _machine)
     launch_command(prepared, is_dry=dry_run, as_json=as_json)
 
 
@@ -666,11 +686,23 @@ def launch(
 def jobs(
     runs: Runs = Path("runs"),
     all_: Annotated[bool, typer.Option("--all", help="Earlier launches of each run, too.")] = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help="The trials of this sweep: settings, state, losses.",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List what was launched, and how it stands."""
     from paceline.launch.command import jobs_command
+    from paceline.launch.sweep_command import sweep_table_command
 
+    if sweep is not None:
+        sweep_table_command(runs, sweep, as_json=as_json)
+        return
     jobs_command(runs, is_all=all_, as_json=as_json)
 
 

@@ -91,10 +91,7 @@ def launch_command(prepared: Prepared, *, is_dry: bool, as_json: bool) -> None:
     if len(prepared.sizes) > 1 and prepared.chosen is not None:
         _CONSOLE.print(table(prepared.sizes, prepared.chosen))
     if is_dry:
-        for name, text in prepared.rendered.files.items():
-            print(f"==> {request.folder / name} <==\n{text}")
-        if prepared.job_text is not None:
-            print(f"==> {request.folder / JOB} <==\n{prepared.job_text}")
+        print_files(prepared)
         return
     job = submit(prepared)
     devices = request.num_nodes * request.devices_per_node
@@ -109,6 +106,15 @@ def launch_command(prepared: Prepared, *, is_dry: bool, as_json: bool) -> None:
     _CONSOLE.print(f"paceline jobs | paceline logs {name} -f | paceline why {name}")
     if as_json:
         print(json.dumps({"run": str(prepared.run), "launch": prepared.number, "id": job.id}))
+
+
+def print_files(prepared: Prepared) -> None:
+    """Show what a submission would write."""
+    folder = prepared.record.request.folder
+    for name, text in prepared.rendered.files.items():
+        print(f"==> {folder / name} <==\n{text}")
+    if prepared.job_text is not None:
+        print(f"==> {folder / JOB} <==\n{prepared.job_text}")
 
 
 def submit(prepared: Prepared) -> Submitted:
@@ -168,7 +174,7 @@ def jobs_command(runs: Path, *, is_all: bool, as_json: bool) -> None:
     """
     found = [one for run in launched_runs(runs) for one in launches_of(run)[0 if is_all else -1 :]]
     found.sort(key=lambda launch: launch.record.time)
-    seen = [(launch, *_look(launch)) for launch in found]
+    seen = [(launch, *look(launch)) for launch in found]
     if not seen:
         _CONSOLE.print(f"nothing was launched in {runs}: paceline launch my.toml --on SITE")
     else:
@@ -177,7 +183,7 @@ def jobs_command(runs: Path, *, is_all: bool, as_json: bool) -> None:
         print(json.dumps([_as_json(*one) for one in seen]))
 
 
-def _look(launch: Launch) -> tuple[Observation, tuple[Attempt, ...]]:
+def look(launch: Launch) -> tuple[Observation, tuple[Attempt, ...]]:
     """How it stands; what its engine can't say is said instead."""
     try:
         return launch.observe(), launch.engine.usage(launch.job)
@@ -188,7 +194,7 @@ def _look(launch: Launch) -> tuple[Observation, tuple[Attempt, ...]]:
 def _jobs_table(seen: list[tuple[Launch, Observation, tuple[Attempt, ...]]]) -> Table:
     rows = []
     for launch, now, attempts in seen:
-        waited, ran = _seconds(attempts)
+        waited, ran = waited_and_ran(attempts)
         request = launch.record.request
         rows.append(
             (
@@ -206,7 +212,7 @@ def _jobs_table(seen: list[tuple[Launch, Observation, tuple[Attempt, ...]]]) -> 
     return Table(heads, rows, words=(0, 1, 2))
 
 
-def _seconds(attempts: tuple[Attempt, ...]) -> tuple[float, float]:
+def waited_and_ran(attempts: tuple[Attempt, ...]) -> tuple[float, float]:
     """Seconds of all attempts without machines, and with them."""
     waited = ran = 0.0
     for one in attempts:

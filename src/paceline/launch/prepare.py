@@ -7,9 +7,10 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
@@ -54,6 +55,11 @@ class Asked:
     """For example "3000 USD, 2 days"."""
     with_patch: bool = False
     """Keep what is not committed with the job, rather than refuse it."""
+    group: str = ""
+    """Of a trial: its sweep's name; `at_most`: so many of the sweep run at once."""
+    at_most: int | None = None
+    trial: Mapping[str, Any] = field(default_factory=dict)
+    """As in `LaunchRecord`."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +79,14 @@ class Prepared:
 
 
 def prepare_job(
-    job: JobSpec, asked: Asked, runs: Path, source: Path | None, machine: Callable[[], Cluster]
+    job: JobSpec, asked: Asked, runs: Path, sources: Sequence[Path], machine: Callable[[], Cluster]
 ) -> Prepared:
     """A Job, at the size that was asked for or is best.
 
     Args:
         job: its length in steps.
         runs: where Run directories are kept.
-        source: the file that the Job was read from.
+        sources: the files that the Job was read from.
         machine: this machine's Cluster.
 
     Raises:
@@ -111,8 +117,7 @@ def prepare_job(
         planned = tuple(_with_wait(one, engine, request_of(one), site) for one in planned)
     sizes = tuple(one.size for one in planned)
     best = planned[sizes.index(choose(sizes, _aim(asked, job)))]
-    apart = (runs, *([source] if source is not None else []))
-    code = code_state(bare.directory, apart=apart, with_patch=asked.with_patch)
+    code = code_state(bare.directory, apart=(runs, *sources), with_patch=asked.with_patch)
     request = request_of(best)
     return Prepared(
         run=run,
@@ -151,7 +156,7 @@ def prepare_script(
         )
     if not script.is_file():
         raise InputError(f"{script} does not exist: give the path of a script.")
-    name = name or re.sub(r"[^A-Za-z0-9._-]+", "-", script.stem).strip("-._") or "run"
+    name = name or named_after(script)
     run = runs / name
     number = _next_number(run)
     engine = engine_named(asked.site.engine)
@@ -177,6 +182,11 @@ def prepare_script(
         job_text=None,
         patch=code.patch,
     )
+
+
+def named_after(file: Path) -> str:
+    """What a run is called that has no name but its file's."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).strip("-._") or "run"
 
 
 def _next_number(run: Path) -> int:
@@ -211,6 +221,8 @@ def _request(
         grace_s=asked.site.grace_s,
         priority=asked.priority,
         after=after,
+        at_most=asked.at_most,
+        group=asked.group,
         spot=asked.is_spot,
     )
 
@@ -292,4 +304,5 @@ def _record(
         uncommitted=code.changed,
         run_s=None if size is None else size.run_s,
         usd=None if size is None else size.usd,
+        trial=asked.trial,
     )

@@ -8,9 +8,10 @@ log/, nodes/    what the start script writes (`launch.start_script`); the engine
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -44,6 +45,8 @@ class LaunchRecord:
     """Predicted, from its start to its end."""
     usd: float | None = None
     """Predicted."""
+    trial: Mapping[str, Any] = field(default_factory=dict)
+    """Of a trial of a sweep: the settings in which it differs from the sweep's Job."""
 
 
 RECORD_TYPE = TypeAdapter(LaunchRecord)

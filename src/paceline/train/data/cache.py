@@ -12,7 +12,6 @@ them.
 
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -158,12 +157,15 @@ def _contents_hash(listing: Listing, cache: Path) -> str:
     memo = cache / f"{_sha256(json.dumps(listing))[:32]}.source"
     if memo.is_file():
         return memo.read_text()
-    contents = _sha256(json.dumps([_file_hash(Path(path)) for path, *_ in listing]))
-    if max(max(times) for _, _, *times in listing) < time.time_ns() - _SETTLED_NS:
-        aside = memo.with_suffix(f".{os.getpid()}")
-        aside.write_text(contents)
-        aside.replace(memo)
-    return contents
+    with FileLock(memo.with_suffix(".lock")):  # of several jobs one reads the files
+        if memo.is_file():
+            return memo.read_text()
+        contents = _sha256(json.dumps([_file_hash(Path(path)) for path, *_ in listing]))
+        if max(max(times) for _, _, *times in listing) < time.time_ns() - _SETTLED_NS:
+            aside = memo.with_suffix(".partial")
+            aside.write_text(contents)
+            aside.replace(memo)
+        return contents
 
 
 def _listing(files: list[SourceFile]) -> Listing:

@@ -626,7 +626,7 @@ def launch(
     Chooses the size, refuses what can't fit or can't end in time before it
     waits for anything, and submits it. It is started again when it was
     preempted or lost a machine. A .py file is a script of your own that calls
-    paceline.train; it starts once on each node. A file with a table [sweep] is
+    paceline.train; it starts once on each node. A file with a sweep table is
     a Job with many settings: each trial is a run. docs/cluster.md says how a
     site and a sweep are written.
 

@@ -716,9 +716,9 @@ def logs(
 ) -> None:
     """Print what a launched run's nodes wrote, attempt by attempt."""
     from paceline.launch.command import logs_command
-    from paceline.launch.records import run_named
+    from paceline.observe.run import run_named
 
-    logs_command(run_named(run, runs), is_following=follow)
+    logs_command(run_named(run, runs).path, is_following=follow)
 
 
 @app.command()
@@ -732,18 +732,18 @@ def stop(
 ) -> None:
     """Stop a launched run with a checkpoint; nobody starts it again."""
     from paceline.launch.command import stop_command
-    from paceline.launch.records import run_named
+    from paceline.observe.run import run_named
 
-    stop_command(run_named(run, runs), is_saving=save)
+    stop_command(run_named(run, runs).path, is_saving=save)
 
 
 @app.command()
 def why(run: LaunchedRun, runs: Runs = Path("runs")) -> None:
     """Say how a launched run stands, and why it waits."""
     from paceline.launch.command import why_command
-    from paceline.launch.records import run_named
+    from paceline.observe.run import run_named
 
-    why_command(run_named(run, runs))
+    why_command(run_named(run, runs).path)
 
 
 @app.command()

@@ -27,10 +27,9 @@ from paceline.launch.records import (
     launch_numbers,
     launches_of,
     newest_launch,
-    run_named,
 )
 from paceline.launch.sizes import Planned, planned_sizes
-from paceline.observe.run import Run
+from paceline.observe.run import Run, run_named
 from paceline.plan.answer.options import budget_of, cluster_of
 
 # What a prediction may be off by, and what comes before the first step.
@@ -231,7 +230,7 @@ def _ids(asked: Asked, runs: Path) -> tuple[str, ...]:
     """The engine's ids of the runs that come before."""
     found = []
     for name in asked.after:
-        launch = newest_launch(run_named(name, runs))
+        launch = newest_launch(run_named(name, runs).path)
         if launch.record.site.engine != asked.site.engine:
             raise InputError(
                 f"--after {name} was launched with engine {launch.record.site.engine}, which "

@@ -75,12 +75,6 @@ class Launch:
         return self.engine.observe(self.job)
 
 
-def run_named(name: str | Path, runs: Path) -> Path:
-    """The Run directory that a person means, by its path or by its name in `runs`."""
-    path = Path(name)
-    return path if Run(path).launch_folder.is_dir() else runs / path
-
-
 def launches_of(run: Path) -> list[Launch]:
     """Those of a Run directory, the oldest first; none where nothing was launched.
 

@@ -76,7 +76,8 @@ def tag_run(
     folder: Folder = Path("runs"),
 ) -> None:
     """Give a run a tag, kept in its directory."""
-    from paceline.launch.runs_command import run_named, tag_command
+    from paceline.launch.runs_command import tag_command
+    from paceline.observe.run import run_named
 
     tag_command(run_named(run, folder), tag, remove=remove)
 
@@ -89,7 +90,8 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Show in which settings and figures two runs differ."""
-    from paceline.launch.runs_command import compare_command, run_named
+    from paceline.launch.runs_command import compare_command
+    from paceline.observe.run import run_named
 
     compare_command(run_named(one, folder), run_named(other, folder), as_json=as_json)
 
@@ -132,7 +134,8 @@ def prune(
     from paceline.config.duration import seconds_of
     from paceline.config.errors import InputError
     from paceline.launch.prune import Rule
-    from paceline.launch.runs_command import prune_command, run_named, runs_in
+    from paceline.launch.runs_command import prune_command, runs_in
+    from paceline.observe.run import run_named
 
     if keep_last is None and not keep_best and older_than is None:
         raise InputError(

@@ -147,11 +147,6 @@ def prune_command(runs: Sequence[Run], rule: Rule, *, yes: bool, as_json: bool) 
         print(json.dumps([_removal_json(each, removed=yes) for each in found]))
 
 
-def run_named(name: Path, folder: Path) -> Run:
-    """A run by its directory, or by its name in the folder of runs."""
-    return Run(name if name.is_dir() or len(name.parts) > 1 else folder / name)
-
-
 def runs_in(folder: Path) -> list[Run]:
     """All runs of a folder, by name.
 

@@ -208,6 +208,13 @@ class Run:
         return self.write(name, json.dumps(value, indent=2) + "\n")
 
 
+def run_named(name: str | Path, runs: Path) -> Run:
+    """The run that a person means: by its directory, or by its name in the folder of runs."""
+    there = Run(Path(name))
+    is_path = len(there.path.parts) > 1 or there.exists or there.launch_folder.is_dir()
+    return there if is_path else Run(runs / name)
+
+
 def complete_steps(directory: Path) -> list[int]:
     """Return the steps whose directory is there, ascending; unfinished ones have another name."""
     if not directory.is_dir():

@@ -144,6 +144,35 @@ def test_a_history_that_kept_every_rule_has_no_fault():
     assert faults_of(_good(), RULES) == []
 
 
+def test_a_history_that_went_back_to_a_checkpoint_is_judged_from_there_on():
+    """All is lost after step 5, and the checkpoint is of step 2; the next loss leaves one rank."""
+    good = _good()
+    went_back = replace(
+        good,
+        metrics=_lines({1: 1, 2: 1, 3: 3, 4: 3, 5: 4, 6: 4}),
+        events=[
+            *_generation(1, "n0", 0, "start"),
+            *_generation(2, "n1", 4, "live"),
+            *_generation(3, "n1", 2, "disk"),
+            *_generation(4, "n0", 4, "live"),
+            {"event": "end", "generation": 4, "state": "finished"},
+        ],
+        generations={
+            number: {"leader": "n1" if number in (2, 3) else "n0"} for number in range(1, 5)
+        },
+        did=[
+            *_did(1, range(1, 5)),
+            *_did(2, range(5, 6)),
+            *_did(3, range(3, 5)),
+            *_did(4, range(5, 7)),
+        ],
+    )
+    rules = replace(RULES, copy_every=1, checkpoint_every=3)
+    assert faults_of(went_back, rules) == []
+    (fault,) = faults_of(went_back, replace(rules, checkpoint_every=2))
+    assert "generation 3 starts from step 2 (of disk) though step 5 was finished: 3 are" in fault
+
+
 def _events_with(index: int, **changes: object) -> list[dict]:
     events = [dict(event) for event in _good().events]
     events[index] |= changes

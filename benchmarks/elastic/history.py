@@ -145,13 +145,15 @@ def _leaders(evidence: Evidence, rules: Rules) -> Iterator[str]:
 def _starts(evidence: Evidence, rules: Rules) -> Iterator[str]:
     """No generation starts from a state that nobody had committed, and none forks the history.
 
-    Lines of earlier generations end where a generation starts, and its own begin after it.
+    Lines of earlier generations end where a generation starts, and its own begin after it, until
+    one starts from an earlier step: from there on lines are made anew.
     """
     finished = {(did.generation, did.step) for did in evidence.did if did.is_finished}
-    made = _made_in(evidence)
-    for number, start in sorted(_start_steps(evidence).items()):
+    made, starts = _made_in(evidence), sorted(_start_steps(evidence).items())
+    for at, (number, start) in enumerate(starts):
+        back = next((one for one, step in starts[at + 1 :] if step < start), math.inf)
         earlier = [step for step, generation in made.items() if generation < number]
-        later = [step for step, generation in made.items() if generation >= number]
+        later = [step for step, generation in made.items() if number <= generation < back]
         if start > 0 and not any(step == start and one < number for one, step in finished):
             yield f"generation {number} starts from step {start}, which no generation had finished."
         if last := [step for step in earlier if step > start]:
@@ -171,16 +173,17 @@ def _done_again(evidence: Evidence, rules: Rules) -> Iterator[str]:
         for event in evidence.events
         if event["event"] == "recovered"
     }
+    reached, last = 0, 0
     for number, start in sorted(starts.items()):
-        reached = max(
-            (max(finished[one], default=0) for one in finished if one < number), default=0
-        )
+        since = [step for one in range(last, number) for step in finished.get(one, ())]
+        reached = max(reached, *since) if since else reached
         lag = rules.checkpoint_every if sources[number] == "disk" else rules.copy_every - 1
         if reached - start > lag:
             yield (
                 f"generation {number} starts from step {start} (of {sources[number]}) though step "
                 f"{reached} was finished: {reached - start} are done again, at most {lag} may be."
             )
+        reached, last = start, number
 
 
 def _samples(evidence: Evidence, rules: Rules) -> Iterator[str]:

@@ -8,7 +8,9 @@ import json
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from paceline.bench.rank_pool import RankProgress
 from paceline.comm.rendezvous import Ranks
 from paceline.config.errors import RunError
 from paceline.observe.run import Run
+from paceline.tune import trial_round
 from paceline.tune.candidates import predicted
 from paceline.tune.measurer import RealMeasurer, groups
 from paceline.tune.team import GivenTeam, LocalTeam
@@ -62,6 +65,28 @@ def test_jobs_take_turns_and_the_fastest_is_kept_as_a_run(text, tmp_path):
     profiled = [line for line in run.metrics() if line["profiled"]]
     assert len(profiled) == 3
     assert sum(profiled[0]["terms"].values()) == pytest.approx(profiled[0]["step_time_s"])
+
+
+def _round_of_different_clocks(request: RoundRequest, ranks: Ranks, tell) -> RoundResult:
+    """Each rank's own clock names another Job as the fastest; both say which one they profile."""
+
+    def profiled(ready, folder: Path, ranks: Ranks):
+        (folder / f"rank{ranks.rank}").write_text(str(ready.job.layout.micro_batch))
+        return {}
+
+    with (
+        patch.object(trial_round, "leader", lambda _rounds: ranks.rank),
+        patch.object(trial_round, "_profiled", profiled),
+    ):
+        return trial_round.run_trial_round(request, ranks, tell)
+
+
+def test_all_ranks_profile_the_job_that_the_first_one_found_fastest(text, tmp_path):
+    """Otherwise each would wait for the other one's steps."""
+    jobs = tuple(real(job(samples=32, micro_batch=size), text) for size in (8, 16))
+    work = partial(_round_of_different_clocks, RoundRequest(jobs, tmp_path))
+    assert LocalTeam(2, "cpu").run(work, lambda _news: None, 30).fastest == 0
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["8", "8"]
 
 
 def test_memory_that_is_not_there_is_a_result(text):

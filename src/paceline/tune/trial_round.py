@@ -97,7 +97,7 @@ def run_trial_round(request: RoundRequest, ranks: Ranks, tell: TellProgress) -> 
             say.about(at, "set up")
             ready.append(_PreparedTrial.of(job, ranks, opened))
         turns = _race(ready, say)
-        fastest = leader(_rounds(turns))
+        fastest = broadcast(leader(_rounds(turns)))  # each rank's clock may name another
         terms: Mapping[int, Mapping[str, float]] = {}
         if request.trace_folder is not None:
             say.about(fastest, "profile")

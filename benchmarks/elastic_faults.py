@@ -48,7 +48,8 @@ _AT_ONCE_S = 1.0
 """For a verdict about what the kernel tells: a process or a connection that ended."""
 _SILENT_S = HEARTBEAT_S + 1.5
 """For one about who is silent."""
-_STUCK_S, _FIRST_S = 12.0, 75.0
+FIRST_LIMIT_S = 60.0
+_STUCK_S, _FIRST_S = 12.0, FIRST_LIMIT_S + 15
 """For one about a section that takes too long: timed before, and for the first time."""
 
 # Kind -> the classes that are right, and seconds until the verdict in a section that was timed.
@@ -128,7 +129,7 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
     settings = [
         *(f"train.steps={STEPS}", f"train.eval_every={_EVAL_EVERY}", "elastic.min_nodes=1"),
         *(f"checkpoint.every={_CHECKPOINT_EVERY}", f"elastic.heartbeat_s={HEARTBEAT_S}"),
-        "elastic.restarts=10",
+        *("elastic.restarts=10", f"elastic.first_limit_s={FIRST_LIMIT_S}"),
     ]
     job, _ = write_job(JOB, folder, settings)
     rank = 0 if cell.where == "rank 0" else 1

@@ -132,6 +132,8 @@ class Soak:
         self._back: dict[int, float] = {}
         """Node -> when its agent is started again, by the monotonic clock."""
         self._frozen: dict[int, float] = {}
+        self._died: dict[int, int] = {}
+        """Node -> the last step before its rank was killed last."""
         self._stood_since = time.monotonic()
         self._step = self._num_own_ends = 0
 
@@ -185,8 +187,15 @@ class Soak:
         # Somebody must be left that has the state: it strikes when lost nodes are back.
         if len(there) < 2 or not ranks:
             return
+        rank = _rank_of(strike, ranks)
+        node = self._agents.node_of(rank) if rank is not None else None
+        # Twice with no step between them, and a node is left out for good: that is promised.
+        if node is not None and self._died.get(node) == self._step:
+            return
         time.sleep(strike.later_s)
         self._left.pop(0)
+        if node is not None:
+            self._died[node] = self._step
         self.struck.append(self._strike(strike, there, ranks))
         last = self.struck[-1]
         self._say(
@@ -201,8 +210,7 @@ class Soak:
 
     def _strike(self, strike: Strike, there: list[int], ranks: dict[int, int]) -> Struck:
         leader = self._agents.leader()
-        if strike.kind in ("rank", "rank 0"):
-            rank = 0 if strike.kind == "rank 0" else sorted(ranks)[int(strike.pick * len(ranks))]
+        if (rank := _rank_of(strike, ranks)) is not None:
             if (pid := ranks.get(rank)) is not None:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -222,6 +230,13 @@ class Soak:
             self._back[node] = back
             self._agents.send(node, signal.SIGKILL)
         return Struck(strike, node, None)
+
+
+def _rank_of(strike: Strike, ranks: dict[int, int]) -> int | None:
+    """The rank that it kills; None: it strikes a node."""
+    if strike.kind == "rank 0":
+        return 0
+    return sorted(ranks)[int(strike.pick * len(ranks))] if strike.kind == "rank" else None
 
 
 def soak(options: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:

@@ -180,6 +180,10 @@ class Agents:
         there = set(self.pids())
         return {stamp.rank: stamp.pid for stamp in self.stamps() if stamp.pid in there}
 
+    def node_of(self, rank: int) -> int | None:
+        """The node of the process that stamped a step as this rank last."""
+        return {stamp.rank: stamp.node for stamp in self.stamps()}.get(rank)
+
     def leader(self) -> int | None:
         """The node whose agent leads, by the newest generation."""
         newest = self._newest()

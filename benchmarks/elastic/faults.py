@@ -172,6 +172,8 @@ class _Place:
             os.link(draft, asked.happened)  # whole, and only one can
         except FileExistsError:
             return
+        finally:
+            draft.unlink()  # or the next draft of this process were written into what is linked
         KINDS[asked.kind](asked)
 
 

@@ -22,6 +22,7 @@ from paceline.comm.rendezvous import (
     hold_store,
     ranks_from_env,
     rendezvous_address,
+    store_of_generation,
     store_of_run,
     word_from_first_rank,
 )
@@ -273,6 +274,19 @@ def _join_late(folder: str, rank: int, answers) -> None:
     total = torch.tensor([float(rank + 1)])
     dist.all_reduce(total)
     answers.put(total.item())
+
+
+def test_a_rank_does_not_wait_for_the_store_of_a_generation_that_is_over():
+    with socket.create_server((LOOPBACK, 0)) as closed:
+        port = closed.getsockname()[1]
+    asked: list[None] = []
+
+    def is_over() -> bool:
+        asked.append(None)
+        return len(asked) == 3
+
+    with pytest.raises(RunError, match="refused"):
+        store_of_generation(Ranks(0, 2, 0, 2), (LOOPBACK, port), 2, 600, is_over)
 
 
 def test_a_rank_that_met_nobody_meets_others_in_the_next_generation(tmp_path):

@@ -54,7 +54,8 @@ class Behaviour:
     fail_at: int = 0
     """The step after which rank 1 raises."""
     hang_at: int = 0
-    """The step before whose sum rank 1 sleeps, once."""
+    """The step before whose sum, or at the end after which, rank 1 sleeps, once."""
+    first_limit_s: float = 60.0
     input_error: bool = False
 
 
@@ -302,9 +303,17 @@ def _rank_main(place: Any, folder: Path, behaviour: Behaviour) -> None:
         place.agent,
         on_leave=cut,
         on_stop=lambda _within_s: stop.__setitem__(0, True),
+        first_limit_s=behaviour.first_limit_s,
     )
     log = (folder / "steps" / f"{place.node}-{os.getpid()}.jsonl").open("a", buffering=1)
     step = 0
+
+    def hang_once() -> None:
+        once = folder / "hung"
+        if rank == 1 and step == behaviour.hang_at > 0 and not once.exists():
+            once.touch()
+            time.sleep(1000)
+
     while (got := link.next_generation()) is not None:
         generation, rank, _ = got
         world = generation.num_ranks
@@ -314,7 +323,9 @@ def _rank_main(place: Any, folder: Path, behaviour: Behaviour) -> None:
                 group.close()
             groups[:] = [GroupSockets(hosts)]
             ranks = Ranks(rank, world, place.local_rank, local_world_size=world)
-            store = store_of_generation(ranks, generation.store, generation.number, 20)
+            store = store_of_generation(
+                ranks, generation.store, generation.number, 20, lambda: link.must_leave
+            )
             join_generation(ranks, store, 60)
             at = torch.tensor([float(step)])
             if world > 1:
@@ -328,10 +339,7 @@ def _rank_main(place: Any, folder: Path, behaviour: Behaviour) -> None:
                 time.sleep(behaviour.step_s)
                 if rank == 1 and step == behaviour.fail_at > 0:
                     raise ValueError("the program is wrong")
-                once = folder / "hung"
-                if rank == 1 and step == behaviour.hang_at > 0 and not once.exists():
-                    once.touch()
-                    time.sleep(1000)
+                hang_once()
                 link.enter("agree")
                 if link.must_leave:  # a rank that is alone meets nobody
                     raise RuntimeError("its generation is over")
@@ -352,6 +360,8 @@ def _rank_main(place: Any, folder: Path, behaviour: Behaviour) -> None:
                 link.tell("stepped")
                 if both[1].item() or step >= behaviour.steps:
                     link.tell("saved")
+                    link.enter("checkpoint")
+                    hang_once()
                     link.tell("done")
                     break
         except RuntimeError as error:

@@ -109,6 +109,17 @@ def test_a_rank_that_hangs_before_a_collective_is_named_and_replaced(tmp_path):
         nodes.assert_one_history()
 
 
+def test_a_rank_that_hangs_when_the_others_are_done_is_replaced(tmp_path):
+    behaviour = Behaviour(steps=12, hang_at=12, first_limit_s=2.0)
+    with Nodes(tmp_path, 2, behaviour=behaviour) as nodes:
+        nodes.start("a", "b")
+        nodes.until(lambda: not nodes.agents["a"].is_alive() and not nodes.agents["b"].is_alive())
+        (loss,) = nodes.events("lost")
+        assert (loss["class"], loss["rank"]) == ("stuck", 1)
+        assert "while it saved a checkpoint" in loss["sentence"]
+        assert nodes.events("end")[-1]["state"] == "finished"
+
+
 @pytest.mark.parametrize("who", ["leader", "member"])
 def test_an_agent_that_was_stopped_comes_back(tmp_path, who):
     with Nodes(tmp_path, 3) as nodes:
@@ -123,6 +134,8 @@ def test_an_agent_that_was_stopped_comes_back(tmp_path, who):
         os.kill(nodes.agents[name].pid, signal.SIGCONT)
         nodes.until_step(at + 1, world=3, more=8)
         assert nodes.agents[name].is_alive()
+        # One that led says nothing of those who went on without it.
+        assert [event for event in nodes.events("lost") if event["node"] != name] == []
         nodes.assert_one_history()
 
 

@@ -541,3 +541,34 @@ def step_of_whole_checkpoint_after(last_step: int, directory: Path) -> int:
     assert said == []
     assert found.step > last_step
     return found.step
+
+
+def test_who_waits_for_a_save_says_so_while_its_part_grows_and_when_others_write(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(checkpointer_module, "_LOOK_S", 0.01)
+    told: list[bool] = []
+    go, others = threading.Event(), threading.Event()
+    write, publish = checkpointer_module.write_shard, Checkpointer._publish
+
+    def slowly(file: Path, *rest: Any) -> FileEntry:
+        file.write_bytes(b"x")
+        assert go.wait(30)
+        return write(file, *rest)
+
+    def after_others(self: Checkpointer, *rest: Any) -> int:
+        assert others.wait(30)
+        return publish(self, *rest)
+
+    def waits(for_others: bool) -> None:
+        told.append(for_others)
+        (others if for_others else go).set()
+
+    monkeypatch.setattr(checkpointer_module, "write_shard", slowly)
+    monkeypatch.setattr(Checkpointer, "_publish", after_others)
+    checkpointer = Checkpointer(tmp_path, keep_last=1, waits=waits, say=lambda _sentence: None)
+    checkpointer.save(1, {"w": torch.ones(5)}, {})
+    checkpointer.finish()
+    assert told[0] is False
+    assert told[-1] is True
+    assert checkpointer.latest_good() is not None

@@ -86,8 +86,9 @@ def test_torchruns_first_process_is_the_agent_and_the_other_ends_as_it_does(tmp_
         ranks[1].kill()
         code, printed = first.end()
         assert code == 0, printed
-    events = first.run.events().lines
-    assert [event["class"] for event in events if event["event"] == "lost"] == ["dead"]
+    lost = [event["class"] for event in first.run.events().lines if event["event"] == "lost"]
+    # A loaded machine may slow one rank for 50 steps, which is told and nothing more.
+    assert [kind for kind in lost if kind != "slow"] == ["dead"]
     assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 61))
     with _Torchrun(tmp_path, steps=10**6) as second:
         _until(lambda: len(metrics(tmp_path)) > 65)

@@ -5,8 +5,13 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from benchmarks.elastic import faults
+from paceline.comm.rendezvous import Ranks
+from paceline.train import generations
 from tests.command_line import Started, write_tiny_job
 
 STEPS_APART = 12
@@ -77,10 +82,24 @@ def test_each_fault_gets_its_class_and_its_rank_and_the_run_goes_on(tmp_path: Pa
     assert run.returncode == 0, printed[-3000:]
     folder = next((tmp_path / "runs").iterdir())
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    lost = [event for event in events if event["event"] == "lost"]
+    # A loaded machine may slow one rank for 50 steps, which is told and nothing more.
+    lost = [one for one in events if one["event"] == "lost" and one["class"] != "slow"]
     assert [event["class"] for event in lost] == [case.cause for case in CASES], lost
     for event, case in zip(lost, CASES, strict=True):
         assert event["rank"] == 1, event
         assert case.says in event["sentence"], event
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert {line["step"] for line in lines if "loss" in line} == set(range(1, steps + 1))
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"), [(ValueError("its own"), False), (RuntimeError("perhaps a loss"), True)]
+)
+def test_only_what_a_lost_rank_may_cause_waits_for_the_agents_word(error, waits, monkeypatch):
+    looks: list[float] = []
+    monkeypatch.setattr(generations, "_WORD_S", 0.1)
+    monkeypatch.setattr(generations.time, "sleep", looks.append)
+    rank = generations.ElasticRank.__new__(generations.ElasticRank)
+    rank._link = SimpleNamespace(must_leave=False)
+    assert not rank._is_loss(error, Ranks(1, 2, 1, 2))
+    assert bool(looks) is waits

@@ -101,6 +101,22 @@ def test_the_process_that_ranks_are_forked_from_is_made_a_helper_first(monkeypat
     assert server._preload_modules == ["paceline.comm.forkserver_process", TRAINING]
 
 
+_WARM = """
+import signal
+from paceline.comm.forkserver_start import warm_up_ranks
+
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+warm_up_ranks("json")
+print(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+"""
+
+
+def test_a_notice_is_kept_while_the_process_that_ranks_are_forked_from_starts():
+    program = [sys.executable, "-c", _WARM]
+    done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["True"]
+
+
 @pytest.mark.parametrize(("world_size", "starts_ranks"), [(None, True), ("1", True), ("2", False)])
 @pytest.mark.parametrize("command", ["train", "tune"])
 def test_only_a_process_that_starts_ranks_makes_them_ready(

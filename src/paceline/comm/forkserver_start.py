@@ -5,6 +5,7 @@ this module and what it imports stay free of torch.
 """
 
 import multiprocessing
+import signal
 from multiprocessing import forkserver
 
 _AS_HELPER = "paceline.comm.forkserver_process"
@@ -20,4 +21,9 @@ def warm_up_ranks(module: str) -> None:
         module: what it imports, `TRAINING` or `MEASURING`.
     """
     multiprocessing.set_forkserver_preload([_AS_HELPER, module])
-    forkserver.ensure_running()
+    # Python's resource tracker, which it starts as well, lets SIGTERM through in this thread.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -50,6 +50,8 @@ _GOODBYE_S = 60.0
 # The first rank's process may still be on its way, and so may its host's name.
 _REACH_S, _RESOLVE_S = 300.0, 60.0
 _ATTEMPT_S, _RETRY_S = 5.0, 0.2
+# From the answer of a store's port until it can be asked: the first attempt's limit.
+_OPEN_S = 1.0
 # Below the ports that Linux gives out by itself.
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 # Of a prime, so that steps of one job and jobs that follow each other differ.
@@ -87,7 +89,11 @@ def connect(
 
 
 def store_of_generation(
-    ranks: Ranks, store: tuple[str, int], number: int, timeout_s: float
+    ranks: Ranks,
+    store: tuple[str, int],
+    number: int,
+    timeout_s: float,
+    is_over: Callable[[], bool],
 ) -> Store:
     """Where the ranks of a generation of an elastic run meet.
 
@@ -95,15 +101,32 @@ def store_of_generation(
         store: host and port of the store that its leader keeps.
         number: of the generation.
         timeout_s: how long an answer may take.
+        is_over: whether the generation is over: its leader has closed the store then.
 
     Raises:
-        RuntimeError: it can't be reached.
+        RunError, RuntimeError: it can't be reached, or the generation is over.
     """
     host, port = store
     _use_interfaces(host, ranks)
-    limit = timedelta(seconds=timeout_s)
-    client = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+    # torch's client tries a closed port for as long as answers may take, and nothing stops it.
+    _reach(host, port, ranks.rank, timeout_s, _RESOLVE_S, is_over)
+    client = _client_of(host, port, timeout_s, is_over)
+    client.set_timeout(timedelta(seconds=timeout_s))
     return PrefixStore(f"paceline/generation-{number}", client)
+
+
+def _client_of(host: str, port: int, timeout_s: float, is_over: Callable[[], bool]) -> TCPStore:
+    """In attempts that get longer: within one, torch's client connects again and again where its
+    connection is cut because the generation is over."""
+    limit_s = _OPEN_S
+    while True:
+        try:
+            limit = timedelta(seconds=limit_s)
+            return TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+        except RuntimeError:
+            if is_over() or limit_s > timeout_s:
+                raise
+        limit_s *= 2
 
 
 def join_generation(ranks: Ranks, store: Store, timeout_s: float) -> None:
@@ -265,13 +288,20 @@ def hold_store(host: str, port: int) -> TCPStore:
     )
 
 
-def _reach(host: str, port: int, rank: int, reach_s: float, resolve_s: float) -> None:
+def _reach(
+    host: str,
+    port: int,
+    rank: int,
+    reach_s: float,
+    resolve_s: float,
+    is_over: Callable[[], bool] = lambda: False,
+) -> None:
     """Wait until somebody listens there.
 
     torch's client would wait as well, with a warning for each attempt.
 
     Raises:
-        RunError: nobody has, in time.
+        RunError: nobody has, in time or before all is over.
     """
     began = time.monotonic()
     while True:
@@ -280,8 +310,9 @@ def _reach(host: str, port: int, rank: int, reach_s: float, resolve_s: float) ->
             return
         except OSError as error:
             limit_s = resolve_s if isinstance(error, socket.gaierror) else reach_s
-            if time.monotonic() - began > limit_s:
-                reason = f"{error.strerror or error} for {limit_s:.0f} s"
+            waited_s = time.monotonic() - began
+            if waited_s > limit_s or is_over():
+                reason = f"{error.strerror or error} for {waited_s:.0f} s"
                 raise _unreachable(host, port, rank, reason) from None
         time.sleep(_RETRY_S)
 

@@ -24,6 +24,11 @@ class Elastic(FrozenConfig):
     """Seconds without a sign of life after which a node is lost."""
     wait_s: float = Field(60.0, ge=0, le=10**7)
     """How long the run waits for nodes: at its start, and while fewer than `min_nodes` are left."""
+    first_limit_s: float = Field(300.0, gt=0, le=10**6)
+    """Seconds after which a rank is stuck where its usual time is not known yet: in a start, while
+    it reads a checkpoint, compiles or evaluates for the first time; and, however short they usually
+    are, in saving a checkpoint of which nothing more gets to the disk. Elsewhere 10 times the
+    longest of the last 32 times, and 5 s at least."""
     copy_every: Auto | Count = "auto"
     """Steps between copies of a rank's state in the memory of another node; "auto": as often as
     costs at most 1 % of a step's time, measured."""

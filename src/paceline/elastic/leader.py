@@ -27,7 +27,7 @@ from paceline.elastic.aside import aside
 from paceline.elastic.budget import Budget
 from paceline.elastic.decision import Choose, Decision, JobOn, Loss, LossClass, Situation
 from paceline.elastic.events import EventLog
-from paceline.elastic.generation import Generation, Node
+from paceline.elastic.generation import Generation, Node, newest_number
 from paceline.elastic.verdict import Progress, judge
 from paceline.elastic.wire import Channel, Message
 
@@ -39,6 +39,11 @@ _NUM_STEP_TIMES = 15
 _GOODBYE_S = 5.0
 # Until the agent that leads is a member of its own.
 _OWN_JOIN_S = 1.0
+_CLAIMED = "generation {} was claimed by another agent"
+
+
+class _LeadsNoMoreError(Exception):
+    """Why; no text: it was asked to."""
 
 
 @dataclass
@@ -95,6 +100,8 @@ class Leader:
         self.is_waiting = True
         """For nodes, and not training."""
         self._members: dict[str, Member] = {}
+        self._took = time.monotonic()
+        """When it took the last message."""
         self._inbox: asyncio.Queue[tuple[Member | None, Message | None]] = asyncio.Queue()
         self._store: Any = None
         self._losses = list(losses)
@@ -155,10 +162,13 @@ class Leader:
             self._tell_loss(loss)
         try:
             while self._ending is None:
-                if not await self._next_generation():
-                    return None
+                await self._next_generation()
             await self._say_end(self._ending)
             return self._ending
+        except _LeadsNoMoreError as why:
+            if text := str(why):
+                self._say(f"{self._me.name} leads no more: {text}.")
+            return None
         finally:
             ticker.cancel()
             self._store = None
@@ -172,13 +182,15 @@ class Leader:
 
     # ---- one generation after the other ----
 
-    async def _next_generation(self) -> bool:
-        """Make one and watch it until it is over; False: another agent leads."""
+    async def _next_generation(self) -> None:
+        """Make one and watch it until it is over."""
         await self._gather()
         if self._stop is not None and self.before is None:
             self._ending = Ending("saved", SAVED, "stopped before it began")
-        if self._ending is not None or self._has_abdicated:
-            return self._ending is not None
+        if self._ending is not None:
+            return
+        if self._has_abdicated:
+            raise _LeadsNoMoreError
         decision = await self._decide()
         if decision.action == "wait":
             limit_s = decision.look_again_s or self._wait_left_s()
@@ -187,10 +199,14 @@ class Leader:
                 lambda: set(self._members) != there or self._must_end() or self._has_abdicated,
                 limit_s,
             )
-            return True
-        if decision.action == "stop":
-            return await self._stop_with_checkpoint(decision)
-        return await self._make(decision) and await self._watch()
+        elif decision.action == "stop":
+            await self._stop_with_checkpoint(decision)
+        else:
+            await self._train(decision)
+
+    async def _train(self, decision: Decision) -> None:
+        await self._make(decision)
+        await self._watch()
 
     async def _gather(self) -> None:
         """Let all leave the generation before, and wait for who answers."""
@@ -240,7 +256,7 @@ class Leader:
             self._say(decision.sentence)
         return decision
 
-    async def _stop_with_checkpoint(self, decision: Decision) -> bool:
+    async def _stop_with_checkpoint(self, decision: Decision) -> None:
         """Too few are left: one more generation, of as many as can hold the state, saves it."""
         if self.before is not None and not self._is_saving:
             for count in range(min(len(self._members), self._max_nodes), 0, -1):
@@ -248,15 +264,15 @@ class Leader:
                 if job is not None:
                     self._is_saving, self._stop = decision.sentence, (None,)
                     nodes = tuple(node.name for node in self._there()[:count])
-                    return await self._make(Decision("stop", nodes, job)) and await self._watch()
+                    await self._train(Decision("stop", nodes, job))
+                    return
         text = f"{decision.sentence} Start it again when they are back."
         self._ending = Ending("saved", SAVED, text)
-        return True
 
-    async def _make(self, decision: Decision) -> bool:
-        """Claim the next generation and tell all; False: another agent has claimed it."""
+    async def _make(self, decision: Decision) -> None:
+        """Claim the next generation and tell all."""
         if not set(decision.nodes) <= self._members.keys():
-            return True  # somebody was lost meanwhile; `_watch` sees it at once
+            return  # somebody was lost meanwhile; `_watch` sees it at once
         assert decision.job is not None, "a decision to go on says with which Job"
         self._store = await aside(hold_store, self._me.address, 0)
         active = [self._members[name].node for name in decision.nodes]
@@ -281,13 +297,9 @@ class Leader:
                 SAVED,
                 f"{self._folder} can't be written ({error.strerror}): make room, start it again.",
             )
-            return True
+            return
         if not has_claimed:
-            self._say(
-                f"{self._me.name} leads no more: generation {generation.number} was claimed by "
-                "another agent."
-            )
-            return False
+            raise _LeadsNoMoreError(_CLAIMED.format(generation.number))
         self.number, self.before, self.is_waiting = generation.number, generation, False
         self._claimed = time.monotonic()
         # What was lost since all were asked is taken account of at once.
@@ -307,12 +319,11 @@ class Leader:
             leader=generation.leader,
             reason=generation.reason,
         )
-        return True
 
-    async def _watch(self) -> bool:
+    async def _watch(self) -> None:
         """Until something is lost, somebody is taken in or the run is over."""
         if self._ending is not None or self.is_waiting:
-            return True
+            return
         while not self._must_end() and not self._losses:
             await self._until(
                 lambda: (
@@ -330,10 +341,9 @@ class Leader:
             active = tuple(node.name for node in self.before.active)
             if decision.job is not None and decision.nodes != active:
                 self._noticed = time.monotonic()
-                return True
+                return
         if self.before is not None and len(self._done) >= self.before.num_ranks:
             self._end_done()
-        return True
 
     def _must_end(self) -> bool:
         all_done = self.before is not None and len(self._done) >= self.before.num_ranks
@@ -371,8 +381,17 @@ class Leader:
                 )
             except TimeoutError:
                 continue
+            await self._leads_after_sleep()
             self._take(*got)
         return True
+
+    async def _leads_after_sleep(self) -> None:
+        """Where this process was stopped, others may have gone on: it says nothing more of them."""
+        before, self._took = self._took, time.monotonic()
+        if self._took - before > self._settings.heartbeat_s:  # at least a tick comes in between
+            number = await aside(newest_number, self._folder)
+            if number > self.number:
+                raise _LeadsNoMoreError(_CLAIMED.format(number))
 
     def _take(self, member: Member | None, message: Message | None) -> None:
         if member is None:
@@ -601,13 +620,14 @@ class Leader:
             report
             for member in self._members.values()
             for raw in member.progress
-            if (report := _report(raw, member)) is not None
+            # Who is done has left the generation, and waits for nobody.
+            if (report := _report(raw, member)) is not None and report.rank not in self._done
         ]
         verdict = judge(reports, self.number, now - self._claimed)
         if verdict is None:
             return
         if verdict.rank is None:
-            if len(reports) < self.before.num_ranks:
+            if len(reports) + len(self._done) < self.before.num_ranks:
                 return  # they wait for one that is still to begin; its agent has an eye on it
             self._add_loss(Loss(self.before.active[0].name, None, verdict.cause, verdict.sentence))
             return

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
+from paceline.comm import busy_clock
 from paceline.elastic.generation import Generation, generation_of
 from paceline.elastic.verdict import SECTIONS
 from paceline.elastic.wire import MOST_BYTES, Message, decode, encode
@@ -57,8 +58,7 @@ class RankLink:
             the main thread asks for the next generation.
         on_stop: is called with the seconds in which this machine is gone (None: nobody hurries)
             when the run is to stop with a checkpoint; on a thread of the link, maybe repeatedly.
-        first_limit_s: how long a section may take the first time in a generation; compiling may
-            take long.
+        first_limit_s: `elastic.first_limit_s`.
     """
 
     def __init__(
@@ -66,7 +66,8 @@ class RankLink:
         path: str,
         on_leave: Callable[[int], None],
         on_stop: Callable[[float | None], None],
-        first_limit_s: float = 60.0,
+        *,
+        first_limit_s: float,
     ) -> None:
         self._on_leave, self._on_stop = on_leave, on_stop
         self._first_limit_s = first_limit_s
@@ -223,7 +224,9 @@ class RankLink:
         took = list(self._took[section])
         if section in ("start", "restore") or not took:
             return self._first_limit_s
-        return max(_FLOOR_S, _TIMES * max(took))
+        # A save may have to wait for the one before it, which took longer than the step saw of it.
+        least_s = self._first_limit_s if section == "checkpoint" else _FLOOR_S
+        return max(least_s, _TIMES * max(took))
 
 
 def collectives_begun() -> dict[str, tuple[int, list[str]]]:
@@ -261,9 +264,10 @@ def _place_of(thread: int) -> tuple[str, bool]:
         file = frame.f_code.co_filename
         here = f"{Path(file).name}:{frame.f_lineno} ({frame.f_code.co_name})"
         innermost = innermost or here
-        if "site-packages" not in file and not file.startswith((_STANDARD, "<")):
+        counts_wait = file == busy_clock.__file__
+        if not (counts_wait or "site-packages" in file or file.startswith((_STANDARD, "<"))):
             place = here
             break
-        is_waiting |= "torch/distributed/" in file
+        is_waiting |= counts_wait or "torch/distributed/" in file
         frame = frame.f_back
     return place or innermost or "no known place", is_waiting

@@ -23,7 +23,7 @@ import psutil
 
 from paceline.config.errors import EXIT_SAVED
 from paceline.elastic.generation import Generation
-from paceline.elastic.wire import MOST_BYTES, Channel, Message, StreamChannel
+from paceline.elastic.wire import MOST_BYTES, Channel, Message, StreamChannel, until_cancelled
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,9 @@ class LocalRanks:
 
     async def open(self) -> None:
         """Start all of them."""
-        self._server = await asyncio.start_unix_server(self._accept, self._path, limit=MOST_BYTES)
+        self._server = await asyncio.start_unix_server(
+            until_cancelled(self._accept), self._path, limit=MOST_BYTES
+        )
         for local_rank in range(self._count):
             self._ranks.append(_Rank(local_rank, self._started(local_rank), time.monotonic()))
             self._watch(self._ranks[-1])

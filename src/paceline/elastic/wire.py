@@ -215,7 +215,9 @@ class Listener:
         Raises:
             OSError: it is no address of this host.
         """
-        self._server = await asyncio.start_server(self._accept, address, 0, limit=MOST_BYTES)
+        self._server = await asyncio.start_server(
+            until_cancelled(self._accept), address, 0, limit=MOST_BYTES
+        )
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
@@ -244,6 +246,20 @@ class Listener:
             self._pending.pop(writer, None)
         up, down = _keys(self._secret, theirs + ours)
         await self._on_channel(StreamChannel(reader, writer, (down, up)))
+
+
+Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def until_cancelled(accept: Accept) -> Accept:
+    """What serves a connection, for a server that ends: asyncio of Python 3.11 shows a traceback
+    for each one that is cancelled then."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.CancelledError):
+            await accept(reader, writer)
+
+    return serve
 
 
 def _proof(secret: bytes, who: bytes, nonces: bytes) -> bytes:

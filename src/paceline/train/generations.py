@@ -35,7 +35,7 @@ from paceline.comm.rendezvous import (
     store_of_generation,
 )
 from paceline.comm.words import await_all, say
-from paceline.config.errors import StoppedInTimeError
+from paceline.config.errors import RunError, StoppedInTimeError
 from paceline.config.job import Job
 from paceline.elastic.cut import GroupSockets
 from paceline.elastic.generation import Generation
@@ -50,6 +50,8 @@ from paceline.train.stopping import StopRequest
 
 # An error that a lost rank causes may come before the agent's word that the generation is over.
 _WORD_S, _LOOK_S = 1.0, 0.02
+# What torch, the operating system and our own words raise where another rank is gone.
+_MAY_BE_LOSS = (RuntimeError, OSError, RunError)
 _HAS_JOINED = "joined/{}"
 # A rank is slow that is at work so many times as long as the median, in so many steps.
 _SLOW_TIMES, _SLOW_STEPS = 1.5, 50
@@ -77,7 +79,9 @@ class ElasticRank:
     def __init__(self, run: Run, make_task: MakeTask, stop: StopRequest) -> None:
         self._run, self._make_task, self._stop = run, make_task, stop
         self._sockets = GroupSockets()
-        self._link = RankLink(os.environ[AGENT], self._leave, partial(stop.ask, "the agent"))
+        limit_s = run.job().elastic.first_limit_s
+        ask = partial(stop.ask, "the agent")
+        self._link = RankLink(os.environ[AGENT], self._leave, ask, first_limit_s=limit_s)
         self._watch = LinkWatch(self._link)
         self._kept = KeptState(self._watch)
         self._module: nn.Module | None = None
@@ -115,7 +119,7 @@ class ElasticRank:
         hosts = {generation.store[0], *(node.address for node in generation.active)}
         self._connect_to(hosts)
         self._kept.generation, timeout_s = generation.number, job.comm.timeout_s
-        store = store_of_generation(ranks, generation.store, generation.number, timeout_s)
+        store = self._store_of(generation, ranks, timeout_s)
         join_generation(ranks, store, timeout_s)
         set_collective_timeout(timeout_s)
         self._kept.holders = _holders(generation, ranks.rank, store, timeout_s)
@@ -129,7 +133,7 @@ class ElasticRank:
         """As a process that no longer trains: give what it holds to those that do."""
         self._connect_to({generation.store[0]})
         timeout_s = job.comm.timeout_s
-        store = store_of_generation(ranks, generation.store, generation.number, timeout_s)
+        store = self._store_of(generation, ranks, timeout_s)
         holders = _holders(generation, ranks.rank, store, timeout_s)
         self._sockets.collect()
         assert holders is not None, "this process is one of them"
@@ -141,6 +145,12 @@ class ElasticRank:
         recover(take_nothing, self._kept.held, holders, generation.number, saved)
         # A group that closes breaks what others still do in it.
         await_all(store, _HAS_JOINED, range(generation.num_ranks), timeout_s)
+
+    def _store_of(self, generation: Generation, ranks: Ranks, timeout_s: float) -> Store:
+        number = generation.number
+        return store_of_generation(
+            ranks, generation.store, number, timeout_s, lambda: self._link.must_leave
+        )
 
     def _connect_to(self, hosts: set[str]) -> None:
         """From now on a cut is one of this generation's connections."""
@@ -165,6 +175,8 @@ class ElasticRank:
             return not ranks.is_first
         if isinstance(error, GenerationOverError) or is_lost_peer(error):
             return True
+        if not isinstance(error, _MAY_BE_LOSS):
+            return self._link.must_leave
         until = time.monotonic() + _WORD_S
         while not self._link.must_leave and time.monotonic() < until:
             time.sleep(_LOOK_S)

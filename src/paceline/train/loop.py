@@ -62,6 +62,7 @@ def _train_on(
                 watch.enter("data")
                 with lines.data_wait():
                     micro_batches = next(steps)
+                watch.enter("forward_backward")
                 auditor.audit_if_due(done, micro_batches)
                 result = trainer.step(done, micro_batches, context.stop.in_exchange)
             done += 1

@@ -33,8 +33,8 @@ class MetricsBuffer:
     """Steps by which results are read late."""
     most_bad_steps: int
     """Bad steps in a row that end the run."""
-    recent: deque[Line] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
-    """The last lines, complete: where rank 0 is lost before it writes one, another rank does."""
+    num_recent: int = NUM_RECENT
+    """So many lines are kept after they are written."""
     see_spike: Callable[[Spike], None] = lambda _spike: None
     """Is told of each."""
     see_ranks: Callable[[dict[str, list[float]]], None] = lambda _figures: None
@@ -46,6 +46,8 @@ class MetricsBuffer:
     num_skipped: int = 0
     num_bad_in_a_row: int = 0
     stop_wanted: bool = False
+    recent: list[Line] = field(default_factory=list)
+    """The last lines written: where rank 0 is lost before it writes one, another rank does."""
     _unread: deque[tuple[Line, Callable[[], StepResult]]] = field(default_factory=deque)
     _held: list[Line] = field(default_factory=list)
     _terms: dict[int, Terms] = field(default_factory=dict)
@@ -74,6 +76,11 @@ class MetricsBuffer:
             self.recent.append(line)
             self.write(line)
         self._held.clear()
+        del self.recent[: -self.num_recent]
+
+    def newest(self) -> list[Line]:
+        """The last lines that were read, also those that are not written yet."""
+        return [*self.recent, *self._held]
 
     def catch_up(self) -> None:
         """Read everything: when workers that step each for itself have met."""

@@ -168,6 +168,7 @@ class RunCheckpoints:
     def save(self, done: int) -> float:
         """Start a checkpoint of the state after `done` steps; return the seconds the run waited."""
         trainer, context = self._trainer, self._context
+        trainer.stats.watch.enter("checkpoint")
         context.kept.must_be_newest(context.run)
         trainer.agreement.on_buffers()
         trainer.agreement.meet(done, at_once=True)
@@ -210,7 +211,7 @@ class RunCheckpoints:
 
     def _facts_with_lines(self, done: int) -> dict[str, Any]:
         """What is kept beside it in memory: also what rank 0 may be lost before it writes it."""
-        return {**self._facts(done), "lines": list(self._context.metrics_buffer.recent)}
+        return {**self._facts(done), "lines": self._context.metrics_buffer.newest()}
 
     def poll(self) -> None:
         """Say how a save ended, if one did."""
@@ -234,6 +235,7 @@ class RunCheckpoints:
     def finish(self, done: int) -> None:
         """At the end of the run: save what isn't saved yet, and wait until it is written, and
         copied to a store."""
+        self._trainer.stats.watch.enter("checkpoint")
         is_new = done > self._first or self._saved is not None
         if is_new and self._saved != (done, self._context.best.facts()):
             self.save(done)

@@ -104,7 +104,6 @@ class Trainer:
             a function that waits for the step's numbers and gives them.
         """
         watch = self.stats.watch
-        watch.enter("forward_backward")
         self.update.begin(index, self.passes.num_parts(len(micro_batches)))
         self.replicas.begin(index)
         tally = self.passes.forward_backward(index, micro_batches)

@@ -24,7 +24,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,8 @@ from paceline.train.checkpoint.plan import (
 )
 from paceline.train.checkpoint.store import CheckpointStore
 
+_LOOK_S = 1.0
+
 
 class Checkpointer:
     """Saves and loads the checkpoints of one run.
@@ -72,6 +74,8 @@ class Checkpointer:
         keep_last: how many of the newest checkpoints to keep, at least 1.
         keep_every: also keep each one whose step is a multiple of this, for good.
         store: where rank 0 copies each checkpoint once it is complete; None: nowhere.
+        waits: is called each second in which a call waits for a save that goes on: with True where
+            this rank's part is written, and others write theirs.
         say: takes one sentence for a person; called on rank 0 only, on the calling thread.
 
     Raises:
@@ -85,6 +89,7 @@ class Checkpointer:
         keep_last: int,
         keep_every: int | None = None,
         store: CheckpointStore | None = None,
+        waits: Callable[[bool], None] = lambda _for_others: None,
         say: Callable[[str], None],
     ) -> None:
         if keep_last < 1 or (keep_every is not None and keep_every < 1):
@@ -93,10 +98,12 @@ class Checkpointer:
             )
         self.directory = directory
         self._keeping = _Retention(keep_last, keep_every)
-        self._say = say
+        self._say, self._waits = say, waits
         self.ranks = LockstepRanks.of_this_job()
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[_SaveOutcome] | None = None
+        self._unwritten: Path | None = None
+        """This rank's file of the running save; None: all of it is written."""
         self._staging: Staging | None = None
         self._cpu_s = 0.0
         self.ranks.on_first(lambda: _open(directory))
@@ -129,6 +136,7 @@ class Checkpointer:
         staging = self._agree_on_share(offer)
         offer.copy_to_host(staging)
         values = {name: offer.values[name] for name in staging.share.value_names}
+        self._unwritten = self._partial(step) / shard_name(self.ranks.rank)
         self._running = self._background.submit(self._write, step, staging, values, facts)
         return time.perf_counter() - started_s
 
@@ -146,12 +154,20 @@ class Checkpointer:
         if self._running is None:
             return
         running, self._running = self._running, None
+        self._await(running)
         outcome = running.result()
         self._cpu_s += outcome.cpu_s
         kept = self._keeping.last_good
         if outcome.failure is None:
             self._keeping.accept(outcome.step)
         self.tell(outcome.sentence(kept))
+
+    def _await(self, running: "Future[_SaveOutcome]") -> None:
+        size_bytes = -1
+        while not wait([running], _LOOK_S).done:
+            before, size_bytes = size_bytes, _size_of(self._unwritten)
+            if self._unwritten is None or size_bytes > before:
+                self._waits(self._unwritten is None)
 
     def finish_copies(self) -> None:
         """Wait until the newest checkpoint is copied, or can't be; call `finish` before."""
@@ -228,11 +244,12 @@ class Checkpointer:
     ) -> "_SaveOutcome":
         """Write one checkpoint. Runs in the background, on every rank."""
         started_s, began_s = time.perf_counter(), time.thread_time()
-        partial = self.directory / f"step-{step}.tmp"
+        partial = self._partial(step)
         shard = partial / shard_name(self.ranks.rank)
         try:
             self.ranks.on_first(lambda: make_empty(partial))
             file = self.ranks.together(lambda: write_shard(shard, staging.named_buffers()))
+            self._unwritten = None
             mine: list[Any] = [shard.name, file.size_bytes, file.sha256, json.dumps(values)]
             parts = [_WrittenPart.of_plain(*record) for record in self.ranks.gather(mine)]
             size_bytes = self.ranks.on_first(
@@ -250,6 +267,9 @@ class Checkpointer:
         return _SaveOutcome(
             step, size_bytes, time.perf_counter() - started_s, cpu_s, trouble=trouble
         )
+
+    def _partial(self, step: int) -> Path:
+        return self.directory / f"step-{step}.tmp"
 
     def _publish(self, partial: Path, manifest: Manifest) -> int:
         """Make a written checkpoint exist. Returns the bytes of its shards."""
@@ -353,6 +373,13 @@ class _Retention:
         except OSError as error:
             return str(error)
         return None
+
+
+def _size_of(file: Path | None) -> int:
+    try:
+        return 0 if file is None else file.stat().st_size
+    except OSError:
+        return 0
 
 
 def _open(directory: Path) -> None:

@@ -63,7 +63,10 @@ def write_tiny_job(folder: Path) -> Path:
 
 def environment(folder: Path) -> dict[str, str]:
     """The environment of a command: its own cache, plain output."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD", "SLURM"))}
+    given = os.environ.items()
+    kept = {k: v for k, v in given if not k.startswith(("RANK", "WORLD", "SLURM_"))}
+    if "SLURM_CONF" in os.environ:  # where Slurm is, and not whose step this is
+        kept["SLURM_CONF"] = os.environ["SLURM_CONF"]
     return {**kept, "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "200", "NO_COLOR": "1"}
 
 

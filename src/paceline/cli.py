@@ -251,6 +251,38 @@ def plan(
 
 
 @app.command()
+def cache(
+    folder: Annotated[
+        str, typer.Option(help="As data.cache_dir of a Job.", show_default=False)
+    ] = "auto",
+    most: Annotated[
+        float | None,
+        typer.Option(
+            help="Remove what was used longest ago until it takes so many GB.",
+            min=0,
+            show_default=False,
+        ),
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove it. Left out: say what would be removed.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the tokens that are kept of sources, and remove old ones.
+
+    What a run reads now is left alone. All of it can be made again. The setting
+    data.cache_gb keeps a limit without this command.
+
+    \b
+    paceline cache
+    paceline cache --most 50 --yes
+    """
+    from paceline.train.data.cache_command import cache_command
+
+    cache_command(folder, most, is_meant=yes, as_json=as_json)
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="The directory of a run.", show_default=False)],
     folder: Annotated[

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -163,10 +164,50 @@ def slurm_bed(_folder: Path) -> Iterator[Bed]:
         yield Bed(Site(engine="slurm"), len(lab.nodes), lose)
 
 
+@contextmanager
+def ray_bed(_folder: Path) -> Iterator[Bed]:
+    """Three machines of a Ray cluster on this one, each with two GPUs that nobody has."""
+    pytest.importorskip("ray", reason="no Ray is installed (paceline[ray])")
+    from ray.cluster_utils import Cluster
+
+    # Of machines that vanish: Ray notices after 15 s by itself.
+    health = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
+    head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "_system_config": health}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray gives a machine no more GPUs than this names; importing a benchmark sets it.
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            machines = [cluster.add_node(num_cpus=1, num_gpus=2) for _ in range(3)]
+
+            def lose(folder: Path, node: str) -> None:
+                script = start_script_of(folder, node)
+                raylet = next(one for one in script.parents() if one.name() == "raylet")
+                lost = next(one for one in machines if _has(one, raylet.pid))
+                for process in (*script.children(recursive=True), script):
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
+                machines.remove(lost)
+                cluster.remove_node(lost, allow_graceful=False)
+                machines.append(cluster.add_node(num_cpus=1, num_gpus=2))
+
+            yield Bed(Site(engine="ray", ray_address=cluster.address), 3, lose)
+        finally:
+            cluster.shutdown()
+
+
+def _has(machine: Any, pid: int) -> bool:
+    """Whether a process is one of Ray's own of a machine."""
+    running = [one for several in machine.all_processes.values() for one in several]
+    return pid in [one.process.pid for one in running]
+
+
 BEDS: dict[str, Callable[[Path], AbstractContextManager[Bed]]] = {
     "local": local_bed,
     "ssh": ssh_bed,
     "slurm": slurm_bed,
+    "ray": ray_bed,
 }
 
 

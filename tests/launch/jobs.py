@@ -1,11 +1,13 @@
 """Jobs of tests: a line of shell on each node, submitted, watched, and ended with the test."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paceline.config.errors import InputError
 from paceline.launch.contract import Observation, Request, State, Submitted
+from tests.command_line import COMMAND, metrics, write_tiny_job
 from tests.launch.beds import Bed
 from tests.launch.waiting import until
 
@@ -38,6 +40,29 @@ class Jobs:
         rendered = self.bed.engine.render(request, self.bed.site)
         job = self.bed.engine.submit(request, rendered)
         self._jobs.append(job)
+        return job
+
+    def train(self, *settings: str, **changes: object) -> Submitted:
+        """Submit an elastic training of 60 steps on two nodes of one rank, and wait until it is
+        under way."""
+        write_tiny_job(self.folder)
+        size = ("cluster.num_nodes=2", "cluster.devices_per_node=1", "train.steps=60")
+        elastic = ("elastic.min_nodes=1", "checkpoint.every=0")
+        told = [f"--set={each}" for each in (*elastic, *size, *settings)]
+        given = {
+            "command": (sys.executable, COMMAND, "train", "job.toml", *told),
+            "num_nodes": 2,
+            "devices_per_node": 1,
+            "min_nodes": 1,
+            "environment": {
+                "PACELINE_ADDRESS": "127.0.0.1",  # nodes of a laboratory are no hosts
+                "GLOO_SOCKET_IFNAME": "lo",
+                "XDG_CACHE_HOME": str(self.folder / "cache"),
+            },
+        }
+        job = self.submit("", **{**given, **changes})
+        file = self.folder / "runs" / "tiny" / "metrics.jsonl"
+        until(lambda: file.exists() and len(metrics(self.folder)) >= 2, 300)
         return job
 
     def see(self, job: Submitted) -> Observation:

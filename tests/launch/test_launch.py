@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -224,6 +225,14 @@ def test_a_site_is_held_against_its_machines(here):
     done = CliRunner().invoke(app, ["doctor", "--site", "empty"], catch_exceptions=False)
     assert "PROBLEM engine ssh can't be used: a site with engine" in done.stdout
     assert not [*here.glob(".paceline-*")]
+
+
+def test_the_cure_of_a_missing_library_is_whole(here, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (here / "paceline-sites.toml").write_text('[lab]\nengine = "ray"\n')
+    done = CliRunner().invoke(app, ["doctor", "--site", "lab"])
+    assert done.exit_code == 1
+    assert "pip install 'paceline[ray]'" in done.stdout
 
 
 def test_a_training_saves_goes_on_and_is_stopped(tmp_path):

@@ -15,7 +15,7 @@ from paceline.config.site import NodeType, Site
 from paceline.launch.contract import Request, Submitted
 from paceline.launch.engines.slurm import engine
 from paceline.launch.node_records import node_records
-from tests.command_line import COMMAND, metrics, write_tiny_job
+from tests.command_line import metrics
 from tests.launch.beds import Bed, slurm_laboratory
 from tests.launch.jobs import Jobs, jobs_on
 from tests.launch.test_start_script import NASTY
@@ -284,25 +284,7 @@ def test_without_slurm_it_says_so(monkeypatch, tmp_path):
 
 
 def test_an_elastic_training_is_preempted_and_comes_back(lab, jobs):
-    write_tiny_job(jobs.folder)
-    elastic = ("elastic.min_nodes=1", "elastic.save_within_s=9", "checkpoint.every=0")
-    size = ("cluster.num_nodes=2", "cluster.devices_per_node=1", "train.steps=60")
-    settings = [f"--set={each}" for each in (*elastic, *size)]
-    job = jobs.submit(
-        "",
-        command=(sys.executable, COMMAND, "train", "job.toml", *settings),
-        num_nodes=2,
-        devices_per_node=1,
-        min_nodes=1,
-        spot=True,
-        environment={
-            "PACELINE_ADDRESS": "127.0.0.1",  # nodes of this Slurm are no hosts
-            "GLOO_SOCKET_IFNAME": "lo",
-            "XDG_CACHE_HOME": str(jobs.folder / "cache"),
-        },
-    )
-    file = jobs.folder / "runs" / "tiny" / "metrics.jsonl"
-    until(lambda: file.exists() and len(metrics(jobs.folder)) >= 2, 300)
+    job = jobs.train("elastic.save_within_s=9", spot=True)
     on(jobs, Site(engine="slurm", partition="prod"))
     prod = jobs.submit("true", num_nodes=4, folder=jobs.folder / "prod")
     assert jobs.until_over(prod).state == "finished"

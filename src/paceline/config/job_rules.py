@@ -110,8 +110,8 @@ def _of_language_models(job: Sections) -> str | None:
 
 
 _OF_ELASTIC_RUNS = (
-    "max_nodes", "spares", "exact", "heartbeat_s", "wait_s", "copy_every", "restarts",
-    "replace_slow",
+    "max_nodes", "spares", "exact", "heartbeat_s", "wait_s", "first_limit_s", "copy_every",
+    "restarts", "replace_slow",
 )  # fmt: skip
 
 

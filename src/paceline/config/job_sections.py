@@ -51,6 +51,9 @@ class Data(FrozenConfig):
     """Start attention and positions anew at every document inside a packed sequence."""
     cache_dir: str = "auto"
     """Where tokenised data is kept, "auto": $XDG_CACHE_HOME/paceline or ~/.cache/paceline."""
+    cache_gb: Annotated[float, Field(gt=0, le=10**9)] | None = None
+    """The most that it may take, GB (10^9 bytes): each start removes what was used longest ago, but
+    nothing that is in use. None: no limit."""
     clicks: Clicks = Clicks()
 
 

@@ -14,7 +14,7 @@ from paceline.config import files
 from paceline.config.errors import InputError
 from paceline.config.frozen import Count, FrozenConfig, Ways, nearest
 
-EngineName = Literal["local", "ssh", "slurm"]
+EngineName = Literal["local", "ssh", "slurm", "ray"]
 Usd = Annotated[float, Field(ge=0, le=10**6)]
 Words = Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -32,7 +32,8 @@ class NodeType(FrozenConfig):
     spot_mtbp_hours: Annotated[float, Field(gt=0, le=10**6)] | None = None
     """Mean hours until a spot machine is taken away."""
     select: Words = ()
-    """How the engine is asked for them: Slurm's --constraint=..., --gres=..."""
+    """How the engine is asked for them: Slurm's --constraint=..., --gres=...; of Ray what a node
+    gives, by Ray's names: GPU=8, CPU=64."""
 
 
 class Site(FrozenConfig):
@@ -49,6 +50,8 @@ class Site(FrozenConfig):
     """Of engine "ssh": machines without a scheduler, as ssh knows them."""
     ssh_config: str = ""
     """Of engine "ssh": a file for `ssh -F`; "": the person's own."""
+    ray_address: str = "auto"
+    """Of engine "ray": host:port of the cluster's head; "auto": the one of this machine."""
     container: str = ""
     """An image that Apptainer runs; "": none."""
     venv: str = ""
@@ -66,6 +69,22 @@ class Site(FrozenConfig):
     """The longest a job may run at once; None: as the engine says."""
     grace_s: Count = 60
     """From the notice of an end to the end."""
+
+    def node_type(self, name: str) -> NodeType | None:
+        """The one of a name; of "" the only one, None where there are none or several.
+
+        Raises:
+            InputError: the site has none of this name.
+        """
+        if not name:
+            return next(iter(self.node_types.values())) if len(self.node_types) == 1 else None
+        if name not in self.node_types:
+            known = ", ".join(sorted(self.node_types)) or "none"
+            raise InputError(
+                f"the site has no node type {name!r}: take one of its node_types, which are "
+                f"{known}."
+            )
+        return self.node_types[name]
 
 
 PROJECT_FILE = "paceline-sites.toml"

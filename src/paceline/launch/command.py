@@ -46,7 +46,7 @@ from paceline.observe.run import write_atomic
 from paceline.render.figures import amount_text, date_text, duration_text, plural
 from paceline.render.table import Table
 
-_CONSOLE = Console(highlight=False, soft_wrap=True)
+_CONSOLE = Console(highlight=False, soft_wrap=True, markup=False)
 _LOOK_S = 0.5
 _CHUNK = 1 << 16
 

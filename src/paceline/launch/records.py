@@ -105,10 +105,16 @@ def launch_numbers(run: Path) -> Iterator[int]:
 
 
 def launched_runs(runs: Path) -> list[Path]:
-    """Run directories with launches, by name."""
+    """Run directories with launches of their name, by name. One that a script made links to the
+    script's."""
     if not runs.is_dir():
         return []
-    return sorted(run for run in runs.iterdir() if next(launch_numbers(run), None) is not None)
+
+    def is_launched(run: Path) -> bool:
+        folder = Run(run).launch_folder
+        return any(not (folder / str(number)).is_symlink() for number in launch_numbers(run))
+
+    return sorted(filter(is_launched, runs.iterdir()))
 
 
 def _launch(run: Path, number: int) -> Launch | None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from paceline.config.errors import EXIT_SAVED, InputError
 from paceline.config.site import Site
 from paceline.launch.contract import ATTEMPT, Request
+from paceline.observe.run import LAUNCH
 
 START_SCRIPT = "start.sh"
 LOG_FOLDER, NODE_FOLDER = "log", "nodes"
@@ -24,7 +25,8 @@ _RECORDS = f"""\
 attempt=${{{ATTEMPT}:-1}}
 node=${{PACELINE_NODE:-${{SLURMD_NODENAME:-$(hostname)}}}}
 node=${{node//[^A-Za-z0-9._-]/_}}
-export PACELINE_NODE="$node"
+export PACELINE_NODE="$node" {LAUNCH}="$folder"
+unset SLURM_STEP_NUM_TASKS  # the command is no rank: it starts those of its node
 mkdir -p "$folder/{LOG_FOLDER}" "$folder/{NODE_FOLDER}" || exit 2
 exec 4>&1 >>"$folder/{LOG_FOLDER}/$(printf %03d "$attempt")-$node.log" 2>&1
 started=$(date +%s.%3N)

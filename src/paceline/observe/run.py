@@ -21,6 +21,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +47,10 @@ class Records(NamedTuple):
     """One a step or event, see `records.StepRecord` and `records.Event`."""
     damage: str | None
     """Which lines are left out because they hold none, as a sentence; None: none."""
+
+
+LAUNCH = "PACELINE_LAUNCH"
+"""The variable that tells a command its launch's folder."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,21 @@ class Run:
     def launch_folder(self) -> Path:
         """How it was launched, a folder each time (`paceline.launch.records`)."""
         return self.path / "launch"
+
+    def note_launch(self) -> None:
+        """Link the launch that started this process, where it has the name of a script and not
+        that of the Run which the script made."""
+        folder = Path(os.environ.get(LAUNCH, ""))
+        if not folder.is_absolute() or not folder.is_dir():
+            return
+        with suppress(OSError):  # a file system without links: the run trains all the same
+            self.launch_folder.mkdir(exist_ok=True)
+            known = [*self.launch_folder.iterdir()]
+            if folder.resolve() in [one.resolve() for one in known]:
+                return
+            number = 1 + max((int(one.name) for one in known if one.name.isdecimal()), default=0)
+            target = os.path.relpath(folder, self.launch_folder.resolve())
+            (self.launch_folder / str(number)).symlink_to(target)
 
     @property
     def report_file(self) -> Path:

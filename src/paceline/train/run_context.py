@@ -1,7 +1,7 @@
 """Run context: what a run is kept in, watched by and stopped with."""
 
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from paceline.observe.profile import ProfiledWindows
 from paceline.observe.run import Run
 from paceline.train.best_evaluation import BestEvaluation
 from paceline.train.checkpoint import Checkpointer, CheckpointStore
-from paceline.train.kept_state import KeptState
+from paceline.train.kept_state import GenerationOverError, KeptState
 from paceline.train.left_out import LeftOut
 from paceline.train.memory_owners import memory_owners
 from paceline.train.metrics_buffer import NUM_RECENT, Line, MetricsBuffer
@@ -103,11 +103,17 @@ def _checkpointer(trainer: Trainer, run: Run, say: Callable[[str], None]) -> Che
     kept, store = trainer.job.checkpoint, None
     if kept.copy_to is not None and trainer.ranks.is_first:
         store = CheckpointStore(kept.copy_to, run.path.name)
+
+    def waits(for_others: bool) -> None:
+        with suppress(GenerationOverError):  # what a save has begun it ends
+            trainer.stats.watch.enter("idle" if for_others else "checkpoint")
+
     return Checkpointer(
         run.checkpoint_folder,
         keep_last=kept.keep_last,
         keep_every=kept.keep_every,
         store=store,
+        waits=waits,
         say=say,
     )
 
@@ -127,7 +133,7 @@ def _metrics_buffer(
     job, ranks = trainer.job, trainer.ranks
     is_local = job.comm.local.method != "none"
     lag = job.train.steps if is_local else int(ranks.device_type == "cuda")
-    recent = deque[Line](maxlen=NUM_RECENT + is_local * job.comm.local.every)
+    num_recent = NUM_RECENT + is_local * job.comm.local.every
     allowance = _FP16_SCALE_HALVINGS if job.layout.precision == "fp16" else 0
     most_bad, policy = job.train.max_bad_steps + allowance, job.elastic.on_spike
 
@@ -144,5 +150,5 @@ def _metrics_buffer(
             trainer.stats.watch.compare(figures["busy_s"], ranks.rank)
 
     return MetricsBuffer(
-        record, lag, most_bad, recent, see_spike=see_spike, see_ranks=see_ranks, on_spike=policy
+        record, lag, most_bad, num_recent, see_spike=see_spike, see_ranks=see_ranks, on_spike=policy
     )

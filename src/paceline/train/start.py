@@ -192,6 +192,7 @@ def begin_run(
     if is_left or before is None:
         run.write("job.toml", to_toml(plan.job))
         _write_plan(run, plan)
+    run.note_launch()
     if store is not None and done and not is_left:  # its last start may have ended before it had
         copies = CheckpointCopies(store, run.checkpoint_folder, lambda _steps, _newest: [])
         copies.offer(done)

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 
 from paceline.config.errors import InputError
 from paceline.config.site import Site
+from paceline.launch.contract import Request
 from paceline.launch.supervision.engine import SupervisedEngine
-from paceline.launch.supervision.state import Node
+from paceline.launch.supervision.state import Hosts, Node
 
 _PROBE_S = 60
 
@@ -16,9 +17,9 @@ class LocalEngine(SupervisedEngine):
 
     name = "local"
 
-    def nodes_of(self, site: Site) -> tuple[Node, ...]:
+    def places(self, request: Request, site: Site) -> Hosts:
         """This machine."""
-        return (Node("localhost"),)
+        return Hosts((Node("localhost"),), is_exclusive=False)
 
     def probe(self, site: Site, script: str) -> Mapping[str, str]:
         """See `contract.Engine`."""

@@ -15,7 +15,7 @@ from paceline.config.errors import InputError
 from paceline.config.site import Site
 from paceline.launch.contract import Rendered, Request, Submitted
 from paceline.launch.supervision.engine import SupervisedEngine
-from paceline.launch.supervision.state import Node
+from paceline.launch.supervision.state import Hosts, Node
 
 _PROBE_S = 60
 # Nobody is there to answer questions; a host that is silent is lost within 15 s; a shared
@@ -31,7 +31,10 @@ class SshEngine(SupervisedEngine):
     """See the module."""
 
     name = "ssh"
-    is_exclusive = True
+
+    def places(self, request: Request, site: Site) -> Hosts:
+        """The hosts of the site; each takes one job at a time."""
+        return Hosts(self.nodes_of(site), is_exclusive=True)
 
     def nodes_of(self, site: Site) -> tuple[Node, ...]:
         """The hosts of the site."""

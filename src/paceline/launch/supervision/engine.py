@@ -1,4 +1,4 @@
-"""An engine whose jobs are kept by a supervisor on this machine: the common part of local and ssh.
+"""An engine whose jobs are kept by a supervisor on this machine: what local, ssh and Ray share.
 
 A job's id is its folder. Its records are read from there by whoever sees it; signals reach the
 supervisor only from the machine that it runs on.
@@ -33,7 +33,8 @@ from paceline.launch.supervision.state import (
     ORDERS,
     ORDERS_TYPE,
     STATE,
-    Node,
+    Bundles,
+    Hosts,
     Orders,
     Supervised,
     read_state,
@@ -44,15 +45,26 @@ _START_S = 60.0
 _SIGNALS: Mapping[Wish, signal.Signals] = {"stop": signal.SIGTERM, "save": signal.SIGUSR1}
 
 
+def check_num_nodes(request: Request, available: int) -> None:
+    """Refuse more nodes than there are.
+
+    Raises:
+        InputError: it asks for more.
+    """
+    if request.num_nodes > available:
+        raise InputError(
+            f"{request.num_nodes} nodes were asked for and the site has {available}: ask for "
+            f"at most {available}."
+        )
+
+
 class SupervisedEngine(ABC):
     """See the module; `contract.Engine` says what the methods do."""
 
     name: EngineName
-    is_exclusive = False
-    """Whether a node takes one job at a time."""
 
     @abstractmethod
-    def nodes_of(self, site: Site) -> tuple[Node, ...]:
+    def places(self, request: Request, site: Site) -> Hosts | Bundles:
         """Where commands can run.
 
         Raises:
@@ -65,20 +77,17 @@ class SupervisedEngine(ABC):
 
     def render(self, request: Request, site: Site) -> Rendered:
         """The start script, the relay's and the supervisor's orders."""
-        nodes = self.nodes_of(site)
-        if request.num_nodes > len(nodes):
-            raise InputError(
-                f"{request.num_nodes} nodes were asked for and the site has {len(nodes)}: ask for "
-                f"at most {len(nodes)}."
-            )
+        places = self.places(request, site)
+        if isinstance(places, Hosts):
+            check_num_nodes(request, len(places.nodes))
         if request.spot:
             raise InputError(f'engine "{self.name}" has no spot machines: leave --spot out.')
         orders = Orders(
-            nodes=nodes,
+            name=request.name,
+            places=places,
             num_nodes=request.num_nodes,
             devices_per_node=request.devices_per_node,
             min_nodes=request.min_nodes,
-            is_exclusive=self.is_exclusive,
             time_limit_s=request.time_limit_s,
             grace_s=request.grace_s,
             restarts=request.restarts,

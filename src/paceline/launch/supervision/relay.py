@@ -8,7 +8,7 @@ gone), it ends the command: nothing is left behind that nobody watches.
 import asyncio
 import re
 import shlex
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 from paceline.launch.contract import ATTEMPT
@@ -58,37 +58,38 @@ kill "$reader"
 """
 
 
-class Relay:
-    """The supervisor's end."""
+class Relay(ABC):
+    """The supervisor's end of the start script on one node."""
 
-    def __init__(self, node: Node, process: asyncio.subprocess.Process) -> None:
-        self.node = node
+    def __init__(self, name: str) -> None:
+        self.name = name
+        """Of the node."""
         self.said = ""
         """The last line that was no word of the relay's: why a node can't be had."""
         self.is_ready = False
-        self._process = process
         self._ready = asyncio.Event()
         self._code: int | None = None
         self._reading = asyncio.ensure_future(self._read())
 
-    @classmethod
-    async def open(
-        cls, node: Node, folder: Path, attempt: int, grace_s: int, *, is_exclusive: bool
-    ) -> "Relay":
-        """Reach a node, and get ready there; `is_ready` says whether it is."""
-        words = [attempt, node.name, grace_s, int(is_exclusive)]
-        relay = cls(node, await _start(node, ["bash", folder / RELAY, *words]))
-        try:
-            async with asyncio.timeout(_READY_S):
-                await relay._ready.wait()
-        except TimeoutError:
-            relay.said = f"it did not answer within {_READY_S:.0f} s"
-        return relay
-
+    @abstractmethod
     def tell(self, word: str) -> None:
         """START, or a signal that is passed on."""
-        if self._process.stdin is not None and not self._process.stdin.is_closing():
-            self._process.stdin.write(f"{word}\n".encode())
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let it go; where the command runs, it is ended."""
+
+    @abstractmethod
+    async def _line(self) -> str | None:
+        """The next line that comes from the node; None: its end."""
+
+    async def until_ready(self) -> None:
+        """Wait until it is ready, or `said` says why it isn't."""
+        try:
+            async with asyncio.timeout(_READY_S):
+                await self._ready.wait()
+        except TimeoutError:
+            self.said = f"it did not answer within {_READY_S:.0f} s"
 
     async def ended(self) -> int | None:
         """Wait for the command's end: its exit code, or None where it was lost with its node."""
@@ -96,28 +97,8 @@ class Relay:
         await self.close()
         return self._code
 
-    async def close(self) -> None:
-        """Let it go; where the command runs, it is ended."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            async with asyncio.timeout(_GONE_S):
-                await self._process.wait()
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-
     async def _read(self) -> None:
-        output = self._process.stdout
-        assert output is not None
-        while True:
-            try:
-                raw = await output.readline()
-            except ValueError:  # a line without end is none of ours
-                continue
-            if not raw:
-                break
-            line = raw.decode(errors="replace").strip()
+        while (line := await self._line()) is not None:
             if line == "ready":
                 self.is_ready = True
                 self._ready.set()
@@ -128,14 +109,61 @@ class Relay:
         self._ready.set()
 
 
-async def _start(node: Node, words: Sequence[object]) -> asyncio.subprocess.Process:
-    command = [str(word) for word in words]
-    if node.prefix:  # a shell there takes one text
-        command = [*node.prefix, shlex.join(command)]
-    return await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-    )
+class ProcessRelay(Relay):
+    """Of a process on this machine, which is the node or leads to it."""
+
+    def __init__(self, node: Node, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        super().__init__(node.name)
+
+    @classmethod
+    async def open(
+        cls, node: Node, folder: Path, attempt: int, grace_s: int, *, is_exclusive: bool
+    ) -> "ProcessRelay":
+        """Reach a node, and get ready there; `is_ready` says whether it is."""
+        words = relay_command(folder, attempt, node.name, grace_s, is_exclusive=is_exclusive)
+        if node.prefix:  # a shell there takes one text
+            words = [*node.prefix, shlex.join(words)]
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        relay = cls(node, process)
+        await relay.until_ready()
+        return relay
+
+    def tell(self, word: str) -> None:
+        """See `Relay`."""
+        if self._process.stdin is not None and not self._process.stdin.is_closing():
+            self._process.stdin.write(f"{word}\n".encode())
+
+    async def close(self) -> None:
+        """See `Relay`."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            async with asyncio.timeout(_GONE_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _line(self) -> str | None:
+        output = self._process.stdout
+        assert output is not None
+        try:
+            raw = await output.readline()
+        except ValueError:  # a line without end is none of ours
+            return ""
+        return raw.decode(errors="replace").strip() if raw else None
+
+
+def relay_command(
+    folder: Path, attempt: int, name: str, grace_s: int, *, is_exclusive: bool
+) -> list[str]:
+    """What runs on the node, below a job's folder."""
+    words = ["bash", folder / RELAY, attempt, name, grace_s, int(is_exclusive)]
+    return [str(word) for word in words]

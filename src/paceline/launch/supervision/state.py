@@ -29,16 +29,35 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Orders:
-    """What a supervisor is to do; see `contract.Request` for the names that are the same."""
+class Hosts:
+    """Nodes by name."""
 
     nodes: tuple[Node, ...]
     """Any of these, in the order in which they are taken."""
+    is_exclusive: bool
+    """Whether a node takes one job at a time."""
+
+
+@dataclass(frozen=True)
+class Bundles:
+    """Nodes that a Ray cluster chooses."""
+
+    address: str
+    resources: dict[str, float]
+    """That one node gives, by Ray's names."""
+    most: int
+    """Machines that there may be, where the site says so; 0: it doesn't."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a supervisor is to do; see `contract.Request` for the names that are the same."""
+
+    name: str
+    places: Hosts | Bundles
     num_nodes: int
     devices_per_node: int
     min_nodes: int
-    is_exclusive: bool
-    """Whether a node takes one job at a time."""
     time_limit_s: int | None
     grace_s: int
     restarts: int

@@ -23,13 +23,13 @@ from filelock import FileLock, Timeout
 
 from paceline.config.errors import EXIT_SAVED
 from paceline.launch.contract import Attempt, Observation
+from paceline.launch.supervision.places import Places, places_of
 from paceline.launch.supervision.process import ProcessIdentity
-from paceline.launch.supervision.relay import BUSY, Relay
+from paceline.launch.supervision.relay import Relay
 from paceline.launch.supervision.state import (
     RUNNING,
     STATE,
     STATE_TYPE,
-    Node,
     Orders,
     Supervised,
     read_orders,
@@ -44,7 +44,7 @@ and those that don't follow by themselves are told to."""
 
 _SIGN_OF_LIFE_S = 5.0
 _LOOK_S = 0.2
-# Between attempts, and between looks for nodes: twice as long each time.
+# Between attempts, and at first between looks for nodes: twice as long each time.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 15.0
 # Nodes that save do so together, but for what each of them closes.
 _TOGETHER_S = 5.0
@@ -65,8 +65,8 @@ class Outcome:
 class Supervisor:
     """See the module."""
 
-    def __init__(self, folder: Path, orders: Orders) -> None:
-        self._folder, self._orders = folder, orders
+    def __init__(self, folder: Path, orders: Orders, places: Places) -> None:
+        self._folder, self._orders, self._places = folder, orders, places
         self._me = ProcessIdentity.of_this()
         self._attempts: list[Attempt] = []
         self._now = Observation("queued", "starting")
@@ -163,10 +163,11 @@ class Supervisor:
         """What is waited for; None where the job is stopped before."""
         task, stop = asyncio.ensure_future(wanted), asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+        is_done = task.done()
         for each in (task, stop):
-            if not each.done():
-                each.cancel()
-        return task.result() if task.done() and not task.cancelled() else None
+            each.cancel()
+        await asyncio.wait((task, stop))
+        return task.result() if is_done else None
 
     # ---- the turn ----
 
@@ -263,38 +264,17 @@ class Supervisor:
             if not self._live:
                 self._note(why)
             await self._unless_stopped(asyncio.sleep(wait_s))
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            wait_s = min(2 * wait_s, self._places.longest_wait_s)
         return None
 
     async def _reach(self, num: int) -> tuple[list[Relay], Observation] | None:
-        """The first nodes that are ready, and why the others aren't; None: stopped meanwhile."""
-        asked = [node for node in self._orders.nodes if node.name not in self._live]
-        opening = [asyncio.ensure_future(self._open(node)) for node in asked]
-        opened = await self._unless_stopped(asyncio.gather(*opening))
-        if opened is None:
-            relays = [one.result() for one in opening if one.done() and not one.cancelled()]
-            await asyncio.gather(*(relay.close() for relay in relays))
-            return None
-        ready = [relay for relay in opened if relay.is_ready][:num]
-        others = [relay for relay in opened if relay not in ready]
-        await asyncio.gather(*(relay.close() for relay in others))
-        missing = [relay for relay in others if not relay.is_ready]
-        said = "; ".join(f"{relay.node.name}: {relay.said}" for relay in missing)
-        is_busy = any(relay.said == BUSY for relay in missing)
-        return ready, Observation("queued", "resources" if is_busy else "node_down", said=said)
-
-    async def _open(self, node: Node) -> Relay:
-        orders = self._orders
-        return await Relay.open(
-            node,
-            self._folder,
-            len(self._attempts),
-            orders.grace_s,
-            is_exclusive=orders.is_exclusive,
+        """Nodes that are ready, and why there are no more; None: stopped meanwhile."""
+        return await self._unless_stopped(
+            self._places.reach(num, tuple(self._live), len(self._attempts))
         )
 
     async def _attempt(self, gang: Sequence[Relay]) -> Outcome:
-        self._live = {relay.node.name: relay for relay in gang}
+        self._live = {relay.name: relay for relay in gang}
         self._cause = "stop" if self._stopping.is_set() else None
         self._is_saved = False
         names = tuple(self._live)
@@ -312,7 +292,7 @@ class Supervisor:
         """One place of the gang: its command's exit code; None: lost for good."""
         while True:
             code = await relay.ended()
-            del self._live[relay.node.name]
+            del self._live[relay.name]
             if self._live and self._cause is None:
                 self._note(Observation("running", nodes=tuple(self._live)))
             if code is not None:
@@ -351,7 +331,7 @@ class Supervisor:
             found = await self._reach(1)
             ready = [] if found is None else found[0]
             if ready and self._live and self._cause is None and not self._is_saved:
-                self._live[ready[0].node.name] = ready[0]
+                self._live[ready[0].name] = ready[0]
                 ready[0].tell("START")
                 nodes = tuple(self._live)
                 seen = dict.fromkeys((*self._attempts[-1].nodes, *nodes))
@@ -359,7 +339,7 @@ class Supervisor:
                 return ready[0]
             await asyncio.gather(*(relay.close() for relay in ready))
             await self._unless_stopped(asyncio.sleep(wait_s))
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            wait_s = min(2 * wait_s, self._places.longest_wait_s)
         return None
 
     def _outcome(self, codes: Sequence[int | None]) -> Outcome:
@@ -388,7 +368,7 @@ def main(folder: Path) -> None:
         signal.signal(number, signal.SIG_IGN)
 
     async def keep() -> None:
-        supervisor = Supervisor(folder, orders)
+        supervisor = Supervisor(folder, orders, places_of(orders, folder))
         supervisor.begin()
         print("ready", flush=True)
         if sys.stdin.readline() != "go\n":

@@ -38,6 +38,7 @@ from paceline.train.data.dataset import (
     read_meta,
 )
 from paceline.train.data.files import SourceFile, find_files
+from paceline.train.data.limit import hold, keep_within
 from paceline.train.data.tokenizer import tokenizer_identity
 
 Listing = list[tuple[str, int, int, int]]
@@ -113,10 +114,12 @@ def prepare(data: Data, progress: Progress | None = None) -> PreparedData:
     listing = _listing(files)
     key = _key(data, files, _contents_hash(listing, cache))
     folder = cache / key
-    if not (folder / META_FILE).is_file():
+    while not hold(folder):
         with FileLock(cache / f"{key}.lock"):
             if not (folder / META_FILE).is_file():
                 _build_aside(data, files, listing, folder, progress or (lambda done, total: None))
+    if data.cache_gb is not None:
+        keep_within(cache, data.cache_gb)
     return open_prepared(folder)
 
 

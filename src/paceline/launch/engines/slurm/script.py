@@ -164,23 +164,6 @@ def rendered(request: Request, site: Site) -> Rendered:
     return Rendered(files, BATCH_SCRIPT)
 
 
-def node_type(request: Request, site: Site) -> NodeType | None:
-    """The one that is asked for, or the only one; None: the site names none.
-
-    Raises:
-        InputError: the site has none of this name.
-    """
-    if request.node_type:
-        if request.node_type not in site.node_types:
-            known = ", ".join(sorted(site.node_types)) or "none"
-            raise InputError(
-                f"the site has no node type {request.node_type!r}: take one of its node_types, "
-                f"which are {known}."
-            )
-        return site.node_types[request.node_type]
-    return next(iter(site.node_types.values())) if len(site.node_types) == 1 else None
-
-
 def where(site: Site, spot: bool) -> list[str]:
     """The options that say in which queue, and on whose account.
 
@@ -215,7 +198,7 @@ def job_name(request: Request) -> str:
 
 
 def _options(request: Request, site: Site) -> Iterator[str]:
-    kind = node_type(request, site)
+    kind = site.node_type(request.node_type)
     select = selected(kind)
     yield f"--job-name={job_name(request)}"
     # Slurm would expand % in a path; the script opens its log itself.

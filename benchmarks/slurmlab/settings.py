@@ -82,7 +82,8 @@ PriorityWeightQOS=10000
 PriorityWeightAge=1000
 PriorityWeightFairshare=1000
 SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=1,bf_continue,sched_interval=2,requeue_delay=0
+# Times here are a hundredth of real ones, and so is the precision of an estimated start.
+SchedulerParameters=bf_interval=1,bf_continue,bf_window_linear=1,sched_interval=2,requeue_delay=0
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=127.0.0.1
 AccountingStoragePort={accounting}

@@ -1,5 +1,6 @@
 """What the engine of Slurm writes and reads, without a Slurm: options, reasons, free devices."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from paceline.config.site import NodeType, Site
 from paceline.launch.contract import Request, Submitted
 from paceline.launch.engines.slurm.commands import environment, refused
 from paceline.launch.engines.slurm.job_state import JobState, Row
+from paceline.launch.engines.slurm.queue import estimate
 from paceline.launch.engines.slurm.script import rendered
 from paceline.launch.engines.slurm.states import reason_of, state_of
 from paceline.launch.engines.slurm.usage import attempts
@@ -207,3 +209,51 @@ def test_an_attempt_of_less_than_a_second_is_not_lost(tmp_path):
     assert sum(one.num_devices * (one.ended - one.started) for one in held) == 2
     times = [time for one in held for time in (one.submitted, one.started, one.ended)]
     assert times == sorted(times)
+
+
+class FakeSlurm:
+    """Commands that say what a test wants."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.says("scontrol", "No reservations in the system")
+
+    def says(self, command: str, words: str) -> None:
+        """What one prints on both streams from now on."""
+        file = self._folder / command
+        file.write_text(f"#!/bin/sh\ncat >/dev/null\necho '{words}' | tee /dev/stderr\n")
+        file.chmod(0o755)
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return FakeSlurm(tmp_path)
+
+
+def starts(at: float, nodes: str = "n1,n4") -> str:
+    return (
+        f"sbatch: Job 7 to start at {at:.0f} using 16 processors on nodes {nodes} in partition main"
+    )
+
+
+def test_a_start_is_when_the_last_job_ends_on_the_nodes_that_slurm_found(slurm):
+    now = round(time.time())
+    slurm.says("sbatch", starts(now + 5000))
+    slurm.says("squeue", f"{now + 900}\n{now + 1800}")
+    assert estimate("#!/bin/sh\n") == now + 1800
+    slurm.says("squeue", f"{now + 900}\n{now + 7200}")  # preempted, maybe: Slurm knows why
+    assert estimate("#!/bin/sh\n") == now + 5000
+    slurm.says("squeue", f"{now + 900}\nN/A")
+    assert estimate("#!/bin/sh\n") == now + 5000
+
+
+def test_a_start_on_nodes_that_somebody_reserved_stays_slurms(slurm):
+    now = round(time.time())
+    slurm.says("sbatch", starts(now + 5000))
+    slurm.says("squeue", f"{now + 900}")
+    slurm.says("scontrol", "ReservationName=work Nodes=n4,n5 State=INACTIVE")
+    assert estimate("#!/bin/sh\n") == now + 5000
+    assert estimate("#!/bin/sh\n#SBATCH --reservation=work\n") == now + 900
+    slurm.says("scontrol", "ReservationName=work Nodes=n8,n9 State=INACTIVE")
+    assert estimate("#!/bin/sh\n") == now + 900

@@ -1,11 +1,14 @@
 """When a job would start, by Slurm's own estimate."""
 
 import re
+import time
+from collections.abc import Sequence
 
 from paceline.config.errors import InputError
-from paceline.launch.engines.slurm.commands import refused, run
+from paceline.launch.engines.slurm.commands import hosts, refused, rows, run, unix_time
 
-_START = re.compile(r"to start at (\d+)")
+_START = re.compile(r"to start at (\d+)(?:.* on nodes (\S+))?")
+_HOLDING = "--states=RUNNING,COMPLETING"
 # What is so now and may be otherwise later; everything else stays.
 _PASSES = ("nodes are busy", "not available", "drained", "held", "policy", "limit")
 _NEVER = "node configuration is not available"
@@ -14,7 +17,9 @@ _NEVER = "node configuration is not available"
 def estimate(batch_script: str, *options: str) -> float | None:
     """When a job would start if it were submitted now; Unix time.
 
-    It stands on the time limits of what runs, so it is usually too late.
+    It stands on the time limits of what runs, so it is usually too late. Slurm itself is coarser:
+    it looks at running jobs in windows of 30 s, 60 s, 120 s and so on, and says the end of a window
+    (slurm.conf(5), bf_window_linear). So the nodes that it found are asked when they are free.
 
     Args:
         batch_script: its text.
@@ -29,7 +34,8 @@ def estimate(batch_script: str, *options: str) -> float | None:
     done = run("sbatch", "--test-only", *options, script=batch_script)
     found = _START.search(done.stderr)
     if found:
-        return float(found[1])
+        start, names = float(found[1]), hosts(found[2] or "")
+        return _free_at(batch_script, start, names) if names and start > time.time() else start
     words = done.stderr.lower()
     if _NEVER not in words and any(each in words for each in _PASSES):
         return None
@@ -42,3 +48,20 @@ def fits(batch_script: str, num_nodes: int) -> float | None:
         return estimate(batch_script, f"--nodes={num_nodes}")
     except InputError:
         return None
+
+
+def _free_at(batch_script: str, start: float, nodes: Sequence[str]) -> float:
+    """When the last job ends that runs on these nodes, if that is sooner than `start`.
+
+    Nodes that somebody reserved are Slurm's to judge.
+    """
+    for line in rows("scontrol", "--oneliner", "show", "reservation"):
+        fields = dict(re.findall(r"(\w+)=(\S+)", line[0]))
+        is_own = f"--reservation={fields.get('ReservationName')}" in batch_script
+        if not is_own and not set(nodes).isdisjoint(hosts(fields.get("Nodes", ""))):
+            return start
+    ends = rows("squeue", "--noheader", _HOLDING, f"--nodelist={','.join(nodes)}", "--format=%e")
+    known = [unix_time(end) for end, *_ in ends]
+    if None in known:
+        return start
+    return min(start, max([time.time(), *(end for end in known if end)]))

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import psutil
 import pytest
 
 from benchmarks.slurmlab import Laboratory, why_not
-from paceline.config.site import Site
+from paceline.config.site import NodeType, Site
 from paceline.launch.contract import Engine
 from paceline.launch.engines import engine_named
 from tests.launch.waiting import until
@@ -35,6 +36,8 @@ class Bed:
     """Take the node of this name away from the job of this folder."""
     slow_s: float = 120
     """How long anything may take."""
+    has_order: bool = True
+    """Whether a job can wait for another."""
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
@@ -203,11 +206,35 @@ def _has(machine: Any, pid: int) -> bool:
     return pid in [one.process.pid for one in running]
 
 
+@contextmanager
+def kubernetes_bed(folder: Path) -> Iterator[Bed]:
+    """Three nodes of a stand-in."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl on this machine (kubernetes-client)")
+    pytest.importorskip("kubernetes_validate", reason="no kubernetes-validate (paceline[test])")
+    from tests.launch.fake_kubernetes import FakeKubernetes
+
+    nodes = ("n0", "n1", "n2")
+    with FakeKubernetes(folder, nodes) as fake, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KUBECONFIG", str(fake.kubeconfig()))
+        site = Site(
+            engine="kubernetes",
+            container="registry/image:1",
+            claim="shared",
+            # The folders of tests are below the system's folder of temporary files.
+            shared=str(Path(tempfile.gettempdir()).resolve()),
+            partition="queue",
+            node_types={"gpu": NodeType(cluster="2xH100-SXM", num_nodes=len(nodes))},
+        )
+        yield Bed(site, len(nodes), lambda _, node: fake.lose(node), has_order=False)
+
+
 BEDS: dict[str, Callable[[Path], AbstractContextManager[Bed]]] = {
     "local": local_bed,
     "ssh": ssh_bed,
     "slurm": slurm_bed,
     "ray": ray_bed,
+    "kubernetes": kubernetes_bed,
 }
 
 

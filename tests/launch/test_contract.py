@@ -120,6 +120,10 @@ def test_a_job_whose_node_is_lost_starts_again(jobs):
 
 def test_a_job_waits_for_those_before_it(jobs):
     first = jobs.submit("touch ready; until [ -e go ]; do sleep 0.05; done; echo 1 >>order")
+    if not jobs.bed.has_order:
+        with pytest.raises(InputError, match="order"):
+            jobs.submit("echo 2 >>order", after=(first.id,), num_nodes=1)
+        return
     second = jobs.submit("echo 2 >>order", after=(first.id,), num_nodes=1)
     third = jobs.submit("echo 3 >>order", after=(second.id,), num_nodes=1)
     jobs.until_file("ready")

@@ -14,7 +14,7 @@ from paceline.config import files
 from paceline.config.errors import InputError
 from paceline.config.frozen import Count, FrozenConfig, Ways, nearest
 
-EngineName = Literal["local", "ssh", "slurm", "ray"]
+EngineName = Literal["local", "ssh", "slurm", "ray", "kubernetes"]
 Usd = Annotated[float, Field(ge=0, le=10**6)]
 Words = Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -33,7 +33,8 @@ class NodeType(FrozenConfig):
     """Mean hours until a spot machine is taken away."""
     select: Words = ()
     """How the engine is asked for them: Slurm's --constraint=..., --gres=...; of Ray what a node
-    gives, by Ray's names: GPU=8, CPU=64."""
+    gives, by Ray's names: GPU=8, CPU=64; of Kubernetes labels of nodes, LABEL=VALUE, and what a pod
+    takes of one beside its GPUs, limits.memory=900Gi."""
 
 
 class Site(FrozenConfig):
@@ -41,9 +42,10 @@ class Site(FrozenConfig):
 
     engine: EngineName
     partition: str = ""
-    """Slurm's."""
+    """Slurm's; of Kubernetes Kueue's LocalQueue, "": none."""
     account: str = ""
     qos: str = ""
+    """Slurm's; of Kubernetes Kueue's WorkloadPriorityClass."""
     spot_partition: str = ""
     """Where jobs go that may be preempted."""
     hosts: Words = ()
@@ -52,8 +54,17 @@ class Site(FrozenConfig):
     """Of engine "ssh": a file for `ssh -F`; "": the person's own."""
     ray_address: str = "auto"
     """Of engine "ray": host:port of the cluster's head; "auto": the one of this machine."""
+    context: str = ""
+    """Of engine "kubernetes": of the kubeconfig; "": the current one."""
+    namespace: str = ""
+    """Of engine "kubernetes"; "": the context's."""
+    claim: str = ""
+    """Of engine "kubernetes": the PersistentVolumeClaim of the folder `shared`."""
+    topology: str = ""
+    """Of engine "kubernetes": the label of nodes below one switch, where Kueue keeps a job if it
+    can; "": anywhere."""
     container: str = ""
-    """An image that Apptainer runs; "": none."""
+    """An image that Apptainer runs, or that Kubernetes' pods have; "": none."""
     venv: str = ""
     """A folder with bin/paceline that all nodes see; "": the one that launches."""
     modules: Words = ()

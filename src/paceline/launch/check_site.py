@@ -61,6 +61,7 @@ def _script(site: Site, directory: Path, token: Path) -> str:
         "directory": f"[ -d {shlex.quote(str(directory))} ]",
         "venv": f"[ -x {shlex.quote(f'{_venv(site)}/bin/paceline')} ]",
         "container": "command -v apptainer >/dev/null",
+        "image": "command -v paceline >/dev/null",
         "modules": "{ command -v module >/dev/null || . /etc/profile; "
         f"module load {shlex.join(site.modules)}; }} >/dev/null 2>&1",
         "scratch": f"[ -w {shlex.quote(site.scratch or '/')} ]",
@@ -88,7 +89,9 @@ def _of_node(
         "directory": f"{directory}, where you launch from, is there: launch from a folder that all "
         "nodes see",
     }
-    if site.container:
+    if site.engine == "kubernetes":
+        wanted["image"] = "paceline is in the image: install it there"
+    elif site.container:
         wanted["container"] = "Apptainer is there: install it, or load its module in setup"
     else:
         wanted["venv"] = (

@@ -12,17 +12,14 @@ from itertools import groupby, pairwise
 from pydantic import TypeAdapter
 
 from paceline.config import files
-from paceline.config.errors import EXIT_SAVED
 from paceline.launch.contract import Attempt, Submitted
 from paceline.launch.engines.slurm.job_state import JobState, Row
 from paceline.launch.engines.slurm.script import SHAPE_FILE
-from paceline.launch.node_records import NodeRecord
+from paceline.launch.node_records import NodeRecord, exit_code_of, recorded_attempts
 
 _CURE = "launch the job again, since its folder is damaged"
 # Slurm's numbers of jobs come again, after months; clocks of its machines differ by less.
 _OLDER_JOB_S = 86_400.0
-# Exit codes from here on are a shell's, of a command that a signal ended.
-_KILLED = 128
 
 
 @dataclass(frozen=True)
@@ -58,18 +55,18 @@ def attempts(
     by_number = {
         number: list(group) for number, group in groupby(records, lambda each: each.attempt)
     }
-    codes = {number: _exit_code(group) for number, group in by_number.items()}
+    codes = {number: exit_code_of(group) for number, group in by_number.items()}
     devices = shape.devices_per_node
     if not of_job:
-        return tuple(_recorded(by_number, codes, devices, submitted, now))
+        return tuple(_recorded(records, devices, submitted, now))
     rows = _caught_up(of_job, now)
     newest = max(by_number, default=1)
     if now is not None:
         newest = now.restarts + _is_current(rows[-1], now)
     held = list(_accounted(rows, newest, codes, devices))
     seen = {one.number for one in held}
-    unseen = {number: group for number, group in by_number.items() if number not in seen}
-    held += [_in_seconds(one) for one in _recorded(unseen, codes, devices, submitted, None)]
+    unseen = [record for record in records if record.attempt not in seen]
+    held += [_in_seconds(one) for one in _recorded(unseen, devices, submitted, None)]
     return tuple(sorted(held, key=lambda one: (one.number, one.submitted)))
 
 
@@ -141,46 +138,13 @@ def _accounted(
 
 
 def _recorded(
-    by_number: dict[int, list[NodeRecord]],
-    codes: dict[int, int | None],
-    devices: int,
-    submitted: float,
-    now: JobState | None,
+    records: Sequence[NodeRecord], devices: int, submitted: float, now: JobState | None
 ) -> Iterator[Attempt]:
-    numbers = sorted(by_number)
-    following = {number: by_number[after][0].started for number, after in pairwise(numbers)}
-    for number in numbers:
-        group = by_number[number]
-        started = min(each.started for each in group)
-        ended = _end(group, following.get(number))
-        nodes = tuple(each.node for each in group)
-        word = now.word if now is not None and number == numbers[-1] else _word(codes[number])
-        held = len(nodes) * devices
-        yield Attempt(number, submitted, started, ended, nodes, held, codes[number], word)
-        submitted = ended if ended is not None else started
+    words = {"finished": "COMPLETED", "lost": "NODE_FAIL"}
+    for one in recorded_attempts(records, devices, submitted):
+        is_now = now is not None and one.number == records[-1].attempt
+        word = now.word if now is not None and is_now else words.get(one.state, "FAILED")
+        yield replace(one, state=word)
+        submitted = one.ended or one.started or submitted
     if now is not None and now.word == "PENDING":
         yield Attempt(now.restarts + 1, submitted, None, None, (), 0, None, now.word)
-
-
-def _end(group: Sequence[NodeRecord], next_start: float | None) -> float | None:
-    """When the last of its nodes ended; one that was lost did so before the next attempt."""
-    ends = [each.ended for each in group if each.ended is not None]
-    if len(ends) == len(group) or (ends and next_start is not None):
-        return max(ends)
-    return next_start
-
-
-def _exit_code(group: Sequence[NodeRecord]) -> int | None:
-    """Of an attempt: that of the first node that failed by itself, else 75, else the worst; None
-    where no node ended."""
-    ended = sorted((each.ended or 0.0, each.exit_code) for each in group if each.exit_code)
-    failed = [code for _, code in ended if code and code != EXIT_SAVED and code < _KILLED]
-    codes = {each.exit_code for each in group if each.exit_code is not None}
-    if failed:
-        return failed[0]
-    return EXIT_SAVED if EXIT_SAVED in codes else max(codes, default=None)
-
-
-def _word(code: int | None) -> str:
-    """As Slurm would have called the end."""
-    return "COMPLETED" if code == 0 else "NODE_FAIL" if code is None else "FAILED"

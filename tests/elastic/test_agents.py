@@ -8,6 +8,8 @@ from contextlib import suppress
 
 import pytest
 
+from paceline.config.errors import InputError
+from paceline.elastic.agent import num_coming
 from tests.elastic.cluster import Behaviour, Nodes
 
 
@@ -225,6 +227,23 @@ def test_a_return_within_the_wait_goes_on(tmp_path):
         nodes.start("b")
         nodes.until_step(at + 1, world=2, more=8)
         nodes.assert_one_history()
+
+
+def test_a_start_that_has_fewer_nodes_waits_for_no_more(tmp_path, monkeypatch):
+    """Without being told, it would wait for the third for as long as no test lasts."""
+    monkeypatch.setenv("PACELINE_NUM_NODES", "2")
+    with Nodes(tmp_path, 3, elastic={"min_nodes": 1, "wait_s": 3600.0}) as nodes:
+        nodes.start("a", "b")
+        at = nodes.until_step(1, world=2, more=4)
+        nodes.start("c")  # it is taken in all the same
+        nodes.until_step(at + 1, world=3, more=4)
+
+
+@pytest.mark.parametrize("given", ["0", "two", "-1"])
+def test_a_number_of_nodes_that_is_none_is_refused(given, monkeypatch):
+    monkeypatch.setenv("PACELINE_NUM_NODES", given)
+    with pytest.raises(InputError, match="is no number of nodes"):
+        num_coming()
 
 
 def test_a_spare_takes_a_lost_nodes_place(tmp_path):

@@ -192,6 +192,22 @@ def test_the_node_with_the_batch_script_may_be_the_lost_one(lab, jobs):
         lab.start_node(lost)
 
 
+def test_a_job_that_may_have_fewer_nodes_comes_back_with_those_that_are_free(lab, jobs):
+    saves = f"trap 'exit 75' USR1; touch \"job 0-$PACELINE_NODE\"; {WAIT}"
+    count = 'echo "$PACELINE_NUM_NODES" >>"count-$PACELINE_ATTEMPT"'
+    job = jobs.submit(f'{count}; [ "$PACELINE_ATTEMPT" = 1 ] || exit 0; {saves}', min_nodes=1)
+    begun(jobs, job)
+    other = jobs.submit(WAIT, num_nodes=3)  # waits, and is the first when the job has gone
+    jobs.bed.engine.signal(job, "save")
+    over = jobs.until_over(job)
+    assert (over.state, over.attempt) == ("finished", 2)
+    assert jobs.see(other).state == "running"
+    assert (jobs.folder / "count-1").read_text().split() == ["4"] * 4
+    assert (jobs.folder / "count-2").read_text().split() == ["1"]
+    until(lambda: len(jobs.bed.engine.usage(job)) == 2)
+    assert [one.num_devices for one in jobs.bed.engine.usage(job)] == [8, 2]
+
+
 def test_limits_and_dependencies_say_what_they_wait_for(jobs):
     on(jobs, Site(engine="slurm", qos="two"))  # all of it together: two devices
     first = jobs.submit(WAIT, num_nodes=1)

@@ -67,6 +67,9 @@ from paceline.observe.run import Run, write_atomic
 
 NODE, ADDRESS = "PACELINE_NODE", "PACELINE_ADDRESS"
 """The variables that name this node, and the address at which other nodes reach it."""
+NUM_NODES = "PACELINE_NUM_NODES"
+"""How many nodes this start has, where a scheduler gave fewer than the Job has: nobody waits for
+more."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _DIAL_S = 0.5
@@ -112,6 +115,7 @@ def run_agent(
     Raises:
         InputError: an agent of this name runs already, or no address leads here.
     """
+    num_coming()  # what can be refused is refused before anything starts
     agent = Agent(run, job, start_rank, choose, job_on, say, check)
     loop = asyncio.new_event_loop()
     try:
@@ -152,6 +156,20 @@ def listen_address(job: Job) -> str:
     if max(job.cluster.num_nodes, elastic.max_nodes, elastic.min_nodes) + elastic.spares == 1:
         return LOOPBACK
     return own_address(Ranks(world_size=2, local_world_size=1))
+
+
+def num_coming() -> int | None:
+    """How many nodes this start has; None: nobody says.
+
+    Raises:
+        InputError: what PACELINE_NUM_NODES says is no number of nodes.
+    """
+    given = os.environ.get(NUM_NODES)
+    if given is None:
+        return None
+    if not given.isdecimal() or int(given) == 0:
+        raise InputError(f"{NUM_NODES} = {given!r} is no number of nodes: set it to 1 or more.")
+    return int(given)
 
 
 class _Answer(NamedTuple):
@@ -564,6 +582,7 @@ class Agent:
             self._say,
             dead=frozenset(self._refused | ({self._lost.node} if self._lost else set())),
             losses=(self._lost,) if self._lost is not None else (),
+            num_coming=num_coming(),
         )
         self._follows = self._me
         mine, others = channels_here()

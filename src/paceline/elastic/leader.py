@@ -77,6 +77,7 @@ class Leader:
         newest: number of the newest of all: those of earlier starts count.
         dead: nodes of `before` that are known to be gone.
         losses: for which this agent leads now.
+        num_coming: nodes that this start has; None: not known, so as many as may train.
     """
 
     def __init__(
@@ -92,7 +93,9 @@ class Leader:
         say: Callable[[str], None],
         dead: frozenset[str] = frozenset(),
         losses: tuple[Loss, ...] = (),
+        num_coming: int | None = None,
     ) -> None:
+        self._num_coming = num_coming
         self._me, self._job, self._settings = me, job, job.elastic
         self._folder, self._choose, self._job_on = generations, choose, job_on
         self._events, self._say = events, say
@@ -241,6 +244,8 @@ class Leader:
         began = time.monotonic()
         situation = self._situation()
         target = self._max_nodes + self._settings.spares
+        if self._num_coming is not None:
+            target = min(target, self._num_coming)
         may_wait = self._wait_left_s() > 0 or not situation.nodes  # this node joins at once
         if self.before is None and len(situation.nodes) < target and may_wait:
             return Decision("wait", look_again_s=max(_OWN_JOIN_S, self._wait_left_s()))

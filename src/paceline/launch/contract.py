@@ -45,6 +45,9 @@ nobody starts it again."""
 
 ATTEMPT = "PACELINE_ATTEMPT"
 """The variable that tells the start script which attempt this is, from 1."""
+NUM_NODES = "PACELINE_NUM_NODES"
+"""The variable that tells agents how many nodes an attempt has, where it may have fewer than the
+Job: they wait for no more."""
 ID_FILE = "id"
 """In a job's folder: the engine's id. A folder without it was never submitted."""
 
@@ -63,7 +66,8 @@ class Request:
     num_nodes: int
     devices_per_node: int
     min_nodes: int = 0
-    """Nodes with which the command goes on by itself after a loss; 0: it needs all of them."""
+    """Nodes with which the command goes on by itself after a loss, and with which an engine may
+    start it again; 0: it needs all of them."""
     node_type: str = ""
     """A name in `Site.node_types`; "": the site has one, or none is named."""
     time_limit_s: int | None = None

@@ -1,8 +1,9 @@
 """The batch script that Slurm runs on a job's first node (pure).
 
 It starts `start.sh` once on each node, and asks Slurm to start the job again where that ends with
-75: saved. Slurm signals the tasks, so this script only waits; what it says goes to slurm.log in the
-job's folder. Slurm itself puts the job back after a preemption or a lost node (--requeue).
+75: saved. Where nodes may go on without others, it comes back with as many as are free then. Slurm
+signals the tasks, so this script only waits; what it says goes to slurm.log in the job's folder.
+Slurm itself puts the job back after a preemption or a lost node (--requeue).
 
 Values that Slurm reads stand in #SBATCH lines and are refused where it would read something else;
 paths stand in the script, quoted for bash.
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 
 from paceline.config.errors import EXIT_SAVED, InputError
 from paceline.config.site import NodeType, Site
-from paceline.launch.contract import ATTEMPT, Rendered, Request
+from paceline.launch.contract import ATTEMPT, NUM_NODES, Rendered, Request
 from paceline.launch.start_script import START_SCRIPT, start_script
 
 BATCH_SCRIPT = "job.sbatch"
@@ -36,10 +37,11 @@ _WHOLE = re.compile(r"(?:\d+x)?(\d+)x")
 """Of a Cluster such as "8xH100-SXM": the devices of a node."""
 
 # Who stops a job takes its right to come back first: the script may have been too young to hear.
+# Of a job that was put back Slurm ends what still runs; its number of nodes is changed before.
 _BEGIN = f"""\
 cd -- "$folder" || exit 2
 exec >>{SLURM_LOG} 2>&1
-export {ATTEMPT}=$((${{SLURM_RESTART_COUNT:-0}} + 1))
+export {ATTEMPT}=$((${{SLURM_RESTART_COUNT:-0}} + 1)) {NUM_NODES}=$SLURM_JOB_NUM_NODES
 stopped= step=
 
 end_step() {{
@@ -57,6 +59,12 @@ end_stopped() {{
   scancel "$SLURM_JOB_ID"
   sleep 60
 }}
+
+take_fewer() (
+  trap '' TERM
+  scontrol update JobId="$SLURM_JOB_ID" \\
+    NumNodes="$fewest-$most" NumTasks="$fewest" NumCPUs="$fewest"
+)
 
 trap : TERM
 trap stop {STOP}
@@ -128,7 +136,9 @@ if [ -n "$stopped" ] && [ "$code" != 0 ]; then
   end_stopped
 elif [ "$code" = {EXIT_SAVED} ] &&
   [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
-  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+  scontrol requeue "$SLURM_JOB_ID" || exit "$code"
+  [ -z "$fewest" ] || take_fewer
+  sleep 60
 fi
 exit "$code"
 """
@@ -141,13 +151,15 @@ def rendered(request: Request, site: Site) -> Rendered:
         InputError: a value can't be written so that Slurm reads it, or the site has no such type.
     """
     goes_on = "1" if _goes_on(request) else ""
+    fewest = request.min_nodes if goes_on else ""
     lines = [f"#SBATCH {option}\n" for option in _options(request, site)]
     parts = [
         "#!/bin/bash\n",
         *lines,
         "# Starts the job on its nodes; written by paceline launch.\n",
         f"folder={shlex.quote(str(request.folder))}\n",
-        f"restarts={request.restarts} grace_s={request.grace_s} goes_on={goes_on}\n",
+        f"restarts={request.restarts} grace_s={request.grace_s}\n",
+        f"goes_on={goes_on} fewest={fewest} most={request.num_nodes}\n",
         _BEGIN,
         _JUDGE,
         '[ -z "$stopped" ] || end_stopped\n',
@@ -236,7 +248,8 @@ def _devices(request: Request, kind: NodeType | None, select: list[str]) -> Iter
 
 
 def _step(request: Request) -> str:
-    nodes = f"--nodes={request.num_nodes} --ntasks={request.num_nodes} --ntasks-per-node=1"
+    count = f'"${NUM_NODES}"'
+    nodes = f"--nodes={count} --ntasks={count} --ntasks-per-node=1"
     # Nodes end at their own times, and some of them still save: none is killed with the first.
     ends = f"--kill-on-bad-exit=0 --wait=0{' --no-kill' if _goes_on(request) else ''}"
     cpus = '${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}'

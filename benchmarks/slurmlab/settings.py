@@ -77,6 +77,8 @@ TopologyPlugin=topology/tree
 GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+# Who asked for a signal before an end (sbatch --signal) gets that one.
+SlurmctldParameters=preempt_send_user_signal
 PriorityType=priority/multifactor
 PriorityWeightQOS=10000
 PriorityWeightAge=1000

@@ -600,12 +600,12 @@ def launch(
         str, typer.Option("--on", help="A site of paceline-sites.toml, or local: this machine.")
     ] = "local",
     nodes: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            help="How many. Left out: all sizes that the site has are planned, and the one that "
-            "ends first is taken.",
-            min=1,
-            max=10**6,
+            help="How many, or from how few: 1-4 starts with those of four that are free, goes on "
+            "without lost ones, and comes back with those that are free then. Left out: all sizes "
+            "that the site has are planned, and the one that ends first is taken.",
+            metavar="N or M-N",
             show_default=False,
         ),
     ] = None,
@@ -666,19 +666,22 @@ def launch(
     paceline launch my.toml --on cluster
     paceline launch my.toml --on cluster --budget "3000 USD, 2 days" --dry-run
     paceline launch train.py --on lab --nodes 2 -- --epochs 3
+    paceline launch my.toml --on cluster --nodes 1-4 --spot
     paceline launch sweep.toml --on cluster
     """
     from paceline.config.site import site_named
     from paceline.launch.command import launch_command
-    from paceline.launch.prepare import Asked, prepare_job, prepare_script
+    from paceline.launch.prepare import Asked, nodes_of, prepare_job, prepare_script
     from paceline.launch.sweep import is_sweep, read_sweep, trials_of
     from paceline.launch.sweep_command import sweep_command
 
     site = site_named(on)
+    fewest, most = nodes_of(nodes)
     asked = Asked(
         site_name=on,
         site=site,
-        num_nodes=nodes,
+        num_nodes=most,
+        min_nodes=fewest,
         priority=priority,
         after=after or (),
         is_spot=spot,
@@ -689,6 +692,7 @@ def launch(
     folder = runs if runs != Path("runs") or not site.shared else Path(site.shared) / "runs"
     is_script = job is not None and job.suffix == ".py"
     if job is not None and is_script:
+        _refuse_settings(set_)
         prepared = prepare_script(job, arguments or (), name, asked, folder.absolute(), _machine)
     elif job is not None and is_sweep(job):
         _refuse_arguments(arguments)
@@ -893,6 +897,16 @@ def _machine() -> "Cluster":
     from paceline.machine.discovery import this_machine
 
     return this_machine()
+
+
+def _refuse_settings(settings: list[str] | None) -> None:
+    from paceline.config.errors import InputError
+
+    if settings:
+        raise InputError(
+            f"--set {settings[0]} changes a Job, and a script has none here: give it arguments, "
+            "behind a double hyphen."
+        )
 
 
 def _refuse_arguments(arguments: list[str] | None) -> None:

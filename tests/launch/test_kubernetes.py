@@ -107,6 +107,7 @@ def test_where_nodes_may_go_on_a_lost_pod_is_put_in_place_and_else_the_job_start
         ({"partition": "a b"}, {}, "partition"),
         ({}, {"directory": Path("/home/me")}, "below /shared"),
         ({}, {"num_nodes": 5}, "has 4"),
+        ({}, {"fewest": 2}, "only Slurm"),
         ({}, {"after": ("x",)}, "order"),
         ({}, {"at_most": 2}, "at_most"),
         ({"spot_partition": ""}, {"spot": True}, "spot_partition"),

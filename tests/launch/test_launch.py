@@ -80,6 +80,10 @@ def refused(*arguments: str) -> str:
         (("job.toml", "--on", "queue", "--spot"), "--spot needs node_types"),
         (("job.toml", "--on", "queue", "--after", "other"), "was not launched"),
         (("job.toml", "x", "--on", "queue"), "only a script (.py) takes arguments"),
+        (("script.py", "--set", "train.steps=3"), "a script has none here"),
+        (("job.toml", "--nodes", "3-2"), "--nodes 3-2 is no number of nodes"),
+        (("job.toml", "--nodes", "0"), "--nodes 0 is no number of nodes"),
+        (("job.toml", "--on", "lab", "--nodes", "1-2"), "only Slurm starts a job with fewer"),
         (("missing.py", "--on", "queue"), "missing.py does not exist"),
         (("job.toml", "--on", "queue", "--cheapest"), "can't be predicted"),
         (("job.toml", "--on", "lab", "--budget", "much"), "--budget 'much' is not of the form"),
@@ -94,8 +98,8 @@ def test_what_is_wrong_is_one_sentence_and_leaves_nothing(here, arguments, said)
 def test_a_site_file_with_a_wrong_key_names_it(here):
     (here / "paceline-sites.toml").write_text('[lab]\nengine = "ssh"\nhost = ["n1"]\n')
     assert "lab.host is not a setting; did you mean hosts?" in refused("job.toml", "--on", "lab")
-    (here / "paceline-sites.toml").write_text('[lab]\nengine = "kubernetes"\n')
-    assert "lab.engine = 'kubernetes' can't be used" in refused("job.toml", "--on", "lab")
+    (here / "paceline-sites.toml").write_text('[lab]\nengine = "pbs"\n')
+    assert "lab.engine = 'pbs' can't be used" in refused("job.toml", "--on", "lab")
 
 
 def test_the_site_of_the_page_is_one(here):

@@ -31,6 +31,11 @@ def options(site: Site, **changes: object) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
 
 
+def test_a_job_may_start_with_fewer_nodes():
+    assert "--nodes=1-4" in options(Site(engine="slurm"), fewest=1, min_nodes=1)
+    assert "--nodes=4" in options(Site(engine="slurm"), min_nodes=1)
+
+
 def test_what_a_site_and_a_request_say_becomes_options():
     kind = NodeType(cluster="8xH100-SXM", num_nodes=16, select=("--constraint=h100&ib",))
     site = Site(

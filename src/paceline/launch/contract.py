@@ -68,6 +68,8 @@ class Request:
     min_nodes: int = 0
     """Nodes with which the command goes on by itself after a loss, and with which an engine may
     start it again; 0: it needs all of them."""
+    fewest: int = 0
+    """Nodes with which it may start; 0: with all."""
     node_type: str = ""
     """A name in `Site.node_types`; "": the site has one, or none is named."""
     time_limit_s: int | None = None

@@ -44,6 +44,9 @@ class Asked:
     site: Site
     num_nodes: int | None = None
     """None: the size is chosen."""
+    min_nodes: int = 0
+    """Of which it may start, go on and come back with so few: `elastic.min_nodes` of a Job; 0: as
+    the Job has it, and it starts with all."""
     priority: int = 0
     after: Sequence[str] = ()
     """Runs that must have finished before: names, or their directories."""
@@ -77,6 +80,21 @@ class Prepared:
     chosen: Size | None = None
 
 
+def nodes_of(text: str | None) -> tuple[int, int | None]:
+    """How few and how many nodes "4", or "1-4", asks for; how few: 0 where it names one number.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if text is None:
+        return 0, None
+    found = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,6})", text.strip())
+    fewest, most = (int(found[1] or 0), int(found[2])) if found else (0, 0)
+    if not most or fewest > most or (found and found[1] and not fewest):
+        raise InputError(f"--nodes {text} is no number of nodes: write it as 4, or as 1-4.")
+    return fewest, most
+
+
 def prepare_job(
     job: JobSpec, asked: Asked, runs: Path, sources: Sequence[Path], machine: Callable[[], Cluster]
 ) -> Prepared:
@@ -91,6 +109,8 @@ def prepare_job(
     Raises:
         InputError: it can't be launched, one sentence.
     """
+    if asked.min_nodes:
+        job = job.replace(elastic=job.elastic.replace(min_nodes=asked.min_nodes))
     run = runs / job.name
     number = _next_number(run)
     engine = engine_named(asked.site.engine)
@@ -168,6 +188,7 @@ def prepare_script(
         bare,
         num_nodes=num_nodes,
         devices_per_node=devices,
+        min_nodes=asked.min_nodes,
         node_type=kind,
         time_limit_s=None if most is None else int(most * 3600),
     )
@@ -220,6 +241,7 @@ def _request(
         grace_s=asked.site.grace_s,
         priority=asked.priority,
         after=after,
+        fewest=asked.min_nodes,
         at_most=asked.at_most,
         group=asked.group,
         spot=asked.is_spot,

@@ -46,11 +46,16 @@ _SIGNALS: Mapping[Wish, signal.Signals] = {"stop": signal.SIGTERM, "save": signa
 
 
 def check_num_nodes(request: Request, available: int) -> None:
-    """Refuse more nodes than there are.
+    """Refuse more nodes than there are, and to start with fewer than are asked for.
 
     Raises:
-        InputError: it asks for more.
+        InputError: it asks for either.
     """
+    if 0 < request.fewest < request.num_nodes:
+        raise InputError(
+            f"only Slurm starts a job with fewer nodes than it would like: ask for --nodes "
+            f"{request.num_nodes}, and let elastic.min_nodes say with how few it goes on."
+        )
     if request.num_nodes > available:
         raise InputError(
             f"{request.num_nodes} nodes were asked for and the site has {available}: ask for "

@@ -119,8 +119,7 @@ def _check(request: Request, site: Site) -> None:
                 "folder in there."
             )
     kind = site.node_type(request.node_type)
-    if kind is not None:
-        check_num_nodes(request, kind.num_nodes)
+    check_num_nodes(request, request.num_nodes if kind is None else kind.num_nodes)
     if request.after:
         raise InputError(
             'engine "kubernetes" knows no order of jobs: leave --after out, and launch it when the '

@@ -215,7 +215,8 @@ def _options(request: Request, site: Site) -> Iterator[str]:
     yield f"--job-name={job_name(request)}"
     # Slurm would expand % in a path; the script opens its log itself.
     yield "--output=/dev/null"
-    yield f"--nodes={request.num_nodes}"
+    fewest = f"{request.fewest}-" if request.fewest else ""
+    yield f"--nodes={fewest}{request.num_nodes}"
     yield "--ntasks-per-node=1"
     yield from where(site, request.spot)
     yield from _devices(request, kind, select)

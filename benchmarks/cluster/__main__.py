@@ -1,0 +1,151 @@
+"""Jobs on machines that are taken away: how much sooner is the work done, and what does it cost?
+
+How it works: `benchmarks.cluster.trace` draws jobs, with their sizes, lengths and priorities, and
+the moments at which a node is preempted or lost. Each contestant has a Slurm of its own
+(`benchmarks.slurmlab`: four nodes, accounts by slurmdbd), all on this machine at the same time, and
+submits the same jobs: `paceline launch` of a script that calls `paceline.train`; submitit and
+TorchX of DistributedDataParallel with checkpoints, at fixed sizes with requeue. Devices are slept
+for, so nodes of all contestants have their speed; starts of processes cost them real time.
+
+What is told: until the last job is done; preemptions after which a job had saved in time; steps
+that were done again; device-seconds by `sacct` and by Paceline's ledger.
+
+    pip install submitit torchx
+    python -m benchmarks.cluster [--losses 50] [--gap 27] [--node-seconds 2400] [--seed 0]
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.cluster.contest import CONTESTANTS, contend
+from benchmarks.cluster.trace import draw
+from benchmarks.provenance import folder_of, keep, parser_of, signature, taken_with
+from benchmarks.slurmlab import why_not
+from benchmarks.tables import markdown
+
+WANTED = 1.5
+"""A peer takes so many times as long, or more."""
+_PACKAGES = {"submitit": "submitit", "torchx": "torchx"}
+
+
+def main() -> None:
+    """Run the contest, or one contestant of it; exit code 1 where a goal is missed."""
+    options = _options()
+    if options.contestant is not None:
+        _contend(options)
+        return
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    if problem := why_not():
+        console.print(problem)
+        sys.exit(2)
+    missing = [name for name in _PACKAGES.values() if find_spec(name) is None]
+    if missing:
+        console.print(f"{', '.join(missing)} is not installed: it can't take part.")
+    contestants = [name for name in CONTESTANTS if name not in missing]
+    about = taken_with("benchmarks.cluster", *(set(_PACKAGES) - set(missing)))
+    with tempfile.TemporaryDirectory(prefix="cluster-") as folder:
+        results = _together(contestants, Path(folder), console)
+    page, is_reached = _page(results, options)
+    text = f"{page}\n{signature(about)}\n"
+    data = {"facts": about, "trace": asdict(_trace(options)), "outcomes": results}
+    file = keep(folder_of(options.results, about), "cluster", data, text)
+    console.print(f"{text}results: {file}")
+    sys.exit(0 if is_reached else 1)
+
+
+def _contend(options: argparse.Namespace) -> None:
+    folder = options.into
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{options.contestant}: {text}", flush=True)
+
+    outcome = contend(options.contestant, _trace(options), folder, say)
+    (folder / "outcome.json").write_text(json.dumps(asdict(outcome)))
+    say(f"over after {time.monotonic() - began:.0f} s")
+
+
+def _trace(options: argparse.Namespace):
+    return draw(options.seed, options.losses, options.gap, options.node_seconds)
+
+
+def _together(contestants: list[str], folder: Path, console: Console) -> list[dict[str, Any]]:
+    """All at the same time, each in a process."""
+    running = []
+    for name in contestants:
+        into = folder / name
+        into.mkdir()
+        command = [sys.executable, "-m", "benchmarks.cluster", *sys.argv[1:]]
+        own = ["--contestant", name, "--into", str(into)]
+        running.append(subprocess.Popen([*command, *own]))
+    try:
+        codes = [process.wait() for process in running]
+    finally:
+        for process in running:
+            process.terminate()
+    for name, code in zip(contestants, codes, strict=True):
+        if code:
+            console.print(f"{name} ended with {code}: its figures are missing.")
+    files = [folder / name / "outcome.json" for name in contestants]
+    return [json.loads(file.read_text()) for file in files if file.exists()]
+
+
+_TITLES = ("", "all done after", "over Paceline", "preempted", "lost", "steps again", "device-s")
+
+
+def _page(results: list[dict[str, Any]], options: argparse.Namespace) -> tuple[str, bool]:
+    by_name = {one["contestant"]: one for one in results}
+    ours = by_name.get("paceline")
+    if ours is None:
+        return "Paceline did not come to an end.\n", False
+    lines = []
+    for name, one in by_name.items():
+        kinds = [hit["kind"] for hit in one["hits"]]
+        lines.append(
+            (
+                name,
+                f"{one['ended_s']:.0f} s",
+                f"{one['ended_s'] / ours['ended_s']:.2f}",
+                str(kinds.count("preempted")),
+                str(kinds.count("lost")),
+                str(sum(one["steps_again"].values())),
+                str(one["held_device_s"]),
+            )
+        )
+    ratios = [one["ended_s"] / ours["ended_s"] for one in results if one is not ours]
+    is_exact = ours["ledger_device_s"] == ours["held_device_s"]
+    has_saved = ours["saved"] >= ours["num_preempted"]
+    page = (
+        f"{len(_trace(options).jobs)} jobs on four nodes, {options.losses} losses drawn (seed "
+        f"{options.seed}), one every {options.gap:g} s.\n\n"
+        f"{markdown(_TITLES, lines, _TITLES[:1])}\n"
+        f"Paceline's jobs had saved in time at {min(ours['saved'], ours['num_preempted'])} of "
+        f"{ours['num_preempted']} preemptions. Its ledger has {ours['ledger_device_s']} "
+        f"device-seconds, sacct {ours['held_device_s']}.\n"
+    )
+    return page, bool(ratios) and min(ratios) >= WANTED and is_exact and has_saved
+
+
+def _options() -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.add_argument("--losses", type=int, default=50)
+    parser.add_argument("--gap", type=float, default=27.0, help="seconds between losses")
+    parser.add_argument("--node-seconds", type=float, default=2400.0, help="of work, in all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""One contestant: it submits the trace's jobs to a laboratory of its own, from which machines are
+taken away, until all are done.
+
+A preempted machine goes to a job of a partition that comes first: Slurm tells the job that has it
+(SIGTERM, or the signal that it asked for), gives it GRACE_S, and puts it back. A lost one is killed
+with all that runs on it, and comes back.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from benchmarks.cluster.trace import GRACE_S, NODES, Loss, Trace, TracedJob
+from benchmarks.cluster.work import Work
+from benchmarks.provenance import ROOT
+from benchmarks.slurmlab import Laboratory
+
+_LOOK_S = 0.25
+_LIMIT_S = 3 * 3600.0
+_SITE = """
+[lab]
+engine = "slurm"
+partition = "spot"
+spot_partition = "spot"
+grace_s = {grace}
+# All nodes are this machine.
+setup = ["export PACELINE_ADDRESS=127.0.0.1 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1"]
+[lab.node_types.fake]
+cluster = "1xH100-SXM"
+num_nodes = {nodes}
+select = ["--gpus-per-node=1"]
+"""
+
+
+@dataclass
+class Hit:
+    """A loss that struck a job."""
+
+    at_s: float
+    kind: str
+    job: str
+    """Its name."""
+    node: str
+
+
+@dataclass
+class Outcome:
+    """What became of the trace."""
+
+    contestant: str
+    ended_s: float
+    """From the first submission to the end of the last job."""
+    job_ended_s: dict[str, float]
+    """By name, from the first submission."""
+    hits: list[Hit]
+    steps_again: dict[str, int]
+    """By name: steps that were done more than once."""
+    held_device_s: int
+    """As sacct counts them, of all jobs of the trace."""
+    ledger_device_s: int | None = None
+    """As Paceline counts them."""
+    saved: int | None = None
+    """Preemptions after which the job had saved in time."""
+    num_preempted: int = 0
+
+
+@dataclass
+class _Live:
+    """A job that was submitted."""
+
+    traced: TracedJob
+    slurm_id: str
+    hit_at_restart: int = -1
+    """The number of restarts at which it was last struck: once each."""
+
+
+@dataclass
+class Contest:
+    """See the module."""
+
+    contestant: str
+    trace: Trace
+    folder: Path
+    lab: Laboratory
+    jobs: dict[str, _Live] = field(default_factory=dict)
+    ended_s: dict[str, float] = field(default_factory=dict)
+    hits: list[Hit] = field(default_factory=list)
+    comes_back: list[tuple[float, str]] = field(default_factory=list)
+
+    def run(self, say: Callable[[str], None]) -> Outcome:
+        """To the end of the last job."""
+        submit = _SUBMIT[self.contestant]
+        to_come, losses = list(self.trace.jobs), list(self.trace.losses)
+        began = time.monotonic()
+        while len(self.ended_s) < len(self.trace.jobs):
+            now = time.monotonic() - began
+            if now > _LIMIT_S:
+                raise RuntimeError(f"{self.contestant}: not done after {_LIMIT_S:.0f} s")
+            while to_come and to_come[0].arrives_s <= now:
+                traced = to_come.pop(0)
+                self.jobs[traced.name] = _Live(traced, submit(self, traced))
+                say(f"{now:.0f} s: {traced.name} wants {traced.num_nodes} nodes")
+            if losses and losses[0].at_s <= now and self._strike(losses[0], now):
+                losses.pop(0)
+                hit = self.hits[-1]
+                say(f"{now:.0f} s: {hit.node} {hit.kind} under {hit.job}, {len(losses)} to come")
+            for at, node in [back for back in self.comes_back if back[0] <= now]:
+                self.lab.start_node(node)
+                self.comes_back.remove((at, node))
+            for name in self.jobs:
+                if name not in self.ended_s and (self.folder / f"{name}.done").exists():
+                    self.ended_s[name] = now
+                    say(f"{now:.0f} s: {name} is done, {len(self.ended_s)} of {len(self.jobs)}")
+            time.sleep(_LOOK_S)
+        return self._outcome(time.monotonic() - began)
+
+    def _strike(self, loss: Loss, now: float) -> bool:
+        """Take away a node of the trace's; whether there was one."""
+        held = self._held()
+        if not held:
+            return False
+        node, name, restarts = held[int(loss.pick * len(held))]
+        self.jobs[name].hit_at_restart = restarts
+        if loss.kind == "preempted":
+            what = f"--wrap=sleep {loss.holds_s:.1f}"
+            where = ("--partition=prod", f"--nodelist={node}", "--gpus-per-node=1", "--mem=1")
+            self.lab.run("sbatch", "--output=/dev/null", *where, what)
+        else:
+            self.lab.kill_node(node)
+            self.lab.set_down(node)
+            self.comes_back.append((now + loss.holds_s, node))
+        self.hits.append(Hit(now, loss.kind, name, node))
+        return True
+
+    def _held(self) -> list[tuple[str, str, int]]:
+        """Nodes that jobs of the trace train on: name, job, its restarts; none that was struck in
+        this attempt, and none that has not done a step in it."""
+        form = "JobID:|,HetJobID:|,NodeList:|,RestartCnt:|,StartTime:|"
+        asked = ("squeue", "--noheader", "--partition=spot", "--states=RUNNING", "-O", form)
+        by_id = {live.slurm_id: name for name, live in self.jobs.items()}
+        found = []
+        for line in self.lab.run(*asked).splitlines():
+            own, of_all, nodes, restarts, started = (part.strip() for part in line.split("|")[:5])
+            name = by_id.get(own, by_id.get(of_all))
+            if (
+                name is None
+                or name in self.ended_s
+                or self.jobs[name].hit_at_restart >= int(restarts)
+            ):
+                continue
+            begun = time.mktime(time.strptime(started, "%Y-%m-%dT%H:%M:%S"))
+            stamps = self.folder / f"{name}.steps"
+            if stamps.exists() and stamps.stat().st_mtime > begun:
+                names = self.lab.run("scontrol", "show", "hostnames", nodes).split()
+                found += [(node, name, int(restarts)) for node in names]
+        return sorted(found)
+
+    def _outcome(self, ended_s: float) -> Outcome:
+        self._until_gone()
+        lost = {name: self._again(name) for name in self.jobs}
+        outcome = Outcome(
+            contestant=self.contestant,
+            ended_s=ended_s,
+            job_ended_s=self.ended_s,
+            hits=self.hits,
+            steps_again=lost,
+            held_device_s=sum(self._accounted(live.slurm_id) for live in self.jobs.values()),
+            num_preempted=sum(hit.kind == "preempted" for hit in self.hits),
+        )
+        if self.contestant == "paceline":
+            outcome.saved, outcome.ledger_device_s = self._of_ledger()
+        return outcome
+
+    def _until_gone(self) -> None:
+        """Until Slurm's accounts have heard of all ends. One that was struck when it was done comes
+        back with a peer, and is ended here."""
+        self.lab.run("scancel", "--partition=spot")
+        end = time.monotonic() + 120
+        while self.lab.run("squeue", "--noheader", "--partition=spot").strip():
+            if time.monotonic() > end:
+                raise RuntimeError("a job that is done does not leave its nodes")
+            time.sleep(_LOOK_S)
+        time.sleep(15)
+
+    def _again(self, name: str) -> int:
+        lines = (self.folder / f"{name}.steps").read_text().split("\n")
+        steps = [line.split()[1] for line in lines if line]
+        return len(steps) - len(set(steps))
+
+    def _accounted(self, job: str) -> int:
+        """Device-seconds by sacct."""
+        form = "--format=ElapsedRaw,AllocTRES"
+        said = self.lab.run("sacct", "-X", "-D", "-n", "-P", "-j", job, form)
+        held = [line.split("|") for line in said.split()]
+        return sum(
+            int(s) * int(t.split("gres/gpu=")[1].split(",")[0]) for s, t in held if "gpu=" in t
+        )
+
+    def _of_ledger(self) -> tuple[int, int]:
+        """Preemptions that ended with exit code 75, and device-seconds by `Engine.usage`."""
+        from paceline.launch.records import launches_of
+
+        saved, seconds = 0, 0.0
+        for name in self.jobs:
+            for launch in launches_of(self.folder / "runs" / name):
+                usage = launch.engine.usage(launch.job)
+                seconds += sum(
+                    one.num_devices * (one.ended - one.started)
+                    for one in usage
+                    if one.started is not None and one.ended is not None
+                )
+                saved += len({one.number for one in usage if one.exit_code == 75})
+        return saved, round(seconds)
+
+
+def _work(contest: Contest, traced: TracedJob) -> Path:
+    file = contest.folder / f"{traced.name}.json"
+    work = Work(traced.name, traced.num_nodes, traced.steps, traced.every, str(contest.folder))
+    file.write_text(json.dumps(asdict(work)))
+    return file
+
+
+def _by_paceline(contest: Contest, traced: TracedJob) -> str:
+    from paceline.launch.records import newest_launch
+
+    (contest.folder / "paceline-sites.toml").write_text(_SITE.format(grace=GRACE_S, nodes=NODES))
+    paceline = str(Path(sys.executable).parent / "paceline")
+    script = str(ROOT / "benchmarks/cluster/own_script.py")
+    asked = ["--on", "lab", "--nodes", f"1-{traced.num_nodes}", "--spot"]
+    named = ["--name", traced.name, f"--priority={traced.priority}"]
+    work = str(_work(contest, traced))
+    subprocess.run(
+        [paceline, "launch", script, *asked, *named, "--", work],
+        check=True,
+        cwd=contest.folder,
+        stdout=subprocess.DEVNULL,
+        timeout=120,
+    )
+    return newest_launch(contest.folder / "runs" / traced.name).job.id
+
+
+def _by_submitit(contest: Contest, traced: TracedJob) -> str:
+    import submitit
+
+    from benchmarks.cluster.peer_script import Submission
+
+    executor = submitit.AutoExecutor(
+        folder=contest.folder / "log", cluster="slurm", slurm_max_num_timeout=1000
+    )
+    executor.update_parameters(
+        name=traced.name,
+        nodes=traced.num_nodes,
+        tasks_per_node=1,
+        gpus_per_node=1,
+        timeout_min=600,
+        slurm_partition="spot",
+        slurm_mem="1",
+        slurm_additional_parameters={"nice": -100 * traced.priority},
+    )
+    return str(executor.submit(Submission(str(_work(contest, traced)))).job_id)
+
+
+def _by_torchx(contest: Contest, traced: TracedJob) -> str:
+    from torchx.runner import get_runner
+    from torchx.specs import AppDef, Resource, Role
+
+    script = str(ROOT / "benchmarks/cluster/peer_script.py")
+    role = Role(
+        name=traced.name,
+        image=str(contest.folder),
+        entrypoint=sys.executable,
+        args=[script, str(_work(contest, traced))],
+        num_replicas=traced.num_nodes,
+        max_retries=1000,
+        resource=Resource(cpu=1, gpu=1, memMB=1),
+    )
+    app = AppDef(name=traced.name, roles=[role])
+    with get_runner() as runner:
+        handle = runner.run(app, scheduler="slurm", cfg={"partition": "spot"})
+    job = handle.rpartition("/")[2]
+    contest.lab.run("scontrol", "update", f"JobId={job}", f"Nice={-100 * traced.priority}")
+    return job
+
+
+_SUBMIT: dict[str, Callable[[Contest, TracedJob], str]] = {
+    "paceline": _by_paceline,
+    "submitit": _by_submitit,
+    "torchx": _by_torchx,
+}
+CONTESTANTS = tuple(_SUBMIT)
+
+
+def _measure_this_machine() -> None:
+    """Once, and kept in the cache: each start would, while others measure too."""
+    from paceline.config.job import JobSpec
+    from paceline.train.this_machine import resolve_on_this_machine
+
+    train = {"steps": 1, "global_batch": 16}
+    resolve_on_this_machine(JobSpec.parse({"model": {"family": "custom"}, "train": train}))
+
+
+def contend(contestant: str, trace: Trace, folder: Path, say: Callable[[str], None]) -> Outcome:
+    """Run one contestant in this process."""
+    os.chdir(folder)
+    with Laboratory(NODES, 1, GRACE_S) as lab:
+        os.environ.update(lab.environment)
+        # Jobs take it with them: benchmarks aren't installed, and caches are this contest's own.
+        os.environ["PYTHONPATH"] = str(ROOT)
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        if contestant == "paceline":
+            _measure_this_machine()
+        return Contest(contestant, trace, folder, lab).run(say)

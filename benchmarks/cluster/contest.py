@@ -28,6 +28,8 @@ engine = "slurm"
 partition = "spot"
 spot_partition = "spot"
 grace_s = {grace}
+# Times here are a hundredth of real ones.
+grow_after_s = 40
 # All nodes are this machine.
 setup = ["export PACELINE_ADDRESS=127.0.0.1 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1"]
 [lab.node_types.fake]

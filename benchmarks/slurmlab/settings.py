@@ -145,6 +145,7 @@ StorageLoc={DATABASE}
             f"--datadir={self.folder}/database",
             f"--socket={self.database_socket}",
             f"--pid-file={self.folder}/mysql.pid",
+            f"--tmpdir={self.folder}/database",
             "--user=root",
             "--skip-networking",
             "--skip-grant-tables",

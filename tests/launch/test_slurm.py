@@ -195,8 +195,10 @@ def test_the_node_with_the_batch_script_may_be_the_lost_one(lab, jobs):
 def test_a_job_that_may_have_fewer_nodes_comes_back_with_those_that_are_free(lab, jobs):
     saves = f"trap 'exit 75' USR1; touch \"job 0-$PACELINE_NODE\"; {WAIT}"
     count = 'echo "$PACELINE_NUM_NODES" >>"count-$PACELINE_ATTEMPT"'
-    job = jobs.submit(f'{count}; [ "$PACELINE_ATTEMPT" = 1 ] || exit 0; {saves}', min_nodes=1)
+    job = jobs.submit(f'{count}; [ "$PACELINE_ATTEMPT" = 1 ] || exit 0; {saves}', fewest=1)
     begun(jobs, job)
+    # Slurm's accounting knows an entry by the second of its submission.
+    until(lambda: time.time() > jobs.bed.engine.usage(job)[0].submitted + 2)
     other = jobs.submit(WAIT, num_nodes=3)  # waits, and is the first when the job has gone
     jobs.bed.engine.signal(job, "save")
     over = jobs.until_over(job)
@@ -204,8 +206,26 @@ def test_a_job_that_may_have_fewer_nodes_comes_back_with_those_that_are_free(lab
     assert jobs.see(other).state == "running"
     assert (jobs.folder / "count-1").read_text().split() == ["4"] * 4
     assert (jobs.folder / "count-2").read_text().split() == ["1"]
-    until(lambda: len(jobs.bed.engine.usage(job)) == 2)
-    assert [one.num_devices for one in jobs.bed.engine.usage(job)] == [8, 2]
+    # Accounting hears of it later.
+    until(lambda: [one.num_devices for one in jobs.bed.engine.usage(job)] == [8, 2])
+
+
+def test_a_job_that_started_with_few_nodes_comes_back_with_more(jobs):
+    """It starts with the node that is free, and is saved when the others are, too."""
+    busy = jobs.submit(WAIT, num_nodes=3)
+    jobs.until(busy, "running")
+    heeds = f'trap "exit 75" USR1; touch "ready-$PACELINE_NUM_NODES"; {WAIT}'
+    job = jobs.submit(
+        f'[ "$PACELINE_NUM_NODES" != 4 ] || exit 0; {heeds}',
+        fewest=1,
+        grow_after_s=1,
+    )
+    jobs.until_file("ready-1")
+    assert len(jobs.see(job).nodes) == 1
+    jobs.bed.engine.signal(busy, "stop")
+    over = jobs.until_over(job)
+    assert (over.state, over.exit_code) == ("finished", 0)
+    assert "more nodes are free" in (job.folder / "slurm.log").read_text()
 
 
 def test_limits_and_dependencies_say_what_they_wait_for(jobs):

@@ -32,8 +32,10 @@ def options(site: Site, **changes: object) -> list[str]:
 
 
 def test_a_job_may_start_with_fewer_nodes():
-    assert "--nodes=1-4" in options(Site(engine="slurm"), fewest=1, min_nodes=1)
-    assert "--nodes=4" in options(Site(engine="slurm"), min_nodes=1)
+    given = options(Site(engine="slurm"), fewest=1)
+    assert "--nodes=1-4" in given
+    assert "--ntasks-per-node=1" not in given  # of the fewest nodes: Slurm would give no more
+    assert {"--nodes=4", "--ntasks-per-node=1"} <= {*options(Site(engine="slurm"), min_nodes=1)}
 
 
 def test_what_a_site_and_a_request_say_becomes_options():

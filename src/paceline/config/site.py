@@ -12,7 +12,7 @@ from pydantic import Field
 
 from paceline.config import files
 from paceline.config.errors import InputError
-from paceline.config.frozen import Count, FrozenConfig, Ways, nearest
+from paceline.config.frozen import Count, CountOrNone, FrozenConfig, Ways, nearest
 
 EngineName = Literal["local", "ssh", "slurm", "ray", "kubernetes"]
 Usd = Annotated[float, Field(ge=0, le=10**6)]
@@ -80,6 +80,9 @@ class Site(FrozenConfig):
     """The longest a job may run at once; None: as the engine says."""
     grace_s: Count = 60
     """From the notice of an end to the end."""
+    grow_after_s: CountOrNone = 600
+    """Of Slurm: after so many seconds with fewer nodes than it would like, a job saves and comes
+    back when more are free; 0: it stays as it is."""
 
     def node_type(self, name: str) -> NodeType | None:
         """The one of a name; of "" the only one, None where there are none or several.

@@ -66,10 +66,12 @@ class Request:
     num_nodes: int
     devices_per_node: int
     min_nodes: int = 0
-    """Nodes with which the command goes on by itself after a loss, and with which an engine may
-    start it again; 0: it needs all of them."""
+    """Nodes with which the command goes on by itself after a loss; 0: it needs all of them."""
     fewest: int = 0
-    """Nodes with which it may start; 0: with all."""
+    """Nodes with which it may start, each time; 0: with all."""
+    grow_after_s: int = 0
+    """Seconds of an attempt with fewer nodes after which it is saved to come back with more that
+    are free; 0: never."""
     node_type: str = ""
     """A name in `Site.node_types`; "": the site has one, or none is named."""
     time_limit_s: int | None = None

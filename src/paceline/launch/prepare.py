@@ -34,6 +34,7 @@ from paceline.plan.answer.options import budget_of, cluster_of
 
 # What a prediction may be off by, and what comes before the first step.
 _SLACK, _START_S = 1.25, 600.0
+_RESTARTS, _SPOT_RESTARTS = 10, 1000
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,9 @@ def _request(
         num_nodes=1,
         devices_per_node=1,
         grace_s=asked.site.grace_s,
+        # Machines that are taken away come and go as often as they like.
+        restarts=_SPOT_RESTARTS if asked.is_spot else _RESTARTS,
+        grow_after_s=asked.site.grow_after_s,
         priority=asked.priority,
         after=after,
         fewest=asked.min_nodes,

@@ -1,9 +1,10 @@
 """The batch script that Slurm runs on a job's first node (pure).
 
 It starts `start.sh` once on each node, and asks Slurm to start the job again where that ends with
-75: saved. Where nodes may go on without others, it comes back with as many as are free then. Slurm
-signals the tasks, so this script only waits; what it says goes to slurm.log in the job's folder.
-Slurm itself puts the job back after a preemption or a lost node (--requeue).
+75: saved. One that may start with fewer nodes (--nodes=1-4) gets those that are free each time, and
+is saved when more are. Slurm signals the tasks, so this script only waits; what it says goes to
+slurm.log in the job's folder. Slurm itself puts the job back after a preemption or a lost node
+(--requeue).
 
 Values that Slurm reads stand in #SBATCH lines and are refused where it would read something else;
 paths stand in the script, quoted for bash.
@@ -27,6 +28,8 @@ STOP = "USR2"
 """The signal that the batch script takes for a person's stop."""
 SHAPE_FILE = "slurm.json"
 """How many devices a node of the job has: Slurm's accounts know it only of what it hands out."""
+_LOOK_S = 60
+"""Between looks for free nodes."""
 _NICE = 100
 """Of Slurm's priority, for each step of `Request.priority` below 0."""
 _TOGETHER_S = 5
@@ -37,7 +40,7 @@ _WHOLE = re.compile(r"(?:\d+x)?(\d+)x")
 """Of a Cluster such as "8xH100-SXM": the devices of a node."""
 
 # Who stops a job takes its right to come back first: the script may have been too young to hear.
-# Of a job that was put back Slurm ends what still runs; its number of nodes is changed before.
+# Nodes that others could take are taken by them: what is free at two looks is worth a restart.
 _BEGIN = f"""\
 cd -- "$folder" || exit 2
 exec >>{SLURM_LOG} 2>&1
@@ -60,11 +63,28 @@ end_stopped() {{
   sleep 60
 }}
 
-take_fewer() (
-  trap '' TERM
-  scontrol update JobId="$SLURM_JOB_ID" \\
-    NumNodes="$fewest-$most" NumTasks="$fewest" NumCPUs="$fewest"
-)
+starts_now() {{
+  local start
+  start=$(SLURM_TIME_FORMAT=%s sbatch --test-only --nodes="$1" {BATCH_SCRIPT} 2>&1) || return
+  start=${{start##*to start at }}
+  [ "${{start%% *}}" -le $(($(date +%s) + 2)) ]
+}} 2>/dev/null
+
+grow() {{
+  local more seen=
+  [ "$grow_after_s" != 0 ] || return
+  sleep "$grow_after_s"
+  while sleep "$(({_LOOK_S} < grow_after_s ? {_LOOK_S} : grow_after_s))"; do
+    more=$((most - {NUM_NODES}))
+    while [ "$more" -gt 0 ] && ! starts_now "$more"; do
+      more=$((more - 1))
+    done
+    [ "$more" = 0 ] || [ -z "$seen" ] || break
+    seen=${{more#0}}
+  done
+  echo "attempt ${ATTEMPT} is saved: $more more nodes are free"
+  scancel --quiet --signal=USR1 "$SLURM_JOB_ID.0"
+}}
 
 trap : TERM
 trap stop {STOP}
@@ -124,6 +144,7 @@ exit "$code"
 # ended meanwhile isn't RUNNING: who cancels it doesn't want it back.
 _END = f"""\
 step=$!
+[ "${NUM_NODES}" = "$most" ] || grow &
 wait "$step"
 code=$?
 while kill -0 "$step" 2>/dev/null; do
@@ -136,9 +157,7 @@ if [ -n "$stopped" ] && [ "$code" != 0 ]; then
   end_stopped
 elif [ "$code" = {EXIT_SAVED} ] &&
   [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
-  scontrol requeue "$SLURM_JOB_ID" || exit "$code"
-  [ -z "$fewest" ] || take_fewer
-  sleep 60
+  scontrol requeue "$SLURM_JOB_ID" && sleep 60
 fi
 exit "$code"
 """
@@ -151,7 +170,6 @@ def rendered(request: Request, site: Site) -> Rendered:
         InputError: a value can't be written so that Slurm reads it, or the site has no such type.
     """
     goes_on = "1" if _goes_on(request) else ""
-    fewest = request.min_nodes if goes_on else ""
     lines = [f"#SBATCH {option}\n" for option in _options(request, site)]
     parts = [
         "#!/bin/bash\n",
@@ -159,7 +177,7 @@ def rendered(request: Request, site: Site) -> Rendered:
         "# Starts the job on its nodes; written by paceline launch.\n",
         f"folder={shlex.quote(str(request.folder))}\n",
         f"restarts={request.restarts} grace_s={request.grace_s}\n",
-        f"goes_on={goes_on} fewest={fewest} most={request.num_nodes}\n",
+        f"goes_on={goes_on} most={request.num_nodes} grow_after_s={request.grow_after_s}\n",
         _BEGIN,
         _JUDGE,
         '[ -z "$stopped" ] || end_stopped\n',
@@ -215,9 +233,11 @@ def _options(request: Request, site: Site) -> Iterator[str]:
     yield f"--job-name={job_name(request)}"
     # Slurm would expand % in a path; the script opens its log itself.
     yield "--output=/dev/null"
-    fewest = f"{request.fewest}-" if request.fewest else ""
-    yield f"--nodes={fewest}{request.num_nodes}"
-    yield "--ntasks-per-node=1"
+    if request.fewest:  # a number of tasks would bound the nodes: one for the fewest
+        yield f"--nodes={request.fewest}-{request.num_nodes}"
+    else:
+        yield f"--nodes={request.num_nodes}"
+        yield "--ntasks-per-node=1"
     yield from where(site, request.spot)
     yield from _devices(request, kind, select)
     yield from select

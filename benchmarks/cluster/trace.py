@@ -14,7 +14,7 @@ CHECKPOINT_S = 5.0
 """Between checkpoints: the time of their steps at the size that was asked for."""
 _SHAPES = (4, 2, 1, 4, 2, 1, 2, 1)
 _ARRIVE_WITHIN_S = 60.0
-_AWAY_S = 20.0, 100.0
+_AWAY_S = 10.0, 60.0
 """For how long a node is taken away."""
 
 

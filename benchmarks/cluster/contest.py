@@ -312,7 +312,7 @@ def contend(contestant: str, trace: Trace, folder: Path, say: Callable[[str], No
     with Laboratory(NODES, 1, GRACE_S) as lab:
         os.environ.update(lab.environment)
         # Jobs take it with them: benchmarks aren't installed, and caches are this contest's own.
-        os.environ["PYTHONPATH"] = str(ROOT)
+        os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'src'}"
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         os.environ["OMP_NUM_THREADS"] = "1"
         if contestant == "paceline":

@@ -17,15 +17,18 @@ exports.jsonl   one object per export of its weights
 tags.json       words that a person gave it
 """
 
+import glob
 import json
 import os
 import re
+import socket
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from paceline.config import files
@@ -249,9 +252,15 @@ def cache_home() -> Path:
 
 
 def write_atomic(file: Path, text: str) -> Path:
-    """Write a text file complete or not at all: beside it, to the disk, then renamed."""
+    """Write a text file complete or not at all: beside it, to the disk, then renamed. What a
+    process of this host was killed over, the next one removes."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(file.name + f".tmp{os.getpid()}")
+    begin = f"{file.name}.{socket.gethostname()}.tmp"
+    for left in file.parent.glob(f"{glob.escape(begin)}*"):
+        pid = left.name.removeprefix(begin)
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            left.unlink(missing_ok=True)
+    draft = file.with_name(f"{begin}{os.getpid()}")
     try:
         with draft.open("w") as out:
             out.write(text)

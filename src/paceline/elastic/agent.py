@@ -24,6 +24,7 @@ import os
 import re
 import socket
 import time
+import traceback
 from base64 import b64decode, b64encode
 from collections.abc import Callable
 from contextlib import suppress
@@ -341,7 +342,7 @@ class Agent:
             os._exit(_STOPPED_AT_ONCE)
 
     def _give_up(self, sentence: str) -> None:
-        """This node's ranks can't begin."""
+        """This node's ranks can't begin, or it can't lead."""
         self._text, self._exit_code = sentence, FAILED
         if self._channel is not None:
             self._channel.close()
@@ -599,6 +600,8 @@ class Agent:
         watching = asyncio.ensure_future(self._yield_to_others(leader))
         try:
             await leader.run()
+        except Exception:  # a fault of ours: to lead again would meet it again
+            self._give_up(f"{self._name} leads no more, and leaves:\n{traceback.format_exc()}")
         finally:
             self._leader = None
             watching.cancel()

@@ -97,9 +97,14 @@ class Generation:
         one = (node, local_rank)
         return self.num_ranks + self.helpers.index(one) if one in self.helpers else None
 
-    def node_of(self, rank: int) -> Node:
-        """The node that holds a rank."""
-        return next(node for node in self.active if rank in self.ranks_of(node.name))
+    def place_of(self, number: int) -> tuple[str, int] | None:
+        """Node and local rank of a rank, or of a helper by its number; None: it has no such."""
+        for node in self.active:
+            ranks = self.ranks_of(node.name)
+            if number in ranks:
+                return node.name, number - ranks.start
+        at = number - self.num_ranks
+        return self.helpers[at] if 0 <= at < len(self.helpers) else None
 
     def claim(self, folder: Path) -> bool:
         """Make its file; False: another process has claimed the number.

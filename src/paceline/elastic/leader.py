@@ -626,7 +626,9 @@ class Leader:
             for member in self._members.values()
             for raw in member.progress
             # Who is done has left the generation, and waits for nobody.
-            if (report := _report(raw, member)) is not None and report.rank not in self._done
+            if (report := _report(raw, member)) is not None
+            and report.rank not in self._done
+            and self._is_place_of(member, report.rank)
         ]
         verdict = judge(reports, self.number, now - self._claimed)
         if verdict is None:
@@ -636,14 +638,18 @@ class Leader:
                 return  # they wait for one that is still to begin; its agent has an eye on it
             self._add_loss(Loss(self.before.active[0].name, None, verdict.cause, verdict.sentence))
             return
-        node = self.before.node_of(verdict.rank).name
-        if node in self._members:
-            local_rank = verdict.rank - self.before.ranks_of(node).start
+        if (place := self.before.place_of(verdict.rank)) is not None:
+            node, local_rank = place
             fields = {"cause": verdict.cause, "sentence": verdict.sentence}
             kill = {"kind": "kill", "local_rank": local_rank, **fields}
             self._members[node].channel.send(kill)
 
     # ---- what is known ----
+
+    def _is_place_of(self, member: Member, number: int) -> bool:
+        """Whether a process of a member has this number now; what it last said may be older."""
+        place = self.before.place_of(number) if self.before is not None else None
+        return place is not None and place[0] == member.node.name
 
     @property
     def _max_nodes(self) -> int:

@@ -100,7 +100,10 @@ def _together(contestants: list[str], folder: Path, console: Console) -> list[di
     return [json.loads(file.read_text()) for file in files if file.exists()]
 
 
-_TITLES = ("", "all done after", "over Paceline", "preempted", "lost", "steps again", "device-s")
+_TITLES = (
+    *("", "all done after", "over Paceline", "preempted", "lost"),
+    *("steps again", "submitted again", "device-s"),
+)
 
 
 def _page(results: list[dict[str, Any]], options: argparse.Namespace) -> tuple[str, bool]:
@@ -119,6 +122,7 @@ def _page(results: list[dict[str, Any]], options: argparse.Namespace) -> tuple[s
                 str(kinds.count("preempted")),
                 str(kinds.count("lost")),
                 str(sum(one["steps_again"].values())),
+                str(len(one["submitted_again"])),
                 str(one["held_device_s"]),
             )
         )

@@ -21,6 +21,8 @@ from benchmarks.provenance import ROOT
 from benchmarks.slurmlab import Laboratory
 
 _LOOK_S = 0.25
+_MISSED_S = 30.0
+"""After which a person sees that a job is gone."""
 _LIMIT_S = 3 * 3600.0
 _SITE = """
 [lab]
@@ -69,6 +71,8 @@ class Outcome:
     saved: int | None = None
     """Preemptions after which the job had saved in time."""
     num_preempted: int = 0
+    submitted_again: list[str] = field(default_factory=list)
+    """Jobs that ended without being done, so that a person would start them again."""
 
 
 @dataclass
@@ -79,6 +83,8 @@ class _Live:
     slurm_id: str
     hit_at_restart: int = -1
     """The number of restarts at which it was last struck: once each."""
+    gone_at: float | None = None
+    """Since when Slurm has not had it."""
 
 
 @dataclass
@@ -90,13 +96,15 @@ class Contest:
     folder: Path
     lab: Laboratory
     jobs: dict[str, _Live] = field(default_factory=dict)
+    ids: list[str] = field(default_factory=list)
+    """Of all that was submitted."""
     ended_s: dict[str, float] = field(default_factory=dict)
     hits: list[Hit] = field(default_factory=list)
     comes_back: list[tuple[float, str]] = field(default_factory=list)
+    submitted_again: list[str] = field(default_factory=list)
 
     def run(self, say: Callable[[str], None]) -> Outcome:
         """To the end of the last job."""
-        submit = _SUBMIT[self.contestant]
         to_come, losses = list(self.trace.jobs), list(self.trace.losses)
         began = time.monotonic()
         while len(self.ended_s) < len(self.trace.jobs):
@@ -105,7 +113,7 @@ class Contest:
                 raise RuntimeError(f"{self.contestant}: not done after {_LIMIT_S:.0f} s")
             while to_come and to_come[0].arrives_s <= now:
                 traced = to_come.pop(0)
-                self.jobs[traced.name] = _Live(traced, submit(self, traced))
+                self.jobs[traced.name] = self._submitted(traced)
                 say(f"{now:.0f} s: {traced.name} wants {traced.num_nodes} nodes")
             if losses and losses[0].at_s <= now and self._strike(losses[0], now):
                 losses.pop(0)
@@ -118,8 +126,30 @@ class Contest:
                 if name not in self.ended_s and (self.folder / f"{name}.done").exists():
                     self.ended_s[name] = now
                     say(f"{now:.0f} s: {name} is done, {len(self.ended_s)} of {len(self.jobs)}")
+            for name in self._missed(now):
+                say(f"{now:.0f} s: {name} ended without being done, and is submitted again")
             time.sleep(_LOOK_S)
         return self._outcome(time.monotonic() - began)
+
+    def _submitted(self, traced: TracedJob) -> _Live:
+        live = _Live(traced, _SUBMIT[self.contestant](self, traced))
+        self.ids.append(live.slurm_id)
+        return live
+
+    def _missed(self, now: float) -> list[str]:
+        """Submit again what Slurm has no more, and is not done."""
+        there = set(self.lab.run("squeue", "--noheader", "--format=%A").split())
+        found = []
+        for name, live in self.jobs.items():
+            if live.slurm_id in there or name in self.ended_s:
+                live.gone_at = None
+            elif live.gone_at is None:
+                live.gone_at = now
+            elif now - live.gone_at > _MISSED_S:
+                self.jobs[name] = self._submitted(live.traced)
+                found.append(name)
+        self.submitted_again += found
+        return found
 
     def _strike(self, loss: Loss, now: float) -> bool:
         """Take away a node of the trace's; whether there was one."""
@@ -171,8 +201,9 @@ class Contest:
             job_ended_s=self.ended_s,
             hits=self.hits,
             steps_again=lost,
-            held_device_s=sum(self._accounted(live.slurm_id) for live in self.jobs.values()),
+            held_device_s=sum(map(self._accounted, self.ids)),
             num_preempted=sum(hit.kind == "preempted" for hit in self.hits),
+            submitted_again=self.submitted_again,
         )
         if self.contestant == "paceline":
             outcome.saved, outcome.ledger_device_s = self._of_ledger()

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.slurmlab import Laboratory
 from paceline.config.errors import InputError
 from paceline.config.site import NodeType, Site
-from paceline.launch.contract import Request, Submitted
+from paceline.launch.contract import Rendered, Request, Submitted
 from paceline.launch.engines.slurm import engine
 from paceline.launch.node_records import node_records
 from tests.command_line import metrics
@@ -226,6 +226,22 @@ def test_a_job_that_started_with_few_nodes_comes_back_with_more(jobs):
     over = jobs.until_over(job)
     assert (over.state, over.exit_code) == ("finished", 0)
     assert "more nodes are free" in (job.folder / "slurm.log").read_text()
+
+
+@pytest.mark.parametrize(("bad", "state"), [(2, "finished"), (9, "failed")])
+def test_a_node_that_takes_no_step_is_no_fault_of_the_command(jobs, bad, state):
+    """srun fails before anything began: another start may have other nodes, but not for ever."""
+    request = jobs.request("touch ran", num_nodes=1)
+    made = jobs.bed.engine.render(request, jobs.bed.site)
+    script = made.files[made.main]
+    fails = f'srun() {{ [ "$PACELINE_ATTEMPT" -gt {bad} ] || return 1; command srun "$@"; }}\n'
+    script = script.replace("judge() {", f"{fails}judge() {{")
+    assert fails in script
+    job = jobs.bed.engine.submit(request, Rendered({**made.files, made.main: script}, made.main))
+    over = jobs.until_over(job)
+    assert over.state == state
+    assert (jobs.folder / "ran").exists() == (state == "finished")
+    assert over.attempt == min(bad + 1, 4)
 
 
 def test_limits_and_dependencies_say_what_they_wait_for(jobs):

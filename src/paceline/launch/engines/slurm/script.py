@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from paceline.config.errors import EXIT_SAVED, InputError
 from paceline.config.site import NodeType, Site
 from paceline.launch.contract import ATTEMPT, NUM_NODES, Rendered, Request
-from paceline.launch.start_script import START_SCRIPT, start_script
+from paceline.launch.start_script import NODE_FOLDER, START_SCRIPT, start_script
 
 BATCH_SCRIPT = "job.sbatch"
 SLURM_LOG = "slurm.log"
@@ -28,6 +28,8 @@ STOP = "USR2"
 """The signal that the batch script takes for a person's stop."""
 SHAPE_FILE = "slurm.json"
 """How many devices a node of the job has: Slurm's accounts know it only of what it hands out."""
+_VAIN, _MOST_VAIN = "vain", 3
+"""A line for each attempt in a row of which no node began, and how many may come back."""
 _LOOK_S = 60
 """Between looks for free nodes."""
 _NICE = 100
@@ -95,7 +97,8 @@ esac
 """
 # A node's script says how it ended. The first that failed ends the others, and so does the first
 # that saved, if they don't follow by themselves. 138 and 143: USR1 or TERM came before anything
-# could hear. Where nodes may go on without one, one whose command was killed counts as lost.
+# could hear. Where nodes may go on without one, one whose command was killed counts as lost. Slurm
+# may give a node that can't take a step, which is no fault of the command: others are tried.
 _JUDGE = f"""\
 judge() {{
   local word code=1 number failed= saved= finished=
@@ -114,6 +117,12 @@ judge() {{
     esac
   done
   kill $(jobs -p) 2>/dev/null
+  if grep -qs '"attempt": '"${ATTEMPT}," {NODE_FOLDER}/*; then
+    rm -f {_VAIN}
+  else
+    echo "no node began" | tee -a {_VAIN}
+    [ "$(wc -l <{_VAIN})" -gt {_MOST_VAIN} ] || return {EXIT_SAVED}
+  fi
   [ -z "$failed" ] || return "$failed"
   [ -z "$saved" ] || return {EXIT_SAVED}
   [ -z "$finished" ] || return 0

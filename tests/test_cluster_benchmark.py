@@ -1,0 +1,56 @@
+"""The benchmark of jobs on machines that are taken away: what is drawn, and what its page says."""
+
+import argparse
+
+import pytest
+
+from benchmarks.cluster.__main__ import _page
+from benchmarks.cluster.trace import STEP_S, draw
+
+
+def test_a_trace_is_its_seeds_and_has_what_was_asked_for():
+    trace = draw(3, 50, 20.0, 1000.0)
+    assert trace == draw(3, 50, 20.0, 1000.0) != draw(4, 50, 20.0, 1000.0)
+    assert len(trace.losses) == 50
+    times = [one.at_s for one in trace.losses]
+    assert times == sorted(times)
+    assert 15 < times[-1] / 50 < 25
+    assert {one.kind for one in trace.losses} == {"preempted", "lost"}
+    arrivals = [job.arrives_s for job in trace.jobs]
+    assert arrivals == sorted(arrivals)
+    assert arrivals[0] == 0
+    work_s = sum(job.steps for job in trace.jobs) * STEP_S
+    assert work_s == pytest.approx(1000, abs=STEP_S * len(trace.jobs))
+
+
+def outcome(contestant: str, ended_s: float, **more: object) -> dict:
+    hits = [{"kind": "preempted"}] * 4 + [{"kind": "lost"}]
+    given = {
+        "contestant": contestant,
+        "ended_s": ended_s,
+        "hits": hits,
+        "steps_again": {"job-0": 2},
+        "submitted_again": [],
+        "held_device_s": 900,
+        "ledger_device_s": 900,
+        "saved": 4,
+        "num_preempted": 4,
+    }
+    return {**given, **more}
+
+
+@pytest.mark.parametrize(
+    ("ours", "peer_s", "is_reached"),
+    [
+        ({}, 160.0, True),
+        ({}, 140.0, False),
+        ({"saved": 3}, 160.0, False),
+        ({"ledger_device_s": 899}, 160.0, False),
+    ],
+)
+def test_the_goal_is_reached_by_time_ledger_and_saves_together(ours, peer_s, is_reached):
+    options = argparse.Namespace(seed=0, losses=5, gap=20.0, node_seconds=100.0)
+    results = [outcome("paceline", 100.0, **ours), outcome("torchx", peer_s)]
+    page, found = _page(results, options)
+    assert found is is_reached
+    assert f"| torchx | {peer_s:.0f} s | {peer_s / 100:.2f} | 4 | 1 | 2 | 0 | 900 |" in page

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -50,6 +51,8 @@ _ERROR = 0.03
 """The largest error of a prediction, as a share."""
 _LOOK_S, _LIMIT_S = 0.5, 900.0
 _STARTED_S = 120.0
+_APART_S, _TRIES = 3.0, 5
+"""Others hold the nodes of all sizes from the same moment on, or they are asked again."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +129,15 @@ def site_of(group: str) -> Site:
 
 def try_one(lab: Laboratory, situation: Situation, groups: Sequence[str], folder: Path) -> Outcome:
     """Choose, and submit each size: each in its group of nodes."""
-    for group in groups:
-        for count, minutes in situation.others:
-            _hold(lab, group, count, minutes)
-    _until_held(lab, groups, sum(count for count, _ in situation.others))
+    for _ in range(_TRIES):
+        for group in groups:
+            for count, minutes in situation.others:
+                _hold(lab, group, count, minutes)
+        if _until_held(lab, groups, sum(count for count, _ in situation.others)) <= _APART_S:
+            break
+        _let_go(lab, groups)
+    else:
+        raise RuntimeError("other jobs of a situation never started together: is the machine busy?")
     sizes, chosen = _chosen(situation, groups[0], folder)
     jobs = {}
     for size, error, group in zip(sizes, situation.errors, groups, strict=True):
@@ -161,13 +169,28 @@ def _hold(lab: Laboratory, group: str, count: int, minutes: int) -> None:
     lab.run("sbatch", "--output=/dev/null", f"--job-name={group}", *options, what)
 
 
-def _until_held(lab: Laboratory, groups: Sequence[str], num_nodes: int) -> None:
+def _until_held(lab: Laboratory, groups: Sequence[str], num_nodes: int) -> float:
+    """Wait until others hold the nodes; seconds between the first and the last start."""
     end = time.monotonic() + _STARTED_S
     wanted = num_nodes * len(groups)
-    asked = ("squeue", "-h", f"--name={','.join(groups)}", "--states=running", "--format=%D")
-    while sum(map(int, lab.run(*asked).split())) < wanted:
+    asked = ("squeue", "-h", f"--name={','.join(groups)}", "--states=running", "--format=%D %S")
+    while True:
+        held = [line.split() for line in lab.run(*asked).splitlines()]
+        if sum(int(count) for count, _ in held) >= wanted:
+            starts = [datetime.fromisoformat(start) for _, start in held]
+            return (max(starts) - min(starts)).total_seconds()
         if time.monotonic() > end:
             raise RuntimeError("other jobs of a situation did not start")
+        time.sleep(_LOOK_S)
+
+
+def _let_go(lab: Laboratory, groups: Sequence[str]) -> None:
+    names = f"--name={','.join(groups)}"
+    lab.run("scancel", names)
+    end = time.monotonic() + _STARTED_S
+    while lab.run("squeue", "-h", names).strip():
+        if time.monotonic() > end:
+            raise RuntimeError("other jobs of a situation did not end")
         time.sleep(_LOOK_S)
 
 

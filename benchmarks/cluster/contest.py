@@ -21,8 +21,8 @@ from benchmarks.provenance import ROOT
 from benchmarks.slurmlab import Laboratory
 
 _LOOK_S = 0.25
-_MISSED_S = 30.0
-"""After which a person sees that a job is gone."""
+_MISSED_S = 60.0
+"""After which a person sees that a job is gone, or waits for nothing."""
 _LIMIT_S = 3 * 3600.0
 _SITE = """
 [lab]
@@ -72,7 +72,7 @@ class Outcome:
     """Preemptions after which the job had saved in time."""
     num_preempted: int = 0
     submitted_again: list[str] = field(default_factory=list)
-    """Jobs that ended without being done, so that a person would start them again."""
+    """Jobs that ended without being done, or waited for nothing: a person starts them again."""
 
 
 @dataclass
@@ -137,15 +137,20 @@ class Contest:
         return live
 
     def _missed(self, now: float) -> list[str]:
-        """Submit again what Slurm has no more, and is not done."""
-        there = set(self.lab.run("squeue", "--noheader", "--format=%A").split())
+        """Submit again what Slurm has no more, or keeps waiting though all nodes are free, and is
+        not done."""
+        lines = self.lab.run("squeue", "--noheader", "--format=%A %T").splitlines()
+        states = dict(line.split() for line in lines)
+        is_busy = bool(self.comes_back) or any(one != "PENDING" for one in states.values())
         found = []
         for name, live in self.jobs.items():
-            if live.slurm_id in there or name in self.ended_s:
+            if name in self.ended_s or (is_busy and live.slurm_id in states):
                 live.gone_at = None
             elif live.gone_at is None:
                 live.gone_at = now
             elif now - live.gone_at > _MISSED_S:
+                if live.slurm_id in states:
+                    self.lab.run("scancel", live.slurm_id)
                 self.jobs[name] = self._submitted(live.traced)
                 found.append(name)
         self.submitted_again += found

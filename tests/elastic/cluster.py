@@ -51,6 +51,8 @@ class Behaviour:
 
     step_s: float = 0.01
     steps: int = 10**6
+    num_coming: int | None = None
+    """What a scheduler tells its agent: PACELINE_NUM_NODES."""
     fail_at: int = 0
     """The step after which rank 1 raises."""
     hang_at: int = 0
@@ -155,7 +157,7 @@ class Nodes:
         for line in lines:
             first_in.setdefault(line["step"], line["generation"])
             generation = claimed[line["generation"]]
-            assert generation.node_of(line["rank"]).name == line["node"], line
+            assert generation.place_of(line["rank"])[0] == line["node"], line
             assert generation.num_ranks == line["world"], line
         assert sorted(first_in) == list(range(1, max(first_in) + 1))
         order = [first_in[step] for step in sorted(first_in)]
@@ -249,6 +251,8 @@ def _agent_main(
 
     os.environ.setdefault("PACELINE_ADDRESS", "127.0.0.1")
     os.environ["PACELINE_NODE"] = name
+    if behaviour.num_coming is not None:
+        os.environ["PACELINE_NUM_NODES"] = str(behaviour.num_coming)
     steps = folder / "steps"
 
     def say(sentence: str) -> None:

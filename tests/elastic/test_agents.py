@@ -229,10 +229,10 @@ def test_a_return_within_the_wait_goes_on(tmp_path):
         nodes.assert_one_history()
 
 
-def test_a_start_that_has_fewer_nodes_waits_for_no_more(tmp_path, monkeypatch):
+def test_a_start_that_has_fewer_nodes_waits_for_no_more(tmp_path):
     """Without being told, it would wait for the third for as long as no test lasts."""
-    monkeypatch.setenv("PACELINE_NUM_NODES", "2")
-    with Nodes(tmp_path, 3, elastic={"min_nodes": 1, "wait_s": 3600.0}) as nodes:
+    elastic = {"min_nodes": 1, "wait_s": 3600.0}
+    with Nodes(tmp_path, 3, behaviour=Behaviour(num_coming=2), elastic=elastic) as nodes:
         nodes.start("a", "b")
         at = nodes.until_step(1, world=2, more=4)
         nodes.start("c")  # it is taken in all the same

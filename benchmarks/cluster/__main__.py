@@ -1,11 +1,12 @@
 """Jobs on machines that are taken away: how much sooner is the work done, and what does it cost?
 
 How it works: `benchmarks.cluster.trace` draws jobs, with their sizes, lengths and priorities, and
-the moments at which a node is preempted or lost. Each contestant has a Slurm of its own
-(`benchmarks.slurmlab`: four nodes, accounts by slurmdbd), all on this machine at the same time, and
-submits the same jobs: `paceline launch` of a script that calls `paceline.train`; submitit and
-TorchX of DistributedDataParallel with checkpoints, at fixed sizes with requeue. Devices are slept
-for, so nodes of all contestants have their speed; starts of processes cost them real time.
+the moments at which a node is preempted or lost, of a job that has done a step since its start.
+Each contestant has a Slurm of its own (`benchmarks.slurmlab`: four nodes, accounts by slurmdbd), all
+on this machine at the same time, and submits the same jobs: `paceline launch` of a script that calls
+`paceline.train`; submitit and TorchX of DistributedDataParallel with checkpoints, at fixed sizes
+with requeue. Devices are slept for, so nodes of all contestants have their speed; starts of
+processes cost them real time.
 
 What is told: until the last job is done; preemptions after which a job had saved in time; steps
 that were done again; device-seconds by `sacct` and by Paceline's ledger.
@@ -35,7 +36,7 @@ from benchmarks.tables import markdown
 
 WANTED = 1.5
 """A peer takes so many times as long, or more."""
-_PACKAGES = {"submitit": "submitit", "torchx": "torchx"}
+_PEERS = ("submitit", "torchx")
 
 
 def main() -> None:
@@ -48,11 +49,11 @@ def main() -> None:
     if problem := why_not():
         console.print(problem)
         sys.exit(2)
-    missing = [name for name in _PACKAGES.values() if find_spec(name) is None]
+    missing = [name for name in _PEERS if find_spec(name) is None]
     if missing:
         console.print(f"{', '.join(missing)} is not installed: it can't take part.")
     contestants = [name for name in CONTESTANTS if name not in missing]
-    about = taken_with("benchmarks.cluster", *(set(_PACKAGES) - set(missing)))
+    about = taken_with("benchmarks.cluster", *(set(_PEERS) - set(missing)))
     with tempfile.TemporaryDirectory(prefix="cluster-") as folder:
         results = _together(contestants, Path(folder), console)
     page, is_reached = _page(results, options)

@@ -6,6 +6,7 @@ controller applies the pod failure policy; the JobSet controller starts all pods
 processes of this machine. It is no proof that a real cluster does the same.
 """
 
+import itertools
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,12 @@ _RULE = {"name", "action", "onJobFailureReasons", "targetReplicatedJobs"}
 _ACTIONS = {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"}
 
 
-def now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+_MADE = itertools.count()
+
+
+def made_at() -> str:
+    """Of the next object: they are a second apart, since Kubernetes tells no less."""
+    return (datetime.now(UTC) + timedelta(seconds=next(_MADE))).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class RefusedError(Exception):
@@ -102,7 +107,7 @@ class JobSet:
 
     manifest: dict[str, Any]
     uid: str = field(default_factory=lambda: str(uuid.uuid4()))
-    made: str = field(default_factory=now)
+    made: str = field(default_factory=made_at)
     restarts: int = 0
     pods: list[Pod] = field(default_factory=list)
     failure: str | None = None
@@ -196,7 +201,15 @@ class FakeKubernetes:
                     status, said = 200, cluster.answer(self.command, self.path, body)
                 except RefusedError as refused:
                     status = refused.status
-                    said = {"kind": "Status", "message": str(refused), "code": status}
+                    reason = {404: "NotFound", 409: "AlreadyExists"}.get(status, "")
+                    said = {
+                        "apiVersion": "v1",
+                        "kind": "Status",
+                        "status": "Failure",
+                        "reason": reason,
+                        "message": str(refused),
+                        "code": status,
+                    }
                 raw = said.encode() if isinstance(said, str) else json.dumps(said).encode()
                 self.send_response(status)
                 kind = "text/plain" if isinstance(said, str) else "application/json"
@@ -425,7 +438,7 @@ class FakeKubernetes:
     ) -> Pod:
         (container,) = spec["containers"]
         fields = {"spec.nodeName": node, "status.podIP": "127.0.0.1"}
-        fields |= {f"metadata.labels['{label}']": value for label, value in labels.items()}
+        fields |= {f"metadata.annotations['{key}']": value for key, value in labels.items()}
         own = {
             each["name"]: fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
             for each in container.get("env", ())

@@ -203,7 +203,7 @@ def test_a_job_that_waits_says_for_what_and_who_comes_first(jobs):
     assert (seen.state, seen.nodes) == ("queued", ())
     assert "insufficient unused quota" in seen.said
     (said,) = jobs.bed.engine.why(third, jobs.request("true"), jobs.bed.site)
-    assert second.id in said or "No job" in said  # made within a second: Kubernetes tells no more
+    assert f"1 job comes first in queue queue: jobset-{second.id}." == said
     jobs.bed.engine.signal(first, "stop")
     assert jobs.until_over(third).state == "finished"
 
@@ -238,6 +238,17 @@ def test_a_cluster_that_is_silent_is_a_sentence(jobs, tmp_path, monkeypatch):
         kept["contexts"][0]["context"]["user"] = "me"
         config.write_text(json.dumps(kept))
         with pytest.raises(InputError, match="kubectl get jobsets"):
+            jobs.see(job)
+        # Her credentials' program is not found: that is not "there is no such job".
+        kept["users"][0]["user"] = {
+            "exec": {
+                "apiVersion": "client.authentication.k8s.io/v1beta1",
+                "command": "no-such-program",
+                "interactiveMode": "Never",
+            }
+        }
+        config.write_text(json.dumps(kept))
+        with pytest.raises(InputError, match="no-such-program"):
             jobs.see(job)
         patch.setenv("PATH", str(tmp_path))
         with pytest.raises(InputError, match="no kubectl here"):

@@ -130,7 +130,7 @@ def prepare_job(
             devices_per_node=one.devices_per_node,
             min_nodes=elastic.min_nodes if one.num_nodes > 1 else 0,
             node_type=one.size.node_type,
-            time_limit_s=_time_limit(site, one.size),
+            time_limit_s=_time_limit(site, one.size, has_all=not asked.min_nodes),
         )
 
     if len(planned) > 1:
@@ -271,13 +271,15 @@ def _with_venv(site: Site) -> Site:
     return site if site.venv or site.container else site.replace(venv=sys.prefix)
 
 
-def _time_limit(site: Site, size: Size) -> int | None:
+def _time_limit(site: Site, size: Size, *, has_all: bool) -> int | None:
     """The most that the site allows, or less where it is known to take less: schedulers start
-    short jobs sooner."""
+    short jobs sooner. With fewer nodes than the size's it takes longer."""
     if site.max_hours is None:
         return None
     most = site.max_hours * 3600
-    return math.ceil(most if size.run_s is None else min(most, size.run_s * _SLACK + _START_S))
+    if size.run_s is None or not has_all:
+        return math.ceil(most)
+    return math.ceil(min(most, size.run_s * _SLACK + _START_S))
 
 
 def _with_wait(one: Planned, engine: Engine, request: Request, site: Site) -> Planned:

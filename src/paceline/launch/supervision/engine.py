@@ -5,7 +5,6 @@ supervisor only from the machine that it runs on.
 """
 
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from paceline.launch.contract import (
     Submitted,
     Wish,
 )
+from paceline.launch.job_folder import job_folder
 from paceline.launch.start_script import LOG_FOLDER, START_SCRIPT, start_script
 from paceline.launch.supervision.relay import RELAY, RELAY_SCRIPT
 from paceline.launch.supervision.state import (
@@ -46,20 +46,28 @@ _SIGNALS: Mapping[Wish, signal.Signals] = {"stop": signal.SIGTERM, "save": signa
 
 
 def check_num_nodes(request: Request, available: int) -> None:
-    """Refuse more nodes than there are, and to start with fewer than are asked for.
+    """Refuse more nodes than there are.
 
     Raises:
-        InputError: it asks for either.
+        InputError: it asks for more.
+    """
+    if request.num_nodes > available:
+        raise InputError(
+            f"{request.num_nodes} nodes were asked for and the site has {available}: ask for "
+            f"at most {available}."
+        )
+
+
+def check_starts_whole(request: Request) -> None:
+    """Refuse to start with fewer nodes than are asked for.
+
+    Raises:
+        InputError: it asks for that.
     """
     if 0 < request.fewest < request.num_nodes:
         raise InputError(
             f"only Slurm starts a job with fewer nodes than it would like: ask for --nodes "
             f"{request.num_nodes}, and let elastic.min_nodes say with how few it goes on."
-        )
-    if request.num_nodes > available:
-        raise InputError(
-            f"{request.num_nodes} nodes were asked for and the site has {available}: ask for "
-            f"at most {available}."
         )
 
 
@@ -82,6 +90,7 @@ class SupervisedEngine(ABC):
 
     def render(self, request: Request, site: Site) -> Rendered:
         """The start script, the relay's and the supervisor's orders."""
+        check_starts_whole(request)
         places = self.places(request, site)
         if isinstance(places, Hosts):
             check_num_nodes(request, len(places.nodes))
@@ -117,19 +126,8 @@ class SupervisedEngine(ABC):
         for name in request.after:
             if read_state(Path(name)) is None:
                 raise InputError(f"{name} is the id of no job here: give one of `paceline jobs`.")
-        was_there = folder.exists()
-        written = [folder / name for name in (*rendered.files, ID_FILE, STATE, LOG)]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, text in rendered.files.items():
-                (folder / name).write_text(text)
+        with job_folder(request, rendered, STATE, LOG):
             self._start(folder)
-        except BaseException:
-            for file in written:
-                file.unlink(missing_ok=True)
-            if not was_there:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
         return Submitted(str(folder), folder)
 
     def _start(self, folder: Path) -> None:

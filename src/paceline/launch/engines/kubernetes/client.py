@@ -4,9 +4,9 @@ Requests are raw ones, by path: kubectl then asks for nothing else, and says wha
 """
 
 import json
-import re
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,9 @@ _JOBSETS = f"/apis/{GROUP}/{VERSION}"
 _WORKLOADS = "/apis/kueue.x-k8s.io/v1beta1"
 _CORE = "/api/v1"
 _PATIENCE_S = 60.0
-_NOT_FOUND = re.compile(r"not ?found|could not find", re.IGNORECASE)
+_NOT_FOUND = "Error from server (NotFound)"
+"""How kubectl begins the server's word that there is none; a program of hers that is not found, or
+a server, is another thing."""
 _CURES = {
     "could not find the requested resource": "have JobSet installed in the cluster",
     "unauthorized": "renew your credentials",
@@ -95,15 +97,16 @@ class Cluster:
 
     def _get(self, path: str) -> dict[str, Any] | None:
         done = _kubectl(self.context, "get", "--raw", path)
-        if done.returncode and _NOT_FOUND.search(done.stderr):
+        if done.returncode and done.stderr.startswith(_NOT_FOUND):
             return None
-        try:
-            found: dict[str, Any] = json.loads(_printed(done))
-        except ValueError:
+        found = None
+        with suppress(ValueError):
+            found = json.loads(_printed(done))
+        if not isinstance(found, dict):
             raise InputError(
-                f"the Kubernetes API server answers {done.stdout[:80]!r}, which is no JSON: see "
+                f"the Kubernetes API server answers {done.stdout[:80]!r}, which is no object: see "
                 "where the kubeconfig's server points."
-            ) from None
+            )
         return found
 
     def _ask(self, verb: str, path: str, body: dict[str, Any] | None = None) -> str:

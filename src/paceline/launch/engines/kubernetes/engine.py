@@ -1,7 +1,6 @@
 """The engine: see the package."""
 
 import json
-import shutil
 import time
 import uuid
 from collections.abc import Mapping
@@ -37,6 +36,7 @@ from paceline.launch.engines.kubernetes.states import (
     wait_of,
     workload_of,
 )
+from paceline.launch.job_folder import job_folder
 from paceline.launch.node_records import node_records, recorded_attempts
 from paceline.launch.start_script import LOG_FOLDER
 from paceline.observe.run import write_atomic
@@ -77,20 +77,9 @@ class KubernetesEngine:
         """The id is written first, since the name is known: a submission that dies leaves nothing
         that nobody knows of."""
         folder, name = request.folder, jobset_name(request)
-        was_there = folder.exists()
-        written = [folder / each for each in (*rendered.files, ID_FILE)]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for each, text in rendered.files.items():
-                (folder / each).write_text(text)
+        with job_folder(request, rendered):
             write_atomic(folder / ID_FILE, name)
             _cluster(folder).create(json.loads(rendered.files[rendered.main]))
-        except BaseException:
-            for file in written:
-                file.unlink(missing_ok=True)
-            if not was_there:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
         return Submitted(name, folder)
 
     def observe(self, job: Submitted) -> Observation:

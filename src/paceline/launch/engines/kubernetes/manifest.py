@@ -24,7 +24,7 @@ from paceline.config.errors import EXIT_SAVED, InputError
 from paceline.config.site import NodeType, Site
 from paceline.launch.contract import ATTEMPT, Rendered, Request
 from paceline.launch.start_script import START_SCRIPT, start_script
-from paceline.launch.supervision.engine import check_num_nodes
+from paceline.launch.supervision.engine import check_num_nodes, check_starts_whole
 
 GROUP, VERSION, PLURAL = "jobset.x-k8s.io", "v1alpha2", "jobsets"
 MANIFEST = "jobset.json"
@@ -32,7 +32,7 @@ PLACE_FILE = "kubernetes.json"
 """Which cluster and namespace a job is in, its nodes, and the devices of one."""
 _QUEUE, _PRIORITY = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
 _TOGETHER = "kueue.x-k8s.io/podset-preferred-topology"
-_RESTART_LABEL = "jobset.sigs.k8s.io/restart-attempt"
+_RESTART_KEY = "jobset.sigs.k8s.io/restart-attempt"
 NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 _GPU = "nvidia.com/gpu"
 _LIMIT = "limits."
@@ -119,7 +119,9 @@ def _check(request: Request, site: Site) -> None:
                 "folder in there."
             )
     kind = site.node_type(request.node_type)
-    check_num_nodes(request, request.num_nodes if kind is None else kind.num_nodes)
+    check_starts_whole(request)
+    if kind is not None:
+        check_num_nodes(request, kind.num_nodes)
     if request.after:
         raise InputError(
             'engine "kubernetes" knows no order of jobs: leave --after out, and launch it when the '
@@ -227,7 +229,7 @@ def _environment() -> Iterator[dict[str, Any]]:
     for name, path in (
         ("PACELINE_NODE", "spec.nodeName"),
         ("PACELINE_ADDRESS", "status.podIP"),
-        ("RESTARTS", f"metadata.labels['{_RESTART_LABEL}']"),
+        ("RESTARTS", f"metadata.annotations['{_RESTART_KEY}']"),
     ):
         yield {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 

@@ -101,9 +101,10 @@ esac
 # may give a node that can't take a step, which is no fault of the command: others are tried.
 _JUDGE = f"""\
 judge() {{
-  local word code=1 number failed= saved= finished=
+  local word code=1 number begun= failed= saved= finished=
   while read -r word number; do
     code=$number
+    [ "$word" = srun ] || begun=1
     case $word,$code in
       exit,0) finished=$goes_on ;;
       *,{EXIT_SAVED} | *,138 | *,143)
@@ -117,7 +118,8 @@ judge() {{
     esac
   done
   kill $(jobs -p) 2>/dev/null
-  if grep -qs '"attempt": '"${ATTEMPT}," {NODE_FOLDER}/*; then
+  # A shared folder may show late what other nodes wrote; who was lost has said nothing here.
+  if [ -n "$begun" ] || grep -qs '"attempt": '"${ATTEMPT}," {NODE_FOLDER}/*; then
     rm -f {_VAIN}
   else
     echo "no node began" | tee -a {_VAIN}

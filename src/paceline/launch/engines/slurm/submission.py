@@ -14,8 +14,6 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 
-from paceline.config.errors import InputError
-from paceline.config.outputs import shown_path
 from paceline.launch.contract import ID_FILE, Rendered, Request, Submitted
 from paceline.launch.engines.slurm.commands import (
     PATIENCE_S,
@@ -28,6 +26,7 @@ from paceline.launch.engines.slurm.commands import (
 )
 from paceline.launch.engines.slurm.queue import estimate
 from paceline.launch.engines.slurm.script import job_name
+from paceline.launch.job_folder import job_folder
 from paceline.observe.run import write_atomic
 
 _SUBMIT = """\
@@ -49,19 +48,8 @@ def submit(request: Request, rendered: Rendered) -> Submitted:
     """
     # Such as more nodes than there are: sbatch itself would take it, and let it wait for ever.
     estimate(rendered.files[rendered.main])
-    is_new = not request.folder.exists()
-    try:
-        for name, text in rendered.files.items():
-            write_atomic(request.folder / name, text)
+    with job_folder(request, rendered):
         job = _queue(request, rendered)
-    except BaseException as error:
-        _take_back(request, rendered, is_new)
-        if isinstance(error, OSError):
-            raise InputError(
-                f"{shown_path(request.folder)} can't be written ({error.strerror}): launch from a "
-                "folder that you may write to."
-            ) from None
-        raise
     if request.priority > 0:
         # Where the site lets people order their own jobs (enable_user_top); else it stays.
         run("scontrol", "top", job)
@@ -95,13 +83,6 @@ def _queue(request: Request, rendered: Rendered) -> str:
     if shell.returncode != 0:
         raise refused(said)
     return job
-
-
-def _take_back(request: Request, rendered: Rendered, is_new: bool) -> None:
-    for name in (*rendered.files, ID_FILE):
-        (request.folder / name).unlink(missing_ok=True)
-    if is_new and request.folder.is_dir() and not any(request.folder.iterdir()):
-        request.folder.rmdir()
 
 
 def _lane(request: Request) -> Iterator[str]:

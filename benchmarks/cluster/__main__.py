@@ -2,10 +2,10 @@
 
 How it works: `benchmarks.cluster.trace` draws jobs, with their sizes, lengths and priorities, and
 the moments at which a node is preempted or lost, of a job that has done a step since its start.
-Each contestant has a Slurm of its own (`benchmarks.slurmlab`: four nodes, accounts by slurmdbd), all
-on this machine at the same time, and submits the same jobs: `paceline launch` of a script that calls
-`paceline.train`; submitit and TorchX of DistributedDataParallel with checkpoints, at fixed sizes
-with requeue. Devices are slept for, so nodes of all contestants have their speed; starts of
+Each contestant has a Slurm of its own (`benchmarks.slurmlab`: four nodes, accounts by slurmdbd),
+all on this machine at the same time, and submits the same jobs: `paceline launch` of a script that
+calls `paceline.train`; submitit and TorchX of DistributedDataParallel with checkpoints, at fixed
+sizes with requeue. Devices are slept for, so nodes of all contestants have their speed; starts of
 processes cost them real time.
 
 What is told: until the last job is done; preemptions after which a job had saved in time; steps

@@ -133,7 +133,7 @@ class Soak:
         """Node -> when its agent is started again, by the monotonic clock."""
         self._frozen: dict[int, float] = {}
         self._died: dict[int, int] = {}
-        """Node -> the last step before its rank was killed last."""
+        """Node -> the newest step that may have been done when its rank was killed last."""
         self._stood_since = time.monotonic()
         self._step = self._num_own_ends = 0
 
@@ -189,13 +189,14 @@ class Soak:
             return
         rank = _rank_of(strike, ranks)
         node = self._agents.node_of(rank) if rank is not None else None
-        # Twice with no step between them, and a node is left out for good: that is promised.
-        if node is not None and self._died.get(node) == self._step:
+        # Twice with no new step between them, and a node is left out for good: that is promised.
+        # Steps that are done again are not new.
+        if node is not None and self._step <= self._died.get(node, -1):
             return
         time.sleep(strike.later_s)
         self._left.pop(0)
         if node is not None:
-            self._died[node] = self._step
+            self._died[node] = self._agents.step() + 1  # whose line may not be there yet
         self.struck.append(self._strike(strike, there, ranks))
         last = self.struck[-1]
         self._say(

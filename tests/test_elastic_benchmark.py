@@ -245,6 +245,21 @@ def test_the_disk_is_as_far_behind_as_its_checkpoints():
     assert faults_of(evidence, replace(RULES, checkpoint_every=3)) == []
 
 
+@pytest.mark.parametrize(("stays", "is_fault"), [("n0", True), ("n1", False)])
+def test_what_one_node_did_alone_is_lost_with_that_node(stays, is_fault):
+    """Generation 1 is of n0 alone; the next one starts before its last steps."""
+    nodes = {name: {"name": name, "incarnation": f"{name}'s"} for name in ("n0", "n1")}
+    generations = {
+        1: {"leader": "n0", "nodes": [nodes["n0"], nodes["n1"]], "num_active": 1},
+        2: {"leader": "n1", "nodes": [nodes[stays]], "num_active": 1},
+    }
+    events = _events_with(4, step=2)
+    lines = _lines({1: 1, 2: 1, 3: 2, 4: 2, 5: 2, 6: 2})
+    did = [*_good().did, *_did(2, range(3, 4))]
+    evidence = replace(_good(), generations=generations, events=events, metrics=lines, did=did)
+    assert bool(faults_of(evidence, RULES)) is is_fault
+
+
 def test_what_a_run_leaves_is_read_and_rubbish_is_told(tmp_path):
     run, notes = tmp_path / "run", tmp_path / "notes"
     (run / "generations").mkdir(parents=True)

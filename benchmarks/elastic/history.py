@@ -166,7 +166,10 @@ def _starts(evidence: Evidence, rules: Rules) -> Iterator[str]:
 
 
 def _done_again(evidence: Evidence, rules: Rules) -> Iterator[str]:
-    """A generation starts where the one before had got to, less what its copies may lag behind."""
+    """A generation starts where the one before had got to, less what its copies may lag behind.
+
+    What one node did alone has no copy elsewhere: it is lost with that node.
+    """
     finished, starts = _finished(evidence), _start_steps(evidence)
     sources = {
         event["generation"]: event.get("source")
@@ -175,7 +178,8 @@ def _done_again(evidence: Evidence, rules: Rules) -> Iterator[str]:
     }
     reached, last = 0, 0
     for number, start in sorted(starts.items()):
-        since = [step for one in range(last, number) for step in finished.get(one, ())]
+        kept = [one for one in range(last, number) if not _is_gone(evidence, one, number)]
+        since = [step for one in kept for step in finished.get(one, ())]
         reached = max(reached, *since) if since else reached
         lag = rules.checkpoint_every if sources[number] == "disk" else rules.copy_every - 1
         if reached - start > lag:
@@ -184,6 +188,17 @@ def _done_again(evidence: Evidence, rules: Rules) -> Iterator[str]:
                 f"{reached} was finished: {reached - start} are done again, at most {lag} may be."
             )
         reached, last = start, number
+
+
+def _is_gone(evidence: Evidence, one: int, number: int) -> bool:
+    """Whether a generation was of a single node, whose agent is none of a later generation's."""
+    trained = _incarnations(evidence, one)[: evidence.generations.get(one, {}).get("num_active")]
+    return len(trained) == 1 and trained[0] not in _incarnations(evidence, number)
+
+
+def _incarnations(evidence: Evidence, number: int) -> list[str]:
+    nodes = evidence.generations.get(number, {}).get("nodes", ())
+    return [node["incarnation"] for node in nodes]
 
 
 def _samples(evidence: Evidence, rules: Rules) -> Iterator[str]:

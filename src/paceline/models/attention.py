@@ -145,6 +145,11 @@ class LatentAttention(nn.Module):
     """Attention whose keys and values come from one narrow vector per token.
 
     A part of each head is not rotated; the rotated part of the key is the same for all heads.
+
+    `is_absorbed` says how the core is called. Usually with the keys and values of all heads,
+    written out. Absorbed (DeepSeek-V2, section 2.1.2), with one key of (kv_rank + rope_dim) for all
+    heads, whose first kv_rank numbers are the value: a core that keeps them keeps that much less,
+    and the products with `kv_b_proj` are of queries and results. Results differ by rounding only.
     """
 
     def __init__(self, model: Model, attend: Attend) -> None:
@@ -152,6 +157,7 @@ class LatentAttention(nn.Module):
         shape = model.latent
         assert shape is not None
         self.attend, self.shape = attend, shape
+        self.is_absorbed = False
         hidden, heads, scaling = model.hidden_size, model.num_heads, model.rope_scaling
         self.score_factor = 1.0 if scaling is None else scaling.latent_score_factor
         if shape.q_rank is None:
@@ -168,9 +174,28 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope, mask: Any) -> Tensor:
         """Map (batch, seq, hidden) to (batch, seq, hidden)."""
+        if self.is_absorbed:
+            return self.o_proj(self._absorbed(x, rope, mask).flatten(-2))
         q, (k, v) = self._queries(x, rope), self._keys_values(x, rope)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (batch, heads, seq, _)
         return self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(-2))
+
+    def _absorbed(self, x: Tensor, rope: Rope, mask: Any) -> Tensor:
+        """Return (batch, seq, heads, v_dim)."""
+        shape = self.shape
+        expand = local_part(self.kv_b_proj.weight).unflatten(
+            0, (-1, shape.nope_dim + shape.v_dim)
+        )  # (heads, nope_dim + v_dim, kv_rank)
+        to_keys, to_values = expand.split((shape.nope_dim, shape.v_dim), dim=1)
+        still, turned = self._queries(x, rope).split(self._parts, dim=-1)
+        q = torch.cat((torch.einsum("bshn,hnr->bshr", still, to_keys), turned), dim=-1)
+        latent, key_turned = self.kv_a_proj(x).split((shape.kv_rank, shape.rope_dim), dim=-1)
+        latent = self.kv_a_norm(latent)
+        k = torch.cat((latent, self._rotate(key_turned.unsqueeze(2), rope).squeeze(2)), dim=-1)
+        # The core divides by the root of the width that it sees.
+        q = q * (q.shape[-1] / shape.head_dim) ** 0.5
+        attended = self.attend(q.transpose(1, 2), k.unsqueeze(1), latent.unsqueeze(1), mask)
+        return torch.einsum("bhsr,hvr->bshv", attended, to_values)
 
     def _queries(self, x: Tensor, rope: Rope) -> Tensor:
         """Return (batch, seq, heads, head_dim)."""

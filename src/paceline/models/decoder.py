@@ -10,7 +10,8 @@ then `init_weights` or `weights.load_weights`, which also fill the buffers. A ti
 parameter of its own: `head` is None and the embedding's weight is used, so that no copy of it can
 come apart when the module is moved or sharded.
 
-It is single-device code: it knows nothing of ranks, and holds no key-value cache.
+It is single-device code: it knows nothing of ranks, and holds no keys and values of earlier tokens:
+an attention core may do that (`paceline.generate.paged`).
 
 Papers: RMS norm https://arxiv.org/abs/1910.07467, scaled initialisation of residual outputs (GPT-2)
 https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
@@ -132,6 +133,7 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         positions: Tensor | None = None,
         targets: Tensor | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """Predict each next token, or say how well it does.
 
@@ -144,6 +146,7 @@ class Decoder(nn.Module):
             positions: (seq,) which tokens of the whole sequence these are, where ranks share a
                 sequence; all of them by default.
             targets: (batch, seq) the tokens to predict; -100 leaves one out.
+            wanted: (num_wanted,) places of the tokens whose logits are returned; all by default.
 
         Returns:
             (batch, seq, vocab) logits, or with targets their mean loss in nats, for which the
@@ -166,7 +169,7 @@ class Decoder(nn.Module):
         if not self.is_last:
             return x
         assert self.norm is not None
-        x = self.norm(x)
+        x = self.norm(x if wanted is None else x[:, wanted])
         if targets is not None:
             return linear_cross_entropy(x, self._head_weight, targets)
         return F.linear(x, self._head_weight) if self.head is None else self.head(x)

@@ -1,0 +1,33 @@
+"""Serving: how an engine shares out a device among requests."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from paceline.config.frozen import Auto, Count, FrozenConfig, Ways
+
+
+class Serving(FrozenConfig):
+    """The memory and the forward passes of an engine."""
+
+    precision: Literal["fp32", "bf16"] | Auto = "auto"
+    """Type of weights, keys and values; "auto" is that of the weights."""
+    block_size: Ways = 32
+    """Tokens of a block of keys and values."""
+    kv_gb: Annotated[float, Field(gt=0, le=1e6)] | Auto = "auto"
+    """Memory for keys and values in GB; "auto" is what max_sequences whole sequences take, at most
+    a quarter of what is free."""
+    max_tokens: Count | Auto = "auto"
+    """Tokens of a forward pass; more of them make prompts quicker and let the others wait longer.
+    "auto" is 512, and 64 with exact."""
+    max_sequences: Count = 64
+    """Texts that are made at a time; the others wait."""
+    max_waiting: Count = 1024
+    """Requests that may wait; more are refused."""
+    share_prefixes: bool = True
+    """Whether requests that begin alike share keys and values."""
+    exact: bool = False
+    """Whether logits have the same bits whatever else is computed beside them."""
+    speculate: Literal["off", "ngram"] = "off"
+    """How tokens are guessed, to compute several at once: by what followed the same tokens earlier
+    in the text ("ngram"). The text stays the same."""

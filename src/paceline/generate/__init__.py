@@ -1,0 +1,13 @@
+"""Texts from a decoder: many requests at once, with the network that trains.
+
+| module | what |
+|---|---|
+| engine | takes requests, does steps, hands out tokens: the door of the room |
+| sequence, scheduler | one request's tokens, and which tokens of whom the next step computes |
+| blocks | which block of memory holds which tokens; blocks that requests share |
+| paged, runner | attention over blocks, and the forward pass of packed tokens |
+| choice, speculation | the next token from its logits, and several at once from a guess |
+| text | tokens as text that may be shown, and where a stop string ends it |
+
+Not here: what listens to a network, reads runs or measures (`paceline.serve`).
+"""

@@ -1,0 +1,266 @@
+"""Engine: takes requests, does steps, hands out tokens.
+
+    engine = Engine(decoder, Serving(), tokenizer=tokenizer)
+    print(engine.texts(["def main():"], Sampling(max_tokens=64)))
+
+How it works: each step asks the scheduler which tokens to compute, the runner for their logits, and
+chooses the next token of each sequence that is computed as far as it goes. The network is borrowed
+for each pass: between steps it may be trained, or get other weights (`weights_changed`).
+
+An engine is for one thread at a time.
+"""
+
+import secrets
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from paceline.config.errors import InputError
+from paceline.config.sampling import Sampling
+from paceline.config.serving import Serving
+from paceline.generate.blocks import Blocks
+from paceline.generate.choice import Place, choose, logprobs
+from paceline.generate.paged import KeyShape, Memory
+from paceline.generate.runner import Runner
+from paceline.generate.scheduler import Chunk, Scheduler
+from paceline.generate.sequence import EndReason, Sequence
+from paceline.generate.speculation import guess_of
+from paceline.generate.text import TextStream
+from paceline.models.decoder import Decoder
+
+_EXACT_TOKENS, _TOKENS = 64, 512
+_SHARE_OF_FREE_MEMORY = 0.25
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a step did for a sequence."""
+
+    sequence: Sequence
+    tokens: List[int]
+    """That were made."""
+
+
+class Engine:
+    """Makes texts with a decoder.
+
+    Args:
+        decoder: on one device, or this rank's part of it.
+        serving: how its memory is shared out.
+        tokenizer: for prompts and texts; None: tokens only.
+        end_tokens: end a text.
+
+    Raises:
+        InputError: the memory for keys and values doesn't hold one whole sequence.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        serving: Serving,
+        tokenizer: Tokenizer | None = None,
+        end_tokens: Iterable[int] = (),
+    ) -> None:
+        self.decoder, self.serving, self.tokenizer = decoder, serving, tokenizer
+        self.end_tokens = frozenset(end_tokens)
+        self._longest = decoder.model.max_seq_len
+        first = next(decoder.parameters())
+        shape, size = KeyShape.of(decoder), serving.block_size
+        num_blocks = self._num_blocks(shape.block_bytes(size, first.dtype))
+        exact = _EXACT_TOKENS if serving.exact else None
+        most = (exact or _TOKENS) if serving.max_tokens == "auto" else serving.max_tokens
+        self._blocks = Blocks(num_blocks, shares=serving.share_prefixes)
+        self._memory = Memory(shape, num_blocks, size, first.dtype, first.device)
+        self._runner = Runner(decoder, self._memory, most if serving.exact else None)
+        self._scheduler = Scheduler(
+            self._blocks, size, most, serving.max_sequences, guess_of(serving.speculate)
+        )
+        self._num_submitted = 0
+
+    def submit(
+        self,
+        prompt: List[int],
+        sampling: Sampling,
+        *,
+        salt: bytes = b"",
+        take_text: Callable[[list[int]], str | None] | None = None,
+        matcher: Any = None,
+    ) -> Sequence:
+        """Take a request; `step` works on it from now on.
+
+        Args:
+            prompt: its tokens.
+            salt: only requests with the same one share keys and values.
+            take_text: is told each token that was made, and says whether a stop string ended it.
+            matcher: of its grammar.
+
+        Raises:
+            InputError: a prompt that is empty or too long, or tokens that the network doesn't know.
+        """
+        self._check(prompt, sampling)
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        most = min(len(prompt) + sampling.max_tokens, self.longest)
+        sequence = Sequence(self._num_submitted, [*prompt], sampling, seed, len(prompt), most, salt)
+        sequence.take_text, sequence.matcher = take_text, matcher
+        self._num_submitted += 1
+        self._scheduler.add(sequence)
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Nobody wants this text any more: its blocks are free at once."""
+        if sequence.end is None:
+            self._scheduler.end(sequence, "cancelled")
+
+    def step(self) -> list[Progress]:
+        """Do a forward pass; what it did for whom, nothing where nothing is to do."""
+        chunks = self._scheduler.next_chunks()
+        if not chunks:
+            return []
+        self._memory.clear(self._blocks.newly_taken())
+        logits = self._runner.logits(chunks)
+        return [
+            self._go_on(chunk, rows, tokens)
+            for chunk, rows, tokens in self._choices(chunks, logits)
+        ]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody wants anything."""
+        return not self._scheduler.waiting and not self._scheduler.running
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text, with its prompt."""
+        return min(self._longest, self._blocks.num_blocks * self.serving.block_size)
+
+    def weights_changed(self) -> None:
+        """The network has other weights: all that is kept of the old ones is computed anew."""
+        self._scheduler.compute_anew()
+
+    def texts(self, prompts: List[str], sampling: Sampling) -> list[str]:
+        """The text that follows each prompt; does steps until all are there.
+
+        Raises:
+            InputError: as `submit`; or there is no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise InputError("This engine has no tokenizer: give it one, or submit tokens.")
+        streams = [TextStream(self.tokenizer, sampling.stop) for _ in prompts]
+        for prompt, stream in zip(prompts, streams, strict=True):
+            tokens = self.tokenizer.encode(prompt, add_special_tokens=False).ids
+            self.submit(tokens, sampling, take_text=stream.add)
+        while not self.is_idle:
+            self.step()
+        for stream in streams:
+            stream.finish()
+        return [stream.text for stream in streams]
+
+    def numbers(self) -> dict[str, int]:
+        """How busy it is: sequences, blocks and preemptions, by name."""
+        scheduler, blocks = self._scheduler, self._blocks
+        return {
+            "waiting": len(scheduler.waiting),
+            "running": len(scheduler.running),
+            "blocks": blocks.num_blocks,
+            "blocks_free": blocks.num_free,
+            "blocks_idle": blocks.num_idle,
+            "preemptions": scheduler.num_preemptions,
+        }
+
+    def _check(self, prompt: List[int], sampling: Sampling) -> None:
+        vocab = self.decoder.model.vocab_size
+        if not prompt:
+            raise InputError("The prompt has no tokens: give at least one.")
+        if wrong := [token for token in prompt if not 0 <= token < vocab]:
+            raise InputError(
+                f"The prompt has token {wrong[0]}, but the network knows 0 to {vocab - 1}: use its "
+                "own tokenizer."
+            )
+        if len(prompt) >= self.longest:
+            raise InputError(
+                f"The prompt has {len(prompt)} tokens, but prompt and text together may have "
+                f"{self.longest}: shorten it."
+            )
+        if wrong := [token for token in sampling.logit_bias if not 0 <= token < vocab]:
+            raise InputError(
+                f"logit_bias names token {wrong[0]}, but the network knows 0 to {vocab - 1}."
+            )
+
+    def _choices(
+        self, chunks: List[Chunk], logits: Tensor
+    ) -> Iterable[tuple[Chunk, Tensor | None, list[int]]]:
+        """Of each chunk the logits that were unchanged, where they are asked for, and tokens."""
+        places = [
+            Place(chunk.sequence, chunk.guess[:count])
+            for chunk in chunks
+            for count in range(chunk.num_choices)
+        ]
+        raw = (
+            logits.clone()
+            if any(place.sequence.sampling.logprobs is not None for place in places)
+            else None
+        )
+        chosen = choose(logits, places) if places else []
+        row = 0
+        for chunk in chunks:
+            tokens = chosen[row : row + chunk.num_choices]
+            yield chunk, None if raw is None else raw[row : row + chunk.num_choices], tokens
+            row += chunk.num_choices
+
+    def _go_on(self, chunk: Chunk, raw: Tensor | None, chosen: List[int]) -> Progress:
+        """Give a sequence the tokens that were chosen, as far as its guess was right."""
+        sequence = chunk.sequence
+        new: list[int] = []
+        for place, token in enumerate(chosen):
+            new.append(token)
+            if raw is not None and sequence.sampling.logprobs is not None:
+                told = logprobs(raw[place], token, sequence.sampling.logprobs)
+                sequence.logprobs.append(told)
+            if sequence.matcher is not None:
+                sequence.matcher.take(token)
+            sequence.tokens.append(token)
+            if (end := self._end(sequence, token)) is not None:
+                self._scheduler.end(sequence, end)
+                return Progress(sequence, new)
+            if place < len(chunk.guess) and token != chunk.guess[place]:
+                break
+        num_guessed = max(0, len(new) - 1)
+        self._scheduler.was_computed(chunk, chunk.stop - chunk.start + num_guessed)
+        return Progress(sequence, new)
+
+    def _end(self, sequence: Sequence, token: int) -> EndReason | None:
+        """Why a text ends with this token; None: it goes on."""
+        if token in self.end_tokens and not sequence.sampling.ignore_end:
+            return "stop"
+        if sequence.take_text is not None and sequence.take_text([token]) is not None:
+            return "stop"
+        if sequence.matcher is not None and sequence.matcher.is_over:
+            return "stop"
+        return "length" if len(sequence.tokens) >= sequence.most_tokens else None
+
+    def _num_blocks(self, block_bytes: int) -> int:
+        serving, size = self.serving, self.serving.block_size
+        of_sequence = -(-self._longest // size)
+        if serving.kv_gb != "auto":
+            num = int(serving.kv_gb * 1e9 / block_bytes)
+        else:
+            most = _SHARE_OF_FREE_MEMORY * _free_bytes(next(self.decoder.parameters()).device)
+            num = min(serving.max_sequences * of_sequence, int(most / block_bytes))
+        if num < 1:
+            raise InputError(
+                f"serve.kv_gb = {serving.kv_gb} doesn't hold a block of {size} tokens, which takes "
+                f"{block_bytes / 1e6:.3g} MB: raise it, or lower serve.block_size."
+            )
+        return num
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available

@@ -1,0 +1,65 @@
+"""Runner: the forward pass of packed tokens."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.generate.exact import check_places, tiled_experts
+from paceline.generate.paged import Memory, Packed, PagedAttend, Part
+from paceline.generate.scheduler import Chunk
+from paceline.models.decoder import Decoder
+
+
+class Runner:
+    """Computes chunks of sequences with a decoder, which is borrowed for each pass.
+
+    Args:
+        exact_tokens: each pass has just so many tokens, filled up where there are fewer, and every
+            result is computed in one order: logits have the same bits whatever else is in the pass.
+            None: as many as there are.
+    """
+
+    def __init__(self, decoder: Decoder, memory: Memory, exact_tokens: int | None = None) -> None:
+        self.decoder, self._memory, self._exact_tokens = decoder, memory, exact_tokens
+        self._attend = PagedAttend(memory)
+        if exact_tokens is not None:
+            check_places(self._exact([], []))
+
+    @torch.inference_mode()
+    def logits(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Compute the tokens of chunks, each sequence at most once.
+
+        Returns:
+            (num_choices of all chunks, vocab) in fp32.
+        """
+        tokens: list[int] = []
+        parts: list[Part] = []
+        wanted: list[int] = []
+        for chunk in chunks:
+            blocks = chunk.sequence.blocks
+            parts.append(Part(len(tokens), chunk.start, chunk.num_tokens, blocks))
+            tokens += chunk.tokens
+            wanted += range(len(tokens) - chunk.num_choices, len(tokens))
+        if self._exact_tokens is not None:
+            return self._exact(tokens, parts)[wanted]
+        return self._pass(tokens, Packed(parts, self._memory), wanted)
+
+    @torch.inference_mode()
+    def _exact(self, tokens: list[int], parts: list[Part]) -> Tensor:
+        """Fill a pass up with tokens that nobody wants; all its logits."""
+        assert self._exact_tokens is not None
+        num_tokens = parts[-1].row + parts[-1].num_tokens if parts else 0
+        spare = range(num_tokens, self._exact_tokens)
+        parts = parts + [Part(row, 0, 1, (self._memory.spare_block,)) for row in spare]
+        tokens = tokens + [0 for _ in spare]
+        with tiled_experts(self.decoder):
+            return self._pass(tokens, Packed(parts, self._memory, is_exact=True), None)
+
+    def _pass(self, tokens: list[int], packed: Packed, wanted: list[int] | None) -> Tensor:
+        device = self._memory.keys.device
+        rows = None if wanted is None else torch.tensor(wanted, dtype=torch.long, device=device)
+        self._attend.packed = packed
+        with self._attend.put_in(self.decoder):
+            ids = torch.tensor([tokens], device=device)
+            return self.decoder(ids, positions=packed.positions, wanted=rows)[0].float()

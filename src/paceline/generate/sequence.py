@@ -1,0 +1,70 @@
+"""Sequence: the tokens of one text that is being made, and how far they are computed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from paceline.config.sampling import Sampling
+
+EndReason = Literal["stop", "length", "cancelled"]
+"""Why a text ended: at its natural end or a stop string; after max_tokens, or where the network
+takes no more; or nobody wants it any more."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """What the network thought of a token, before any change to its logits."""
+
+    chosen: float
+    """Natural logarithm of the chosen token's probability."""
+    likeliest: tuple[tuple[int, float], ...]
+    """The likeliest tokens, the likeliest first."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One text that is being made.
+
+    Its keys and values, of the first `num_computed` tokens, are in `blocks`.
+    """
+
+    number: int
+    """Of the engine's sequences, in the order in which they came."""
+    tokens: list[int]
+    """The prompt, then what was made."""
+    sampling: Sampling
+    seed: int
+    num_prompt: int
+    most_tokens: int
+    """There are never more: prompt, max_tokens and the network's longest sequence."""
+    root: bytes = b""
+    """What the name of its first block begins with."""
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    """Of its full blocks, as far as they are known."""
+    num_shared: int = 0
+    """Tokens whose keys and values others had computed, when it was last admitted."""
+    num_preemptions: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the tokens that were made, where they were asked for."""
+    matcher: Any = None
+    """Knows which tokens its grammar allows next; None: it has none."""
+    take_text: Callable[[list[int]], str | None] | None = None
+    """Told the tokens that were made; returns the stop string that ended the text, if one did."""
+    end: EndReason | None = None
+
+    @property
+    def made(self) -> list[int]:
+        """The tokens that were made."""
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def num_made(self) -> int:
+        """How many tokens were made."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that have to be computed before the next one can be chosen."""
+        return len(self.tokens) - self.num_computed

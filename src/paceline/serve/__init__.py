@@ -1,0 +1,1 @@
+"""Answers from what was trained, to people and programs."""

@@ -1,0 +1,65 @@
+"""Small networks of every kind, and what a text is without an engine."""
+
+import torch
+
+from paceline.config.layers import Experts, LatentAttention
+from paceline.config.model import Model
+from paceline.config.sampling import Sampling
+from paceline.generate.choice import Place, choose
+from paceline.generate.sequence import Sequence
+from paceline.models.decoder import Decoder
+
+VOCAB = 61
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "ffn_size": 48,
+    "num_layers": 3,
+    "num_heads": 4,
+    "max_seq_len": 96,
+}
+MODELS = {
+    "grouped": Model(**_SHAPE, num_kv_heads=2, qk_norm=True),
+    "window": Model(**_SHAPE, sliding_window=7, full_layers=(1,), qkv_bias=True),
+    "latent": Model(
+        **_SHAPE, latent=LatentAttention(q_rank=12, kv_rank=16, nope_dim=8, rope_dim=8, v_dim=16)
+    ),
+    "experts": Model(
+        **_SHAPE,
+        tie_embeddings=True,
+        experts=Experts(num_experts=6, experts_per_token=2, ffn_size=16, dense_layers=(0,)),
+    ),
+}
+
+
+def built(model: Model, dtype: torch.dtype = torch.float64, seed: int = 0) -> Decoder:
+    """A network whose weights are large enough for texts that vary."""
+    decoder = Decoder(model)
+    decoder.init_weights(torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(6)
+    return decoder.to(dtype)
+
+
+def alone(
+    decoder: Decoder, prompt: list[int], sampling: Sampling, end: int | None = None
+) -> list[int]:
+    """The tokens that a request gets without an engine: the whole text anew for each of them."""
+    most = min(len(prompt) + sampling.max_tokens, decoder.model.max_seq_len)
+    sequence = Sequence(0, [*prompt], sampling, sampling.seed or 0, len(prompt), most)
+    while len(sequence.tokens) < most:
+        with torch.inference_mode():
+            logits = decoder(torch.tensor([sequence.tokens]))[:, -1].float()
+        (token,) = choose(logits, [Place(sequence)])
+        sequence.tokens.append(token)
+        if token == end and not sampling.ignore_end:
+            break
+    return sequence.made
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """A prompt that repeats itself here and there."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB // 4, (length,), generator=draw).tolist()

@@ -52,17 +52,36 @@ def export(run: Run, folder: Path, dtype: ParamDtype = "fp32", step: int | None 
         InputError: no Run, no checkpoint, a network that the family has no form for, or a folder
             that holds files or can't be written.
     """
+    step, weights = weights_of(run, step)
+    job = run.job()
+    trained = Trained(run, job, step, weights)
+    family_of(job.model).export(job.model, trained, folder, DTYPES[dtype])
+    _note(run, job.name, step, folder, dtype)
+    return step
+
+
+def weights_of(run: Run, step: int | None = None) -> tuple[int, dict[str, Tensor]]:
+    """The weights of a checkpoint of a Run by the run's names, in its types and on the CPU.
+
+    Where the Run keeps a running mean of the weights, that is taken.
+
+    Args:
+        run: on any layout.
+        step: of the checkpoint; None: the newest good one.
+
+    Returns:
+        the step they are of, and the weights.
+
+    Raises:
+        InputError: no Run, or no such checkpoint.
+    """
     found = _newest(run) if step is None else _at(run, step)
     weights = _room_for(found, "model")
     read_checkpoint(found, {"model": weights}, LockstepRanks.alone())
     if means := _room_for(found, EMA_SECTION):
         read_checkpoint(found, {EMA_SECTION: means}, LockstepRanks.alone())
         weights |= means
-    job = run.job()
-    trained = Trained(run, job, found.step, weights)
-    family_of(job.model).export(job.model, trained, folder, DTYPES[dtype])
-    _note(run, job.name, found.step, folder, dtype)
-    return found.step
+    return found.step, weights
 
 
 def export_dcp(run: Run, folder: Path, step: int | None = None) -> int:

@@ -1,0 +1,181 @@
+"""The network that is served: from a Run as it is, or from a folder of weights.
+
+Nothing is converted: a Run's checkpoint is read into the module that was trained, whatever layout
+it was trained on. A folder is what `paceline export` or transformers writes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import TypeAdapter
+from tokenizers import Tokenizer
+
+from paceline.config.errors import InputError
+from paceline.config.files import parse_json, read_bytes
+from paceline.config.model import Model
+from paceline.config.serving import Serving
+from paceline.generate.engine import Engine
+from paceline.models.decoder import Decoder
+from paceline.models.weights import load_weights, read_model
+from paceline.observe.run import Run
+from paceline.parallel.apply import DTYPES
+from paceline.train.data.tokenizer import end_name
+from paceline.train.export import weights_of
+from paceline.train.kept_tokenizer import GENERATION, about_tokens
+
+Precision = Literal["auto", "fp32", "bf16"]
+_OBJECT = TypeAdapter(dict[str, Any])
+_TOKENIZER, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_CURE = "put a good copy there"
+
+
+@dataclass(frozen=True)
+class Network:
+    """A decoder, and what is known of its tokens."""
+
+    name: str
+    """Of the run, or of the folder."""
+    decoder: Decoder
+    tokenizer: Tokenizer
+    end_tokens: frozenset[int]
+    """End a text."""
+    chat_template: str | None
+    """Makes a prompt of a conversation, in Jinja as transformers reads it; None: there is none."""
+    settings: Mapping[str, Any]
+    """What tokenizer_config.json says."""
+    step: int | None
+    """Of the checkpoint; None: the folder of another trainer."""
+
+    def engine(self, serving: Serving) -> Engine:
+        """An engine of this network."""
+        return Engine(self.decoder, serving, self.tokenizer, self.end_tokens)
+
+
+def open_network(path: Path, precision: Precision = "auto", step: int | None = None) -> Network:
+    """Read a network for this machine: on its first CUDA device where there is one.
+
+    Args:
+        path: the directory of a run, or a folder with config.json, safetensors and tokenizer.json.
+        precision: of the weights; "auto": as they were trained or written.
+        step: of a run's checkpoint; None: the newest good one.
+
+    Raises:
+        InputError: neither, a network that isn't a decoder, no such checkpoint, or damaged files.
+    """
+    if (path / "config.json").is_file():
+        if step is not None:
+            raise InputError(
+                f"--step {step} is of a run's checkpoint, and {path} is a folder of weights: leave "
+                "it out."
+            )
+        return _of_folder(path, precision)
+    run = Run(path)
+    if not run.exists:
+        raise InputError(
+            f"{path} is neither a run nor a folder of weights: give the directory of a run, such "
+            "as runs/demo, or a folder with config.json and safetensors."
+        )
+    return _of_run(run, precision, step)
+
+
+def load_checkpoint(run: Run, decoder: Decoder, step: int | None = None) -> int:
+    """Put a checkpoint's weights into a decoder of the run, in the decoder's types.
+
+    Returns:
+        the step they are of.
+
+    Raises:
+        InputError: no such checkpoint, or it is of another network; then nothing was changed.
+    """
+    step, weights = weights_of(run, step)
+    own = decoder.state_dict()
+    odd = own.keys() ^ weights.keys() or {n for n in own if own[n].shape != weights[n].shape}
+    if odd:
+        raise InputError(
+            f"checkpoint step-{step} in {run.checkpoint_folder} is of another network ({min(odd)} "
+            "differs): give the run that it belongs to."
+        )
+    decoder.load_state_dict(weights)
+    return step
+
+
+def _of_run(run: Run, precision: Precision, step: int | None) -> Network:
+    job = run.job()
+    if not isinstance(job.model, Model):
+        raise InputError(
+            f"{run.path} trained a {job.model.family}, and texts come from a decoder: give the run "
+            "of one."
+        )
+    dtype = DTYPES[job.layout.param_dtype if precision == "auto" else precision]
+    decoder = _room(job.model, dtype)
+    decoder.reset_buffers()
+    step = load_checkpoint(run, decoder, step)
+    files = about_tokens(run, job, job.model.max_seq_len)
+    return _network(job.name, decoder, files, step, run.path)
+
+
+def _of_folder(folder: Path, precision: Precision) -> Network:
+    model = read_model(folder)
+    decoder = _room(model, DTYPES["fp32" if precision == "auto" else precision])
+    load_weights(decoder, folder)
+    names = (_TOKENIZER, _SETTINGS, _TEMPLATE, GENERATION)
+    files = {n: read_bytes(folder / n, _CURE) for n in names if (folder / n).is_file()}
+    if _TOKENIZER not in files:
+        raise InputError(f"{folder} has no {_TOKENIZER}: put it there, texts are made of tokens.")
+    return _network(folder.resolve().name, decoder, files, None, folder)
+
+
+def _room(model: Model, dtype: torch.dtype) -> Decoder:
+    """A network without values, whose rotary tables stay in fp32."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    for parameter in decoder.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return decoder.to_empty(device=device)
+
+
+def _network(
+    name: str, decoder: Decoder, files: Mapping[str, bytes], step: int | None, path: Path
+) -> Network:
+    try:
+        tokenizer = Tokenizer.from_buffer(files[_TOKENIZER])
+    except Exception as error:  # the library raises bare Exceptions
+        raise InputError(f"{_TOKENIZER} of {path} can't be read: {error}.") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    settings, generation = (_object(files.get(n), n, path) for n in (_SETTINGS, GENERATION))
+    template = files.get(_TEMPLATE)
+    known = settings.get("chat_template")
+    return Network(
+        name=name,
+        decoder=decoder.eval(),
+        tokenizer=tokenizer,
+        end_tokens=_end_tokens(tokenizer, settings, generation),
+        chat_template=template.decode() if template else known if isinstance(known, str) else None,
+        settings=settings,
+        step=step,
+    )
+
+
+def _end_tokens(
+    tokenizer: Tokenizer, settings: Mapping[str, Any], generation: Mapping[str, Any]
+) -> frozenset[int]:
+    """What is said of how to generate counts first, then what the tokenizer calls its end."""
+    given = generation.get("eos_token_id")
+    numbers = given if isinstance(given, list) else [given]
+    named = settings.get("eos_token")
+    name = named.get("content") if isinstance(named, dict) else named
+    if not any(isinstance(number, int) for number in numbers):
+        numbers = [tokenizer.token_to_id(each) for each in (name, end_name(tokenizer)) if each]
+    return frozenset(number for number in numbers if isinstance(number, int))
+
+
+def _object(contents: bytes | None, name: str, path: Path) -> dict[str, Any]:
+    try:
+        return {} if contents is None else parse_json(contents, _OBJECT)
+    except ValueError as error:
+        raise InputError(f"{name} of {path} {error}: remove it, or {_CURE}.") from None

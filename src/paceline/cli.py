@@ -20,6 +20,7 @@ import typer
 from paceline.bench.cli import bench_app
 from paceline.config.outputs import output
 from paceline.launch.runs_cli import runs_app
+from paceline.serve.cli import serve_app
 
 if TYPE_CHECKING:
     from paceline.config.hardware import Cluster
@@ -33,6 +34,7 @@ app = typer.Typer(
 
 app.add_typer(bench_app, name="bench")
 app.add_typer(runs_app, name="runs")
+app.add_typer(serve_app)
 
 
 # typer exports one kind of what is wrong with a command line; this is the base of all.

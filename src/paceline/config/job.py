@@ -25,6 +25,7 @@ from paceline.config.job_rules import LENGTHS, disagreement
 from paceline.config.job_sections import Sections
 from paceline.config.layout import Layout
 from paceline.config.outputs import shown_path
+from paceline.config.override import override
 
 _OBJECT = TypeAdapter(dict[str, Any])
 # What stands for the communication of an axis without ranks.
@@ -199,7 +200,7 @@ def _override_all(raw: dict[str, Any], overrides: Sequence[str]) -> None:
         for name in LENGTHS if isinstance(train, dict) else ():
             train.pop(name, None)
     for text in overrides:
-        _override(raw, text)
+        override(raw, text)
     after, named = _axes(raw), {".".join(_key(text).split(".")[:2]) for text in overrides}
     for axis, unused in _UNUSED.items():
         if before[axis] != 1 and after[axis] == 1 and f"comm.{axis}" not in named:
@@ -219,26 +220,6 @@ def _forget(raw: dict[str, Any], axis: str, unused: Mapping[str, str]) -> None:
         comm[axis] = dict(unused)
         for name in Comm.parse(comm, "comm").effectless:
             del comm[name]
-
-
-def _override(raw: dict[str, Any], text: str) -> None:
-    name, equals, value = text.partition("=")
-    keys = name.strip().split(".")
-    if not equals or not all(keys):
-        raise InputError(f"--set {text!r} is not of the form section.key=value.")
-    section = raw
-    for key in keys[:-1]:
-        section = section.setdefault(key, {})
-        if not isinstance(section, dict):
-            raise InputError(f"--set {text!r}: {key} is a value, not a section.")
-    section[keys[-1]] = _toml_value(value.strip())
-
-
-def _toml_value(text: str) -> Any:
-    try:
-        return parse_toml(f"value = {text}")["value"]
-    except ValueError:
-        return text
 
 
 def _refuse_adapters(folder: Path) -> None:

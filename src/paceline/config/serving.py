@@ -1,10 +1,13 @@
 """Serving: how an engine shares out a device among requests."""
 
-from typing import Annotated, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from paceline.config.frozen import Auto, Count, FrozenConfig, Ways
+from paceline.config.override import override
+from paceline.config.sampling import Sampling
 
 
 class Serving(FrozenConfig):
@@ -31,3 +34,27 @@ class Serving(FrozenConfig):
     speculate: Literal["off", "ngram"] = "off"
     """How tokens are guessed, to compute several at once: by what followed the same tokens earlier
     in the text ("ngram"). The text stays the same."""
+
+
+class ServingSettings(FrozenConfig):
+    """What a person sets of texts: how they are served, and how tokens are chosen."""
+
+    serve: Serving = Serving()
+    sampling: Sampling = Sampling()
+
+
+def read_settings(overrides: Iterable[str], **sampling: Any) -> ServingSettings:
+    """The defaults with "serve.key=value" and "sampling.key=value" applied.
+
+    Args:
+        sampling: settings of it that have an option of their own; None: not given.
+
+    Raises:
+        InputError: an unknown setting, or a value that it can't have.
+    """
+    raw: dict[str, Any] = {"sampling": {k: v for k, v in sampling.items() if v is not None}}
+    for text in overrides:
+        override(raw, text)
+    serve = Serving.parse(raw.pop("serve", {}), "serve")
+    chosen = Sampling.parse(raw.pop("sampling"), "sampling")
+    return ServingSettings.parse({**raw, "serve": serve, "sampling": chosen})

@@ -49,6 +49,11 @@ class Network:
     step: int | None
     """Of the checkpoint; None: the folder of another trainer."""
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a prompt: as a run trained on them, and with what the tokenizer of a folder
+        puts around a text (most begin it with a token)."""
+        return self.tokenizer.encode(text, add_special_tokens=self.step is None).ids
+
     def engine(self, serving: Serving) -> Engine:
         """An engine of this network."""
         return Engine(self.decoder, serving, self.tokenizer, self.end_tokens)

@@ -1,0 +1,87 @@
+"""The commands that make texts. As in `paceline.cli`, they import what they need when called."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+serve_app = typer.Typer()
+
+Served = Annotated[
+    Path,
+    typer.Argument(
+        help="The directory of a run, or a folder with config.json, safetensors and "
+        "tokenizer.json, as paceline export writes it.",
+        show_default=False,
+    ),
+]
+Step = Annotated[
+    int | None,
+    typer.Option(
+        help="Of this checkpoint of the run. Left out: the newest good one.",
+        min=0,
+        show_default=False,
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Change a setting, e.g. --set serve.precision=bf16, --set sampling.top_k=40. May be "
+        "repeated.",
+        metavar="SECTION.KEY=VALUE",
+        show_default=False,
+    ),
+]
+Tokens = Annotated[
+    int | None, typer.Option(help="Tokens that are made at most. [128]", show_default=False)
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="0 takes the likeliest token each time. [1]", show_default=False),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        help="The same seed gives the same text. Left out: another one each time.",
+        show_default=False,
+    ),
+]
+
+
+@serve_app.command()
+def generate(
+    served: Served,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PROMPT]...",
+            help="Texts to go on with; - reads one from standard input.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Tokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    step: Step = None,
+    set_: Settings = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line: prompt, text, tokens, end.")
+    ] = False,
+) -> None:
+    """Go on with texts, by the network of a run as it is.
+
+    Nothing is exported or converted. All prompts are worked on at once. Settings
+    of sampling: top_k, top_p, min_p, repetition_penalty, presence_penalty,
+    frequency_penalty, stop, ignore_end. For several texts repeat the prompt.
+
+    \b
+    paceline generate runs/demo "def main(" --tokens 64 --temperature 0.7
+    paceline generate runs/demo - < prompt.txt
+    paceline generate exported/ "Once" "Twice" --json --set serve.precision=bf16
+    """
+    from paceline.config.serving import read_settings
+    from paceline.serve.generate_command import generate_command
+
+    settings = read_settings(set_ or (), max_tokens=tokens, temperature=temperature, seed=seed)
+    generate_command(served, prompts or ["-"], settings, step, as_json=as_json)

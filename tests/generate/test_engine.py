@@ -10,6 +10,7 @@ from paceline.config.sampling import Sampling
 from paceline.config.serving import Serving
 from paceline.generate.engine import Engine
 from paceline.generate.exact import check_places
+from paceline.generate.packed import can_pack
 from paceline.generate.paged import KeyShape
 from tests.generate.networks import MODELS, VOCAB, alone, built, prompt
 
@@ -252,3 +253,30 @@ def test_results_that_depend_on_a_place_are_told():
     rows[2, 3] = torch.nextafter(rows[2, 3], rows.new_tensor(9.0))
     with pytest.raises(InputError, match="rounds rows differently by their place"):
         check_places(rows)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_products_are_close_to_the_networks_own(name, dtype, close):
+    decoder, other = built(MODELS[name], dtype), built(MODELS[name], dtype, seed=1)
+    if not can_pack(decoder):
+        pytest.skip("this CPU has no products of packed matrices")
+    tokens = prompt(20, 0)
+    engine = Engine(decoder, Serving())
+    assert engine._runner._packed is not None
+
+    def told():
+        sequence = engine.submit(tokens, Sampling(max_tokens=1, temperature=0, logprobs=1))
+        engine.step()
+        return sequence.logprobs[0].likeliest[0][1]
+
+    def own(network):
+        with torch.no_grad():
+            logits = network(torch.tensor([tokens]))[0, -1].float()
+        return float(logits.log_softmax(-1).max())
+
+    assert told() == pytest.approx(own(decoder), abs=close)
+    decoder.load_state_dict(other.state_dict())
+    engine.weights_changed()
+    assert told() == pytest.approx(own(other), abs=close)
+    assert "forward" not in decoder.blocks[0].attention.q_proj.__dict__

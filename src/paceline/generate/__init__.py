@@ -5,7 +5,8 @@
 | engine | takes requests, does steps, hands out tokens: the door of the room |
 | sequence, scheduler | one request's tokens, and which tokens of whom the next step computes |
 | blocks | which block of memory holds which tokens; blocks that requests share |
-| paged, runner | attention over blocks, and the forward pass of packed tokens |
+| paged, runner | attention over blocks, and the forward pass of the tokens of several sequences |
+| packed, exact | its products made faster, or results with the same bits in any company |
 | choice, speculation | the next token from its logits, and several at once from a guess |
 | text | tokens as text that may be shown, and where a stop string ends it |
 

@@ -141,6 +141,7 @@ class Engine:
 
     def weights_changed(self) -> None:
         """The network has other weights: all that is kept of the old ones is computed anew."""
+        self._runner.weights_changed()
         self._scheduler.compute_anew()
 
     def texts(self, prompts: List[str], sampling: Sampling) -> list[str]:

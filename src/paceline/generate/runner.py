@@ -1,11 +1,13 @@
 """Runner: the forward pass of packed tokens."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from paceline.generate.exact import check_places, tiled_experts
+from paceline.generate.packed import PackedWeights, can_pack
 from paceline.generate.paged import Memory, Packed, PagedAttend, Part
 from paceline.generate.scheduler import Chunk
 from paceline.models.decoder import Decoder
@@ -23,8 +25,15 @@ class Runner:
     def __init__(self, decoder: Decoder, memory: Memory, exact_tokens: int | None = None) -> None:
         self.decoder, self._memory, self._exact_tokens = decoder, memory, exact_tokens
         self._attend = PagedAttend(memory)
+        self._packed: PackedWeights | None = None
+        self.weights_changed()
         if exact_tokens is not None:
             check_places(self._exact([], []))
+
+    def weights_changed(self) -> None:
+        """The network has other weights: pack them, where that makes products faster."""
+        if self._exact_tokens is None and can_pack(self.decoder):
+            self._packed = PackedWeights(self.decoder)
 
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -60,6 +69,7 @@ class Runner:
         device = self._memory.keys.device
         rows = None if wanted is None else torch.tensor(wanted, dtype=torch.long, device=device)
         self._attend.packed = packed
-        with self._attend.put_in(self.decoder):
+        packed_weights = nullcontext() if self._packed is None else self._packed.put_in()
+        with self._attend.put_in(self.decoder), packed_weights:
             ids = torch.tensor([tokens], device=device)
             return self.decoder(ids, positions=packed.positions, wanted=rows)[0].float()

@@ -88,6 +88,8 @@ class Decoder(nn.Module):
         self.set_apart: Callable[[Tensor], Tensor] = _unchanged
         """Applied to a tied head's weight: for whoever wants the gradients of its two uses
         apart."""
+        self.project: Callable[[Tensor, Tensor], Tensor] = F.linear
+        """The product with a tied head's weight."""
         self.embed: nn.Embedding | None = nn.Embedding(model.vocab_size, model.hidden_size)
         self.blocks = nn.ModuleList(
             Block(model, layer, self.attend) for layer in range(model.num_layers)
@@ -172,7 +174,7 @@ class Decoder(nn.Module):
         x = self.norm(x if wanted is None else x[:, wanted])
         if targets is not None:
             return linear_cross_entropy(x, self._head_weight, targets)
-        return F.linear(x, self._head_weight) if self.head is None else self.head(x)
+        return self.project(x, self._head_weight) if self.head is None else self.head(x)
 
     @property
     def _head_weight(self) -> Tensor:

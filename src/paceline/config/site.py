@@ -14,7 +14,7 @@ from paceline.config import files
 from paceline.config.errors import InputError
 from paceline.config.frozen import Count, CountOrNone, FrozenConfig, Ways, nearest
 
-EngineName = Literal["local", "ssh", "slurm", "ray", "kubernetes"]
+EngineName = Literal["local", "ssh", "slurm", "ray", "kubernetes", "skypilot"]
 Usd = Annotated[float, Field(ge=0, le=10**6)]
 Words = Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -34,7 +34,8 @@ class NodeType(FrozenConfig):
     select: Words = ()
     """How the engine is asked for them: Slurm's --constraint=..., --gres=...; of Ray what a node
     gives, by Ray's names: GPU=8, CPU=64; of Kubernetes labels of nodes, LABEL=VALUE, and what a pod
-    takes of one beside its GPUs, limits.memory=900Gi."""
+    takes of one beside its GPUs, limits.memory=900Gi; of SkyPilot a task's resources,
+    accelerators=H100:8, and places of which any will do, infra=aws/us-east-1."""
 
 
 class Site(FrozenConfig):
@@ -59,18 +60,23 @@ class Site(FrozenConfig):
     namespace: str = ""
     """Of engine "kubernetes"; "": the context's."""
     claim: str = ""
-    """Of engine "kubernetes": the PersistentVolumeClaim of the folder `shared`."""
+    """Of engine "kubernetes": the PersistentVolumeClaim of the folder `shared`. Of engine
+    "skypilot": the volume of it (`sky volumes`); "": lines of `setup` mount it."""
     topology: str = ""
     """Of engine "kubernetes": the label of nodes below one switch, where Kueue keeps a job if it
     can; "": anywhere."""
+    buckets: dict[str, str] = Field(default_factory=dict)
+    """Of engine "skypilot": by folder of the machines the bucket that is mounted there, such as
+    s3://copies: for `checkpoint.copy_to`, and for data."""
     container: str = ""
-    """An image that Apptainer runs, or that Kubernetes' pods have; "": none."""
+    """An image that Apptainer runs, or that pods or SkyPilot's machines have; "": none."""
     venv: str = ""
     """A folder with bin/paceline that all nodes see; "": the one that launches."""
     modules: Words = ()
     """Loaded before the command: `module load ...`."""
     setup: Words = ()
-    """Lines of shell before the command, for what else a site needs."""
+    """Lines of shell before the command, for what else a site needs; of engine "skypilot": once on
+    each machine that is rented, to install and to mount."""
     scratch: str = ""
     """A fast folder on each node."""
     shared: str = ""

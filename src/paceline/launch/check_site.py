@@ -89,7 +89,7 @@ def _of_node(
         "directory": f"{directory}, where you launch from, is there: launch from a folder that all "
         "nodes see",
     }
-    if site.engine == "kubernetes":
+    if site.engine == "kubernetes" or (site.engine == "skypilot" and site.container):
         wanted["image"] = "paceline is in the image: install it there"
     elif site.container:
         wanted["container"] = "Apptainer is there: install it, or load its module in setup"

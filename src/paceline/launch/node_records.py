@@ -1,7 +1,7 @@
 """What the start script wrote on each node: when its command started and ended, and how."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -69,6 +69,22 @@ def recorded_attempts(
         state = words.get(code, "failed")
         yield Attempt(group[0].attempt, submitted, started, ended, nodes, held, code, state)
         submitted = ended if ended is not None else started
+
+
+def whole_attempts(
+    folder: Path, num_nodes: int, devices_per_node: int, submitted: float
+) -> tuple[Attempt, ...]:
+    """`recorded_attempts` of a job that has all of its nodes or none: an attempt held them all,
+    also those that were ended before they could say so.
+
+    Raises:
+        InputError: a record can't be read.
+    """
+    least = num_nodes * devices_per_node
+    return tuple(
+        replace(one, num_devices=max(one.num_devices, least))
+        for one in recorded_attempts(node_records(folder), devices_per_node, submitted)
+    )
 
 
 def exit_code_of(group: Sequence[NodeRecord]) -> int | None:

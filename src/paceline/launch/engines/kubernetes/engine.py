@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -25,7 +25,6 @@ from paceline.launch.contract import (
 from paceline.launch.engines.kubernetes.client import Cluster, cluster
 from paceline.launch.engines.kubernetes.manifest import (
     PLACE_FILE,
-    jobset_name,
     pod_spec,
     rendered,
 )
@@ -36,8 +35,8 @@ from paceline.launch.engines.kubernetes.states import (
     wait_of,
     workload_of,
 )
-from paceline.launch.job_folder import job_folder
-from paceline.launch.node_records import node_records, recorded_attempts
+from paceline.launch.job_folder import job_folder, job_name
+from paceline.launch.node_records import whole_attempts
 from paceline.launch.start_script import LOG_FOLDER
 from paceline.observe.run import write_atomic
 
@@ -76,7 +75,7 @@ class KubernetesEngine:
     def submit(self, request: Request, rendered: Rendered) -> Submitted:
         """The id is written first, since the name is known: a submission that dies leaves nothing
         that nobody knows of."""
-        folder, name = request.folder, jobset_name(request)
+        folder, name = request.folder, job_name(request)
         with job_folder(request, rendered):
             write_atomic(folder / ID_FILE, name)
             _cluster(folder).create(json.loads(rendered.files[rendered.main]))
@@ -134,15 +133,9 @@ class KubernetesEngine:
         return tuple(sorted((job.folder / LOG_FOLDER).glob("*.log")))
 
     def usage(self, job: Submitted) -> tuple[Attempt, ...]:
-        """By the records of the nodes, which lack what a pod takes to start. An attempt holds all
-        nodes, also those that were ended before they could say so."""
+        """By the records of the nodes, which lack what a pod takes to start."""
         place, submitted = _place(job.folder), (job.folder / PLACE_FILE).stat().st_mtime
-        records = node_records(job.folder)
-        least = place.num_nodes * place.devices_per_node
-        return tuple(
-            replace(one, num_devices=max(one.num_devices, least))
-            for one in recorded_attempts(records, place.devices_per_node, submitted)
-        )
+        return whole_attempts(job.folder, place.num_nodes, place.devices_per_node, submitted)
 
     def probe(self, site: Site, script: str) -> Mapping[str, str]:
         """On one node, by a pod without devices."""

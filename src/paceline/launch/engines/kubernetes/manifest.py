@@ -13,7 +13,6 @@ kueue.sigs.k8s.io, "Run a JobSet" and "Topology Aware Scheduling". Kubernetes re
 pod's command, so each $ is doubled.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from typing import Any
 from paceline.config.errors import EXIT_SAVED, InputError
 from paceline.config.site import NodeType, Site
 from paceline.launch.contract import ATTEMPT, Rendered, Request
+from paceline.launch.job_folder import job_name
 from paceline.launch.start_script import START_SCRIPT, start_script
 from paceline.launch.supervision.engine import check_num_nodes, check_starts_whole
 
@@ -37,8 +37,6 @@ NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 _GPU = "nvidia.com/gpu"
 _LIMIT = "limits."
 _KILLED = 137
-_LONGEST = 40
-"""Letters of a JobSet's name: names of its pods, with more behind, have at most 63."""
 _LABEL = re.compile(r"(?:[a-z0-9.-]+/)?[A-Za-z0-9][\w.-]*")
 _QUANTITY = re.compile(r"\d+(?:\.\d+)?(?:m|k|[KMGTPE]i?)?")
 _DNS = re.compile(r"[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?")
@@ -64,14 +62,6 @@ def rendered(request: Request, site: Site) -> Rendered:
         PLACE_FILE: json.dumps(place) + "\n",
     }
     return Rendered(files, MANIFEST)
-
-
-def jobset_name(request: Request) -> str:
-    """What Kubernetes calls it: the job's name as far as it may, and a sum of its folder."""
-    told = re.sub(r"[^a-z0-9]+", "-", request.name.lower()).strip("-")
-    told = told if told[:1].isalpha() else f"job-{told}"
-    of_folder = hashlib.sha256(str(request.folder).encode()).hexdigest()[:8]
-    return f"{told[: _LONGEST - 9].rstrip('-')}-{of_folder}"
 
 
 def pod_spec(site: Site, command: list[str], **more: Any) -> dict[str, Any]:
@@ -144,7 +134,7 @@ def _jobset(request: Request, site: Site) -> dict[str, Any]:
     labels = {"app.kubernetes.io/managed-by": "paceline"}
     labels |= {_QUEUE: queue} if queue else {}
     labels |= {_PRIORITY: site.qos} if site.qos else {}
-    metadata = {"name": jobset_name(request), "labels": labels}
+    metadata = {"name": job_name(request), "labels": labels}
     if site.namespace:
         metadata["namespace"] = site.namespace
     return {
@@ -172,7 +162,7 @@ def _jobset(request: Request, site: Site) -> dict[str, Any]:
 
 
 def _job(request: Request, site: Site) -> dict[str, Any]:
-    name = jobset_name(request)
+    name = job_name(request)
     annotations = {_TOGETHER: site.topology} if site.topology else {}
     return {
         "completionMode": "Indexed",

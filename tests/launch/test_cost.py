@@ -17,6 +17,7 @@ from paceline.launch import cost_page
 from paceline.launch.cost import Price, runs_of, site_price
 from paceline.launch.cost_show import got_rows, idle_sentences, to_json
 from paceline.launch.run_records import RunRecords
+from paceline.observe.energy import EnergyRecord, energy_of
 from paceline.observe.run import Run
 from tests.command_line import metrics, paceline, ranks, start_paceline, write_tiny_job
 from tests.launch.made_run import BEGAN, attempt, event, make_run, start, step
@@ -59,6 +60,55 @@ def test_a_run_that_was_started_by_hand_and_finished(tmp_path):
     assert cost.usd == pytest.approx(36)
     assert cost.per(cost.num_steps) == pytest.approx(18)
     assert dict(got_rows(cost))["samples"] == "4, 9,000,000.00 USD a million"
+
+
+def test_energy_is_summed_over_starts_and_nodes(tmp_path):
+    lines = [step(1, 12), step(2, 14)]
+    run = make_run(tmp_path / "plain", lines, [start(0), event("end", 18, state="finished")])
+    assert cost_of(run).energy is None
+    why = "processors count no energy here"
+    EnergyRecord("n0", BEGAN, BEGAN + 5, 1.0e6, 0.5e6).write(run)
+    EnergyRecord("n0", BEGAN + 5, BEGAN + 9, 1.0e6, 0.5e6).write(run)
+    EnergyRecord("n0", BEGAN + 5, BEGAN + 18, 2.0e6, 1.0e6).write(run)  # anew, of the same start
+    EnergyRecord("n1", BEGAN, BEGAN + 18, 1.5e6, None, (why,)).write(run)
+    cost = cost_of(run)
+    assert (cost.energy.devices_j, cost.energy.hosts_j) == (4.5e6, 1.5e6)
+    assert cost.joules_per(cost.num_steps) == 3.0e6
+    rows = dict(got_rows(cost))
+    assert rows["energy"] == (
+        "1.67 kWh: devices 1.25 kWh, processors and memory 0.417 kWh, 3,000,000 J a step, "
+        "1,500,000 J a sample"
+    )
+    assert rows["energy not counted"] == why
+    assert to_json(cost)["energy"] == {
+        "devices_j": 4.5e6,
+        "hosts_j": 1.5e6,
+        "j_per_step": 3.0e6,
+        "j_per_sample": 1.5e6,
+        "missing": [why],
+    }
+
+
+def test_a_damaged_record_of_energy_is_told_and_the_others_count(tmp_path):
+    run = make_run(tmp_path / "plain", [step(1, 12)], [start(0)])
+    EnergyRecord("n0", BEGAN, BEGAN + 5, None, 5.0).write(run)
+    for name, text in (("a", '{"node": "n1"}'), ("b", ""), ("c", "[" * 100_000)):
+        (run.path / "energy" / f"{name}.json").write_text(text)
+    cost = cost_of(run)
+    assert cost.energy.joules == 5.0
+    assert len(cost.energy.missing) == 3
+    (run.path / "energy" / "a.json").write_text(
+        '{"node": "n", "began": 1, "until": 2, "host_j": -1}'
+    )
+    assert cost_of(run).energy.joules == 5.0
+
+
+def test_a_run_writes_down_what_it_took_or_why_it_does_not_know(tmp_path):
+    write_tiny_job(tmp_path)
+    assert paceline("train", "job.toml", "--set", "train.steps=2", folder=tmp_path).returncode == 0
+    energy = energy_of(Run(tmp_path / "runs" / "tiny"))
+    assert energy.joules is not None or energy.missing
+    assert len([*(tmp_path / "runs" / "tiny" / "energy").iterdir()]) == 1
 
 
 def test_what_is_lost_is_what_was_taken_back_and_what_had_no_line(tmp_path):
@@ -224,6 +274,7 @@ def test_an_elastic_run_that_lost_a_rank_accounts_for_the_steps_it_did_again(tmp
     (held,) = cost.ledger.attempts
     assert held.total_us == 2 * (held.end_us - held.begin_us)
     assert held.attempt.state == "finished"
+    assert len([*(run.path / "energy").iterdir()]) == 2  # one of each agent
 
     survivor = [stamp for stamp in stamps if stamp.pid != victim and stamp.node == 0]
     first = {stamp.step: stamp.time_s for stamp in reversed(survivor)}

@@ -18,6 +18,7 @@ from paceline.launch.ledger import Ledger, ledger
 from paceline.launch.records import launches_of
 from paceline.launch.run_records import RunRecords
 from paceline.launch.run_spans import spans_of
+from paceline.observe.energy import EnergyUse, energy_of
 from paceline.observe.run import Run, complete_steps
 from paceline.observe.summary import number
 
@@ -61,6 +62,8 @@ class RunCost:
     """That are there."""
     planned_us: int | None
     """Device time of as many steps as were kept, as plan.json has it; None: it predicts none."""
+    energy: EnergyUse | None
+    """What its nodes counted; None: none did."""
 
     @property
     def usd(self) -> float | None:
@@ -73,6 +76,11 @@ class RunCost:
         if self.price is None or self.planned_us is None:
             return None
         return self.price.of(self.planned_us)
+
+    def joules_per(self, count: float) -> float | None:
+        """Joules for each of so many; None: none are known, or there is none."""
+        joules = None if self.energy is None else self.energy.joules
+        return joules / count if joules is not None and count else None
 
     def per(self, count: float | None) -> float | None:
         """USD for each of so many; None: no price is known, or there is none."""
@@ -104,6 +112,7 @@ def cost_of(records: RunRecords, price: Price | None = None) -> RunCost:
         num_epochs=_num_epochs(records),
         num_checkpoints=len(complete_steps(run.checkpoint_folder)),
         planned_us=_planned_us(records),
+        energy=energy_of(run),
     )
 
 

@@ -1,6 +1,6 @@
 """Show: costs of runs on a terminal, and as plain data; the page takes its words from here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -37,6 +37,7 @@ CLASS_COLOURS: Mapping[str, str] = {
     "idle_held": "#9aa1a9",
     "preempted": "#56b4e9",
 }
+_JOULES_OF_KWH = 3.6e6
 _BAR = 16
 _MOST_IDLE, MOST_ATTEMPTS = 5, 40
 
@@ -101,9 +102,34 @@ def got_rows(one: RunCost) -> list[tuple[str, str]]:
         usd = "" if one.planned_usd is None else f", {usd_text(one.planned_usd)}"
         steps = plural(one.num_steps, "step")
         rows.append(("the plan's", f"{device_time_text(one.planned_us)}{usd} for {steps}"))
+    rows.extend(_energy_rows(one))
     if one.price is not None:
         rows.append(("price", f"{one.price.usd:g} USD a device-hour ({one.price.source})"))
     return rows
+
+
+def _energy_rows(one: RunCost) -> Iterator[tuple[str, str]]:
+    """What it took, and what of that nobody counted."""
+    if one.energy is None:
+        return
+    parts = {"devices": one.energy.devices_j, "processors and memory": one.energy.hosts_j}
+    known = {name: joules for name, joules in parts.items() if joules is not None}
+    if known:
+        told = ", ".join(f"{name} {_kwh_text(joules)}" for name, joules in known.items())
+        counts = {"step": one.num_steps, one.unit.removesuffix("s"): one.num_units}
+        each = [
+            f"{amount_text(joules)} J a {name}"
+            for name, count in counts.items()
+            if (joules := one.joules_per(count)) is not None
+        ]
+        whole = "" if len(known) == 1 else f"{_kwh_text(sum(known.values()))}: "
+        yield "energy", ", ".join([f"{whole}{told}", *each])
+    if one.energy.missing:
+        yield "energy not counted", "; ".join(one.energy.missing)
+
+
+def _kwh_text(joules: float) -> str:
+    return f"{amount_text(joules / _JOULES_OF_KWH)} kWh"
 
 
 def _each(one: RunCost, count: float, each: str) -> str:
@@ -172,6 +198,15 @@ def to_json(one: RunCost) -> dict[str, Any]:
         "checkpoints": one.num_checkpoints,
         "planned_us": one.planned_us,
         "planned_usd": one.planned_usd,
+        "energy": None
+        if one.energy is None
+        else {
+            "devices_j": one.energy.devices_j,
+            "hosts_j": one.energy.hosts_j,
+            "j_per_step": one.joules_per(one.num_steps),
+            f"j_per_{one.unit.removesuffix('s')}": one.joules_per(one.num_units),
+            "missing": list(one.energy.missing),
+        },
         "attempts": [
             {
                 "number": each.attempt.number,

@@ -13,6 +13,7 @@ tokenizer/      tokenizer.json, and what was given beside it: what an export car
 trackers.json   what trackers call the run
 tensorboard/    report.html    log/rank<k>.log
 launch/         <k>/: how it was launched on a site, and what its nodes wrote
+energy/         what each node of each start took (`observe.energy`)
 exports.jsonl   one object per export of its weights
 tags.json       words that a person gave it
 """

@@ -1,8 +1,9 @@
 """`paceline train`: run a Job on every device of this machine, or as one of the ranks given."""
 
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 
 import tomli_w
@@ -27,6 +28,7 @@ from paceline.plan.calibrate import calibrate_from_run
 from paceline.plan.resolve import Plan
 from paceline.render.figures import bytes_text, time_text
 from paceline.train.elastic_launch import train_elastic
+from paceline.train.energy_log import energy_logged
 from paceline.train.families import family_of, task_of
 from paceline.train.generations import run_elastic_rank
 from paceline.train.launch import launch
@@ -107,6 +109,8 @@ def train_job(
             return False
         begin()
         launches = ranks.world_size == 1 and job.layout.num_ranks > 1
+        if ranks.local_rank == 0:
+            held.enter_context(_energy_logged(run, job, ranks))
         if launches:
             entry = program or partial(run_rank, run, make_task)
             launch(run, job.layout.num_ranks, entry, job.elastic)
@@ -115,6 +119,12 @@ def train_job(
         if ranks.is_first:
             fit_cluster_from_run(plan, run)
         return not launches
+
+
+def _energy_logged(run: Run, job: Job, ranks: Ranks) -> AbstractContextManager[None]:
+    """As the first process of this node, for all of its ranks."""
+    here = job.layout.num_ranks if ranks.world_size == 1 else ranks.local_world_size
+    return energy_logged(run, socket.gethostname(), here if ranks.device_type == "cuda" else 0)
 
 
 def _is_begun(

@@ -27,6 +27,7 @@ from paceline.elastic.planned import PlannedRule
 from paceline.elastic.signals import SignalListener, asking
 from paceline.observe.locks import BEGIN_LOCK
 from paceline.observe.run import Run
+from paceline.train.energy_log import energy_logged
 from paceline.train.launch import Entry, RankProcess
 from paceline.train.stopping import ask_by_file
 
@@ -81,7 +82,10 @@ def train_elastic(
             return RankProcess(run, place.local_rank, devices, Path(folder), entry, told)
 
         rule = PlannedRule(asked, job)
-        _leave_with(run_agent(run, job, start_rank, rule, rule.job_on, say, check))
+        counted = devices if job.cluster.device.kind == "cuda" else 0
+        with energy_logged(run, node_name(), counted):
+            code = run_agent(run, job, start_rank, rule, rule.job_on, say, check)
+        _leave_with(code)
 
 
 def _await_agent(run: Run, job: Job) -> int:

@@ -732,12 +732,27 @@ def jobs(
             show_default=False,
         ),
     ] = None,
+    release_idle: Annotated[
+        str | None,
+        typer.Option(
+            help='Give back first what did nothing for so long, e.g. "20 minutes".',
+            metavar="TIME",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List what was launched, and how it stands."""
-    from paceline.launch.command import jobs_command
+    """List what was launched, and how it stands.
+
+    With --release-idle the job of a run that is over is stopped, and nodes that
+    have no rank are given back where the engine can.
+    """
+    from paceline.config.duration import seconds_of
+    from paceline.launch.command import jobs_command, release_idle_command
     from paceline.launch.sweep_command import sweep_table_command
 
+    if release_idle is not None:
+        release_idle_command(runs, seconds_of("--release-idle", release_idle))
     if sweep is not None:
         sweep_table_command(runs, sweep, as_json=as_json)
         return

@@ -176,6 +176,29 @@ def test_a_job_that_may_go_on_without_a_node_does(lab, jobs):
     assert held[0].ended == held[1].started
 
 
+def test_a_node_is_given_back_and_the_others_go_on(lab, jobs):
+    job = jobs.submit(GOES_ON, num_nodes=3, min_nodes=2)
+    nodes, asked = begun(jobs, job), jobs.request(GOES_ON, num_nodes=3, min_nodes=2)
+    until(lambda: time.time() > jobs.bed.engine.usage(job)[0].submitted + 2)
+    with pytest.raises(InputError, match="has the job's batch script"):
+        jobs.bed.engine.shrink(job, asked, nodes[:1])
+    with pytest.raises(InputError, match=r"elastic\.min_nodes"):
+        jobs.bed.engine.shrink(job, jobs.request(GOES_ON, num_nodes=3), nodes[2:])
+    assert jobs.see(job).nodes == nodes
+    jobs.bed.engine.shrink(job, asked, nodes[2:])
+    until(lambda: jobs.see(job).nodes == nodes[:2])
+    # Others have it at once.
+    other = jobs.submit("true", num_nodes=2)
+    assert jobs.until_over(other).state == "finished"
+    assert jobs.see(job).state == "running"
+    (jobs.folder / "go").touch()
+    over = jobs.until_over(job)
+    assert (over.state, over.exit_code, over.attempt) == ("finished", 0, 1)
+    until(lambda: len(jobs.bed.engine.usage(job)) == 2)  # accounting hears of it later
+    held = jobs.bed.engine.usage(job)
+    assert [(one.number, one.num_devices) for one in held] == [(1, 6), (1, 4)]
+
+
 def test_the_node_with_the_batch_script_may_be_the_lost_one(lab, jobs):
     """Only the others can tell Slurm of the end: it is started once more, and ends at once."""
     job = jobs.submit(GOES_ON, num_nodes=3, min_nodes=2)

@@ -42,6 +42,7 @@ from paceline.launch.records import (
     launches_of,
     newest_launch,
 )
+from paceline.launch.release import release_idle
 from paceline.observe.run import write_atomic
 from paceline.render.figures import amount_text, date_text, duration_text, plural
 from paceline.render.table import Table
@@ -181,6 +182,25 @@ def jobs_command(runs: Path, *, is_all: bool, as_json: bool) -> None:
         _CONSOLE.print(_jobs_table(seen))
     if as_json:
         print(json.dumps([_as_json(*one) for one in seen]))
+
+
+def release_idle_command(runs: Path, least_s: float) -> None:
+    """Give back what the newest launches hold for nothing, for so long at least; say what.
+
+    Raises:
+        InputError: a record is damaged.
+    """
+    told = []
+    for run in launched_runs(runs):
+        for launch in launches_of(run)[-1:]:
+            try:
+                told.append(release_idle(launch, launch.observe(), least_s, time.time()))
+            except InputError as error:
+                told.append(f"{run.name}: {error}")
+    for sentence in filter(None, told):
+        _CONSOLE.print(sentence)
+    if not any(told):
+        _CONSOLE.print(f"nothing was held for nothing for {duration_text(least_s)}")
 
 
 def look(launch: Launch) -> tuple[Observation, tuple[Attempt, ...]]:

@@ -191,3 +191,15 @@ class Explains(Protocol):
 
     def why(self, job: Submitted, request: Request, site: Site) -> tuple[str, ...]:
         """Sentences: what it waits for, what is ahead, what would start now."""
+
+
+@runtime_checkable
+class Shrinks(Protocol):
+    """An engine that takes back a part of what a job holds."""
+
+    def shrink(self, job: Submitted, request: Request, nodes: tuple[str, ...]) -> None:
+        """Give back these nodes; what runs there is killed, and the others go on.
+
+        Raises:
+            InputError: the others could not go on.
+        """

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 from paceline.config.errors import InputError
 
@@ -34,11 +35,14 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, **more}
 
 
-def run(*command: str, script: str = "") -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str, script: str = "", at: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """A command's answer; times are Unix seconds.
 
     Args:
         script: its standard input.
+        at: the folder that it runs in; None: this process's.
 
     Raises:
         InputError: there is no such command here, or it does not end.
@@ -46,6 +50,7 @@ def run(*command: str, script: str = "") -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             command,
+            cwd=at,
             input=script,
             capture_output=True,
             text=True,
@@ -60,13 +65,13 @@ def run(*command: str, script: str = "") -> subprocess.CompletedProcess[str]:
         raise no_answer(command[0]) from None
 
 
-def ask(*command: str, script: str = "") -> str:
+def ask(*command: str, script: str = "", at: Path | None = None) -> str:
     """What a command prints.
 
     Raises:
         InputError: as `run`, or it failed; has Slurm's own words.
     """
-    done = run(*command, script=script)
+    done = run(*command, script=script, at=at)
     if done.returncode != 0:
         raise refused(done.stderr)
     return done.stdout

@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from paceline.config.errors import InputError
 from paceline.config.site import Site
 from paceline.launch.contract import Attempt, Observation, Rendered, Request, Submitted, Wish
 from paceline.launch.engines.slurm.commands import ask, run
 from paceline.launch.engines.slurm.job_state import accounting, job_state
 from paceline.launch.engines.slurm.probing import probe
 from paceline.launch.engines.slurm.queue import estimate
-from paceline.launch.engines.slurm.script import STOP, rendered
+from paceline.launch.engines.slurm.script import STOP, goes_on, rendered
 from paceline.launch.engines.slurm.states import reason_of, state_of
 from paceline.launch.engines.slurm.submission import submit
 from paceline.launch.engines.slurm.usage import attempts
@@ -92,3 +93,18 @@ class SlurmEngine:
     def why(self, job: Submitted, request: Request, site: Site) -> tuple[str, ...]:
         """Slurm's reason, what is ahead, how the free devices lie, and what would start now."""
         return why(job, request)
+
+    def shrink(self, job: Submitted, request: Request, nodes: tuple[str, ...]) -> None:
+        """By scontrol, as Slurm does where a node fails."""
+        known = job_state(job.id)
+        if known is None or known.word != "RUNNING":
+            return
+        if not goes_on(request):
+            raise InputError(
+                "the job ends with any node of it, since elastic.min_nodes is that of all."
+            )
+        if known.batch_node in nodes:
+            raise InputError(f"{known.batch_node} has the job's batch script, and is never free.")
+        kept = ",".join(name for name in known.nodes if name not in nodes)
+        # It leaves two scripts for shells that go on, where it is called.
+        ask("scontrol", "update", f"JobId={job.id}", f"NodeList={kept}", at=job.folder)

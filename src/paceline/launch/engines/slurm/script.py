@@ -180,7 +180,7 @@ def rendered(request: Request, site: Site) -> Rendered:
     Raises:
         InputError: a value can't be written so that Slurm reads it, or the site has no such type.
     """
-    goes_on = "1" if _goes_on(request) else ""
+    is_kept = "1" if goes_on(request) else ""
     lines = [f"#SBATCH {option}\n" for option in _options(request, site)]
     parts = [
         "#!/bin/bash\n",
@@ -188,7 +188,7 @@ def rendered(request: Request, site: Site) -> Rendered:
         "# Starts the job on its nodes; written by paceline launch.\n",
         f"folder={shlex.quote(str(request.folder))}\n",
         f"restarts={request.restarts} grace_s={request.grace_s}\n",
-        f"goes_on={goes_on} most={request.num_nodes} grow_after_s={request.grow_after_s}\n",
+        f"goes_on={is_kept} most={request.num_nodes} grow_after_s={request.grow_after_s}\n",
         _BEGIN,
         _JUDGE,
         '[ -z "$stopped" ] || end_stopped\n',
@@ -200,7 +200,7 @@ def rendered(request: Request, site: Site) -> Rendered:
         START_SCRIPT: start_script(request, site),
         SHAPE_FILE: json.dumps({"devices_per_node": request.devices_per_node}) + "\n",
     }
-    if goes_on:
+    if is_kept:
         files[_GUARD_SCRIPT] = _GUARD
     return Rendered(files, BATCH_SCRIPT)
 
@@ -258,7 +258,7 @@ def _options(request: Request, site: Site) -> Iterator[str]:
         yield f"--time={math.ceil(request.time_limit_s / 60)}"
     if request.priority < 0:
         yield f"--nice={-request.priority * _NICE}"
-    if _goes_on(request):
+    if goes_on(request):
         yield "--no-kill"
     for job in request.after:
         if not job.isdecimal():
@@ -283,13 +283,13 @@ def _step(request: Request) -> str:
     count = f'"${NUM_NODES}"'
     nodes = f"--nodes={count} --ntasks={count} --ntasks-per-node=1"
     # Nodes end at their own times, and some of them still save: none is killed with the first.
-    ends = f"--kill-on-bad-exit=0 --wait=0{' --no-kill' if _goes_on(request) else ''}"
+    ends = f"--kill-on-bad-exit=0 --wait=0{' --no-kill' if goes_on(request) else ''}"
     cpus = '${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}'
-    what = f'{_GUARD_SCRIPT} "$SLURMD_NODENAME"' if _goes_on(request) else START_SCRIPT
+    what = f'{_GUARD_SCRIPT} "$SLURMD_NODENAME"' if goes_on(request) else START_SCRIPT
     return f"srun {nodes} --export=ALL --cpu-bind=none {ends} {cpus} bash {what}"
 
 
-def _goes_on(request: Request) -> bool:
+def goes_on(request: Request) -> bool:
     """Whether those that are left may go on without a node."""
     return 0 < request.min_nodes < request.num_nodes
 

@@ -17,10 +17,11 @@ from paceline.comm import forkserver_start
 from paceline.config.model import Model
 from paceline.launch import index
 from paceline.launch.index import INDEX_FILE, indexed_runs
-from paceline.launch.run_facts import read_run
+from paceline.launch.run_facts import folder_bytes, read_run
 from paceline.models.decoder import Decoder
 from paceline.models.weights import read_decoder
 from paceline.observe.run import Run, complete_steps
+from paceline.train.checkpoint import CheckpointStore
 from paceline.train.export import load
 from tests.launch.made_run import attempt, event, make_run, start, step
 from tests.ranks import WARM
@@ -330,6 +331,52 @@ def test_the_best_evaluation_is_kept_without_a_link_to_it(folder, call):
     best = min((line for line in lines if "eval_loss" in line), key=lambda line: line["eval_loss"])
     call("runs", "prune", "small", "--keep-best", "--yes")
     assert steps_of("small") == sorted({3, 6, best["step"]})
+
+
+def test_copies_in_a_store_go_by_the_same_rule_and_the_disk_stays(folder, call):
+    out, _, _ = call("runs", "prune", "small", "--keep-last", "2", "--copies", "--yes")
+    assert "small is left alone: it has no copies (checkpoint.copy_to)." in out
+    file = Path("runs/small/job.toml")
+    url = f"file://{folder}/store"
+    file.write_text(file.read_text().replace("[checkpoint]", f'[checkpoint]\ncopy_to = "{url}"'))
+    store = CheckpointStore(url, "small")
+    for at in range(1, 7):
+        store.put(Path(f"runs/small/checkpoints/step-{at}"), at, lambda: None)
+    sizes = {at: folder_bytes(Path(f"store/small/step-{at}")) for at in range(1, 7)}
+    Path("store/small/step-2/manifest.json").unlink()  # half a copy
+    Path("store/small/step-5/manifest.json").write_text("{}")  # and one that is damaged
+    kept = sorted({4, 6, 3, best_of("small")})  # 3 was exported
+    going = [at for at in range(1, 7) if at not in kept]
+    manifest = Path("store/small/step-1/manifest.json").stat().st_size
+    out, _, _ = call("runs", "prune", "small", "--keep-last", "2", "--copies", "--json")
+    told = json.loads(out.splitlines()[-1])[0]
+    assert store.steps() == [1, 2, 3, 4, 5, 6], "a dry run is the default"
+    assert told["steps"] == going
+    assert told["bytes"] == sum(sizes[at] - manifest for at in going if at not in (2, 5))
+    os.utime("store/small/step-1/manifest.json", (0, 0))
+    rule = ("--keep-last", "2", "--older-than", "30 days", "--copies", "--yes")
+    call("runs", "prune", "small", *rule)
+    assert store.steps() == [2, 3, 4, 5, 6]  # of half a copy nobody says how old it is
+    call("runs", "prune", "small", "--keep-last", "2", "--copies", "--yes")
+    assert store.steps() == kept
+    assert steps_of("small") == [1, 2, 3, 4, 5, 6]
+    out, _, _ = call("runs", "prune", "small", "--keep-last", "2", "--copies")
+    assert "no checkpoint goes" in out
+
+
+def test_a_store_that_can_not_be_read_is_a_sentence(folder, call):
+    file = Path("runs/small/job.toml")
+    text = file.read_text()
+    Path("store").write_text("no folder")
+    for url, said in (
+        (f"file://{folder}/store", "NotADirectoryError"),
+        ("nowhere://x", "can't be used"),
+    ):
+        file.write_text(text.replace("[checkpoint]", f'[checkpoint]\ncopy_to = "{url}"'))
+        out, _, code = call("runs", "prune", "small", "--keep-last", "2", "--copies", "--yes")
+        assert code == 0
+        assert "small is left alone" in out
+        assert said in out.replace("\n", " ")
 
 
 def test_a_live_run_is_left_alone(folder, call):

@@ -133,6 +133,16 @@ def fetched(store: CheckpointStore, directory: Path) -> tuple[int | None, list[s
     return found.step, said
 
 
+def test_a_store_says_when_a_copy_was_made(url, tmp_path):
+    store = CheckpointStore(url, "run")
+    began = time.time()
+    save(tmp_path / "here", 4, store=store)
+    written = store.written(4)
+    assert written is not None
+    assert began - 2 <= written <= time.time() + 2  # stores tell whole seconds
+    assert store.written(8) is None
+
+
 # ---- put and fetch -------------------------------------------------------------------------------
 
 

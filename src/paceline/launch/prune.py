@@ -5,9 +5,12 @@ that the Job keeps for good (`checkpoint.keep_every`).
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
@@ -18,8 +21,11 @@ from paceline.launch.run_facts import folder_bytes
 from paceline.launch.run_records import RunRecords
 from paceline.observe.locks import is_live, kept_from_others
 from paceline.observe.records import Count
-from paceline.observe.run import Run, complete_steps
+from paceline.observe.run import MANIFEST, MOST_MANIFEST_BYTES, Run, complete_steps
+from paceline.observe.stored import StoredCheckpoints, trouble_text
 from paceline.observe.summary import number
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,22 +51,23 @@ class Removal:
     """Why nothing may, as a sentence; "": something may, or nothing needs to."""
 
 
-def removal_of(run: Run, rule: Rule, now: float) -> Removal:
+def removal_of(run: Run, rule: Rule, now: float, *, in_store: bool = False) -> Removal:
     """What a rule lets go of a run; changes nothing.
 
     Args:
         now: Unix time.
+        in_store: of the copies in the store of `checkpoint.copy_to`, rather than on the disk.
     """
     if is_live(run):
         return Removal(run, (), 0, "it trains now")
     try:
-        steps = _removable(run, rule, now)
+        shelf, steps = _removable(run, rule, now, in_store=in_store)
+        return Removal(run, steps, sum(map(shelf.num_bytes, steps)))
     except InputError as error:
         return Removal(run, (), 0, str(error).rstrip("."))
-    return Removal(run, steps, sum(folder_bytes(place) for place in _places(run, steps)))
 
 
-def remove(run: Run, rule: Rule, now: float) -> Removal:
+def remove(run: Run, rule: Rule, now: float, *, in_store: bool = False) -> Removal:
     """Let go what a rule lets go of a run, while nobody can begin to train there.
 
     Raises:
@@ -68,40 +75,39 @@ def remove(run: Run, rule: Rule, now: float) -> Removal:
     """
     try:
         with kept_from_others(run):
-            steps = _removable(run, rule, now)
-            size = sum(folder_bytes(place) for place in _places(run, steps))
+            shelf, steps = _removable(run, rule, now, in_store=in_store)
+            size = sum(map(shelf.num_bytes, steps))
             for step in steps:
-                # As an unfinished one it isn't seen; the next start would sweep what is left of it.
-                whole = run.checkpoint_folder / f"step-{step}"
-                partial = whole.with_name(f"{whole.name}.tmp")
-                whole.rename(partial)
-                shutil.rmtree(partial)
-                for file in _tables(run, step):
-                    file.unlink(missing_ok=True)
+                shelf.remove(step)
     except InputError as error:
         return Removal(run, (), 0, str(error).rstrip("."))
     return Removal(run, steps, size)
 
 
-def _removable(run: Run, rule: Rule, now: float) -> tuple[int, ...]:
-    """Steps whose checkpoints may go.
+def _removable(
+    run: Run, rule: Rule, now: float, *, in_store: bool
+) -> tuple["_Shelf", tuple[int, ...]]:
+    """Steps whose checkpoints may go, and where they lie.
 
     Raises:
-        InputError: a file of the Run is damaged: what has to stay isn't known.
+        InputError: a file of the Run is damaged, so what has to stay isn't known; or its store
+            can't be read.
     """
-    records, steps = RunRecords.of(run), complete_steps(run.checkpoint_folder)
-    whole = [step for step in steps if _is_whole(run.checkpoint_folder / f"step-{step}")]
+    records = RunRecords.of(run)
+    shelf: _Shelf = _Stored.of(records) if in_store else _OnDisk(run)
+    steps = shelf.steps()
+    whole = [step for step in steps if shelf.is_whole(step)]
     kept = {*whole[-max(1, rule.keep_last) :], *steps[-1:], *_linked(run)}
     kept |= {record["step"] for record in run.exports()}
     if every := records.job.checkpoint.keep_every:
         kept |= {step for step in steps if step % every == 0}
     if rule.keep_best:
         kept |= _best(records, whole)
-    return tuple(
-        step
-        for step in steps
-        if step not in kept and now - _written(run, step) >= rule.older_than_s
-    )
+    going = [step for step in steps if step not in kept]
+    if rule.older_than_s:  # of unknown age is none
+        least = now - rule.older_than_s
+        going = [step for step in going if (at := shelf.written(step)) is not None and at <= least]
+    return shelf, tuple(going)
 
 
 class _FileSize(TypedDict):
@@ -117,18 +123,114 @@ class _ManifestFile(TypedDict):
 
 
 _MANIFEST = TypeAdapter(_ManifestFile)
-_MOST_MANIFEST_BYTES = 1 << 30
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    """Whether its files have the sizes that its manifest says; their sums are not looked at."""
-    try:
-        raw = read_bytes(checkpoint / "manifest.json", "it is lost", _MOST_MANIFEST_BYTES)
-        files = parse_json(raw, _MANIFEST)["manifest"]["files"]
-        sizes = {name: (checkpoint / Path(name).name).stat().st_size for name in files}
-    except (InputError, OSError, ValueError):
-        return False
-    return all(sizes[name] == entry["size_bytes"] for name, entry in files.items())
+class _Shelf(Protocol):
+    """Where checkpoints of a run lie."""
+
+    def steps(self) -> list[int]:
+        """Of which there is anything, ascending."""
+
+    def is_whole(self, step: int) -> bool:
+        """Whether all of it is there, as far as names and sizes say; sums are not looked at."""
+
+    def num_bytes(self, step: int) -> int:
+        """That go with it."""
+
+    def written(self, step: int) -> float | None:
+        """Unix time of a checkpoint; None: nobody says."""
+
+    def remove(self, step: int) -> None:
+        """Let one go."""
+
+
+@dataclass(frozen=True)
+class _OnDisk:
+    run: Run
+
+    def steps(self) -> list[int]:
+        return complete_steps(self.run.checkpoint_folder)
+
+    def is_whole(self, step: int) -> bool:
+        place = self._place(step)
+        try:
+            raw = read_bytes(place / MANIFEST, "it is lost", MOST_MANIFEST_BYTES)
+            files = parse_json(raw, _MANIFEST)["manifest"]["files"]
+            sizes = {name: (place / Path(name).name).stat().st_size for name in files}
+        except (InputError, OSError, ValueError):
+            return False
+        return all(sizes[name] == entry["size_bytes"] for name, entry in files.items())
+
+    def num_bytes(self, step: int) -> int:
+        return folder_bytes(self._place(step))
+
+    def written(self, step: int) -> float | None:
+        return self._place(step).stat().st_mtime
+
+    def remove(self, step: int) -> None:
+        # As an unfinished one it isn't seen; the next start would sweep what is left of it.
+        whole = self._place(step)
+        partial = whole.with_name(f"{whole.name}.tmp")
+        whole.rename(partial)
+        shutil.rmtree(partial)
+        for file in _tables(self.run, step):
+            file.unlink(missing_ok=True)
+
+    def _place(self, step: int) -> Path:
+        return self.run.checkpoint_folder / f"step-{step}"
+
+
+class _Stored:
+    """Copies in a store. What its client raises becomes a sentence."""
+
+    def __init__(self, store: StoredCheckpoints) -> None:
+        self._store = store
+        self._sizes: dict[int, int | None] = {}
+
+    @classmethod
+    def of(cls, records: RunRecords) -> "_Stored":
+        """Those of a run.
+
+        Raises:
+            InputError: it has none, or their store can't be reached.
+        """
+        url = records.job.checkpoint.copy_to
+        if url is None:
+            raise InputError("it has no copies (checkpoint.copy_to)")
+        return cls(StoredCheckpoints(url, records.run.path.name))
+
+    def steps(self) -> list[int]:
+        return self._asked(self._store.steps)
+
+    def is_whole(self, step: int) -> bool:
+        return self._size(step) is not None
+
+    def num_bytes(self, step: int) -> int:
+        return self._size(step) or 0
+
+    def written(self, step: int) -> float | None:
+        return self._asked(partial(self._store.written, step))
+
+    def remove(self, step: int) -> None:
+        self._asked(partial(self._store.remove, step))
+
+    def _size(self, step: int) -> int | None:
+        """As its manifest says; None: it has none, so it is half a copy."""
+        if step not in self._sizes:
+            raw = self._asked(partial(self._store.manifest, step))
+            self._sizes[step] = None
+            with suppress(ValueError):
+                files = parse_json(raw or b"", _MANIFEST)["manifest"]["files"]
+                self._sizes[step] = sum(entry["size_bytes"] for entry in files.values())
+        return self._sizes[step]
+
+    def _asked(self, ask: Callable[[], T]) -> T:
+        try:
+            return ask()
+        except Exception as error:
+            raise InputError(
+                f"its copies in {self._store.url} can't be read or removed ({trouble_text(error)})"
+            ) from None
 
 
 def _linked(run: Run) -> set[int]:
@@ -152,15 +254,6 @@ def _best(records: RunRecords, steps: Sequence[int]) -> set[int]:
         if line["step"] in steps and (value := number(figures.get(name))) is not None:
             values[line["step"]] = sign * value
     return {min(values, key=lambda step: values[step])} if values else set()
-
-
-def _written(run: Run, step: int) -> float:
-    """Unix time of a checkpoint."""
-    return (run.checkpoint_folder / f"step-{step}").stat().st_mtime
-
-
-def _places(run: Run, steps: Sequence[int]) -> list[Path]:
-    return [run.checkpoint_folder / f"step-{step}" for step in steps]
 
 
 def _tables(run: Run, step: int) -> list[Path]:

@@ -115,6 +115,10 @@ def prune(
             help='Remove only what is older, e.g. "30 days".', metavar="TIME", show_default=False
         ),
     ] = None,
+    copies: Annotated[
+        bool,
+        typer.Option("--copies", help="Those in the store of checkpoint.copy_to instead."),
+    ] = False,
     yes: Annotated[
         bool, typer.Option("--yes", help="Remove them. Left out: say what would be removed.")
     ] = False,
@@ -130,6 +134,7 @@ def prune(
     \b
     paceline runs prune --keep-last 2 --keep-best
     paceline runs prune demo --older-than "30 days" --yes
+    paceline runs prune demo --keep-last 5 --copies
     """
     from paceline.config.duration import seconds_of
     from paceline.config.errors import InputError
@@ -143,4 +148,5 @@ def prune(
         )
     age_s = 0.0 if older_than is None else seconds_of("--older-than", older_than)
     named = [run_named(each, folder) for each in runs] if runs else runs_in(folder)
-    prune_command(named, Rule(keep_last or 1, keep_best, age_s), yes=yes, as_json=as_json)
+    rule = Rule(keep_last or 1, keep_best, age_s)
+    prune_command(named, rule, in_store=copies, yes=yes, as_json=as_json)

@@ -118,8 +118,13 @@ def compare_command(one: Run, other: Run, *, as_json: bool) -> None:
         print(json.dumps({"settings": shown, "runs": [_plain(part) for part in parts]}))
 
 
-def prune_command(runs: Sequence[Run], rule: Rule, *, yes: bool, as_json: bool) -> None:
+def prune_command(
+    runs: Sequence[Run], rule: Rule, *, in_store: bool, yes: bool, as_json: bool
+) -> None:
     """Let checkpoints go by a rule; say which would without `yes`.
+
+    Args:
+        in_store: the copies in stores, rather than those on the disk.
 
     Raises:
         InputError: one is no run.
@@ -127,7 +132,8 @@ def prune_command(runs: Sequence[Run], rule: Rule, *, yes: bool, as_json: bool) 
     for run in runs:
         _must_be_run(run)
     now = time.time()
-    found = [(remove if yes else removal_of)(run, rule, now) for run in runs]
+    go = remove if yes else removal_of
+    found = [go(run, rule, now, in_store=in_store) for run in runs]
     console = Console(highlight=False)
     going = [each for each in found if each.steps]
     if going:

@@ -42,6 +42,10 @@ _MOST_LINE_BYTES = 1 << 20
 _END_BYTES = 1 << 18
 _MANIFEST_SUM = re.compile(rb'\{"sha256":"([0-9a-f]{64})"')
 STEP_DIRECTORY = re.compile(r"step-(\d+)")
+MANIFEST = "manifest.json"
+"""In a checkpoint's directory: what it consists of."""
+MOST_MANIFEST_BYTES = 1 << 30
+"""Ranks times tensors: one of 1,000 ranks takes some 100 MB."""
 
 
 class Records(NamedTuple):
@@ -217,7 +221,7 @@ class Run:
         """The sum of a checkpoint's manifest, which has those of all its files, as it says itself.
         None: there is none that can be read."""
         try:
-            with (self.checkpoint_folder / f"step-{step}" / "manifest.json").open("rb") as file:
+            with (self.checkpoint_folder / f"step-{step}" / MANIFEST).open("rb") as file:
                 found = _MANIFEST_SUM.match(file.read(96))
         except OSError:
             return None

@@ -6,6 +6,7 @@ owes or workers share, and for a mean of the weights; and facts, by which a run 
 Not here: how files are written and read (`train.checkpoint`).
 """
 
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -123,6 +124,8 @@ class RunCheckpoints:
         facts, history = self._facts_with_lines(done), self._history
         copied = HeldState.of(done, state, facts, copy=True, history=history)
         self._round = replace(copied, kind="own")
+        # The next round doesn't wait for it: until it is done a piece is taken for good.
+        threading.Thread(target=self._round.seal, name="sums", daemon=True).start()
 
     def held(self) -> list[HeldState]:
         """What this rank has in memory of the run's state, after a rank was lost: for `begin` of

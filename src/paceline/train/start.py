@@ -22,6 +22,7 @@ from paceline.machine.cpu_speed import with_speed
 from paceline.observe.events import append_event
 from paceline.observe.locks import RUN_LOCK
 from paceline.observe.run import Run
+from paceline.observe.stored import trouble_text
 from paceline.observe.trackers import require_installed
 from paceline.plan.answer.answer import prediction_json, runtime_json
 from paceline.plan.families import family_of as plan_family_of
@@ -35,7 +36,6 @@ from paceline.train.checkpoint.files import (
     decode_manifest,
     manifest_bytes,
 )
-from paceline.train.checkpoint.store import trouble_text
 from paceline.train.families import family_of
 
 # Of the layouts that the plan of a run tells about, the best ones.

@@ -34,7 +34,6 @@ from paceline.train.checkpoint.held import (
     HeldState,
     Piece,
     Row,
-    checksum,
     is_per_rank,
     starts,
     views,
@@ -367,8 +366,7 @@ class _Place:
             ended.synchronize()
             waited_s, self._coming = began.elapsed_time(ended) / 1e3, None
         assert self.held is not None
-        sealed = [p._replace(checksum=checksum(p.tensor)) for p in self.held.pieces]
-        self.held = replace(self.held, pieces=sealed)
+        self.held.seal()
         return waited_s
 
     def checksums(self, numbers: Iterable[int]) -> list[int | None]:

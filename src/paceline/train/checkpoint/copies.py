@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from paceline.observe.stored import trouble_text
 from paceline.train.checkpoint.files import DamagedError
-from paceline.train.checkpoint.store import WAITS_S, CheckpointStore, trouble_text
+from paceline.train.checkpoint.store import WAITS_S, CheckpointStore
 
 # A thread that is to end looks so often; a request of a store that hangs is left alone then.
 _PATIENCE_S = 2.0

@@ -34,12 +34,11 @@ from torch import Tensor
 from paceline.config.errors import InputError
 from paceline.config.files import read_bytes, to_disk
 from paceline.config.frozen import FrozenConfig
-from paceline.observe.run import STEP_DIRECTORY as STEP_DIRECTORY
+from paceline.observe.run import MANIFEST as MANIFEST
+from paceline.observe.run import MOST_MANIFEST_BYTES
 from paceline.observe.run import complete_steps as complete_steps
 
 FORMAT_VERSION = 1
-MOST_MANIFEST_BYTES = 1 << 30  # ranks times tensors: one of 1,000 ranks takes some 100 MB
-MANIFEST = "manifest.json"
 SHARD_FILE = re.compile(r"rank\d+\.safetensors")
 
 DTYPES: dict[str, torch.dtype] = {

@@ -127,6 +127,11 @@ class HeldState:
         pieces = [p._replace(tensor=p.tensor.to("cpu", copy=copy)) for p in held.pieces]
         return replace(held, pieces=pieces)
 
+    def seal(self) -> None:
+        """Take the checksums of its pieces, which nobody changes any more."""
+        for at, piece in enumerate(self.pieces):
+            self.pieces[at] = piece._replace(checksum=checksum(piece.tensor))
+
     @property
     def rows(self) -> list[Row]:
         """Its pieces, as others hear of them."""

@@ -1,12 +1,8 @@
 """Checkpoints on an object store, or on whatever else fsspec reaches by a URL.
 
-    <url>/<run>/step-<n>/rank<k>.safetensors
-    <url>/<run>/step-<n>/manifest.json
-
-The files are those of the disk (`files`), under the same names. The manifest comes last, and what
-it doesn't name is never read; so a checkpoint there is complete or absent, whenever the copying
-ends. What is written is read back and compared with the manifest's sha256, because a store's own
-checksum differs from store to store, and covers the way there and not what is kept.
+The files are those of the disk (`files`), under the same names, and the manifest comes last
+(`observe.stored`). What is written is read back and compared with the manifest's sha256, because a
+store's own checksum differs from store to store, and covers the way there and not what is kept.
 
 Not here: when to copy (`copies`).
 """
@@ -20,14 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fsspec.core import url_to_fs
-
 from paceline.config.errors import InputError
 from paceline.config.files import to_disk
+from paceline.observe.stored import StoredCheckpoints, trouble_text
 from paceline.train.checkpoint.files import (
     MANIFEST,
-    MOST_MANIFEST_BYTES,
-    STEP_DIRECTORY,
     DamagedError,
     FileEntry,
     Manifest,
@@ -46,56 +39,10 @@ WAITS_S = (1.0, 4.0, 15.0)
 _PIECE_BYTES = 8 << 20
 # S3 takes 10,000 parts of a file at most.
 _PART_BYTES, _MOST_PARTS = 64 << 20, 9_000
-_OWN_EXTRA = {"s3": "'paceline[s3]'", "s3a": "'paceline[s3]'"}
 
 
-class CheckpointStore:
-    """The checkpoints of one run below a URL.
-
-    Every method may raise what the store's client raises, of any type; see `trouble_text`.
-
-    Args:
-        url: of `checkpoint.copy_to`.
-        run: the run's name.
-
-    Raises:
-        InputError: the URL's kind is unknown, or what reaches it is not installed.
-    """
-
-    def __init__(self, url: str, run: str) -> None:
-        self.url = f"{url.rstrip('/')}/{run}"
-        scheme = url.partition("://")[0]
-        options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
-        try:
-            # Listings are always asked for anew: other processes write there too.
-            self._files, self._root = url_to_fs(
-                self.url, skip_instance_cache=True, use_listings_cache=False, **options
-            )
-        except ImportError as error:
-            needed = _OWN_EXTRA.get(scheme)
-            cure = f"needs s3fs: pip install {needed}" if needed else f"can't be reached: {error}"
-            raise InputError(f"checkpoint.copy_to = {url} {cure.rstrip('.')}.") from None
-        except ValueError as error:
-            raise InputError(f"checkpoint.copy_to = {url} can't be used: {error}.") from None
-
-    def steps(self) -> list[int]:
-        """The steps of which there is anything, ascending; half copies among them."""
-        try:
-            names = self._files.ls(self._root, detail=False)
-        except FileNotFoundError:
-            return []
-        found = (STEP_DIRECTORY.fullmatch(name.rstrip("/").rpartition("/")[2]) for name in names)
-        return sorted(int(match[1]) for match in found if match)
-
-    def manifest(self, step: int) -> bytes | None:
-        """A step's manifest as it stands there; None: the step is absent, or half a copy."""
-        place = f"{self._place(step)}/{MANIFEST}"
-        try:
-            if self._files.size(place) > MOST_MANIFEST_BYTES:
-                return b""  # which is none
-            return self._files.cat_file(place)
-        except FileNotFoundError:
-            return None
+class CheckpointStore(StoredCheckpoints):
+    """The checkpoints of one run below a URL, and the way there and back."""
 
     def put(self, source: Path, step: int, go_on: Callable[[], None]) -> int:
         """Copy a complete checkpoint, and read it back.
@@ -167,17 +114,6 @@ class CheckpointStore:
             to_disk(directory)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-
-    def remove(self, step: int) -> None:
-        """Take a checkpoint away, first its manifest; none is no error."""
-        place = self._place(step)
-        with suppress(FileNotFoundError):
-            self._files.rm_file(f"{place}/{MANIFEST}")
-        with suppress(FileNotFoundError):
-            self._files.rm(place, recursive=True)
-
-    def _place(self, step: int) -> str:
-        return f"{self._root}/step-{step}"
 
     def _send(self, source: Path, place: str, entry: FileEntry, go_on: Callable[[], None]) -> None:
         digest, part = hashlib.sha256(), max(_PART_BYTES, entry.size_bytes // _MOST_PARTS)
@@ -283,12 +219,6 @@ def tried(attempt: Callable[[], T], waits_s: tuple[float, ...]) -> T:
         except Exception:
             time.sleep(wait_s)
     return attempt()
-
-
-def trouble_text(error: Exception) -> str:
-    """What a store's client says, as part of a sentence."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}{': ' if lines[0] else ''}{lines[0][:200].rstrip('.')}"
 
 
 def _pieces(file: Any) -> Iterator[bytes]:

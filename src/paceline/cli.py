@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -312,7 +312,8 @@ def export(
         typer.Option(
             "--format",
             help="safetensors; or dcp, torch's Distributed Checkpoint: parameters and optimizer "
-            "state, by the run's own names and types.",
+            "state, by the run's own names and types; or torchtitan or megatron: a dense "
+            "decoder's weights in DCP by their names.",
         ),
     ] = "safetensors",
 ) -> None:
@@ -326,20 +327,24 @@ def export(
     """
     from paceline.config.errors import InputError
     from paceline.observe.run import Run
-    from paceline.train.export import export, export_dcp
+    from paceline.train.export import FORMS, export, export_as, export_dcp
 
     if dtype not in (None, "fp32", "bf16"):
         raise InputError(f"--dtype {dtype} is not one of fp32, bf16.")
-    if form not in ("safetensors", "dcp"):
-        raise InputError(f"--format {form} is not one of safetensors, dcp.")
+    known = ("safetensors", "dcp", *FORMS)
+    if form not in known:
+        raise InputError(f"--format {form} is not one of {', '.join(known)}.")
     if form == "dcp" and dtype is not None:
         raise InputError(
             f"--format dcp keeps the run's types, and --dtype {dtype} was given: leave one out."
         )
+    kept: Literal["bf16", "fp32"] = "bf16" if dtype == "bf16" else "fp32"
     if form == "dcp":
         of_step = export_dcp(Run(run), folder, step)
+    elif form == "safetensors":
+        of_step = export(Run(run), folder, kept, step)
     else:
-        of_step = export(Run(run), folder, "bf16" if dtype == "bf16" else "fp32", step)
+        of_step = export_as(FORMS[form], Run(run), folder, kept, step)
     print(f"{folder}: the weights after step {of_step}")
 
 

@@ -23,7 +23,8 @@ from torch.distributed.tensor import init_device_mesh
 from paceline.config.errors import InputError
 from paceline.config.job import change_job, read_job
 from paceline.config.model import Model
-from paceline.models.dcp import METADATA, DcpFolder, _halves, _titan_name, check_dcp, load_dcp
+from paceline.models.dcp import METADATA, DcpFolder, check_dcp, load_dcp
+from paceline.models.dcp_names import halves
 from paceline.models.decoder import Decoder
 from paceline.observe.run import Run
 from paceline.train.checkpoint import newest_good
@@ -142,27 +143,12 @@ def test_names_without_a_section_and_a_tied_head_are_read(tmp_path):
     assert same(network, decoder(tie_embeddings=True))
 
 
-def test_torchtitans_llama_is_read(tmp_path):
-    """Its rotary positions turn neighbours, ours the two halves of a head."""
-    network = decoder()
-    theirs = {}
-    for name, tensor in network.state_dict().items():
-        heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
-        if heads:
-            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-        theirs[_titan_name(name)] = tensor
-    assert "layers.1.feed_forward.w2.weight" in theirs
-    loaded = decoder(seed=1)
-    load_dcp(loaded, write(tmp_path / "dcp", theirs))
-    assert same(loaded, network)
-
-
 def test_halves_turn_as_neighbours_do():
     weight, x = torch.randn(2 * 8, 5, dtype=torch.double), torch.randn(3, 5, dtype=torch.double)
     angle = torch.arange(3.0, dtype=torch.double)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
     pairs = torch.view_as_complex((x @ weight.T).unflatten(1, (2, 4, 2)))
     turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)[:, None])
-    a, b = (x @ _halves(weight, 2).T).unflatten(1, (2, 2, 4)).unbind(2)
+    a, b = (x @ halves(weight, 2).T).unflatten(1, (2, 2, 4)).unbind(2)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     ours = torch.stack([a * cos - b * sin, b * cos + a * sin], -1)
     torch.testing.assert_close(ours, turned)
@@ -171,7 +157,7 @@ def test_halves_turn_as_neighbours_do():
 def test_the_command_refuses_what_does_not_go_together(tmp_path):
     for options, words in (
         (("--format", "dcp", "--dtype", "bf16"), "keeps the run's types"),
-        (("--format", "megatron"), "is not one of safetensors, dcp"),
+        (("--format", "pickle"), "is not one of safetensors, dcp, torchtitan, megatron"),
     ):
         done = paceline("export", "runs/none", "out", *options, folder=tmp_path)
         assert done.returncode == 2

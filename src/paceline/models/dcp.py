@@ -8,12 +8,10 @@ read by an unpickler that knows the names of DCP's records alone, and makes some
 methods of each; anything else is refused. A chunk is read by torch's own restricted unpickler
 (`weights_only`). DCP keeps no checksums: a flipped bit in a chunk is not noticed.
 
-Parameters have our names, alone or after "model.", or those of torchtitan's Llama, whose queries
-and keys are sorted for another form of rotary positions. The metadata of Megatron's and others'
-names is read, and refused for its names.
+Parameters have our names, or torchtitan's or Megatron-Core's (`dcp_names`).
 
-Format: torch.distributed.checkpoint (metadata.py, filesystem.py). Names and order of torchtitan:
-https://github.com/pytorch/torchtitan/blob/main/torchtitan/models/llama3/state_dict_adapter.py
+Format: torch.distributed.checkpoint (metadata.py, filesystem.py). Megatron-Core's metadata has
+SavePlans (planner.py) besides, which say nothing more.
 """
 
 import io
@@ -22,7 +20,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -32,6 +30,7 @@ from paceline.config.errors import InputError
 from paceline.config.files import opened, read_bytes
 from paceline.config.frozen import FrozenConfig
 from paceline.config.model import Model
+from paceline.models.dcp_names import Place, places
 from paceline.models.decoder import Decoder
 from paceline.models.shares import assign
 from paceline.models.weights import Shapes, check_shapes, shapes_of
@@ -56,6 +55,10 @@ RECORDS = frozenset(
                 "_MEM_FORMAT_ENCODING",
             )
         ),
+        *(
+            ("torch.distributed.checkpoint.planner", name)
+            for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+        ),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch.serialization", "_get_layout"),
         *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
@@ -68,20 +71,6 @@ _DTYPES = {
 _OTHER_DTYPES = {"int32", "int16", "int8", "uint8", "bool", "complex64", "complex128"} | {
     f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")
 }
-# Parts of a parameter's name: ours, torchtitan's.
-_TITAN = (
-    ("embed.", "tok_embeddings."),
-    ("blocks.", "layers."),
-    (".attention.q_proj.", ".attention.wq."),
-    (".attention.k_proj.", ".attention.wk."),
-    (".attention.v_proj.", ".attention.wv."),
-    (".attention.o_proj.", ".attention.wo."),
-    (".ffn.gate_proj.", ".feed_forward.w1."),
-    (".ffn.down_proj.", ".feed_forward.w2."),
-    (".ffn.up_proj.", ".feed_forward.w3."),
-    ("head.", "output."),
-)
-
 _Sizes = tuple[Annotated[int, Field(ge=0)], ...]
 
 
@@ -103,14 +92,6 @@ class _Saved(FrozenConfig):
     chunks: tuple[_Chunk, ...]
 
 
-class _Source(NamedTuple):
-    """Where a tensor of ours comes from."""
-
-    name: str
-    num_heads: int | None = None
-    """Of rows that are sorted for rotated pairs of neighbours; None: they are sorted as ours."""
-
-
 def is_dcp(directory: str | Path) -> bool:
     """Whether torch's DCP wrote this folder."""
     return (Path(directory) / METADATA).is_file()
@@ -122,7 +103,7 @@ def check_dcp(model: Model, directory: str | Path) -> None:
     Raises:
         InputError: it has other names or shapes, is damaged, or its metadata names what it may not.
     """
-    _sources(model, shapes_of(model), DcpFolder(Path(directory)))
+    _places(model, DcpFolder(Path(directory)))
 
 
 def load_dcp(decoder: Decoder, directory: str | Path) -> None:
@@ -134,56 +115,28 @@ def load_dcp(decoder: Decoder, directory: str | Path) -> None:
         InputError: as `check_dcp`, or a chunk is damaged.
     """
     folder = DcpFolder(Path(directory))
-    found = _sources(decoder.model, shapes_of(decoder.model), folder)
+    found = _places(decoder.model, folder)
     decoder.reset_buffers()
     for name, tensor in decoder.state_dict(keep_vars=True).items():
-        source = found[name]
-        whole = folder.tensor(source.name)
-        assign(tensor, whole if source.num_heads is None else _halves(whole, source.num_heads))
+        place = found[name]
+        theirs = folder.tensor(place.name, place.layer)
+        assign(tensor, theirs if place.take is None else place.take(theirs))
 
 
-def _sources(model: Model, shapes: Shapes, folder: "DcpFolder") -> dict[str, _Source]:
+def _places(model: Model, folder: "DcpFolder") -> dict[str, Place]:
     """Our name of each tensor -> where it is."""
-    first, *_ = shapes
-    for prefix in ("model.", ""):
-        if prefix + first in folder.shapes:
-            found = {name: _Source(prefix + name) for name in shapes}
-            break
-    else:
-        if _titan_name(first) not in folder.shapes:
-            raise InputError(
-                f"{folder.path} has no tensor model.{first}, {first} or {_titan_name(first)}: give "
-                "a folder that paceline export --format dcp wrote, or torchtitan for a Llama."
-            )
-        if model.experts is not None or model.latent is not None:
-            raise InputError(
-                f"{folder.path} has torchtitan's names, which are known of dense networks alone: "
-                "convert it to a folder of transformers with torchtitan's own script."
-            )
-        found = {name: _Source(_titan_name(name), _rotated_heads(model, name)) for name in shapes}
-    theirs = {source.name: shapes[name] for name, source in found.items()}
-    there = {name: shape for name, shape in folder.shapes.items() if name in theirs}
-    check_shapes(theirs, there, str(folder.path))
-    return found
-
-
-def _titan_name(name: str) -> str:
-    for ours, theirs in _TITAN:
-        if ours.startswith("."):
-            name = name.replace(ours, theirs)
-        elif name.startswith(ours):
-            name = theirs + name.removeprefix(ours)
-    return name
-
-
-def _rotated_heads(model: Model, name: str) -> int | None:
-    heads = {".q_proj.": model.num_heads, ".k_proj.": model.num_kv_heads}
-    return next((count for part, count in heads.items() if part in name), None)
-
-
-def _halves(rows: Tensor, num_heads: int) -> Tensor:
-    """Sort each head's rows from pairs of neighbours (Meta's order) into two halves (ours)."""
-    return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    shapes = shapes_of(model)
+    found = places(model, shapes, folder.shapes)
+    if found is None:
+        first, *_ = shapes
+        raise InputError(
+            f"{folder.path} has no tensor model.{first} or {first}, nor the first one of "
+            "torchtitan's or Megatron's names: give a folder that paceline export --format dcp "
+            "wrote, torchtitan for a Llama, or Megatron-Core for a GPTModel (torch_dist)."
+        )
+    there = {name: shape for name, shape in folder.shapes.items() if name in found.shapes}
+    check_shapes(found.shapes, there, str(folder.path))
+    return found.of
 
 
 class DcpFolder:
@@ -203,14 +156,19 @@ class DcpFolder:
             raise InputError(f"{file}: {error}") from None
         except Exception as error:  # of an unpickler anything
             raise InputError(f"{file} is refused ({error}): {_CURE}.") from None
+        self._newest: dict[tuple[str, int | None], Tensor] = {}
+        """What was read last: several of our tensors may be one of theirs."""
 
     @cached_property
     def shapes(self) -> Shapes:
         """The shape of each tensor."""
         return {name: saved.size for name, saved in self._saved.items()}
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, layer: int | None = None) -> Tensor:
         """A whole tensor, from its chunks.
+
+        Args:
+            layer: of a tensor of all layers, layers first: its part alone is read.
 
         Raises:
             InputError: a chunk is missing or damaged.
@@ -219,16 +177,32 @@ class DcpFolder:
         covered = sum(math.prod(chunk.sizes) for chunk in saved.chunks)
         if saved.dtype not in _DTYPES or covered != math.prod(saved.size):
             raise InputError(f"{self.path}: {name} is {saved.dtype}, or lacks chunks: {_CURE}.")
-        whole = torch.empty(saved.size, dtype=_DTYPES[saved.dtype])
+        if (name, layer) not in self._newest:
+            self._newest = {(name, layer): self._filled(name, saved, layer)}
+        return self._newest[name, layer]
+
+    def _filled(self, name: str, saved: _Saved, layer: int | None) -> Tensor:
+        rows = range(saved.size[0]) if saved.size else range(1)
+        rows = rows if layer is None else rows[layer : layer + 1]
+        whole = torch.empty((len(rows), *saved.size[1:]), dtype=_DTYPES[saved.dtype])
         for chunk in saved.chunks:
-            place = tuple(
-                slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes, strict=True)
-            )
+            offsets, sizes = chunk.offsets or (0,), chunk.sizes or (1,)
+            begin = max(rows.start, offsets[0])
+            end = min(rows.stop, offsets[0] + sizes[0])
+            if begin >= end:
+                continue
             part = self._part(name, chunk)
-            if part.dtype != whole.dtype or not whole[place].shape == part.shape == chunk.sizes:
+            place = (
+                slice(begin - rows.start, end - rows.start),
+                *(slice(at, at + n) for at, n in zip(offsets[1:], sizes[1:], strict=True)),
+            )
+            if part.dtype != whole.dtype or part.shape != chunk.sizes:
                 raise InputError(f"{self.path}: a chunk of {name} has another shape: {_CURE}.")
-            whole[place] = part
-        return whole
+            inside = part.reshape(sizes)[begin - offsets[0] : end - offsets[0]]
+            if whole[place].shape != inside.shape:
+                raise InputError(f"{self.path}: a chunk of {name} has another shape: {_CURE}.")
+            whole[place] = inside
+        return whole.reshape(saved.size) if layer is None else whole[0]
 
     def _part(self, name: str, chunk: _Chunk) -> Tensor:
         file = self.path / chunk.file

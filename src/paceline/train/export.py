@@ -6,6 +6,7 @@ What the folder holds is the family's to say (`TrainFamily.export`).
 import json
 import time
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from paceline.config.errors import InputError
 from paceline.config.layout import ParamDtype
+from paceline.config.model import Model
+from paceline.models.dcp_names import (
+    MEGATRON_METADATA,
+    Form,
+    megatron_objects,
+    state_as,
+)
 from paceline.models.weights import complete_or_absent
 from paceline.observe.events import append_line
 from paceline.observe.run import Run, write_atomic
@@ -31,6 +39,9 @@ from paceline.train.ema import EMA_SECTION
 from paceline.train.families import family_of
 from paceline.train.family import Trained
 from paceline.train.starting_weights import ORIGIN_FILE
+
+FORMS: Mapping[str, Form] = {"torchtitan": "torchtitan", "megatron": "megatron"}
+"""Whose names in DCP are written, by their names on a command line."""
 
 
 def export(run: Run, folder: Path, dtype: ParamDtype = "fp32", step: int | None = None) -> int:
@@ -114,11 +125,50 @@ def export_dcp(run: Run, folder: Path, step: int | None = None) -> int:
         if (split := split_state_path(path, sections["model"])) is not None:
             state.setdefault(split[0], {})[".".join(split[1])] = tensor
     written = {**sections, **({"optimizer": {"state": state}} if state else {})}
-    with complete_or_absent(folder) as partial, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
-        save(written, storage_writer=_NamelessWriter(partial), no_dist=True)
+    with complete_or_absent(folder) as partial:
+        _save(partial, written)
     _note(run, run.job().name, found.step, folder, "dcp")
     return found.step
+
+
+def export_as(
+    form: Form, run: Run, folder: Path, dtype: ParamDtype = "fp32", step: int | None = None
+) -> int:
+    """Write the weights of a checkpoint of a Run as torchtitan or Megatron-Core keep theirs in DCP.
+
+    Where the Run keeps a running mean of the weights, that is written. `train.weights` takes it.
+
+    Args:
+        form: whose names.
+        run: of a decoder, on any layout.
+        folder: must not exist yet, or be empty.
+        dtype: of the written weights.
+        step: of the checkpoint; None: the newest good one.
+
+    Returns:
+        the step that they are of.
+
+    Raises:
+        InputError: as `export`; or the form's names are not known of such a network.
+    """
+    step, weights = weights_of(run, step)
+    job = run.job()
+    if not isinstance(job.model, Model):
+        raise InputError(f"--format {form} is of decoders, and {run.path} trains none of them.")
+    theirs = state_as(form, job.model, {key: t.to(DTYPES[dtype]) for key, t in weights.items()})
+    with complete_or_absent(folder) as partial:
+        _save(partial, {**theirs, **(megatron_objects(theirs) if form == "megatron" else {})})
+        if form == "megatron":
+            (partial / "metadata.json").write_text(json.dumps(MEGATRON_METADATA))
+            torch.save({}, partial / "common.pt")
+    _note(run, job.name, step, folder, form)
+    return step
+
+
+def _save(folder: Path, state: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
+        save(state, storage_writer=_NamelessWriter(folder), no_dist=True)
 
 
 class _NamelessWriter(FileSystemWriter):

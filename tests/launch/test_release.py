@@ -68,6 +68,12 @@ def test_nodes_without_a_rank_are_idle_beyond_the_spares_of_the_job(spares, now,
     assert (() if idle is None else idle.nodes) == nodes
 
 
+def test_an_attempt_that_has_yet_to_begin_is_not_idle(tmp_path):
+    """Its nodes are others than those of the newest generation, which an earlier attempt made."""
+    found = records(tmp_path / "later", [generation(1, 10, ["m0", "m1", "n0"], 3)])
+    assert idle_of(found, HELD, 600, BEGAN + 9000) is None
+
+
 # ---- with an engine ----
 
 

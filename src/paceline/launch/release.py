@@ -45,12 +45,14 @@ def idle_of(
     if records.found is None:
         return None
     newest = records.found.all[-1]
+    if not newest.nodes or not held.keys() >= set(newest.nodes):
+        return None  # of an earlier attempt: this one has yet to begin
     without = [name for name in held if name not in newest.nodes]
     spares = records.job.elastic.spares
     since = {name: max(held[name], newest.began_s) for name in without}
     # The first ones stay as the spares that the Job asks for.
     idle = tuple(name for name in sorted(without)[spares:] if now - since[name] >= least_s)
-    return Idle(idle, max(since[name] for name in idle)) if idle and newest.nodes else None
+    return Idle(idle, max(since[name] for name in idle)) if idle else None
 
 
 def release_idle(launch: Launch, seen: Observation, least_s: float, now: float) -> str | None:

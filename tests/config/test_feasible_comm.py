@@ -32,6 +32,7 @@ def _check(comm, changes) -> None:
         ({"pp": {"compress": "int8"}, "ep": {"compress": "fp8"}}, {"pp": 2, "dp": 2, "ep": 2}),
         ({"dp": {"compress": "auto"}}, {"dp": 2, "fsdp": 2}),
         ({"local": {"method": "local_sgd"}}, {"dp": 2}),
+        (DILOCO, {"dp": 2, "fsdp": 2, "tp": 2, "cp": 2}),
         ({"local": {**STREAMING, "fragments": 50, "overlap_steps": 49}}, {"dp": 2}),
         ({"local": {"method": "diloco", "compress": "int4", "outer_lr": 0.5}}, {"dp": 2}),
     ],
@@ -145,11 +146,17 @@ REFUSED = {
         'comm.local.method = "diloco" has nobody to meet with layout.dp = 1: raise dp or leave it '
         "out.",
     ),
-    "workers of shards": (
+    "workers of stages": (
         DILOCO,
+        {"dp": 2, "pp": 2},
+        'comm.local.method = "diloco" needs workers with all layers and experts on each rank, '
+        "which layout.pp = 2 cuts: set pp = 1 or leave it out.",
+    ),
+    "workers that code gradients": (
+        {**DILOCO, "fsdp": {"compress": "int8"}},
         {"dp": 2, "fsdp": 2},
-        'comm.local.method = "diloco" needs a whole network on every rank, which layout.fsdp = 2 '
-        "cuts: set fsdp = 1 or leave it out.",
+        'comm.fsdp.compress = "int8" keeps errors of its own beside those of comm.local.method = '
+        '"diloco": leave one of them out.',
     ),
     "workers that share statistics": (
         DILOCO,

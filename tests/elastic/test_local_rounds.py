@@ -1,4 +1,5 @@
-"""Workers that step each for itself: ranks against k workers simulated in one process, fp64."""
+"""Workers that step each for itself: ranks against k workers simulated in one process, and workers
+of several ranks against those of one, fp64."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +14,14 @@ from paceline.config.errors import InputError
 from paceline.elastic.local_rounds import RoundSchedule, fragments_of, outer_step
 from paceline.models.decoder import Decoder
 from paceline.train.checkpoint import parameter_names
-from tests.parallel.training import FP32, FP64, job_of, micro_batches, trainer_of
+from tests.parallel.training import (
+    FP32,
+    FP64,
+    job_of,
+    micro_batches,
+    trainer_of,
+    whole_tensor,
+)
 from tests.ranks import run_ranks
 
 NUM_WORKERS, NUM_STEPS = 3, 7
@@ -42,10 +50,26 @@ CASES = {
 }
 
 
+SITES = {
+    "shards": (4, ("layout.fsdp=2", "layout.zero=3")),
+    "columns": (4, ("layout.tp=2",)),
+    "sequences": (4, ("layout.cp=2",)),
+    "shards of columns": (8, ("layout.fsdp=2", "layout.zero=2", "layout.tp=2")),
+}
+"""Two workers of several ranks: how many ranks there are, and how each worker is cut."""
+SITE_CASES = {
+    "DiLoCo": CASES["DiLoCo"],
+    "fragments, late": CASES["fragments, late"],
+    # Norms would be coded as well.
+    "int8": (*FP32, *_local("diloco", 4, compress="int8"), "comm.compress_from=1"),
+}
+
+
 class Trained(NamedTuple):
     """What a worker has at the end."""
 
     losses: list[float]
+    grad_norms: list[float]
     sent_bytes: list[float]
     parameters: dict[str, Tensor]
     before_last: dict[str, Tensor]
@@ -54,7 +78,7 @@ class Trained(NamedTuple):
 
 def _parameters(trainer) -> dict[str, Tensor]:
     names, _ = parameter_names(trainer.module)
-    return {name: parameter.detach().clone() for parameter, name in names.items()}
+    return {name: whole_tensor(parameter) for parameter, name in names.items()}
 
 
 def _train(rank: int, world_size: int, case: Sequence[str]) -> Trained:
@@ -62,13 +86,14 @@ def _train(rank: int, world_size: int, case: Sequence[str]) -> Trained:
     trainer = trainer_of(job, Ranks(rank, world_size, rank, world_size))
     readers, before = [], {}
     for step in range(NUM_STEPS):
-        before = _parameters(trainer)
+        if step == NUM_STEPS - 1:
+            before = _parameters(trainer)
         readers.append(trainer.step(step, micro_batches(step, job, rank)))
         trainer.agreement.meet(step + 1)
     results = [read() for read in readers]
-    losses = [result.loss for result in results]
+    losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
     sent = [result.comm["dp.bytes"] for result in results]
-    return Trained(losses, sent, _parameters(trainer), before)
+    return Trained(losses, norms, sent, _parameters(trainer), before)
 
 
 def _train_all(rank: int, world_size: int, cases: Sequence[Sequence[str]]) -> list[Trained]:
@@ -80,6 +105,24 @@ def trained() -> dict[str, list[Trained]]:
     """Per case, what each worker has."""
     per_rank = run_ranks(_train_all, NUM_WORKERS, list(CASES.values()), timeout_s=240)
     return dict(zip(CASES, zip(*per_rank, strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def sites() -> dict[str, list[list[Trained]]]:
+    """How workers are cut -> per case of SITE_CASES what each rank has."""
+    every = {"one rank": (2, ()), **SITES}
+    found: dict[str, list[list[Trained]]] = {name: [] for name in every}
+    for num_ranks in (2, 4, 8):
+        names = [name for name, (count, _) in every.items() if count == num_ranks]
+        cases = [
+            (*case, "layout.dp=2", *every[name][1])
+            for name in names
+            for case in SITE_CASES.values()
+        ]
+        per_rank = run_ranks(_train_all, num_ranks, cases, timeout_s=240)
+        for at, of_case in enumerate(zip(*per_rank, strict=True)):
+            found[names[at // len(SITE_CASES)]].append(list(of_case))
+    return found
 
 
 def _simulate(case: Sequence[str]) -> tuple[list[float], dict[str, Tensor]]:
@@ -154,6 +197,33 @@ def test_streaming_in_one_fragment_without_overlap_is_diloco(trained):
         assert diloco.losses == streaming.losses
         for key, value in diloco.parameters.items():
             assert torch.equal(streaming.parameters[key], value), key
+
+
+@pytest.mark.parametrize("case", SITE_CASES)
+@pytest.mark.parametrize("name", SITES)
+def test_workers_of_several_ranks_equal_those_of_one(name, case, sites):
+    at, is_exact = list(SITE_CASES).index(case), case != "int8"
+    whole, *_ = sites["one rank"][at]
+    # The blocks of a codec are a rank's own.
+    loss, norm, parameter = (1e-12, 1e-12, 1e-12) if is_exact else (1e-3, 1e-2, 1e-2)
+    for rank in sites[name][at]:
+        assert rank.losses == pytest.approx(whole.losses, rel=loss)
+        assert rank.grad_norms == pytest.approx(whole.grad_norms, rel=norm)
+        for key, value in whole.parameters.items():
+            torch.testing.assert_close(rank.parameters[key], value, rtol=0, atol=parameter)
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_what_several_ranks_send_compressed_leaves_the_same_bits_in_all_workers(name, sites):
+    first, *others = sites[name][list(SITE_CASES).index("int8")]
+    for other in others:
+        for key, value in first.parameters.items():
+            assert torch.equal(other.parameters[key], value), key
+
+
+def test_a_rank_sends_the_shards_that_it_holds(sites):
+    whole, of_shards = (sites[name][0][0].sent_bytes for name in ("one rank", "shards"))
+    assert of_shards == pytest.approx([num_bytes / 2 for num_bytes in whole], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4, late"])

@@ -8,11 +8,16 @@ ranks of the data axes:
 - `context`: ("pp", "dp", "fsdp", "cp", "tp"), for exchanges inside attention;
 - `experts`: ("pp", "edp", "efsdp", "ep", "tp"): ep is taken from the innermost data ranks, and what
   it leaves of them replicates (edp) or shards (efsdp) each rank's experts.
+
+Under local updates there is one more axis, the outermost: "worker", with dp = 1 in each. Nobody
+asks for it in a step, so that a worker's ranks find only each other.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -35,19 +40,26 @@ class Meshes:
     """Neighbours in rank order that share a host."""
 
 
-def build_meshes(layout: Layout, ranks: Ranks) -> Meshes | None:
+def build_meshes(layout: Layout, ranks: Ranks, num_workers: int = 1) -> Meshes | None:
     """Arrange the ranks, neighbours along the axes that communicate most.
 
+    Args:
+        layout: of all ranks, or of one worker of local updates.
+        ranks: all of them.
+        num_workers: that have this layout each.
+
     Returns:
-        the meshes, or None for a single rank, which has nobody to talk to.
+        the meshes; None for a rank that has nobody to talk to in a step.
     """
-    if ranks.world_size == 1:
+    if ranks.world_size == num_workers:
         return None
-    assert layout.num_ranks == ranks.world_size, "the launcher starts as many ranks as planned"
+    planned = layout.num_ranks * num_workers
+    assert planned == ranks.world_size, "the launcher starts as many ranks as planned"
+    workers = {"worker": num_workers} if num_workers > 1 else {}
     return Meshes(
-        dense=_mesh(ranks, **dense_sizes(layout)),
-        context=_mesh(ranks, **context_sizes(layout)) if layout.cp != 1 else None,
-        experts=_mesh(ranks, **expert_sizes(layout)) if layout.ep != 1 else None,
+        dense=_mesh(ranks, **workers, **dense_sizes(layout)),
+        context=_mesh(ranks, **workers, **context_sizes(layout)) if layout.cp != 1 else None,
+        experts=_mesh(ranks, **workers, **expert_sizes(layout)) if layout.ep != 1 else None,
         ranks_per_node=ranks.local_world_size,
     )
 
@@ -87,6 +99,35 @@ def _mesh(ranks: Ranks, **sizes: int) -> DeviceMesh:
     return mesh
 
 
+@dataclass(frozen=True)
+class WorkerGroups:
+    """Whom a rank finds under local updates. Workers stand along dp."""
+
+    inside: dist.ProcessGroup | None
+    """The ranks of its worker; None: it is alone there."""
+    across: dist.ProcessGroup | None
+    """Those at its place in each worker; None: no other worker is left."""
+    in_rounds: dist.ProcessGroup | None
+    """The same once more, for what travels beside whatever else the ranks say to each other."""
+
+    @staticmethod
+    def of(layout: Layout) -> "WorkerGroups":
+        """Of a layout of all ranks, without a pipeline; every rank calls this."""
+        workers = torch.arange(layout.num_ranks).view(layout.dp, -1)
+        return WorkerGroups(_group(workers), _group(workers.T, "dp"), _group(workers.T, "dp"))
+
+
+def _group(members: Tensor, axis: str | None = None) -> dist.ProcessGroup | None:
+    """This rank's of several groups: (groups, ranks); None: it would be alone. The axis names it in
+    traces, as a DeviceMesh's own groups are named."""
+    if members.shape[1] == 1:
+        return None
+    name = None if axis is None else f"mesh_{axis}"
+    limit = collective_timeout()
+    group, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=limit, group_desc=name)
+    return group
+
+
 def columns(mesh: DeviceMesh, axis: str) -> list[list[int]]:
     """The groups of global ranks along an axis, all of them, in one order on every rank."""
     names = mesh.mesh_dim_names
@@ -98,3 +139,15 @@ def columns(mesh: DeviceMesh, axis: str) -> list[list[int]]:
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: all of it, unless it is a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def num_shards(parameter: Tensor) -> int:
+    """In how many different pieces the ranks of a parameter's mesh hold it."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    return math.prod(
+        mesh.size(axis)
+        for axis, placement in enumerate(parameter.placements)
+        if not placement.is_replicate()
+    )

@@ -135,18 +135,21 @@ def _company(comm: Comm, layout: Layout) -> Iterator[str]:
 
 
 def _workers(comm: Comm, layout: Layout) -> Iterator[str]:
-    """A worker of local updates is one rank with a network and gradients of its own."""
+    """A worker of local updates is the ranks that share one replica: all with the same dp."""
     local = comm.local
     if local.method == "none":
         for name, value in _changed(local).items():
             yield f'{name} = {value} has no effect with comm.local.method = "none": leave it out.'
         return
     setting = f'comm.local.method = "{local.method}"'
-    for axis in ("fsdp", "tp", "pp", "cp", "ep"):
-        if getattr(layout, axis) != 1:
+    yield from _whole(
+        setting, "workers with all layers and experts on each rank", layout, "pp", "ep"
+    )
+    for name in ("compress", "compress_weights"):
+        if (form := getattr(comm.fsdp, name)) not in ("none", "auto"):
             yield (
-                f"{setting} needs a whole network on every rank, which layout.{axis} = "
-                f"{getattr(layout, axis)} cuts: set {axis} = 1 or leave it out."
+                f'comm.fsdp.{name} = "{form}" keeps errors of its own beside those of {setting}: '
+                "leave one of them out."
             )
     if layout.sync_batch_norm:
         yield (

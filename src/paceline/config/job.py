@@ -69,6 +69,16 @@ class Job(JobOnCluster):
         return self.layout.micro_batch
 
     @property
+    def step_layout(self) -> Layout:
+        """The layout of the ranks that step together: under local updates those of one worker."""
+        return self.layout.replace(dp=1) if self.comm.local.method != "none" else self.layout
+
+    @property
+    def num_workers(self) -> int:
+        """That step each for itself under local updates; else 1."""
+        return self.layout.num_ranks // self.step_layout.num_ranks
+
+    @property
     def interleave(self) -> int:
         """Neighbouring data ranks that take the micro-batches of a step in turns, so that what
         comes together is summed at once, where sums are exact; 1: each takes neighbours."""

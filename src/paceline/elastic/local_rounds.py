@@ -1,8 +1,10 @@
 """Local updates: workers that step each for itself and meet in rounds.
 
-A worker is a replica of the whole network. Between two rounds nothing crosses the wire. What a
-worker has changed since the last round (start - now) is its outer gradient. In a round the mean of
-the workers' outer gradients goes through an outer optimizer, and all go on from the result:
+A worker is a replica of the whole network: one rank, or several that share it (fsdp, tp, cp)
+and sum gradients in every step, as a run of them alone does. Between two rounds nothing passes
+between workers. What a worker has changed since the last round (start - now) is its outer gradient.
+In a round the mean of the workers' outer gradients goes through an outer optimizer, and all go on
+from the result:
 
 - local SGD (https://arxiv.org/abs/1805.09767) steps by the outer gradient itself, which gives the
   mean of the workers' parameters;
@@ -15,8 +17,9 @@ The inner optimizer's state stays with its worker, always. Outer gradients may t
 a codec, with error feedback; all workers decode the same payloads, so what they share has the same
 bits everywhere. The last step of a run is a round of everything: then all workers are equal.
 
-A worker sends 2(N-1)/N of the coded parameters every `every` steps, an all-reduce of gradients at
-every step as much.
+A rank averages what it holds with the ranks at its place in the other workers: no whole tensor is
+put together. Together a worker's ranks send 2(N-1)/N of the coded parameters every `every` steps,
+an all-reduce of gradients at every step as much.
 
 Not here: when a step is skipped, which is each worker's own business, the numbers of steps
 (`train.results`), and how those who are left after a loss go on (`train.run_checkpoints`).
@@ -28,6 +31,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from paceline.comm.collectives import Collectives
@@ -41,6 +45,7 @@ from paceline.comm.compress.means import (
     exact_mean,
     mean_of_parts,
 )
+from paceline.comm.mesh import WorkerGroups, local_part, num_shards
 from paceline.comm.queue import CollectiveQueue, Job
 from paceline.config.comm import LocalUpdates, codec
 from paceline.config.errors import InputError
@@ -85,7 +90,8 @@ class RoundSchedule:
 
 @dataclass(eq=False)
 class _Fragment:
-    """Parameters that travel together, as flat buffers (n,) of their type."""
+    """Parameters that travel together, what this rank holds of them: flat buffers (n,) of their
+    type."""
 
     number: int
     parameters: dict[str, nn.Parameter]
@@ -104,14 +110,13 @@ class _Fragment:
         return list(flat.split([part.num_values for part in self.parts]))
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
-        """Each parameter's part, in its shape."""
+        """Each parameter's part, in the shape of what this rank holds."""
         pieces = zip(self.parts, self.pieces(flat), strict=True)
         return {part.name: piece.view(part.shape) for part, piece in pieces}
 
     def read(self, flat: Tensor) -> None:
         """Copy the parameters as they are into a buffer."""
-        values = [parameter.detach().reshape(-1) for parameter in self.parameters.values()]
-        torch.cat(values, out=flat)
+        torch.cat(_flat(self.parameters), out=flat)
 
     def leave(self) -> None:
         """Make `outer` what this worker has changed since they last agreed."""
@@ -120,11 +125,11 @@ class _Fragment:
 
 
 class LocalRounds(Replicas):
-    """The rounds of one worker; all of them call alike after every step.
+    """The rounds of one rank of a worker; all of them call alike after every step.
 
     Args:
         compress_from: tensors with fewer values travel exactly.
-        group: of the workers, for these rounds alone; None: the others are lost.
+        groups: of this rank.
         num_steps: of the run; the last one is followed by a round of everything.
 
     Raises:
@@ -140,9 +145,10 @@ class LocalRounds(Replicas):
         names: Mapping[nn.Parameter, str],
         local: LocalUpdates,
         compress_from: int,
-        group: dist.ProcessGroup | None,
+        groups: WorkerGroups,
         num_steps: int,
     ) -> None:
+        group, self.together, self._across = groups.in_rounds, groups.inside, groups.across
         self._local, self._compress_from, self._num_steps = local, compress_from, num_steps
         self.timetable = RoundSchedule.of(local)
         rank, self.num_workers = (0, 1) if group is None else (group.rank(), group.size())
@@ -152,28 +158,29 @@ class LocalRounds(Replicas):
         is_diloco = local.method != "local_sgd"
         self._lr = local.outer_lr if is_diloco else 1.0
         self._beta = local.outer_momentum if is_diloco else 0.0
-        if group is not None and self.num_workers > 1:
+        if group is not None:
             _take_first(module, group)
-        self._fragments = [
-            self._fragment(number, parameters)
-            for number, parameters in enumerate(fragments_of(module, names, local.fragments))
-        ]
+        cut = fragments_of(module, names, local.fragments)
+        self._parameters = {name: p for parameters in cut for name, p in parameters.items()}
+        self._fragments = [self._fragment(number, each) for number, each in enumerate(cut)]
         self._queue = CollectiveQueue(self._fragments[0].start.device)
         self.sent_bytes = 0
-        """What this worker sent after the last step."""
+        """What this rank sent after the last step."""
 
     def describe(self) -> str:
         """Who meets when, a sentence for a person."""
         local = self._local
+        ranks = "" if self.together is None else f" of {self.together.size()} ranks"
         parts = f", in {local.fragments} fragments" if local.fragments > 1 else ""
         late = f", {local.overlap_steps} steps on their way" if local.overlap_steps else ""
         form = "exactly" if self._compressor is None else f"as {local.compress}"
         if self.num_workers == 1:
             return (
-                f"1 worker is left ({local.method}): its outer step is every {local.every} steps."
+                f"1 worker{ranks} is left ({local.method}): its outer step is every {local.every} "
+                "steps."
             )
         return (
-            f"{self.num_workers} workers step each for itself ({local.method}); what they "
+            f"{self.num_workers} workers{ranks} step each for itself ({local.method}); what they "
             f"changed travels {form} every {local.every} steps{parts}{late}."
         )
 
@@ -205,8 +212,16 @@ class LocalRounds(Replicas):
         """Whether the workers meet: every so many steps, and after the last one."""
         return self.timetable.is_round(done) or done == self._num_steps
 
+    def sum_in_step(self, values: Tensor) -> tuple[Tensor, int]:
+        """Of this worker's ranks."""
+        return _sum_in(self.together, values)
+
+    def sum_in_round(self, values: Tensor) -> tuple[Tensor, int]:
+        """Of the ranks at this place in all workers."""
+        return _sum_in(self._across, values)
+
     def sent(self) -> dict[str, float]:
-        """What this worker sent after the last step, in bytes."""
+        """What this rank sent after the last step, in bytes."""
         return {"dp.bytes": self.sent_bytes}
 
     def _under_way(self) -> list[_Fragment]:
@@ -256,15 +271,25 @@ class LocalRounds(Replicas):
             outer_step(fragment.start, fragment.momentum, fragment.outer, self._lr, self._beta)
             shared = fragment.named(fragment.start)
             for name, parameter in fragment.parameters.items():
-                kept = parameter.detach() * mixing if mixing else 0.0  # it need not be finite
-                parameter.data.copy_(shared[name] * (1 - mixing) + kept)
+                own = local_part(parameter.detach())
+                kept = own * mixing if mixing else 0.0  # it need not be finite
+                own.copy_(shared[name] * (1 - mixing) + kept)
 
     def _fragment(self, number: int, parameters: dict[str, nn.Parameter]) -> _Fragment:
+        # What more of a worker's ranks hold than hold the rest is coded by none of them: beside the
+        # rank's own values, each would round it otherwise.
+        most = max(map(num_shards, self._parameters.values()))
         parts = tuple(
-            buffer_part(name, p, p.shape, self._compressor, self._compress_from)
+            buffer_part(
+                name,
+                p,
+                local_part(p).shape,
+                self._compressor if num_shards(p) == most else None,
+                self._compress_from,
+            )
             for name, p in parameters.items()
         )
-        start = torch.cat([parameter.detach().reshape(-1) for parameter in parameters.values()])
+        start = torch.cat(_flat(parameters))
         mean = mean_of_parts(self._compressor, parts, start)
         momentum, outer = torch.zeros_like(start), torch.empty_like(start)
         return _Fragment(number, parameters, parts, start, momentum, outer, mean)
@@ -272,23 +297,37 @@ class LocalRounds(Replicas):
     def state(self) -> State:
         """What a checkpoint keeps, besides each worker's own: what they share, what is on its way.
 
-        {"start" | "momentum" | "arriving": {name: tensor}, "error": {worker: {name: (n,)}}}.
+        {"start" | "momentum" | "arriving": {name: tensor}, "error": {worker: {name: tensor}}}, each
+        laid out over this worker's ranks as its parameter is.
         """
         self._queue.wait()
         state: State = {"start": {}, "momentum": {}, "arriving": {}}
         for fragment in self._fragments:
-            state["start"] |= fragment.named(fragment.start)
-            state["momentum"] |= fragment.named(fragment.momentum)
+            state["start"] |= self._laid_out(fragment.named(fragment.start))
+            state["momentum"] |= self._laid_out(fragment.named(fragment.momentum))
             if fragment.is_under_way:
-                state["arriving"] |= fragment.named(fragment.outer)
-        return {**state, "error": self._feedback.state()}
+                state["arriving"] |= self._laid_out(fragment.named(fragment.outer))
+        errors = self._feedback.state().items()
+        return {**state, "error": {worker: self._laid_out(owed) for worker, owed in errors}}
 
-    def targets(self, saved: Iterable[str], room: Callable[[str], Tensor]) -> State:
-        """As in `Replicas`; paths are of the form "start.layer.weight"."""
-        paths = list(saved)
-        errors = errors_to_load("error", paths, self._feedback.takes_over, room)
+    def _laid_out(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What this rank holds, by name of the parameter, as a part of the whole."""
+        return {name: _like(self._parameters[name], values) for name, values in held.items()}
+
+    def targets(self, saved: Iterable[str], _room: Callable[[str], Tensor]) -> State:
+        """As in `Replicas`; paths are of the form "start.layer.weight", "error.0.layer.weight"."""
+        rooms = {}
+        for path in saved:
+            kind, name = path.split(".", 1)
+            name = name.partition(".")[2] if kind == "error" else name
+            if name in self._parameters:
+                rooms[path] = torch.empty_like(self._parameters[name].detach())
+        room, takes_over = rooms.__getitem__, self._feedback.takes_over
         kinds = ("start", "momentum", "arriving")
-        return {"error": errors, **{kind: tensors_to_load(kind, paths, room) for kind in kinds}}
+        return {
+            "error": errors_to_load("error", rooms, takes_over, room),
+            **{kind: tensors_to_load(kind, rooms, room) for kind in kinds},
+        }
 
     def load(self, state: State) -> None:
         """Go on with what `targets` gave, now filled; without any, from the parameters as they are.
@@ -296,7 +335,8 @@ class LocalRounds(Replicas):
         What was on its way is taken when it is due.
         """
         self._queue.wait()
-        self._feedback.load(state["error"])
+        errors = state["error"].items()
+        self._feedback.load({worker: _held(owed) for worker, owed in errors})
         for fragment in self._fragments:
             fragment.read(fragment.start)
             fragment.momentum.zero_()
@@ -344,10 +384,42 @@ def fragments_of(
     return fragments
 
 
+def _flat(parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
+    """What this rank holds of each: (n,)."""
+    return [local_part(parameter.detach()).reshape(-1) for parameter in parameters.values()]
+
+
+def _like(parameter: nn.Parameter, held: Tensor) -> Tensor:
+    """What this rank holds of a tensor that is laid out as a parameter is."""
+    if not isinstance(parameter, DTensor):
+        return held.view(parameter.shape)
+    local = held.view(parameter.to_local().shape)
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _held(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `_like` was given, flat."""
+    return {name: local_part(tensor).reshape(-1) for name, tensor in tensors.items()}
+
+
 def _fill(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     for name, target in targets.items():
         if name in saved:
-            target.copy_(saved[name])
+            target.copy_(local_part(saved[name]))
+
+
+def _sum_in(group: dist.ProcessGroup | None, values: Tensor) -> tuple[Tensor, int]:
+    if group is None:
+        return values, 1
+    dist.all_reduce(values, group=group)
+    return values, group.size()
 
 
 @torch.no_grad()
@@ -355,4 +427,4 @@ def _take_first(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Begin equal: with the parameters and buffers of the first worker, as DDP does."""
     for tensor in module.state_dict().values():
         if isinstance(tensor, Tensor):
-            dist.broadcast(tensor, group=group, group_src=0)
+            dist.broadcast(local_part(tensor), group=group, group_src=0)

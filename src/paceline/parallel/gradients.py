@@ -10,7 +10,6 @@ Where sums are exact, the squares of each row are added up by themselves, in one
 rows as `exact_sums` does. A rank takes its share of the rows that others hold as well.
 """
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.comm.mesh import Meshes, local_part
+from paceline.comm.mesh import Meshes, local_part, num_shards
 from paceline.config.layout import Layout
 from paceline.parallel.exact_sums import exact_sums, row_squares
 from paceline.parallel.tied_parameters import TiedParameters, find_tied_parameters
@@ -47,7 +46,7 @@ class Gradients:
                 self._tied = self._tied.without_copies()
         ranks_of_a_stage = layout.num_ranks // layout.pp
         self._num_holders = [
-            ranks_of_a_stage * self._tied.num_holders.get(name, 1) / _num_shards(parameter)
+            ranks_of_a_stage * self._tied.num_holders.get(name, 1) / num_shards(parameter)
             for name, parameter in trained
         ]
         self._places = _places(trained, meshes, self._tied.first) if exact else []
@@ -131,18 +130,6 @@ def _split_axes(parameter: Tensor) -> set[str]:
         return set()
     pairs = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
     return {axis for axis, placement in pairs if not placement.is_replicate()}
-
-
-def _num_shards(parameter: Tensor) -> int:
-    """In how many different pieces the ranks of a parameter's mesh hold it."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    mesh = parameter.device_mesh
-    return math.prod(
-        mesh.size(axis)
-        for axis, placement in enumerate(parameter.placements)
-        if not placement.is_replicate()
-    )
 
 
 def _is_expert(parameter: Tensor) -> bool:

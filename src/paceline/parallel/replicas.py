@@ -25,7 +25,9 @@ class Replicas:
     section: str | None = None
     """Under this name a checkpoint keeps `state`; None: there is none."""
     steps_alone = False
-    """Whether each steps for itself, and they meet in rounds."""
+    """Whether workers step each for itself, and meet in rounds."""
+    together: dist.ProcessGroup | None = None
+    """The ranks that step together, where these are several; None: all."""
     ordered_from = 3
     """From so many ranks on, sums depend on the buckets in which DDP adds gradients up."""
 
@@ -87,6 +89,14 @@ class Replicas:
         if num_ranks > 1:
             dist.all_reduce(values)
         return values, num_ranks
+
+    def sum_in_step(self, values: Tensor) -> tuple[Tensor, int]:
+        """As `sum_up`, of the ranks that step together."""
+        return self.sum_up(values)
+
+    def sum_in_round(self, values: Tensor) -> tuple[Tensor, int]:
+        """As `sum_up`, of those who meet in rounds: one rank of each worker."""
+        return values, 1
 
     def sent(self) -> dict[str, float]:
         """What this rank sent in the last step in a form of ours, in bytes, by axis."""

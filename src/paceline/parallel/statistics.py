@@ -37,16 +37,17 @@ class RunningStatistics:
         self._held = [b for name, b in module.named_buffers() if name.endswith(RUNNING)]
 
     @torch.no_grad()
-    def average(self) -> None:
-        """Replace each rank's by the mean over all ranks, with the same bits on each."""
+    def average(self, group: dist.ProcessGroup | None = None) -> None:
+        """Replace each rank's by the mean over a group (None: all ranks), with the same bits on
+        each."""
         if not self._held or not dist.is_initialized():
             return
         # In fp32 at least: cat takes the widest type.
         values = torch.cat(
             [each.to(torch.promote_types(each.dtype, torch.float32)) for each in self._held]
         )
-        dist.all_reduce(values)
-        values /= dist.get_world_size()
+        dist.all_reduce(values, group=group)
+        values /= dist.get_world_size(group)
         means = values.split([len(each) for each in self._held])
         torch._foreach_copy_(self._held, list(means))
 

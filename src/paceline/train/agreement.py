@@ -1,7 +1,8 @@
 """Agreement: what the ranks of a run find together, and when.
 
-Replicas that exchange gradients agree on a step's numbers within it. Workers that step each for
-itself keep theirs until they meet. Gradients themselves are `parallel.replicas`' to agree on.
+Ranks that exchange gradients agree on a step's numbers within it. Workers that step each for itself
+do so among their own ranks, and keep the numbers until they meet. Gradients themselves are
+`parallel.replicas`' to agree on.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm.mesh import Meshes
-from paceline.comm.rendezvous import Ranks, collective_timeout
+from paceline.comm.mesh import Meshes, WorkerGroups
+from paceline.comm.rendezvous import Ranks
 from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.elastic.local_rounds import LocalRounds
@@ -33,7 +34,7 @@ _ERROR_NORM_EVERY = 10
 
 
 class Agreed(NamedTuple):
-    """A step's numbers: sums over all ranks, () fp64 each; a lone worker's are its own."""
+    """A step's numbers: sums over the ranks that step together, () fp64 each."""
 
     loss: Tensor
     """Of losses times weights; the mean is the quotient."""
@@ -59,7 +60,7 @@ class Agreement:
         self, job: Job, ranks: Ranks, module: nn.Module, replicas: Replicas, stats: RankStats
     ) -> None:
         self.replicas = replicas
-        self._layout, self._ranks, self._module, self._stats = job.layout, ranks, module, stats
+        self._layout, self._ranks, self._module, self._stats = job.step_layout, ranks, module, stats
         self._is_exact = job.elastic.exact
         self._statistics = RunningStatistics(module)
         self._reports = WorkerReports()
@@ -76,11 +77,10 @@ class Agreement:
         own = tally.sums()
         own += [value.to(own[0]) for value in rest]
         each = self._stats.take(index).to(own[0])
-        values, num_losses = torch.cat([torch.stack(own), each]), 1
-        if not self.replicas.steps_alone:
-            values, num_ranks = self.replicas.sum_up(values)
-            num_losses = num_ranks // self._layout.pp  # ranks of other stages have none
-            self._statistics.average()
+        values, num_ranks = self.replicas.sum_in_step(torch.cat([torch.stack(own), each]))
+        num_losses = num_ranks // self._layout.pp  # ranks of other stages have none
+        if num_ranks > 1:
+            self._statistics.average(self.replicas.together)
         loss, weight, *others = values[: len(own)]
         figures, rest = others[: len(tally.names)], others[len(tally.names) :]
         stops, norm, *errors = rest
@@ -144,22 +144,21 @@ class Agreement:
         if not self.replicas.steps_alone or not (at_once or is_round):
             return False
         self._stats.watch.enter("round")
-        self._reports.agree(self.replicas.sum_up)
+        self._reports.agree(self.replicas.sum_in_round)
         if is_round and self._ranks.world_size > 1:
             self._statistics.average()
             self._take_first_buffers()
         return True
 
     def on_buffers(self) -> None:
-        """Give every rank the buffers of rank 0, as DDP does before a step.
+        """Give every rank the buffers of the first of those that step together, as DDP does.
 
         What is evaluated or kept then does not depend on which rank computes or writes it. Running
         statistics and a decoder's buffers are the same wherever they are, a stage has its own, and
         so has a worker until the next round.
         """
-        is_shared = self._ranks.world_size > 1 and self._layout.is_plain
-        if is_shared and not self.replicas.steps_alone:
-            self._take_first_buffers()
+        if self._layout.num_ranks > 1 and self._layout.is_plain:
+            self._take_first_buffers(self.replicas.together)
 
     def on_stop(self, is_wanted: bool, *, at_round: bool = False) -> bool:
         """Whether some rank wants to stop, between steps. Workers that step each for itself can't
@@ -177,9 +176,9 @@ class Agreement:
         return bool(wishes)
 
     @torch.no_grad()
-    def _take_first_buffers(self) -> None:
+    def _take_first_buffers(self, group: dist.ProcessGroup | None = None) -> None:
         for buffer in kept_buffers(self._module):
-            dist.broadcast(buffer, 0)
+            dist.broadcast(buffer, group=group, group_src=0)
 
 
 def replicas_of(
@@ -212,8 +211,5 @@ def replicas_of(
 
 
 def _rounds(job: Job, module: nn.Module, names: Mapping[nn.Parameter, str]) -> LocalRounds:
-    # A group of its own: fragments travel beside whatever else the ranks say to each other.
-    is_alone = job.layout.dp == 1  # of an elastic run
-    group = None if is_alone else dist.new_group(timeout=collective_timeout())
     local, least, num_steps = job.comm.local, job.comm.compress_from, job.train.steps
-    return LocalRounds(module, names, local, least, group, num_steps)
+    return LocalRounds(module, names, local, least, WorkerGroups.of(job.layout), num_steps)

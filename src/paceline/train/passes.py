@@ -66,7 +66,7 @@ class Passes:
         return cls(
             module,
             task,
-            job.layout,
+            job.step_layout,
             ranks.device,
             loss_scale,
             pipeline,

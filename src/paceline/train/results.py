@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.train.rank_stats import figures_of_ranks
 
 SumUp = Callable[[Tensor], tuple[Tensor, int]]
-"""Maps a rank's numbers to their sum over all ranks, in place or not, and how many ranks it is of.
+"""Maps a rank's numbers to their sum over all workers, in place or not, and how many it is of.
 """
 
 

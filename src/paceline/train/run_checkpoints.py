@@ -194,9 +194,15 @@ class RunCheckpoints:
         trainer = self._trainer
         state = training_state(trainer.module, trainer.update.optimizer)
         if as_worker and trainer.replicas.steps_alone:
-            state = _of_worker(state, trainer.ranks.rank)
+            state = _of_worker(state, self._worker)
         kept = {section: part.state() for section, part in trainer.stateful_parts().items()}
         return {**state, **kept, "rng": rng_state()}
+
+    @property
+    def _worker(self) -> int:
+        """Of this rank, under local updates."""
+        trainer = self._trainer
+        return trainer.job.layout.place(trainer.ranks.rank).dp
 
     def _facts(self, done: int) -> dict[str, Any]:
         """What is kept beside it."""
@@ -277,7 +283,7 @@ class RunCheckpoints:
         if trainer.replicas.steps_alone:
             # A worker that was not there when it was saved takes over the state of another one.
             workers = [name for name in found.sections if name.startswith(_WORKER_SECTION)]
-            own = _of_worker(state, trainer.ranks.rank % (1 + len(workers)))
+            own = _of_worker(state, self._worker % (1 + len(workers)))
         rng, owed, parts = rng_state(), state_to_load(trainer, found), trainer.stateful_parts()
         facts = self._checkpointer.load(found, {**own, **owed, "rng": rng}, ranks)
         restore_training_state(trainer.module, trainer.update.optimizer, state)
@@ -314,7 +320,7 @@ def state_to_load(trainer: Trainer, found: FoundState) -> dict[str, dict[str, An
     return owed
 
 
-def _of_worker(state: dict[str, Any], rank: int) -> dict[str, Any]:
+def _of_worker(state: dict[str, Any], worker: int) -> dict[str, Any]:
     """Where a worker that steps for itself keeps parameters and optimizer in a checkpoint: the
     first one where a run without workers keeps its own."""
-    return {f"{_WORKER_SECTION}{rank}": state} if rank else state
+    return {f"{_WORKER_SECTION}{worker}": state} if worker else state

@@ -3,8 +3,8 @@
 The step's numbers are read when the next one has been launched: the host never waits for a CUDA
 device inside a step.
 
-Under local updates a rank is a worker: its layout is that of one rank, and it meets the others only
-in rounds.
+Under local updates the ranks of a worker step as a run of them alone does, and meet those of other
+workers only in rounds.
 """
 
 from collections.abc import Callable
@@ -52,11 +52,9 @@ class Trainer:
     @classmethod
     def of(cls, job: Job, ranks: Ranks, task: Task) -> "Trainer":
         """Put the task's module on the ranks as the Job's layout says."""
-        is_local, layout = job.comm.local.method != "none", job.layout
-        if is_local:
-            layout = layout.replace(dp=1)  # of one worker, which is one rank
+        layout = job.step_layout
         switch.use(layout.kernels, ranks.device)
-        meshes = None if is_local else build_meshes(layout, ranks)
+        meshes = build_meshes(layout, ranks, job.num_workers)
         module = apply(
             task.module,
             layout,

@@ -30,7 +30,6 @@ LAYOUTS = {
         ("layout.fsdp=4", "layout.zero=3", "cluster.num_nodes=2", "cluster.devices_per_node=2"),
     ),
 }
-STARTS = {2: ("one rank", "replicas", "shards"), 4: ("replicas of shards", "shards of nodes")}
 INT8 = "comm.fsdp.compress=int8"
 MEETINGS = ("comm.local.method=diloco", "comm.local.every=1", "comm.local.compress=int8")
 KEPT = {
@@ -41,12 +40,14 @@ KEPT = {
     "gradients of nodes": ("shards of nodes", (INT8, "comm.fsdp.algorithm=hierarchical")),
     "int8 between replicas of shards": ("replicas of shards", ("comm.dp.compress=int8",)),
     "workers": ("one rank", ("layout.dp=2", *MEETINGS)),
+    "workers of shards": ("shards", ("layout.dp=2", *MEETINGS)),
 }
 
 
 def _job(layout, more=()):
     num_ranks, settings = LAYOUTS[layout]
-    return job_of(2 if "layout.dp=2" in more else num_ranks, [*FP32, *SIZES, *settings, *more])
+    num_workers = 2 if "layout.dp=2" in more else 1
+    return job_of(num_workers * num_ranks, [*FP32, *SIZES, *settings, *more])
 
 
 def _held_bytes(rank, world_size, jobs):
@@ -72,11 +73,12 @@ def _alive_bytes():
 
 @pytest.fixture(scope="module")
 def held():
+    jobs = {name: _job(name) for name in LAYOUTS}
+    jobs |= {name: _job(*kept) for name, kept in KEPT.items()}
     found = {}
-    for num_ranks, layouts in STARTS.items():
-        jobs = [(name, _job(name)) for name in layouts]
-        jobs += [(name, _job(*kept)) for name, kept in KEPT.items() if kept[0] in layouts]
-        found |= run_ranks(_held_bytes, num_ranks, jobs)[0]
+    for num_ranks in (2, 4):
+        mine = [each for each in jobs.items() if max(2, each[1].layout.num_ranks) == num_ranks]
+        found |= run_ranks(_held_bytes, num_ranks, mine)[0]
     return found
 
 

@@ -257,6 +257,20 @@ def test_local_updates_cost_a_round_in_so_many_steps():
     assert _step_s(job, local=smaller) < rare
 
 
+def test_workers_of_shards_exchange_shards_and_step_as_runs_of_their_own():
+    diloco = ("comm.local.method=diloco", "comm.local.every=8")
+    shards = ("layout.fsdp=2", "layout.zero=3")
+    plans = (
+        _plan(50, *diloco),
+        _plan(50, *diloco, *shards, "layout.dp=2", hosts=4),
+        _plan(50, *shards, "layout.dp=1"),
+    )
+    whole, of_shards, alone = (plan.ranked[0].time_s for plan in plans)
+    assert of_shards["exposed_comm.dp"] == pytest.approx(whole["exposed_comm.dp"] / 2, rel=0.01)
+    assert of_shards["exposed_comm.fsdp"] == pytest.approx(alone["exposed_comm.fsdp"])
+    assert alone["exposed_comm.fsdp"] > 0
+
+
 def test_a_fragment_is_hidden_as_far_as_the_steps_beside_it_are_long():
     job, alone = _job(50), _step_s(_job(1e9))
     stops, short, middle, whole, longer = (

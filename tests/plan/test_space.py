@@ -93,7 +93,8 @@ def _draw(stream: Random, setting: Setting, num: int) -> Points:
         row["num_micro_batches"] = setting.global_batch // samples
         row["recompute_share"] = 1.0 if row["recompute"] else 0.0
         rows.append(row)
-    return Points(**{name: np.array([row[name] for row in rows]) for name in rows[0]})
+    table = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    return Points.of_table(table, setting)
 
 
 @given(st.integers(0, 10**6), st.sampled_from(MODELS), st.sampled_from([GPU, CPU]))
@@ -158,7 +159,7 @@ def test_the_space_lacks_nothing_that_can_run():
     offloads = ("offload_activations", "offload_optimizer", "offload_params")
     columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
     off = dict.fromkeys((*switches, *offloads), np.array([False]))
-    num = _runs(setting, Points(**columns, **off)).sum()
+    num = _runs(setting, Points.of_table({**columns, **off}, setting)).sum()
     plain = ~points.compile & ~points.offload_activations & ~points.offload_optimizer
     whole = (points.recompute == 0) | (points.recompute_share == 1)
     assert num == (plain & ~points.offload_params & whole).sum() > 1000

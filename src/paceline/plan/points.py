@@ -6,7 +6,7 @@ their index in a tuple of this file. `Points.of` makes the columns of layouts; t
 makes them directly.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -77,8 +77,14 @@ class Setting:
 
     @property
     def replica_codec(self) -> Codec:
-        """In what form replicas exchange gradients, or under local updates what they changed."""
-        form = self.comm.local.compress if self.updates_locally else self.comm.dp.compress
+        """In what form replicas exchange gradients."""
+        form = self.comm.dp.compress
+        return codec("none" if form == "auto" else form)
+
+    @property
+    def worker_codec(self) -> Codec:
+        """In what form workers of local updates exchange what they changed."""
+        form = self.comm.local.compress
         return codec("none" if form == "auto" else form)
 
     @property
@@ -95,7 +101,7 @@ class Setting:
     @property
     def is_exact(self) -> bool:
         """Whether nothing between data ranks is coded: searches needn't ask what coding costs."""
-        codecs = (self.replica_codec, self.shard_codec, self.weight_codec)
+        codecs = (self.replica_codec, self.shard_codec, self.weight_codec, self.worker_codec)
         return all(each.kind == "none" for each in codecs)
 
     @property
@@ -111,7 +117,7 @@ class Setting:
 
     @property
     def updates_locally(self) -> bool:
-        """Whether replicas do steps of their own between exchanges."""
+        """Whether replicas are workers, which do steps of their own between exchanges."""
         return self.comm.local.method != "none"
 
 
@@ -119,6 +125,8 @@ class Setting:
 class Points:
     """Columns of layouts, see `paceline.config.layout.Layout` for each setting."""
 
+    workers: Array
+    """Replicas that step each for itself, under local updates; their `dp` is 1."""
     dp: Array
     fsdp: Array
     zero: Array
@@ -165,12 +173,17 @@ class Points:
     @property
     def num_ranks(self) -> Array:
         """Product of the mesh axes."""
+        return self.workers * self.ranks_of_a_worker
+
+    @property
+    def ranks_of_a_worker(self) -> Array:
+        """Those that step together: all ranks but under local updates."""
         return self.dp * self.fsdp * self.cp * self.tp * self.pp
 
     @property
     def num_data_ranks(self) -> Array:
         """Ranks that get different samples."""
-        return self.dp * self.fsdp
+        return self.workers * self.dp * self.fsdp
 
     @property
     def num_stages(self) -> Array:
@@ -220,11 +233,21 @@ class Points:
     def of(cls, layouts: Sequence[Layout], setting: Setting) -> "Points":
         """The columns of layouts."""
         rows = [_row(layout, setting) for layout in layouts]
-        return cls(**{name: np.array([row[name] for row in rows]) for name in rows[0]})
+        table = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+        return cls.of_table(table, setting)
+
+    @classmethod
+    def of_table(cls, table: Mapping[str, Array], setting: Setting) -> "Points":
+        """Some of a table's columns, in which dp counts all replicas."""
+        one = np.ones_like(table["dp"])
+        workers, dp = (table["dp"], one) if setting.updates_locally else (one, table["dp"])
+        table = {**table, "workers": workers, "dp": dp}
+        return cls(**{each.name: table[each.name] for each in fields(cls)})
 
 
 def _row(layout: Layout, setting: Setting) -> dict[str, Any]:
     settings = settings_of(layout, setting.global_batch) | {
+        "workers": 1,
         "optimizer_8bit": layout.optimizer_state == "8bit",
         "recompute_share": _recompute_share(layout, setting.model),
         "bucket_bytes": layout.bucket_mib * 2**20,

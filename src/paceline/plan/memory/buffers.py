@@ -72,7 +72,10 @@ def context_bytes(setting: Setting, points: Points) -> Array:
     """
     if setting.device.is_cpu or setting.stack.allocator == "planned":
         return np.zeros(1)
-    axes = (points.dp, points.fsdp, points.tp, points.pp, points.cp, points.ep)
+    axes = (
+        *(points.workers, points.dp, points.fsdp),
+        *(points.tp, points.pp, points.cp, points.ep),
+    )
     communicators = sum(((axis > 1) * 1.0 for axis in axes), np.zeros(1))
     if setting.stack.states == "buffers":
         communicators = communicators + sum(

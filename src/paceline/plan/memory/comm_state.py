@@ -6,8 +6,8 @@
 - `comm.fsdp.compress`: an fp32 error for every parameter that a rank codes (all but its own shard;
   where nodes add up exactly, its place's part), and payloads each way of the largest unit.
 - `comm.fsdp.compress_weights`: payloads of the largest unit, its own one and those that come.
-- `comm.local`: where the workers last agreed, the outer momentum and what is on its way; errors and
-  payloads as between replicas.
+- `comm.local`: of what a rank holds, where the workers last agreed, the outer momentum and what is
+  on its way; errors and payloads as between replicas.
 
 Tensors too small to be compressed are counted as if they were. Not counted: PowerSGD's factors and
 quinary's units, a few per cent of the errors.
@@ -31,21 +31,31 @@ def comm_state_bytes(setting: Setting, points: Points, counts: ParameterCounts) 
         return np.zeros(1)
     replicas, _, shards, _ = dense_groups(points)
     of_replicas = _of_replicas(setting, points, counts, replicas)
+    of_workers = _of_workers(setting, points, counts)
     inside = setting.shards_inside(shards, points.tp)
     of_shards = _of_shards(setting, counts, shards, inside)
-    return np.where(replicas > 1, of_replicas, 0) + np.where(shards > 1, of_shards, 0)
+    between = np.where(replicas > 1, of_replicas, 0) + np.where(points.workers > 1, of_workers, 0)
+    return between + np.where(shards > 1, of_shards, 0)
 
 
 def _of_replicas(
     setting: Setting, points: Points, counts: ParameterCounts, replicas: Array
 ) -> Array:
     codec, owned = setting.replica_codec, np.where(points.is_fsdp, counts.sharded, counts.whole)
-    errors = _FP32 if codec.kind != "none" else 0
     flat = np.where(points.is_fsdp & (codec.kind != "none"), _FP32, 0)
-    if setting.updates_locally:
-        flat = 3 * points.param_bytes
-    payloads = np.where(replicas == 2, 3, 3 - 1 / replicas)
-    return owned * (errors + flat + payloads * _payload_bytes(codec))
+    return owned * (flat + _coded_bytes(codec, replicas))
+
+
+def _of_workers(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
+    coded = _coded_bytes(setting.worker_codec, points.workers)
+    return counts.sharded * (3 * points.param_bytes + coded)
+
+
+def _coded_bytes(codec: Codec, num_ranks: Array) -> Array:
+    """Error and payloads of a value whose mean over so many ranks is coded: (n,)."""
+    errors = _FP32 if codec.kind != "none" else 0
+    payloads = np.where(num_ranks == 2, 3, 3 - 1 / num_ranks)
+    return errors + payloads * _payload_bytes(codec)
 
 
 def _of_shards(setting: Setting, counts: ParameterCounts, shards: Array, inside: Array) -> Array:

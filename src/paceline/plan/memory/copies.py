@@ -4,6 +4,7 @@
 |---|---|---|
 | a rank's own | 2 | all that it holds; on a CPU nothing where every rank holds everything |
 | another rank's | 2 | the same, where no rank of another node holds it |
+| a worker's, under local updates | 1 | all that it holds, of the last round |
 
 With one node another rank takes the place of another node. Not counted: a mean of the weights, what
 compression owes, and copies of the generation before until the first ones of this one are there.
@@ -32,17 +33,18 @@ def copy_bytes(setting: Setting, points: Points, holdings: Holdings) -> Array:
     Returns:
         bytes, (s, n).
     """
+    held = checkpoint_spike_bytes(setting, points, holdings)  # what is copied a checkpoint stages
+    if setting.updates_locally:
+        return held
     groups = [dense_groups(points)]
     if setting.model.experts is not None:
         groups.append(expert_groups(setting, points))
-    num_ranks = points.pp * points.dp * points.fsdp * points.cp * points.tp
-    is_alone = num_ranks == 1
-    is_everywhere = np.all([one.replicas == num_ranks for one in groups], axis=0)
+    is_alone = points.num_ranks == 1
+    is_everywhere = np.all([one.replicas == points.num_ranks for one in groups], axis=0)
     is_elsewhere = np.all([_is_elsewhere(setting, one) for one in groups], axis=0)
     own = ~is_alone & ~(is_everywhere & setting.device.is_cpu)
     others = ~is_alone & ~is_elsewhere
-    # What is copied is what a checkpoint stages.
-    return checkpoint_spike_bytes(setting, points, holdings) * _PLACES * (own * 1 + others)
+    return held * _PLACES * (own * 1 + others)
 
 
 def _is_elsewhere(setting: Setting, groups: DataGroups) -> Array:

@@ -17,6 +17,9 @@ In a pipeline parameters stay gathered and gradients whole until the last micro-
 degree (torch.distributed.pipelining, ours): each is exchanged once a step. The reduction of a stage
 comes behind its last backward pass, beside what other stages of the rank still do.
 
+Workers of local updates are priced as runs of their own, with a round in every so many steps: each
+rank's share of the parameters goes to those at its place in the other workers.
+
 Overlap: https://arxiv.org/abs/2304.11277 (FSDP), https://arxiv.org/abs/2006.15704 (DDP).
 
 Legend of shapes: n points.
@@ -170,7 +173,7 @@ class DataAxes:
 
     def requests(self) -> list[CollectiveRequest]:
         """The collectives of all units: for each part those of the dense parameters, then of the
-        experts (`_num_calls` each); and those of a bucket (or fragment)."""
+        experts (`_num_calls` each); those of a bucket; and those of a fragment of a round."""
         sharded, codec = self.points.is_fsdp, self.setting.replica_codec
         asked: list[CollectiveRequest] = []
         for work in self.works:
@@ -185,9 +188,15 @@ class DataAxes:
         _, reduced = self._wire
         replicas = np.where(sharded, 1, self._dense.replicas)
         bucket = self._bucket_bytes / reduced * self._coded_bytes
-        return asked + [
+        asked += [
             CollectiveRequest(op, bucket * often, replicas, self._dense.replica_stride)
             for op, often in wire_ops(codec, replicas)
+        ]
+        workers, stride = self.points.workers, self.points.ranks_of_a_worker
+        fragment = self._round_bytes / self.setting.comm.local.fragments
+        return asked + [
+            CollectiveRequest(op, fragment * often, workers, stride)
+            for op, often in wire_ops(self.setting.worker_codec, workers)
         ]
 
     def seconds(self, parts: Sequence[NetworkPart], answered: Sequence[Array]) -> DataSeconds:
@@ -197,16 +206,17 @@ class DataAxes:
             parts: seconds of the network's parts.
             answered: seconds of `requests`.
         """
-        local = self.setting.comm.local
-        num_of_units = 2 * self._num_calls * len(self.works)
-        sharded = self._sharded(parts, self._units(answered[:num_of_units]))
-        buckets = self._buckets(parts, sum(answered[num_of_units:], np.zeros(1)))
-        every = 1 / local.every if self.setting.updates_locally else 1.0
+        of_units = 2 * self._num_calls * len(self.works)
+        of_buckets = of_units + len(wire_ops(self.setting.replica_codec, 1))
+        none = np.zeros(1)
+        sharded = self._sharded(parts, self._units(answered[:of_units]))
+        buckets = self._buckets(parts, sum(answered[of_units:of_buckets], none))
+        rounds = self._rounds(parts, sum(answered[of_buckets:], none))
         is_ddp = ~self.points.is_fsdp
         return DataSeconds(
             np.where(is_ddp, 0.0, sharded.fsdp_s),
-            np.where(is_ddp, buckets.dp_s, sharded.dp_s) * every,
-            np.where(is_ddp, buckets.hidden_s * every, sharded.hidden_s),
+            np.where(is_ddp, buckets.dp_s, sharded.dp_s) + rounds.dp_s,
+            np.where(is_ddp, buckets.hidden_s, sharded.hidden_s) + rounds.hidden_s,
         )
 
     # ---- sizes -------------------------------------------------------------------------------
@@ -230,13 +240,17 @@ class DataAxes:
 
     @cached_property
     def _bucket_bytes(self) -> Array:
-        """What travels together: one of DDP's buckets, or a fragment of a local update."""
+        """One of DDP's buckets."""
         setting, total_bytes = self.setting, self.num_params * self._wire[1]
-        if setting.updates_locally:
-            return total_bytes / setting.comm.local.fragments
         if setting.stack.states == "buffers" and not setting.stack.overlaps_data_axes:
             return total_bytes  # the whole buffer in one call
         return np.minimum(np.maximum(self.points.bucket_bytes, 1), total_bytes)
+
+    @cached_property
+    def _round_bytes(self) -> Array:
+        """What a rank has changed, as `wire_ops` carry it."""
+        codec, value_bytes = self.setting.worker_codec, self.points.param_bytes
+        return self.num_stepped * bits_per_value(codec, self.works, value_bytes) / 8
 
     def _halves(self, work: PartWork) -> tuple[tuple[Array, DataGroups], ...]:
         """A part's dense parameters and its experts, each with the ranks that share them."""
@@ -365,9 +379,7 @@ class DataAxes:
     def _buckets(self, parts: Sequence[NetworkPart], bucket_s: Array) -> DataSeconds:
         """DDP: full buckets while the last backward pass goes on; the last one comes behind it.
 
-        Coding takes the device that computes; beside it, too, a bucket may be on its way. Local
-        updates are exchanged when nothing else is done, but for fragments that may be some steps on
-        their way.
+        Coding takes the device that computes; beside it, too, a bucket may be on its way.
         """
         setting, codec = self.setting, self.setting.replica_codec
         _, reduced = self._wire
@@ -381,16 +393,31 @@ class DataAxes:
         # through).
         beside_s = (backward_s + coding_s) * (1 - 1 / number)
         late_s = np.maximum(all_s - bucket_s, 0)
-        if setting.updates_locally:
-            # In the steps that all fragments are on their way.
-            forward_s = self.held.in_blocks(part.forward.beside_s for part in parts[:-2])
-            num_steps = setting.comm.local.fragments * setting.comm.local.overlap_steps
-            beside_s = num_steps * self.points.num_micro_batches * (forward_s + backward_s)
-            late_s = all_s
         sent = sent_bytes(codec, self.num_params * self._coded_bytes, replicas)
         hideable = hideable_share(setting.device, setting.stack, sent, all_s)
         hidden_s = hideable * np.minimum(late_s, beside_s)
         return DataSeconds(np.zeros(1), all_s - hidden_s + coding_s, hidden_s)
+
+    def _rounds(self, parts: Sequence[NetworkPart], fragment_s: Array) -> DataSeconds:
+        """What rounds of local updates add to a step on average. They are held when nothing else is
+        done, but for fragments that may be some steps on their way."""
+        setting, points, local = self.setting, self.points, self.setting.comm.local
+        if not setting.updates_locally:
+            return DataSeconds(*(np.zeros(1),) * 3)
+        all_s, codec = local.fragments * fragment_s, setting.worker_codec
+        coding_s = codec_s(setting.device, codec, self.num_stepped, points.workers)
+        coding_s = np.where(points.workers > 1, coding_s, 0.0)
+        # In the steps that all fragments are on their way.
+        passes_s = self.held.in_blocks(
+            part.forward.beside_s + part.beside_backward_s for part in parts[:-2]
+        )
+        num_steps = local.fragments * local.overlap_steps
+        beside_s = num_steps * points.num_micro_batches * passes_s
+        sent = sent_bytes(codec, self._round_bytes, points.workers)
+        hideable = hideable_share(setting.device, setting.stack, sent, all_s)
+        hidden_s = hideable * np.minimum(all_s, beside_s)
+        exposed_s = all_s - hidden_s + coding_s
+        return DataSeconds(np.zeros(1), exposed_s / local.every, hidden_s / local.every)
 
 
 def _both(one: _UnitSeconds, other: _UnitSeconds) -> _UnitSeconds:

@@ -344,7 +344,7 @@ def _requests(data: DataAxes) -> list[CollectiveRequest]:
     """Collectives of a step that belong to no block: see the names in `times_of`."""
     setting, points = data.setting, data.points
     model, sizes = setting.model, sizes_of(setting, points)
-    stage_ranks = points.num_ranks / points.pp
+    stage_ranks = points.ranks_of_a_worker / points.pp
     one, fp32 = np.ones(1), 4.0
     between = np.where(points.pp > 1, 2, 1)
     stream = sizes.stream_tokens * model.hidden_size * sizes.value_bytes
@@ -359,7 +359,7 @@ def _requests(data: DataAxes) -> list[CollectiveRequest]:
     return [
         CollectiveRequest("send_recv", stream / senders, points.pp, stage_ranks),
         CollectiveRequest("all_gather", stream, senders, one),
-        CollectiveRequest("all_reduce", 24.0 * one, points.num_ranks, one),
+        CollectiveRequest("all_reduce", 24.0 * one, points.ranks_of_a_worker, one),
         CollectiveRequest("all_reduce", table, tied, stage_ranks * np.maximum(points.pp - 1, 1)),
         CollectiveRequest("all_reduce", stage_bytes, copies, stage_ranks),
         CollectiveRequest(

@@ -26,7 +26,8 @@ def complexity(points: Points) -> Array:
     recompute, each offload, 8-bit states and 8-bit products count one each. A stage of ZeRO counts
     less than any of them.
     """
-    axes = [getattr(points, name) > 1 for name in ("dp", "fsdp", "tp", "pp", "cp", "ep")]
+    names = ("workers", "dp", "fsdp", "tp", "pp", "cp", "ep")
+    axes = [getattr(points, name) > 1 for name in names]
     machines = (
         *(points.pp > 1, points.stages_per_rank > 1, points.splits_backward, points.recompute > 0),
         *(points.offload_activations, points.offload_optimizer, points.offload_params),

@@ -173,7 +173,7 @@ class Space:
         fixed = self.constraints.layout.bucket_mib
         mib = bucket_mib_of(self.setting.model) if fixed == "auto" else fixed
         table = {**table, "bucket_bytes": np.array([mib * 2.0**20])}
-        return Points(**{each.name: table[each.name] for each in fields(Points)})
+        return Points.of_table(table, self.setting)
 
     def count(self) -> int:
         """How many layouts the space has, without visiting them."""
@@ -219,6 +219,7 @@ class Space:
         stages = int(num_stages(row["pp"], row["schedule"], row["stages_per_rank"]))
         decided = {
             **{name: row[name] for name in _SAME},
+            "dp": row["workers"] * row["dp"],
             "schedule": schedule,
             "split": () if row["pp"] == 1 else self._split(stages),
             "precision": PRECISIONS[row["precision"]],
@@ -246,7 +247,7 @@ class Space:
 
 
 _SAME = (
-    *("dp", "fsdp", "zero", "tp", "sequence_parallel", "async_tp", "cp", "ulysses", "ep", "pp"),
+    *("fsdp", "zero", "tp", "sequence_parallel", "async_tp", "cp", "ulysses", "ep", "pp"),
     *("stages_per_rank", "micro_batch", "compile"),
 )
 _OFFLOADABLE = ("activations", "optimizer", "params")

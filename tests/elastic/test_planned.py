@@ -71,6 +71,17 @@ def test_without_a_spare_the_others_go_on_and_say_why():
     assert expected == sorted(expected)
 
 
+@pytest.mark.parametrize(("there", "nodes"), [("acd", "cd"), ("abd", "ab"), ("acde", "aecd")])
+def test_a_lost_node_of_a_worker_takes_no_node_of_another_worker(there, nodes):
+    layout = {"dp": 2, "fsdp": 2, "zero": 3}
+    asked, job = _run(_nodes(4), layout=layout, comm={"local": {"method": "diloco"}})
+    before, (lost, *_) = _generation("abcd", job), set("abcd") - set(there)
+    decision = PlannedRule(asked, job, _Clock())(_situation(before, there, lost=lost))
+    assert decision.nodes == tuple(nodes)
+    assert decision.job is not None
+    assert (decision.job.layout.dp, decision.job.layout.fsdp) == (len(nodes) // 2, 2)
+
+
 @pytest.mark.parametrize(("steps_left", "nodes"), [(1000, "abcd"), (5, "abc")])
 def test_a_node_that_comes_is_taken_in_where_that_pays(steps_left, nodes):
     rule, job = _rule()

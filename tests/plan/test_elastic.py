@@ -188,6 +188,17 @@ def test_a_form_of_gradients_stays_and_rests_on_one_rank():
     assert one.layout.fsdp == two.layout.fsdp == 1
 
 
+@pytest.mark.parametrize(("nodes", "workers"), [(6, 3), (5, 2), (3, 1), (1, None)])
+def test_workers_of_local_updates_stay_what_they_are(nodes, workers):
+    layout = {"dp": 3, "fsdp": 2, "zero": 3}
+    asked, job = _run(_nodes(6), layout=layout, comm={"local": {"method": "diloco"}})
+    found = job_on(asked, job, nodes)
+    assert (found and found.layout.dp) == workers
+    if found is not None:
+        assert (found.layout.fsdp, found.layout.zero, found.layout.tp) == (2, 3, 1)
+        assert found.cluster.num_nodes == 2 * workers
+
+
 def test_answers_are_kept_and_prepared():
     asked, job = _run(_nodes(8))
     replanner = Replanner(asked, job)

@@ -1,7 +1,8 @@
 """Elastic runs of workers that step each for itself (DiLoCo): nobody is lost, any worker is lost
-and one comes back, too few are left."""
+and one comes back, too few are left; and the same of workers of several nodes."""
 
 import signal
+import time
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.train.test_elastic_runs import JOB, await_step, lines_of
 EVERY, STEPS = 5, 60
 LOCAL = ("comm.local.method=diloco", f"comm.local.every={EVERY}")
 SETTINGS = (*LOCAL, "train.global_batch=12", f"train.steps={STEPS}")
+SHARDS = ("layout.dp=2", "layout.fsdp=2", "layout.zero=3")
 PATIENCE_S = 120.0
 
 
@@ -50,13 +52,14 @@ def _kill_a_rank_the_first_and_a_machine(agents):
     agents.start(leader)
 
 
-def _on_one_machine(folder, least):
+def _on_one_machine(folder, least, num_ranks=3, *settings):
     """The lines of a run on one machine, which loses nobody."""
     job, name = _job(folder, "elastic.min_nodes=1"), f"least-{least}"
-    sets = [f"--set=elastic.min_nodes={least}", f"--set=name={name}"]
+    given = (f"elastic.min_nodes={least}", f"name={name}", *settings)
+    sets = [f"--set={each}" for each in given]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # as the agents have it
-        done = paceline("train", str(job), *sets, *ranks(3), folder=folder)
+        done = paceline("train", str(job), *sets, *ranks(num_ranks), folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return metrics(folder, name)
 
@@ -67,8 +70,11 @@ def fixed(tmp_path_factory):
     return _on_one_machine(tmp_path_factory.mktemp("fixed"), 0)
 
 
-def test_where_nobody_is_lost_a_run_is_that_of_fixed_workers(fixed, tmp_path):
-    elastic = _on_one_machine(tmp_path, 1)
+@pytest.mark.parametrize("layout", [(), SHARDS], ids=["one rank", "shards"])
+def test_where_nobody_is_lost_a_run_is_that_of_fixed_workers(layout, fixed, tmp_path):
+    if layout:
+        fixed = _on_one_machine(tmp_path, 0, 4, *layout)
+    elastic = _on_one_machine(tmp_path, 1, 4 if layout else 3, *layout)
     assert len(elastic) == STEPS
     for figure in ("loss", "grad_norm"):
         assert [line[figure] for line in elastic] == [line[figure] for line in fixed]
@@ -115,3 +121,37 @@ def test_too_few_workers_save_at_a_round_and_go_on_when_they_are_back(tmp_path):
         steps = [line["step"] for line in lines_of(agents)]
         assert steps == list(range(1, len(steps) + 1))
         assert steps[-1] % EVERY == 0, "they stop where they meet"
+
+
+def test_a_worker_of_several_nodes_is_lost_as_one_and_comes_back_as_one(tmp_path):
+    job = _job(tmp_path, "train.steps=20000", "optim.schedule=constant")
+    with Agents(4, 1, job, tmp_path, SHARDS, {"PACELINE_MEASURE": "off"}) as agents:
+        for node in range(4):
+            agents.start(node)
+        await_step(agents, 12)
+        _kill_rank(agents, 3)
+        await_step(agents, 25)
+        agents.send(1, signal.SIGKILL)
+        _await_events(agents, "recovered", 3)
+        await_step(agents, lines_of(agents)[-1]["step"] + 2 * EVERY)
+        agents.start(1)
+        _await_events(agents, "recovered", 4)
+        await_step(agents, lines_of(agents)[-1]["step"] + 2 * EVERY)
+        agents.send_one(agents.agent(0), signal.SIGTERM)
+        assert set(agents.wait(PATIENCE_S).values()) == {75}, agents.outputs()
+        lines, events = lines_of(agents), agents.events()
+    begun = [event for event in events if event["event"] == "generation"]
+    assert [event["num_active"] for event in begun] == [4, 4, 2, 4], begun
+    assert begun[2]["nodes"][:2] == begun[1]["nodes"][2:], "the other worker stays what it is"
+    recovered = [event for event in events if event["event"] == "recovered"][1:]
+    assert {event["source"] for event in recovered} == {"own"}  # nothing is read from the disk
+    assert all(event["step"] % EVERY == 0 for event in recovered), "they go on from a round"
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1
+
+
+def _await_events(agents, kind, count):
+    until = time.monotonic() + PATIENCE_S
+    while sum(event["event"] == kind for event in agents.events()) < count:
+        assert time.monotonic() < until, agents.outputs()
+        time.sleep(0.1)

@@ -120,12 +120,13 @@ def placed(situation: Situation, there: list[str], count: int) -> tuple[Action, 
         return "start", tuple(there[:count])
     before = [node.name for node in situation.before.active]
     fresh = [name for name in there if name not in before]
-    placed = []
-    for name in before:
-        if name in there:
-            placed.append(name)
-        elif fresh:
-            placed.append(fresh.pop(0))
+    places: list[str | None] = [
+        name if name in there else (fresh.pop(0) if fresh else None) for name in before
+    ]
+    size = situation.before.nodes_together
+    together = [places[at : at + size] for at in range(0, len(places), size)]
+    together.sort(key=lambda group: None in group)  # whole workers stay what they are
+    placed = [name for group in together for name in group if name is not None]
     nodes = tuple((placed + fresh)[:count])
     if count != len(before):
         return ("grow" if count > len(before) else "shrink"), nodes

@@ -68,6 +68,13 @@ class Generation:
         """Those of the layout: the first so many devices of the active nodes, in order."""
         return self.concrete_job().layout.num_ranks
 
+    @property
+    def nodes_together(self) -> int:
+        """Neighbours among `nodes` that step together: all, but under local updates those of a
+        worker."""
+        job = self.concrete_job()
+        return -(-job.step_layout.num_ranks // job.cluster.devices_per_node)
+
     def concrete_job(self) -> Job:
         """The Job that its ranks run."""
         return Job.parse(self.job)

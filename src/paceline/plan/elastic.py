@@ -44,6 +44,8 @@ Action = Literal["replace", "spare", "shrink", "wait", "stop", "grow"]
 
 # Axes whose sums are the same in every layout under elastic.exact, and what goes with each.
 _DATA_AXES = ("dp", "fsdp", "zero")
+# Workers of local updates stay what they are: there are more or fewer of them.
+_WORKERS = ("dp",)
 _PIPELINE = ("pp", "schedule", "stages_per_rank", "split")
 # What saves memory and computes the same.
 _RECOMPUTE = ("recompute",)
@@ -81,6 +83,8 @@ class Replanner:
 
     def __init__(self, asked: JobSpec, job: Job, devices_per_node: int | None = None) -> None:
         self._asked, self._job = asked, job
+        self._is_local = job.comm.local.method != "none"
+        self._data_axes = _WORKERS if self._is_local else _DATA_AXES
         self._devices = devices_per_node or job.cluster.devices_per_node
         self._known: dict[int, _Answer | None] = {}
         self._lock = Lock()
@@ -156,17 +160,17 @@ class Replanner:
             return None
         if (num_nodes, devices) == (first.cluster.num_nodes, first.cluster.devices_per_node):
             return _Answer(first, _step_s_of(first))
-        data = self._best(num_nodes, devices, _DATA_AXES)
+        data = self._best(num_nodes, devices, self._data_axes)
         if data is not None and data.job.layout.num_ranks == num_nodes * devices:
             return data
         others = self._others
-        other = self._best(num_nodes, devices, (*_DATA_AXES, *others)) if others else None
+        other = self._best(num_nodes, devices, (*self._data_axes, *others)) if others else None
         if data is not None and other is not None:
             is_faster = (other.step_s or math.inf) * (1 + AS_GOOD) < (data.step_s or math.inf)
             return other if is_faster else data
         if data or other or not self._is_searched:
             return data or other
-        return self._best(num_nodes, devices, (*_DATA_AXES, *others, *_RECOMPUTE))
+        return self._best(num_nodes, devices, (*self._data_axes, *others, *_RECOMPUTE))
 
     @property
     def _is_searched(self) -> bool:
@@ -177,8 +181,7 @@ class Replanner:
         """What may change besides data axes where it was left open: by a search only."""
         names = _PIPELINE if self._job.elastic.exact else (*_PIPELINE, *_INEXACT)
         left_open = [name for name in names if getattr(self._asked.layout, name) == "auto"]
-        is_local = self._job.comm.local.method != "none"  # a worker is one rank
-        return tuple(left_open) if self._is_searched and not is_local else ()
+        return tuple(left_open) if self._is_searched and not self._is_local else ()
 
     @cached_property
     def _is_bounded(self) -> bool:
@@ -224,7 +227,7 @@ def _clusters(first: Job, num_nodes: int, devices: int, free: tuple[str, ...]) -
 
     Each divides the micro-batches of a step over its data ranks, where all other axes are known.
     """
-    is_known = set(free) == set(_DATA_AXES)
+    is_known = set(free) <= set(_DATA_AXES)
     for ranks in range(num_nodes * devices, 0, -1):
         nodes = -(-ranks // devices)
         if ranks % nodes or (is_known and not _shares_out(first, ranks)):
@@ -236,10 +239,12 @@ def _clusters(first: Job, num_nodes: int, devices: int, free: tuple[str, ...]) -
 
 
 def _shares_out(first: Job, ranks: int) -> bool:
-    """Whether replicas of the other axes take all of these ranks, and each as many samples."""
+    """Whether replicas of the other axes, or whole workers, take all of these ranks, and each as
+    many samples."""
     of_a_replica = first.layout.num_ranks // first.layout.num_data_ranks
+    unit = of_a_replica if first.comm.local.method == "none" else first.step_layout.num_ranks
     micro_batches = first.train.global_batch // first.layout.micro_batch
-    return ranks % of_a_replica == 0 and micro_batches % (ranks // of_a_replica) == 0
+    return ranks % unit == 0 and micro_batches % (ranks // of_a_replica) == 0
 
 
 def most_replicas(layout: Layout, global_batch: int, num_devices: int) -> int:
@@ -255,8 +260,7 @@ def _kept(asked: JobSpec, first: Job, free: tuple[str, ...]) -> dict[str, object
     """Settings of the first layout, "auto" where they may change.
 
     Data axes may even where a person fixed them, for nodes are gone. Where gradients or weights
-    are rounded on one of them, an unused one stays unused: it would round others. A worker of local
-    updates stays what it is.
+    are rounded on one of them, an unused one stays unused: it would round others.
     """
     kept: dict[str, object] = dict(vars(first.layout))
     for name in free:
@@ -266,7 +270,7 @@ def _kept(asked: JobSpec, first: Job, free: tuple[str, ...]) -> dict[str, object
         kept["recompute_layers"] = asked.layout.recompute_layers
     fsdp = first.comm.fsdp
     is_lossy = {first.comm.dp.compress, fsdp.compress, fsdp.compress_weights} != {"none"}
-    if is_lossy or first.comm.local.method != "none":
+    if is_lossy:
         kept |= {axis: 1 for axis in ("dp", "fsdp") if getattr(first.layout, axis) == 1}
     if kept["fsdp"] == 1:
         kept["zero"] = 0
@@ -280,8 +284,10 @@ def _searched(here: JobOnCluster, bounded: bool) -> Layout | None:
 
 def _ruled(first: Job, cluster: Cluster) -> Layout:
     """Without a search: shards no fewer than they were, for what is on a rank must fit; the rest
-    replicas."""
+    replicas. Workers of local updates stay what they are."""
     before = first.layout
+    if first.comm.local.method != "none":
+        return before.replace(dp=cluster.num_devices // first.step_layout.num_ranks)
     data_ranks = cluster.num_devices // (before.num_ranks // before.num_data_ranks)
     fsdp = 1
     if before.fsdp > 1:

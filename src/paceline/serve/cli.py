@@ -85,3 +85,29 @@ def generate(
 
     settings = read_settings(set_ or (), max_tokens=tokens, temperature=temperature, seed=seed)
     generate_command(served, prompts or ["-"], settings, step, as_json=as_json)
+
+
+@serve_app.command()
+def chat(
+    served: Served,
+    tokens: Tokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    step: Step = None,
+    set_: Settings = None,
+) -> None:
+    """Talk with the network of a run, line by line.
+
+    A network that was trained on conversations has a chat template, which makes
+    its prompts; any other goes on with what you write. What was said before is
+    not computed again.
+
+    \b
+    paceline chat runs/demo
+    paceline chat runs/demo --tokens 200 --temperature 0.7 --set sampling.top_p=0.9
+    """
+    from paceline.config.serving import read_settings
+    from paceline.serve.chat_command import chat_command
+
+    settings = read_settings(set_ or (), max_tokens=tokens, temperature=temperature, seed=seed)
+    chat_command(served, settings, step)

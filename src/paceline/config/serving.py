@@ -26,7 +26,11 @@ class Serving(FrozenConfig):
     max_sequences: Count = 64
     """Texts that are made at a time; the others wait."""
     max_waiting: Count = 1024
-    """Requests that may wait; more are refused."""
+    """Texts that may wait; requests for more are refused."""
+    timeout_s: Annotated[float, Field(gt=0, le=1e6)] = 600.0
+    """Seconds after which a request that isn't answered is ended."""
+    stop_s: Annotated[float, Field(ge=0, le=1e6)] = 30.0
+    """Seconds that requests get to end when the server is asked to stop."""
     share_prefixes: bool = True
     """Whether requests that begin alike share keys and values."""
     exact: bool = False

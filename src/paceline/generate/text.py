@@ -45,6 +45,11 @@ class TextStream:
         """All that is certain so far."""
         return self._text[: self._num_certain()]
 
+    @property
+    def length(self) -> int:
+        """Characters so far, with those that are held back."""
+        return len(self._text)
+
     def new_text(self) -> str:
         """What is certain and was not returned before."""
         start, self._num_shown = self._num_shown, self._num_certain()

@@ -88,6 +88,55 @@ def generate(
 
 
 @serve_app.command()
+def serve(
+    served: Served,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address to listen at; beyond this host only with API keys. [127.0.0.1]",
+            show_default=False,
+        ),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(help="Port to listen at; 0: any that is free.", min=0, max=65535)
+    ] = 8000,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", help="Take newer good checkpoints of the run as they come."),
+    ] = False,
+    step: Step = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with one API key a line; keys may also stand in PACELINE_API_KEYS.",
+            show_default=False,
+        ),
+    ] = None,
+    no_keys: Annotated[
+        bool, typer.Option("--no-keys", help="Let everybody ask who reaches the port.")
+    ] = False,
+    set_: Settings = None,
+) -> None:
+    """Answer requests over HTTP as OpenAI's API does, by the network of a run.
+
+    Completions and chat, streamed or whole, many at once, on this host alone if
+    nothing else is said; /metrics is for Prometheus. With --follow a run that
+    still trains is served, and no request is lost when its weights change.
+    SIGTERM or Ctrl-C lets requests end that are under way. docs/serving.md has
+    the fields, the errors and the settings.
+
+    \b
+    paceline serve runs/demo
+    paceline serve runs/demo --follow --port 8001 --set serve.max_sequences=16
+    paceline serve exported/ --host 0.0.0.0 --api-key-file keys.txt
+    """
+    from paceline.config.serving import read_settings
+    from paceline.serve.serve_command import ServeOptions, serve_command
+
+    options = ServeOptions(host, port, step, follow, api_key_file, no_keys)
+    serve_command(served, read_settings(set_ or ()), options)
+
+
 def chat(
     served: Served,
     tokens: Tokens = None,

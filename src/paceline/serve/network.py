@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from pydantic import TypeAdapter
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.config.files import parse_json, read_bytes
@@ -95,6 +96,19 @@ def load_checkpoint(run: Run, decoder: Decoder, step: int | None = None) -> int:
     Raises:
         InputError: no such checkpoint, or it is of another network; then nothing was changed.
     """
+    step, weights = read_checkpoint(run, decoder, step)
+    decoder.load_state_dict(weights)
+    return step
+
+
+def read_checkpoint(
+    run: Run, decoder: Decoder, step: int | None = None
+) -> tuple[int, dict[str, Tensor]]:
+    """A checkpoint's weights, and the step they are of; the decoder is left as it is.
+
+    Raises:
+        InputError: as `load_checkpoint`.
+    """
     step, weights = weights_of(run, step)
     own = decoder.state_dict()
     odd = own.keys() ^ weights.keys() or {n for n in own if own[n].shape != weights[n].shape}
@@ -103,8 +117,7 @@ def load_checkpoint(run: Run, decoder: Decoder, step: int | None = None) -> int:
             f"checkpoint step-{step} in {run.checkpoint_folder} is of another network ({min(odd)} "
             "differs): give the run that it belongs to."
         )
-    decoder.load_state_dict(weights)
-    return step
+    return step, weights
 
 
 def _of_run(run: Run, precision: Precision, step: int | None) -> Network:

@@ -149,14 +149,14 @@ def _train_bpe(size: int, texts: Iterable[str]) -> Tokenizer:
 
 
 def _byte_tokenizer() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(vocab=_byte_alphabet(), merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END_NAMES[0], special=True)])
     return tokenizer
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """The character by which `tokenizers` (after GPT-2) writes each byte -> the byte."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = sorted(set(range(256)) - visible)

@@ -1,0 +1,115 @@
+"""A run that is served while it trains: newer weights, damaged ones, and no request lost."""
+
+import threading
+
+import pytest
+import torch
+
+from paceline.config.job import read_job
+from paceline.config.sampling import Sampling
+from paceline.generate.engine import Engine
+from paceline.observe.run import Run
+from paceline.serve import follow
+from paceline.serve.network import load_checkpoint, open_network
+from paceline.train.command import train_job
+from tests.serve.served import END, SMALL, serve, wait_until
+from tests.small_job import work_in, write_small_job
+
+PROMPT = "the quick"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run of four steps, a checkpoint each two."""
+    monkeypatch.setattr(follow, "LOOK_EVERY_S", 0.05)
+    work_in(tmp_path, monkeypatch)
+    write_small_job(tmp_path)
+    run = Run(tmp_path / "runs" / "small")
+    train_on(run, 4)
+    return run
+
+
+def train_on(run, steps):
+    """Go on in this process."""
+    settings = [f"train.steps={steps}", "checkpoint.every=2", "checkpoint.keep_last=20"]
+    train_job(read_job(run.path.parents[1] / "small.toml", settings), run, fresh=False)
+
+
+def text_at(run, step):
+    network = open_network(run.path, step=step)
+    return Engine(network.decoder, SMALL, network.tokenizer, {END}).texts([PROMPT], _greedy(12))[0]
+
+
+def _greedy(count):
+    return Sampling(max_tokens=count, temperature=0, logit_bias={END: -100.0})
+
+
+def test_newer_weights_are_taken_between_two_steps_and_no_request_is_lost(run, capfd):
+    network = open_network(run.path)
+    with serve(network, run=run) as served:
+        assert served.post(prompt=PROMPT, max_tokens=12, temperature=0).json()["choices"][0][
+            "text"
+        ] == text_at(run, 4)
+        texts, stop = [], threading.Event()
+
+        def ask():
+            while not stop.is_set():
+                done = served.post(prompt=PROMPT, max_tokens=20, temperature=0)
+                texts.append(done.json()["usage"]["completion_tokens"])
+
+        asking = [threading.Thread(target=ask) for _ in range(3)]
+        for each in asking:
+            each.start()
+        train_on(run, 8)
+        wait_until(lambda: served.get("/ready").json()["step"] == 8)
+        stop.set()
+        for each in asking:
+            each.join()
+        assert set(texts) == {20}
+        after = served.post(prompt=PROMPT, max_tokens=12, temperature=0).json()
+        assert after["choices"][0]["text"] == text_at(run, 8)
+        assert after["system_fingerprint"] == "step-8"
+        metrics = served.metrics()
+        assert metrics["weights_step"] == 8
+        assert 1 <= metrics["weight_swaps_total"] <= 2
+        served.wait_until_idle()
+    assert "step 8 is served from now on" in capfd.readouterr().out
+
+
+def test_a_text_goes_on_with_newer_weights(run):
+    network = open_network(run.path, step=2)
+    engine = network.engine(SMALL)
+    sequence = engine.submit([*PROMPT.encode()], _greedy(10))
+    for _ in range(4):
+        engine.step()
+    before = sequence.made
+    load_checkpoint(run, network.decoder, 4)
+    engine.weights_changed()
+    while not engine.is_idle:
+        engine.step()
+    assert sequence.made[:4] == before
+    assert torch.equal(
+        next(network.decoder.parameters()), next(open_network(run.path).decoder.parameters())
+    )
+
+
+def test_a_damaged_checkpoint_is_said_and_skipped(run, capfd):
+    network = open_network(run.path)
+    with serve(network, run=run) as served:
+        follower = served.serving._follower
+        follower.stop()
+        train_on(run, 8)
+        (shard,) = (run.checkpoint_folder / "step-8").glob("*.safetensors")
+        data = bytearray(shard.read_bytes())
+        data[-5] ^= 1
+        shard.write_bytes(data)
+        follower._is_over.clear()
+        follower.look()
+        assert served.get("/ready").json()["step"] == 6
+        follower.look()  # and is said once
+        assert served.metrics()["damaged_checkpoints_total"] == 1
+        assert served.post(prompt=PROMPT, max_tokens=2).status_code == 200
+    out = capfd.readouterr().out
+    assert out.count("step 8 is skipped") == 1
+    assert "step 4 is served on: checkpoint step-8" in out
+    assert "step 6 is served from now on" in out

@@ -137,6 +137,7 @@ def serve(
     serve_command(served, read_settings(set_ or ()), options)
 
 
+@serve_app.command()
 def chat(
     served: Served,
     tokens: Tokens = None,

@@ -1,4 +1,4 @@
-"""From a Run of any layout to texts, by the command line and beside transformers."""
+"""From a Run of any layout to texts and talks, by the command line and beside transformers."""
 
 import json
 
@@ -8,6 +8,7 @@ import torch
 from paceline.config.errors import InputError
 from paceline.config.sampling import Sampling
 from paceline.config.serving import Serving, read_settings
+from paceline.serve.chat_command import chat_command
 from paceline.serve.network import open_network
 from tests.command_line import paceline, ranks, write_tiny_job
 
@@ -112,3 +113,57 @@ def test_a_damaged_folder_is_refused(trained, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match=r"tokenizer.json of .* can't be read"):
         open_network(tmp_path)
+
+
+def _talk(folder, monkeypatch, capsys, *lines, **sampling):
+    """What a chat prints for these lines: to its answers, and beside them."""
+    left = iter(lines)
+
+    def write(prompt):
+        try:
+            return next(left)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", write)
+    chat_command(folder, read_settings([], temperature=0.0, **sampling), None)
+    printed = capsys.readouterr()
+    return printed.out.splitlines(), printed.err
+
+
+def test_a_talk_goes_on_from_all_that_was_said(trained, monkeypatch, capsys):
+    weights = trained / "runs" / "tiny"
+    out, err = _talk(weights, monkeypatch, capsys, "the quick", "dog", max_tokens=9)
+    engine = open_network(weights).engine(Serving())
+    sampling = Sampling(max_tokens=9, temperature=0)
+    (first,) = engine.texts(["the quick"], sampling)
+    (second,) = engine.texts([f"the quick\n{first}\ndog"], sampling)
+    assert "\n".join(out).rstrip() == f"{first}\n{second}".rstrip()
+    assert "It has no chat template" in err
+    assert "0 of 9 tokens before them were known" in err
+
+
+def test_a_talk_that_gets_too_long_forgets_its_beginning(trained, monkeypatch, capsys):
+    lines = [f"line {number} over the lazy dog" for number in range(5)]
+    _, err = _talk(trained / "weights", monkeypatch, capsys, *lines, max_tokens=10)
+    assert err.count("tokens/s") == 5
+    _, err = _talk(trained / "weights", monkeypatch, capsys, "a" * 70, max_tokens=10)
+    assert "The prompt has 70 tokens, but prompt and text together may have 64" in err
+
+
+def test_settings_of_a_talk_are_changed_in_it(trained, monkeypatch, capsys):
+    lines = (
+        "/set max_tokens=3",
+        "the",
+        "/set top_p=7",
+        "the",
+        "/new",
+        "the",
+        "/what",
+        "/quit",
+        "x",
+    )
+    _, err = _talk(trained / "weights", monkeypatch, capsys, *lines, max_tokens=9)
+    assert err.count("3 tokens, ") == 3
+    assert "sampling.top_p = 7" in err
+    assert err.count("/new begins anew") == 2

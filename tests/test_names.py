@@ -21,6 +21,7 @@ from typer.main import get_command
 import paceline
 from paceline.cli import app
 from paceline.config.job import Job
+from paceline.config.serving import ServingSettings
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "paceline"
@@ -164,8 +165,8 @@ def _variables() -> set[str]:
 
 @cache
 def _settings() -> set[str]:
-    """Of a Job, and what stands in its file in place of a model's shapes."""
-    return {*_settings_of(Job, ""), "model.hf"}
+    """Of a Job and of serving, and what stands in a Job's file in place of a model's shapes."""
+    return {*_settings_of(Job, ""), *_settings_of(ServingSettings, ""), "model.hf"}
 
 
 def _settings_of(noun: type[BaseModel], prefix: str) -> Iterator[str]:

@@ -17,9 +17,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import paceline
+from paceline.models.weights import write_weights
+from paceline.train.data.tokenizer import make_encoder
 from tests.command_line import COMMAND, Started, python, ranks, write_tiny_job
+from tests.generate.networks import MODELS, built
 from tests.recommender.test_dlrm import SMALL as CLICK_JOB
 
 REPOSITORY = Path(__file__).parents[1]
@@ -90,6 +94,21 @@ class _Case:
         self.settings = [f"--set={each}" for each in (*settings, *told)]
 
 
+def _write_network(folder: Path) -> None:
+    model = MODELS["grouped"].replace(vocab_size=257)
+    tokens = make_encoder("bytes", ()).tokenizer.to_str().encode()
+    state = built(model, torch.float32).state_dict()
+    write_weights(folder / "weights", model, state, beside={"tokenizer.json": tokens})
+
+
+def _served() -> _Case:
+    port = free_port()
+    arguments = ("serve", "weights", f"--port={port}")
+    case = _Case(arguments, {"endpoint"}, signal=signal.SIGTERM, write=_write_network)
+    case.ports[port] = "endpoint"
+    return case
+
+
 CASES = {
     "train": lambda: _Case(
         ("train", "job.toml", ENDLESS, *ranks(2)),
@@ -113,6 +132,7 @@ CASES = {
         ("bench", "collectives", "--ranks=2", "--quick", "--no-pairs", "--sizes=64KiB,256KiB"),
         {"rank"},
     ),
+    "serve": _served,
     "tune": lambda: _Case(
         ("tune", "job.toml", "--trials=1", *ranks(2)), {"rank"}, signal=signal.SIGINT
     ),

@@ -7,7 +7,7 @@ import pytest
 from openai import AuthenticationError, InternalServerError, RateLimitError
 
 from paceline.config.errors import InputError
-from paceline.serve import service
+from paceline.serve import endpoint, service
 from paceline.serve.keys import VARIABLE, Keys, read_keys
 from tests.serve.served import SMALL, serve, small_network, wait_until
 
@@ -196,6 +196,15 @@ def test_metrics_tell_what_was_done():
         blocks = sum(after[f"blocks {state}"] for state in ("used", "kept", "empty"))
         assert blocks == served.engine.numbers()["blocks"]
         assert after["blocks kept"] > 0
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(endpoint, "_BODY_S", 0.2)
+    with serve() as served, served.connect() as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
+        connection.sendall(head + b"Content-Type: application/json\r\n\r\n{")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408")
+        assert served.metrics()["requests_total refused"] == 1
 
 
 def test_many_idle_connections_harm_nobody():

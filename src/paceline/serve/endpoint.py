@@ -199,9 +199,8 @@ class Endpoint:
                 response = await handler(http)
             except ApiError as error:
                 response, outcome = _refusal(error), error.outcome
-            except (ClientDisconnect, asyncio.CancelledError):
-                self._metrics.ended("cancelled", time.perf_counter() - begun_s)
-                raise
+            except ClientDisconnect:
+                response, outcome = Response(status_code=499), "cancelled"  # which nobody reads
             except Exception as error:
                 traceback.print_exception(error)
                 outcome = "failed"
@@ -225,6 +224,7 @@ class _Stream(Response):
         del self.headers["content-length"]
         self._request, self._events = request, events
         self._service, self._metrics = service, metrics
+        self._is_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
@@ -236,7 +236,7 @@ class _Stream(Response):
             outcome = error.outcome
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_S):
-                    await _send_part(send, _event(error.body), more=False)
+                    await self._end(error, scope, receive, send)
         except ClientDisconnect:
             pass
         finally:
@@ -246,9 +246,16 @@ class _Stream(Response):
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
+        self._is_begun = True
         async for part in self._events:
             await _send_part(send, part, more=True)
         await _send_part(send, b"", more=False)
+
+    async def _end(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._is_begun:
+            await _send_part(send, _event(error.body), more=False)
+        else:
+            await _refusal(error)(scope, receive, send)
 
 
 async def _send_part(send: Send, body: bytes, *, more: bool) -> None:

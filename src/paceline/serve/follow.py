@@ -19,6 +19,7 @@ from paceline.serve.network import read_checkpoint
 from paceline.serve.service import Service
 
 LOOK_EVERY_S = 2.0
+_PATIENCE_S = 5.0
 
 
 class Follower:
@@ -43,8 +44,9 @@ class Follower:
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Look no more; wait for a moment where it reads."""
         self._is_over.set()
+        self._thread.join(_PATIENCE_S)
 
     def look(self) -> None:
         """Take the newest good checkpoint, where it is newer."""

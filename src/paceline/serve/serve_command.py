@@ -26,6 +26,8 @@ _GONE_AFTER_S = 30
 """Without an answer a client is taken to have vanished."""
 _SEND_BUFFER_BYTES = 128 << 10
 _LAST_BYTES_S = 3
+_IDLE_S = 30
+"""That a connection may wait for its next request; clients' own limits are lower."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class Serving:
             lifespan="off",
             proxy_headers=False,
             server_header=False,
+            timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=_LAST_BYTES_S,
         )
         self._server = uvicorn.Server(config)

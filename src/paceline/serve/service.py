@@ -96,7 +96,10 @@ class _Text:
     matcher: Matcher | None
     starts: list[int] = field(default_factory=list)
     """Of its tokens, where they are told."""
+    num_shown: int = 0
+    """Characters that the reader was given."""
     num_told: int = 0
+    """Tokens that it was told of."""
     num_cached: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
@@ -339,7 +342,8 @@ class Service:
         if sequence.end is None and not text.request.asked.is_streamed:
             return None  # which is told as a whole
         new = text.stream.new_text()
-        told = self._told(text, sequence, len(text.stream.text))
+        text.num_shown += len(new)
+        told = self._told(text, sequence)
         if not (new or told or sequence.end):
             return None
         logprobs = [each.chosen for each in sequence.logprobs] if sequence.end else []
@@ -349,14 +353,16 @@ class Service:
         )
         return text.request, piece
 
-    def _told(self, text: _Text, sequence: Sequence, length: int) -> list[Token]:
+    def _told(self, text: _Text, sequence: Sequence) -> list[Token]:
         """Tokens whose text is shown by now and wasn't before."""
-        pairs = zip(text.starts, sequence.made, sequence.logprobs, strict=False)
-        ready = [
-            Token(token, start, logprobs) for start, token, logprobs in pairs if start < length
-        ]
-        text.num_told, before = len(ready), text.num_told
-        return ready[before:]
+        told = []
+        for place in range(text.num_told, len(text.starts)):
+            if text.starts[place] >= text.num_shown:
+                break
+            token = sequence.tokens[sequence.num_prompt + place]
+            told.append(Token(token, text.starts[place], sequence.logprobs[place]))
+        text.num_told += len(told)
+        return told
 
     def _measure(self, text: _Text, progress: Progress) -> None:
         sequence, now_s, count = progress.sequence, time.perf_counter(), len(progress.tokens)

@@ -54,6 +54,21 @@ batch = {"x": torch.randn(1, 4, 8), "labels": torch.tensor([[3, -100, 2, 1]])}
 assert loss(model, batch)[1]["weight"] == 2
 """,
     ),
+    ("docs/serving.md", 0): (
+        """
+import torch
+from paceline.config.model import Model
+from paceline.models.decoder import Decoder
+from paceline.train.data.tokenizer import make_encoder
+
+tokenizer = make_encoder("bytes", ()).tokenizer
+decoder = Decoder(
+    Model(vocab_size=257, hidden_size=32, ffn_size=64, num_layers=2, num_heads=4, max_seq_len=96)
+)
+decoder.init_weights(torch.Generator().manual_seed(0))
+""",
+        "assert engine.is_idle",
+    ),
     ("docs/explain.md", 0): (
         """
 import torch

@@ -73,6 +73,8 @@ def test_the_commands_of_the_table_run(tmp_path):
             words += LINKS if "collectives" in words else QUICK
         if words[1] == "top":
             words.append("--once")
+        if words[1] == "serve":
+            words.append("--help")  # it would go on until somebody stops it: tests/serve
         if words[1] == "tune":
             words.append("--help")  # minutes of trials: tests/tune has a real one
         if words[1] == "launch":

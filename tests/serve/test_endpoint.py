@@ -12,7 +12,7 @@ from openai import APIError
 from paceline.config.sampling import Sampling
 from paceline.generate.engine import Engine
 from paceline.serve.bodies import _seed
-from tests.serve.served import END, PATIENCE_S, SMALL, serve, small_network, wait_until
+from tests.serve.served import END, PATIENCE_S, SMALL, serve, small_network
 
 GREEDY = {"max_tokens": 24, "temperature": 0}
 
@@ -455,34 +455,6 @@ def test_hundreds_at_once_get_what_each_alone_gets(served):
     asyncio.run(everybody())
     wanted = [served.alone(f"{seed}", max_tokens=4, seed=seed) for seed in range(7)]
     assert answers == {index: wanted[index % 7] for index in range(number)}
-
-
-def test_clients_that_vanish_free_their_blocks_at_once(served):
-    for streamed in (True, False):
-        before = served.metrics()["requests_total cancelled"]
-        fields = {"prompt": "long", "max_tokens": 200, "ignore_eos": True, "stream": streamed}
-        body = json.dumps({**fields, "n": 8}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-        head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
-        connection = served.connect()
-        connection.sendall(head + body)
-        if streamed:
-            assert connection.recv(1) == b"H"
-        else:
-            wait_until(lambda: served.engine.numbers()["running"])
-        connection.close()
-        wait_until(lambda before=before: served.metrics()["requests_total cancelled"] == before + 1)
-        served.wait_until_idle()
-    assert served.metrics()["generated_tokens_total"] > 0
-
-
-def test_a_stream_that_is_closed_early_ends(served):
-    stream = served.client().completions.create(
-        model="small", prompt="long", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
-    stream.close()
-    served.wait_until_idle()
 
 
 def test_texts_beside_a_vanishing_client_are_not_changed(served):

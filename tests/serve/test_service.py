@@ -4,6 +4,7 @@ import json
 import threading
 
 import pytest
+import torch
 from openai import AuthenticationError, InternalServerError, RateLimitError
 
 from paceline.config.errors import InputError
@@ -28,6 +29,16 @@ class Background:
     def result(self):
         self._thread.join()
         return self.response
+
+
+def ask_raw(served, **fields):
+    """The connection of a request whose answer is still to be read."""
+    body = json.dumps(fields).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    connection = served.connect()
+    connection.sendall(head + body)
+    return connection
 
 
 def running(served, count):
@@ -72,16 +83,39 @@ def test_a_request_that_takes_too_long_is_ended_whole_or_streamed():
 
 def test_a_reader_that_is_too_slow_is_given_up_and_holds_up_nobody(monkeypatch):
     monkeypatch.setattr(service, "MOST_BEHIND", 8)
-    with serve(small_network(2048)) as served:
-        body = json.dumps({"prompt": "a", **LONG, "stream": True, "n": 8, "logprobs": 20}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-        head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
-        with served.connect() as connection:
-            connection.sendall(head + body)
-            assert connection.recv(1) == b"H"
-            assert served.post(prompt="other", max_tokens=3).status_code == 200
-            wait_until(lambda: served.metrics()["requests_total slow_reader"] == 1)
+    with (
+        serve(small_network(2048)) as served,
+        ask_raw(served, prompt="a", **LONG, stream=True, n=8, logprobs=20) as connection,
+    ):
+        assert connection.recv(1) == b"H"
+        assert served.post(prompt="other", max_tokens=3).status_code == 200
+        wait_until(lambda: served.metrics()["requests_total slow_reader"] == 1)
+        served.wait_until_idle()
+
+
+def test_clients_that_vanish_free_their_blocks_at_once():
+    with serve(small_network(4096, dtype=torch.float32)) as served:
+        for number, streamed in enumerate((True, False), 1):
+            connection = ask_raw(served, prompt="long", **LONG, stream=streamed, n=8)
+            if streamed:
+                assert connection.recv(1) == b"H"
+            else:
+                running(served, 8)
+            connection.close()
+            wait_until(lambda: served.metrics()["requests_total cancelled"] == number)  # noqa: B023
             served.wait_until_idle()
+        assert served.metrics()["generated_tokens_total"] < 8 * LONG["max_tokens"]
+
+
+def test_a_stream_that_is_closed_early_ends():
+    with serve(small_network(4096, dtype=torch.float32)) as served:
+        stream = served.client().completions.create(
+            model="small", prompt="a", max_tokens=4000, stream=True
+        )
+        next(iter(stream))
+        stream.close()
+        served.wait_until_idle()
+        assert served.metrics()["generated_tokens_total"] < 4000
 
 
 def test_an_engine_that_dies_ends_all_requests_and_the_server(capfd):

@@ -30,32 +30,41 @@ def run(tmp_path, monkeypatch):
 
 
 def train_on(run, steps):
-    """Go on in this process."""
-    settings = [f"train.steps={steps}", "checkpoint.every=2", "checkpoint.keep_last=20"]
-    train_job(read_job(run.path.parents[1] / "small.toml", settings), run, fresh=False)
+    """Go on in this process, fast enough that each step's texts are others."""
+    settings = ["checkpoint.every=2", "checkpoint.keep_last=20", "optim.lr=0.05"]
+    job = read_job(run.path.parents[1] / "small.toml", [f"train.steps={steps}", *settings])
+    train_job(job, run, fresh=False)
 
 
-def text_at(run, step):
+def greedy(count):
+    return Sampling(max_tokens=count, temperature=0, logit_bias={END: -100.0}, logprobs=0)
+
+
+def told_at(run, step):
+    """Log probabilities of a text by the weights of a step."""
     network = open_network(run.path, step=step)
-    return Engine(network.decoder, SMALL, network.tokenizer, {END}).texts([PROMPT], _greedy(12))[0]
+    engine = Engine(network.decoder, SMALL)
+    sequence = engine.submit([*PROMPT.encode()], greedy(12))
+    while not engine.is_idle:
+        engine.step()
+    return [each.chosen for each in sequence.logprobs]
 
 
-def _greedy(count):
-    return Sampling(max_tokens=count, temperature=0, logit_bias={END: -100.0})
+def told_by(served):
+    done = served.post(prompt=PROMPT, max_tokens=12, temperature=0, logprobs=0)
+    return done.json()["choices"][0]["logprobs"]["token_logprobs"]
 
 
 def test_newer_weights_are_taken_between_two_steps_and_no_request_is_lost(run, capfd):
-    network = open_network(run.path)
-    with serve(network, run=run) as served:
-        assert served.post(prompt=PROMPT, max_tokens=12, temperature=0).json()["choices"][0][
-            "text"
-        ] == text_at(run, 4)
-        texts, stop = [], threading.Event()
+    with serve(open_network(run.path), run=run) as served:
+        before = told_by(served)
+        assert before == pytest.approx(told_at(run, 4), abs=1e-4)
+        counts, stop = [], threading.Event()
 
         def ask():
             while not stop.is_set():
                 done = served.post(prompt=PROMPT, max_tokens=20, temperature=0)
-                texts.append(done.json()["usage"]["completion_tokens"])
+                counts.append(done.json()["usage"]["completion_tokens"])
 
         asking = [threading.Thread(target=ask) for _ in range(3)]
         for each in asking:
@@ -65,10 +74,10 @@ def test_newer_weights_are_taken_between_two_steps_and_no_request_is_lost(run, c
         stop.set()
         for each in asking:
             each.join()
-        assert set(texts) == {20}
-        after = served.post(prompt=PROMPT, max_tokens=12, temperature=0).json()
-        assert after["choices"][0]["text"] == text_at(run, 8)
-        assert after["system_fingerprint"] == "step-8"
+        assert set(counts) == {20}
+        after = told_by(served)
+        assert after == pytest.approx(told_at(run, 8), abs=1e-4)
+        assert after != pytest.approx(before, abs=1e-2)
         metrics = served.metrics()
         assert metrics["weights_step"] == 8
         assert 1 <= metrics["weight_swaps_total"] <= 2
@@ -79,7 +88,7 @@ def test_newer_weights_are_taken_between_two_steps_and_no_request_is_lost(run, c
 def test_a_text_goes_on_with_newer_weights(run):
     network = open_network(run.path, step=2)
     engine = network.engine(SMALL)
-    sequence = engine.submit([*PROMPT.encode()], _greedy(10))
+    sequence = engine.submit([*PROMPT.encode()], greedy(10))
     for _ in range(4):
         engine.step()
     before = sequence.made

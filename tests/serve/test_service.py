@@ -8,7 +8,7 @@ import torch
 from openai import AuthenticationError, InternalServerError, RateLimitError
 
 from paceline.config.errors import InputError
-from paceline.serve import endpoint, service
+from paceline.serve import endpoint, serve_command, service
 from paceline.serve.keys import VARIABLE, Keys, read_keys
 from tests.serve.served import SMALL, serve, small_network, wait_until
 
@@ -139,14 +139,13 @@ def test_an_engine_that_dies_ends_all_requests_and_the_server(capfd):
     assert "the device has fallen off the bus" in capfd.readouterr().err
 
 
-def test_a_server_that_stops_ends_what_is_under_way_and_takes_nothing_new():
+def test_a_server_that_stops_ends_what_is_under_way(monkeypatch):
+    # uvicorn's own patience would do for such short texts.
+    monkeypatch.setattr(serve_command, "_LAST_BYTES_S", 0)
     with serve(small_network(2048)) as served:
-        whole = Background(served, prompt="a", max_tokens=60)
         streamed = Background(served, prompt="b", max_tokens=60, stream=True)
-        running(served, 2)
+        running(served, 1)
         served.stop()
-        assert whole.result().status_code == 200
-        assert whole.result().json()["usage"]["completion_tokens"] == 60
         assert streamed.result().text.endswith("data: [DONE]\n\n")
         served.thread.join()
 

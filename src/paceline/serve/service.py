@@ -164,7 +164,7 @@ class Service:
             ApiError: too many wait, or the engine refuses it.
         """
         self.check_open()
-        num_open = sum(request.asked.num_texts for request in self._open)
+        num_open = sum(request.num_left for request in self._open)
         if asked.num_texts > self._most_texts:
             raise ApiError(
                 400,
@@ -197,7 +197,8 @@ class Service:
         return request
 
     def close(self, request: Request) -> None:
-        """Nobody wants the rest of it: its blocks are free after the step that is under way."""
+        """It is answered, or nobody wants the rest: then its blocks are free after the step that is
+        under way."""
         if request.is_open:
             request.is_open = False
             self._open.pop(request).cancel()
@@ -249,8 +250,6 @@ class Service:
             request.pieces.put_nowait(piece)
             if request.pieces.qsize() > MOST_BEHIND * request.asked.num_texts:
                 self.give_up(request, _slow_reader())
-            elif request.num_left == 0:
-                self.close(request)
 
     def _settle(self, request: Request, error: ApiError | None) -> None:
         """The engine has taken a request, or refuses it."""

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from paceline.config.comm import LocalUpdates
 from paceline.config.elastic import Elastic
 from paceline.config.hardware import Cluster
 from paceline.config.job import JobOnCluster
@@ -257,6 +258,20 @@ def test_a_batch_that_one_node_fewer_cannot_share_is_told():
         assert found.one_fewer == train
         told.append("share out the micro-batches" in " ".join(goodput_sentences(found)))
     assert told == [True, False]
+
+
+def test_a_node_takes_the_whole_worker_of_local_updates_out():
+    best = small_answer().best
+    assert best is not None
+    layout = best.layout.replace(dp=8, fsdp=16, tp=1, pp=1, cp=1, ep=1, micro_batch=1)
+    asked = _given()
+    asked = asked.replace(
+        train=asked.train.replace(global_batch=112 * 128),
+        comm=asked.comm.replace(local=LocalUpdates(method="diloco")),
+    )
+    found = goodput_outlook(asked, replace(best, layout=layout), 1e9)
+    assert found is not None
+    assert found.one_fewer == 14
 
 
 def test_replicas_on_other_nodes_need_no_copies():

@@ -247,13 +247,15 @@ def _shares_out(first: Job, ranks: int) -> bool:
     return ranks % unit == 0 and micro_batches % (ranks // of_a_replica) == 0
 
 
-def most_replicas(layout: Layout, global_batch: int, num_devices: int) -> int:
-    """Data ranks of a layout that so many devices have room for and that share out its batch
-    evenly, no more than it has; 0: not one.
+def most_replicas(job: JobOnCluster, layout: Layout, num_devices: int) -> int:
+    """Data ranks of a layout that so many devices have room for and that share out the batch
+    evenly, no more than it has, and of local updates whole workers; 0: not one.
     """
     room = num_devices * layout.num_data_ranks // layout.num_ranks
     most = min(room, layout.num_data_ranks)
-    return max((n for n in divisors(global_batch // layout.micro_batch) if n <= most), default=0)
+    unit = 1 if job.comm.local.method == "none" else layout.fsdp
+    shared = divisors(job.train.global_batch // layout.micro_batch)
+    return max((n for n in shared if n <= most and n % unit == 0), default=0)
 
 
 def _kept(asked: JobSpec, first: Job, free: tuple[str, ...]) -> dict[str, object]:

@@ -193,7 +193,7 @@ def goodput_outlook(job: JobOnCluster, best: Prediction, saved: float) -> Goodpu
     if hours is None:
         return None
     counts = [
-        most_replicas(best.layout, job.train.global_batch, num * cluster.devices_per_node)
+        most_replicas(job, best.layout, num * cluster.devices_per_node)
         for num in range(cluster.num_nodes + 1)
     ]
     of_a_replica = best.layout.num_ranks // best.layout.num_data_ranks

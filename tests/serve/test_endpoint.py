@@ -397,6 +397,15 @@ def test_null_is_a_field_that_was_left_out(served):
     refused(served.post(**ASK, foo=None), 400, "foo is not a setting")
 
 
+def test_what_a_server_is_told_holds_for_what_a_request_leaves_out():
+    with serve(sampling={"top_k": 1, "max_tokens": 3}) as served:
+        likeliest = served.alone("abc", temperature=0)
+        first, every = (served.post(prompt="abc", seed=4, **more) for more in ({}, {"top_k": -1}))
+        assert first.json()["choices"][0]["text"] == likeliest
+        assert every.json()["choices"][0]["text"] == served.alone("abc", seed=4, top_k=None)
+        assert every.json()["usage"]["completion_tokens"] == 3
+
+
 def test_paths_and_methods(served):
     refused(served.get("/v1/completions"), 405, "GET is not for /v1/completions")
     refused(served.get("/v1/embeddings"), 404, "/v1/embeddings is not a path")

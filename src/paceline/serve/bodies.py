@@ -47,8 +47,6 @@ class Asked:
     tells_usage: bool
     """Whether a stream ends with what was used."""
     tells_logprobs: bool
-    num_likeliest: int
-    """Tokens that are told beside each chosen one."""
     matcher: Matcher | None = None
     """Of the grammar, at its beginning; each text gets a copy."""
 
@@ -206,7 +204,7 @@ class Body(FrozenConfig):
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": None if self.top_k in (0, -1) else self.top_k,  # vLLM's words for all
+            "top_k": self.top_k,
             "min_p": self.min_p,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
@@ -218,7 +216,10 @@ class Body(FrozenConfig):
             "logprobs": logprobs,
             "grammar": self._grammar(),
         }
-        return Sampling.parse({**defaults, **{k: v for k, v in given.items() if v is not None}})
+        said = {name: value for name, value in given.items() if value is not None}
+        if self.top_k in (0, -1):  # vLLM's words for all
+            said["top_k"] = None
+        return Sampling.parse({**defaults, **said})
 
     def _grammar(self) -> Grammar | None:
         if self.structured_outputs is None:
@@ -275,7 +276,6 @@ class CompletionBody(Body):
             is_streamed=self.stream,
             tells_usage=self.stream_options is not None and self.stream_options.include_usage,
             tells_logprobs=self.logprobs is not None,
-            num_likeliest=self.logprobs or 0,
         )
 
 
@@ -370,7 +370,6 @@ class ChatBody(Body):
             is_streamed=self.stream,
             tells_usage=self.stream_options is not None and self.stream_options.include_usage,
             tells_logprobs=self.logprobs,
-            num_likeliest=self.top_logprobs or 0,
         )
 
 

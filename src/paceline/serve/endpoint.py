@@ -239,6 +239,9 @@ class _Stream(Response):
                     await self._end(error, scope, receive, send)
         except ClientDisconnect:
             pass
+        except Exception as error:
+            traceback.print_exception(error)
+            outcome = "failed"
         finally:
             self._service.close(self._request)
             self._metrics.ended(outcome, time.perf_counter() - self._request.begun_s)

@@ -10,7 +10,7 @@ import httpx2
 
 from tests.serve.served import PATIENCE_S, SMALL, Served, serve, small_network
 
-NUM_REQUESTS, AT_ONCE = 200, 24
+NUM_REQUESTS, AT_ONCE = 100, 24
 
 
 def drawn(draw: random.Random) -> dict:

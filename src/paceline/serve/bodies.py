@@ -216,7 +216,7 @@ class Body(FrozenConfig):
             "logprobs": logprobs,
             "grammar": self._grammar(),
         }
-        said = {name: value for name, value in given.items() if value is not None}
+        said: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if self.top_k in (0, -1):  # vLLM's words for all
             said["top_k"] = None
         return Sampling.parse({**defaults, **said})

@@ -114,6 +114,27 @@ def _train_one(run: Before, rank: int, num_ranks: int) -> list[HeldState]:
     return [alone(one) for one in checkpoints.held()]
 
 
+def lose_in_a_round(rank: int, num_ranks: int, run: Before) -> tuple[list[int], int]:
+    """Workers of local updates lose the last rank when rank 1 hasn't ended the second round.
+
+    Returns:
+        of which rounds this rank had copies, and from which one all went on.
+    """
+    checkpoints, trainer = checkpoints_of(run, rank, num_ranks, run.settings)
+    checkpoints.begin(generation=1)
+    for done in range(STEPS):
+        batches = next(trainer.task.steps_from(done * trainer.job.train.global_batch))
+        trainer.step(done, batches)
+        trainer.agreement.meet(done + 1)
+        checkpoints.keep_round(done + 1)
+    held = checkpoints.held()
+    left = {1: held[:-1], num_ranks - 1: []}.get(rank, held)
+    then, _ = checkpoints_of(run, rank, num_ranks, run.settings)
+    then.begin(left, generation=2)
+    assert then.recovered is not None, "all begin anew"
+    return [one.step for one in held], then.recovered.step
+
+
 def alone(held: HeldState) -> HeldState:
     """With tensors that share no memory: pickled as they are, each would take all of it along."""
     return replace(held, pieces=[p._replace(tensor=p.tensor.clone()) for p in held.pieces])

@@ -102,3 +102,10 @@ def test_a_later_checkpoint_goes_before_an_older_state_in_memory(root):
     shard.write_bytes(damaged)
     checkpoints, _ = cases.checkpoints_of(before, 0, 1, after.settings)
     assert checkpoints.begin(older, generation=2) == 1
+
+
+def test_workers_of_several_ranks_go_on_at_a_round_that_all_of_their_ranks_ended(root):
+    local = ("comm.local.method=diloco", "comm.local.every=1")
+    before = Before(root / "rounds", (*FP32, *local, *layout("dp=2 fsdp=2 zero=3")), 1)
+    of_ranks = run_ranks(cases.lose_in_a_round, 4, before, timeout_s=240)
+    assert of_ranks == [([1, 2], 1)] * 4

@@ -56,8 +56,8 @@ class RunCheckpoints:
         self._saved: tuple[int, dict[str, Any]] | None = None
         """After how many steps the last save was, and what evaluations had found by then."""
         self._copies: MemoryCopies | None = None
-        self._round: HeldState | None = None
-        """A copy of what this worker had after the last round."""
+        self._rounds: list[HeldState] = []
+        """Copies of what this rank of a worker had after the last rounds, the newest one last."""
         self._history: History = ()
         self.recovered: Recovered | None = None
         """How the run went on from the memory of ranks; None: from the disk, or anew."""
@@ -104,6 +104,7 @@ class RunCheckpoints:
         trainer = self._trainer
         trainer.update.done, self._history = done, history
         if trainer.replicas.steps_alone:
+            self._rounds = [one for one in held if one.follows(history)]
             self.keep_round(done)
         elif trainer.job.elastic.is_on:
             self._copies = MemoryCopies(trainer, held, history, done)
@@ -114,6 +115,9 @@ class RunCheckpoints:
         Parameters and outer momentum are the same on all workers then, so the copies of those who
         are left make up the whole, and nothing has to travel. A worker that comes in takes the
         inner optimizer's state from them as well.
+
+        Ranks of one worker may be lost when some of them have this round and others the one before.
+        So these keep both: who is in a round knows that all have the one before.
         """
         trainer = self._trainer
         if not trainer.job.elastic.is_on or not trainer.replicas.is_round(done):
@@ -122,16 +126,20 @@ class RunCheckpoints:
         state = self._state(as_worker=False)
         del state[ROUNDS_SECTION]["start"]  # the parameters are
         facts, history = self._facts_with_lines(done), self._history
+        if self._rounds and self._rounds[-1].step < done:
+            del self._rounds[:-1]
         copied = HeldState.of(done, state, facts, copy=True, history=history)
-        self._round = replace(copied, kind="own")
+        self._rounds.append(replace(copied, kind="own"))
+        if trainer.replicas.together is None:
+            del self._rounds[:-1]
         # The next round doesn't wait for it: until it is done a piece is taken for good.
-        threading.Thread(target=self._round.seal, name="sums", daemon=True).start()
+        threading.Thread(target=self._rounds[-1].seal, name="sums", daemon=True).start()
 
     def held(self) -> list[HeldState]:
         """What this rank has in memory of the run's state, after a rank was lost: for `begin` of
         the next generation. It stays as it is, whatever becomes of the trainer's groups."""
         if self._copies is None:
-            return [] if self._round is None else [self._round]
+            return self._rounds
         return self._copies.held(self._state, self._facts_with_lines)
 
     def roll_back(self) -> int:

@@ -4,7 +4,7 @@
 |---|---|---|
 | a rank's own | 2 | all that it holds; on a CPU nothing where every rank holds everything |
 | another rank's | 2 | the same, where no rank of another node holds it |
-| a worker's, under local updates | 1 | all that it holds, of the last round |
+| under local updates, a rank's own | 1 | all that it holds; 2 where a worker is several ranks |
 
 With one node another rank takes the place of another node. Not counted: a mean of the weights, what
 compression owes, and copies of the generation before until the first ones of this one are there.
@@ -35,7 +35,7 @@ def copy_bytes(setting: Setting, points: Points, holdings: Holdings) -> Array:
     """
     held = checkpoint_spike_bytes(setting, points, holdings)  # what is copied a checkpoint stages
     if setting.updates_locally:
-        return held
+        return held * np.where(points.ranks_of_a_worker > 1, _PLACES, 1)
     groups = [dense_groups(points)]
     if setting.model.experts is not None:
         groups.append(expert_groups(setting, points))

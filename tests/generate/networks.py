@@ -48,7 +48,7 @@ def alone(
 ) -> list[int]:
     """The tokens that a request gets without an engine: the whole text anew for each of them."""
     most = min(len(prompt) + sampling.max_tokens, decoder.model.max_seq_len)
-    sequence = Sequence(0, [*prompt], sampling, sampling.seed or 0, len(prompt), most)
+    sequence = Sequence([*prompt], sampling, sampling.seed or 0, len(prompt), most)
     while len(sequence.tokens) < most:
         with torch.inference_mode():
             logits = decoder(torch.tensor([sequence.tokens]))[:, -1].float()

@@ -15,7 +15,7 @@ NUM_DRAWS = 4000
 
 def place(sampling, prompt=(0,), made=(), seed=0):
     tokens = [*prompt, *made]
-    return Place(Sequence(0, tokens, sampling, seed, len(prompt), 1000))
+    return Place(Sequence(tokens, sampling, seed, len(prompt), 1000))
 
 
 def drawn(sampling, logits=LOGITS, **tokens):

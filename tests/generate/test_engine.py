@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.config.errors import InputError
-from paceline.config.sampling import Sampling
+from paceline.config.sampling import Grammar, Sampling
 from paceline.config.serving import Serving
 from paceline.generate.engine import Engine
 from paceline.generate.exact import check_places
@@ -91,6 +91,16 @@ def test_requests_that_begin_alike_compute_the_beginning_once():
     engine.step()
     assert again.num_shared == 28
     engine.cancel(again)
+    assert_nothing_is_left(engine)
+
+
+def test_a_text_of_one_token_leaves_its_prompt_to_others():
+    engine = Engine(built(MODELS["grouped"]), Serving(block_size=4))
+    for wanted in (0, 20):
+        sequence = engine.submit(prompt(21, 0), Sampling(max_tokens=1))
+        engine.step()
+        assert sequence.end == "length"
+        assert sequence.num_shared == wanted
     assert_nothing_is_left(engine)
 
 
@@ -202,6 +212,8 @@ def test_a_text_ends_where_it_should():
         ([VOCAB], Sampling(), f"has token {VOCAB}, but the network knows 0 to {VOCAB - 1}"),
         ([1] * 96, Sampling(), "has 96 tokens, but prompt and text together may have 96"),
         ([1], Sampling(logit_bias={99: 1.0}), "logit_bias names token 99"),
+        ([1], Sampling(stop=("a",)), "Stop strings need text"),
+        ([1], Sampling(grammar=Grammar(kind="regex", source="a")), "needs a matcher"),
     ],
 )
 def test_a_wrong_request_is_refused_in_a_sentence(tokens, sampling, said):

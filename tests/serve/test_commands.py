@@ -1,6 +1,7 @@
 """From a Run of any layout to texts and talks, by the command line and beside transformers."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -64,6 +65,21 @@ def test_texts_are_shown_after_their_prompts_and_a_seed_repeats_them(trained):
     assert all(prompt in first.stdout for prompt in PROMPTS)
     assert "tiny, step 24" in first.stderr
     assert f"{12 * len(PROMPTS)} tokens in" in first.stderr
+
+
+def test_a_text_keeps_to_its_grammar(trained):
+    pytest.importorskip("llguidance")
+    grammar = 'sampling.grammar={kind="regex", source="[0-9]{3}(a|b)"}'
+    done = paceline("generate", "runs/tiny", *PROMPTS, "--set", grammar, "--json", folder=trained)
+    assert done.returncode == 0, done.stderr
+    texts = [json.loads(line)["text"] for line in done.stdout.splitlines()]
+    assert all(re.fullmatch("[0-9]{3}(a|b)", text) for text in texts), texts
+
+
+def test_a_folder_is_served_as_it_was_written(trained):
+    paceline("export", "runs/tiny", "narrow", "--dtype", "bf16", folder=trained)
+    for name, dtype in (("narrow", torch.bfloat16), ("weights", torch.float32)):
+        assert next(open_network(trained / name).decoder.parameters()).dtype == dtype
 
 
 def test_weights_can_be_narrower_and_of_an_earlier_step(trained):

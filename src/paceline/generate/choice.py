@@ -69,7 +69,7 @@ def logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
         count: of the likeliest ones that are told.
     """
     log = logits.log_softmax(-1)
-    best = log.topk(count)
+    best = log.topk(min(count, len(log)))
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return TokenLogprobs(float(log[token]), tuple(pairs))
 

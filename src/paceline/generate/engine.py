@@ -57,7 +57,7 @@ class Engine:
         end_tokens: end a text.
 
     Raises:
-        InputError: the memory for keys and values doesn't hold one whole sequence.
+        InputError: the memory for keys and values doesn't hold a block of tokens.
     """
 
     def __init__(
@@ -81,7 +81,6 @@ class Engine:
         self._scheduler = Scheduler(
             self._blocks, size, most, serving.max_sequences, guess_of(serving.speculate)
         )
-        self._num_submitted = 0
 
     def submit(
         self,
@@ -101,14 +100,18 @@ class Engine:
             matcher: of its grammar.
 
         Raises:
-            InputError: a prompt that is empty or too long, or tokens that the network doesn't know.
+            InputError: a prompt that is empty or too long, tokens that the network doesn't know, or
+                a setting that lacks what it needs.
         """
         self._check(prompt, sampling)
+        if sampling.grammar is not None and matcher is None:
+            raise InputError("A text with a grammar needs a matcher of it, which was not given.")
+        if sampling.stop and take_text is None:
+            raise InputError("Stop strings need text: give take_text, such as TextStream.add.")
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         most = min(len(prompt) + sampling.max_tokens, self.longest)
-        sequence = Sequence(self._num_submitted, [*prompt], sampling, seed, len(prompt), most, salt)
+        sequence = Sequence([*prompt], sampling, seed, len(prompt), most, salt)
         sequence.take_text, sequence.matcher = take_text, matcher
-        self._num_submitted += 1
         self._scheduler.add(sequence)
         return sequence
 
@@ -216,7 +219,7 @@ class Engine:
 
     def _go_on(self, chunk: Chunk, raw: Tensor | None, chosen: List[int]) -> Progress:
         """Give a sequence the tokens that were chosen, as far as its guess was right."""
-        sequence = chunk.sequence
+        sequence, end = chunk.sequence, None
         new: list[int] = []
         for place, token in enumerate(chosen):
             new.append(token)
@@ -226,13 +229,13 @@ class Engine:
             if sequence.matcher is not None:
                 sequence.matcher.take(token)
             sequence.tokens.append(token)
-            if (end := self._end(sequence, token)) is not None:
-                self._scheduler.end(sequence, end)
-                return Progress(sequence, new)
-            if place < len(chunk.guess) and token != chunk.guess[place]:
+            end = self._end(sequence, token)
+            if end or (place < len(chunk.guess) and token != chunk.guess[place]):
                 break
         num_guessed = max(0, len(new) - 1)
         self._scheduler.was_computed(chunk, chunk.stop - chunk.start + num_guessed)
+        if end is not None:
+            self._scheduler.end(sequence, end)
         return Progress(sequence, new)
 
     def _end(self, sequence: Sequence, token: int) -> EndReason | None:

@@ -61,7 +61,7 @@ class Scheduler:
         block_size: int,
         most_tokens: int,
         most_sequences: int,
-        guess: Callable[[Sequence, int], tuple[int, ...]] = lambda sequence, most: (),
+        guess: Callable[[Sequence, int], tuple[int, ...]],
     ) -> None:
         self._blocks, self._block_size, self._guess = blocks, block_size, guess
         self._most_tokens, self._most_sequences = most_tokens, most_sequences
@@ -166,7 +166,6 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
-        sequence.num_preemptions += 1
         del self.running[sequence]
         self._clear(sequence)
         self.waiting.appendleft(sequence)

@@ -28,8 +28,6 @@ class Sequence:
     Its keys and values, of the first `num_computed` tokens, are in `blocks`.
     """
 
-    number: int
-    """Of the engine's sequences, in the order in which they came."""
     tokens: list[int]
     """The prompt, then what was made."""
     sampling: Sampling
@@ -45,7 +43,6 @@ class Sequence:
     """Of its full blocks, as far as they are known."""
     num_shared: int = 0
     """Tokens whose keys and values others had computed, when it was last admitted."""
-    num_preemptions: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the tokens that were made, where they were asked for."""
     matcher: Any = None

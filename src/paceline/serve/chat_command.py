@@ -74,7 +74,9 @@ class _Conversation:
         tokens = self._prompt()
         stream = TextStream(self._network.tokenizer, sampling.stop)
         begun = time.perf_counter()
-        sequence = self.engine.submit(tokens, sampling, take_text=stream.add)
+        sequence = self.engine.submit(
+            tokens, sampling, take_text=stream.add, matcher=self._network.matcher(sampling)
+        )
         try:
             while sequence.end is None:
                 self.engine.step()

@@ -80,7 +80,12 @@ class _Texts:
         """The text that is being shown."""
         self._streams = [TextStream(network.tokenizer, sampling.stop) for _ in prompts]
         self._sequences = [
-            engine.submit(network.encode(prompt), sampling, take_text=stream.add)
+            engine.submit(
+                network.encode(prompt),
+                sampling,
+                take_text=stream.add,
+                matcher=network.matcher(sampling),
+            )
             for prompt, stream in zip(prompts, self._streams, strict=True)
         ]
 

@@ -15,14 +15,16 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from paceline.config.errors import InputError
-from paceline.config.files import parse_json, read_bytes
+from paceline.config.files import parse_json, read_bytes, read_json
 from paceline.config.model import Model
+from paceline.config.sampling import Sampling
 from paceline.config.serving import Serving
 from paceline.generate.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.models.weights import load_weights, read_model
 from paceline.observe.run import Run
 from paceline.parallel.apply import DTYPES
+from paceline.serve.grammar import Grammars, Matcher
 from paceline.train.data.tokenizer import end_name
 from paceline.train.export import weights_of
 from paceline.train.kept_tokenizer import GENERATION, about_tokens
@@ -54,6 +56,17 @@ class Network:
         """The tokens of a prompt: as a run trained on them, and with what the tokenizer of a folder
         puts around a text (most begin it with a token)."""
         return self.tokenizer.encode(text, add_special_tokens=self.step is None).ids
+
+    def matcher(self, sampling: Sampling) -> Matcher | None:
+        """Of a text's grammar; None: it has none.
+
+        Raises:
+            InputError: the grammar can't be compiled, or llguidance is not installed.
+        """
+        if sampling.grammar is None:
+            return None
+        vocab = self.decoder.model.vocab_size
+        return Grammars(self.tokenizer, vocab, self.end_tokens).matcher(sampling.grammar)
 
     def engine(self, serving: Serving) -> Engine:
         """An engine of this network."""
@@ -137,13 +150,19 @@ def _of_run(run: Run, precision: Precision, step: int | None) -> Network:
 
 def _of_folder(folder: Path, precision: Precision) -> Network:
     model = read_model(folder)
-    decoder = _room(model, DTYPES["fp32" if precision == "auto" else precision])
+    decoder = _room(model, DTYPES[_written(folder) if precision == "auto" else precision])
     load_weights(decoder, folder)
     names = (_TOKENIZER, _SETTINGS, _TEMPLATE, GENERATION)
     files = {n: read_bytes(folder / n, _CURE) for n in names if (folder / n).is_file()}
     if _TOKENIZER not in files:
         raise InputError(f"{folder} has no {_TOKENIZER}: put it there, texts are made of tokens.")
     return _network(folder.resolve().name, decoder, files, None, folder)
+
+
+def _written(folder: Path) -> Literal["fp32", "bf16"]:
+    """The type of a folder's weights, as config.json says; other types are taken as fp32."""
+    said = read_json(folder / "config.json", _OBJECT, _CURE)
+    return "bf16" if "bfloat16" in (said.get("dtype"), said.get("torch_dtype")) else "fp32"
 
 
 def _room(model: Model, dtype: torch.dtype) -> Decoder:

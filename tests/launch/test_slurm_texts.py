@@ -227,8 +227,12 @@ class FakeSlurm:
 
     def says(self, command: str, words: str) -> None:
         """What one prints on both streams from now on."""
+        self.does(command, f"cat >/dev/null\necho '{words}' | tee /dev/stderr")
+
+    def does(self, command: str, script: str) -> None:
+        """What one does from now on."""
         file = self._folder / command
-        file.write_text(f"#!/bin/sh\ncat >/dev/null\necho '{words}' | tee /dev/stderr\n")
+        file.write_text(f"#!/bin/sh\n{script}\n")
         file.chmod(0o755)
 
 
@@ -247,18 +251,42 @@ def starts(at: float, nodes: str = "n1,n4") -> str:
 def test_a_start_is_when_the_last_job_ends_on_the_nodes_that_slurm_found(slurm):
     now = round(time.time())
     slurm.says("sbatch", starts(now + 5000))
-    slurm.says("squeue", f"{now + 900}\n{now + 1800}")
+    slurm.says("squeue", f"{now + 900}|n1\n{now + 1800}|n4")
     assert estimate("#!/bin/sh\n") == now + 1800
-    slurm.says("squeue", f"{now + 900}\n{now + 7200}")  # preempted, maybe: Slurm knows why
+    slurm.says("squeue", f"{now + 900}|n1\n{now + 7200}|n4")  # preempted, maybe: Slurm knows why
     assert estimate("#!/bin/sh\n") == now + 5000
-    slurm.says("squeue", f"{now + 900}\nN/A")
+    slurm.says("squeue", f"{now + 900}|n1\nN/A|n4")
     assert estimate("#!/bin/sh\n") == now + 5000
+
+
+def test_a_start_is_sooner_on_nodes_that_slurm_passed_over(slurm):
+    """It names nodes that are free at the end of its window, not those that were free first."""
+    now = round(time.time())
+    slurm.does(
+        "sbatch",
+        f"""case "$*" in
+          *--exclude=n1,n2*) echo "allocation failure: Requested nodes not available" ;;
+          *--exclude=n1) echo "{starts(now + 5000, "n2")}" ;;
+          *) echo "{starts(now + 5000, "n1")}" ;;
+        esac >&2""",
+    )
+    ends = {"n1": now + 3600, "n2": now + 1800, "n3": now + 900}
+    slurm.does(
+        "squeue",
+        f"""case "$*" in
+          *--nodelist=n1*) echo {ends["n1"]} ;;
+          *--nodelist=n2*) echo {ends["n2"]} ;;
+          *) printf '%s\\n' {" ".join(f"'{end}|{node}'" for node, end in ends.items())} ;;
+        esac""",
+    )
+    assert estimate("#!/bin/sh\n") == now + 1800
+    assert estimate("#!/bin/sh\n#SBATCH --exclude=n2\n") == now + 3600, "the site's own words"
 
 
 def test_a_start_on_nodes_that_somebody_reserved_stays_slurms(slurm):
     now = round(time.time())
     slurm.says("sbatch", starts(now + 5000))
-    slurm.says("squeue", f"{now + 900}")
+    slurm.says("squeue", f"{now + 900}|n4")
     slurm.says("scontrol", "ReservationName=work Nodes=n4,n5 State=INACTIVE")
     assert estimate("#!/bin/sh\n") == now + 5000
     assert estimate("#!/bin/sh\n#SBATCH --reservation=work\n") == now + 900

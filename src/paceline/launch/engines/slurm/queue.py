@@ -1,5 +1,6 @@
 """When a job would start, by Slurm's own estimate."""
 
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -19,8 +20,9 @@ def estimate(batch_script: str, *options: str) -> float | None:
     """When a job would start if it were submitted now; Unix time.
 
     It stands on the time limits of what runs, so it is usually too late. Slurm itself is coarser:
-    it looks at running jobs in windows of 30 s, 60 s, 120 s and so on, and says the end of a window
-    (slurm.conf(5), bf_window_linear). So the nodes that it found are asked when they are free.
+    it looks at running jobs in windows of 30 s, 60 s, 120 s and so on, says the end of a window
+    (slurm.conf(5), bf_window_linear), and any nodes that are free by then. So the nodes that it
+    found are asked when they are free, and Slurm is asked again without those that take longest.
 
     Args:
         batch_script: its text.
@@ -32,19 +34,16 @@ def estimate(batch_script: str, *options: str) -> float | None:
     Raises:
         InputError: it can never start, or Slurm can't be asked; has Slurm's own words.
     """
-    done = run("sbatch", "--test-only", *options, script=batch_script)
-    found = _START.search(done.stderr)
-    if found:
-        start = float(found[1])
-        with suppress(InputError):  # what a site may keep to itself: then Slurm's own word counts
-            names = hosts(found[2] or "")
-            if names and start > time.time():
-                return _free_at(batch_script, start, names)
-        return start
-    words = done.stderr.lower()
-    if _NEVER not in words and any(each in words for each in _PASSES):
-        return None
-    raise refused(done.stderr)
+    said = _ask(batch_script, options)
+    start = _start(batch_script, said)
+    if start is None:
+        words = said.lower()
+        if _NEVER not in words and any(each in words for each in _PASSES):
+            return None
+        raise refused(said)
+    with suppress(InputError):  # what a site may keep to itself: then Slurm's own word counts
+        return _sooner(batch_script, options, start)
+    return start
 
 
 def fits(batch_script: str, num_nodes: int) -> float | None:
@@ -53,6 +52,43 @@ def fits(batch_script: str, num_nodes: int) -> float | None:
         return estimate(batch_script, f"--nodes={num_nodes}")
     except InputError:
         return None
+
+
+def _ask(batch_script: str, options: Sequence[str]) -> str:
+    return run("sbatch", "--test-only", *options, script=batch_script).stderr
+
+
+def _start(batch_script: str, said: str) -> float | None:
+    """The start that an answer of Slurm's means; None: it has none."""
+    found = _START.search(said)
+    if found is None:
+        return None
+    start = float(found[1])
+    with suppress(InputError):
+        names = hosts(found[2] or "")
+        if names and start > time.time():
+            return _free_at(batch_script, start, names)
+    return start
+
+
+def _sooner(batch_script: str, options: Sequence[str], start: float) -> float:
+    """The first end of a running job by which other nodes are enough, or `start`."""
+    if start <= time.time() or "--exclude" in batch_script:
+        return start
+    ends: dict[float, list[str]] = {}
+    for end, nodes in rows("squeue", "--noheader", _HOLDING, "--format=%e|%N"):
+        ends.setdefault(unix_time(end) or math.inf, []).append(nodes)
+    earlier = sorted(end for end in ends if end < start)
+    first, last = 0, len(earlier)
+    while first < last:  # the more nodes are free, the sooner it starts
+        middle = (first + last) // 2
+        later = ",".join(nodes for end in ends if end > earlier[middle] for nodes in ends[end])
+        found = _start(batch_script, _ask(batch_script, (*options, f"--exclude={later}")))
+        if found is not None and found <= max(earlier[middle], time.time()):
+            last, start = middle, found
+        else:
+            first = middle + 1
+    return start
 
 
 def _free_at(batch_script: str, start: float, nodes: Sequence[str]) -> float:

@@ -2,8 +2,8 @@
 
 Commands import what they need when they are called: `paceline --help` loads neither torch nor
 pydantic. Exit codes: 0 done, or stopped with a checkpoint as it was asked to; 2 the input is wrong,
-said in one sentence; 75 stopped in time, and to be started again; 130 ended at once by a second
-signal; 1 anything else.
+said in one sentence; 69 an elastic run goes on without this node; 75 stopped in time, and to be
+started again; 130 ended at once by a second signal; 1 anything else.
 """
 
 import json

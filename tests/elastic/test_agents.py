@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from paceline.config.errors import InputError
+from paceline.config.errors import EXIT_LEFT_OUT, InputError
 from paceline.elastic.agent import num_coming
 from tests.elastic.cluster import Behaviour, Nodes
 
@@ -197,10 +197,10 @@ def test_a_node_whose_ranks_die_again_and_again_is_left_out(tmp_path):
             nodes.until_step(4, world=1)
         else:
             nodes.agents[bad].join(30)
-            assert nodes.agents[bad].exitcode == 1
+            assert nodes.agents[bad].exitcode == EXIT_LEFT_OUT
         nodes.start(bad)
         nodes.agents[bad].join(30)
-        assert nodes.agents[bad].exitcode == 1, "it is not taken in again"
+        assert nodes.agents[bad].exitcode == EXIT_LEFT_OUT, "it is not taken in again"
         assert nodes.events("refused")
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from paceline.config.errors import EXIT_LEFT_OUT
 from paceline.config.hardware import Cluster
 from paceline.elastic.agent import _began_s
 from tests.elastic import cluster
@@ -61,7 +62,7 @@ def test_a_node_that_comes_and_dies_again_and_again_is_left_out(tmp_path):
         assert "lost 2 times with no step finished with it" in left_out["why"]
         nodes.start("b")
         nodes.agents["b"].join(30)
-        assert nodes.agents["b"].exitcode == 1
+        assert nodes.agents["b"].exitcode == EXIT_LEFT_OUT
         assert nodes.agents["a"].is_alive()
         nodes.assert_one_history()
 
@@ -126,7 +127,7 @@ def test_a_machine_whose_bytes_come_back_changed_is_refused(tmp_path):
         nodes.until_step(1, world=1)
         _start_odd(nodes, "b", _check_link, tmp_path)
         nodes.agents["b"].join(30)
-        assert nodes.agents["b"].exitcode == 1
+        assert nodes.agents["b"].exitcode == EXIT_LEFT_OUT
         assert "came back from a neighbour with other bits" in nodes.events("refused")[0]["check"]
         assert nodes.agents["a"].is_alive()
 

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config.errors import InputError
+from paceline.config.errors import EXIT_LEFT_OUT, InputError
 from paceline.launch.contract import ID_FILE
 from paceline.launch.node_records import node_records
 from tests.launch.beds import Bed, bed
 from tests.launch.jobs import Jobs, jobs_on
+from tests.launch.waiting import until
 
 __all__ = ["bed"]
 
@@ -100,6 +101,23 @@ def test_a_job_that_is_asked_to_save_goes_on_later(jobs):
     jobs.bed.engine.signal(job, "save")
     over = jobs.until_over(job)
     assert (over.state, over.attempt) == ("finished", 2)
+
+
+def test_the_others_go_on_without_a_node_that_they_left_out(jobs):
+    if jobs.bed.num_nodes < 2:
+        pytest.skip("has one node")
+    script = f"mkdir left-out && exit {EXIT_LEFT_OUT}; until [ -e go ]; do sleep 0.05; done"
+    job = jobs.submit(script, num_nodes=2, min_nodes=1)
+    until(lambda: any(one.exit_code == EXIT_LEFT_OUT for one in node_records(job.folder)))
+    assert jobs.see(job).state == "running"
+    jobs.folder.joinpath("go").touch()
+    over = jobs.until_over(job)
+    assert (over.state, over.attempt, over.exit_code) == ("finished", 1, 0)
+
+
+def test_a_program_may_end_with_any_code_where_all_nodes_are_needed(jobs):
+    over = jobs.until_over(jobs.submit(f"exit {EXIT_LEFT_OUT}"))
+    assert (over.state, over.exit_code) == ("failed", EXIT_LEFT_OUT)
 
 
 def test_a_job_whose_node_is_lost_starts_again(jobs):

@@ -36,6 +36,10 @@ EXIT_SAVED = 75
 """What a process exits with that stopped before its end and is to be started again: EX_TEMPFAIL of
 sysexits.h."""
 
+EXIT_LEFT_OUT = 69
+"""What a node's agent exits with where an elastic run goes on without it, as it was the cause of
+losses again and again, or failed the check: EX_UNAVAILABLE of sysexits.h."""
+
 
 class StoppedInTimeError(SystemExit):
     """A run was stopped before its last step: what is to be kept is kept, start it again.

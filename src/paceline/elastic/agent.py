@@ -14,8 +14,8 @@ the next generation's file, which only one can.
 - An agent that was in none of the newest generation's life may claim the next only where that one's
   leader is gone: its file is taken away, belongs to another start, or is renewed no more.
 
-Exit codes: 0 all steps are done; 75 saved, or resumable from its checkpoints: start it again; 1 the
-program failed; 2 wrong input.
+Exit codes: 0 all steps are done; 75 saved, or resumable from its checkpoints: start it again; 69
+the run goes on without this node; 1 the program failed; 2 wrong input.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ from paceline.elastic.generation import (
     newest_number,
     read_generation,
 )
-from paceline.elastic.leader import FAILED, FINISHED, SAVED, WRONG_INPUT, Leader
+from paceline.elastic.leader import FAILED, FINISHED, SAVED, Leader
 from paceline.elastic.local_ranks import LocalRanks, StartRank
 from paceline.elastic.signals import SignalListener, asking
 from paceline.elastic.wire import (
@@ -239,7 +239,7 @@ class Agent:
                 channel = await self._seek()
                 if channel is not None:
                     await self._follow(channel)
-            await self._ranks.end(0.0 if self._exit_code in (FAILED, WRONG_INPUT) else _GRACE_S)
+            await self._ranks.end(_GRACE_S if self._exit_code in _ENDS else 0.0)
             if self._leading is not None:
                 await self._leading
             if self._text:

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from paceline.comm.rendezvous import hold_store
-from paceline.config.errors import EXIT_SAVED
+from paceline.config.errors import EXIT_LEFT_OUT, EXIT_SAVED
 from paceline.config.job import Job, to_raw
 from paceline.elastic.aside import aside
 from paceline.elastic.budget import Budget
@@ -31,8 +31,10 @@ from paceline.elastic.generation import Generation, Node, newest_number
 from paceline.elastic.verdict import Progress, judge
 from paceline.elastic.wire import Channel, Message
 
-FINISHED, FAILED, WRONG_INPUT, SAVED = 0, 1, 2, EXIT_SAVED
-"""Exit codes of a run: all steps done; its program's own failure; wrong input; start me again."""
+FINISHED, FAILED, WRONG_INPUT = 0, 1, 2
+SAVED, LEFT_OUT = EXIT_SAVED, EXIT_LEFT_OUT
+"""Exit codes: all steps done; the program's own failure; wrong input; start me again; the run goes
+on without this node."""
 
 _NUM_STEP_TIMES = 15
 # After the last message: until all have heard it.
@@ -584,7 +586,7 @@ class Leader:
                 self._tell_left_out(name)
         for name in left_out.keys() & self._members.keys():
             member = self._members.pop(name)
-            member.channel.send({"kind": "refused", "text": left_out[name], "exit_code": FAILED})
+            member.channel.send({"kind": "refused", "text": left_out[name], "exit_code": LEFT_OUT})
             member.channel.close()
 
     def _tell_left_out(self, name: str) -> None:
@@ -712,9 +714,9 @@ class Leader:
 
     def _refusal(self, node: Node, join: Message) -> tuple[str, int] | None:
         if node.name in self._budget.left_out:
-            return self._budget.left_out[node.name], FAILED
+            return self._budget.left_out[node.name], LEFT_OUT
         if (text := join.get("check")) is not None:
-            return f"{node.name} is not taken in: {text}", FAILED
+            return f"{node.name} is not taken in: {text}", LEFT_OUT
         twin = self._members.get(node.name)
         if twin is not None and twin.node.incarnation != node.incarnation:
             return (

@@ -93,6 +93,11 @@ class Request:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Set for the command. Never secrets: it is written into files."""
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether those that are left may go on without a node."""
+        return 0 < self.min_nodes < self.num_nodes
+
 
 @dataclass(frozen=True)
 class Rendered:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from paceline.config.errors import EXIT_SAVED
+from paceline.config.errors import EXIT_LEFT_OUT, EXIT_SAVED
 from paceline.launch.contract import Attempt
 from paceline.launch.start_script import NODE_FOLDER
 from paceline.observe.run import read_lines
@@ -89,10 +89,11 @@ def whole_attempts(
 
 def exit_code_of(group: Sequence[NodeRecord]) -> int | None:
     """Of an attempt: that of the first node that failed by itself, else 75, else the worst; None
-    where no node ended."""
-    ended = sorted((each.ended or 0.0, each.exit_code) for each in group if each.exit_code)
-    failed = [code for _, code in ended if code and code != EXIT_SAVED and code < _KILLED]
-    codes = {each.exit_code for each in group if each.exit_code is not None}
+    where no node ended. Nodes that the others left out count where there is no other."""
+    ends = [(each.ended or 0.0, each.exit_code) for each in group if each.exit_code is not None]
+    ends = [end for end in ends if end[1] != EXIT_LEFT_OUT] or ends
+    failed = [code for _, code in sorted(ends) if code not in (0, EXIT_SAVED) and code < _KILLED]
+    codes = {code for _, code in ends}
     if failed:
         return failed[0]
     return EXIT_SAVED if EXIT_SAVED in codes else max(codes, default=None)

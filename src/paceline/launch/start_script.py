@@ -12,7 +12,7 @@ import shlex
 import signal
 from collections.abc import Iterator
 
-from paceline.config.errors import EXIT_SAVED, InputError
+from paceline.config.errors import EXIT_LEFT_OUT, EXIT_SAVED, InputError
 from paceline.config.site import Site
 from paceline.launch.contract import ATTEMPT, Request
 from paceline.observe.run import LAUNCH
@@ -35,7 +35,14 @@ record() {{
     "$attempt" "$node" "$started" "$1" "$2" >>"$folder/{NODE_FOLDER}/$node.jsonl"
 }}
 record null null
-trap 'code=$?; record "$(date +%s.%3N)" "$code"; echo "exit $code" >&4' EXIT
+ended() {{
+  code=$?
+  record "$(date +%s.%3N)" "$code"
+  echo "exit $code" >&4
+  # The others go on without this node: no failure to who sees exit codes alone.
+  [ "$code" != "$left_out" ] || exit 0
+}}
+trap ended EXIT
 """
 
 # A signal ends `wait`, which then says nothing of the command: it is asked again. A command that
@@ -75,6 +82,7 @@ def start_script(request: Request, site: Site) -> str:
     parts = [
         "#!/bin/bash\n# Starts the job on this node; written by paceline launch.\n",
         f"folder={_quoted(request.folder)}\n",
+        f"left_out={EXIT_LEFT_OUT if request.goes_on else ''}\n",
         _RECORDS,
         _WAIT,
         f"cd -- {_quoted(request.directory)} || exit 2\n",

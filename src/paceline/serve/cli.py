@@ -154,7 +154,7 @@ def chat(
 
     \b
     paceline chat runs/demo
-    paceline chat runs/demo --tokens 200 --temperature 0.7 --set sampling.top_p=0.9
+    paceline chat runs/demo --tokens 200 --set sampling.top_p=0.9
     """
     from paceline.config.serving import read_settings
     from paceline.serve.chat_command import chat_command

@@ -21,7 +21,7 @@ from typing import Literal, TypeVar
 
 from filelock import FileLock, Timeout
 
-from paceline.config.errors import EXIT_SAVED
+from paceline.config.errors import EXIT_LEFT_OUT, EXIT_SAVED
 from paceline.launch.contract import Attempt, Observation
 from paceline.launch.supervision.places import Places, places_of
 from paceline.launch.supervision.process import ProcessIdentity
@@ -298,8 +298,8 @@ class Supervisor:
             if code is not None:
                 self._on_end(code)
                 return code
-            enough = 0 < self._orders.min_nodes <= len(self._live)
-            if self._is_saved or self._cause is not None or not enough or self._restarts <= 0:
+            is_over = self._is_saved or self._cause is not None
+            if is_over or not self._is_enough or self._restarts <= 0:
                 self._end_all("lost")
                 return None
             self._restarts -= 1
@@ -309,8 +309,15 @@ class Supervisor:
                 return None
             relay = new
 
+    @property
+    def _is_enough(self) -> bool:
+        """Whether the nodes that are left may go on."""
+        return 0 < self._orders.min_nodes <= len(self._live)
+
     def _on_end(self, code: int) -> None:
-        """A command has ended: the others don't go on without it."""
+        """A command has ended: the others don't go on without it, unless they left it out."""
+        if code == EXIT_LEFT_OUT and self._is_enough:
+            return
         if code == EXIT_SAVED and self._live and not self._is_saved:
             self._is_saved = True
             asyncio.get_running_loop().call_later(
@@ -343,7 +350,7 @@ class Supervisor:
         return None
 
     def _outcome(self, codes: Sequence[int | None]) -> Outcome:
-        known = [code for code in codes if code is not None]
+        known = [code for code in codes if code not in (None, EXIT_LEFT_OUT)]
         worst = next((code for code in known if code not in (0, EXIT_SAVED)), None)
         if self._cause == "stop":
             return Outcome("CANCELLED", worst if worst is not None else max(known, default=None))

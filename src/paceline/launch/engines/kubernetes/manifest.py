@@ -191,7 +191,6 @@ def _job(request: Request, site: Site) -> dict[str, Any]:
 
 def _ends(request: Request) -> Iterator[dict[str, Any]]:
     """The first rule that fits a failed pod counts."""
-    goes_on = 0 < request.min_nodes < request.num_nodes
     taken = {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 
     def code(operator: str, *values: int) -> dict[str, Any]:
@@ -199,8 +198,8 @@ def _ends(request: Request) -> Iterator[dict[str, Any]]:
         return {"onExitCodes": about}
 
     yield {"action": "Count", **code("In", EXIT_SAVED)}
-    yield {"action": "Ignore" if goes_on else "Count", **taken}
-    if goes_on:
+    yield {"action": "Ignore" if request.goes_on else "Count", **taken}
+    if request.goes_on:
         yield {"action": "Ignore", **code("In", _KILLED)}
     yield {"action": "FailJob", **code("NotIn", EXIT_SAVED)}
 

@@ -10,7 +10,7 @@ from paceline.launch.engines.slurm.commands import ask, run
 from paceline.launch.engines.slurm.job_state import accounting, job_state
 from paceline.launch.engines.slurm.probing import probe
 from paceline.launch.engines.slurm.queue import estimate
-from paceline.launch.engines.slurm.script import STOP, goes_on, rendered
+from paceline.launch.engines.slurm.script import STOP, rendered
 from paceline.launch.engines.slurm.states import reason_of, state_of
 from paceline.launch.engines.slurm.submission import submit
 from paceline.launch.engines.slurm.usage import attempts
@@ -99,7 +99,7 @@ class SlurmEngine:
         known = job_state(job.id)
         if known is None or known.word != "RUNNING":
             return
-        if not goes_on(request):
+        if not request.goes_on:
             raise InputError(
                 "the job ends with any node of it, since elastic.min_nodes is that of all."
             )

@@ -16,7 +16,7 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from paceline.config.errors import EXIT_SAVED, InputError
+from paceline.config.errors import EXIT_LEFT_OUT, EXIT_SAVED, InputError
 from paceline.config.site import NodeType, Site
 from paceline.launch.contract import ATTEMPT, NUM_NODES, Rendered, Request
 from paceline.launch.start_script import NODE_FOLDER, START_SCRIPT, start_script
@@ -97,14 +97,16 @@ esac
 """
 # A node's script says how it ended. The first that failed ends the others, and so does the first
 # that saved, if they don't follow by themselves. 138 and 143: USR1 or TERM came before anything
-# could hear. Where nodes may go on without one, one whose command was killed counts as lost. Slurm
-# may give a node that can't take a step, which is no fault of the command: others are tried.
+# could hear. Where nodes may go on without one, one whose command was killed counts as lost, and
+# one that the others left out doesn't count. Slurm may give a node that can't take a step, which is
+# no fault of the command: others are tried.
 _JUDGE = f"""\
 judge() {{
   local word code=1 number begun= failed= saved= finished=
   while read -r word number; do
     code=$number
     [ "$word" = srun ] || begun=1
+    [ "$goes_on $word $code" != "1 exit {EXIT_LEFT_OUT}" ] || continue
     case $word,$code in
       exit,0) finished=$goes_on ;;
       *,{EXIT_SAVED} | *,138 | *,143)
@@ -180,7 +182,7 @@ def rendered(request: Request, site: Site) -> Rendered:
     Raises:
         InputError: a value can't be written so that Slurm reads it, or the site has no such type.
     """
-    is_kept = "1" if goes_on(request) else ""
+    is_kept = "1" if request.goes_on else ""
     lines = [f"#SBATCH {option}\n" for option in _options(request, site)]
     parts = [
         "#!/bin/bash\n",
@@ -258,7 +260,7 @@ def _options(request: Request, site: Site) -> Iterator[str]:
         yield f"--time={math.ceil(request.time_limit_s / 60)}"
     if request.priority < 0:
         yield f"--nice={-request.priority * _NICE}"
-    if goes_on(request):
+    if request.goes_on:
         yield "--no-kill"
     for job in request.after:
         if not job.isdecimal():
@@ -283,15 +285,10 @@ def _step(request: Request) -> str:
     count = f'"${NUM_NODES}"'
     nodes = f"--nodes={count} --ntasks={count} --ntasks-per-node=1"
     # Nodes end at their own times, and some of them still save: none is killed with the first.
-    ends = f"--kill-on-bad-exit=0 --wait=0{' --no-kill' if goes_on(request) else ''}"
+    ends = f"--kill-on-bad-exit=0 --wait=0{' --no-kill' if request.goes_on else ''}"
     cpus = '${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}'
-    what = f'{_GUARD_SCRIPT} "$SLURMD_NODENAME"' if goes_on(request) else START_SCRIPT
+    what = f'{_GUARD_SCRIPT} "$SLURMD_NODENAME"' if request.goes_on else START_SCRIPT
     return f"srun {nodes} --export=ALL --cpu-bind=none {ends} {cpus} bash {what}"
-
-
-def goes_on(request: Request) -> bool:
-    """Whether those that are left may go on without a node."""
-    return 0 < request.min_nodes < request.num_nodes
 
 
 def _option(option: str, name: str) -> str:

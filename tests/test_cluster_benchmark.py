@@ -9,12 +9,14 @@ from benchmarks.cluster.trace import STEP_S, draw
 
 
 def test_a_trace_is_its_seeds_and_has_what_was_asked_for():
-    trace = draw(3, 50, 20.0, 1000.0)
-    assert trace == draw(3, 50, 20.0, 1000.0) != draw(4, 50, 20.0, 1000.0)
-    assert len(trace.losses) == 50
+    trace = draw(3, 50, 20.0, (10.0, 60.0), 1000.0)
+    assert (
+        trace == draw(3, 50, 20.0, (10.0, 60.0), 1000.0) != draw(4, 50, 20.0, (10.0, 60.0), 1000.0)
+    )
+    assert len(trace.losses) == 200, "they go on"
     times = [one.at_s for one in trace.losses]
     assert times == sorted(times)
-    assert 15 < times[-1] / 50 < 25
+    assert 15 < times[-1] / 200 < 25
     assert {one.kind for one in trace.losses} == {"preempted", "lost"}
     arrivals = [job.arrives_s for job in trace.jobs]
     assert arrivals == sorted(arrivals)
@@ -28,6 +30,7 @@ def outcome(contestant: str, ended_s: float, **more: object) -> dict:
     given = {
         "contestant": contestant,
         "ended_s": ended_s,
+        "num_left": 0,
         "hits": hits,
         "steps_again": {"job-0": 2},
         "submitted_again": [],
@@ -44,13 +47,21 @@ def outcome(contestant: str, ended_s: float, **more: object) -> dict:
     [
         ({}, 160.0, True),
         ({}, 140.0, False),
+        ({"hits": [{"kind": "preempted"}] * 4}, 160.0, False),
         ({"saved": 3}, 160.0, False),
         ({"ledger_device_s": 899}, 160.0, False),
     ],
 )
 def test_the_goal_is_reached_by_time_ledger_and_saves_together(ours, peer_s, is_reached):
-    options = argparse.Namespace(seed=0, losses=5, gap=20.0, node_seconds=100.0)
+    options = argparse.Namespace(seed=0, losses=5, gap=20.0, away=(10, 60), node_seconds=100.0)
     results = [outcome("paceline", 100.0, **ours), outcome("torchx", peer_s)]
     page, found = _page(results, options)
     assert found is is_reached
     assert f"| torchx | {peer_s:.0f} s | {peer_s / 100:.2f} | 4 | 1 | 2 | 0 | 900 |" in page
+
+
+def test_a_peer_that_is_given_up_has_its_jobs_named():
+    options = argparse.Namespace(seed=0, losses=5, gap=20.0, away=(10, 60), node_seconds=100.0)
+    page, found = _page([outcome("paceline", 100.0), outcome("torchx", 160.0, num_left=3)], options)
+    assert found
+    assert "| torchx | 3 jobs not, 160 s | 1.60 |" in page

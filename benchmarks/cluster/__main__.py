@@ -11,8 +11,10 @@ processes cost them real time.
 What is told: until the last job is done; preemptions after which a job had saved in time; steps
 that were done again; device-seconds by `sacct` and by Paceline's ledger.
 
+A peer that takes 1.6 times as long as Paceline is given up, with the jobs that it has left.
+
     pip install submitit torchx
-    python -m benchmarks.cluster [--losses 50] [--gap 27] [--node-seconds 2400] [--seed 0]
+    python -m benchmarks.cluster [--losses 50] [--gap 45] [--away 30 120] [--node-seconds 2600]
 """
 
 import argparse
@@ -28,7 +30,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.cluster.contest import CONTESTANTS, contend
+from benchmarks.cluster.contest import CONTESTANTS, GIVE_UP, contend
 from benchmarks.cluster.trace import draw
 from benchmarks.provenance import folder_of, keep, parser_of, signature, taken_with
 from benchmarks.slurmlab import why_not
@@ -36,7 +38,9 @@ from benchmarks.tables import markdown
 
 WANTED = 1.5
 """A peer takes so many times as long, or more."""
+_GIVE_UP = 1.6
 _PEERS = ("submitit", "torchx")
+OUTCOME = "outcome.json"
 
 
 def main() -> None:
@@ -72,12 +76,13 @@ def _contend(options: argparse.Namespace) -> None:
         print(f"{options.contestant}: {text}", flush=True)
 
     outcome = contend(options.contestant, _trace(options), folder, say)
-    (folder / "outcome.json").write_text(json.dumps(asdict(outcome)))
+    (folder / OUTCOME).write_text(json.dumps(asdict(outcome)))
     say(f"over after {time.monotonic() - began:.0f} s")
 
 
 def _trace(options: argparse.Namespace):
-    return draw(options.seed, options.losses, options.gap, options.node_seconds)
+    away_s = options.away[0], options.away[1]
+    return draw(options.seed, options.losses, options.gap, away_s, options.node_seconds)
 
 
 def _together(contestants: list[str], folder: Path, console: Console) -> list[dict[str, Any]]:
@@ -90,14 +95,20 @@ def _together(contestants: list[str], folder: Path, console: Console) -> list[di
         own = ["--contestant", name, "--into", str(into)]
         running.append(subprocess.Popen([*command, *own]))
     try:
-        codes = [process.wait() for process in running]
+        codes = []
+        for name, process in zip(contestants, running, strict=True):
+            codes.append(process.wait())
+            if name == "paceline" and codes[-1] == 0:
+                ended_s = json.loads((folder / name / OUTCOME).read_text())["ended_s"]
+                (folder / "new").write_text(f"{_GIVE_UP * ended_s:.1f}")
+                (folder / "new").rename(folder / GIVE_UP)
     finally:
         for process in running:
             process.terminate()
     for name, code in zip(contestants, codes, strict=True):
         if code:
             console.print(f"{name} ended with {code}: its figures are missing.")
-    files = [folder / name / "outcome.json" for name in contestants]
+    files = [folder / name / OUTCOME for name in contestants]
     return [json.loads(file.read_text()) for file in files if file.exists()]
 
 
@@ -105,6 +116,11 @@ _TITLES = (
     *("", "all done after", "over Paceline", "preempted", "lost"),
     *("steps again", "submitted again", "device-s"),
 )
+
+
+def _when(outcome: dict[str, Any]) -> str:
+    ended, left = f"{outcome['ended_s']:.0f} s", outcome["num_left"]
+    return f"{left} jobs not, {ended}" if left else ended
 
 
 def _page(results: list[dict[str, Any]], options: argparse.Namespace) -> tuple[str, bool]:
@@ -118,7 +134,7 @@ def _page(results: list[dict[str, Any]], options: argparse.Namespace) -> tuple[s
         lines.append(
             (
                 name,
-                f"{one['ended_s']:.0f} s",
+                _when(one),
                 f"{one['ended_s'] / ours['ended_s']:.2f}",
                 str(kinds.count("preempted")),
                 str(kinds.count("lost")),
@@ -129,10 +145,11 @@ def _page(results: list[dict[str, Any]], options: argparse.Namespace) -> tuple[s
         )
     ratios = [one["ended_s"] / ours["ended_s"] for one in results if one is not ours]
     is_exact = ours["ledger_device_s"] == ours["held_device_s"]
-    has_saved = ours["saved"] >= ours["num_preempted"]
+    has_saved = ours["saved"] >= ours["num_preempted"] and len(ours["hits"]) >= options.losses
     page = (
-        f"{len(_trace(options).jobs)} jobs on four nodes, {options.losses} losses drawn (seed "
-        f"{options.seed}), one every {options.gap:g} s.\n\n"
+        f"{len(_trace(options).jobs)} jobs on four nodes, {options.node_seconds:g} node-seconds of "
+        f"work, a loss every {options.gap:g} s for {options.away[0]:g} to {options.away[1]:g} s "
+        f"until all is done (seed {options.seed}).\n\n"
         f"{markdown(_TITLES, lines, _TITLES[:1])}\n"
         f"Paceline's jobs had saved in time at {min(ours['saved'], ours['num_preempted'])} of "
         f"{ours['num_preempted']} preemptions. Its ledger has {ours['ledger_device_s']} "
@@ -143,9 +160,12 @@ def _page(results: list[dict[str, Any]], options: argparse.Namespace) -> tuple[s
 
 def _options() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--losses", type=int, default=50)
-    parser.add_argument("--gap", type=float, default=27.0, help="seconds between losses")
-    parser.add_argument("--node-seconds", type=float, default=2400.0, help="of work, in all")
+    parser.add_argument("--losses", type=int, default=50, help="that Paceline has to meet")
+    parser.add_argument("--gap", type=float, default=45.0, help="seconds between losses")
+    parser.add_argument(
+        "--away", type=float, nargs=2, default=(30.0, 120.0), help="seconds without the node"
+    )
+    parser.add_argument("--node-seconds", type=float, default=2600.0, help="of work, in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)

@@ -14,8 +14,8 @@ CHECKPOINT_S = 5.0
 """Between checkpoints: the time of their steps at the size that was asked for."""
 _SHAPES = (4, 2, 1, 4, 2, 1, 2, 1)
 _ARRIVE_WITHIN_S = 60.0
-_AWAY_S = 10.0, 60.0
-"""For how long a node is taken away."""
+_MOST_TIMES = 4
+"""Losses go on for who takes so many times as long."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,16 @@ class Trace:
     losses: tuple[Loss, ...]
 
 
-def draw(seed: int, num_losses: int, gap_s: float, node_seconds: float) -> Trace:
+def draw(
+    seed: int, num_losses: int, gap_s: float, away_s: tuple[float, float], node_seconds: float
+) -> Trace:
     """A trace.
 
     Args:
-        num_losses: a fifth of them lost nodes, the others preemptions.
+        num_losses: that are waited for, a fifth of them lost nodes, the others preemptions. They go
+            on at the same rate until the work is done.
         gap_s: between losses, in the mean.
+        away_s: for how long a node is taken away, from and to.
         node_seconds: of work, over all jobs, if nothing were lost.
     """
     pick = random.Random(seed)
@@ -78,8 +82,8 @@ def draw(seed: int, num_losses: int, gap_s: float, node_seconds: float) -> Trace
             )
         )
     at, losses = 0.0, []
-    for _ in range(num_losses):
+    for _ in range(_MOST_TIMES * num_losses):
         at += pick.uniform(0.5, 1.5) * gap_s
         kind: Literal["preempted", "lost"] = "lost" if pick.random() < 0.2 else "preempted"
-        losses.append(Loss(at, kind, pick.random(), pick.uniform(*_AWAY_S)))
+        losses.append(Loss(at, kind, pick.random(), pick.uniform(*away_s)))
     return Trace(tuple(sorted(jobs, key=lambda job: job.arrives_s)), tuple(losses))

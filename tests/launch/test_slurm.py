@@ -127,6 +127,8 @@ def test_a_submission_that_dies_half_way_leaves_nothing_queued(lab, tmp_path):
 def test_a_preempted_job_saves_comes_back_and_is_accounted_for(lab, jobs):
     job = jobs.submit(f"{AGAIN}; {heeding('job 0')}", spot=True)
     begun(jobs, job)
+    # Slurm counts whole seconds: some are to be there.
+    until(lambda: time.time() > jobs.bed.engine.usage(job)[0].started + 2)
     first = jobs.submit("sleep 1", num_nodes=3, folder=jobs.folder / "prod")
     assert jobs.see(first).state == "queued"  # main takes nothing from spot
     on(jobs, Site(engine="slurm", partition="prod"))

@@ -100,6 +100,7 @@ def _of_language_models(job: Sections) -> str | None:
     given = {f"data.{name}": (value, getattr(data, name)) for name, value in job.data}
     given["train.seq_len"] = (train.seq_len, Train.model_fields["seq_len"].default)
     given["train.weights"] = (train.weights, None)
+    given["train.exact_eval"] = (train.exact_eval, False)
     for name, (value, none) in given.items():
         if value != none:
             return (

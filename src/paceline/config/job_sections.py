@@ -97,6 +97,10 @@ class Train(FrozenConfig):
     """Steps between evaluations on the held-out split; 0: only at the end."""
     eval_batches: Count = 4
     """Global batches of the held-out split that an evaluation reads."""
+    exact_eval: bool = False
+    """Evaluate a language model by the passes of `serve.exact`: each logit has the bits that it has
+    when the run is served so, with blocks and passes of the default size. Slower; in fp32, for
+    ranks that hold the whole network."""
     patience: CountOrNone = 0
     """Evaluations in a row without a better `checkpoint.best` that end the run; 0: none do."""
     max_bad_steps: Count = 5

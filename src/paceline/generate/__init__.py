@@ -8,6 +8,7 @@
 | paged, runner | attention over blocks, and the forward pass of the tokens of several sequences |
 | packed, exact | its products made faster, or results with the same bits in any company |
 | choice, speculation | the next token from its logits, and several at once from a guess |
+| score | how likely a network holds texts that are given |
 | text | tokens as text that may be shown, and where a stop string ends it |
 
 Not here: what listens to a network, reads runs or measures (`paceline.serve`).

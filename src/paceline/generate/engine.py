@@ -11,7 +11,7 @@ An engine is for one thread at a time.
 """
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from paceline.generate.choice import Place, choose, logprobs
 from paceline.generate.paged import KeyShape, Memory
 from paceline.generate.runner import Runner
 from paceline.generate.scheduler import Chunk, Scheduler
+from paceline.generate.score import Given, Scorer
 from paceline.generate.sequence import EndReason, Sequence
 from paceline.generate.speculation import guess_of
 from paceline.generate.text import TextStream
@@ -78,6 +79,7 @@ class Engine:
         self._blocks = Blocks(num_blocks, shares=serving.share_prefixes)
         self._memory = Memory(shape, num_blocks, size, first.dtype, first.device)
         self._runner = Runner(decoder, self._memory, most if serving.exact else None)
+        self._scorer = Scorer(self._runner, self._memory, self._blocks, most)
         self._scheduler = Scheduler(
             self._blocks, size, most, serving.max_sequences, guess_of(serving.speculate)
         )
@@ -164,6 +166,17 @@ class Engine:
         for stream in streams:
             stream.finish()
         return [stream.text for stream in streams]
+
+    def losses(self, texts: Iterable[Given]) -> Iterator[Tensor]:
+        """How unlikely given texts are, while no others are made.
+
+        Args:
+            texts: of at most `longest` tokens.
+
+        Yields:
+            of each text, in order, -log p of its targets: (num_tokens,) fp32, in nats.
+        """
+        return self._scorer.losses(texts)
 
     def numbers(self) -> dict[str, int]:
         """How busy it is: sequences, blocks and preemptions, by name."""

@@ -138,6 +138,51 @@ def serve(
 
 
 @serve_app.command()
+def evaluate(
+    served: Served,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file or folder of text. Left out: what the run's own evaluations read.",
+            show_default=False,
+        ),
+    ] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="All of the run's held-out text.")] = False,
+    choices: Annotated[
+        Path | None,
+        typer.Option(
+            help="Lines of JSON with context, choices and answer (the place of the right one, from "
+            "0): how often it is the likeliest.",
+            show_default=False,
+        ),
+    ] = None,
+    step: Step = None,
+    set_: Settings = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Say how well a network knows held-out text: loss, perplexity, bits a byte.
+
+    By the passes that serve requests, so what is measured is what is served. The
+    loss is that of the run's own evaluations, and with serve.exact = true and
+    train.exact_eval = true of the Job it is so to the bit. Choices are scored as
+    lm-evaluation-harness does it.
+
+    \b
+    paceline evaluate runs/demo
+    paceline evaluate runs/demo --whole --set serve.precision=bf16
+    paceline evaluate exported/ --data notes.txt --json
+    paceline evaluate exported/ --choices questions.jsonl
+    """
+    from paceline.config.serving import read_settings
+    from paceline.serve.evaluate_command import evaluate_command
+
+    settings = read_settings(set_ or ())
+    evaluate_command(
+        served, settings, step, data=data, choices=choices, whole=whole, as_json=as_json
+    )
+
+
+@serve_app.command()
 def chat(
     served: Served,
     tokens: Tokens = None,

@@ -41,6 +41,7 @@ from paceline.train.data import (
     train_batches,
 )
 from paceline.train.data.build import Progress
+from paceline.train.exact_eval import ExactLoss, check_exact_eval
 from paceline.train.family import Trained, TrainFamily
 from paceline.train.kept_tokenizer import GENERATION, about_tokens, keep_tokenizer
 from paceline.train.starting_weights import check_network, check_tokens
@@ -55,6 +56,8 @@ class LanguageModels(TrainFamily[Model]):
     ) -> str:
         """Tokenise the text, and hold it and the starting weights against the Job."""
         weights = job.train.weights
+        if job.train.exact_eval:
+            check_exact_eval(job.layout)
         if weights is not None:
             check_network(model, weights)
         data = prepare(job.data, progress)
@@ -140,6 +143,7 @@ def decoder_task(model: Model, job: Job, ranks: Ranks) -> Task:
         train_flops_per_unit=model.train_flops_per_token(job.train.seq_len),
         staged=staged,
         fill=partial(fill_decoder, job.train),
+        eval_loss=ExactLoss() if job.train.exact_eval else None,
         sentences=()
         if attention is None
         else (f"attention by {attention.backend}: {attention.why}",),

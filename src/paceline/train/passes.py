@@ -122,8 +122,10 @@ class Passes:
             for loss in losses:
                 tally.add(WeightedLoss(loss), loss)
             return
+        loss = self.task.eval_loss or self.task.loss
         for micro_batch in micro_batches:
-            part = self.forward(micro_batch)
+            with self._arithmetic():
+                part = WeightedLoss.of(loss(self.module, micro_batch))
             tally.add(part, part.times_weight(part.loss.double()))
 
     def without_effect(self, micro_batch: object) -> Tensor:

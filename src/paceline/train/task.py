@@ -70,6 +70,8 @@ class Task:
     """Names the data by its contents, None where that is unknown."""
     staged: StagedLoss | None = None
     """The loss taken apart; None: the module can't be pipelined."""
+    eval_loss: Loss | None = None
+    """Of held-out micro-batches; None: `loss`."""
     fill: Callable[[nn.Module], None] | None = None
     """Gives the parameters of (a part of) the module their first values, in place."""
     facts: dict[str, Any] = field(default_factory=dict)

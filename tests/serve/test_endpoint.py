@@ -408,7 +408,7 @@ def test_what_a_server_is_told_holds_for_what_a_request_leaves_out():
 
 def test_paths_and_methods(served):
     refused(served.get("/v1/completions"), 405, "GET is not for /v1/completions")
-    refused(served.get("/v1/embeddings"), 404, "/v1/embeddings is not a path")
+    refused(served.get("/v1/audio"), 404, "/v1/audio is not a path")
     refused(served.post("/"), 404, "/ is not a path")
     form = httpx2.post(f"{served.url}/v1/completions", data={"prompt": "a"})
     refused(form, 415, "application/json")

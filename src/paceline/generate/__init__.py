@@ -9,6 +9,7 @@
 | packed, exact | its products made faster, or results with the same bits in any company |
 | choice, speculation | the next token from its logits, and several at once from a guess |
 | score | how likely a network holds texts that are given |
+| embed | texts as vectors |
 | text | tokens as text that may be shown, and where a stop string ends it |
 
 Not here: what listens to a network, reads runs or measures (`paceline.serve`).

@@ -30,7 +30,7 @@ from paceline.generate.paged import KeyShape, Memory
 from paceline.generate.runner import Runner
 from paceline.generate.scheduler import Chunk, Scheduler
 from paceline.generate.score import Given, Scorer
-from paceline.generate.sequence import EndReason, Sequence
+from paceline.generate.sequence import EndReason, Sequence, check_tokens
 from paceline.generate.speculation import guess_of
 from paceline.generate.text import TextStream
 from paceline.models.decoder import Decoder
@@ -76,6 +76,7 @@ class Engine:
         num_blocks = self._num_blocks(shape.block_bytes(size, first.dtype))
         exact = _EXACT_TOKENS if serving.exact else None
         most = (exact or _TOKENS) if serving.max_tokens == "auto" else serving.max_tokens
+        self.most_tokens = most
         self._blocks = Blocks(num_blocks, shares=serving.share_prefixes)
         self._memory = Memory(shape, num_blocks, size, first.dtype, first.device)
         self._runner = Runner(decoder, self._memory, most if serving.exact else None)
@@ -192,13 +193,7 @@ class Engine:
 
     def _check(self, prompt: List[int], sampling: Sampling) -> None:
         vocab = self.decoder.model.vocab_size
-        if not prompt:
-            raise InputError("The prompt has no tokens: give at least one.")
-        if wrong := [token for token in prompt if not 0 <= token < vocab]:
-            raise InputError(
-                f"The prompt has token {wrong[0]}, but the network knows 0 to {vocab - 1}: use its "
-                "own tokenizer."
-            )
+        check_tokens(prompt, vocab)
         if len(prompt) >= self.longest:
             raise InputError(
                 f"The prompt has {len(prompt)} tokens, but prompt and text together may have "

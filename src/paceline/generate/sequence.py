@@ -1,14 +1,31 @@
 """Sequence: the tokens of one text that is being made, and how far they are computed."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from paceline.config.errors import InputError
 from paceline.config.sampling import Sampling
 
 EndReason = Literal["stop", "length", "cancelled"]
 """Why a text ended: at its natural end or a stop string; after max_tokens, or where the network
 takes no more; or nobody wants it any more."""
+
+
+def check_tokens(tokens: List[int], vocab_size: int) -> None:
+    """Check that a network can begin with these tokens.
+
+    Raises:
+        InputError: there are none, or one that it doesn't know.
+    """
+    if not tokens:
+        raise InputError("The prompt has no tokens: give at least one.")
+    if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
+        raise InputError(
+            f"The prompt has token {wrong[0]}, but the network knows 0 to {vocab_size - 1}: use "
+            "its own tokenizer."
+        )
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,8 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         targets: Tensor | None = None,
         wanted: Tensor | None = None,
+        *,
+        returns_states: bool = False,
     ) -> Tensor:
         """Predict each next token, or say how well it does.
 
@@ -149,6 +151,7 @@ class Decoder(nn.Module):
                 sequence; all of them by default.
             targets: (batch, seq) the tokens to predict; -100 leaves one out.
             wanted: (num_wanted,) places of the tokens whose logits are returned; all by default.
+            returns_states: return what the head reads, (batch, seq, hidden), and not logits.
 
         Returns:
             (batch, seq, vocab) logits, or with targets their mean loss in nats, for which the
@@ -172,6 +175,8 @@ class Decoder(nn.Module):
             return x
         assert self.norm is not None
         x = self.norm(x if wanted is None else x[:, wanted])
+        if returns_states:
+            return x
         if targets is not None:
             return linear_cross_entropy(x, self._head_weight, targets)
         return self.project(x, self._head_weight) if self.head is None else self.head(x)

@@ -1,5 +1,6 @@
 """Answers: what the engine made, in the form of OpenAI's API, whole or as a stream of chunks."""
 
+import base64
 import re
 import time
 import uuid
@@ -8,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from paceline.serve.bodies import Asked
 from paceline.serve.service import Piece, Token
@@ -168,6 +170,28 @@ class CompletionAnswer:
             ],
             "text_offset": [each.start for each in tokens],
         }
+
+
+def embeddings_answer(vectors: Tensor, model: str, num_tokens: int, *, as_base64: bool) -> Json:
+    """The answer of /v1/embeddings.
+
+    Args:
+        vectors: (num_texts, hidden) fp32.
+        as_base64: as bytes of little-endian fp32, which is what OpenAI's client asks for.
+    """
+    rows = vectors.numpy().astype("<f4")
+    data: list[Any] = [base64.b64encode(row.tobytes()).decode() for row in rows]
+    if not as_base64:
+        data = rows.tolist()
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": each}
+            for index, each in enumerate(data)
+        ],
+        "model": model,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
 
 
 class ChatAnswer(CompletionAnswer):

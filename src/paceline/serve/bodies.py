@@ -7,7 +7,8 @@ an error, for a misspelt one would be ignored.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -17,6 +18,7 @@ from paceline.config.errors import InputError
 from paceline.config.files import parse_json
 from paceline.config.frozen import FrozenConfig
 from paceline.config.sampling import MOST_CHOICES, MOST_LOGPROBS, Grammar, Sampling
+from paceline.generate.embed import check_texts
 from paceline.serve.chat import ChatTemplate
 from paceline.serve.errors import ApiError
 from paceline.serve.grammar import Grammars, Matcher
@@ -133,28 +135,10 @@ def _grammar(kind: str, source: str) -> Grammar:
     return Grammar.parse({"kind": kind, "source": source}, "grammar")
 
 
-class Body(FrozenConfig):
-    """What both kinds of request may say. What `Sampling` knows is checked there."""
+class Fields(FrozenConfig):
+    """What every request may say."""
 
     model: str | None = None
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    ignore_eos: bool | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    cache_salt: _SHORT_TEXT | None = None
     user: str | None = None
     """Has no effect."""
 
@@ -175,11 +159,9 @@ class Body(FrozenConfig):
         for name in raw.keys() & cls.refused.keys():
             if raw.pop(name) not in (None, [], "none"):
                 raise InputError(f"{name} is not taken: {cls.refused[name]}.")
-        known = {k: v for k, v in raw.items() if v is not None or k not in cls.model_fields}
-        read = cls.parse(known)
-        if read.stream_options is not None and not read.stream:
-            raise InputError("stream_options says how to stream, and stream is not true: set it.")
-        return read
+        return cls.parse(
+            {k: v for k, v in raw.items() if v is not None or k not in cls.model_fields}
+        )
 
     @classmethod
     def field_of(cls, sentence: str) -> str | None:
@@ -187,6 +169,58 @@ class Body(FrozenConfig):
         first = sentence.partition(" ")[0].partition(".")[0]
         known = first in cls.model_fields or first in cls.refused
         return first if known or " is not a setting" in sentence else None
+
+
+class EmbeddingsBody(Fields):
+    """Of /v1/embeddings."""
+
+    input: str | list[Any]
+    """A text or its tokens, or a list of either."""
+    encoding_format: Literal["float", "base64"] = "float"
+
+    refused: ClassVar = {"dimensions": "vectors are as wide as the network, so leave it out"}
+
+    def texts(self, network: Network) -> list[list[int]]:
+        """The tokens of each.
+
+        Raises:
+            InputError: there are none, too many, or some that the network can't take.
+        """
+        given = _prompts(self.input, "input")
+        texts = [network.encode(each) if isinstance(each, str) else each for each in given]
+        check_texts(network.decoder, texts)
+        return texts
+
+
+class Body(Fields):
+    """What requests for texts may say. What `Sampling` knows is checked there."""
+
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    cache_salt: _SHORT_TEXT | None = None
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """As above."""
+        read = super().read(body)
+        if read.stream_options is not None and not read.stream:
+            raise InputError("stream_options says how to stream, and stream is not true: set it.")
+        return read
 
     def asked(self, server: "Server", holder: bytes) -> Asked:
         """What the engine is asked.
@@ -263,7 +297,7 @@ class CompletionBody(Body):
             raise InputError("best_of looks at whole texts, and stream is true: leave one out.")
         if self.echo and self.logprobs is not None:
             raise InputError("logprobs are of the text alone, and echo is true: leave one out.")
-        prompts = _prompts(self.prompt)
+        prompts = _prompts(self.prompt, "prompt")
         logprobs = 0 if self.logprobs is None and candidates > self.n else self.logprobs
         network = server.network
         return Asked(
@@ -279,17 +313,17 @@ class CompletionBody(Body):
         )
 
 
-def _prompts(given: str | list[Any]) -> Sequence[str | list[int]]:
+def _prompts(given: str | list[Any], name: str) -> Sequence[str | list[int]]:
     if isinstance(given, str):
         return [given]
     if given and all(type(each) is int for each in given):
         return [given]
     if not 1 <= len(given) <= MOST_PROMPTS:
-        raise InputError(f"prompt has {len(given)} texts, and 1 to {MOST_PROMPTS} can be asked.")
+        raise InputError(f"{name} has {len(given)} texts, and 1 to {MOST_PROMPTS} can be asked.")
     for each in given:
         is_tokens = isinstance(each, list) and all(type(token) is int for token in each)
         if not isinstance(each, str) and not is_tokens:
-            raise InputError("prompt is neither a text nor its tokens, nor a list of either.")
+            raise InputError(f"{name} is neither a text nor its tokens, nor a list of either.")
     return given
 
 
@@ -397,19 +431,37 @@ class Server:
         Raises:
             ApiError: it can't be asked; the field that it is about is named.
         """
-        try:
+        with _refusing(kind):
             read = kind.read(body)
             self._check_model(read.model)
             asked = read.asked(self, holder)
             if (grammar := asked.sampling.grammar) is not None:
                 asked = replace(asked, matcher=self.grammars.matcher(grammar))
-        except InputError as error:
-            raise ApiError(400, str(error), param=kind.field_of(str(error))) from None
         return asked
+
+    def read_embeddings(self, body: bytes) -> tuple[EmbeddingsBody, list[list[int]]]:
+        """What a request for vectors says, and the tokens of its texts.
+
+        Raises:
+            ApiError: it can't be asked.
+        """
+        with _refusing(EmbeddingsBody):
+            read = EmbeddingsBody.read(body)
+            self._check_model(read.model)
+            return read, read.texts(self.network)
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.network.name):
             raise no_model(name, self.network.name)
+
+
+@contextmanager
+def _refusing(kind: type[Fields]) -> Iterator[None]:
+    """What is wrong is the client's, and told with the field that it is about."""
+    try:
+        yield
+    except InputError as error:
+        raise ApiError(400, str(error), param=kind.field_of(str(error))) from None
 
 
 def no_model(name: str, known: str) -> ApiError:

@@ -3,6 +3,7 @@
 | path | what |
 |---|---|
 | /v1/completions, /v1/chat/completions | texts |
+| /v1/embeddings | texts as vectors |
 | /v1/models, /v1/models/{name} | what is served |
 | /health, /ready | the process lives; it takes requests |
 | /metrics | for Prometheus |
@@ -29,7 +30,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from paceline.serve.answers import ChatAnswer, CompletionAnswer, Texts, TokenTexts
+from paceline.serve.answers import (
+    ChatAnswer,
+    CompletionAnswer,
+    Texts,
+    TokenTexts,
+    embeddings_answer,
+)
 from paceline.serve.bodies import Body, ChatBody, CompletionBody, Server, no_model
 from paceline.serve.errors import ApiError
 from paceline.serve.keys import Keys
@@ -87,6 +94,7 @@ class Endpoint:
             routes=[
                 Route("/v1/completions", self._counted(completions), methods=asked),
                 Route("/v1/chat/completions", self._counted(chat), methods=asked),
+                Route("/v1/embeddings", self._counted(self._embeddings), methods=asked),
                 Route("/v1/models", self._guarded(self._models), methods=told),
                 Route("/v1/models/{name:path}", self._guarded(self._model), methods=told),
                 Route("/health", self._health, methods=told),
@@ -132,6 +140,15 @@ class Endpoint:
         if asked.tells_usage:
             yield _event(answer.last_chunk(texts))
         yield b"data: [DONE]\n\n"
+
+    async def _embeddings(self, http: HttpRequest) -> Response:
+        self._holder(http)
+        self._service.check_open()
+        body, texts = await asyncio.to_thread(self._server.read_embeddings, await _body(http))
+        vectors = await _while_wanted(self._service.embed(texts), http.receive)
+        name, count = self._server.network.name, sum(map(len, texts))
+        as_base64 = body.encoding_format == "base64"
+        return _json(embeddings_answer(vectors, name, count, as_base64=as_base64))
 
     # ---- what is served, and how it is ----------------------------------------------------------
 

@@ -17,7 +17,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
 from paceline.config.errors import InputError
+from paceline.generate.embed import embed, parts_of
 from paceline.generate.engine import Engine, Progress
 from paceline.generate.sequence import EndReason, Sequence, TokenLogprobs
 from paceline.generate.text import TextStream
@@ -233,6 +237,8 @@ class Service:
         done: Future[T] = Future()
 
         def order() -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # whoever asked has gone
             try:
                 done.set_result(do())
             except BaseException as error:
@@ -241,6 +247,23 @@ class Service:
 
         self._orders.put(order)
         return done
+
+    async def embed(self, texts: list[list[int]]) -> Tensor:
+        """The vectors of texts, (num_texts, hidden); others' texts go on between its passes.
+
+        Raises:
+            ApiError: it took too long.
+        """
+        engine = self.engine
+        vectors = torch.empty(len(texts), engine.decoder.model.hidden_size)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for part in parts_of([*map(len, texts)], engine.most_tokens):
+                    do = partial(embed, engine.decoder, [texts[number] for number in part])
+                    vectors[part] = await asyncio.wrap_future(self.between_steps(do))
+        except TimeoutError:
+            raise _too_long(self._timeout_s) from None
+        return vectors
 
     def _deliver(self, events: Events) -> None:
         for request, piece in events:

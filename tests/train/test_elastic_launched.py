@@ -87,8 +87,10 @@ def test_torchruns_first_process_is_the_agent_and_the_other_ends_as_it_does(tmp_
         code, printed = first.end()
         assert code == 0, printed
     lost = [event for event in first.run.events().lines if event["event"] == "lost"]
-    # A loaded machine may slow one rank for 50 steps, which is told and nothing more.
-    assert [event["class"] for event in lost if event["class"] != "slow"] == ["dead"], lost
+    # A loaded machine may slow one rank for 50 steps, or hold one up for longer than it may take:
+    # that is told, or survived as well.
+    assert lost[0]["class"] == "dead", lost
+    assert {event["class"] for event in lost[1:]} <= {"slow", "stuck"}, lost
     assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 61))
     with _Torchrun(tmp_path, steps=10**6) as second:
         _until(lambda: len(metrics(tmp_path)) > 65)

@@ -42,9 +42,12 @@ def url_of(process):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_what_is_under_way_end(trained, number):
-    process = start(trained, "--follow", "--set", "serve.max_sequences=4")
+    keeps = ("kv_gb=0.5", "host_gb=2", "disk_gb=20", "disk_folder=kept", "max_sequences=4")
+    settings = [word for setting in keeps for word in ("--set", f"serve.{setting}")]
+    process = start(trained, "--follow", *settings)
     try:
         url = url_of(process)
+        assert [each.name[:13] for each in (trained / "kept").iterdir()] == ["paceline-tier"]
         ask = {"prompt": "the", "max_tokens": 60, "stream": True, "ignore_eos": True}
         with httpx2.stream("POST", f"{url}/v1/completions", json=ask, timeout=PATIENCE_S) as told:
             lines = told.iter_lines()
@@ -60,6 +63,7 @@ def test_a_signal_lets_what_is_under_way_end(trained, number):
     assert "no API key is asked for" in output
     assert "stopping" in output
     assert "Traceback" not in output
+    assert not list((trained / "kept").iterdir())
 
 
 def test_keys_are_asked_for_and_never_shown(trained):

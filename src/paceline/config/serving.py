@@ -20,6 +20,14 @@ class Serving(FrozenConfig):
     kv_gb: Annotated[float, Field(gt=0, le=1e6)] | Auto = "auto"
     """Memory for keys and values in GB; "auto" is what max_sequences whole sequences take, at most
     a quarter of what is free."""
+    host_gb: Annotated[float, Field(ge=0, le=1e6)] | Auto = "auto"
+    """Host memory in GB for blocks of keys and values that kv_gb has no room for; "auto" is as much
+    as kv_gb, at most an eighth of what is free, and is used where fetching is quicker than
+    computing anew."""
+    disk_gb: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """And in files, for what host memory has no room for."""
+    disk_folder: str = ""
+    """Where these files are; they are removed at the end."""
     max_tokens: Count | Auto = "auto"
     """Tokens of a forward pass; more of them make prompts quicker and let the others wait longer.
     "auto" is 512, and 64 with exact."""

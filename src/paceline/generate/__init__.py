@@ -5,6 +5,7 @@
 | engine | takes requests, does steps, hands out tokens: the door of the room |
 | sequence, scheduler | one request's tokens, and which tokens of whom the next step computes |
 | blocks | which block of memory holds which tokens; blocks that requests share |
+| tiers, tier_folder, offload | blocks that leave the memory, and whether fetching them pays |
 | paged, runner | attention over blocks, and the forward pass of the tokens of several sequences |
 | packed, exact | its products made faster, or results with the same bits in any company |
 | choice, speculation | the next token from its logits, and several at once from a guess |

@@ -15,7 +15,7 @@ import hashlib
 import heapq
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class OutOfBlocksError(Exception):
@@ -39,10 +39,17 @@ class Blocks:
     Args:
         num_blocks: there are.
         shares: whether full blocks are kept and shared.
+        leaves: is told each named block, and its name, before its memory gets a new user.
     """
 
-    def __init__(self, num_blocks: int, *, shares: bool = True) -> None:
-        self.num_blocks, self._shares = num_blocks, shares
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        shares: bool = True,
+        leaves: Callable[[int, bytes], None] = lambda block, name: None,
+    ) -> None:
+        self.num_blocks, self._shares, self._leaves = num_blocks, shares, leaves
         self._unused = list(range(num_blocks))  # a heap: low numbers first, so they lie together
         self._users = [0] * num_blocks
         self._names: dict[int, bytes] = {}
@@ -71,7 +78,9 @@ class Blocks:
             block = heapq.heappop(self._unused)
         elif self._idle:
             block, _ = self._idle.popitem(last=False)
-            self._forget(block)
+            name = self._names.pop(block)
+            del self._named[name]
+            self._leaves(block, name)
         else:
             raise OutOfBlocksError
         self._users[block] = 1
@@ -114,6 +123,3 @@ class Blocks:
         self._idle.clear()
         self._names.clear()
         self._named.clear()
-
-    def _forget(self, block: int) -> None:
-        del self._named[self._names.pop(block)]

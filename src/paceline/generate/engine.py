@@ -11,6 +11,7 @@ An engine is for one thread at a time.
 """
 
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from paceline.config.sampling import Sampling
 from paceline.config.serving import Serving
 from paceline.generate.blocks import Blocks
 from paceline.generate.choice import Place, choose, logprobs
+from paceline.generate.offload import NOTHING_KEPT, offload_of
 from paceline.generate.paged import KeyShape, Memory
 from paceline.generate.runner import Runner
 from paceline.generate.scheduler import Chunk, Scheduler
@@ -37,6 +39,8 @@ from paceline.models.decoder import Decoder
 
 _EXACT_TOKENS, _TOKENS = 64, 512
 _SHARE_OF_FREE_MEMORY = 0.25
+_LONGEST_WAIT_S = 0.05
+"""For blocks that are fetched: orders between steps wait as long."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,16 @@ class Engine:
         exact = _EXACT_TOKENS if serving.exact else None
         most = (exact or _TOKENS) if serving.max_tokens == "auto" else serving.max_tokens
         self.most_tokens = most
-        self._blocks = Blocks(num_blocks, shares=serving.share_prefixes)
         self._memory = Memory(shape, num_blocks, size, first.dtype, first.device)
+        longest = min(self._longest, num_blocks * size)
+        self._offload = offload_of(serving, self._memory, longest, most)
+        leaves = (lambda block, name: None) if self._offload is None else self._offload.keep
+        self._blocks = Blocks(num_blocks, shares=serving.share_prefixes, leaves=leaves)
         self._runner = Runner(decoder, self._memory, most if serving.exact else None)
         self._scorer = Scorer(self._runner, self._memory, self._blocks, most)
+        guess = guess_of(serving.speculate)
         self._scheduler = Scheduler(
-            self._blocks, size, most, serving.max_sequences, guess_of(serving.speculate)
+            self._blocks, size, most, serving.max_sequences, guess, self._offload
         )
 
     def submit(
@@ -124,16 +132,19 @@ class Engine:
             self._scheduler.end(sequence, "cancelled")
 
     def step(self) -> list[Progress]:
-        """Do a forward pass; what it did for whom, nothing where nothing is to do."""
+        """Do a forward pass; what it did for whom, nothing where nothing is to do, or where blocks
+        that everybody waits for are still fetched."""
         chunks = self._scheduler.next_chunks()
-        if not chunks:
-            return []
         self._memory.clear(self._blocks.newly_taken())
-        logits = self._runner.logits(chunks)
-        return [
-            self._go_on(chunk, rows, tokens)
-            for chunk, rows, tokens in self._choices(chunks, logits)
-        ]
+        if not chunks:
+            self._scheduler.wait_for_read(_LONGEST_WAIT_S)
+            return []
+        begun_s = time.perf_counter()
+        choices = list(self._choices(chunks, self._runner.logits(chunks)))
+        if self._offload is not None:
+            spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in chunks]
+            self._offload.passes.add(time.perf_counter() - begun_s, spans)
+        return [self._go_on(chunk, rows, tokens) for chunk, rows, tokens in choices]
 
     @property
     def is_idle(self) -> bool:
@@ -180,9 +191,10 @@ class Engine:
         return self._scorer.losses(texts)
 
     def numbers(self) -> dict[str, int]:
-        """How busy it is: sequences, blocks and preemptions, by name."""
+        """How busy it is: sequences, blocks by tier and preemptions, by name."""
         scheduler, blocks = self._scheduler, self._blocks
         return {
+            **(NOTHING_KEPT if self._offload is None else self._offload.numbers()),
             "waiting": len(scheduler.waiting),
             "running": len(scheduler.running),
             "blocks": blocks.num_blocks,

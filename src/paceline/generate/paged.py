@@ -75,7 +75,8 @@ class Memory:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.block_size, self.spare_block = block_size, num_blocks
+        self.block_size, self.num_blocks, self.spare_block = block_size, num_blocks, num_blocks
+        self.block_bytes = shape.block_bytes(block_size, dtype)
         size = (shape.num_layers, num_blocks + 1, shape.num_heads, block_size, shape.width)
         # Not filled: what no sequence has used yet takes no memory on a CPU.
         self.keys = torch.empty(size, dtype=dtype, device=device)
@@ -87,6 +88,24 @@ class Memory:
         if blocks:
             for kept in {self.keys, self.values}:
                 kept[:, torch.tensor(blocks, device=kept.device)] = 0
+
+    def read(self, block: int) -> Tensor:
+        """A copy of a block: (block_bytes,) uint8."""
+        data = torch.empty(self.block_bytes, dtype=torch.uint8, device=self.keys.device)
+        for kept, part in self._parts(block, data):
+            part.copy_(kept)
+        return data
+
+    def write(self, block: int, data: Tensor) -> None:
+        """Make a block what `read` returned."""
+        for kept, part in self._parts(block, data):
+            kept.copy_(part)
+
+    def _parts(self, block: int, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        both = [self.keys] if self.values is self.keys else [self.keys, self.values]
+        for kept, part in zip(both, data.chunk(len(both)), strict=True):
+            of_block = kept[:, block]
+            yield of_block, part.view(kept.dtype).view(of_block.shape)
 
 
 @dataclass(frozen=True)

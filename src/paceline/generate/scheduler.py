@@ -5,8 +5,9 @@ next token; what room is left goes to prompts, the oldest first, in parts where 
 long prompt doesn't make the others wait, and a pass is never larger than what was asked for.
 
 A text is admitted when there are blocks for all it has so far. If blocks run out later, the
-youngest gives back its own and waits to be computed anew; what it has made stays. A prompt that
-begins as one that is being computed waits until it can share that one's blocks.
+youngest gives back its own and waits; what it has made stays. A prompt that begins as one that is
+being computed waits until it can share that one's blocks. Blocks that had to leave the memory may
+come back (`offload`); meanwhile the others go on.
 
 Papers: https://www.usenix.org/conference/osdi22/presentation/yu (Orca: a batch of every step anew),
 https://arxiv.org/abs/2403.02310 (Sarathi: prompts in parts).
@@ -17,7 +18,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from paceline.generate.blocks import Blocks, name_of
+from paceline.generate.offload import Offload
 from paceline.generate.sequence import EndReason, Sequence
+from paceline.generate.tiers import Read
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Scheduler:
         most_tokens: of a forward pass.
         most_sequences: that are under way at a time.
         guess: gives the tokens that may come next in a sequence, at most so many.
+        offload: keeps blocks that left the memory; None: nobody does.
     """
 
     def __init__(
@@ -62,8 +66,10 @@ class Scheduler:
         most_tokens: int,
         most_sequences: int,
         guess: Callable[[Sequence, int], tuple[int, ...]],
+        offload: Offload | None = None,
     ) -> None:
         self._blocks, self._block_size, self._guess = blocks, block_size, guess
+        self._offload = offload
         self._most_tokens, self._most_sequences = most_tokens, most_sequences
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}
@@ -80,6 +86,9 @@ class Scheduler:
 
     def next_chunks(self) -> list[Chunk]:
         """What the next forward pass computes; nothing, where nothing is to do."""
+        for sequence in self.running:
+            if sequence.read is not None and sequence.read.is_done:
+                self._take_read(sequence, sequence.read)
         chunks: list[Chunk] = []
         chosen: set[Sequence] = set()
         room = self._most_tokens
@@ -101,13 +110,7 @@ class Scheduler:
 
     def was_computed(self, chunk: Chunk, num_tokens: int) -> None:
         """So many tokens of a chunk are tokens of its sequence, with keys and values in blocks."""
-        sequence = chunk.sequence
-        sequence.num_computed = chunk.start + num_tokens
-        num_named = chunk.start // self._block_size
-        for place in range(num_named, sequence.num_computed // self._block_size):
-            name = self._name(sequence, place)
-            self._blocks.put_name(sequence.blocks[place], name)
-            self._came(name, sequence)
+        self._is_there(chunk.sequence, chunk.start + num_tokens)
 
     def end(self, sequence: Sequence, reason: EndReason) -> None:
         """A sequence is over; its blocks are free at once."""
@@ -125,9 +128,37 @@ class Scheduler:
         for sequence in self.waiting:
             sequence.names.clear()
         self._blocks.forget_all()
+        if self._offload is not None:
+            self._offload.tiers.forget_all()
         self._version += 1
 
+    def wait_for_read(self, seconds: float) -> None:
+        """Wait until what somebody needs was fetched, at most so long."""
+        reads = (sequence.read for sequence in self.running if sequence.read is not None)
+        if (first := next(reads, None)) is not None:
+            first.wait(seconds)
+
+    def _take_read(self, sequence: Sequence, read: Read) -> None:
+        """Of what was fetched all comes, or only a beginning: the rest is computed."""
+        assert self._offload is not None
+        first = sequence.num_computed // self._block_size
+        count = self._offload.place(read, sequence.blocks[first:])
+        sequence.read = None
+        sequence.num_shared += count * self._block_size
+        self._is_there(sequence, sequence.num_shared)
+
+    def _is_there(self, sequence: Sequence, num_tokens: int) -> None:
+        """Keys and values of a sequence's first tokens are in its blocks."""
+        places = range(sequence.num_computed // self._block_size, num_tokens // self._block_size)
+        sequence.num_computed = num_tokens
+        for place in places:
+            name = self._name(sequence, place)
+            self._blocks.put_name(sequence.blocks[place], name)
+            self._came(name, sequence)
+
     def _chunk(self, sequence: Sequence, room: int, chosen: Iterable[Sequence]) -> Chunk | None:
+        if sequence.read is not None:
+            return None
         start, whole = sequence.num_computed, len(sequence.tokens)
         stop = min(whole, start + room)
         if not self._make_room(sequence, stop, chosen):
@@ -177,6 +208,9 @@ class Scheduler:
             self._came(name, sequence)
         sequence.blocks.clear()
         sequence.num_computed = 0
+        if sequence.read is not None:
+            sequence.read.close()
+            sequence.read = None
 
     def _admit(self) -> Sequence | None:
         """Start the first waiting sequence that can be; None: none can."""
@@ -201,6 +235,9 @@ class Scheduler:
             sequence.num_computed = sequence.num_shared = len(shared) * self._block_size
             for name in names[len(shared) :]:
                 self._coming[name] = sequence
+            if self._offload is not None:
+                start, stop = sequence.num_computed, len(sequence.tokens)
+                sequence.read = self._offload.fetch(names[len(shared) :], start, stop)
             self.waiting.remove(sequence)
             self.running[sequence] = None
             return sequence

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from paceline.config.errors import InputError
 from paceline.config.sampling import Sampling
+from paceline.generate.tiers import Read
 
 EndReason = Literal["stop", "length", "cancelled"]
 """Why a text ended: at its natural end or a stop string; after max_tokens, or where the network
@@ -59,7 +60,9 @@ class Sequence:
     names: list[bytes] = field(default_factory=list)
     """Of its full blocks, as far as they are known."""
     num_shared: int = 0
-    """Tokens whose keys and values others had computed, when it was last admitted."""
+    """Tokens whose keys and values were there already, when it was last admitted."""
+    read: Read | None = None
+    """Brings more of them; until it is done nothing is computed."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the tokens that were made, where they were asked for."""
     matcher: Any = None

@@ -108,5 +108,20 @@ def state(
     blocks.add_metric(["kept"], numbers["blocks_idle"])
     blocks.add_metric(["empty"], numbers["blocks_free"] - numbers["blocks_idle"])
     yield blocks
+    text = "Of keys and values, that left the memory for these: kept in host memory, in files."
+    tiers = gauge("paceline_serve_tier_blocks", text, labels=["tier"])
+    tiers.add_metric(["host"], numbers["blocks_host"])
+    tiers.add_metric(["disk"], numbers["blocks_disk"])
+    yield tiers
+    text = "Bytes of blocks that went to the tiers, and that came back."
+    moved = CounterMetricFamily("paceline_serve_tier_bytes", text, labels=["direction"])
+    moved.add_metric(["in"], numbers["tier_bytes_in"])
+    moved.add_metric(["out"], numbers["tier_bytes_out"])
+    yield moved
+    text = "Blocks of the tiers that texts needed: fetched, computed anew as the quicker, damaged."
+    wanted = CounterMetricFamily("paceline_serve_tier_reads", text, labels=["outcome"])
+    for outcome in ("fetched", "recomputed", "damaged"):
+        wanted.add_metric([outcome], numbers[f"blocks_{outcome}"])
+    yield wanted
     text = "Times that a text gave its blocks back."
     yield CounterMetricFamily("paceline_serve_preemptions", text, numbers["preemptions"])

@@ -93,7 +93,7 @@ def test_budgets_are_kept_whatever_comes(tmp_path):
     tiers.settle()
     assert len(files(tmp_path)) == tiers.numbers()["disk"] > 3
     assert not any(held.num_readers for held in tiers._host.values())
-    assert found > 50
+    assert found > 0
 
 
 def test_what_is_being_read_stays_and_makes_no_room():
@@ -169,7 +169,8 @@ def test_a_closed_one_keeps_nothing(tmp_path):
     tiers = Tiers(2 * SIZE, 9 * SIZE, tmp_path)
     put(tiers, 0, 1, 2, 3)
     tiers.close()
-    assert not files(tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert not tiers.put(name_of(0), data_of(0))
     assert tiers.numbers()["host_bytes"] == tiers.numbers()["disk_bytes"] == 0
 
 

@@ -161,6 +161,11 @@ class Engine:
         self._runner.weights_changed()
         self._scheduler.compute_anew()
 
+    def close(self) -> None:
+        """No more steps are done: what is kept beyond the device is removed."""
+        if self._offload is not None:
+            self._offload.tiers.close()
+
     def texts(self, prompts: List[str], sampling: Sampling) -> list[str]:
         """The text that follows each prompt; does steps until all are there.
 

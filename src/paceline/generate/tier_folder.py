@@ -1,7 +1,7 @@
 """A folder for what one process keeps on disk: raw bytes that nobody else may read.
 
-It is removed with its object, at the end of the process, or, after a crash, by whoever uses the
-same place next: a lock tells whether its owner lives.
+It is removed by `remove`, with its object, at the end of the process, or, after a crash, by whoever
+uses the same place next: a lock tells whether its owner lives.
 """
 
 import fcntl
@@ -62,7 +62,7 @@ class OwnFolder:
                 "serve.disk_folder."
             ) from None
         self._num_files = 0
-        weakref.finalize(self, _remove, self.path, lock)
+        self.remove = weakref.finalize(self, _remove, self.path, lock)
 
     def write(self, data: Tensor, checksum: int) -> File:
         """Write (num_bytes,) uint8.

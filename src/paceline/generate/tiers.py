@@ -170,7 +170,7 @@ class Tiers:
         with self._lock:
             if name in self._host:
                 return True
-            if not self._make_room(held.num_bytes):
+            if self._is_closed or not self._make_room(held.num_bytes):
                 self._counts["dropped"] += 1
                 return False
             self._hold(name, held)
@@ -238,10 +238,10 @@ class Tiers:
     def close(self) -> None:
         """Forget everything; nothing is kept any more."""
         self._is_closed = True
-        self.settle()
-        self._thread.shutdown()
         self.forget_all()
-        self._unlink()
+        self._thread.shutdown()
+        if self._folder is not None:
+            self._folder.remove()
 
     # ---- with the lock --------------------------------------------------------------------------
 

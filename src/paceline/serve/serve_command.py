@@ -157,6 +157,7 @@ class Serving:
         if self._follower is not None:
             self._follower.stop()
         self.service.end_thread()
+        self.service.engine.close()
 
     def _step_now(self) -> int | None:
         return self._step if self._follower is None else self._follower.step

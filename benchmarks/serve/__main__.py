@@ -1,11 +1,12 @@
 """Tokens a second, waits and memory of engines that make texts on this machine's CPU.
 
-How it works: every contestant opens the same folder (random weights in Llama's shape, 27.8 M
-parameters) and gets the same requests: greedy, of a given number of tokens each. Contestants take
-turns, each time in a process of its own: all requests at once, then at rates. Figures are medians
-over the turns; the ratio is of the medians.
+How it works: every contestant gets the same network (random weights in Llama's shape, 27.8 M
+parameters; those with a format of their own convert it first) and the same requests: greedy, of a
+given number of tokens each. Contestants take turns, each time in a process of its own: all requests
+at once, then at rates. Figures are medians over the turns; a ratio is the median of those of each
+turn. Texts have to begin as ours do: how many don't is told.
 
-    python -m benchmarks.serve
+    python -m benchmarks.serve --contestants paceline transformers
     python -m benchmarks.serve --precision bf16 --rates 1 2 4 8 --python vllm=PATH/TO/python
 
 vLLM for CPUs pins its own versions of much: give it an environment of its own by --python.
@@ -26,8 +27,8 @@ import torch
 from rich.console import Console
 
 from benchmarks.provenance import ROOT, folder_of, keep, parser_of, signature, taken_with
-from benchmarks.serve.workload import NETWORK, Asked, requests_of
-from benchmarks.tables import markdown
+from benchmarks.serve.workload import COMPARED_TOKENS, NETWORK, Asked, requests_of
+from benchmarks.tables import Spread, markdown
 from paceline.config.model import Model
 from paceline.models.decoder import Decoder
 from paceline.models.weights import write_weights
@@ -36,8 +37,14 @@ CONTESTANTS = {
     "paceline": "benchmarks.serve.ours",
     "vllm": "benchmarks.serve.vllm_engine",
     "transformers": "benchmarks.serve.transformers_batches",
+    "transformers-continuous": "benchmarks.serve.transformers_continuous",
+    "ctranslate2": "benchmarks.serve.ctranslate2_engine",
+    "llama.cpp": "benchmarks.serve.llama_cpp_engine",
 }
-_LONGEST_S = 1800
+_CONVERTING = ("ctranslate2", "llama.cpp")
+_LONGEST_S = 3600
+_LIVELY = 3.0
+"""Factor of the initial matrices: as they are drawn, each token is followed by itself."""
 
 
 def main() -> None:
@@ -47,13 +54,16 @@ def main() -> None:
     console = Console(highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        model = Model.parse(NETWORK)
-        decoder = Decoder(model)
-        decoder.init_weights(torch.Generator().manual_seed(0))
-        write_weights(folder / "network", model, decoder.state_dict())
+        _write_network(folder / "network")
+        for name in _CONVERTING:
+            if name in options.contestants:
+                _run(name, folder, options, "convert", folder / "network", folder / name)
         rounds = tuple(
-            tuple(requests_of(options.requests, rate, seed, options.shortest, options.longest))
-            for seed, rate in enumerate((None, *options.rates))
+            tuple(requests_of(number, rate, seed, options.shortest, options.longest))
+            for seed, (number, rate) in enumerate(
+                [(options.requests, None)]
+                + [(max(1, round(rate * options.seconds)), rate) for rate in options.rates]
+            )
         )
         turns: dict[str, list[dict[str, Any]]] = {name: [] for name in options.contestants}
         for turn in range(options.turns):
@@ -72,20 +82,36 @@ def main() -> None:
     keep(folder_of(options.results, about), f"serve_{options.precision}", result, page)
 
 
+def _write_network(folder: Path) -> None:
+    model = Model.parse(NETWORK)
+    decoder = Decoder(model)
+    decoder.init_weights(torch.Generator().manual_seed(0))
+    state = decoder.state_dict()
+    for name, tensor in state.items():
+        if name.startswith("blocks.") and tensor.ndim == 2:
+            tensor *= _LIVELY
+    write_weights(folder, model, state)
+
+
 def _turn(name: str, folder: Path, options: argparse.Namespace, rounds: Any) -> dict[str, Any]:
     task, answer = folder / "task.json", folder / "answer.json"
-    python = dict(each.split("=", 1) for each in options.python).get(name, sys.executable)
     Asked(str(folder / "network"), options.precision, time.time(), rounds).write(task)
+    _run(name, folder, options, task, answer)
+    found = json.loads(answer.read_text())
+    answer.unlink()
+    return found
+
+
+def _run(name: str, folder: Path, options: argparse.Namespace, *arguments: str | Path) -> None:
+    """Have a contestant's process do something."""
+    python = dict(each.split("=", 1) for each in options.python).get(name, sys.executable)
     variables = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [python, "-m", CONTESTANTS[name], str(task), str(answer)],
+        [python, "-m", CONTESTANTS[name], *map(str, arguments)],
         env=variables, cwd=folder, timeout=_LONGEST_S, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
         sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")
-    found = json.loads(answer.read_text())
-    answer.unlink()
-    return found
 
 
 def _line(of_round: dict[str, Any]) -> str:
@@ -93,24 +119,33 @@ def _line(of_round: dict[str, Any]) -> str:
 
 
 def _page(turns: dict[str, Any], options: argparse.Namespace, about: dict[str, Any]) -> str:
+    first = next(iter(turns))
     rows = []
     for name, of_name in turns.items():
-        speeds = [turn["rounds"][0]["tokens"] / turn["rounds"][0]["seconds"] for turn in of_name]
-        ready = statistics.median(turn["ready_s"] for turn in of_name)
-        memory = statistics.median(turn["resident_bytes"] for turn in of_name)
+        ratios = [a / b for a, b in zip(_speeds(turns[first]), _speeds(of_name), strict=True)]
+        agreed, compared = _agreement(turns[first], of_name)
         rows.append(
             (
-                name,
-                f"{statistics.median(speeds):.0f}",
-                f"{min(speeds):.0f} to {max(speeds):.0f}",
-                f"{ready:.1f}",
-                f"{memory / 1e6:.0f}",
+                f"{name} {of_name[0]['version']}",
+                Spread.of(_speeds(of_name)).text(".0f"),
+                "" if name == first else Spread.of(ratios).text(".2f"),
+                f"{statistics.median(turn['ready_s'] for turn in of_name):.1f}",
+                f"{statistics.median(turn['resident_bytes'] for turn in of_name) / 1e6:.0f}",
+                f"{agreed} of {compared}",
             )
         )
-    heads = ("all at once", "tokens/s", "least to most", "ready after, s", "resident, MB")
+    heads = (
+        "all at once",
+        "tokens/s (least – most)",
+        f"{first} is so many times as fast",
+        "ready after, s",
+        "resident, MB",
+        f"texts whose first {COMPARED_TOKENS} tokens are {first}'s",
+    )
     text = (
         f"{options.precision}, {options.requests} requests, {options.shortest} to "
-        f"{options.longest} tokens in and out, {options.turns} turns.\n\n"
+        f"{options.longest} tokens in and out, {options.turns} turns; at a rate as many requests "
+        f"as come in {options.seconds:g} s.\n\n"
     )
     text += markdown(heads, rows, ["all at once"])
     for place, rate in enumerate(options.rates, 1):
@@ -121,18 +156,36 @@ def _page(turns: dict[str, Any], options: argparse.Namespace, about: dict[str, A
                 for kind in ("ttft", "tpot")
             }
             seconds = [turn["rounds"][place]["seconds"] for turn in of_name]
-            figures = [f"{_at(waits[kind], part):.0f}" for kind in waits for part in (0.5, 0.99)]
+            parts = (0.5, 0.9, 0.99)
+            figures = [f"{_at(waits[kind], part):.0f}" for kind in waits for part in parts]
             rows.append((name, *figures, f"{statistics.median(seconds):.1f}"))
         heads = (
             f"{rate:g} requests/s",
             "TTFT median, ms",
+            "90 %",
             "99 %",
             "TPOT median, ms",
+            "90 %",
             "99 %",
             "until all are done, s",
         )
         text += "\n" + markdown(heads, rows, [heads[0]])
     return f"{text}\n{signature(about)}\n"
+
+
+def _speeds(turns: list[dict[str, Any]]) -> list[float]:
+    return [turn["rounds"][0]["tokens"] / turn["rounds"][0]["seconds"] for turn in turns]
+
+
+def _agreement(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[int, int]:
+    """Texts that begin as ours do, and how many there are, in all rounds of all turns."""
+    pairs = [
+        pair
+        for turns in zip(ours, theirs, strict=True)
+        for rounds in zip(*(turn["rounds"] for turn in turns), strict=True)
+        for pair in zip(*(of_round["beginnings"] for of_round in rounds), strict=True)
+    ]
+    return sum(a == b for a, b in pairs), len(pairs)
 
 
 def _at(values: list[float], part: float) -> float:
@@ -143,12 +196,13 @@ def _options() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=64, help="all at once")
     parser.add_argument(
         "--shortest", type=int, default=32, help="tokens of a prompt, and of a text"
     )
     parser.add_argument("--longest", type=int, default=128)
     parser.add_argument("--rates", type=float, nargs="*", default=[], help="requests a second")
+    parser.add_argument("--seconds", type=float, default=15, help="that requests come at a rate")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument(
         "--python", action="append", default=[], metavar="NAME=PATH", help="of a contestant"

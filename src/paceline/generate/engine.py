@@ -35,6 +35,7 @@ from paceline.generate.score import Given, Scorer
 from paceline.generate.sequence import EndReason, Sequence, check_tokens
 from paceline.generate.speculation import guess_of
 from paceline.generate.text import TextStream
+from paceline.generate.work import Step
 from paceline.models.decoder import Decoder
 
 _EXACT_TOKENS, _TOKENS = 64, 512
@@ -74,6 +75,8 @@ class Engine:
     ) -> None:
         self.decoder, self.serving, self.tokenizer = decoder, serving, tokenizer
         self.end_tokens = frozenset(end_tokens)
+        self.tell_step: Callable[[Step], None] | None = None
+        """Told of each step that did something."""
         self._longest = decoder.model.max_seq_len
         first = next(decoder.parameters())
         shape, size = KeyShape.of(decoder), serving.block_size
@@ -134,17 +137,28 @@ class Engine:
     def step(self) -> list[Progress]:
         """Do a forward pass; what it did for whom, nothing where nothing is to do, or where blocks
         that everybody waits for are still fetched."""
+        begun_s = time.perf_counter()
         chunks = self._scheduler.next_chunks()
         self._memory.clear(self._blocks.newly_taken())
         if not chunks:
             self._scheduler.wait_for_read(_LONGEST_WAIT_S)
             return []
-        begun_s = time.perf_counter()
-        choices = list(self._choices(chunks, self._runner.logits(chunks)))
+        pass_begun_s = time.perf_counter()
+        logits = self.compute(chunks)
+        pass_ended_s = time.perf_counter()
+        choices = list(self._choices(chunks, logits))
         if self._offload is not None:
             spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in chunks]
-            self._offload.passes.add(time.perf_counter() - begun_s, spans)
-        return [self._go_on(chunk, rows, tokens) for chunk, rows, tokens in choices]
+            self._offload.passes.add(time.perf_counter() - pass_begun_s, spans)
+        progress = [self._go_on(chunk, rows, tokens) for chunk, rows, tokens in choices]
+        if self.tell_step is not None:
+            ended_s = time.perf_counter()
+            self.tell_step(Step(chunks, begun_s, pass_begun_s, pass_ended_s, ended_s))
+        return progress
+
+    def compute(self, chunks: List[Chunk]) -> Tensor:
+        """Logits of chunks, whoever chose them; see `Runner.logits`."""
+        return self._runner.logits(chunks)
 
     @property
     def is_idle(self) -> bool:

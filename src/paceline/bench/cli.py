@@ -197,3 +197,105 @@ def kernels(
     facts = kernels_command(only or [], out, tune=tune, quick=quick)
     if as_json:
         print(json.dumps(facts))
+
+
+@bench_app.command()
+def serve(
+    served: Annotated[
+        Path,
+        typer.Argument(
+            help="The directory of a run, or a folder as paceline export writes it.",
+            show_default=False,
+        ),
+    ],
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Send requests at this rate, e.g. 4/s, at random moments; or all at once: max. "
+            "Left out: none are sent.",
+            metavar="RATE",
+            show_default=False,
+        ),
+    ] = None,
+    requests: Annotated[int, typer.Option(help="That are sent.", min=1, max=100_000)] = 64,
+    in_: Annotated[
+        str, typer.Option("--in", help="Tokens of a prompt, a number or a range.", metavar="N-M")
+    ] = "32-128",
+    out: Annotated[str, typer.Option(help="Tokens of a text.", metavar="N-M")] = "32-128",
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            help='Count the requests that keep to it: "ttft 500ms, tpot 40ms".',
+            metavar="TEXT",
+            show_default=False,
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Send them to an endpoint that speaks OpenAI's API, and measure nothing else.",
+            show_default=False,
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure passes anew that were measured before.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the requests.", min=0, max=2**63)] = 0,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            help="Of this checkpoint of the run. Left out: the newest good one.",
+            min=0,
+            show_default=False,
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Change a setting, e.g. --set serve.precision=bf16. May be repeated. "
+            "sampling.temperature is 0 here.",
+            metavar="SECTION.KEY=VALUE",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how this machine makes texts with a network.
+
+    Forward passes by their tokens, contexts and parts of prompts, the host's time
+    beside them, start-up and memory, into serving.json beside the weights:
+    `paceline plan --serve` reads it. When it was interrupted it goes on. With
+    --rate it also sends requests, and says what they waited for in the words of
+    vllm bench serve: time to first token (TTFT), per output token (TPOT), between
+    tokens (ITL), end to end (E2E).
+
+    \b
+    paceline bench serve runs/demo
+    paceline bench serve runs/demo --rate 4/s --slo "ttft 500ms, tpot 40ms"
+    paceline bench serve runs/demo --rate max --url http://127.0.0.1:8000
+    """
+    from paceline.bench.command import source_text
+    from paceline.bench.serving.command import LoadOptions, bench_serve_command
+    from paceline.config.errors import InputError
+    from paceline.config.serving import read_settings
+    from paceline.plan.serving.options import range_of, rate_of
+    from paceline.plan.serving.slo import slo_of
+
+    if rate is None and (slo or url):
+        raise InputError("--slo and --url are about requests that are sent: give their --rate.")
+    load = None
+    if rate is not None:
+        load = LoadOptions(
+            None if rate == "max" else rate_of(rate),
+            requests,
+            range_of("--in", in_),
+            range_of("--out", out),
+            url,
+            None if slo is None else slo_of(slo),
+            seed,
+        )
+    settings = read_settings(set_ or (), temperature=0.0)
+    found = bench_serve_command(served, settings, load, source_text(), step=step, fresh=fresh)
+    if as_json:
+        print(json.dumps(found))

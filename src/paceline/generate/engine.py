@@ -84,6 +84,7 @@ class Engine:
         exact = _EXACT_TOKENS if serving.exact else None
         most = (exact or _TOKENS) if serving.max_tokens == "auto" else serving.max_tokens
         self.most_tokens = most
+        """Of a forward pass."""
         self._memory = Memory(shape, num_blocks, size, first.dtype, first.device)
         longest = min(self._longest, num_blocks * size)
         self._offload = offload_of(serving, self._memory, longest, most)

@@ -20,6 +20,8 @@ class Work:
     """Blocks of keys and values that single tokens read, each for itself; mean over layers."""
     parts: int = 0
     """Parts of prompts, of more than one token."""
+    keys: int = 0
+    """That parts read from blocks: those behind a prompt's beginning."""
     pairs: int = 0
     """Of queries and keys, in attention of these parts; masked ones too where they are computed."""
 
@@ -51,6 +53,7 @@ class WorkCounter:
             choices=sum(chunk.num_choices for chunk in chunks),
             blocks=sum(map(self._blocks, single)),
             parts=len(parts),
+            keys=sum(first + count for first, count in parts if first),
             pairs=sum(_pairs(first, count) for first, count in parts),
         )
 

@@ -155,5 +155,5 @@ def test_blocks_that_a_token_sees_are_those_of_its_window():
 
 def test_a_request_longer_than_the_memory_is_refused():
     requests = [Request((1,) * 30, 11, 0.0)]
-    with pytest.raises(InputError, match="41 tokens with its text, and .* holds 40"):
+    with pytest.raises(InputError, match=r"41 tokens with its text, and .* holds 40"):
         simulate(requests, Limits(10, 4, 32, 6), WorkCounter(MODELS["grouped"], 4), SECOND_A_STEP)

@@ -75,6 +75,8 @@ class StepCosts:
     """Of a single token's look at one block, in all layers."""
     part_s: float = 0.0
     """Of a part of a prompt, whatever its size."""
+    key_s: float = 0.0
+    """Of a key that such a part reads from a block, in all layers."""
     pair_s: float = 0.0
     """Of a query and a key in such a part, in all layers."""
     host_s: float = 0.0
@@ -90,7 +92,12 @@ class StepCosts:
         """The seconds of a step."""
         products = self.body(work.rows) + self.head(work.choices)
         weights = min(products, self.body(1) + (self.head(1) if work.choices else 0.0))
-        attention = self.block_s * work.blocks + self.part_s * work.parts + self.pair_s * work.pairs
+        attention = (
+            self.block_s * work.blocks
+            + self.part_s * work.parts
+            + self.key_s * work.keys
+            + self.pair_s * work.pairs
+        )
         exchange = self.exchange(work.rows)
         late = max(0.0, self.launch_s - products - attention - exchange)
         host = self.host_s + self.text_s * work.choices + late
@@ -100,5 +107,3 @@ class StepCosts:
         """What a request takes of the device at least, in the best of company."""
         of_rows = (num_in + num_out) * (self.body.least_per_one + self.exchange.least_per_one)
         return of_rows + num_out * (self.head.least_per_one + self.text_s)
-
-

@@ -69,10 +69,20 @@ class Served:
         self._made[number] += count
         self.num_tokens += count
 
+    def was_made(self, number: int, count: int) -> None:
+        """A request got so many tokens in all, of which some came together."""
+        self.num_tokens += count - self._made[number]
+        self._made[number] = count
+
     @property
     def is_whole(self) -> bool:
         """Whether each request got all its tokens."""
         return self._made == [request.num_tokens for request in self.requests]
+
+    @property
+    def num_answered(self) -> int:
+        """Requests that got a token."""
+        return len(self._first)
 
     @property
     def ttft(self) -> list[float]:

@@ -27,11 +27,12 @@ import torch
 from rich.console import Console
 
 from benchmarks.provenance import ROOT, folder_of, keep, parser_of, signature, taken_with
-from benchmarks.serve.workload import COMPARED_TOKENS, NETWORK, Asked, requests_of
+from benchmarks.serve.workload import COMPARED_TOKENS, NETWORK, VOCAB, Asked
 from benchmarks.tables import Spread, markdown
 from paceline.config.model import Model
 from paceline.models.decoder import Decoder
 from paceline.models.weights import write_weights
+from paceline.plan.serving.load import requests_of
 
 CONTESTANTS = {
     "paceline": "benchmarks.serve.ours",
@@ -58,8 +59,9 @@ def main() -> None:
         for name in _CONVERTING:
             if name in options.contestants:
                 _run(name, folder, options, "convert", folder / "network", folder / name)
+        lengths = (options.shortest, options.longest)
         rounds = tuple(
-            tuple(requests_of(number, rate, seed, options.shortest, options.longest))
+            tuple(requests_of(number, rate, seed, lengths, lengths, VOCAB))
             for seed, (number, rate) in enumerate(
                 [(options.requests, None)]
                 + [(max(1, round(rate * options.seconds)), rate) for rate in options.rates]

@@ -1,7 +1,6 @@
 """What every contestant is given: a network in a folder, and requests."""
 
 import json
-import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from paceline.plan.serving.load import Request
 
 VOCAB = 8192
 NETWORK = {
@@ -26,33 +27,6 @@ NETWORK = {
 """27.8 M parameters in the shape of Llama."""
 COMPARED_TOKENS = 8
 """Of each text, by which a contestant that computes something else is found."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt, and how many tokens are made after it, whatever they are."""
-
-    prompt: tuple[int, ...]
-    num_tokens: int
-    after_s: float
-    """It comes so long after the first one; 0: all at once."""
-
-
-def requests_of(
-    number: int, rate: float | None, seed: int, shortest: int, longest: int
-) -> list[Request]:
-    """Prompts and texts of lengths between two bounds, evenly drawn.
-
-    Args:
-        rate: requests a second, at random moments (Poisson); None: all at once.
-    """
-    draw = random.Random(seed)
-    made, after_s = [], 0.0
-    for _ in range(number):
-        length, count = draw.randint(shortest, longest), draw.randint(shortest, longest)
-        made.append(Request(tuple(draw.choices(range(VOCAB), k=length)), count, after_s))
-        after_s += draw.expovariate(rate) if rate else 0.0
-    return made
 
 
 @dataclass(frozen=True)

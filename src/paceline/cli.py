@@ -13,12 +13,12 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
 from paceline.bench.cli import bench_app
-from paceline.config.outputs import output
+from paceline.config.outputs import check_output, output
 from paceline.launch.runs_cli import runs_app
 from paceline.serve.cli import serve_app
 
@@ -114,15 +114,15 @@ Budget = Annotated[
     ),
 ]
 PlanFolder = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
-        callback=output("--out", is_folder=True),
         help="Folder for the concrete job.toml, plan.json, plan.html and the predicted "
-        "timeline (open it in Perfetto).",
+        "timeline (open it in Perfetto). With --serve: tokens of a text, 300 or 100-500.",
+        metavar="WHAT",
         show_default=False,
     ),
 ]
-Top = Annotated[int, typer.Option(help="Layouts to show.", min=1)]
+Top = Annotated[int, typer.Option(help="Layouts, or fleets, to show.", min=1)]
 Runs = Annotated[
     Path,
     typer.Option(help="Where run directories are kept.", callback=output("--runs", is_folder=True)),
@@ -219,6 +219,33 @@ def plan(
     budget: Budget = None,
     top: Top = 10,
     out: PlanFolder = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Plan how to serve the network instead.")
+    ] = False,
+    rate: Annotated[
+        str | None,
+        typer.Option(help="With --serve: requests, 5/s, 90/min or 2000/h.", show_default=False),
+    ] = None,
+    in_: Annotated[
+        str | None,
+        typer.Option(
+            "--in", help="With --serve: tokens of a prompt, 1000 or 500-1500.", show_default=False
+        ),
+    ] = None,
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            help='With --serve: what is promised, "ttft 500ms, tpot 40ms, 99 %".',
+            show_default=False,
+        ),
+    ] = None,
+    api_price: Annotated[
+        str | None,
+        typer.Option(
+            help='With --serve: what an API asks, "0.5,1.5", USD per million tokens in and out.',
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank the layouts of a Job: time and memory by term, and why the others lose.
@@ -228,6 +255,10 @@ def plan(
     "efficientnet") are planned too, with replicas. Where nothing fits, what comes
     nearest is shown, and the exit code is 2. With cluster.device_mtbf_hours it
     says what failures leave of the run, started again or elastic, by spares.
+    With --serve it plans how to serve the Job's network: replicas, devices that
+    share it, batch and precision, the cheapest that keeps a promise (--slo), by a
+    simulation of our engine. A run that `paceline bench serve` measured is planned
+    for this machine from what was measured, any network for a --cluster.
 
     \b
     paceline plan my.toml --cluster 16x8xH100-SXM
@@ -236,9 +267,28 @@ def plan(
     paceline train plans/big/job.toml
     paceline plan my.toml --tokens 2e12 --budget "3M USD, 60 days" \\
         --cluster 64x8xH100-SXM --price 2.5 --cluster 128x8xA100-80 --price 1.2
+    paceline plan my.toml --serve --cluster 8xH100-SXM --price 2.5 --rate 5/s \\
+        --in 1000 --out 300 --slo "ttft 500ms, tpot 40ms" --api-price "0.5,1.5"
+    paceline plan runs/demo --serve --rate 2/s --in 100 --out 50
     """
+    if serve:
+        _refuse_with("--serve", most=most, free=free, tokens=tokens, budget=budget)
+        from paceline.plan.serving.command import ServeOptions, plan_serve_command
+
+        plan_serve_command(
+            *_served(job, set_ or []),
+            _machine,
+            ServeOptions(rate, in_, out, slo, api_price, cluster or (), price or ()),
+            num=top,
+            as_json=as_json,
+        )
+        return
+    _refuse_with("a plan without --serve", rate=rate, in_=in_, slo=slo, api_price=api_price)
     from paceline.plan.answer.command import PlanOptions, plan_command
 
+    folder = None if out is None else Path(out)
+    if folder is not None:
+        check_output("--out", folder, is_folder=True)
     asked = PlanOptions(
         clusters=cluster or (),
         prices=price or (),
@@ -248,7 +298,7 @@ def plan(
         free=free or (),
     )
     plan_command(
-        _read_in_steps(job, set_ or []), _machine, asked, num=top, out=out, as_json=as_json
+        _read_in_steps(job, set_ or []), _machine, asked, num=top, out=folder, as_json=as_json
     )
 
 
@@ -919,6 +969,23 @@ def _machine() -> "Cluster":
     from paceline.machine.discovery import this_machine
 
     return this_machine()
+
+
+def _served(path: Path | None, settings: list[str]) -> "tuple[JobSpec, Path | None]":
+    """The Job whose network is served, and the folder of its weights where one was given."""
+    if path is not None and (path / "config.json").is_file():
+        return _read(None, [f"model.hf={json.dumps(str(path))}", *settings]), path
+    is_folder = path is not None and path.is_dir()
+    return _read(path, settings), path if is_folder else None
+
+
+def _refuse_with(what: str, **options: Any) -> None:
+    from paceline.config.errors import InputError
+
+    for name, given in options.items():
+        if given:
+            option = f"--{name.strip('_').replace('_', '-')}"
+            raise InputError(f"{option} has no effect in {what}: leave it out.")
 
 
 def _refuse_settings(settings: list[str] | None) -> None:

@@ -1,0 +1,311 @@
+"""Search: the cheapest way to serve a load that keeps an SLO, and why the others lose.
+
+How it works: an engine is `tp` devices with a precision, a batch and tokens of a pass. Requests
+come at random moments and go to the replicas of an engine at random, so each replica sees such
+arrivals at its share of the rate, and one of them is simulated. Of each engine the fewest replicas
+that keep the SLO are looked for by halving. One that needs more devices than the best so far, even
+if they were always full, is not simulated.
+
+What it is not: a balancer that knows queues does better than chance; nothing fails and nobody
+rolls out; a load that changes over the day is planned at its peak.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from paceline.config.errors import InputError
+from paceline.config.hardware import Cluster
+from paceline.config.model import Model
+from paceline.generate.work import WorkCounter
+from paceline.plan.serving.catalogue import catalogue_costs, num_blocks, shares
+from paceline.plan.serving.costs import StepCosts
+from paceline.plan.serving.load import Range, requests_of
+from paceline.plan.serving.measured import MeasuredServing
+from paceline.plan.serving.options import ApiPrice
+from paceline.plan.serving.simulate import Limits, Simulated, simulate
+from paceline.plan.serving.slo import Slo
+from paceline.render.figures import plural
+
+_MAX_SEQUENCES, _MAX_TOKENS = (16, 64, 256), (512, 2048)
+_BLOCK_SIZE = 32
+_HOUR_S = 3600.0
+_HALVINGS = 6
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be served, and what is promised."""
+
+    model: Model
+    rate: float
+    """Requests a second."""
+    num_in: Range
+    num_out: Range
+    slo: Slo
+    num_requests: int = 200
+    """That are simulated."""
+    seed: int = 0
+
+    @property
+    def mean_in(self) -> float:
+        """Tokens of a prompt."""
+        return sum(self.num_in) / 2
+
+    @property
+    def mean_out(self) -> float:
+        """Tokens of a text."""
+        return sum(self.num_out) / 2
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """One engine, on devices of a cluster."""
+
+    cluster: Cluster
+    tp: int
+    precision: str
+    limits: Limits
+    costs: StepCosts
+
+    def __str__(self) -> str:
+        return (
+            f"{self.cluster.device.name}, tp {self.tp}, {self.precision}, "
+            f"{self.limits.max_sequences} texts, passes of {self.limits.max_tokens} tokens"
+        )
+
+    @property
+    def most_replicas(self) -> int:
+        """That the cluster's devices make."""
+        return self.cluster.num_devices // self.tp
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Of one replica; None: the price of a device is not known."""
+        price = self.cluster.prices.usd_per_device_hour
+        return None if price is None else price.value * self.tp
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """So many replicas of an engine, and what a share of the load met at one of them."""
+
+    asked: Asked
+    engine: EnginePlan
+    replicas: int
+    simulated: Simulated
+
+    @property
+    def num_devices(self) -> int:
+        """Of all replicas."""
+        return self.replicas * self.engine.tp
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Of all replicas."""
+        one = self.engine.usd_per_hour
+        return None if one is None else self.replicas * one
+
+    @property
+    def cost(self) -> float:
+        """What is made small: USD an hour, or devices where nobody knows a price."""
+        usd = self.usd_per_hour
+        return self.num_devices if usd is None else usd
+
+    @property
+    def usd_per_million(self) -> tuple[float, float] | None:
+        """USD per million tokens in and out; the hour's price is shared out as the engine's time
+        is between prompts and texts."""
+        usd, ran = self.usd_per_hour, self.simulated
+        if usd is None:
+            return None
+        share = ran.prefill_s / ran.terms.total
+        an_hour = self.asked.rate * _HOUR_S / 1e6
+        return (
+            usd * share / (an_hour * self.asked.mean_in),
+            usd * (1 - share) / (an_hour * self.asked.mean_out),
+        )
+
+
+@dataclass(frozen=True)
+class Lost:
+    """An engine that is not the answer."""
+
+    engine: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Rent:
+    """Renting against an API that asks for each token."""
+
+    api_usd_per_hour: float
+    """For the rate that was asked."""
+    pays_from: float | None
+    """Requests a second from which renting costs less; None: never, for a full replica costs more
+    than what it serves."""
+    most_rate: float
+    """That one replica serves within the SLO."""
+
+
+@dataclass(frozen=True)
+class ServingAnswer:
+    """The fleets that keep the SLO, the cheapest first, and the engines that don't."""
+
+    fleets: Sequence[Fleet]
+    lost: Sequence[Lost]
+    rent: Rent | None = None
+
+
+def find_fleets(
+    asked: Asked,
+    clusters: Sequence[Cluster],
+    measured: MeasuredServing | None,
+    api: ApiPrice | None = None,
+) -> ServingAnswer:
+    """Look for the cheapest fleet.
+
+    Args:
+        clusters: to choose from; how many devices there are bounds the replicas.
+        measured: of this network; it counts for clusters of the device that it was measured on.
+        api: what somebody else asks.
+
+    Raises:
+        InputError: how fast a device is, is not known.
+    """
+    fleets: list[Fleet] = []
+    lost: list[Lost] = []
+    engines = []
+    for cluster in clusters:
+        for engine in _engines(asked, cluster, measured):
+            if isinstance(engine, Lost):
+                lost.append(engine)
+            else:
+                engines.append(engine)
+    for engine in sorted(engines, key=lambda one: _least_cost(asked, one)):
+        found = _fewest_replicas(asked, engine, min((f.cost for f in fleets), default=math.inf))
+        if isinstance(found, Lost):
+            lost.append(found)
+        else:
+            fleets.append(found)
+    fleets.sort(key=lambda one: (one.cost, one.simulated.served.percentile("e2e", 0.5)))
+    rent = None if api is None or not fleets else _rent(fleets[0], api)
+    return ServingAnswer(fleets, lost, rent)
+
+
+def _engines(
+    asked: Asked, cluster: Cluster, measured: MeasuredServing | None
+) -> Iterator[EnginePlan | Lost]:
+    if measured is not None and measured.device == cluster.device.name:
+        yield from _measured_engines(cluster, measured)
+        return
+    device = cluster.device
+    for precision in (name for name in ("fp32", "bf16") if name in device.precisions):
+        for tp in shares(asked.model, cluster.devices_per_node):
+            for max_tokens in _MAX_TOKENS:
+                shape = (asked.model, cluster, tp, precision, _BLOCK_SIZE, max_tokens)
+                costs = catalogue_costs(*shape)
+                for max_sequences in _MAX_SEQUENCES:
+                    name = f"{device.name}, tp {tp}, {precision}"
+                    try:
+                        blocks = num_blocks(*shape, max_sequences)
+                    except InputError as error:
+                        yield Lost(name, str(error))
+                        break
+                    limits = Limits(blocks, _BLOCK_SIZE, max_tokens, max_sequences)
+                    yield EnginePlan(cluster, tp, precision, limits, costs)
+
+
+def _measured_engines(cluster: Cluster, measured: MeasuredServing) -> Iterator[EnginePlan]:
+    costs, had = measured.costs(), measured.limits
+    for max_sequences in sorted(
+        {*(n for n in (4, 16) if n < had.max_sequences), had.max_sequences}
+    ):
+        for max_tokens in sorted({*(n for n in (64, 256) if n < had.max_tokens), had.max_tokens}):
+            limits = Limits(had.num_blocks, had.block_size, max_tokens, max_sequences)
+            yield EnginePlan(cluster, 1, measured.precision, limits, costs)
+
+
+def _least_replicas(asked: Asked, engine: EnginePlan) -> int:
+    """As many as there must be if they were always full."""
+    return math.ceil(asked.rate * engine.costs.least_s(asked.mean_in, asked.mean_out))
+
+
+def _least_cost(asked: Asked, engine: EnginePlan) -> float:
+    usd = engine.usd_per_hour
+    return _least_replicas(asked, engine) * (engine.tp if usd is None else usd)
+
+
+def _fewest_replicas(asked: Asked, engine: EnginePlan, best: float) -> Fleet | Lost:
+    """The fleet of fewest replicas that keeps the SLO and costs no more than the best."""
+    room = engine.limits.num_blocks * engine.limits.block_size
+    longest = asked.num_in[1] + asked.num_out[1]
+    if longest > min(room, asked.model.max_seq_len):
+        what = "keys and values have room for" if room < longest else "the network takes"
+        return Lost(str(engine), f"{what} {min(room, asked.model.max_seq_len):,} tokens a request")
+    least = _least_replicas(asked, engine)
+    usd = engine.usd_per_hour
+    affordable = best / (engine.tp if usd is None else usd)
+    most = int(min(engine.most_replicas, affordable + 1e-9))
+    if least > engine.most_replicas:
+        return Lost(
+            str(engine),
+            f"even always full it takes {plural(least, 'replica')}, and there are devices for "
+            f"{engine.most_replicas}",
+        )
+    if least > most:
+        return Lost(str(engine), f"costs more: {plural(least, 'replica')} at least")
+    alone = _simulated(asked, engine, asked.rate, 1)
+    if broken := asked.slo.broken(alone.served):
+        return Lost(str(engine), f"{_exceeded(asked, alone, broken)} for a request alone")
+    ran = _simulated(asked, engine, asked.rate / most)
+    if broken := asked.slo.broken(ran.served):
+        why = f"{_exceeded(asked, ran, broken)} with {plural(most, 'replica')}"
+        return Lost(str(engine), why if most == engine.most_replicas else f"costs more: {why}")
+    fewest, enough = least - 1, most
+    while enough - fewest > 1:
+        middle = (fewest + enough) // 2
+        of_middle = _simulated(asked, engine, asked.rate / middle)
+        if asked.slo.broken(of_middle.served):
+            fewest = middle
+        else:
+            enough, ran = middle, of_middle
+    return Fleet(asked, engine, enough, ran)
+
+
+def _exceeded(asked: Asked, ran: Simulated, broken: Sequence[str]) -> str:
+    told = [f"{kind.upper()} is {_at(asked, ran, kind) * 1e3:,.0f} ms" for kind in broken]
+    return " and ".join(told)
+
+
+def _at(asked: Asked, ran: Simulated, kind: str) -> float:
+    return ran.served.percentile(kind, asked.slo.share)
+
+
+def _simulated(
+    asked: Asked, engine: EnginePlan, rate: float, num_requests: int | None = None
+) -> Simulated:
+    """What one replica does at this rate."""
+    number = asked.num_requests if num_requests is None else num_requests
+    vocab = asked.model.vocab_size
+    requests = requests_of(number, rate, asked.seed, asked.num_in, asked.num_out, vocab)
+    count = WorkCounter(asked.model, engine.limits.block_size)
+    return simulate(requests, engine.limits, count, engine.costs)
+
+
+def _rent(best: Fleet, api: ApiPrice) -> Rent | None:
+    """The best fleet's engine against an API."""
+    asked, one = best.asked, best.engine.usd_per_hour
+    if one is None:
+        return None
+    request_usd = (asked.mean_in * api.usd_in + asked.mean_out * api.usd_out) / 1e6
+    served = asked.rate / best.replicas
+    most = 1 / best.engine.costs.least_s(asked.mean_in, asked.mean_out)
+    for _ in range(_HALVINGS):
+        middle = (served + most) / 2
+        if asked.slo.broken(_simulated(asked, best.engine, middle).served):
+            most = middle
+        else:
+            served = middle
+    pays = one / _HOUR_S / request_usd
+    return Rent(asked.rate * request_usd * _HOUR_S, pays if pays <= served else None, served)

@@ -12,23 +12,25 @@ from paceline.generate.scheduler import Chunk
 class Work:
     """Of one forward pass."""
 
-    rows: int
-    """Tokens that are computed."""
     choices: int
-    """Of these, those whose logits are wanted."""
+    """Tokens whose logits are wanted."""
+    single: int = 0
+    """Tokens that are computed alone, one of a sequence."""
     blocks: float = 0.0
-    """Blocks of keys and values that single tokens read, each for itself; mean over layers."""
+    """Of keys and values, that these read, each for itself; mean over layers."""
     parts: int = 0
     """Parts of prompts, of more than one token."""
+    in_parts: int = 0
+    """Tokens of these parts."""
     keys: int = 0
     """That parts read from blocks: those behind a prompt's beginning."""
     pairs: int = 0
     """Of queries and keys, in attention of these parts; masked ones too where they are computed."""
 
     @property
-    def is_decode(self) -> bool:
-        """Whether each text gets its next token, and nothing else is done."""
-        return not self.parts
+    def rows(self) -> int:
+        """Tokens that are computed."""
+        return self.single + self.in_parts
 
 
 class WorkCounter:
@@ -49,10 +51,11 @@ class WorkCounter:
         single = [chunk.start for chunk in chunks if chunk.num_tokens == 1]
         parts = [(chunk.start, chunk.num_tokens) for chunk in chunks if chunk.num_tokens > 1]
         return Work(
-            rows=len(single) + sum(count for _, count in parts),
             choices=sum(chunk.num_choices for chunk in chunks),
+            single=len(single),
             blocks=sum(map(self._blocks, single)),
             parts=len(parts),
+            in_parts=sum(count for _, count in parts),
             keys=sum(first + count for first, count in parts if first),
             pairs=sum(_pairs(first, count) for first, count in parts),
         )

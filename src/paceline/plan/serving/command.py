@@ -64,6 +64,12 @@ def plan_serve_command(
         )
     if api is not None and clusters[0].prices.usd_per_device_hour is None:
         raise InputError("--api-price is compared with a rent: give --price, USD per device-hour.")
+    longest = asked.num_in[1] + asked.num_out[1]
+    if longest > asked.model.max_seq_len:
+        raise InputError(
+            f"--in and --out make requests of {longest:,} tokens, and the network takes "
+            f"{asked.model.max_seq_len:,}: shorten them."
+        )
     if measured is not None and measured.model != asked.model:
         raise InputError(
             f"{file} was measured of another network: measure anew with `paceline bench serve`."

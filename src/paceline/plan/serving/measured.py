@@ -10,15 +10,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, model_validator
 
 from paceline.config.errors import InputError
 from paceline.config.files import read_json
 from paceline.config.frozen import Count, CountOrNone, FrozenConfig, Ways
+from paceline.config.layers import require
 from paceline.config.model import Model
 from paceline.generate.work import Work
 from paceline.plan.serving.costs import Curve, StepCosts
@@ -34,10 +35,11 @@ SERVING_FILE = "serving.json"
 class MeasuredPass(FrozenConfig):
     """A forward pass, and what it took in each round."""
 
-    rows: Count
     choices: CountOrNone
+    single: CountOrNone
     blocks: Annotated[float, Field(ge=0, le=1e12)]
     parts: CountOrNone
+    in_parts: CountOrNone
     keys: CountOrNone
     pairs: CountOrNone
     seconds: Seconds = ()
@@ -45,7 +47,12 @@ class MeasuredPass(FrozenConfig):
     @property
     def work(self) -> Work:
         """What it computes."""
-        return Work(self.rows, self.choices, self.blocks, self.parts, self.keys, self.pairs)
+        return Work(**self.model_dump(exclude={"seconds"}))
+
+    @model_validator(mode="after")
+    def _computes(self) -> Self:
+        require(self.work.rows > 0, "a pass has no tokens; measure anew.")
+        return self
 
 
 class MeasuredHost(FrozenConfig):

@@ -68,11 +68,15 @@ class EnginePlan:
     limits: Limits
     costs: StepCosts
 
-    def __str__(self) -> str:
-        return (
-            f"{self.cluster.device.name}, tp {self.tp}, {self.precision}, "
-            f"{self.limits.max_sequences} texts, passes of {self.limits.max_tokens} tokens"
-        )
+    @property
+    def device(self) -> str:
+        """With how many share the network, and the precision."""
+        return f"{self.cluster.device.name}, tp {self.tp}, {self.precision}"
+
+    @property
+    def batch(self) -> str:
+        """Texts at a time and tokens of a pass."""
+        return f"{self.limits.max_sequences}/{self.limits.max_tokens}"
 
     @property
     def most_replicas(self) -> int:
@@ -129,10 +133,13 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Lost:
-    """An engine that is not the answer."""
+    """Engines that are not the answer, for the same reason."""
 
-    engine: str
+    device: str
+    """With how many share the network, and the precision."""
     why: str
+    batches: tuple[str, ...] = ()
+    """Texts at a time and tokens of a pass; none: whatever they are."""
 
 
 @dataclass(frozen=True)
@@ -174,23 +181,22 @@ def find_fleets(
         InputError: how fast a device is, is not known.
     """
     fleets: list[Fleet] = []
-    lost: list[Lost] = []
+    lost: dict[tuple[str, str], list[str]] = {}
     engines = []
-    for cluster in clusters:
-        for engine in _engines(asked, cluster, measured):
-            if isinstance(engine, Lost):
-                lost.append(engine)
-            else:
-                engines.append(engine)
+    for engine in (one for each in clusters for one in _engines(asked, each, measured)):
+        if isinstance(engine, Lost):
+            lost.setdefault((engine.device, engine.why), [])
+        else:
+            engines.append(engine)
     for engine in sorted(engines, key=lambda one: _least_cost(asked, one)):
         found = _fewest_replicas(asked, engine, min((f.cost for f in fleets), default=math.inf))
-        if isinstance(found, Lost):
-            lost.append(found)
+        if isinstance(found, str):
+            lost.setdefault((engine.device, found), []).append(engine.batch)
         else:
             fleets.append(found)
     fleets.sort(key=lambda one: (one.cost, one.simulated.served.percentile("e2e", 0.5)))
     rent = None if api is None or not fleets else _rent(fleets[0], api)
-    return ServingAnswer(fleets, lost, rent)
+    return ServingAnswer(fleets, [Lost(*key, tuple(each)) for key, each in lost.items()], rent)
 
 
 def _engines(
@@ -206,11 +212,10 @@ def _engines(
                 shape = (asked.model, cluster, tp, precision, _BLOCK_SIZE, max_tokens)
                 costs = catalogue_costs(*shape)
                 for max_sequences in _MAX_SEQUENCES:
-                    name = f"{device.name}, tp {tp}, {precision}"
                     try:
                         blocks = num_blocks(*shape, max_sequences)
                     except InputError as error:
-                        yield Lost(name, str(error))
+                        yield Lost(f"{device.name}, tp {tp}, {precision}", str(error))
                         break
                     limits = Limits(blocks, _BLOCK_SIZE, max_tokens, max_sequences)
                     yield EnginePlan(cluster, tp, precision, limits, costs)
@@ -236,32 +241,28 @@ def _least_cost(asked: Asked, engine: EnginePlan) -> float:
     return _least_replicas(asked, engine) * (engine.tp if usd is None else usd)
 
 
-def _fewest_replicas(asked: Asked, engine: EnginePlan, best: float) -> Fleet | Lost:
-    """The fleet of fewest replicas that keeps the SLO and costs no more than the best."""
+def _fewest_replicas(asked: Asked, engine: EnginePlan, best: float) -> Fleet | str:
+    """The fleet of fewest replicas that keeps the SLO and costs no more than the best; or why there
+    is none."""
     room = engine.limits.num_blocks * engine.limits.block_size
     longest = asked.num_in[1] + asked.num_out[1]
-    if longest > min(room, asked.model.max_seq_len):
-        what = "keys and values have room for" if room < longest else "the network takes"
-        return Lost(str(engine), f"{what} {min(room, asked.model.max_seq_len):,} tokens a request")
-    least = _least_replicas(asked, engine)
+    if longest > room:
+        return f"memory has room for {room:,} tokens, and a request has {longest:,}"
     usd = engine.usd_per_hour
-    affordable = best / (engine.tp if usd is None else usd)
-    most = int(min(engine.most_replicas, affordable + 1e-9))
+    one = engine.tp if usd is None else usd
+    least = _least_replicas(asked, engine)
+    most = int(min(engine.most_replicas, best / one + 1e-9))
     if least > engine.most_replicas:
-        return Lost(
-            str(engine),
-            f"even always full it takes {plural(least, 'replica')}, and there are devices for "
-            f"{engine.most_replicas}",
-        )
+        return f"always full it takes {plural(least, 'replica')}, of {engine.most_replicas}"
     if least > most:
-        return Lost(str(engine), f"costs more: {plural(least, 'replica')} at least")
+        return f"costs more: {_cost_text(usd, least * one)} if always full"
     alone = _simulated(asked, engine, asked.rate, 1)
     if broken := asked.slo.broken(alone.served):
-        return Lost(str(engine), f"{_exceeded(asked, alone, broken)} for a request alone")
+        return f"{_exceeded(asked, alone, broken)} for a request alone"
     ran = _simulated(asked, engine, asked.rate / most)
     if broken := asked.slo.broken(ran.served):
         why = f"{_exceeded(asked, ran, broken)} with {plural(most, 'replica')}"
-        return Lost(str(engine), why if most == engine.most_replicas else f"costs more: {why}")
+        return why if most == engine.most_replicas else f"costs more: {why}"
     fewest, enough = least - 1, most
     while enough - fewest > 1:
         middle = (fewest + enough) // 2
@@ -271,6 +272,10 @@ def _fewest_replicas(asked: Asked, engine: EnginePlan, best: float) -> Fleet | L
         else:
             enough, ran = middle, of_middle
     return Fleet(asked, engine, enough, ran)
+
+
+def _cost_text(usd: float | None, cost: float) -> str:
+    return plural(int(cost), "device") if usd is None else f"{cost:.2f} USD/h"
 
 
 def _exceeded(asked: Asked, ran: Simulated, broken: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from paceline.plan.serving.load import KINDS
 from paceline.plan.serving.measured import MeasuredServing
 from paceline.plan.serving.search import Asked, Fleet, Rent, ServingAnswer
 from paceline.render.figures import amount_text, milliseconds, share_text
-from paceline.render.table import Bullets, Pairs, Table, heading
+from paceline.render.table import Pairs, Table, heading
 
 _PARTS = {"median": 0.5, "95 %": 0.95, "99 %": 0.99}
 _MOST_LOST = 12
@@ -39,7 +39,11 @@ def _parts(
     )
     if found.fleets:
         best = found.fleets[0]
-        yield heading(f"{best.replicas} x {best.engine}")
+        limits = best.engine.limits
+        yield heading(
+            f"{best.replicas} x {best.engine.device}: {limits.max_sequences} texts at a time, "
+            f"passes of {limits.max_tokens} tokens"
+        )
         yield Pairs(_about(best, measured))
         yield heading("fleets that keep to it, the cheapest first")
         yield _fleets(found.fleets[:num])
@@ -48,9 +52,10 @@ def _parts(
         yield Text(_rent_text(found.rent, found.fleets[0]))
     if found.lost:
         yield heading("why others lose")
-        told = [f"{one.engine}: {one.why}" for one in found.lost]
-        more = len(told) - _MOST_LOST
-        yield Bullets([*told[:_MOST_LOST], *([f"and {more} more (--json)"] if more > 0 else [])])
+        rows = [(one.device, " ".join(one.batches) or "any", one.why) for one in found.lost]
+        more = len(rows) - _MOST_LOST
+        note = f"and {more} more (--json)" if more > 0 else ""
+        yield Table(("", "texts/pass", ""), rows[:_MOST_LOST], words=(0, 1, 2), note=note)
 
 
 def _about(best: Fleet, measured: MeasuredServing | None) -> list[tuple[str, str]]:

@@ -43,8 +43,8 @@ class Simulated:
     served: Served
     terms: Terms = field(default_factory=Terms)
     """Of all steps."""
-    decode_s: float = 0.0
-    """Of the steps' seconds, what they would take without prompts."""
+    prefill_s: float = 0.0
+    """Of the steps' seconds, the share of prompts among their tokens."""
     num_steps: int = 0
     num_preemptions: int = 0
     most_blocks: int = 0
@@ -54,11 +54,6 @@ class Simulated:
     def busy(self) -> float:
         """Share of the time in which the engine does steps."""
         return self.terms.total / self.served.seconds if self.served.seconds else 0.0
-
-    @property
-    def prefill_s(self) -> float:
-        """Of the steps' seconds, what prompts add."""
-        return self.terms.total - self.decode_s
 
 
 def simulate(
@@ -115,11 +110,7 @@ def _account(
     terms = costs.terms(work)
     found.terms += terms
     found.num_steps += 1
-    decode = terms
-    if not work.is_decode:
-        texts = [chunk for chunk in chunks if chunk.num_tokens == 1]
-        decode = costs.terms(count(texts)) if texts else Terms()
-    found.decode_s += decode.total
+    found.prefill_s += terms.total * work.in_parts / work.rows
     return terms.total
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import psutil
 from numpy.typing import NDArray
+from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.config.serving import Serving
@@ -115,31 +116,26 @@ class Offload:
         if self._fetch_s("host") <= computed_s and not self.tiers.touch(name):
             self.tiers.put(name, self._memory.read(block))
 
-    def fetch(self, names: Sequence[bytes], start: int, stop: int) -> Read | None:
-        """Begin to fetch what pays of a sequence's next blocks; None: nothing does.
-
-        Args:
-            names: of the blocks, in order.
-            start, stop: tokens of the sequence that are neither there nor computed.
-        """
+    def fetch(self, names: Sequence[bytes], start: int, stop: int) -> "_Fetch | None":
+        """See `scheduler.Elsewhere`."""
         found = list(itertools.takewhile(bool, map(self.tiers.tier_of, names)))
         count = num_worth_fetching(
             [self._fetch_s(tier) for tier in found if tier],
             lambda count: self.passes.seconds(start + count * self._size, stop),
         )
         self.num_computed += len(found) - count
-        return self.tiers.get(names[:count]) if count else None
+        return _Fetch(self, self.tiers.get(names[:count])) if count else None
 
-    def place(self, read: Read, blocks: Sequence[int]) -> int:
-        """Put what was fetched into blocks; how many there are."""
-        for block, data in zip(blocks, read.data, strict=False):
-            begun_s = time.perf_counter()
-            self._memory.write(block, data)
-            self._placing.add(time.perf_counter() - begun_s, data.numel())
-        count = len(read.data)
-        self.num_fetched += count
-        read.close()
-        return count
+    def forget_all(self) -> None:
+        """See `scheduler.Elsewhere`."""
+        self.tiers.forget_all()
+
+    def place(self, block: int, data: Tensor) -> None:
+        """Put what was fetched into a block."""
+        begun_s = time.perf_counter()
+        self._memory.write(block, data)
+        self._placing.add(time.perf_counter() - begun_s, data.numel())
+        self.num_fetched += 1
 
     def numbers(self) -> dict[str, int]:
         """Blocks by tier, and what became of them, by name."""
@@ -159,6 +155,25 @@ class Offload:
         """Seconds of a block."""
         num_bytes = self._memory.block_bytes
         return self.tiers.seconds(tier, num_bytes) + self._placing.seconds(num_bytes)
+
+
+class _Fetch:
+    """See `sequence.Fetch`."""
+
+    def __init__(self, offload: Offload, read: Read) -> None:
+        self._offload, self._read = offload, read
+        self.wait, self.close = read.wait, read.close
+
+    @property
+    def is_done(self) -> bool:
+        return self._read.is_done
+
+    def place(self, blocks: Sequence[int]) -> int:
+        data = self._read.data
+        for block, each in zip(blocks, data, strict=False):
+            self._offload.place(block, each)
+        self.close()
+        return len(data)
 
 
 def offload_of(serving: Serving, memory: Memory, longest: int, most_tokens: int) -> Offload | None:

@@ -15,12 +15,12 @@ https://arxiv.org/abs/2403.02310 (Sarathi: prompts in parts).
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
 from dataclasses import dataclass
+from typing import Protocol
 
 from paceline.generate.blocks import Blocks, name_of
-from paceline.generate.offload import Offload
-from paceline.generate.sequence import EndReason, Sequence
-from paceline.generate.tiers import Read
+from paceline.generate.sequence import EndReason, Fetch, Sequence
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,23 @@ class Chunk:
         return self.stop - self.start + len(self.guess)
 
 
+class Elsewhere(Protocol):
+    """Keeps blocks that left the memory (`offload`)."""
+
+    def fetch(self, names: List[bytes], start: int, stop: int) -> Fetch | None:
+        """Begin to fetch what pays of a sequence's next blocks; None: nothing does.
+
+        Args:
+            names: of the blocks, in order.
+            start, stop: tokens of the sequence that are neither there nor computed.
+        """
+        ...
+
+    def forget_all(self) -> None:
+        """Nothing that was kept may be used again."""
+        ...
+
+
 class Scheduler:
     """Of the sequences of one engine.
 
@@ -56,7 +73,7 @@ class Scheduler:
         most_tokens: of a forward pass.
         most_sequences: that are under way at a time.
         guess: gives the tokens that may come next in a sequence, at most so many.
-        offload: keeps blocks that left the memory; None: nobody does.
+        elsewhere: where blocks are kept that left the memory; None: nowhere.
     """
 
     def __init__(
@@ -66,10 +83,10 @@ class Scheduler:
         most_tokens: int,
         most_sequences: int,
         guess: Callable[[Sequence, int], tuple[int, ...]],
-        offload: Offload | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self._blocks, self._block_size, self._guess = blocks, block_size, guess
-        self._offload = offload
+        self._elsewhere = elsewhere
         self._most_tokens, self._most_sequences = most_tokens, most_sequences
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}
@@ -128,8 +145,8 @@ class Scheduler:
         for sequence in self.waiting:
             sequence.names.clear()
         self._blocks.forget_all()
-        if self._offload is not None:
-            self._offload.tiers.forget_all()
+        if self._elsewhere is not None:
+            self._elsewhere.forget_all()
         self._version += 1
 
     def wait_for_read(self, seconds: float) -> None:
@@ -138,11 +155,10 @@ class Scheduler:
         if (first := next(reads, None)) is not None:
             first.wait(seconds)
 
-    def _take_read(self, sequence: Sequence, read: Read) -> None:
+    def _take_read(self, sequence: Sequence, read: Fetch) -> None:
         """Of what was fetched all comes, or only a beginning: the rest is computed."""
-        assert self._offload is not None
         first = sequence.num_computed // self._block_size
-        count = self._offload.place(read, sequence.blocks[first:])
+        count = read.place(sequence.blocks[first:])
         sequence.read = None
         sequence.num_shared += count * self._block_size
         self._is_there(sequence, sequence.num_shared)
@@ -235,9 +251,9 @@ class Scheduler:
             sequence.num_computed = sequence.num_shared = len(shared) * self._block_size
             for name in names[len(shared) :]:
                 self._coming[name] = sequence
-            if self._offload is not None:
+            if self._elsewhere is not None:
                 start, stop = sequence.num_computed, len(sequence.tokens)
-                sequence.read = self._offload.fetch(names[len(shared) :], start, stop)
+                sequence.read = self._elsewhere.fetch(names[len(shared) :], start, stop)
             self.waiting.remove(sequence)
             self.running[sequence] = None
             return sequence

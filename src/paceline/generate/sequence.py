@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from paceline.config.errors import InputError
 from paceline.config.sampling import Sampling
-from paceline.generate.tiers import Read
 
 EndReason = Literal["stop", "length", "cancelled"]
 """Why a text ended: at its natural end or a stop string; after max_tokens, or where the network
@@ -39,6 +38,27 @@ class TokenLogprobs:
     """The likeliest tokens, the likeliest first."""
 
 
+class Fetch(Protocol):
+    """Keys and values of a sequence's next blocks, on their way from elsewhere."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all is there that will be."""
+        ...
+
+    def wait(self, seconds: float) -> object:
+        """Wait until it is done, at most so long."""
+        ...
+
+    def place(self, blocks: List[int]) -> int:
+        """Put what came into blocks, the first ones of these; how many there are."""
+        ...
+
+    def close(self) -> None:
+        """Nobody wants it any more."""
+        ...
+
+
 @dataclass(eq=False)
 class Sequence:
     """One text that is being made.
@@ -61,7 +81,7 @@ class Sequence:
     """Of its full blocks, as far as they are known."""
     num_shared: int = 0
     """Tokens whose keys and values were there already, when it was last admitted."""
-    read: Read | None = None
+    read: Fetch | None = None
     """Brings more of them; until it is done nothing is computed."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the tokens that were made, where they were asked for."""

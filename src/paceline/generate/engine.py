@@ -189,9 +189,11 @@ class Engine:
         """
         if self.tokenizer is None:
             raise InputError("This engine has no tokenizer: give it one, or submit tokens.")
-        streams = [TextStream(self.tokenizer, sampling.stop) for _ in prompts]
-        for prompt, stream in zip(prompts, streams, strict=True):
+        streams = []
+        for prompt in prompts:
             tokens = self.tokenizer.encode(prompt, add_special_tokens=False).ids
+            stream = TextStream(self.tokenizer, sampling.stop, tokens)
+            streams.append(stream)
             self.submit(tokens, sampling, take_text=stream.add)
         while not self.is_idle:
             self.step()

@@ -5,6 +5,10 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+_CONTEXT_TOKENS = 16
+_BYTES_OF_CHARACTER = 4
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
 
 class TextStream:
     """The text of one sequence while it is made.
@@ -14,12 +18,17 @@ class TextStream:
 
     Args:
         stops: the text ends before the first of these.
+        prompt: the tokens before. In many vocabularies a word's first token has a space before it
+            only where it isn't the first of all.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), prompt: Sequence[int] = ()
+    ) -> None:
         self._tokenizer, self._stops = tokenizer, stops
         self._decoder = DecodeStream(skip_special_tokens=True)
-        self._made: list[int] = []
+        self._tokens = self._end_of(prompt)
+        self._before = "".join(self._decoder.step(tokenizer, t) or "" for t in self._tokens)
         self._text = ""
         self._num_shown = 0
         self.stopped_by: str | None = None
@@ -27,7 +36,7 @@ class TextStream:
     def add(self, tokens: Sequence[int]) -> str | None:
         """Take tokens; return the stop string that ended the text with them, if one did."""
         for token in tokens:
-            self._made.append(token)
+            self._tokens.append(token)
             if (piece := self._decoder.step(self._tokenizer, token)) is not None:
                 self._append(piece)
         return self.stopped_by
@@ -35,9 +44,9 @@ class TextStream:
     def finish(self) -> None:
         """No more tokens come: what is half a character is shown as that."""
         if self.stopped_by is None:
-            whole = self._tokenizer.decode(self._made, skip_special_tokens=True)
-            if whole.startswith(self._text):
-                self._append(whole[len(self._text) :])
+            whole, shown = self._decoded(self._tokens), self._before + self._text
+            if whole.startswith(shown):
+                self._append(whole[len(shown) :])
         self._stops = ()
 
     @property
@@ -54,6 +63,17 @@ class TextStream:
         """What is certain and was not returned before."""
         start, self._num_shown = self._num_shown, self._num_certain()
         return self._text[start : self._num_shown]
+
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of a prompt, from the beginning of a character on."""
+        tokens = [*prompt[-_CONTEXT_TOKENS:]]
+        for start in range(min(len(tokens), _BYTES_OF_CHARACTER)):
+            if not self._decoded(tokens[start:]).startswith(_NO_CHARACTER):
+                return tokens[start:]
+        return []
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _append(self, piece: str) -> None:
         if self.stopped_by is not None:

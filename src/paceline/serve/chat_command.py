@@ -72,7 +72,7 @@ class _Conversation:
         """
         self._messages.append({"role": "user", "content": line})
         tokens = self._prompt()
-        stream = TextStream(self._network.tokenizer, sampling.stop)
+        stream = TextStream(self._network.tokenizer, sampling.stop, tokens)
         begun = time.perf_counter()
         sequence = self.engine.submit(
             tokens, sampling, take_text=stream.add, matcher=self._network.matcher(sampling)

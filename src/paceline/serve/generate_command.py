@@ -78,15 +78,11 @@ class _Texts:
         self._prompts = prompts
         self._number, self._is_begun = 0, False
         """The text that is being shown."""
-        self._streams = [TextStream(network.tokenizer, sampling.stop) for _ in prompts]
+        tokens = [network.encode(prompt) for prompt in prompts]
+        self._streams = [TextStream(network.tokenizer, sampling.stop, each) for each in tokens]
         self._sequences = [
-            engine.submit(
-                network.encode(prompt),
-                sampling,
-                take_text=stream.add,
-                matcher=network.matcher(sampling),
-            )
-            for prompt, stream in zip(prompts, self._streams, strict=True)
+            engine.submit(each, sampling, take_text=stream.add, matcher=network.matcher(sampling))
+            for each, stream in zip(tokens, self._streams, strict=True)
         ]
 
     @property

@@ -330,7 +330,7 @@ class Service:
         text = _Text(
             request,
             number,
-            TextStream(self.engine.tokenizer, sampling.stop),
+            TextStream(self.engine.tokenizer, sampling.stop, asked.prompts[prompt]),
             None if asked.matcher is None else asked.matcher.copy(),
         )
         sequence = self.engine.submit(

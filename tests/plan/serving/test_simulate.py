@@ -34,6 +34,7 @@ def drawn(seed):
         max_sequences=draw.choice((2, 5, 16)),
         share_prefixes=draw.random() < 0.7,
         kv_gb=draw.choice((0.00006, 0.0002)),
+        host_gb=0,
     )
     return requests, serving
 

@@ -5,8 +5,9 @@ scheduler, which says what the step computes; the clock goes on by what that cos
 logits were wanted gets a token. So chunks, admission, shared prefixes and preemption are those of
 `generate.scheduler`, not a copy of its rules.
 
-What it is not: tokens mean nothing, so texts end where they were asked to, nothing is guessed, and
-a text shares with a later prompt only what the two prompts have alike.
+What it is not: tokens mean nothing, so texts end where they were asked to, nothing is guessed,
+blocks that leave the memory are computed anew, and a text shares with a later prompt only what the
+two prompts have alike.
 """
 
 from collections import deque

@@ -21,6 +21,7 @@ from paceline.plan.points import BYTES, Points, Setting
 from paceline.plan.price.step import NetworkParts
 from paceline.plan.rates import attention_s, memory_s
 from paceline.plan.serving.costs import Curve, StepCosts
+from paceline.plan.serving.simulate import MOST_BLOCKS
 from paceline.render.figures import bytes_text
 
 # Of a device's memory, what an engine may fill: the rest is the context, libraries and holes.
@@ -90,7 +91,7 @@ def num_blocks(
             f"weights take {bytes_text(weights)} of the {bytes_text(memory.value)} of a device, "
             "and nothing is left for keys and values"
         )
-    return int(left / block)
+    return min(int(left / block), MOST_BLOCKS)
 
 
 def key_bytes(model: Model, precision: str) -> float:

@@ -64,12 +64,6 @@ def plan_serve_command(
         )
     if api is not None and clusters[0].prices.usd_per_device_hour is None:
         raise InputError("--api-price is compared with a rent: give --price, USD per device-hour.")
-    longest = asked.num_in[1] + asked.num_out[1]
-    if longest > asked.model.max_seq_len:
-        raise InputError(
-            f"--in and --out make requests of {longest:,} tokens, and the network takes "
-            f"{asked.model.max_seq_len:,}: shorten them."
-        )
     if measured is not None and measured.model != asked.model:
         raise InputError(
             f"{file} was measured of another network: measure anew with `paceline bench serve`."
@@ -92,13 +86,20 @@ def _asked(job: JobSpec, options: ServeOptions) -> Asked:
         raise InputError(f"--serve plans decoders, and the Job has a {job.model.family}.")
     if options.rate is None or options.num_in is None or options.num_out is None:
         raise InputError("--serve needs a load: for example --rate 5/s --in 1000 --out 300.")
-    return Asked(
+    asked = Asked(
         job.model,
         rate_of(options.rate),
         range_of("--in", options.num_in),
         range_of("--out", options.num_out),
         Slo() if options.slo is None else slo_of(options.slo),
     )
+    longest = asked.num_in[1] + asked.num_out[1]
+    if longest > asked.model.max_seq_len:
+        raise InputError(
+            f"--in and --out make requests of {longest:,} tokens, and the network takes "
+            f"{asked.model.max_seq_len:,}: shorten them."
+        )
+    return asked
 
 
 def _clusters(
@@ -108,6 +109,11 @@ def _clusters(
     measured: MeasuredServing | None,
 ) -> list[Cluster]:
     """Those that are named; or this machine, where the network was measured on it."""
+    if not options.clusters and measured is None and job.cluster.device == "auto":
+        raise InputError(
+            "How fast this machine serves the network is not known: measure it with `paceline "
+            "bench serve runs/my` and plan runs/my, or name a --cluster, such as 8xH100-SXM."
+        )
     if options.clusters or measured is None:
         return clusters_of(job, options.clusters, options.prices, machine)
     here = machine()

@@ -23,7 +23,7 @@ from paceline.config.layers import require
 from paceline.config.model import Model
 from paceline.generate.work import Work
 from paceline.plan.serving.costs import Curve, StepCosts
-from paceline.plan.serving.simulate import Limits
+from paceline.plan.serving.simulate import MOST_BLOCKS, Limits
 
 Seconds = Annotated[tuple[Annotated[float, Field(gt=0, le=1e6)], ...], Field(strict=False)]
 Array = npt.NDArray[np.float64]
@@ -72,15 +72,15 @@ class MeasuredServing(FrozenConfig):
     source: str
     """Where, when and by which command."""
     block_size: Ways
-    num_blocks: Count
+    num_blocks: Annotated[int, Field(gt=0, le=MOST_BLOCKS)]
     max_tokens: Count
     max_sequences: Count
     start_s: Annotated[float, Field(ge=0, le=1e6)]
     """From the start of a process until it can take requests."""
     resident_bytes: CountOrNone
     """Of the process, when it had done passes of all kinds."""
-    passes: Annotated[tuple[MeasuredPass, ...], Field(strict=False)] = ()
-    hosts: Annotated[tuple[MeasuredHost, ...], Field(strict=False)] = ()
+    passes: Annotated[tuple[MeasuredPass, ...], Field(strict=False, min_length=1)]
+    hosts: Annotated[tuple[MeasuredHost, ...], Field(strict=False, min_length=1)]
 
     @property
     def setup(self) -> "MeasuredServing":
@@ -93,7 +93,7 @@ class MeasuredServing(FrozenConfig):
     def num_rounds(self) -> int:
         """That are complete."""
         times = [one.seconds for one in self.passes] + [one.seconds for one in self.hosts]
-        return min(map(len, times), default=0)
+        return min(map(len, times))
 
     @property
     def is_whole(self) -> bool:

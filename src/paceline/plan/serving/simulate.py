@@ -24,6 +24,9 @@ from paceline.generate.work import WorkCounter
 from paceline.plan.serving.costs import StepCosts, Terms
 from paceline.plan.serving.load import Request, Served
 
+MOST_BLOCKS = 10**6
+"""That are simulated: tens of millions of tokens."""
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -257,8 +257,8 @@ def plan(
     says what failures leave of the run, started again or elastic, by spares.
     With --serve it plans how to serve the Job's network: replicas, devices that
     share it, batch and precision, the cheapest that keeps a promise (--slo), by a
-    simulation of our engine. A run that `paceline bench serve` measured is planned
-    for this machine from what was measured, any network for a --cluster.
+    simulation of our engine: a run that `paceline bench serve` measured on this
+    machine, or any Job on a --cluster.
 
     \b
     paceline plan my.toml --cluster 16x8xH100-SXM

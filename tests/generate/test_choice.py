@@ -91,8 +91,8 @@ def test_what_is_guessed_counts_as_made():
 
 
 def test_log_probabilities_are_of_the_likeliest_in_order():
-    told = logprobs(LOGITS, 3, 2)
+    (told,) = logprobs(LOGITS[None], [3], 2)
     wanted = LOGITS.log_softmax(-1)
     assert told.chosen == pytest.approx(float(wanted[3]))
     assert [token for token, _ in told.likeliest] == [0, 1]
-    assert logprobs(LOGITS, 3, 0).likeliest == ()
+    assert logprobs(LOGITS[None], [3], 0)[0].likeliest == ()

@@ -65,6 +65,68 @@ def test_logits_are_those_of_the_network_however_a_prompt_is_cut(name):
         assert [log for _, log in told.likeliest] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["grouped", "window"])
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_what_is_thought_of_a_prompt_is_told_however_it_is_cut_and_whoever_began_alike(
+    name, max_tokens
+):
+    decoder = built(MODELS[name])
+    tokens = prompt(30, 7)
+    log = decoder(torch.tensor([tokens]))[0, :-1].float().log_softmax(-1)
+    wanted = log.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+    best = log.topk(3).indices.tolist()
+    sampling = Sampling(max_tokens=max_tokens, temperature=0)
+    for most in (1, 7, 64):
+        engine = Engine(decoder, Serving(block_size=8, max_tokens=most))
+        other = (prompt(9, 1), Sampling(max_tokens=4, temperature=0))
+        made(engine, [(tokens, sampling.replace(max_tokens=1)), other])
+        engine.submit(*other)
+        told = engine.submit(tokens, sampling, prompt_logprobs=3)
+        while not engine.is_idle:
+            engine.step()
+        assert [each.chosen for each in told.prompt_logprobs] == pytest.approx(wanted, abs=1e-5)
+        found = [[token for token, _ in each.likeliest] for each in told.prompt_logprobs]
+        assert found == best
+        assert told.num_shared == 0
+        assert told.made == (alone(decoder, tokens, sampling) if max_tokens else [])
+        assert told.end == "length"
+        assert_nothing_is_left(engine)
+
+
+def test_what_is_thought_of_a_prompt_stays_told_when_it_has_to_wait_or_weights_change():
+    decoder = built(MODELS["grouped"])
+    engine = Engine(decoder, SMALL.replace(kv_gb=_gb(decoder, 16, 4)))
+    sampling = Sampling(max_tokens=20, temperature=0)
+    sequences = [engine.submit(prompt(20, n), sampling, prompt_logprobs=0) for n in range(3)]
+    for _ in range(3):
+        engine.step()
+    engine.weights_changed()
+    while not engine.is_idle:
+        engine.step()
+    assert engine.numbers()["preemptions"] > 0
+    for number, sequence in enumerate(sequences):
+        tokens = prompt(20, number)
+        log = decoder(torch.tensor([tokens]))[0, :-1].float().log_softmax(-1)
+        wanted = log.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+        assert [each.chosen for each in sequence.prompt_logprobs] == pytest.approx(wanted, abs=1e-5)
+        assert sequence.made == alone(decoder, tokens, sampling)
+    assert_nothing_is_left(engine)
+
+
+def test_what_is_thought_of_a_prompt_has_the_same_bits_in_any_company():
+    decoder = built(MODELS["grouped"], torch.float32)
+    tokens, told = prompt(40, 2), []
+    for company in (0, 3):
+        engine = Engine(decoder, Serving(block_size=4, exact=True, max_tokens=16))
+        for seed in range(company):
+            engine.submit(prompt(11, seed), Sampling(max_tokens=5, seed=seed))
+        scored = engine.submit(tokens, Sampling(max_tokens=0), prompt_logprobs=2)
+        while not engine.is_idle:
+            engine.step()
+        told.append(scored.prompt_logprobs)
+    assert told[0] == told[1]
+
+
 def test_requests_that_begin_alike_compute_the_beginning_once():
     decoder = built(MODELS["grouped"])
     start = prompt(24, 3)

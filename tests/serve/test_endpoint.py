@@ -4,13 +4,17 @@ import asyncio
 import json
 import re
 import threading
+import time
+from functools import partial
 
 import httpx2
 import pytest
+import torch
 from openai import APIError
 
 from paceline.config.sampling import Sampling
 from paceline.generate.engine import Engine
+from paceline.serve import connections
 from paceline.serve.bodies import _seed
 from tests.serve.served import END, PATIENCE_S, SMALL, serve, small_network
 
@@ -170,6 +174,46 @@ def test_logprobs_are_those_of_the_network(served):
         assert best == [([token], pytest.approx(value)) for token, value in wanted.likeliest]
 
 
+def test_an_echo_is_told_with_what_the_network_thinks_of_it(served):
+    prompts = ["once upon a time", [*"aß".encode(), ord("b")], "z"]
+    ask = {"prompt": prompts, "echo": True, "logprobs": 2, "temperature": 0}
+    scored = served.post(**ask, max_tokens=0).json()
+    whole = served.post(**ask, max_tokens=5).json()
+    texts = served.post(prompt=prompts, logprobs=2, temperature=0, max_tokens=5).json()["choices"]
+    assert scored["usage"]["completion_tokens"] == 0
+    for prompt, only, both, text in zip(
+        prompts, scored["choices"], whole["choices"], texts, strict=True
+    ):
+        data = prompt.encode() if isinstance(prompt, str) else bytes(prompt)
+        assert only["text"] == data.decode()
+        assert only["finish_reason"] == "length"
+        told = only["logprobs"]
+        first, *others = told["token_logprobs"]
+        assert first is None
+        assert told["top_logprobs"][0] is None
+        tokens = torch.tensor([[*data]])
+        log = served.network.decoder(tokens)[0, :-1].float().log_softmax(-1)
+        wanted = log.gather(-1, tokens[0, 1:, None])[:, 0].tolist()
+        assert others == pytest.approx(wanted, abs=1e-4)
+        assert all(len(each) == 2 for each in told["top_logprobs"][1:])
+        assert both["text"] == data.decode() + text["text"]
+        for name, values in both["logprobs"].items():
+            before, after = values[: len(data)], values[len(data) :]
+            assert before == told[name]
+            moved = len(data.decode()) if name == "text_offset" else 0
+            assert after == [each + moved if moved else each for each in text["logprobs"][name]]
+    assert scored["choices"][0]["logprobs"]["text_offset"] == [*range(16)]
+    assert scored["choices"][1]["logprobs"]["text_offset"] == [0, 1, 1, 2]
+    for choice, max_tokens in ((scored["choices"][0], 0), (whole["choices"][0], 5)):
+        fields = {**ask, "prompt": prompts[0], "max_tokens": max_tokens}
+        parts = [*served.client().completions.create(model="small", stream=True, **fields)]
+        streamed = [part.choices[0].model_dump() for part in parts]
+        assert "".join(part["text"] for part in streamed) == choice["text"]
+        for name, values in choice["logprobs"].items():
+            assert [each for part in streamed for each in part["logprobs"][name]] == values
+    served.wait_until_idle()
+
+
 def test_what_was_there_is_told_and_a_salt_keeps_it_apart(served):
     def cached(**salt):
         done = served.post(prompt="p" * 60, max_tokens=2, **salt).json()
@@ -300,7 +344,7 @@ FIELDS = {
     "unknown option": (
         {**ASK, "stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x is not"
     ),
-    "logprobs of an echo": ({**ASK, "echo": True, "logprobs": 1}, 400, "logprobs"),
+    "an echo of no text": ({**ASK, "echo": True, "max_tokens": 0}, 400, "max_tokens = 0"),
     "an endless salt": ({**ASK, "cache_salt": "x" * 300}, 400, "cache_salt"),
     "no schema": ({**ASK, "response_format": {"type": "json_schema"}}, 400, "json_schema is miss"),
     "no kind": ({**ASK, "response_format": {"type": "xml"}}, 400, "response_format.type = 'xml'"),
@@ -434,6 +478,31 @@ def test_what_is_no_http_harms_nobody(served):
     with served.connect() as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n")
     assert served.post(**ASK).status_code == 200
+
+
+def test_a_client_that_never_ends_its_head_is_given_up(served, monkeypatch):
+    half = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: a"
+    monkeypatch.setattr(connections, "HEAD_S", 1.0)
+    for is_first in (True, False):
+        with served.connect() as connection:
+            if not is_first:
+                connection.sendall(half + b"\r\n\r\n")
+                assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+            connection.sendall(half)
+            told = b"".join(iter(partial(connection.recv, 1000), b""))
+        assert b"HTTP/1.1 408" in told
+
+
+def test_a_request_whose_head_was_here_in_time_may_take_longer(served, monkeypatch):
+    body = json.dumps(ASK).encode()
+    head = f"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    monkeypatch.setattr(connections, "HEAD_S", 1.0)
+    with served.connect() as connection:
+        connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n")
+        time.sleep(1.5)
+        connection.sendall(body)
+        told = b"".join(iter(partial(connection.recv, 1000), b""))
+    assert told.startswith(b"HTTP/1.1 200")
 
 
 def test_a_page_that_asks_by_a_name_of_its_own_is_refused(served):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paceline.config.frozen import Count, FrozenConfig
+from paceline.config.frozen import Count, CountOrNone, FrozenConfig
 
 MOST_LOGPROBS = 20
 MOST_CHOICES = 128
@@ -28,8 +28,8 @@ class Sampling(FrozenConfig):
     then tokens are left out by top_k, top_p and min_p.
     """
 
-    max_tokens: Count = 128
-    """The text ends after so many tokens at the latest."""
+    max_tokens: CountOrNone = 128
+    """The text ends after so many tokens at the latest; 0: only its prompt is looked at."""
     temperature: float = Field(1.0, ge=0, le=100)
     """Logits are divided by it; 0 takes the likeliest token."""
     top_k: Count | None = None

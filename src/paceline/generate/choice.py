@@ -18,6 +18,7 @@ from paceline.generate.sequence import Sequence, TokenLogprobs
 # So many of the likeliest tokens are looked at first where a request leaves out unlikely ones; only
 # where they don't suffice all are sorted. Never a function of the other requests.
 _FIRST_LOOK = 1024
+_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,26 @@ def choose(logits: Tensor, places: List[Place]) -> list[int]:
     return tokens
 
 
-def logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
-    """What the network thinks of a token.
+def logprobs(logits: Tensor, tokens: List[int], count: int) -> list[TokenLogprobs]:
+    """What the network thinks of tokens.
 
     Args:
-        logits: (vocab,), before any change.
-        count: of the likeliest ones that are told.
+        logits: (num_tokens, vocab), before any change.
+        count: of the likeliest ones that are told beside each.
     """
-    log = logits.log_softmax(-1)
-    best = log.topk(min(count, len(log)))
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return TokenLogprobs(float(log[token]), tuple(pairs))
+    told = []
+    for start in range(0, len(tokens), _ROWS):  # the memory of a few rows, not of a long prompt
+        log = logits[start : start + _ROWS].log_softmax(-1)
+        chosen = log.gather(
+            -1, torch.tensor(tokens[start : start + _ROWS], device=log.device)[:, None]
+        )
+        best = log.topk(min(count, log.shape[1]))
+        rows = (chosen[:, 0].tolist(), best.indices.tolist(), best.values.tolist())
+        told += [
+            TokenLogprobs(of_chosen, tuple(zip(likeliest, values, strict=True)))
+            for of_chosen, likeliest, values in zip(*rows, strict=True)
+        ]
+    return told
 
 
 def _change(logits: Tensor, place: Place, sampling: Sampling) -> None:

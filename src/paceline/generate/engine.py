@@ -105,6 +105,7 @@ class Engine:
         salt: bytes = b"",
         take_text: Callable[[list[int]], str | None] | None = None,
         matcher: Any = None,
+        prompt_logprobs: int | None = None,
     ) -> Sequence:
         """Take a request; `step` works on it from now on.
 
@@ -113,12 +114,18 @@ class Engine:
             salt: only requests with the same one share keys and values.
             take_text: is told each token that was made, and says whether a stop string ended it.
             matcher: of its grammar.
+            prompt_logprobs: tell of the prompt's tokens as well, with so many likeliest ones beside
+                each. Then all of them are computed, whoever has begun alike.
 
         Raises:
             InputError: a prompt that is empty or too long, tokens that the network doesn't know, or
                 a setting that lacks what it needs.
         """
         self._check(prompt, sampling)
+        if sampling.max_tokens == 0 and prompt_logprobs is None:
+            raise InputError(
+                "max_tokens = 0 makes no text, and nothing of the prompt is asked for: raise it."
+            )
         if sampling.grammar is not None and matcher is None:
             raise InputError("A text with a grammar needs a matcher of it, which was not given.")
         if sampling.stop and take_text is None:
@@ -127,6 +134,7 @@ class Engine:
         most = min(len(prompt) + sampling.max_tokens, self.longest)
         sequence = Sequence([*prompt], sampling, seed, len(prompt), most, salt)
         sequence.take_text, sequence.matcher = take_text, matcher
+        sequence.num_prompt_logprobs = prompt_logprobs
         self._scheduler.add(sequence)
         return sequence
 
@@ -147,7 +155,7 @@ class Engine:
         pass_begun_s = time.perf_counter()
         logits = self.compute(chunks)
         pass_ended_s = time.perf_counter()
-        choices = list(self._choices(chunks, logits))
+        choices = list(self._choices(chunks, self._tell_prompts(chunks, logits)))
         if self._offload is not None:
             spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in chunks]
             self._offload.passes.add(time.perf_counter() - pass_begun_s, spans)
@@ -228,7 +236,7 @@ class Engine:
     def _check(self, prompt: List[int], sampling: Sampling) -> None:
         vocab = self.decoder.model.vocab_size
         check_tokens(prompt, vocab)
-        if len(prompt) >= self.longest:
+        if len(prompt) + min(1, sampling.max_tokens) > self.longest:
             raise InputError(
                 f"The prompt has {len(prompt)} tokens, but prompt and text together may have "
                 f"{self.longest}: shorten it."
@@ -237,6 +245,20 @@ class Engine:
             raise InputError(
                 f"logit_bias names token {wrong[0]}, but the network knows 0 to {vocab - 1}."
             )
+
+    def _tell_prompts(self, chunks: List[Chunk], logits: Tensor) -> Tensor:
+        """Take down what is to be told of prompts; the logits of choices."""
+        if not any(chunk.num_told for chunk in chunks):
+            return logits
+        sizes = [size for chunk in chunks for size in (chunk.num_told, chunk.num_choices)]
+        parts = logits.split(sizes)
+        for chunk, rows in zip(chunks, parts[::2], strict=True):
+            sequence, first = chunk.sequence, len(chunk.sequence.prompt_logprobs) + 1
+            if sequence.num_prompt_logprobs is not None:
+                tokens = sequence.tokens[first : first + chunk.num_told]
+                told = logprobs(rows, tokens, sequence.num_prompt_logprobs)
+                sequence.prompt_logprobs += told
+        return torch.cat(parts[1::2])
 
     def _choices(
         self, chunks: List[Chunk], logits: Tensor
@@ -261,13 +283,16 @@ class Engine:
 
     def _go_on(self, chunk: Chunk, raw: Tensor | None, chosen: List[int]) -> Progress:
         """Give a sequence the tokens that were chosen, as far as its guess was right."""
-        sequence, end = chunk.sequence, None
+        sequence = chunk.sequence
+        end: EndReason | None = None
+        if chosen and sequence.sampling.max_tokens == 0:
+            chosen, end = [], "length"
         new: list[int] = []
         for place, token in enumerate(chosen):
             new.append(token)
             if raw is not None and sequence.sampling.logprobs is not None:
-                told = logprobs(raw[place], token, sequence.sampling.logprobs)
-                sequence.logprobs.append(told)
+                row = raw[place : place + 1]
+                sequence.logprobs += logprobs(row, [token], sequence.sampling.logprobs)
             if sequence.matcher is not None:
                 sequence.matcher.take(token)
             sequence.tokens.append(token)

@@ -40,7 +40,7 @@ class Runner:
         """Compute the tokens of chunks, each sequence at most once.
 
         Returns:
-            (num_choices of all chunks, vocab) in fp32.
+            (num_told and num_choices of all chunks, vocab) in fp32.
         """
         tokens: list[int] = []
         parts: list[Part] = []
@@ -49,7 +49,8 @@ class Runner:
             blocks = chunk.sequence.blocks
             parts.append(Part(len(tokens), chunk.start, chunk.num_tokens, blocks))
             tokens += chunk.tokens
-            wanted += range(len(tokens) - chunk.num_choices, len(tokens))
+            num_wanted = chunk.num_told + chunk.num_choices
+            wanted += range(len(tokens) - num_wanted, len(tokens))
         if self._exact_tokens is not None:
             return self._exact(tokens, parts)[wanted]
         return self._pass(tokens, Packed(parts, self._memory), wanted)

@@ -35,6 +35,9 @@ class Chunk:
     """Of its last tokens, those whose logits are wanted; 0: the sequence isn't all computed."""
     guess: tuple[int, ...] = ()
     """Tokens that may come next; computed too, after the sequence's last token."""
+    num_told: int = 0
+    """Of the tokens before these choices, the last ones whose logits say what is told of the
+    prompt."""
 
     @property
     def tokens(self) -> list[int]:
@@ -186,7 +189,15 @@ class Scheduler:
             guess = self._guess(sequence, most) if most > 0 else ()
             guess = guess[: self._room_after(sequence, stop)]
         self._take(sequence, stop + len(guess))
-        return Chunk(sequence, start, stop, 1 + len(guess) if stop == whole else 0, guess)
+        num_choices = 1 + len(guess) if stop == whole else 0
+        return Chunk(sequence, start, stop, num_choices, guess, self._num_told(sequence, stop))
+
+    def _num_told(self, sequence: Sequence, stop: int) -> int:
+        """The logits of a prompt's token tell of the next one; those of its last are a choice."""
+        if not sequence.num_untold:
+            return 0
+        first = max(sequence.num_computed, len(sequence.prompt_logprobs))
+        return max(0, min(stop, sequence.num_prompt - 1) - first)
 
     def _take(self, sequence: Sequence, num_tokens: int) -> None:
         for _ in range(self._missing(sequence, num_tokens)):
@@ -233,11 +244,10 @@ class Scheduler:
         if len(self.running) >= self._most_sequences:
             return None
         for sequence in self.waiting:
-            # The last token is computed in any case: its logits are wanted.
-            names = [
-                self._name(sequence, place)
-                for place in range((len(sequence.tokens) - 1) // self._block_size)
-            ]
+            # The last token is computed in any case: its logits are wanted. Where something is told
+            # of the prompt, all are.
+            num_known = 0 if sequence.num_untold else len(sequence.tokens) - 1
+            names = [self._name(sequence, place) for place in range(num_known // self._block_size)]
             shared = self._shared(names)
             if len(shared) < len(names) and names[len(shared)] in self._coming:
                 continue

@@ -83,6 +83,10 @@ class Sequence:
     """Tokens whose keys and values were there already, when it was last admitted."""
     read: Fetch | None = None
     """Brings more of them; until it is done nothing is computed."""
+    num_prompt_logprobs: int | None = None
+    """So many likeliest tokens are told beside each of the prompt's; None: nothing is told."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens after the first, as far as they are known."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the tokens that were made, where they were asked for."""
     matcher: Any = None
@@ -100,6 +104,13 @@ class Sequence:
     def num_made(self) -> int:
         """How many tokens were made."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_untold(self) -> int:
+        """Tokens of the prompt that nothing is told of yet, and something has to be."""
+        if self.num_prompt_logprobs is None:
+            return 0
+        return self.num_prompt - 1 - len(self.prompt_logprobs)
 
     @property
     def num_left(self) -> int:

@@ -5,12 +5,14 @@ import re
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from paceline.generate.sequence import TokenLogprobs
 from paceline.serve.bodies import Asked
 from paceline.serve.service import Piece, Token
 from paceline.train.data.tokenizer import byte_alphabet
@@ -66,6 +68,7 @@ class Texts:
         self.asked = asked
         self.texts = [""] * asked.num_texts
         self.tokens: list[list[Token]] = [[] for _ in self.texts]
+        self.prompts: list[list[TokenLogprobs] | None] = [None] * asked.num_texts
         self.last: list[Piece | None] = [None] * asked.num_texts
 
     def add(self, pieces: Iterable[Piece]) -> None:
@@ -73,6 +76,8 @@ class Texts:
         for piece in pieces:
             self.texts[piece.number] += piece.text
             self.tokens[piece.number] += piece.tokens
+            if piece.prompt_logprobs is not None:
+                self.prompts[piece.number] = piece.prompt_logprobs
             self.last[piece.number] = piece
 
     @property
@@ -129,8 +134,10 @@ class CompletionAnswer:
         return {**frame, "usage": texts.usage(), "system_fingerprint": fingerprint}
 
     def first_chunks(self) -> list[Json]:
-        """What comes before anything was made."""
+        """What comes before anything was made: echoes, unless more is told of them."""
         each = self.asked.num_choices
+        if self.asked.prompt_logprobs is not None:
+            return []
         return [
             self._chunk(self._part(index, self.asked.echoes[index // each], []))
             for index in range(self.asked.num_texts)
@@ -139,7 +146,11 @@ class CompletionAnswer:
 
     def chunk(self, piece: Piece) -> Json:
         """What a piece is in a stream."""
-        part = self._part(piece.number, piece.text, piece.tokens)
+        echo, tokens = "", self._behind_echo(piece.number, piece.tokens)
+        if piece.prompt_logprobs is not None:
+            echo = self._echo(piece.number)
+            tokens = self._echoed(piece.number, piece.prompt_logprobs) + tokens
+        part = self._part(piece.number, echo + piece.text, tokens)
         return self._chunk({**part, "finish_reason": piece.end})
 
     def last_chunk(self, texts: Texts) -> Json:
@@ -150,10 +161,26 @@ class CompletionAnswer:
         return {**self._frame, "object": self.part, "choices": [choice]}
 
     def _choice(self, index: int, number: int, texts: Texts) -> Json:
-        last = texts.last[number]
-        echo = self.asked.echoes[number // self.asked.num_candidates]
-        part = self._part(index, echo + texts.texts[number], texts.tokens[number])
+        last, told = texts.last[number], texts.prompts[number]
+        tokens = self._behind_echo(number, texts.tokens[number])
+        if told is not None:
+            tokens = self._echoed(number, told) + tokens
+        part = self._part(index, self._echo(number) + texts.texts[number], tokens)
         return {**part, "finish_reason": None if last is None else last.end}
+
+    def _echo(self, number: int) -> str:
+        return self.asked.echoes[number // self.asked.num_candidates]
+
+    def _behind_echo(self, number: int, tokens: list[Token]) -> list[Token]:
+        """Tokens of a text with their places in what is answered."""
+        length = len(self._echo(number))
+        return [replace(each, start=each.start + length) for each in tokens]
+
+    def _echoed(self, number: int, told: list[TokenLogprobs]) -> list[Token]:
+        """The tokens of a text's prompt."""
+        prompt = number // self.asked.num_candidates
+        parts = (self.asked.prompts[prompt], self.asked.echo_starts[prompt], [None, *told])
+        return [Token(*part) for part in zip(*parts, strict=True)]
 
     def _part(self, index: int, text: str, tokens: list[Token]) -> Json:
         logprobs = self._logprobs(tokens) if self.asked.tells_logprobs else None
@@ -163,9 +190,10 @@ class CompletionAnswer:
         text_of = self._token_texts.text_of
         return {
             "tokens": [text_of(each.token) for each in tokens],
-            "token_logprobs": [each.logprobs.chosen for each in tokens],
+            "token_logprobs": [each.logprobs and each.logprobs.chosen for each in tokens],
             "top_logprobs": [
-                {text_of(token): value for token, value in each.logprobs.likeliest}
+                each.logprobs
+                and {text_of(token): value for token, value in each.logprobs.likeliest}
                 for each in tokens
             ],
             "text_offset": [each.start for each in tokens],
@@ -231,6 +259,7 @@ class ChatAnswer(CompletionAnswer):
     def _logprobs(self, tokens: list[Token]) -> Json:
         content = []
         for each in tokens:
+            assert each.logprobs is not None  # only echoes have none
             likeliest = [self._told(token, value) for token, value in each.logprobs.likeliest]
             told = self._told(each.token, each.logprobs.chosen)
             content.append({**told, "top_logprobs": likeliest})

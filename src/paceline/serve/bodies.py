@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, TypeAdapter
+from tokenizers.decoders import DecodeStream
 
 from paceline.config.errors import InputError
 from paceline.config.files import parse_json
 from paceline.config.frozen import FrozenConfig
 from paceline.config.sampling import MOST_CHOICES, MOST_LOGPROBS, Grammar, Sampling
 from paceline.generate.embed import check_texts
+from paceline.generate.sequence import check_tokens
 from paceline.serve.chat import ChatTemplate
 from paceline.serve.errors import ApiError
 from paceline.serve.grammar import Grammars, Matcher
@@ -49,6 +51,10 @@ class Asked:
     tells_usage: bool
     """Whether a stream ends with what was used."""
     tells_logprobs: bool
+    prompt_logprobs: int | None = None
+    """So many likeliest tokens are told beside each of the prompts'; None: nothing is told."""
+    echo_starts: Sequence[Sequence[int]] = ()
+    """Of each prompt's tokens in its text, in characters, where something is told of them."""
     matcher: Matcher | None = None
     """Of the grammar, at its beginning; each text gets a copy."""
 
@@ -295,14 +301,16 @@ class CompletionBody(Body):
             raise InputError(f"best_of = {candidates} is less than n = {self.n}: raise it.")
         if candidates > self.n and self.stream:
             raise InputError("best_of looks at whole texts, and stream is true: leave one out.")
-        if self.echo and self.logprobs is not None:
-            raise InputError("logprobs are of the text alone, and echo is true: leave one out.")
-        prompts = _prompts(self.prompt, "prompt")
+        tells_prompt = self.echo and self.logprobs is not None
+        given = _prompts(self.prompt, "prompt")
         logprobs = 0 if self.logprobs is None and candidates > self.n else self.logprobs
         network = server.network
+        prompts = [network.encode(p) if isinstance(p, str) else p for p in given]
+        for tokens in prompts:
+            check_tokens(tokens, network.decoder.model.vocab_size)
         return Asked(
-            prompts=[network.encode(p) if isinstance(p, str) else p for p in prompts],
-            echoes=[_text(p, network) if self.echo else "" for p in prompts],
+            prompts=prompts,
+            echoes=[_text(p, network) if self.echo else "" for p in given],
             sampling=self._sampling({"max_tokens": _MAX_TOKENS, **server.defaults}, logprobs),
             num_choices=self.n,
             num_candidates=candidates,
@@ -310,6 +318,8 @@ class CompletionBody(Body):
             is_streamed=self.stream,
             tells_usage=self.stream_options is not None and self.stream_options.include_usage,
             tells_logprobs=self.logprobs is not None,
+            prompt_logprobs=self.logprobs if tells_prompt else None,
+            echo_starts=[_starts(p, network) for p in given] if tells_prompt else (),
         )
 
 
@@ -330,10 +340,18 @@ def _prompts(given: str | list[Any], name: str) -> Sequence[str | list[int]]:
 def _text(prompt: str | list[int], network: Network) -> str:
     if isinstance(prompt, str):
         return prompt
-    try:
-        return network.tokenizer.decode(prompt, skip_special_tokens=False)
-    except OverflowError:
-        raise InputError("prompt has a token that no network knows: use its tokenizer's.") from None
+    return network.tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+def _starts(prompt: str | list[int], network: Network) -> list[int]:
+    """Where the tokens of a prompt begin in its text."""
+    if isinstance(prompt, str):
+        return [start for start, _ in network.encoding(prompt).offsets]
+    stream, starts, length = DecodeStream(skip_special_tokens=False), [], 0
+    for token in prompt:
+        starts.append(length)
+        length += len(stream.step(network.tokenizer, token) or "")
+    return starts
 
 
 class TextPart(FrozenConfig):
@@ -435,6 +453,11 @@ class Server:
             read = kind.read(body)
             self._check_model(read.model)
             asked = read.asked(self, holder)
+            if asked.sampling.max_tokens == 0 and asked.prompt_logprobs is None:
+                raise InputError(
+                    "max_tokens = 0 makes no text: raise it, or ask by echo and logprobs what is "
+                    "thought of a completion's prompt."
+                )
             if (grammar := asked.sampling.grammar) is not None:
                 asked = replace(asked, matcher=self.grammars.matcher(grammar))
         return asked

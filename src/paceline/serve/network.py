@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 
 from paceline.config.errors import InputError
@@ -55,7 +55,11 @@ class Network:
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt: as a run trained on them, and with what the tokenizer of a folder
         puts around a text (most begin it with a token)."""
-        return self.tokenizer.encode(text, add_special_tokens=self.step is None).ids
+        return self.encoding(text).ids
+
+    def encoding(self, text: str) -> Encoding:
+        """The same, with their places in the text."""
+        return self.tokenizer.encode(text, add_special_tokens=self.step is None)
 
     def matcher(self, sampling: Sampling) -> Matcher | None:
         """Of a text's grammar; None: it has none.

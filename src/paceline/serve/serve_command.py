@@ -136,8 +136,11 @@ class Serving:
     async def _run(self) -> None:
         import uvicorn
 
+        from paceline.serve.connections import Connection
+
         config = uvicorn.Config(
             self._app,
+            http=Connection,
             log_config=None,
             log_level="critical",
             access_log=False,

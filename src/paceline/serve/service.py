@@ -44,7 +44,8 @@ class Token:
     token: int
     start: int
     """Of its text, in characters of the text that was made."""
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
+    """None: it is the first of all."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ class Piece:
     mean_logprob: float
     """Of its tokens, once it has ended and where they are asked for; else 0."""
     end: EndReason | None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens after the first, with the text's first piece where they are asked
+    for."""
 
 
 class Request:
@@ -104,6 +108,7 @@ class _Text:
     """Characters that the reader was given."""
     num_told: int = 0
     """Tokens that it was told of."""
+    is_prompt_told: bool = False
     num_cached: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
@@ -339,6 +344,7 @@ class Service:
             salt=asked.salt,
             take_text=text.take,
             matcher=text.matcher,
+            prompt_logprobs=asked.prompt_logprobs,
         )
         self._texts[sequence] = text
 
@@ -350,7 +356,8 @@ class Service:
     def _piece(self, progress: Progress) -> tuple[Request, Piece] | None:
         """What the loop is told of a sequence after a step; None: nothing."""
         sequence = progress.sequence
-        if not progress.tokens or (text := self._texts.get(sequence)) is None:
+        text = self._texts.get(sequence)
+        if text is None or not (progress.tokens or sequence.end):
             return None
         self._measure(text, progress)
         if sequence.end is not None:
@@ -370,9 +377,12 @@ class Service:
             return None
         logprobs = [each.chosen for each in sequence.logprobs] if sequence.end else []
         mean = sum(logprobs) / len(logprobs) if logprobs else 0.0
+        tells_prompt = sequence.num_prompt_logprobs is not None and not text.is_prompt_told
+        text.is_prompt_told = True
         piece = Piece(
-            text.number, new, told, sequence.num_made, text.num_cached, mean, sequence.end
-        )
+            text.number, new, told, sequence.num_made, text.num_cached, mean, sequence.end,
+            sequence.prompt_logprobs if tells_prompt else None,
+        )  # fmt: skip
         return text.request, piece
 
     def _told(self, text: _Text, sequence: Sequence) -> list[Token]:

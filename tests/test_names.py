@@ -21,7 +21,7 @@ from typer.main import get_command
 import paceline
 from paceline.cli import app
 from paceline.config.job import Job
-from paceline.config.serving import ServingSettings
+from paceline.config.serving import EndpointSettings
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "paceline"
@@ -166,7 +166,7 @@ def _variables() -> set[str]:
 @cache
 def _settings() -> set[str]:
     """Of a Job and of serving, and what stands in a Job's file in place of a model's shapes."""
-    return {*_settings_of(Job, ""), *_settings_of(ServingSettings, ""), "model.hf"}
+    return {*_settings_of(Job, ""), *_settings_of(EndpointSettings, ""), "model.hf"}
 
 
 def _settings_of(noun: type[BaseModel], prefix: str) -> Iterator[str]:

@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.config.errors import RunError
 from paceline.config.sampling import Sampling
+from paceline.config.serving import EndpointSettings, Retrieval
 from paceline.config.serving import Serving as Settings
-from paceline.config.serving import ServingSettings
 from paceline.generate.engine import Engine
 from paceline.observe.run import Run
 from paceline.serve.keys import Keys
@@ -128,12 +128,15 @@ def serve(
     keys: Keys | None = None,
     run: Run | None = None,
     sampling: Mapping[str, Any] | None = None,
+    retrieval: Retrieval | None = None,
 ) -> Iterator[Served]:
     """Serve a network; at the end nothing may be left."""
     network = network or small_network()
     # Random weights would end a text anywhere.
     chosen = {"logit_bias": {END: -100.0}, **(sampling or {})}
-    given = ServingSettings(serve=settings, sampling=Sampling(**chosen))
+    given = EndpointSettings(
+        serve=settings, sampling=Sampling(**chosen), retrieval=retrieval or Retrieval()
+    )
     serving = Serving(network, given, keys or Keys(), _listener("127.0.0.1", 0), run)
     served = Served(serving, network, chosen)
     served.thread.start()

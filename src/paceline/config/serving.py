@@ -1,13 +1,15 @@
 """Serving: how an engine shares out a device among requests."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
 from paceline.config.frozen import Auto, Count, FrozenConfig, Ways
 from paceline.config.override import override
 from paceline.config.sampling import Sampling
+
+S = TypeVar("S", bound=FrozenConfig)
 
 
 class Serving(FrozenConfig):
@@ -48,11 +50,34 @@ class Serving(FrozenConfig):
     in the text ("ngram"). The text stays the same."""
 
 
+class Retrieval(FrozenConfig):
+    """Documents that an endpoint's answers are made from."""
+
+    index: str | None = None
+    """Folder that `paceline index` wrote; without one nothing is retrieved."""
+    encoder: str | None = None
+    """The run or folder that made it, where it isn't at its place any more."""
+    k: Annotated[int, Field(ge=0, le=64)] = 4
+    """Chunks that a request's prompt gets which doesn't say how many; 0: none."""
+    probes: Ways | Auto = "auto"
+    """Lists of the index that a search looks at; "auto" is what the index was measured to need."""
+    memory_gb: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Memory for copies of the lists that are searched most, GB; others are mapped from disk."""
+    instruction: str = "Answer with the help of these texts."
+    """What a prompt says before the chunks."""
+
+
 class ServingSettings(FrozenConfig):
     """What a person sets of texts: how they are served, and how tokens are chosen."""
 
     serve: Serving = Serving()
     sampling: Sampling = Sampling()
+
+
+class EndpointSettings(ServingSettings):
+    """What a person sets of an endpoint."""
+
+    retrieval: Retrieval = Retrieval()
 
 
 def read_settings(overrides: Iterable[str], **sampling: Any) -> ServingSettings:
@@ -64,9 +89,24 @@ def read_settings(overrides: Iterable[str], **sampling: Any) -> ServingSettings:
     Raises:
         InputError: an unknown setting, or a value that it can't have.
     """
-    raw: dict[str, Any] = {"sampling": {k: v for k, v in sampling.items() if v is not None}}
+    raw = {"sampling": {k: v for k, v in sampling.items() if v is not None}}
+    return _read(ServingSettings, overrides, raw)
+
+
+def read_endpoint_settings(overrides: Iterable[str]) -> EndpointSettings:
+    """The same of an endpoint, with "retrieval.key=value".
+
+    Raises:
+        InputError: as `read_settings`.
+    """
+    return _read(EndpointSettings, overrides, {})
+
+
+def _read(kind: type[S], overrides: Iterable[str], raw: dict[str, Any]) -> S:
     for text in overrides:
         override(raw, text)
-    serve = Serving.parse(raw.pop("serve", {}), "serve")
-    chosen = Sampling.parse(raw.pop("sampling"), "sampling")
-    return ServingSettings.parse({**raw, "serve": serve, "sampling": chosen})
+    for name, field in kind.model_fields.items():
+        section = field.annotation
+        if name in raw and isinstance(section, type) and issubclass(section, FrozenConfig):
+            raw[name] = section.parse(raw[name], name)
+    return kind.parse(raw)

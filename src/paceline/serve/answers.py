@@ -131,7 +131,17 @@ class CompletionAnswer:
             self._choice(index, number, texts) for index, number in enumerate(texts.chosen())
         ]
         frame = {**self._frame, "object": self.whole, "choices": choices}
-        return {**frame, "usage": texts.usage(), "system_fingerprint": fingerprint}
+        told = {"usage": texts.usage(), "system_fingerprint": fingerprint}
+        return {**frame, **told, **self.sources()}
+
+    def sources(self) -> Json:
+        """The chunks of documents that the prompt has, if there are any, the nearest first."""
+        found = [
+            {"document": s.document, "start": s.start, "stop": s.stop, "score": s.score}
+            | {"text": s.text}
+            for s in self.asked.sources
+        ]
+        return {"sources": found} if found else {}
 
     def first_chunks(self) -> list[Json]:
         """What comes before anything was made: echoes, unless more is told of them."""

@@ -7,7 +7,7 @@ an error, for a misspelt one would be ignored.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -19,12 +19,14 @@ from paceline.config.errors import InputError
 from paceline.config.files import parse_json
 from paceline.config.frozen import FrozenConfig
 from paceline.config.sampling import MOST_CHOICES, MOST_LOGPROBS, Grammar, Sampling
+from paceline.config.serving import Retrieval
 from paceline.generate.embed import check_texts
 from paceline.generate.sequence import check_tokens
 from paceline.serve.chat import ChatTemplate
 from paceline.serve.errors import ApiError
 from paceline.serve.grammar import Grammars, Matcher
 from paceline.serve.network import Network
+from paceline.serve.retrieval.retriever import Found
 
 MOST_PROMPTS = 128
 MOST_MESSAGES = 4096
@@ -57,6 +59,8 @@ class Asked:
     """Of each prompt's tokens in its text, in characters, where something is told of them."""
     matcher: Matcher | None = None
     """Of the grammar, at its beginning; each text gets a copy."""
+    sources: Sequence[Found] = ()
+    """The chunks of documents that are in the prompt."""
 
     @property
     def num_texts(self) -> int:
@@ -198,6 +202,15 @@ class EmbeddingsBody(Fields):
         return texts
 
 
+class RetrievalAsked(FrozenConfig):
+    """What of a server's documents a prompt gets."""
+
+    k: int | None = Field(None, ge=0, le=64)
+    """Chunks; 0: none."""
+    query: str | None = Field(None, min_length=1)
+    """What is searched for, where that isn't the prompt or the user's last message."""
+
+
 class Body(Fields):
     """What requests for texts may say. What `Sampling` knows is checked there."""
 
@@ -219,6 +232,8 @@ class Body(Fields):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: _SHORT_TEXT | None = None
+    retrieval: RetrievalAsked | None = None
+    """What of the server's documents the prompt gets; None: as the server's settings have it."""
 
     @classmethod
     def read(cls, body: bytes) -> Self:
@@ -228,11 +243,16 @@ class Body(Fields):
             raise InputError("stream_options says how to stream, and stream is not true: set it.")
         return read
 
-    def asked(self, server: "Server", holder: bytes) -> Asked:
+    def query(self) -> str | None:
+        """What documents are searched for; None: nothing, for the prompt is no text."""
+        raise NotImplementedError
+
+    def asked(self, server: "Server", holder: bytes, found: Sequence[Found] = ()) -> Asked:
         """What the engine is asked.
 
         Args:
             holder: of the key; see `Keys.holder`.
+            found: chunks of documents for the prompt, the nearest first.
 
         Raises:
             InputError: it can't be.
@@ -294,7 +314,11 @@ class CompletionBody(Body):
 
     refused: ClassVar = {"suffix": "texts are gone on with, not filled in, so leave it out"}
 
-    def asked(self, server: "Server", holder: bytes) -> Asked:
+    def query(self) -> str | None:
+        """As above: the prompt, where it is one text."""
+        return self.prompt if isinstance(self.prompt, str) else None
+
+    def asked(self, server: "Server", holder: bytes, found: Sequence[Found] = ()) -> Asked:
         """As above."""
         candidates = self.best_of or self.n
         if candidates < self.n:
@@ -305,13 +329,28 @@ class CompletionBody(Body):
         given = _prompts(self.prompt, "prompt")
         logprobs = 0 if self.logprobs is None and candidates > self.n else self.logprobs
         network = server.network
+        sampling = self._sampling({"max_tokens": _MAX_TOKENS, **server.defaults}, logprobs)
         prompts = [network.encode(p) if isinstance(p, str) else p for p in given]
         for tokens in prompts:
             check_tokens(tokens, network.decoder.model.vocab_size)
+        if found:
+            prompt = given[0]
+            if len(given) > 1 or not isinstance(prompt, str):
+                raise InputError("retrieval needs one prompt that is a text: ask one at a time.")
+            if tells_prompt:
+                raise InputError(
+                    "echo with logprobs tells of the prompt as it was sent, and retrieval puts "
+                    "chunks of documents before it: leave one of them out."
+                )
+            found, own = server.fitting(
+                found, sampling, lambda sources: network.encode(f"{sources}\n\n{prompt}")
+            )
+            prompts = [own] if found else prompts
         return Asked(
             prompts=prompts,
+            sources=found,
             echoes=[_text(p, network) if self.echo else "" for p in given],
-            sampling=self._sampling({"max_tokens": _MAX_TOKENS, **server.defaults}, logprobs),
+            sampling=sampling,
             num_choices=self.n,
             num_candidates=candidates,
             salt=_salt(self.cache_salt, holder),
@@ -375,6 +414,11 @@ class ChatMessage(FrozenConfig):
     tool_calls: None = None
 
     @property
+    def is_user(self) -> bool:
+        """Whether a user said it."""
+        return self.role == "user"
+
+    @property
     def for_template(self) -> dict[str, str]:
         """As a template reads it: content is one text."""
         parts = self.content
@@ -399,23 +443,27 @@ class ChatBody(Body):
         ("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"), _TOOLS
     )
 
-    def asked(self, server: "Server", holder: bytes) -> Asked:
+    def query(self) -> str | None:
+        """As above: what the user said last."""
+        said = [message.for_template["content"] for message in self.messages if message.is_user]
+        return said[-1] if said and said[-1] else None
+
+    def asked(self, server: "Server", holder: bytes, found: Sequence[Found] = ()) -> Asked:
         """As above."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InputError("top_logprobs is about logprobs, which is not true: set it.")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise InputError("max_tokens and max_completion_tokens are the same: leave one out.")
-        text = server.template.prompt(
-            [message.for_template for message in self.messages],
-            add_generation_prompt=self.add_generation_prompt,
-        )
         most = {"max_tokens": server.longest, **server.defaults}
         if self.max_completion_tokens is not None:
             most["max_tokens"] = self.max_completion_tokens
+        sampling = self._sampling(most, (self.top_logprobs or 0) if self.logprobs else None)
+        found, tokens = server.fitting(found, sampling, lambda text: self._tokens(server, text))
         return Asked(
-            prompts=[server.network.tokenizer.encode(text, add_special_tokens=False).ids],
+            prompts=[tokens],
+            sources=found,
             echoes=[""],
-            sampling=self._sampling(most, (self.top_logprobs or 0) if self.logprobs else None),
+            sampling=sampling,
             num_choices=self.n,
             num_candidates=self.n,
             salt=_salt(self.cache_salt, holder),
@@ -423,6 +471,17 @@ class ChatBody(Body):
             tells_usage=self.stream_options is not None and self.stream_options.include_usage,
             tells_logprobs=self.logprobs,
         )
+
+    def _tokens(self, server: "Server", sources: str) -> list[int]:
+        """The prompt, with the sources behind what the system says first."""
+        messages = [message.for_template for message in self.messages]
+        if sources and self.messages[0].role in ("system", "developer"):
+            first = messages[0]
+            messages[0] = {**first, "content": f"{first['content']}\n\n{sources}"}
+        elif sources:
+            messages.insert(0, {"role": "system", "content": sources})
+        text = server.template.prompt(messages, add_generation_prompt=self.add_generation_prompt)
+        return server.network.tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _salt(given: str | None, holder: bytes) -> bytes:
@@ -442,17 +501,52 @@ class Server:
     """Settings of sampling for what a request leaves out."""
     longest: int
     """Tokens of the longest text, with its prompt."""
+    retrieval: Retrieval
+    """What prompts get of its documents."""
 
-    def read(self, kind: type[Body], body: bytes, holder: bytes) -> Asked:
-        """What a request asks for. Takes a while where prompt or grammar are long.
+    def read(self, kind: type[Body], body: bytes) -> Body:
+        """What a request says.
 
         Raises:
-            ApiError: it can't be asked; the field that it is about is named.
+            ApiError: it can't be said; the field that it is about is named.
         """
         with _refusing(kind):
             read = kind.read(body)
             self._check_model(read.model)
-            asked = read.asked(self, holder)
+            if read.retrieval is not None and self.retrieval.index is None:
+                raise InputError(
+                    "retrieval asks for documents and this server has none: leave it out, or serve "
+                    "with retrieval.index."
+                )
+            return read
+
+    def wanted(self, body: Body) -> tuple[str, int] | None:
+        """What documents are searched for, and how many chunks are wanted; None: nothing.
+
+        Raises:
+            ApiError: chunks are asked for, and there is nothing to search for.
+        """
+        asked = body.retrieval or RetrievalAsked()
+        k = self.retrieval.k if asked.k is None else asked.k
+        if self.retrieval.index is None or not k:
+            return None
+        query = asked.query or body.query()
+        if query is None and body.retrieval is not None:
+            message = "retrieval needs one text to search for: give retrieval.query."
+            raise ApiError(400, message, param="retrieval")
+        return None if query is None else (query, k)
+
+    def asked(self, body: Body, holder: bytes, found: Sequence[Found] = ()) -> Asked:
+        """What a request asks the engine for. Takes a while where prompt or grammar are long.
+
+        Args:
+            found: chunks for its prompt, the nearest first.
+
+        Raises:
+            ApiError: it can't be asked; the field that it is about is named.
+        """
+        with _refusing(type(body)):
+            asked = body.asked(self, holder, found)
             if asked.sampling.max_tokens == 0 and asked.prompt_logprobs is None:
                 raise InputError(
                     "max_tokens = 0 makes no text: raise it, or ask by echo and logprobs what is "
@@ -461,6 +555,25 @@ class Server:
             if (grammar := asked.sampling.grammar) is not None:
                 asked = replace(asked, matcher=self.grammars.matcher(grammar))
         return asked
+
+    def fitting(
+        self, found: Sequence[Found], sampling: Sampling, tokens_of: Callable[[str], list[int]]
+    ) -> tuple[Sequence[Found], list[int]]:
+        """As many of the nearest chunks as leave room for the text, and the prompt with them."""
+        room = self.longest - min(sampling.max_tokens, self.longest // 4)
+        for count in range(len(found), 0, -1):
+            tokens = tokens_of(self._sources(found[:count]))
+            if len(tokens) <= room:
+                return found[:count], tokens
+        return (), tokens_of("")
+
+    def _sources(self, found: Sequence[Found]) -> str:
+        """Chunks as a prompt has them: in the order of the documents, whichever is the nearest, so
+        that prompts with the same ones begin alike and share keys and values."""
+        chunks = sorted(found, key=lambda one: one.chunk)
+        return "\n\n".join(
+            [self.retrieval.instruction, *(f"{c.document}:\n{c.text.strip()}" for c in chunks)]
+        )
 
     def read_embeddings(self, body: bytes) -> tuple[EmbeddingsBody, list[list[int]]]:
         """What a request for vectors says, and the tokens of its texts.

@@ -130,11 +130,53 @@ def serve(
     paceline serve runs/demo --follow --port 8001 --set serve.max_sequences=16
     paceline serve exported/ --host 0.0.0.0 --api-key-file keys.txt
     """
-    from paceline.config.serving import read_settings
+    from paceline.config.serving import read_endpoint_settings
     from paceline.serve.serve_command import ServeOptions, serve_command
 
     options = ServeOptions(host, port, step, follow, api_key_file, no_keys)
-    serve_command(served, read_settings(set_ or ()), options)
+    serve_command(served, read_endpoint_settings(set_ or ()), options)
+
+
+@serve_app.command()
+def index(
+    documents: Annotated[
+        Path,
+        typer.Argument(
+            help="A file or folder: texts, a document each; or JSON lines, Parquet or Arrow, a "
+            "document in each line or row, under the key text.",
+            show_default=False,
+        ),
+    ],
+    encoder: Annotated[
+        Path,
+        typer.Option(
+            help="Makes vectors of texts: a run or a folder of a decoder, or any folder that "
+            "transformers' AutoModel opens, such as a sentence encoder's.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(help="The folder that is written; must not exist.", show_default=False)
+    ],
+    tokens: Annotated[int, typer.Option(help="Of a chunk.", min=1)] = 128,
+    overlap: Annotated[
+        int, typer.Option(help="Tokens that neighbouring chunks have in common.", min=0)
+    ] = 16,
+    step: Step = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Make documents searchable, for answers that are made from them.
+
+    Documents are cut into chunks, and the encoder makes a vector of each. A
+    build that was interrupted goes on where it was, when started again.
+
+    \b
+    paceline index docs/ --encoder runs/demo --out idx
+    paceline serve runs/demo --set retrieval.index=idx
+    """
+    from paceline.serve.retrieval.index_command import index_command
+
+    index_command(documents, encoder, out, tokens, overlap, step, as_json=as_json)
 
 
 @serve_app.command()

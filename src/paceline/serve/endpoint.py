@@ -41,7 +41,8 @@ from paceline.serve.bodies import Body, ChatBody, CompletionBody, Server, no_mod
 from paceline.serve.errors import ApiError
 from paceline.serve.keys import Keys
 from paceline.serve.metrics import Metrics, state
-from paceline.serve.service import Request, Service
+from paceline.serve.retrieval.retriever import BusyError, Found, Retriever
+from paceline.serve.service import Request, Service, too_long
 
 T = TypeVar("T")
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -60,6 +61,7 @@ class Endpoint:
         step: of the weights at the moment; None: nobody knows.
         is_local: whether only this host can ask; then its name has to be one of this host, for a
             page in a browser may ask by a name of its own that leads here.
+        retriever: finds documents for prompts; None: there are none.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class Endpoint:
         step: Callable[[], int | None],
         *,
         is_local: bool,
+        retriever: Retriever | None = None,
     ) -> None:
+        self._retriever = retriever
         self._server, self._service, self._keys, self._metrics = server, service, keys, metrics
         self._step, self._is_local = step, is_local
         self._token_texts = TokenTexts(server.network.tokenizer)
@@ -114,8 +118,9 @@ class Endpoint:
     ) -> Response:
         holder = self._holder(http)
         self._service.check_open()
-        body = await _body(http)
-        asked = await asyncio.to_thread(self._server.read, body_of, body, holder)
+        body = await asyncio.to_thread(self._server.read, body_of, await _body(http))
+        found = await _while_wanted(self._found(body), http.receive)
+        asked = await asyncio.to_thread(self._server.asked, body, holder, found)
         answer = answer_of(asked, self._server.network.name, self._token_texts)
         request = await _while_wanted(self._service.begin(asked), http.receive)
         if asked.is_streamed:
@@ -128,6 +133,20 @@ class Endpoint:
         fingerprint = None if step is None else f"step-{step}"
         return _json(answer.answer(texts, fingerprint))
 
+    async def _found(self, body: Body) -> list[Found]:
+        """The chunks of documents that a request's prompt gets."""
+        wanted = self._server.wanted(body)
+        if wanted is None or self._retriever is None:
+            return []
+        with self._metrics.retrieval.time():
+            try:
+                async with asyncio.timeout(self._service.engine.serving.timeout_s):
+                    return await asyncio.wrap_future(self._retriever.ask(*wanted))
+            except BusyError:
+                raise _busy() from None
+            except TimeoutError:
+                raise too_long(self._service.engine.serving.timeout_s) from None
+
     async def _events(self, request: Request, answer: CompletionAnswer) -> AsyncIterator[bytes]:
         """The chunks of a stream, as many at once as there are."""
         asked, texts = request.asked, Texts(request.asked)
@@ -136,7 +155,10 @@ class Endpoint:
         while not texts.is_over:
             pieces = await request.new_pieces()
             texts.add(pieces)
-            yield b"".join(_event(answer.chunk(piece)) for piece in pieces)
+            chunks = [answer.chunk(piece) for piece in pieces]
+            if texts.is_over:
+                chunks[-1] |= answer.sources()
+            yield b"".join(map(_event, chunks))
         if asked.tells_usage:
             yield _event(answer.last_chunk(texts))
         yield b"data: [DONE]\n\n"
@@ -276,6 +298,16 @@ class _Stream(Response):
             await _send_part(send, _event(error.body), more=False)
         else:
             await _refusal(error)(scope, receive, send)
+
+
+def _busy() -> ApiError:
+    return ApiError(
+        429,
+        "Too many requests wait for documents: ask again later.",
+        code="too_many_waiting",
+        outcome="busy",
+        headers={"Retry-After": "1"},
+    )
 
 
 async def _send_part(send: Send, body: bytes, *, more: bool) -> None:

@@ -277,7 +277,8 @@ def _sum_of_last(losses: Tensor, count: int) -> float:
 @contextmanager
 def _progress(number: int) -> Iterator[Any]:
     columns = (TextColumn("evaluating"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=_NOTES, transient=True) as bar:
+    is_shown = _NOTES.is_terminal
+    with Progress(*columns, console=_NOTES, transient=True, disable=not is_shown) as bar:
         task = bar.add_task("evaluating", total=number)
         yield lambda: bar.advance(task)
 

@@ -45,6 +45,9 @@ class Metrics:
         self._requests_s = histogram(
             "request", "From end to end, of requests that were answered.", _REQUEST_S
         )
+        self.retrieval = histogram(
+            "retrieval", "From a request to its documents, where it has any.", _REQUEST_S
+        )
         self._tokens_in = counter("prompt_tokens", "Of prompts whose text was begun.")
         self._cached = counter("prompt_tokens_cached", "Of these, those whose keys were there.")
         self.tokens_out = counter("generated_tokens", "That were made.")

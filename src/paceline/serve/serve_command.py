@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from paceline.config.errors import InputError, RunError
-from paceline.config.serving import ServingSettings
+from paceline.config.serving import EndpointSettings
 from paceline.observe.run import Run
 from paceline.serve.generate_command import described
 from paceline.serve.keys import VARIABLE, Keys, read_keys
@@ -44,7 +44,7 @@ class ServeOptions:
     no_keys: bool = False
 
 
-def serve_command(path: Path, settings: ServingSettings, options: ServeOptions) -> None:
+def serve_command(path: Path, settings: EndpointSettings, options: ServeOptions) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
@@ -83,7 +83,7 @@ class Serving:
     def __init__(
         self,
         network: Network,
-        settings: ServingSettings,
+        settings: EndpointSettings,
         keys: Keys,
         listener: socket.socket,
         run: Run | None = None,
@@ -94,10 +94,12 @@ class Serving:
         from paceline.serve.follow import Follower
         from paceline.serve.grammar import Grammars
         from paceline.serve.metrics import Metrics
+        from paceline.serve.retrieval.retriever import open_retriever
         from paceline.serve.service import Service
 
         self._listener = listener
         metrics = Metrics()
+        self._retriever = open_retriever(settings.retrieval)
         engine = network.engine(settings.serve)
         vocab = network.decoder.model.vocab_size
         server = Server(
@@ -106,6 +108,7 @@ class Serving:
             Grammars(network.tokenizer, vocab, network.end_tokens),
             settings.sampling.model_dump(exclude_unset=True),
             engine.longest,
+            settings.retrieval,
         )
         self.service = Service(engine, metrics, self._end)
         self._follower: Follower | None = None
@@ -114,7 +117,13 @@ class Serving:
         self._step = network.step
         is_local = ip_address(listener.getsockname()[0]).is_loopback
         self._app = Endpoint(
-            server, self.service, keys, metrics, self._step_now, is_local=is_local
+            server,
+            self.service,
+            keys,
+            metrics,
+            self._step_now,
+            is_local=is_local,
+            retriever=self._retriever,
         ).app()
 
     @property
@@ -153,6 +162,8 @@ class Serving:
         self._server = uvicorn.Server(config)
         self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
         self.service.start()
+        if self._retriever is not None:
+            self._retriever.start()
         if self._follower is not None:
             self._follower.start()
         with _signals(self.stop):
@@ -161,6 +172,8 @@ class Serving:
             self._follower.stop()
         self.service.end_thread()
         self.service.engine.close()
+        if self._retriever is not None:
+            self._retriever.end_thread()
 
     def _step_now(self) -> int | None:
         return self._step if self._follower is None else self._follower.step

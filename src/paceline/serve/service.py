@@ -189,7 +189,7 @@ class Service:
                 headers={"Retry-After": "1"},
             )
         request = Request(asked)
-        give_up = partial(self.give_up, request, _too_long(self._timeout_s))
+        give_up = partial(self.give_up, request, too_long(self._timeout_s))
         self._open[request] = self.loop.call_later(self._timeout_s, give_up)
         self._nothing_open.clear()
         self._orders.put(partial(self._begin, request))
@@ -267,7 +267,7 @@ class Service:
                     do = partial(embed, engine.decoder, [texts[number] for number in part])
                     vectors[part] = await asyncio.wrap_future(self.between_steps(do))
         except TimeoutError:
-            raise _too_long(self._timeout_s) from None
+            raise too_long(self._timeout_s) from None
         return vectors
 
     def _deliver(self, events: Events) -> None:
@@ -424,7 +424,8 @@ def _stopping() -> ApiError:
     )
 
 
-def _too_long(timeout_s: float) -> ApiError:
+def too_long(timeout_s: float) -> ApiError:
+    """A request took longer than it may."""
     return ApiError(
         504,
         f"The request took {timeout_s:g} s, which is serve.timeout_s: ask for less, or when less "

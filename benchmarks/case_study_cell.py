@@ -30,7 +30,7 @@ from paceline.comm.rendezvous import Ranks, connect, exit_rank, ranks_from_env
 from paceline.config.hardware import Cluster, Tier
 from paceline.config.job import Job, decided, read_job
 from paceline.machine.discovery import num_cores, this_machine
-from paceline.train.session import keep_freed_memory
+from paceline.machine.freed_memory import keep_freed_memory
 
 _SOURCE = "benchmarks/case_study.py"
 _BATCHES = 4

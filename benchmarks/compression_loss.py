@@ -43,11 +43,11 @@ from paceline.comm.rendezvous import Ranks
 from paceline.config.comm import Codec, codec
 from paceline.config.job import Job, read_job
 from paceline.machine.discovery import num_cores, this_machine
+from paceline.machine.freed_memory import keep_freed_memory
 from paceline.plan.resolve import resolve
 from paceline.train.data import prepare
 from paceline.train.families import task_of
 from paceline.train.optim import build_optimizer, learning_rate
-from paceline.train.session import keep_freed_memory
 
 FORMS = ("quinary", "int4", "int8", "powersgd:32", "onebit", "powersgd:16", "topk:0.1")
 EXACT = "none"

@@ -28,7 +28,7 @@ from paceline.config.hardware import Cluster
 from paceline.config.job import read_cluster
 from paceline.config.stack import Stack
 from paceline.machine.discovery import num_cores, this_machine
-from paceline.train.session import keep_freed_memory
+from paceline.machine.freed_memory import keep_freed_memory
 
 OPS = ("all_reduce", "all_to_all", "all_gather", "send_recv")
 """What replicas use, and what the planner reads a link's latency and bandwidth from."""

@@ -33,8 +33,8 @@ from paceline.comm.core_share import core_share_of
 from paceline.comm.forkserver_start import MEASURING, warm_up_ranks
 from paceline.comm.rendezvous import Ranks, connect, disconnect, ranks_from_env
 from paceline.config.errors import InputError, RunError
+from paceline.machine.freed_memory import keep_freed_memory
 from paceline.train.failure import is_lost_peer
-from paceline.train.session import keep_freed_memory
 from paceline.train.stopping import exit_with_parent
 
 # A rank whose peer died lets the peer speak first.

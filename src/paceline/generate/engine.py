@@ -36,6 +36,7 @@ from paceline.generate.sequence import EndReason, Sequence, check_tokens
 from paceline.generate.speculation import guess_of
 from paceline.generate.text import TextStream
 from paceline.generate.work import Step
+from paceline.machine.freed_memory import keep_freed_memory
 from paceline.models.decoder import Decoder
 
 _EXACT_TOKENS, _TOKENS = 64, 512
@@ -79,6 +80,8 @@ class Engine:
         """Told of each step that did something."""
         self._longest = decoder.model.max_seq_len
         first = next(decoder.parameters())
+        if first.device.type == "cpu":
+            keep_freed_memory()
         shape, size = KeyShape.of(decoder), serving.block_size
         num_blocks = self._num_blocks(shape.block_bytes(size, first.dtype))
         exact = _EXACT_TOKENS if serving.exact else None

@@ -5,7 +5,6 @@ metrics.jsonl and the report; the others write to their log only.
 """
 
 import copy
-import ctypes
 import os
 import platform
 import subprocess
@@ -35,6 +34,7 @@ from paceline.comm.rendezvous import (
 from paceline.config.errors import EXIT_SAVED, RunError, StoppedInTimeError
 from paceline.config.job import Job
 from paceline.elastic.peer_failure import PeerFailureDetector, reserve_s
+from paceline.machine.freed_memory import keep_freed_memory
 from paceline.observe.console import Progress, step_time_table
 from paceline.observe.events import append_event
 from paceline.observe.generations import generations_of
@@ -55,8 +55,6 @@ from paceline.train.stopping import StopRequest, shield_compile_workers
 from paceline.train.task import Task
 from paceline.train.trainer import Trainer
 
-# Of glibc's malloc.h.
-_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 # How long a generation that is over waits for trackers.
 _TRACKERS_S = 0.5
 
@@ -439,19 +437,6 @@ def _commit() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-
-
-def keep_freed_memory() -> None:
-    """Let glibc reuse the memory of activations instead of giving it back after every step.
-
-    The kernel would clear it again, page by page, in the next one (33,000 page faults a step, 2-4 %
-    of its time, see docs/decisions/overhead.md). Other C libraries have no such switch and are left
-    alone.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc allows
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def log_to(file: Path, *, keep_stdout: bool) -> Callable[[], object]:

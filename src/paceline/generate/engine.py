@@ -27,13 +27,14 @@ from paceline.config.sampling import Sampling
 from paceline.config.serving import Serving
 from paceline.generate.blocks import Blocks
 from paceline.generate.choice import Place, choose, logprobs
+from paceline.generate.guessers import speculator_of
 from paceline.generate.offload import NOTHING_KEPT, offload_of
 from paceline.generate.paged import KeyShape, Memory
 from paceline.generate.runner import Runner
 from paceline.generate.scheduler import Chunk, Scheduler
 from paceline.generate.score import Given, Scorer
 from paceline.generate.sequence import EndReason, Sequence, check_tokens
-from paceline.generate.speculation import guess_of
+from paceline.generate.speculation import Load
 from paceline.generate.text import TextStream
 from paceline.generate.work import Step
 from paceline.machine.freed_memory import keep_freed_memory
@@ -62,9 +63,11 @@ class Engine:
         serving: how its memory is shared out.
         tokenizer: for prompts and texts; None: tokens only.
         end_tokens: end a text.
+        draft: guesses tokens, where `serving.speculate` says so.
 
     Raises:
-        InputError: the memory for keys and values doesn't hold a block of tokens.
+        InputError: the memory for keys and values doesn't hold a block of tokens, or the draft
+            isn't what `serving.speculate` needs.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Engine:
         serving: Serving,
         tokenizer: Tokenizer | None = None,
         end_tokens: Iterable[int] = (),
+        draft: Decoder | None = None,
     ) -> None:
         self.decoder, self.serving, self.tokenizer = decoder, serving, tokenizer
         self.end_tokens = frozenset(end_tokens)
@@ -83,7 +87,11 @@ class Engine:
         if first.device.type == "cpu":
             keep_freed_memory()
         shape, size = KeyShape.of(decoder), serving.block_size
-        num_blocks = self._num_blocks(shape.block_bytes(size, first.dtype))
+        block_bytes = shape.block_bytes(size, first.dtype)
+        if draft is not None:
+            dtype = next(draft.parameters()).dtype
+            block_bytes += KeyShape.of(draft).block_bytes(size, dtype)
+        num_blocks = self._num_blocks(block_bytes)
         exact = _EXACT_TOKENS if serving.exact else None
         most = (exact or _TOKENS) if serving.max_tokens == "auto" else serving.max_tokens
         self.most_tokens = most
@@ -95,10 +103,8 @@ class Engine:
         self._blocks = Blocks(num_blocks, shares=serving.share_prefixes, leaves=leaves)
         self._runner = Runner(decoder, self._memory, most if serving.exact else None)
         self._scorer = Scorer(self._runner, self._memory, self._blocks, most)
-        guess = guess_of(serving.speculate)
-        self._scheduler = Scheduler(
-            self._blocks, size, most, serving.max_sequences, guess, self._offload
-        )
+        self._scheduler = Scheduler(self._blocks, size, most, serving.max_sequences, self._offload)
+        self._speculator = speculator_of(serving, self._runner, self._memory, most, draft)
 
     def submit(
         self,
@@ -150,19 +156,26 @@ class Engine:
         """Do a forward pass; what it did for whom, nothing where nothing is to do, or where blocks
         that everybody waits for are still fetched."""
         begun_s = time.perf_counter()
-        chunks = self._scheduler.next_chunks()
-        self._memory.clear(self._blocks.newly_taken())
+        scheduler, speculator = self._scheduler, self._speculator
+        rows = scheduler.num_to_compute()
+        load = Load(rows, self.most_tokens - rows)
+        chunks = scheduler.next_chunks(speculator.counts(scheduler.running, load))
+        taken = self._blocks.newly_taken()
+        self._memory.clear(taken)
+        speculator.clear(taken)
         if not chunks:
-            self._scheduler.wait_for_read(_LONGEST_WAIT_S)
+            scheduler.wait_for_read(_LONGEST_WAIT_S)
             return []
+        chunks = speculator.guess(chunks)
         pass_begun_s = time.perf_counter()
-        logits = self.compute(chunks)
-        pass_ended_s = time.perf_counter()
-        choices = list(self._choices(chunks, self._tell_prompts(chunks, logits)))
+        with speculator.watch(chunks):
+            logits = self.compute(chunks)
+            pass_ended_s = time.perf_counter()
+            choices = self._choices(chunks, self._tell_prompts(chunks, logits))
         if self._offload is not None:
             spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in chunks]
             self._offload.passes.add(time.perf_counter() - pass_begun_s, spans)
-        progress = [self._go_on(chunk, rows, tokens) for chunk, rows, tokens in choices]
+        progress = [self._go_on(chunk, raw, tokens) for chunk, raw, tokens in choices]
         if self.tell_step is not None:
             ended_s = time.perf_counter()
             self.tell_step(Step(chunks, begun_s, pass_begun_s, pass_ended_s, ended_s))
@@ -185,6 +198,7 @@ class Engine:
     def weights_changed(self) -> None:
         """The network has other weights: all that is kept of the old ones is computed anew."""
         self._runner.weights_changed()
+        self._speculator.weights_changed()
         self._scheduler.compute_anew()
 
     def close(self) -> None:
@@ -224,7 +238,7 @@ class Engine:
         return self._scorer.losses(texts)
 
     def numbers(self) -> dict[str, int]:
-        """How busy it is: sequences, blocks by tier and preemptions, by name."""
+        """How busy it is: sequences, blocks by tier, preemptions and guesses, by name."""
         scheduler, blocks = self._scheduler, self._blocks
         return {
             **(NOTHING_KEPT if self._offload is None else self._offload.numbers()),
@@ -234,6 +248,8 @@ class Engine:
             "blocks_free": blocks.num_free,
             "blocks_idle": blocks.num_idle,
             "preemptions": scheduler.num_preemptions,
+            "guessed": self._speculator.num_guessed,
+            "guessed_right": self._speculator.num_right,
         }
 
     def _check(self, prompt: List[int], sampling: Sampling) -> None:
@@ -265,7 +281,7 @@ class Engine:
 
     def _choices(
         self, chunks: List[Chunk], logits: Tensor
-    ) -> Iterable[tuple[Chunk, Tensor | None, list[int]]]:
+    ) -> list[tuple[Chunk, Tensor | None, list[int]]]:
         """Of each chunk the logits that were unchanged, where they are asked for, and tokens."""
         places = [
             Place(chunk.sequence, chunk.guess[:count])
@@ -278,11 +294,12 @@ class Engine:
             else None
         )
         chosen = choose(logits, places) if places else []
-        row = 0
+        of_chunks, row = [], 0
         for chunk in chunks:
-            tokens = chosen[row : row + chunk.num_choices]
-            yield chunk, None if raw is None else raw[row : row + chunk.num_choices], tokens
+            own = slice(row, row + chunk.num_choices)
+            of_chunks.append((chunk, None if raw is None else raw[own], chosen[own]))
             row += chunk.num_choices
+        return of_chunks
 
     def _go_on(self, chunk: Chunk, raw: Tensor | None, chosen: List[int]) -> Progress:
         """Give a sequence the tokens that were chosen, as far as its guess was right."""
@@ -302,8 +319,9 @@ class Engine:
             end = self._end(sequence, token)
             if end or (place < len(chunk.guess) and token != chunk.guess[place]):
                 break
-        num_guessed = max(0, len(new) - 1)
-        self._scheduler.was_computed(chunk, chunk.stop - chunk.start + num_guessed)
+        num_right = max(0, len(new) - 1)
+        self._scheduler.was_computed(chunk, chunk.stop - chunk.start + num_right)
+        self._speculator.learn(chunk, num_right)
         if end is not None:
             self._scheduler.end(sequence, end)
         return Progress(sequence, new)

@@ -1,5 +1,6 @@
 """Runner: the forward pass of packed tokens."""
 
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -54,6 +55,23 @@ class Runner:
         if self._exact_tokens is not None:
             return self._exact(tokens, parts)[wanted]
         return self._pass(tokens, Packed(parts, self._memory), wanted)
+
+    def times(self, most: int) -> dict[int, float]:
+        """Seconds of passes of 1, 2, 4, ... tokens, at most so many: measured now."""
+        sizes = [1] if self._exact_tokens is not None else [2**power for power in range(8)]
+        return {size: min(self._seconds(size) for _ in range(2)) for size in sizes if size <= most}
+
+    @torch.inference_mode()
+    def _seconds(self, num_tokens: int) -> float:
+        """Of a pass of tokens that nobody wants."""
+        parts = [Part(row, 0, 1, (self._memory.spare_block,)) for row in range(num_tokens)]
+        begun, tokens = time.perf_counter(), [0] * num_tokens
+        if self._exact_tokens is not None:
+            logits = self._exact(tokens, parts)
+        else:
+            logits = self._pass(tokens, Packed(parts, self._memory), [*range(num_tokens)])
+        logits.argmax(-1).tolist()
+        return time.perf_counter() - begun
 
     @torch.inference_mode()
     def _exact(self, tokens: list[int], parts: list[Part]) -> Tensor:

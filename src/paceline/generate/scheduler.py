@@ -14,9 +14,9 @@ https://arxiv.org/abs/2403.02310 (Sarathi: prompts in parts).
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from paceline.generate.blocks import Blocks, name_of
@@ -33,11 +33,17 @@ class Chunk:
     """Of the sequence's tokens."""
     num_choices: int
     """Of its last tokens, those whose logits are wanted; 0: the sequence isn't all computed."""
+    num_guessed: int = 0
+    """Tokens for whose guesses there is room."""
     guess: tuple[int, ...] = ()
     """Tokens that may come next; computed too, after the sequence's last token."""
     num_told: int = 0
     """Of the tokens before these choices, the last ones whose logits say what is told of the
     prompt."""
+
+    def with_guess(self, guess: tuple[int, ...]) -> "Chunk":
+        """This one, with a guess."""
+        return replace(self, guess=guess, num_choices=self.num_choices + len(guess))
 
     @property
     def tokens(self) -> list[int]:
@@ -75,7 +81,6 @@ class Scheduler:
         block_size: tokens of a block.
         most_tokens: of a forward pass.
         most_sequences: that are under way at a time.
-        guess: gives the tokens that may come next in a sequence, at most so many.
         elsewhere: where blocks are kept that left the memory; None: nowhere.
     """
 
@@ -85,11 +90,9 @@ class Scheduler:
         block_size: int,
         most_tokens: int,
         most_sequences: int,
-        guess: Callable[[Sequence, int], tuple[int, ...]],
         elsewhere: Elsewhere | None = None,
     ) -> None:
-        self._blocks, self._block_size, self._guess = blocks, block_size, guess
-        self._elsewhere = elsewhere
+        self._blocks, self._block_size, self._elsewhere = blocks, block_size, elsewhere
         self._most_tokens, self._most_sequences = most_tokens, most_sequences
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}
@@ -104,8 +107,12 @@ class Scheduler:
         """A new sequence waits for its turn."""
         self.waiting.append(sequence)
 
-    def next_chunks(self) -> list[Chunk]:
-        """What the next forward pass computes; nothing, where nothing is to do."""
+    def next_chunks(self, num_guessed: Mapping[Sequence, int]) -> list[Chunk]:
+        """What the next forward pass computes; nothing, where nothing is to do.
+
+        Args:
+            num_guessed: room that running sequences want for tokens that will be guessed.
+        """
         for sequence in self.running:
             if sequence.read is not None and sequence.read.is_done:
                 self._take_read(sequence, sequence.read)
@@ -115,10 +122,11 @@ class Scheduler:
 
         def choose(sequence: Sequence) -> None:
             nonlocal room
-            if room > 0 and (chunk := self._chunk(sequence, room, chosen)) is not None:
+            wanted = num_guessed.get(sequence, 0)
+            if room > 0 and (chunk := self._chunk(sequence, room, wanted, chosen)) is not None:
                 chunks.append(chunk)
                 chosen.add(sequence)
-                room -= chunk.num_tokens
+                room -= chunk.num_tokens + chunk.num_guessed
 
         for is_next_token in (True, False):
             for sequence in list(self.running):
@@ -175,22 +183,28 @@ class Scheduler:
             self._blocks.put_name(sequence.blocks[place], name)
             self._came(name, sequence)
 
-    def _chunk(self, sequence: Sequence, room: int, chosen: Iterable[Sequence]) -> Chunk | None:
+    def num_to_compute(self) -> int:
+        """Tokens that running sequences lack, up to those of a pass."""
+        return min(sum(sequence.num_left for sequence in self.running), self._most_tokens)
+
+    def _chunk(
+        self, sequence: Sequence, room: int, wanted: int, chosen: Iterable[Sequence]
+    ) -> Chunk | None:
         if sequence.read is not None:
             return None
         start, whole = sequence.num_computed, len(sequence.tokens)
         stop = min(whole, start + room)
         if not self._make_room(sequence, stop, chosen):
             return None
-        guess: tuple[int, ...] = ()
-        if stop - start == 1 and stop == whole:
+        guessed = 0
+        if wanted and stop - start == 1 and stop == whole:
             # Everybody's next token comes before anybody's guess.
-            most = min(room - len(self.running), sequence.most_tokens - whole - 1)
-            guess = self._guess(sequence, most) if most > 0 else ()
-            guess = guess[: self._room_after(sequence, stop)]
-        self._take(sequence, stop + len(guess))
-        num_choices = 1 + len(guess) if stop == whole else 0
-        return Chunk(sequence, start, stop, num_choices, guess, self._num_told(sequence, stop))
+            most = min(room - len(self.running), self._room_after(sequence, stop))
+            guessed = max(0, min(wanted, most))
+        self._take(sequence, stop + guessed)
+        return Chunk(
+            sequence, start, stop, int(stop == whole), guessed, (), self._num_told(sequence, stop)
+        )
 
     def _num_told(self, sequence: Sequence, stop: int) -> int:
         """The logits of a prompt's token tell of the next one; those of its last are a choice."""

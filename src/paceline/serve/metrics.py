@@ -128,3 +128,8 @@ def state(
     yield wanted
     text = "Times that a text gave its blocks back."
     yield CounterMetricFamily("paceline_serve_preemptions", text, numbers["preemptions"])
+    text = "Tokens that were guessed, by whether they were the text's."
+    guesses = CounterMetricFamily("paceline_serve_guessed_tokens", text, labels=["outcome"])
+    guesses.add_metric(["right"], numbers["guessed_right"])
+    guesses.add_metric(["wrong"], numbers["guessed"] - numbers["guessed_right"])
+    yield guesses

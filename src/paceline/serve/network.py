@@ -73,8 +73,22 @@ class Network:
         return Grammars(self.tokenizer, vocab, self.end_tokens).matcher(sampling.grammar)
 
     def engine(self, serving: Serving) -> Engine:
-        """An engine of this network."""
-        return Engine(self.decoder, serving, self.tokenizer, self.end_tokens)
+        """An engine of this network.
+
+        Raises:
+            InputError: as `Engine`, or serve.draft is no network with the same tokenizer.
+        """
+        draft = None if serving.draft is None else self._draft(serving.draft, serving.precision)
+        return Engine(self.decoder, serving, self.tokenizer, self.end_tokens, draft)
+
+    def _draft(self, path: str, precision: Precision) -> Decoder:
+        draft = open_network(Path(path), precision)
+        if draft.tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            raise InputError(
+                f"serve.draft = {path} has another tokenizer than {self.name}: give a network that "
+                "was trained with the same one."
+            )
+        return draft.decoder
 
 
 def open_network(path: Path, precision: Precision = "auto", step: int | None = None) -> Network:

@@ -19,7 +19,6 @@ from paceline.config.sampling import Sampling
 from paceline.generate.blocks import Blocks
 from paceline.generate.scheduler import Chunk, Scheduler
 from paceline.generate.sequence import Sequence as Text
-from paceline.generate.speculation import guess_of
 from paceline.generate.work import WorkCounter
 from paceline.plan.serving.costs import StepCosts, Terms
 from paceline.plan.serving.load import Request, Served
@@ -78,9 +77,7 @@ def simulate(
     """
     _check(requests, limits)
     blocks = Blocks(limits.num_blocks, shares=limits.share_prefixes)
-    scheduler = Scheduler(
-        blocks, limits.block_size, limits.max_tokens, limits.max_sequences, guess_of("off")
-    )
+    scheduler = Scheduler(blocks, limits.block_size, limits.max_tokens, limits.max_sequences)
     found = Simulated(Served(requests))
     coming = deque(enumerate(requests))
     numbers: dict[Text, int] = {}
@@ -91,7 +88,7 @@ def simulate(
             text = _text(request)
             numbers[text] = number
             scheduler.add(text)
-        chunks = scheduler.next_chunks()
+        chunks = scheduler.next_chunks({})
         if not chunks:
             now_s = max(now_s, coming[0][1].after_s)
             continue

@@ -1,8 +1,6 @@
 """`paceline bench serve` and `paceline plan --serve`, on a run of seconds and a real endpoint."""
 
 import json
-import re
-import shlex
 
 import pytest
 
@@ -17,8 +15,7 @@ from paceline.plan.serving.load import requests_of
 from paceline.plan.serving.measured import SERVING_FILE, read_measured
 from tests.command_line import paceline, write_tiny_job
 from tests.generate.networks import MODELS, VOCAB, built
-from tests.serve.served import END, serve, small_network
-from tests.test_names import ROOT
+from tests.serve.served import END, serve
 
 GREEDY = Sampling(temperature=0)
 
@@ -130,29 +127,6 @@ def test_from_a_run_to_its_plan(trained):
     done = paceline(*plan, "--set", "model.num_layers=3", folder=trained)
     assert done.returncode == 2
     assert "was measured of another network" in done.stderr
-
-
-def test_the_commands_of_the_page_run(trained):
-    page = (ROOT / "docs" / "serving.md").read_text().replace("\\\n", " ")
-    lines = re.findall(r"^paceline (?:bench serve|plan .*--serve).*$", page, flags=re.M)
-    assert len(lines) == 5
-    (trained / "my.toml").write_text(
-        (trained / "job.toml").read_text().replace("= 64\n[data]", "= 2048\n[data]")
-    )
-    with serve(small_network(longest=256)) as server:
-        for line in lines:
-            for written, here in (
-                ("runs/demo", "runs/tiny"),
-                ("http://127.0.0.1:8000", server.url),
-            ):
-                line = line.replace(written, here)
-            # The small run's longest text has 64 tokens.
-            line = re.sub(
-                r"runs/tiny(.*)--in \S+ --out \S+", r"runs/tiny\1--in 9-30 --out 9-30", line
-            )
-            line = line.replace("ttft 500ms, tpot 60ms", "ttft 60s")
-            done = paceline(*shlex.split(line, comments=True)[1:], folder=trained)
-            assert done.returncode == 0, (line, done.stderr)
 
 
 @pytest.mark.parametrize(

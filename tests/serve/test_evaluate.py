@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from paceline.train.data import MicroBatch
 from paceline.train.exact_eval import ExactLoss
 from tests.command_line import paceline, ranks, write_tiny_job
 from tests.generate.networks import MODELS, VOCAB, built, prompt
-from tests.test_names import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -189,19 +187,6 @@ def test_the_likeliest_choice_is_found(trained):
     assert [found["accuracy"], found["accuracy_per_byte"]] == both
     printed = paceline("evaluate", "weights", "--choices", "questions.jsonl", folder=trained).stdout
     assert printed.startswith(f"accuracy {both[0]:.4f}, per byte {both[1]:.4f}, of 4 examples in")
-
-
-def test_the_pages_commands_run(trained):
-    (trained / "notes.txt").write_text("the quick brown fox")
-    line = {"context": "the", "choices": [" dog", " @"], "answer": 0}
-    (trained / "questions.jsonl").write_text(json.dumps(line))
-    names = {"runs/demo": "runs/tiny", "exported/": "weights"}
-    page = (ROOT / "docs" / "serving.md").read_text()
-    commands = re.findall(r"^paceline (evaluate .*)$", page, flags=re.M)
-    assert len(commands) == 4
-    for command in commands:
-        done = paceline(*(names.get(word, word) for word in command.split()), folder=trained)
-        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

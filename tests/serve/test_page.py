@@ -1,4 +1,4 @@
-"""Every command of docs/serving.md runs, in its order, on a small run of the name that it has there."""
+"""Every command of docs/serving.md runs, in the order of the page, on a small run of that name."""
 
 import json
 import os

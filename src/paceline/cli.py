@@ -454,8 +454,8 @@ def explain(
     path: Annotated[
         Path,
         typer.Argument(
-            help="The directory of a run, a trace of torch.profiler (json, json.gz), or a folder "
-            "of traces, one per rank.",
+            help="The directory of a run, a trace of torch.profiler (json, json.gz), a folder of "
+            "traces, one per rank, or what paceline serve --record wrote.",
             show_default=False,
         ),
     ],
@@ -484,13 +484,22 @@ def explain(
     gain of mending them, as settings to try. Reads any PyTorch job's trace
     (docs/explain.md: how to record one); a run of Paceline's own needs
     --set observe.profile_every=50. A run that ended out of memory is told which
-    term was too large, and the cheapest change that fits.
+    term was too large, and the cheapest change that fits. Of a server's record it
+    tells queue, host, passes and idle time, beside what was planned for them.
 
     \b
     paceline explain runs/demo
     paceline explain trace.json.gz --all
     paceline explain runs/new --against runs/old
     """
+    from paceline.plan.serving.record import RECORD_FILE
+
+    if (path / RECORD_FILE).is_file():
+        _refuse_with("the explanation of a server", all=all_, against=against, html=html)
+        from paceline.explain.serving import explain_record_command
+
+        explain_record_command(path / RECORD_FILE, as_json=as_json)
+        return
     from paceline.explain.command import explain_command
 
     explain_command(path, top=top, all_findings=all_, as_json=as_json, against=against, html=html)

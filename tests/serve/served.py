@@ -129,6 +129,7 @@ def serve(
     run: Run | None = None,
     sampling: Mapping[str, Any] | None = None,
     retrieval: Retrieval | None = None,
+    record: Any = None,
 ) -> Iterator[Served]:
     """Serve a network; at the end nothing may be left."""
     network = network or small_network()
@@ -137,7 +138,7 @@ def serve(
     given = EndpointSettings(
         serve=settings, sampling=Sampling(**chosen), retrieval=retrieval or Retrieval()
     )
-    serving = Serving(network, given, keys or Keys(), _listener("127.0.0.1", 0), run)
+    serving = Serving(network, given, keys or Keys(), _listener("127.0.0.1", 0), run, record)
     served = Served(serving, network, chosen)
     served.thread.start()
     wait_until(lambda: _answers(served))

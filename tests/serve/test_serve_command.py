@@ -66,6 +66,22 @@ def test_a_signal_lets_what_is_under_way_end(trained, number):
     assert not list((trained / "kept").iterdir())
 
 
+def test_a_record_is_whole_when_the_server_has_ended(trained):
+    process = start(trained, "--record", "records/monday")
+    try:
+        url = url_of(process)
+        ask = {"prompt": "the", "max_tokens": 5, "ignore_eos": True}
+        assert httpx2.post(f"{url}/v1/completions", json=ask, timeout=PATIENCE_S).is_success
+        os.kill(process.pid, signal.SIGTERM)
+        process.communicate(PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    done = paceline("explain", "records/monday", folder=trained)
+    assert done.returncode == 0, done.stderr
+    assert "5 steps, 3 tokens of prompts, 5 of texts" in " ".join(done.stdout.split())
+
+
 def test_keys_are_asked_for_and_never_shown(trained):
     key = "secret-secret-secret-secret"
     process = start(trained, PACELINE_API_KEYS=key)

@@ -115,6 +115,13 @@ def serve(
     no_keys: Annotated[
         bool, typer.Option("--no-keys", help="Let everybody ask who reaches the port.")
     ] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for a record of where the time goes, which paceline explain reads.",
+            show_default=False,
+        ),
+    ] = None,
     set_: Settings = None,
 ) -> None:
     """Answer requests over HTTP as OpenAI's API does, by the network of a run.
@@ -133,7 +140,7 @@ def serve(
     from paceline.config.serving import read_endpoint_settings
     from paceline.serve.serve_command import ServeOptions, serve_command
 
-    options = ServeOptions(host, port, step, follow, api_key_file, no_keys)
+    options = ServeOptions(host, port, step, follow, api_key_file, no_keys, record)
     serve_command(served, read_endpoint_settings(set_ or ()), options)
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from rich.console import Console
 
 from paceline.config.errors import InputError, RunError
 from paceline.config.serving import EndpointSettings
+from paceline.generate.engine import Engine
 from paceline.observe.run import Run
 from paceline.serve.generate_command import described
 from paceline.serve.keys import VARIABLE, Keys, read_keys
 from paceline.serve.network import Network, open_network
+from paceline.serve.record import Recorder
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
 _GONE_AFTER_S = 30
@@ -42,6 +45,8 @@ class ServeOptions:
     follow: bool = False
     key_file: Path | None = None
     no_keys: bool = False
+    record: Path | None = None
+    """Folder that gets a record of where the time goes; None: nothing is recorded."""
 
 
 def serve_command(path: Path, settings: EndpointSettings, options: ServeOptions) -> None:
@@ -64,7 +69,9 @@ def serve_command(path: Path, settings: EndpointSettings, options: ServeOptions)
     begun_s = time.perf_counter()
     network = open_network(path, settings.serve.precision, options.step)
     run = Run(path) if options.follow else None
-    serving = Serving(network, settings, keys, listener, run)
+    folder = options.record
+    record = None if folder is None else partial(Recorder, folder, network.name, path)
+    serving = Serving(network, settings, keys, listener, run, record)
     listener.listen()
     _CONSOLE.print(
         f"{described(network)}, ready in {time.perf_counter() - begun_s:.1f} s: "
@@ -78,6 +85,7 @@ class Serving:
 
     Args:
         run: whose newer checkpoints are taken; None: the weights stay.
+        record: makes what records the engine's steps; None: nothing does.
     """
 
     def __init__(
@@ -87,6 +95,7 @@ class Serving:
         keys: Keys,
         listener: socket.socket,
         run: Run | None = None,
+        record: Callable[[Engine], Recorder] | None = None,
     ) -> None:
         from paceline.serve.bodies import Server
         from paceline.serve.chat import ChatTemplate
@@ -110,7 +119,8 @@ class Serving:
             engine.longest,
             settings.retrieval,
         )
-        self.service = Service(engine, metrics, self._end)
+        self._recorder = None if record is None else record(engine)
+        self.service = Service(engine, metrics, self._end, self._recorder)
         self._follower: Follower | None = None
         if run is not None and network.step is not None:
             self._follower = Follower(run, self.service, network.step, metrics, _CONSOLE.print)
@@ -174,6 +184,8 @@ class Serving:
         self.service.engine.close()
         if self._retriever is not None:
             self._retriever.end_thread()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _step_now(self) -> int | None:
         return self._step if self._follower is None else self._follower.step

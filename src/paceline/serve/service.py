@@ -29,6 +29,7 @@ from paceline.serve.bodies import Asked
 from paceline.serve.errors import ApiError
 from paceline.serve.grammar import Matcher
 from paceline.serve.metrics import Metrics
+from paceline.serve.record import Recorder
 
 T = TypeVar("T")
 Events = list[tuple["Request", "Piece"]]
@@ -126,6 +127,7 @@ class Service:
     Args:
         engine: nobody else may use it any more.
         failed: called in the event loop when the engine's thread has died.
+        recorder: is told of first tokens.
     """
 
     def __init__(
@@ -133,8 +135,10 @@ class Service:
         engine: Engine,
         metrics: Metrics,
         failed: Callable[[], None] = lambda: None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.engine, self._metrics, self._failed = engine, metrics, failed
+        self._recorder = recorder
         serving = engine.serving
         self._most_texts = serving.max_sequences + serving.max_waiting
         self._timeout_s = serving.timeout_s
@@ -403,6 +407,8 @@ class Service:
             text.first_s = now_s
             wait_s = now_s - text.request.begun_s
             self._metrics.text_began(wait_s, sequence.num_prompt, text.num_cached)
+            if self._recorder is not None:
+                self._recorder.first_token(sequence, text.request.begun_s, now_s)
         else:
             self._metrics.text_went_on((now_s - text.last_s) / count, count)
         self._metrics.tokens_out.inc(count)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from benchmarks.provenance import folder_of, keep, parser_of, signature, taken_with
 from benchmarks.tables import markdown
-from tests.generate.fuzzed import Violation, run_round
+from tests.generate.fuzzed import ViolationError, run_round
 
 _OF_ROUND = 25
 
@@ -36,7 +36,7 @@ def main() -> None:
         while counts["requests"] < options.requests:
             try:
                 counts += run_round(f"{options.seed}/{number}", _OF_ROUND, Path(folder))
-            except Violation as violation:
+            except ViolationError as violation:
                 console.print(f"round {number}: {violation}")
                 sys.exit(1)
             number += 1

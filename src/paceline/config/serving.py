@@ -29,7 +29,10 @@ class Serving(FrozenConfig):
     disk_gb: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """And in files, for what host memory has no room for."""
     disk_folder: str = ""
-    """Where these files are; they are removed at the end."""
+    """Where files are; they are removed at the end."""
+    weights_gb: Annotated[float, Field(gt=0, le=1e6)] | Auto = "auto"
+    """Memory for weights in GB; layers that it doesn't hold lie in files in disk_folder, with a
+    CUDA device in host memory, and are copied while others compute. "auto" holds all."""
     max_tokens: Count | Auto = "auto"
     """Tokens of a forward pass; more of them make prompts quicker and let the others wait longer.
     "auto" is 512, and 64 with exact."""

@@ -6,6 +6,7 @@
 | sequence, scheduler | one request's tokens, and which tokens of whom the next step computes |
 | blocks | which block of memory holds which tokens; blocks that requests share |
 | tiers, tier_folder, offload | blocks that leave the memory, and whether fetching them pays |
+| layers | weights that are not all in the device's memory |
 | paged, runner | attention over blocks, and the forward pass of the tokens of several sequences |
 | packed, exact | its products made faster, or results with the same bits in any company |
 | choice | the next token from its logits |

@@ -28,6 +28,7 @@ from paceline.config.serving import Serving
 from paceline.generate.blocks import Blocks
 from paceline.generate.choice import Place, choose, logprobs
 from paceline.generate.guessers import speculator_of
+from paceline.generate.layers import layers_of
 from paceline.generate.offload import NOTHING_KEPT, offload_of
 from paceline.generate.paged import KeyShape, Memory
 from paceline.generate.runner import Runner
@@ -66,8 +67,8 @@ class Engine:
         draft: guesses tokens, where `serving.speculate` says so.
 
     Raises:
-        InputError: the memory for keys and values doesn't hold a block of tokens, or the draft
-            isn't what `serving.speculate` needs.
+        InputError: the memory for keys and values doesn't hold a block of tokens, settings that
+            contradict each other, or a draft that isn't what `serving.speculate` needs.
     """
 
     def __init__(
@@ -101,7 +102,8 @@ class Engine:
         self._offload = offload_of(serving, self._memory, longest, most)
         leaves = (lambda block, name: None) if self._offload is None else self._offload.keep
         self._blocks = Blocks(num_blocks, shares=serving.share_prefixes, leaves=leaves)
-        self._runner = Runner(decoder, self._memory, most if serving.exact else None)
+        exact_tokens = most if serving.exact else None
+        self._runner = Runner(decoder, self._memory, exact_tokens, layers_of(decoder, serving))
         self._scorer = Scorer(self._runner, self._memory, self._blocks, most)
         self._scheduler = Scheduler(self._blocks, size, most, serving.max_sequences, self._offload)
         self._speculator = speculator_of(serving, self._runner, self._memory, most, draft)

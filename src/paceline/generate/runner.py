@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.generate.exact import check_places, tiled_experts
+from paceline.generate.layers import StreamedLayers
 from paceline.generate.packed import PackedWeights, can_pack
 from paceline.generate.paged import Memory, Packed, PagedAttend, Part
 from paceline.generate.scheduler import Chunk
@@ -21,11 +22,19 @@ class Runner:
         exact_tokens: each pass has just so many tokens, filled up where there are fewer, and every
             result is computed in one order: logits have the same bits whatever else is in the pass.
             None: as many as there are.
+        layers: of the network, where not all stay in the device's memory: then nothing is packed.
     """
 
-    def __init__(self, decoder: Decoder, memory: Memory, exact_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        memory: Memory,
+        exact_tokens: int | None = None,
+        layers: StreamedLayers | None = None,
+    ) -> None:
         self.decoder, self._memory, self._exact_tokens = decoder, memory, exact_tokens
         self._attend = PagedAttend(memory)
+        self._layers = layers
         self._packed: PackedWeights | None = None
         self.weights_changed()
         if exact_tokens is not None:
@@ -33,7 +42,7 @@ class Runner:
 
     def weights_changed(self) -> None:
         """The network has other weights: pack them, where that makes products faster."""
-        if self._exact_tokens is None and can_pack(self.decoder):
+        if self._exact_tokens is None and self._layers is None and can_pack(self.decoder):
             self._packed = PackedWeights(self.decoder)
 
     @torch.inference_mode()
@@ -88,7 +97,7 @@ class Runner:
         device = self._memory.keys.device
         rows = None if wanted is None else torch.tensor(wanted, dtype=torch.long, device=device)
         self._attend.packed = packed
-        packed_weights = nullcontext() if self._packed is None else self._packed.put_in()
-        with self._attend.put_in(self.decoder), packed_weights:
+        weights = self._layers or self._packed
+        with self._attend.put_in(self.decoder), weights.put_in() if weights else nullcontext():
             ids = torch.tensor([tokens], device=device)
             return self.decoder(ids, positions=packed.positions, wanted=rows)[0].float()

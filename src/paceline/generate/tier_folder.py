@@ -5,6 +5,7 @@ uses the same place next: a lock tells whether its owner lives.
 """
 
 import fcntl
+import mmap
 import os
 import shutil
 import tempfile
@@ -70,8 +71,7 @@ class OwnFolder:
         Raises:
             OSError: they can't be written.
         """
-        file = File(self.path / str(self._num_files), data.numel(), checksum)
-        self._num_files += 1
+        file = File(self._new_path(), data.numel(), checksum)
         number = os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(number, "wb", buffering=0) as opened:
@@ -82,6 +82,30 @@ class OwnFolder:
             file.path.unlink(missing_ok=True)
             raise
         return file
+
+    def mapped(self, num_bytes: int) -> mmap.mmap:
+        """A file of so many bytes, as memory; it has no name, and goes with the object.
+
+        Raises:
+            InputError: the disk has no room for it.
+        """
+        path = self._new_path()
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(number, 0, num_bytes)
+            return mmap.mmap(number, num_bytes)
+        except OSError as error:
+            raise InputError(
+                f"{path} can't have {num_bytes / 1e9:.3g} GB ({error.strerror}): choose another "
+                "serve.disk_folder."
+            ) from None
+        finally:
+            path.unlink()
+            os.close(number)
+
+    def _new_path(self) -> Path:
+        self._num_files += 1
+        return self.path / str(self._num_files)
 
 
 def _remove_left(folder: Path) -> None:

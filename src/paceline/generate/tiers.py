@@ -445,9 +445,7 @@ class Tiers:
                 self._leave_disk(name)
             self._counts["damaged"] += 1
         if self._counts["damaged"] == 1:
-            where = (
-                "in host memory" if tier == "host" or self._folder is None else self._folder.path
-            )
+            where = self._folder.path if self._folder and tier == "disk" else "host memory"
             _LOG.warning("Bytes that were kept in %s are damaged, and not used; said once.", where)
 
 

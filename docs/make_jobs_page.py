@@ -10,6 +10,7 @@ from pydantic_core import PydanticUndefined
 from paceline.config.comm import Comm, DpComm, EmbeddingComm, EpComm, FsdpComm, LocalUpdates, PpComm
 from paceline.config.elastic import Elastic
 from paceline.config.hardware import ClusterSpec
+from paceline.config.heads import Heads
 from paceline.config.job_sections import Checkpoint, CustomModel, Data, Observe, Optim, Train
 from paceline.config.layers import Experts, LatentAttention, RopeScaling
 from paceline.config.layout import LayoutSpec
@@ -32,6 +33,7 @@ SECTIONS = {
     "model.rope_scaling": RopeScaling,
     'model, with family = "custom"': CustomModel,
     'model, with family = "dlrm"': Dlrm,
+    'model, with family = "heads"': Heads,
     'model, with family = "resnet"': ResNet,
     'model, with family = "efficientnet" (to plan)': EfficientNet,
     "cluster": ClusterSpec,

@@ -6,6 +6,7 @@ import pytest
 
 from paceline.config.comm import Comm
 from paceline.config.family import ModelFamily
+from paceline.config.heads import Heads
 from paceline.config.job_sections import CustomModel, Sections
 from paceline.config.layout import Layout
 from paceline.config.model import Model
@@ -16,12 +17,13 @@ DECODER = Model(
     vocab_size=64, hidden_size=32, ffn_size=64, num_layers=2, num_heads=2, max_seq_len=16
 )
 CLICKS = Dlrm(family="dlrm", tables=(8, 4), dim=4, num_dense=3)
+HEADS = Heads(family="heads", of="runs/a", step=1, trunk=DECODER, num_heads=2)
 ONE = Layout()
 
 
 def test_every_model_of_a_job_is_a_family():
     families = get_args(Sections.model_fields["model"].annotation)
-    assert set(families) == {Model, Dlrm, ResNet, EfficientNet, CustomModel}
+    assert set(families) == {Model, Dlrm, ResNet, EfficientNet, Heads, CustomModel}
     assert all(issubclass(family, ModelFamily) for family in families)
 
 
@@ -31,6 +33,12 @@ def test_every_model_of_a_job_is_a_family():
         (DECODER, 16, DECODER.train_flops_per_token(16)),
         (ResNet(depth=18), 1, ResNet(depth=18).train_flops_per_image),
         (CLICKS, 1, CLICKS.train_flops_per_sample),
+        # The decoder forward; both heads and what reads them forward and backward.
+        (
+            HEADS,
+            16,
+            DECODER.train_flops_per_token(16) / 3 + 6 * 2 * (3 * 32 * 32 + 32 + 64 * 32),
+        ),
         (CustomModel(), 1, None),
     ],
     ids=lambda value: getattr(value, "family", ""),
@@ -50,7 +58,14 @@ def test_layers_nobody_knows_are_not_cut(model):
         assert sentence.startswith(f"layout.{axis} = 2 needs a model that Paceline knows")
 
 
-@pytest.mark.parametrize("model", [DECODER, CLICKS])
+def test_heads_need_a_whole_network_on_each_rank():
+    assert list(HEADS.layout_refusals(ONE.replace(dp=2))) == []
+    for axis in ("tp", "pp", "cp", "ep", "fsdp"):
+        (sentence,) = HEADS.layout_refusals(ONE.replace(**{axis: 2}))
+        assert sentence.startswith(f"layout.{axis} = 2 cuts the network")
+
+
+@pytest.mark.parametrize("model", [DECODER, CLICKS, HEADS])
 def test_statistics_of_no_batch_norms_are_not_shared(model):
     (sentence,) = model.layout_refusals(ONE.replace(sync_batch_norm=True))
     assert f'"{model.family}"' in sentence

@@ -2,12 +2,14 @@
 
 import torch
 
+from paceline.config.heads import Heads
 from paceline.config.layers import Experts, LatentAttention
 from paceline.config.model import Model
 from paceline.config.sampling import Sampling
 from paceline.generate.choice import Place, choose
 from paceline.generate.sequence import Sequence
 from paceline.models.decoder import Decoder
+from paceline.models.heads import GuessHeads
 
 VOCAB = 61
 _SHAPE = {
@@ -41,6 +43,14 @@ def built(model: Model, dtype: torch.dtype = torch.float64, seed: int = 0) -> De
             if parameter.ndim > 1:
                 parameter.mul_(6)
     return decoder.to(dtype)
+
+
+def heads_of(decoder: Decoder, num_heads: int = 3) -> GuessHeads:
+    """Heads that weren't trained, and guess something."""
+    model = Heads(family="heads", of="nowhere", step=0, trunk=decoder.model, num_heads=num_heads)
+    heads = GuessHeads(model, decoder)
+    heads.init_weights(torch.Generator().manual_seed(0))
+    return heads.to(next(decoder.parameters()).dtype)
 
 
 def alone(

@@ -9,7 +9,7 @@ from paceline.config.errors import InputError
 from paceline.config.sampling import Sampling
 from paceline.config.serving import Serving
 from paceline.generate.engine import Engine
-from tests.generate.networks import MODELS, VOCAB, alone, built, prompt
+from tests.generate.networks import MODELS, VOCAB, alone, built, heads_of, prompt
 from tests.generate.test_engine import SMALL, assert_nothing_is_left, made
 
 DRAFT = MODELS["window"].replace(
@@ -25,13 +25,18 @@ def _requests(lengths=(1, 9, 23, 40, 4, 17)):
     ]
 
 
-@pytest.mark.parametrize("kind", ["draft", "auto"])
+@pytest.mark.parametrize(
+    ("kind", "by"), [("draft", "draft"), ("auto", "draft"), ("heads", "heads"), ("auto", "heads")]
+)
 @pytest.mark.parametrize("name", MODELS)
-def test_texts_are_those_without_guesses(name, kind):
+def test_texts_are_those_without_guesses(name, kind, by):
     decoder = built(MODELS[name])
-    engine = Engine(decoder, SMALL.replace(speculate=kind), draft=built(DRAFT))
+    draft = built(DRAFT) if by == "draft" else heads_of(decoder)
+    engine = Engine(decoder, SMALL.replace(speculate=kind), draft=draft)
     assert made(engine, _requests()) == [alone(decoder, *request) for request in _requests()]
+    assert kind == "auto" or engine.numbers()["guessed"] > 0
     assert_nothing_is_left(engine)
+    assert not decoder.norm._forward_hooks
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -62,15 +67,20 @@ def test_any_mix_gives_what_each_request_alone_gives():
     """Preemption, cancellations, shared prefixes and drawn texts, with a draft of any quality."""
     decoder = built(MODELS["grouped"])
     draw = random.Random(3)
-    for round_ in range(6):
-        draft = built(draw.choice([DRAFT, MODELS["grouped"]]))
+    for round_ in range(8):
+        draft, kind = [
+            (built(DRAFT), "draft"),
+            (built(MODELS["grouped"]), "auto"),
+            (heads_of(decoder), "heads"),
+            (heads_of(decoder), "auto"),
+        ][round_ % 4]
         serving = Serving(
             block_size=draw.choice([2, 4, 8]),
             max_tokens=draw.choice([8, 40]),
             max_sequences=draw.choice([2, 5, 30]),
             kv_gb=draw.choice([6e-4, 1e-2]),
             share_prefixes=draw.random() < 0.7,
-            speculate=("draft", "auto")[round_ % 2],
+            speculate=kind,
             guess_tokens=draw.choice([1, 3, 7]),
         )
         engine = Engine(decoder, serving, draft=draft)
@@ -123,6 +133,25 @@ def test_a_draft_of_other_weights_goes_on_guessing():
     )
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_head_reads_the_state_of_the_token_before(exact):
+    """Heads that add nothing guess, at each place, what the network itself chose there."""
+    decoder = built(MODELS["grouped"], torch.float32)
+    heads = heads_of(decoder, num_heads=1)
+    serving = Serving(block_size=4, max_tokens=24, speculate="heads", exact=exact)
+    engine = Engine(decoder, serving, draft=heads)
+    guessed = []
+    guess = engine._speculator.guess
+    engine._speculator.guess = lambda chunks: (guessed.extend(made := guess(chunks)), made)[1]
+    requests = [(prompt(n, n), Sampling(max_tokens=9, temperature=0)) for n in (3, 30, 7)]
+    assert made(engine, requests) == [alone(decoder, *request) for request in requests]
+    told = [
+        (chunk.sequence.tokens[chunk.stop - 1], chunk.guess) for chunk in guessed if chunk.guess
+    ]
+    assert len(told) > 10
+    assert all(guess == (last,) for last, guess in told)
+
+
 def test_exact_logits_have_the_same_bits_with_guesses():
     decoder = built(MODELS["grouped"], torch.float32)
     exact = Serving(block_size=8, exact=True, max_tokens=16)
@@ -135,10 +164,10 @@ def test_exact_logits_have_the_same_bits_with_guesses():
         return [[told.likeliest for told in sequence.logprobs] for sequence in sequences]
 
     draft = built(MODELS["grouped"], torch.float32)
-    for kind in ("draft", "auto"):
-        engine = Engine(decoder, exact.replace(speculate=kind), draft=draft)
+    for kind, by in (("draft", draft), ("auto", draft), ("heads", heads_of(decoder))):
+        engine = Engine(decoder, exact.replace(speculate=kind), draft=by)
         assert told(engine) == told(Engine(decoder, exact))
-        assert kind == "auto" or engine.numbers()["guessed_right"] > 0
+        assert kind == "auto" or engine.numbers()["guessed"] > 0
 
 
 def test_a_draft_that_reads_less_stops_guessing_where_it_ends():
@@ -149,19 +178,22 @@ def test_a_draft_that_reads_less_stops_guessing_where_it_ends():
     assert 0 < engine.numbers()["guessed"] <= 10 * 6
 
 
+_OTHER = MODELS["grouped"].replace(vocab_size=VOCAB + 1)
+
+
 @pytest.mark.parametrize(
     ("kind", "draft", "said"),
     [
-        ("draft", None, "needs a small network"),
-        ("ngram", DRAFT, 'no effect with serve.speculate = "ngram"'),
-        ("off", DRAFT, 'no effect with serve.speculate = "off"'),
-        ("auto", DRAFT.replace(vocab_size=VOCAB + 1), f"knows {VOCAB + 1} tokens and the network"),
+        ("draft", lambda: None, "needs a small network"),
+        ("heads", lambda: None, "needs heads: train them"),
+        ("heads", lambda: built(DRAFT), "needs heads: train them"),
+        ("draft", lambda: heads_of(built(MODELS["grouped"])), "needs a small network"),
+        ("ngram", lambda: built(DRAFT), 'no effect with serve.speculate = "ngram": set it to "dr'),
+        ("off", lambda: heads_of(built(MODELS["grouped"])), 'no effect .* "off": set it to "heads'),
+        ("auto", lambda: built(_OTHER), f"knows {VOCAB + 1} tokens and the network"),
+        ("auto", lambda: heads_of(built(_OTHER)), "The heads are of nowhere, which is 32 wide"),
     ],
 )
-def test_a_draft_that_does_not_fit_is_refused_in_a_sentence(kind, draft, said):
+def test_what_does_not_fit_is_refused_in_a_sentence(kind, draft, said):
     with pytest.raises(InputError, match=said):
-        Engine(
-            built(MODELS["grouped"]),
-            SMALL.replace(speculate=kind),
-            draft=None if draft is None else built(draft),
-        )
+        Engine(built(MODELS["grouped"]), SMALL.replace(speculate=kind), draft=draft())

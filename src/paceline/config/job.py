@@ -122,7 +122,8 @@ def job_of(raw: Mapping[str, Any], folder: Path) -> JobSpec:
     Raises:
         InputError: one sentence with what is wrong.
     """
-    return with_effects(JobSpec.parse(_expand_cluster(_expand_hf(raw, folder), folder)))
+    expanded = _expand_heads(_expand_hf(raw, folder), folder)
+    return with_effects(JobSpec.parse(_expand_cluster(expanded, folder)))
 
 
 def with_effects(job: JobSpec) -> JobSpec:
@@ -275,6 +276,26 @@ def _expand_hf(raw: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     if "tokenizer" not in data and (path.parent / "tokenizer.json").is_file():
         data["tokenizer"] = str(path.parent)
     return {**raw, "model": _merged(to_raw(shapes), changes), "data": data, "train": train}
+
+
+def _expand_heads(raw: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """Where `[model] family = "heads"` names a run: the shapes of its decoder, its data where none
+    is given, and the step of its newest checkpoint."""
+    model = raw.get("model")
+    if not isinstance(model, Mapping) or model.get("family") != "heads" or "trunk" in model:
+        return raw
+    run = folder / str(model.get("of", ""))
+    stated = _read_raw(run) if "of" in model else {}
+    trunk = stated.get("model")
+    if not isinstance(trunk, Mapping) or trunk.get("family", "decoder") != "decoder":
+        raise InputError(
+            f'model.family = "heads" needs a run of a decoder, and model.of = '
+            f"{model.get('of')!r} is none: give its directory, such as runs/demo."
+        )
+    names = (each.name.removeprefix("step-") for each in (run / "checkpoints").glob("step-*"))
+    newest = max((int(name) for name in names if name.isdecimal()), default=0)
+    model = {"step": newest, **model, "of": str(run), "trunk": trunk}
+    return {**raw, "model": model, "data": raw.get("data", stated.get("data", {}))}
 
 
 def _merged(stated: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from paceline.config.elastic import Elastic
 from paceline.config.family import ModelFamily
 from paceline.config.frozen import MOST, Auto, Count, CountOrNone, FrozenConfig, Width
 from paceline.config.hardware import ClusterSpec
+from paceline.config.heads import Heads
 from paceline.config.layout import LayoutSpec
 from paceline.config.model import Model
 from paceline.config.recommender import Clicks, Dlrm, RowOptim
@@ -169,7 +170,7 @@ class Sections(FrozenConfig):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The Run is the directory `runs/<name>`."""
     model: Annotated[
-        Model | Dlrm | ResNet | EfficientNet | CustomModel, Field(discriminator="family")
+        Model | Dlrm | ResNet | EfficientNet | Heads | CustomModel, Field(discriminator="family")
     ]
     cluster: ClusterSpec = ClusterSpec()
     layout: LayoutSpec = LayoutSpec()

@@ -48,12 +48,14 @@ class Serving(FrozenConfig):
     """Whether requests that begin alike share keys and values."""
     exact: bool = False
     """Whether logits have the same bits whatever else is computed beside them."""
-    speculate: Literal["off", "ngram", "draft", "auto"] = "off"
+    speculate: Literal["off", "ngram", "draft", "heads", "auto"] = "off"
     """How tokens are guessed, to compute several at once: by what followed the same tokens earlier
-    in the text ("ngram"), by a small network ("draft"), or by what promises most in each step,
-    which may be nothing ("auto"). The text stays the same."""
+    in the text ("ngram"), by a small network ("draft"), by heads that were trained for this network
+    ("heads"), or by what promises most in each step, which may be nothing ("auto"). The text stays
+    the same."""
     draft: str | None = None
-    """The run, or the folder of weights, that guesses; it has the tokenizer of the network."""
+    """What guesses, with the network's tokenizer: the run or folder of a small network, or a run of
+    heads."""
     guess_tokens: Ways = 6
     """Tokens that are guessed of a text at a time; with "auto" the most."""
 

@@ -10,7 +10,7 @@
 | paged, runner | attention over blocks, and the forward pass of the tokens of several sequences |
 | packed, exact | its products made faster, or results with the same bits in any company |
 | choice | the next token from its logits |
-| speculation, draft, gain, guessers | tokens guessed, to compute several at once, where that pays |
+| speculation, draft, head_guesser, gain, guessers | tokens guessed, to compute several at once, where that pays |
 | score | how likely a network holds texts that are given |
 | embed | texts as vectors |
 | text | tokens as text that may be shown, and where a stop string ends it |

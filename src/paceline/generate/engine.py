@@ -40,6 +40,7 @@ from paceline.generate.text import TextStream
 from paceline.generate.work import Step
 from paceline.machine.freed_memory import keep_freed_memory
 from paceline.models.decoder import Decoder
+from paceline.models.heads import GuessHeads
 
 _EXACT_TOKENS, _TOKENS = 64, 512
 _SHARE_OF_FREE_MEMORY = 0.25
@@ -77,7 +78,7 @@ class Engine:
         serving: Serving,
         tokenizer: Tokenizer | None = None,
         end_tokens: Iterable[int] = (),
-        draft: Decoder | None = None,
+        draft: Decoder | GuessHeads | None = None,
     ) -> None:
         self.decoder, self.serving, self.tokenizer = decoder, serving, tokenizer
         self.end_tokens = frozenset(end_tokens)
@@ -89,7 +90,7 @@ class Engine:
             keep_freed_memory()
         shape, size = KeyShape.of(decoder), serving.block_size
         block_bytes = shape.block_bytes(size, first.dtype)
-        if draft is not None:
+        if isinstance(draft, Decoder):
             dtype = next(draft.parameters()).dtype
             block_bytes += KeyShape.of(draft).block_bytes(size, dtype)
         num_blocks = self._num_blocks(block_bytes)

@@ -7,7 +7,7 @@ change: each token is chosen from the network's logits, and a guess only says wh
 |---|---|---|
 | ngram | what followed the same tokens earlier in the text | here |
 | draft | a small network | draft |
-| heads | layers that read the network's last hidden state | heads |
+| heads | small layers that read the network's last state | head_guesser |
 
 A kind that is named always guesses `serve.guess_tokens`. "auto" takes in each step the kind and the
 numbers that promise the most tokens per second (`gain`), which may be none.
@@ -49,6 +49,9 @@ class Guesser:
     def watch(self, chunks: List[Chunk]) -> Iterator[None]:
         """Within the context the network computes chunks."""
         yield
+
+    def computed(self, chunk: Chunk, num_right: int) -> None:
+        """A chunk was computed, and so many tokens of anybody's guess of it were right."""
 
     def learn(self, chunk: Chunk, num_right: int) -> None:
         """So many tokens of a chunk, whose guess it made, were right."""
@@ -163,6 +166,8 @@ class Speculator:
 
     def learn(self, chunk: Chunk, num_right: int) -> None:
         """So many tokens of a chunk's guess were right."""
+        for guesser in self._guessers.values():
+            guesser.computed(chunk, num_right)
         if not chunk.guess:
             return
         self.num_guessed += len(chunk.guess)

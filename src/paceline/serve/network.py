@@ -16,18 +16,20 @@ from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.config.files import parse_json, read_bytes, read_json
+from paceline.config.heads import Heads
 from paceline.config.model import Model
 from paceline.config.sampling import Sampling
 from paceline.config.serving import Serving
 from paceline.generate.engine import Engine
 from paceline.models.decoder import Decoder
+from paceline.models.heads import GuessHeads
 from paceline.models.weights import load_weights, read_model
 from paceline.observe.run import Run
 from paceline.parallel.apply import DTYPES
 from paceline.serve.grammar import Grammars, Matcher
 from paceline.train.data.tokenizer import end_name
-from paceline.train.export import weights_of
 from paceline.train.kept_tokenizer import GENERATION, about_tokens
+from paceline.train.kept_weights import weights_of
 
 Precision = Literal["auto", "fp32", "bf16"]
 _OBJECT = TypeAdapter(dict[str, Any])
@@ -81,7 +83,10 @@ class Network:
         draft = None if serving.draft is None else self._draft(serving.draft, serving.precision)
         return Engine(self.decoder, serving, self.tokenizer, self.end_tokens, draft)
 
-    def _draft(self, path: str, precision: Precision) -> Decoder:
+    def _draft(self, path: str, precision: Precision) -> Decoder | GuessHeads:
+        run = Run(Path(path))
+        if run.exists and isinstance(model := run.job().model, Heads):
+            return self._heads(run, model)
         draft = open_network(Path(path), precision)
         if draft.tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise InputError(
@@ -89,6 +94,12 @@ class Network:
                 "was trained with the same one."
             )
         return draft.decoder
+
+    def _heads(self, run: Run, model: Heads) -> GuessHeads:
+        heads = GuessHeads(model, self.decoder)
+        _, weights = weights_of(run)
+        heads.load_state_dict(weights)
+        return heads.to(next(self.decoder.parameters()).device).eval()
 
 
 def open_network(path: Path, precision: Precision = "auto", step: int | None = None) -> Network:

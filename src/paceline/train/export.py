@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -30,14 +30,14 @@ from paceline.models.weights import complete_or_absent
 from paceline.observe.events import append_line
 from paceline.observe.run import Run, write_atomic
 from paceline.parallel.apply import DTYPES
-from paceline.train.checkpoint import FoundCheckpoint, newest_good, parameter_names
 from paceline.train.checkpoint import load as read_checkpoint
-from paceline.train.checkpoint.loading import good_at
+from paceline.train.checkpoint import parameter_names
 from paceline.train.checkpoint.lockstep import LockstepRanks
 from paceline.train.checkpoint.state import STATE_PREFIX, split_state_path
 from paceline.train.ema import EMA_SECTION
 from paceline.train.families import family_of
 from paceline.train.family import Trained
+from paceline.train.kept_weights import checkpoint_of, room_for, weights_of
 from paceline.train.starting_weights import ORIGIN_FILE
 
 FORMS: Mapping[str, Form] = {"torchtitan": "torchtitan", "megatron": "megatron"}
@@ -71,30 +71,6 @@ def export(run: Run, folder: Path, dtype: ParamDtype = "fp32", step: int | None 
     return step
 
 
-def weights_of(run: Run, step: int | None = None) -> tuple[int, dict[str, Tensor]]:
-    """The weights of a checkpoint of a Run by the run's names, in its types and on the CPU.
-
-    Where the Run keeps a running mean of the weights, that is taken.
-
-    Args:
-        run: on any layout.
-        step: of the checkpoint; None: the newest good one.
-
-    Returns:
-        the step they are of, and the weights.
-
-    Raises:
-        InputError: no Run, or no such checkpoint.
-    """
-    found = _newest(run) if step is None else _at(run, step)
-    weights = _room_for(found, "model")
-    read_checkpoint(found, {"model": weights}, LockstepRanks.alone())
-    if means := _room_for(found, EMA_SECTION):
-        read_checkpoint(found, {EMA_SECTION: means}, LockstepRanks.alone())
-        weights |= means
-    return found.step, weights
-
-
 def export_dcp(run: Run, folder: Path, step: int | None = None) -> int:
     """Write a checkpoint of a Run in the format of torch's Distributed Checkpoint.
 
@@ -113,8 +89,8 @@ def export_dcp(run: Run, folder: Path, step: int | None = None) -> int:
     Raises:
         InputError: no Run, no checkpoint, or a folder that holds files or can't be written.
     """
-    found = _newest(run) if step is None else _at(run, step)
-    sections = {name: _room_for(found, name) for name in ("model", "optimizer", EMA_SECTION)}
+    found = checkpoint_of(run, step)
+    sections = {name: room_for(found, name) for name in ("model", "optimizer", EMA_SECTION)}
     sections = {name: room for name, room in sections.items() if room}
     read_checkpoint(found, sections, LockstepRanks.alone())
     of_optimizer = {f"{STATE_PREFIX}{key}": t for key, t in sections.pop("optimizer", {}).items()}
@@ -204,40 +180,14 @@ def load(run: Run | Path | str, model: nn.Module) -> int:
     Raises:
         InputError: no Run, no checkpoint, or parameters of other names or shapes.
     """
-    found = _newest(run if isinstance(run, Run) else Run(Path(run)))
+    found = checkpoint_of(run if isinstance(run, Run) else Run(Path(run)))
     names, aliases = parameter_names(model)
     state = get_model_state_dict(model)
     own = {name: value for name, value in state.items() if name not in aliases}
     read_checkpoint(found, {"model": own}, LockstepRanks.alone())
-    if means := _room_for(found, EMA_SECTION):
+    if means := room_for(found, EMA_SECTION):
         read_checkpoint(found, {EMA_SECTION: means}, LockstepRanks.alone())
         with torch.no_grad():
             for parameter, name in names.items():
                 parameter.copy_(means[name])
     return found.step
-
-
-def _at(run: Run, step: int) -> FoundCheckpoint:
-    _must_be_one(run)
-    return good_at(run.checkpoint_folder, step, LockstepRanks.alone())
-
-
-def _must_be_one(run: Run) -> None:
-    if not run.exists:
-        raise InputError(f"{run.path} is not a run: give the directory of one, such as runs/demo.")
-
-
-def _newest(run: Run) -> FoundCheckpoint:
-    _must_be_one(run)
-    found, _ = newest_good(run.checkpoint_folder, LockstepRanks.alone(), print)
-    if found is None:
-        raise InputError(f"{run.path} has no checkpoint yet: train it first.")
-    return found
-
-
-def _room_for(found: FoundCheckpoint, section: str) -> dict[str, Tensor]:
-    """Whole tensors of the saved types, however they were cut when they were saved."""
-    return {
-        name: torch.empty(entry.size, dtype=entry.torch_dtype)
-        for name, entry in found.section(section).items()
-    }

@@ -5,6 +5,7 @@ from typing import Any
 
 from paceline.comm.rendezvous import Ranks
 from paceline.config.family import ModelFamily
+from paceline.config.heads import Heads
 from paceline.config.job import Job
 from paceline.config.job_sections import CustomModel
 from paceline.config.model import Model
@@ -12,6 +13,7 @@ from paceline.config.recommender import Dlrm
 from paceline.config.vision import EfficientNet, ResNet
 from paceline.train.data.build import Progress
 from paceline.train.family import TrainFamily
+from paceline.train.heads import HeadsOfDecoders
 from paceline.train.language import LanguageModels
 from paceline.train.recommendation import Recommenders
 from paceline.train.task import Task
@@ -38,6 +40,7 @@ _FAMILIES: Mapping[type[ModelFamily], TrainFamily[Any]] = {
     ResNet: ImageModels(),
     EfficientNet: ImageModels(),
     Dlrm: Recommenders(),
+    Heads: HeadsOfDecoders(),
     CustomModel: OwnModules(),
 }
 

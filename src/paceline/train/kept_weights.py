@@ -1,0 +1,60 @@
+"""The weights that a Run keeps: those of one of its checkpoints, read whole."""
+
+import torch
+from torch import Tensor
+
+from paceline.config.errors import InputError
+from paceline.observe.run import Run
+from paceline.train.checkpoint import FoundCheckpoint, newest_good
+from paceline.train.checkpoint import load as read_checkpoint
+from paceline.train.checkpoint.loading import good_at
+from paceline.train.checkpoint.lockstep import LockstepRanks
+from paceline.train.ema import EMA_SECTION
+
+
+def weights_of(run: Run, step: int | None = None) -> tuple[int, dict[str, Tensor]]:
+    """The weights of a checkpoint of a Run by the run's names, in its types and on the CPU.
+
+    Where the Run keeps a running mean of the weights, that is taken.
+
+    Args:
+        run: on any layout.
+        step: of the checkpoint; None: the newest good one.
+
+    Returns:
+        the step they are of, and the weights.
+
+    Raises:
+        InputError: no Run, or no such checkpoint.
+    """
+    found = checkpoint_of(run, step)
+    weights = room_for(found, "model")
+    read_checkpoint(found, {"model": weights}, LockstepRanks.alone())
+    if means := room_for(found, EMA_SECTION):
+        read_checkpoint(found, {EMA_SECTION: means}, LockstepRanks.alone())
+        weights |= means
+    return found.step, weights
+
+
+def checkpoint_of(run: Run, step: int | None = None) -> FoundCheckpoint:
+    """A checkpoint of a Run, which is good; without a step the newest one.
+
+    Raises:
+        InputError: no Run, or no such checkpoint.
+    """
+    if not run.exists:
+        raise InputError(f"{run.path} is not a run: give the directory of one, such as runs/demo.")
+    if step is not None:
+        return good_at(run.checkpoint_folder, step, LockstepRanks.alone())
+    found, _ = newest_good(run.checkpoint_folder, LockstepRanks.alone(), print)
+    if found is None:
+        raise InputError(f"{run.path} has no checkpoint yet: train it first.")
+    return found
+
+
+def room_for(found: FoundCheckpoint, section: str) -> dict[str, Tensor]:
+    """Whole tensors of the saved types, however they were cut when they were saved."""
+    return {
+        name: torch.empty(entry.size, dtype=entry.torch_dtype)
+        for name, entry in found.section(section).items()
+    }

@@ -10,6 +10,8 @@ from paceline.config.override import override
 from paceline.config.sampling import Sampling
 
 S = TypeVar("S", bound=FrozenConfig)
+WeightForm = Literal["as_trained", "int8", "int4"]
+"""How a network's matrices are stored while it is served."""
 
 
 class Serving(FrozenConfig):
@@ -17,6 +19,12 @@ class Serving(FrozenConfig):
 
     precision: Literal["fp32", "bf16"] | Auto = "auto"
     """Type of weights, keys and values; "auto" is that of the weights."""
+    weights: WeightForm | Auto = "as_trained"
+    """Matrices in 8 or 4 bits make other texts, and quicker where few tokens are computed at a
+    time. "auto" is int8 where it was measured to be quicker for any number of texts up to
+    max_sequences, and for prompts; else as_trained."""
+    weight_group: Literal[32, 64, 128, 256] = 64
+    """Neighbouring weights that share a scale in int4."""
     block_size: Ways = 32
     """Tokens of a block of keys and values."""
     kv_gb: Annotated[float, Field(gt=0, le=1e6)] | Auto = "auto"

@@ -9,6 +9,7 @@
 | layers | weights that are not all in the device's memory |
 | paged, runner | attention over blocks, and the forward pass of the tokens of several sequences |
 | packed, exact | its products made faster, or results with the same bits in any company |
+| quantised, prices | matrices in 8 or 4 bits, and what each form takes here |
 | choice | the next token from its logits |
 | speculation, draft, head_guesser, gain, guessers | tokens guessed, to compute several at once, where that pays |
 | score | how likely a network holds texts that are given |

@@ -31,6 +31,7 @@ from paceline.generate.guessers import speculator_of
 from paceline.generate.layers import layers_of
 from paceline.generate.offload import NOTHING_KEPT, offload_of
 from paceline.generate.paged import KeyShape, Memory
+from paceline.generate.prices import chosen_form
 from paceline.generate.runner import Runner
 from paceline.generate.scheduler import Chunk, Scheduler
 from paceline.generate.score import Given, Scorer
@@ -103,8 +104,15 @@ class Engine:
         self._offload = offload_of(serving, self._memory, longest, most)
         leaves = (lambda block, name: None) if self._offload is None else self._offload.keep
         self._blocks = Blocks(num_blocks, shares=serving.share_prefixes, leaves=leaves)
-        exact_tokens = most if serving.exact else None
-        self._runner = Runner(decoder, self._memory, exact_tokens, layers_of(decoder, serving))
+        self.weight_form = chosen_form(decoder, serving, most)
+        self._runner = Runner(
+            decoder,
+            self._memory,
+            most if serving.exact else None,
+            layers_of(decoder, serving),
+            self.weight_form,
+            serving.weight_group,
+        )
         self._scorer = Scorer(self._runner, self._memory, self._blocks, most)
         self._scheduler = Scheduler(self._blocks, size, most, serving.max_sequences, self._offload)
         self._speculator = speculator_of(serving, self._runner, self._memory, most, draft)

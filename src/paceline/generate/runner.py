@@ -7,10 +7,12 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from paceline.config.serving import Serving, WeightForm
 from paceline.generate.exact import check_places, tiled_experts
 from paceline.generate.layers import StreamedLayers
 from paceline.generate.packed import PackedWeights, can_pack
 from paceline.generate.paged import Memory, Packed, PagedAttend, Part
+from paceline.generate.quantised import QuantisedWeights, matrices_of, quantised_matrices
 from paceline.generate.scheduler import Chunk
 from paceline.models.decoder import Decoder
 
@@ -23,6 +25,8 @@ class Runner:
             result is computed in one order: logits have the same bits whatever else is in the pass.
             None: as many as there are.
         layers: of the network, where not all stay in the device's memory: then nothing is packed.
+        form: of the weights.
+        weight_group: weights that share a scale in int4.
     """
 
     def __init__(
@@ -31,19 +35,34 @@ class Runner:
         memory: Memory,
         exact_tokens: int | None = None,
         layers: StreamedLayers | None = None,
+        form: WeightForm = "as_trained",
+        weight_group: int = Serving().weight_group,
     ) -> None:
         self.decoder, self._memory, self._exact_tokens = decoder, memory, exact_tokens
+        self._form: WeightForm = form
+        self._weight_group = weight_group
         self._attend = PagedAttend(memory)
         self._layers = layers
-        self._packed: PackedWeights | None = None
+        self._packed: PackedWeights | QuantisedWeights | None = None
         self.weights_changed()
         if exact_tokens is not None:
             check_places(self._exact([], []))
 
     def weights_changed(self) -> None:
-        """The network has other weights: pack them, where that makes products faster."""
-        if self._exact_tokens is None and self._layers is None and can_pack(self.decoder):
+        """The network has other weights: quantise them, or pack them where that makes products
+        faster."""
+        if self._form != "as_trained":
+            matrices = quantised_matrices(self.decoder, self._form, self._weight_group)
+            self._packed = QuantisedWeights(self.decoder, matrices)
+        elif self._exact_tokens is None and self._layers is None and can_pack(self.decoder):
             self._packed = PackedWeights(self.decoder)
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of the matrices that products read, with their scales."""
+        if isinstance(self._packed, QuantisedWeights):
+            return self._packed.resident_bytes
+        return sum(weight.nbytes for _, weight in matrices_of(self.decoder))
 
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -81,6 +100,16 @@ class Runner:
             logits = self._pass(tokens, Packed(parts, self._memory), [*range(num_tokens)])
         logits.argmax(-1).tolist()
         return time.perf_counter() - begun
+
+    @torch.inference_mode()
+    def pass_of_spare(self, rows: int) -> Tensor:
+        """A pass of so many tokens that nobody wants, to see what it takes.
+
+        Returns:
+            (rows, vocab) in fp32.
+        """
+        parts = [Part(row, 0, 1, (self._memory.spare_block,)) for row in range(rows)]
+        return self._pass([0] * rows, Packed(parts, self._memory), None)
 
     @torch.inference_mode()
     def _exact(self, tokens: list[int], parts: list[Part]) -> Tensor:

@@ -1,0 +1,75 @@
+"""Quantised matrices: weights in 8 or 4 bits, with scales.
+
+A weight is a whole number times a scale; numbers are symmetric around zero. With 8 bits a row of
+the matrix has one scale, with 4 bits each group of neighbouring inputs of a row has its own.
+Products are elsewhere (`paceline.generate.quantised`).
+
+Papers: rows https://arxiv.org/abs/2208.07339 (LLM.int8), groups https://arxiv.org/abs/2210.17323.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Bits = Literal[8, 4]
+LARGEST = {8: 127, 4: 7}
+"""The largest whole number."""
+
+
+@dataclass(frozen=True)
+class QuantisedMatrix:
+    """A matrix that is stored in fewer bits."""
+
+    values: Tensor
+    """(out_features, in_features) int8; with 4 bits -8 to 7."""
+    scales: Tensor
+    """(out_features, num_groups) fp32; a group is in_features / num_groups neighbours."""
+    bits: Bits
+
+    @property
+    def group_size(self) -> int:
+        """Weights that share a scale."""
+        return self.values.shape[1] // self.scales.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of values and scales, as products read them."""
+        return self.values.numel() * self.bits // 8 + self.scales.nbytes
+
+    def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(out_features, in_features), computed in fp32."""
+        grouped = self.values.unflatten(1, (-1, self.group_size)).float()
+        return (grouped * self.scales[..., None]).flatten(1).to(dtype)
+
+
+def quantised(weight: Tensor, bits: Bits, group_size: int | None = None) -> QuantisedMatrix:
+    """Round each weight to the nearest whole multiple of its scale.
+
+    Args:
+        weight: (out_features, in_features).
+        group_size: weights that share a scale; None: a row. Where it doesn't divide in_features,
+            the largest of its halves that does is taken.
+
+    Returns:
+        a matrix that differs from the given one by at most half a scale anywhere.
+    """
+    size = group_of(weight.shape[1], group_size)
+    grouped = weight.detach().float().unflatten(1, (-1, size))
+    scales = scales_of(grouped.abs().amax(-1), bits)
+    values = (grouped / scales[..., None]).round_().to(torch.int8).flatten(1)
+    return QuantisedMatrix(values, scales, bits)
+
+
+def scales_of(largest: Tensor, bits: Bits) -> Tensor:
+    """The scales of groups whose largest weights these are; of nothing but zeros any scale fits."""
+    return (largest / LARGEST[bits]).clamp_min_(torch.finfo(torch.float32).tiny)
+
+
+def group_of(in_features: int, group_size: int | None) -> int:
+    """Weights of a row that share a scale."""
+    size = group_size or in_features
+    while in_features % size:
+        size //= 2
+    return size

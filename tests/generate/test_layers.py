@@ -105,6 +105,10 @@ def test_a_layer_is_copied_while_another_computes(tmp_path):
     [
         ({"weights_gb": 1.0}, "on a CPU needs a place for the other layers"),
         ({"weights_gb": 1e-9, "disk_folder": "here"}, "doesn't hold embedding, head and norms"),
+        (
+            {"weights_gb": 1.0, "disk_folder": "here", "weights": "int8"},
+            "keeps all matrices in memory",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(settings, said, tmp_path, monkeypatch):

@@ -27,10 +27,15 @@ def folder(tmp_path_factory):
     """What the commands name: a run, its exported weights, and files."""
     folder = tmp_path_factory.mktemp("page")
     job = write_tiny_job(folder)
-    done = paceline("train", "job.toml", "--set", "name=demo", folder=folder)
-    assert done.returncode == 0, done.stderr
+    for name in ("demo", "small"):
+        done = paceline("train", "job.toml", "--set", f"name={name}", folder=folder)
+        assert done.returncode == 0, done.stderr
     assert paceline("export", "runs/demo", "exported", folder=folder).returncode == 0
     (folder / "my.toml").write_text(job.read_text().replace("_len = 64", "_len = 2048"))
+    (heads,) = re.findall(r"^```toml\n(.*?)^```", PAGE, flags=re.S | re.M)
+    (folder / "heads.toml").write_text(heads.replace("= 500", "= 4").replace("= 128", "= 32"))
+    (folder / "documents").mkdir()
+    (folder / "documents" / "blocks.md").write_text("the quick block has a lazy name\n")
     (folder / "notes.txt").write_text("the quick brown fox")
     (folder / "keys.txt").write_text(KEY)
     line = {"context": "the", "choices": [" dog", " @"], "answer": 0}
@@ -49,8 +54,10 @@ def test_a_command_runs(line, folder):
     if words[0] == "curl":
         _curl(words, folder)
     elif words[0] == "pip":
-        assert words == ["pip", "install", "paceline[serve]"]
-        assert "\nserve = [" in (ROOT / "pyproject.toml").read_text()
+        wanted = re.fullmatch(r"paceline\[(.+)\]", words[2])
+        assert words[:2] == ["pip", "install"]
+        project = (ROOT / "pyproject.toml").read_text()
+        assert all(f"\n{extra} = [" in project for extra in wanted[1].split(","))
     elif words[:2] == ["paceline", "serve"]:
         _serve(words[2:], folder)
     elif words[:2] == ["paceline", "chat"]:
@@ -73,20 +80,22 @@ def _run(words, folder, given=""):
 def _curl(words, folder):
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
-    with serve(small_network()) as served:
-        here = [word.replace("http://127.0.0.1:8000", served.url) for word in words]
-        assert _run(here, folder).stdout.endswith("data: [DONE]\n\n")
+    asks_documents = "retrieval" in words[-1]
+    settings = ["--set", "retrieval.index=idx"] if asks_documents else []
+
+    def ask(url):
+        here = [word.replace("http://127.0.0.1:8000", url) for word in words]
+        answer = _run(here, folder).stdout
+        if asks_documents:
+            assert json.loads(answer)["sources"][0]["document"] == "blocks.md"
+        else:
+            assert answer.endswith("data: [DONE]\n\n")
+
+    _served(["runs/demo", *settings], folder, ask)
 
 
 def _serve(words, folder):
-    """Until it answers, and a signal."""
-    if "--port" in words:
-        words[words.index("--port") + 1] = "0"  # others may have this one
-    else:
-        words += ["--port", "0"]
-    process = Started([COMMAND, "serve", *words], folder, num_outputs=1)
-    try:
-        url = url_of(process)
+    def ask(url):
         told = httpx2.post(
             f"{url.replace('0.0.0.0', '127.0.0.1')}/v1/completions",
             headers={"Authorization": f"Bearer {KEY}"},
@@ -94,6 +103,19 @@ def _serve(words, folder):
             timeout=PATIENCE_S,
         )
         assert told.status_code == 200, told.text
+
+    _served(words, folder, ask)
+
+
+def _served(words, folder, ask):
+    """Serve until it has answered, and a signal."""
+    if "--port" in words:
+        words[words.index("--port") + 1] = "0"  # others may have this one
+    else:
+        words += ["--port", "0"]
+    process = Started([COMMAND, "serve", *words], folder, num_outputs=1)
+    try:
+        ask(url_of(process))
         os.kill(process.pid, signal.SIGTERM)
         output, _ = process.communicate(PATIENCE_S)
     finally:

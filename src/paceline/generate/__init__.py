@@ -11,7 +11,8 @@
 | packed, exact | its products made faster, or results with the same bits in any company |
 | quantised, prices | matrices in 8 or 4 bits, and what each form takes here |
 | choice | the next token from its logits |
-| speculation, draft, head_guesser, gain, guessers | tokens guessed, to compute several at once, where that pays |
+| speculation, gain, guessers | tokens guessed, to compute several at once, where that pays |
+| draft, head_guesser | those that small networks and heads guess |
 | score | how likely a network holds texts that are given |
 | embed | texts as vectors |
 | text | tokens as text that may be shown, and where a stop string ends it |

@@ -95,7 +95,7 @@ def evaluate_command(
     examples = None if choices is None else _read_examples(choices)
     network = open_network(path, settings.serve.precision, step)
     texts = None if examples else _texts(path, network, data, whole=whole)
-    engine = network.engine(settings.serve)
+    engine = network.engine(settings.serve.replace(host_gb=0.0))  # no keys are used again
     begun_s = time.perf_counter()
     if examples:
         found = _of_choices(engine, network, examples)

@@ -55,7 +55,8 @@ class ExactLoss:
         assert isinstance(module, Decoder)
         with torch.autocast(batch.tokens.device.type, enabled=False):
             if self._engine is None:
-                self._engine = Engine(module, Serving(exact=True, max_sequences=_SEQUENCES))
+                serving = Serving(exact=True, max_sequences=_SEQUENCES, host_gb=0.0)
+                self._engine = Engine(module, serving)
             losses = torch.cat([*self._engine.losses(texts_of(batch))])
         return losses.double().mean().to(batch.tokens.device)
 

@@ -90,6 +90,16 @@ def test_a_chat_is_the_completion_of_its_prompt_whole_and_streamed(served):
     assert again.usage.prompt_tokens == len("Be\nHello\n")
 
 
+def test_the_role_comes_with_the_first_token(served):
+    """Clients measure the time to the first token by it."""
+    ask = {"messages": [{"role": "user", "content": "hello"}], "stream": True, **GREEDY}
+    with httpx2.stream("POST", f"{served.url}/v1/chat/completions", json=ask) as told:
+        first = next(told.iter_raw())
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in first.split(b"data: ")[1:]]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "content" in deltas[1]
+
+
 def test_each_choice_depends_on_seed_and_index_alone(served):
     ask = {"prompt": "once upon", "max_tokens": 12, "seed": 11}
     many = served.post(**ask, n=4).json()["choices"]

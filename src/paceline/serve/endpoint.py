@@ -148,17 +148,18 @@ class Endpoint:
                 raise too_long(self._service.engine.serving.timeout_s) from None
 
     async def _events(self, request: Request, answer: CompletionAnswer) -> AsyncIterator[bytes]:
-        """The chunks of a stream, as many at once as there are."""
+        """The chunks of a stream, as many at once as there are. What comes before all tokens comes
+        with the first, for clients take it for that one."""
         asked, texts = request.asked, Texts(request.asked)
-        for chunk in answer.first_chunks():
-            yield _event(chunk)
+        chunks = answer.first_chunks()
         while not texts.is_over:
             pieces = await request.new_pieces()
             texts.add(pieces)
-            chunks = [answer.chunk(piece) for piece in pieces]
+            chunks += [answer.chunk(piece) for piece in pieces]
             if texts.is_over:
                 chunks[-1] |= answer.sources()
             yield b"".join(map(_event, chunks))
+            chunks = []
         if asked.tells_usage:
             yield _event(answer.last_chunk(texts))
         yield b"data: [DONE]\n\n"

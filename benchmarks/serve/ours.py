@@ -7,9 +7,9 @@ from benchmarks.serve.workload import Request, Stopwatch, answer, asked
 from paceline.config.sampling import Sampling
 from paceline.config.serving import Serving
 from paceline.generate.engine import Engine
+from paceline.kernels.dtypes import DTYPES
 from paceline.models.decoder import Decoder
 from paceline.models.weights import read_decoder
-from paceline.parallel.apply import DTYPES
 
 
 def main() -> None:

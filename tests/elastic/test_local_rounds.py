@@ -13,7 +13,7 @@ from paceline.config.comm import LocalUpdates
 from paceline.config.errors import InputError
 from paceline.elastic.local_rounds import RoundSchedule, fragments_of, outer_step
 from paceline.models.decoder import Decoder
-from paceline.train.checkpoint import parameter_names
+from paceline.train.checkpoint.state import parameter_names
 from tests.parallel.training import (
     FP32,
     FP64,

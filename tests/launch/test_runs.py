@@ -21,7 +21,7 @@ from paceline.launch.run_facts import folder_bytes, read_run
 from paceline.models.decoder import Decoder
 from paceline.models.weights import read_decoder
 from paceline.observe.run import Run, complete_steps
-from paceline.train.checkpoint import CheckpointStore
+from paceline.train.checkpoint.store import CheckpointStore
 from paceline.train.export import load
 from tests.launch.made_run import attempt, event, make_run, start, step
 from tests.ranks import WARM

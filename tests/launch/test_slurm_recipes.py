@@ -10,7 +10,8 @@ from benchmarks.slurmlab import Laboratory
 from paceline.config.job import to_raw
 from paceline.launch.records import Launch, newest_launch
 from paceline.machine.discovery import this_machine
-from paceline.train.checkpoint import LockstepRanks, newest_good
+from paceline.train.checkpoint.loading import newest_good
+from paceline.train.checkpoint.lockstep import LockstepRanks
 from tests.command_line import paceline
 from tests.launch.beds import slurm_laboratory
 from tests.launch.waiting import until

@@ -27,11 +27,12 @@ from paceline.models.dcp import METADATA, DcpFolder, check_dcp, load_dcp
 from paceline.models.dcp_names import halves
 from paceline.models.decoder import Decoder
 from paceline.observe.run import Run
-from paceline.train.checkpoint import newest_good
+from paceline.train.checkpoint.loading import newest_good
 from paceline.train.checkpoint.lockstep import LockstepRanks
 from paceline.train.command import train_job
-from paceline.train.export import _room_for, export_dcp
+from paceline.train.export import export_dcp
 from paceline.train.export import load as load_run
+from paceline.train.kept_weights import room_for
 from tests.command_line import paceline
 from tests.ranks import run_ranks
 from tests.small_job import work_in, write_small_job
@@ -89,7 +90,7 @@ def test_a_run_goes_through_dcp_to_the_bit(tmp_path, monkeypatch):
     assert same(network, expected)
     # torch reads it, optimizer state among it.
     found, _ = newest_good(run.checkpoint_folder, LockstepRanks.alone(), print)
-    entries = _room_for(found, "optimizer")
+    entries = room_for(found, "optimizer")
     names = [name for name, _ in network.named_parameters()]
     state = {
         name: {

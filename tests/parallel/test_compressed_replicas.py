@@ -9,7 +9,8 @@ from paceline.comm.compress.blockwise import Blockwise
 from paceline.comm.rendezvous import Ranks
 from paceline.parallel.replicas import COMM_SECTION, Replicas
 from paceline.parallel.replicate import compressed_all_reduce_of
-from paceline.train.checkpoint import Checkpointer, training_state
+from paceline.train.checkpoint.checkpointer import Checkpointer
+from paceline.train.checkpoint.state import training_state
 from paceline.train.data import MicroBatch
 from paceline.train.run_checkpoints import state_to_load
 from tests.parallel.training import (

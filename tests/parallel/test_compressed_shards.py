@@ -16,12 +16,8 @@ from paceline.comm.rendezvous import Ranks
 from paceline.config.comm import codec
 from paceline.parallel.compressed_shards import UnitPart, _Errors
 from paceline.parallel.shard_collectives import ShardAlgorithm
-from paceline.train.checkpoint import (
-    Checkpointer,
-    parameter_names,
-    restore_training_state,
-    training_state,
-)
+from paceline.train.checkpoint.checkpointer import Checkpointer
+from paceline.train.checkpoint.state import parameter_names, restore_training_state, training_state
 from paceline.train.run_checkpoints import state_to_load
 from tests.parallel.test_compressed_replicas import _learnable
 from tests.parallel.training import (

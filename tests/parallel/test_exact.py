@@ -9,7 +9,7 @@ import torch
 
 from paceline.comm.rendezvous import Ranks
 from paceline.config.errors import InputError
-from paceline.train.checkpoint import training_state
+from paceline.train.checkpoint.state import training_state
 from tests.parallel.drawn import DEEP, draw
 from tests.parallel.training import (
     FP32,

@@ -17,7 +17,7 @@ from paceline.config.hardware import Cluster, Device
 from paceline.config.job import Job, read_job
 from paceline.parallel.ep import expert_layers
 from paceline.plan.resolve import resolve
-from paceline.train.checkpoint import parameter_names
+from paceline.train.checkpoint.state import parameter_names
 from paceline.train.data import MicroBatch
 from paceline.train.data.order import rank_share
 from paceline.train.language import decoder_task

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from sklearn.metrics import roc_auc_score
 
-from paceline.comm.mesh import local_part
+from paceline.comm.local_part import local_part
 from paceline.comm.rendezvous import Ranks
 from paceline.config.errors import InputError
 from paceline.config.job import read_job

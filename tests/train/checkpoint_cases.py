@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config.errors import InputError
-from paceline.train.checkpoint import (
-    Checkpointer,
+from paceline.train.checkpoint.checkpointer import Checkpointer
+from paceline.train.checkpoint.state import (
     restore_rng_state,
     restore_training_state,
     rng_state,

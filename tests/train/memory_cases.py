@@ -14,16 +14,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from paceline.comm.mesh import local_part
+from paceline.comm.local_part import local_part
 from paceline.comm.rendezvous import Ranks
 from paceline.config.frozen import Auto
 from paceline.observe.profile import ProfiledWindows
 from paceline.observe.run import Run
 from paceline.train.best_evaluation import BestEvaluation
-from paceline.train.checkpoint import Buddies, Checkpointer, HeldState, load, recover
-from paceline.train.checkpoint.held import Piece
+from paceline.train.checkpoint.buddies import Buddies
+from paceline.train.checkpoint.checkpointer import Checkpointer
+from paceline.train.checkpoint.found import leaves
+from paceline.train.checkpoint.held import HeldState, Piece
+from paceline.train.checkpoint.loading import load
 from paceline.train.checkpoint.lockstep import LockstepRanks
-from paceline.train.checkpoint.plan import leaves
+from paceline.train.checkpoint.memory import recover
 from paceline.train.families import task_of
 from paceline.train.metrics_buffer import MetricsBuffer
 from paceline.train.run_checkpoints import RunCheckpoints

@@ -12,8 +12,10 @@ from paceline.observe.profile import ProfiledWindows
 from paceline.observe.run import Run
 from paceline.plan.resolve import resolve
 from paceline.train.best_evaluation import BestEvaluation
-from paceline.train.checkpoint import Checkpointer, load, newest_good, training_state
+from paceline.train.checkpoint.checkpointer import Checkpointer
+from paceline.train.checkpoint.loading import load, newest_good
 from paceline.train.checkpoint.lockstep import LockstepRanks
+from paceline.train.checkpoint.state import training_state
 from paceline.train.families import task_of
 from paceline.train.loop import train_loop
 from paceline.train.metrics_buffer import MetricsBuffer

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +20,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from paceline.config.errors import InputError
-from paceline.train.checkpoint import Checkpointer, newest_good
 from paceline.train.checkpoint import checkpointer as checkpointer_module
-from paceline.train.checkpoint.checkpointer import _Retention
+from paceline.train.checkpoint.checkpointer import Checkpointer, _Retention
 from paceline.train.checkpoint.files import (
     DTYPES,
     FORMAT_VERSION,
@@ -36,8 +34,11 @@ from paceline.train.checkpoint.files import (
     encode_manifest,
     write_shard,
 )
+from paceline.train.checkpoint.found import leaves, read_part
+from paceline.train.checkpoint.loading import newest_good
 from paceline.train.checkpoint.lockstep import LockstepRanks
-from paceline.train.checkpoint.plan import RankState, _piece, divide_writes, leaves
+from paceline.train.checkpoint.plan import RankState, divide_writes
+from paceline.train.checkpoint.regions import Region
 from tests.train import checkpoint_cases as cases
 from tests.train.checkpoint_cases import opened
 
@@ -160,10 +161,9 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
 def test_a_part_of_a_chunk_is_read_alone(tmp_path, name):
     whole = every_kind_of_tensor()[name][:8].view(2, 4)
     write_shard(tmp_path / "shard", [("w", whole)])
-    chunk = Chunk(offsets=[0, 0], sizes=[2, 4], file="shard")
-    part = SimpleNamespace(storage_offsets=(1, 1), lengths=(1, 2))
+    part = Region((1, 1), (1, 2))
     with safe_open(tmp_path / "shard", framework="pt") as shard:
-        assert bits(_piece(shard, "w", part, chunk)) == bits(whole[1:, 1:3])
+        assert bits(read_part(shard, "w", part, [2, 4])) == bits(whole[1:, 1:3])
 
 
 def test_a_shard_is_a_safetensors_file_that_others_can_read(tmp_path):

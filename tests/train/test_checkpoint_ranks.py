@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.train.checkpoint import newest_good, training_state
+from paceline.train.checkpoint.loading import newest_good
 from paceline.train.checkpoint.lockstep import LockstepRanks
+from paceline.train.checkpoint.state import training_state
 from tests.ranks import run_ranks
 from tests.train import checkpoint_cases as cases
 from tests.train.checkpoint_cases import assert_same, optimizer_of, tiny, train, whole

@@ -21,10 +21,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from paceline.config.errors import InputError
 from paceline.config.job import change_job, read_job
 from paceline.observe.run import Run
-from paceline.train.checkpoint import Checkpointer, CheckpointStore, fetch_newer, newest_good
 from paceline.train.checkpoint import store as store_module
+from paceline.train.checkpoint.checkpointer import Checkpointer
 from paceline.train.checkpoint.copies import CheckpointCopies
+from paceline.train.checkpoint.loading import newest_good
 from paceline.train.checkpoint.lockstep import LockstepRanks
+from paceline.train.checkpoint.store import CheckpointStore, fetch_newer
 from paceline.train.command import train_job
 from tests.command_line import losses, metrics, paceline, write_tiny_job
 from tests.ranks import WARM

@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.train.checkpoint import HeldState, LockstepRanks, recover
+from paceline.train.checkpoint.held import HeldState
 from paceline.train.checkpoint.loading import load
+from paceline.train.checkpoint.lockstep import LockstepRanks
+from paceline.train.checkpoint.memory import recover
 
 
 def state():

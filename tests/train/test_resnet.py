@@ -17,7 +17,7 @@ from paceline.config.hardware import Cluster
 from paceline.config.job import Job, read_job
 from paceline.config.vision import ResNet
 from paceline.plan.resolve import resolve
-from paceline.train.checkpoint import parameter_names
+from paceline.train.checkpoint.state import parameter_names
 from paceline.train.data.images import samples
 from paceline.train.families import task_of
 from paceline.train.start import read_inputs

@@ -7,7 +7,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from paceline.config.errors import InputError
 from paceline.parallel.stages import StageModules
-from paceline.train.checkpoint import restore_training_state, training_state
+from paceline.train.checkpoint.state import restore_training_state, training_state
 from paceline.train.optim import AdamW
 from tests.train import checkpoint_cases as cases
 from tests.train.checkpoint_cases import assert_same, opened, optimizer_of, tiny, train, whole

@@ -136,11 +136,6 @@ def columns(mesh: DeviceMesh, axis: str) -> list[list[int]]:
     return whole.reshape(-1, whole.shape[-1]).tolist()
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: all of it, unless it is a DTensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def num_shards(parameter: Tensor) -> int:
     """In how many different pieces the ranks of a parameter's mesh hold it."""
     if not isinstance(parameter, DTensor):

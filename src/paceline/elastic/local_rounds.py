@@ -45,7 +45,8 @@ from paceline.comm.compress.means import (
     exact_mean,
     mean_of_parts,
 )
-from paceline.comm.mesh import WorkerGroups, local_part, num_shards
+from paceline.comm.local_part import local_part
+from paceline.comm.mesh import WorkerGroups, num_shards
 from paceline.comm.queue import CollectiveQueue, Job
 from paceline.config.comm import LocalUpdates, codec
 from paceline.config.errors import InputError

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.comm.mesh import local_part
+from paceline.comm.local_part import local_part
 from paceline.models.attention import LatentAttention, Sdpa
 from paceline.models.decoder import Block, Decoder
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.comm.mesh import local_part
+from paceline.comm.local_part import local_part
 from paceline.config.model import Model
 from paceline.kernels.attention.backends import attend
 from paceline.kernels.attention.rule import Backend

@@ -98,10 +98,12 @@ class Decoder(nn.Module):
         self.head = (
             None if model.tie_embeddings else nn.Linear(model.hidden_size, model.vocab_size, False)
         )
-        cos, sin = rope_tables(model)
         # Not persistent: a checkpoint holds what was learnt, and these follow from the Model.
-        self.register_buffer("rope_cos", cos, persistent=False)
-        self.register_buffer("rope_sin", sin, persistent=False)
+        for name in ("rope_cos", "rope_sin"):
+            table = torch.empty(model.max_seq_len, model.rope_dim // 2, dtype=torch.float32)
+            self.register_buffer(name, table, persistent=False)
+        if not self.rope_cos.is_meta:
+            self.reset_buffers()
 
     def set_attend(self, attend: Attend) -> None:
         """Let every block use another attention core."""

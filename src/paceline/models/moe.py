@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.comm.mesh import local_part
+from paceline.comm.local_part import local_part
 from paceline.config.layers import Experts as Shape
 from paceline.kernels.activations import gated
 from paceline.kernels.experts import grouped_linear, permute, unpermute

@@ -1,8 +1,15 @@
 """Fill parameters that may be sharded: every rank copies its own share, and nothing is sent."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from paceline.comm.local_part import is_shared
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 
 @torch.no_grad()
@@ -13,21 +20,19 @@ def assign(parameter: Tensor, full: Tensor) -> None:
         parameter: a tensor or DTensor of the same full shape.
         full: the values; every rank passes the same, so that nothing is sent.
     """
-    if isinstance(parameter, DTensor):
-        full = full.to(parameter.device, parameter.dtype)
-        mesh, where = parameter.device_mesh, parameter.placements
-        full = distribute_tensor(full, mesh, where, src_data_rank=None)
+    if is_shared(parameter):
+        full = _share(full.to(parameter.dtype), parameter, parameter.placements)
     parameter.copy_(full)
 
 
 def held_rows(parameter: Tensor) -> list[int]:
     """Which rows (indices of dimension 0) this rank holds something of, in their order here."""
     rows = torch.arange(parameter.shape[0])
-    if isinstance(parameter, DTensor):
-        rows = rows.to(parameter.device)
-        where = [p if _cuts(p, 0) else Replicate() for p in parameter.placements]
-        spread = distribute_tensor(rows, parameter.device_mesh, where, src_data_rank=None)
-        rows = spread.to_local()
+    if is_shared(parameter):
+        from torch.distributed.tensor import Replicate
+
+        where = [p if p.is_shard(0) else Replicate() for p in parameter.placements]
+        rows = _share(rows, parameter, where).to_local()
     return rows.tolist()
 
 
@@ -40,21 +45,26 @@ def assign_row(parameter: Tensor, place: int, full: Tensor) -> None:
         place: of the row among this rank's `held_rows`.
         full: the whole row, of shape parameter.shape[1:].
     """
-    if not isinstance(parameter, DTensor):
+    if not is_shared(parameter):
         parameter[place] = full
         return
-    full = full.to(parameter.device, parameter.dtype)
     where = [_within_row(placement) for placement in parameter.placements]
-    share = distribute_tensor(full, parameter.device_mesh, where, src_data_rank=None)
+    share = _share(full.to(parameter.dtype), parameter, where)
     parameter.to_local()[place] = share.to_local()
 
 
-def _cuts(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, Shard) and placement.dim == dim
+def _share(full: Tensor, parameter: "DTensor", where: "Sequence[Placement]") -> "DTensor":
+    """This rank's share of a tensor over a parameter's mesh."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = parameter.device_mesh
+    return distribute_tensor(full.to(parameter.device), mesh, where, src_data_rank=None)
 
 
-def _within_row(placement: Placement) -> Placement:
+def _within_row(placement: "Placement") -> "Placement":
     """What a placement does to a single row."""
+    from torch.distributed.tensor import Replicate, Shard
+
     if not isinstance(placement, Shard) or placement.dim == 0:
         return Replicate()
     return Shard(placement.dim - 1)

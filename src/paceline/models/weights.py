@@ -25,6 +25,7 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from paceline.config.errors import InputError
 from paceline.config.files import read_json, to_disk
@@ -70,13 +71,37 @@ def read_decoder(
     Raises:
         InputError: see `read_model` and `load_weights`.
     """
-    with torch.device("meta"):
-        decoder = Decoder(read_model(directory), attend)
-    for parameter in decoder.parameters():
-        parameter.data = parameter.data.to(dtype)
-    decoder.to_empty(device=device)
+    decoder = decoder_room(read_model(directory), dtype, device, attend)
     load_weights(decoder, directory)
     return decoder
+
+
+def decoder_room(
+    model: Model,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    attend: Attend | None = None,
+) -> Decoder:
+    """A network without values, whose rotary tables stay in fp32; arguments as `read_decoder`."""
+    with torch.device("meta"), _NoFirstValues():
+        decoder = Decoder(model, attend)
+    for parameter in decoder.parameters():
+        parameter.data = parameter.data.to(dtype)
+    # As `to_empty` does it, which imports sympy.
+    return decoder._apply(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device))
+
+
+class _NoFirstValues(TorchFunctionMode):
+    """Within it modules don't draw their first values: to do so on no device torch imports its
+    compiler, which takes as long as the rest of it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 def check_weights(model: Model, directory: str | Path) -> dict[str, Path]:
@@ -99,7 +124,7 @@ def check_weights(model: Model, directory: str | Path) -> dict[str, Path]:
 
 def shapes_of(model: Model) -> Shapes:
     """All tensors of the whole network."""
-    with torch.device("meta"):
+    with torch.device("meta"), _NoFirstValues():
         return {name: tuple(t.shape) for name, t in Decoder(model).state_dict().items()}
 
 

@@ -37,6 +37,7 @@ from paceline.comm.mesh import Meshes, dense_sizes
 from paceline.config.comm import Comm
 from paceline.config.layout import Layout
 from paceline.config.schedule import Schedule
+from paceline.kernels.dtypes import DTYPES
 from paceline.parallel import fsdp
 from paceline.parallel.blocks import blocks_of
 from paceline.parallel.cp import AttentionCore, context_groups, make_attend
@@ -53,13 +54,6 @@ from paceline.parallel.tp import enable_async, tensor_parallel
 _TAKES_SIZES = "bucket_cap_mb_list" in signature(DistributedDataParallel.__init__).parameters
 _FIRST_BUCKET_MIB = 1.0
 """As in DDP's default (dist._DEFAULT_FIRST_BUCKET_BYTES)."""
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.bfloat16,  # between the products, which alone are in fp8
-}
 
 
 class Divisible(Protocol):

@@ -29,7 +29,7 @@ from paceline.comm.compress.means import (
     exact_mean,
     mean_of_parts,
 )
-from paceline.comm.mesh import local_part
+from paceline.comm.local_part import local_part
 from paceline.comm.queue import CollectiveQueue, Job
 from paceline.config.comm import Comm
 from paceline.parallel.replicas import errors_to_load

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from paceline.comm.compress.messages import CodedMessages, send_coded
-from paceline.comm.mesh import local_part
+from paceline.comm.local_part import local_part
 from paceline.parallel.statistics import mean_over_ranks
 
 # The dimension of (slots, out, in) that goes through the inside of an expert, by parameter: what tp

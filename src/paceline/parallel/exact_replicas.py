@@ -29,7 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from paceline.comm.mesh import Meshes, local_part
+from paceline.comm.local_part import local_part
+from paceline.comm.mesh import Meshes
 from paceline.comm.rendezvous import collective_timeout
 from paceline.config.errors import InputError
 from paceline.config.schedule import Schedule

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.comm.mesh import Meshes, local_part, num_shards
+from paceline.comm.local_part import local_part
+from paceline.comm.mesh import Meshes, num_shards
 from paceline.config.layout import Layout
 from paceline.parallel.exact_sums import exact_sums, row_squares
 from paceline.parallel.tied_parameters import TiedParameters, find_tied_parameters

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.comm.collectives import sum_together
-from paceline.comm.mesh import columns, local_part
+from paceline.comm.local_part import local_part
+from paceline.comm.mesh import columns
 from paceline.comm.records import all_gather
 
 Named = Iterable[tuple[str, nn.Parameter]]

@@ -39,7 +39,7 @@ from torch.distributed.tensor import (
 )
 
 from paceline.comm.collectives import sum_together
-from paceline.comm.mesh import local_part
+from paceline.comm.local_part import local_part
 from paceline.parallel.forward import compute_with, replace_forward
 from paceline.parallel.vocabulary import look_up
 

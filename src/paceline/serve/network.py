@@ -21,11 +21,11 @@ from paceline.config.model import Model
 from paceline.config.sampling import Sampling
 from paceline.config.serving import Serving
 from paceline.generate.engine import Engine
+from paceline.kernels.dtypes import DTYPES
 from paceline.models.decoder import Decoder
 from paceline.models.heads import GuessHeads
-from paceline.models.weights import load_weights, read_model
+from paceline.models.weights import decoder_room, load_weights, read_model
 from paceline.observe.run import Run
-from paceline.parallel.apply import DTYPES
 from paceline.serve.grammar import Grammars, Matcher
 from paceline.train.data.tokenizer import end_name
 from paceline.train.kept_tokenizer import GENERATION, about_tokens
@@ -195,13 +195,8 @@ def _written(folder: Path) -> Literal["fp32", "bf16"]:
 
 
 def _room(model: Model, dtype: torch.dtype) -> Decoder:
-    """A network without values, whose rotary tables stay in fp32."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with torch.device("meta"):
-        decoder = Decoder(model)
-    for parameter in decoder.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return decoder.to_empty(device=device)
+    return decoder_room(model, dtype, device)
 
 
 def _network(

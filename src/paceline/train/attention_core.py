@@ -7,7 +7,7 @@ from paceline.config.model import Model
 from paceline.kernels.attention import choose
 from paceline.kernels.attention.rule import AttentionShape, BackendChoice
 from paceline.kernels.attention.table import remembered
-from paceline.parallel.apply import DTYPES
+from paceline.kernels.dtypes import DTYPES
 
 
 def attention_choice(model: Model, job: Job, device: torch.device) -> BackendChoice | None:

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from paceline.comm import records
 from paceline.observe.events import append_event
 from paceline.observe.run import Run
-from paceline.train.checkpoint import restore_rng_state, rng_state
+from paceline.train.checkpoint.state import restore_rng_state, rng_state
 from paceline.train.task import Step
 from paceline.train.trainer import Trainer
 

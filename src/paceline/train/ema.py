@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.mesh import local_part
+from paceline.comm.local_part import local_part
 from paceline.config.errors import InputError
 
 State = dict[str, Any]

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from paceline.config.errors import InputError
-from paceline.train.checkpoint import restore_rng_state, rng_state
+from paceline.train.checkpoint.state import restore_rng_state, rng_state
 from paceline.train.metrics_buffer import Line, perplexity
 from paceline.train.results import StepResult
 from paceline.train.run_checkpoints import RunCheckpoints

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from paceline.config.errors import InputError
 from paceline.config.layout import ParamDtype
 from paceline.config.model import Model
+from paceline.kernels.dtypes import DTYPES
 from paceline.models.dcp_names import (
     MEGATRON_METADATA,
     Form,
@@ -29,11 +30,9 @@ from paceline.models.dcp_names import (
 from paceline.models.weights import complete_or_absent
 from paceline.observe.events import append_line
 from paceline.observe.run import Run, write_atomic
-from paceline.parallel.apply import DTYPES
-from paceline.train.checkpoint import load as read_checkpoint
-from paceline.train.checkpoint import parameter_names
+from paceline.train.checkpoint.loading import load as read_checkpoint
 from paceline.train.checkpoint.lockstep import LockstepRanks
-from paceline.train.checkpoint.state import STATE_PREFIX, split_state_path
+from paceline.train.checkpoint.state import STATE_PREFIX, parameter_names, split_state_path
 from paceline.train.ema import EMA_SECTION
 from paceline.train.families import family_of
 from paceline.train.family import Trained

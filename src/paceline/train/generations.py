@@ -41,7 +41,10 @@ from paceline.elastic.cut import GroupSockets
 from paceline.elastic.generation import Generation
 from paceline.elastic.link import AGENT, RankLink
 from paceline.observe.run import Run
-from paceline.train.checkpoint import FoundState, LockstepRanks, Recovered, load, recover
+from paceline.train.checkpoint.files import FoundState
+from paceline.train.checkpoint.loading import load
+from paceline.train.checkpoint.lockstep import LockstepRanks
+from paceline.train.checkpoint.memory import Recovered, recover
 from paceline.train.failure import Failure, StateLostError, is_lost_peer
 from paceline.train.kept_state import GenerationOverError, KeptState
 from paceline.train.rank_stats import Watch

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from paceline.observe.run import Run
-from paceline.train.checkpoint import HeldState, LockstepRanks
+from paceline.train.checkpoint.held import HeldState
+from paceline.train.checkpoint.lockstep import LockstepRanks
 from paceline.train.rank_stats import UNWATCHED, Watch
 
 

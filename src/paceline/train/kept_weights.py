@@ -5,9 +5,9 @@ from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.observe.run import Run
-from paceline.train.checkpoint import FoundCheckpoint, newest_good
-from paceline.train.checkpoint import load as read_checkpoint
-from paceline.train.checkpoint.loading import good_at
+from paceline.train.checkpoint.found import FoundCheckpoint
+from paceline.train.checkpoint.loading import good_at, newest_good
+from paceline.train.checkpoint.loading import load as read_checkpoint
 from paceline.train.checkpoint.lockstep import LockstepRanks
 from paceline.train.ema import EMA_SECTION
 

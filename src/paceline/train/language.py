@@ -21,6 +21,7 @@ from paceline.config.job import Job, JobSpec
 from paceline.config.job_sections import Train
 from paceline.config.model import Model
 from paceline.kernels import switch
+from paceline.kernels.dtypes import DTYPES
 from paceline.kernels.loss import cross_entropy
 from paceline.models.attention import Sdpa
 from paceline.models.dcp import is_dcp, load_dcp
@@ -28,7 +29,6 @@ from paceline.models.decoder import Decoder
 from paceline.models.weights import load_weights, write_weights
 from paceline.observe.run import Run
 from paceline.parallel import vocabulary
-from paceline.parallel.apply import DTYPES
 from paceline.parallel.cp import positions_of
 from paceline.train.attention_core import attention_choice
 from paceline.train.data import (

@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from paceline.comm.rendezvous import collective_timeout
 from paceline.parallel.replicas import kept_buffers
-from paceline.train.checkpoint import Buddies, HeldState, History, restore_rng_state, rng_state
+from paceline.train.checkpoint.buddies import Buddies
+from paceline.train.checkpoint.held import HeldState, History
+from paceline.train.checkpoint.state import restore_rng_state, rng_state
 from paceline.train.trainer import Trainer
 
 State = Callable[[], dict[str, Any]]

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from paceline.comm.mesh import local_part
+from paceline.comm.local_part import local_part
 from paceline.observe.memory import Held
 from paceline.train.trainer import Trainer
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.adamw import adamw
 
-from paceline.comm.mesh import local_part
+from paceline.comm.local_part import local_part
 from paceline.config.job_sections import Optim
 from paceline.config.layout import Layout
 from paceline.kernels import switch

@@ -16,7 +16,7 @@ from paceline.comm.busy_clock import BusyClock
 from paceline.comm.rendezvous import Ranks
 from paceline.machine.core_clock import CoreClock
 from paceline.observe.rank_spread import FIGURES
-from paceline.train.checkpoint import Recovered
+from paceline.train.checkpoint.memory import Recovered
 
 _RANKS_IN_EVERY_STEP = 512
 

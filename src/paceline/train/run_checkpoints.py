@@ -18,19 +18,16 @@ from torch import Tensor
 from torch.profiler import record_function as span
 
 from paceline.parallel.replicas import COMM_SECTION, ROUNDS_SECTION
-from paceline.train.checkpoint import (
-    FoundState,
-    HeldState,
-    History,
-    LockstepRanks,
-    Recovered,
-    recover,
+from paceline.train.checkpoint.files import FoundState, TensorEntry
+from paceline.train.checkpoint.held import HeldState, History
+from paceline.train.checkpoint.lockstep import LockstepRanks
+from paceline.train.checkpoint.memory import Recovered, recover
+from paceline.train.checkpoint.state import (
     restore_rng_state,
     restore_training_state,
     rng_state,
     training_state,
 )
-from paceline.train.checkpoint.files import TensorEntry
 from paceline.train.ema import EMA_SECTION
 from paceline.train.failure import StateLostError
 from paceline.train.memory_copies import MemoryCopies

@@ -12,7 +12,8 @@ from paceline.observe.memory import memory_recorder
 from paceline.observe.profile import ProfiledWindows
 from paceline.observe.run import Run
 from paceline.train.best_evaluation import BestEvaluation
-from paceline.train.checkpoint import Checkpointer, CheckpointStore
+from paceline.train.checkpoint.checkpointer import Checkpointer
+from paceline.train.checkpoint.store import CheckpointStore
 from paceline.train.kept_state import GenerationOverError, KeptState
 from paceline.train.left_out import LeftOut
 from paceline.train.memory_owners import memory_owners

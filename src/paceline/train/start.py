@@ -29,13 +29,14 @@ from paceline.plan.families import family_of as plan_family_of
 from paceline.plan.resolve import Plan
 from paceline.plan.search.choose import unsearchable, with_prediction
 from paceline.train.best_evaluation import BestEvaluation
-from paceline.train.checkpoint import CheckpointCopies, CheckpointStore, fetch_newer
+from paceline.train.checkpoint.copies import CheckpointCopies
 from paceline.train.checkpoint.files import (
     DamagedError,
     complete_steps,
     decode_manifest,
     manifest_bytes,
 )
+from paceline.train.checkpoint.store import CheckpointStore, fetch_newer
 from paceline.train.families import family_of
 
 # Of the layouts that the plan of a run tells about, the best ones.

@@ -24,7 +24,7 @@ from paceline.parallel.apply import apply
 from paceline.parallel.fsdp import free_gathered
 from paceline.parallel.replicas import Replicas
 from paceline.train.agreement import Agreement, replicas_of
-from paceline.train.checkpoint import parameter_names, restore_rng_state, rng_state
+from paceline.train.checkpoint.state import parameter_names, restore_rng_state, rng_state
 from paceline.train.ema import EMA_SECTION, Ema
 from paceline.train.loss_scale import LossScale
 from paceline.train.passes import Passes, schedule_of

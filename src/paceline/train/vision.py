@@ -21,9 +21,9 @@ from paceline.comm.rendezvous import Ranks
 from paceline.config.errors import InputError
 from paceline.config.job import Job
 from paceline.config.vision import ResNet
+from paceline.kernels.dtypes import DTYPES
 from paceline.models.resnet import ResNetwork, torchvision_config, torchvision_state
 from paceline.models.weights import write_state
-from paceline.parallel.apply import DTYPES
 from paceline.train.data.build import Progress
 from paceline.train.data.images import samples
 from paceline.train.family import Trained, TrainFamily

@@ -1,16 +1,18 @@
 """Runs causal attention by one of torch's implementations, and says which can."""
 
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from paceline.kernels.attention.rule import AttentionShape, Backend
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _OF_TORCH = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -52,7 +54,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, backend: Backend) -> Tensor:
 
 
 @lru_cache
-def _causal_blocks(seq_len: int, device: torch.device) -> BlockMask:
+def _causal_blocks(seq_len: int, device: torch.device) -> "BlockMask":
+    # Here and below: it takes as long to import as half of torch.
+    from torch.nn.attention.flex_attention import create_block_mask
+
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
 
@@ -108,4 +113,6 @@ def _torch_says(
 @lru_cache
 def _compiled_flex(device_type: str) -> Any:
     """FlexAttention is fused only where it is compiled; a CPU takes it as it is."""
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention) if device_type == "cuda" else flex_attention

@@ -26,7 +26,6 @@ from paceline.kernels.attention.backends import attend, candidates
 from paceline.kernels.attention.rule import AttentionShape, Backend, BackendChoice
 from paceline.kernels.launch import OWN as OWN_LAUNCHES
 from paceline.kernels.launch import device_name, next_power_of_2
-from paceline.observe.run import write_atomic
 
 OWN = "PACELINE_ATTENTION_TABLE"
 """The environment variable that names the file; else it is beside one's own table of launches."""
@@ -153,6 +152,8 @@ def _rows(path: Path, changed_ns: int) -> Mapping[_Key, BackendTiming]:
 def _write(path: Path, rows: Mapping[_Key, BackendTiming]) -> None:
     """All or nothing: another process may be reading."""
     text = json.dumps({"rows": [row._asdict() for row in rows.values()]}, indent=1)
+    from paceline.observe.run import write_atomic  # which reads all settings of a Job
+
     write_atomic(path, text + "\n")
     _rows.cache_clear()
 

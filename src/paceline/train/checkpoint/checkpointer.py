@@ -47,10 +47,10 @@ from paceline.train.checkpoint.files import (
     shard_name,
     write_shard,
 )
+from paceline.train.checkpoint.found import FoundCheckpoint
 from paceline.train.checkpoint.loading import load, newest_good
 from paceline.train.checkpoint.lockstep import LockstepRanks
 from paceline.train.checkpoint.plan import (
-    FoundCheckpoint,
     RankState,
     ShareRequest,
     Staging,

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from paceline.train.checkpoint.files import DTYPES, dtype_name
-from paceline.train.checkpoint.plan import PER_RANK_SECTION, RankState, as_json
+from paceline.train.checkpoint.found import PER_RANK_SECTION
+from paceline.train.checkpoint.plan import RankState, as_json
 from paceline.train.checkpoint.regions import Region
 
 Kind = Literal["live", "own", "buddy"]

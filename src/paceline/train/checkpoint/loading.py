@@ -18,14 +18,14 @@ from paceline.train.checkpoint.files import (
     decode_manifest,
     manifest_bytes,
 )
-from paceline.train.checkpoint.lockstep import LockstepRanks
-from paceline.train.checkpoint.plan import (
+from paceline.train.checkpoint.found import (
     FoundCheckpoint,
     fill,
     first_few,
     matching_entries,
     unclaimed,
 )
+from paceline.train.checkpoint.lockstep import LockstepRanks
 
 
 def newest_good(

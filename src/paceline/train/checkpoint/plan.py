@@ -3,17 +3,15 @@
 Both plans are made by the planners of torch.distributed.checkpoint: on saving, a tensor that
 several ranks hold is written by the one of them with the least to write; on loading, each rank
 reads exactly the overlaps of the saved chunks with its own. Neither needs a whole tensor anywhere.
-Pure but for copying and reading.
+Pure but for copying.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -24,7 +22,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
@@ -35,46 +32,13 @@ from paceline.config.errors import InputError
 from paceline.train.checkpoint.files import (
     DTYPES,
     Chunk,
-    FoundState,
     TensorEntry,
     chunk_key,
     dtype_name,
     shard_name,
 )
-
-# Entries below this name belong to one rank each; ranks that weren't there have none.
-PER_RANK_SECTION = "rng"
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """An entry of a nested dict, and where to replace it."""
-
-    holder: dict[str, Any]
-    key: str
-
-    @property
-    def value(self) -> Any:
-        """The entry."""
-        return self.holder[self.key]
-
-
-def leaves(nested: dict[str, Any], prefix: str = "") -> dict[str, Leaf]:
-    """Return the entries of nested dicts by their dotted path.
-
-    Raises:
-        InputError: a key isn't text, or two paths read the same.
-    """
-    flat: dict[str, Leaf] = {}
-    for key, value in nested.items():
-        if not isinstance(key, str):
-            raise InputError(f"the state has the key {key!r} under {prefix!r}; keys must be text.")
-        is_inner = isinstance(value, dict)
-        inner = leaves(value, f"{prefix}{key}.") if is_inner else {prefix + key: Leaf(nested, key)}
-        if clash := flat.keys() & inner.keys():
-            raise InputError(f"two entries of the state are named {min(clash)}; rename one.")
-        flat.update(inner)
-    return flat
+from paceline.train.checkpoint.found import FoundCheckpoint, Overlap, leaves
+from paceline.train.checkpoint.regions import Region
 
 
 @dataclass(frozen=True)
@@ -274,92 +238,6 @@ def _tensor_data(item: WriteItem) -> TensorWriteData:
     return cast(TensorWriteData, item.tensor_data)
 
 
-def matching_entries(found: FoundState, nested: dict[str, Any]) -> dict[str, Leaf]:
-    """Return the entries to load, having checked that the checkpoint has each as it is needed.
-
-    Raises:
-        InputError: a name is missing, or its shape, dtype or kind differs.
-    """
-    flat = leaves(nested)
-    problems = {path: _misfit(found, path, leaf.value) for path, leaf in flat.items()}
-    wrong = {path: problem for path, problem in problems.items() if problem is not None}
-    per_rank = [path for path in wrong if path.startswith(f"{PER_RANK_SECTION}.")]
-    serious = [path for path in wrong if path not in per_rank]
-    if serious:
-        what = first_few([wrong[path] for path in serious])
-        raise InputError(
-            f"checkpoint step-{found.step} doesn't fit: {what}; "
-            "continue with the model, precision and optimizer that were saved."
-        )
-    return {path: leaf for path, leaf in flat.items() if path not in wrong}
-
-
-def _misfit(found: FoundState, path: str, value: Any) -> str | None:
-    entry = found.manifest.tensors.get(path)
-    if not isinstance(value, Tensor):
-        is_there = path in found.manifest.values
-        return None if is_there else f"{path} is {'a tensor' if entry else 'not'} in it"
-    if entry is None:
-        return f"{path} is {'not a tensor' if path in found.manifest.values else 'not'} in it"
-    if (entry.torch_dtype, entry.size) != (value.dtype, list(value.shape)):
-        saved = f"{entry.torch_dtype} {tuple(entry.size)}"
-        return f"{path} was saved as {saved} and is {value.dtype} {tuple(value.shape)}"
-    return None
-
-
-def unclaimed(found: FoundState, nested: Mapping[str, Any], taken: Collection[str]) -> set[str]:
-    """Return the saved tensors that are not taken, though others of their section are asked for."""
-    sections = set(nested) - {PER_RANK_SECTION}
-    return {
-        name
-        for name in found.manifest.tensors
-        if name.partition(".")[0] in sections and name not in taken
-    }
-
-
-def first_few(names: Sequence[str]) -> str:
-    """Name the first few of a list in a sentence."""
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + rest
-
-
-def fill(found: FoundState, wanted: Mapping[str, Leaf]) -> None:
-    """Copy a state into the wanted tensors, in place, and replace the wanted values.
-
-    Raises:
-        InputError, DamagedError: as `FoundState.fill`.
-    """
-    values = found.manifest.values
-    for path, leaf in wanted.items():
-        if not isinstance(leaf.value, Tensor):
-            is_tuple = isinstance(leaf.value, tuple)
-            leaf.holder[leaf.key] = tuple(values[path]) if is_tuple else values[path]
-    tensors = {path: leaf.value for path, leaf in wanted.items()}
-    found.fill({path: value for path, value in tensors.items() if isinstance(value, Tensor)})
-
-
-@dataclass(frozen=True)
-class FoundCheckpoint(FoundState):
-    """A complete checkpoint whose every file was read and matched its checksum."""
-
-    path: Path
-
-    def fill(self, targets: dict[str, Tensor]) -> None:
-        """Read what overlaps each target out of the files.
-
-        Raises:
-            InputError: a shard is no safetensors file or lacks a chunk, though its checksum is
-                right.
-        """
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(targets, _metadata(self, targets))
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in planner.create_local_plan().items:
-            by_file.setdefault(_saved_chunk(self, item).file, []).append(item)
-        for file, items in by_file.items():
-            _read(self, file, items, planner)
-
-
 def _metadata(found: FoundCheckpoint, names: Collection[str]) -> Metadata:
     """Put the index into the form that DCP's load planner reads."""
     entries = {name: found.manifest.tensors[name] for name in names}
@@ -378,33 +256,16 @@ def _metadata(found: FoundCheckpoint, names: Collection[str]) -> Metadata:
     )
 
 
-def _saved_chunk(found: FoundCheckpoint, item: ReadItem) -> Chunk:
-    return found.manifest.tensors[item.storage_index.fqn].chunks[
-        cast(int, item.storage_index.index)
+def overlaps(found: FoundCheckpoint, targets: dict[str, Tensor]) -> list[Overlap]:
+    """What of the saved chunks overlaps this rank's part of each target."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    planner.set_up_planner(targets, _metadata(found, targets))
+    return [
+        Overlap(
+            item.storage_index.fqn,
+            cast(int, item.storage_index.index),
+            Region(tuple(item.storage_offsets), tuple(item.lengths)),
+            planner.resolve_tensor(item),
+        )
+        for item in planner.create_local_plan().items
     ]
-
-
-def _piece(shard: Any, key: str, item: ReadItem, chunk: Chunk) -> Tensor:
-    """The part of a saved chunk that is asked for; the rest of it isn't read."""
-    if list(item.lengths) == chunk.sizes:
-        return shard.get_tensor(key)
-    starts_and_lengths = zip(item.storage_offsets, item.lengths, strict=True)
-    return shard.get_slice(key)[tuple(slice(at, at + n) for at, n in starts_and_lengths)]
-
-
-@torch.no_grad()
-def _read(
-    found: FoundCheckpoint, file: str, items: Sequence[ReadItem], planner: DefaultLoadPlanner
-) -> None:
-    try:
-        with safe_open(found.path / file, framework="pt") as shard:
-            for item in items:
-                name, chunk = item.storage_index.fqn, _saved_chunk(found, item)
-                size = found.manifest.tensors[name].size
-                key = chunk_key(name, chunk.offsets, chunk.sizes, size)
-                planner.resolve_tensor(item).copy_(_piece(shard, key, item, chunk))
-    except (SafetensorError, OSError) as error:
-        raise InputError(
-            f"checkpoint step-{found.step}: {file} is not what its manifest says ({error}); "
-            "put back a copy."
-        ) from None

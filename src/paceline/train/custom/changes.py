@@ -14,7 +14,7 @@ from paceline.config.errors import InputError
 from paceline.config.job import Job, differing, to_raw
 from paceline.observe.run import Run
 from paceline.render.figures import listed
-from paceline.train.checkpoint import parameter_names
+from paceline.train.checkpoint.state import parameter_names
 from paceline.train.custom.code import code_digest
 from paceline.train.custom.digest import digest
 from paceline.train.custom.isolated_rng import IsolatedRng

@@ -22,8 +22,8 @@ from paceline.observe.run import Run
 from paceline.train.best_evaluation import BestEvaluation
 from paceline.train.checkpoint.buddies import Buddies
 from paceline.train.checkpoint.checkpointer import Checkpointer
-from paceline.train.checkpoint.found import leaves
 from paceline.train.checkpoint.held import HeldState, Piece
+from paceline.train.checkpoint.leaves import leaves
 from paceline.train.checkpoint.loading import load
 from paceline.train.checkpoint.lockstep import LockstepRanks
 from paceline.train.checkpoint.memory import recover

@@ -34,7 +34,8 @@ from paceline.train.checkpoint.files import (
     encode_manifest,
     write_shard,
 )
-from paceline.train.checkpoint.found import leaves, read_part
+from paceline.train.checkpoint.found import read_part
+from paceline.train.checkpoint.leaves import leaves
 from paceline.train.checkpoint.loading import newest_good
 from paceline.train.checkpoint.lockstep import LockstepRanks
 from paceline.train.checkpoint.plan import RankState, divide_writes

@@ -19,7 +19,7 @@ import torch
 
 from paceline.comm.rendezvous import Ranks
 from paceline.config.errors import InputError
-from paceline.train.checkpoint.found import leaves
+from paceline.train.checkpoint.leaves import leaves
 from paceline.train.data import prepare
 from paceline.train.families import task_of
 from tests.command_line import losses, metrics, paceline, ranks, write_tiny_job

@@ -12,13 +12,14 @@ _AS_HELPER = "paceline.comm.forkserver_process"
 # What the ranks of a command need, by the full name of the module that imports all of it.
 TRAINING = "paceline.train.session"
 MEASURING = "paceline.bench.measure"
+SERVING = "paceline.serve.ranks"
 
 
 def warm_up_ranks(module: str) -> None:
     """Start it; where it runs already, do nothing.
 
     Args:
-        module: what it imports, `TRAINING` or `MEASURING`.
+        module: what it imports, such as `TRAINING`.
     """
     multiprocessing.set_forkserver_preload([_AS_HELPER, module])
     # Python's resource tracker, which it starts as well, lets SIGTERM through in this thread.

@@ -25,6 +25,10 @@ class Serving(FrozenConfig):
     max_sequences, and for prompts; else as_trained."""
     weight_group: Literal[32, 64, 128, 256] = 64
     """Neighbouring weights that share a scale in int4."""
+    tp: Ways = 1
+    """Processes that share the heads and columns of every layer, each on a device of its own."""
+    ep: Ways = 1
+    """Times as many of them, which share the experts of every layer."""
     block_size: Ways = 32
     """Tokens of a block of keys and values."""
     kv_gb: Annotated[float, Field(gt=0, le=1e6)] | Auto = "auto"
@@ -66,6 +70,11 @@ class Serving(FrozenConfig):
     heads."""
     guess_tokens: Ways = 6
     """Tokens that are guessed of a text at a time; with "auto" the most."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share a network."""
+        return self.tp * self.ep
 
 
 class Retrieval(FrozenConfig):

@@ -12,10 +12,10 @@ An engine is for one thread at a time.
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.config.sampling import Sampling
-from paceline.config.serving import Serving
+from paceline.config.serving import Serving, WeightForm
 from paceline.generate.blocks import Blocks
 from paceline.generate.choice import Place, choose, logprobs
 from paceline.generate.guessers import speculator_of
@@ -42,6 +42,9 @@ from paceline.generate.work import Step
 from paceline.machine.freed_memory import keep_freed_memory
 from paceline.models.decoder import Decoder
 from paceline.models.heads import GuessHeads
+
+if TYPE_CHECKING:
+    from paceline.generate.ranks import Others
 
 _EXACT_TOKENS, _TOKENS = 64, 512
 _SHARE_OF_FREE_MEMORY = 0.25
@@ -67,6 +70,7 @@ class Engine:
         tokenizer: for prompts and texts; None: tokens only.
         end_tokens: end a text.
         draft: guesses tokens, where `serving.speculate` says so.
+        others: ranks that have the other parts of the network; None: the decoder is all of it.
 
     Raises:
         InputError: the memory for keys and values doesn't hold a block of tokens, settings that
@@ -80,8 +84,10 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         end_tokens: Iterable[int] = (),
         draft: Decoder | GuessHeads | None = None,
+        others: "Others | None" = None,
     ) -> None:
         self.decoder, self.serving, self.tokenizer = decoder, serving, tokenizer
+        self.others = others
         self.end_tokens = frozenset(end_tokens)
         self.tell_step: Callable[[Step], None] | None = None
         """Told of each step that did something."""
@@ -99,20 +105,24 @@ class Engine:
         most = (exact or _TOKENS) if serving.max_tokens == "auto" else serving.max_tokens
         self.most_tokens = most
         """Of a forward pass."""
-        self._memory = Memory(shape, num_blocks, size, first.dtype, first.device)
+        self.weight_form: WeightForm = "as_trained"
+        if others is None:
+            self._memory = Memory(shape, num_blocks, size, first.dtype, first.device)
+            self.weight_form = chosen_form(decoder, serving, most)
+            self._runner = Runner(
+                decoder,
+                self._memory,
+                most if serving.exact else None,
+                layers_of(decoder, serving),
+                self.weight_form,
+                serving.weight_group,
+            )
+        else:
+            self._memory, self._runner = others.begin(decoder, num_blocks, size)
         longest = min(self._longest, num_blocks * size)
-        self._offload = offload_of(serving, self._memory, longest, most)
+        self._offload = offload_of(serving, self._memory, longest, most) if others is None else None
         leaves = (lambda block, name: None) if self._offload is None else self._offload.keep
         self._blocks = Blocks(num_blocks, shares=serving.share_prefixes, leaves=leaves)
-        self.weight_form = chosen_form(decoder, serving, most)
-        self._runner = Runner(
-            decoder,
-            self._memory,
-            most if serving.exact else None,
-            layers_of(decoder, serving),
-            self.weight_form,
-            serving.weight_group,
-        )
         self._scorer = Scorer(self._runner, self._memory, self._blocks, most)
         self._scheduler = Scheduler(self._blocks, size, most, serving.max_sequences, self._offload)
         self._speculator = speculator_of(serving, self._runner, self._memory, most, draft)
@@ -206,6 +216,14 @@ class Engine:
         """Tokens of the longest text, with its prompt."""
         return min(self._longest, self._blocks.num_blocks * self.serving.block_size)
 
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Go on with other weights: all of the network's, by its names."""
+        if self.others is None:
+            self.decoder.load_state_dict(weights)
+        else:
+            self.others.take_weights(self.decoder, weights)
+        self.weights_changed()
+
     def weights_changed(self) -> None:
         """The network has other weights: all that is kept of the old ones is computed anew."""
         self._runner.weights_changed()
@@ -216,6 +234,8 @@ class Engine:
         """No more steps are done: what is kept beyond the device is removed."""
         if self._offload is not None:
             self._offload.tiers.close()
+        if self.others is not None:
+            self.others.close()
 
     def texts(self, prompts: List[str], sampling: Sampling) -> list[str]:
         """The text that follows each prompt; does steps until all are there.
@@ -353,7 +373,7 @@ class Engine:
         if serving.kv_gb != "auto":
             num = int(serving.kv_gb * 1e9 / block_bytes)
         else:
-            most = _SHARE_OF_FREE_MEMORY * _free_bytes(next(self.decoder.parameters()).device)
+            most = _SHARE_OF_FREE_MEMORY * self._free_bytes()
             num = min(serving.max_sequences * of_sequence, int(most / block_bytes))
         if num < 1:
             raise InputError(
@@ -362,8 +382,9 @@ class Engine:
             )
         return num
 
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+    def _free_bytes(self) -> int:
+        """Memory that this rank may count on."""
+        device = next(self.decoder.parameters()).device
+        if device.type == "cuda":
+            return torch.cuda.mem_get_info(device)[0]
+        return psutil.virtual_memory().available // self.serving.num_ranks

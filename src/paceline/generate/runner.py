@@ -82,6 +82,18 @@ class Runner:
             wanted += range(len(tokens) - num_wanted, len(tokens))
         if self._exact_tokens is not None:
             return self._exact(tokens, parts)[wanted]
+        return self.compute(tokens, parts, wanted)
+
+    @torch.inference_mode()
+    def compute(self, tokens: list[int], parts: list[Part], wanted: list[int]) -> Tensor:
+        """Compute tokens, of sequences' parts in this order.
+
+        Args:
+            wanted: places of the tokens whose logits are.
+
+        Returns:
+            (num_wanted, vocab) in fp32; where ranks share the network, on the first one alone.
+        """
         return self._pass(tokens, Packed(parts, self._memory), wanted)
 
     def times(self, most: int) -> dict[int, float]:
@@ -97,7 +109,7 @@ class Runner:
         if self._exact_tokens is not None:
             logits = self._exact(tokens, parts)
         else:
-            logits = self._pass(tokens, Packed(parts, self._memory), [*range(num_tokens)])
+            logits = self.compute(tokens, parts, [*range(num_tokens)])
         logits.argmax(-1).tolist()
         return time.perf_counter() - begun
 
@@ -109,7 +121,7 @@ class Runner:
             (rows, vocab) in fp32.
         """
         parts = [Part(row, 0, 1, (self._memory.spare_block,)) for row in range(rows)]
-        return self._pass([0] * rows, Packed(parts, self._memory), None)
+        return self.compute([0] * rows, parts, [*range(rows)])
 
     @torch.inference_mode()
     def _exact(self, tokens: list[int], parts: list[Part]) -> Tensor:
@@ -129,4 +141,9 @@ class Runner:
         weights = self._layers or self._packed
         with self._attend.put_in(self.decoder), weights.put_in() if weights else nullcontext():
             ids = torch.tensor([tokens], device=device)
-            return self.decoder(ids, positions=packed.positions, wanted=rows)[0].float()
+            logits = self.decoder(ids, positions=packed.positions, wanted=rows)
+        return self.whole(logits)[0].float()
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Logits of which each rank may have a part; here there is one rank."""
+        return logits

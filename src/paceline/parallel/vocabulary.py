@@ -10,6 +10,8 @@ pass, a pipeline's included.
 Paper: https://arxiv.org/abs/1909.08053 (sections 3 and 5).
 """
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -34,8 +36,8 @@ def look_up(embedding: nn.Module, ids: Tensor) -> Tensor:
     weight = embedding.weight
     assert isinstance(weight, DTensor)
     local = weight.to_local()  # (own_vocab, hidden)
-    # Rows are split evenly.
-    own, is_own = own_ids(ids, weight.device_mesh.get_local_rank() * len(local), len(local))
+    first = weight.device_mesh.get_local_rank() * _most_rows(weight, 0)
+    own, is_own = own_ids(ids, first, len(local))
     return F.embedding(own, local) * is_own.unsqueeze(-1)
 
 
@@ -53,3 +55,28 @@ def cross_entropy(logits: DTensor, targets: Tensor) -> Tensor:
     mesh, local = logits.device_mesh, logits.to_local()
     first_row = mesh.get_local_rank() * local.shape[-1]
     return loss.cross_entropy_parallel(local, targets, first_row, mesh.get_group(), inplace=True)
+
+
+def on_first_rank(logits: Tensor) -> Tensor:
+    """Whole logits, on the first rank of those that share out the vocabulary.
+
+    Args:
+        logits: (batch, seq, vocab); a DTensor split over the vocabulary, or whole.
+
+    Returns:
+        the same, whole; on the other ranks their own part.
+    """
+    if not isinstance(logits, DTensor):
+        return logits
+    group, own = logits.device_mesh.get_group(), logits.to_local()
+    if not own.numel():
+        return own
+    own = F.pad(own, (0, _most_rows(logits, -1) - own.shape[-1]))
+    parts = [torch.empty_like(own) for _ in range(group.size())] if group.rank() == 0 else None
+    dist.gather(own, parts, group=group, group_dst=0)
+    return own if parts is None else torch.cat(parts, -1)[..., : logits.shape[-1]]
+
+
+def _most_rows(shared: DTensor, dim: int) -> int:
+    """What each rank has of a dimension that they share out, but for the last ones."""
+    return -(-shared.shape[dim] // shared.device_mesh.size())

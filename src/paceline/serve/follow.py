@@ -77,8 +77,7 @@ class Follower:
 
         def swap() -> float:
             began_s = time.perf_counter()
-            engine.decoder.load_state_dict(weights)
-            engine.weights_changed()
+            engine.take_weights(weights)
             self.step = step
             return time.perf_counter() - began_s
 

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 
+from paceline.comm.forkserver_start import SERVING, warm_up_ranks
 from paceline.config.errors import InputError
 from paceline.config.files import parse_json, read_bytes, read_json
 from paceline.config.heads import Heads
@@ -75,19 +76,37 @@ class Network:
         return Grammars(self.tokenizer, vocab, self.end_tokens).matcher(sampling.grammar)
 
     def engine(self, serving: Serving) -> Engine:
-        """An engine of this network.
+        """An engine of this network; over several ranks, it takes the weights with it.
 
         Raises:
-            InputError: as `Engine`, or serve.draft is no network with the same tokenizer.
+            InputError: as `Engine`; serve.draft is no network with the same tokenizer; or the
+                network can't be shared out as the settings say.
         """
-        draft = None if serving.draft is None else self._draft(serving.draft, serving.precision)
-        return Engine(self.decoder, serving, self.tokenizer, self.end_tokens, draft)
+        if serving.num_ranks > 1:
+            return self._shared_engine(serving)
+        return Engine(self.decoder, serving, self.tokenizer, self.end_tokens, self._draft(serving))
 
-    def _draft(self, path: str, precision: Precision) -> Decoder | GuessHeads:
+    def _shared_engine(self, serving: Serving) -> Engine:
+        # Most servers have one rank, and start sooner without what several need.
+        from paceline.generate.ranks import check_ranks
+        from paceline.serve.ranks import Processes
+
+        decoder = self.decoder
+        check_ranks(decoder.model, serving)
+        draft = self._draft(serving)
+        others = Processes(decoder.model, next(decoder.parameters()).dtype, serving)
+        others.take_weights(others.decoder, decoder.state_dict())
+        decoder.to("meta")
+        return Engine(others.decoder, serving, self.tokenizer, self.end_tokens, draft, others)
+
+    def _draft(self, serving: Serving) -> Decoder | GuessHeads | None:
+        path = serving.draft
+        if path is None:
+            return None
         run = Run(Path(path))
         if run.exists and isinstance(model := run.job().model, Heads):
             return self._heads(run, model)
-        draft = open_network(Path(path), precision)
+        draft = open_network(Path(path), serving.precision)
         if draft.tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise InputError(
                 f"serve.draft = {path} has another tokenizer than {self.name}: give a network that "
@@ -102,31 +121,37 @@ class Network:
         return heads.to(next(self.decoder.parameters()).device).eval()
 
 
-def open_network(path: Path, precision: Precision = "auto", step: int | None = None) -> Network:
+def open_network(
+    path: Path, precision: Precision = "auto", step: int | None = None, *, is_shared: bool = False
+) -> Network:
     """Read a network for this machine: on its first CUDA device where there is one.
 
     Args:
         path: the directory of a run, or a folder with config.json, safetensors and tokenizer.json.
         precision: of the weights; "auto": as they were trained or written.
         step: of a run's checkpoint; None: the newest good one.
+        is_shared: ranks will share it: read it to host memory, and get ready to start them.
 
     Raises:
         InputError: neither, a network that isn't a decoder, no such checkpoint, or damaged files.
     """
+    device = torch.device("cuda" if torch.cuda.is_available() and not is_shared else "cpu")
+    if is_shared:
+        warm_up_ranks(SERVING)
     if (path / "config.json").is_file():
         if step is not None:
             raise InputError(
                 f"--step {step} is of a run's checkpoint, and {path} is a folder of weights: leave "
                 "it out."
             )
-        return _of_folder(path, precision)
+        return _of_folder(path, precision, device)
     run = Run(path)
     if not run.exists:
         raise InputError(
             f"{path} is neither a run nor a folder of weights: give the directory of a run, such "
             "as runs/demo, or a folder with config.json and safetensors."
         )
-    return _of_run(run, precision, step)
+    return _of_run(run, precision, step, device)
 
 
 def load_checkpoint(run: Run, decoder: Decoder, step: int | None = None) -> int:
@@ -162,7 +187,7 @@ def read_checkpoint(
     return step, weights
 
 
-def _of_run(run: Run, precision: Precision, step: int | None) -> Network:
+def _of_run(run: Run, precision: Precision, step: int | None, device: torch.device) -> Network:
     job = run.job()
     if not isinstance(job.model, Model):
         raise InputError(
@@ -170,16 +195,17 @@ def _of_run(run: Run, precision: Precision, step: int | None) -> Network:
             "of one."
         )
     dtype = DTYPES[job.layout.param_dtype if precision == "auto" else precision]
-    decoder = _room(job.model, dtype)
+    decoder = decoder_room(job.model, dtype, device)
     decoder.reset_buffers()
     step = load_checkpoint(run, decoder, step)
     files = about_tokens(run, job, job.model.max_seq_len)
     return _network(job.name, decoder, files, step, run.path)
 
 
-def _of_folder(folder: Path, precision: Precision) -> Network:
+def _of_folder(folder: Path, precision: Precision, device: torch.device) -> Network:
     model = read_model(folder)
-    decoder = _room(model, DTYPES[_written(folder) if precision == "auto" else precision])
+    dtype = DTYPES[_written(folder) if precision == "auto" else precision]
+    decoder = decoder_room(model, dtype, device)
     load_weights(decoder, folder)
     names = (_TOKENIZER, _SETTINGS, _TEMPLATE, GENERATION)
     files = {n: read_bytes(folder / n, _CURE) for n in names if (folder / n).is_file()}
@@ -192,11 +218,6 @@ def _written(folder: Path) -> Literal["fp32", "bf16"]:
     """The type of a folder's weights, as config.json says; other types are taken as fp32."""
     said = read_json(folder / "config.json", _OBJECT, _CURE)
     return "bf16" if "bfloat16" in (said.get("dtype"), said.get("torch_dtype")) else "fp32"
-
-
-def _room(model: Model, dtype: torch.dtype) -> Decoder:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return decoder_room(model, dtype, device)
 
 
 def _network(

@@ -67,7 +67,8 @@ def serve_command(path: Path, settings: EndpointSettings, options: ServeOptions)
     _check(path, options, keys)
     listener = _listener(options.host or "127.0.0.1", options.port)
     begun_s = time.perf_counter()
-    network = open_network(path, settings.serve.precision, options.step)
+    is_shared = settings.serve.num_ranks > 1
+    network = open_network(path, settings.serve.precision, options.step, is_shared=is_shared)
     run = Run(path) if options.follow else None
     folder = options.record
     record = None if folder is None else partial(Recorder, folder, network.name, path)
@@ -121,6 +122,8 @@ class Serving:
         )
         self._recorder = None if record is None else record(engine)
         self.service = Service(engine, metrics, self._end, self._recorder)
+        if (others := engine.others) is not None:
+            others.watch(lambda: self.service.between_steps(others.check))
         self._follower: Follower | None = None
         if run is not None and network.step is not None:
             self._follower = Follower(run, self.service, network.step, metrics, _CONSOLE.print)

@@ -261,9 +261,13 @@ class Service:
         """The vectors of texts, (num_texts, hidden); others' texts go on between its passes.
 
         Raises:
-            ApiError: it took too long.
+            ApiError: ranks share the network, or it took too long.
         """
         engine = self.engine
+        if engine.others is not None:
+            raise ApiError(
+                400, "This server's network is shared out, and then makes no embeddings."
+            )
         vectors = torch.empty(len(texts), engine.decoder.model.hidden_size)
         try:
             async with asyncio.timeout(self._timeout_s):

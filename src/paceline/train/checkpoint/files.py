@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import field_validator
@@ -37,6 +37,7 @@ from paceline.config.frozen import FrozenConfig
 from paceline.observe.run import MANIFEST as MANIFEST
 from paceline.observe.run import MOST_MANIFEST_BYTES
 from paceline.observe.run import complete_steps as complete_steps
+from paceline.train.checkpoint.regions import Region
 
 FORMAT_VERSION = 1
 SHARD_FILE = re.compile(r"rank\d+\.safetensors")
@@ -120,6 +121,17 @@ class Manifest(FrozenConfig):
     """The shard files."""
     tensors: dict[str, TensorEntry]
     """The entries of the state that are tensors, by name."""
+
+
+class Overlap(NamedTuple):
+    """What of a saved chunk goes where."""
+
+    name: str
+    number: int
+    """Of the chunk among the tensor's."""
+    part: Region
+    """Of the chunk."""
+    target: Tensor
 
 
 @dataclass(frozen=True)

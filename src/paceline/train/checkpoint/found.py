@@ -7,7 +7,7 @@ distributed tensors take as long to import as half of torch, and who serves a ne
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,42 +15,12 @@ from torch import Tensor
 
 from paceline.comm.local_part import is_shared
 from paceline.config.errors import InputError
-from paceline.train.checkpoint.files import FoundState, chunk_key
+from paceline.train.checkpoint.files import FoundState, Overlap, chunk_key
+from paceline.train.checkpoint.leaves import Leaf, leaves
 from paceline.train.checkpoint.regions import Region
 
 # Entries below this name belong to one rank each; ranks that weren't there have none.
 PER_RANK_SECTION = "rng"
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """An entry of a nested dict, and where to replace it."""
-
-    holder: dict[str, Any]
-    key: str
-
-    @property
-    def value(self) -> Any:
-        """The entry."""
-        return self.holder[self.key]
-
-
-def leaves(nested: dict[str, Any], prefix: str = "") -> dict[str, Leaf]:
-    """Return the entries of nested dicts by their dotted path.
-
-    Raises:
-        InputError: a key isn't text, or two paths read the same.
-    """
-    flat: dict[str, Leaf] = {}
-    for key, value in nested.items():
-        if not isinstance(key, str):
-            raise InputError(f"the state has the key {key!r} under {prefix!r}; keys must be text.")
-        is_inner = isinstance(value, dict)
-        inner = leaves(value, f"{prefix}{key}.") if is_inner else {prefix + key: Leaf(nested, key)}
-        if clash := flat.keys() & inner.keys():
-            raise InputError(f"two entries of the state are named {min(clash)}; rename one.")
-        flat.update(inner)
-    return flat
 
 
 def matching_entries(found: FoundState, nested: dict[str, Any]) -> dict[str, Leaf]:
@@ -115,17 +85,6 @@ def fill(found: FoundState, wanted: Mapping[str, Leaf]) -> None:
             leaf.holder[leaf.key] = tuple(values[path]) if is_tuple else values[path]
     tensors = {path: leaf.value for path, leaf in wanted.items()}
     found.fill({path: value for path, value in tensors.items() if isinstance(value, Tensor)})
-
-
-class Overlap(NamedTuple):
-    """What of a saved chunk goes where."""
-
-    name: str
-    number: int
-    """Of the chunk among the tensor's."""
-    part: Region
-    """Of the chunk."""
-    target: Tensor
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,14 @@ from paceline.config.errors import InputError
 from paceline.train.checkpoint.files import (
     DTYPES,
     Chunk,
+    FoundState,
+    Overlap,
     TensorEntry,
     chunk_key,
     dtype_name,
     shard_name,
 )
-from paceline.train.checkpoint.found import FoundCheckpoint, Overlap, leaves
+from paceline.train.checkpoint.leaves import leaves
 from paceline.train.checkpoint.regions import Region
 
 
@@ -238,7 +240,7 @@ def _tensor_data(item: WriteItem) -> TensorWriteData:
     return cast(TensorWriteData, item.tensor_data)
 
 
-def _metadata(found: FoundCheckpoint, names: Collection[str]) -> Metadata:
+def _metadata(found: FoundState, names: Collection[str]) -> Metadata:
     """Put the index into the form that DCP's load planner reads."""
     entries = {name: found.manifest.tensors[name] for name in names}
     return Metadata(
@@ -256,7 +258,7 @@ def _metadata(found: FoundCheckpoint, names: Collection[str]) -> Metadata:
     )
 
 
-def overlaps(found: FoundCheckpoint, targets: dict[str, Tensor]) -> list[Overlap]:
+def overlaps(found: FoundState, targets: dict[str, Tensor]) -> list[Overlap]:
     """What of the saved chunks overlaps this rank's part of each target."""
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(targets, _metadata(found, targets))

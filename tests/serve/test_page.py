@@ -128,6 +128,8 @@ def _other(words, folder):
     if "runs/demo" in words:
         words = [{"100": "20", "50": "20", "32-128": "9-30"}.get(word, word) for word in words]
         words = [re.sub("ttft 500ms, tpot 60ms", "ttft 60s", word) for word in words]
+    if words[0] == "index":
+        words += ["--tokens", "16", "--overlap", "2"]
     if "--url" not in words:
         done = paceline(*words, folder=folder)
     else:

@@ -12,7 +12,7 @@ from paceline.config.sampling import Sampling
 from paceline.config.serving import Serving
 from paceline.generate.engine import Engine
 from paceline.plan.serving.load import requests_of
-from paceline.plan.serving.measured import SERVING_FILE, read_measured
+from paceline.plan.serving.measured import measured_file, read_measured
 from tests.command_line import paceline, write_tiny_job
 from tests.generate.networks import MODELS, VOCAB, built
 from tests.serve.served import END, serve
@@ -53,7 +53,7 @@ def test_passes_compute_what_they_say_and_leave_nothing(name):
 
 
 def test_what_was_measured_is_gone_on_with_and_of_anything_else_begun_anew(tmp_path):
-    engine, file, calls = engine_of(), tmp_path / SERVING_FILE, []
+    engine, file, calls = engine_of(), measured_file(tmp_path, "float64"), []
     meter = PassMeter(engine, engine.most_tokens, GREEDY)
     setup = setup_of(engine, meter, 1.0, "a test")
     whole = measure(file, setup, meter, lambda: calls.append(1))
@@ -115,6 +115,11 @@ def test_from_a_run_to_its_plan(trained):
     assert told["load"]["failed"] == 0
     assert told["load"]["tokens_per_s"] > 0
     assert "median, planned" in done.stdout
+    assert told["file"] == "runs/tiny/serving/fp32.json"
+    done = paceline(
+        "bench", "serve", "runs/tiny", "--set", "serve.weights=int8", *settings, folder=trained
+    )
+    assert done.returncode == 0, done.stderr
     asked = ("--in", "4-20", "--out", "4-9", "--slo", "ttft 60s")
     plan = ("plan", "runs/tiny", "--serve", "--rate", "1/min", *asked)
     done = paceline(*plan, "--price", "0.1", "--api-price", "10,10", "--json", folder=trained)
@@ -123,10 +128,11 @@ def test_from_a_run_to_its_plan(trained):
     assert "bench serve runs/tiny" in done.stdout
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["fleets"][0]["usd_per_hour"] == pytest.approx(0.1)
+    assert {fleet["form"] for fleet in told["fleets"]} == {"fp32", "fp32-int8"}
     assert told["rent"]["api_usd_per_hour"] > 0
     done = paceline(*plan, "--set", "model.num_layers=3", folder=trained)
     assert done.returncode == 2
-    assert "was measured of another network" in done.stderr
+    assert "was measured with another network" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -264,11 +264,11 @@ def serve(
     """Measure how this machine makes texts with a network.
 
     Forward passes by their tokens, contexts and parts of prompts, the host's time
-    beside them, start-up and memory, into serving.json beside the weights:
-    `paceline plan --serve` reads it. When it was interrupted it goes on. With
-    --rate it also sends requests, and says what they waited for in the words of
-    vllm bench serve: time to first token (TTFT), per output token (TPOT), between
-    tokens (ITL), end to end (E2E).
+    beside them, start-up and memory, into a file beside the weights, one for each
+    form of them; `paceline plan --serve` reads all. When it was interrupted it
+    goes on. With --rate it also sends requests, and says what they waited for in
+    the words of vllm bench serve: time to first token (TTFT), per output token
+    (TPOT), between tokens (ITL), end to end (E2E).
 
     \b
     paceline bench serve runs/demo

@@ -10,7 +10,12 @@ from paceline.generate.engine import Engine
 from paceline.generate.sequence import Sequence
 from paceline.generate.work import Step, WorkCounter
 from paceline.plan.serving.costs import StepCosts, Terms
-from paceline.plan.serving.measured import SERVING_FILE, MeasuredServing, read_measured
+from paceline.plan.serving.measured import (
+    MeasuredServing,
+    form_of,
+    measured_file,
+    read_measured,
+)
 from paceline.plan.serving.record import RECORD_FILE, PlannedTerms, RecordHead, RecordSecond
 
 
@@ -28,7 +33,8 @@ class Recorder:
     def __init__(self, folder: Path, name: str, served: Path, engine: Engine) -> None:
         self._engine, self._begun_s = engine, 0.0
         model, size = engine.decoder.model, engine.serving.block_size
-        measured = _measured_of(served / SERVING_FILE)
+        form = form_of(str(next(engine.decoder.parameters()).dtype), engine.weight_form)
+        measured = _measured_of(measured_file(served, form))
         is_same = measured is not None and measured.model == model
         self._costs: StepCosts | None = measured.costs() if measured and is_same else None
         self._count = WorkCounter(model, size)

@@ -11,7 +11,6 @@ from paceline.config.model import Model
 from paceline.generate.work import Work
 from paceline.plan.serving.costs import Curve, StepCosts
 from paceline.plan.serving.measured import (
-    SERVING_FILE,
     MeasuredHost,
     MeasuredPass,
     MeasuredServing,
@@ -58,7 +57,7 @@ def measured(noise=0.0, seed=0):
     without_host = replace(KNOWN, host_s=0.0, text_s=0.0)
     return MeasuredServing(
         model=MODEL,
-        precision="fp32",
+        form="fp32",
         device="some CPU",
         source="a test",
         block_size=32,
@@ -98,7 +97,7 @@ def test_times_that_are_off_by_a_tenth_are_missed_by_less(seed):
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
-    file = tmp_path / SERVING_FILE
+    file = tmp_path / "fp32.json"
     file.write_text(measured().model_dump_json())
     assert read_measured(file) == measured()
 
@@ -121,7 +120,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
 def test_a_damaged_file_is_refused_in_a_sentence(tmp_path, change, said):
     raw = json.loads(measured().model_dump_json())
     changed = change(raw)
-    file = tmp_path / SERVING_FILE
+    file = tmp_path / "fp32.json"
     text = changed if isinstance(changed, str) else json.dumps([] if changed == [] else raw)
     file.write_text(text)
     with pytest.raises(InputError, match=said) as error:

@@ -37,7 +37,7 @@ def test_one_replica_less_breaks_the_promise():
     some = Cluster.parse(
         {"device": {"name": here.device, "kind": "cpu"}, "devices_per_node": 50, "num_nodes": 1}
     )
-    found = find_fleets(asked, [some], here)
+    found = find_fleets(asked, [some], [here])
     best = found.fleets[0]
     assert best.replicas > 6
     assert not asked.slo.broken(best.simulated.served)
@@ -48,7 +48,7 @@ def test_one_replica_less_breaks_the_promise():
 
 
 def test_the_cheapest_of_two_clusters_and_why_others_lose():
-    found = find_fleets(ASKED, [cluster(), cluster("A100-80", 0.9), cluster("L4", 0.1)], None)
+    found = find_fleets(ASKED, [cluster(), cluster("A100-80", 0.9), cluster("L4", 0.1)])
     best = found.fleets[0]
     assert [fleet.cost for fleet in found.fleets] == sorted(fleet.cost for fleet in found.fleets)
     assert best.usd_per_hour == pytest.approx(
@@ -64,26 +64,26 @@ def test_the_cheapest_of_two_clusters_and_why_others_lose():
 
 def test_what_no_replica_can_keep_is_said_of_a_request_alone():
     asked = replace(ASKED, slo=Slo(tpot_s=0.001))
-    found = find_fleets(asked, [cluster()], None)
+    found = find_fleets(asked, [cluster()])
     assert not found.fleets
     assert all("TPOT is" in one.why and "for a request alone" in one.why for one in found.lost)
 
 
 def test_a_load_beyond_all_devices_is_refused_by_its_replicas():
     asked = replace(ASKED, rate=100_000.0)
-    found = find_fleets(asked, [cluster(nodes=1)], None)
+    found = find_fleets(asked, [cluster(nodes=1)])
     assert not found.fleets
     assert all("always full it takes" in one.why for one in found.lost)
 
 
 def test_rent_pays_where_it_costs_what_the_api_asks():
-    found = find_fleets(ASKED, [cluster(nodes=1)], None, ApiPrice(0.5, 1.5))
+    found = find_fleets(ASKED, [cluster(nodes=1)], (), ApiPrice(0.5, 1.5))
     best, rent = found.fleets[0], found.rent
     request_usd = (200 * 0.5 + 30 * 1.5) / 1e6
     assert rent.api_usd_per_hour == pytest.approx(8 * 3600 * request_usd)
     assert rent.pays_from == pytest.approx(best.engine.usd_per_hour / 3600 / request_usd)
     assert rent.most_rate >= 8 / best.replicas
-    never = find_fleets(ASKED, [cluster(nodes=1)], None, ApiPrice(0.0001, 0.0001)).rent
+    never = find_fleets(ASKED, [cluster(nodes=1)], (), ApiPrice(0.0001, 0.0001)).rent
     assert never.pays_from is None
 
 

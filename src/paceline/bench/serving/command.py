@@ -17,7 +17,7 @@ from paceline.config.errors import InputError
 from paceline.config.serving import ServingSettings
 from paceline.generate.work import WorkCounter
 from paceline.plan.serving.load import KINDS, Range, Served, requests_of
-from paceline.plan.serving.measured import SERVING_FILE, MeasuredServing
+from paceline.plan.serving.measured import MeasuredServing, measured_file
 from paceline.plan.serving.simulate import simulate
 from paceline.plan.serving.slo import Slo
 from paceline.render.figures import amount_text, bytes_text, milliseconds
@@ -53,7 +53,7 @@ def bench_serve_command(
     step: int | None = None,
     fresh: bool = False,
 ) -> dict[str, Any]:
-    """Measure passes into `serving.json` beside the weights, and send a load where one is asked.
+    """Measure passes into a file beside the weights, and send a load where one is asked.
 
     Args:
         path: a run or a folder of weights.
@@ -81,10 +81,11 @@ def bench_serve_command(
     start_s = time.time() - psutil.Process().create_time()
     _CONSOLE.print(f"{described(network)}, ready {start_s:.1f} s after the process began")
     meter = PassMeter(engine, engine.most_tokens, settings.sampling)
-    file = path / SERVING_FILE
+    setup = setup_of(engine, meter, start_s, source)
+    file = measured_file(path, setup.form)
     if fresh:
         file.unlink(missing_ok=True)
-    found = _measured(file, setup_of(engine, meter, start_s, source), meter)
+    found = _measured(file, setup, meter)
     _show_passes(found)
     _CONSOLE.print(f"{file}: paceline plan --serve {path} reads it", markup=False)
     facts = {"file": str(file), "start_s": found.start_s, "resident_bytes": found.resident_bytes}

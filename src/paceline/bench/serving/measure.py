@@ -12,17 +12,15 @@ from paceline.config.files import read_json
 from paceline.generate.engine import Engine
 from paceline.machine.discovery import this_machine
 from paceline.observe.run import write_atomic
-from paceline.plan.serving.measured import MeasuredHost, MeasuredServing
-
-_PRECISION = {"float32": "fp32", "bfloat16": "bf16"}
+from paceline.plan.serving.measured import MeasuredHost, MeasuredServing, form_of
 
 
 def setup_of(engine: Engine, meter: PassMeter, start_s: float, source: str) -> MeasuredServing:
     """What is measured, without times."""
-    dtype = str(next(engine.decoder.parameters()).dtype).removeprefix("torch.")
+    dtype = str(next(engine.decoder.parameters()).dtype)
     return MeasuredServing(
         model=engine.decoder.model,
-        precision=_PRECISION.get(dtype, dtype),
+        form=form_of(dtype, engine.weight_form),
         device=this_machine().device.name,
         source=source,
         block_size=engine.serving.block_size,

@@ -12,7 +12,7 @@ from paceline.config.hardware import Cluster
 from paceline.config.job import JobSpec
 from paceline.config.model import Model
 from paceline.plan.answer.options import clusters_of
-from paceline.plan.serving.measured import SERVING_FILE, MeasuredServing, read_measured
+from paceline.plan.serving.measured import MeasuredServing, read_all_measured
 from paceline.plan.serving.options import api_price_of, range_of, rate_of
 from paceline.plan.serving.search import Asked, find_fleets
 from paceline.plan.serving.show import show, to_json
@@ -55,8 +55,7 @@ def plan_serve_command(
     """
     asked = _asked(job, options)
     api = None if options.api_price is None else api_price_of(options.api_price)
-    file = None if folder is None else folder / SERVING_FILE
-    measured = read_measured(file) if file is not None and file.exists() else None
+    measured = [] if folder is None else read_all_measured(folder)
     clusters = _clusters(job, options, machine, measured)
     if len(clusters) > 1 and any(one.prices.usd_per_device_hour is None for one in clusters):
         raise InputError(
@@ -64,14 +63,14 @@ def plan_serve_command(
         )
     if api is not None and clusters[0].prices.usd_per_device_hour is None:
         raise InputError("--api-price is compared with a rent: give --price, USD per device-hour.")
-    if measured is not None and measured.model != asked.model:
+    if any(one.model != asked.model for one in measured):
         raise InputError(
-            f"{file} was measured of another network: measure anew with `paceline bench serve`."
+            f"{folder} was measured with another network: measure anew with `paceline bench serve`."
         )
     with Console(stderr=True).status("searching fleets"):
         found = find_fleets(asked, clusters, measured, api)
     console = Console(highlight=False)
-    show(found, asked, measured, console, num)
+    show(found, asked, console, num)
     if as_json:
         print(json.dumps(to_json(found, asked)))
     if not found.fleets:
@@ -106,20 +105,20 @@ def _clusters(
     job: JobSpec,
     options: ServeOptions,
     machine: Callable[[], Cluster],
-    measured: MeasuredServing | None,
+    measured: Sequence[MeasuredServing],
 ) -> list[Cluster]:
     """Those that are named; or this machine, where the network was measured on it."""
-    if not options.clusters and measured is None and job.cluster.device == "auto":
+    if not options.clusters and not measured and job.cluster.device == "auto":
         raise InputError(
             "How fast this machine serves the network is not known: measure it with `paceline "
             "bench serve runs/my` and plan runs/my, or name a --cluster, such as 8xH100-SXM."
         )
-    if options.clusters or measured is None:
+    if options.clusters or not measured:
         return clusters_of(job, options.clusters, options.prices, machine)
     here = machine()
-    if here.device.name != measured.device:
+    if here.device.name not in (devices := {one.device for one in measured}):
         raise InputError(
-            f"The network was measured on {measured.device}, and this machine has "
+            f"The network was measured on {' and '.join(sorted(devices))}, and this machine has "
             f"{here.device.name}: measure anew with `paceline bench serve`, or name a --cluster."
         )
     # CPU ranks share one machine, and so an engine has it as a whole.

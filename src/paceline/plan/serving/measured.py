@@ -28,8 +28,8 @@ from paceline.plan.serving.simulate import MOST_BLOCKS, Limits
 Seconds = Annotated[tuple[Annotated[float, Field(gt=0, le=1e6)], ...], Field(strict=False)]
 Array = npt.NDArray[np.float64]
 _NUM_ROUNDS = 5
-SERVING_FILE = "serving.json"
-"""Beside the weights."""
+_FOLDER = "serving"
+_PRECISION = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 class MeasuredPass(FrozenConfig):
@@ -66,7 +66,8 @@ class MeasuredServing(FrozenConfig):
     """One network on one machine."""
 
     model: Model
-    precision: str
+    form: str
+    """Of the weights, see `form_of`."""
     device: str
     """Its name, as a Cluster has it."""
     source: str
@@ -149,18 +150,45 @@ class MeasuredServing(FrozenConfig):
         return host_s, text_s
 
 
+def form_of(dtype: str, weights: str) -> str:
+    """What a network's weights are served as: "fp32", "bf16-int8".
+
+    Args:
+        dtype: of torch, by its name.
+        weights: as serve.weights says, "auto" decided.
+    """
+    name = dtype.removeprefix("torch.")
+    precision = _PRECISION.get(name, name)
+    return precision if weights == "as_trained" else f"{precision}-{weights}"
+
+
+def measured_file(folder: Path, form: str) -> Path:
+    """Where passes of a form of a folder's weights are kept."""
+    return folder / _FOLDER / f"{form}.json"
+
+
+def read_all_measured(folder: Path) -> list[MeasuredServing]:
+    """What was measured of a folder's weights, of each form.
+
+    Raises:
+        InputError: as `read_measured`.
+    """
+    return [read_measured(file) for file in sorted((folder / _FOLDER).glob("*.json"))]
+
+
 def read_measured(file: Path) -> MeasuredServing:
     """What `paceline bench serve` wrote.
 
     Raises:
         InputError: there is no such file, or it is damaged or not complete.
     """
-    cure = f"measure anew with `paceline bench serve {file.parent}`"
+    folder = file.parent.parent
+    cure = f"remove it and measure anew with `paceline bench serve {folder}`"
     found = read_json(file, TypeAdapter(MeasuredServing), cure)
     if not found.is_whole:
         raise InputError(
             f"{file} is not complete ({found.num_rounds} of {_NUM_ROUNDS} rounds): "
-            f"go on with `paceline bench serve {file.parent}`."
+            f"go on with `paceline bench serve {folder}`."
         )
     return found
 

@@ -29,6 +29,7 @@ from paceline.render.figures import plural
 
 _MAX_SEQUENCES, _MAX_TOKENS = (16, 64, 256), (512, 2048)
 _BLOCK_SIZE = 32
+_BY_CURVES = "by the device's curves; our engine was not measured on it"
 _HOUR_S = 3600.0
 _HALVINGS = 6
 
@@ -64,14 +65,17 @@ class EnginePlan:
 
     cluster: Cluster
     tp: int
-    precision: str
+    form: str
+    """Of the weights: "bf16", "fp32-int8"."""
     limits: Limits
     costs: StepCosts
+    source: str
+    """Of the costs."""
 
     @property
     def device(self) -> str:
-        """With how many share the network, and the precision."""
-        return f"{self.cluster.device.name}, tp {self.tp}, {self.precision}"
+        """With how many share the network, and the form of its weights."""
+        return f"{self.cluster.device.name}, tp {self.tp}, {self.form}"
 
     @property
     def batch(self) -> str:
@@ -136,7 +140,7 @@ class Lost:
     """Engines that are not the answer, for the same reason."""
 
     device: str
-    """With how many share the network, and the precision."""
+    """With how many share the network, and the form of its weights."""
     why: str
     batches: tuple[str, ...] = ()
     """Texts at a time and tokens of a pass; none: whatever they are."""
@@ -167,14 +171,15 @@ class ServingAnswer:
 def find_fleets(
     asked: Asked,
     clusters: Sequence[Cluster],
-    measured: MeasuredServing | None,
+    measured: Sequence[MeasuredServing] = (),
     api: ApiPrice | None = None,
 ) -> ServingAnswer:
     """Look for the cheapest fleet.
 
     Args:
         clusters: to choose from; how many devices there are bounds the replicas.
-        measured: of this network; it counts for clusters of the device that it was measured on.
+        measured: of this network, in several forms; they count for clusters of the device that
+            they were measured on.
         api: what somebody else asks.
 
     Raises:
@@ -200,10 +205,10 @@ def find_fleets(
 
 
 def _engines(
-    asked: Asked, cluster: Cluster, measured: MeasuredServing | None
+    asked: Asked, cluster: Cluster, measured: Sequence[MeasuredServing]
 ) -> Iterator[EnginePlan | Lost]:
-    if measured is not None and measured.device == cluster.device.name:
-        yield from _measured_engines(cluster, measured)
+    if here := [one for one in measured if one.device == cluster.device.name]:
+        yield from (engine for one in here for engine in _measured_engines(cluster, one))
         return
     device = cluster.device
     for precision in (name for name in ("fp32", "bf16") if name in device.precisions):
@@ -218,7 +223,7 @@ def _engines(
                         yield Lost(f"{device.name}, tp {tp}, {precision}", str(error))
                         break
                     limits = Limits(blocks, _BLOCK_SIZE, max_tokens, max_sequences)
-                    yield EnginePlan(cluster, tp, precision, limits, costs)
+                    yield EnginePlan(cluster, tp, precision, limits, costs, _BY_CURVES)
 
 
 def _measured_engines(cluster: Cluster, measured: MeasuredServing) -> Iterator[EnginePlan]:
@@ -228,7 +233,8 @@ def _measured_engines(cluster: Cluster, measured: MeasuredServing) -> Iterator[E
     ):
         for max_tokens in sorted({*(n for n in (64, 256) if n < had.max_tokens), had.max_tokens}):
             limits = Limits(had.num_blocks, had.block_size, max_tokens, max_sequences)
-            yield EnginePlan(cluster, 1, measured.precision, limits, costs)
+            source = f"measured: {measured.source}"
+            yield EnginePlan(cluster, 1, measured.form, limits, costs, source)
 
 
 def _least_replicas(asked: Asked, engine: EnginePlan) -> int:

@@ -7,7 +7,6 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from paceline.plan.serving.load import KINDS
-from paceline.plan.serving.measured import MeasuredServing
 from paceline.plan.serving.search import Asked, Fleet, Rent, ServingAnswer
 from paceline.render.figures import amount_text, milliseconds, share_text
 from paceline.render.table import Pairs, Table, heading
@@ -20,18 +19,15 @@ _NOT_KNOWN = "?"
 def show(
     found: ServingAnswer,
     asked: Asked,
-    measured: MeasuredServing | None,
     console: Console,
     num: int,
 ) -> None:
     """Print the answer with the `num` cheapest fleets."""
-    for part in _parts(found, asked, measured, num):
+    for part in _parts(found, asked, num):
         console.print(part)
 
 
-def _parts(
-    found: ServingAnswer, asked: Asked, measured: MeasuredServing | None, num: int
-) -> Iterator[RenderableType]:
+def _parts(found: ServingAnswer, asked: Asked, num: int) -> Iterator[RenderableType]:
     yield Text(
         f"{asked.rate:g} requests/s of {_range(asked.num_in)} tokens in and "
         f"{_range(asked.num_out)} out; {asked.slo}; {asked.num_requests} requests simulated",
@@ -44,7 +40,7 @@ def _parts(
             f"{best.replicas} x {best.engine.device}: {limits.max_sequences} texts at a time, "
             f"passes of {limits.max_tokens} tokens"
         )
-        yield Pairs(_about(best, measured))
+        yield Pairs(_about(best))
         yield heading("fleets that keep to it, the cheapest first")
         yield _fleets(found.fleets[:num])
     if found.rent is not None:
@@ -58,7 +54,7 @@ def _parts(
         yield Table(("", "texts/pass", ""), rows[:_MOST_LOST], words=(0, 1, 2), note=note)
 
 
-def _about(best: Fleet, measured: MeasuredServing | None) -> list[tuple[str, str]]:
+def _about(best: Fleet) -> list[tuple[str, str]]:
     ran = best.simulated
     rows = [
         (
@@ -85,14 +81,8 @@ def _about(best: Fleet, measured: MeasuredServing | None) -> list[tuple[str, str
         ("busy", f"{share_text(ran.busy)} of the time; {share_text(_prefill(best))} for prompts"),
         ("blocks", f"{ran.most_blocks:,} of {limits.num_blocks:,} in use at most"),
         ("preemptions", f"{ran.num_preemptions:,}"),
-        ("times are", _source(best, measured)),
+        ("times are", best.engine.source),
     ]
-
-
-def _source(best: Fleet, measured: MeasuredServing | None) -> str:
-    if measured is not None and measured.device == best.engine.cluster.device.name:
-        return f"measured: {measured.source}"
-    return "by the device's curves; our engine was not measured on it"
 
 
 def _fleets(fleets: Sequence[Fleet]) -> Table:
@@ -104,7 +94,7 @@ def _fleets(fleets: Sequence[Fleet]) -> Table:
             (
                 engine.cluster.device.name,
                 f"{fleet.replicas} x {engine.tp}",
-                engine.precision,
+                engine.form,
                 f"{engine.limits.max_sequences}",
                 f"{engine.limits.max_tokens}",
                 milliseconds(served.percentile("ttft", 0.95)),
@@ -156,7 +146,7 @@ def _fleet_json(fleet: Fleet) -> dict[str, Any]:
         "device": fleet.engine.cluster.device.name,
         "replicas": fleet.replicas,
         "tp": fleet.engine.tp,
-        "precision": fleet.engine.precision,
+        "form": fleet.engine.form,
         "max_sequences": limits.max_sequences,
         "max_tokens": limits.max_tokens,
         "num_blocks": limits.num_blocks,

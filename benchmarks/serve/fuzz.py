@@ -33,7 +33,7 @@ def main() -> None:
     counts: Counter[str] = Counter()
     begun_s, number, told_s = time.perf_counter(), options.first, 0.0
     with tempfile.TemporaryDirectory() as folder:
-        while counts["requests"] < options.requests:
+        while counts["requests, all"] < options.requests:
             try:
                 counts += run_round(f"{options.seed}/{number}", _OF_ROUND, Path(folder))
             except ViolationError as violation:
@@ -42,7 +42,7 @@ def main() -> None:
             number += 1
             if (now_s := time.perf_counter() - begun_s) > told_s + 10:
                 told_s = now_s
-                console.print(f"{counts['requests']} requests in {now_s:.0f} s")
+                console.print(f"{counts['requests, all']} requests in {now_s:.0f} s")
         if left := [each.name for each in Path(folder).iterdir()]:
             console.print(f"left on disk: {left}")
             sys.exit(1)

@@ -55,6 +55,7 @@ class Pair:
     blocks: int | None
     """On the device, at scale 1; None: as many as are needed."""
     first: dict[str, Any]
+    """Settings of an engine; host_blocks is host_gb as blocks."""
     second: dict[str, Any]
     num_tokens: int = 8
     """Of each text."""
@@ -91,18 +92,19 @@ PAIRS = {
     ),
     "offload": Pair(
         "8 chats of 560 tokens and more, by turns; memory for 2", NETWORK, _chats, 44,
-        {"host_gb": "auto"}, {"host_gb": 0.0},
+        {"host_blocks": 220}, {"host_blocks": 0},
     ),
     "offload_to_disk": Pair(
         "the same; host memory for 2 more, the others in files", NETWORK, _chats, 44,
-        {"host_gb": 44, "disk_gb": 10.0}, {"host_gb": 0.0},
+        {"host_blocks": 44, "disk_gb": 10.0}, {"host_blocks": 0},
     ),
     "offload_wide_keys": Pair(
         "the same of a small network with wide keys", _WIDE_KEYS, _chats, 44,
-        {"host_gb": "auto"}, {"host_gb": 0.0},
+        {"host_blocks": 220}, {"host_blocks": 0},
     ),
     "offload_idle": Pair(
-        "the same; memory for all", NETWORK, _chats, None, {"host_gb": "auto"}, {"host_gb": 0.0},
+        "the same of the first network; memory for all", NETWORK, _chats, None,
+        {"host_gb": "auto"}, {"host_gb": 0.0},
     ),
     "weights": Pair(
         "16 prompts of 320 tokens; half of the weights in files", NETWORK, _no_beginning, None,
@@ -155,10 +157,11 @@ def _engine(pair: Pair, settings: dict[str, Any], scale: float) -> Iterator[Engi
     decoder = Decoder(Model.parse(pair.network))
     decoder.init_weights(torch.Generator().manual_seed(0))
     block_gb = KeyShape.of(decoder).block_bytes(32, torch.float32) / 1e9
-    if isinstance(settings.get("host_gb"), int):
-        settings = {**settings, "host_gb": settings["host_gb"] * scale * block_gb}
+    settings = {**settings}
+    if "host_blocks" in settings:
+        settings["host_gb"] = settings.pop("host_blocks") * scale * block_gb
     if pair.blocks is not None:
-        settings = {**settings, "kv_gb": (int(pair.blocks * scale) + 0.5) * block_gb}
+        settings["kv_gb"] = (int(pair.blocks * scale) + 0.5) * block_gb
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(decoder, Serving(disk_folder=folder, **settings))
         yield engine

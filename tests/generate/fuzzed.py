@@ -13,6 +13,7 @@ A round is a function of its seed. What threads do when, and so what is fetched,
 
 import random
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -24,11 +25,14 @@ from paceline.config.serving import Serving
 from paceline.generate.choice import Place, choose
 from paceline.generate.engine import Engine
 from paceline.generate.paged import KeyShape
+from paceline.generate.quantised import QuantisedWeights, quantised_matrices
 from paceline.generate.sequence import Sequence
 from tests.generate.networks import MODELS, built, prompt
 
 _CLOSE = {torch.float64: 1e-6, torch.float32: 2e-3}
 """How far the plain network's logits may be from those of passes with other tokens."""
+_CLOSE_IN_FEW_BITS = 0.5
+"""The same, where a rounding can make an input another whole number."""
 _MOST_WAITS = 2000
 
 
@@ -101,9 +105,19 @@ def network(name, dtype):
 
 
 @lru_cache(8)
-def engine_alone(name, dtype, block_size, max_tokens):
-    exact = Serving(exact=True, block_size=block_size, max_tokens=max_tokens, share_prefixes=False)
+def engine_alone(name, dtype, weights, block_size, max_tokens):
+    sizes = {"block_size": block_size, "max_tokens": max_tokens}
+    exact = Serving(exact=True, weights=weights, share_prefixes=False, **sizes)
     return Engine(network(name, dtype), exact, end_tokens=[1])
+
+
+@lru_cache(4)
+def matrices_in(name, dtype, weights):
+    """What puts a network's matrices into a form, while the plain network computes."""
+    if weights == "as_trained":
+        return nullcontext
+    decoder = network(name, dtype)
+    return QuantisedWeights(decoder, quantised_matrices(decoder, weights, 64)).put_in
 
 
 def run_round(seed, num_requests, folder: Path) -> Counter:
@@ -126,16 +140,20 @@ def run_round(seed, num_requests, folder: Path) -> Counter:
         requests = _serve(draw, engine, num_requests, counts)
         for sequence, request in requests.items():
             counts[f"ended by {sequence.end}"] += 1
-            _check_text(decoder, request, sequence, counts)
+            close = _CLOSE[dtype] if serving.weights == "as_trained" else _CLOSE_IN_FEW_BITS
+            with matrices_in(name, dtype, serving.weights)():
+                _check_text(decoder, request, sequence, counts, close)
             if serving.exact:
-                alone = engine_alone(name, dtype, serving.block_size, serving.max_tokens)
+                sizes = serving.block_size, serving.max_tokens
+                alone = engine_alone(name, dtype, serving.weights, *sizes)
                 _check_bits(alone, request, sequence, counts)
         _check_nothing_is_left(engine, folder)
     except ViolationError as violation:
         raise ViolationError(f"round {seed}, {name} in {dtype}, {serving!r}: {violation}") from None
     for key in ("preemptions", "blocks_fetched", "blocks_recomputed", "blocks_damaged"):
         counts[key] = engine.numbers()[key]
-    counts[f"{name} requests"] = counts["requests"] = len(requests)
+    for kind in ("all", name, f"{serving.weights} weights", f"exact: {serving.exact}"):
+        counts[f"requests, {kind}"] = len(requests)
     return counts
 
 
@@ -156,6 +174,9 @@ def _serving(draw, decoder, folder) -> Serving:
         max_sequences=draw.choice([1, 3, 6, 30]),
         share_prefixes=shares,
         exact=exact,
+        weights=draw.choice(["as_trained", "as_trained", "int8", "int4"])
+        if dtype == torch.float32
+        else "as_trained",
         speculate=draw.choice(["off", "ngram"]),
     )
 
@@ -250,9 +271,9 @@ def _damage(draw, engine) -> None:
                 kept.data[draw.randrange(kept.num_bytes)] ^= 64
 
 
-def _check_text(decoder, request, sequence, counts) -> None:
+def _check_text(decoder, request, sequence, counts, close) -> None:
     """Each token is the one that is chosen from the plain network's logits."""
-    made, close = sequence.made, _CLOSE[next(decoder.parameters()).dtype]
+    made = sequence.made
     if not made:
         if sequence.end != "cancelled":
             raise ViolationError(f"{request} made nothing")

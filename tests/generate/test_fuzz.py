@@ -10,8 +10,8 @@ from tests.generate.fuzzed import run_round
 @pytest.mark.parametrize("part", range(3))
 def test_drawn_requests_get_what_each_alone_gets(part, tmp_path):
     counts = Counter()
-    for number in range(5):
+    for number in range(4):
         counts += run_round(f"suite/{part}/{number}", 20, tmp_path)
-    assert counts["requests"] == 100
-    assert counts["tokens"] > 300
+    assert counts["requests, all"] == 80
+    assert counts["tokens"] > 200
     assert not list(tmp_path.iterdir())

@@ -15,6 +15,9 @@ from paceline.generate.ranks import Others, follow, part_of
 from tests.generate.networks import MODELS, built
 from tests.ranks import run_ranks
 
+PATIENCE_S = 240.0
+"""Four ranks on two cores that others use as well."""
+
 
 def on_ranks(
     do: Callable[..., Any],
@@ -32,7 +35,9 @@ def on_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         place = str(Path(folder) / "socket")
-        return run_ranks(_rank, tp * ep, place, do, name, tp, ep, dtype, args)[0]
+        return run_ranks(
+            _rank, tp * ep, place, do, name, tp, ep, dtype, args, timeout_s=PATIENCE_S
+        )[0]
 
 
 def _rank(

@@ -7,7 +7,6 @@ prints its traceback and ends; the first then sees it in the pass that is under 
 thread that watches the processes. All end with the first.
 """
 
-import atexit
 import os
 import tempfile
 import threading
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 
 import torch
 
@@ -64,7 +64,8 @@ class Processes(Others):
             started = [_start(place, *what) for place in places[1:]]
             self._processes = [process for process, _ in started]
             super().__init__([end for _, end in started], self._lost)
-            atexit.register(self.close)
+            # Before multiprocessing waits for them; a process of its own runs no atexit.
+            Finalize(None, self.close, exitpriority=100)
             with self.together():
                 for _, end in started:
                     end.recv_bytes()  # it has imported what it needs
@@ -91,7 +92,6 @@ class Processes(Others):
             process.join(_PATIENCE_S)
             process.kill()
         disconnect()
-        atexit.unregister(self.close)
 
     def _lost(self) -> RunError | None:
         """Which one has gone, or goes just now."""

@@ -147,6 +147,10 @@ def test_toml_is_read(page, at, block, tmp_path):
     if "[comm.embeddings]" in block:
         others = re.sub(r"\[comm.embeddings\]\n(?:.+\n)*", "", recipe.read_text())
         (tmp_path / "job.toml").write_text(others + block)
+    elif 'family = "heads"' in block:
+        (tmp_path / "runs" / "demo").mkdir(parents=True)
+        write_small_job(tmp_path).rename(tmp_path / "runs" / "demo" / "job.toml")
+        (tmp_path / "job.toml").write_text(block)
     else:
         write_small_job(tmp_path, more=block).rename(tmp_path / "job.toml")
     read_job(tmp_path / "job.toml")

@@ -84,6 +84,13 @@ def disagreement(job: Sections) -> str | None:
             f"observe.profile_steps = {observe.profile_steps} has no effect with "
             "observe.profile_every = 0: set that or leave it out."
         )
+    if observe.samples and not model.knows_layers:
+        return (
+            f'observe.samples are texts of a decoder, and model.family = "{model.family}" is none: '
+            "leave them out."
+        )
+    if "" in observe.samples:
+        return "observe.samples has an empty prompt: give each at least a character."
     if optim.schedule == "constant" and optim.final_lr_ratio != Optim().final_lr_ratio:
         return (
             f"optim.final_lr_ratio = {optim.final_lr_ratio} has no effect with "

@@ -151,6 +151,11 @@ class Observe(FrozenConfig):
     """Steps between profiled windows; 0: none."""
     profile_steps: int = Field(2, gt=0, le=1000)
     """Steps of one window."""
+    samples: Annotated[tuple[str, ...], Field(strict=False, max_length=64)] = ()
+    """Prompts: after each evaluation of a decoder, how it goes on from them (greedy), for the
+    report. The ranks wait for it, and hold the whole network."""
+    sample_tokens: Count = 48
+    """Tokens of a sample."""
     tensorboard: bool = True
     trackers: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ()
     """Also told each step's numbers: "mlflow", "wandb", "trackio", "opentelemetry". Where they

@@ -96,6 +96,17 @@ class ExportRecord(TypedDict, total=False):
 
 
 @with_config(_CONFIG)
+class SampleRecord(TypedDict, total=False):
+    """What a network made of prompts after a step, of samples.jsonl."""
+
+    step: Required[Count]
+    prompts: Required[list[str]]
+    texts: Required[list[str]]
+    """That follow them."""
+    seconds: Number
+
+
+@with_config(_CONFIG)
 class FactsFile(TypedDict, total=False):
     """facts.json."""
 
@@ -330,6 +341,7 @@ EVENT: TypeAdapter[Any] = TypeAdapter(Event)
 FACTS = TypeAdapter(FactsFile)
 ORIGIN = TypeAdapter(OriginRecord)
 EXPORT = TypeAdapter(ExportRecord)
+SAMPLE = TypeAdapter(SampleRecord)
 PLAN = TypeAdapter(PlanFile)
 DOCTOR = TypeAdapter(DoctorFile)
 OWNERS = TypeAdapter(OwnersFile)

@@ -33,6 +33,8 @@ from paceline.render.page import Card, Page
 from paceline.render.parts import Code, Details, Legend, Pair, Part, Section, Swatch, Whole
 from paceline.render.table import Pairs, Table
 
+_MOST_SAMPLES = 40
+
 
 def render(
     run: Run, explanation: Sequence[Part] = (), *, verdict: str = "", next_: str | None = None
@@ -66,6 +68,7 @@ def render(
         parts=(
             Section("Loss", Chart("loss", drawn["loss"], "tall")),
             _step_time(times, Chart("terms", drawn["terms"]), run, bool(explanation)),
+            _samples(run),
             interruptions.section(found),
             *explanation,
             Section(
@@ -94,6 +97,19 @@ def render(
         at=run.path / "report.html",
     )
     return page.html()
+
+
+def _samples(run: Run) -> Section:
+    """What the network made of prompts, the newest first."""
+    rows = [
+        (str(line["step"]), prompt, text)
+        for line in reversed(run.samples())
+        for prompt, text in zip(line["prompts"], line["texts"], strict=False)
+    ]
+    if not rows:
+        return Section("")
+    table = Table(("step", "prompt", "goes on"), rows[:_MOST_SAMPLES], words=(1, 2), codes=(1, 2))
+    return Section("Samples", table, note="The likeliest tokens, by the weights of the step.")
 
 
 def _step_time(times: StepTime, chart: Chart, run: Run, is_explained: bool) -> Section:

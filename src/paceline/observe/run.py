@@ -34,7 +34,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from paceline.config import files
 from paceline.config.job import Job, decided, read_job
-from paceline.observe.records import DOCTOR, EVENT, EXPORT, FACTS, LINE, PLAN
+from paceline.observe.records import DOCTOR, EVENT, EXPORT, FACTS, LINE, PLAN, SAMPLE
 
 # A line with the figures of 64 ranks takes three thousand bytes.
 _MOST_LINE_BYTES = 1 << 20
@@ -76,6 +76,11 @@ class Run:
     def events_file(self) -> Path:
         """One JSON object per event: losses, stops, spikes, audits (`observe.events`)."""
         return self.path / "events.jsonl"
+
+    @property
+    def samples_file(self) -> Path:
+        """One JSON object per evaluation: how the network went on from prompts."""
+        return self.path / "samples.jsonl"
 
     @property
     def exports_file(self) -> Path:
@@ -185,6 +190,10 @@ class Run:
     def exports(self) -> list[dict[str, Any]]:
         """Exports of its weights so far, see `records.ExportRecord`; damaged lines are left out."""
         return _records(self.exports_file, EXPORT, "export").lines
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Texts so far, see `records.SampleRecord`; damaged lines are left out."""
+        return _records(self.samples_file, SAMPLE, "sample").lines
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `steps` alone."""

@@ -9,6 +9,7 @@ from paceline.train.metrics_buffer import Line, perplexity
 from paceline.train.results import StepResult
 from paceline.train.run_checkpoints import RunCheckpoints
 from paceline.train.run_context import RunContext
+from paceline.train.samples import Samples
 from paceline.train.task import Step
 from paceline.train.trainer import Trainer
 
@@ -22,6 +23,7 @@ class Evaluations:
 
     def __init__(self, trainer: Trainer, context: RunContext, checkpoints: RunCheckpoints) -> None:
         self._trainer, self._context, self._checkpoints = trainer, context, checkpoints
+        self._samples = Samples(trainer.job, context.run, context.say)
         best = trainer.job.checkpoint.best
         if best is not None and trainer.task.eval_steps is None:
             raise InputError(
@@ -70,7 +72,7 @@ class Evaluations:
     def _see(self, line: Line, eval_steps: Callable[[], Iterable[Step]], done: int) -> None:
         """Add the figures to a line and judge them, or note that a stop was wanted before."""
         self._context.best.is_due = True
-        figures = self._figures(eval_steps)
+        figures = self._figures(eval_steps, done)
         self._context.best.is_due = figures is None
         if figures is None:
             self._context.metrics_buffer.stop_wanted = True
@@ -78,11 +80,13 @@ class Evaluations:
         line |= figures
         self._context.best.see(figures, done)
 
-    def _figures(self, eval_steps: Callable[[], Iterable[Step]]) -> Line | None:
+    def _figures(self, eval_steps: Callable[[], Iterable[Step]], done: int) -> Line | None:
         """Training goes on with random numbers as if there had been no evaluation."""
         task, began, generators = self._trainer.task, time.perf_counter(), rng_state()
         self._trainer.stats.watch.enter("evaluation")
         found = self._trainer.evaluate(list(eval_steps()), self._context.stop.__bool__)
+        if found is not None and self._trainer.ranks.is_first:
+            self._samples.make(self._trainer.module, self._trainer.update.ema, done)
         restore_rng_state(generators)
         if found is None:
             return None

@@ -44,6 +44,7 @@ from paceline.train.data.build import Progress
 from paceline.train.exact_eval import ExactLoss, check_exact_eval
 from paceline.train.family import Trained, TrainFamily
 from paceline.train.kept_tokenizer import GENERATION, about_tokens, keep_tokenizer
+from paceline.train.samples import check_samples
 from paceline.train.starting_weights import check_network, check_tokens
 from paceline.train.task import Loss, StagedLoss, Step, Task
 
@@ -58,6 +59,8 @@ class LanguageModels(TrainFamily[Model]):
         weights = job.train.weights
         if job.train.exact_eval:
             check_exact_eval(job.layout)
+        if job.observe.samples:
+            check_samples(job.layout)
         if weights is not None:
             check_network(model, weights)
         data = prepare(job.data, progress)

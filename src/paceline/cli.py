@@ -366,6 +366,17 @@ def export(
             "decoder's weights in DCP by their names.",
         ),
     ] = "safetensors",
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="Matrices of a decoder in fewer bits, by compressed-tensors, which vLLM and "
+            "transformers read: int8, or int4 with a scale for each --group of weights.",
+            show_default=False,
+        ),
+    ] = None,
+    group: Annotated[
+        int, typer.Option(help="Neighbouring weights that share a scale in int4.", min=8)
+    ] = 64,
 ) -> None:
     """Write a run's weights as a folder that others open.
 
@@ -388,11 +399,20 @@ def export(
         raise InputError(
             f"--format dcp keeps the run's types, and --dtype {dtype} was given: leave one out."
         )
+    if weights not in (None, "int8", "int4"):
+        raise InputError(f"--weights {weights} is not one of int8, int4.")
+    if weights is not None and form != "safetensors":
+        raise InputError(f"--weights {weights} is of --format safetensors: leave {form} out.")
+    if group % 8:
+        raise InputError(f"--group {group} is no multiple of 8, as eight weights are one number.")
+    narrow: tuple[Literal[8, 4], int] | None = None
+    if weights is not None:
+        narrow = (8 if weights == "int8" else 4, group)
     kept: Literal["bf16", "fp32"] = "bf16" if dtype == "bf16" else "fp32"
     if form == "dcp":
         of_step = export_dcp(Run(run), folder, step)
     elif form == "safetensors":
-        of_step = export(Run(run), folder, kept, step)
+        of_step = export(Run(run), folder, kept, step, narrow)
     else:
         of_step = export_as(FORMS[form], Run(run), folder, kept, step)
     print(f"{folder}: the weights after step {of_step}")

@@ -11,11 +11,10 @@ from paceline.generate.prices import WeightPrice, chosen_form, is_quicker, weigh
 from paceline.generate.quantised import (
     QuantisedWeights,
     has_int8_products,
-    matrices_of,
     product_of,
     quantised_matrices,
 )
-from paceline.models.quantised import quantised
+from paceline.models.quantised import matrices_of, quantised
 from tests.generate.networks import MODELS, built, prompt
 from tests.generate.test_engine import SMALL, assert_nothing_is_left, made
 

@@ -1,12 +1,10 @@
 """Weights in fewer bits, by the commands."""
 
 import json
-import re
 
 import pytest
 
 from tests.command_line import paceline, write_tiny_job
-from tests.test_names import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -17,18 +15,6 @@ def trained(tmp_path_factory):
     done = paceline("train", "job.toml", folder=folder)
     assert done.returncode == 0, done.stderr
     return folder
-
-
-def test_the_pages_commands_run(trained):
-    page = (ROOT / "docs" / "serving.md").read_text()
-    (section,) = re.findall(r"\n## Matrices in fewer bits\n(.*?)\n## ", page, flags=re.S)
-    commands = re.findall(r"^paceline ([^#\n]*)", section, flags=re.M)
-    assert len(commands) == 2
-    for command in commands:
-        words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', command)]
-        words = [{"runs/demo": "runs/tiny"}.get(word, word) for word in words]
-        done = paceline(*words, folder=trained)
-        assert done.returncode == 0, done.stderr
 
 
 def test_the_loss_says_what_a_form_costs(trained):

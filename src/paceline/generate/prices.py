@@ -26,6 +26,7 @@ from paceline.generate.paged import KeyShape, Memory
 from paceline.generate.quantised import has_int8_products
 from paceline.generate.runner import Runner
 from paceline.models.decoder import Decoder
+from paceline.models.quantised import matrices_of
 from paceline.observe.run import cache_home, write_atomic
 
 _TURNS = 5
@@ -98,9 +99,17 @@ def chosen_form(decoder: Decoder, serving: Serving, most_tokens: int) -> WeightF
         most_tokens: of a pass.
 
     Raises:
-        InputError: fewer bits, and layers that are not all in memory.
+        InputError: fewer bits, and layers that are not all in memory, or weights that were read in
+            fewer bits.
     """
     is_streamed = serving.weights_gb != "auto"
+    if any(weight.is_meta for _, weight in matrices_of(decoder)):
+        if is_streamed or serving.weights in ("int8", "int4"):
+            raise InputError(
+                "These weights are stored in fewer bits already, and are served as they are: leave "
+                "serve.weights and serve.weights_gb out."
+            )
+        return "as_trained"
     if serving.weights != "auto":
         if is_streamed and serving.weights != "as_trained":
             raise InputError(

@@ -25,10 +25,8 @@ from torch import Tensor, nn
 
 from paceline.config.serving import WeightForm
 from paceline.models.decoder import Decoder
-from paceline.models.quantised import QuantisedMatrix, quantised
+from paceline.models.quantised import HEAD, QuantisedMatrix, matrices_of, quantised
 
-_HEAD = "head"
-_WRITTEN_OUT_ELSEWHERE = "kv_b_proj"
 _INT4_GROUPS = (32, 64, 128, 256)
 _LEAST = torch.finfo(torch.float32).tiny
 Product = Callable[[Tensor], Tensor]
@@ -43,17 +41,8 @@ def quantised_matrices(
         group_size: weights that share a scale in 4 bits.
     """
     for name, weight in matrices_of(decoder):
-        is_narrow = form == "int4" and name != _HEAD
+        is_narrow = form == "int4" and name != HEAD
         yield name, quantised(weight, 4, group_size) if is_narrow else quantised(weight, 8)
-
-
-def matrices_of(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The matrices that can be quantised; a tied head's is that of the embedding."""
-    for name, module in decoder.named_modules():
-        if type(module) is nn.Linear and not name.endswith(_WRITTEN_OUT_ELSEWHERE):
-            yield name, module.weight.detach()
-    if decoder.head is None and decoder.embed is not None:
-        yield _HEAD, decoder.embed.weight.detach()
 
 
 class QuantisedWeights:
@@ -76,6 +65,11 @@ class QuantisedWeights:
                 self._project = _projection(product_of(matrix, None, self._inputs))
             else:
                 self._linear[module] = product_of(matrix, module.bias, self._inputs)
+
+    def install(self) -> None:
+        """Leave them in the network, whose own matrices may have no memory."""
+        for module, product in self._linear.items():
+            module.__dict__["forward"] = product
 
     @contextmanager
     def put_in(self) -> Iterator[None]:

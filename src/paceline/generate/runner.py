@@ -12,9 +12,10 @@ from paceline.generate.exact import check_places, tiled_experts
 from paceline.generate.layers import StreamedLayers
 from paceline.generate.packed import PackedWeights, can_pack
 from paceline.generate.paged import Memory, Packed, PagedAttend, Part
-from paceline.generate.quantised import QuantisedWeights, matrices_of, quantised_matrices
+from paceline.generate.quantised import QuantisedWeights, quantised_matrices
 from paceline.generate.scheduler import Chunk
 from paceline.models.decoder import Decoder
+from paceline.models.quantised import matrices_of
 
 
 class Runner:

@@ -7,15 +7,30 @@ Products are elsewhere (`paceline.generate.quantised`).
 Papers: rows https://arxiv.org/abs/2208.07339 (LLM.int8), groups https://arxiv.org/abs/2210.17323.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from paceline.models.decoder import Decoder
 
 Bits = Literal[8, 4]
 LARGEST = {8: 127, 4: 7}
 """The largest whole number."""
+HEAD = "head"
+_WRITTEN_OUT_ELSEWHERE = "kv_b_proj"
+
+
+def matrices_of(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The matrices that can be quantised, with their modules' names; a tied head's is that of the
+    embedding. `kv_b_proj` of latent attention is multiplied in parts."""
+    for name, module in decoder.named_modules():
+        if type(module) is nn.Linear and not name.endswith(_WRITTEN_OUT_ELSEWHERE):
+            yield name, module.weight.detach()
+    if decoder.head is None and decoder.embed is not None:
+        yield HEAD, decoder.embed.weight.detach()
 
 
 @dataclass(frozen=True)
@@ -44,20 +59,26 @@ class QuantisedMatrix:
         return (grouped * self.scales[..., None]).flatten(1).to(dtype)
 
 
-def quantised(weight: Tensor, bits: Bits, group_size: int | None = None) -> QuantisedMatrix:
+def quantised(
+    weight: Tensor,
+    bits: Bits,
+    group_size: int | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+) -> QuantisedMatrix:
     """Round each weight to the nearest whole multiple of its scale.
 
     Args:
         weight: (out_features, in_features).
         group_size: weights that share a scale; None: a row. Where it doesn't divide in_features,
             the largest of its halves that does is taken.
+        scale_dtype: scales are numbers of this type.
 
     Returns:
         a matrix that differs from the given one by at most half a scale anywhere.
     """
     size = group_of(weight.shape[1], group_size)
     grouped = weight.detach().float().unflatten(1, (-1, size))
-    scales = scales_of(grouped.abs().amax(-1), bits)
+    scales = scales_of(grouped.abs().amax(-1), bits).to(scale_dtype).float()
     values = (grouped / scales[..., None]).round_().to(torch.int8).flatten(1)
     return QuantisedMatrix(values, scales, bits)
 

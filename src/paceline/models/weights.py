@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,9 +114,9 @@ def check_weights(model: Model, directory: str | Path) -> dict[str, Path]:
         InputError: no safetensors there, a damaged file, or a tensor (the first one is named) that
             is missing, unexpected or of another shape.
     """
-    files = _tensor_files(Path(directory))
+    files = tensor_files(Path(directory))
     shapes = shapes_of(model)
-    found = _read_shapes(files, model)
+    found = read_shapes(files, model)
     _check_tied(model, found, files)
     check_shapes(_their_shapes(sources(model, shapes), shapes), found, str(directory))
     return files
@@ -137,13 +137,21 @@ def load_weights(decoder: Decoder, directory: str | Path) -> None:
     Raises:
         InputError: see `check_weights`.
     """
-    files = check_weights(decoder.model, directory)
+    copy_weights(decoder, check_weights(decoder.model, directory))
+
+
+def copy_weights(decoder: Decoder, files: Mapping[str, Path]) -> None:
+    """Copy tensors, which fit, into a decoder, and fill its rotary tables.
+
+    Args:
+        files: of each tensor; what isn't named stays as it is.
+    """
     tensors = decoder.state_dict(keep_vars=True)
     wanted = sources(decoder.model, {name: tuple(each.shape) for name, each in tensors.items()})
     decoder.reset_buffers()  # also puts every expert in the slot of its number
     rows = {name: held_rows(tensor) for name, tensor in tensors.items() if tensor.ndim == 3}
-    for path, names in _by_file(files).items():
-        with _opened(path) as file:
+    for path, names in by_file(files).items():
+        with opened(path) as file:
             for name in names:
                 if name in wanted:
                     _take(file, name, wanted[name], tensors, rows)
@@ -172,6 +180,7 @@ def write_weights(
     max_shard_bytes: int = 5_000_000_000,
     settings: Mapping[str, Any] | None = None,
     beside: Mapping[str, bytes] | None = None,
+    narrowed: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
 ) -> None:
     """Write a directory that `AutoModelForCausalLM.from_pretrained` and `read_decoder` open.
 
@@ -182,6 +191,7 @@ def write_weights(
         max_shard_bytes: start another file rather than let one grow beyond this.
         settings: what config.json says besides the shapes.
         beside: further files by name, such as a tokenizer's.
+        narrowed: makes of tensors by their names what is written: those in fewer bits otherwise.
 
     Raises:
         InputError: the directory holds files, transformers has no such network, or the tensors
@@ -196,6 +206,8 @@ def write_weights(
     with complete_or_absent(target) as partial:
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         named = {name: _given(source, state) for name, source in sources(model, shapes).items()}
+        if narrowed is not None:
+            named = narrowed(named)
         _write_shards(partial, named, dtype, max_shard_bytes)
         for name, contents in (beside or {}).items():
             (partial / name).write_bytes(contents)
@@ -267,13 +279,13 @@ def check_shapes(expected: Shapes, found: Shapes, where: str) -> None:
             )
 
 
-def _tensor_files(directory: Path) -> dict[str, Path]:
+def tensor_files(directory: Path) -> dict[str, Path]:
     """Return the file of each tensor: from the index where there is one, else the single file."""
     if (directory / INDEX).is_file():
         return _indexed_files(directory)
     single = directory / SINGLE
     if single.is_file():
-        with _opened(single) as file:
+        with opened(single) as file:
             return dict.fromkeys(file.keys(), single)
     pickled = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth") for p in directory.glob(kind))
     if pickled:
@@ -304,10 +316,15 @@ def _indexed_files(directory: Path) -> dict[str, Path]:
     return files
 
 
-def _read_shapes(files: dict[str, Path], model: Model) -> Shapes:
+def read_shapes(files: dict[str, Path], model: Model) -> Shapes:
+    """The shapes of tensors in files, without those that a network has no use for.
+
+    Raises:
+        InputError: a file is damaged, or lacks a tensor.
+    """
     shapes: Shapes = {}
-    for path, names in _by_file(files).items():
-        with _opened(path) as file:
+    for path, names in by_file(files).items():
+        with opened(path) as file:
             stored = set(file.keys())
             for name in names:
                 if name not in stored:
@@ -337,7 +354,7 @@ def _check_tied(model: Model, found: Shapes, files: dict[str, Path]) -> None:
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if not model.tie_embeddings or head not in found or embedding not in found:
         return
-    with _opened(files[head]) as first, _opened(files[embedding]) as second:
+    with opened(files[head]) as first, opened(files[embedding]) as second:
         if not torch.equal(first.get_tensor(head), second.get_tensor(embedding)):
             raise InputError(
                 f"{files[head].parent}: config.json ties the head to the embedding, but {head} "
@@ -346,7 +363,8 @@ def _check_tied(model: Model, found: Shapes, files: dict[str, Path]) -> None:
     del found[head]
 
 
-def _by_file(files: dict[str, Path]) -> dict[Path, list[str]]:
+def by_file(files: Mapping[str, Path]) -> dict[Path, list[str]]:
+    """The tensors of each file."""
     grouped: dict[Path, list[str]] = {}
     for name, path in files.items():
         grouped.setdefault(path, []).append(name)
@@ -354,7 +372,12 @@ def _by_file(files: dict[str, Path]) -> dict[Path, list[str]]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file to read tensors from.
+
+    Raises:
+        InputError: it is damaged.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -377,17 +400,22 @@ def _write_shards(
         sharded = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         filename = SINGLE if len(shards) == 1 else sharded
         # Converted shard by shard, so that there is never a second copy of the whole model.
-        part = {n: tensors[n].detach().to("cpu", _stored(n, dtype)).contiguous() for n in names}
+        part = {
+            name: tensors[name].detach().to("cpu", _stored(name, tensors[name], dtype)).contiguous()
+            for name in names
+        }
         save_file(part, directory / filename, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(names, filename))
     if len(shards) > 1:
-        total_size = sum(t.numel() * _stored(n, dtype).itemsize for n, t in tensors.items())
+        total_size = sum(t.numel() * _stored(n, t, dtype).itemsize for n, t in tensors.items())
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _stored(name: str, dtype: torch.dtype) -> torch.dtype:
+def _stored(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """In which dtype a tensor is written: the bias of a choice between close scores stays fp32."""
+    if not tensor.is_floating_point():
+        return tensor.dtype
     return torch.float32 if name.endswith("e_score_correction_bias") else dtype
 
 
@@ -396,7 +424,7 @@ def _split(tensors: dict[str, Tensor], dtype: torch.dtype, max_shard_bytes: int)
     shards: list[list[str]] = [[]]
     size_bytes = 0
     for name, tensor in tensors.items():
-        tensor_bytes = tensor.numel() * _stored(name, dtype).itemsize
+        tensor_bytes = tensor.numel() * _stored(name, tensor, dtype).itemsize
         if shards[-1] and size_bytes + tensor_bytes > max_shard_bytes:
             shards.append([])
             size_bytes = 0

@@ -22,7 +22,9 @@ from paceline.config.model import Model
 from paceline.config.sampling import Sampling
 from paceline.config.serving import Serving
 from paceline.generate.engine import Engine
+from paceline.generate.quantised import QuantisedWeights
 from paceline.kernels.dtypes import DTYPES
+from paceline.models.compressed import is_narrow, read_narrow
 from paceline.models.decoder import Decoder
 from paceline.models.heads import GuessHeads
 from paceline.models.weights import decoder_room, load_weights, read_model
@@ -203,10 +205,13 @@ def _of_run(run: Run, precision: Precision, step: int | None, device: torch.devi
 
 
 def _of_folder(folder: Path, precision: Precision, device: torch.device) -> Network:
-    model = read_model(folder)
     dtype = DTYPES[_written(folder) if precision == "auto" else precision]
-    decoder = decoder_room(model, dtype, device)
-    load_weights(decoder, folder)
+    if is_narrow(folder):
+        decoder, matrices = read_narrow(folder, dtype, device)
+        QuantisedWeights(decoder, matrices.items()).install()
+    else:
+        decoder = decoder_room(read_model(folder), dtype, device)
+        load_weights(decoder, folder)
     names = (_TOKENIZER, _SETTINGS, _TEMPLATE, GENERATION)
     files = {n: read_bytes(folder / n, _CURE) for n in names if (folder / n).is_file()}
     if _TOKENIZER not in files:

@@ -27,6 +27,7 @@ from paceline.models.dcp_names import (
     megatron_objects,
     state_as,
 )
+from paceline.models.quantised import Bits
 from paceline.models.weights import complete_or_absent
 from paceline.observe.events import append_line
 from paceline.observe.run import Run, write_atomic
@@ -37,13 +38,20 @@ from paceline.train.ema import EMA_SECTION
 from paceline.train.families import family_of
 from paceline.train.family import Trained
 from paceline.train.kept_weights import checkpoint_of, room_for, weights_of
+from paceline.train.language import export_decoder
 from paceline.train.starting_weights import ORIGIN_FILE
 
 FORMS: Mapping[str, Form] = {"torchtitan": "torchtitan", "megatron": "megatron"}
 """Whose names in DCP are written, by their names on a command line."""
 
 
-def export(run: Run, folder: Path, dtype: ParamDtype = "fp32", step: int | None = None) -> int:
+def export(
+    run: Run,
+    folder: Path,
+    dtype: ParamDtype = "fp32",
+    step: int | None = None,
+    narrow: tuple[Bits, int] | None = None,
+) -> int:
     """Write the weights of a checkpoint of a Run, and what others need beside them.
 
     Where the Run keeps a running mean of the weights, that is written. The folder says where they
@@ -54,6 +62,8 @@ def export(run: Run, folder: Path, dtype: ParamDtype = "fp32", step: int | None 
         folder: must not exist yet, or be empty.
         dtype: of the written weights.
         step: of the checkpoint; None: the newest good one.
+        narrow: of a decoder: bits of matrices, and how many weights share a scale in 4 bits; as
+            compressed-tensors has them. None: as `dtype` says.
 
     Returns:
         the step the weights are of.
@@ -65,7 +75,12 @@ def export(run: Run, folder: Path, dtype: ParamDtype = "fp32", step: int | None 
     step, weights = weights_of(run, step)
     job = run.job()
     trained = Trained(run, job, step, weights)
-    family_of(job.model).export(job.model, trained, folder, DTYPES[dtype])
+    if narrow is None:
+        family_of(job.model).export(job.model, trained, folder, DTYPES[dtype])
+    elif isinstance(job.model, Model):
+        export_decoder(job.model, trained, folder, DTYPES[dtype], narrow)
+    else:
+        raise InputError(f"--weights is of decoders, and {run.path} trains none of them.")
     _note(run, job.name, step, folder, dtype)
     return step
 

@@ -24,8 +24,10 @@ from paceline.kernels import switch
 from paceline.kernels.dtypes import DTYPES
 from paceline.kernels.loss import cross_entropy
 from paceline.models.attention import Sdpa
+from paceline.models.compressed import CONFIG, narrow_config, narrowed
 from paceline.models.dcp import is_dcp, load_dcp
 from paceline.models.decoder import Decoder
+from paceline.models.quantised import Bits
 from paceline.models.weights import load_weights, write_weights
 from paceline.observe.run import Run
 from paceline.parallel import vocabulary
@@ -117,10 +119,35 @@ class LanguageModels(TrainFamily[Model]):
 
     def export(self, model: Model, trained: Trained, folder: Path, dtype: torch.dtype) -> None:
         """A folder that transformers opens: config.json, weights, tokenizer."""
-        beside = about_tokens(trained.run, trained.job, model.max_seq_len)
-        told = json.loads(beside[GENERATION])
-        settings = {key: told[key] for key in told if key in ("bos_token_id", "eos_token_id")}
-        write_weights(folder, model, trained.weights, dtype, settings=settings, beside=beside)
+        export_decoder(model, trained, folder, dtype)
+
+
+def export_decoder(
+    model: Model,
+    trained: Trained,
+    folder: Path,
+    dtype: torch.dtype,
+    narrow: tuple[Bits, int] | None = None,
+) -> None:
+    """Write a folder that transformers opens: config.json, weights, tokenizer.
+
+    Args:
+        dtype: of the written weights.
+        narrow: bits of matrices, and how many weights share a scale in 4 bits; None: as all others.
+
+    Raises:
+        InputError: as `TrainFamily.export`; or groups don't divide a matrix.
+    """
+    beside = about_tokens(trained.run, trained.job, model.max_seq_len)
+    told = json.loads(beside[GENERATION])
+    settings = {key: told[key] for key in told if key in ("bos_token_id", "eos_token_id")}
+    change = None
+    if narrow is not None:
+        settings[CONFIG] = narrow_config(model, *narrow)
+        change = narrowed(model, *narrow, dtype)
+    write_weights(
+        folder, model, trained.weights, dtype, settings=settings, beside=beside, narrowed=change
+    )
 
 
 def decoder_task(model: Model, job: Job, ranks: Ranks) -> Task:

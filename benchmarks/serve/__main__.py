@@ -113,7 +113,7 @@ def _run(name: str, folder: Path, options: argparse.Namespace, *arguments: str |
         env=variables, cwd=folder, timeout=_LONGEST_S, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
-        sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")
+        sys.exit(f"{name} failed ({done.returncode}):\n{done.stderr[-3000:]}")
 
 
 def _line(of_round: dict[str, Any]) -> str:

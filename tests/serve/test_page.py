@@ -32,7 +32,8 @@ def folder(tmp_path_factory):
         assert done.returncode == 0, done.stderr
     assert paceline("export", "runs/demo", "exported", folder=folder).returncode == 0
     (folder / "my.toml").write_text(job.read_text().replace("_len = 64", "_len = 2048"))
-    (heads,) = re.findall(r"^```toml\n(.*?)^```", PAGE, flags=re.S | re.M)
+    jobs = re.findall(r"^```toml\n(.*?)^```", PAGE, flags=re.S | re.M)
+    (heads,) = (job for job in jobs if 'family = "heads"' in job)
     (folder / "heads.toml").write_text(heads.replace("= 500", "= 4").replace("= 128", "= 32"))
     (folder / "documents").mkdir()
     (folder / "documents" / "blocks.md").write_text("the quick block has a lazy name\n")
@@ -131,7 +132,7 @@ def _other(words, folder):
         words = [{"100": "20", "50": "20", "32-128": "9-30"}.get(word, word) for word in words]
         words = [re.sub("ttft 500ms, tpot 60ms", "ttft 60s", word) for word in words]
     if words[0] == "index":
-        words += ["--tokens", "16", "--overlap", "2"]
+        words += ["--tokens", "4", "--overlap", "1"]
     if "--url" not in words:
         done = paceline(*words, folder=folder)
     else:

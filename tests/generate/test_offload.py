@@ -9,7 +9,7 @@ from paceline.config.errors import InputError
 from paceline.config.sampling import Sampling
 from paceline.config.serving import Serving
 from paceline.generate.engine import Engine
-from paceline.generate.offload import PassTimes, num_worth_fetching
+from paceline.generate.offload import PassCosts, num_worth_fetching
 from paceline.generate.paged import KeyShape
 from tests.generate.networks import MODELS, alone, built, prompt
 from tests.generate.test_engine import assert_nothing_is_left, made
@@ -203,7 +203,7 @@ def test_as_many_are_fetched_as_make_a_sequence_ready_soonest():
 
 
 def test_seconds_of_passes_are_learnt_from_those_that_ran():
-    passes = PassTimes(most_tokens=100)
+    passes = PassCosts(most_tokens=100)
     assert passes.seconds(0, 50) == 0
 
     def pass_s(start, stop):
@@ -222,7 +222,7 @@ def test_seconds_of_passes_are_learnt_from_those_that_ran():
 
 
 def test_no_term_of_a_pass_is_negative():
-    passes = PassTimes(most_tokens=8)
+    passes = PassCosts(most_tokens=8)
     for tokens, seconds in ((1, 9e-3), (8, 2e-3), (4, 4e-3)):
         passes.add(seconds, [(0, tokens)])
     assert passes.seconds(0, 1) >= 0

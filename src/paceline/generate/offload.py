@@ -39,7 +39,7 @@ _KEPT = 0.99
 """Of earlier passes, at each new one."""
 
 
-class PassTimes:
+class PassCosts:
     """Seconds that passes took lately, as a + b tokens + c pairs: a pair is a token and one that it
     sees. Least squares of relative errors, so that short passes count as much as long ones.
 
@@ -105,7 +105,7 @@ class Offload:
     def __init__(self, memory: Memory, tiers: Tiers, longest: int, most_tokens: int) -> None:
         self._memory, self._longest, self.tiers = memory, longest, tiers
         self._size = memory.block_size
-        self.passes = PassTimes(most_tokens)
+        self.passes = PassCosts(most_tokens)
         self._placing = Rate()
         self.num_fetched = self.num_computed = 0
         """Blocks that were kept: those that came back, and those that computing was cheaper for."""

@@ -58,7 +58,7 @@ def test_heads_guess_better_when_they_are_trained(trained):
         assert engine.texts(PROMPTS, sampling) == wanted
         numbers = engine.numbers()
         rates[name] = numbers["guessed_right"] / numbers["guessed"]
-    assert rates["trained"] > 2 * rates["untrained"]
+    assert rates["trained"] > 0.5 > 0.1 > rates["untrained"]
 
 
 def test_the_pages_commands_run(trained):

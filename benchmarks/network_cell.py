@@ -34,10 +34,10 @@ from torch.nn.utils import clip_grad_norm_
 from paceline.comm.rendezvous import Ranks, connect, exit_rank, ranks_from_env
 from paceline.config.job import Job, decided, read_job
 from paceline.machine.discovery import num_cores
+from paceline.machine.freed_memory import keep_freed_memory
 from paceline.train.families import task_of
 from paceline.train.optim import build_optimizer, learning_rate
 from paceline.train.results import StepResult
-from paceline.train.session import keep_freed_memory
 from paceline.train.task import Step, Task
 from paceline.train.trainer import Trainer
 

@@ -148,8 +148,10 @@ def test_toml_is_read(page, at, block, tmp_path):
         others = re.sub(r"\[comm.embeddings\]\n(?:.+\n)*", "", recipe.read_text())
         (tmp_path / "job.toml").write_text(others + block)
     elif 'family = "heads"' in block:
-        (tmp_path / "runs" / "demo").mkdir(parents=True)
-        write_small_job(tmp_path).rename(tmp_path / "runs" / "demo" / "job.toml")
+        run = tmp_path / "runs" / "demo" / "job.toml"
+        run.parent.mkdir(parents=True)
+        small = write_small_job(tmp_path).read_text()
+        run.write_text(small.replace("max_seq_len = 32", "max_seq_len = 128"))
         (tmp_path / "job.toml").write_text(block)
     else:
         write_small_job(tmp_path, more=block).rename(tmp_path / "job.toml")

@@ -24,7 +24,7 @@ def _train(folder, name, *settings):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_samples_are_those_of_the_weights_and_training_goes_on_as_without(num_ranks, tmp_path):
     write_tiny_job(tmp_path)
-    layout = ("--set", f"layout.dp={num_ranks}", *(ranks(2) if num_ranks == 2 else ()))
+    layout = ("--set", f"layout.dp={num_ranks}", *ranks(num_ranks))
     for name, settings in (("without", ()), ("with", SAMPLES)):
         done = _train(tmp_path, name, *layout, *settings)
         assert done.returncode == 0, done.stderr

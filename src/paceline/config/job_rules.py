@@ -89,6 +89,11 @@ def disagreement(job: Sections) -> str | None:
             f'observe.samples are texts of a decoder, and model.family = "{model.family}" is none: '
             "leave them out."
         )
+    if not observe.samples and observe.sample_tokens != Observe().sample_tokens:
+        return (
+            f"observe.sample_tokens = {observe.sample_tokens} has no effect without "
+            "observe.samples: give prompts, or leave it out."
+        )
     if "" in observe.samples:
         return "observe.samples has an empty prompt: give each at least a character."
     if optim.schedule == "constant" and optim.final_lr_ratio != Optim().final_lr_ratio:

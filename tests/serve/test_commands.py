@@ -8,7 +8,7 @@ import torch
 
 from paceline.config.errors import InputError
 from paceline.config.sampling import Sampling
-from paceline.config.serving import Serving, read_settings
+from paceline.config.serving import Serving, read_endpoint_settings, read_settings
 from paceline.serve.chat_command import chat_command
 from paceline.serve.network import open_network
 from tests.command_line import paceline, ranks, write_tiny_job
@@ -111,6 +111,20 @@ def test_what_can_not_be_made_is_refused_in_a_sentence(arguments, words, trained
     assert done.returncode == 2
     assert words in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("setting", "needed"),
+    [
+        ("serve.guess_tokens=3", "serve.speculate"),
+        ("serve.weight_group=32", 'serve.weights = "int4"'),
+        ("serve.disk_folder=kept", "serve.disk_gb or serve.weights_gb"),
+        ("retrieval.k=2", "retrieval.index"),
+    ],
+)
+def test_a_setting_that_does_nothing_alone_is_refused(setting, needed):
+    with pytest.raises(InputError, match=f"no effect without {needed}"):
+        read_endpoint_settings([setting])
 
 
 def test_settings_are_read_in_their_own_types():

@@ -1,15 +1,16 @@
 """Serving: how an engine shares out a device among requests."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
+from paceline.config.errors import InputError
 from paceline.config.frozen import Auto, Count, FrozenConfig, Ways
 from paceline.config.override import override
 from paceline.config.sampling import Sampling
 
-S = TypeVar("S", bound=FrozenConfig)
+S = TypeVar("S", bound="ServingSettings")
 WeightForm = Literal["as_trained", "int8", "int4"]
 """How a network's matrices are stored while it is served."""
 
@@ -136,4 +137,26 @@ def _read(kind: type[S], overrides: Iterable[str], raw: dict[str, Any]) -> S:
         section = field.annotation
         if name in raw and isinstance(section, type) and issubclass(section, FrozenConfig):
             raw[name] = section.parse(raw[name], name)
-    return kind.parse(raw)
+    settings = kind.parse(raw)
+    for name, needed in _without_effect(settings):
+        raise InputError(f"{name} has no effect without {needed}: give that, or leave it out.")
+    return settings
+
+
+def _without_effect(settings: ServingSettings) -> Iterator[tuple[str, str]]:
+    """Settings that were given and do nothing, and what they need."""
+    serve = settings.serve
+    needs = {
+        "guess_tokens": ("serve.speculate", serve.speculate != "off"),
+        "weight_group": ('serve.weights = "int4"', serve.weights == "int4"),
+        "disk_folder": (
+            "serve.disk_gb or serve.weights_gb",
+            serve.disk_gb > 0 or serve.weights_gb != "auto",
+        ),
+    }
+    for name, (needed, is_there) in needs.items():
+        if name in serve.model_fields_set and not is_there:
+            yield f"serve.{name}", needed
+    if isinstance(settings, EndpointSettings) and settings.retrieval.index is None:
+        for name in settings.retrieval.model_fields_set - {"index"}:
+            yield f"retrieval.{name}", "retrieval.index"

@@ -6,8 +6,9 @@ is half of their time: 40 matrices of 1408 x 512 that no cache holds take 0.34 m
 second copy of the weights.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,31 @@ from torch import Tensor, nn
 
 from paceline.models.decoder import Decoder
 
+Product = Callable[[Tensor], Tensor]
 _TYPES = (torch.float32, torch.bfloat16)
+
+
+@contextmanager
+def products_in(
+    decoder: Decoder,
+    linear: Mapping[Any, Product],
+    project: Callable[[Tensor, Tensor], Tensor],
+) -> Iterator[None]:
+    """Within the context a network computes with other products.
+
+    Args:
+        linear: of its nn.Linear.
+        project: of states and the head's matrix to logits.
+    """
+    for module, product in linear.items():
+        module.__dict__["forward"] = product
+    before, decoder.project = decoder.project, project
+    try:
+        yield
+    finally:
+        decoder.project = before
+        for module in linear:
+            del module.__dict__["forward"]
 
 
 def can_pack(decoder: Decoder) -> bool:
@@ -42,15 +67,8 @@ class PackedWeights:
     @contextmanager
     def put_in(self) -> Iterator[None]:
         """Within the context the network's products are of packed matrices."""
-        for module, product in self._linear.items():
-            module.__dict__["forward"] = product
-        before, self._decoder.project = self._decoder.project, self._project
-        try:
+        with products_in(self._decoder, self._linear, self._project):
             yield
-        finally:
-            self._decoder.project = before
-            for module in self._linear:
-                del module.__dict__["forward"]
 
     @staticmethod
     def _packed_head(decoder: Decoder) -> Callable[[Tensor, Tensor], Tensor]:

@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.config.serving import WeightForm
+from paceline.generate.packed import Product, products_in
 from paceline.models.decoder import Decoder
 from paceline.models.quantised import HEAD, QuantisedMatrix, matrices_of, quantised
 
 _INT4_GROUPS = (32, 64, 128, 256)
 _LEAST = torch.finfo(torch.float32).tiny
-Product = Callable[[Tensor], Tensor]
 
 
 def quantised_matrices(
@@ -74,16 +74,11 @@ class QuantisedWeights:
     @contextmanager
     def put_in(self) -> Iterator[None]:
         """Within the context the network's products are of quantised matrices."""
-        for module, product in self._linear.items():
-            module.__dict__["forward"] = product
-        before, self._decoder.project = self._decoder.project, self._project
-        try:
-            yield
-        finally:
-            self._decoder.project = before
-            self._inputs.forget()
-            for module in self._linear:
-                del module.__dict__["forward"]
+        with products_in(self._decoder, self._linear, self._project):
+            try:
+                yield
+            finally:
+                self._inputs.forget()
 
 
 def _projection(product: Product) -> Callable[[Tensor, Tensor], Tensor]:

@@ -212,9 +212,9 @@ def evaluate(
     """Say how well a network knows held-out text: loss, perplexity, bits a byte.
 
     By the passes that serve requests, so what is measured is what is served. The
-    loss is that of the run's own evaluations, and with serve.exact = true and
-    train.exact_eval = true of the Job it is so to the bit. Choices are scored as
-    lm-evaluation-harness does it.
+    loss is that of the run's own evaluations within rounding; with serve.exact =
+    true and train.exact_eval = true of the Job its logits have the same bits.
+    Choices are scored as lm-evaluation-harness does it.
 
     \b
     paceline evaluate runs/demo

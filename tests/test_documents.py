@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,7 @@ def test_the_commands_of_the_table_run(tmp_path):
     write_tiny_job(tmp_path).rename(tmp_path / "my.toml")
     some_runs = PUBLISHED.read_text().splitlines(keepends=True)[:4]
     (tmp_path / "runs.csv").write_text("".join(some_runs))
+    shutil.copytree(ROOT / "docs" / "techniques", tmp_path / "documents")
     commands = re.findall(r"^\| `((?:paceline|torchrun)[^`]*)` \|", README, flags=re.M)
     assert len(commands) >= 8
     for command in commands:

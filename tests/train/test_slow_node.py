@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+from paceline.config.errors import EXIT_LEFT_OUT
 from tests.command_line import Started, metrics, write_tiny_job
 
 STEPS = 70
@@ -50,7 +51,7 @@ def test_a_slow_node_gives_its_place_to_a_spare(tmp_path: Path):
         for node in nodes.values():
             node.kill()
     codes = {name: node.returncode for name, node in nodes.items()}
-    assert codes == {"a": 0, "b": 1, "c": 0}, printed
+    assert codes == {"a": 0, "b": EXIT_LEFT_OUT, "c": 0}, printed
     lines = (tmp_path / "runs/tiny/events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     (lost,) = (event for event in events if event["event"] == "lost")

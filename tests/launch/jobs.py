@@ -71,12 +71,12 @@ class Jobs:
 
     def until(self, job: Submitted, *states: State) -> Observation:
         """Wait for one of the states."""
-        until(lambda: self.see(job).state in states, self.bed.slow_s)
+        until(lambda: self.see(job).state in states, self.bed.slow_s, lambda: self.see(job))
         return self.see(job)
 
     def until_over(self, job: Submitted) -> Observation:
         """Wait for its end."""
-        until(lambda: self.see(job).state not in LIVE, self.bed.slow_s)
+        until(lambda: self.see(job).state not in LIVE, self.bed.slow_s, lambda: self.see(job))
         return self.see(job)
 
     def until_file(self, name: str) -> None:

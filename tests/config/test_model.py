@@ -174,6 +174,10 @@ def test_a_model_survives_its_serialised_form():
         ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "'llama3', 'linear' or 'yarn'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "requires low_freq_factor"),
         ({"rope_scaling": {**LLAMA3, "rope_type": "linear"}}, "takes no low_freq_factor"),
+        ({"rotary_share": 0.2}, "rotary_share = 0.2 lets 3 numbers of a head turn"),
+        ({"positions": "learned", "rope_theta": 5e5}, "rope_theta can't take effect"),
+        ({"bias": True, "qkv_bias": True}, "leave out qkv_bias"),
+        ({"head_bias": True, "tie_embeddings": True}, "head_bias = true needs a head"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "must be above low_freq_factor"),
     ],
 )
@@ -285,7 +289,7 @@ def test_windows_of_qwen_by_layer():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"model_type": "gpt2"}, "known are deepseek_v2, deepseek_v3, llama, mistral"),
+        ({"model_type": "opt"}, "known are deepseek_v2, deepseek_v3, gpt2, gpt_neox, llama"),
         ({"model_type": "llamaa"}, "did you mean llama?"),
         ({"model_type": None}, "model_type = 'None'"),
         ({"vocab_size": None}, "vocab_size is None"),

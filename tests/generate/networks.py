@@ -1,5 +1,7 @@
 """Small networks of every kind, and what a text is without an engine."""
 
+from typing import Any
+
 import torch
 
 from paceline.config.heads import Heads
@@ -20,9 +22,12 @@ _SHAPE = {
     "num_heads": 4,
     "max_seq_len": 96,
 }
+_GPT: dict[str, Any] = {"norm": "layer", "bias": True, "gated": False}
 MODELS = {
     "grouped": Model(**_SHAPE, num_kv_heads=2, qk_norm=True),
     "window": Model(**_SHAPE, sliding_window=7, full_layers=(1,), qkv_bias=True),
+    "gpt2": Model(**_SHAPE, **_GPT, positions="learned", tie_embeddings=True),
+    "phi": Model(**_SHAPE, **_GPT, residual="parallel_shared", rotary_share=0.5, head_bias=True),
     "latent": Model(
         **_SHAPE, latent=LatentAttention(q_rank=12, kv_rank=16, nope_dim=8, rope_dim=8, v_dim=16)
     ),

@@ -31,12 +31,25 @@ MODEL = Model(
     num_kv_heads=2,
     max_seq_len=32,
 )
+UNGATED = {"gated": False, "activation": "gelu_tanh"}
 VARIANTS = {
     "plain": {},
     "tied": {"tie_embeddings": True},
     "sliding": {"sliding_window": 5, "full_layers": [1]},
     "bias": {"qkv_bias": True},
     "qk_norm": {"qk_norm": True, "head_dim": 10},
+    "gpt2": {"norm": "layer", "positions": "learned", "bias": True, **UNGATED},
+    "neox": {"norm": "layer", "residual": "parallel", "rotary_share": 0.25, "bias": True},
+    "phi": {
+        "norm": "layer",
+        "residual": "parallel_shared",
+        "rotary_share": 0.5,
+        "bias": True,
+        "head_bias": True,
+        **UNGATED,
+    },
+    "gated gelu": {"activation": "gelu_tanh", "bias": True, "residual": "parallel"},
+    "partial, qk_norm": {"qk_norm": True, "rotary_share": 0.5},
     "experts": {
         "experts": Experts(
             num_experts=8,
@@ -124,7 +137,10 @@ def test_num_params_is_that_of_the_module(name):
     assert sum(p.numel() for p in decoder.parameters()) == model.num_params
     for layer, block in enumerate(decoder.blocks):
         assert sum(p.numel() for p in block.parameters()) == model.num_block_params(layer)
-    matrices = [p for p in decoder.parameters() if p.ndim > 1 and p is not decoder.embed.weight]
+    looked_up = [m.weight for m in decoder.modules() if isinstance(m, nn.Embedding)]
+    matrices = [
+        p for p in decoder.parameters() if p.ndim > 1 and all(p is not e for e in looked_up)
+    ]
     # A token meets some of the experts, whose matrices are stacked.
     share = model.experts.experts_per_token / model.experts.num_experts if model.experts else 1
     met = sum(p.numel() * (share if p.ndim == 3 else 1) for p in matrices)

@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from paceline.config.huggingface import from_hf
 from paceline.kernels.loss import cross_entropy
@@ -61,6 +62,13 @@ DEEPSEEK = {
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
+}
+_LAYER_NORMS = {key: value for key, value in SHAPES.items() if key != "rms_norm_eps"}
+# Families that have other names for their shapes.
+OTHERS = {
+    "gpt2": {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128},
+    "gpt_neox": _LAYER_NORMS,
+    "phi": _LAYER_NORMS,
 }
 WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 FAMILIES = {
@@ -124,6 +132,27 @@ FAMILIES = {
             "n_shared_experts": 2,
         },
     ),
+    "gpt2": ("gpt2", {}),
+    "gpt2_untied": (
+        "gpt2",
+        {"n_inner": 144, "activation_function": "gelu", "tie_word_embeddings": False},
+    ),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox_sequential": (
+        "gpt_neox",
+        {
+            "use_parallel_residual": False,
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 4.0,
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi": ("phi", {"num_key_value_heads": 2}),
+    "phi_whole_heads": ("phi", {"partial_rotary_factor": 1.0, "hidden_act": "gelu"}),
 }
 TOKENS = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -143,13 +172,15 @@ def randomised(network):
 
 def config_of(name):
     model_type, changes = FAMILIES[name]
-    return transformers.AutoConfig.for_model(model_type, **{**SHAPES, **changes})
+    return transformers.AutoConfig.for_model(
+        model_type, **{**OTHERS.get(model_type, SHAPES), **changes}
+    )
 
 
 def reference(name):
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     network = transformers.AutoModelForCausalLM.from_config(config_of(name), **eager)
-    return randomised(network).float()
+    return randomised(network).float().eval()
 
 
 def gradients_of(network):
@@ -158,6 +189,8 @@ def gradients_of(network):
     for name, parameter in network.named_parameters():
         stack = re.fullmatch(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)", name)
         if stack is None:
+            if network.config.model_type == "gpt_neox":
+                name = name.replace("lm_head.", "embed_out.")
             mixtral = network.config.model_type == "mixtral"
             name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
             gradients[name] = parameter.grad
@@ -202,7 +235,10 @@ def test_logits_and_every_gradient(name, tmp_path):
     gradients = gradients_of(theirs)
     own = {name: p.grad for name, p in ours.named_parameters()}
     for their_name, source in sources(ours.model, shapes_of(own)).items():
-        found = own[source.name] if source.expert is None else own[source.name][source.expert]
+        if source.join is None:
+            found = own[source.name] if source.expert is None else own[source.name][source.expert]
+        else:
+            found = source.join.joined([own[each] for each in source.join.names])
         assert_close(found, gradients.pop(their_name), their_name)
     assert not gradients
 
@@ -231,6 +267,28 @@ def test_transformers_open_what_we_write(name, max_shard_bytes, tmp_path):
     assert not any(report.values()), report
     assert_close(ours(TOKENS), logits_of(opened), "logits")
     assert torch.equal(read_decoder(tmp_path / "ours")(TOKENS), ours(TOKENS))
+
+
+@pytest.mark.parametrize("name", ["gpt2_untied", "gpt_neox_sequential", "phi"])
+def test_export_back_gives_the_same_tensors(name, tmp_path):
+    reference(name).save_pretrained(tmp_path / "theirs")
+    ours = read_decoder(tmp_path / "theirs")
+    write_weights(tmp_path / "ours", ours.model, ours.state_dict())
+    given, written = (
+        load_file(tmp_path / each / "model.safetensors") for each in ("theirs", "ours")
+    )
+    assert given.keys() == written.keys()
+    assert all(torch.equal(given[each], written[each]) for each in given)
+
+
+def test_gpt2_is_read_under_the_names_that_it_was_published_with(tmp_path):
+    reference("gpt2").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    ours = read_decoder(tmp_path)
+    tensors = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 128, 128)
+    save_file(tensors, file)
+    assert torch.equal(read_decoder(tmp_path)(TOKENS), ours(TOKENS))
 
 
 def test_written_bf16_weights_are_theirs_and_ours(tmp_path):

@@ -42,6 +42,10 @@ PRECISIONS = {torch.float64: 1e-10, torch.float32: 1e-5}
 ALSO_IN_FP32 = ("sequence",)
 QWEN = {"qk_norm": True, "qkv_bias": True, "tie_embeddings": True}
 
+GPT = {"norm": "layer", "bias": True, "gated": False, "activation": "gelu"}
+GPT2 = {**GPT, "positions": "learned", "tie_embeddings": True}
+NEOX = {**GPT, "residual": "parallel", "rotary_share": 0.5}
+PHI = {**NEOX, "residual": "parallel_shared", "head_bias": True}
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "ffn_size": 16}
 LATENT = {"kv_rank": 8, "nope_dim": 8, "rope_dim": 4, "v_dim": 8}
 SWITCHES = {
@@ -49,6 +53,9 @@ SWITCHES = {
     "Qwen": QWEN,
     "experts": {"experts": {**EXPERTS, "dense_layers": (0,)}},
     "shared experts": {"experts": {**EXPERTS, "shared_ffn_size": 16, "shared_gate": True}},
+    "GPT-2": GPT2,
+    "NeoX": NEOX,
+    "Phi": PHI,
     "latent": {"num_kv_heads": 4, "latent": LATENT},
     "latent queries": {"num_kv_heads": 4, "latent": {**LATENT, "q_rank": 8}},
 }
@@ -76,6 +83,9 @@ ON_TWO = {
     "latent, columns": Case(tp=2, model=SWITCHES["latent"]),
     "experts": Case(tp=2, sequence_parallel=True, model=SWITCHES["experts"]),
     "shared experts": Case(tp=2, model=SWITCHES["shared experts"]),
+    "GPT-2, sequence": Case(tp=2, sequence_parallel=True, model=GPT2),
+    "NeoX, columns": Case(tp=2, model=NEOX),
+    "Phi, sequence": Case(tp=2, sequence_parallel=True, recompute="selective", model=PHI),
     "window": Case(tp=2, sequence_parallel=True, model={"sliding_window": 5}),
     "full recompute, sequence": Case(tp=2, sequence_parallel=True, recompute="full", model=QWEN),
     "selective recompute": Case(tp=2, sequence_parallel=True, recompute="selective"),
@@ -87,6 +97,7 @@ ON_FOUR = {
     "sequence": Case(tp=4, sequence_parallel=True, model={"num_kv_heads": 4, **QWEN}),
     "zero 2": Case(fsdp=2, tp=2, zero=2, recompute="selective"),
     "zero 3": Case(fsdp=2, tp=2, zero=3, sequence_parallel=True, model=QWEN),
+    "zero 3, Phi": Case(fsdp=2, tp=2, zero=3, sequence_parallel=True, model=PHI),
     "zero 3, recompute": Case(fsdp=2, tp=2, zero=3, recompute="full"),
     "replicas, each micro-batch reduced": Case(dp=2, tp=2, zero=2),
     "hsdp, zero 3": Case(dp=2, fsdp=2, zero=3),

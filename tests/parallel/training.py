@@ -48,6 +48,10 @@ MODELS: dict[str, tuple[str, ...]] = {
         "balance_loss=0.01}",
     ),
     "documents": ("data.reset_at_documents=true", "model.qkv_bias=true"),
+    "gpt": (
+        *("model.norm=layer", "model.bias=true", "model.gated=false", "model.positions=learned"),
+        *("model.residual=parallel", "model.tie_embeddings=true", "model.init_std=0.1"),
+    ),
 }
 FP64 = ("layout.precision=fp64", "layout.param_dtype=fp64")
 FP32 = ("layout.precision=fp32",)

@@ -50,7 +50,10 @@ def models(draw):
         "gated": draw(st.booleans()),
         "causal": draw(st.booleans()),
         "tie_embeddings": draw(st.booleans()),
+        "norm": draw(st.sampled_from(("rms", "layer"))),
+        "residual": draw(st.sampled_from(("sequential", "parallel", "parallel_shared"))),
     }
+    settings["head_bias"] = not settings["tie_embeddings"] and draw(st.booleans())
     if draw(st.booleans()):
         settings["sliding_window"] = draw(st.sampled_from((16, 100, 256)))
     if draw(st.booleans()):
@@ -58,7 +61,11 @@ def models(draw):
         settings["latent"] = ranks | {"nope_dim": 8, "rope_dim": 4, "v_dim": 12}
     else:
         settings["num_kv_heads"] = draw(st.sampled_from((heads, heads // 2, 1)))
-        settings["qkv_bias"], settings["qk_norm"] = draw(st.booleans()), draw(st.booleans())
+        bias = draw(st.sampled_from(("", "bias", "qkv_bias")))
+        settings |= {bias: True} if bias else {}
+        settings["qk_norm"] = draw(st.booleans())
+        if draw(st.booleans()):
+            settings["positions"] = "learned"
     if draw(st.booleans()):
         shared = {"shared_ffn_size": 48, "shared_gate": draw(st.booleans())}
         settings["experts"] = {

@@ -1,12 +1,13 @@
 """Heads: small networks that guess the tokens after the next one, from a decoder's last states."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.config.family import ModelFamily
 from paceline.config.frozen import CountOrNone
+from paceline.config.layers import require
 from paceline.config.layout import Layout
 from paceline.config.model import Model
 
@@ -27,6 +28,15 @@ class Heads(ModelFamily):
     """The decoder's shapes; read from its run."""
     num_heads: int = Field(3, gt=0, le=16)
     """Heads: the first guesses the token after the next one, each further one the token after."""
+
+    @model_validator(mode="after")
+    def _guesses_by_a_product(self) -> Self:
+        require(
+            not self.trunk.head_bias,
+            "trunk.head_bias = true adds to the product that heads guess by: they can't be trained "
+            "for this decoder.",
+        )
+        return self
 
     @property
     def num_params(self) -> int:

@@ -1,16 +1,17 @@
 """Models to and from the `config.json` of Hugging Face transformers.
 
-Reads and writes the Llama, Mistral, Qwen2 and Qwen3 families, and those with experts
-(`huggingface_experts`), in the form of transformers 4 (`rope_theta`, `rope_scaling`) and 5
-(`rope_parameters`). Every key is either translated, known not
-to change the network, or refused: a feature that the decoder can't honour is an error, never
-ignored. It holds no weights: those are `paceline.models.weights`.
+Reads and writes the Llama, Mistral, Qwen2 and Qwen3 families, those with experts
+(`huggingface_experts`) and those that are less like Llama (`huggingface_families`), in the form of
+transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`). Every key is either
+translated, known not to change the network, or refused: a feature that the decoder can't honour is
+an error, never ignored. It holds no weights: those are `paceline.models.weights`.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from paceline.config import huggingface_experts
+from paceline.config import huggingface_experts, huggingface_families
 from paceline.config.errors import InputError
 from paceline.config.frozen import nearest
 from paceline.config.huggingface_experts import expert_model_type, no_family
@@ -101,6 +102,10 @@ _NEUTRAL = frozenset(
         "use_cache",
     }
 )
+_LIKE_LLAMA = {
+    name: Model.model_fields[name].default
+    for name in ("norm", "residual", "positions", "rotary_share", "bias", "head_bias", "gated")
+} | {"activation": "silu"}
 _ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 _QWEN_WINDOWS = frozenset(
     {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
@@ -127,12 +132,15 @@ def from_hf(config: Mapping[str, Any]) -> Model:
         InputError: the model_type is unknown, or a setting is one the decoder can't honour.
     """
     model_type = str(config.get("model_type"))
+    if model_type in huggingface_families.FAMILIES:
+        return _of_family(config, model_type)
     if model_type not in _DEFAULTS:
+        known_types = [*_DEFAULTS, *huggingface_families.FAMILIES]
         raise InputError(
             f"config.json: model_type = {model_type!r} is not a network this decoder can be"
-            f"{nearest(model_type, list(_DEFAULTS))}"
+            f"{nearest(model_type, known_types)}"
         )
-    _check_shapes(config)
+    _check_shapes(config, _SHAPES)
     has_experts = model_type in huggingface_experts.FAMILIES
     given = huggingface_experts.canonical(config) if has_experts else config
     if has_experts:
@@ -153,6 +161,26 @@ def from_hf(config: Mapping[str, Any]) -> Model:
     return Model.parse(fields, where="config.json")
 
 
+def _of_family(config: Mapping[str, Any], model_type: str) -> Model:
+    """Read a Model of one of `huggingface_families`."""
+    family = huggingface_families.FAMILIES[model_type]
+    _check_shapes(config, family.required)
+    known = {**family.defaults, **config}
+    keys = huggingface_families.understood(family)
+    others = {key: values for key, values in _ONLY.items() if key not in keys}
+    _refuse(known, model_type, keys | _NEUTRAL, {**others, **family.only})
+    fields = huggingface_families.fields_from_hf(known, family)
+    if family.rotary is not None:
+        base, share = family.rotary
+        forms = _rope_forms(known)
+        shares = [form.pop("partial_rotary_factor", None) for form in forms.values()]
+        fields["rotary_share"] = next((each for each in shares if each is not None), known[share])
+        fields["rope_theta"], fields["rope_scaling"] = _rope_from_hf(
+            {**forms, "rope_theta": known.get(base, 10000.0)}
+        )
+    return Model.parse(fields, where="config.json")
+
+
 def to_hf(model: Model) -> dict[str, Any]:
     """Write a Model as the contents of a `config.json` that transformers 4 and 5 both open.
 
@@ -166,6 +194,8 @@ def to_hf(model: Model) -> dict[str, Any]:
         InputError: no family in transformers has this combination of features.
     """
     model_type = model_type_of(model)
+    if model_type in huggingface_families.FAMILIES:
+        return _family_to_hf(model, model_type)
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[model_type]],
         "model_type": model_type,
@@ -182,15 +212,28 @@ def to_hf(model: Model) -> dict[str, Any]:
     return config
 
 
-def _check_shapes(config: Mapping[str, Any]) -> None:
-    for key in _SHAPES:
+def _family_to_hf(model: Model, model_type: str) -> dict[str, Any]:
+    """Write a Model as one of `huggingface_families`, whether or not it is one."""
+    family = huggingface_families.FAMILIES[model_type]
+    scaling = {} if family.rotary is None else {"rope_scaling": _rope_to_hf(model.rope_scaling)}
+    return {
+        "architectures": [family.architecture],
+        "model_type": model_type,
+        **huggingface_families.parts_to_hf(model, family),
+        **scaling,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    }
+
+
+def _check_shapes(config: Mapping[str, Any], keys: tuple[str, ...]) -> None:
+    for key in keys:
         if not isinstance(config.get(key), int):
             given = repr(config[key]) if key in config else "missing"
             raise InputError(f"config.json: {key} is {given}; it must be an integer, so add it.")
 
 
 def _refuse_unsupported(config: Mapping[str, Any], model_type: str) -> None:
-    understood = _FIELDS.keys() | _NEUTRAL | _ROPE | _WINDOWS[model_type]
+    understood = frozenset(_FIELDS) | _NEUTRAL | _ROPE | _WINDOWS[model_type]
     only = _ONLY
     if model_type in huggingface_experts.FAMILIES:
         understood = understood | huggingface_experts.understood(model_type)
@@ -201,6 +244,16 @@ def _refuse_unsupported(config: Mapping[str, Any], model_type: str) -> None:
             "config.json: output_router_logits = true makes transformers add a loss of its own; "
             "set it to false, and model.experts.balance_loss for the one here."
         )
+    _refuse(config, model_type, understood, only)
+
+
+def _refuse(
+    config: Mapping[str, Any],
+    model_type: str,
+    understood: frozenset[str],
+    only: Mapping[str, tuple[Any, ...]],
+) -> None:
+    """Refuse features that the decoder doesn't have, and keys that nobody knows."""
     for key, value in config.items():
         if key in only and value not in only[key]:
             raise InputError(
@@ -214,14 +267,23 @@ def _refuse_unsupported(config: Mapping[str, Any], model_type: str) -> None:
             )
 
 
+def _rope_forms(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Copies of the settings of rotary positions, in whichever form they stand."""
+    forms = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
+    for key, form in forms.items():
+        if not isinstance(form, Mapping):
+            raise InputError(f"config.json: {key} is {form!r}; it must be an object or null.")
+    return {key: dict(form) for key, form in forms.items()}
+
+
 def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    forms = [config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)]
+    forms = list(_rope_forms(config).values())
     if len(forms) > 1:
         raise InputError(
             "config.json: rope_scaling and rope_parameters are both given, and they are two forms "
             "of one setting; remove one."
         )
-    settings = dict(forms[0]) if forms else {}
+    settings = forms[0] if forms else {}
     theta = settings.pop("rope_theta", config.get("rope_theta", 10000.0))
     legacy_type = settings.pop("type", "default")
     rope_type = settings.pop("rope_type", legacy_type)
@@ -316,6 +378,8 @@ def model_type_of(model: Model) -> str:
     Raises:
         InputError: no family in transformers has this combination of features.
     """
+    if not is_like_llama(model):
+        return _other_type(model)
     if model.experts is not None or model.latent is not None:
         return expert_model_type(model)
     if model.qkv_bias and model.qk_norm:
@@ -327,3 +391,24 @@ def model_type_of(model: Model) -> str:
     # LlamaConfig requires heads that divide hidden_size; Mistral is the same network without.
     fits_llama = model.sliding_window is None and model.hidden_size % model.num_heads == 0
     return "llama" if fits_llama else "mistral"
+
+
+def is_like_llama(model: Model) -> bool:
+    """Whether blocks are those of Llama, or the same with experts, latent attention, windows, norms
+    of heads, or biases of queries, keys and values."""
+    return all(getattr(model, name) == value for name, value in _LIKE_LLAMA.items())
+
+
+def _other_type(model: Model) -> str:
+    """The one of `huggingface_families` that reads a Model as it was written."""
+    for model_type, family in huggingface_families.FAMILIES.items():
+        fits = all(getattr(model, name) == value for name, value in family.network.items())
+        with suppress(InputError):
+            if fits and _of_family(_family_to_hf(model, model_type), model_type) == model:
+                return model_type
+    switches = [
+        f"{name} = {getattr(model, name)!r}"
+        for name, value in _LIKE_LLAMA.items()
+        if getattr(model, name) != value
+    ]
+    raise no_family(f"{', '.join(switches)} and its other features")

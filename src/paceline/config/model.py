@@ -2,9 +2,10 @@
 
 A decoder is a stack of blocks (RMS norm, attention with rotary positions, RMS norm, SwiGLU
 feed-forward) between an embedding and a head. So are the Llama, Mistral, Qwen2 and Qwen3 families,
-which differ only in the switches below. With `experts` the feed-forward layers of most blocks are
-many experts and a router (Mixtral, Qwen2-MoE, Qwen3-MoE); with `latent` too, attention is that of
-DeepSeek-V2 and -V3.
+which differ only in the switches below. Others of them make it GPT-2, GPT-NeoX or Phi (layer norms,
+GELU, biases, learned positions, layers side by side). With `experts` the feed-forward layers of
+most blocks are many experts and a router (Mixtral, Qwen2-MoE, Qwen3-MoE); with `latent` too,
+attention is that of DeepSeek-V2 and -V3.
 
 FLOP convention (also of MFU): a matrix product of an (m, k) by a (k, n) matrix costs 2mkn; the
 backward pass costs twice the forward; recompute, norms, softmax and element-wise work count as
@@ -64,18 +65,32 @@ class Model(ModelFamily):
     """Width of a head's query and key; by default that of latent, or hidden_size / num_heads."""
     max_seq_len: Width
     """The longest sequence, in tokens."""
+    norm: Literal["rms", "layer"] = "rms"
+    """RMS norms, or layer norms, which take the mean off too (GPT)."""
     norm_eps: float = Field(1e-5, gt=0, le=1)
-    """Added to the mean square in every RMS norm."""
+    """Added to the mean square, or the variance, in every norm."""
+    residual: Literal["sequential", "parallel", "parallel_shared"] = "sequential"
+    """Whether a block's second layer reads what the first one added to, or both the block's input:
+    each after a norm of its own (GPT-NeoX), or both after one (Phi)."""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """Whether queries and keys turn with their positions, or each position has a vector that is
+    added to the embedding (GPT-2)."""
     rope_theta: float = Field(10000.0, gt=0, le=1e15)
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """How the rotary frequencies are stretched; not at all by default."""
+    rotary_share: float = Field(1.0, gt=0, le=1)
+    """Part of each head that turns, from its start (GPT-NeoX, Phi)."""
     sliding_window: Width | None = None
     """A query sees itself and the sliding_window - 1 tokens before it; all of them by default."""
     full_layers: tuple[int, ...] = Field((), strict=False)
     """Indices of the blocks that see all earlier tokens although sliding_window is set."""
     qkv_bias: bool = False
     """Whether the query, key and value projections add a bias (Qwen2)."""
+    bias: bool = False
+    """Whether every linear layer of a block adds a bias; beside layer norms, which have one."""
+    head_bias: bool = False
+    """Whether the head adds a bias (Phi)."""
     qk_norm: bool = False
     """Whether queries and keys pass an RMS norm over head_dim before the rotation (Qwen3)."""
     experts: Experts | None = None
@@ -85,7 +100,12 @@ class Model(ModelFamily):
     init_std: float = Field(0.02, ge=0, le=1e3)
     """Standard deviation of the initial weights."""
     gated: bool = True
-    """Whether feed-forward layers are SwiGLU, with three matrices; False: GELU with two (GPT)."""
+    """Whether feed-forward layers have a gate (SwiGLU), and three matrices; False: two (GPT)."""
+    activation: Literal["silu", "gelu", "gelu_tanh"] = Field(
+        default_factory=lambda given: "silu" if given.get("gated", True) else "gelu"
+    )
+    """The function of feed-forward layers, of the gate where there is one; by default silu with a
+    gate and gelu without. gelu_tanh is GELU's approximation by tanh (GPT-2, Phi)."""
     causal: bool = True
     """Whether a token sees earlier ones only; False: all of them (BERT)."""
 
@@ -103,13 +123,43 @@ class Model(ModelFamily):
             f"hidden_size = {self.hidden_size} can't be split evenly over num_heads = "
             f"{self.num_heads}; change one of them or give head_dim.",
         )
-        require(
-            self.head_dim % 2 == 0 or self.latent is not None,
-            f"head_dim = {self.head_dim} is odd, and rotary positions turn pairs of numbers; "
-            "give an even head_dim.",
-        )
         if self.latent is not None:
             self._latent_fits(self.latent)
+        return self
+
+    @model_validator(mode="after")
+    def _positions_fit(self) -> Self:
+        if self.positions == "learned":
+            turning = [
+                name
+                for name in ("rope_theta", "rope_scaling", "rotary_share", "latent")
+                if getattr(self, name) != type(self).model_fields[name].default
+            ]
+            require(
+                not turning,
+                f'{" and ".join(turning)} can\'t take effect with positions = "learned", where '
+                "nothing turns; leave it out.",
+            )
+        require(
+            self.positions == "learned" or (self.rope_dim > 0 and self.rope_dim % 2 == 0),
+            f"head_dim = {self.head_dim} is odd, and rotary positions turn pairs of numbers; "
+            "give an even head_dim."
+            if self.rotary_share == 1
+            else f"rotary_share = {self.rotary_share:g} lets {self.rope_dim} numbers of a head "
+            "turn, and rotary positions turn pairs; give one that lets an even number turn.",
+        )
+        return self
+
+    @model_validator(mode="after")
+    def _biases_fit(self) -> Self:
+        require(
+            not self.bias or not self.qkv_bias,
+            "bias = true gives queries, keys and values a bias too; leave out qkv_bias.",
+        )
+        require(
+            not self.head_bias or not self.tie_embeddings,
+            "head_bias = true needs a head of its own; set tie_embeddings = false.",
+        )
         return self
 
     def _latent_fits(self, latent: LatentAttention) -> None:
@@ -124,8 +174,9 @@ class Model(ModelFamily):
             "latent attention has a key per query head; leave num_kv_heads out.",
         )
         require(
-            not self.qkv_bias and not self.qk_norm,
-            "latent attention has its own norms and no biases; leave out qkv_bias and qk_norm.",
+            not (self.qkv_bias or self.bias or self.qk_norm) and self.rotary_share == 1,
+            "latent attention has its own norms, its own part that turns and no biases; leave out "
+            "qkv_bias, bias, qk_norm and rotary_share.",
         )
 
     @model_validator(mode="after")
@@ -176,10 +227,10 @@ class Model(ModelFamily):
 
     def why_only_planned(self, comm: Comm) -> str | None:
         """See `ModelFamily.why_only_planned`."""
-        if not self.gated:
+        if self.experts is not None and (self.bias or self.activation != "silu" or not self.gated):
             return (
-                "model.gated = false (GELU) can be planned, not trained yet: set gated = true for "
-                "SwiGLU, or train your own module with paceline.train."
+                "model.experts are SwiGLU without biases: beside gated = false, another activation "
+                "or bias = true they can be planned, not trained yet."
             )
         if not self.causal:
             return (
@@ -199,7 +250,11 @@ class Model(ModelFamily):
     @property
     def rope_dim(self) -> int:
         """How many numbers of a head rotary positions turn."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        if self.positions == "learned":
+            return 0
+        if self.latent is not None:
+            return self.latent.rope_dim
+        return int(self.head_dim * self.rotary_share)
 
     @property
     def value_dim(self) -> int:
@@ -211,18 +266,44 @@ class Model(ModelFamily):
         """Parameters of the input embedding."""
         return self.vocab_size * self.hidden_size
 
+    @property
+    def num_position_params(self) -> int:
+        """Parameters of learned positions."""
+        return self.max_seq_len * self.hidden_size if self.positions == "learned" else 0
+
+    @property
+    def norm_params(self) -> int:
+        """Parameters of one norm of the residual stream."""
+        return self.hidden_size * (2 if self.norm == "layer" else 1)
+
+    @property
+    def num_block_norms(self) -> int:
+        """Norms of the residual stream in one block."""
+        return 1 if self.residual == "parallel_shared" else 2
+
     def num_block_matmul_params(self, layer: int) -> int:
         """Parameters of one block that a token meets in a matrix product."""
         return self._num_attention_matmul_params + self._num_ffn_matmul_params(layer)
 
     def num_block_params(self, layer: int) -> int:
         """All parameters of one block: matrices (of all experts), norms and biases."""
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        norms = self.num_block_norms * self.norm_params
+        norms += 2 * self.head_dim if self.qk_norm else 0
         if self.latent is not None:
             norms += (self.latent.q_rank or 0) + self.latent.kv_rank
-        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
         matrices = self.num_block_matmul_params(layer) + self._num_resting_params(layer)
-        return matrices + norms + biases
+        return matrices + norms + self.num_column_biases(layer) + self.num_row_biases(layer)
+
+    def num_column_biases(self, layer: int) -> int:
+        """Biases of a block that belong to heads and inner columns, which tp splits."""
+        heads = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        inner = 0 if self.has_experts(layer) else (self._ffn_matrices - 1) * self.ffn_size
+        return (heads if self.bias or self.qkv_bias else 0) + (inner if self.bias else 0)
+
+    def num_row_biases(self, layer: int) -> int:
+        """Biases of a block that belong to the residual stream."""
+        layers = 1 if self.has_experts(layer) else 2
+        return layers * self.hidden_size if self.bias else 0
 
     @property
     def _num_attention_matmul_params(self) -> int:
@@ -259,8 +340,10 @@ class Model(ModelFamily):
     def num_params(self) -> int:
         """All parameters of the network; a tied embedding counts once."""
         head = 0 if self.tie_embeddings else self.num_embedding_params
+        head += self.vocab_size if self.head_bias else 0
         blocks = sum(map(self.num_block_params, range(self.num_layers)))
-        return self.num_embedding_params + blocks + self.hidden_size + head
+        ends = self.num_embedding_params + self.num_position_params + self.norm_params + head
+        return blocks + ends
 
     @property
     def num_matmul_params(self) -> int:

@@ -109,17 +109,19 @@ class Sdpa:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention, with rotary positions in all, some or none of a head's numbers."""
 
     def __init__(self, model: Model, attend: Attend) -> None:
         super().__init__()
         self.attend = attend
         self.head_dim = model.head_dim
+        self.rope_dim = model.rope_dim
         width, kv_width = (n * model.head_dim for n in (model.num_heads, model.num_kv_heads))
-        self.q_proj = nn.Linear(model.hidden_size, width, bias=model.qkv_bias)
-        self.k_proj = nn.Linear(model.hidden_size, kv_width, bias=model.qkv_bias)
-        self.v_proj = nn.Linear(model.hidden_size, kv_width, bias=model.qkv_bias)
-        self.o_proj = nn.Linear(width, model.hidden_size, bias=False)
+        has_bias = model.bias or model.qkv_bias
+        self.q_proj = nn.Linear(model.hidden_size, width, bias=has_bias)
+        self.k_proj = nn.Linear(model.hidden_size, kv_width, bias=has_bias)
+        self.v_proj = nn.Linear(model.hidden_size, kv_width, bias=has_bias)
+        self.o_proj = nn.Linear(width, model.hidden_size, bias=model.bias)
         self.q_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
         self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
 
@@ -130,15 +132,20 @@ class Attention(nn.Module):
             project(x).unflatten(-1, (-1, self.head_dim))
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if self.q_norm is None or self.k_norm is None:
-            q, k = rotate(q, *rope), rotate(k, *rope)
-        else:
-            q, k = (
-                rotate(x, *rope, local_part(norm.weight), norm.eps)
-                for x, norm in ((q, self.q_norm), (k, self.k_norm))
-            )
+        q, k = self._rotated(q, self.q_norm, rope), self._rotated(k, self.k_norm, rope)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (batch, heads, seq, head_dim)
         return self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(-2))
+
+    def _rotated(self, x: Tensor, norm: RMSNorm | None, rope: Rope) -> Tensor:
+        """Queries or keys, (batch, seq, heads, head_dim), after their norm and rotation."""
+        if self.rope_dim == self.head_dim:
+            weight = None if norm is None else local_part(norm.weight)
+            return rotate(x, *rope, weight, 0.0 if norm is None else norm.eps)
+        x = x if norm is None else norm(x)
+        if self.rope_dim == 0:
+            return x
+        turned, still = x.split((self.rope_dim, self.head_dim - self.rope_dim), dim=-1)
+        return torch.cat((rotate(turned, *rope), still), dim=-1)
 
 
 class LatentAttention(nn.Module):

@@ -72,9 +72,16 @@ def narrow_names(model: Model) -> dict[str, str]:
     """Modules whose matrices are written in fewer bits: their names, and ours."""
     with torch.device("meta"):
         ours = {name for name, _ in matrices_of(Decoder(model))} - {HEAD}
+    named = sources(model, shapes_of(model))
+    if any(source.join is not None for source in named.values()):
+        raise InputError(
+            "Weights in fewer bits are written of networks whose files keep queries, keys and "
+            "values apart, and GPT-2's and GPT-NeoX's put them together: leave out --weights, and "
+            'set serve.weights = "int8" or "int4" to serve them so.'
+        )
     return {
         theirs.removesuffix(".weight"): source.name.removesuffix(".weight")
-        for theirs, source in sources(model, shapes_of(model)).items()
+        for theirs, source in named.items()
         if source.name.removesuffix(".weight") in ours and source.name.endswith(".weight")
     }
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.config.errors import InputError
+from paceline.config.huggingface import is_like_llama
 from paceline.config.model import Model
 
 Form = Literal["torchtitan", "megatron"]
@@ -157,6 +158,7 @@ def must_be_dense(model: Model, form: Form) -> None:
         "experts": model.experts is not None,
         "latent attention": model.latent is not None,
         "a feed-forward without a gate": not model.gated,
+        "other norms, positions, biases or activations than Llama's": not is_like_llama(model),
         "biases of queries, keys and values": form == "torchtitan" and model.qkv_bias,
         "norms of queries and keys": form == "torchtitan" and model.qk_norm,
     }

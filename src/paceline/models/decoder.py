@@ -14,7 +14,8 @@ It is single-device code: it knows nothing of ranks, and holds no keys and value
 an attention core may do that (`paceline.generate.paged`).
 
 Papers: RMS norm https://arxiv.org/abs/1910.07467, scaled initialisation of residual outputs (GPT-2)
-https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
+https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf,
+layers side by side (GPT-J, GPT-NeoX) https://arxiv.org/abs/2204.06745
 """
 
 import hashlib
@@ -28,32 +29,41 @@ from torch import Tensor, nn
 
 from paceline.config.errors import InputError
 from paceline.config.model import Model
-from paceline.kernels.loss import linear_cross_entropy
+from paceline.kernels.loss import cross_entropy, linear_cross_entropy
 from paceline.models.attention import Attend, Attention, LatentAttention, Sdpa
 from paceline.models.feedforward import FeedForward
 from paceline.models.moe import ExpertLayer, expert_layers
-from paceline.models.norm import AddNorm, RMSNorm
+from paceline.models.norm import add_norm_of, norm_of
 from paceline.models.placements import Style, placements
 from paceline.models.rope import Rope, rope_tables
 from paceline.models.shares import assign, assign_row, held_rows
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each after a norm and added to the residual."""
+    """One layer: attention and feed-forward, each after a norm and added to the residual stream,
+    one after the other or side by side (`Model.residual`)."""
 
     def __init__(self, model: Model, layer: int, attend: Attend) -> None:
         super().__init__()
         self.window = model.window(layer)
-        self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.is_sequential = model.residual == "sequential"
+        self.attention_norm = norm_of(model)
         self.attention = _attention(model, attend)
-        self.ffn_norm = AddNorm(model.hidden_size, model.norm_eps)
+        self.ffn_norm: nn.Module | None = None
+        if model.residual != "parallel_shared":
+            self.ffn_norm = add_norm_of(model) if self.is_sequential else norm_of(model)
         self.ffn = _feed_forward(model, layer)
 
     def forward(self, x: Tensor, rope: Rope, mask: Any) -> Tensor:
         """Map (batch, seq, hidden) to (batch, seq, hidden)."""
-        attended = self.attention(self.attention_norm(x), rope, mask)
-        normed, x = self.ffn_norm(attended, x)
-        return x + self.ffn(normed)
+        normed = self.attention_norm(x)
+        attended = self.attention(normed, rope, mask)
+        if self.ffn_norm is not None and self.is_sequential:
+            normed, x = self.ffn_norm(attended, x)
+            return x + self.ffn(normed)
+        if self.ffn_norm is not None:
+            normed = self.ffn_norm(x)
+        return x + attended + self.ffn(normed)
 
 
 def _attention(model: Model, attend: Attend) -> Attention | LatentAttention:
@@ -63,7 +73,13 @@ def _attention(model: Model, attend: Attend) -> Attention | LatentAttention:
 def _feed_forward(model: Model, layer: int) -> nn.Module:
     if model.experts is not None and model.has_experts(layer):
         return ExpertLayer(model.hidden_size, model.experts)
-    return FeedForward(model.hidden_size, model.ffn_size)
+    return FeedForward(
+        model.hidden_size,
+        model.ffn_size,
+        model.activation,
+        has_gate=model.gated,
+        bias=model.bias,
+    )
 
 
 def _unchanged(weight: Tensor) -> Tensor:
@@ -91,12 +107,19 @@ class Decoder(nn.Module):
         self.project: Callable[[Tensor, Tensor], Tensor] = F.linear
         """The product with a tied head's weight."""
         self.embed: nn.Embedding | None = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.position_embed = (
+            nn.Embedding(model.max_seq_len, model.hidden_size)
+            if model.positions == "learned"
+            else None
+        )
         self.blocks = nn.ModuleList(
             Block(model, layer, self.attend) for layer in range(model.num_layers)
         )
-        self.norm: RMSNorm | None = RMSNorm(model.hidden_size, model.norm_eps)
+        self.norm: nn.Module | None = norm_of(model)
         self.head = (
-            None if model.tie_embeddings else nn.Linear(model.hidden_size, model.vocab_size, False)
+            None
+            if model.tie_embeddings
+            else nn.Linear(model.hidden_size, model.vocab_size, model.head_bias)
         )
         # Not persistent: a checkpoint holds what was learnt, and these follow from the Model.
         for name in ("rope_cos", "rope_sin"):
@@ -128,6 +151,8 @@ class Decoder(nn.Module):
             self.blocks.add_module(str(layer), kept[str(layer)])
         if not self.is_last:
             self.norm = self.head = None
+        if not self.is_first:
+            self.position_embed = None
         if not self.is_first and not (self.is_last and self.model.tie_embeddings):
             self.embed = None
 
@@ -167,10 +192,15 @@ class Decoder(nn.Module):
             self._check_length(x.shape[1])
             positions = torch.arange(x.shape[1], device=x.device)
         starts = None if document_ids is None else document_starts(document_ids)
-        rope, masks = self._rope(positions, starts), self._masks(positions, starts)
+        own = positions[None]  # (1 or batch, seq): positions within the document
+        if starts is not None:
+            own = positions - starts[:, positions]
+        rope, masks = self._rope(own), self._masks(positions, starts)
         if self.is_first:
             assert self.embed is not None
             x = self.embed(x)  # (batch, seq, hidden)
+            if self.position_embed is not None:
+                x = x + self.position_embed(own)
         for block in self._held:
             x = block(x, rope, masks[block.window])
         if not self.is_last:
@@ -179,6 +209,8 @@ class Decoder(nn.Module):
         x = self.norm(x if wanted is None else x[:, wanted])
         if returns_states:
             return x
+        if targets is not None and self.head is not None and self.head.bias is not None:
+            return cross_entropy(self.head(x), targets)
         if targets is not None:
             return linear_cross_entropy(x, self._head_weight, targets)
         return self.project(x, self._head_weight) if self.head is None else self.head(x)
@@ -198,11 +230,8 @@ class Decoder(nn.Module):
                 f"{self.model.max_seq_len}; shorten the sequence or raise max_seq_len."
             )
 
-    def _rope(self, positions: Tensor, starts: Tensor | None) -> Rope:
+    def _rope(self, own: Tensor) -> Rope:
         """Return cos and signed sin of each position: (1 or batch, seq, 1, rope_dim)."""
-        own = positions[None]  # (1, seq): positions within the document
-        if starts is not None:
-            own = positions - starts[:, positions]  # (batch, seq)
         cos, sin = self.rope_cos[own], self.rope_sin[own]
         wide = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         return wide[0].unsqueeze(2), wide[1].unsqueeze(2)

@@ -1,19 +1,44 @@
 """The dense feed-forward layer, alone or beside experts."""
 
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.kernels.activations import gated
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)), see https://arxiv.org/abs/2002.05202."""
+    """down(act(gate(x)) * up(x)), see https://arxiv.org/abs/2002.05202; down(act(up(x))) without a
+    gate. SwiGLU, which is silu with a gate, has a kernel."""
 
-    def __init__(self, hidden_size: int, ffn_size: int) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        activation: str = "silu",
+        *,
+        has_gate: bool = True,
+        bias: bool = False,
+    ) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, ffn_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, ffn_size, bias=False)
-        self.down_proj = nn.Linear(ffn_size, hidden_size, bias=False)
+        self.activation = activation
+        self.gate_proj = nn.Linear(hidden_size, ffn_size, bias=bias) if has_gate else None
+        self.up_proj = nn.Linear(hidden_size, ffn_size, bias=bias)
+        self.down_proj = nn.Linear(ffn_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., hidden) to (..., hidden)."""
-        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
+        if self.gate_proj is None:
+            return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.activation == "silu":
+            return self.down_proj(gated(gate, up))
+        return self.down_proj(ACTIVATIONS[self.activation](gate) * up)

@@ -2,13 +2,16 @@
 
 Most parameters have one tensor each, under another name. The stacked weights of experts have one
 per expert: expert e's is row `slot_of_expert[e]` of the stack. `slot_of_expert` itself is not
-theirs to know.
+theirs to know. GPT-2 and GPT-NeoX store queries, keys and values as one (`Join`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from paceline.config.huggingface import model_type_of
+import torch
+from torch import Tensor
+
+from paceline.config.huggingface import is_like_llama, model_type_of
 from paceline.config.model import Model
 
 # Parts of a parameter's name: ours, theirs. The order matters only in that a whole prefix is one.
@@ -25,7 +28,36 @@ _NAMES = (
     (".mlp.router.", ".mlp.gate."),
     (".mlp.choice_bias", ".mlp.gate.e_score_correction_bias"),
     ("head.", "lm_head."),
+    ("norm.", "model.norm."),
 )
+# Families that call nearly everything otherwise.
+_NAMES_OF = {
+    "gpt2": (
+        ("embed.", "transformer.wte."),
+        ("position_embed.", "transformer.wpe."),
+        ("blocks.", "transformer.h."),
+        (".attention_norm.", ".ln_1."),
+        (".attention.q_proj.", ".attn.c_attn."),
+        (".attention.o_proj.", ".attn.c_proj."),
+        (".ffn_norm.", ".ln_2."),
+        (".ffn.up_proj.", ".mlp.c_fc."),
+        (".ffn.down_proj.", ".mlp.c_proj."),
+        ("head.", "lm_head."),
+        ("norm.", "transformer.ln_f."),
+    ),
+    "gpt_neox": (
+        ("embed.", "gpt_neox.embed_in."),
+        ("blocks.", "gpt_neox.layers."),
+        (".attention_norm.", ".input_layernorm."),
+        (".attention.q_proj.", ".attention.query_key_value."),
+        (".attention.o_proj.", ".attention.dense."),
+        (".ffn_norm.", ".post_attention_layernorm."),
+        (".ffn.up_proj.", ".mlp.dense_h_to_4h."),
+        (".ffn.down_proj.", ".mlp.dense_4h_to_h."),
+        ("head.", "embed_out."),
+        ("norm.", "gpt_neox.final_layer_norm."),
+    ),
+}
 # What a family calls otherwise.
 _OF_FAMILY = {
     "mixtral": (
@@ -40,17 +72,61 @@ _OF_FAMILY = {
     ),
     "deepseek_v2": ((".shared.", ".shared_experts."),),
     "deepseek_v3": ((".shared.", ".shared_experts."),),
+    "phi": (
+        (".o_proj.", ".dense."),
+        (".up_proj.", ".fc1."),
+        (".down_proj.", ".fc2."),
+        ("model.norm.", "model.final_layernorm."),
+    ),
 }
 _STACKS = (".experts.gate_proj", ".experts.up_proj", ".experts.down_proj")
 _SLOTS = ".slot_of_expert"
+# What is a part of the tensor that the queries' is in.
+_KEYS_VALUES = tuple(f".{each}_proj.{part}" for each in "kv" for part in ("weight", "bias"))
+_JOINED = {"gpt2": _KEYS_VALUES, "gpt_neox": _KEYS_VALUES}
+
+
+class Join(NamedTuple):
+    """How a tensor of theirs holds tensors of ours that have equal shapes."""
+
+    names: tuple[str, ...]
+    """In `Decoder.state_dict()`, in their order."""
+    num_heads: int | None = None
+    """Rows are sorted by heads first, of so many, and by ours within a head; None: by ours."""
+    is_transposed: bool = False
+
+    def joined(self, ours: Sequence[Tensor]) -> Tensor:
+        """Their tensor."""
+        if self.num_heads is None or len(ours) == 1:
+            whole = torch.cat(tuple(ours))
+        else:
+            by_head = [each.unflatten(0, (self.num_heads, -1)) for each in ours]
+            whole = torch.cat(by_head, 1).flatten(0, 1)
+        return whole.mT if self.is_transposed and whole.ndim == 2 else whole
+
+    def parted(self, theirs: Tensor) -> list[Tensor]:
+        """Ours."""
+        whole = theirs.mT if self.is_transposed and theirs.ndim == 2 else theirs
+        if self.num_heads is None or len(self.names) == 1:
+            return list(whole.chunk(len(self.names)))
+        by_head = whole.unflatten(0, (self.num_heads, -1)).chunk(len(self.names), 1)
+        return [each.flatten(0, 1) for each in by_head]
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        """Of their tensor, where each of ours has this one."""
+        whole = (len(self.names) * ours[0], *ours[1:])
+        return whole[::-1] if self.is_transposed else whole
 
 
 class TensorSource(NamedTuple):
-    """Where a tensor of theirs goes: a whole tensor of ours, or an expert's part of a stack."""
+    """Where a tensor of theirs goes: a whole tensor of ours, an expert's part of a stack, or
+    several."""
 
     name: str
-    """In `Decoder.state_dict()`."""
+    """In `Decoder.state_dict()`; the first of several."""
     expert: int | None = None
+    join: Join | None = None
+    """None: the tensor is theirs as it is."""
 
 
 def sources(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSource]:
@@ -62,8 +138,9 @@ def sources(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Te
     Raises:
         InputError: transformers has no family for a network with these experts.
     """
-    # All families of dense networks have the same names.
-    model_type = "dense" if model.experts is None else model_type_of(model)
+    # All families of dense networks like Llama have the same names.
+    is_dense = model.experts is None and is_like_llama(model)
+    model_type = "dense" if is_dense else model_type_of(model)
     found = {}
     for name, shape in shapes.items():
         if name.endswith(_STACKS):
@@ -72,9 +149,19 @@ def sources(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Te
                 found[_theirs(f"{stack}.{expert}.{kind}.weight", model_type)] = TensorSource(
                     name, expert
                 )
-        elif not name.endswith(_SLOTS):
-            found[_theirs(name, model_type)] = TensorSource(name)
+        elif not name.endswith((_SLOTS, *_JOINED.get(model_type, ()))):
+            join = _join(name, model, model_type)
+            found[_theirs(name, model_type)] = TensorSource(name, join=join)
     return found
+
+
+def _join(name: str, model: Model, model_type: str) -> Join | None:
+    is_transposed = model_type == "gpt2" and name.endswith("_proj.weight")
+    if ".q_proj." in name and model_type in _JOINED:
+        names = tuple(name.replace(".q_proj.", f".{each}_proj.") for each in "qkv")
+        num_heads = model.num_heads if model_type == "gpt_neox" else None
+        return Join(names, num_heads, is_transposed)
+    return Join((name,), None, is_transposed) if is_transposed else None
 
 
 def slots_name(stack: str) -> str:
@@ -82,10 +169,24 @@ def slots_name(stack: str) -> str:
     return stack.rsplit(".", 2)[0] + _SLOTS
 
 
+def their_name(model: Model, name: str) -> str:
+    """Their name of a tensor of ours that is one by itself."""
+    return next(iter(sources(model, {name: ()})))
+
+
+def as_stored(
+    wanted: Mapping[str, TensorSource], stored: Collection[str]
+) -> dict[str, TensorSource]:
+    """Tensors under the names that files have: GPT-2's, as it was published, have no prefix."""
+    prefix = "transformer." if "wte.weight" in stored else ""
+    return {name.removeprefix(prefix): source for name, source in wanted.items()}
+
+
 def _theirs(name: str, model_type: str) -> str:
-    for ours, theirs in (*_NAMES, *_OF_FAMILY.get(model_type, ())):
+    table = _NAMES_OF.get(model_type, (*_NAMES, *_OF_FAMILY.get(model_type, ())))
+    for ours, theirs in table:
         if ours.startswith("."):
             name = name.replace(ours, theirs)
         elif name.startswith(ours):
             name = theirs + name.removeprefix(ours)
-    return "model." + name if name.startswith("norm.") else name
+    return name

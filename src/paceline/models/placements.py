@@ -27,7 +27,8 @@ Style = Literal[
   ranks' different heads and columns are added up on the way back.
 - layer: entered as input; what it returns on the ranks is added up and goes to the stream.
 - column: in a layer; each has some output columns.
-- row: in a layer; each has the input columns that fit them, and the sum goes to the stream.
+- row: in a layer; each has the input columns that fit them, and the sum goes to the stream. One
+  rank adds the bias, which all hold.
 - summand: as row, without a sum of its own.
 - inner: in a layer; whole on each, and works on what the rank has of its input.
 - experts: in a layer; left to expert parallelism, which cuts experts along tp too.
@@ -40,6 +41,8 @@ def placements(model: Model) -> dict[str, Style]:
     A key is a module's name as in `named_modules`; * is the number of any block.
     """
     styles: dict[str, Style] = {"embed": "embedding", "norm": "final_norm"}
+    if model.positions == "learned":
+        styles["position_embed"] = "embedding"
     if not model.tie_embeddings:
         styles["head"] = "head"
     block: dict[str, Style] = {"attention_norm": "norm", "ffn_norm": "norm"}

@@ -33,7 +33,7 @@ from paceline.config.huggingface import from_hf, to_hf
 from paceline.config.model import Model
 from paceline.models.attention import Attend
 from paceline.models.decoder import Decoder
-from paceline.models.names import TensorSource, slots_name, sources
+from paceline.models.names import TensorSource, as_stored, slots_name, sources, their_name
 from paceline.models.shares import assign, assign_row, held_rows
 
 Shapes = dict[str, tuple[int, ...]]
@@ -42,6 +42,11 @@ _OBJECT = TypeAdapter(dict[str, Any])
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+_TABLES = (
+    *(".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"),
+    *(".attention.bias", ".attention.masked_bias"),
+)
+"""What names of tensors end with that follow from the config.json."""
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -118,7 +123,8 @@ def check_weights(model: Model, directory: str | Path) -> dict[str, Path]:
     shapes = shapes_of(model)
     found = read_shapes(files, model)
     _check_tied(model, found, files)
-    check_shapes(_their_shapes(sources(model, shapes), shapes), found, str(directory))
+    wanted = as_stored(sources(model, shapes), files)
+    check_shapes(_their_shapes(wanted, shapes), found, str(directory))
     return files
 
 
@@ -147,7 +153,8 @@ def copy_weights(decoder: Decoder, files: Mapping[str, Path]) -> None:
         files: of each tensor; what isn't named stays as it is.
     """
     tensors = decoder.state_dict(keep_vars=True)
-    wanted = sources(decoder.model, {name: tuple(each.shape) for name, each in tensors.items()})
+    shapes = {name: tuple(each.shape) for name, each in tensors.items()}
+    wanted = as_stored(sources(decoder.model, shapes), files)
     decoder.reset_buffers()  # also puts every expert in the slot of its number
     rows = {name: held_rows(tensor) for name, tensor in tensors.items() if tensor.ndim == 3}
     for path, names in by_file(files).items():
@@ -165,7 +172,11 @@ def _take(
     rows: Mapping[str, list[int]],
 ) -> None:
     """Copy one tensor of a file into what this rank has of ours; an expert elsewhere isn't read."""
-    if source.expert is None:
+    if source.join is not None:
+        parts = source.join.parted(file.get_tensor(name))
+        for ours, part in zip(source.join.names, parts, strict=True):
+            assign(tensors[ours], part)
+    elif source.expert is None:
         assign(tensors[source.name], file.get_tensor(name))
     elif source.expert in rows[source.name]:
         place = rows[source.name].index(source.expert)
@@ -241,17 +252,22 @@ def write_state(
 
 
 def _given(source: TensorSource, state: Mapping[str, Tensor]) -> Tensor:
-    """The tensor of ours that becomes one of theirs: a view."""
+    """The tensor of ours that becomes one of theirs: a view, or several put together."""
+    if source.join is not None:
+        return source.join.joined([state[name] for name in source.join.names])
     if source.expert is None:
         return state[source.name]
     return state[source.name][int(state[slots_name(source.name)][source.expert])]
 
 
 def _their_shapes(wanted: Mapping[str, TensorSource], shapes: Shapes) -> Shapes:
-    return {
-        name: shapes[source.name] if source.expert is None else shapes[source.name][1:]
-        for name, source in wanted.items()
-    }
+    return {name: their_shape(source, shapes) for name, source in wanted.items()}
+
+
+def their_shape(source: TensorSource, shapes: Shapes) -> tuple[int, ...]:
+    """The shape of one of their tensors, by the shapes of ours."""
+    shape = shapes[source.name] if source.expert is None else shapes[source.name][1:]
+    return shape if source.join is None else source.join.shape(shape)
 
 
 def check_shapes(expected: Shapes, found: Shapes, where: str) -> None:
@@ -340,19 +356,19 @@ def read_shapes(files: dict[str, Path], model: Model) -> Shapes:
 def _left_out(name: str, model: Model) -> bool:
     """What transformers leaves out as well.
 
-    Llama 2 directories store a table that follows from the config.json, DeepSeek-V3's a last layer
-    that predicts further tokens.
+    Llama 2 directories store a table that follows from the config.json, those of GPT-2 and GPT-NeoX
+    masks, DeepSeek-V3's a last layer that predicts further tokens.
     """
     extra = f"model.layers.{model.num_layers}."
-    return name.endswith(".rotary_emb.inv_freq") or (
-        model.latent is not None and name.startswith(extra)
-    )
+    return name.endswith(_TABLES) or (model.latent is not None and name.startswith(extra))
 
 
 def _check_tied(model: Model, found: Shapes, files: dict[str, Path]) -> None:
     """Accept a stored head beside a tied embedding if it is the same, and drop it from `found`."""
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    if not model.tie_embeddings or head not in found or embedding not in found:
+    if not model.tie_embeddings:
+        return
+    head, embedding = (their_name(model, name) for name in ("head.weight", "embed.weight"))
+    if head not in found or embedding not in found:
         return
     with opened(files[head]) as first, opened(files[embedding]) as second:
         if not torch.equal(first.get_tensor(head), second.get_tensor(embedding)):

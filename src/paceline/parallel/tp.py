@@ -63,10 +63,20 @@ class _Ranks:
         summand = DTensor.from_local(x, self.mesh, [Partial()], run_check=False)
         return summand.redistribute(placements=[self.stream]).to_local()
 
-    def place(self, module: nn.Module, placement: Placement) -> None:
-        """Make the parameters of a module DTensors; all ranks hold the same values before."""
+    def place(
+        self,
+        module: nn.Module,
+        placement: Placement,
+        others: Mapping[str, Placement] | None = None,
+    ) -> None:
+        """Make the parameters of a module DTensors; all ranks hold the same values before.
+
+        Args:
+            others: the placements of parameters that have another one, by name.
+        """
         for name, p in module.named_parameters(recurse=False):
-            spread = distribute_tensor(p, self.mesh, [placement], src_data_rank=None)
+            where = [(others or {}).get(name, placement)]
+            spread = distribute_tensor(p, self.mesh, where, src_data_rank=None)
             module.register_parameter(name, nn.Parameter(spread, p.requires_grad))
 
 
@@ -173,10 +183,17 @@ def _column(module: nn.Module, ranks: _Ranks) -> None:
 
 
 def _summand(module: nn.Module, ranks: _Ranks) -> None:
-    if getattr(module, "bias", None) is not None:
-        raise ValueError("a row-parallel module with a bias would add it once per rank.")
-    ranks.place(module, Shard(1))
-    compute_with(module, local_part)
+    ranks.place(module, Shard(1), {"bias": Replicate()})
+    adds_bias = ranks.mesh.get_local_rank() == 0
+
+    def seen_as(parameter: Tensor) -> Tensor:
+        local = local_part(parameter)
+        if parameter.ndim > 1 or adds_bias:
+            return local
+        # Zero, with a gradient: what comes back from the sum is whole on every rank.
+        return local - local.detach()
+
+    compute_with(module, seen_as)
 
 
 def _row(module: nn.Module, ranks: _Ranks) -> None:

@@ -177,7 +177,7 @@ def _all_but_scores(setting: Setting, kind: BlockKind, points: Points, shape: Bl
     hidden = setting.model.hidden_size
     masks = 2 * hidden * shape.stream_tokens if setting.stack.dropout else 0
     return (
-        2 * _norm(hidden, shape)
+        _norms(setting.model, shape)
         + _attention(setting, kind, points, shape)
         + _feed_forward(setting, kind, shape)
         + masks
@@ -185,9 +185,20 @@ def _all_but_scores(setting: Setting, kind: BlockKind, points: Points, shape: Bl
     )
 
 
-def _norm(width: float, shape: BlockShape) -> Array:
-    """What a norm of the stream saves of its input, and its reciprocal root mean square."""
-    return shape.stream_tokens * (width * _norm_input(shape.stream, shape) + _FP32)
+def _norms(model: Model, shape: BlockShape) -> Array:
+    """What the norms of a block save; norms of one input save it once, if they save it as it is."""
+    norms = model.num_block_norms
+    if model.residual == "sequential" or model.norm == "rms":
+        return norms * _norm(model, shape)
+    return _norm(model, shape) + (norms - 1) * shape.stream_tokens * 2 * _FP32
+
+
+def _norm(model: Model, shape: BlockShape) -> Array:
+    """What a norm of the stream saves of its input, and its reciprocal root mean square; a layer
+    norm also the mean."""
+    if model.norm == "layer":
+        return shape.stream_tokens * (model.hidden_size * shape.stream + 2 * _FP32)
+    return shape.stream_tokens * (model.hidden_size * _norm_input(shape.stream, shape) + _FP32)
 
 
 def _norm_input(given: Array, shape: BlockShape) -> Array:
@@ -279,6 +290,8 @@ def _feed_forward(setting: Setting, kind: BlockKind, shape: BlockShape) -> Array
     if kind.has_experts and model.experts is not None:
         return _expert_layer(setting, model.experts, shape)
     read = _product_input(model.hidden_size, 2 if model.gated else 1, shape)
+    if model.residual == "parallel_shared":  # attention reads it too
+        read = np.where(shape.autocast, read, 0)
     inner = _inner_bytes(model, shape, shape.kept) * model.ffn_size / shape.tp
     return read + shape.tokens * inner
 
@@ -287,7 +300,8 @@ def _inner_bytes(model: Model, shape: BlockShape, kept: Array) -> Array:
     """Of the tensors of the inner width that a feed-forward layer keeps, bytes per column: in the
     last one, which a product reads, `kept` per number."""
     eager, fused = (4, 3) if model.gated else (2, 2)
-    return (np.where(shape.fused, fused, eager) - 1) * shape.value + kept
+    is_fused = shape.fused if model.activation == "silu" else shape.compiled
+    return (np.where(is_fused, fused, eager) - 1) * shape.value + kept
 
 
 def _expert_layer(setting: Setting, experts: Experts, shape: BlockShape) -> Array:
@@ -431,7 +445,7 @@ def kept_ends(setting: Setting, points: Points) -> Array:
     """Bytes that the final norm and the head keep of a micro-batch, besides logits: (n,)."""
     shape = shape_of(setting, points)
     hidden = setting.model.hidden_size
-    return _norm(hidden, shape) + shape.read_tokens * hidden * shape.value
+    return _norm(setting.model, shape) + shape.read_tokens * hidden * shape.value
 
 
 def head_activations(setting: Setting, points: Points) -> Array:

@@ -49,7 +49,8 @@ def block_params(model: Model, kind: BlockKind) -> BlockParams:
     experts = model.experts if kind.has_experts else None
     matrices = 3 if model.gated else 2
     routed = 0
-    whole = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
+    whole = model.num_block_norms * model.norm_params + model.num_row_biases(kind.layer)
+    whole += 2 * model.head_dim if model.qk_norm else 0
     if experts is not None:
         routed = experts.num_experts * matrices * model.hidden_size * experts.ffn_size
         whole += model.hidden_size * (experts.num_experts + int(experts.shared_gate))
@@ -86,11 +87,13 @@ def _of_block(setting: Setting, points: Points) -> tuple[Array, Array]:
 def _ends(setting: Setting, points: Points, holdings: Holdings) -> Array:
     """Embedding, final norm and head: (s, n). A tied head shares the embedding's table only where
     no pipeline parts them."""
-    tables = holdings.embeddings + holdings.heads
-    if setting.model.tie_embeddings:
+    model, tables = setting.model, holdings.embeddings + holdings.heads
+    if model.tie_embeddings:
         tables = np.where(points.pp == 1, np.minimum(tables, 1), tables)
-    table = setting.model.num_embedding_params / points.tp
-    return tables * table + holdings.heads * setting.model.hidden_size
+    table = model.num_embedding_params / points.tp
+    positions = holdings.embeddings * model.num_position_params / points.tp
+    bias = model.vocab_size / points.tp if model.head_bias else 0
+    return tables * table + positions + holdings.heads * (model.norm_params + bias)
 
 
 def largest_of_block(setting: Setting, points: Points) -> Array:
@@ -108,7 +111,8 @@ def largest_of_block(setting: Setting, points: Points) -> Array:
 def largest_matrix(setting: Setting, points: Points) -> Array:
     """Parameters in a rank's shard of the largest matrix: (n,)."""
     model = setting.model
-    largest = model.hidden_size * max(model.vocab_size, model.ffn_size)
+    widths = model.hidden_size * max(model.vocab_size, model.ffn_size)
+    largest = max(widths, model.num_position_params)
     return largest / (points.tp * dense_groups(points).shards)
 
 

@@ -94,18 +94,19 @@ def block_work(setting: Setting, points: Points, kind: BlockKind) -> PartWork:
 def embedding_work(setting: Setting, points: Points) -> PartWork:
     """The look-up, and what its gradient does to the table."""
     model, sizes = setting.model, sizes_of(setting, points)
-    table = model.num_embedding_params / points.tp
+    positions = model.num_position_params
+    table = (model.num_embedding_params + positions) / points.tp
     stream = sizes.tokens * model.hidden_size * sizes.stream_bytes
     return PartWork(
         sweeps=(
-            MemoryOp(2 * stream, like(1), False),
+            MemoryOp((5 if positions else 2) * stream, like(3 if positions else 1), False),
             # The gradient of the table is dense: it is filled with zeros, then rows are added.
             MemoryOp(table * sizes.stream_bytes + 3 * stream, like(3), True),
         ),
         # Each tp rank has some rows of the table: the sum goes to the stream.
-        exchanges=enter_or_leave(points, stream, 1.0, leave=True),
+        exchanges=enter_or_leave(points, stream, 2.0 if positions else 1.0, leave=True),
         params=table,
-        tensors=1,
+        tensors=2 if positions else 1,
     )
 
 
@@ -117,7 +118,8 @@ def head_work(setting: Setting, points: Points) -> PartWork:
     logits = asked * vocab
     forward, backward = _loss_bytes(setting, sizes)
     stream = sizes.stream_tokens * hidden * sizes.stream_bytes
-    params = hidden + np.where(model.tie_embeddings, 0.0, model.num_embedding_params / points.tp)
+    own = 0 if model.tie_embeddings else model.num_embedding_params
+    own += model.vocab_size if model.head_bias else 0
     return PartWork(
         products=(MatmulOp(asked, vocab, like(hidden), PLAIN),),
         sweeps=(
@@ -127,7 +129,7 @@ def head_work(setting: Setting, points: Points) -> PartWork:
             MemoryOp(logits * backward, like(3), True),
         ),
         exchanges=_head_exchanges(points, sizes, hidden),
-        params=params,
+        params=model.norm_params + own / points.tp,
         tensors=1 if model.tie_embeddings else 2,
     )
 
@@ -157,12 +159,13 @@ def _head_exchanges(points: Points, sizes: Sizes, hidden: int) -> tuple[Collecti
 
 def _stream(setting: Setting, sizes: Sizes) -> PartWork:
     """Norms, residual sums, casts and dropout: what happens to the residual stream."""
-    hidden = setting.model.hidden_size
+    hidden, norms = setting.model.hidden_size, setting.model.num_block_norms
     stream = sizes.stream_tokens * hidden * sizes.stream_bytes
-    # Two norms and two sums; fused, each sum and norm is one pass over two inputs and outputs.
-    # Backward: each norm, and the sum of the gradients of the branches (three of q, k and v, two
-    # of gate and up).
+    # Two norms (or one) and two sums; fused, each sum and norm is one pass over two inputs and
+    # outputs. Backward: each norm, and the sum of the gradients of the branches (three of q, k and
+    # v, two of gate and up).
     forward, backward = np.where(sizes.fused, 8, 10), np.where(sizes.fused, 14, 26)
+    forward, backward = forward - 2 * (2 - norms), backward - 4 * (2 - norms)
     kernels, backward_kernels = np.where(sizes.fused, 3.0, 4.0), np.where(sizes.fused, 6.0, 12.0)
     dropped = 4.0 if setting.stack.dropout else 0.0
     casts = np.where(sizes.casts, 5 * sizes.tokens * hidden * 6, 0)
@@ -173,17 +176,17 @@ def _stream(setting: Setting, sizes: Sizes) -> PartWork:
                 stream * (backward + dropped) + casts, backward_kernels + 5 * sizes.casts, True
             ),
         ),
-        params=like(2.0 * hidden),
-        tensors=2,
+        params=like(float(norms * setting.model.norm_params)),
+        tensors=norms,
         in_block=True,
     )
 
 
 def _biases(model: Model, points: Points, sizes: Sizes) -> PartWork:
-    """Networks without gates (GPT, BERT) have a bias in each linear layer and norm. Adding it is
-    part of the next kernel; its gradient is a sum over the tokens.
+    """Biases of linear layers and norms (GPT, BERT). Adding one is part of the next kernel; its
+    gradient is a sum over the tokens. Published networks without gates have them, said or not.
     """
-    if model.gated or model.experts is not None:
+    if (model.gated and not model.bias) or model.experts is not None:
         return PartWork()
     width = (3 * model.hidden_size + model.ffn_size) / points.tp + 2 * model.hidden_size
     summed = sizes.tokens * width * sizes.value_bytes

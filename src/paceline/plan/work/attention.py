@@ -28,9 +28,11 @@ def plain_attention(model: Model, points: Points, sizes: Sizes) -> PartWork:
     m, k = sizes.tokens, like(hidden)
     # Where there are more tp ranks than key heads, ranks hold copies of them.
     own_key = np.maximum(key / points.tp, model.head_dim)
-    biases = (query + 2 * key if model.qkv_bias else 0) / points.tp
+    has_biases = model.qkv_bias or model.bias
+    biases = (query + 2 * key if has_biases else 0) / points.tp + (hidden if model.bias else 0)
     norms = 2.0 * model.head_dim if model.qk_norm else 0.0
-    rotated = _rotation(sizes, query / points.tp + own_key)
+    turned = (query / points.tp + own_key) * (model.rope_dim / model.head_dim)
+    rotated = _rotation(sizes, turned) if model.rope_dim else ()
     outward = MatmulOp(m, k, query / points.tp, LINEAR)
     key_or_value = MatmulOp(m, own_key, k, LINEAR, readers=3)
     inward: tuple[MatmulOp, ...] = (MatmulOp(m, query / points.tp, k, LINEAR, readers=3),)
@@ -41,7 +43,7 @@ def plain_attention(model: Model, points: Points, sizes: Sizes) -> PartWork:
         products=(*inward, outward),
         sweeps=rotated + (_head_norms(sizes, query / points.tp + own_key) if norms else ()),
         params=hidden * (2 * query / points.tp + 2 * own_key) + biases + norms,
-        tensors=len(inward) + 1 + (len(inward) if model.qkv_bias else 0) + (2 if norms else 0),
+        tensors=len(inward) + 1 + (len(inward) if has_biases else 0) + (2 if norms else 0),
     )
 
 

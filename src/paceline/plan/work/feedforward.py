@@ -38,7 +38,9 @@ _TOKENS_TIME = 1.1
 
 def feed_forward(model: Model, points: Points, sizes: Sizes) -> PartWork:
     """A dense layer, of which each tp rank has some columns."""
-    return _mlp(model, sizes, model.ffn_size / points.tp)
+    biases = ((3 if model.gated else 2) - 1) * model.ffn_size / points.tp + model.hidden_size
+    layer = _mlp(model, sizes, model.ffn_size / points.tp)
+    return layer + PartWork(params=biases) if model.bias else layer
 
 
 def _mlp(model: Model, sizes: Sizes, ffn: Array) -> PartWork:

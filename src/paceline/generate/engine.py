@@ -107,7 +107,9 @@ class Engine:
         """Of a forward pass."""
         self.weight_form: WeightForm = "as_trained"
         if others is None:
-            self._memory = Memory(shape, num_blocks, size, first.dtype, first.device)
+            self._memory = Memory(
+                shape, num_blocks, size, first.dtype, first.device, is_exact=serving.exact
+            )
             self.weight_form = chosen_form(decoder, serving, most)
             self._runner = Runner(
                 decoder,

@@ -4,13 +4,14 @@ How it works: a forward pass has packed tokens, (1, num_tokens), of several sequ
 writes its new keys and values into blocks, and each token attends to those of its own sequence.
 
 - A part of a prompt attends in one call of torch's attention, over its sequence's keys in order.
-- Single tokens, one of each sequence, attend all together. The blocks that a token sees are cut
-  into pieces of equally many, as large as filling them up allows. Pieces are copied together and
-  attend in one batched product each for scores and results; the results of a token with several
-  pieces are combined by the logarithms of their sums (flash-decoding,
-  https://pytorch.org/blog/flash-decoding/). With one query per sequence torch's attention for CPUs
-  takes longer: 32 sequences of 128 tokens, 8 heads over 4 of 64 numbers, one core: 1.8 ms a layer
-  and 0.6 so (bf16 1.2 and 0.3; EPYC, torch 2.13).
+- Single tokens, one of each sequence, attend all together. On a CPU their scores and results are
+  sums of the rows of blocks (`bags`). Elsewhere, and for latent attention and many heads over one,
+  the blocks that a token sees are cut into pieces of equally many, as large as filling them up
+  allows. Pieces are copied together and attend in one batched product each for scores and results;
+  the results of a token with several pieces are combined by the logarithms of their sums
+  (flash-decoding, https://pytorch.org/blog/flash-decoding/). With one query per sequence torch's
+  attention for CPUs takes longer: 32 sequences of 128 tokens, 8 heads over 4 of 64 numbers, one
+  core: 1.8 ms a layer and 0.6 so (bf16 1.2 and 0.3; EPYC, torch 2.13).
 - `is_exact` treats all tokens as single ones, and attends block by block with torch's attention:
   then no result depends on what else is computed.
 
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.comm.local_part import local_part
+from paceline.generate.bags import MOST_QUERIES, SummedTokens
 from paceline.models.attention import LatentAttention, Sdpa
 from paceline.models.decoder import Block, Decoder
 
@@ -47,17 +49,20 @@ class KeyShape:
     """Of a key, and of a value where there are any."""
     has_values: bool
     """False: values are a part of the keys."""
+    queries: int
+    """Heads of queries over each of keys."""
 
     @staticmethod
     def of(decoder: Decoder) -> "KeyShape":
         """Of a network, or of a rank's part of one."""
         attention, num_layers = blocks_of(decoder)[0].attention, len(decoder.blocks)
         if isinstance(attention, LatentAttention):
-            return KeyShape(
-                num_layers, 1, attention.shape.kv_rank + attention.shape.rope_dim, False
-            )
+            width = attention.shape.kv_rank + attention.shape.rope_dim
+            return KeyShape(num_layers, 1, width, False, decoder.model.num_heads)
         rows = local_part(attention.k_proj.weight).shape[0]
-        return KeyShape(num_layers, rows // attention.head_dim, attention.head_dim, True)
+        queries = decoder.model.num_heads // decoder.model.num_kv_heads
+        width = attention.head_dim
+        return KeyShape(num_layers, rows // width, width, True, queries)
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
         """What a block takes, in all layers."""
@@ -69,6 +74,9 @@ class Memory:
     """The keys and values of all blocks: (num_layers, num_blocks, num_heads, block_size, width).
 
     There is one block more than was asked for: whatever nobody wants is written there.
+
+    Args:
+        is_exact: single tokens attend in exact passes only.
     """
 
     def __init__(
@@ -78,13 +86,25 @@ class Memory:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        is_exact: bool = False,
     ) -> None:
         self.block_size, self.num_blocks, self.spare_block = block_size, num_blocks, num_blocks
+        self.shape = shape
+        self.has_columns = (
+            device.type == "cpu"
+            and shape.has_values
+            and shape.queries <= MOST_QUERIES
+            and not is_exact
+        )
+        """Whether keys lie by column, and single tokens attend by `bags`."""
         self.block_bytes = shape.block_bytes(block_size, dtype)
         size = (shape.num_layers, num_blocks + 1, shape.num_heads, block_size, shape.width)
         # Not filled: what no sequence has used yet takes no memory on a CPU.
         self.keys = torch.empty(size, dtype=dtype, device=device)
         self.values = torch.empty_like(self.keys) if shape.has_values else self.keys
+        if self.has_columns:
+            self.keys = self.keys.view(*size[:3], shape.width, block_size).mT
         self.clear([self.spare_block])
 
     def clear(self, blocks: Sequence[int]) -> None:
@@ -150,20 +170,33 @@ class Packed:
         """Who sees whom, where tokens see `window` ones; None: all before."""
         if window not in self._views:
             parts = [_SeveralTokens(part, window, self._memory) for part in self._several]
-            single = (
-                _SingleTokens(self._single, window, self._memory, is_exact=self._is_exact)
-                if self._single
-                else None
-            )
-            self._views[window] = _View(self, parts, single)
+            self._views[window] = _View(self, parts, self._single_tokens(window))
         return self._views[window]
+
+    def _single_tokens(self, window: int | None) -> "_SingleTokens | SummedTokens | None":
+        if not self._single:
+            return None
+        if not self._memory.has_columns or self._is_exact:
+            return _SingleTokens(self._single, window, self._memory, is_exact=self._is_exact)
+        shape, dtype = self._memory.shape, self._memory.keys.dtype
+        return SummedTokens(
+            np.array([part.row for part in self._single]),
+            np.array([part.first for part in self._single]),
+            [part.blocks for part in self._single],
+            window,
+            self._memory.block_size,
+            shape.num_heads,
+            shape.width,
+            shape.queries,
+            _computed_in(dtype),
+        )
 
 
 @dataclass(frozen=True)
 class _View:
     packed: Packed
     parts: Sequence["_SeveralTokens"]
-    single: "_SingleTokens | None"
+    single: "_SingleTokens | SummedTokens | None"
 
 
 class PagedAttend:

@@ -94,6 +94,7 @@ class Memory:
         self.has_columns = (
             device.type == "cpu"
             and shape.has_values
+            and dtype.is_floating_point
             and shape.queries <= MOST_QUERIES
             and not is_exact
         )

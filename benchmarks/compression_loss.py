@@ -47,7 +47,8 @@ from paceline.machine.freed_memory import keep_freed_memory
 from paceline.plan.resolve import resolve
 from paceline.train.data import prepare
 from paceline.train.families import task_of
-from paceline.train.optim import build_optimizer, learning_rate
+from paceline.train.learning_rates import learning_rate
+from paceline.train.optimizers import build_optimizer
 
 FORMS = ("quinary", "int4", "int8", "powersgd:32", "onebit", "powersgd:16", "topk:0.1")
 EXACT = "none"

@@ -36,7 +36,8 @@ from paceline.config.job import Job, decided, read_job
 from paceline.machine.discovery import num_cores
 from paceline.machine.freed_memory import keep_freed_memory
 from paceline.train.families import task_of
-from paceline.train.optim import build_optimizer, learning_rate
+from paceline.train.learning_rates import learning_rate
+from paceline.train.optimizers import build_optimizer
 from paceline.train.results import StepResult
 from paceline.train.task import Step, Task
 from paceline.train.trainer import Trainer

@@ -11,10 +11,11 @@ from paceline.config.comm import Comm, DpComm, EmbeddingComm, EpComm, FsdpComm, 
 from paceline.config.elastic import Elastic
 from paceline.config.hardware import ClusterSpec
 from paceline.config.heads import Heads
-from paceline.config.job_sections import Checkpoint, CustomModel, Data, Observe, Optim, Train
+from paceline.config.job_sections import Checkpoint, CustomModel, Data, Observe, Train
 from paceline.config.layers import Experts, LatentAttention, RopeScaling
 from paceline.config.layout import LayoutSpec
 from paceline.config.model import Model
+from paceline.config.optim import Optim, ParameterGroup
 from paceline.config.prices import Prices
 from paceline.config.recommender import Clicks, Dlrm, RowOptim
 from paceline.config.vision import EfficientNet, ResNet
@@ -49,6 +50,7 @@ SECTIONS = {
     "data": Data,
     "data.clicks": Clicks,
     "optim": Optim,
+    "[optim.groups]": ParameterGroup,
     "optim.rows": RowOptim,
     "train": Train,
     "checkpoint": Checkpoint,

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from paceline.config.job import Job, decided, read_job
 from paceline.models.decoder import Decoder
-from paceline.train.optim import learning_rate
+from paceline.train.learning_rates import learning_rate
 
 
 @dataclass(frozen=True)

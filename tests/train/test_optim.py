@@ -16,15 +16,17 @@ from torch.distributed.tensor import (
     init_device_mesh,
 )
 
-from paceline.config.job_sections import Optim
 from paceline.config.layout import Layout
 from paceline.config.model import Model
+from paceline.config.optim import Optim
 from paceline.kernels import launch
 from paceline.kernels.adamw.eight_bit import decode, encode, num_row_dims, zeros
 from paceline.kernels.loss import cross_entropy
 from paceline.models.decoder import Decoder
 from paceline.train import optim as optim_module
-from paceline.train.optim import AdamW, build_optimizer, learning_rate, skip_if
+from paceline.train.learning_rates import learning_rate
+from paceline.train.optim import AdamW, skip_if
+from paceline.train.optimizers import build_optimizer
 from tests.kernels.agreement import DEVICE, kernels, relative_error, with_kernels
 from tests.ranks import run_ranks
 
@@ -61,6 +63,22 @@ def test_wsd_stays_and_then_falls_linearly():
     assert curve[-1] == pytest.approx(0.1)
     falls = [a - b for a, b in pairwise(curve[79:])]
     assert falls == pytest.approx([0.9 / 20] * len(falls))
+
+
+def test_polynomial_falls_as_its_power_says():
+    curve = _curve(schedule="polynomial", warmup_steps=19, power=2.0)
+    assert curve[18:20] == pytest.approx([1.0, 1.0])
+    assert curve[59] == pytest.approx(0.1 + 0.9 * 0.25)
+    assert curve[-1] == pytest.approx(0.1)
+
+
+def test_inverse_sqrt_falls_by_the_root_of_the_steps_to_the_floor():
+    curve = _curve(schedule="inverse_sqrt", warmup_steps=4)
+    assert curve[3] == pytest.approx(1.0)
+    assert curve[15] == pytest.approx(0.5)
+    assert Optim(lr=1.0, schedule="inverse_sqrt", warmup_steps=4).final_lr_ratio == 0.1
+    late = learning_rate(Optim(lr=1.0, schedule="inverse_sqrt", warmup_steps=4), 10**4, 10**5)
+    assert late == pytest.approx(0.1)
 
 
 def test_constant_stays():

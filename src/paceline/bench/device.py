@@ -24,10 +24,10 @@ from paceline.bench.convolution import conv_time
 from paceline.bench.core_contention import measure_sharing
 from paceline.config.curves import AttentionCurve, DeviceCurves, MatmulCurve, MemoryCurve
 from paceline.config.hardware import Device, Figure
-from paceline.config.job_sections import Optim
 from paceline.config.layout import Layout
+from paceline.config.optim import Optim
 from paceline.models.attention import Sdpa
-from paceline.train.optim import build_optimizer
+from paceline.train.optimizers import build_optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Operands of a call rotate through this much: more than a core's own caches, or twice the

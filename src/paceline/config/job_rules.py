@@ -9,10 +9,10 @@ from paceline.config.job_sections import (
     Checkpoint,
     Data,
     Observe,
-    Optim,
     Sections,
     Train,
 )
+from paceline.config.optim import Optim
 from paceline.config.recommender import RowOptim
 
 LENGTHS = ("steps", "epochs", "tokens")
@@ -101,7 +101,42 @@ def disagreement(job: Sections) -> str | None:
             f"optim.final_lr_ratio = {optim.final_lr_ratio} has no effect with "
             'optim.schedule = "constant": leave it out or use another schedule.'
         )
-    return _of_language_models(job) or _elastic(job) or _exact(job) or _recommenders(job)
+    return (
+        _optimizer(job)
+        or _of_language_models(job)
+        or _elastic(job)
+        or _exact(job)
+        or _recommenders(job)
+    )
+
+
+def _optimizer(job: Sections) -> str | None:
+    """What is set that an optimizer doesn't take, or can't do."""
+    optim, layout = job.optim, job.layout
+    setting = f'optim.name = "{optim.name}"'
+    if optim.problem is not None or optim.name == "adamw":
+        return optim.problem
+    if layout.optimizer_state == "8bit":
+        return (
+            f'layout.optimizer_state = "8bit" is of AdamW, but {setting}: use "full", or '
+            'optim.name = "adamw".'
+        )
+    if "optimizer" in layout.offload:
+        return (
+            f'layout.offload = "optimizer" is of AdamW, but {setting}: leave it out, or use '
+            'optim.name = "adamw".'
+        )
+    if job.elastic.exact:
+        return (
+            f"elastic.exact = true needs an update with the same bits on any number of ranks, but "
+            f'{setting}: use optim.name = "adamw", or set exact to false.'
+        )
+    if optim.name == "schedulefree" and job.comm.local.method != "none":
+        return (
+            f"{setting} evaluates a mean that each worker has of its own with comm.local.method = "
+            f'"{job.comm.local.method}": use another optimizer, or method = "none".'
+        )
+    return None
 
 
 def _of_language_models(job: Sections) -> str | None:

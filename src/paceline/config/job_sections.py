@@ -13,7 +13,8 @@ from paceline.config.hardware import ClusterSpec
 from paceline.config.heads import Heads
 from paceline.config.layout import LayoutSpec
 from paceline.config.model import Model
-from paceline.config.recommender import Clicks, Dlrm, RowOptim
+from paceline.config.optim import Optim
+from paceline.config.recommender import Clicks, Dlrm
 from paceline.config.vision import EfficientNet, ResNet
 
 LOCAL_HOST = "127.0.0.1"
@@ -56,27 +57,6 @@ class Data(FrozenConfig):
     """The most that it may take, GB (10^9 bytes): each start removes what was used longest ago, but
     nothing that is in use. None: no limit."""
     clicks: Clicks = Clicks()
-
-
-class Optim(FrozenConfig):
-    """AdamW, its learning-rate schedule and gradient clipping."""
-
-    lr: float = Field(3e-4, gt=0, le=1e3)
-    """Peak learning rate."""
-    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0, le=1e3)
-    weight_decay: float = Field(0.1, ge=0, le=1e3)
-    """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
-    clip_norm: float = Field(1.0, ge=0, le=1e15)
-    """Largest global gradient norm; 0: gradients are not clipped."""
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After the warm-up: cosine to the floor; or stay and fall linearly at the end; or stay."""
-    warmup_steps: CountOrNone = 0
-    decay_steps: CountOrNone = 0
-    """Length of the last, falling part of "wsd", steps."""
-    final_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """Learning rate at the last step over the peak."""
-    rows: RowOptim = RowOptim()
 
 
 class Train(FrozenConfig):

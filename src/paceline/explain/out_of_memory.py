@@ -214,10 +214,12 @@ def _single(job: Job) -> Iterator[tuple[str, ...]]:
         yield ("layout.recompute=selective",)
     if layout.recompute != "full":
         yield ("layout.recompute=full",)
-    if layout.optimizer_state == "full":
+    has_adamw = job.optim.name == "adamw"
+    if layout.optimizer_state == "full" and has_adamw:
         yield ("layout.optimizer_state=8bit",)
     if not layout.offload:
-        yield ('layout.offload=["optimizer"]',)
+        if has_adamw:
+            yield ('layout.offload=["optimizer"]',)
         yield ('layout.offload=["activations"]',)
         yield ('layout.offload=["params"]',)
 

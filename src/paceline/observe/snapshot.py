@@ -50,7 +50,8 @@ _BY_FRAME = (
     (re.compile(r"/fsdp/_fully_shard/|/parallel/fsdp\.py"), "gather_buffers"),
     (re.compile(r"/distributed_c10d\.py:|/nn/parallel/distributed\.py:"), "comm_buffers"),
     (re.compile(r"/paceline/comm/"), "comm_buffers"),
-    (re.compile(r"/torch/optim/|/paceline/train/optim\.py|/kernels/(adamw|muon)/"), "optimizer"),
+    (re.compile(r"/torch/optim/|/paceline/train/(optim|optimizers|update_rules)\.py"), "optimizer"),
+    (re.compile(r"/kernels/(adamw|muon)/"), "optimizer"),
     (re.compile(r"/kernels/loss/|:cross_entropy$|/parallel/vocabulary\.py"), "logits"),
     (re.compile(r":forward$|:backward$"), "activations"),
 )

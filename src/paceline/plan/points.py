@@ -57,6 +57,9 @@ class Setting:
     """What crosses each axis and how often; what is "auto" there is priced as exact."""
     shard_algorithm: str = "backend"
     """Who scatters gradients and gathers parameters, see `comm.algorithms`."""
+    state_bytes: float | None = None
+    """What another optimizer than AdamW keeps of a parameter, bytes in fp32; None: AdamW's, as the
+    stack keeps it."""
 
     @classmethod
     def of(cls, job: JobOnCluster) -> "Setting":
@@ -68,12 +71,18 @@ class Setting:
         if algorithm == "auto":  # which of ours, the layout decides: gloo's own is never it
             is_ours = setting.device.is_cpu and setting.cluster.num_devices <= MOST_RANKS
             algorithm = "halving_doubling" if is_ours else "backend"
-        return replace(setting, shard_algorithm=algorithm, comm=job.comm)
+        state = None if job.optim.name == "adamw" else job.optim.state_bytes(_inner(setting.model))
+        return replace(setting, shard_algorithm=algorithm, comm=job.comm, state_bytes=state)
 
     @property
     def device(self) -> Device:
         """Of the cluster."""
         return self.cluster.device
+
+    @property
+    def moments_bytes(self) -> float:
+        """What the optimizer keeps of a parameter, bytes in fp32."""
+        return self.stack.moments_bytes if self.state_bytes is None else self.state_bytes
 
     @property
     def replica_codec(self) -> Codec:
@@ -119,6 +128,11 @@ class Setting:
     def updates_locally(self) -> bool:
         """Whether replicas are workers, which do steps of their own between exchanges."""
         return self.comm.local.method != "none"
+
+
+def _inner(model: Model) -> float:
+    """Part of the parameters that is in blocks: nearly all of it matrices."""
+    return sum(map(model.num_block_params, range(model.num_layers))) / model.num_params
 
 
 @dataclass(frozen=True, eq=False)

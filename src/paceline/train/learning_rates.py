@@ -1,10 +1,12 @@
 """Learning rates: which optimizer steps, by how much, and whether it does.
 
-By default AdamW and the Job's schedule (`optim`). A person may bring an optimizer, any of torch's
-kind, and a scheduler of torch's. The learning rates of a brought optimizer are its peaks: the Job's
+By default the Job's optimizer and schedule (`optim`), of which the warm-up-stable-decay one is that
+of MiniCPM (https://arxiv.org/abs/2404.06395). A person may bring an optimizer, any of torch's kind,
+and a scheduler of torch's. The learning rates of a brought optimizer are its peaks: the Job's
 schedule scales them.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,9 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.config.errors import InputError
 from paceline.config.job import Job
-from paceline.config.job_sections import Optim
 from paceline.config.layout import Layout
-from paceline.train.optim import AdamW, build_optimizer, learning_rate, skip_if
+from paceline.config.optim import Optim
+from paceline.train.optim import AdamW, skip_if
+from paceline.train.optimizers import RuledOptimizer, build_optimizer
 
 Named = Sequence[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
@@ -25,8 +28,34 @@ MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
 MakeSchedule = Callable[[Any], LRScheduler]
 """Maps an optimizer to a scheduler of its learning rates, which is stepped once a step."""
 
-_OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay")
-_OF_SCHEDULE = ("schedule", "warmup_steps", "decay_steps", "final_lr_ratio")
+_OF_OPTIMIZER = (
+    "name", "lr", "betas", "eps", "momentum", "nesterov", "trust", "weight_decay", "groups",
+)  # fmt: skip
+_OF_SCHEDULE = ("schedule", "warmup_steps", "decay_steps", "power", "final_lr_ratio")
+
+
+def learning_rate(optim: Optim, step: int, steps: int) -> float:
+    """Learning rate of step `step` (from 0) of `steps`: a pure function, so it needs no state.
+
+    Linear warm-up; then to final_lr_ratio x lr by a cosine or (1 - progress) ** power, or constant,
+    or constant with a linear fall over the last decay_steps; or lr x sqrt(warm-up / steps so far)
+    (https://arxiv.org/abs/1706.03762), no lower than that.
+    """
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    floor = optim.lr * optim.final_lr_ratio
+    progress = min(1.0, (step - optim.warmup_steps) / max(1, steps - optim.warmup_steps - 1))
+    if optim.schedule == "cosine":
+        height = 0.5 * (1 + math.cos(math.pi * progress))
+    elif optim.schedule == "polynomial":
+        height = (1 - progress) ** optim.power
+    elif optim.schedule == "inverse_sqrt":
+        return max(floor, optim.lr * math.sqrt(max(1, optim.warmup_steps) / (step + 1)))
+    elif optim.schedule == "wsd" and optim.decay_steps:
+        height = min(1.0, max(0, steps - 1 - step) / optim.decay_steps)
+    else:
+        height = 1.0
+    return floor + (optim.lr - floor) * height
 
 
 def optimizer_of(
@@ -35,10 +64,10 @@ def optimizer_of(
     """The optimizer of a run.
 
     Args:
-        make: a person's own; None: the Job's AdamW.
+        make: a person's own; None: the Job's.
 
     Raises:
-        InputError: the Job says how an AdamW is that isn't used, or `make` gives no optimizer.
+        InputError: the Job says how an optimizer is that isn't used, or `make` gives none.
     """
     if make is None:
         return build_optimizer(named, optim, layout)
@@ -61,8 +90,11 @@ def _must_be_left_out(optim: Optim, names: Sequence[str], argument: str) -> None
     default = Optim()
     for name in names:
         if getattr(optim, name) != getattr(default, name):
+            what = (
+                "[[optim.groups]]" if name == "groups" else f"optim.{name} = {getattr(optim, name)}"
+            )
             raise InputError(
-                f"optim.{name} = {getattr(optim, name)} has no effect where {argument} is given: "
+                f"{what} has no effect where {argument} is given: "
                 "say it there and leave it out of the Job."
             )
 
@@ -74,6 +106,7 @@ class LearningRates:
         """`make`: a person's own schedule; None: the Job's."""
         self._optim, self._num_steps, self._optimizer = job.optim, job.train.steps, optimizer
         self._scheduler = None if make is None else _scheduler(make, optimizer, job.optim)
+        self._is_ours = isinstance(optimizer, AdamW | RuledOptimizer)
         self._first = [dict(group) for group in optimizer.param_groups]
         self._num_scheduled = 0
 
@@ -84,8 +117,10 @@ class LearningRates:
         else:
             rate, peak = learning_rate(self._optim, index, self._num_steps), self._optim.lr
             for group, first in zip(self._optimizer.param_groups, self._first, strict=True):
-                is_own = isinstance(self._optimizer, AdamW)
-                group["lr"] = rate if is_own else first["lr"] * (rate / peak)
+                own = first["lr"] * (rate / peak)
+                group["lr"] = rate * group["lr_factor"] if self._is_ours else own
+            if self._is_ours:
+                return rate
         return float(self._optimizer.param_groups[0]["lr"])
 
     def _catch_up(self, index: int, scheduler: LRScheduler) -> None:
@@ -106,7 +141,7 @@ class LearningRates:
 
     def moved(self) -> list[dict[str, Any]]:
         """What an optimizer has changed in its own groups: numbers that aren't its settings."""
-        if isinstance(self._optimizer, AdamW):
+        if self._is_ours:
             return []
         return [
             {key: value for key, value in group.items() if _is_moved(key, value, first)}

@@ -22,69 +22,22 @@ are saved as the numbers they stand for (`saved_state`), so
 that a checkpoint knows neither codes nor hosts, and a run may change both when it resumes.
 """
 
-import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.adamw import adamw
 
 from paceline.comm.local_part import local_part
-from paceline.config.job_sections import Optim
-from paceline.config.layout import Layout
 from paceline.kernels import switch
 from paceline.kernels.adamw import adamw_
 from paceline.kernels.adamw.eight_bit import Coded, decode, encode, num_row_dims, zeros
+from paceline.train.sharded_state import like, working_dtype
 
 # Elements whose state is decoded or on the device at once: 64 MiB per fp32 tensor.
 _CHUNK = 2**24
-
-
-def learning_rate(optim: Optim, step: int, steps: int) -> float:
-    """Learning rate of step `step` (from 0) of `steps`: a pure function, so it needs no state.
-
-    Linear warm-up; then cosine to final_lr_ratio x lr, or constant, or constant with a linear fall
-    over the last decay_steps.
-    """
-    if step < optim.warmup_steps:
-        return optim.lr * (step + 1) / optim.warmup_steps
-    floor = optim.lr * optim.final_lr_ratio
-    if optim.schedule == "cosine":
-        progress = (step - optim.warmup_steps) / max(1, steps - optim.warmup_steps - 1)
-        height = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    elif optim.schedule == "wsd" and optim.decay_steps:
-        height = min(1.0, max(0, steps - 1 - step) / optim.decay_steps)
-    else:
-        height = 1.0
-    return floor + (optim.lr - floor) * height
-
-
-def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim, layout: Layout
-) -> "AdamW":
-    """AdamW over the trainable parameters, whose state is what the layout says.
-
-    Args:
-        named_parameters: those this rank holds, plain or DTensors of any meshes.
-        optim: settings of the update.
-        layout: concrete: `optimizer_state` and `offload` are read.
-    """
-    params = [p for _, p in named_parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return AdamW(
-        [group for group in groups if group["params"]],
-        {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "fused": True},
-        is_coded=layout.optimizer_state == "8bit",
-        # Where parameters are on the host, so is what belongs to them.
-        is_on_host="optimizer" in layout.offload and "params" not in layout.offload,
-    )
 
 
 class AdamW(torch.optim.Optimizer):
@@ -134,7 +87,7 @@ class AdamW(torch.optim.Optimizer):
         saved = {key: value for key, value in state.items() if "." not in key}
         for moment in _MOMENTS:
             if f"{moment}.codes" in state:
-                saved[moment] = _like(p, _decoded_on_host(state, moment, _working_dtype(p)))
+                saved[moment] = like(p, _decoded_on_host(state, moment, working_dtype(p)))
         return saved
 
     def _chunks(self, params: list[nn.Parameter]) -> Iterator[list["_ParameterRows"]]:
@@ -238,18 +191,18 @@ class AdamW(torch.optim.Optimizer):
     def _state_of(self, p: nn.Parameter) -> dict[str, Tensor]:
         """The state in the form and the place it has between steps, whatever it was loaded as."""
         state: dict[str, Any] = self.state[p]
-        local, dtype = local_part(p), _working_dtype(p)
+        local, dtype = local_part(p), working_dtype(p)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=local.device)
         if dtype != p.dtype and "master" not in state:
-            state["master"] = _like(p, local.to(dtype))
+            state["master"] = like(p, local.to(dtype))
         for moment in _MOMENTS:
             if self.is_coded and p.ndim > 1:
                 if f"{moment}.codes" not in state:
                     coded = _coded(state.pop(moment, None), moment, p)
                     state[f"{moment}.codes"], state[f"{moment}.scales"] = coded
             elif moment not in state:
-                state[moment] = _like(p, torch.zeros_like(local, dtype=dtype))
+                state[moment] = like(p, torch.zeros_like(local, dtype=dtype))
         if self.is_on_host:
             self._send_home(p, state)
         return state
@@ -264,7 +217,7 @@ class AdamW(torch.optim.Optimizer):
             if key != "step" and not is_home:
                 home = torch.empty(far.shape, dtype=far.dtype, pin_memory=True)
                 home.copy_(far)
-                state[key] = home if "." in key else _like(p, home)
+                state[key] = home if "." in key else like(p, home)
 
     def _road(self, device: torch.device) -> "_HostLanes":
         if device not in self._roads:
@@ -290,7 +243,7 @@ class _ParameterRows(NamedTuple):
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Both moments as numbers, to be updated in place."""
-        dtype = _working_dtype(self.parameter)
+        dtype = working_dtype(self.parameter)
         first, second = (_numbers(self.near, moment, dtype) for moment in _MOMENTS)
         return first, second
 
@@ -386,11 +339,6 @@ class _HostLanes:
             self._lanes[1].synchronize()
 
 
-def _working_dtype(p: Tensor) -> torch.dtype:
-    """In which the update is computed: fp32, or fp64 for fp64 parameters."""
-    return p.dtype if p.dtype.itemsize >= 4 else torch.float32
-
-
 def _numbers(state: dict[str, Any], moment: str, dtype: torch.dtype) -> Tensor:
     if moment in state:
         return state[moment]
@@ -441,16 +389,6 @@ def _row_cuts(local: Tensor, limit: int) -> list[Any]:
     rows = local.shape[0]
     each = max(1, limit * rows // local.numel())
     return [slice(first, first + each) for first in range(0, rows, each)]
-
-
-def _like(p: Tensor, local: Tensor) -> Tensor:
-    """A tensor laid out over the ranks like p, from this rank's part of it on any device."""
-    if not isinstance(p, DTensor):
-        return local
-    # Not from_local, which would move it to the device of the mesh.
-    meta = TensorMeta(p.shape, p.stride(), local.dtype)
-    spec = DTensorSpec(p.device_mesh, p.placements, tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
 
 
 def skip_if(optimizer: torch.optim.Optimizer, bad: Tensor) -> None:

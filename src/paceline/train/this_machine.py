@@ -96,7 +96,7 @@ def _must_fit(job: Job, here: Cluster) -> None:
     memory = found.value / ranks
     # Experts and tables are shared out over replicas too; of a row the optimizer keeps little.
     replicas = 1 if model.mixture is not None or model.has_tables else layout.dp
-    moments = 2 if layout.optimizer_state == "8bit" else 8
+    moments = 2 if layout.optimizer_state == "8bit" else job.optim.state_bytes(1.0)
     bytes_per_param = 4 if model.has_tables else 4 + moments
     least = model.num_params * bytes_per_param * replicas / layout.num_ranks
     if least > memory:

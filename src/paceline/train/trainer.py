@@ -25,8 +25,9 @@ from paceline.parallel.fsdp import free_gathered
 from paceline.parallel.replicas import Replicas
 from paceline.train.agreement import Agreement, replicas_of
 from paceline.train.checkpoint.state import parameter_names, restore_rng_state, rng_state
-from paceline.train.ema import EMA_SECTION, Ema
+from paceline.train.ema import EMA_SECTION, WeightMean
 from paceline.train.loss_scale import LossScale
+from paceline.train.optimizers import check_groups
 from paceline.train.passes import Passes, schedule_of
 from paceline.train.rank_stats import RankStats
 from paceline.train.results import StepResult
@@ -54,6 +55,7 @@ class Trainer:
         """Put the task's module on the ranks as the Job's layout says."""
         layout = job.step_layout
         switch.use(layout.kernels, ranks.device)
+        check_groups(parameter_names(task.module)[0].values(), job.optim)
         meshes = build_meshes(layout, ranks, job.num_workers)
         module = apply(
             task.module,
@@ -81,9 +83,9 @@ class Trainer:
         """How the ranks agree on gradients."""
         return self.agreement.replicas
 
-    def stateful_parts(self) -> dict[str, Replicas | Ema]:
+    def stateful_parts(self) -> dict[str, Replicas | WeightMean]:
         """What has a state of its own in a checkpoint, by its section."""
-        parts: dict[str, Replicas | Ema] = {}
+        parts: dict[str, Replicas | WeightMean] = {}
         if self.replicas.section is not None:
             parts[self.replicas.section] = self.replicas
         if self.update.ema is not None:

@@ -18,10 +18,10 @@ from paceline.config.layout import Layout
 from paceline.parallel.gradients import Gradients
 from paceline.train.agreement import Agreed
 from paceline.train.balance import ExpertBalancer
-from paceline.train.ema import Ema
-from paceline.train.learning_rates import LearningRates, optimizer_of
+from paceline.train.ema import Ema, ScheduleFreeMean, WeightMean
+from paceline.train.learning_rates import LearningRates, learning_rate, optimizer_of
 from paceline.train.loss_scale import LossScale
-from paceline.train.optim import learning_rate
+from paceline.train.optimizers import RuledOptimizer
 from paceline.train.spikes import RecentLosses
 from paceline.train.task import Task
 
@@ -52,7 +52,8 @@ class Update:
     optimizer: torch.optim.Optimizer
     rates: LearningRates
     loss_scale: LossScale
-    ema: Ema | None
+    ema: WeightMean | None
+    """The mean that is evaluated."""
     balance: ExpertBalancer
     recent: RecentLosses
     lr: float = 0.0
@@ -86,7 +87,7 @@ class Update:
             optimizer,
             LearningRates(job, optimizer, loop_options.schedule),
             loss_scale,
-            None if loop_options.ema is None else Ema(named, loop_options.ema),
+            _mean_of(job, named, optimizer, loop_options.ema),
             ExpertBalancer(job, module, meshes),
             RecentLosses(job.elastic, loss_scale.value.device),
         )
@@ -142,3 +143,19 @@ class Update:
             optim = self.job.optim
             share = learning_rate(optim, index, self.job.train.steps) / optim.lr
             self.task.tables.finish(optim.rows.lr * share, skip=bool(bad))
+
+
+def _mean_of(
+    job: Job,
+    named: Sequence[tuple[str, nn.Parameter]],
+    optimizer: torch.optim.Optimizer,
+    decay: float | None,
+) -> WeightMean | None:
+    if isinstance(optimizer, RuledOptimizer) and job.optim.name == "schedulefree":
+        if decay is not None:
+            raise InputError(
+                f'ema = {decay:g} and optim.name = "schedulefree" each keep a mean of the weights: '
+                "leave one of them out."
+            )
+        return ScheduleFreeMean(named, optimizer)
+    return None if decay is None else Ema(named, decay)

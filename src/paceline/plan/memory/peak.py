@@ -330,4 +330,5 @@ def checkpoint_spike_bytes(setting: Setting, points: Points, holdings: Holdings)
     counts = counts_of(setting, points, holdings)
     working = np.maximum(points.param_bytes, _FP32)
     master = np.where(states.has_master(setting, points), _FP32, 0)
-    return counts.sharded * (points.param_bytes + 2 * working + master)
+    moments = 2 * working if setting.state_bytes is None else setting.state_bytes * working / _FP32
+    return counts.sharded * (points.param_bytes + moments + master)

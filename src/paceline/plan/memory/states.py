@@ -4,6 +4,7 @@
 |---|---|
 | parameters | as stored, at ZeRO-1, -2 and -3 alike |
 | moments | `Stack.moments_bytes`, ours 8 (16 of fp64); 2.03 as 8-bit codes, a scale for 256 |
+| state of other optimizers | `Optim.state_bytes`, twice that of fp64 |
 | master copy | 4, of 16-bit parameters |
 
 Within a step FSDP2 gathers, in the type of the arithmetic: at ZeRO-3 the block in use and the one
@@ -43,7 +44,7 @@ _MESSAGE = 5e8
 def optimizer_bytes_per_param(setting: Setting, points: Points) -> Array:
     """Moments and the master copy: (n,)."""
     working = np.maximum(points.param_bytes, _FP32)
-    as_numbers = setting.stack.moments_bytes * working / _FP32
+    as_numbers = setting.moments_bytes * working / _FP32
     moments = np.where(points.optimizer_8bit, 2 * _CODE_BYTES, as_numbers)
     return moments + np.where(has_master(setting, points), _FP32, 0)
 

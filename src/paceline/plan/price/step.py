@@ -63,9 +63,10 @@ from paceline.plan.work import PartWork, block_work, embedding_work, head_work, 
 
 # Passes of an Adam step over a held parameter, in bytes (train/optim.py, train/trainer.py): the
 # norm reads the gradient, clipping reads and writes it, the step reads parameter, gradient and
-# moments and writes all but the gradient.
+# state and writes all but the gradient. Not here: the products of Muon.
 _NORM_AND_CLIP_BYTES = 12.0
-_ADAM_BYTES = 28.0
+_STEP_BYTES = 12.0
+_ADAM_STATE = 8.0
 # A 16-bit parameter: its gradient is cast to fp32, the fp32 copy steps, and is cast back.
 _MASTER_BYTES = 12.0
 # Decoding and coding two moments is some ten passes over fp32 copies of each, in plain torch
@@ -440,13 +441,14 @@ def optimizer_s(setting: Setting, points: Points, stepped: Array) -> Array:
     has_master = points.param_bytes == 2
     num_bytes = (
         _NORM_AND_CLIP_BYTES
-        + _ADAM_BYTES
+        + _STEP_BYTES
+        + 2 * (_ADAM_STATE if setting.state_bytes is None else setting.state_bytes)
         + np.where(has_master, _MASTER_BYTES, 0.0)
         + np.where(points.optimizer_8bit, _CODING_BYTES, 0.0)
     ) * (_FOREACH_FACTOR if stack.optimizer == "foreach" else 1.0)
     here = stepped_s(setting.device, stack, stepped * num_bytes)
     link = constant(stack, "host_copy_gb_per_s") * 1e9
-    state = np.where(points.optimizer_8bit, 2.03, 8.0) + np.where(has_master, 4.0, 0.0)
+    state = np.where(points.optimizer_8bit, 2.03, _ADAM_STATE) + np.where(has_master, 4.0, 0.0)
     travel = points.offload_optimizer * 2 * state * stepped / link
     # Shards on the host step there: their passes go at the host's pace.
     on_host = points.offload_params * stepped * num_bytes / link

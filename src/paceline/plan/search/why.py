@@ -317,8 +317,11 @@ def _smallest_change(space: Space, limit: float) -> str | None:
     setting, constraints = space.setting, space.constraints
     offloads = (("activations",), ("optimizer",), ("activations", "optimizer"), ("params",))
     states = replace(constraints, layout=constraints.layout.replace(optimizer_state="8bit"))
-    tries = [("8-bit optimizer state", states)]
+    has_adamw = space.setting.state_bytes is None
+    tries = [("8-bit optimizer state", states)] if has_adamw else []
     for offload in offloads:
+        if "optimizer" in offload and not has_adamw:
+            continue
         layout = constraints.layout.replace(offload=offload)
         tries.append((f"offload of {' and '.join(offload)}", replace(constraints, layout=layout)))
     for change, wish in tries:

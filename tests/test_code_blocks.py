@@ -4,10 +4,12 @@ A block runs as a script of its own, between what its page takes as given and wh
 Of trainings the first eight steps are enough. `tests.test_documents` runs the README's blocks.
 """
 
+import json
 import re
 
 import pytest
 
+from paceline.config.huggingface import to_hf
 from paceline.config.job import read_job
 from paceline.config.site import read_sites
 from tests.command_line import python
@@ -152,6 +154,11 @@ def test_toml_is_read(page, at, block, tmp_path):
         run.parent.mkdir(parents=True)
         small = write_small_job(tmp_path).read_text()
         run.write_text(small.replace("max_seq_len = 32", "max_seq_len = 128"))
+        (tmp_path / "job.toml").write_text(block)
+    elif 'hf = "base"' in block:
+        model = read_job(None, []).model.replace(max_seq_len=4096)
+        (tmp_path / "base").mkdir()
+        (tmp_path / "base" / "config.json").write_text(json.dumps(to_hf(model)))
         (tmp_path / "job.toml").write_text(block)
     else:
         write_small_job(tmp_path, more=block).rename(tmp_path / "job.toml")

@@ -123,10 +123,9 @@ def _trained(rank, world_size, overrides):
     """Losses, norms and evaluation, and all of the state by name."""
     job = job_of(world_size, overrides)
     trainer = trainer_of(job, Ranks(rank, world_size, rank, world_size))
-    documents = job.data.reset_at_documents
-    results = [trainer.step(step, micro_batches(step, job, rank, documents))() for step in range(3)]
+    results = [trainer.step(step, micro_batches(step, job, rank))() for step in range(3)]
     numbers = [(result.loss, result.grad_norm) for result in results]
-    numbers.append(trainer.evaluate([micro_batches(9, job, rank, documents)]))
+    numbers.append(trainer.evaluate([micro_batches(9, job, rank)]))
     state = training_state(trainer.module, trainer.update.optimizer)
     held = {f"weight {name}": whole_tensor(p) for name, p in state["model"].items()}
     for name, own in state["optimizer"].items():

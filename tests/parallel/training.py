@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from paceline.comm.rendezvous import Ranks
 from paceline.config.hardware import Cluster, Device
 from paceline.config.job import Job, read_job
+from paceline.kernels.loss import IGNORED
 from paceline.parallel.ep import expert_layers
 from paceline.plan.resolve import resolve
 from paceline.train.checkpoint.state import parameter_names
@@ -52,6 +53,7 @@ MODELS: dict[str, tuple[str, ...]] = {
         *("model.norm=layer", "model.bias=true", "model.gated=false", "model.positions=learned"),
         *("model.residual=parallel", "model.tie_embeddings=true", "model.init_std=0.1"),
     ),
+    "answers": ("data.records=chat",),
 }
 FP64 = ("layout.precision=fp64", "layout.param_dtype=fp64")
 FP32 = ("layout.precision=fp32",)
@@ -83,21 +85,26 @@ def _with_effect(overrides: Sequence[str]) -> list[str]:
     return [each for each in overrides if each.split("=")[0] not in _OF_COMPRESSION]
 
 
-def micro_batches(step: int, job: Job, rank: int, documents: bool = False) -> list[MicroBatch]:
-    """This rank's part of a batch that depends on the step only."""
+def micro_batches(step: int, job: Job, rank: int) -> list[MicroBatch]:
+    """This rank's part of a batch that depends on the step only. Of answers, samples have none to
+    many tokens that count."""
     stream = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=stream)
     starts = torch.rand(BATCH, SEQ, generator=stream) < 0.2
+    targets = tokens[:, 1:].clone()
+    if job.data.records == "chat":
+        share = torch.arange(BATCH)[:, None] % 5 / 4
+        targets[torch.rand(BATCH, SEQ, generator=stream) >= share] = IGNORED
     layout = job.layout
     place = layout.data_rank(rank), layout.num_data_ranks
     kind = {"micro_batch": job.micro_batch, "interleave": job.interleave}
     share = rank_share(torch.arange(BATCH).numpy(), *place, **kind)
     mine = torch.from_numpy(share)
-    ids = starts.cumsum(dim=1)[mine].split(job.micro_batch)
-    return [
-        MicroBatch(part[:, :-1], part[:, 1:], part_ids if documents else None)
-        for part, part_ids in zip(tokens[mine].split(job.micro_batch), ids, strict=True)
-    ]
+    parts = (
+        each[mine].split(job.micro_batch) for each in (tokens[:, :-1], targets, starts.cumsum(1))
+    )
+    apart = job.data.starts_anew
+    return [MicroBatch(x, y, ids if apart else None) for x, y, ids in zip(*parts, strict=True)]
 
 
 def trainer_of(job: Job, ranks: Ranks) -> Trainer:
@@ -112,10 +119,9 @@ def train(
     job = job_of(world_size, overrides, device_type)
     ranks = Ranks(rank, world_size, rank, world_size, device_type)
     trainer = trainer_of(job, ranks)
-    documents = job.data.reset_at_documents
 
     def batches(step: int) -> list[MicroBatch]:
-        made = micro_batches(step, job, rank, documents)
+        made = micro_batches(step, job, rank)
         return [
             MicroBatch(*(x if x is None else x.to(ranks.device) for x in each)) for each in made
         ]

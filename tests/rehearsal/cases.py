@@ -62,7 +62,7 @@ def _train(num_ranks: int, settings: tuple[str, ...]) -> None:
     task = replace(decoder_task(job.model, job, ranks), fill=lambda module: None)
     trainer = Trainer.of(job, ranks, task)
     for step in range(STEPS):
-        batches = micro_batches(step, job, 0, job.data.reset_at_documents)
+        batches = micro_batches(step, job, 0)
         trainer.step(step, [_moved(batch) for batch in batches])
 
 

@@ -104,6 +104,7 @@ def disagreement(job: Sections) -> str | None:
     return (
         _optimizer(job)
         or _of_language_models(job)
+        or _conversations(job)
         or _elastic(job)
         or _exact(job)
         or _recommenders(job)
@@ -154,6 +155,40 @@ def _of_language_models(job: Sections) -> str | None:
                 f"{name} = {value!r} is of language models and has no effect with model.family = "
                 f'"{job.model.family}": leave it out.'
             )
+    return None
+
+
+def _conversations(job: Sections) -> str | None:
+    """What can't be had with conversations, or without them."""
+    data, experts = job.data, job.model.mixture
+    if data.records == "text":
+        if data.chat_template is not None:
+            return (
+                f"data.chat_template = {data.chat_template!r} has no effect with data.records = "
+                '"text": set that to "chat", or leave it out.'
+            )
+        return None
+    if not job.model.knows_layers:
+        return (
+            'data.records = "chat" trains a decoder on answers, and model.family = '
+            f'"{job.model.family}" is none: leave it out.'
+        )
+    if data.text_field != Data().text_field:
+        return (
+            f"data.text_field = {data.text_field!r} has no effect with data.records = "
+            '"chat", whose columns are messages, or prompt and completion: leave it out.'
+        )
+    if job.train.exact_eval:
+        return (
+            'train.exact_eval = true counts every token, and data.records = "chat" answers '
+            "alone: leave one of them out."
+        )
+    if experts is not None and experts.balance_loss:
+        return (
+            f"model.experts.balance_loss = {experts.balance_loss} is a part of a mean in which all "
+            'samples count alike, and with data.records = "chat" they count by their answers: set '
+            "it to 0 (bias_update_speed balances experts as well)."
+        )
     return None
 
 

@@ -44,6 +44,11 @@ class Data(FrozenConfig):
     """"auto" goes by the file's suffix; "arrow" is a Hugging Face dataset directory on disk."""
     text_field: str = "text"
     """The column or key that holds a document's text (JSONL, Parquet, Arrow)."""
+    records: Literal["text", "chat"] = "text"
+    """What a row is. "chat": a conversation, `messages`, or `prompt` and `completion`. A sample
+    holds whole ones, each with attention of its own; the loss counts the answers alone."""
+    chat_template: str | None = None
+    """Jinja file that makes texts of conversations; by default the one beside the tokenizer."""
     tokenizer: str = "bpe:4096"
     """"bpe:N" trains one on the source, "bytes", or the path of a tokenizer.json (by default that
     of `model.hf`, where it has one)."""
@@ -57,6 +62,11 @@ class Data(FrozenConfig):
     """The most that it may take, GB (10^9 bytes): each start removes what was used longest ago, but
     nothing that is in use. None: no limit."""
     clicks: Clicks = Clicks()
+
+    @property
+    def starts_anew(self) -> bool:
+        """Whether attention and positions do so at every document."""
+        return self.reset_at_documents or self.records == "chat"
 
 
 class Train(FrozenConfig):

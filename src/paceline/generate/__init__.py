@@ -15,6 +15,7 @@
 | draft, head_guesser | those that small networks and heads guess |
 | score | how likely a network holds texts that are given |
 | embed | texts as vectors |
+| chat | a conversation as a prompt, and which of a text its answers are |
 | text | tokens as text that may be shown, and where a stop string ends it |
 
 Not here: what listens to a network, reads runs or measures (`paceline.serve`).

@@ -20,9 +20,9 @@ from paceline.config.files import parse_json
 from paceline.config.frozen import FrozenConfig
 from paceline.config.sampling import MOST_CHOICES, MOST_LOGPROBS, Grammar, Sampling
 from paceline.config.serving import Retrieval
+from paceline.generate.chat import ChatTemplate
 from paceline.generate.embed import check_texts
 from paceline.generate.sequence import check_tokens
-from paceline.serve.chat import ChatTemplate
 from paceline.serve.errors import ApiError
 from paceline.serve.grammar import Grammars, Matcher
 from paceline.serve.network import Network

@@ -8,9 +8,9 @@ from rich.console import Console
 from paceline.config.errors import InputError
 from paceline.config.sampling import Sampling
 from paceline.config.serving import ServingSettings, read_settings
+from paceline.generate.chat import ChatTemplate
 from paceline.generate.engine import Engine
 from paceline.generate.text import TextStream
-from paceline.serve.chat import ChatTemplate
 from paceline.serve.generate_command import described
 from paceline.serve.network import Network, open_network
 

@@ -119,11 +119,16 @@ def _texts(path: Path, network: Network, data: Path | None, *, whole: bool) -> T
         raise InputError(f"{path} is a folder of weights and has no held-out text: give --data.")
     run = Run(path)
     job = run.job()
+    if job.data.records == "chat":
+        raise InputError(
+            f"{path} was trained on answers of conversations, and all tokens of a text are "
+            "evaluated here: give --data (the loss of held-out answers stands in its metrics)."
+        )
     split = prepare(job.data).for_samples(job.train.seq_len).dataset("eval")
     size, count = job.train.global_batch, job.train.eval_batches
     if whole:
         size, count = 1, split.num_samples(job.train.seq_len)
-    shape = BatchShape(size, 1, job.train.seq_len, reset_at_documents=job.data.reset_at_documents)
+    shape = BatchShape(size, 1, job.train.seq_len, reset_at_documents=job.data.starts_anew)
     samples = (sample for step in eval_batches(split, shape, count) for sample in step)
     line = run.step(network.step)
     trained = None if whole or line is None else line.get("eval_loss")

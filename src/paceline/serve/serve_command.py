@@ -98,8 +98,8 @@ class Serving:
         run: Run | None = None,
         record: Callable[[Engine], Recorder] | None = None,
     ) -> None:
+        from paceline.generate.chat import ChatTemplate
         from paceline.serve.bodies import Server
-        from paceline.serve.chat import ChatTemplate
         from paceline.serve.endpoint import Endpoint
         from paceline.serve.follow import Follower
         from paceline.serve.grammar import Grammars

@@ -18,12 +18,13 @@ from paceline.config.job import Job
 from paceline.config.job_sections import Data
 from paceline.observe.run import Run
 from paceline.train.data import prepare
+from paceline.train.data.conversations import SETTINGS_FILE, TEMPLATE_FILE, ChatForm
 from paceline.train.data.tokenizer import end_name, given_folder
 
 GENERATION = "generation_config.json"
-_TOKENIZER, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+_TOKENIZER = "tokenizer.json"
 _CARRIED = (
-    _SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE,
     "chat_template.json", GENERATION,
 )  # fmt: skip
 """What may stand beside a tokenizer.json or weights, and says how to use them."""
@@ -43,6 +44,8 @@ def keep_tokenizer(run: Run, data: Data, weights: str | None) -> None:
         for name in _CARRIED:
             if name not in kept and (folder / name).is_file():
                 kept[name] = read_bytes(folder / name, "put a good copy there, or remove it")
+    if data.records == "chat":
+        kept[TEMPLATE_FILE] = ChatForm.of(data).source.encode()
     run.tokenizer_folder.mkdir(exist_ok=True)
     for name, contents in kept.items():
         (run.tokenizer_folder / name).write_bytes(contents)
@@ -60,14 +63,14 @@ def about_tokens(run: Run, job: Job, max_seq_len: int) -> dict[str, bytes]:
         keep_tokenizer(run, job.data, job.train.weights)
     kept = {file.name: file.read_bytes() for file in run.tokenizer_folder.iterdir()}
     end = end_name(tokenizer := Tokenizer.from_buffer(kept[_TOKENIZER]))
-    settings, generation = (_object(kept.get(name), name) for name in (_SETTINGS, GENERATION))
+    settings, generation = (_object(kept.get(name), name) for name in (SETTINGS_FILE, GENERATION))
     known: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if end is not None:
         # Padding is masked out; without a token for it, batches can't be generated.
         known |= {"eos_token": end, "pad_token": end, "model_max_length": max_seq_len}
         number = tokenizer.token_to_id(end)
         generation = {"eos_token_id": number, "pad_token_id": number, **generation}
-    texts = {_SETTINGS: {**known, **settings}, GENERATION: generation}
+    texts = {SETTINGS_FILE: {**known, **settings}, GENERATION: generation}
     return {**kept, **{name: _as_json(value) for name, value in texts.items()}}
 
 

@@ -22,7 +22,7 @@ from paceline.config.job_sections import Train
 from paceline.config.model import Model
 from paceline.kernels import switch
 from paceline.kernels.dtypes import DTYPES
-from paceline.kernels.loss import cross_entropy
+from paceline.kernels.loss import IGNORED, cross_entropy
 from paceline.models.attention import Sdpa
 from paceline.models.compressed import CONFIG, narrow_config, narrowed
 from paceline.models.dcp import is_dcp, load_dcp
@@ -35,8 +35,8 @@ from paceline.parallel.cp import positions_of
 from paceline.train.attention_core import attention_choice
 from paceline.train.data import (
     BatchShape,
-    Meta,
     MicroBatch,
+    PreparedData,
     check_vocab,
     eval_batches,
     prepare,
@@ -49,6 +49,7 @@ from paceline.train.kept_tokenizer import GENERATION, about_tokens, keep_tokeniz
 from paceline.train.samples import check_samples
 from paceline.train.starting_weights import check_network, check_tokens
 from paceline.train.task import Loss, StagedLoss, Step, Task
+from paceline.train.weighted_loss import WeightedLoss
 
 
 class LanguageModels(TrainFamily[Model]):
@@ -71,6 +72,8 @@ class LanguageModels(TrainFamily[Model]):
         check_vocab(data.meta.vocab_size, model.vocab_size)
         asked = data.meta.eval_tokens
         held_out = data.for_samples(job.train.seq_len).meta.eval_tokens
+        if data.is_packed:
+            say(_packing_sentence(data, job.train.seq_len))
         if held_out > asked:
             say(
                 f"data.eval_fraction = {job.data.eval_fraction} of this data is {asked} tokens; "
@@ -88,7 +91,7 @@ class LanguageModels(TrainFamily[Model]):
             rank=job.layout.data_rank(ranks.rank),
             num_ranks=job.layout.num_data_ranks,
             interleave=job.interleave,
-            reset_at_documents=job.data.reset_at_documents,
+            reset_at_documents=job.data.starts_anew,
             device=ranks.device,
         )
         data = prepare(job.data).for_samples(train.seq_len)
@@ -98,7 +101,7 @@ class LanguageModels(TrainFamily[Model]):
             steps_from=lambda first: train_batches(train_split, shape, train.seed, first),
             eval_steps=lambda: eval_batches(eval_split, shape, train.eval_batches),
             data_key=data.meta.fingerprint,
-            facts={"num_params": model.num_params, "data": _data_facts(data.meta)},
+            facts={"num_params": model.num_params, "data": _data_facts(data, train.seq_len)},
         )
 
     def task_without_data(self, model: Model, job: Job, ranks: Ranks) -> Task:
@@ -191,7 +194,31 @@ def _random_step(model: Model, job: Job, ranks: Ranks) -> Step:
     ]
 
 
-def _data_facts(meta: Meta) -> dict[str, Any]:
+def _packing_sentence(data: PreparedData, seq_len: int) -> str:
+    """How conversations became samples."""
+    packing = data.conversations("train").packing(seq_len)
+    sentence = (
+        f"{len(packing.conversations)} conversations fill {len(packing.ends)} samples of {seq_len} "
+        f"tokens, {packing.padding_share(seq_len):.1%} of them padding"
+    )
+    if packing.num_cut:
+        sentence += f"; {packing.num_cut} are longer than a sample, and cut"
+    if left_out := packing.num_left_out + data.meta.num_empty_documents:
+        sentence += f"; {left_out} are left out, without an answer to learn"
+    return sentence
+
+
+def _data_facts(data: PreparedData, seq_len: int) -> dict[str, Any]:
+    meta = data.meta
+    packing = {}
+    if data.is_packed:
+        packed = data.conversations("train").packing(seq_len)
+        packing = {
+            "answer_tokens": meta.answer_tokens,
+            "padding_share": packed.padding_share(seq_len),
+            "num_cut": packed.num_cut,
+            "num_left_out": packed.num_left_out,
+        }
     return {
         "tokenizer": meta.tokenizer,
         "vocab_size": meta.vocab_size,
@@ -200,6 +227,7 @@ def _data_facts(meta: Meta) -> dict[str, Any]:
         "num_documents": meta.num_documents,
         "unigram_loss": meta.unigram_loss,
         "tokens_sha256": meta.tokens_sha256,
+        **packing,
     }
 
 
@@ -222,9 +250,13 @@ def fill_decoder(train: Train, module: nn.Module) -> None:
 def next_token(job: Job, ranks: Ranks) -> StagedLoss:
     """The loss of a decoder: of the tokens of each sequence that this rank holds."""
     layout, seq_len = job.layout, job.train.seq_len
+    weigh = partial(_weighed, job.micro_batch * seq_len) if job.data.records == "chat" else _alike
     if layout.is_plain:
         dtype = DTYPES[layout.precision]
-        return StagedLoss(partial(_whole_inputs, ranks.device.type, dtype), _whole_loss)
+        return StagedLoss(
+            inputs=partial(_whole_inputs, ranks.device.type, dtype),
+            criterion=lambda out, batch: weigh(_whole_loss(out, batch), batch.targets),
+        )
     ulysses = layout.ulysses
     place = layout.place(ranks.rank).cp
     held = positions_of(seq_len, layout.cp // ulysses, ulysses, place).to(ranks.device)
@@ -233,8 +265,31 @@ def next_token(job: Job, ranks: Ranks) -> StagedLoss:
             batch.tokens[:, held],
             {"document_ids": batch.document_ids, "positions": held},
         ),
-        criterion=lambda logits, batch: _cross_entropy(logits, batch.targets[:, held]),
+        criterion=lambda logits, batch: _of_held(logits, batch.targets[:, held], weigh),
     )
+
+
+def _alike(loss: Tensor, _targets: Tensor) -> Tensor:
+    """A mean over as many tokens as any other."""
+    return loss
+
+
+def _weighed(most: int, loss: Tensor, targets: Tensor) -> WeightedLoss:
+    """A mean that counts by its tokens.
+
+    Args:
+        most: tokens of a whole micro-batch. Weights are shares of the next power of two, by which
+            numbers are divided without rounding, and stay in fp16's range.
+        loss: mean over the targets that count.
+        targets: those of this rank.
+    """
+    return WeightedLoss(loss, (targets != IGNORED).sum().float() / (1 << most.bit_length()))
+
+
+def _of_held(
+    logits: Tensor, targets: Tensor, weigh: Callable[[Tensor, Tensor], Tensor | WeightedLoss]
+) -> Tensor | WeightedLoss:
+    return weigh(_cross_entropy(logits, targets), targets)
 
 
 def _whole_inputs(
@@ -263,7 +318,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def unstaged_loss(staged: StagedLoss) -> Loss:
     """The loss in one piece, for a module that isn't cut into stages."""
 
-    def loss(module: nn.Module, batch: Any) -> Tensor:
+    def loss(module: nn.Module, batch: Any) -> Tensor | WeightedLoss:
         x, told = staged.inputs(batch)
         return staged.criterion(module(x, **told), batch)
 

@@ -1,7 +1,7 @@
 """Passes: forward and backward over a rank's micro-batches, one after another or in a pipeline."""
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -117,10 +117,11 @@ class Passes:
     def forward_only(self, micro_batches: Step, tally: WeightedSums) -> None:
         """Count held-out micro-batches in."""
         if self.pipeline is not None:
+            inputs, criterion, parts = self._staged(micro_batches)
             with self._arithmetic():
-                losses = self.pipeline.forward_only(*self._staged(micro_batches))
-            for loss in losses:
-                tally.add(WeightedLoss(loss), loss)
+                losses = self.pipeline.forward_only(inputs, criterion)
+            for part, loss in zip(parts, losses, strict=True):
+                tally.add(part, loss)
             return
         loss = self.task.eval_loss or self.task.loss
         for micro_batch in micro_batches:
@@ -152,13 +153,12 @@ class Passes:
 
     def _through_pipeline(self, pipeline: Pipeline, micro_batches: Step) -> WeightedSums:
         num_parts = self.num_parts(len(micro_batches))
+        inputs, criterion, parts = self._staged(micro_batches, num_parts)
         with self._arithmetic():
-            losses = pipeline.step(
-                *self._staged(micro_batches, num_parts), self.loss_scale.scale, self.replicas.take
-            )
+            losses = pipeline.step(inputs, criterion, self.loss_scale.scale, self.replicas.take)
         tally = WeightedSums(self.device, num_parts)
-        for loss in losses:
-            tally.add(WeightedLoss(loss), loss)
+        for part, loss in zip(parts, losses, strict=True):
+            tally.add(part, loss)
         return tally
 
     def _arithmetic(self) -> AbstractContextManager[Any]:
@@ -166,15 +166,19 @@ class Passes:
 
     def _staged(
         self, micro_batches: Step, num_parts: int = 1
-    ) -> tuple[list[MicroBatch], Criterion]:
-        """What enters the pipeline, and what its last stage does: a part of the mean loss."""
+    ) -> tuple[list[MicroBatch], Criterion, list[WeightedLoss]]:
+        """What enters the pipeline, and what its last stage does: a part of the mean loss, which it
+        adds to a list."""
         staged = self.task.staged
         assert staged is not None
+        parts: list[WeightedLoss] = []
 
         def criterion(output: Tensor, index: int) -> Tensor:
-            return staged.criterion(output, micro_batches[index]) / num_parts
+            part = WeightedLoss.of(staged.criterion(output, micro_batches[index]))
+            parts.append(replace(part, loss=part.loss.detach()))
+            return part.times_weight(part.loss) / num_parts
 
-        return [staged.inputs(micro_batch) for micro_batch in micro_batches], criterion
+        return [staged.inputs(micro_batch) for micro_batch in micro_batches], criterion, parts
 
 
 def schedule_of(job: Job) -> Schedule | None:

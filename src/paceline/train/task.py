@@ -23,8 +23,9 @@ class StagedLoss(NamedTuple):
 
     inputs: Callable[[Any], tuple[Tensor, dict[str, Any]]]
     """Maps a micro-batch to what the first stage reads, and what every stage is told besides."""
-    criterion: Callable[[Tensor, Any], Tensor]
-    """Maps (output of the last stage, micro-batch) to the mean loss of that micro-batch."""
+    criterion: Callable[[Tensor, Any], Tensor | WeightedLoss]
+    """Maps (output of the last stage, micro-batch) to the mean loss of that micro-batch, and
+    perhaps how much it counts."""
 
 
 Step = list[Any]

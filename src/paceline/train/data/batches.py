@@ -13,7 +13,7 @@ The state is one number, `first_sample`: how many samples the run consumed befor
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.config.errors import InputError
+from paceline.kernels.loss import IGNORED
 from paceline.train.data.dataset import TokenDataset
 from paceline.train.data.order import rank_share, sample_ids
+from paceline.train.data.packed import PackedConversations
+
+Split = TokenDataset | PackedConversations
 
 
 class MicroBatch(NamedTuple):
@@ -30,6 +34,7 @@ class MicroBatch(NamedTuple):
 
     tokens: Tensor
     targets: Tensor
+    """The token after each; -100 where the loss doesn't count it."""
     document_ids: Tensor | None
     """Running numbers of documents, where attention starts anew at each."""
 
@@ -64,7 +69,7 @@ class BatchShape:
 
 
 def train_batches(
-    dataset: TokenDataset, shape: BatchShape, seed: int, first_sample: int
+    dataset: Split, shape: BatchShape, seed: int, first_sample: int
 ) -> Iterator[list[MicroBatch]]:
     """Yield this rank's micro-batches of one step after the other, without end.
 
@@ -87,9 +92,7 @@ def train_batches(
         yield batch
 
 
-def eval_batches(
-    dataset: TokenDataset, shape: BatchShape, num_batches: int
-) -> Iterator[list[MicroBatch]]:
+def eval_batches(dataset: Split, shape: BatchShape, num_batches: int) -> Iterator[list[MicroBatch]]:
     """Yield this rank's micro-batches of the first global batches of a split, in its own order.
 
     A split of fewer samples is read again from its start.
@@ -104,11 +107,11 @@ def eval_batches(
         yield _load(dataset, shape, ids)
 
 
-def _load(dataset: TokenDataset, shape: BatchShape, ids: NDArray[np.int64]) -> list[MicroBatch]:
+def _load(dataset: Split, shape: BatchShape, ids: NDArray[np.int64]) -> list[MicroBatch]:
     ids = shape.share(ids)
     samples = _to_device(dataset.gather(ids, shape.seq_len), shape.device)  # (share, seq_len + 1)
     tokens = samples[:, :-1].contiguous().split(shape.micro_batch)
-    targets = samples[:, 1:].contiguous().split(shape.micro_batch)
+    targets = _targets(dataset, shape, ids, samples).split(shape.micro_batch)
     documents: tuple[Tensor | None, ...] = (None,) * len(tokens)
     if shape.reset_at_documents:
         document_ids = _to_device(dataset.document_ids(ids, shape.seq_len), shape.device)
@@ -116,7 +119,15 @@ def _load(dataset: TokenDataset, shape: BatchShape, ids: NDArray[np.int64]) -> l
     return [MicroBatch(*parts) for parts in zip(tokens, targets, documents, strict=True)]
 
 
-def _to_device(array: NDArray[np.int64], device: torch.device | str) -> Tensor:
+def _targets(dataset: Split, shape: BatchShape, ids: NDArray[np.int64], samples: Tensor) -> Tensor:
+    counted = dataset.counted(ids, shape.seq_len)
+    targets = samples[:, 1:].contiguous()
+    if counted is None:
+        return targets
+    return targets.masked_fill(~_to_device(counted, shape.device), IGNORED)
+
+
+def _to_device(array: NDArray[Any], device: torch.device | str) -> Tensor:
     tensor = torch.from_numpy(array)
     if torch.device(device).type == "cuda":
         # The caching host allocator keeps the pinned memory until the copy is done.

@@ -26,12 +26,14 @@ from paceline.config.errors import InputError
 from paceline.config.job_sections import Data
 from paceline.train.data.dataset import (
     FORMAT_VERSION,
+    SHARD_TOKENS,
     STREAM,
     TOKENIZER_FILE,
     Meta,
     TokenStream,
     documents_path,
     shard_path,
+    token_dtype,
 )
 from paceline.train.data.documents import read_pieces
 from paceline.train.data.files import SourceFile
@@ -39,7 +41,6 @@ from paceline.train.data.tokenizer import TRAINING_CHARS, Encoder, make_encoder
 
 Progress = Callable[[int, int], None]
 Counts = NDArray[np.int64]
-SHARD_TOKENS = 128 * 2**20
 _BATCH_CHARS = 2 * 2**20
 _BATCH_PARTS = 4096
 _READ_AT_ONCE = 2**20
@@ -66,7 +67,7 @@ class _Totals:
 
 
 @dataclass
-class _Stream:
+class StreamWriter:
     """Appends tokens to the shards of one stream."""
 
     folder: Path
@@ -93,7 +94,7 @@ class _Stream:
             reader.read(start, tokens)
             yield tokens
 
-    def absorb(self, other: "_Stream") -> None:
+    def absorb(self, other: "StreamWriter") -> None:
         """Append all of another stream and delete its files."""
         documents = documents_path(self.folder, other.name)
         starts = np.fromfile(documents, "<i8") + self.num_tokens
@@ -109,8 +110,8 @@ class _Output:
     """Where a build puts tokens, and what it adds up of them."""
 
     encoder: Encoder
-    kept: _Stream
-    moved: _Stream
+    kept: StreamWriter
+    moved: StreamWriter
     counts: Counts
     hasher: Any = field(default_factory=hashlib.sha256)
 
@@ -127,7 +128,7 @@ class _Output:
             _append(stream, [(t, p.starts) for t, p in pairs if p.is_held_out is held_out])
 
 
-def _append(stream: _Stream, parts: list[tuple[NDArray[np.int64], bool]]) -> None:
+def _append(stream: StreamWriter, parts: list[tuple[NDArray[np.int64], bool]]) -> None:
     if parts:
         ends = stream.num_tokens + np.cumsum([len(tokens) for tokens, _ in parts])
         begins = np.array([stream.num_tokens, *ends[:-1]])
@@ -180,10 +181,9 @@ def training_texts(files: list[SourceFile], text_field: str) -> Iterator[str]:
 
 
 def _open_output(encoder: Encoder, folder: Path) -> _Output:
-    vocab_size = encoder.vocab_size
-    dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-    kept, moved = (_Stream(folder, name, dtype) for name in (STREAM, "moved"))
-    return _Output(encoder, kept, moved, np.zeros(vocab_size, np.int64))
+    dtype = token_dtype(encoder.vocab_size)
+    kept, moved = (StreamWriter(folder, name, dtype) for name in (STREAM, "moved"))
+    return _Output(encoder, kept, moved, np.zeros(encoder.vocab_size, np.int64))
 
 
 def _parts(files: list[SourceFile], data: Data, totals: _Totals) -> Iterator[_Part]:

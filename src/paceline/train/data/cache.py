@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,8 @@ from paceline.config.errors import InputError
 from paceline.config.job_sections import Data
 from paceline.observe.run import cache_home
 from paceline.train.data.build import Progress, build, unigram_entropy, unigram_loss
+from paceline.train.data.build_conversations import build_conversations
+from paceline.train.data.conversations import ChatForm
 from paceline.train.data.dataset import (
     FORMAT_VERSION,
     META_FILE,
@@ -39,6 +42,7 @@ from paceline.train.data.dataset import (
 )
 from paceline.train.data.files import SourceFile, find_files
 from paceline.train.data.limit import hold, keep_within
+from paceline.train.data.packed import PackedConversations
 from paceline.train.data.tokenizer import tokenizer_identity
 
 Listing = list[tuple[str, int, int, int]]
@@ -59,9 +63,20 @@ class PreparedData:
         """The tokenizer.json that decodes the tokens."""
         return self.folder / TOKENIZER_FILE
 
-    def dataset(self, split: SplitName) -> TokenDataset:
+    @property
+    def is_packed(self) -> bool:
+        """Whether samples are made of whole conversations."""
+        return self.meta.answer_tokens is not None
+
+    def dataset(self, split: SplitName) -> TokenDataset | PackedConversations:
         """Open one split."""
+        if self.is_packed:
+            return self.conversations(split)
         return TokenDataset(self.folder, split, self.meta)
+
+    def conversations(self, split: SplitName) -> PackedConversations:
+        """Open one split of conversations."""
+        return _conversations(self.folder, split, self.meta)
 
     def for_samples(self, seq_len: int) -> "PreparedData":
         """The same tokens, cut so that a sample fits into either split where there are few.
@@ -73,6 +88,10 @@ class PreparedData:
             InputError: there are too few tokens for two samples.
         """
         meta, least = self.meta, seq_len + 1
+        if self.is_packed:  # either has some, if an answer is left in a sample
+            self.conversations("train").num_samples(seq_len)
+            self.conversations("eval").num_samples(seq_len)
+            return self
         total = meta.train_tokens + meta.eval_tokens
         if meta.eval_tokens >= least:  # and so is what is trained on, the larger part
             return self
@@ -97,6 +116,11 @@ class PreparedData:
             unigram_loss=unigram_loss(train, held_out),
         )
         return PreparedData(self.folder, changed)
+
+
+@lru_cache(maxsize=4)  # packing takes seconds for a million of them
+def _conversations(folder: Path, split: SplitName, meta: Meta) -> PackedConversations:
+    return PackedConversations(folder, split, meta)
 
 
 def prepare(data: Data, progress: Progress | None = None) -> PreparedData:
@@ -148,6 +172,9 @@ def _key(data: Data, files: list[SourceFile], contents: str) -> str:
     formats = [file.format for file in files]
     text_field = data.text_field if set(formats) != {"text"} else None
     parts = [FORMAT_VERSION, contents, formats, text_field, tokenizer_identity(data.tokenizer)]
+    if data.records == "chat":
+        form = ChatForm.of(data)
+        parts += ["chat", form.source, form.settings]
     return _sha256(json.dumps([*parts, data.eval_fraction]))[:32]
 
 
@@ -200,7 +227,8 @@ def _build_aside(
     shutil.rmtree(folder, ignore_errors=True)
     aside.mkdir()
     try:
-        meta = build(data, files, aside, folder.name, progress)
+        write = build_conversations if data.records == "chat" else build
+        meta = write(data, files, aside, folder.name, progress)
         if _listing(files) != listing:
             raise InputError("data.source changed while it was tokenised: start again.")
         (aside / META_FILE).write_text(meta.model_dump_json(indent=2) + "\n")

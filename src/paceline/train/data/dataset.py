@@ -27,6 +27,8 @@ FORMAT_VERSION: Literal[1] = 1
 META_FILE = "meta.json"
 TOKENIZER_FILE = "tokenizer.json"
 STREAM = "tokens"
+ANSWERS = "answers"
+SHARD_TOKENS = 128 * 2**20
 
 
 class Meta(FrozenConfig):
@@ -56,11 +58,27 @@ class Meta(FrozenConfig):
     unigram_loss: float
     """Cross-entropy of those frequencies on the held-out split, nats: no model that ignores the
     context gets a lower loss there by what it can learn from the train split."""
+    answer_tokens: int | None = None
+    """Of conversations: tokens of answers, which alone the figures above count; None: documents."""
 
     @property
     def fingerprint(self) -> str:
         """Names exactly these tokens in this order and split, whoever made them."""
         return f"{self.key}-{self.tokens_sha256}"
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """In which tokens are written."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def document_starts(folder: Path, num_documents: int) -> NDArray[np.int64]:
+    """The positions at which documents start, mapped.
+
+    Raises:
+        InputError: the file is missing or damaged.
+    """
+    return np.frombuffer(_map(documents_path(folder, STREAM), num_documents * 8), "<i8")
 
 
 def shard_path(folder: Path, stream: str, index: int) -> Path:
@@ -141,8 +159,7 @@ class TokenDataset:
         self.num_tokens = meta.train_tokens if name == "train" else meta.eval_tokens
         self._first = 0 if name == "train" else meta.train_tokens
         self._stream = TokenStream(folder, STREAM, dtype, meta.shard_tokens, total)
-        documents = _map(documents_path(folder, STREAM), meta.num_documents * 8)
-        self._document_starts = np.frombuffer(documents, "<i8")
+        self._document_starts = document_starts(folder, meta.num_documents)
 
     def num_samples(self, seq_len: int) -> int:
         """Samples of seq_len tokens (and one more, the last target) that the split holds.
@@ -171,6 +188,9 @@ class TokenDataset:
         for start, row in zip(self._starts(sample_ids, seq_len), tokens, strict=True):
             self._stream.read(start, row)
         return tokens
+
+    def counted(self, sample_ids: NDArray[np.int64], seq_len: int) -> None:
+        """Which targets the loss counts: all."""
 
     def will_need(self, sample_ids: NDArray[np.int64], seq_len: int) -> None:
         """Say that samples are gathered soon, so that storage is read while the device computes."""

@@ -1,4 +1,4 @@
-"""Read the documents of a file as a stream of text, in bounded memory.
+"""Read the documents of a file as a stream of text, or its rows, in bounded memory.
 
 How it works: every reader yields pieces. A document of JSON lines, Parquet or Arrow is one piece. A
 text file is one document, cut after a line end about every 2**20 characters (a longer line is cut
@@ -13,12 +13,12 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 from paceline.config.errors import InputError
 from paceline.train.data.files import SourceFile
@@ -37,6 +37,17 @@ class Piece:
     """Bytes of the file on disk that were read so far (columnar files: in proportion to rows)."""
 
 
+class Row(NamedTuple):
+    """A row of a file of records."""
+
+    where: str
+    """For sentences: file and line, or row."""
+    values: dict[str, Any]
+    """By key or column."""
+    read_bytes: int
+    """As of a `Piece`."""
+
+
 def read_pieces(file: SourceFile, text_field: str) -> Iterator[Piece]:
     """Yield the documents of a file, in pieces.
 
@@ -46,14 +57,46 @@ def read_pieces(file: SourceFile, text_field: str) -> Iterator[Piece]:
     Raises:
         InputError: the file can't be read, is not UTF-8, or has no such key or column.
     """
-    path = file.path
-    try:
+    with _reading(file.path):
         if file.format == "text":
-            yield from _text_pieces(path)
+            yield from _text_pieces(file.path)
         elif file.format == "jsonl":
-            yield from _jsonl_pieces(path, text_field)
+            yield from _jsonl_pieces(file.path, text_field)
         else:
             yield from _column_pieces(file, text_field)
+
+
+def read_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
+    """Yield the rows of a file of records.
+
+    Args:
+        names: of the columns that are read, where a file has them (JSON lines: all are).
+
+    Raises:
+        InputError: the file can't be read, is not UTF-8, or holds text without rows.
+    """
+    with _reading(file.path):
+        if file.format == "text":
+            raise InputError(
+                f"{file.path} is read as text, which has no rows: give JSON lines, Parquet or "
+                "Arrow, or set data.format."
+            )
+        if file.format == "jsonl":
+            yield from _jsonl_rows(file.path)
+            return
+        row, size_bytes = 0, file.path.stat().st_size
+        with _reading_columns(file):
+            for batch, share in _BATCHES[file.format](file.path, names, None):
+                for values in batch.to_pylist():
+                    kept = {name: values[name] for name in names if name in values}
+                    yield Row(f"{file.path} row {row}", kept, int(share * size_bytes))
+                    row += 1
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
     except UnicodeDecodeError:
         raise InputError(
             f"{path} is not UTF-8 text: convert it, or name the files to read by a glob."
@@ -104,14 +147,23 @@ def _cut_at_lines(stream: io.TextIOWrapper) -> Iterator[str]:
 
 
 def _jsonl_pieces(path: Path, text_field: str) -> Iterator[Piece]:
+    for where, row, read_bytes in _jsonl_rows(path):
+        if text_field not in row:
+            raise InputError(
+                f'{where} has no key "{text_field}" but {_quoted(list(row))}: set data.text_field.'
+            )
+        yield Piece(_checked(row[text_field], text_field, where), True, read_bytes)
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
     with _opened(path) as (raw, stream):
         for number, line in enumerate(stream, 1):
             if not line.isspace():
-                text = _text_of_line(line, text_field, f"{path} line {number}")
-                yield Piece(text, True, raw.tell())
+                where = f"{path} line {number}"
+                yield Row(where, _object_of_line(line, where), raw.tell())
 
 
-def _text_of_line(line: bytes, text_field: str, where: str) -> str:
+def _object_of_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
@@ -119,12 +171,8 @@ def _text_of_line(line: bytes, text_field: str, where: str) -> str:
             f"{where} is not JSON ({error.msg}): correct or remove the line."
         ) from None
     if not isinstance(row, dict):
-        raise InputError(f"{where} is not a JSON object: each line must be one, with a text.")
-    if text_field not in row:
-        raise InputError(
-            f'{where} has no key "{text_field}" but {_quoted(list(row))}: set data.text_field.'
-        )
-    return _checked(row[text_field], text_field, where)
+        raise InputError(f"{where} is not a JSON object: each line must be one.")
+    return row
 
 
 def _checked(text: Any, text_field: str, where: str) -> str:
@@ -140,14 +188,20 @@ def _checked(text: Any, text_field: str, where: str) -> str:
 
 
 def _column_pieces(file: SourceFile, text_field: str) -> Iterator[Piece]:
-    pyarrow = _pyarrow(file.path)
     size_bytes, row = file.path.stat().st_size, 0
-    try:
-        for column, share in _COLUMNS[file.format](file.path, text_field):
-            for text in column.to_pylist():
+    with _reading_columns(file):
+        for batch, share in _BATCHES[file.format](file.path, [text_field], text_field):
+            for text in batch.column(text_field).to_pylist():
                 where = f"{file.path} row {row}"
                 yield Piece(_checked(text, text_field, where), True, int(share * size_bytes))
                 row += 1
+
+
+@contextmanager
+def _reading_columns(file: SourceFile) -> Iterator[None]:
+    pyarrow = _pyarrow(file.path)
+    try:
+        yield
     except pyarrow.ArrowException as error:
         raise InputError(
             f"{file.path} can't be read as {file.format} ({str(error).splitlines()[0]}): "
@@ -165,19 +219,24 @@ def _pyarrow(path: Path) -> ModuleType:
     return pyarrow
 
 
-def _parquet_columns(path: Path, text_field: str) -> Iterator[tuple[Any, float]]:
-    """Yield a column in batches of rows, each with the share of the file that ends with it."""
+def _parquet_batches(
+    path: Path, names: Sequence[str], text_field: str | None
+) -> Iterator[tuple[Any, float]]:
+    """Yield columns in batches of rows, each with the share of the file that ends with it."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
         _check_column(file.schema_arrow, text_field, path)
         done, total = 0, file.metadata.num_rows
-        for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[text_field]):
+        known = [name for name in names if name in file.schema_arrow.names]
+        for batch in file.iter_batches(_ROWS_AT_ONCE, columns=known):
             done += batch.num_rows
-            yield batch.column(0), done / total
+            yield batch, done / total
 
 
-def _arrow_columns(path: Path, text_field: str) -> Iterator[tuple[Any, float]]:
+def _arrow_batches(
+    path: Path, names: Sequence[str], text_field: str | None
+) -> Iterator[tuple[Any, float]]:
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as source:
@@ -190,16 +249,19 @@ def _arrow_columns(path: Path, text_field: str) -> Iterator[tuple[Any, float]]:
         else:
             schema = batches.schema
         _check_column(schema, text_field, path)
+        known = [name for name in names if name in schema.names]
         for batch in batches:
-            yield batch.column(schema.names.index(text_field)), source.tell() / source.size()
+            yield batch.select(known), source.tell() / source.size()
 
 
-_COLUMNS = {"parquet": _parquet_columns, "arrow": _arrow_columns}
+_BATCHES = {"parquet": _parquet_batches, "arrow": _arrow_batches}
 
 
-def _check_column(schema: Any, text_field: str, path: Path) -> None:
+def _check_column(schema: Any, text_field: str | None, path: Path) -> None:
     import pyarrow as pa
 
+    if text_field is None:
+        return
     if text_field not in schema.names:
         raise InputError(
             f'{path} has no column "{text_field}" but {_quoted(schema.names)}: set data.text_field.'

@@ -116,6 +116,11 @@ def end_name(tokenizer: Tokenizer) -> str | None:
     return next((name for name in END_NAMES if tokenizer.token_to_id(name) is not None), None)
 
 
+def end_name_of(spec: str) -> str | None:
+    """`end_name` of a tokenizer.json, or of one in a folder."""
+    return end_name(read_tokenizer(_tokenizer_file(spec)))
+
+
 def given_folder(spec: str) -> Path | None:
     """Where a tokenizer.json was given, its folder, which may hold more about it."""
     return None if spec == "bytes" or bpe_size(spec) else _tokenizer_file(spec).parent

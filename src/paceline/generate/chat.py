@@ -1,4 +1,4 @@
-"""Chat: a conversation as the prompt that the network was trained on.
+"""Chat: a conversation as the text to train on, and as the prompt of its next answer.
 
 A template says how, in Jinja as transformers reads it
 (https://huggingface.co/docs/transformers/chat_templating): in a sandbox that can't change what it
@@ -8,13 +8,14 @@ go on with.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import Node, Output, TemplateData
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -23,6 +24,16 @@ from paceline.config.errors import InputError
 Message = Mapping[str, Any]
 _PLAIN = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 _MOST_SHOWN = 300
+# Unicode's noncharacters, which no text may hold: where an answer begins, and where it ends.
+_BEGINS, _ENDS = "\ufdd0", "\ufdd1"
+
+
+class Conversation(NamedTuple):
+    """A conversation as a text to train on."""
+
+    text: str
+    answers: list[tuple[int, int]]
+    """Where the assistant's words stand in it: first character, and the one after the last."""
 
 
 class ChatTemplate:
@@ -61,6 +72,33 @@ class ChatTemplate:
         Raises:
             InputError: the template refuses the messages.
         """
+        return re.sub(f"[{_BEGINS}{_ENDS}]", "", self._rendered(messages, add_generation_prompt))
+
+    def conversation(self, messages: Sequence[Message]) -> Conversation:
+        """The whole text, and which of it are answers: what `{% generation %}` marks, or else what
+        each message of the assistant adds to the prompt before it.
+
+        Raises:
+            InputError: the template refuses the messages, or gives an answer another text as soon
+                as more follows.
+        """
+        marked = self._rendered(messages, add_generation_prompt=False)
+        if _BEGINS in marked:
+            return _without_marks(marked)
+        answers = []
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self._rendered(messages[:index], add_generation_prompt=True)
+                after = self._rendered(messages[: index + 1], add_generation_prompt=False)
+                if not (marked.startswith(after) and after.startswith(before)):
+                    raise InputError(
+                        "The chat template writes an answer otherwise when more follows it: mark "
+                        "answers in it with {% generation %} and {% endgeneration %}."
+                    )
+                answers.append((len(before), len(after)))
+        return Conversation(marked, answers)
+
+    def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         try:
             return self._template.render(
                 **self._names,
@@ -76,14 +114,28 @@ class ChatTemplate:
             ) from None
 
 
+def _without_marks(marked: str) -> Conversation:
+    """The text of a template that marks answers."""
+    text, answers, begin = "", [], 0
+    for part in re.split(f"([{_BEGINS}{_ENDS}])", marked):
+        if part == _BEGINS:
+            begin = len(text)
+        elif part == _ENDS:
+            answers.append((begin, len(text)))
+        else:
+            text += part
+    return Conversation(text, answers)
+
+
 class _Generation(Extension):
-    """`{% generation %}`, which marks what an assistant said: the text stays as it is."""
+    """`{% generation %}`, which marks what an assistant said."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> Node | list[Node]:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [Output([TemplateData(_BEGINS)]), *body, Output([TemplateData(_ENDS)])]
 
 
 def _name(value: object) -> str | None:

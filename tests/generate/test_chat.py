@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.config.errors import InputError
-from paceline.serve.chat import ChatTemplate
+from paceline.generate.chat import ChatTemplate
 
 TALK = [
     {"role": "system", "content": "Be <brief> & kind."},

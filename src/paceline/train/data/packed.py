@@ -1,0 +1,174 @@
+"""Samples of whole conversations: packed by best fit, each with attention and positions of its own.
+
+How it works: a sample is a row of `seq_len` tokens. Conversations are put into samples from the
+longest to the shortest, each where it leaves the least room (best fit, decreasing); the last tokens
+of a row are padding, a document of its own. So no conversation crosses the end of a sample, and the
+loss of each is what it is alone. One that is longer than a sample is cut. Which conversations share
+a sample follows from their lengths alone; the order of the samples is order.py's.
+
+Source: https://arxiv.org/abs/2404.10830 (best-fit packing).
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config.errors import InputError
+from paceline.train.data.dataset import (
+    ANSWERS,
+    STREAM,
+    Meta,
+    SplitName,
+    TokenStream,
+    document_starts,
+)
+
+Ints = NDArray[np.int64]
+
+
+class Packing(NamedTuple):
+    """Which conversations a sample holds."""
+
+    conversations: Ints
+    """(num_packed,) those of the first sample first."""
+    ends: Ints
+    """(num_samples,) where in `conversations` those of each sample end."""
+    num_cut: int
+    """Conversations that are longer than a sample."""
+    num_left_out: int
+    """Of these, those without an answer in what is left of them."""
+    num_padding: int
+    """Tokens of all samples."""
+
+    def padding_share(self, seq_len: int) -> float:
+        """Of the tokens of all samples."""
+        return self.num_padding / (len(self.ends) * seq_len)
+
+    def of(self, sample: int) -> Ints:
+        """The conversations of a sample."""
+        return self.conversations[self.ends[sample - 1] if sample else 0 : self.ends[sample]]
+
+
+class PackedConversations:
+    """One split of conversations, read as `TokenDataset` is."""
+
+    def __init__(self, folder: Path, name: SplitName, meta: Meta) -> None:
+        self.name = name
+        self._end_of_document = meta.end_of_document
+        total = meta.train_tokens + meta.eval_tokens
+        dtype = np.dtype(meta.dtype).newbyteorder("<")
+        self._tokens = TokenStream(folder, STREAM, dtype, meta.shard_tokens, total)
+        self._answers = TokenStream(folder, ANSWERS, np.dtype("u1"), meta.shard_tokens, total)
+        first, last = (0, meta.train_tokens) if name == "train" else (meta.train_tokens, total)
+        starts = document_starts(folder, meta.num_documents)
+        self._starts = starts[np.searchsorted(starts, first) : np.searchsorted(starts, last)]
+        self._lengths = np.diff(self._starts, append=last)
+        self.packing = lru_cache(maxsize=2)(self._pack)
+        """Maps a number of tokens to the Packing of samples that long."""
+
+    def num_samples(self, seq_len: int) -> int:
+        """Samples of `seq_len` tokens.
+
+        Raises:
+            InputError: no answer is left in any.
+        """
+        if not len(self.packing(seq_len).ends):
+            raise InputError(
+                f'train.seq_len = {seq_len} leaves no answer in the "{self.name}" split of '
+                f"{len(self._lengths)} conversations: raise it."
+            )
+        return len(self.packing(seq_len).ends)
+
+    def gather(self, sample_ids: Ints, seq_len: int) -> Ints:
+        """Read samples: (num_samples, seq_len + 1), of which the last token is padding."""
+        tokens = np.full((len(sample_ids), seq_len + 1), self._end_of_document, np.int64)
+        for row, at, conversation, count in self._places(sample_ids, seq_len):
+            self._tokens.read(self._starts[conversation], tokens[row, at : at + count])
+        return tokens
+
+    def counted(self, sample_ids: Ints, seq_len: int) -> NDArray[np.bool_]:
+        """Which targets the loss counts: (num_samples, seq_len)."""
+        answers = np.zeros((len(sample_ids), seq_len + 1), np.int64)
+        for row, at, conversation, count in self._places(sample_ids, seq_len):
+            # The first token of a conversation is predicted by nothing.
+            self._answers.read(self._starts[conversation] + 1, answers[row, at + 1 : at + count])
+        return answers[:, 1:] > 0
+
+    def document_ids(self, sample_ids: Ints, seq_len: int) -> Ints:
+        """Tell the conversations of a sample, and its padding, apart: (num_samples, seq_len)."""
+        documents = np.zeros((len(sample_ids), seq_len + 1), np.int64)
+        for row, at, _, count in self._places(sample_ids, seq_len):
+            documents[row, at + count] = 1
+        return np.cumsum(documents, axis=1)[:, :-1]
+
+    def will_need(self, sample_ids: Ints, seq_len: int) -> None:
+        """Say that samples are gathered soon, see `TokenDataset`."""
+        for _, _, conversation, count in self._places(sample_ids, seq_len):
+            self._tokens.will_need(self._starts[conversation], count)
+
+    def _places(self, sample_ids: Ints, seq_len: int) -> list[tuple[int, int, int, int]]:
+        """Row, place in it, number and tokens of each conversation of samples."""
+        packing, places = self.packing(seq_len), []
+        for row, sample in enumerate(sample_ids.tolist()):
+            at = 0
+            for conversation in packing.of(sample).tolist():
+                count = min(int(self._lengths[conversation]), seq_len)
+                places.append((row, at, conversation, count))
+                at += count
+        return places
+
+    def _pack(self, seq_len: int) -> Packing:
+        is_long = self._lengths > seq_len
+        left_out = [
+            each for each in np.flatnonzero(is_long).tolist() if not self._has_answer(each, seq_len)
+        ]
+        kept = np.delete(np.arange(len(self._lengths)), left_out)
+        lengths = np.minimum(self._lengths[kept], seq_len)
+        samples = best_fit(lengths.tolist(), seq_len)
+        order = [each for sample in samples for each in sample]
+        return Packing(
+            kept[np.array(order, np.int64)],
+            np.cumsum([len(sample) for sample in samples], dtype=np.int64),
+            int(is_long.sum()),
+            len(left_out),
+            len(samples) * seq_len - int(lengths.sum()),
+        )
+
+    def _has_answer(self, conversation: int, seq_len: int) -> bool:
+        answers = np.empty(seq_len - 1, np.int64)
+        self._answers.read(self._starts[conversation] + 1, answers)
+        return bool(answers.any())
+
+
+def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Put things into as few boxes as best fit needs, the longest first.
+
+    Args:
+        lengths: each from 1 to `room`.
+        room: of a box.
+
+    Returns:
+        for each box the numbers of what it holds. It depends on the arguments alone.
+    """
+    boxes: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(room + 1)]  # numbers of boxes by what is left
+    some = 0  # bit r is set where a box has room r: the next larger one is found by arithmetic
+    for thing in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
+        length = lengths[thing]
+        if larger := some >> length:
+            left = length + (larger & -larger).bit_length() - 1
+            box = with_room[left].pop()
+            some &= ~(1 << left) if not with_room[left] else -1
+            boxes[box].append(thing)
+        else:
+            left, box = room, len(boxes)
+            boxes.append([thing])
+        left -= length
+        if left:
+            with_room[left].append(box)
+            some |= 1 << left
+    return boxes

@@ -89,7 +89,7 @@ def _toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
-PROPERTIES = ("paceline.config.model", "paceline.config.elastic")
+PROPERTIES = tuple(f"paceline.config.{each}" for each in ("model", "elastic", "job_sections"))
 
 
 @pytest.mark.parametrize("family", ["decoder", "dlrm"])

@@ -111,6 +111,30 @@ def test_any_mix_gives_what_each_request_alone_gives():
             assert sequence.made == (text[: sequence.num_made] if sequence in cancelled else text)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_heads_guess_beside_prompts_that_are_told_of(exact):
+    decoder = built(MODELS["grouped"], torch.float32)
+    sampling = Sampling(max_tokens=14, temperature=0)
+    requests = [(prompt(length, length), sampling) for length in (9, 5, 40)]
+    serving = SMALL.replace(max_tokens=16, exact=exact)
+    plain = [text for request in requests for text in made(Engine(decoder, serving), [request])]
+    heads = heads_of(decoder)
+    engine = Engine(decoder, serving.replace(speculate="heads"), draft=heads)
+    told = (2, None, 0)
+    sequences = [
+        engine.submit(*request, prompt_logprobs=count)
+        for request, count in zip(requests, told, strict=True)
+    ]
+    while not engine.is_idle:
+        engine.step()
+        for sequence, state in engine._speculator._guessers["heads"]._states.items():
+            with torch.no_grad():  # of the last token that was computed
+                states = decoder(torch.tensor([sequence.tokens[:-1]]), returns_states=True)
+            assert torch.allclose(state, states[0, -1], atol=1e-4)
+    assert [sequence.made for sequence in sequences] == plain
+    assert [len(sequence.prompt_logprobs) for sequence in sequences] == [8, 0, 39]
+
+
 def test_a_draft_of_other_weights_goes_on_guessing():
     decoder, other = built(MODELS["grouped"]), built(MODELS["grouped"], seed=1)
     serving = Serving(block_size=4, max_tokens=24, speculate="draft", guess_tokens=2)

@@ -4,6 +4,7 @@ How it works: while the network computes a pass, the states that its own head re
 of. Of each text that of its last token is kept; the heads go on from there, all texts together.
 """
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
@@ -76,13 +77,14 @@ class HeadGuesser(Guesser):
         finally:
             hook.remove()
         (states,) = seen
-        wanted = [chunk.num_choices for chunk in chunks]
-        if len(states) != sum(wanted):  # an exact pass computes all rows, and more than there are
-            stops = torch.tensor([chunk.num_tokens for chunk in chunks]).cumsum(0).tolist()
-            places = zip(stops, wanted, strict=True)
-            parts = [states[stop - count : stop] for stop, count in places]
-        else:
-            parts = [*states.split(wanted)]
+        sizes = [chunk.num_told + chunk.num_choices for chunk in chunks]
+        if len(states) != sum(sizes):  # an exact pass computes all rows, and more than there are
+            sizes = [chunk.num_tokens for chunk in chunks]
+        stops = itertools.accumulate(sizes)
+        parts = [
+            states[stop - chunk.num_choices : stop]
+            for chunk, stop in zip(chunks, stops, strict=True)
+        ]
         self._rows = dict(zip(chunks, parts, strict=True))
 
     def computed(self, chunk: Chunk, num_right: int) -> None:

@@ -28,6 +28,18 @@ MODELS = {
     "window": Model(**_SHAPE, sliding_window=7, full_layers=(1,), qkv_bias=True),
     "gpt2": Model(**_SHAPE, **_GPT, positions="learned", tie_embeddings=True),
     "phi": Model(**_SHAPE, **_GPT, residual="parallel_shared", rotary_share=0.5, head_bias=True),
+    "gemma3": Model(
+        **_SHAPE,
+        norm="rms_plus_one",
+        post_norms=True,
+        qk_norm=True,
+        sliding_window=7,
+        full_layers=(1,),
+        window_rope_theta=100.0,
+        score_width=12,
+        scale_embeddings=True,
+        activation="gelu_tanh",
+    ),
     "latent": Model(
         **_SHAPE, latent=LatentAttention(q_rank=12, kv_rank=16, nope_dim=8, rope_dim=8, v_dim=16)
     ),

@@ -49,6 +49,18 @@ VARIANTS = {
         **UNGATED,
     },
     "gated gelu": {"activation": "gelu_tanh", "bias": True, "residual": "parallel"},
+    "gemma3": {
+        "norm": "rms_plus_one",
+        "post_norms": True,
+        "qk_norm": True,
+        "sliding_window": 5,
+        "full_layers": [1],
+        "window_rope_theta": 50.0,
+        "score_width": 12,
+        "scale_embeddings": True,
+        "activation": "gelu_tanh",
+        "tie_embeddings": True,
+    },
     "partial, qk_norm": {"qk_norm": True, "rotary_share": 0.5},
     "experts": {
         "experts": Experts(

@@ -70,6 +70,13 @@ OTHERS = {
     "gpt_neox": _LAYER_NORMS,
     "phi": _LAYER_NORMS,
 }
+GEMMA3 = {
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "query_pre_attn_scalar": 40,
+    "sliding_window": 7,
+    "sliding_window_pattern": 2,
+}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 FAMILIES = {
     "llama2": ("llama", {"num_key_value_heads": 4}),
@@ -152,6 +159,19 @@ FAMILIES = {
         },
     ),
     "phi": ("phi", {"num_key_value_heads": 2}),
+    "gemma": ("gemma", {"num_key_value_heads": 1, "head_dim": 24}),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3_stretched": (
+        "gemma3_text",
+        {
+            **GEMMA3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
     "phi_whole_heads": ("phi", {"partial_rotary_factor": 1.0, "hidden_act": "gelu"}),
 }
 TOKENS = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))

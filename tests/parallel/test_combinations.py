@@ -33,6 +33,8 @@ ALONE = {
     "zero 3, gpt": (2, "gpt", "fsdp=2 zero=3"),
     "tensor and sequence, gpt": (2, "gpt", "tp=2 micro_batch=8"),
     "1f1b, gpt": (2, "gpt", "pp=2"),
+    "zero 3, gemma": (2, "gemma", "fsdp=2 zero=3"),
+    "1f1b, gemma": (2, "gemma", "pp=2"),
     "hsdp, zero 1": (4, "dense", "dp=2 fsdp=2 zero=1 micro_batch=3"),
     "tensor": (2, "dense", "tp=2 sequence_parallel=false micro_batch=8"),
     "tensor and sequence": (2, "dense, tied", "tp=2 micro_batch=8"),

@@ -46,6 +46,11 @@ GPT = {"norm": "layer", "bias": True, "gated": False, "activation": "gelu"}
 GPT2 = {**GPT, "positions": "learned", "tie_embeddings": True}
 NEOX = {**GPT, "residual": "parallel", "rotary_share": 0.5}
 PHI = {**NEOX, "residual": "parallel_shared", "head_bias": True}
+GEMMA3 = {
+    "norm": "rms_plus_one", "post_norms": True, "qk_norm": True, "scale_embeddings": True,
+    "tie_embeddings": True, "activation": "gelu_tanh", "sliding_window": 5, "full_layers": (1,),
+    "window_rope_theta": 100.0, "score_width": 12,
+}  # fmt: skip
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "ffn_size": 16}
 LATENT = {"kv_rank": 8, "nope_dim": 8, "rope_dim": 4, "v_dim": 8}
 SWITCHES = {
@@ -56,6 +61,7 @@ SWITCHES = {
     "GPT-2": GPT2,
     "NeoX": NEOX,
     "Phi": PHI,
+    "Gemma 3": GEMMA3,
     "latent": {"num_kv_heads": 4, "latent": LATENT},
     "latent queries": {"num_kv_heads": 4, "latent": {**LATENT, "q_rank": 8}},
 }
@@ -84,6 +90,7 @@ ON_TWO = {
     "experts": Case(tp=2, sequence_parallel=True, model=SWITCHES["experts"]),
     "shared experts": Case(tp=2, model=SWITCHES["shared experts"]),
     "GPT-2, sequence": Case(tp=2, sequence_parallel=True, model=GPT2),
+    "Gemma 3, sequence": Case(tp=2, sequence_parallel=True, model=GEMMA3),
     "NeoX, columns": Case(tp=2, model=NEOX),
     "Phi, sequence": Case(tp=2, sequence_parallel=True, recompute="selective", model=PHI),
     "window": Case(tp=2, sequence_parallel=True, model={"sliding_window": 5}),

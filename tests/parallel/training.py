@@ -49,6 +49,11 @@ MODELS: dict[str, tuple[str, ...]] = {
         "balance_loss=0.01}",
     ),
     "documents": ("data.reset_at_documents=true", "model.qkv_bias=true"),
+    "gemma": (
+        *("model.norm=rms_plus_one", "model.post_norms=true", "model.qk_norm=true"),
+        *("model.scale_embeddings=true", "model.tie_embeddings=true", "model.sliding_window=9"),
+        *("model.full_layers=[1,3]", "model.window_rope_theta=100.0", "model.score_width=12"),
+    ),
     "gpt": (
         *("model.norm=layer", "model.bias=true", "model.gated=false", "model.positions=learned"),
         *("model.residual=parallel", "model.tie_embeddings=true", "model.init_std=0.1"),

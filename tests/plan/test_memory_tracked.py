@@ -42,6 +42,16 @@ AUTOCAST = ("layout.precision=bf16",)
 BF16 = ("layout.precision=bf16", "layout.param_dtype=bf16")
 TP = ("layout.tp=2", "layout.sequence_parallel=true")
 FULL, SELECTIVE = ("layout.recompute=full",), ("layout.recompute=selective",)
+GPT = ("model.norm=layer", "model.bias=true", "model.gated=false")
+GPT2 = (*GPT, "model.positions=learned", "model.tie_embeddings=true")
+PHI = (
+    *GPT, "model.residual=parallel_shared", "model.rotary_share=0.5", "model.head_bias=true",
+)  # fmt: skip
+GEMMA3 = (
+    "model.norm=rms_plus_one", "model.post_norms=true", "model.qk_norm=true",
+    "model.scale_embeddings=true", "model.activation=gelu_tanh", "model.sliding_window=32",
+    "model.full_layers=[1]", "model.window_rope_theta=100.0", "model.score_width=12",
+)  # fmt: skip
 EXPERTS = (
     "model.experts={num_experts=8,experts_per_token=2,ffn_size=128,shared_ffn_size=128,"
     "dense_layers=[0]}",
@@ -68,6 +78,9 @@ CASES: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "8-bit state": (1, 2, (*FP32, "layout.optimizer_state=8bit")),
     "window and norms of heads": (1, 2, (*FP32, "model.sliding_window=32", "model.qk_norm=true")),
     "untied, with biases": (1, 2, (*FP32, "model.tie_embeddings=false", "model.qkv_bias=true")),
+    "GPT-2": (1, 2, FP32 + GPT2),
+    "Phi": (1, 2, FP32 + PHI),
+    "Gemma 3": (1, 2, FP32 + GEMMA3),
     "zero 3": (2, 2, AUTOCAST + sharded(3)),
     "zero 3, fp32": (2, 2, FP32 + sharded(3)),
     "zero 3, full, accumulated": (2, 4, AUTOCAST + sharded(3) + FULL),

@@ -51,6 +51,7 @@ def models(draw):
         "causal": draw(st.booleans()),
         "tie_embeddings": draw(st.booleans()),
         "norm": draw(st.sampled_from(("rms", "layer"))),
+        "post_norms": draw(st.booleans()),
         "residual": draw(st.sampled_from(("sequential", "parallel", "parallel_shared"))),
     }
     settings["head_bias"] = not settings["tie_embeddings"] and draw(st.booleans())

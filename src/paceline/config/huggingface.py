@@ -104,7 +104,10 @@ _NEUTRAL = frozenset(
 )
 _LIKE_LLAMA = {
     name: Model.model_fields[name].default
-    for name in ("norm", "residual", "positions", "rotary_share", "bias", "head_bias", "gated")
+    for name in (
+        *("norm", "residual", "post_norms", "positions", "rotary_share", "window_rope_theta"),
+        *("score_width", "scale_embeddings", "bias", "head_bias", "gated"),
+    )
 } | {"activation": "silu"}
 _ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 _QWEN_WINDOWS = frozenset(
@@ -173,12 +176,59 @@ def _of_family(config: Mapping[str, Any], model_type: str) -> Model:
     if family.rotary is not None:
         base, share = family.rotary
         forms = _rope_forms(known)
-        shares = [form.pop("partial_rotary_factor", None) for form in forms.values()]
-        fields["rotary_share"] = next((each for each in shares if each is not None), known[share])
+        if family.window_base is not None:
+            fields |= _family_windows(known, forms, family.window_base)
+        if share is not None:
+            shares = [form.pop("partial_rotary_factor", None) for form in forms.values()]
+            given = (each for each in shares if each is not None)
+            fields["rotary_share"] = next(given, known[share])
         fields["rope_theta"], fields["rope_scaling"] = _rope_from_hf(
-            {**forms, "rope_theta": known.get(base, 10000.0)}
+            {**forms, "rope_theta": known[base]}
         )
     return Model.parse(fields, where="config.json")
+
+
+def _family_windows(
+    config: Mapping[str, Any], forms: dict[str, dict[str, Any]], base: str
+) -> dict[str, Any]:
+    """Read the windows of a family that has rotary frequencies of their own.
+
+    Args:
+        forms: see `_rope_forms`; one that has parts for each kind of layer becomes that of the
+            layers without a window.
+        base: the key of the windows' rotary base.
+    """
+    of_window = config[base]
+    for key, form in forms.items():
+        if isinstance(full := form.get("full_attention"), Mapping):
+            part = form.get("sliding_attention")
+            own = dict(part) if isinstance(part, Mapping) else {}
+            of_window = own.pop("rope_theta", of_window)
+            if own.pop("rope_type", "default") != "default" or own:
+                raise InputError(
+                    f"config.json: {key}.sliding_attention = {part!r} stretches the frequencies of "
+                    "windows, which this decoder doesn't do; choose another model."
+                )
+            forms[key] = dict(full)
+    num_layers, pattern = config["num_hidden_layers"], config["sliding_window_pattern"]
+    if not isinstance(pattern, int) or pattern < 1:
+        raise InputError(
+            f"config.json: sliding_window_pattern = {pattern!r} must be an integer above 0: every "
+            "so manyth layer has no window; correct it."
+        )
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if (layer + 1) % pattern else "full_attention"
+        for layer in range(num_layers)
+    ]
+    _check_layer_types(kinds, num_layers, config["sliding_window"])
+    full_layers = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    if len(full_layers) == num_layers:
+        return {}
+    return {
+        "sliding_window": config["sliding_window"],
+        "full_layers": full_layers,
+        "window_rope_theta": of_window,
+    }
 
 
 def to_hf(model: Model) -> dict[str, Any]:
@@ -216,6 +266,11 @@ def _family_to_hf(model: Model, model_type: str) -> dict[str, Any]:
     """Write a Model as one of `huggingface_families`, whether or not it is one."""
     family = huggingface_families.FAMILIES[model_type]
     scaling = {} if family.rotary is None else {"rope_scaling": _rope_to_hf(model.rope_scaling)}
+    if family.window_base is not None:
+        slides = [model.window(layer) is not None for layer in range(model.num_layers)]
+        scaling["layer_types"] = [f"{'sliding' if slid else 'full'}_attention" for slid in slides]
+        scaling["sliding_window"] = model.sliding_window
+        scaling[family.window_base] = model.window_rope_theta
     return {
         "architectures": [family.architecture],
         "model_type": model_type,
@@ -344,6 +399,7 @@ def _default_slides(model_type: str, num_layers: int, limit: int) -> list[bool]:
 
 def _check_layer_types(kinds: list[str], num_layers: int, window: int | None) -> None:
     allowed = {"full_attention", *(["sliding_attention"] if window is not None else [])}
+    kinds = kinds if isinstance(kinds, list) else [str(kinds)]
     unknown = [kind for kind in kinds if kind not in allowed]
     if unknown or len(kinds) != num_layers:
         given = f"the kind {unknown[0]!r}" if unknown else f"{len(kinds)} kinds"

@@ -1,4 +1,5 @@
-"""The `config.json` of families that differ from Llama in more than a switch: GPT-2, GPT-NeoX, Phi.
+"""The `config.json` of families that differ from Llama in more than a switch: GPT-2, GPT-NeoX, Phi,
+Gemma and Gemma 3.
 
 Each is a row of a table: which of its keys are fields of a Model as they stand, and which fields
 all of its networks have. `paceline.config.huggingface` reads and writes by it.
@@ -36,8 +37,13 @@ class Family(NamedTuple):
     """What an absent key means in transformers."""
     network: dict[str, Any]
     """Fields of a Model that all networks of the family have."""
-    rotary: tuple[str, str] | None = None
-    """Their keys of the rotary base and of the share of a head that turns; None: nothing turns."""
+    rotary: tuple[str, str | None] | None = None
+    """Their keys of the rotary base and of the share of a head that turns, if that isn't all; None:
+    nothing turns."""
+    window_base: str | None = None
+    """Their key of the rotary base of blocks with a window, where some have one."""
+    activation_names: dict[str, str] = _WRITTEN_ACTIVATIONS
+    """How our activations are written."""
     only: dict[str, tuple[Any, ...]] = {}  # noqa: RUF012
     """Features that the decoder doesn't have: the values that switch them off."""
     neutral: tuple[str, ...] = ()
@@ -58,6 +64,23 @@ _BESIDE = {
     "tie_word_embeddings": "tie_embeddings",
 }
 _DEFAULTS = {"layer_norm_eps": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": False}
+_GEMMA_FIELDS = {
+    **_SHAPES,
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps",
+    "initializer_range": "init_std",
+    "tie_word_embeddings": "tie_embeddings",
+}
+_GEMMA_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+}
+_GEMMA = {"norm": "rms_plus_one", "scale_embeddings": True}
+_GEMMA_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
 _GPT = {"norm": "layer", "bias": True, "gated": False}
 
 FAMILIES = {
@@ -99,7 +122,13 @@ FAMILIES = {
         _SHAPES | _BESIDE,
         "hidden_act",
         tuple(_SHAPES),
-        {**_DEFAULTS, "hidden_act": "gelu", "rotary_pct": 0.25, "use_parallel_residual": True},
+        {
+            **_DEFAULTS,
+            "hidden_act": "gelu",
+            "rotary_emb_base": 10000.0,
+            "rotary_pct": 0.25,
+            "use_parallel_residual": True,
+        },
         _GPT,
         ("rotary_emb_base", "rotary_pct"),
         only={"attention_bias": (True,)},
@@ -110,11 +139,63 @@ FAMILIES = {
         _SHAPES | _BESIDE | {"num_key_value_heads": "num_kv_heads"},
         "hidden_act",
         tuple(_SHAPES),
-        {**_DEFAULTS, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
+        {
+            **_DEFAULTS,
+            "hidden_act": "gelu_new",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
         {**_GPT, "residual": "parallel_shared", "head_bias": True},
         ("rope_theta", "partial_rotary_factor"),
         only={"qk_layernorm": (False,)},
         neutral=("resid_pdrop", "embd_pdrop", "attention_dropout"),
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        _GEMMA_FIELDS,
+        "hidden_act",
+        tuple(_SHAPES),
+        {
+            **_GEMMA_DEFAULTS,
+            "num_key_value_heads": 16,
+            "hidden_act": "gelu_pytorch_tanh",
+            "rope_theta": 10000.0,
+        },
+        _GEMMA,
+        ("rope_theta", None),
+        activation_names=_GEMMA_ACTIVATIONS,
+        only={
+            "attention_bias": (False,),
+            "use_bidirectional_attention": (None, False),
+            "hidden_activation": (None, "gelu_pytorch_tanh"),
+        },
+        neutral=("attention_dropout",),
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {**_GEMMA_FIELDS, "query_pre_attn_scalar": "score_width"},
+        "hidden_activation",
+        tuple(_SHAPES),
+        {
+            **_GEMMA_DEFAULTS,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+        },
+        {**_GEMMA, "post_norms": True, "qk_norm": True},
+        ("rope_theta", None),
+        "rope_local_base_freq",
+        _GEMMA_ACTIVATIONS,
+        {
+            "attention_bias": (False,),
+            "use_bidirectional_attention": (False, None),
+            "final_logit_softcapping": (None,),
+            "attn_logit_softcapping": (None,),
+        },
+        ("attention_dropout", "layer_types", "cache_implementation", "_sliding_window_pattern"),
     ),
 }
 _PARALLEL = "use_parallel_residual"
@@ -136,6 +217,8 @@ def fields_from_hf(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     fields = {ours: config[theirs] for theirs, ours in family.fields.items() if theirs in config}
     given = str(config[family.activation])
     fields["activation"] = _ACTIVATIONS.get(given, given)
+    if family.network.get("scale_embeddings") and given == "gelu":
+        fields["activation"] = "gelu_tanh"  # what the first Gemma says, and doesn't mean
     if fields.get("ffn_size") is None:
         fields["ffn_size"] = 4 * fields["hidden_size"]
     if fields.get("num_kv_heads") is None:
@@ -149,9 +232,11 @@ def parts_to_hf(model: Model, family: Family) -> dict[str, Any]:
     """Write the keys of a family but for the scaling of rotary positions; what the family doesn't
     have is left out."""
     config = {theirs: getattr(model, ours) for theirs, ours in family.fields.items()}
-    config[family.activation] = _WRITTEN_ACTIVATIONS[model.activation]
+    config[family.activation] = family.activation_names.get(model.activation)
     if _PARALLEL in family.defaults:
         config[_PARALLEL] = model.residual == "parallel"
     if family.rotary:
-        config |= dict(zip(family.rotary, (model.rope_theta, model.rotary_share), strict=True))
+        base, share = family.rotary
+        config[base] = model.rope_theta
+        config |= {} if share is None else {share: model.rotary_share}
     return config

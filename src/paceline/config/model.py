@@ -3,9 +3,9 @@
 A decoder is a stack of blocks (RMS norm, attention with rotary positions, RMS norm, SwiGLU
 feed-forward) between an embedding and a head. So are the Llama, Mistral, Qwen2 and Qwen3 families,
 which differ only in the switches below. Others of them make it GPT-2, GPT-NeoX or Phi (layer norms,
-GELU, biases, learned positions, layers side by side). With `experts` the feed-forward layers of
-most blocks are many experts and a router (Mixtral, Qwen2-MoE, Qwen3-MoE); with `latent` too,
-attention is that of DeepSeek-V2 and -V3.
+GELU, biases, learned positions, layers side by side), or Gemma and Gemma 3 (more norms). With
+`experts` the feed-forward layers of most blocks are many experts and a router (Mixtral, Qwen2-MoE,
+Qwen3-MoE); with `latent` too, attention is that of DeepSeek-V2 and -V3.
 
 FLOP convention (also of MFU): a matrix product of an (m, k) by a (k, n) matrix costs 2mkn; the
 backward pass costs twice the forward; recompute, norms, softmax and element-wise work count as
@@ -65,13 +65,16 @@ class Model(ModelFamily):
     """Width of a head's query and key; by default that of latent, or hidden_size / num_heads."""
     max_seq_len: Width
     """The longest sequence, in tokens."""
-    norm: Literal["rms", "layer"] = "rms"
-    """RMS norms, or layer norms, which take the mean off too (GPT)."""
+    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    """RMS norms, the same with weights that count from 1 (Gemma), or layer norms, which take the
+    mean off too (GPT)."""
     norm_eps: float = Field(1e-5, gt=0, le=1)
     """Added to the mean square, or the variance, in every norm."""
     residual: Literal["sequential", "parallel", "parallel_shared"] = "sequential"
     """Whether a block's second layer reads what the first one added to, or both the block's input:
     each after a norm of its own (GPT-NeoX), or both after one (Phi)."""
+    post_norms: bool = False
+    """Whether what a layer gives passes a norm, too, before it is added (Gemma 3)."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Whether queries and keys turn with their positions, or each position has a vector that is
     added to the embedding (GPT-2)."""
@@ -79,6 +82,9 @@ class Model(ModelFamily):
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """How the rotary frequencies are stretched; not at all by default."""
+    window_rope_theta: float | None = Field(None, gt=0, le=1e15)
+    """Base of the rotary frequencies of blocks with a sliding window, which aren't stretched; that
+    of the others by default (Gemma 3)."""
     rotary_share: float = Field(1.0, gt=0, le=1)
     """Part of each head that turns, from its start (GPT-NeoX, Phi)."""
     sliding_window: Width | None = None
@@ -93,6 +99,10 @@ class Model(ModelFamily):
     """Whether the head adds a bias (Phi)."""
     qk_norm: bool = False
     """Whether queries and keys pass an RMS norm over head_dim before the rotation (Qwen3)."""
+    score_width: Width | None = None
+    """Scores of attention are divided by the root of it; head_dim by default (Gemma 3)."""
+    scale_embeddings: bool = False
+    """Whether embeddings are multiplied by the root of hidden_size (Gemma)."""
     experts: Experts | None = None
     """Experts instead of a dense feed-forward layer; none by default."""
     tie_embeddings: bool = False
@@ -174,9 +184,12 @@ class Model(ModelFamily):
             "latent attention has a key per query head; leave num_kv_heads out.",
         )
         require(
-            not (self.qkv_bias or self.bias or self.qk_norm) and self.rotary_share == 1,
-            "latent attention has its own norms, its own part that turns and no biases; leave out "
-            "qkv_bias, bias, qk_norm and rotary_share.",
+            not (self.qkv_bias or self.bias or self.qk_norm or self.score_width)
+            and self.rotary_share == 1
+            and self.norm != "rms_plus_one",
+            "latent attention has its own norms, scores and part that turns, and no biases; leave "
+            "out qkv_bias, bias, qk_norm, score_width, rotary_share and norm = "
+            '"rms_plus_one".',
         )
 
     @model_validator(mode="after")
@@ -184,6 +197,12 @@ class Model(ModelFamily):
         require(
             self.sliding_window is not None or not self.full_layers,
             "full_layers can't take effect without a sliding_window; give one or remove it.",
+        )
+        require(
+            self.window_rope_theta is None
+            or (self.sliding_window is not None and self.positions == "rotary"),
+            "window_rope_theta can't take effect without a sliding_window and rotary positions; "
+            "remove it.",
         )
         self._block_indices("full_layers", self.full_layers)
         require(
@@ -279,7 +298,7 @@ class Model(ModelFamily):
     @property
     def num_block_norms(self) -> int:
         """Norms of the residual stream in one block."""
-        return 1 if self.residual == "parallel_shared" else 2
+        return (1 if self.residual == "parallel_shared" else 2) + (2 if self.post_norms else 0)
 
     def num_block_matmul_params(self, layer: int) -> int:
         """Parameters of one block that a token meets in a matrix product."""

@@ -19,7 +19,7 @@ from paceline.config.model import Model
 from paceline.kernels.attention.backends import attend
 from paceline.kernels.attention.rule import Backend
 from paceline.kernels.rope import rotate
-from paceline.models.norm import RMSNorm
+from paceline.models.norm import RMSNorm, rms_norm_of
 from paceline.models.rope import Rope
 
 # That of the published code, whatever the other norms have.
@@ -122,8 +122,10 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(model.hidden_size, kv_width, bias=has_bias)
         self.v_proj = nn.Linear(model.hidden_size, kv_width, bias=has_bias)
         self.o_proj = nn.Linear(width, model.hidden_size, bias=model.bias)
-        self.q_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
-        self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
+        self.q_norm = rms_norm_of(model, model.head_dim) if model.qk_norm else None
+        self.k_norm = rms_norm_of(model, model.head_dim) if model.qk_norm else None
+        # The core divides by the root of head_dim.
+        self.query_factor = (model.head_dim / (model.score_width or model.head_dim)) ** 0.5
 
     def forward(self, x: Tensor, rope: Rope, mask: Any) -> Tensor:
         """Map (batch, seq, hidden) to (batch, seq, hidden)."""
@@ -133,14 +135,14 @@ class Attention(nn.Module):
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = self._rotated(q, self.q_norm, rope), self._rotated(k, self.k_norm, rope)
+        q = q if self.query_factor == 1 else q * self.query_factor
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (batch, heads, seq, head_dim)
         return self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(-2))
 
     def _rotated(self, x: Tensor, norm: RMSNorm | None, rope: Rope) -> Tensor:
         """Queries or keys, (batch, seq, heads, head_dim), after their norm and rotation."""
         if self.rope_dim == self.head_dim:
-            weight = None if norm is None else local_part(norm.weight)
-            return rotate(x, *rope, weight, 0.0 if norm is None else norm.eps)
+            return rotate(x, *rope) if norm is None else rotate(x, *rope, norm.scale, norm.eps)
         x = x if norm is None else norm(x)
         if self.rope_dim == 0:
             return x

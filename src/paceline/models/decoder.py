@@ -49,21 +49,23 @@ class Block(nn.Module):
         self.is_sequential = model.residual == "sequential"
         self.attention_norm = norm_of(model)
         self.attention = _attention(model, attend)
+        self.attention_out_norm = norm_of(model) if model.post_norms else nn.Identity()
         self.ffn_norm: nn.Module | None = None
         if model.residual != "parallel_shared":
             self.ffn_norm = add_norm_of(model) if self.is_sequential else norm_of(model)
         self.ffn = _feed_forward(model, layer)
+        self.ffn_out_norm = norm_of(model) if model.post_norms else nn.Identity()
 
     def forward(self, x: Tensor, rope: Rope, mask: Any) -> Tensor:
         """Map (batch, seq, hidden) to (batch, seq, hidden)."""
         normed = self.attention_norm(x)
-        attended = self.attention(normed, rope, mask)
+        attended = self.attention_out_norm(self.attention(normed, rope, mask))
         if self.ffn_norm is not None and self.is_sequential:
             normed, x = self.ffn_norm(attended, x)
-            return x + self.ffn(normed)
+            return x + self.ffn_out_norm(self.ffn(normed))
         if self.ffn_norm is not None:
             normed = self.ffn_norm(x)
-        return x + attended + self.ffn(normed)
+        return x + attended + self.ffn_out_norm(self.ffn(normed))
 
 
 def _attention(model: Model, attend: Attend) -> Attention | LatentAttention:
@@ -95,6 +97,8 @@ class Decoder(nn.Module):
 
     rope_cos: Tensor  # (max_seq_len, rope_dim / 2), fp32 unless the module is converted
     rope_sin: Tensor
+    window_cos: Tensor  # of blocks with a window, where they have frequencies of their own
+    window_sin: Tensor
 
     def __init__(self, model: Model, attend: Attend | None = None) -> None:
         super().__init__()
@@ -122,7 +126,9 @@ class Decoder(nn.Module):
             else nn.Linear(model.hidden_size, model.vocab_size, model.head_bias)
         )
         # Not persistent: a checkpoint holds what was learnt, and these follow from the Model.
-        for name in ("rope_cos", "rope_sin"):
+        self.has_window_rope = model.window_rope_theta is not None
+        of_windows = ("window_cos", "window_sin") if self.has_window_rope else ()
+        for name in ("rope_cos", "rope_sin", *of_windows):
             table = torch.empty(model.max_seq_len, model.rope_dim // 2, dtype=torch.float32)
             self.register_buffer(name, table, persistent=False)
         if not self.rope_cos.is_meta:
@@ -195,14 +201,20 @@ class Decoder(nn.Module):
         own = positions[None]  # (1 or batch, seq): positions within the document
         if starts is not None:
             own = positions - starts[:, positions]
-        rope, masks = self._rope(own), self._masks(positions, starts)
+        rope = self._rope(own, self.rope_cos, self.rope_sin)
+        window_rope = rope
+        if self.has_window_rope:
+            window_rope = self._rope(own, self.window_cos, self.window_sin)
+        masks = self._masks(positions, starts)
         if self.is_first:
             assert self.embed is not None
             x = self.embed(x)  # (batch, seq, hidden)
+            if self.model.scale_embeddings:
+                x = x * torch.tensor(self.model.hidden_size**0.5, dtype=x.dtype)
             if self.position_embed is not None:
                 x = x + self.position_embed(own)
         for block in self._held:
-            x = block(x, rope, masks[block.window])
+            x = block(x, window_rope if block.window else rope, masks[block.window])
         if not self.is_last:
             return x
         assert self.norm is not None
@@ -230,9 +242,9 @@ class Decoder(nn.Module):
                 f"{self.model.max_seq_len}; shorten the sequence or raise max_seq_len."
             )
 
-    def _rope(self, own: Tensor) -> Rope:
+    def _rope(self, own: Tensor, cos: Tensor, sin: Tensor) -> Rope:
         """Return cos and signed sin of each position: (1 or batch, seq, 1, rope_dim)."""
-        cos, sin = self.rope_cos[own], self.rope_sin[own]
+        cos, sin = cos[own], sin[own]
         wide = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         return wide[0].unsqueeze(2), wide[1].unsqueeze(2)
 
@@ -250,9 +262,10 @@ class Decoder(nn.Module):
         """Fill all parameters and buffers in place, also on a sharded module.
 
         Matrices are normal with `init_std`, those that write to the residual stream divided by
-        √(2 · num_layers) (GPT-2); norms are one, biases zero. Every parameter, and each expert's
-        part of one, has its own stream, seeded by one draw from the generator and its name: the
-        result depends neither on the number of ranks nor on which parameters this rank holds.
+        √(2 · num_layers) (GPT-2); norms multiply by one, biases are zero. Every parameter, and each
+        expert's part of one, has its own stream, seeded by one draw from the generator and its
+        name: the result depends neither on the number of ranks nor on which parameters this rank
+        holds.
 
         Args:
             generator: give every rank one with the same seed. Numbers are drawn on its device;
@@ -273,7 +286,8 @@ class Decoder(nn.Module):
     def _initial(self, name: str, shape: torch.Size, stream: torch.Generator) -> Tensor:
         full = torch.empty(shape, device=stream.device)
         if len(shape) == 1:
-            return full.fill_(0.0 if name.endswith("bias") else 1.0)
+            is_zero = name.endswith("bias") or self.model.norm == "rms_plus_one"
+            return full.fill_(0.0 if is_zero else 1.0)
         writes_residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
         depth = math.sqrt(2 * self.model.num_layers) if writes_residual else 1.0
         return full.normal_(std=self.model.init_std / depth, generator=stream)
@@ -284,6 +298,10 @@ class Decoder(nn.Module):
         cos, sin = rope_tables(self.model)
         self.rope_cos.copy_(cos)
         self.rope_sin.copy_(sin)
+        if self.has_window_rope:
+            cos, sin = rope_tables(self.model, of_windows=True)
+            self.window_cos.copy_(cos)
+            self.window_sin.copy_(sin)
         for layer in expert_layers(self).values():
             layer.reset_buffers()
 

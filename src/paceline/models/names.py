@@ -72,6 +72,11 @@ _OF_FAMILY = {
     ),
     "deepseek_v2": ((".shared.", ".shared_experts."),),
     "deepseek_v3": ((".shared.", ".shared_experts."),),
+    "gemma3_text": (
+        (".post_attention_layernorm.", ".pre_feedforward_layernorm."),
+        (".attention_out_norm.", ".post_attention_layernorm."),
+        (".ffn_out_norm.", ".post_feedforward_layernorm."),
+    ),
     "phi": (
         (".o_proj.", ".dense."),
         (".up_proj.", ".fc1."),

@@ -46,6 +46,8 @@ def placements(model: Model) -> dict[str, Style]:
     if not model.tie_embeddings:
         styles["head"] = "head"
     block: dict[str, Style] = {"attention_norm": "norm", "ffn_norm": "norm"}
+    if model.post_norms:
+        block |= {"attention_out_norm": "norm", "ffn_out_norm": "norm"}
     block |= _within("attention", _attention(model) if model.latent is None else _latent(model))
     block |= _within("ffn", _FEED_FORWARD)
     styles |= _within("blocks.*", block)

@@ -14,13 +14,20 @@ from paceline.config.model import Model
 Rope = tuple[Tensor, Tensor]
 
 
-def rope_tables(model: Model) -> Rope:
+def rope_tables(model: Model, *, of_windows: bool = False) -> Rope:
     """Return cos and sin of every position and frequency: (max_seq_len, rope_dim / 2) each, fp32.
+
+    Args:
+        of_windows: those of blocks that have frequencies of their own, `window_rope_theta`.
 
     In fp32 as in all published weights: at long positions the rounding of the angle is part of
     what the model has learnt.
     """
     positions = torch.arange(model.max_seq_len, dtype=torch.float32)
+    if of_windows and model.window_rope_theta is not None:
+        model = model.replace(
+            rope_theta=model.window_rope_theta, window_rope_theta=None, rope_scaling=None
+        )
     angles = torch.outer(positions, rope_frequencies(model))
     magnitude = 1.0 if model.rope_scaling is None else model.rope_scaling.magnitude
     return angles.cos() * magnitude, angles.sin() * magnitude

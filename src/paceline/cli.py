@@ -363,7 +363,7 @@ def export(
             "--format",
             help="safetensors; or dcp, torch's Distributed Checkpoint: parameters and optimizer "
             "state, by the run's own names and types; or torchtitan or megatron: a dense "
-            "decoder's weights in DCP by their names.",
+            "decoder's weights in DCP by their names; or peft: the adapters alone.",
         ),
     ] = "safetensors",
     weights: Annotated[
@@ -388,11 +388,11 @@ def export(
     """
     from paceline.config.errors import InputError
     from paceline.observe.run import Run
-    from paceline.train.export import FORMS, export, export_as, export_dcp
+    from paceline.train.export import FORMS, export, export_adapters, export_as, export_dcp
 
     if dtype not in (None, "fp32", "bf16"):
         raise InputError(f"--dtype {dtype} is not one of fp32, bf16.")
-    known = ("safetensors", "dcp", *FORMS)
+    known = ("safetensors", "dcp", "peft", *FORMS)
     if form not in known:
         raise InputError(f"--format {form} is not one of {', '.join(known)}.")
     if form == "dcp" and dtype is not None:
@@ -411,6 +411,8 @@ def export(
     kept: Literal["bf16", "fp32"] = "bf16" if dtype == "bf16" else "fp32"
     if form == "dcp":
         of_step = export_dcp(Run(run), folder, step)
+    elif form == "peft":
+        of_step = export_adapters(Run(run), folder, kept, step)
     elif form == "safetensors":
         of_step = export(Run(run), folder, kept, step, narrow)
     else:

@@ -89,7 +89,9 @@ def _toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
-PROPERTIES = tuple(f"paceline.config.{each}" for each in ("model", "elastic", "job_sections"))
+PROPERTIES = tuple(
+    f"paceline.config.{name}" for name in ("model", "elastic", "finetune", "job_sections")
+)
 
 
 @pytest.mark.parametrize("family", ["decoder", "dlrm"])

@@ -41,6 +41,7 @@ FP32 = ("layout.precision=fp32",)
 AUTOCAST = ("layout.precision=bf16",)
 BF16 = ("layout.precision=bf16", "layout.param_dtype=bf16")
 TP = ("layout.tp=2", "layout.sequence_parallel=true")
+LORA = ("finetune.method=lora",)
 FULL, SELECTIVE = ("layout.recompute=full",), ("layout.recompute=selective",)
 GPT = ("model.norm=layer", "model.bias=true", "model.gated=false")
 GPT2 = (*GPT, "model.positions=learned", "model.tie_embeddings=true")
@@ -81,6 +82,11 @@ CASES: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "GPT-2": (1, 2, FP32 + GPT2),
     "Phi": (1, 2, FP32 + PHI),
     "Gemma 3": (1, 2, FP32 + GEMMA3),
+    "adapters": (1, 2, FP32 + LORA),
+    "adapters of bf16": (1, 2, BF16 + LORA),
+    "adapters, full": (1, 4, FP32 + LORA + FULL),
+    "adapters over shards": (2, 2, FP32 + LORA + sharded(3)),
+    "adapters and tp": (2, 2, FP32 + LORA + TP),
     "zero 3": (2, 2, AUTOCAST + sharded(3)),
     "zero 3, fp32": (2, 2, FP32 + sharded(3)),
     "zero 3, full, accumulated": (2, 4, AUTOCAST + sharded(3) + FULL),
@@ -161,7 +167,8 @@ def track(job: Job) -> Tracked:
 def predict(job: Job) -> dict[str, float]:
     model = job.model
     assert isinstance(model, Model)
-    setting = Setting(model, job.cluster, job.train.seq_len, job.train.global_batch, Stack())
+    sizes = job.train.seq_len, job.train.global_batch
+    setting = Setting(model, job.cluster, *sizes, Stack(), finetune=job.finetune)
     points = Points.of([job.layout], setting)
     terms = memory_bytes(setting, points, holdings_of(setting, job.layout, None))
     return {name: float(term[0, 0]) for name, term in terms.items()}

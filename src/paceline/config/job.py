@@ -243,9 +243,8 @@ def _refuse_adapters(folder: Path) -> None:
     with suppress(InputError):
         base = read_json(stated, _OBJECT, "fetch it again").get("base_model_name_or_path")
     raise InputError(
-        f"model.hf: {folder} holds adapters (adapter_config.json), which are neither planned nor "
-        f"trained yet: name the folder of their base model{f' ({base})' if base else ''}, to plan "
-        "or train all of its parameters."
+        f"model.hf: {folder} holds adapters (adapter_config.json): name the folder of their base "
+        f"model{f' ({base})' if base else ''}, and start from them by finetune.adapters."
     )
 
 

@@ -4,6 +4,7 @@ What a layout demands of model and cluster is `feasible`'s, and is asked when al
 """
 
 from paceline.config.elastic import Elastic
+from paceline.config.finetune import Finetune
 from paceline.config.job_sections import (
     LOCAL_HOST,
     Checkpoint,
@@ -105,6 +106,7 @@ def disagreement(job: Sections) -> str | None:
         _optimizer(job)
         or _of_language_models(job)
         or _conversations(job)
+        or _adapters(job)
         or _elastic(job)
         or _exact(job)
         or _recommenders(job)
@@ -189,6 +191,38 @@ def _conversations(job: Sections) -> str | None:
             'samples count alike, and with data.records = "chat" they count by their answers: set '
             "it to 0 (bias_update_speed balances experts as well)."
         )
+    return None
+
+
+def _adapters(job: Sections) -> str | None:
+    """What is set of adapters that nothing has, or that can't have it."""
+    finetune = job.finetune
+    if not finetune.is_adapted:
+        for name, value in finetune:
+            if name != "method" and value != getattr(Finetune(), name):
+                return (
+                    f"finetune.{name} = {value!r} has no effect with finetune.method = "
+                    f'"{finetune.method}": leave it out, or use method = "lora".'
+                )
+        return None
+    if not job.model.knows_layers:
+        return (
+            f'finetune.method = "lora" adapts a decoder, and model.family = "{job.model.family}" '
+            "is none: leave it out (a module of your own takes adapters by itself)."
+        )
+    unused = {
+        "layout.precision": (job.layout.precision, "fp8"),
+        "train.exact_eval": (job.train.exact_eval, True),
+        "elastic.exact": (job.elastic.exact, True),
+        "observe.samples": (bool(job.observe.samples), True),
+    }
+    for name, (value, refused) in unused.items():
+        if value == refused:
+            shown = "true" if refused is True else f'"{refused}"'
+            return (
+                f"{name} = {shown} doesn't work beside adapters yet: leave it out, or use "
+                'finetune.method = "full".'
+            )
     return None
 
 

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 from paceline.config.comm import Comm
 from paceline.config.elastic import Elastic
 from paceline.config.family import ModelFamily
+from paceline.config.finetune import Finetune
 from paceline.config.frozen import MOST, Auto, Count, CountOrNone, FrozenConfig, Width
 from paceline.config.hardware import ClusterSpec
 from paceline.config.heads import Heads
@@ -173,6 +174,7 @@ class Sections(FrozenConfig):
     data: Data = Data()
     optim: Optim = Optim()
     train: Train
+    finetune: Finetune = Finetune()
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
     elastic: Elastic = Elastic()

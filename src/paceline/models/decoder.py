@@ -18,7 +18,6 @@ https://cdn.openai.com/better-language-models/language_models_are_unsupervised_m
 layers side by side (GPT-J, GPT-NeoX) https://arxiv.org/abs/2204.06745
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -30,13 +29,14 @@ from torch import Tensor, nn
 from paceline.config.errors import InputError
 from paceline.config.model import Model
 from paceline.kernels.loss import cross_entropy, linear_cross_entropy
+from paceline.models.adapters import adapter_placements
 from paceline.models.attention import Attend, Attention, LatentAttention, Sdpa
 from paceline.models.feedforward import FeedForward
 from paceline.models.moe import ExpertLayer, expert_layers
 from paceline.models.norm import add_norm_of, norm_of
 from paceline.models.placements import Style, placements
 from paceline.models.rope import Rope, rope_tables
-from paceline.models.shares import assign, assign_row, held_rows
+from paceline.models.shares import Streams, assign, assign_row, held_rows
 
 
 class Block(nn.Module):
@@ -250,7 +250,8 @@ class Decoder(nn.Module):
 
     def placements(self) -> dict[str, Style]:
         """How tensor parallelism cuts each module."""
-        return placements(self.model)
+        styles = placements(self.model)
+        return {**styles, **adapter_placements(self, styles)}
 
     def _masks(self, positions: Tensor, starts: Tensor | None) -> dict[int | None, Any]:
         windows = {block.window for block in self._held}
@@ -272,7 +273,7 @@ class Decoder(nn.Module):
                 a CPU generator gives the same weights wherever the module lies.
         """
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        streams = _Streams(seed, generator.device)
+        streams = Streams(seed, generator.device)
         # state_dict, not named_parameters: its names are the same under checkpoint wrappers.
         for name, tensor in self.state_dict(keep_vars=True).items():
             if tensor.ndim == 3:
@@ -304,18 +305,6 @@ class Decoder(nn.Module):
             self.window_sin.copy_(sin)
         for layer in expert_layers(self).values():
             layer.reset_buffers()
-
-
-class _Streams:
-    """A stream of random numbers for each name."""
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self.seed, self.device = seed, device
-
-    def of(self, name: str) -> torch.Generator:
-        """Start the stream of a name."""
-        digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest()
-        return torch.Generator(self.device).manual_seed(int.from_bytes(digest, "big"))
 
 
 def document_starts(document_ids: Tensor) -> Tensor:

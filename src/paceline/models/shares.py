@@ -1,5 +1,6 @@
 """Fill parameters that may be sharded: every rank copies its own share, and nothing is sent."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,18 @@ from paceline.comm.local_part import is_shared
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
+
+
+class Streams:
+    """A stream of random numbers for each name: no value depends on what else a rank has."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed, self.device = seed, device
+
+    def of(self, name: str) -> torch.Generator:
+        """Start the stream of a name."""
+        digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest()
+        return torch.Generator(self.device).manual_seed(int.from_bytes(digest, "big"))
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from paceline.comm.algorithms import MOST_RANKS
 from paceline.config.catalogue.own_stack import own_stack
 from paceline.config.comm import Codec, Comm, codec
 from paceline.config.feasible import settings_of
+from paceline.config.finetune import Finetune
 from paceline.config.hardware import Cluster, Device
 from paceline.config.job import JobOnCluster, JobSpec
 from paceline.config.layout import PRECISIONS, Layout
@@ -60,6 +61,8 @@ class Setting:
     state_bytes: float | None = None
     """What another optimizer than AdamW keeps of a parameter, bytes in fp32; None: AdamW's, as the
     stack keeps it."""
+    finetune: Finetune = field(default_factory=Finetune)
+    """What is trained."""
 
     @classmethod
     def of(cls, job: JobOnCluster) -> "Setting":
@@ -72,7 +75,8 @@ class Setting:
             is_ours = setting.device.is_cpu and setting.cluster.num_devices <= MOST_RANKS
             algorithm = "halving_doubling" if is_ours else "backend"
         state = None if job.optim.name == "adamw" else job.optim.state_bytes(_inner(setting.model))
-        return replace(setting, shard_algorithm=algorithm, comm=job.comm, state_bytes=state)
+        told = {"comm": job.comm, "state_bytes": state, "finetune": job.finetune}
+        return replace(setting, shard_algorithm=algorithm, **told)
 
     @property
     def device(self) -> Device:

@@ -27,6 +27,7 @@ from paceline.models.dcp_names import (
     megatron_objects,
     state_as,
 )
+from paceline.models.peft_format import write_adapters
 from paceline.models.quantised import Bits
 from paceline.models.weights import complete_or_absent
 from paceline.observe.events import append_line
@@ -37,7 +38,12 @@ from paceline.train.checkpoint.state import STATE_PREFIX, parameter_names, split
 from paceline.train.ema import EMA_SECTION
 from paceline.train.families import family_of
 from paceline.train.family import Trained
-from paceline.train.kept_weights import checkpoint_of, room_for, weights_of
+from paceline.train.kept_weights import (
+    checkpoint_of,
+    room_for,
+    weights_as_trained,
+    weights_of,
+)
 from paceline.train.language import export_decoder
 from paceline.train.starting_weights import ORIGIN_FILE
 
@@ -119,6 +125,37 @@ def export_dcp(run: Run, folder: Path, step: int | None = None) -> int:
         _save(partial, written)
     _note(run, run.job().name, found.step, folder, "dcp")
     return found.step
+
+
+def export_adapters(
+    run: Run, folder: Path, dtype: ParamDtype = "fp32", step: int | None = None
+) -> int:
+    """Write the adapters of a checkpoint of a Run in PEFT's format.
+
+    Args:
+        run: that trained adapters, on any layout.
+        folder: must not exist yet, or be empty.
+        dtype: of the written tensors.
+        step: of the checkpoint; None: the newest good one.
+
+    Returns:
+        the step that they are of.
+
+    Raises:
+        InputError: as `export`; or the Run has no adapters.
+    """
+    checkpoint_of(run, step)  # is it a Run at all?
+    job = run.job()
+    if not isinstance(job.model, Model) or not job.finetune.is_adapted:
+        raise InputError(
+            f"--format peft is of adapters, and {run.path} trained none "
+            '(finetune.method = "lora" does): leave it out.'
+        )
+    step, weights = weights_as_trained(run, step)
+    kind = DTYPES[dtype]
+    write_adapters(folder, job.model, weights, job.finetune, job.train.weights, kind)
+    _note(run, job.name, step, folder, "peft")
+    return step
 
 
 def export_as(

@@ -1,9 +1,13 @@
-"""The weights that a Run keeps: those of one of its checkpoints, read whole."""
+"""The weights that a Run keeps: those of one of its checkpoints, read whole.
+
+Adapters are a part of the matrices that they belong to, unless these are asked for as they are.
+"""
 
 import torch
 from torch import Tensor
 
 from paceline.config.errors import InputError
+from paceline.models.adapters import merged
 from paceline.observe.run import Run
 from paceline.train.checkpoint.found import FoundCheckpoint
 from paceline.train.checkpoint.loading import good_at, newest_good
@@ -13,7 +17,8 @@ from paceline.train.ema import EMA_SECTION
 
 
 def weights_of(run: Run, step: int | None = None) -> tuple[int, dict[str, Tensor]]:
-    """The weights of a checkpoint of a Run by the run's names, in its types and on the CPU.
+    """The weights of a checkpoint of a Run by the network's names, in the run's types and on the
+    CPU; adapters are merged into their matrices.
 
     Where the Run keeps a running mean of the weights, that is taken.
 
@@ -27,6 +32,13 @@ def weights_of(run: Run, step: int | None = None) -> tuple[int, dict[str, Tensor
     Raises:
         InputError: no Run, or no such checkpoint.
     """
+    step, weights = weights_as_trained(run, step)
+    finetune = run.job().finetune
+    return step, merged(weights, finetune) if finetune.is_adapted else weights
+
+
+def weights_as_trained(run: Run, step: int | None = None) -> tuple[int, dict[str, Tensor]]:
+    """As `weights_of`, by the run's own names: adapters apart."""
     found = checkpoint_of(run, step)
     weights = room_for(found, "model")
     read_checkpoint(found, {"model": weights}, LockstepRanks.alone())

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from paceline.comm.rendezvous import Ranks
 from paceline.config.job import Job, JobSpec
-from paceline.config.job_sections import Train
 from paceline.config.model import Model
 from paceline.kernels import switch
 from paceline.kernels.dtypes import DTYPES
@@ -45,6 +44,13 @@ from paceline.train.data import (
 from paceline.train.data.build import Progress
 from paceline.train.exact_eval import ExactLoss, check_exact_eval
 from paceline.train.family import Trained, TrainFamily
+from paceline.train.finetune import (
+    check_finetune,
+    decoder_to_train,
+    fill_adapters,
+    num_trained,
+    train_flops_per_token,
+)
 from paceline.train.kept_tokenizer import GENERATION, about_tokens, keep_tokenizer
 from paceline.train.samples import check_samples
 from paceline.train.starting_weights import check_network, check_tokens
@@ -66,6 +72,7 @@ class LanguageModels(TrainFamily[Model]):
             check_samples(job.layout)
         if weights is not None:
             check_network(model, weights)
+        check_finetune(model, job)
         data = prepare(job.data, progress)
         if weights is not None:
             check_tokens(data.tokenizer_path, job.data, weights)
@@ -96,12 +103,13 @@ class LanguageModels(TrainFamily[Model]):
         )
         data = prepare(job.data).for_samples(train.seq_len)
         train_split, eval_split = data.dataset("train"), data.dataset("eval")
+        task = decoder_task(model, job, ranks)
         return replace(
-            decoder_task(model, job, ranks),
+            task,
             steps_from=lambda first: train_batches(train_split, shape, train.seed, first),
             eval_steps=lambda: eval_batches(eval_split, shape, train.eval_batches),
             data_key=data.meta.fingerprint,
-            facts={"num_params": model.num_params, "data": _data_facts(data, train.seq_len)},
+            facts={**task.facts, "data": _data_facts(data, train.seq_len)},
         )
 
     def task_without_data(self, model: Model, job: Job, ranks: Ranks) -> Task:
@@ -163,7 +171,10 @@ def decoder_task(model: Model, job: Job, ranks: Ranks) -> Task:
     """
     staged = next_token(job, ranks)
     attention = attention_choice(model, job, ranks.device)
-    module = decoder_on_meta(model)
+    module = decoder_to_train(model, job)
+    facts = {"num_params": model.num_params}
+    if job.finetune.is_adapted:
+        facts["num_trained_params"] = num_trained(module)
     if attention is not None:
         module.set_attend(Sdpa(attention.backend))
     return Task(
@@ -173,9 +184,10 @@ def decoder_task(model: Model, job: Job, ranks: Ranks) -> Task:
         eval_steps=None,
         unit=model.unit,
         units_per_sample=job.train.seq_len,
-        train_flops_per_unit=model.train_flops_per_token(job.train.seq_len),
+        train_flops_per_unit=train_flops_per_token(model, job, module),
         staged=staged,
-        fill=partial(fill_decoder, job.train),
+        fill=partial(_fill, job),
+        facts=facts,
         eval_loss=ExactLoss() if job.train.exact_eval else None,
         sentences=()
         if attention is None
@@ -231,20 +243,17 @@ def _data_facts(data: PreparedData, seq_len: int) -> dict[str, Any]:
     }
 
 
-def decoder_on_meta(model: Model) -> Decoder:
-    """The network without memory: a rank allocates only its share."""
-    with torch.device("meta"):
-        return Decoder(model)
-
-
-def fill_decoder(train: Train, module: nn.Module) -> None:
+def _fill(job: Job, module: nn.Module) -> None:
     """Give (a stage of) a decoder the Job's weights, or random ones by the Job's seed."""
     assert isinstance(module, Decoder)
-    if train.weights is not None:
-        load = load_dcp if is_dcp(train.weights) else load_weights
-        load(module, train.weights)
+    weights = job.train.weights
+    if weights is not None:
+        load = load_dcp if is_dcp(weights) else load_weights
+        load(module, weights)
     else:
-        module.init_weights(torch.Generator().manual_seed(train.seed))
+        module.init_weights(torch.Generator().manual_seed(job.train.seed))
+    if job.finetune.is_adapted:
+        fill_adapters(job, module)
 
 
 def next_token(job: Job, ranks: Ranks) -> StagedLoss:

@@ -114,9 +114,11 @@ def must_be_auditable(job: Job) -> None:
 
 
 def identity(job: Job, data_key: str | None) -> dict[str, Any]:
-    """What may not change under a Run's checkpoints: the model, and which samples come when."""
+    """What may not change under a Run's checkpoints: the model, what of it is trained, and which
+    samples come when."""
     return {
         "model": to_raw(job.model),
+        "finetune": to_raw(job.finetune.replace(dropout=0.0, adapters=None)),
         "data": data_key,
         "train.seed": job.train.seed,
         "train.seq_len": job.train.seq_len,

@@ -14,6 +14,7 @@ import numpy as np
 from paceline.config.model import Model
 from paceline.plan.block_kinds import BlockKind, block_kinds_of
 from paceline.plan.data_groups import dense_groups, expert_groups
+from paceline.plan.memory.adapter_counts import adapters_of_block
 from paceline.plan.points import Array, Points, Setting
 from paceline.plan.stages import Holdings
 
@@ -76,12 +77,33 @@ def counts_of(setting: Setting, points: Points, holdings: Holdings) -> Parameter
     )
 
 
+def trained_counts(
+    setting: Setting, points: Points, holdings: Holdings, counts: ParameterCounts
+) -> ParameterCounts:
+    """How many of them are trained, and so have gradients and state: all, or the adapters.
+
+    Args:
+        setting: says which.
+        points: n layouts.
+        holdings: what each rank holds.
+        counts: of all parameters.
+    """
+    if not setting.finetune.is_adapted:
+        return counts
+    of_block = adapters_of_block(setting, points)
+    whole = (holdings.layers * of_block[:, None]).sum(0) + 0 * counts.whole
+    nothing = np.zeros_like(whole)
+    shards = dense_groups(points).shards
+    return ParameterCounts(whole, whole / shards, nothing, nothing, of_block.max(0))
+
+
 def _of_block(setting: Setting, points: Points) -> tuple[Array, Array]:
     """Dense parameters and experts of one block of each kind on a rank: (k, n) each."""
     counts = [block_params(setting.model, kind) for kind in block_kinds_of(setting.model)]
     cut, whole, experts = (np.array(column, float)[:, None] for column in zip(*counts, strict=True))
     of_tp = points.tp if setting.stack.expert_tp == "tp" else 1
-    return cut / points.tp + whole, experts / (points.ep * of_tp)
+    dense = cut / points.tp + whole + adapters_of_block(setting, points)
+    return dense, experts / (points.ep * of_tp)
 
 
 def _ends(setting: Setting, points: Points, holdings: Holdings) -> Array:

@@ -22,7 +22,12 @@ from paceline.plan.memory import activations, states
 from paceline.plan.memory.buffers import context_bytes, exchange_bytes, sent_bytes, slack_bytes
 from paceline.plan.memory.comm_state import comm_state_bytes
 from paceline.plan.memory.logits import logits_bytes
-from paceline.plan.memory.parameter_counts import ParameterCounts, counts_of, largest_matrix
+from paceline.plan.memory.parameter_counts import (
+    ParameterCounts,
+    counts_of,
+    largest_matrix,
+    trained_counts,
+)
 from paceline.plan.memory.split_backward import bytes_left_to_weights
 from paceline.plan.points import Array, Points, Setting
 from paceline.plan.prediction import MEMORY_TERMS
@@ -117,8 +122,9 @@ def memory_bytes(setting: Setting, points: Points, holdings: Holdings) -> Terms:
         counted, and freed memory goes back.
     """
     counts = counts_of(setting, points, holdings)
-    parts = _parts(setting, points, holdings, counts)
-    moments = [*_moments(parts), _optimizer(setting, points, counts)]
+    trained = trained_counts(setting, points, holdings, counts)
+    parts = _parts(setting, points, holdings, counts, trained)
+    moments = [*_moments(parts), _optimizer(setting, points, trained)]
     goes_on = (holdings.with_grads < 1) & (points.num_micro_batches > 1)
     if goes_on.any():
         moments += _next_moments(_after_a_backward_pass(parts, goes_on))
@@ -133,11 +139,11 @@ def memory_bytes(setting: Setting, points: Points, holdings: Holdings) -> Terms:
         total = np.where(is_worse, here, total)
         for name in _MOVING:
             np.copyto(peak[name], terms.get(name, _ZERO), where=is_worse)
-    waiting = states.grads_before(setting, points, counts, np.ones(1), reduced=True)
-    flat = states.flat_copies(setting, points, counts)
+    waiting = states.grads_before(setting, points, trained, np.ones(1), reduced=True)
+    flat = states.flat_copies(setting, points, trained)
     moving = {name: peak[name] for name in _MOVING} | {"waiting": waiting, "flat": flat}
     peak["allocator_slack"] = peak["allocator_slack"] + slack_bytes(setting, points, moving)
-    for name, resident in _resident(setting, points, counts).items():
+    for name, resident in _resident(setting, points, counts, trained).items():
         peak[name] = peak[name] + resident
     peak["context"] = peak["context"] + context_bytes(setting, points)
     return peak
@@ -147,21 +153,29 @@ def memory_bytes(setting: Setting, points: Points, holdings: Holdings) -> Terms:
 _MOVING = ("grads", "optimizer", "activations", "logits", "gather_buffers", "comm_buffers")
 
 
-def _resident(setting: Setting, points: Points, counts: ParameterCounts) -> Terms:
+def _resident(
+    setting: Setting, points: Points, counts: ParameterCounts, trained: ParameterCounts
+) -> Terms:
     """What stays from step to step."""
     on_host = points.offload_params.astype(bool)
     params = states.resident_params(setting, points, counts)
-    state = states.optimizer_bytes_per_param(setting, points) * counts.sharded
+    state = states.optimizer_bytes_per_param(setting, points) * trained.sharded
     return {
         "params": np.where(on_host, 0, params),
-        "grads": states.resident_grads(setting, points, counts),
+        "grads": states.resident_grads(setting, points, trained),
         "optimizer": np.where(on_host | points.offload_optimizer.astype(bool), 0, state),
-        "comm_buffers": comm_state_bytes(setting, points, counts)
-        + states.kept_message(setting, points, counts),
+        "comm_buffers": comm_state_bytes(setting, points, trained)
+        + states.kept_message(setting, points, trained),
     }
 
 
-def _parts(setting: Setting, points: Points, holdings: Holdings, counts: ParameterCounts) -> _Parts:
+def _parts(
+    setting: Setting,
+    points: Points,
+    holdings: Holdings,
+    counts: ParameterCounts,
+    trained: ParameterCounts,
+) -> _Parts:
     on_host = points.offload_activations.astype(bool)
     away = np.maximum(on_host, setting.stack.offloaded_share)
     in_flight = (1 - away) * holdings.in_flight + np.minimum(away * holdings.in_flight, _ON_DEVICE)
@@ -186,21 +200,21 @@ def _parts(setting: Setting, points: Points, holdings: Holdings, counts: Paramet
         between=activations.between_operators(setting, points),
         ends=activations.kept_ends(setting, points) * holdings.heads_in_flight,
         grads=_Line(
-            states.grads_before(setting, points, counts, holdings.with_grads),
-            states.grads_before(setting, points, counts, one),
+            states.grads_before(setting, points, trained, holdings.with_grads),
+            states.grads_before(setting, points, trained, one),
         ),
-        fresh_ends=states.fresh_ends(setting, points, counts),
-        fresh_head=states.fresh_head(setting, points, counts),
-        fresh_block=states.fresh_block(setting, points, counts),
+        fresh_ends=states.fresh_ends(setting, points, trained),
+        fresh_head=states.fresh_head(setting, points, trained),
+        fresh_block=states.fresh_block(setting, points, trained),
         gathered=_Line(
             states.stays_gathered(setting, points, counts, zero),
             states.stays_gathered(setting, points, counts, one),
         ),
         cast_head=states.cast_head(points, counts),
         block=states.gathered_block(setting, points, counts),
-        reduced_block=states.reduced_block(setting, points, counts),
-        reduced_ends=states.reduced_ends(setting, points, counts),
-        late_message=states.late_message(setting, points, counts),
+        reduced_block=states.reduced_block(setting, points, trained),
+        reduced_ends=states.reduced_ends(setting, points, trained),
+        late_message=states.late_message(setting, points, trained),
         gathered_at_last=states.gathered_at_last(setting, points, counts),
         logits_wait=others * wait,
         logits_peak=np.where(holdings.heads_in_flight > 0, others * wait + peak, 0),
@@ -328,7 +342,8 @@ def checkpoint_spike_bytes(setting: Setting, points: Points, holdings: Holdings)
     master copy is copied to the host before the step goes on, and written from there.
     """
     counts = counts_of(setting, points, holdings)
+    trained = trained_counts(setting, points, holdings, counts)
     working = np.maximum(points.param_bytes, _FP32)
     master = np.where(states.has_master(setting, points), _FP32, 0)
     moments = 2 * working if setting.state_bytes is None else setting.state_bytes * working / _FP32
-    return counts.sharded * (points.param_bytes + moments + master)
+    return counts.sharded * points.param_bytes + trained.sharded * (moments + master)

@@ -1,0 +1,163 @@
+"""Adapters of low rank beside the matrices of a decoder, which stay as they are.
+
+How it works: `adapt` puts an `AdaptedLinear` in the place of each linear layer that is named. It
+keeps the layer's weight and bias under their names, and adds two narrow layers: what they make of
+the input, times a factor, is added to what the matrix makes. The second one begins as zero, so that
+nothing is changed at first. `merged` gives the weights of the network without adapters that
+computes the same.
+
+With magnitudes (DoRA) the matrix and its adapter together say only the direction of each row; its
+length is a parameter, and no gradient goes through the division by the length that they have.
+
+Papers: LoRA https://arxiv.org/abs/2106.09685, DoRA https://arxiv.org/abs/2402.09353.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.config.errors import InputError
+from paceline.config.finetune import Finetune, fits
+from paceline.models.placements import Style
+from paceline.models.shares import Streams, assign
+
+DOWN, UP, MAGNITUDE = "lora_a.weight", "lora_b.weight", "magnitude"
+_OF_ADAPTERS = (f".{DOWN}", f".{UP}", f".{MAGNITUDE}")
+# By what tensor parallelism does with a matrix, what it does with the two of its adapter.
+_STYLES: Mapping[Style, tuple[Style, Style]] = {
+    "column": ("inner", "column"),
+    "row": ("summand", "inner"),
+    "summand": ("summand", "inner"),
+    "inner": ("inner", "inner"),
+}
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear layer that stays as it is, and its adapter."""
+
+    magnitude: nn.Parameter | None  # (out,)
+
+    def __init__(self, base: nn.Linear, finetune: Finetune) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.scaling, self.dropout = finetune.scaling, finetune.dropout
+        self.lora_a = nn.Linear(base.in_features, finetune.rank, bias=False)
+        self.lora_b = nn.Linear(finetune.rank, base.out_features, bias=False)
+        length = nn.Parameter(torch.empty(base.out_features)) if finetune.decomposed else None
+        self.register_parameter("magnitude", length)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in) to (..., out)."""
+        dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        added = self.lora_b(self.lora_a(dropped)) * self.scaling
+        plain = F.linear(x, self.weight)
+        if self.magnitude is not None:
+            change = self.magnitude / self._row_lengths() - 1  # (out,)
+            turned = plain if dropped is x else F.linear(dropped, self.weight)
+            added = change * turned + (change + 1) * added
+        return plain + added if self.bias is None else plain + self.bias + added
+
+    @torch.no_grad()
+    def _row_lengths(self) -> Tensor:
+        """Of the matrix and its adapter together: (out,)."""
+        whole = self.weight + self.scaling * (self.lora_b.weight @ self.lora_a.weight)
+        return whole.norm(dim=1)
+
+
+def adapt(decoder: nn.Module, finetune: Finetune) -> None:
+    """Give matrices of a decoder adapters, in place, and let nothing else be trained.
+
+    Raises:
+        InputError: a pattern names no matrix of a block.
+    """
+    decoder.requires_grad_(False)
+    for name in adapted_names(decoder, finetune):
+        parent, _, last = name.rpartition(".")
+        base = decoder.get_submodule(name)
+        assert isinstance(base, nn.Linear)
+        setattr(decoder.get_submodule(parent), last, AdaptedLinear(base, finetune))
+
+
+def adapted_names(decoder: nn.Module, finetune: Finetune) -> list[str]:
+    """The linear layers of a decoder without adapters that get one.
+
+    Raises:
+        InputError: see `adapt`.
+    """
+    blocks = decoder.get_submodule("blocks").named_modules(prefix="blocks")
+    layers = [name for name, module in blocks if isinstance(module, nn.Linear)]
+    for pattern in finetune.targets:
+        if not any(fits(name, pattern) for name in layers):
+            last = sorted({name.rpartition(".")[2] for name in layers})
+            raise InputError(
+                f"finetune.targets: {pattern!r} names no matrix of the network, whose blocks have "
+                f"{', '.join(last)}: correct it."
+            )
+    return [name for name in layers if finetune.names(name)]
+
+
+def adapted_layers(module: nn.Module) -> dict[str, AdaptedLinear]:
+    """All layers with adapters in a module, by name."""
+    return {n: m for n, m in module.named_modules() if isinstance(m, AdaptedLinear)}
+
+
+def adapter_placements(decoder: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """How tensor parallelism cuts adapters: the way of their matrix along the side that both have.
+
+    The narrow side is whole on every rank. What a rank's columns or rows contribute to the gradient
+    of a matrix that is whole is added up over the ranks, as for norms.
+    """
+    found: dict[str, Style] = {}
+    for name in adapted_layers(decoder):
+        anywhere = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        down, up = _STYLES[styles.get(name, styles[anywhere])]
+        found |= {f"{name}.lora_a": down, f"{name}.lora_b": up}
+    return found
+
+
+@torch.no_grad()
+def init_adapters(decoder: nn.Module, generator: torch.Generator) -> None:
+    """Let adapters begin without effect, and as PEFT does: U(-1, 1) / √in, and zero.
+
+    A matrix has its values already. Every adapter has a stream of its own, as in
+    `Decoder.init_weights`: the result doesn't depend on the ranks.
+    """
+    seed = int(torch.randint(2**62, (), generator=generator))
+    streams = Streams(seed, torch.device("cpu"))
+    for name, layer in adapted_layers(decoder).items():
+        full = torch.empty(layer.lora_a.weight.shape)
+        full.uniform_(-1, 1, generator=streams.of(f"{name}.{DOWN}"))
+        assign(layer.lora_a.weight, full * layer.in_features**-0.5)
+        layer.lora_b.weight.zero_()
+        if layer.magnitude is not None:
+            layer.magnitude.copy_(layer.weight.norm(dim=1))
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a tensor of a state belongs to an adapter."""
+    return name.endswith(_OF_ADAPTERS)
+
+
+def merged(weights: Mapping[str, Tensor], finetune: Finetune) -> dict[str, Tensor]:
+    """The weights of a network without adapters that computes the same.
+
+    Args:
+        weights: whole, of a network with adapters; they are left as they are.
+        finetune: what it was trained with.
+    """
+    found = {name: tensor for name, tensor in weights.items() if not is_of_adapter(name)}
+    for name in weights:
+        if name.endswith(f".{DOWN}"):
+            layer = name.removesuffix(f".{DOWN}")
+            base = weights[f"{layer}.weight"]
+            wide = torch.promote_types(base.dtype, torch.float32)
+            down, up = (weights[f"{layer}.{part}"].to(wide) for part in (DOWN, UP))
+            whole = base.to(wide) + finetune.scaling * (up @ down)
+            if f"{layer}.{MAGNITUDE}" in weights:
+                length = weights[f"{layer}.{MAGNITUDE}"].to(wide)
+                whole *= (length / whole.norm(dim=1))[:, None]
+            found[f"{layer}.weight"] = whole.to(base.dtype)
+    return found

@@ -1,0 +1,180 @@
+"""Adapters as PEFT keeps them: adapter_config.json and adapter_model.safetensors.
+
+Written adapters are opened by `peft.PeftModel.from_pretrained` over the network that they were
+trained for, and by whoever serves adapters in that form. Names are those of Hugging Face's network.
+
+Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from paceline.config.errors import InputError
+from paceline.config.files import read_json
+from paceline.config.finetune import Finetune
+from paceline.config.model import Model
+from paceline.models.adapters import (
+    DOWN,
+    MAGNITUDE,
+    UP,
+    adapt,
+    adapted_layers,
+    adapted_names,
+    is_of_adapter,
+)
+from paceline.models.decoder import Decoder
+from paceline.models.names import sources
+from paceline.models.shares import assign
+from paceline.models.weights import Shapes, check_shapes, complete_or_absent, opened
+
+CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_THEIRS = {DOWN: "lora_A.weight", UP: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
+_OBJECT = TypeAdapter(dict[str, Any])
+# What changes the arithmetic in ways that adapters of ours don't have, and when it doesn't.
+_OTHERWISE: Mapping[str, tuple[Any, ...]] = {
+    "use_rslora": (False, None),
+    "bias": ("none", None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "fan_in_fan_out": (False, None),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "layer_replication": (None,),
+    "lora_bias": (False, None),
+}
+
+
+def write_adapters(
+    folder: Path,
+    model: Model,
+    state: Mapping[str, Tensor],
+    finetune: Finetune,
+    base: str | None,
+    dtype: torch.dtype,
+) -> None:
+    """Write a folder that PEFT opens.
+
+    Args:
+        folder: must not exist yet, or be empty.
+        model: that the adapters belong to.
+        state: whole tensors under the names of the decoder; those of adapters are written.
+        finetune: what they were trained with.
+        base: where the network's weights are.
+        dtype: of the tensors in the file.
+
+    Raises:
+        InputError: the folder holds files or can't be written.
+    """
+    names = _names(model, finetune)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": finetune.rank,
+        "lora_alpha": finetune.alpha,
+        "lora_dropout": finetune.dropout,
+        "use_dora": finetune.decomposed,
+        "target_modules": _targets(model, finetune, names.values()),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    tensors = {theirs: state[ours].to(dtype).contiguous() for ours, theirs in names.items()}
+    with complete_or_absent(folder) as partial:
+        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        save_file(tensors, partial / TENSORS_FILE, metadata={"format": "pt"})
+
+
+def check_adapters(model: Model, finetune: Finetune, folder: str) -> None:
+    """Look whether a folder holds adapters of a network with these settings.
+
+    Raises:
+        InputError: it holds none or others; the sentence names the difference.
+    """
+    path = Path(folder) / CONFIG_FILE
+    stated = read_json(path, _OBJECT, "give finetune.adapters a folder that PEFT wrote")
+    if stated.get("peft_type") != "LORA":
+        raise InputError(
+            f"{path} is of {stated.get('peft_type')!r} adapters, and finetune.adapters takes LoRA's"
+            ": give others."
+        )
+    for name, plain in _OTHERWISE.items():
+        if name in stated and stated[name] not in plain:
+            raise InputError(
+                f"{path} has {name} = {stated[name]!r:.60}, which adapters don't have here: merge "
+                "it into the base with PEFT, and start from that."
+            )
+    for name, ours, theirs in (
+        ("rank", finetune.rank, stated.get("r")),
+        ("alpha", finetune.alpha, stated.get("lora_alpha")),
+        ("decomposed", finetune.decomposed, stated.get("use_dora", False)),
+    ):
+        if ours != theirs:
+            raise InputError(
+                f"finetune.{name} = {json.dumps(ours)}, but the adapters in {folder} were trained "
+                f"with {json.dumps(theirs)}: set it to that."
+            )
+    names, shapes = _names(model, finetune), _shapes(model, finetune)
+    with opened(Path(folder) / TENSORS_FILE) as file:
+        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    check_shapes({theirs: shapes[ours] for ours, theirs in names.items()}, found, folder)
+
+
+def load_adapters(decoder: Decoder, folder: str) -> None:
+    """Copy adapters, which fit, into a decoder (or a stage of one, or a rank's share)."""
+    tensors = decoder.state_dict(keep_vars=True)
+    with opened(Path(folder) / TENSORS_FILE) as file:
+        for ours, theirs in _their_names(decoder.model, adapted_layers(decoder)).items():
+            assign(tensors[ours], file.get_tensor(theirs))
+
+
+def _names(model: Model, finetune: Finetune) -> dict[str, str]:
+    """Our names of the tensors of all adapters -> theirs."""
+    return _their_names(model, adapted_layers(_adapted(model, finetune)))
+
+
+def _shapes(model: Model, finetune: Finetune) -> Shapes:
+    state = _adapted(model, finetune).state_dict()
+    return {name: tuple(each.shape) for name, each in state.items() if is_of_adapter(name)}
+
+
+def _adapted(model: Model, finetune: Finetune) -> Decoder:
+    decoder = _on_meta(model)
+    with torch.device("meta"):
+        adapt(decoder, finetune)
+    return decoder
+
+
+def _on_meta(model: Model) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(model)
+
+
+def _their_names(model: Model, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    of_weights = sources(model, {f"{name}.weight": () for name in layers})
+    names: dict[str, str] = {}
+    for theirs, source in of_weights.items():
+        layer, stem = source.name.removesuffix("weight"), theirs.removesuffix("weight")
+        own = dict(layers[layer[:-1]].named_parameters())
+        names |= {layer + part: _PREFIX + stem + _THEIRS[part] for part in _THEIRS if part in own}
+    return names
+
+
+def _targets(model: Model, finetune: Finetune, names: Iterable[str]) -> list[str]:
+    """The modules with adapters, as PEFT is told them: by their last parts, where these say it."""
+    decoder = _on_meta(model)
+    ours = adapted_names(decoder, finetune)
+    last = tuple({name.rpartition(".")[2] for name in ours})
+    modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}
+    if adapted_names(decoder, finetune.replace(targets=last)) == ours:
+        modules = {name.rpartition(".")[2] for name in modules}
+    return sorted(modules)

@@ -1,0 +1,78 @@
+"""Parameters of adapters, as `paceline.models.adapters` makes them: counts for a rank.
+
+Each adapter is two matrices. The one along the side by which tensor parallelism cuts the matrix
+they belong to is cut with it; the other one is whole on every rank.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.config.model import Model
+from paceline.plan.block_kinds import BlockKind, block_kinds_of
+from paceline.plan.points import Array, Points, Setting
+
+
+class _Matrix(NamedTuple):
+    """A linear layer of a block, in which tp cuts the inputs, the outputs, or nothing."""
+
+    name: str
+    inputs: int
+    outputs: int
+    cuts: str
+
+
+def adapters_of_block(setting: Setting, points: Points) -> Array:
+    """Parameters of a block's adapters on a rank, mean over the blocks of each kind: (k, n)."""
+    kinds = block_kinds_of(setting.model)
+    if not setting.finetune.is_adapted:
+        return np.zeros((len(kinds), 1))
+    counts = [_of_kind(setting, kind) for kind in kinds]
+    cut, whole = (np.array(column, float)[:, None] for column in zip(*counts, strict=True))
+    return cut / points.tp + whole
+
+
+def _of_kind(setting: Setting, kind: BlockKind) -> tuple[float, float]:
+    """What tp cuts of them, and what is whole."""
+    finetune = setting.finetune
+    cut = whole = 0
+    for layer in kind.layers:
+        for matrix in _matrices(setting.model, kind):
+            if finetune.names(f"blocks.{layer}.{matrix.name}"):
+                down, up = finetune.rank * matrix.inputs, finetune.rank * matrix.outputs
+                cut += down * (matrix.cuts == "inputs") + up * (matrix.cuts == "outputs")
+                whole += down * (matrix.cuts != "inputs") + up * (matrix.cuts != "outputs")
+                whole += matrix.outputs * finetune.decomposed
+    return cut / len(kind.layers), whole / len(kind.layers)
+
+
+def _matrices(model: Model, kind: BlockKind) -> Iterator[_Matrix]:
+    """The linear layers of a block of a kind, by their names in it."""
+    hidden, heads = model.hidden_size, model.num_heads
+    latent, experts = model.latent, model.experts if kind.has_experts else None
+    if latent is None:
+        yield _Matrix("attention.q_proj", hidden, heads * model.head_dim, "outputs")
+        for name in ("k_proj", "v_proj"):
+            width = model.num_kv_heads * model.head_dim
+            yield _Matrix(f"attention.{name}", hidden, width, "outputs")
+    else:
+        queries = heads * latent.head_dim
+        if latent.q_rank is None:
+            yield _Matrix("attention.q_proj", hidden, queries, "outputs")
+        else:
+            yield _Matrix("attention.q_a_proj", hidden, latent.q_rank, "nothing")
+            yield _Matrix("attention.q_b_proj", latent.q_rank, queries, "outputs")
+        yield _Matrix("attention.kv_a_proj", hidden, latent.kv_rank + latent.rope_dim, "nothing")
+        keys_values = heads * (latent.nope_dim + latent.v_dim)
+        yield _Matrix("attention.kv_b_proj", latent.kv_rank, keys_values, "outputs")
+    yield _Matrix("attention.o_proj", heads * model.value_dim, hidden, "inputs")
+    layer, width = "ffn", model.ffn_size
+    if experts is not None:
+        layer, width = "ffn.shared", experts.shared_ffn_size
+        if experts.shared_gate:
+            yield _Matrix("ffn.shared_gate", hidden, 1, "nothing")
+    if width:
+        for name in ("gate_proj", "up_proj") if model.gated else ("up_proj",):
+            yield _Matrix(f"{layer}.{name}", hidden, width, "outputs")
+        yield _Matrix(f"{layer}.down_proj", width, hidden, "inputs")

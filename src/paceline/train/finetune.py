@@ -1,0 +1,80 @@
+"""Fine-tuning by adapters: what they can't have, what they begin with, how they leave a Run."""
+
+import torch
+from torch import nn
+
+from paceline.config.errors import InputError
+from paceline.config.job import Job
+from paceline.config.model import Model
+from paceline.models.adapters import adapt, adapted_names, init_adapters
+from paceline.models.decoder import Decoder
+from paceline.models.peft_format import check_adapters, load_adapters
+
+
+def decoder_to_train(model: Model, job: Job) -> Decoder:
+    """The network without memory, with the Job's adapters."""
+    with torch.device("meta"):
+        decoder = Decoder(model)
+        if job.finetune.is_adapted:
+            adapt(decoder, job.finetune)
+    return decoder
+
+
+def num_trained(module: nn.Module) -> int:
+    """Parameters that are trained."""
+    return sum(each.numel() for each in module.parameters() if each.requires_grad)
+
+
+def train_flops_per_token(model: Model, job: Job, decoder: Decoder) -> float:
+    """Model FLOPs of forward and backward, mean per token.
+
+    Matrices that stay as they are need no gradient of their own: a product less for each, of three.
+    """
+    whole = model.train_flops_per_token(job.train.seq_len)
+    if not job.finetune.is_adapted:
+        return whole
+    return whole - 2 * model.num_matmul_params + 6 * num_trained(decoder)
+
+
+def check_finetune(model: Model, job: Job) -> None:
+    """Look whether a Job's adapters can be trained.
+
+    Raises:
+        InputError: there is nothing to adapt, the layout can't have them, or those to start from
+            are of another network or of other settings.
+    """
+    finetune, layout = job.finetune, job.layout
+    if not finetune.is_adapted:
+        return
+    if job.train.weights is None:
+        raise InputError(
+            'finetune.method = "lora" adapts weights, and there are none: set train.weights '
+            '(true: those of model.hf), or use method = "full".'
+        )
+    with torch.device("meta"):
+        names = adapted_names(Decoder(model), finetune)
+    for name, value, why in (
+        ("decomposed", finetune.decomposed, "needs whole rows of matrices"),
+        ("dropout", finetune.dropout, "would differ among ranks that share a layer"),
+    ):
+        if value and layout.tp != 1:
+            raise InputError(
+                f"finetune.{name} = {str(value).lower()} {why}, which layout.tp = {layout.tp} cuts:"
+                f" set tp = 1, or leave {name} out."
+            )
+    without = set(range(model.num_layers)) - {int(name.split(".")[1]) for name in names}
+    if without and layout.pp != 1:
+        raise InputError(
+            f"finetune.targets leaves block {min(without)} without an adapter, and each stage of "
+            f"layout.pp = {layout.pp} needs something to train: name matrices of every block."
+        )
+    if finetune.adapters is not None:
+        check_adapters(model, finetune, finetune.adapters)
+
+
+def fill_adapters(job: Job, decoder: nn.Module) -> None:
+    """Give the adapters of (a stage of) a decoder, whose matrices are filled, their values."""
+    assert isinstance(decoder, Decoder)
+    init_adapters(decoder, torch.Generator().manual_seed(job.train.seed))
+    if job.finetune.adapters is not None:
+        load_adapters(decoder, job.finetune.adapters)

@@ -137,7 +137,9 @@ class Runner:
 
     def _pass(self, tokens: list[int], packed: Packed, wanted: list[int] | None) -> Tensor:
         device = self._memory.keys.device
-        rows = None if wanted is None else torch.tensor(wanted, dtype=torch.long, device=device)
+        rows = None
+        if wanted is not None and len(wanted) < len(tokens):
+            rows = torch.tensor(wanted, dtype=torch.long, device=device)
         self._attend.packed = packed
         weights = self._layers or self._packed
         with self._attend.put_in(self.decoder), weights.put_in() if weights else nullcontext():

@@ -56,10 +56,16 @@ class Block(nn.Module):
         self.ffn = _feed_forward(model, layer)
         self.ffn_out_norm = norm_of(model) if model.post_norms else nn.Identity()
 
-    def forward(self, x: Tensor, rope: Rope, mask: Any) -> Tensor:
-        """Map (batch, seq, hidden) to (batch, seq, hidden)."""
+    def forward(self, x: Tensor, rope: Rope, mask: Any, wanted: Tensor | None = None) -> Tensor:
+        """Map (batch, seq, hidden) to (batch, seq, hidden), or to what is wanted of it.
+
+        Args:
+            wanted: (num_wanted,) places; all by default.
+        """
         normed = self.attention_norm(x)
         attended = self.attention_out_norm(self.attention(normed, rope, mask))
+        if wanted is not None:
+            normed, attended, x = (each[:, wanted] for each in (normed, attended, x))
         if self.ffn_norm is not None and self.is_sequential:
             normed, x = self.ffn_norm(attended, x)
             return x + self.ffn_out_norm(self.ffn(normed))
@@ -201,11 +207,12 @@ class Decoder(nn.Module):
         own = positions[None]  # (1 or batch, seq): positions within the document
         if starts is not None:
             own = positions - starts[:, positions]
-        rope = self._rope(own, self.rope_cos, self.rope_sin)
-        window_rope = rope
-        if self.has_window_rope:
-            window_rope = self._rope(own, self.window_cos, self.window_sin)
         masks = self._masks(positions, starts)
+        rope = self._rope(own, self.rope_cos, self.rope_sin)
+        ropes = dict.fromkeys(masks, rope)
+        if self.has_window_rope:
+            of_windows = self._rope(own, self.window_cos, self.window_sin)
+            ropes = {window: of_windows if window else rope for window in masks}
         if self.is_first:
             assert self.embed is not None
             x = self.embed(x)  # (batch, seq, hidden)
@@ -213,12 +220,15 @@ class Decoder(nn.Module):
                 x = x * torch.tensor(self.model.hidden_size**0.5, dtype=x.dtype)
             if self.position_embed is not None:
                 x = x + self.position_embed(own)
-        for block in self._held:
-            x = block(x, window_rope if block.window else rope, masks[block.window])
+        *earlier, last = self._held
+        for block in earlier:
+            x = block(x, ropes[block.window], masks[block.window])
+        of_last = () if wanted is None else (wanted,)
+        x = last(x, ropes[last.window], masks[last.window], *of_last)
         if not self.is_last:
             return x
         assert self.norm is not None
-        x = self.norm(x if wanted is None else x[:, wanted])
+        x = self.norm(x)
         if returns_states:
             return x
         if targets is not None and self.head is not None and self.head.bias is not None:

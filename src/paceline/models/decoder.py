@@ -220,11 +220,10 @@ class Decoder(nn.Module):
                 x = x * torch.tensor(self.model.hidden_size**0.5, dtype=x.dtype)
             if self.position_embed is not None:
                 x = x + self.position_embed(own)
-        *earlier, last = self._held
-        for block in earlier:
-            x = block(x, ropes[block.window], masks[block.window])
-        of_last = () if wanted is None else (wanted,)
-        x = last(x, ropes[last.window], masks[last.window], *of_last)
+        held = [*self._held]
+        for block in held:
+            only = (wanted,) if wanted is not None and block is held[-1] else ()
+            x = block(x, ropes[block.window], masks[block.window], *only)
         if not self.is_last:
             return x
         assert self.norm is not None

@@ -208,7 +208,8 @@ eval_fraction = 0.1
 method = "lora"
 rank = 4
 [optim]
-lr = 5e-2
+lr = 3e-2
+eps = 1e-3
 warmup_steps = 1
 [train]
 weights = true

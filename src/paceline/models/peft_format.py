@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from paceline.config.errors import InputError
 from paceline.config.files import read_json
 from paceline.config.finetune import Finetune
+from paceline.config.huggingface import is_like_llama
 from paceline.config.model import Model
 from paceline.models.adapters import (
     DOWN,
@@ -160,12 +161,18 @@ def _on_meta(model: Model) -> Decoder:
 
 
 def _their_names(model: Model, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    of_weights = sources(model, {f"{name}.weight": () for name in layers})
     names: dict[str, str] = {}
-    for theirs, source in of_weights.items():
-        layer, stem = source.name.removesuffix("weight"), theirs.removesuffix("weight")
-        own = dict(layers[layer[:-1]].named_parameters())
-        names |= {layer + part: _PREFIX + stem + _THEIRS[part] for part in _THEIRS if part in own}
+    for name, layer in layers.items():
+        weight = f"{name}.weight"
+        (theirs, source), *_ = sources(model, {weight: ()}).items() or [("", None)]
+        if source is None or (source.join is not None and len(source.join.names) > 1):
+            raise InputError(
+                f"{name} is a part of one matrix in Hugging Face's network, and PEFT has no "
+                "adapters of a part: leave it out of finetune.targets, or export merged weights."
+            )
+        own = dict(layer.named_parameters())
+        stem = _PREFIX + theirs.removesuffix("weight")
+        names |= {f"{name}.{part}": stem + _THEIRS[part] for part in _THEIRS if part in own}
     return names
 
 
@@ -175,6 +182,10 @@ def _targets(model: Model, finetune: Finetune, names: Iterable[str]) -> list[str
     ours = adapted_names(decoder, finetune)
     last = tuple({name.rpartition(".")[2] for name in ours})
     modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}
-    if adapted_names(decoder, finetune.replace(targets=last)) == ours:
+    # Other families have one name for matrices of attention and of feed-forward.
+    is_told = (
+        is_like_llama(model) and adapted_names(decoder, finetune.replace(targets=last)) == ours
+    )
+    if is_told:
         modules = {name.rpartition(".")[2] for name in modules}
     return sorted(modules)

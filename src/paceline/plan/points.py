@@ -75,8 +75,8 @@ class Setting:
             is_ours = setting.device.is_cpu and setting.cluster.num_devices <= MOST_RANKS
             algorithm = "halving_doubling" if is_ours else "backend"
         state = None if job.optim.name == "adamw" else job.optim.state_bytes(_inner(setting.model))
-        told = {"comm": job.comm, "state_bytes": state, "finetune": job.finetune}
-        return replace(setting, shard_algorithm=algorithm, **told)
+        setting = replace(setting, finetune=job.finetune, state_bytes=state)
+        return replace(setting, shard_algorithm=algorithm, comm=job.comm)
 
     @property
     def device(self) -> Device:

@@ -16,6 +16,8 @@ What differs by surroundings:
 - autocast (16-bit arithmetic on fp32 parameters without FSDP2): the stream stays in fp32, and each
   product saves a 16-bit copy of its own input;
 - a CPU has no fused RMS norm: normalised values are saved beside the stream, both in fp32 at least;
+  where adapters alone are trained, they aren't, nor what the head reads; the narrow values between
+  an adapter's products are;
 - tp divides heads and columns; norms and the stream too with sequence parallelism, but what the
   products read was gathered, and is whole unless the stack gathers it once more;
 - experts work on rows that were sent to them: tokens x experts per token x imbalance.
@@ -33,6 +35,7 @@ from paceline.config.layers import Experts
 from paceline.config.layout import PRECISIONS, RECOMPUTE
 from paceline.config.model import Model
 from paceline.plan.block_kinds import BlockKind, block_kinds_of
+from paceline.plan.memory.adapter_counts import kept_by_adapters
 from paceline.plan.memory.logits import logits_bytes
 from paceline.plan.points import Array, Points, Setting
 
@@ -66,6 +69,8 @@ class BlockShape(NamedTuple):
     routed_tokens: Array
     """Of the tokens, the ones that this rank sends to experts: its share, if these are whole."""
     is_cpu: bool
+    trains_all: bool
+    """Whether norms and head have gradients, or only adapters."""
 
 
 def shape_of(setting: Setting, points: Points) -> BlockShape:
@@ -90,6 +95,7 @@ def shape_of(setting: Setting, points: Points) -> BlockShape:
         expert_tp=np.where(setting.stack.expert_tp == "tp", points.tp, 1),
         routed_tokens=tokens / np.where(setting.stack.expert_tp == "tp", 1, points.tp),
         is_cpu=setting.device.is_cpu,
+        trains_all=not setting.finetune.is_adapted,
     )
 
 
@@ -180,6 +186,7 @@ def _all_but_scores(setting: Setting, kind: BlockKind, points: Points, shape: Bl
         _norms(setting.model, shape)
         + _attention(setting, kind, points, shape)
         + _feed_forward(setting, kind, shape)
+        + shape.tokens * shape.value * kept_by_adapters(setting, kind)
         + masks
         - sum(_remade(setting, kind, shape).values(), np.zeros(1))
     )
@@ -203,7 +210,8 @@ def _norm(model: Model, shape: BlockShape) -> Array:
 
 def _norm_input(given: Array, shape: BlockShape) -> Array:
     """Bytes per number that a norm keeps of an input of so many bytes."""
-    unfused = 2 * np.maximum(given, _FP32) if shape.is_cpu else given
+    copies = 1 + shape.trains_all  # normalised ones for the weight's gradient
+    unfused = copies * np.maximum(given, _FP32) if shape.is_cpu else given
     return np.where(shape.compiled, given, unfused)
 
 
@@ -445,7 +453,8 @@ def kept_ends(setting: Setting, points: Points) -> Array:
     """Bytes that the final norm and the head keep of a micro-batch, besides logits: (n,)."""
     shape = shape_of(setting, points)
     hidden = setting.model.hidden_size
-    return _norm(setting.model, shape) + shape.read_tokens * hidden * shape.value
+    read = shape.trains_all * shape.read_tokens * hidden * shape.value
+    return _norm(setting.model, shape) + read
 
 
 def head_activations(setting: Setting, points: Points) -> Array:

@@ -1,4 +1,4 @@
-"""Parameters of adapters, as `paceline.models.adapters` makes them: counts for a rank.
+"""Adapters, as `paceline.models.adapters` makes them: their parameters and what they keep.
 
 Each adapter is two matrices. The one along the side by which tensor parallelism cuts the matrix
 they belong to is cut with it; the other one is whole on every rank.
@@ -33,13 +33,31 @@ def adapters_of_block(setting: Setting, points: Points) -> Array:
     return cut / points.tp + whole
 
 
+def kept_by_adapters(setting: Setting, kind: BlockKind) -> Array:
+    """Numbers that a block's adapters keep for the backward pass, of each token: (1,).
+
+    What is between the two products; with magnitudes also what matrix and adapter each give.
+    """
+    kept = np.zeros(1)
+    if setting.finetune.is_adapted:
+        for matrix in _matrices(setting.model, kind):
+            share = np.mean([_is_adapted(setting, layer, matrix) for layer in kind.layers])
+            wide = 2 * matrix.outputs * setting.finetune.decomposed
+            kept = kept + share * (setting.finetune.rank + wide)
+    return kept
+
+
+def _is_adapted(setting: Setting, layer: int, matrix: _Matrix) -> bool:
+    return setting.finetune.names(f"blocks.{layer}.{matrix.name}")
+
+
 def _of_kind(setting: Setting, kind: BlockKind) -> tuple[float, float]:
     """What tp cuts of them, and what is whole."""
     finetune = setting.finetune
     cut = whole = 0
     for layer in kind.layers:
         for matrix in _matrices(setting.model, kind):
-            if finetune.names(f"blocks.{layer}.{matrix.name}"):
+            if _is_adapted(setting, layer, matrix):
                 down, up = finetune.rank * matrix.inputs, finetune.rank * matrix.outputs
                 cut += down * (matrix.cuts == "inputs") + up * (matrix.cuts == "outputs")
                 whole += down * (matrix.cuts != "inputs") + up * (matrix.cuts != "outputs")

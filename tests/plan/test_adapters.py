@@ -1,0 +1,49 @@
+"""Counted adapters against those of the network itself, on one rank and as tp cuts them."""
+
+import pytest
+import torch
+
+from paceline.config.finetune import Finetune
+from paceline.config.layout import Layout
+from paceline.config.stack import Stack
+from paceline.models.adapters import adapt, is_of_adapter
+from paceline.models.decoder import Decoder
+from paceline.parallel.tp import style_of
+from paceline.plan.block_kinds import block_kinds_of
+from paceline.plan.memory.adapter_counts import adapters_of_block
+from paceline.plan.points import Points, Setting
+from tests.generate.networks import MODELS
+from tests.parallel.training import job_of
+
+TARGETS = [("*_proj",), ("attention.*", "ffn.up_proj"), ("blocks.1.*",), ("shared.*", "q_proj")]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_adapters_are_as_many_as_the_network_has(kind, targets, decomposed):
+    model = MODELS[kind]
+    if model.experts is None:
+        targets = tuple(each for each in targets if each != "shared.*")
+    else:
+        model = model.replace(experts=model.experts.replace(shared_ffn_size=16))
+    finetune = Finetune(method="lora", rank=3, targets=targets, decomposed=decomposed)
+    with torch.device("meta"):
+        network = Decoder(model)
+        adapt(network, finetune)
+    styles = network.placements()
+    whole, cut = 0, 0
+    for name, parameter in network.named_parameters():
+        if is_of_adapter(name):
+            is_cut = style_of(name.rpartition(".")[0], styles) in ("column", "summand")
+            is_cut = is_cut and not name.endswith("magnitude")
+            cut += parameter.numel() * is_cut
+            whole += parameter.numel() * (not is_cut)
+    cluster = job_of(2, ("layout.dp=2",)).cluster
+    setting = Setting(model, cluster, 32, 4, Stack(), finetune=finetune)
+    for tp in (1, 2):
+        points = Points.of([Layout(tp=tp)], setting)
+        of_block = adapters_of_block(setting, points)[:, 0]
+        kinds = block_kinds_of(model)
+        found = sum(len(kind.layers) * float(n) for kind, n in zip(kinds, of_block, strict=True))
+        assert found == pytest.approx(cut / tp + whole)

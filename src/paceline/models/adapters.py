@@ -127,13 +127,16 @@ def init_adapters(decoder: nn.Module, generator: torch.Generator) -> None:
     """
     seed = int(torch.randint(2**62, (), generator=generator))
     streams = Streams(seed, torch.device("cpu"))
-    for name, layer in adapted_layers(decoder).items():
-        full = torch.empty(layer.lora_a.weight.shape)
-        full.uniform_(-1, 1, generator=streams.of(f"{name}.{DOWN}"))
-        assign(layer.lora_a.weight, full * layer.in_features**-0.5)
-        layer.lora_b.weight.zero_()
-        if layer.magnitude is not None:
-            layer.magnitude.copy_(layer.weight.norm(dim=1))
+    # state_dict, not named_modules: its names are the same under checkpoint wrappers.
+    state = decoder.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if name.endswith(f".{DOWN}"):
+            full = torch.empty(tensor.shape).uniform_(-1, 1, generator=streams.of(name))
+            assign(tensor, full * tensor.shape[1] ** -0.5)
+        elif name.endswith(f".{UP}"):
+            tensor.zero_()
+        elif name.endswith(f".{MAGNITUDE}"):
+            tensor.copy_(state[f"{name.removesuffix(MAGNITUDE)}weight"].norm(dim=1))
 
 
 def is_of_adapter(name: str) -> bool:

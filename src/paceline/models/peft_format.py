@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.config.files import read_json
@@ -26,7 +26,6 @@ from paceline.models.adapters import (
     MAGNITUDE,
     UP,
     adapt,
-    adapted_layers,
     adapted_names,
     is_of_adapter,
 )
@@ -75,7 +74,7 @@ def write_adapters(
     Raises:
         InputError: the folder holds files or can't be written.
     """
-    names = _names(model, finetune)
+    names = _their_names(model, _shapes(model, finetune))
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -124,7 +123,8 @@ def check_adapters(model: Model, finetune: Finetune, folder: str) -> None:
                 f"finetune.{name} = {json.dumps(ours)}, but the adapters in {folder} were trained "
                 f"with {json.dumps(theirs)}: set it to that."
             )
-    names, shapes = _names(model, finetune), _shapes(model, finetune)
+    shapes = _shapes(model, finetune)
+    names = _their_names(model, shapes)
     with opened(Path(folder) / TENSORS_FILE) as file:
         found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     check_shapes({theirs: shapes[ours] for ours, theirs in names.items()}, found, folder)
@@ -134,25 +134,17 @@ def load_adapters(decoder: Decoder, folder: str) -> None:
     """Copy adapters, which fit, into a decoder (or a stage of one, or a rank's share)."""
     tensors = decoder.state_dict(keep_vars=True)
     with opened(Path(folder) / TENSORS_FILE) as file:
-        for ours, theirs in _their_names(decoder.model, adapted_layers(decoder)).items():
+        for ours, theirs in _their_names(decoder.model, tensors).items():
             assign(tensors[ours], file.get_tensor(theirs))
 
 
-def _names(model: Model, finetune: Finetune) -> dict[str, str]:
-    """Our names of the tensors of all adapters -> theirs."""
-    return _their_names(model, adapted_layers(_adapted(model, finetune)))
-
-
 def _shapes(model: Model, finetune: Finetune) -> Shapes:
-    state = _adapted(model, finetune).state_dict()
-    return {name: tuple(each.shape) for name, each in state.items() if is_of_adapter(name)}
-
-
-def _adapted(model: Model, finetune: Finetune) -> Decoder:
+    """Of the tensors of all adapters, by our names."""
     decoder = _on_meta(model)
     with torch.device("meta"):
         adapt(decoder, finetune)
-    return decoder
+    state = decoder.state_dict()
+    return {name: tuple(each.shape) for name, each in state.items() if is_of_adapter(name)}
 
 
 def _on_meta(model: Model) -> Decoder:
@@ -160,19 +152,19 @@ def _on_meta(model: Model) -> Decoder:
         return Decoder(model)
 
 
-def _their_names(model: Model, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+def _their_names(model: Model, state: Iterable[str]) -> dict[str, str]:
+    """Our names of the tensors of adapters, among those of a state -> theirs."""
     names: dict[str, str] = {}
-    for name, layer in layers.items():
-        weight = f"{name}.weight"
+    for name in filter(is_of_adapter, state):
+        part = next(each for each in _THEIRS if name.endswith(f".{each}"))
+        weight = f"{name.removesuffix(part)}weight"
         (theirs, source), *_ = sources(model, {weight: ()}).items() or [("", None)]
         if source is None or (source.join is not None and len(source.join.names) > 1):
             raise InputError(
-                f"{name} is a part of one matrix in Hugging Face's network, and PEFT has no "
+                f"{weight} is a part of one matrix in Hugging Face's network, and PEFT has no "
                 "adapters of a part: leave it out of finetune.targets, or export merged weights."
             )
-        own = dict(layer.named_parameters())
-        stem = _PREFIX + theirs.removesuffix("weight")
-        names |= {f"{name}.{part}": stem + _THEIRS[part] for part in _THEIRS if part in own}
+        names[name] = _PREFIX + theirs.removesuffix("weight") + _THEIRS[part]
     return names
 
 

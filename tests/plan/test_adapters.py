@@ -15,7 +15,7 @@ from paceline.plan.points import Points, Setting
 from tests.generate.networks import MODELS
 from tests.parallel.training import job_of
 
-TARGETS = [("*_proj",), ("attention.*", "ffn.up_proj"), ("blocks.1.*",), ("shared.*", "q_proj")]
+TARGETS = [("*_proj",), ("attention.*", "ffn.up_proj"), ("blocks.1.*",), ("shared.*", "o_proj")]
 
 
 @pytest.mark.parametrize("kind", MODELS)

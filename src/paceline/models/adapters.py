@@ -113,7 +113,7 @@ def adapter_placements(decoder: nn.Module, styles: Mapping[str, Style]) -> dict[
     found: dict[str, Style] = {}
     for name in adapted_layers(decoder):
         anywhere = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        down, up = _STYLES[styles.get(name, styles[anywhere])]
+        down, up = _STYLES[styles[name if name in styles else anywhere]]
         found |= {f"{name}.lora_a": down, f"{name}.lora_b": up}
     return found
 

@@ -251,7 +251,7 @@ def test_adapters_are_said_to_be_no_network(tmp_path, text, base, with_config):
     (tmp_path / "adapter_config.json").write_text(text)
     if with_config:
         (tmp_path / "config.json").write_text("{}")
-    sentence = rf"holds adapters .* name .* base model{base}, and start"
+    sentence = rf"holds adapters .* name .* base model{base}.*finetune.adapters"
     for named in (tmp_path, tmp_path / "adapter_config.json"):
         with pytest.raises(InputError, match=sentence):
             read_job(None, [f"model.hf={named}"])

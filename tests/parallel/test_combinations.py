@@ -65,6 +65,7 @@ ALONE = {
     "adapters over shards": (2, "adapters", "fsdp=2 zero=3"),
     "adapters and tensor": (2, "adapters", "tp=2 micro_batch=8"),
     "adapters and whole tokens": (2, "adapters", "tp=2 sequence_parallel=false micro_batch=8"),
+    "adapters beside experts": (2, "adapters", "dp=2 ep=2"),
     "adapters in split stages": (2, "adapters", "pp=2 schedule=zbv"),
     "adapters of recomputed blocks": (1, "adapters", "recompute=full micro_batch=8"),
     "offload activations": (2, "dense", "dp=2 offload=['activations'] recompute=full"),

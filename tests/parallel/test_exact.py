@@ -48,6 +48,7 @@ ALONE = {
     "hybrid": (4, "dense", "fp32", 2, "dp=2 fsdp=2 zero=3"),
     "experts": (2, "experts", "fp32", 2, "fsdp=2"),
     "experts in stages": (2, "experts", "fp32", 2, "pp=2 schedule=zbv"),
+    "adapters": (2, "adapters", "fp32", 2, "fsdp=2"),
     "autocast": (2, "dense", "bf16", 2, "fsdp=2"),
     "narrow parameters": (2, "dense, tied", "bf16 alone", 2, "pp=2"),
     "loss scale": (2, "dense", "fp16", 2, "fsdp=2"),

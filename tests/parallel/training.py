@@ -59,8 +59,10 @@ MODELS: dict[str, tuple[str, ...]] = {
         *("model.residual=parallel", "model.tie_embeddings=true", "model.init_std=0.1"),
     ),
     "answers": ("data.records=chat",),
-    "adapters": ("finetune.method=lora", "finetune.rank=3", "finetune.alpha=60.0"),
 }
+MODELS["adapters"] = (
+    *MODELS["experts"], "finetune.method=lora", "finetune.rank=3", "finetune.alpha=60.0",
+)  # fmt: skip
 FP64 = ("layout.precision=fp64", "layout.param_dtype=fp64")
 FP32 = ("layout.precision=fp32",)
 TOLERANCE = {FP64: 1e-10, FP32: 1e-5}

@@ -213,7 +213,6 @@ def _adapters(job: Sections) -> str | None:
     unused = {
         "layout.precision": (job.layout.precision, "fp8"),
         "train.exact_eval": (job.train.exact_eval, True),
-        "elastic.exact": (job.elastic.exact, True),
         "observe.samples": (bool(job.observe.samples), True),
     }
     for name, (value, refused) in unused.items():

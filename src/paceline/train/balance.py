@@ -23,7 +23,9 @@ class ExpertBalancer:
         experts = job.model.mixture
         self._module, self._meshes = module, meshes
         self._layers = expert_layers(module)
-        self._speed = experts.bias_update_speed if experts is not None else 0.0
+        self._speed = 0.0
+        if experts is not None and not job.finetune.is_adapted:  # whose base stays as it is
+            self._speed = experts.bias_update_speed
         self._every = job.layout.rebalance_every
         self._num_ep, self._num_tp = job.layout.ep, job.layout.tp
         self._loads: Tensor | None = None

@@ -14,8 +14,8 @@ from benchmarks.serve.retrieval import Task
 from paceline.config.sampling import Sampling
 from paceline.config.serving import EndpointSettings, Retrieval
 from paceline.config.serving import Serving as EngineSettings
+from paceline.generate.chat import ChatTemplate
 from paceline.serve.bodies import CompletionBody, Server
-from paceline.serve.chat import ChatTemplate
 from paceline.serve.grammar import Grammars
 from paceline.serve.keys import Keys
 from paceline.serve.network import Network, open_network

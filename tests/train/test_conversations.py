@@ -311,7 +311,8 @@ def trained(tmp_path_factory):
     before, rest = job.read_text().split("[data]")
     job.write_text(before + CHAT + "[optim]" + rest.split("[optim]")[1])
     (folder / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talks(400)))
-    done = paceline("train", "job.toml", *FP64, "--set", "train.seq_len=64", folder=folder)
+    settings = (*FP64, "--set", "train.seq_len=64", *ranks(1))
+    done = paceline("train", "job.toml", *settings, folder=folder)
     assert done.returncode == 0, done.stderr
     return folder, done.stderr + done.stdout
 

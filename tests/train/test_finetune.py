@@ -11,11 +11,16 @@ import torch
 from paceline.config.errors import InputError
 from paceline.config.finetune import Finetune
 from paceline.config.job import read_job
+from paceline.config.job_sections import Data
+from paceline.generate.chat import ChatTemplate
 from paceline.models.adapters import adapt, adapted_names, init_adapters, merged
 from paceline.models.decoder import Decoder
 from paceline.models.peft_format import check_adapters, load_adapters, write_adapters
 from paceline.models.weights import read_decoder, write_weights
 from paceline.observe.run import Run
+from paceline.train.data import prepare
+from paceline.train.data.build import is_held_out
+from paceline.train.data.conversations import DEFAULT_TEMPLATE
 from paceline.train.kept_weights import weights_as_trained, weights_of
 from tests.command_line import losses, paceline, ranks, write_tiny_job
 from tests.generate.networks import MODELS, built
@@ -200,6 +205,8 @@ TUNED = """
 name = "tuned"
 [model]
 hf = "base"
+[cluster]
+devices_per_node = 1
 [data]
 source = "talks.jsonl"
 records = "chat"
@@ -334,6 +341,67 @@ def test_what_adapters_cannot_have_is_refused_before_anything_is_written(tuned, 
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
     assert not (tuned / "runs" / "no").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_is_that_of_trl(tuned, tmp_path):
+    """Three steps over all conversations: packed here, a row each there; losses to 1e-5 in fp32."""
+    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows = talks(41)
+    held_out = [row for row in rows if is_held_out(text_of(row).encode(), 0.01)] or rows[-1:]
+    rows = [row for row in rows if row not in held_out]
+    (tuned / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talks(41)))
+    finetune = Finetune(method="lora", rank=4)
+    base = read_decoder(tuned / "base")
+    adapt(base, finetune)
+    init_adapters(base, torch.Generator().manual_seed(3))
+    write_adapters(tmp_path / "a", base.model, base.state_dict(), finetune, None, torch.float32)
+    settings = (
+        "name=likewise", "data.source=few.jsonl", "data.eval_fraction=0.01", "train.steps=3",
+        f"finetune.adapters={tmp_path / 'a'}", "optim.schedule=constant", "optim.warmup_steps=0",
+        "optim.weight_decay=0.0", "layout.micro_batch=1",
+    )  # fmt: skip
+    config = Data(
+        source=str(tuned / "few.jsonl"), records="chat", tokenizer=str(tuned / "base"),
+        eval_fraction=0.01, cache_dir=str(tmp_path),
+    )  # fmt: skip
+    samples = prepare(config).conversations("train").num_samples(48)
+    changes = [part for s in (*settings, f"train.global_batch={samples}") for part in ("--set", s)]
+    done = paceline("train", "tuned.toml", *changes, folder=tuned)
+    assert done.returncode == 0, done.stderr
+
+    class Recorded(trl.SFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            found.append((loss[0] if isinstance(loss, tuple) else loss).item())
+            return loss
+
+    found = []
+    tokenizer = AutoTokenizer.from_pretrained(tuned / "base")
+    tokenizer.chat_template = DEFAULT_TEMPLATE
+    theirs = AutoModelForCausalLM.from_pretrained(tuned / "base", dtype=torch.float32)
+    options = trl.SFTConfig(
+        output_dir=str(tmp_path / "trl"), per_device_train_batch_size=len(rows), max_steps=3,
+        learning_rate=3e-2, lr_scheduler_type="constant", adam_beta2=0.95, adam_epsilon=1e-3,
+        weight_decay=0.0, max_grad_norm=1.0, assistant_only_loss=True, max_length=48, bf16=False,
+        gradient_checkpointing=False, use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    Recorded(
+        model=peft.PeftModel.from_pretrained(theirs, tmp_path / "a", is_trainable=True),
+        args=options, train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
+    ).train()  # fmt: skip
+    assert list(losses(tuned, "likewise").values()) == pytest.approx(found, rel=1e-5)
+    assert found[2] < found[0]
+
+
+def text_of(row):
+    """As the default template has it."""
+    template = ChatTemplate(DEFAULT_TEMPLATE, {"eos_token": "<|endoftext|>"})
+    return template.conversation(row["messages"]).text
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -25,8 +25,6 @@ from paceline.train.optimizers import RuledOptimizer
 from paceline.train.sharded_state import like
 
 State = dict[str, Any]
-EMA_SECTION = "ema"
-"""Of a checkpoint."""
 
 
 class WeightMean(ABC):

@@ -35,10 +35,10 @@ from paceline.observe.run import Run, write_atomic
 from paceline.train.checkpoint.loading import load as read_checkpoint
 from paceline.train.checkpoint.lockstep import LockstepRanks
 from paceline.train.checkpoint.state import STATE_PREFIX, parameter_names, split_state_path
-from paceline.train.ema import EMA_SECTION
 from paceline.train.families import family_of
 from paceline.train.family import Trained
 from paceline.train.kept_weights import (
+    EMA_SECTION,
     checkpoint_of,
     room_for,
     weights_as_trained,

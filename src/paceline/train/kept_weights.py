@@ -13,7 +13,9 @@ from paceline.train.checkpoint.found import FoundCheckpoint
 from paceline.train.checkpoint.loading import good_at, newest_good
 from paceline.train.checkpoint.loading import load as read_checkpoint
 from paceline.train.checkpoint.lockstep import LockstepRanks
-from paceline.train.ema import EMA_SECTION
+
+EMA_SECTION = "ema"
+"""Of a checkpoint: the mean of the weights."""
 
 
 def weights_of(run: Run, step: int | None = None) -> tuple[int, dict[str, Tensor]]:

@@ -28,8 +28,8 @@ from paceline.train.checkpoint.state import (
     rng_state,
     training_state,
 )
-from paceline.train.ema import EMA_SECTION
 from paceline.train.failure import StateLostError
+from paceline.train.kept_weights import EMA_SECTION
 from paceline.train.memory_copies import MemoryCopies
 from paceline.train.run_context import RunContext
 from paceline.train.trainer import Trainer

@@ -25,7 +25,8 @@ from paceline.parallel.fsdp import free_gathered
 from paceline.parallel.replicas import Replicas
 from paceline.train.agreement import Agreement, replicas_of
 from paceline.train.checkpoint.state import parameter_names, restore_rng_state, rng_state
-from paceline.train.ema import EMA_SECTION, WeightMean
+from paceline.train.ema import WeightMean
+from paceline.train.kept_weights import EMA_SECTION
 from paceline.train.loss_scale import LossScale
 from paceline.train.optimizers import check_groups
 from paceline.train.passes import Passes, schedule_of

@@ -113,12 +113,21 @@ def disagreement(job: Sections) -> str | None:
     )
 
 
+_SIZE_FREE = ("adamw", "lion", "schedulefree")
+"""Optimizers whose steps don't depend on the size of gradients or parameters."""
+
+
 def _optimizer(job: Sections) -> str | None:
     """What is set that an optimizer doesn't take, or can't do."""
     optim, layout = job.optim, job.layout
     setting = f'optim.name = "{optim.name}"'
     if optim.problem is not None or optim.name == "adamw":
         return optim.problem
+    if getattr(job.model, "parametrization", None) and optim.name not in _SIZE_FREE:
+        return (
+            f'model.parametrization = "mup" is for {", ".join(_SIZE_FREE)}, but {setting}: use one '
+            "of these, or leave parametrization out."
+        )
     if layout.optimizer_state == "8bit":
         return (
             f'layout.optimizer_state = "8bit" is of AdamW, but {setting}: use "full", or '

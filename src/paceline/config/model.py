@@ -109,6 +109,13 @@ class Model(ModelFamily):
     """Whether the head uses the embedding's weight."""
     init_std: float = Field(0.02, ge=0, le=1e3)
     """Standard deviation of the initial weights."""
+    parametrization: Literal["mup"] | None = None
+    """"mup": initial weights and learning rates that were right for a narrow network are for this
+    one too (docs/optimizers.md)."""
+    base_width: Width | None = None
+    """hidden_size of that narrow network."""
+    base_head_dim: Width | None = None
+    """head_dim of that narrow network, where it isn't the same."""
     gated: bool = True
     """Whether feed-forward layers have a gate (SwiGLU), and three matrices; False: two (GPT)."""
     activation: Literal["silu", "gelu", "gelu_tanh"] = Field(
@@ -191,6 +198,32 @@ class Model(ModelFamily):
             "out qkv_bias, bias, qk_norm, score_width, rotary_share and norm = "
             '"rms_plus_one".',
         )
+
+    @model_validator(mode="after")
+    def _parametrization_fits(self) -> Self:
+        if self.parametrization is None:
+            for name in ("base_width", "base_head_dim"):
+                require(
+                    getattr(self, name) is None,
+                    f'{name} has no effect without parametrization = "mup"; leave it out.',
+                )
+            return self
+        require(
+            self.base_width is not None,
+            'parametrization = "mup" needs base_width, the hidden_size that the learning rate was '
+            "found for; give it.",
+        )
+        require(
+            not self.tie_embeddings and self.latent is None,
+            'parametrization = "mup" needs a head of its own and plain attention; leave out '
+            "tie_embeddings and latent.",
+        )
+        require(
+            self.base_head_dim is None or not self.qk_norm,
+            "base_head_dim scales the scores of attention, and qk_norm sets their size; leave one "
+            "of them out.",
+        )
+        return self
 
     @model_validator(mode="after")
     def _layers_fit(self) -> Self:

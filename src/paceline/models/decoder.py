@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from paceline.config.errors import InputError
 from paceline.config.model import Model
+from paceline.config.mup import init_factor
 from paceline.kernels.loss import cross_entropy, linear_cross_entropy
 from paceline.models.adapters import adapter_placements
 from paceline.models.attention import Attend, Attention, LatentAttention, Sdpa
@@ -272,10 +273,10 @@ class Decoder(nn.Module):
         """Fill all parameters and buffers in place, also on a sharded module.
 
         Matrices are normal with `init_std`, those that write to the residual stream divided by
-        √(2 · num_layers) (GPT-2); norms multiply by one, biases are zero. Every parameter, and each
-        expert's part of one, has its own stream, seeded by one draw from the generator and its
-        name: the result depends neither on the number of ranks nor on which parameters this rank
-        holds.
+        √(2 · num_layers) (GPT-2); norms multiply by one, biases are zero; or as `config.mup` says.
+        Every parameter, and each expert's part of one, has its own stream, seeded by one draw from
+        the generator and its name: the result depends neither on the number of ranks nor on which
+        parameters this rank holds.
 
         Args:
             generator: give every rank one with the same seed. Numbers are drawn on its device;
@@ -294,13 +295,13 @@ class Decoder(nn.Module):
         self.reset_buffers()
 
     def _initial(self, name: str, shape: torch.Size, stream: torch.Generator) -> Tensor:
-        full = torch.empty(shape, device=stream.device)
+        full, factor = torch.empty(shape, device=stream.device), init_factor(self.model, name)
         if len(shape) == 1:
             is_zero = name.endswith("bias") or self.model.norm == "rms_plus_one"
-            return full.fill_(0.0 if is_zero else 1.0)
+            return full.fill_(0.0 if is_zero else factor)
         writes_residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
         depth = math.sqrt(2 * self.model.num_layers) if writes_residual else 1.0
-        return full.normal_(std=self.model.init_std / depth, generator=stream)
+        return full.normal_(std=factor * self.model.init_std / depth, generator=stream)
 
     @torch.no_grad()
     def reset_buffers(self) -> None:

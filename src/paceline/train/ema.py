@@ -142,8 +142,13 @@ class ScheduleFreeMean(WeightMean):
         """Nothing: the optimizer's step does it."""
 
     def targets(self, saved: Iterable[str], _room: Callable[[str], Tensor]) -> State:
-        """Nothing: it follows from the optimizer's state."""
-        return {}
+        """Room that nobody looks at: the mean follows from the optimizer's state."""
+        if not any(True for _ in saved):
+            return {}
+        return {
+            name: like(p, torch.empty_like(local_part(p.detach()), dtype=average_dtype(p.dtype)))
+            for name, p in self._named
+        }
 
     def load(self, state: State) -> None:
         """Nothing."""
@@ -151,7 +156,7 @@ class ScheduleFreeMean(WeightMean):
     def state(self) -> State:
         """See `WeightMean`."""
         means = self._optimizer.means()
-        return {name: like(p, means[p]) for name, p in self._named}
+        return {name: like(p, means[p].to(average_dtype(p.dtype))) for name, p in self._named}
 
 
 def average_dtype(dtype: torch.dtype) -> torch.dtype:

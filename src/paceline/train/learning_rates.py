@@ -9,6 +9,7 @@ schedule scales them.
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from paceline.config.errors import InputError
 from paceline.config.job import Job
 from paceline.config.layout import Layout
+from paceline.config.mup import lr_factor
 from paceline.config.optim import Optim
 from paceline.train.optim import AdamW, skip_if
 from paceline.train.optimizers import RuledOptimizer, build_optimizer
@@ -58,9 +60,7 @@ def learning_rate(optim: Optim, step: int, steps: int) -> float:
     return floor + (optim.lr - floor) * height
 
 
-def optimizer_of(
-    named: Named, optim: Optim, layout: Layout, make: MakeOptimizer | None
-) -> Optimizer:
+def optimizer_of(named: Named, job: Job, layout: Layout, make: MakeOptimizer | None) -> Optimizer:
     """The optimizer of a run.
 
     Args:
@@ -70,8 +70,8 @@ def optimizer_of(
         InputError: the Job says how an optimizer is that isn't used, or `make` gives none.
     """
     if make is None:
-        return build_optimizer(named, optim, layout)
-    _must_be_left_out(optim, _OF_OPTIMIZER, "optimizer=")
+        return build_optimizer(named, job.optim, layout, partial(lr_factor, job.model))
+    _must_be_left_out(job.optim, _OF_OPTIMIZER, "optimizer=")
     if layout.optimizer_state == "8bit" or "optimizer" in layout.offload:
         raise InputError(
             "layout.optimizer_state and offloading it are of Paceline's AdamW, and optimizer= was "

@@ -4,7 +4,7 @@ Matrices decay, vectors (norm weights, biases) don't. `optim.groups` gives param
 their own, by patterns of their names. docs/optimizers.md is about all of them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -39,15 +39,18 @@ _ENDS = frozenset(
 """Modules whose matrices Muon leaves to AdamW, by the last part of their names."""
 
 
-def build_optimizer(named: Named, optim: Optim, layout: Layout) -> "AdamW | RuledOptimizer":
+def build_optimizer(
+    named: Named, optim: Optim, layout: Layout, lr_factor: Callable[[str], float] = lambda _: 1.0
+) -> "AdamW | RuledOptimizer":
     """The Job's optimizer over the trainable parameters, whose state is what the layout says.
 
     Args:
         named: the parameters this rank holds, plain or DTensors of any meshes.
         optim: settings of the update.
         layout: concrete: `optimizer_state`, `offload` and `precision` are read.
+        lr_factor: maps names to what the model multiplies their learning rates by.
     """
-    groups = parameter_groups(named, optim)
+    groups = parameter_groups(named, optim, lr_factor)
     if optim.name != "adamw":
         arithmetic = {"fp32": torch.float32, "fp64": torch.float64}
         dtype = arithmetic.get(layout.precision, torch.bfloat16)
@@ -61,12 +64,13 @@ def build_optimizer(named: Named, optim: Optim, layout: Layout) -> "AdamW | Rule
     )
 
 
-def parameter_groups(named: Named, optim: Optim) -> list[Group]:
+def parameter_groups(named: Named, optim: Optim, lr_factor: Callable[[str], float]) -> list[Group]:
     """Trainable parameters that step by the same settings, together."""
     groups: dict[tuple[Any, ...], Group] = {}
     for name, p in named:
         if p.requires_grad:
             settings = _settings(name, p, optim)
+            settings["lr_factor"] *= lr_factor(name)
             group = groups.setdefault(tuple(settings.values()), {"params": [], **settings})
             group["params"].append(p)
     return list(groups.values())

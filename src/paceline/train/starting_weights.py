@@ -24,7 +24,10 @@ ORIGIN_FILE = "paceline.json"
 """Beside weights that `paceline export` wrote: `records.OriginRecord`."""
 # How long sequences are, how far positions reach and how experts are kept in balance: people change
 # these of a trained network.
-_MAY_CHANGE = {"max_seq_len", "init_std", "rope_theta", "rope_scaling"}
+_MAY_CHANGE = {
+    *("max_seq_len", "init_std", "rope_theta", "rope_scaling"),
+    *("parametrization", "base_width", "base_head_dim"),
+}
 _MAY_CHANGE_OF_EXPERTS = {"bias_update_speed", "balance_loss"}
 
 

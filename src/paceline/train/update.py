@@ -79,7 +79,7 @@ class Update:
                 'elastic.on_spike = "roll_back" goes back some steps, and a scheduler of torch\'s '
                 'only forward: leave schedule= out, or use "skip".'
             )
-        optimizer = optimizer_of(named, job.optim, layout, loop_options.optimizer)
+        optimizer = optimizer_of(named, job, layout, loop_options.optimizer)
         return cls(
             job,
             task,

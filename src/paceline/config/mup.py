@@ -1,0 +1,56 @@
+"""muP: initial weights and learning rates under which one learning rate is right for every width.
+
+By table 3 of https://arxiv.org/abs/2203.03466, for optimizers whose steps don't depend on the size
+of gradients. With m = hidden_size / base_width:
+
+| parameters | initial standard deviation | learning rate |
+|---|---|---|
+| embedding, norms, biases | init_std | lr |
+| matrices of blocks | init_std / sqrt(m) | lr / m |
+| head, routers of experts | init_std / m | lr / m |
+
+Scores of attention are q k / d x sqrt(base_head_dim) instead of q k / sqrt(d): the factor
+sqrt(base_head_dim / d) between them lies in the query's matrix (and bias), initial weights and
+learning rate alike, which is the same for such optimizers (table 8 there). So nothing is added to
+the forward pass, and what is exported is an ordinary network.
+"""
+
+import math
+
+from paceline.config.family import ModelFamily
+from paceline.config.model import Model
+
+_OUTPUTS = (".router.weight", ".shared_gate.weight")
+
+
+def init_factor(model: Model, name: str) -> float:
+    """What a parameter's initial values are multiplied by."""
+    if model.parametrization is None or model.base_width is None:
+        return 1.0
+    scale = model.base_width / model.hidden_size
+    if _is_output(name):
+        return scale
+    return (math.sqrt(scale) if _is_inner(name) else 1.0) * _query_factor(model, name)
+
+
+def lr_factor(model: ModelFamily, name: str) -> float:
+    """What a parameter's learning rate is multiplied by."""
+    if not isinstance(model, Model) or model.parametrization is None or model.base_width is None:
+        return 1.0
+    scale = model.base_width / model.hidden_size
+    own = scale if _is_output(name) or _is_inner(name) else 1.0
+    return own * _query_factor(model, name)
+
+
+def _is_output(name: str) -> bool:
+    return name == "head.weight" or name.endswith(_OUTPUTS)
+
+
+def _is_inner(name: str) -> bool:
+    return name.removesuffix(".weight").endswith("_proj")
+
+
+def _query_factor(model: Model, name: str) -> float:
+    if model.base_head_dim is None or ".q_proj." not in name:
+        return 1.0
+    return math.sqrt(model.base_head_dim / model.head_dim)

@@ -1,0 +1,83 @@
+"""muP: its factors, and the coordinate check, which tells it from the standard parametrization."""
+
+import pytest
+import torch
+
+from paceline.bench.coordinates import coordinate_check, widened
+from paceline.config.errors import InputError
+from paceline.config.job import read_job
+from paceline.config.mup import init_factor, lr_factor
+from paceline.models.decoder import Decoder
+
+WIDTHS = 64, 128, 256, 512
+BASE = (
+    *("model.hidden_size=64", "model.num_heads=4", "model.num_kv_heads=4", "model.head_dim=16"),
+    *("model.ffn_size=128", "model.tie_embeddings=false", "optim.weight_decay=0.0"),
+    "optim.lr=3e-3",
+)
+MUP = ("model.parametrization=mup", "model.base_width=64")
+
+
+def test_widths_64_to_512_change_alike_under_mup():
+    rows = coordinate_check(read_job(None, [*BASE, *MUP]), WIDTHS, 4)
+    assert {row.layer for row in rows} > {"embedding", "attention", "logits"}
+    assert all(row.is_even for row in rows), rows
+
+
+def test_they_do_not_under_the_standard_parametrization():
+    rows = {row.layer: row for row in coordinate_check(read_job(None, BASE), WIDTHS, 4)}
+    for layer in ("attention", "feed-forward", "residual stream", "logits"):
+        assert rows[layer].exponent > 0.5, rows
+
+
+def test_weights_and_learning_rates_are_those_of_the_paper():
+    job = read_job(None, [*BASE, *MUP, "model.base_head_dim=4"])
+    model = widened(job.model, 256)
+    assert (model.num_heads, model.ffn_size, model.head_dim) == (16, 512, 16)
+    network = Decoder(model)
+    network.init_weights(torch.Generator().manual_seed(0))
+    expected = {  # factor of the standard deviation, and of the learning rate
+        "embed.weight": (1, 1),
+        "head.weight": (1 / 4, 1 / 4),
+        "blocks.0.attention.k_proj.weight": (1 / 2, 1 / 4),
+        "blocks.0.attention.q_proj.weight": (1 / 4, 1 / 8),
+        "blocks.0.ffn.up_proj.weight": (1 / 2, 1 / 4),
+    }
+    for name, (std, rate) in expected.items():
+        assert init_factor(model, name) == pytest.approx(std)
+        assert lr_factor(model, name) == pytest.approx(rate)
+        found = network.get_parameter(name).std().item()
+        assert found == pytest.approx(std * model.init_std, rel=0.05)
+    assert lr_factor(model, "norm.weight") == 1
+    assert torch.equal(network.norm.weight, torch.ones(256))
+
+
+def test_the_base_width_itself_is_the_standard_parametrization():
+    standard, same = (Decoder(read_job(None, [*BASE, *more]).model) for more in ((), MUP))
+    for network in (standard, same):
+        network.init_weights(torch.Generator().manual_seed(0))
+    for one, other in zip(standard.parameters(), same.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (("model.base_width=64",), r"base_width has no effect without parametrization"),
+        (("model.parametrization=mup",), r"needs base_width"),
+        ((*MUP, "model.tie_embeddings=true"), r"needs a head of its own"),
+        ((*MUP, "model.base_head_dim=8", "model.qk_norm=true"), r"qk_norm sets their size"),
+        ((*MUP, "optim.name=muon"), r"is for adamw, lion, schedulefree"),
+    ],
+)
+def test_what_mup_does_not_go_with_is_refused(settings, sentence):
+    with pytest.raises(InputError, match=sentence):
+        read_job(None, [*BASE, *settings])
+
+
+def test_widths_that_fit_no_head_are_refused():
+    job = read_job(None, [*BASE, *MUP])
+    with pytest.raises(InputError, match=r"--widths 72: model\.num_heads = 4"):
+        coordinate_check(job, (64, 72), 1)
+    with pytest.raises(InputError, match="give two or more"):
+        coordinate_check(job, (64,), 1)

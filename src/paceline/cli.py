@@ -607,6 +607,35 @@ def tune(
 
 
 @app.command()
+def coordinates(
+    job: JobFile = None,
+    set_: Settings = None,
+    widths: Annotated[
+        str, typer.Option(help="Values of model.hidden_size, with commas.")
+    ] = "64,128,256,512",
+    steps: Annotated[int, typer.Option(help="Of the optimizer, at each width.", min=1)] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Check whether one learning rate suits every width of a network (muP).
+
+    Networks of several widths train for some steps on random tokens; what their
+    layers give must change alike. The exit code is 1 if it doesn't.
+
+    \b
+    paceline coordinates job.toml --set model.parametrization=mup --set model.base_width=64
+    """
+    from paceline.bench.coordinates import coordinates_command
+    from paceline.config.errors import InputError
+
+    given = widths.split(",")
+    if not all(each.strip().isdecimal() for each in given):
+        raise InputError(f"--widths {widths}: give whole numbers with commas, as 64,128,256.")
+    found = list(map(int, given))
+    if not coordinates_command(_read(job, set_ or []), found, steps, as_json=as_json):
+        sys.exit(1)
+
+
+@app.command()
 def doctor(
     folder: Annotated[
         Path, typer.Option(help="Where runs are kept: its space and speed are looked at.")

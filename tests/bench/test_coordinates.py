@@ -8,6 +8,7 @@ from paceline.config.errors import InputError
 from paceline.config.job import read_job
 from paceline.config.mup import init_factor, lr_factor
 from paceline.models.decoder import Decoder
+from tests.command_line import paceline
 
 WIDTHS = 64, 128, 256, 512
 BASE = (
@@ -81,3 +82,20 @@ def test_widths_that_fit_no_head_are_refused():
         coordinate_check(job, (64, 72), 1)
     with pytest.raises(InputError, match="give two or more"):
         coordinate_check(job, (64,), 1)
+
+
+def test_the_command_says_and_exits(tmp_path):
+    settings = [word for each in BASE for word in ("--set", each)]
+    asked = ("coordinates", *settings, "--widths", "64,256", "--json")
+    fails = paceline(*asked, folder=tmp_path)
+    assert fails.returncode == 1, fails.stderr
+    assert "not even" in fails.stdout
+    assert '"passes": false' in fails.stdout
+    mup = [word for each in MUP for word in ("--set", each)]
+    passes = paceline(*asked, *mup, folder=tmp_path)
+    assert passes.returncode == 0, passes.stderr
+    demo = ("model.tie_embeddings=false", *MUP)  # as docs/optimizers.md has it
+    sets = [word for each in demo for word in ("--set", each)]
+    assert paceline("coordinates", *sets, folder=tmp_path).returncode == 0
+    wrong = paceline("coordinates", "--widths", "a", folder=tmp_path)
+    assert wrong.returncode == 2

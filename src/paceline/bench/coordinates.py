@@ -6,12 +6,14 @@ the width. Where the parametrization is right for all widths, it doesn't depend 
 neither explode nor stand still as networks grow (https://arxiv.org/abs/2203.03466, appendix D.1).
 """
 
+import json
 import math
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 from paceline.config.errors import InputError
@@ -20,6 +22,7 @@ from paceline.config.layout import Layout
 from paceline.config.model import Model
 from paceline.config.mup import lr_factor
 from paceline.models.decoder import Decoder
+from paceline.render.table import Table
 from paceline.train.optimizers import build_optimizer
 
 MOST, LEAST = 0.2, -0.5
@@ -91,6 +94,27 @@ def coordinate_check(job: JobSpec, widths: Sequence[int], steps: int) -> list[Co
         for layer in found[0]
         for changes in [[each[layer] for each in found]]
     ]
+
+
+def coordinates_command(job: JobSpec, widths: Sequence[int], steps: int, *, as_json: bool) -> bool:
+    """Check, show a table, and say whether every layer passes."""
+    rows = coordinate_check(job, widths, steps)
+    passes = all(row.is_even for row in rows)
+    verdict = "One learning rate suits these widths" if passes else "Layers depend on the width"
+    table = Table(
+        ("width", *map(str, widths), "exponent", ""),
+        [
+            (row.layer, *(f"{change:.3g}" for change in row.changes), f"{row.exponent:+.2f}",
+             "ok" if row.is_even else "not even")
+            for row in rows
+        ],
+        note=f"{verdict}: changes grow by a power of it, {LEAST} to {MOST} pass.",
+    )  # fmt: skip
+    Console().print(table)
+    if as_json:
+        layers = {row.layer: {"changes": row.changes, "exponent": row.exponent} for row in rows}
+        print(json.dumps({"passes": passes, "widths": list(widths), "layers": layers}))
+    return passes
 
 
 def _changes(job: JobSpec, model: Model, steps: int) -> dict[str, float]:

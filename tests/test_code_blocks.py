@@ -155,6 +155,8 @@ def test_toml_is_read(page, at, block, tmp_path):
         small = write_small_job(tmp_path).read_text()
         run.write_text(small.replace("max_seq_len = 32", "max_seq_len = 128"))
         (tmp_path / "job.toml").write_text(block)
+    elif block.startswith("name = ") and "[model]" in block:  # a whole Job
+        (tmp_path / "job.toml").write_text(block)
     elif 'hf = "base"' in block:
         model = read_job(None, []).model.replace(max_seq_len=4096)
         (tmp_path / "base").mkdir()

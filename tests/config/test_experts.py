@@ -210,7 +210,7 @@ def test_wrong_experts_are_refused_in_a_sentence(changes, expected):
     [
         ({"num_kv_heads": 2}, "num_kv_heads = 2 differs from num_heads = 4"),
         ({"head_dim": 16}, "head_dim = 16 differs from nope_dim + rope_dim = 18"),
-        ({"qk_norm": True}, "leave out qkv_bias and qk_norm"),
+        ({"qk_norm": True}, "leave out qkv_bias, bias, qk_norm"),
         ({"latent": {**LATENT, "rope_dim": 7}}, "latent.rope_dim = 7"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "requires original_max_seq_len"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}}, "no mscale"),

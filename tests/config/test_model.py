@@ -289,7 +289,10 @@ def test_windows_of_qwen_by_layer():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"model_type": "bloom"}, "known are deepseek_v2, deepseek_v3, gpt2, gpt_neox, llama"),
+        (
+            {"model_type": "bloom"},
+            "known are deepseek_v2, deepseek_v3, gemma, gemma3_text, gpt2, gpt_neox, llama",
+        ),
         ({"model_type": "llamaa"}, "did you mean llama?"),
         ({"model_type": None}, "model_type = 'None'"),
         ({"vocab_size": None}, "vocab_size is None"),

@@ -128,8 +128,6 @@ def test_networks_that_are_only_planned_are_not_trained():
     for model in only_planned:
         with pytest.raises(InputError, match="can be planned, not trained yet"):
             resolve_on_this_machine(_job(**model))
-    with pytest.raises(InputError, match=r"model.causal = false .* not trained yet"):
-        resolve_on_this_machine(read_job(None, ["model.causal=false"]))
     experts = "model.experts={num_experts=4,experts_per_token=2,ffn_size=16}"
     with pytest.raises(InputError, match=r"SwiGLU without biases: .* not trained yet"):
         resolve_on_this_machine(read_job(None, [experts, "model.gated=false"]))

@@ -167,7 +167,8 @@ def test_flops_are_those_that_torch_counts(name):
     It doesn't know the fused kernel of the CPU, so attention runs as plain matrix products, nor the
     grouped ones of experts, which fp64 does without.
     """
-    model = MODEL.replace(**{**VARIANTS[name], "sliding_window": None, "full_layers": []})
+    no_windows = {"sliding_window": None, "full_layers": [], "window_rope_theta": None}
+    model = MODEL.replace(**{**VARIANTS[name], **no_windows})
 
     class Unpadded(Sdpa):
         __call__ = Sdpa._attend

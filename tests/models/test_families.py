@@ -70,7 +70,10 @@ OTHERS = {
     "gpt_neox": _LAYER_NORMS,
     "phi": _LAYER_NORMS,
 }
+# Else transformers keeps the row of token 0 from learning.
+_UNPADDED = {"pad_token_id": None}
 GEMMA3 = {
+    **_UNPADDED,
     "num_key_value_heads": 2,
     "head_dim": 24,
     "query_pre_attn_scalar": 40,
@@ -159,7 +162,7 @@ FAMILIES = {
         },
     ),
     "phi": ("phi", {"num_key_value_heads": 2}),
-    "gemma": ("gemma", {"num_key_value_heads": 1, "head_dim": 24}),
+    "gemma": ("gemma", {**_UNPADDED, "num_key_value_heads": 1, "head_dim": 24}),
     "gemma3": ("gemma3_text", GEMMA3),
     "gemma3_stretched": (
         "gemma3_text",

@@ -54,6 +54,7 @@ MODELS: dict[str, tuple[str, ...]] = {
         *("model.scale_embeddings=true", "model.tie_embeddings=true", "model.sliding_window=9"),
         *("model.full_layers=[1,3]", "model.window_rope_theta=100.0", "model.score_width=12"),
     ),
+    "encoder": ("model.causal=false", "model.sliding_window=10", "model.full_layers=[0,2]"),
     "gpt": (
         *("model.norm=layer", "model.bias=true", "model.gated=false", "model.positions=learned"),
         *("model.residual=parallel", "model.tie_embeddings=true", "model.init_std=0.1"),

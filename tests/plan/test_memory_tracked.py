@@ -47,6 +47,7 @@ GPT = ("model.norm=layer", "model.bias=true", "model.gated=false")
 GPT2 = (*GPT, "model.positions=learned", "model.tie_embeddings=true")
 PHI = (
     *GPT, "model.residual=parallel_shared", "model.rotary_share=0.5", "model.head_bias=true",
+    "model.tie_embeddings=false",
 )  # fmt: skip
 GEMMA3 = (
     "model.norm=rms_plus_one", "model.post_norms=true", "model.qk_norm=true",

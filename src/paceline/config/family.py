@@ -50,6 +50,11 @@ class ModelFamily(FrozenConfig):
         """Tokens of the longest sample that it takes; None: samples have no length."""
         return None
 
+    @property
+    def sees_later_tokens(self) -> bool:
+        """Whether it guesses masked tokens by those around them, and not the next ones."""
+        return False
+
     def units_per_sample(self, seq_len: int) -> int:
         """How many of its units a sample is.
 

@@ -106,7 +106,7 @@ _LIKE_LLAMA = {
     name: Model.model_fields[name].default
     for name in (
         *("norm", "residual", "post_norms", "positions", "rotary_share", "window_rope_theta"),
-        *("score_width", "scale_embeddings", "bias", "head_bias", "gated"),
+        *("score_width", "scale_embeddings", "bias", "head_bias", "gated", "causal"),
     )
 } | {"activation": "silu"}
 _ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
@@ -265,7 +265,9 @@ def to_hf(model: Model) -> dict[str, Any]:
 def _family_to_hf(model: Model, model_type: str) -> dict[str, Any]:
     """Write a Model as one of `huggingface_families`, whether or not it is one."""
     family = huggingface_families.FAMILIES[model_type]
-    scaling = {} if family.rotary is None else {"rope_scaling": _rope_to_hf(model.rope_scaling)}
+    scaling: dict[str, Any] = {}
+    if family.rotary is not None:
+        scaling["rope_scaling"] = _rope_to_hf(model.rope_scaling)
     if family.window_base is not None:
         slides = [model.window(layer) is not None for layer in range(model.num_layers)]
         scaling["layer_types"] = [f"{'sliding' if slid else 'full'}_attention" for slid in slides]

@@ -107,6 +107,7 @@ def disagreement(job: Sections) -> str | None:
         or _of_language_models(job)
         or _conversations(job)
         or _adapters(job)
+        or _masks(job)
         or _elastic(job)
         or _exact(job)
         or _recommenders(job)
@@ -115,6 +116,30 @@ def disagreement(job: Sections) -> str | None:
 
 _SIZE_FREE = ("adamw", "lion", "schedulefree")
 """Optimizers whose steps don't depend on the size of gradients or parameters."""
+
+
+def _masks(job: Sections) -> str | None:
+    """What needs a network that sees later tokens, or one that doesn't."""
+    if not job.model.sees_later_tokens:
+        for name in ("mask_share", "mask_token"):
+            if (value := getattr(job.data, name)) is not None:
+                return (
+                    f"data.{name} = {value} has no effect on a model that learns the next token: "
+                    "leave it out, or set model.causal = false."
+                )
+        return None
+    odd = {
+        "observe.samples": bool(job.observe.samples),
+        "train.exact_eval": job.train.exact_eval,
+        'data.records = "chat"': job.data.records == "chat",
+    }
+    for name, is_set in odd.items():
+        if is_set:
+            return (
+                f"{name} needs a model that learns the next token, and model.causal = false learns "
+                "masked ones: leave it out."
+            )
+    return None
 
 
 def _optimizer(job: Sections) -> str | None:

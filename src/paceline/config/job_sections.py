@@ -57,6 +57,11 @@ class Data(FrozenConfig):
     """Part of the tokens that is held out for evaluation, by whole documents where it can be."""
     reset_at_documents: bool = False
     """Start attention and positions anew at every document inside a packed sequence."""
+    mask_share: float | None = Field(None, gt=0, lt=1)
+    """With model.causal = false: part of the tokens that are to be guessed, 0.15 by default. Of
+    these 80 % are masked, 10 % become any token, and 10 % stay."""
+    mask_token: int | None = Field(None, ge=0, lt=2**31)
+    """Id that stands for a masked token; by default model.vocab_size - 1, if no token has it."""
     cache_dir: str = "auto"
     """Where tokenised data is kept, "auto": $XDG_CACHE_HOME/paceline or ~/.cache/paceline."""
     cache_gb: Annotated[float, Field(gt=0, le=10**9)] | None = None

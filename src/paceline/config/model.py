@@ -22,6 +22,7 @@ FLOP counting (PaLM, appendix B) https://arxiv.org/abs/2204.02311; those of expe
 attention stand in `paceline.config.layers`.
 """
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -30,6 +31,7 @@ from paceline.config.comm import Comm
 from paceline.config.family import ModelFamily
 from paceline.config.frozen import Layers, Ways, Width
 from paceline.config.layers import Experts, LatentAttention, RopeScaling, require
+from paceline.config.layout import Layout
 
 
 def _default_head_dim(given: dict[str, Any]) -> int:
@@ -88,7 +90,8 @@ class Model(ModelFamily):
     rotary_share: float = Field(1.0, gt=0, le=1)
     """Part of each head that turns, from its start (GPT-NeoX, Phi)."""
     sliding_window: Width | None = None
-    """A query sees itself and the sliding_window - 1 tokens before it; all of them by default."""
+    """A query sees itself and the sliding_window - 1 tokens before it; all of them by default. With
+    causal = false it sees half of the window on either side."""
     full_layers: tuple[int, ...] = Field((), strict=False)
     """Indices of the blocks that see all earlier tokens although sliding_window is set."""
     qkv_bias: bool = False
@@ -124,7 +127,8 @@ class Model(ModelFamily):
     """The function of feed-forward layers, of the gate where there is one; by default silu with a
     gate and gelu without. gelu_tanh is GELU's approximation by tanh (GPT-2, Phi)."""
     causal: bool = True
-    """Whether a token sees earlier ones only; False: all of them (BERT)."""
+    """Whether a token sees earlier ones only, and the next one is learnt; False: all of them, and
+    masked ones are learnt (BERT)."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -284,12 +288,21 @@ class Model(ModelFamily):
                 "model.experts are SwiGLU without biases: beside gated = false, another activation "
                 "or bias = true they can be planned, not trained yet."
             )
-        if not self.causal:
-            return (
-                "model.causal = false can be planned, not trained yet: set causal = true, or train "
-                "your own module with paceline.train."
-            )
         return None
+
+    def layout_refusals(self, layout: Layout) -> Iterator[str]:
+        """See `ModelFamily.layout_refusals`."""
+        if layout.cp != 1 and not self.causal:
+            yield (
+                f"layout.cp = {layout.cp} shares sequences whose tokens see earlier ones, and with "
+                "model.causal = false they see all: set it to 1."
+            )
+        yield from super().layout_refusals(layout)
+
+    @property
+    def sees_later_tokens(self) -> bool:
+        """See `ModelFamily.sees_later_tokens`."""
+        return not self.causal
 
     def window(self, layer: int) -> int | None:
         """Return the sliding window of a block in tokens, or None where it sees everything."""

@@ -4,7 +4,7 @@ Texts that are alike in what the network makes of them have vectors with a large
 decoder that was trained to predict tokens was not trained for that: what it gives is a start.
 
 How it works: texts of like length go through the network together, padded at their ends, which no
-token sees. "mean" is the mean of a text's states, "last" its last one.
+token of a text sees. "mean" is the mean of a text's states, "last" its last one.
 """
 
 from collections.abc import Iterator
@@ -52,9 +52,11 @@ def embed(decoder: Decoder, texts: List[List[int]], pooling: Pooling = "mean") -
     padded = torch.zeros(len(texts), int(lengths.max()), dtype=torch.long)
     for row, tokens in zip(padded, texts, strict=True):
         row[: len(tokens)] = torch.tensor(tokens)
-    states = decoder(padded.to(device), returns_states=True).float()
     lengths = lengths.to(device)[:, None]
     place = torch.arange(padded.shape[1], device=device)
+    # What fills up is a document of its own, where tokens see later ones.
+    documents = None if decoder.model.causal else (place >= lengths).long()
+    states = decoder(padded.to(device), documents, returns_states=True).float()
     taken = place < lengths if pooling == "mean" else place == lengths - 1
     return F.normalize((states * taken[..., None]).sum(1), dim=-1).cpu()
 

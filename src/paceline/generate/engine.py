@@ -86,6 +86,11 @@ class Engine:
         draft: Decoder | GuessHeads | None = None,
         others: "Others | None" = None,
     ) -> None:
+        if not decoder.model.causal:
+            raise InputError(
+                "This network sees later tokens (model.causal = false), so that it makes no texts: "
+                "use it as an encoder of paceline index, or choose another."
+            )
         self.decoder, self.serving, self.tokenizer = decoder, serving, tokenizer
         self.others = others
         self.end_tokens = frozenset(end_tokens)

@@ -37,13 +37,14 @@ class Attend(Protocol):
         Args:
             seq_len: tokens of the sequence that this rank holds (all, where ranks don't share it).
             window: a query sees itself and the window - 1 tokens before it; None means all before.
+                Of cores that see later tokens, half of it on either side, or all.
             documents: (batch, whole_seq) numbers of the packed documents, increasing along the
                 sequence; a query sees only its own document. None means one document each.
             device: where q, k and v will lie.
         """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """Attend causally.
+        """Attend to what the mask leaves.
 
         Args:
             q: (batch, heads, seq, head_dim).
@@ -59,31 +60,35 @@ class Attend(Protocol):
 class Sdpa:
     """Attention by `torch.nn.functional.scaled_dot_product_attention`.
 
-    A mask is None (plain causal, the fast path) or a boolean tensor that broadcasts to
-    (batch, heads, seq, seq). That takes seq² bytes: windows over very long sequences ask for
+    A mask is None (the plain one, causal or not, the fast path) or a boolean tensor that broadcasts
+    to (batch, heads, seq, seq). That takes seq² bytes: windows over very long sequences ask for
     another core.
 
     Args:
         backend: torch's implementation under the plain causal mask, see `kernels.attention`.
+        is_causal: whether a query sees no later tokens.
     """
 
     backend: Backend = "default"
+    is_causal: bool = True
 
-    def __init__(self, backend: Backend = "default") -> None:
-        self.backend = backend
+    def __init__(self, backend: Backend = "default", *, is_causal: bool = True) -> None:
+        self.backend, self.is_causal = backend, is_causal
 
     def mask(
         self, seq_len: int, window: int | None, documents: Tensor | None, device: torch.device
     ) -> Tensor | None:
-        """Return None where the plain causal mask is enough, else the visible pairs."""
-        window = None if window is None or window >= seq_len else window
+        """Return None where the plain mask is enough, else the visible pairs."""
+        reach = seq_len if self.is_causal else 2 * seq_len
+        window = None if window is None or window >= reach else window
         if window is None and documents is None:
             return None
         positions = torch.arange(seq_len, device=device)
         distance = positions[:, None] - positions  # (seq, seq): query minus key
-        visible = distance >= 0
-        if window is not None:
-            visible &= distance < window
+        if not self.is_causal:
+            visible = distance.abs() <= (seq_len if window is None else window // 2)
+        else:
+            visible = (distance >= 0) & (distance < (seq_len if window is None else window))
         if documents is None:
             return visible
         same = documents[:, None, :, None] == documents[:, None, None, :]
@@ -99,7 +104,7 @@ class Sdpa:
         return self._attend(q, k, v, mask)[..., :width]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is None:
+        if mask is None and self.is_causal:
             return attend(q, k, v, self.backend)
         if q.shape[1] != k.shape[1]:
             # The kernels that take a mask on CUDA know no groups and would give way to the one

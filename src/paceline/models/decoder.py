@@ -110,7 +110,7 @@ class Decoder(nn.Module):
     def __init__(self, model: Model, attend: Attend | None = None) -> None:
         super().__init__()
         self.model = model
-        self.attend: Attend = attend or Sdpa()
+        self.attend: Attend = attend or Sdpa(is_causal=model.causal)
         self.is_first = self.is_last = True
         self.set_apart: Callable[[Tensor], Tensor] = _unchanged
         """Applied to a tied head's weight: for whoever wants the gradients of its two uses
@@ -179,7 +179,8 @@ class Decoder(nn.Module):
         *,
         returns_states: bool = False,
     ) -> Tensor:
-        """Predict each next token, or say how well it does.
+        """Predict each next token (each masked one where tokens see later ones), or say how well it
+        does.
 
         Args:
             x: (batch, seq) token ids; on a later stage (batch, seq, hidden), what the stage before

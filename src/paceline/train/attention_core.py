@@ -17,7 +17,7 @@ def attention_choice(model: Model, job: Job, device: torch.device) -> BackendCho
     stated rule says.
     """
     layout = job.layout
-    if layout.cp != 1 or device.type != "cuda" or layout.kernels == "reference":
+    if not model.causal or layout.cp != 1 or device.type != "cuda" or layout.kernels == "reference":
         return None
     tp = layout.tp
     shape = AttentionShape(

@@ -1,7 +1,8 @@
 """Language models: a decoder on text, its Task, what is read before it, and its weights for others.
 
-The loss takes each token's next one. Text is tokenised once (`train.data`); a run keeps what an
-export says of the tokens (`train.kept_tokenizer`).
+The loss takes each token's next one, or the masked ones of a network that sees later tokens. Text
+is tokenised once (`train.data`); a run keeps what an export says of the tokens
+(`train.kept_tokenizer`).
 """
 
 import json
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.comm.rendezvous import Ranks
+from paceline.config.errors import InputError
 from paceline.config.job import Job, JobSpec
 from paceline.config.model import Model
 from paceline.kernels import switch
@@ -42,6 +44,7 @@ from paceline.train.data import (
     train_batches,
 )
 from paceline.train.data.build import Progress
+from paceline.train.data.masks import Masking, masked
 from paceline.train.exact_eval import ExactLoss, check_exact_eval
 from paceline.train.family import Trained, TrainFamily
 from paceline.train.finetune import (
@@ -56,6 +59,9 @@ from paceline.train.samples import check_samples
 from paceline.train.starting_weights import check_network, check_tokens
 from paceline.train.task import Loss, StagedLoss, Step, Task
 from paceline.train.weighted_loss import WeightedLoss
+
+_MASK_SHARE = 0.15
+"""As BERT's."""
 
 
 class LanguageModels(TrainFamily[Model]):
@@ -77,6 +83,7 @@ class LanguageModels(TrainFamily[Model]):
         if weights is not None:
             check_tokens(data.tokenizer_path, job.data, weights)
         check_vocab(data.meta.vocab_size, model.vocab_size)
+        masking(model, job, data.meta.vocab_size)
         asked = data.meta.eval_tokens
         held_out = data.for_samples(job.train.seq_len).meta.eval_tokens
         if data.is_packed:
@@ -103,11 +110,15 @@ class LanguageModels(TrainFamily[Model]):
         )
         data = prepare(job.data).for_samples(train.seq_len)
         train_split, eval_split = data.dataset("train"), data.dataset("eval")
-        task = decoder_task(model, job, ranks)
+        task, mask = decoder_task(model, job, ranks), masking(model, job, data.meta.vocab_size)
         return replace(
             task,
-            steps_from=lambda first: train_batches(train_split, shape, train.seed, first),
-            eval_steps=lambda: eval_batches(eval_split, shape, train.eval_batches),
+            steps_from=lambda first: masked(
+                train_batches(train_split, shape, train.seed, first), shape, mask, first
+            ),
+            eval_steps=lambda: masked(
+                eval_batches(eval_split, shape, train.eval_batches), shape, mask, 0
+            ),
             data_key=data.meta.fingerprint,
             facts={**task.facts, "data": _data_facts(data, train.seq_len)},
         )
@@ -256,10 +267,38 @@ def _fill(job: Job, module: nn.Module) -> None:
         fill_adapters(job, module)
 
 
+def masking(model: Model, job: Job, num_tokens: int) -> Masking | None:
+    """Which tokens are masked, where they are what is learnt.
+
+    Args:
+        num_tokens: ids that the tokenizer gives, from 0.
+
+    Raises:
+        InputError: no id is left for the mask.
+    """
+    if model.causal:
+        return None
+    token = job.data.mask_token
+    if token is None and num_tokens >= model.vocab_size:
+        raise InputError(
+            f"model.vocab_size = {model.vocab_size} has an id for each token and none for a masked "
+            "one: raise it by one, or say by data.mask_token which id that is."
+        )
+    token = model.vocab_size - 1 if token is None else token
+    if token >= model.vocab_size:
+        raise InputError(
+            f"data.mask_token = {token} is no id below model.vocab_size = {model.vocab_size}: give "
+            "one that is."
+        )
+    share = _MASK_SHARE if job.data.mask_share is None else job.data.mask_share
+    return Masking(job.train.seed, share, token, num_tokens)
+
+
 def next_token(job: Job, ranks: Ranks) -> StagedLoss:
     """The loss of a decoder: of the tokens of each sequence that this rank holds."""
     layout, seq_len = job.layout, job.train.seq_len
-    weigh = partial(_weighed, job.micro_batch * seq_len) if job.data.records == "chat" else _alike
+    counts_differ = job.data.records == "chat" or job.model.sees_later_tokens
+    weigh = partial(_weighed, job.micro_batch * seq_len) if counts_differ else _alike
     if layout.is_plain:
         dtype = DTYPES[layout.precision]
         return StagedLoss(

@@ -155,12 +155,12 @@ def test_toml_is_read(page, at, block, tmp_path):
         small = write_small_job(tmp_path).read_text()
         run.write_text(small.replace("max_seq_len = 32", "max_seq_len = 128"))
         (tmp_path / "job.toml").write_text(block)
-    elif block.startswith("name = ") and "[model]" in block:  # a whole Job
-        (tmp_path / "job.toml").write_text(block)
     elif 'hf = "base"' in block:
         model = read_job(None, []).model.replace(max_seq_len=4096)
         (tmp_path / "base").mkdir()
         (tmp_path / "base" / "config.json").write_text(json.dumps(to_hf(model)))
+        (tmp_path / "job.toml").write_text(block)
+    elif block.startswith("name = ") and "[model]" in block:  # a whole Job
         (tmp_path / "job.toml").write_text(block)
     else:
         write_small_job(tmp_path, more=block).rename(tmp_path / "job.toml")

@@ -21,7 +21,8 @@ from rich.console import Console
 
 from benchmarks.provenance import folder_of, keep, parser_of, signature, taken_with
 from benchmarks.tables import markdown
-from tests.generate.fuzzed import ViolationError, run_round
+from tests.generate.fuzzed import run_round
+from tests.generate.fuzzed_checks import ViolationError
 
 _OF_ROUND = 25
 

@@ -1,5 +1,7 @@
 """Small networks of every kind, and what a text is without an engine."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +11,10 @@ from paceline.config.layers import Experts, LatentAttention
 from paceline.config.model import Model
 from paceline.config.sampling import Sampling
 from paceline.generate.choice import Place, choose
+from paceline.generate.narrow_keys import narrowed, widened
 from paceline.generate.sequence import Sequence
+from paceline.models.attention import LatentAttention as Latent
+from paceline.models.attention import Sdpa
 from paceline.models.decoder import Decoder
 from paceline.models.heads import GuessHeads
 
@@ -90,3 +95,28 @@ def prompt(length: int, seed: int) -> list[int]:
     """A prompt that repeats itself here and there."""
     draw = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCAB // 4, (length,), generator=draw).tolist()
+
+
+class _RoundedSdpa(Sdpa):
+    """Torch's attention over keys and values that are rounded to 8 bits."""
+
+    def __call__(self, q, k, v, mask):
+        is_part = v.shape[-1] < k.shape[-1]
+        k = widened(narrowed(k), k.shape[-1], k.dtype)
+        v = k[..., : v.shape[-1]] if is_part else widened(narrowed(v), v.shape[-1], v.dtype)
+        return super().__call__(q, k, v, mask)
+
+
+@contextmanager
+def with_rounded_keys(decoder: Decoder) -> Iterator[None]:
+    """Within the context a plain network attends to what an engine with serve.kv = "int8" keeps."""
+    before, latent = decoder.attend, [m for m in decoder.modules() if isinstance(m, Latent)]
+    decoder.set_attend(_RoundedSdpa())
+    for attention in latent:
+        attention.is_absorbed = True
+    try:
+        yield
+    finally:
+        decoder.set_attend(before)
+        for attention in latent:
+            attention.is_absorbed = False

@@ -172,17 +172,17 @@ def test_auto_measures_once_and_follows_what_was_measured(monkeypatch, tmp_path)
     serving = SMALL.replace(weights="auto")
     chosen = chosen_form(decoder, serving, 13)
     (file,) = (tmp_path / "paceline" / "weights").iterdir()
-    kept = prices._read(file)
+    kept = prices.read_prices(file, WeightPrice)
     assert [p.rows for p in kept[::2]] == [1, 2, 4, 13]
     assert chosen == ("int8" if is_quicker(kept[::2], kept[1::2]) else "as_trained")
     for slow, wanted in [("as_trained", "int8"), ("int8", "as_trained")]:
         pretended = [WeightPrice(p.form, p.rows, 2.0 if p.form == slow else 1.0, 1) for p in kept]
-        file.write_text(prices._text(pretended))
+        file.write_text(prices.text_of(pretended))
         assert chosen_form(decoder, serving, 13) == wanted
         assert Engine(decoder, serving).weight_form == wanted
     file.write_text('[{"form": "int8", "rows": "many"}]')
     chosen_form(decoder, serving, 13)
-    assert len(prices._read(file)) == len(kept)
+    assert len(prices.read_prices(file, WeightPrice)) == len(kept)
 
 
 def test_auto_leaves_exact_passes_alone():

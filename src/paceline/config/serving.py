@@ -13,6 +13,8 @@ from paceline.config.sampling import Sampling
 S = TypeVar("S", bound="ServingSettings")
 WeightForm = Literal["as_trained", "int8", "int4"]
 """How a network's matrices are stored while it is served."""
+KeyForm = Literal["as_weights", "int8"]
+"""How keys and values are."""
 
 
 class Serving(FrozenConfig):
@@ -32,6 +34,10 @@ class Serving(FrozenConfig):
     """Times as many of them, which share the experts of every layer."""
     block_size: Ways = 32
     """Tokens of a block of keys and values."""
+    kv: KeyForm | Auto = "as_weights"
+    """Keys and values in 8 bits make other texts, and take a half of bf16's memory or a quarter of
+    fp32's. "auto" is int8 where it was measured to be quicker for few and many texts, short and
+    long ones; else as_weights, in the type of the weights."""
     kv_gb: Annotated[float, Field(gt=0, le=1e6)] | Auto = "auto"
     """Memory for keys and values in GB; "auto" is what max_sequences whole sequences take, at most
     a quarter of what is free."""

@@ -28,7 +28,9 @@ from paceline.config.serving import Serving, WeightForm
 from paceline.generate.blocks import Blocks
 from paceline.generate.choice import Place, choose, logprobs
 from paceline.generate.guessers import speculator_of
+from paceline.generate.key_prices import chosen_key_form
 from paceline.generate.layers import layers_of
+from paceline.generate.narrow_keys import kept_type
 from paceline.generate.offload import NOTHING_KEPT, offload_of
 from paceline.generate.paged import KeyShape, Memory
 from paceline.generate.prices import chosen_form
@@ -101,19 +103,21 @@ class Engine:
         if first.device.type == "cpu":
             keep_freed_memory()
         shape, size = KeyShape.of(decoder), serving.block_size
-        block_bytes = shape.block_bytes(size, first.dtype)
-        if isinstance(draft, Decoder):
-            dtype = next(draft.parameters()).dtype
-            block_bytes += KeyShape.of(draft).block_bytes(size, dtype)
-        num_blocks = self._num_blocks(block_bytes)
         exact = _EXACT_TOKENS if serving.exact else None
         most = (exact or _TOKENS) if serving.max_tokens == "auto" else serving.max_tokens
         self.most_tokens = most
         """Of a forward pass."""
+        self.key_form = chosen_key_form(decoder, serving, most)
+        keys_in = kept_type(self.key_form, first.dtype)
+        block_bytes = shape.block_bytes(size, keys_in)
+        if isinstance(draft, Decoder):
+            dtype = next(draft.parameters()).dtype
+            block_bytes += KeyShape.of(draft).block_bytes(size, dtype)
+        num_blocks = self._num_blocks(block_bytes)
         self.weight_form: WeightForm = "as_trained"
         if others is None:
             self._memory = Memory(
-                shape, num_blocks, size, first.dtype, first.device, is_exact=serving.exact
+                shape, num_blocks, size, keys_in, first.device, is_exact=serving.exact
             )
             self.weight_form = chosen_form(decoder, serving, most)
             self._runner = Runner(
@@ -125,7 +129,7 @@ class Engine:
                 serving.weight_group,
             )
         else:
-            self._memory, self._runner = others.begin(decoder, num_blocks, size)
+            self._memory, self._runner = others.begin(decoder, num_blocks, size, self.key_form)
         longest = min(self._longest, num_blocks * size)
         self._offload = offload_of(serving, self._memory, longest, most) if others is None else None
         leaves = (lambda block, name: None) if self._offload is None else self._offload.keep

@@ -17,6 +17,8 @@ writes its new keys and values into blocks, and each token attends to those of i
 
 Latent attention is absorbed (`LatentAttention.is_absorbed`): one narrow key per token is kept, and
 its values are a part of it.
+
+Memory of int8 holds rows in 8 bits (`narrow_keys`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,6 +34,7 @@ from torch import Tensor
 
 from paceline.comm.local_part import local_part
 from paceline.generate.bags import MOST_QUERIES, SummedTokens
+from paceline.generate.narrow_keys import is_narrow, kept_width, narrowed, scales_of, widened
 from paceline.models.attention import LatentAttention, Sdpa
 from paceline.models.decoder import Block, Decoder
 
@@ -65,13 +68,15 @@ class KeyShape:
         return KeyShape(num_layers, rows // width, width, True, queries)
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        """What a block takes, in all layers."""
+        """What a block takes, in all layers, in memory of a type."""
         values = 2 if self.has_values else 1
-        return self.num_layers * values * self.num_heads * self.width * block_size * dtype.itemsize
+        row_bytes = kept_width(self.width, dtype) * dtype.itemsize
+        return self.num_layers * values * self.num_heads * block_size * row_bytes
 
 
 class Memory:
-    """The keys and values of all blocks: (num_layers, num_blocks, num_heads, block_size, width).
+    """The keys and values of all blocks: (num_layers, num_blocks, num_heads, block_size, width),
+    or rows of `narrow_keys`, where the type is int8.
 
     There is one block more than was asked for: whatever nobody wants is written there.
 
@@ -100,7 +105,8 @@ class Memory:
         )
         """Whether keys lie by column, and single tokens attend by `bags`."""
         self.block_bytes = shape.block_bytes(block_size, dtype)
-        size = (shape.num_layers, num_blocks + 1, shape.num_heads, block_size, shape.width)
+        width = kept_width(shape.width, dtype)
+        size = (shape.num_layers, num_blocks + 1, shape.num_heads, block_size, width)
         # Not filled: what no sequence has used yet takes no memory on a CPU.
         self.keys = torch.empty(size, dtype=dtype, device=device)
         self.values = torch.empty_like(self.keys) if shape.has_values else self.keys
@@ -256,10 +262,9 @@ class _LayerAttend:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: _View) -> Tensor:
         """Write k and v (1, kv_heads, num_tokens, _) into blocks, and attend; see `Attend`."""
-        packed, width = mask.packed, v.shape[-1]
-        self._keys[packed.blocks, :, packed.places] = k[0].transpose(0, 1)
-        if self._has_values:
-            self._values[packed.blocks, :, packed.places] = v[0].transpose(0, 1)
+        width = v.shape[-1]
+        k = self._keep(self._keys, k, mask)
+        v = self._keep(self._values, v, mask) if self._has_values else k[..., :width]
         if mask.single is not None:
             of_single = mask.single.attend(q[0].transpose(0, 1), self._keys, self._values)
             of_single = of_single[None, ..., :width].transpose(1, 2)
@@ -271,6 +276,19 @@ class _LayerAttend:
         if mask.single is not None:
             out[:, :, mask.single.rows] = of_single
         return out
+
+    def _keep(self, kept: Tensor, rows: Tensor, mask: _View) -> Tensor:
+        """Write rows (1, kv_heads, num_tokens, _) into blocks; as parts that begin with them read
+        them."""
+        places = mask.packed.blocks, slice(None), mask.packed.places
+        by_token = rows[0].transpose(0, 1)
+        if not is_narrow(kept.dtype):
+            kept[places] = by_token
+            return rows
+        kept[places] = narrow = narrowed(by_token)
+        if not mask.parts:
+            return rows
+        return widened(narrow, rows.shape[-1], rows.dtype).transpose(0, 1)[None]
 
 
 class _SeveralTokens:
@@ -295,12 +313,15 @@ class _SeveralTokens:
         own_q, width = q[:, :, self.rows], v.shape[-1]
         if self._is_first:
             return self._sdpa(own_q, k[:, :, self.rows], v[:, :, self.rows], self._mask)
-        return self._sdpa(own_q, self._read(keys), self._read(values)[..., :width], self._mask)
+        own_k = self._read(keys, q)
+        own_v = own_k if values is keys else self._read(values, q)
+        return self._sdpa(own_q, own_k, own_v[..., :width], self._mask)
 
-    def _read(self, kept: Tensor) -> Tensor:
-        """(1, kv_heads, length, width), of the sequence in order."""
+    def _read(self, kept: Tensor, q: Tensor) -> Tensor:
+        """(1, kv_heads, length, width), of the sequence in order, as wide as q."""
         read = kept.index_select(0, self._blocks).transpose(0, 1).flatten(1, 2)
-        return read[None, :, : self._length]
+        read = read[None, :, : self._length]
+        return widened(read, q.shape[-1], q.dtype) if is_narrow(kept.dtype) else read
 
 
 class _SingleTokens:
@@ -339,12 +360,18 @@ class _SingleTokens:
         own = q.index_select(0, self._rows).unflatten(1, (keys.shape[1], -1)).transpose(0, 1)
         k = self._of_pieces(keys)
         v = k if values is keys else self._of_pieces(values)
+        key_scales = value_scales = None
+        if is_narrow(keys.dtype):
+            key_scales, value_scales = scales_of(k).mT, scales_of(v).mT
+            k, v = (each[..., : q.shape[-1]].to(q.dtype) for each in (k, v))
         most = self._of_token.shape[1]
         if self._is_exact:
             results, sums = _attend_blocks(own, k, v, self._mask)
         else:
-            scores = _scores(own, k, self._mask)
-            results = scores.softmax(-1).to(v.dtype) @ v
+            scores = _scores(own, k, self._mask, key_scales)
+            weights = scores.softmax(-1)
+            weights = weights if value_scales is None else weights * value_scales
+            results = weights.to(v.dtype) @ v
             if most == 1:
                 return results.transpose(0, 1).flatten(1, 2)
             sums = scores.logsumexp(-1)
@@ -365,7 +392,7 @@ class _SingleTokens:
         return (combined / total[..., None]).flatten(1, 2).to(q.dtype)
 
     def _of_pieces(self, kept: Tensor) -> Tensor:
-        """(kv_heads, num_pieces, num_keys, width)"""
+        """(kv_heads, num_pieces, num_keys, width), or rows of as many."""
         read = kept.flatten(0, 1).index_select(0, self._read)
         return read.view(kept.shape[1], -1, self._num_keys, kept.shape[-1])
 
@@ -428,7 +455,7 @@ def _computed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+def _scores(q: Tensor, k: Tensor, mask: Tensor, scales: Tensor | None = None) -> Tensor:
     """What each piece's softmax is of: (kv_heads, num_pieces, group, num_keys).
 
     In bf16 scores are rounded to it: logits of 4 layers were 0.76 % off those of fp64, and 0.74 %
@@ -437,8 +464,11 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     Args:
         q: (kv_heads, num_pieces, group, width). k: (kv_heads, num_pieces, num_keys, width).
         mask: (num_pieces, 1, num_keys), added to the scores; each piece sees something.
+        scales: (kv_heads, num_pieces, 1, num_keys), of keys that are whole numbers.
     """
-    return torch.add(mask, q @ k.mT, alpha=q.shape[-1] ** -0.5)
+    scores = q @ k.mT
+    scores = scores if scales is None else scores * scales
+    return torch.add(mask, scores, alpha=q.shape[-1] ** -0.5)
 
 
 def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

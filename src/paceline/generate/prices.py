@@ -10,11 +10,13 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any, Protocol, TypeVar
 
 import torch
 from pydantic import TypeAdapter
@@ -71,7 +73,7 @@ def weight_prices(
     }
     prices = []
     for count in rows:
-        seconds = _in_turns(list(runners.values()), count)
+        seconds = in_turns([partial(r.pass_of_spare, count) for r in runners.values()])
         prices += [
             WeightPrice(form, count, spent, runner.matrix_bytes)
             for (form, runner), spent in zip(runners.items(), seconds, strict=True)
@@ -79,15 +81,15 @@ def weight_prices(
     return prices
 
 
-def _in_turns(runners: Sequence[Runner], rows: int) -> list[float]:
-    """The median seconds of a pass, for each runner."""
-    for runner in runners:
-        runner.pass_of_spare(rows)
-    taken: list[list[float]] = [[] for _ in runners]
+def in_turns(passes: Sequence[Callable[[], object]]) -> list[float]:
+    """The median seconds of each of these passes, which take turns."""
+    for one in passes:
+        one()
+    taken: list[list[float]] = [[] for _ in passes]
     for _ in range(_TURNS):
-        for runner, seconds in zip(runners, taken, strict=True):
+        for one, seconds in zip(passes, taken, strict=True):
             begun_s = time.perf_counter()
-            runner.pass_of_spare(rows)
+            one()
             seconds.append(time.perf_counter() - begun_s)
     return [median(seconds) for seconds in taken]
 
@@ -120,13 +122,14 @@ def chosen_form(decoder: Decoder, serving: Serving, most_tokens: int) -> WeightF
     if is_streamed or serving.exact or not has_int8_products(next(decoder.parameters()).device):
         return "as_trained"
     rows = _expected_rows(serving.max_sequences, most_tokens)
-    before, narrow = _kept_prices(decoder, rows)
-    return "int8" if is_quicker(before, narrow) else "as_trained"
-
-
-def is_quicker(before: Sequence[WeightPrice], after: Sequence[WeightPrice]) -> bool:
-    """Whether a form takes less time at every number of tokens."""
-    return all(new.pass_s < _QUICKER * old.pass_s for old, new in zip(before, after, strict=True))
+    forms: tuple[WeightForm, ...] = ("as_trained", "int8")
+    prices = kept_prices(
+        prices_file("weights", decoder, rows),
+        WeightPrice,
+        lambda found: [(p.rows, p.form) for p in found] == [(n, f) for n in rows for f in forms],
+        lambda: weight_prices(decoder, forms, rows),
+    )
+    return "int8" if is_quicker(prices[::2], prices[1::2]) else "as_trained"
 
 
 def _expected_rows(max_sequences: int, most_tokens: int) -> list[int]:
@@ -135,36 +138,55 @@ def _expected_rows(max_sequences: int, most_tokens: int) -> list[int]:
     return [*powers, most_tokens]
 
 
-def _kept_prices(
-    decoder: Decoder, rows: Sequence[int]
-) -> tuple[list[WeightPrice], list[WeightPrice]]:
-    """The prices as trained and of int8, measured once and kept."""
-    forms: tuple[WeightForm, ...] = ("as_trained", "int8")
-    file = _file(decoder, rows)
-    prices = _read(file)
-    if [(p.rows, p.form) for p in prices] != [(n, form) for n in rows for form in forms]:
-        prices = weight_prices(decoder, forms, rows)
+class Price(Protocol):
+    """What something takes in one form."""
+
+    @property
+    def pass_s(self) -> float:
+        """Seconds of a pass."""
+
+
+P = TypeVar("P", bound=Price)
+
+
+def is_quicker(before: Sequence[Price], after: Sequence[Price]) -> bool:
+    """Whether a form takes less time in every pass."""
+    return all(new.pass_s < _QUICKER * old.pass_s for old, new in zip(before, after, strict=True))
+
+
+def kept_prices(
+    file: Path, kind: type[P], is_same: Callable[[list[P]], bool], measure: Callable[[], list[P]]
+) -> list[P]:
+    """Prices that were measured once and are kept in a file.
+
+    Args:
+        is_same: whether those of the file are the wanted ones.
+    """
+    prices = read_prices(file, kind)
+    if not is_same(prices):
+        prices = measure()
         with suppress(OSError):
-            write_atomic(file, _text(prices))
-    return prices[::2], prices[1::2]
+            write_atomic(file, text_of(prices))
+    return prices
 
 
-def _file(decoder: Decoder, rows: Sequence[int]) -> Path:
+def prices_file(folder: str, decoder: Decoder, passes: Any) -> Path:
     """Where prices are kept, by all that they depend on."""
     shapes = [(*p.shape, str(p.dtype)) for p in decoder.parameters()]
     device = [platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
-    what = [decoder.model.model_dump(mode="json"), shapes, device, torch.__version__, [*rows]]
+    what = [decoder.model.model_dump(mode="json"), shapes, device, torch.__version__, passes]
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-    return cache_home() / "weights" / f"{key}.json"
+    return cache_home() / folder / f"{key}.json"
 
 
-def _text(prices: Iterable[WeightPrice]) -> str:
+def text_of(prices: Sequence[Any]) -> str:
+    """What is written of them."""
     return json.dumps([asdict(price) for price in prices])
 
 
-def _read(file: Path) -> list[WeightPrice]:
+def read_prices(file: Path, kind: type[P]) -> list[P]:
     """What was measured earlier; nothing where it wasn't, or the file is damaged."""
     try:
-        return parse_json(file.read_text(), TypeAdapter(list[WeightPrice]))
+        return parse_json(file.read_text(), TypeAdapter(list[kind]))  # type: ignore[valid-type]
     except (OSError, ValueError):
         return []

@@ -30,7 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from paceline.config.errors import InputError
 from paceline.config.feasible import tensor_sizes
 from paceline.config.model import Model
-from paceline.config.serving import Serving
+from paceline.config.serving import KeyForm, Serving
+from paceline.generate.narrow_keys import kept_type
 from paceline.generate.paged import KeyShape, Memory, Part
 from paceline.generate.runner import Runner
 from paceline.models.decoder import Decoder
@@ -41,6 +42,7 @@ from paceline.parallel.vocabulary import on_first_rank
 
 _MEMORY, _CLEAR, _PASS, _WEIGHTS = range(4)
 """What a rank is told: the first of its numbers."""
+_KEY_FORMS: Sequence[KeyForm] = ("as_weights", "int8")
 
 
 def check_ranks(model: Model, serving: Serving) -> None:
@@ -151,14 +153,18 @@ class Others:
     ) -> None:
         self._ends, self._why = ends, why
 
-    def begin(self, decoder: Decoder, num_blocks: int, block_size: int) -> tuple[Memory, Runner]:
+    def begin(
+        self, decoder: Decoder, num_blocks: int, block_size: int, keys: KeyForm
+    ) -> tuple[Memory, Runner]:
         """The memory and the passes of all ranks, for an engine on the first one.
 
         Args:
             decoder: the first rank's part of the network.
+            keys: how keys and values are stored.
         """
-        self.tell([_MEMORY, num_blocks, block_size])
-        memory = _FirstMemory(self, *_memory_of(decoder, num_blocks, block_size))
+        numbers = num_blocks, block_size, _KEY_FORMS.index(keys)
+        self.tell([_MEMORY, *numbers])
+        memory = _FirstMemory(self, *_memory_of(decoder, *numbers))
         return memory, _FirstRunner(self, decoder, memory)
 
     def take_weights(self, decoder: Decoder, whole: Mapping[str, Tensor]) -> None:
@@ -264,11 +270,12 @@ def follow(end: Connection, decoder: Decoder) -> None:
 
 
 def _memory_of(
-    decoder: Decoder, num_blocks: int, block_size: int
+    decoder: Decoder, num_blocks: int, block_size: int, keys: int
 ) -> tuple[KeyShape, int, int, torch.dtype, torch.device]:
     """The arguments of a rank's `Memory`."""
     first = next(decoder.parameters())
-    return KeyShape.of(decoder), num_blocks, block_size, first.dtype, first.device
+    dtype = kept_type(_KEY_FORMS[keys], first.dtype)
+    return KeyShape.of(decoder), num_blocks, block_size, dtype, first.device
 
 
 def _numbers_of(tokens: list[int], parts: list[Part], wanted: list[int]) -> list[int]:

@@ -33,7 +33,9 @@ class Recorder:
     def __init__(self, folder: Path, name: str, served: Path, engine: Engine) -> None:
         self._engine, self._begun_s = engine, 0.0
         model, size = engine.decoder.model, engine.serving.block_size
-        form = form_of(str(next(engine.decoder.parameters()).dtype), engine.weight_form)
+        form = form_of(
+            str(next(engine.decoder.parameters()).dtype), engine.weight_form, engine.key_form
+        )
         measured = _measured_of(measured_file(served, form))
         is_same = measured is not None and measured.model == model
         self._costs: StepCosts | None = measured.costs() if measured and is_same else None

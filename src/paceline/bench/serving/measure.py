@@ -20,7 +20,7 @@ def setup_of(engine: Engine, meter: PassMeter, start_s: float, source: str) -> M
     dtype = str(next(engine.decoder.parameters()).dtype)
     return MeasuredServing(
         model=engine.decoder.model,
-        form=form_of(dtype, engine.weight_form),
+        form=form_of(dtype, engine.weight_form, engine.key_form),
         device=this_machine().device.name,
         source=source,
         block_size=engine.serving.block_size,

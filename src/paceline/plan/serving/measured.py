@@ -67,7 +67,7 @@ class MeasuredServing(FrozenConfig):
 
     model: Model
     form: str
-    """Of the weights, see `form_of`."""
+    """Of weights, keys and values, see `form_of`."""
     device: str
     """Its name, as a Cluster has it."""
     source: str
@@ -150,16 +150,17 @@ class MeasuredServing(FrozenConfig):
         return host_s, text_s
 
 
-def form_of(dtype: str, weights: str) -> str:
-    """What a network's weights are served as: "fp32", "bf16-int8".
+def form_of(dtype: str, weights: str, keys: str) -> str:
+    """What a network is served as: "fp32", "bf16-int8", "bf16-int8-kv8".
 
     Args:
         dtype: of torch, by its name.
-        weights: as serve.weights says, "auto" decided.
+        weights: as serve.weights says, "auto" decided; `keys` as serve.kv.
     """
     name = dtype.removeprefix("torch.")
-    precision = _PRECISION.get(name, name)
-    return precision if weights == "as_trained" else f"{precision}-{weights}"
+    form = _PRECISION.get(name, name)
+    form += "" if weights == "as_trained" else f"-{weights}"
+    return form if keys == "as_weights" else f"{form}-kv8"
 
 
 def measured_file(folder: Path, form: str) -> Path:

@@ -240,6 +240,14 @@ def serve(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure passes anew that were measured before.")
     ] = False,
+    forms: Annotated[
+        bool,
+        typer.Option(
+            "--forms",
+            help="Measure instead what weights, keys and values in fewer bits take: memory, time "
+            "and loss.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the requests.", min=0, max=2**63)] = 0,
     step: Annotated[
         int | None,
@@ -274,6 +282,7 @@ def serve(
     paceline bench serve runs/demo
     paceline bench serve runs/demo --rate 4/s --slo "ttft 500ms, tpot 40ms"
     paceline bench serve runs/demo --rate max --url http://127.0.0.1:8000
+    paceline bench serve runs/demo --forms
     """
     from paceline.bench.command import source_text
     from paceline.bench.serving.command import LoadOptions, bench_serve_command
@@ -284,6 +293,16 @@ def serve(
 
     if rate is None and (slo or url):
         raise InputError("--slo and --url are about requests that are sent: give their --rate.")
+    settings = read_settings(set_ or (), temperature=0.0)
+    if forms:
+        from paceline.bench.serving.forms_command import bench_forms_command
+
+        if rate is not None or fresh:
+            raise InputError("--forms sends no requests and keeps nothing: leave the others out.")
+        prices = bench_forms_command(served, settings, step)
+        if as_json:
+            print(json.dumps(prices))
+        return
     load = None
     if rate is not None:
         load = LoadOptions(
@@ -295,7 +314,6 @@ def serve(
             None if slo is None else slo_of(slo),
             seed,
         )
-    settings = read_settings(set_ or (), temperature=0.0)
     found = bench_serve_command(served, settings, load, source_text(), step=step, fresh=fresh)
     if as_json:
         print(json.dumps(found))

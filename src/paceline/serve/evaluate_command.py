@@ -27,7 +27,7 @@ from paceline.config.errors import InputError
 from paceline.config.files import parse_json, read_text
 from paceline.config.frozen import FrozenConfig
 from paceline.config.job_sections import Data
-from paceline.config.serving import ServingSettings
+from paceline.config.serving import Serving, ServingSettings
 from paceline.generate.engine import Engine
 from paceline.generate.score import Given
 from paceline.observe.run import Run
@@ -107,6 +107,16 @@ def evaluate_command(
     _NOTES.print(described(network), style="dim")
     told = {"model": network.name, "step": network.step, **found, "seconds": seconds}
     print(json.dumps(told) if as_json else _lines(told))
+
+
+def held_out_loss(path: Path, network: Network, serving: Serving) -> float | None:
+    """The loss of a run's held-out text, in nats a token; None: a folder of weights has none."""
+    if network.step is None:
+        return None
+    texts = _texts(path, network, None, whole=False)
+    engine = network.engine(serving.replace(host_gb=0.0))
+    loss: float = _of_texts(engine, network, texts)["loss"]
+    return loss
 
 
 # ---- text ---------------------------------------------------------------------------------------

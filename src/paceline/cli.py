@@ -363,14 +363,16 @@ def export(
             "--format",
             help="safetensors; or dcp, torch's Distributed Checkpoint: parameters and optimizer "
             "state, by the run's own names and types; or torchtitan or megatron: a dense "
-            "decoder's weights in DCP by their names; or peft: the adapters alone.",
+            "decoder's weights in DCP by their names; or peft: the adapters alone; or gguf: a file "
+            "for llama.cpp.",
         ),
     ] = "safetensors",
     weights: Annotated[
         str | None,
         typer.Option(
             help="Matrices of a decoder in fewer bits, by compressed-tensors, which vLLM and "
-            "transformers read: int8, or int4 with a scale for each --group of weights.",
+            "transformers read: int8, or int4 with a scale for each --group of weights. "
+            "In gguf: Q8_0 and Q4_0, with a scale for each 32.",
             show_default=False,
         ),
     ] = None,
@@ -388,11 +390,19 @@ def export(
     """
     from paceline.config.errors import InputError
     from paceline.observe.run import Run
-    from paceline.train.export import FORMS, export, export_adapters, export_as, export_dcp
+    from paceline.train.export import (
+        FORMS,
+        GGUF_FORMS,
+        export,
+        export_adapters,
+        export_as,
+        export_dcp,
+        export_gguf,
+    )
 
     if dtype not in (None, "fp32", "bf16"):
         raise InputError(f"--dtype {dtype} is not one of fp32, bf16.")
-    known = ("safetensors", "dcp", "peft", *FORMS)
+    known = ("safetensors", "dcp", "gguf", "peft", *FORMS)
     if form not in known:
         raise InputError(f"--format {form} is not one of {', '.join(known)}.")
     if form == "dcp" and dtype is not None:
@@ -401,8 +411,10 @@ def export(
         )
     if weights not in (None, "int8", "int4"):
         raise InputError(f"--weights {weights} is not one of int8, int4.")
-    if weights is not None and form != "safetensors":
-        raise InputError(f"--weights {weights} is of --format safetensors: leave {form} out.")
+    if weights is not None and form not in ("safetensors", "gguf"):
+        raise InputError(
+            f"--weights {weights} is of --format safetensors and gguf: leave {form} out."
+        )
     if group % 8:
         raise InputError(f"--group {group} is no multiple of 8, as eight weights are one number.")
     narrow: tuple[Literal[8, 4], int] | None = None
@@ -413,6 +425,8 @@ def export(
         of_step = export_dcp(Run(run), folder, step)
     elif form == "peft":
         of_step = export_adapters(Run(run), folder, kept, step)
+    elif form == "gguf":
+        of_step = export_gguf(Run(run), folder, GGUF_FORMS[weights or kept], step)
     elif form == "safetensors":
         of_step = export(Run(run), folder, kept, step, narrow)
     else:

@@ -109,7 +109,7 @@ def expected_loads(longest: int, max_sequences: int, most_tokens: int) -> list[K
     part = max(1, min(most_tokens, longest // 2))
     loads += [KeyLoad(1, part, part), KeyLoad(1, part, longest)]
     fitting = (
-        KeyLoad(load.texts, load.tokens, min(load.context, _MOST_FILLED // load.texts))
+        KeyLoad(load.texts, load.tokens, min(load.context, longest, _MOST_FILLED // load.texts))
         for load in loads
         if load.context > 0
     )

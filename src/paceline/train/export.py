@@ -27,6 +27,7 @@ from paceline.models.dcp_names import (
     megatron_objects,
     state_as,
 )
+from paceline.models.gguf import GgufForm, write_gguf
 from paceline.models.peft_format import write_adapters
 from paceline.models.quantised import Bits
 from paceline.models.weights import complete_or_absent
@@ -37,6 +38,7 @@ from paceline.train.checkpoint.lockstep import LockstepRanks
 from paceline.train.checkpoint.state import STATE_PREFIX, parameter_names, split_state_path
 from paceline.train.families import family_of
 from paceline.train.family import Trained
+from paceline.train.kept_tokenizer import GENERATION, about_tokens
 from paceline.train.kept_weights import (
     EMA_SECTION,
     checkpoint_of,
@@ -49,6 +51,13 @@ from paceline.train.starting_weights import ORIGIN_FILE
 
 FORMS: Mapping[str, Form] = {"torchtitan": "torchtitan", "megatron": "megatron"}
 """Whose names in DCP are written, by their names on a command line."""
+GGUF_FORMS: Mapping[str, GgufForm] = {
+    "fp32": "F32",
+    "bf16": "BF16",
+    "int8": "Q8_0",
+    "int4": "Q4_0",
+}
+"""Forms of matrices in GGUF, by theirs."""
 
 
 def export(
@@ -188,6 +197,42 @@ def export_as(
         if form == "megatron":
             (partial / "metadata.json").write_text(json.dumps(MEGATRON_METADATA))
             torch.save({}, partial / "common.pt")
+    _note(run, job.name, step, folder, form)
+    return step
+
+
+def export_gguf(run: Run, folder: Path, form: GgufForm = "F32", step: int | None = None) -> int:
+    """Write the weights of a checkpoint of a Run as one file that llama.cpp opens.
+
+    Where the Run keeps a running mean of the weights, that is written.
+
+    Args:
+        run: of a decoder, on any layout.
+        folder: must not exist yet, or be empty; the file there has the run's name.
+        form: of matrices.
+        step: of the checkpoint; None: the newest good one.
+
+    Returns:
+        the step that they are of.
+
+    Raises:
+        InputError: as `export` and `write_gguf`.
+    """
+    step, weights = weights_of(run, step)
+    job = run.job()
+    if not isinstance(job.model, Model):
+        raise InputError(f"--format gguf is of decoders, and {run.path} trains none of them.")
+    beside = about_tokens(run, job, job.model.max_seq_len)
+    end = json.loads(beside[GENERATION]).get("eos_token_id")
+    with complete_or_absent(folder) as partial:
+        write_gguf(
+            partial / f"{job.name}.gguf",
+            job.model,
+            weights,
+            form,
+            beside["tokenizer.json"],
+            end if isinstance(end, int) else None,
+        )
     _note(run, job.name, step, folder, form)
     return step
 

@@ -14,6 +14,7 @@ from paceline.config.heads import Heads
 from paceline.config.job_sections import Checkpoint, CustomModel, Data, Observe, Train
 from paceline.config.layers import Experts, LatentAttention, RopeScaling
 from paceline.config.layout import LayoutSpec
+from paceline.config.mixture import EvalSet, Source, Stage
 from paceline.config.model import Model
 from paceline.config.optim import Optim, ParameterGroup
 from paceline.config.prices import Prices
@@ -48,6 +49,9 @@ SECTIONS = {
     "comm.embeddings": EmbeddingComm,
     "comm.local": LocalUpdates,
     "data": Data,
+    "data.sources": Source,
+    "data.stages": Stage,
+    "data.eval_sets": EvalSet,
     "data.clicks": Clicks,
     "optim": Optim,
     "[optim.groups]": ParameterGroup,

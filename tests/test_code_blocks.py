@@ -149,6 +149,8 @@ def test_toml_is_read(page, at, block, tmp_path):
     if "[comm.embeddings]" in block:
         others = re.sub(r"\[comm.embeddings\]\n(?:.+\n)*", "", recipe.read_text())
         (tmp_path / "job.toml").write_text(others + block)
+    elif "[[data.sources]]" in block:
+        (tmp_path / "job.toml").write_text(block)
     elif 'family = "heads"' in block:
         run = tmp_path / "runs" / "demo" / "job.toml"
         run.parent.mkdir(parents=True)

@@ -13,6 +13,7 @@ from paceline.config.job_sections import (
     Sections,
     Train,
 )
+from paceline.config.mixture_rules import mixture_problem
 from paceline.config.optim import Optim
 from paceline.config.recommender import RowOptim
 
@@ -105,6 +106,7 @@ def disagreement(job: Sections) -> str | None:
     return (
         _optimizer(job)
         or _of_language_models(job)
+        or mixture_problem(job.data)
         or _conversations(job)
         or _adapters(job)
         or _masks(job)
@@ -208,6 +210,11 @@ def _conversations(job: Sections) -> str | None:
         return (
             'data.records = "chat" trains a decoder on answers, and model.family = '
             f'"{job.model.family}" is none: leave it out.'
+        )
+    if data.sources or data.eval_sets:
+        return (
+            'data.records = "chat" is of one data.source, and there are data.sources or '
+            "data.eval_sets: leave these out."
         )
     if data.text_field != Data().text_field:
         return (

@@ -13,13 +13,13 @@ from paceline.config.frozen import MOST, Auto, Count, CountOrNone, FrozenConfig,
 from paceline.config.hardware import ClusterSpec
 from paceline.config.heads import Heads
 from paceline.config.layout import LayoutSpec
+from paceline.config.mixture import EvalSet, Format, Names, Source, Stage
 from paceline.config.model import Model
 from paceline.config.optim import Optim
 from paceline.config.recommender import Clicks, Dlrm
 from paceline.config.vision import EfficientNet, ResNet
 
 LOCAL_HOST = "127.0.0.1"
-Names = Annotated[tuple[str, ...], Field(strict=False)]
 TrackerName = Literal["mlflow", "wandb", "trackio", "opentelemetry"]
 
 
@@ -41,7 +41,7 @@ class Data(FrozenConfig):
     source: str | Names = "python-stdlib"
     """Files, globs or folders; "python-stdlib": the running interpreter's own library; "clicks": a
     synthetic click log, for recommenders; "images": synthetic textures, for ResNets."""
-    format: Auto | Literal["text", "jsonl", "parquet", "arrow"] = "auto"
+    format: Auto | Format = "auto"
     """"auto" goes by the file's suffix; "arrow" is a Hugging Face dataset directory on disk."""
     text_field: str = "text"
     """The column or key that holds a document's text (JSONL, Parquet, Arrow)."""
@@ -67,6 +67,16 @@ class Data(FrozenConfig):
     cache_gb: Annotated[float, Field(gt=0, le=10**9)] | None = None
     """The most that it may take, GB (10^9 bytes): each start removes what was used longest ago, but
     nothing that is in use. None: no limit."""
+    sources: Annotated[tuple[Source, ...], Field(strict=False, max_length=1000)] = ()
+    """In place of `source`: a mixture of several, `[[data.sources]]` each."""
+    temperature: float = Field(1.0, gt=0, le=100)
+    """Of a mixture without weights: sources are weighed by size^(1 / temperature); above 1 small
+    ones are read more often than large ones."""
+    stages: Annotated[tuple[Stage, ...], Field(strict=False, max_length=1000)] = ()
+    """Other weights from given steps on, `[[data.stages]]` each."""
+    eval_sets: Annotated[tuple[EvalSet, ...], Field(strict=False, max_length=100)] = ()
+    """More text to evaluate on, `[[data.eval_sets]]` each. Each named set, that a source holds out
+    or that stands here, has a loss of its own; the held-out loss is their mean."""
     clicks: Clicks = Clicks()
 
     @property

@@ -34,7 +34,7 @@ from paceline.observe.run import Run
 from paceline.serve.answers import TokenTexts
 from paceline.serve.generate_command import described
 from paceline.serve.network import Network, open_network
-from paceline.train.data import BatchShape, eval_batches, prepare
+from paceline.train.data import BatchShape, eval_batches, prepare_corpus
 from paceline.train.data.documents import read_pieces
 from paceline.train.data.files import find_files
 from paceline.train.data.tokenizer import end_name
@@ -134,16 +134,21 @@ def _texts(path: Path, network: Network, data: Path | None, *, whole: bool) -> T
             f"{path} was trained on answers of conversations, and all tokens of a text are "
             "evaluated here: give --data (the loss of held-out answers stands in its metrics)."
         )
-    split = prepare(job.data).for_samples(job.train.seq_len).dataset("eval")
-    size, count = job.train.global_batch, job.train.eval_batches
+    sets = prepare_corpus(job.data).for_samples(job.train.seq_len).held_out()
+    size, counts = job.train.global_batch, [job.train.eval_batches] * len(sets)
     if whole:
-        size, count = 1, split.num_samples(job.train.seq_len)
+        size, counts = 1, [each.num_samples(job.train.seq_len) for each in sets]
     shape = BatchShape(size, 1, job.train.seq_len, reset_at_documents=job.data.starts_anew)
-    samples = (sample for step in eval_batches(split, shape, count) for sample in step)
+    samples = (
+        sample
+        for each, count in zip(sets, counts, strict=True)
+        for step in eval_batches(each, shape, count)
+        for sample in step
+    )
     line = run.step(network.step)
     trained = None if whole or line is None else line.get("eval_loss")
     given = (text for sample in samples for text in texts_of(sample))
-    return Texts(f"held-out text of {network.name}", size * count, given, trained)
+    return Texts(f"held-out text of {network.name}", size * sum(counts), given, trained)
 
 
 def _of_files(data: Path, network: Network) -> Texts:

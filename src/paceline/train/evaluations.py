@@ -1,5 +1,6 @@
 """Evaluations: after which steps held-out batches are read, and what is kept if that fails."""
 
+import statistics
 import time
 from collections.abc import Callable, Iterable
 
@@ -84,7 +85,7 @@ class Evaluations:
         """Training goes on with random numbers as if there had been no evaluation."""
         task, began, generators = self._trainer.task, time.perf_counter(), rng_state()
         self._trainer.stats.watch.enter("evaluation")
-        found = self._trainer.evaluate(list(eval_steps()), self._context.stop.__bool__)
+        found = self._evaluated(list(eval_steps()))
         if found is not None and self._trainer.ranks.is_first:
             self._samples.make(self._trainer.module, self._trainer.update.ema, done)
         restore_rng_state(generators)
@@ -97,3 +98,18 @@ class Evaluations:
         if task.unit == "tokens":
             line["eval_perplexity"] = perplexity(loss)
         return line | (task.eval_figures() if task.eval_figures else {})
+
+    def _evaluated(self, steps: list[Step]) -> tuple[float, dict[str, float]] | None:
+        """The loss and the figures of held-out steps, and the losses of their parts by name; None:
+        a rank wants to stop."""
+        names = self._trainer.task.eval_names
+        if not names:
+            return self._trainer.evaluate(steps, self._context.stop.__bool__)
+        size, losses = len(steps) // len(names), {}
+        for at, name in enumerate(names):
+            part = steps[at * size : (at + 1) * size]
+            found = self._trainer.evaluate(part, self._context.stop.__bool__)
+            if found is None:
+                return None
+            losses[f"loss.{name}"] = found[0]
+        return statistics.fmean(losses.values()), losses

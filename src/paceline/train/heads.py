@@ -16,7 +16,7 @@ from paceline.config.job import Job, JobSpec
 from paceline.models.decoder import Decoder
 from paceline.models.heads import GuessHeads
 from paceline.observe.run import Run
-from paceline.train.data import MicroBatch, prepare
+from paceline.train.data import MicroBatch, prepare_corpus
 from paceline.train.data.build import Progress
 from paceline.train.family import TrainFamily
 from paceline.train.kept_tokenizer import about_tokens
@@ -42,7 +42,7 @@ class HeadsOfDecoders(TrainFamily[Heads]):
         run = Run(Path(model.of))
         checkpoint_of(run, model.step)
         kept = about_tokens(run, run.job(), model.trunk.max_seq_len)["tokenizer.json"]
-        if kept != prepare(job.data, progress).tokenizer_path.read_bytes():
+        if kept != prepare_corpus(job.data, progress).tokenizer_path.read_bytes():
             raise InputError(
                 f"data.tokenizer = {job.data.tokenizer!r} is another tokenizer than that of "
                 f"{model.of}: use that run's [data], or the tokenizer that stands in it."

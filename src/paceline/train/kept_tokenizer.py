@@ -17,7 +17,7 @@ from paceline.config.files import parse_json, read_bytes
 from paceline.config.job import Job
 from paceline.config.job_sections import Data
 from paceline.observe.run import Run
-from paceline.train.data import prepare
+from paceline.train.data import prepare_corpus
 from paceline.train.data.conversations import SETTINGS_FILE, TEMPLATE_FILE, ChatForm
 from paceline.train.data.tokenizer import end_name, given_folder
 
@@ -39,7 +39,7 @@ def keep_tokenizer(run: Run, data: Data, weights: str | None) -> None:
         weights: the folder that the training starts from.
     """
     folders = [given_folder(data.tokenizer), None if weights is None else Path(weights)]
-    kept = {_TOKENIZER: prepare(data).tokenizer_path.read_bytes()}
+    kept = {_TOKENIZER: prepare_corpus(data).tokenizer_path.read_bytes()}
     for folder in filter(None, folders):
         for name in _CARRIED:
             if name not in kept and (folder / name).is_file():

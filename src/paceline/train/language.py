@@ -6,6 +6,7 @@ is tokenised once (`train.data`); a run keeps what an export says of the tokens
 """
 
 import json
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -39,8 +40,7 @@ from paceline.train.data import (
     MicroBatch,
     PreparedData,
     check_vocab,
-    eval_batches,
-    prepare,
+    prepare_corpus,
     train_batches,
 )
 from paceline.train.data.build import Progress
@@ -79,21 +79,22 @@ class LanguageModels(TrainFamily[Model]):
         if weights is not None:
             check_network(model, weights)
         check_finetune(model, job)
-        data = prepare(job.data, progress)
+        data = prepare_corpus(job.data, progress)
         if weights is not None:
             check_tokens(data.tokenizer_path, job.data, weights)
-        check_vocab(data.meta.vocab_size, model.vocab_size)
-        masking(model, job, data.meta.vocab_size)
-        asked = data.meta.eval_tokens
-        held_out = data.for_samples(job.train.seq_len).meta.eval_tokens
-        if data.is_packed:
-            say(_packing_sentence(data, job.train.seq_len))
-        if held_out > asked:
+        check_vocab(data.vocab_size, model.vocab_size)
+        masking(model, job, data.vocab_size)
+        cut = data.for_samples(job.train.seq_len)
+        for part in data.packed():
+            say(_packing_sentence(part, job.train.seq_len))
+        for name, asked, held_out in data.more_held_out_by(cut):
             say(
-                f"data.eval_fraction = {job.data.eval_fraction} of this data is {asked} tokens; "
+                f"data.eval_fraction = {job.data.eval_fraction} of {name} is {asked} tokens; "
                 f"{held_out} are held out, which is one sample"
             )
-        return data.meta.fingerprint
+        if job.data.sources:
+            cut.check_length(job.train)
+        return data.fingerprint
 
     def task(self, model: Model, job: Job, ranks: Ranks) -> Task:
         """The Job's own decoder on its own text."""
@@ -108,19 +109,19 @@ class LanguageModels(TrainFamily[Model]):
             reset_at_documents=job.data.starts_anew,
             device=ranks.device,
         )
-        data = prepare(job.data).for_samples(train.seq_len)
-        train_split, eval_split = data.dataset("train"), data.dataset("eval")
-        task, mask = decoder_task(model, job, ranks), masking(model, job, data.meta.vocab_size)
+        data = prepare_corpus(job.data).for_samples(train.seq_len)
+        train_split = data.train_split(train.global_batch)
+        packing = [_packing_facts(part, train.seq_len) for part in data.packed()]
+        task, mask = decoder_task(model, job, ranks), masking(model, job, data.vocab_size)
         return replace(
             task,
             steps_from=lambda first: masked(
                 train_batches(train_split, shape, train.seed, first), shape, mask, first
             ),
-            eval_steps=lambda: masked(
-                eval_batches(eval_split, shape, train.eval_batches), shape, mask, 0
-            ),
-            data_key=data.meta.fingerprint,
-            facts={**task.facts, "data": _data_facts(data, train.seq_len)},
+            eval_steps=lambda: masked(data.eval_steps(shape, train.eval_batches), shape, mask, 0),
+            eval_names=data.eval_names,
+            data_key=data.fingerprint,
+            facts={**task.facts, "data": dict(ChainMap(data.facts(), *packing))},
         )
 
     def task_without_data(self, model: Model, job: Job, ranks: Ranks) -> Task:
@@ -131,9 +132,9 @@ class LanguageModels(TrainFamily[Model]):
         )
 
     def num_samples(self, model: Model, job: JobSpec, progress: Progress | None) -> int:
-        """Those of the train split."""
-        data = prepare(job.data, progress).for_samples(job.train.seq_len)
-        return data.dataset("train").num_samples(job.train.seq_len)
+        """Those of what is trained on."""
+        data = prepare_corpus(job.data, progress).for_samples(job.train.seq_len)
+        return data.num_samples(job.train.seq_len)
 
     def keep_inputs(self, run: Run, job: Job) -> None:
         """What an export says of the tokens."""
@@ -231,26 +232,13 @@ def _packing_sentence(data: PreparedData, seq_len: int) -> str:
     return sentence
 
 
-def _data_facts(data: PreparedData, seq_len: int) -> dict[str, Any]:
-    meta = data.meta
-    packing = {}
-    if data.is_packed:
-        packed = data.conversations("train").packing(seq_len)
-        packing = {
-            "answer_tokens": meta.answer_tokens,
-            "padding_share": packed.padding_share(seq_len),
-            "num_cut": packed.num_cut,
-            "num_left_out": packed.num_left_out,
-        }
+def _packing_facts(data: PreparedData, seq_len: int) -> dict[str, Any]:
+    packing = data.conversations("train").packing(seq_len)
     return {
-        "tokenizer": meta.tokenizer,
-        "vocab_size": meta.vocab_size,
-        "train_tokens": meta.train_tokens,
-        "eval_tokens": meta.eval_tokens,
-        "num_documents": meta.num_documents,
-        "unigram_loss": meta.unigram_loss,
-        "tokens_sha256": meta.tokens_sha256,
-        **packing,
+        "answer_tokens": data.meta.answer_tokens,
+        "padding_share": packing.padding_share(seq_len),
+        "num_cut": packing.num_cut,
+        "num_left_out": packing.num_left_out,
     }
 
 

@@ -120,6 +120,11 @@ def identity(job: Job, data_key: str | None) -> dict[str, Any]:
         "model": to_raw(job.model),
         "finetune": to_raw(job.finetune.replace(dropout=0.0, adapters=None)),
         "data": data_key,
+        "data.temperature": job.data.temperature,
+        "data.sources": [
+            [each.name, each.weight, each.epochs, each.max_epochs] for each in job.data.sources
+        ],
+        "data.stages": [to_raw(each) for each in job.data.stages],
         "train.seed": job.train.seed,
         "train.seq_len": job.train.seq_len,
         "train.global_batch": job.train.global_batch,
@@ -266,7 +271,8 @@ def _empty_store(store: CheckpointStore) -> None:
 
 
 def _must_continue(where: str, wanted: dict[str, Any], facts: dict[str, Any]) -> None:
-    saved = facts.get("identity", {})
+    step = facts.get("step", 0)
+    saved, wanted = _as_of(step, facts.get("identity", {})), _as_of(step, wanted)
     changed = [name for name in wanted if name in saved and saved[name] != wanted[name]]
     if not changed:
         return
@@ -280,6 +286,14 @@ def _must_continue(where: str, wanted: dict[str, Any], facts: dict[str, Any]) ->
         f"{where} has checkpoints of another training: {what} changed; change it back, give the "
         "Job another name (--set name=...), or start over with --fresh."
     )
+
+
+def _as_of(step: int, identity: dict[str, Any]) -> dict[str, Any]:
+    """Without stages of a mixture that are still to come: those may change."""
+    stages = identity.get("data.stages")
+    if stages is None:  # of an earlier version
+        return identity
+    return {**identity, "data.stages": [each for each in stages if each["from_step"] < step]}
 
 
 def newest_facts(run: Run) -> dict[str, Any]:

@@ -71,6 +71,9 @@ class Task:
     """Names the data by its contents, None where that is unknown."""
     staged: StagedLoss | None = None
     """The loss taken apart; None: the module can't be pipelined."""
+    eval_names: tuple[str, ...] = ()
+    """Of equal parts of the held-out batches, in their order, each of which has a loss of its own;
+    what is held out has the mean of these."""
     eval_loss: Loss | None = None
     """Of held-out micro-batches; None: `loss`."""
     fill: Callable[[nn.Module], None] | None = None

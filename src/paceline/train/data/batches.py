@@ -11,9 +11,9 @@ the device goes through pinned memory and the host does not wait for it.
 The state is one number, `first_sample`: how many samples the run consumed before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,11 +22,31 @@ from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.kernels.loss import IGNORED
-from paceline.train.data.dataset import TokenDataset
-from paceline.train.data.order import rank_share, sample_ids
-from paceline.train.data.packed import PackedConversations
+from paceline.train.data.order import Ids, rank_share
 
-Split = TokenDataset | PackedConversations
+_IDS_AT_ONCE = 4096
+
+
+class Samples(Protocol):
+    """Samples of a split, or of several (`TokenDataset`, `PackedConversations`, `MixedDataset`)."""
+
+    def num_samples(self, seq_len: int) -> int:
+        """How many there are."""
+
+    def order(self, seed: int, seq_len: int) -> Callable[[int, int], Ids]:
+        """Maps a running number in a run and a count to ids; fewer where the samples end."""
+
+    def gather(self, sample_ids: Ids, seq_len: int) -> NDArray[np.int64]:
+        """Their tokens, (ids, seq_len + 1)."""
+
+    def counted(self, sample_ids: Ids, seq_len: int) -> NDArray[np.bool_] | None:
+        """Which of their targets the loss counts, (ids, seq_len); None: all."""
+
+    def document_ids(self, sample_ids: Ids, seq_len: int) -> NDArray[np.int64]:
+        """The document that each of their tokens is of, (ids, seq_len)."""
+
+    def will_need(self, sample_ids: Ids, seq_len: int) -> None:
+        """They are gathered soon."""
 
 
 class MicroBatch(NamedTuple):
@@ -69,30 +89,46 @@ class BatchShape:
 
 
 def train_batches(
-    dataset: Split, shape: BatchShape, seed: int, first_sample: int
+    dataset: Samples, shape: BatchShape, seed: int, first_sample: int
 ) -> Iterator[list[MicroBatch]]:
     """Yield this rank's micro-batches of one step after the other, without end.
 
     Args:
-        dataset: the split to train on.
+        dataset: what to train on.
         shape: sizes of the batch and this rank's place.
         seed: `train.seed`, which decides the order.
         first_sample: samples that all ranks together consumed before.
 
     Raises:
-        InputError: the split is shorter than one sample.
+        InputError: the split is shorter than one sample, or there are no more samples.
     """
-    num_samples = dataset.num_samples(shape.seq_len)
-    ids = sample_ids(seed, first_sample, shape.global_batch, num_samples)
+    steps = _steps(dataset.order(seed, shape.seq_len), shape.global_batch, first_sample)
+    ids = next(steps)
     while True:
         batch = _load(dataset, shape, ids)
-        first_sample += shape.global_batch
-        ids = sample_ids(seed, first_sample, shape.global_batch, num_samples)
-        dataset.will_need(shape.share(ids), shape.seq_len)
+        following = next(steps, None)
+        if following is not None:
+            dataset.will_need(shape.share(following), shape.seq_len)
         yield batch
+        if following is None:
+            raise InputError(
+                "data.sources have no more samples by their max_epochs: raise one, or train less."
+            )
+        ids = following
 
 
-def eval_batches(dataset: Split, shape: BatchShape, num_batches: int) -> Iterator[list[MicroBatch]]:
+def _steps(order: Callable[[int, int], Ids], size: int, first: int) -> Iterator[Ids]:
+    """The samples of one step after the other; many are computed at once, which is cheaper."""
+    count = max(1, _IDS_AT_ONCE // size) * size
+    while len(ids := order(first, count)) >= size:
+        whole = len(ids) - len(ids) % size
+        yield from ids[:whole].reshape(-1, size)
+        first += count
+
+
+def eval_batches(
+    dataset: Samples, shape: BatchShape, num_batches: int
+) -> Iterator[list[MicroBatch]]:
     """Yield this rank's micro-batches of the first global batches of a split, in its own order.
 
     A split of fewer samples is read again from its start.
@@ -107,7 +143,7 @@ def eval_batches(dataset: Split, shape: BatchShape, num_batches: int) -> Iterato
         yield _load(dataset, shape, ids)
 
 
-def _load(dataset: Split, shape: BatchShape, ids: NDArray[np.int64]) -> list[MicroBatch]:
+def _load(dataset: Samples, shape: BatchShape, ids: NDArray[np.int64]) -> list[MicroBatch]:
     ids = shape.share(ids)
     samples = _to_device(dataset.gather(ids, shape.seq_len), shape.device)  # (share, seq_len + 1)
     tokens = samples[:, :-1].contiguous().split(shape.micro_batch)
@@ -119,7 +155,9 @@ def _load(dataset: Split, shape: BatchShape, ids: NDArray[np.int64]) -> list[Mic
     return [MicroBatch(*parts) for parts in zip(tokens, targets, documents, strict=True)]
 
 
-def _targets(dataset: Split, shape: BatchShape, ids: NDArray[np.int64], samples: Tensor) -> Tensor:
+def _targets(
+    dataset: Samples, shape: BatchShape, ids: NDArray[np.int64], samples: Tensor
+) -> Tensor:
     counted = dataset.counted(ids, shape.seq_len)
     targets = samples[:, 1:].contiguous()
     if counted is None:

@@ -168,11 +168,13 @@ def build(data: Data, files: list[SourceFile], folder: Path, key: str, progress:
     return _describe(data, key, output, totals)
 
 
-def training_texts(files: list[SourceFile], text_field: str) -> Iterator[str]:
+def training_texts(
+    files: list[SourceFile], text_field: str, num_chars: int = TRAINING_CHARS
+) -> Iterator[str]:
     """The sample that a BPE is trained on: each file's beginning, in proportion to its size."""
     sizes = [file.path.stat().st_size for file in files]
     for file, size_bytes in zip(files, sizes, strict=True):
-        left = TRAINING_CHARS * size_bytes // max(1, sum(sizes))
+        left = num_chars * size_bytes // max(1, sum(sizes))
         for piece in read_pieces(file, text_field):
             yield piece.text[:left]
             left -= len(piece.text)

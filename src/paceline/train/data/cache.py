@@ -135,8 +135,8 @@ def prepare(data: Data, progress: Progress | None = None) -> PreparedData:
     """
     cache = cache_folder(data)
     files = find_files(data)
-    listing = _listing(files)
-    key = _key(data, files, _contents_hash(listing, cache))
+    listing = listing_of(files)
+    key = _key(data, files, contents_hash(listing, cache))
     folder = cache / key
     while not hold(folder):
         with FileLock(cache / f"{key}.lock"):
@@ -182,8 +182,12 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _contents_hash(listing: Listing, cache: Path) -> str:
-    """Hash the contents of all files in order, or recall the hash if no file changed since."""
+def contents_hash(listing: Listing, cache: Path) -> str:
+    """Hash the contents of all files in order, or recall the hash if no file changed since.
+
+    Raises:
+        InputError: one can't be read.
+    """
     memo = cache / f"{_sha256(json.dumps(listing))[:32]}.source"
     if memo.is_file():
         return memo.read_text()
@@ -198,7 +202,12 @@ def _contents_hash(listing: Listing, cache: Path) -> str:
         return contents
 
 
-def _listing(files: list[SourceFile]) -> Listing:
+def listing_of(files: list[SourceFile]) -> Listing:
+    """Path, size and times of files: while these are the same, so are the contents.
+
+    Raises:
+        InputError: one can't be read.
+    """
     with _readable():
         stats = [(str(file.path.absolute()), file.path.stat()) for file in files]
     return [(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
@@ -229,7 +238,7 @@ def _build_aside(
     try:
         write = build_conversations if data.records == "chat" else build
         meta = write(data, files, aside, folder.name, progress)
-        if _listing(files) != listing:
+        if listing_of(files) != listing:
             raise InputError("data.source changed while it was tokenised: start again.")
         (aside / META_FILE).write_text(meta.model_dump_json(indent=2) + "\n")
         aside.rename(folder)

@@ -3,15 +3,17 @@
 How it works: a folder holds one stream of tokens, cut into shards of `meta.shard_tokens`
 (tokens-00000.bin, ...: plain little-endian uint16 or uint32), beside the int64 positions at which
 documents start (tokens-documents.bin), tokenizer.json and meta.json. The first `train_tokens` are
-the split "train", the rest "eval". Files are mapped, not read: the page cache is the only cache,
-and the ranks of a machine share it. Sample i of a split is its tokens i * seq_len .. (i + 1) *
-seq_len, the last of which is a target only; a rest at the end of the split that is shorter than a
-sample is never read.
+the split "train", the rest "eval"; "all" is both. Files are mapped, not read: the page cache is the
+only cache, and the ranks of a machine share it. Sample i of a split is its tokens i * seq_len ..
+(i + 1) * seq_len, the last of which is a target only; a rest at the end of the split that is
+shorter than a sample is never read.
 
 It is not where data is made: that is build.py.
 """
 
 import mmap
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,8 +23,9 @@ from pydantic import ValidationError
 
 from paceline.config.errors import InputError
 from paceline.config.frozen import FrozenConfig
+from paceline.train.data.order import Ids, sample_ids
 
-SplitName = Literal["train", "eval"]
+SplitName = Literal["train", "eval", "all"]
 FORMAT_VERSION: Literal[1] = 1
 META_FILE = "meta.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -156,8 +159,8 @@ class TokenDataset:
         total = meta.train_tokens + meta.eval_tokens
         dtype = np.dtype(meta.dtype).newbyteorder("<")
         self.name = name
-        self.num_tokens = meta.train_tokens if name == "train" else meta.eval_tokens
-        self._first = 0 if name == "train" else meta.train_tokens
+        self._first = meta.train_tokens if name == "eval" else 0
+        self.num_tokens = (meta.train_tokens if name == "train" else total) - self._first
         self._stream = TokenStream(folder, STREAM, dtype, meta.shard_tokens, total)
         self._document_starts = document_starts(folder, meta.num_documents)
 
@@ -174,6 +177,14 @@ class TokenDataset:
                 + (" (data.eval_fraction)." if self.name == "eval" else ".")
             )
         return (self.num_tokens - 1) // seq_len
+
+    def order(self, seed: int, seq_len: int) -> Callable[[int, int], Ids]:
+        """Maps a running number in a run and a count to samples: epoch after epoch, shuffled.
+
+        Raises:
+            InputError: the split is shorter than one sample.
+        """
+        return partial(sample_ids, seed, num_samples=self.num_samples(seq_len))
 
     def gather(self, sample_ids: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
         """Read samples.

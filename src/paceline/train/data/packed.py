@@ -9,8 +9,8 @@ a sample follows from their lengths alone; the order of the samples is order.py'
 Source: https://arxiv.org/abs/2404.10830 (best-fit packing).
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from paceline.train.data.dataset import (
     TokenStream,
     document_starts,
 )
+from paceline.train.data.order import Ids, sample_ids
 
 Ints = NDArray[np.int64]
 
@@ -82,6 +83,10 @@ class PackedConversations:
                 f"{len(self._lengths)} conversations: raise it."
             )
         return len(self.packing(seq_len).ends)
+
+    def order(self, seed: int, seq_len: int) -> Callable[[int, int], Ids]:
+        """As `TokenDataset.order`."""
+        return partial(sample_ids, seed, num_samples=self.num_samples(seq_len))
 
     def gather(self, sample_ids: Ints, seq_len: int) -> Ints:
         """Read samples: (num_samples, seq_len + 1), of which the last token is padding."""

@@ -208,6 +208,28 @@ def train(
 
 
 @app.command()
+def stream(
+    job: Annotated[Path, typer.Argument(help="A job.toml with [data.stream].", show_default=False)],
+    set_: Settings = None,
+    once: Annotated[bool, typer.Option("--once", help="Take what is there now, and end.")] = False,
+) -> None:
+    """Append what arrives to the log of a Job's stream, until Ctrl-C.
+
+    A run starts this beside its first rank by itself. On its own it takes data
+    while nothing trains, or on another machine that shares the log's folder; a
+    run leaves the log to whoever appends to it, and takes over when they end.
+
+    \b
+    paceline stream my.toml
+    paceline stream my.toml --once
+    paceline train my.toml
+    """
+    from paceline.train.data.stream.command import stream_command
+
+    stream_command(_read(job, set_ or []), once=once)
+
+
+@app.command()
 def plan(
     job: JobFile = None,
     set_: Settings = None,

@@ -368,6 +368,11 @@ def word_from_first_rank(found: Found, ranks: Ranks) -> Found:
     return said
 
 
+def store_of_ranks(ranks: Ranks) -> Store | None:
+    """The store that the ranks of a run met over; None: there is one rank."""
+    return None if ranks.world_size == 1 else PrefixStore("paceline/ranks", _get_default_store())
+
+
 def disconnect() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():

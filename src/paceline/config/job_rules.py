@@ -16,6 +16,7 @@ from paceline.config.job_sections import (
 from paceline.config.mixture_rules import mixture_problem
 from paceline.config.optim import Optim
 from paceline.config.recommender import RowOptim
+from paceline.config.stream import problems
 
 LENGTHS = ("steps", "epochs", "tokens")
 """Settings of [train] that say how long a run is; one of them is given."""
@@ -110,6 +111,7 @@ def disagreement(job: Sections) -> str | None:
         or _conversations(job)
         or _adapters(job)
         or _masks(job)
+        or _streams(job)
         or _elastic(job)
         or _exact(job)
         or _recommenders(job)
@@ -263,6 +265,58 @@ def _adapters(job: Sections) -> str | None:
                 f"{name} = {shown} doesn't work beside adapters yet: leave it out, or use "
                 'finetune.method = "full".'
             )
+    return None
+
+
+def _streams(job: Sections) -> str | None:
+    """What a live source demands of the rest."""
+    stream, data = job.data.stream, job.data
+    if (problem := next(problems(stream), None)) is not None or not stream.is_on:
+        return problem
+    if not job.model.knows_layers:
+        return (
+            f'data.stream is of decoders, and model.family = "{job.model.family}" is none: leave '
+            "it out."
+        )
+    if data.records != "text":
+        return (
+            f'data.records = "{data.records}" can\'t be had of a stream, whose texts count whole: '
+            "leave one of them out."
+        )
+    if data.sources or data.eval_sets:
+        return (
+            f"data.{'sources' if data.sources else 'eval_sets'} can't be mixed with data.stream, "
+            "whose held-out text data.source names: leave one of them out."
+        )
+    if job.train.epochs is not None:
+        return (
+            f"train.epochs = {job.train.epochs} counts passes over the data, and a stream has no "
+            "end: give train.steps or train.tokens instead."
+        )
+    if job.comm.local.method != "none":
+        return (
+            f'comm.local.method = "{job.comm.local.method}" has workers that step each for itself, '
+            "and a stream is waited for by all of them together: set the method to "
+            '"none", or leave data.stream out.'
+        )
+    if stream.keep_gb is not None and job.checkpoint.copy_to is not None:
+        return (
+            f"data.stream.keep_gb = {stream.keep_gb} removes what the checkpoints on this disk "
+            f"have passed, and those in {job.checkpoint.copy_to!r} may need it: leave one of both "
+            "out."
+        )
+    if data.source != Data().source:
+        return None
+    if job.train.eval_every:
+        return (
+            f"train.eval_every = {job.train.eval_every} needs texts that are held out, and a "
+            "stream has none: give data.source, texts that are there already, or leave it out."
+        )
+    if data.tokenizer.startswith("bpe:"):
+        return (
+            f'data.tokenizer = "{data.tokenizer}" is trained before the stream starts: give '
+            'data.source, texts that are there already, or "bytes", or a tokenizer.json.'
+        )
     return None
 
 

@@ -17,6 +17,7 @@ from paceline.config.mixture import EvalSet, Format, Names, Source, Stage
 from paceline.config.model import Model
 from paceline.config.optim import Optim
 from paceline.config.recommender import Clicks, Dlrm
+from paceline.config.stream import Stream
 from paceline.config.vision import EfficientNet, ResNet
 
 LOCAL_HOST = "127.0.0.1"
@@ -78,6 +79,7 @@ class Data(FrozenConfig):
     """More text to evaluate on, `[[data.eval_sets]]` each. Each named set, that a source holds out
     or that stands here, has a loss of its own; the held-out loss is their mean."""
     clicks: Clicks = Clicks()
+    stream: Stream = Stream()
 
     @property
     def starts_anew(self) -> bool:

@@ -219,7 +219,8 @@ class RankLink:
         }
 
     def _limit_s(self, section: str) -> float | None:
-        if section in ("idle", "round"):  # others reach a round when they do
+        # Others reach a round when they do, and data arrives when it does.
+        if section in ("idle", "round", "stream"):
             return None
         took = list(self._took[section])
         if section in ("start", "restore") or not took:

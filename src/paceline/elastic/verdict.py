@@ -16,13 +16,14 @@ from paceline.elastic.decision import LossClass
 
 Section = str
 SECTIONS = (
-    *("start", "restore", "data", "forward_backward", "agree", "update"),
+    *("start", "restore", "data", "stream", "forward_backward", "agree", "update"),
     *("round", "evaluation", "checkpoint", "idle"),
 )
 _NAMED = {
     "start": "at its start",
     "restore": "while it restored its state",
     "data": "while it read its data",
+    "stream": "while it waited for what is to arrive",
     "forward_backward": "in forward and backward",
     "agree": "in the exchange at the end of its step",
     "update": "in the optimizer",

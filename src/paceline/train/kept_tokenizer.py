@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 from paceline.config.errors import InputError
 from paceline.config.files import parse_json, read_bytes
 from paceline.config.job import Job
-from paceline.config.job_sections import Data
 from paceline.observe.run import Run
 from paceline.train.data import prepare_corpus
 from paceline.train.data.conversations import SETTINGS_FILE, TEMPLATE_FILE, ChatForm
+from paceline.train.data.stream.prepare import prepare_stream
 from paceline.train.data.tokenizer import end_name, given_folder
 
 GENERATION = "generation_config.json"
@@ -31,15 +31,16 @@ _CARRIED = (
 _OBJECT = TypeAdapter(dict[str, Any])
 
 
-def keep_tokenizer(run: Run, data: Data, weights: str | None) -> None:
+def keep_tokenizer(run: Run, job: Job) -> None:
     """Keep in the Run what an export says of the tokens, for the data may be gone by then.
 
     Args:
-        data: of the Job; it has been tokenised.
-        weights: the folder that the training starts from.
+        job: its data has been tokenised, or its stream has a log.
     """
+    data, weights = job.data, job.train.weights
     folders = [given_folder(data.tokenizer), None if weights is None else Path(weights)]
-    kept = {_TOKENIZER: prepare_corpus(data).tokenizer_path.read_bytes()}
+    found = prepare_stream(job) if data.stream.is_on else prepare_corpus(data)
+    kept = {_TOKENIZER: found.tokenizer_path.read_bytes()}
     for folder in filter(None, folders):
         for name in _CARRIED:
             if name not in kept and (folder / name).is_file():
@@ -60,7 +61,7 @@ def about_tokens(run: Run, job: Job, max_seq_len: int) -> dict[str, bytes]:
         max_seq_len: the longest sequence that the network takes.
     """
     if not (run.tokenizer_folder / _TOKENIZER).is_file():
-        keep_tokenizer(run, job.data, job.train.weights)
+        keep_tokenizer(run, job)
     kept = {file.name: file.read_bytes() for file in run.tokenizer_folder.iterdir()}
     end = end_name(tokenizer := Tokenizer.from_buffer(kept[_TOKENIZER]))
     settings, generation = (_object(kept.get(name), name) for name in (SETTINGS_FILE, GENERATION))

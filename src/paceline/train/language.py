@@ -45,6 +45,9 @@ from paceline.train.data import (
 )
 from paceline.train.data.build import Progress
 from paceline.train.data.masks import Masking, masked
+from paceline.train.data.stream.feed import StreamFeed, StreamWait
+from paceline.train.data.stream.prepare import PreparedStream, prepare_stream
+from paceline.train.data.stream.reader import LogReader
 from paceline.train.exact_eval import ExactLoss, check_exact_eval
 from paceline.train.family import Trained, TrainFamily
 from paceline.train.finetune import (
@@ -79,11 +82,14 @@ class LanguageModels(TrainFamily[Model]):
         if weights is not None:
             check_network(model, weights)
         check_finetune(model, job)
-        data = prepare_corpus(job.data, progress)
+        is_stream = job.data.stream.is_on
+        data = prepare_stream(job, progress) if is_stream else prepare_corpus(job.data, progress)
         if weights is not None:
             check_tokens(data.tokenizer_path, job.data, weights)
         check_vocab(data.vocab_size, model.vocab_size)
         masking(model, job, data.vocab_size)
+        if isinstance(data, PreparedStream):
+            return data.data_key
         cut = data.for_samples(job.train.seq_len)
         for part in data.packed():
             say(_packing_sentence(part, job.train.seq_len))
@@ -109,6 +115,8 @@ class LanguageModels(TrainFamily[Model]):
             reset_at_documents=job.data.starts_anew,
             device=ranks.device,
         )
+        if job.data.stream.is_on:
+            return _stream_task(model, job, ranks, shape)
         data = prepare_corpus(job.data).for_samples(train.seq_len)
         train_split = data.train_split(train.global_batch)
         packing = [_packing_facts(part, train.seq_len) for part in data.packed()]
@@ -138,7 +146,7 @@ class LanguageModels(TrainFamily[Model]):
 
     def keep_inputs(self, run: Run, job: Job) -> None:
         """What an export says of the tokens."""
-        keep_tokenizer(run, job.data, job.train.weights)
+        keep_tokenizer(run, job)
 
     def export(self, model: Model, trained: Trained, folder: Path, dtype: torch.dtype) -> None:
         """A folder that transformers opens: config.json, weights, tokenizer."""
@@ -204,6 +212,29 @@ def decoder_task(model: Model, job: Job, ranks: Ranks) -> Task:
         sentences=()
         if attention is None
         else (f"attention by {attention.backend}: {attention.why}",),
+    )
+
+
+def _stream_task(model: Model, job: Job, ranks: Ranks, shape: BatchShape) -> Task:
+    """The Job's own decoder on what arrives."""
+    train, stream, prepared = job.train, job.data.stream, prepare_stream(job)
+    reader = LogReader(prepared.folder)
+    wait = StreamWait(reader, train.seq_len, stream.wait_s)
+    feed = StreamFeed(reader, shape, stream, train.seed, wait)
+    data: dict[str, Any] = {"tokenizer": prepared.meta.tokenizer, "stream": str(prepared.folder)}
+    eval_steps = None
+    if prepared.held_out is not None:
+        split = prepared.held_out.dataset("eval")
+        eval_steps = lambda: masked(eval_batches(split, shape, train.eval_batches), shape, mask, 0)
+        data["eval_tokens"] = prepared.held_out.meta.eval_tokens
+    task, mask = decoder_task(model, job, ranks), masking(model, job, prepared.vocab_size)
+    return replace(
+        task,
+        steps_from=lambda first: masked(feed.steps_from(first), shape, mask, first),
+        eval_steps=eval_steps,
+        data_key=prepared.data_key,
+        facts={**task.facts, "data": data},
+        stream=feed,
     )
 
 

@@ -21,7 +21,7 @@ def train_loop(trainer: Trainer, context: RunContext) -> int:
         the number of optimizer steps done since the run began.
 
     Raises:
-        RunError: too many bad steps in a row.
+        RunError: too many bad steps in a row, or no data arrived for too long.
         InputError: evaluations don't have the figure that the Job wants them judged by.
     """
     metrics_buffer, kept = context.metrics_buffer, context.kept
@@ -40,6 +40,8 @@ def train_loop(trainer: Trainer, context: RunContext) -> int:
                 break
             done = checkpoints.roll_back()
         checkpoints.finish(done)
+    if trainer.task.stream is not None:
+        trainer.task.stream.wait.check()
     return done
 
 
@@ -61,7 +63,9 @@ def _train_on(
                 checkpoints.save_if_due(done)
                 watch.enter("data")
                 with lines.data_wait():
-                    micro_batches = next(steps)
+                    micro_batches = next(steps, None)
+                if micro_batches is None:
+                    break
                 watch.enter("forward_backward")
                 auditor.audit_if_due(done, micro_batches)
                 result = trainer.step(done, micro_batches, context.stop.in_exchange)
@@ -84,6 +88,7 @@ def _train_on(
 def _steps_from(trainer: Trainer, context: RunContext, first: int) -> Iterator[Step]:
     """The batches from step `first` on, after whatever a resumed run has to do before its step."""
     what = trainer.task, first, trainer.job.train.global_batch
-    if first and trainer.needs_warm_up:
-        trainer.warm_up(next(context.left_out.steps_from(*what)))
+    warms_up = first and trainer.needs_warm_up
+    if warms_up and (step := next(context.left_out.steps_from(*what), None)) is not None:
+        trainer.warm_up(step)
     return context.left_out.steps_from(*what)

@@ -30,6 +30,7 @@ from paceline.comm.rendezvous import (
     lost_before_begin,
     ranks_from_env,
     set_collective_timeout,
+    store_of_ranks,
 )
 from paceline.config.errors import EXIT_SAVED, RunError, StoppedInTimeError
 from paceline.config.job import Job
@@ -125,6 +126,14 @@ def train_together(
         if task.tables is not None:
             stack.callback(task.tables.close)
             task.tables.open(run.path / "tables", run.checkpoint_folder, reporter.tell)
+
+        if task.stream is not None:
+            store = store_of_ranks(ranks)
+            task.stream.wait.bind(
+                trainer.stats, stop.__bool__, reporter.say, store, is_first=ranks.is_first
+            )
+            if ranks.is_first:
+                stack.enter_context(task.stream.accompany(run, reporter.say))
 
         def record(line: Line) -> None:
             if ranks.is_first:

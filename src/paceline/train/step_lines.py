@@ -69,6 +69,7 @@ class StepLines:
             "gc_s": self._garbage.take_s(),
             "checkpoint_cpu_s": self._checkpoints.take_cpu_s(),
             "terms": self._terms(),
+            **({} if task.stream is None else task.stream.figures),
             **self._of_all,
         }
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from paceline.recommender.parameter_server.tables import Tables
+from paceline.train.data.stream.feed import StreamFeed
 from paceline.train.learning_rates import MakeOptimizer, MakeSchedule
 from paceline.train.metrics_buffer import Line
 from paceline.train.weighted_loss import WeightedLoss
@@ -59,7 +60,8 @@ class Task:
     """Maps (module, micro-batch) to the mean loss of that micro-batch, a scalar, and perhaps how
     much it counts."""
     steps_from: Callable[[int], Iterator[Step]]
-    """Maps a number of samples already consumed to this rank's steps from there on."""
+    """Maps a number of samples already consumed to this rank's steps from there on. They have no
+    end, but for a stream's, which end where the ranks are to stop."""
     eval_steps: Callable[[], Iterable[Step]] | None
     """This rank's share of the held-out batches, the same at each call; None: no evaluation."""
     unit: str
@@ -91,3 +93,5 @@ class Task:
     """Whether the parameters are a run's first ones; otherwise they wait for a state."""
     tell_by: Callable[[Callable[[str], None]], None] | None = None
     """Is given what tells a person a sentence, for what only batches show."""
+    stream: StreamFeed | None = None
+    """Where steps are waited for; None: all data is there."""

@@ -27,14 +27,8 @@ from paceline.train.data.order import Ids, rank_share
 _IDS_AT_ONCE = 4096
 
 
-class Samples(Protocol):
-    """Samples of a split, or of several (`TokenDataset`, `PackedConversations`, `MixedDataset`)."""
-
-    def num_samples(self, seq_len: int) -> int:
-        """How many there are."""
-
-    def order(self, seed: int, seq_len: int) -> Callable[[int, int], Ids]:
-        """Maps a running number in a run and a count to ids; fewer where the samples end."""
+class TokenRows(Protocol):
+    """What the tokens of samples are read from: a split, or the log of a stream."""
 
     def gather(self, sample_ids: Ids, seq_len: int) -> NDArray[np.int64]:
         """Their tokens, (ids, seq_len + 1)."""
@@ -44,6 +38,16 @@ class Samples(Protocol):
 
     def document_ids(self, sample_ids: Ids, seq_len: int) -> NDArray[np.int64]:
         """The document that each of their tokens is of, (ids, seq_len)."""
+
+
+class Samples(TokenRows, Protocol):
+    """Samples of a split, or of several (`TokenDataset`, `PackedConversations`, `MixedDataset`)."""
+
+    def num_samples(self, seq_len: int) -> int:
+        """How many there are."""
+
+    def order(self, seed: int, seq_len: int) -> Callable[[int, int], Ids]:
+        """Maps a running number in a run and a count to ids; fewer where the samples end."""
 
     def will_need(self, sample_ids: Ids, seq_len: int) -> None:
         """They are gathered soon."""
@@ -105,7 +109,7 @@ def train_batches(
     steps = _steps(dataset.order(seed, shape.seq_len), shape.global_batch, first_sample)
     ids = next(steps)
     while True:
-        batch = _load(dataset, shape, ids)
+        batch = load(dataset, shape, ids)
         following = next(steps, None)
         if following is not None:
             dataset.will_need(shape.share(following), shape.seq_len)
@@ -140,10 +144,11 @@ def eval_batches(
     for batch in range(num_batches):
         first = batch * shape.global_batch
         ids = np.arange(first, first + shape.global_batch) % num_samples
-        yield _load(dataset, shape, ids)
+        yield load(dataset, shape, ids)
 
 
-def _load(dataset: Samples, shape: BatchShape, ids: NDArray[np.int64]) -> list[MicroBatch]:
+def load(dataset: TokenRows, shape: BatchShape, ids: NDArray[np.int64]) -> list[MicroBatch]:
+    """This rank's micro-batches of the samples of a step."""
     ids = shape.share(ids)
     samples = _to_device(dataset.gather(ids, shape.seq_len), shape.device)  # (share, seq_len + 1)
     tokens = samples[:, :-1].contiguous().split(shape.micro_batch)

@@ -1,0 +1,1 @@
+"""Live sources: a log of segments that one process writes and ranks read (docs/streams.md)."""

@@ -104,7 +104,14 @@ class LogReader:
         """Those that hold tokens start .. end - 1."""
         for segment in self._segments_of(start, end):
             for place in self._index(segment).places(start, end):
-                yield self._record(segment, place)
+                record = self._record(segment, place)
+                following = record.first_token + len(record.tokens)
+                if not record.first_token <= start < following:
+                    raise _damaged_index(segment)
+                start = following
+                yield record
+        if start < end:
+            raise _damaged_index(segment)
 
     def _segments_of(self, start: int, end: int) -> list[Segment]:
         """Those that hold tokens start .. end - 1, which may be read."""
@@ -142,6 +149,12 @@ class LogReader:
         if len(self._records) > _KEPT_RECORDS:
             self._records.popitem(last=False)
         return record
+
+
+def _damaged_index(segment: Segment) -> InputError:
+    return InputError(
+        f"{segment.index} is damaged: remove it, and start paceline stream, which makes it again."
+    )
 
 
 class _Index:

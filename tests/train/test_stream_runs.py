@@ -1,0 +1,102 @@
+"""Whole runs on a stream: what is read under kill -9, waits, and what is said of them.
+
+benchmarks/stream_kills.py kills 200 times; here a few.
+"""
+
+import json
+import os
+import random
+import signal
+import time
+
+from benchmarks.stream_kills import BATCH, JOB, differences, disturbed, undisturbed
+from paceline.observe.run import Run
+from tests.command_line import Started, metrics, paceline, ranks, start_paceline
+
+
+def _start(arguments, folder):
+    return Started(arguments, folder, num_outputs=1)
+
+
+def test_killed_at_random_moments_it_reads_what_an_undisturbed_run_reads(tmp_path):
+    steps = 24
+    expected = undisturbed(tmp_path / "undisturbed", steps, _start)
+    assert sorted(expected) == list(range(steps * BATCH))
+    # Seeded by nothing: other moments at each run of the test, the same result every time.
+    found, killed = disturbed(tmp_path / "disturbed", steps, 4, random.Random(), _start, 4.0)
+    assert killed.total() == 4
+    assert differences(expected, found) == []
+
+
+def write_job(folder, steps: int = 6, more: str = "") -> None:
+    (folder / "incoming").mkdir()
+    job = JOB.format(steps=steps, batch=BATCH, seq_len=32).replace('"killed"', '"live"')
+    (folder / "job.toml").write_text(job.replace("[data.stream]\n", f"[data.stream]\n{more}"))
+
+
+def add_lines(folder, count: int) -> None:
+    with (folder / "incoming" / "a.jsonl").open("a") as file:
+        for number in range(count):
+            file.write(json.dumps({"text": f"line {number:06d} of the stream"}) + "\n")
+
+
+def _wait_for(condition) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_two_ranks_wait_together_and_stop_while_they_do(tmp_path):
+    """Data for some steps: they are trained, the rest is waited for, and SIGTERM ends the wait with
+    a checkpoint from which it goes on."""
+    write_job(tmp_path)
+    add_lines(tmp_path, 20)
+    process = start_paceline("train", "job.toml", *ranks(2), folder=tmp_path)
+    run = Run(tmp_path / "runs" / "live")
+    _wait_for(lambda: len(metrics(tmp_path, "live")) == 3)
+    os.kill(process.pid, signal.SIGTERM)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, printed
+    assert "stopped after step 3 of 6, checkpoint kept" in printed
+    add_lines(tmp_path, 60)
+    done = paceline("train", "job.toml", *ranks(1), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = metrics(tmp_path, "live")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all(line["stream_latency_s"] > 0 for line in lines)
+    assert lines[-1]["stream_backlog_tokens"] > 0
+    assert "stream" in run.facts()["data"]
+
+
+def test_a_wait_is_said_and_has_an_end(tmp_path):
+    write_job(tmp_path, more="wait_s = 6\n")
+    add_lines(tmp_path, 20)
+    done = paceline("train", "job.toml", *ranks(1), folder=tmp_path)
+    assert done.returncode == 1
+    assert "waiting for data since 5" in done.stdout
+    assert "no data arrived for 6" in done.stderr
+    assert Run(tmp_path / "runs" / "live").last_checkpoint()[0] == 3
+
+
+def test_a_run_takes_what_a_command_of_its_own_appended(tmp_path):
+    write_job(tmp_path)
+    add_lines(tmp_path, 60)
+    done = paceline("stream", "job.toml", "--once", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "60 texts more" in done.stdout
+    again = paceline("stream", "job.toml", "--once", folder=tmp_path)
+    assert "texts more" not in again.stdout
+    done = paceline("train", "job.toml", *ranks(1), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    write_job(tmp_path)
+    paceline("stream", "job.toml", "--once", folder=tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a text of some words " * 200)
+    other = ("--set", "data.source=texts", "--set", 'data.tokenizer="bpe:257"')
+    done = paceline("stream", "job.toml", "--once", *other, folder=tmp_path)
+    assert done.returncode == 2
+    assert "holds tokens of another tokenizer (bytes when it was made)" in done.stderr

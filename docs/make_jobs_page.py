@@ -19,6 +19,7 @@ from paceline.config.model import Model
 from paceline.config.optim import Optim, ParameterGroup
 from paceline.config.prices import Prices
 from paceline.config.recommender import Clicks, Dlrm, RowOptim
+from paceline.config.stream import Stream
 from paceline.config.vision import EfficientNet, ResNet
 
 INTRODUCTION = """# Every setting of a Job
@@ -52,6 +53,7 @@ SECTIONS = {
     "data.sources": Source,
     "data.stages": Stage,
     "data.eval_sets": EvalSet,
+    "data.stream": Stream,
     "data.clicks": Clicks,
     "optim": Optim,
     "[optim.groups]": ParameterGroup,

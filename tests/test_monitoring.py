@@ -32,8 +32,12 @@ DEVICE = (
     '{name="CPU",kind="cpu",memory_bytes={value=1e12,origin="assumed",source="this test"},'
     'peak_flops={fp32={value=1e11,origin="assumed",source="this test"}}}'
 )
-# What this run has none of: it trains on tokens.
-ABSENT = {"paceline_samples_per_second"}
+# What this run has none of: it trains on tokens, and they are there.
+ABSENT = {
+    "paceline_samples_per_second",
+    "paceline_stream_latency_seconds",
+    "paceline_stream_backlog_tokens",
+}
 _PATIENCE_S = 200
 
 

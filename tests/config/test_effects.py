@@ -89,9 +89,8 @@ def _toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
-PROPERTIES = tuple(
-    f"paceline.config.{name}" for name in ("model", "elastic", "finetune", "job_sections")
-)
+_SECTIONS = ("model", "elastic", "finetune", "job_sections", "stream")
+PROPERTIES = tuple(f"paceline.config.{name}" for name in _SECTIONS)
 
 
 @pytest.mark.parametrize("family", ["decoder", "dlrm"])

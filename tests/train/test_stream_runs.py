@@ -6,8 +6,12 @@ benchmarks/stream_kills.py kills 200 times; here a few.
 import json
 import os
 import random
+import re
+import shlex
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 from benchmarks.stream_kills import BATCH, JOB, differences, disturbed, undisturbed
 from paceline.observe.run import Run
@@ -100,3 +104,30 @@ def test_another_tokenizer_is_refused(tmp_path):
     done = paceline("stream", "job.toml", "--once", *other, folder=tmp_path)
     assert done.returncode == 2
     assert "holds tokens of another tokenizer (bytes when it was made)" in done.stderr
+
+
+def test_the_commands_of_the_page_run_as_they_stand(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "streams.md").read_text()
+    commands = "".join(re.findall(r"```sh\n(.*?)```", page, re.DOTALL)).splitlines()
+    write_job(tmp_path, steps=3)
+    (tmp_path / "job.toml").rename(tmp_path / "my.toml")
+    (tmp_path / "incoming").rmdir()
+    trained = 0
+    # The stream has data before it is trained on, and nobody sends a signal here.
+    for command in sorted(commands, key=lambda command: command.startswith("paceline")):
+        program, *arguments = shlex.split(command, comments=True)
+        if program != "paceline":
+            subprocess.run(["sh", "-c", command], cwd=tmp_path, check=True)
+            continue
+        if arguments == ["stream", "my.toml"]:
+            process = start_paceline(*arguments, folder=tmp_path)
+            _wait_for(lambda: (tmp_path / "streams" / "live" / "head").exists())
+            os.kill(process.pid, signal.SIGTERM)
+            process.communicate(timeout=60)
+            assert process.returncode == 0
+            continue
+        add_lines(tmp_path, 20)
+        done = paceline(*arguments, *(ranks(1) if "train" in arguments else ()), folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        trained += "train" in arguments
+    assert trained == 1

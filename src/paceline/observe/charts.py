@@ -28,7 +28,7 @@ def charts(lines: Lines, figures: Summary) -> dict[str, Plot]:
     Returns:
         name -> {"data": traces, "layout": layout}, plain JSON without non-finite numbers.
     """
-    names = ("loss", "terms", "rate", "memory", "lr", "grad_norm")
+    names = ("loss", "terms", "rate", "memory", "lr", "grad_norm", "latency", "backlog")
     if not lines:
         return dict.fromkeys(names, NOTHING)
     unit = figures.unit
@@ -39,6 +39,8 @@ def charts(lines: Lines, figures: Summary) -> dict[str, Plot]:
         _curve(lines, "memory_bytes", "%{y:.4~s}B", tickformat="~s", ticksuffix="B"),
         _curve(lines, "lr", "%{y:.3~g}", exponentformat="power"),
         _curve(lines, "grad_norm", "%{y:.4~g}", smoothed=True),
+        _curve(lines, "stream_latency_s", "%{y:.4~r} s", ticksuffix=" s"),
+        _curve(lines, "stream_backlog_tokens", "%{y:.4~s} tokens", tickformat="~s"),
     )
     return dict(zip(names, drawn, strict=True))
 

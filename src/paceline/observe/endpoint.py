@@ -38,6 +38,14 @@ _GAUGES = {
     "gc_s": ("paceline_garbage_collection_seconds", "Of Python's collector, in the last step."),
     "tokens_per_s": ("paceline_tokens_per_second", "Tokens a second over all ranks."),
     "samples_per_s": ("paceline_samples_per_second", "Samples a second over all ranks."),
+    "stream_latency_s": (
+        "paceline_stream_latency_seconds",
+        "From the arrival of the last step's oldest token to its training.",
+    ),
+    "stream_backlog_tokens": (
+        "paceline_stream_backlog_tokens",
+        "Tokens that have arrived and no step has had.",
+    ),
     "mfu": ("paceline_mfu_ratio", "Model FLOPs over the peak of the devices, 0 to 1."),
     "memory_bytes": ("paceline_memory_bytes", "Peak memory of rank 0."),
     "time": ("paceline_last_step_timestamp_seconds", "Unix time at which the last step ended."),

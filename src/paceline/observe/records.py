@@ -56,6 +56,8 @@ class StepRecord(TypedDict, total=False):
     checkpoint_cpu_s: Number
     tokens_per_s: Number
     samples_per_s: Number
+    stream_latency_s: Number
+    stream_backlog_tokens: Count
     mfu: Number
     memory_bytes: Number
     profiled: bool

@@ -57,6 +57,8 @@ def render(
         "memory": "Peak memory of rank 0",
         "lr": "Learning rate",
         "grad_norm": "Gradient norm",
+        "latency": "From arrival to training",
+        "backlog": "Arrived and not trained on yet",
     }
     curves = [Chart(name, drawn[name], "low", title) for name, title in small.items()]
     page = Page(

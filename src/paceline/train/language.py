@@ -40,6 +40,7 @@ from paceline.train.data import (
     MicroBatch,
     PreparedData,
     check_vocab,
+    eval_batches,
     prepare_corpus,
     train_batches,
 )
@@ -222,10 +223,13 @@ def _stream_task(model: Model, job: Job, ranks: Ranks, shape: BatchShape) -> Tas
     wait = StreamWait(reader, train.seq_len, stream.wait_s)
     feed = StreamFeed(reader, shape, stream, train.seed, wait)
     data: dict[str, Any] = {"tokenizer": prepared.meta.tokenizer, "stream": str(prepared.folder)}
-    eval_steps = None
+    eval_steps: Callable[[], Iterator[list[MicroBatch]]] | None = None
     if prepared.held_out is not None:
         split = prepared.held_out.dataset("eval")
-        eval_steps = lambda: masked(eval_batches(split, shape, train.eval_batches), shape, mask, 0)
+
+        def eval_steps() -> Iterator[list[MicroBatch]]:
+            return masked(eval_batches(split, shape, train.eval_batches), shape, mask, 0)
+
         data["eval_tokens"] = prepared.held_out.meta.eval_tokens
     task, mask = decoder_task(model, job, ranks), masking(model, job, prepared.vocab_size)
     return replace(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.stream_kills import BATCH, JOB, differences, disturbed, undisturbed
 from paceline.observe.run import Run
+from paceline.train.data.stream.log import is_written
 from tests.command_line import Started, metrics, paceline, ranks, start_paceline
 
 
@@ -76,6 +77,7 @@ def test_two_ranks_wait_together_and_stop_while_they_do(tmp_path):
 def test_a_wait_is_said_and_has_an_end(tmp_path):
     write_job(tmp_path, more="wait_s = 6\n")
     add_lines(tmp_path, 20)
+    paceline("stream", "job.toml", "--once", folder=tmp_path)
     done = paceline("train", "job.toml", *ranks(1), folder=tmp_path)
     assert done.returncode == 1
     assert "waiting for data since 5" in done.stdout
@@ -121,7 +123,7 @@ def test_the_commands_of_the_page_run_as_they_stand(tmp_path):
             continue
         if arguments == ["stream", "my.toml"]:
             process = start_paceline(*arguments, folder=tmp_path)
-            _wait_for(lambda: (tmp_path / "streams" / "live" / "head").exists())
+            _wait_for(lambda: is_written(tmp_path / "streams" / "live"))
             os.kill(process.pid, signal.SIGTERM)
             process.communicate(timeout=60)
             assert process.returncode == 0

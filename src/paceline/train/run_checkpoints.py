@@ -212,6 +212,7 @@ class RunCheckpoints:
     def _facts(self, done: int) -> dict[str, Any]:
         """What is kept beside it."""
         trainer, context = self._trainer, self._context
+        data = trainer.task.data_state
         return {
             "step": done,
             "samples": context.left_out.consumed(done, trainer.job.train.global_batch),
@@ -221,6 +222,7 @@ class RunCheckpoints:
             "best": context.best.facts(),
             "groups": trainer.update.rates.moved(),
             "recent_losses": trainer.update.recent.state(),
+            "data": None if data is None else data.state(),
         }
 
     def _facts_with_lines(self, done: int) -> dict[str, Any]:
@@ -303,6 +305,8 @@ class RunCheckpoints:
         trainer.update.loss_scale.load_state_dict(facts["loss_scale"])
         trainer.update.rates.put_back(facts.get("groups", []))
         trainer.update.recent.load(facts.get("recent_losses", []))
+        if trainer.task.data_state is not None:
+            trainer.task.data_state.load(facts.get("data"))
         context.best.load(facts.get("best", {}))
         if context.best.is_due:  # once it is made, the same state is another checkpoint
             self._saved = facts["step"], context.best.facts()

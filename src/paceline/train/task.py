@@ -6,7 +6,7 @@ module (`train.custom`) get the same parallelism, precision, checkpoints, metric
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -31,6 +31,16 @@ class StagedLoss(NamedTuple):
 
 Step = list[Any]
 """The micro-batches of one rank in one step."""
+
+
+class DataState(Protocol):
+    """What checkpoints keep of the data besides the number of samples."""
+
+    def state(self) -> Any:
+        """Plain JSON, of where the newest step ended."""
+
+    def load(self, state: Any) -> None:
+        """Take what a checkpoint kept, or None, for the next `steps_from`."""
 
 
 @dataclass(frozen=True)
@@ -93,5 +103,7 @@ class Task:
     """Whether the parameters are a run's first ones; otherwise they wait for a state."""
     tell_by: Callable[[Callable[[str], None]], None] | None = None
     """Is given what tells a person a sentence, for what only batches show."""
+    data_state: DataState | None = None
+    """None: the number of samples says all."""
     stream: StreamFeed | None = None
     """Where steps are waited for; None: all data is there."""

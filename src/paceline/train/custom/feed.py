@@ -10,7 +10,7 @@ pass where samples come as they come. So a resumed run reads what an undisturbed
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -24,12 +24,12 @@ from paceline.config.job import Job
 from paceline.train.custom.collate import Collate, collate_by_default, num_rows, rows_of, to_device
 from paceline.train.custom.digest import digest
 from paceline.train.custom.isolated_rng import IsolatedRng, seed_of
+from paceline.train.custom.plain import NotPlainError, from_plain, to_plain
 from paceline.train.custom.sample_order import (
     SampleOrder,
     SamplerOrder,
     SeededOrder,
     begin_epoch,
-    filled,
     order_of,
 )
 from paceline.train.data.order import Ids, micro_batch_numbers
@@ -103,6 +103,15 @@ class CustomFeed(Protocol):
 
     def once(self) -> Iterator[Step]:
         """One pass, the same at each call; its last step may be incomplete."""
+
+    def state(self) -> Any:
+        """What a checkpoint keeps besides the number of samples, as plain JSON; None: nothing."""
+
+    def load(self, state: Any) -> None:
+        """Take what a checkpoint kept, for the next steps."""
+
+    def tell_by(self, say: Callable[[str], object]) -> None:
+        """Tell a person by this."""
 
 
 def feed_of(
@@ -260,6 +269,15 @@ class _Samples:
         firsts = range(0, len(ids), size)
         return self._read(self._picks(ids[first : first + size], -1 - first) for first in firsts)
 
+    def state(self) -> None:
+        """The number of samples says all."""
+
+    def load(self, state: Any) -> None:
+        """Nothing is kept."""
+
+    def tell_by(self, say: Callable[[str], object]) -> None:
+        """Nothing is told."""
+
     def _picks(self, ids: Ids, first: int) -> list[list[_SampleIndex]]:
         """This rank's micro-batches of a global batch that begins with running number `first`."""
         picks = [
@@ -297,48 +315,129 @@ class _Samples:
 # ---- samples and batches as they come ------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+class _Pass:
+    """One way through an iterable, with random numbers of its own."""
+
+    def __init__(self, data: Iterable[Any], seed: int, number: int) -> None:
+        key = (seed, "pass", number)
+        begin_epoch(data, number, seed_of(*key))
+        if isinstance(data, DataLoader):
+            begin_epoch(data.dataset, number, seed_of(*key))
+        self.number, self.chance = number, IsolatedRng(*key)
+        self._data = data
+        self._items: Iterator[Any] = iter(())
+        self._has_begun = False
+
+    def take(self, count: int) -> list[Any]:
+        """The next items, so many if there are."""
+        with self.chance:
+            if not self._has_begun:
+                self._items, self._has_begun = iter(self._data), True
+            return list(itertools.islice(self._items, count))
+
+
+@dataclass
 class _Stream:
     """Samples of an IterableDataset, or whole global batches, of which all ranks read all and each
-    keeps its part."""
+    keeps its part.
+
+    Where the iterable has `state_dict` and `load_state_dict` (torchdata's protocol), checkpoints
+    keep its state, and a resumed run goes on from there. Any other one is read again up to its
+    place.
+    """
 
     data: Iterable[Any]
     deal: BatchPartition
     collate: Collate | None
     """Of samples; None: it yields batches."""
+    _pass: _Pass | None = None
+    """The one that the newest steps are in."""
+    _num_batches: int = 0
+    """That these have read."""
+    _kept: dict[str, Any] | None = None
+    """What a checkpoint had."""
+    _say: Callable[[str], object] = lambda _sentence: None
+    _has_said: bool = False
 
     def steps(self, first: int) -> Iterator[Step]:
-        none = (
-            "data yields no batches (any more): give a dataset, or an iterable that starts "
-            "anew each time it is iterated, not a generator."
-        )
-        batches = filled(self._pass, self._size, none)
-        batches = itertools.islice(batches, first // self.deal.global_batch, None)
+        batches = self._batches(first // self.deal.global_batch)
         return (self._step(items, must_be_whole=True) for items in self._compared(batches))
 
     def once(self) -> Iterator[Step]:
-        return (self._step(items) for items in self._compared(self._pass(0)))
+        one = _Pass(self.data, self.deal.seed, 0)
+        items = iter(lambda: one.take(self._size), [])
+        return (self._step(some) for some in self._compared(items))
+
+    def state(self) -> Any:
+        """What a checkpoint keeps, as plain JSON; None: nothing, it is read again."""
+        if not self._is_stateful or self._pass is None or not self._num_batches:
+            return None
+        try:
+            return to_plain(
+                {
+                    "batches": self._num_batches,
+                    "pass": self._pass.number,
+                    "chance": self._pass.chance.state(),
+                    "data": self.data.state_dict(),  # type: ignore[attr-defined]
+                }
+            )
+        except NotPlainError as error:
+            if not self._has_said:
+                self._has_said = True
+                self._say(
+                    f"the state of the data has a {error} in it, which no checkpoint keeps: a "
+                    "resumed run reads the data again from its beginning."
+                )
+            return None
+
+    def load(self, state: Any) -> None:
+        """Let the next steps begin where a checkpoint's did."""
+        self._kept = None if state is None or not self._is_stateful else from_plain(state)
+
+    def tell_by(self, say: Callable[[str], object]) -> None:
+        """Tell a person by this."""
+        self._say = say
+
+    @property
+    def _is_stateful(self) -> bool:
+        names = ("state_dict", "load_state_dict")
+        return all(callable(getattr(self.data, name, None)) for name in names)
 
     @property
     def _size(self) -> int:
         """Items that make a global batch."""
         return 1 if self.collate is None else self.deal.global_batch
 
-    def _pass(self, number: int) -> Iterator[list[Any]]:
-        """The items of one pass, as many at a time as make a global batch, from random numbers of
-        its own."""
-        key = (self.deal.seed, "pass", number)
-        begin_epoch(self.data, number, seed_of(*key))
-        if isinstance(self.data, DataLoader):
-            begin_epoch(self.data.dataset, number, seed_of(*key))
-        chance, items = IsolatedRng(*key), None
+    def _batches(self, first: int) -> Iterator[list[Any]]:
+        """Items of global batches from number `first` on; where a pass ends within one, the next
+        pass fills it up."""
+        self._begin(first)
+        assert self._pass is not None
         while True:
-            with chance:
-                items = iter(self.data) if items is None else items
-                some = list(itertools.islice(items, self._size))
-            if not some:
-                return
-            yield some
+            items = self._pass.take(self._size)
+            while len(items) < self._size:
+                self._pass = _Pass(self.data, self.deal.seed, self._pass.number + 1)
+                more = self._pass.take(self._size - len(items))
+                if not more:
+                    raise InputError(
+                        "data yields no batches (any more): give a dataset, or an iterable that "
+                        "starts anew each time it is iterated, not a generator."
+                    )
+                items += more
+            self._num_batches += 1
+            if self._num_batches > first:
+                yield items
+
+    def _begin(self, first: int) -> None:
+        """At the first batch, or at one before number `first` that a checkpoint knows."""
+        kept = self._kept
+        if kept is None or kept["batches"] > first:
+            self._num_batches, self._pass = 0, _Pass(self.data, self.deal.seed, 0)
+            return
+        self._num_batches = kept["batches"]
+        self._pass = _Pass(self.data, self.deal.seed, kept["pass"])
+        self._pass.chance.load(kept["chance"])
+        self.data.load_state_dict(kept["data"])  # type: ignore[attr-defined]
 
     def _compared(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
         """The batches, once all ranks have the same first one."""

@@ -47,6 +47,19 @@ class IsolatedRng:
         mtrand.set_bit_generator(numpy_outside)
         _set(*others)
 
+    def state(self) -> dict[str, Any] | None:
+        """Where the generators are, outside the `with`; None: at their beginning."""
+        if self._others is None:
+            return None
+        python, of_torch = self._others
+        return {"numpy": self._numpy.state, "random": python, "torch": of_torch}
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Go on from what `state` gave."""
+        if state is not None:
+            self._numpy.state = state["numpy"]
+            self._others = (state["random"], state["torch"])
+
     @staticmethod
     def seed(*key: object) -> None:
         """Begin anew, with other numbers for another key; CUDA's generators are left alone."""

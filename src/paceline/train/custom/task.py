@@ -1,6 +1,7 @@
 """The Task of a person's own module, loss and data."""
 
 import itertools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,12 @@ def custom_task(
     feed = feed_of(brought.data, *how)
     held_out = None if brought.eval_data is None else feed_of(brought.eval_data, *how)
     loss = UserLoss(brought.loss, deal.micro_batch, ranks.world_size)
+
+    def tell_by(say: Callable[[str], None]) -> None:
+        feed.tell_by(say)
+        if deal.micro_batch < deal.global_batch:
+            loss.tell_by(say)
+
     facts = {"num_params": sum(p.numel() for p in module.parameters()), "own": traits or {}}
     return Task(
         module=module,
@@ -52,7 +59,8 @@ def custom_task(
         unit="samples",
         facts=facts,
         loop_options=brought.loop_options,
-        tell_by=loss.tell_by if deal.micro_batch < deal.global_batch else None,
+        data_state=feed,
+        tell_by=tell_by,
     )
 
 

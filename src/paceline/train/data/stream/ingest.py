@@ -54,7 +54,8 @@ class Ingester:
             raise
 
     def _opened(self, text_field: str) -> Sequence[Source]:
-        stream, before, found = self._stream, dict(self._writer.positions), []
+        stream, before = self._stream, dict(self._writer.positions)
+        found: list[Source] = []
         by_line = Parser(text_field if stream.lines == "jsonl" else None, self._say)
         if stream.folder is not None:
             parsers = Parser(text_field, self._say), Parser(None, self._say)

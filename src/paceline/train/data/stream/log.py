@@ -338,7 +338,7 @@ class LogWriter:
         for segment in found[:-1]:
             if not segment.index.is_file():
                 before = whole_part(segment, self.meta.dtype)
-                _write_index(segment.index, b"" if before is None else before.index)
+                _write_index(segment.index, b"" if before is None else before.entries)
 
     def _refuse_lost(self) -> None:
         published = self._head.read()
@@ -352,8 +352,8 @@ class LogWriter:
         """Go on at the end of a segment, where this leaves all that may be read as it is."""
         if segment.path.stat().st_size > whole.num_bytes:
             os.truncate(segment.path, whole.num_bytes)
-        if not segment.index.is_file() or segment.index.read_bytes() != whole.index:
-            _write_index(segment.index, whole.index)
+        if not segment.index.is_file() or segment.index.read_bytes() != whole.entries:
+            _write_index(segment.index, whole.entries)
         self._segment, self._index = segment.path.open("ab"), segment.index.open("ab")
         self._publish()
 
@@ -366,7 +366,8 @@ class WholePart(NamedTuple):
     num_tokens: int
     """Of the log, up to its end."""
     num_bytes: int
-    index: bytes
+    entries: bytes
+    """Of its index."""
 
 
 def whole_part(segment: Segment, dtype: np.dtype) -> WholePart | None:

@@ -95,10 +95,8 @@ class LogReader:
 
     def arrived(self, start: int, end: int) -> float:
         """When the oldest of tokens start .. end - 1 arrived, unix time."""
-        found = []
-        for segment in self._segments_of(start, end):
-            found += self._index(segment).arrived(start, end)
-        return min(found)
+        found = self._segments_of(start, end)
+        return min(min(self._index(segment).arrived(start, end)) for segment in found)
 
     def _records_of(self, start: int, end: int) -> Iterator[Record]:
         """Those that hold tokens start .. end - 1."""

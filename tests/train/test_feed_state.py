@@ -24,7 +24,7 @@ NUM, BATCH, MICRO = 21, 4, 2
 pytestmark = pytest.mark.usefixtures("as_if_alone")
 
 
-class Counting(IterableDataset):
+class Order:
     """Samples in an order that is drawn at each pass; it counts what is read of it."""
 
     def __init__(self) -> None:
@@ -47,8 +47,12 @@ class Counting(IterableDataset):
         self._kept = state
 
 
-class Batches(Counting):
-    """Whole batches."""
+class Counting(Order, IterableDataset):
+    """As samples."""
+
+
+class Batches(Order):
+    """As whole batches."""
 
     def __iter__(self) -> Iterator[Tensor]:
         for sample in super().__iter__():
@@ -112,6 +116,7 @@ def test_a_state_with_an_object_in_it_is_said_and_read_again():
     assert [rows(step) for step in islice(resumed.steps(5 * BATCH), 3)] == undisturbed[5:]
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_torchdata_goes_on(num_workers):
     loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is missing")

@@ -142,7 +142,7 @@ def test_a_run_of_something_else_is_refused_and_kept(tmp_path):
     for setting, words in (
         ("model.hidden_size=64", "model.hidden_size (32 before, 64 now)"),
         ("train.seed=1", "train.seed (0 before, 1 now)"),
-        ("data.tokenizer=text.json", "the text or its tokenizer changed"),
+        ("data.tokenizer=text.json", "the text, its tokenizer or its order changed"),
     ):
         again = paceline("train", "job.toml", "--set", setting, *ranks(1), folder=tmp_path)
         assert again.returncode == 2, again.stdout

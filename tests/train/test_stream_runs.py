@@ -72,6 +72,10 @@ def test_two_ranks_wait_together_and_stop_while_they_do(tmp_path):
     assert all(line["stream_latency_s"] > 0 for line in lines)
     assert lines[-1]["stream_backlog_tokens"] > 0
     assert "stream" in run.facts()["data"]
+    other = ("--set", "data.stream.shuffle=7", "--set", "train.steps=7")
+    refused = paceline("train", "job.toml", *ranks(1), *other, folder=tmp_path)
+    assert refused.returncode == 2
+    assert "its order changed" in refused.stderr
 
 
 def test_a_wait_is_said_and_has_an_end(tmp_path):

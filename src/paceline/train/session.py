@@ -128,9 +128,13 @@ def train_together(
             task.tables.open(run.path / "tables", run.checkpoint_folder, reporter.tell)
 
         if task.stream is not None:
-            store = store_of_ranks(ranks)
+            # The listener looks at the stop file; who waits would do so fifty times a second.
             task.stream.wait.bind(
-                trainer.stats, stop.__bool__, reporter.say, store, is_first=ranks.is_first
+                trainer.stats,
+                lambda: stop.notice is not None,
+                reporter.say,
+                store_of_ranks(ranks),
+                is_first=ranks.is_first,
             )
             if ranks.is_first:
                 stack.enter_context(task.stream.accompany(run, reporter.say))

@@ -281,7 +281,9 @@ def _must_continue(where: str, wanted: dict[str, Any], facts: dict[str, Any]) ->
     if isinstance(old, dict) and isinstance(new, dict):
         key = next(key for key in {**old, **new} if old.get(key) != new.get(key))
         name, old, new = f"{name}.{key}", old.get(key), new.get(key)
-    what = "the text or its tokenizer" if name == "data" else f"{name} ({old} before, {new} now)"
+    what = f"{name} ({old} before, {new} now)"
+    if name == "data":
+        what = "the text, its tokenizer or its order"
     raise InputError(
         f"{where} has checkpoints of another training: {what} changed; change it back, give the "
         "Job another name (--set name=...), or start over with --fresh."

@@ -31,6 +31,8 @@ class PreparedStream:
 
     folder: Path
     meta: LogMeta
+    window: int
+    """Samples that are shuffled among themselves."""
     held_out: PreparedData | None
     """`data.source`, whose held-out part is evaluated on; None: it was not given."""
 
@@ -46,8 +48,8 @@ class PreparedStream:
 
     @property
     def data_key(self) -> str:
-        """Names what a run trains on."""
-        return f"stream-{self.meta.id}"
+        """Names what a run trains on, in which order."""
+        return f"stream-{self.meta.id}-{self.window}"
 
     def encoder(self) -> Encoder:
         """Makes tokens for the log.
@@ -109,7 +111,7 @@ def prepare_stream(job: JobSpec, progress: Progress | None = None) -> PreparedSt
             f"{folder} holds tokens of another tokenizer ({meta.tokenizer} when it was made): "
             "change data.tokenizer or data.source back, or name another data.stream.log."
         )
-    return PreparedStream(folder, meta, held_out)
+    return PreparedStream(folder, meta, data.stream.shuffle, held_out)
 
 
 def check_sources(data: Data) -> None:

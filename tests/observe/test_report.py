@@ -15,13 +15,15 @@ from paceline.observe.terms import colour
 from tests.observe import synthetic
 
 CHARTS = ["loss", "terms", "rate", "memory", "lr", "grad_norm"]
+OF_STREAMS = ["latency", "backlog"]
 
 
 def test_charts_hold_no_number_that_is_not_json():
     lines = synthetic.lines(50)
     lines[10] |= {"loss": math.nan, "grad_norm": math.inf}
     drawn = charts(lines, summary.summarise(lines, synthetic.FACTS))
-    assert list(drawn) == CHARTS
+    assert list(drawn) == [*CHARTS, *OF_STREAMS]
+    assert not any(drawn[name]["data"] for name in OF_STREAMS)
     assert [trace["name"] for trace in drawn["loss"]["data"]] == [
         *("training", "training, smoothed", "held out", "unigram bound", "not finite")
     ]

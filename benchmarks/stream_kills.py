@@ -150,14 +150,14 @@ def disturbed(
     feeding = (folder, lines_for(steps), kills * most_s / 2 / len(lines_for(steps)))
     threading.Thread(target=_feed, args=feeding, daemon=True).start()
     killed: Counter[str] = Counter()
-    process = None
+    process, who = None, pick.choice(("trainer", "ingester"))
     while killed.total() < kills:
         if process is None or process.poll() is not None:
             process = start(_trains(pick.choice((1, 2))), folder)
         time.sleep(pick.uniform(0, most_s))
-        who = pick.choice(("trainer", "ingester"))
         if _kill(process, who):
             killed[who] += 1
+            who = pick.choice(("trainer", "ingester"))
     if process is None or process.poll() is not None:
         process = start(_trains(2), folder)
     _await_end(process)

@@ -258,23 +258,38 @@ def run_with_checkpoints(folder: Path, samples) -> Reader:
     return Reader(run=str(folder), seq_len=100, window=1)
 
 
-@pytest.fixture
-def broker():
-    kafka = pytest.importorskip("confluent_kafka", reason="pip install 'paceline[kafka]'")
-    producer = kafka.Producer({"test.mock.num.brokers": 1, "bootstrap.servers": "none:1"})
-    brokers = producer.list_topics(timeout=20).brokers.values()
-    return producer, ",".join(f"{one.host}:{one.port}" for one in brokers)
+class Broker:
+    """One that librdkafka brings for tests, with its producer."""
 
+    def __init__(self) -> None:
+        kafka = pytest.importorskip("confluent_kafka", reason="pip install 'paceline[kafka]'")
+        settings = {"test.mock.num.brokers": 1, "bootstrap.servers": "none:1"}
+        self._producer = kafka.Producer(settings)
+        (broker,) = self._producer.list_topics(timeout=20).brokers.values()
+        self.address = f"{broker.host}:{broker.port}"
 
-def test_messages_of_kafka_are_taken_once(folder, broker):
-    producer, address = broker
-    job = a_job(kafka=address, topic="texts")
-
-    def produce(*texts: str) -> None:
+    def produce(self, *texts: str) -> None:
         for text in texts:
-            producer.produce("texts", text.encode(), partition=0)
-        assert producer.flush(20) == 0
+            self._producer.produce("texts", text.encode(), partition=0)
+        assert self._producer.flush(20) == 0
 
+
+def test_a_message_that_is_gone_is_one_sentence(folder):
+    first, emptied = Broker(), Broker()
+    first.produce("one", "two", "three")
+    with ingesting(a_job(kafka=first.address, topic="texts")) as ingester:
+        take_one(ingester)
+        take_all(ingester)
+    emptied.produce("other")
+    sentence = "Kafka no longer has message 3 of partition 0 of texts"
+    job = a_job(kafka=emptied.address, topic="texts")
+    with ingesting(job) as ingester, pytest.raises(InputError, match=sentence):
+        take_one(ingester)
+
+
+def test_messages_of_kafka_are_taken_once(folder):
+    broker = Broker()
+    produce, job = broker.produce, a_job(kafka=broker.address, topic="texts")
     produce("one", "two")
     with ingesting(job) as ingester:
         take_one(ingester)

@@ -134,11 +134,7 @@ class KafkaSource:
         return Text(text, arrived, f"{self._prefix}{partition}", offset + 1)
 
     def _judge(self, error: Any, partition: int) -> None:
-        lost = (
-            self._kafka.KafkaError.OFFSET_OUT_OF_RANGE,
-            self._kafka.KafkaError._AUTO_OFFSET_RESET,
-        )
-        if error.code() in lost:
+        if error.name() in ("OFFSET_OUT_OF_RANGE", "_AUTO_OFFSET_RESET"):
             raise InputError(
                 f"Kafka no longer has message {self._positions.get(partition)} of partition "
                 f"{partition} of {self._topic}, which comes next in the log: it was removed before "

@@ -223,19 +223,16 @@ def _stream_task(model: Model, job: Job, ranks: Ranks, shape: BatchShape) -> Tas
     wait = StreamWait(reader, train.seq_len, stream.wait_s)
     feed = StreamFeed(reader, shape, stream, train.seed, wait)
     data: dict[str, Any] = {"tokenizer": prepared.meta.tokenizer, "stream": str(prepared.folder)}
-    eval_steps: Callable[[], Iterator[list[MicroBatch]]] | None = None
+    split = None if prepared.held_out is None else prepared.held_out.dataset("eval")
     if prepared.held_out is not None:
-        split = prepared.held_out.dataset("eval")
-
-        def eval_steps() -> Iterator[list[MicroBatch]]:
-            return masked(eval_batches(split, shape, train.eval_batches), shape, mask, 0)
-
         data["eval_tokens"] = prepared.held_out.meta.eval_tokens
     task, mask = decoder_task(model, job, ranks), masking(model, job, prepared.vocab_size)
     return replace(
         task,
         steps_from=lambda first: masked(feed.steps_from(first), shape, mask, first),
-        eval_steps=eval_steps,
+        eval_steps=None
+        if split is None
+        else lambda: masked(eval_batches(split, shape, train.eval_batches), shape, mask, 0),
         data_key=prepared.data_key,
         facts={**task.facts, "data": data},
         stream=feed,

@@ -24,7 +24,7 @@ from paceline.models.decoder import Decoder
 from paceline.observe.events import append_line
 from paceline.observe.run import Run
 from paceline.train.data.tokenizer import end_name
-from paceline.train.ema import Ema
+from paceline.train.ema import WeightMean
 
 _SHOWN = 100
 """Characters of a text on the terminal."""
@@ -65,7 +65,7 @@ class Samples:
     def __init__(self, job: Job, run: Run, say: Callable[[str], None]) -> None:
         self._observe, self._run, self._say = job.observe, run, say
 
-    def make(self, module: nn.Module, ema: Ema | None, done: int) -> None:
+    def make(self, module: nn.Module, ema: WeightMean | None, done: int) -> None:
         """Make them after a step; a line of samples.jsonl.
 
         Args:

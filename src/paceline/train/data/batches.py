@@ -161,7 +161,7 @@ def load(dataset: TokenRows, shape: BatchShape, ids: NDArray[np.int64]) -> list[
 
 
 def _targets(
-    dataset: Samples, shape: BatchShape, ids: NDArray[np.int64], samples: Tensor
+    dataset: TokenRows, shape: BatchShape, ids: NDArray[np.int64], samples: Tensor
 ) -> Tensor:
     counted = dataset.counted(ids, shape.seq_len)
     targets = samples[:, 1:].contiguous()

@@ -133,8 +133,8 @@ class KafkaSource:
         self._positions[partition] = offset + 1
         return Text(text, arrived, f"{self._prefix}{partition}", offset + 1)
 
-    def _judge(self, error: Any, partition: int) -> None:
-        if error.name() in ("OFFSET_OUT_OF_RANGE", "_AUTO_OFFSET_RESET"):
+    def _judge(self, error: Any, partition: int | None) -> None:
+        if partition is not None and error.name() in ("OFFSET_OUT_OF_RANGE", "_AUTO_OFFSET_RESET"):
             raise InputError(
                 f"Kafka no longer has message {self._positions.get(partition)} of partition "
                 f"{partition} of {self._topic}, which comes next in the log: it was removed before "

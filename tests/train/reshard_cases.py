@@ -38,7 +38,8 @@ SMALL = (
 
 
 class Leg(NamedTuple):
-    """A part of a run, from its newest checkpoint on. A text lies beside the folder of the Run."""
+    """A part of a run, from its newest checkpoint on. Beside the folder of the Run lies what it
+    reads: a text, and conversations where it trains on answers."""
 
     folder: Path
     num_ranks: int
@@ -67,8 +68,9 @@ class StopAfter:
 
 def job_of(folder: Path, num_ranks: int, settings: Sequence[str]) -> Job:
     """The Job of a leg."""
-    text = folder.parent / "text.txt"
-    own = (f"data.source={text}", f"data.cache_dir={text.parent / 'cache'}")
+    is_chat = "data.records=chat" in settings
+    source = folder.parent / ("talks.jsonl" if is_chat else "text.txt")
+    own = (f"data.source={source}", f"data.cache_dir={folder.parent / 'cache'}")
     machine = Cluster(device=CPU, devices_per_node=num_ranks, num_nodes=1)
     return resolve(read_job(None, [*SMALL, *own, *settings]), machine).job
 

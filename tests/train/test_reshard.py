@@ -8,6 +8,7 @@ change on the way, and the command line. All layouts of one number of ranks shar
 
 import functools
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -128,9 +129,11 @@ GIVEN = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A folder with a text."""
+    """A folder with a text, and with conversations."""
     folder = tmp_path_factory.mktemp("reshard")
     write_tiny_job(folder)
+    rows = ({"prompt": f"{n} + 1 = ", "completion": f"{n + 1}"} for n in range(200))
+    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
 
 

@@ -4,8 +4,10 @@ import random
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from paceline.config.errors import InputError
+from paceline.config.heads import Heads
 from paceline.config.sampling import Sampling
 from paceline.config.serving import Serving
 from paceline.generate.engine import Engine
@@ -26,9 +28,15 @@ def _requests(lengths=(1, 9, 23, 40, 4, 17)):
 
 
 @pytest.mark.parametrize(
-    ("kind", "by"), [("draft", "draft"), ("auto", "draft"), ("heads", "heads"), ("auto", "heads")]
+    ("name", "kind", "by"),
+    [
+        (name, kind, by)
+        for name, model in MODELS.items()
+        for by in ("draft", "heads")
+        for kind in (by, "auto")
+        if by == "draft" or not model.head_bias  # which heads can't have: see below
+    ],
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_texts_are_those_without_guesses(name, kind, by):
     decoder = built(MODELS[name])
     draft = built(DRAFT) if by == "draft" else heads_of(decoder)
@@ -37,6 +45,11 @@ def test_texts_are_those_without_guesses(name, kind, by):
     assert kind == "auto" or engine.numbers()["guessed"] > 0
     assert_nothing_is_left(engine)
     assert not decoder.norm._forward_hooks
+
+
+def test_heads_of_a_network_whose_head_has_a_bias_are_refused():
+    with pytest.raises(ValidationError, match="trunk.head_bias = true adds to the product"):
+        Heads(of="runs/a", step=1, trunk=MODELS["phi"])
 
 
 @pytest.mark.parametrize("name", MODELS)

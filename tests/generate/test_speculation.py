@@ -48,8 +48,8 @@ def test_texts_are_those_without_guesses(name, kind, by):
 
 
 def test_heads_of_a_network_whose_head_has_a_bias_are_refused():
-    with pytest.raises(ValidationError, match="trunk.head_bias = true adds to the product"):
-        Heads(of="runs/a", step=1, trunk=MODELS["phi"])
+    with pytest.raises(ValidationError, match=r"trunk\.head_bias = true adds to the product"):
+        Heads(family="heads", of="runs/a", step=1, trunk=MODELS["phi"])
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -158,7 +158,7 @@ def test_halves_turn_as_neighbours_do():
 def test_the_command_refuses_what_does_not_go_together(tmp_path):
     for options, words in (
         (("--format", "dcp", "--dtype", "bf16"), "keeps the run's types"),
-        (("--format", "pickle"), "is not one of safetensors, dcp, peft, torchtitan, megatron"),
+        (("--format", "pickle"), "is not one of safetensors, dcp, gguf, peft, "),
     ):
         done = paceline("export", "runs/none", "out", *options, folder=tmp_path)
         assert done.returncode == 2

@@ -15,8 +15,9 @@ _CLOSE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.15}
 most was measured, of logits with a deviation of 0.7."""
 _CLOSE_IN_FEW_BITS = 0.2
 """The same, where a rounding can make an input another whole number; 0.06 was measured."""
-_OTHER_EXPERT = 0.8
-"""The same of either, where it can send a token to another expert; 0.42 was measured."""
+_OTHER_EXPERT = 0.5
+"""The same of either, where it can send a token to another expert; 0.42 was measured. So of experts
+little more is checked than that texts aren't any others."""
 _TRIES = 12
 
 
@@ -106,7 +107,7 @@ class _Reference:
                 wanted += choose(rows[number][None].clone(), [place])
             if token != wanted[number]:
                 if token not in self._near(rows[number], place):
-                    raise ViolationError(f"{request} made {made}; {number} should be {wanted[-1]}")
+                    raise ViolationError(f"{request} made {made}; {number} should be {wanted[number]}")
                 counts["tokens within rounding"] += 1
 
     def _near(self, logits, place) -> set[int]:

@@ -292,7 +292,7 @@ def test_transformers_open_what_we_write(name, max_shard_bytes, tmp_path):
     assert torch.equal(read_decoder(tmp_path / "ours")(TOKENS), ours(TOKENS))
 
 
-@pytest.mark.parametrize("name", ["gpt2_untied", "gpt_neox_sequential", "phi"])
+@pytest.mark.parametrize("name", ["gpt2_untied", "gpt_neox_sequential", "phi", "gemma", "gemma3"])
 def test_export_back_gives_the_same_tensors(name, tmp_path):
     reference(name).save_pretrained(tmp_path / "theirs")
     ours = read_decoder(tmp_path / "theirs")

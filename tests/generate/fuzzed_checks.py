@@ -107,7 +107,9 @@ class _Reference:
                 wanted += choose(rows[number][None].clone(), [place])
             if token != wanted[number]:
                 if token not in self._near(rows[number], place):
-                    raise ViolationError(f"{request} made {made}; {number} should be {wanted[number]}")
+                    raise ViolationError(
+                        f"{request} made {made}; {number} should be {wanted[number]}"
+                    )
                 counts["tokens within rounding"] += 1
 
     def _near(self, logits, place) -> set[int]:

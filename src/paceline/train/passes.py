@@ -119,9 +119,9 @@ class Passes:
         if self.pipeline is not None:
             inputs, criterion, parts = self._staged(micro_batches)
             with self._arithmetic():
-                losses = self.pipeline.forward_only(inputs, criterion)
-            for part, loss in zip(parts, losses, strict=True):
-                tally.add(part, loss)
+                self.pipeline.forward_only(inputs, criterion)
+            for part in parts:
+                tally.add(part, part.times_weight(part.loss.double()))
             return
         loss = self.task.eval_loss or self.task.loss
         for micro_batch in micro_batches:

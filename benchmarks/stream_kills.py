@@ -131,7 +131,8 @@ def lines_for(steps: int) -> list[str]:
 def undisturbed(folder: Path, steps: int, start: Start) -> dict[int, list[int]]:
     """What a run reads that nobody disturbs."""
     _make(folder, steps)
-    _feed(folder, lines_for(steps), 0.0)
+    lines = lines_for(steps)
+    _feed(folder, lines, range(len(lines)), 0.0)
     process = start(_trains(1), folder)
     _await_end(process)
     return read_by(folder)
@@ -146,9 +147,12 @@ def disturbed(
         most_s: after a start, the latest moment of a kill.
     """
     _make(folder, steps)
-    # Lines arrive for as long as it is killed.
-    feeding = (folder, lines_for(steps), kills * most_s / 2 / len(lines_for(steps)))
-    threading.Thread(target=_feed, args=feeding, daemon=True).start()
+    # Lines arrive while it is killed; some are kept back, so that there is always one to kill.
+    lines = lines_for(steps)
+    early = len(lines) // 2
+    feeding = (folder, lines, range(early), kills * most_s / 2 / early)
+    feeder = threading.Thread(target=_feed, args=feeding, daemon=True)
+    feeder.start()
     killed: Counter[str] = Counter()
     process, who = None, pick.choice(("trainer", "ingester"))
     while killed.total() < kills:
@@ -158,6 +162,8 @@ def disturbed(
         if _kill(process, who):
             killed[who] += 1
             who = pick.choice(("trainer", "ingester"))
+    feeder.join()
+    _feed(folder, lines, range(early, len(lines)), 0.0)
     if process is None or process.poll() is not None:
         process = start(_trains(2), folder)
     _await_end(process)
@@ -169,10 +175,10 @@ def _make(folder: Path, steps: int) -> None:
     (folder / "job.toml").write_text(JOB.format(steps=steps, batch=BATCH, seq_len=SEQ_LEN))
 
 
-def _feed(folder: Path, lines: Sequence[str], pause_s: float) -> None:
-    for number, line in enumerate(lines):
+def _feed(folder: Path, lines: Sequence[str], which: range, pause_s: float) -> None:
+    for number in which:
         with (folder / "incoming" / f"{number // 50:06d}.jsonl").open("a") as file:
-            file.write(line)
+            file.write(lines[number])
         if pause_s:
             time.sleep(pause_s)
 

@@ -458,11 +458,10 @@ def settings_of(noun: FrozenConfig, prefix: str = "") -> Iterator[str]:
 def test_every_number_of_a_job_has_bounds(damaged):
     """Beyond them a Job is refused at once, and never by an exception."""
     job = read_job(Path("small.toml"))
-    names = list(settings_of(job))
+    texts = {"data.cache_dir", "data.stream.folder", "train.weights", "checkpoint.best"}
+    names = set(settings_of(job)) - texts
     assert len(names) > 60
     for name in names:
-        if name in ("data.cache_dir", "train.weights", "checkpoint.best"):
-            continue  # texts, which may be anything
         for value in ("1e31", "1e300", "10" * 16, LONG, "inf", "-inf", "nan", "-1e300"):
             with suppress(InputError):
                 read_job(Path("small.toml"), [f"{name}={value}"])

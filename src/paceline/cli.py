@@ -658,7 +658,8 @@ def coordinates(
     layers give must change alike. The exit code is 1 if it doesn't.
 
     \b
-    paceline coordinates job.toml --set model.parametrization=mup --set model.base_width=64
+    paceline coordinates job.toml
+    paceline coordinates job.toml --set model.parametrization=mup
     """
     from paceline.bench.coordinates import coordinates_command
     from paceline.config.errors import InputError

@@ -24,7 +24,7 @@ HEAD = '[sweep]\njob = "job.toml"\n'
 GRID = 'grid = {"optim.lr" = [1e-3, 3e-3], "train.seed" = [1, 2]}\n'
 FAKE = """\
 #!/bin/bash
-name=$(sed -n 's/^name = "\\(.*\\)"/\\1/p' "$2")
+name=$(sed '/^name = /!d; s/.*"\\(.*\\)"/\\1/; q' "$2")
 until [ -e go ]; do sleep 0.05; done
 exit "$(cat "$name.code" 2>/dev/null || echo 0)"
 """
@@ -73,6 +73,10 @@ def last_line(printed: str) -> object:
 
 def states() -> list[str]:
     return [one["state"] for one in last_line(run("jobs", "--sweep", "sweep", "--json"))]
+
+
+def until_states(*expected: str) -> None:
+    until(lambda: sorted(states()) == sorted(expected), instead=lambda: run("jobs"))
 
 
 def settings_of(text: str) -> list[dict[str, object]]:
@@ -180,11 +184,11 @@ def test_so_many_at_once_and_the_failed_ones_again(here):
     ]
     request = newest_launch(here / "runs" / "sweep-001").record.request
     assert (request.group, request.at_most, request.priority) == ("sweep", 2, 3)
-    until(lambda: sorted(states()) == ["queued", "queued", "running", "running"])
+    until_states("queued", "queued", "running", "running")
     done = last_line(launch("--json"))  # all live
     assert (len(done["launched"]), len(done["left_alone"])) == (0, 4)
     Path("go").touch()
-    until(lambda: sorted(states()) == ["failed", "finished", "finished", "finished"])
+    until_states("failed", "finished", "finished", "finished")
     Path("sweep-003.code").unlink()
     write(
         f"{HEAD}trials = [{{train.seed = 3}}]\n[sweep.grid]\ntrain.seed = [1, 2]\noptim.lr = [3e-3]"
@@ -192,7 +196,7 @@ def test_so_many_at_once_and_the_failed_ones_again(here):
     done = last_line(launch("--json"))
     names = [Path(one["run"]).name for one in done["launched"]]
     assert names == ["sweep-003", "sweep-005"]  # the failed one, and one that is new
-    until(lambda: states() == ["finished"] * 5)
+    until_states(*["finished"] * 5)
     assert [one.number for one in launches_of(here / "runs" / "sweep-003")] == [1, 2]
     with pytest.raises(InputError, match=r"was launched with train.steps = 12, which is 13 now"):
         launch("--set", "train.steps=13")
@@ -218,11 +222,11 @@ def test_a_submission_that_dies_half_way_leaves_nothing_queued(here, monkeypatch
         "sweep-003 can't be submitted (the 2 trials submitted before it asked to stop): "
         "the disk is full."
     )
-    until(lambda: states() == ["cancelled", "cancelled"])
+    until_states("cancelled", "cancelled")
     error = KeyboardInterrupt()
     arguments = ["launch", "sweep.toml", "--on", "queue", "--set", "cluster.devices_per_node=1"]
     assert CliRunner().invoke(app, arguments).exit_code == 130
-    until(lambda: states() == ["cancelled", "cancelled"])
+    until_states("cancelled", "cancelled")
     assert newest_launch(here / "runs" / "sweep-001").number == 2
 
 
@@ -230,7 +234,7 @@ def test_the_table_has_losses_and_the_best_trial(here):
     Path("go").touch()
     write(f"{HEAD}grid.optim.lr = [1e-3, 3e-3]\nat_most = 2\n")
     launch()
-    until(lambda: states() == ["finished", "finished"])
+    until_states("finished", "finished")
     first = last_line(run("jobs", "--sweep", "sweep", "--json"))[0]
     assert (first["steps"], first["loss"]) == (None, None)
     for name, loss in (("sweep-001", 3.0), ("sweep-002", 2.5)):

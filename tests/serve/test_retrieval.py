@@ -482,9 +482,10 @@ def test_a_client_that_goes_away_while_it_waits_for_documents_leaves_nothing(pla
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         with served.connect() as first, served.connect() as second:
-            for connection in (first, second):
-                connection.sendall((head + body).encode())
-            wait_until(lambda: batches and served.serving._retriever.num_waiting == 1)
+            first.sendall((head + body).encode())
+            wait_until(lambda: batches)
+            second.sendall((head + body).encode())
+            wait_until(lambda: served.serving._retriever.num_waiting == 1)
         wait_until(lambda: served.metrics()["requests_total cancelled"] == 2)
         may_go.set()
         assert served.post(prompt="dog", max_tokens=4).status_code == 200

@@ -1,11 +1,10 @@
-"""Whole runs on a stream: what is read under kill -9, waits, and what is said of them.
+"""Whole runs on a stream: waits, and what is said of them.
 
-benchmarks/stream_kills.py kills 200 times; here a few.
+tests/train/test_kills.py has what is read under kill -9.
 """
 
 import json
 import os
-import random
 import re
 import shlex
 import signal
@@ -13,29 +12,15 @@ import subprocess
 import time
 from pathlib import Path
 
-from benchmarks.stream_kills import BATCH, JOB, differences, disturbed, undisturbed
+from benchmarks.kills import JOB, STREAM
 from paceline.observe.run import Run
 from paceline.train.data.stream.log import is_written
-from tests.command_line import Started, metrics, paceline, ranks, start_paceline
-
-
-def _start(arguments, folder):
-    return Started(arguments, folder, num_outputs=1)
-
-
-def test_killed_at_random_moments_it_reads_what_an_undisturbed_run_reads(tmp_path):
-    steps = 24
-    expected = undisturbed(tmp_path / "undisturbed", steps, _start)
-    assert sorted(expected) == list(range(steps * BATCH))
-    # Seeded by nothing: other moments at each run of the test, the same result every time.
-    found, killed = disturbed(tmp_path / "disturbed", steps, 4, random.Random(), _start, 4.0)
-    assert killed.total() == 4
-    assert differences(expected, found) == []
+from tests.command_line import metrics, paceline, ranks, start_paceline
 
 
 def write_job(folder, steps: int = 6, more: str = "") -> None:
     (folder / "incoming").mkdir()
-    job = JOB.format(steps=steps, batch=BATCH, seq_len=32).replace('"killed"', '"live"')
+    job = JOB.format(steps=steps, batch=4, seq_len=32).replace('"killed"', '"live"') + STREAM
     (folder / "job.toml").write_text(job.replace("[data.stream]\n", f"[data.stream]\n{more}"))
 
 

@@ -77,6 +77,8 @@ segment_mb = 0.002
 shuffle = 6
 """
 _SOURCES = {"words": 400, "sums": 150, "dates": 60}
+_RECORD = "record {:06d} of all"
+_LINE_TOKENS = len(_RECORD.format(0)) + 1
 _FIRST_STAGE, _NUM_STAGES = 6, 10
 _NOTES = "read.jsonl"
 _LINE_S, _LOOK_S, _PATIENCE_S, _WHOLE_S = 0.005, 0.02, 120.0, 7200.0
@@ -206,7 +208,7 @@ class Stream:
             while number >= _lines_for(allowed := may_do()):
                 time.sleep(_LOOK_S)
             with (folder / "incoming" / f"{number // 500:06d}.jsonl").open("a") as file:
-                file.write(json.dumps({"text": f"record {number:06d} of all"}) + "\n")
+                file.write(json.dumps({"text": _RECORD.format(number)}) + "\n")
             if allowed < steps:
                 time.sleep(_LINE_S)
 
@@ -216,7 +218,7 @@ KINDS: dict[str, type[Mixture | Stream]] = {"mixture": Mixture, "stream": Stream
 
 def _lines_for(steps: int) -> int:
     """More than so many steps need."""
-    return steps * BATCH * SEQ_LEN // 24 + 40
+    return steps * BATCH * SEQ_LEN // _LINE_TOKENS + 40
 
 
 # ---- the two runs --------------------------------------------------------------------------------

@@ -15,20 +15,29 @@ from paceline.observe.terms import colour
 from tests.observe import synthetic
 
 CHARTS = ["loss", "terms", "rate", "memory", "lr", "grad_norm"]
-OF_STREAMS = ["latency", "backlog"]
+OF_STREAMS, OF_MIXTURES = ["latency", "backlog"], ["parts"]
 
 
 def test_charts_hold_no_number_that_is_not_json():
     lines = synthetic.lines(50)
     lines[10] |= {"loss": math.nan, "grad_norm": math.inf}
     drawn = charts(lines, summary.summarise(lines, synthetic.FACTS))
-    assert list(drawn) == [*CHARTS, *OF_STREAMS]
-    assert not any(drawn[name]["data"] for name in OF_STREAMS)
+    assert list(drawn) == [*CHARTS, *OF_STREAMS, *OF_MIXTURES]
+    assert not any(drawn[name]["data"] for name in (*OF_STREAMS, *OF_MIXTURES))
     assert [trace["name"] for trace in drawn["loss"]["data"]] == [
         *("training", "training, smoothed", "held out", "unigram bound", "not finite")
     ]
     assert drawn["loss"]["data"][-1]["x"] == [11]
     json.dumps(drawn, allow_nan=False)
+
+
+def test_each_source_of_a_mixture_has_a_curve():
+    lines = synthetic.lines(20)
+    for line in lines[:15]:
+        line["figures"] = {"loss.words": 2.0, "loss.sums": 1.0, "acc": 0.5}
+    traces = charts(lines, summary.summarise(lines, {}))["parts"]["data"]
+    assert [trace["name"] for trace in traces] == ["words", "sums"]
+    assert traces[1]["y"] == [1.0] * 15 + [None] * 5
 
 
 def test_long_runs_are_averaged_into_few_bars():

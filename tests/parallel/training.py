@@ -60,6 +60,10 @@ MODELS: dict[str, tuple[str, ...]] = {
         *("model.residual=parallel", "model.tie_embeddings=true", "model.init_std=0.1"),
     ),
     "answers": ("data.records=chat",),
+    "sources": (
+        'data.sources=[{name="a",source="a",weight=1},{name="b",source="b",weight=1},'
+        '{name="c",source="c",weight=1},{name="none",source="d",weight=1}]',
+    ),
 }
 MODELS["adapters"] = (
     *MODELS["experts"], "finetune.method=lora", "finetune.rank=3", "finetune.alpha=60.0",
@@ -73,6 +77,7 @@ class Trained(NamedTuple):
     """What a run gives: the same on every rank, but each has parameters of its own."""
 
     losses: list[float]
+    """Of each step, and of the sources that are told apart in it."""
     eval_loss: float
     grad_norms: list[float]
     parameters: dict[str, Tensor]
@@ -96,7 +101,7 @@ def _with_effect(overrides: Sequence[str]) -> list[str]:
 
 def micro_batches(step: int, job: Job, rank: int) -> list[MicroBatch]:
     """This rank's part of a batch that depends on the step only. Of answers, samples have none to
-    many tokens that count."""
+    many tokens that count; of sources, each sample is of one of the first three."""
     stream = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=stream)
     starts = torch.rand(BATCH, SEQ, generator=stream) < 0.2
@@ -113,7 +118,11 @@ def micro_batches(step: int, job: Job, rank: int) -> list[MicroBatch]:
         each[mine].split(job.micro_batch) for each in (tokens[:, :-1], targets, starts.cumsum(1))
     )
     apart = job.data.starts_anew
-    return [MicroBatch(x, y, ids if apart else None) for x, y, ids in zip(*parts, strict=True)]
+    made = [MicroBatch(x, y, ids if apart else None) for x, y, ids in zip(*parts, strict=True)]
+    if not job.data.sources:
+        return made
+    sources = ((torch.arange(BATCH) * 5 + step) % 7 % 3)[mine].split(job.micro_batch)
+    return [batch._replace(sources=of) for batch, of in zip(made, sources, strict=True)]
 
 
 def trainer_of(job: Job, ranks: Ranks) -> Trainer:
@@ -143,7 +152,8 @@ def train(
         name: whole_tensor(parameter)[slots.get(parameter, ...)]
         for parameter, name in names.items()
     }
-    losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
+    losses = [loss for r in results for loss in (r.loss, *r.figures.values())]
+    norms = [r.grad_norm for r in results]
     return Trained(losses, eval_loss, norms, parameters)
 
 

@@ -84,6 +84,27 @@ def test_each_set_that_is_evaluated_has_its_loss(tmp_path):
     assert evaluated["loss"] == pytest.approx(line["eval_loss"], rel=1e-4)
 
 
+def test_each_source_has_its_loss_in_every_step(tmp_path):
+    """Weighed by the samples of each they make the loss; other ranks and micro-batches say the
+    same, and so does a network cut into stages."""
+    write_mixed_job(tmp_path)
+    few = ("--set", "train.steps=4", "--set", "checkpoint.every=0", "--fresh")
+
+    def figures(*layout):
+        train(tmp_path, *few, *layout)
+        return [line["figures"] for line in metrics(tmp_path)]
+
+    alone = figures(*ranks(1))
+    for line in metrics(tmp_path):
+        low, high = sorted(line["figures"].values())
+        assert low < line["loss"] < high
+    assert all(list(each) == ["loss.words", "loss.sums"] for each in alone)
+    for layout in ("layout.micro_batch=3", "layout.pp=2"):
+        together = figures("--set", layout, *ranks(2))
+        assert together == [pytest.approx(each, rel=1e-4) for each in alone]
+    assert "loss of each source" in (tmp_path / "runs/tiny/report.html").read_text()
+
+
 def test_stages_to_come_may_change_and_others_not(tmp_path):
     write_mixed_job(tmp_path)
     train(tmp_path, *SETTINGS, "--set", "train.steps=6", *ranks(1))

@@ -10,12 +10,15 @@ from paceline.render.charts import NOTHING, Plot, Series, bars, curve, plot, smo
 
 # Bars of the step-time chart; more are averaged in groups of neighbours.
 _MAX_BARS = 40
+# Curves of a chart of parts; metrics.jsonl has them all.
+_MOST_PARTS = 12
 # Marks of steps without a finite loss.
 _MAX_MARKS = 200
 # Runs this short show a mark at every step.
 _FEW_STEPS = 30
 # Steps to either side over which the loss is smoothed, as a share of the run.
 _SMOOTHING = 0.02
+_PART = "loss."
 
 
 def charts(lines: Lines, figures: Summary) -> dict[str, Plot]:
@@ -28,7 +31,7 @@ def charts(lines: Lines, figures: Summary) -> dict[str, Plot]:
     Returns:
         name -> {"data": traces, "layout": layout}, plain JSON without non-finite numbers.
     """
-    names = ("loss", "terms", "rate", "memory", "lr", "grad_norm", "latency", "backlog")
+    names = ("loss", "terms", "rate", "memory", "lr", "grad_norm", "latency", "backlog", "parts")
     if not lines:
         return dict.fromkeys(names, NOTHING)
     unit = figures.unit
@@ -41,6 +44,7 @@ def charts(lines: Lines, figures: Summary) -> dict[str, Plot]:
         _curve(lines, "grad_norm", "%{y:.4~g}", smoothed=True),
         _curve(lines, "stream_latency_s", "%{y:.4~r} s", ticksuffix=" s"),
         _curve(lines, "stream_backlog_tokens", "%{y:.4~s} tokens", tickformat="~s"),
+        _parts(lines),
     )
     return dict(zip(names, drawn, strict=True))
 
@@ -81,6 +85,28 @@ def _loss(lines: Lines, figures: Summary) -> Plot:
     name = "loss (nats per token)" if figures.unit == "tokens" else "loss"
     foot = {"overlaying": "y", "range": [0, 1], "fixedrange": True, "visible": False}
     return _over_steps(traces, {"title": name}, showlegend=True, yaxis2=foot)
+
+
+def _parts(lines: Lines) -> Plot:
+    """The losses of a mixture's sources."""
+    stated = [{"step": line["step"], **(line.get("figures") or {})} for line in lines]
+    names = dict.fromkeys(name for each in stated for name in each if name.startswith(_PART))
+    shown = list(names)[:_MOST_PARTS]
+    if not shown:
+        return NOTHING
+    steps = _steps(lines)
+    reach = round(len(steps) * _SMOOTHING)
+    traces = [
+        _line(
+            steps,
+            smooth(column(stated, name), reach),
+            name.removeprefix(_PART),
+            f"hsl({360 * number // len(shown) + 210}, 55%, 50%)",
+            1.6,
+        )
+        for number, name in enumerate(shown)
+    ]
+    return _over_steps(traces, {"title": "loss of each source"}, showlegend=True)
 
 
 def _noisy(steps: Sequence[int], values: Series, name: str) -> list[Plot]:

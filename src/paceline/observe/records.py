@@ -62,6 +62,7 @@ class StepRecord(TypedDict, total=False):
     memory_bytes: Number
     profiled: bool
     terms: dict[str, Number] | None
+    figures: dict[str, Number] | None
     ranks: dict[str, Figure] | None
     comm: dict[str, Any] | None
 

@@ -68,7 +68,7 @@ def render(
         lede=" ".join(filter(None, [verdict, _lede(figures, num_steps)])),
         cards=_cards(figures, facts, num_steps, found),
         parts=(
-            Section("Loss", Chart("loss", drawn["loss"], "tall")),
+            Section("Loss", Chart("loss", drawn["loss"], "tall"), Chart("parts", drawn["parts"])),
             _step_time(times, Chart("terms", drawn["terms"]), run, bool(explanation)),
             _samples(run),
             interruptions.section(found),

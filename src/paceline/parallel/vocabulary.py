@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.kernels import loss
-from paceline.kernels.loss.reference import own_ids
+from paceline.kernels.loss.reference import own_ids, token_losses, token_losses_parallel
 
 IGNORED = loss.IGNORED
 """The target that leaves a token out of the loss, as in `torch.nn.functional.cross_entropy`."""
@@ -55,6 +55,29 @@ def cross_entropy(logits: DTensor, targets: Tensor) -> Tensor:
     mesh, local = logits.device_mesh, logits.to_local()
     first_row = mesh.get_local_rank() * local.shape[-1]
     return loss.cross_entropy_parallel(local, targets, first_row, mesh.get_group(), inplace=True)
+
+
+@torch.no_grad()
+def losses_of_samples(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sums of the losses of each sample's tokens, without a gradient.
+
+    They are computed sample by sample: the logits are the largest tensor there is, and what this
+    takes besides is that of one sample.
+
+    Args:
+        logits: (batch, seq, vocab); a DTensor split over the vocabulary, or whole.
+        targets: (batch, seq), as in `cross_entropy`.
+
+    Returns:
+        (batch,)
+    """
+    if not isinstance(logits, DTensor):
+        pairs = zip(logits, targets, strict=True)
+        return torch.stack([token_losses(*pair).sum() for pair in pairs])
+    mesh, local = logits.device_mesh, logits.to_local()
+    place = mesh.get_local_rank() * local.shape[-1], mesh.get_group()
+    pairs = zip(local, targets, strict=True)
+    return torch.stack([token_losses_parallel(*pair, *place).sum() for pair in pairs])
 
 
 def on_first_rank(logits: Tensor) -> Tensor:

@@ -209,6 +209,7 @@ def decoder_task(model: Model, job: Job, ranks: Ranks) -> Task:
         staged=staged,
         fill=partial(_fill, job),
         facts=facts,
+        part_names=_part_names(job),
         eval_loss=ExactLoss() if job.train.exact_eval else None,
         sentences=()
         if attention is None
@@ -319,11 +320,17 @@ def next_token(job: Job, ranks: Ranks) -> StagedLoss:
     layout, seq_len = job.layout, job.train.seq_len
     counts_differ = job.data.records == "chat" or job.model.sees_later_tokens
     weigh = partial(_weighed, job.micro_batch * seq_len) if counts_differ else _alike
+    apart = partial(_apart, len(job.data.sources))
     if layout.is_plain:
         dtype = DTYPES[layout.precision]
         return StagedLoss(
             inputs=partial(_whole_inputs, ranks.device.type, dtype),
-            criterion=lambda out, batch: weigh(_whole_loss(out, batch), batch.targets),
+            criterion=lambda out, batch: apart(
+                out,
+                batch.targets,
+                batch.sources,
+                lambda: weigh(_whole_loss(out, batch), batch.targets),
+            ),
         )
     ulysses = layout.ulysses
     place = layout.place(ranks.rank).cp
@@ -333,8 +340,45 @@ def next_token(job: Job, ranks: Ranks) -> StagedLoss:
             batch.tokens[:, held],
             {"document_ids": batch.document_ids, "positions": held},
         ),
-        criterion=lambda logits, batch: _of_held(logits, batch.targets[:, held], weigh),
+        criterion=lambda logits, batch: apart(
+            logits,
+            batch.targets[:, held],
+            batch.sources,
+            lambda: _of_held(logits, batch.targets[:, held], weigh),
+        ),
     )
+
+
+def _part_names(job: Job) -> tuple[str, ...]:
+    """Of the losses of a mixture's sources."""
+    names = [source.name for source in job.data.sources]
+    return tuple(f"loss.{name}" for name in names) if len(names) > 1 else ()
+
+
+def _apart(
+    num_sources: int,
+    logits: Tensor,
+    targets: Tensor,
+    sources: Tensor | None,
+    loss: Callable[[], Tensor | WeightedLoss],
+) -> Tensor | WeightedLoss:
+    """A loss with those of its sources, where there are several.
+
+    Args:
+        num_sources: of the mixture.
+        logits: (batch, seq, vocab).
+        targets: (batch, seq), those of this rank.
+        sources: (batch,), see `MicroBatch.sources`.
+        loss: gives the mean, and may write over the logits.
+    """
+    if sources is None or num_sources < 2:
+        return loss()
+    sums = vocabulary.losses_of_samples(logits, targets)
+    counted = (targets != IGNORED).sum(-1)
+    is_of = sources == torch.arange(num_sources, device=sources.device).unsqueeze(-1)
+    numbers = torch.stack([sums.double(), counted.double()]).unsqueeze(1)  # (2, 1, batch)
+    parts = torch.where(is_of, numbers, 0).sum(-1) / counted.sum()
+    return replace(WeightedLoss.of(loss()), parts=parts)
 
 
 def _alike(loss: Tensor, _targets: Tensor) -> Tensor:
@@ -364,7 +408,7 @@ def _whole_inputs(
     device_type: str, dtype: torch.dtype, batch: MicroBatch
 ) -> tuple[Tensor, dict[str, Any]]:
     told = {"document_ids": batch.document_ids}
-    if switch.takes_on("loss", device_type, dtype):
+    if switch.takes_on("loss", device_type, dtype) and batch.sources is None:
         # The fused loss needs the head's weight, so it is the network's last layer. Plain torch's
         # is better off outside, where FSDP2 has let that weight go.
         told["targets"] = batch.targets

@@ -86,7 +86,7 @@ class Passes:
         if self.pipeline is not None:
             return self._through_pipeline(self.pipeline, micro_batches)
         total, num_parts = len(micro_batches), self.num_parts(len(micro_batches))
-        tally = WeightedSums(self.device, num_parts)
+        tally = WeightedSums(self.device, num_parts, self.task.part_names)
         for number, micro_batch in enumerate(micro_batches):
             prepare_micro_batch(self.module, self.layout, number, total, exact=self.exact)
             self._draw_alike(index, number)
@@ -156,7 +156,7 @@ class Passes:
         inputs, criterion, parts = self._staged(micro_batches, num_parts)
         with self._arithmetic():
             losses = pipeline.step(inputs, criterion, self.loss_scale.scale, self.replicas.take)
-        tally = WeightedSums(self.device, num_parts)
+        tally = WeightedSums(self.device, num_parts, self.task.part_names)
         for part, loss in zip(parts, losses, strict=True):
             tally.add(part, loss)
         return tally

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.train.rank_stats import figures_of_ranks
+from paceline.train.weighted_loss import means, quotient
 
 SumUp = Callable[[Tensor], tuple[Tensor, int]]
 """Maps a rank's numbers to their sum over all workers, in place or not, and how many it is of.
@@ -103,7 +104,7 @@ class WorkerReports:
 def _result(values: list[float], numbers: PendingNumbers) -> StepResult:
     first_said = len(values) - numbers.num_said
     loss_sum, weight, grad_norm, stops, spike, *rest = values[:first_said]
-    loss, *means = (_quotient(each, weight) for each in (loss_sum, *rest[: len(numbers.names)]))
+    loss = quotient(loss_sum, weight)
     squared_error = rest[len(numbers.names) :]
     is_bad = not (abs(loss) < float("inf") and abs(grad_norm) < float("inf"))
     owed = {"error_norm": math.sqrt(squared_error[0])} if squared_error else {}
@@ -115,9 +116,5 @@ def _result(values: list[float], numbers: PendingNumbers) -> StepResult:
         spike,
         {**numbers.sent, **owed},
         figures_of_ranks(values[first_said:]),
-        dict(zip(numbers.names, means, strict=True)),
+        means(numbers.names, rest[: len(numbers.names)], weight),
     )
-
-
-def _quotient(total: float, weight: float) -> float:
-    return total / weight if weight else math.nan

@@ -83,6 +83,8 @@ class Task:
     """Names the data by its contents, None where that is unknown."""
     staged: StagedLoss | None = None
     """The loss taken apart; None: the module can't be pipelined."""
+    part_names: tuple[str, ...] = ()
+    """Of the parts that losses are told apart by (`WeightedLoss.parts`)."""
     eval_names: tuple[str, ...] = ()
     """Of equal parts of the held-out batches, in their order, each of which has a loss of its own;
     what is held out has the mean of these."""

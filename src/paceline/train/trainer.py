@@ -34,7 +34,7 @@ from paceline.train.rank_stats import RankStats
 from paceline.train.results import StepResult
 from paceline.train.task import Step, Task
 from paceline.train.update import Update
-from paceline.train.weighted_loss import WeightedSums, means
+from paceline.train.weighted_loss import WeightedSums, means, quotient
 
 
 @dataclass
@@ -138,7 +138,8 @@ class Trainer:
         is_cut = False
         self.agreement.on_buffers()
         self.module.eval()
-        tally, ema = WeightedSums(self.ranks.device), self.update.ema
+        ema = self.update.ema
+        tally = WeightedSums(self.ranks.device, part_names=self.task.part_names)
         with nullcontext() if ema is None else ema.taken():
             for step in steps:
                 if is_cut := self.agreement.on_stop(wants_stop()):
@@ -148,8 +149,9 @@ class Trainer:
         self.module.train()
         if is_cut:
             return None
-        loss, weight, *figures = self.agreement.sums_of(tally)
-        return (loss / weight).item(), means(tally.names, figures, weight)
+        sums = self.agreement.sums_of(tally)
+        loss, weight, *figures = torch.stack(sums).tolist()
+        return quotient(loss, weight), means(tally.names, figures, weight)
 
     @property
     def needs_warm_up(self) -> bool:

@@ -7,6 +7,7 @@ weight. The sum of all weights comes with the step's one exchange, and the gradi
 it before they are clipped. Where every weight is one, nothing changes, not even a bit.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from paceline.parallel.exact_sums import exact_sums
+
+_PART = " (part)"
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,9 @@ class WeightedLoss:
     """How much it counts; 0: not at all, and then its loss may be anything."""
     figures: Mapping[str, Tensor | float] = field(default_factory=dict)
     """Other means over the same, by name: an accuracy."""
+    parts: Tensor | None = None
+    """Means over parts of what counts, times the share that each part is of it, and these shares:
+    (2, parts)."""
 
     @classmethod
     def of(cls, value: "Tensor | WeightedLoss") -> "WeightedLoss":
@@ -42,13 +48,22 @@ class WeightedLoss:
 class WeightedSums:
     """Sums over micro-batches, in fp64 on their device."""
 
-    def __init__(self, device: torch.device, num_parts: int = 1) -> None:
-        """`num_parts`: what all sums are divided by; then weights of one add up to one."""
+    def __init__(
+        self, device: torch.device, num_parts: int = 1, part_names: Sequence[str] = ()
+    ) -> None:
+        """None are added yet.
+
+        Args:
+            num_parts: what all sums are divided by; then weights of one add up to one.
+            part_names: of each loss's `parts`, also on a rank that has none.
+        """
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._num_parts = num_parts
         self._losses: list[Tensor] = []
         self._weights: list[Tensor | float] = []
         self._figures: dict[str, list[Tensor]] = {}
+        self._part_names = [*part_names, *(name + _PART for name in part_names)]
+        self._parts: list[Tensor] = []
 
     def add(self, part: WeightedLoss, loss: Tensor) -> None:
         """Count a micro-batch in.
@@ -61,11 +76,14 @@ class WeightedSums:
         for name, value in part.figures.items():
             figure = torch.as_tensor(value).detach().to(self._zero)
             self._figures.setdefault(name, []).append(part.times_weight(figure))
+        if part.parts is not None:
+            parts = part.parts.detach().to(self._zero).flatten()
+            self._parts.append(part.times_weight(parts))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the figures, in their order in `sums`."""
-        return tuple(sorted(self._figures))
+        """Of the figures, in their order in `sums`, and of parts (see `means`)."""
+        return (*sorted(self._figures), *self._part_names)
 
     def sums(self) -> list[Tensor]:
         """Of loss, weight and figures, () each: means are quotients by the weight."""
@@ -89,9 +107,24 @@ class WeightedSums:
 
     @property
     def _numbers(self) -> list[Sequence[Tensor | float]]:
-        return [self._losses, self._weights, *(self._figures[name] for name in self.names)]
+        figures = [self._figures[name] for name in sorted(self._figures)]
+        parts: list[list[Tensor]] = [[] for _ in self._part_names]
+        if self._parts:
+            parts = [list(row) for row in torch.stack(self._parts, 1)]
+        return [self._losses, self._weights, *figures, *parts]
 
 
-def means(names: Sequence[str], sums: Sequence[Tensor], weight: Tensor) -> dict[str, float]:
-    """Figures from their sums over everything that counts."""
-    return {name: (value / weight).item() for name, value in zip(names, sums, strict=True)}
+def means(names: Sequence[str], sums: Sequence[float], weight: float) -> dict[str, float]:
+    """Figures from their sums over everything that counts, but those of parts that are empty."""
+    totals = dict(zip(names, sums, strict=True))
+    shares = {name: value for name, value in totals.items() if name.endswith(_PART)}
+    return {
+        name: quotient(totals[name], shares.get(name + _PART, weight))
+        for name in totals
+        if name not in shares and shares.get(name + _PART) != 0
+    }
+
+
+def quotient(total: float, weight: float) -> float:
+    """A mean; NaN where nothing counts."""
+    return total / weight if weight else math.nan

@@ -33,10 +33,25 @@ def cross_entropy_parallel(
     Three numbers a token go between the ranks: the largest logit of each, its sum of exponentials,
     and the target's logit where it has that.
     """
+    losses = token_losses_parallel(logits, targets, first_row, group)
+    return losses.sum() / (targets != IGNORED).sum()  # NaN where nothing counts
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Negative log-likelihood of each target (...) by logits (..., vocab); 0 where it doesn't
+    count."""
+    rows, flat = _wide(logits).reshape(-1, logits.shape[-1]), targets.reshape(-1).long()
+    losses = F.cross_entropy(rows, flat, ignore_index=IGNORED, reduction="none")
+    return losses.view_as(targets)
+
+
+def token_losses_parallel(
+    logits: Tensor, targets: Tensor, first_row: int, group: dist.ProcessGroup
+) -> Tensor:
+    """The same of logits of which each rank has some columns (see `cross_entropy_parallel`)."""
     own, is_own = own_ids(targets.long(), first_row, logits.shape[-1])
     losses = _TokenLosses.apply(logits, own, is_own, group)
-    counted = targets != IGNORED
-    return torch.where(counted, losses, 0).sum() / counted.sum()  # NaN where nothing counts
+    return torch.where(targets != IGNORED, losses, 0)
 
 
 def own_ids(ids: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:

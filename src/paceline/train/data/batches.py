@@ -39,6 +39,9 @@ class TokenRows(Protocol):
     def document_ids(self, sample_ids: Ids, seq_len: int) -> NDArray[np.int64]:
         """The document that each of their tokens is of, (ids, seq_len)."""
 
+    def sources_of(self, sample_ids: Ids, seq_len: int) -> Ids | None:
+        """The number of each one's source, (ids,); None: there is one."""
+
 
 class Samples(TokenRows, Protocol):
     """Samples of a split, or of several (`TokenDataset`, `PackedConversations`, `MixedDataset`)."""
@@ -54,13 +57,16 @@ class Samples(TokenRows, Protocol):
 
 
 class MicroBatch(NamedTuple):
-    """What one forward pass reads; all are contiguous int64, shape (micro_batch, seq_len)."""
+    """What one forward pass reads; all are contiguous int64, shape (micro_batch, seq_len) but where
+    it is said."""
 
     tokens: Tensor
     targets: Tensor
     """The token after each; -100 where the loss doesn't count it."""
     document_ids: Tensor | None
     """Running numbers of documents, where attention starts anew at each."""
+    sources: Tensor | None = None
+    """(micro_batch,): the number of each sample's source, where there are several."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,10 @@ def load(dataset: TokenRows, shape: BatchShape, ids: NDArray[np.int64]) -> list[
     if shape.reset_at_documents:
         document_ids = _to_device(dataset.document_ids(ids, shape.seq_len), shape.device)
         documents = document_ids.split(shape.micro_batch)
-    return [MicroBatch(*parts) for parts in zip(tokens, targets, documents, strict=True)]
+    sources: tuple[Tensor | None, ...] = (None,) * len(tokens)
+    if (numbers := dataset.sources_of(ids, shape.seq_len)) is not None:
+        sources = _to_device(numbers, shape.device).split(shape.micro_batch)
+    return [MicroBatch(*parts) for parts in zip(tokens, targets, documents, sources, strict=True)]
 
 
 def _targets(

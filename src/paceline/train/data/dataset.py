@@ -203,6 +203,9 @@ class TokenDataset:
     def counted(self, sample_ids: NDArray[np.int64], seq_len: int) -> None:
         """Which targets the loss counts: all."""
 
+    def sources_of(self, sample_ids: NDArray[np.int64], seq_len: int) -> None:
+        """There is one."""
+
     def will_need(self, sample_ids: NDArray[np.int64], seq_len: int) -> None:
         """Say that samples are gathered soon, so that storage is read while the device computes."""
         for start in self._starts(sample_ids, seq_len):

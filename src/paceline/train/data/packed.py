@@ -95,6 +95,9 @@ class PackedConversations:
             self._tokens.read(self._starts[conversation], tokens[row, at : at + count])
         return tokens
 
+    def sources_of(self, sample_ids: Ints, seq_len: int) -> None:
+        """There is one."""
+
     def counted(self, sample_ids: Ints, seq_len: int) -> NDArray[np.bool_]:
         """Which targets the loss counts: (num_samples, seq_len)."""
         answers = np.zeros((len(sample_ids), seq_len + 1), np.int64)

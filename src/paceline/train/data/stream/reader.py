@@ -93,6 +93,9 @@ class LogReader:
     def counted(self, _sample_ids: NDArray[np.int64], _seq_len: int) -> None:
         """The loss counts every token."""
 
+    def sources_of(self, _sample_ids: NDArray[np.int64], _seq_len: int) -> None:
+        """There is one."""
+
     def arrived(self, start: int, end: int) -> float:
         """When the oldest of tokens start .. end - 1 arrived, unix time."""
         found = self._segments_of(start, end)

@@ -8,6 +8,7 @@ import torch
 from paceline.config.errors import InputError
 from paceline.config.job_sections import Data
 from paceline.train.data import BatchShape, eval_batches, prepare, sample_ids, train_batches
+from paceline.train.data.dataset import TokenStream
 
 SEQ = 16
 
@@ -48,6 +49,15 @@ def test_a_step_is_the_next_samples_of_the_order(prepared):
             assert (tensor.dtype, tuple(tensor.shape)) == (torch.int64, (4, SEQ))
             assert tensor.is_contiguous()
         assert micro.document_ids is None
+
+
+@pytest.mark.parametrize("first", [0, 5_000, 10**12])
+def test_a_run_resumes_anywhere_by_reading_a_step(prepared, first, monkeypatch):
+    """However many samples came before, those of one step are read, and none is looked at twice."""
+    read = []
+    monkeypatch.setattr(TokenStream, "read", lambda _self, start, _out: read.append(start))
+    next(train_batches(prepared.dataset("train"), BatchShape(8, 4, SEQ), 3, first))
+    assert len(read) == 8
 
 
 @pytest.mark.parametrize(("num_ranks", "micro_batch"), [(1, 1), (2, 3), (4, 3), (6, 2), (12, 1)])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from paceline.config.errors import InputError
 from paceline.config.job_sections import Data, Train
 from paceline.train.data import BatchShape, prepare_corpus, train_batches
+from paceline.train.data.dataset import TokenStream
 from paceline.train.data.mixture import PERIOD, MixedSource, MixtureOrder, WeightsFrom, places_of
 from paceline.train.data.order import sample_ids
 
@@ -167,6 +168,13 @@ def test_ranks_and_resuming_don_t_change_what_is_consumed(data):
         parts += consumed(corpus, num_ranks, count, first=done * 12)
         done += count
     assert np.array_equal(whole, parts)
+
+
+def test_a_mixture_resumes_anywhere_by_reading_a_step(data, monkeypatch):
+    read, split = [], prepare_corpus(data).for_samples(SEQ).train_split(12)
+    monkeypatch.setattr(TokenStream, "read", lambda _self, start, _out: read.append(start))
+    next(train_batches(split, BatchShape(12, 4, SEQ), 0, 12 * 10**9))
+    assert len(read) == 12
 
 
 def test_samples_are_of_the_source_that_the_weights_say(data):

@@ -19,6 +19,7 @@ from paceline.train.data.stream.log import (
     Record,
     create_log,
     read_log_meta,
+    read_record,
     segments,
 )
 from paceline.train.data.stream.reader import LogReader
@@ -78,6 +79,22 @@ def test_what_is_appended_is_read_across_records_and_segments(folder):
     assert reader.arrived(0, 1) == 1000.0
     last = len(tokens) - 1
     assert last - 30 < reader.arrived(last, last + 1) - 1000.0 <= last
+
+
+def test_samples_anywhere_are_read_without_what_is_before(folder, monkeypatch):
+    fill(folder, 300)
+    reader = LogReader(folder)
+    count = reader.num_samples(4)
+    read = []
+    monkeypatch.setattr(
+        "paceline.train.data.stream.reader.read_record",
+        lambda file, dtype: read.append(found := read_record(file, dtype)) or found,
+    )
+    for number in (0, count // 2, count - 1):
+        read.clear()
+        LogReader(folder).gather(np.array([number]), 4)
+        assert 1 <= len(read) <= 3
+        assert read[0].first_token <= number * 4
 
 
 def test_documents_are_told_apart_within_a_sample(folder):

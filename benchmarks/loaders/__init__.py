@@ -1,0 +1,1 @@
+"""Loaders of tokenised data: ours and others', on the same corpus."""

@@ -7,7 +7,7 @@ lines still arrive; there the process that appends to the log is killed, too. Ea
 and the tokens of every sample that it trains on. What was noted, whenever and how often, has to be
 the sequence of the undisturbed run.
 
-Half of the kills fall between a start and its first step, the others after that step.
+Half of the kills are drawn for the time between a start and its first new step, the others after it.
 
 `python -m benchmarks.kills train ARGUMENTS` is `paceline train ARGUMENTS` with ranks that note.
 """

@@ -7,7 +7,8 @@ lines still arrive; there the process that appends to the log is killed, too. Ea
 and the tokens of every sample that it trains on. What was noted, whenever and how often, has to be
 the sequence of the undisturbed run.
 
-Half of the kills are drawn for the time between a start and its first new step, the others after it.
+Half of the kills are drawn for the time between a start and its first new step, the others after
+it.
 
 `python -m benchmarks.kills train ARGUMENTS` is `paceline train ARGUMENTS` with ranks that note.
 """
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,6 @@ from paceline.train import command, session
 from paceline.train.data import batches
 from paceline.train.data.batches import BatchShape, MicroBatch, TokenRows
 from paceline.train.data.order import Ids, rank_share
-from paceline.train.data.stream import feed
 from paceline.train.session import MakeTask
 from paceline.train.task import Step, Task
 from tests.command_line import Started
@@ -100,19 +100,19 @@ def noting_rank(run: Run, make_task: MakeTask, *placed: Any) -> object:
 
 
 def _noting_task(run: Run, make_task: MakeTask, job: Job, ranks: Ranks) -> Task:
-    load, last = batches.load, list[int]()
+    load_steps, ids_of_steps = batches.load_steps, deque[list[int]]()
 
-    def remembering(rows: TokenRows, shape: BatchShape, ids: Ids) -> list[MicroBatch]:
-        last[:] = shape.share(ids).tolist()
-        return load(rows, shape, ids)
+    def remembering(rows: TokenRows, shape: BatchShape, ids: Ids) -> list[list[MicroBatch]]:
+        ids_of_steps.extend(shape.shares(ids).tolist())
+        return load_steps(rows, shape, ids)
 
-    batches.load = feed.load = remembering
+    batches.load_steps = remembering
     task = make_task(job, ranks)
-    return replace(task, steps_from=partial(_noted, run, task, job, ranks, last))
+    return replace(task, steps_from=partial(_noted, run, task, job, ranks, ids_of_steps))
 
 
 def _noted(
-    run: Run, task: Task, job: Job, ranks: Ranks, ids: list[int], first: int
+    run: Run, task: Task, job: Job, ranks: Ranks, ids_of_steps: deque[list[int]], first: int
 ) -> Iterator[Step]:
     size = job.train.global_batch
     for step in task.steps_from(first):
@@ -120,6 +120,7 @@ def _noted(
         numbers = rank_share(np.arange(first, first + size), *place, micro_batch=job.micro_batch)
         rows = torch.cat([micro_batch.tokens for micro_batch in step]).tolist()
         with (run.path / _NOTES).open("a") as notes:
+            ids = ids_of_steps.popleft()
             for number, *sample in zip(numbers.tolist(), ids, rows, strict=True):
                 notes.write(json.dumps([number, *sample]) + "\n")
         yield step

@@ -8,7 +8,7 @@ import torch
 from paceline.config.errors import InputError
 from paceline.config.job_sections import Data
 from paceline.train.data import BatchShape, eval_batches, prepare, sample_ids, train_batches
-from paceline.train.data.dataset import TokenStream
+from paceline.train.data.dataset import TokenStream, _Advice
 
 SEQ = 16
 
@@ -55,9 +55,26 @@ def test_a_step_is_the_next_samples_of_the_order(prepared):
 def test_a_run_resumes_anywhere_by_reading_a_step(prepared, first, monkeypatch):
     """However many samples came before, those of one step are read, and none is looked at twice."""
     read = []
-    monkeypatch.setattr(TokenStream, "read", lambda _self, start, _out: read.append(start))
+    rows = TokenStream.rows
+    monkeypatch.setattr(TokenStream, "rows", lambda *of: read.extend(of[1]) or rows(*of))
     next(train_batches(prepared.dataset("train"), BatchShape(8, 4, SEQ), 3, first))
     assert len(read) == 8
+
+
+def test_storage_is_told_what_comes_next_while_it_is_waited_for():
+    def told(count, num_waits):
+        """Whether it was before each of some reads that wait for so many pages."""
+        answers = []
+        for _ in range(count):
+            answers.append(advice.is_due())
+            advice.saw(0 if answers[-1] else num_waits)
+        return answers
+
+    advice = _Advice()
+    assert told(3, num_waits=0) == [False] * 3
+    assert told(3, num_waits=5) == [False, True, True]
+    assert told(200, num_waits=5).count(False) == 3
+    assert told(200, num_waits=0)[-100:] == [False] * 100
 
 
 @pytest.mark.parametrize(("num_ranks", "micro_batch"), [(1, 1), (2, 3), (4, 3), (6, 2), (12, 1)])

@@ -2,9 +2,10 @@
 
 How it works: a step takes the next `global_batch` samples of the order (order.py), each rank a
 contiguous part of them, cut into micro-batches. The batch is gathered when it is asked for: copying
-16 x 257 tokens out of mapped memory takes tens of microseconds, and a background thread would take
-the cores and the interpreter lock from the step that runs meanwhile. What may take long is storage,
-so the kernel is told a step ahead which pages come next (madvise; measured on 16 x 2049 tokens that
+16 x 257 tokens out of mapped memory takes microseconds, and a background thread would take the
+cores and the interpreter lock from the step that runs meanwhile. Small batches are gathered several
+steps at once, but for the first step, which a resumed run waits for. What may take long is storage,
+so the kernel is told before which pages come next (madvise; measured on 16 x 2049 tokens that
 are not in memory, on a local disk: 1.4 ms to gather unadvised, 0.1 ms advised). On CUDA the copy to
 the device goes through pinned memory and the host does not wait for it.
 
@@ -25,6 +26,8 @@ from paceline.kernels.loss import IGNORED
 from paceline.train.data.order import Ids, rank_share
 
 _IDS_AT_ONCE = 4096
+_TOKENS_AT_ONCE = 2**16
+"""Of the steps that are gathered together: half a megabyte."""
 
 
 class TokenRows(Protocol):
@@ -97,6 +100,10 @@ class BatchShape:
         kind = {"micro_batch": self.micro_batch, "interleave": self.interleave}
         return rank_share(ids, self.rank, self.num_ranks, **kind)
 
+    def shares(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The same of several steps: (steps, global_batch) -> (steps, share)."""
+        return ids[:, self.share(np.arange(self.global_batch))]
+
 
 def train_batches(
     dataset: Samples, shape: BatchShape, seed: int, first_sample: int
@@ -112,14 +119,14 @@ def train_batches(
     Raises:
         InputError: the split is shorter than one sample, or there are no more samples.
     """
-    steps = _steps(dataset.order(seed, shape.seq_len), shape.global_batch, first_sample)
-    ids = next(steps)
+    groups = _groups(dataset.order(seed, shape.seq_len), shape, first_sample)
+    ids = next(groups)
     while True:
-        batch = load(dataset, shape, ids)
-        following = next(steps, None)
+        steps = load_steps(dataset, shape, ids)
+        following = next(groups, None)
         if following is not None:
-            dataset.will_need(shape.share(following), shape.seq_len)
-        yield batch
+            dataset.will_need(shape.shares(following).reshape(-1), shape.seq_len)
+        yield from steps
         if following is None:
             raise InputError(
                 "data.sources have no more samples by their max_epochs: raise one, or train less."
@@ -127,12 +134,23 @@ def train_batches(
         ids = following
 
 
-def _steps(order: Callable[[int, int], Ids], size: int, first: int) -> Iterator[Ids]:
-    """The samples of one step after the other; many are computed at once, which is cheaper."""
+def _groups(
+    order: Callable[[int, int], Ids], shape: BatchShape, first: int
+) -> Iterator[NDArray[np.int64]]:
+    """The samples of steps that are gathered together, (steps, global_batch): one, then more. Many
+    are computed at once, which is cheaper."""
+    size = shape.global_batch
+    share = size // shape.num_ranks * (shape.seq_len + 1)
+    num_steps = max(1, _TOKENS_AT_ONCE // share)
     count = max(1, _IDS_AT_ONCE // size) * size
+    is_first = True
     while len(ids := order(first, count)) >= size:
-        whole = len(ids) - len(ids) % size
-        yield from ids[:whole].reshape(-1, size)
+        steps = ids[: len(ids) - len(ids) % size].reshape(-1, size)
+        if is_first:
+            yield steps[:1]
+            steps, is_first = steps[1:], False
+        for at in range(0, len(steps), num_steps):
+            yield steps[at : at + num_steps]
         first += count
 
 
@@ -155,7 +173,21 @@ def eval_batches(
 
 def load(dataset: TokenRows, shape: BatchShape, ids: NDArray[np.int64]) -> list[MicroBatch]:
     """This rank's micro-batches of the samples of a step."""
-    ids = shape.share(ids)
+    return load_steps(dataset, shape, ids[None])[0]
+
+
+def load_steps(
+    dataset: TokenRows, shape: BatchShape, ids: NDArray[np.int64]
+) -> list[list[MicroBatch]]:
+    """This rank's micro-batches of several steps, whose samples are `ids` (steps, global_batch)."""
+    micro_batches = _micro_batches(dataset, shape, shape.shares(ids).reshape(-1))
+    count = len(micro_batches) // len(ids)
+    return [micro_batches[at : at + count] for at in range(0, len(micro_batches), count)]
+
+
+def _micro_batches(
+    dataset: TokenRows, shape: BatchShape, ids: NDArray[np.int64]
+) -> list[MicroBatch]:
     samples = _to_device(dataset.gather(ids, shape.seq_len), shape.device)  # (share, seq_len + 1)
     tokens = samples[:, :-1].contiguous().split(shape.micro_batch)
     targets = _targets(dataset, shape, ids, samples).split(shape.micro_batch)

@@ -12,6 +12,7 @@ It is not where data is made: that is build.py.
 """
 
 import mmap
+import resource
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ TOKENIZER_FILE = "tokenizer.json"
 STREAM = "tokens"
 ANSWERS = "answers"
 SHARD_TOKENS = 128 * 2**20
+_TRIED_EVERY = 64
 
 
 class Meta(FrozenConfig):
@@ -118,6 +120,31 @@ class _Shard(NamedTuple):
     file: mmap.mmap
 
 
+class _Advice:
+    """Whether storage is told which pages come next: a call for each sample, spared while all are
+    in memory. That is found by leaving it out now and then, and looking whether pages were waited
+    for."""
+
+    def __init__(self) -> None:
+        self._is_waited_for, self._is_tried, self._asked = True, False, 0
+
+    def is_due(self) -> bool:
+        """For what is read next."""
+        self._is_tried = not self._is_waited_for or self._asked % _TRIED_EVERY == 0
+        self._asked += 1
+        return not self._is_tried
+
+    def saw(self, num_waits: int) -> None:
+        """So many pages came from storage while it was read."""
+        if num_waits or self._is_tried:
+            self._is_waited_for = num_waits > 0
+
+
+def _num_waits() -> int:
+    """For pages from storage, of this thread so far."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+
+
 class TokenStream:
     """The tokens of one stream, mapped from its shards."""
 
@@ -126,10 +153,31 @@ class TokenStream:
     ) -> None:
         self._shard_tokens = shard_tokens
         self._shards = []
+        self.advice = _Advice()
         for index, first in enumerate(range(0, num_tokens, shard_tokens)):
             path = shard_path(folder, name, index)
             file = _map(path, min(shard_tokens, num_tokens - first) * dtype.itemsize)
             self._shards.append(_Shard(np.frombuffer(file, dtype), file))
+
+    def rows(self, starts: Ids, width: int) -> NDArray[np.int64]:
+        """So many tokens from each of some positions on: (starts, width)."""
+        waits = _num_waits()
+        out = np.empty((len(starts), width), np.int64)
+        shards, offsets = np.divmod(starts, self._shard_tokens)
+        is_within = offsets + width <= self._shard_tokens
+        for shard in np.unique(shards[is_within]):
+            places = np.flatnonzero(is_within & (shards == shard))
+            out[places] = self._windows(int(shard), width)[offsets[places]]
+        for place in np.flatnonzero(~is_within):
+            self.read(int(starts[place]), out[place])
+        self.advice.saw(_num_waits() - waits)
+        return out
+
+    def _windows(self, shard: int, width: int) -> NDArray[np.unsignedinteger]:
+        """All windows of a shard, which share its memory."""
+        tokens, file = self._shards[shard]
+        shape, step = (len(tokens) - width + 1, width), tokens.itemsize
+        return np.ndarray(shape, tokens.dtype, file, strides=(step, step))
 
     def read(self, start: int, out: NDArray[np.int64]) -> None:
         """Fill `out` with the tokens from a position on, across shards."""
@@ -195,10 +243,7 @@ class TokenDataset:
         Raises:
             IndexError: a sample id is out of range.
         """
-        tokens = np.empty((len(sample_ids), seq_len + 1), np.int64)
-        for start, row in zip(self._starts(sample_ids, seq_len), tokens, strict=True):
-            self._stream.read(start, row)
-        return tokens
+        return self._stream.rows(self._starts(sample_ids, seq_len), seq_len + 1)
 
     def counted(self, sample_ids: NDArray[np.int64], seq_len: int) -> None:
         """Which targets the loss counts: all."""
@@ -208,8 +253,9 @@ class TokenDataset:
 
     def will_need(self, sample_ids: NDArray[np.int64], seq_len: int) -> None:
         """Say that samples are gathered soon, so that storage is read while the device computes."""
-        for start in self._starts(sample_ids, seq_len):
-            self._stream.will_need(start, seq_len + 1)
+        if self._stream.advice.is_due():
+            for start in self._starts(sample_ids, seq_len).tolist():
+                self._stream.will_need(start, seq_len + 1)
 
     def document_ids(self, sample_ids: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
         """Tell to which document each input token belongs; its end-of-document token included.
@@ -221,19 +267,19 @@ class TokenDataset:
             IndexError: a sample id is out of range.
         """
         documents = np.zeros((len(sample_ids), seq_len), np.int64)
-        for start, row in zip(self._starts(sample_ids, seq_len), documents, strict=True):
+        for start, row in zip(self._starts(sample_ids, seq_len).tolist(), documents, strict=True):
             begin, end = np.searchsorted(self._document_starts, (start + 1, start + seq_len))
             row[self._document_starts[begin:end] - start] = 1
             row[0] = begin - 1
         return np.cumsum(documents, axis=1)
 
-    def _starts(self, sample_ids: NDArray[np.int64], seq_len: int) -> list[int]:
+    def _starts(self, sample_ids: NDArray[np.int64], seq_len: int) -> Ids:
         num_samples = self.num_samples(seq_len)
         if len(sample_ids) and not 0 <= sample_ids.min() <= sample_ids.max() < num_samples:
             raise IndexError(
                 f"sample ids {sample_ids.min()} to {sample_ids.max()} of {num_samples} samples"
             )
-        return (self._first + sample_ids * seq_len).tolist()
+        return self._first + sample_ids * seq_len
 
 
 def _map(path: Path, size_bytes: int) -> mmap.mmap:

@@ -17,6 +17,7 @@ DENSE = Model(
     head_dim=8, max_seq_len=64,
 )  # fmt: skip
 EXPERTS = DENSE.replace(experts=Experts(num_experts=8, experts_per_token=2, ffn_size=16))
+BIASED = DENSE.replace(experts=Experts(num_experts=8, experts_per_token=2, ffn_size=16, bias=True))
 PIPELINE = {"pp": 4, "schedule": "1f1b", "split": (2, 2, 2, 2)}
 
 
@@ -241,6 +242,34 @@ REFUSED = {
         {"model": EXPERTS, "global_batch": 24},
         "model.hidden_size = 32 can't be sharded over the 3 ranks that layout.ep = 2 leaves of "
         "fsdp x cp = 6 x 1: change ep or fsdp.",
+    ),
+    "biases' shards": (
+        {"fsdp": 6, "zero": 3, "ep": 2},
+        {"model": BIASED.replace(hidden_size=48), "global_batch": 24},
+        "model.experts.ffn_size = 16 can't be sharded over the 3 ranks that layout.ep = 2 leaves "
+        "of fsdp x cp = 6 x 1: change ep or fsdp.",
+    ),
+    "columns of experts with biases": (
+        {"tp": 2},
+        {"model": BIASED},
+        "layout.tp = 2 cuts experts by columns, which those with model.experts.bias can't be: set "
+        "it to 1, and share experts out by ep.",
+    ),
+    "parts of a sequence, and caps": (
+        {"cp": 2},
+        {"model": DENSE.replace(score_cap=50.0)},
+        "layout.cp = 2 attends block by block, which knows no model.score_cap: set it to 1.",
+    ),
+    "parts of a sequence, and sinks": (
+        {"cp": 2},
+        {"model": DENSE.replace(sinks=True)},
+        "layout.cp = 2 attends block by block, which knows no model.sinks: set it to 1.",
+    ),
+    "parts of a sequence, and later tokens": (
+        {"cp": 2},
+        {"model": DENSE.replace(causal=False)},
+        "layout.cp = 2 shares sequences whose tokens see earlier ones, and with model.causal = "
+        "false they see all: set it to 1.",
     ),
     "the global batch": (
         {"dp": 4, "micro_batch": 3},

@@ -177,7 +177,8 @@ def test_a_model_survives_its_serialised_form():
         ({"rotary_share": 0.2}, "rotary_share = 0.2 lets 3 numbers of a head turn"),
         ({"positions": "learned", "rope_theta": 5e5}, "rope_theta can't take effect"),
         ({"bias": True, "qkv_bias": True}, "leave out qkv_bias"),
-        ({"head_bias": True, "tie_embeddings": True}, "head_bias = true needs a head"),
+        ({"norm_bias": False}, "norm_bias = false has no effect on RMS norms"),
+        ({"embedding_norm": True, "residual": "parallel"}, "takes the place of a norm that"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "must be above low_freq_factor"),
     ],
 )
@@ -291,7 +292,7 @@ def test_windows_of_qwen_by_layer():
     [
         (
             {"model_type": "bloom"},
-            "known are deepseek_v2, deepseek_v3, gemma, gemma3_text, gpt2, gpt_neox, llama",
+            "known are bert, deepseek_v2, deepseek_v3, gemma, gemma2, gemma3_text, gpt2, gpt_neox",
         ),
         ({"model_type": "llamaa"}, "did you mean llama?"),
         ({"model_type": None}, "model_type = 'None'"),

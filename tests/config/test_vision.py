@@ -129,6 +129,6 @@ def test_networks_that_are_only_planned_are_not_trained():
         with pytest.raises(InputError, match="can be planned, not trained yet"):
             resolve_on_this_machine(_job(**model))
     experts = "model.experts={num_experts=4,experts_per_token=2,ffn_size=16}"
-    with pytest.raises(InputError, match=r"SwiGLU without biases: .* not trained yet"):
+    with pytest.raises(InputError, match=r"experts are SwiGLU: .* not trained yet"):
         resolve_on_this_machine(read_job(None, [experts, "model.gated=false"]))
     assert why_only_planned(read_job(None)) is None

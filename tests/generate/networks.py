@@ -33,6 +33,20 @@ MODELS = {
     "window": Model(**_SHAPE, sliding_window=7, full_layers=(1,), qkv_bias=True),
     "gpt2": Model(**_SHAPE, **_GPT, positions="learned", tie_embeddings=True),
     "phi": Model(**_SHAPE, **_GPT, residual="parallel_shared", rotary_share=0.5, head_bias=True),
+    "gemma2": Model(
+        **_SHAPE,
+        num_kv_heads=2,
+        norm="rms_plus_one",
+        post_norms=True,
+        sliding_window=7,
+        full_layers=(1,),
+        score_width=12,
+        score_cap=2.0,
+        logit_cap=5.0,
+        scale_embeddings=True,
+        activation="gelu_tanh",
+        tie_embeddings=True,
+    ),
     "gemma3": Model(
         **_SHAPE,
         norm="rms_plus_one",
@@ -47,6 +61,22 @@ MODELS = {
     ),
     "latent": Model(
         **_SHAPE, latent=LatentAttention(q_rank=12, kv_rank=16, nope_dim=8, rope_dim=8, v_dim=16)
+    ),
+    "gpt_oss": Model(
+        **_SHAPE,
+        num_kv_heads=2,
+        bias=True,
+        sinks=True,
+        sliding_window=7,
+        full_layers=(1,),
+        experts=Experts(
+            num_experts=6,
+            experts_per_token=2,
+            ffn_size=16,
+            bias=True,
+            gate_limit=0.5,
+            dense_layers=(0,),
+        ),
     ),
     "experts": Model(
         **_SHAPE,
@@ -64,6 +94,9 @@ def built(model: Model, dtype: torch.dtype = torch.float64, seed: int = 0) -> De
         for parameter in decoder.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(6)
+        for name, parameter in decoder.named_parameters():
+            if "sinks" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(seed))
     return decoder.to(dtype)
 
 
@@ -100,11 +133,11 @@ def prompt(length: int, seed: int) -> list[int]:
 class _RoundedSdpa(Sdpa):
     """Torch's attention over keys and values that are rounded to 8 bits."""
 
-    def __call__(self, q, k, v, mask):
+    def __call__(self, q, k, v, mask, *changes):
         is_part = v.shape[-1] < k.shape[-1]
         k = widened(narrowed(k), k.shape[-1], k.dtype)
         v = k[..., : v.shape[-1]] if is_part else widened(narrowed(v), v.shape[-1], v.dtype)
-        return super().__call__(q, k, v, mask)
+        return super().__call__(q, k, v, mask, *changes)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from paceline.config.errors import InputError
 from paceline.config.layers import Experts, LatentAttention
 from paceline.config.model import Model
 from paceline.kernels.loss import cross_entropy
-from paceline.models.attention import Sdpa
+from paceline.models.attention import PLAIN, Sdpa
 from paceline.models.decoder import Decoder, document_starts
 from paceline.models.feedforward import FeedForward
 from paceline.models.rope import rope_frequencies
@@ -60,6 +60,36 @@ VARIANTS = {
         "scale_embeddings": True,
         "activation": "gelu_tanh",
         "tie_embeddings": True,
+    },
+    "gemma2": {
+        "norm": "rms_plus_one",
+        "post_norms": True,
+        "sliding_window": 5,
+        "full_layers": [1],
+        "score_cap": 0.5,
+        "logit_cap": 0.5,
+        "activation": "gelu_tanh",
+    },
+    "gpt_oss": {
+        "sinks": True,
+        "bias": True,
+        "sliding_window": 5,
+        "full_layers": [1],
+        "experts": Experts(
+            num_experts=8, experts_per_token=2, ffn_size=12, bias=True, gate_limit=0.1
+        ),
+    },
+    "bert, causal": {
+        "norm": "layer",
+        "positions": "learned",
+        "bias": True,
+        "residual": "post_norm",
+        "embedding_norm": True,
+        "token_types": 2,
+        "head_layer": True,
+        "head_bias": True,
+        "tie_embeddings": True,
+        **UNGATED,
     },
     "partial, qk_norm": {"qk_norm": True, "rotary_share": 0.5},
     "experts": {
@@ -151,7 +181,9 @@ def test_num_params_is_that_of_the_module(name):
         assert sum(p.numel() for p in block.parameters()) == model.num_block_params(layer)
     looked_up = [m.weight for m in decoder.modules() if isinstance(m, nn.Embedding)]
     matrices = [
-        p for p in decoder.parameters() if p.ndim > 1 and all(p is not e for e in looked_up)
+        p
+        for name, p in decoder.named_parameters()
+        if p.ndim > 1 and not name.endswith("bias") and all(p is not e for e in looked_up)
     ]
     # A token meets some of the experts, whose matrices are stacked.
     share = model.experts.experts_per_token / model.experts.num_experts if model.experts else 1
@@ -171,7 +203,10 @@ def test_flops_are_those_that_torch_counts(name):
     model = MODEL.replace(**{**VARIANTS[name], **no_windows})
 
     class Unpadded(Sdpa):
-        __call__ = Sdpa._attend
+        def __call__(self, q, k, v, mask, scores=PLAIN):
+            if scores.cap is not None:
+                return super().__call__(q, k, v, mask, scores)
+            return self._attend(q, k, v, mask, q.shape[-1] ** -0.5)
 
     decoder, tokens = built(model, attend=Unpadded()).double(), tokens_of()
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:

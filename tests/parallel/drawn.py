@@ -46,7 +46,7 @@ def draw(stream: Random, num_ranks: int, kind: str) -> tuple[str, ...]:
         layout["schedule"] = stream.choice(SCHEDULES)
         if layout["schedule"] in ("interleaved", "interleaved_zb"):
             layout["stages_per_rank"] = stream.choice([2, 2, 4])
-    if kind == "experts":
+    if kind in ("experts", "gpt-oss"):
         layout["ep"] = stream.choice([1, 2, 2, 4])
     settings = tuple(f"layout.{key}={value}" for key, value in layout.items())
     return settings if layout["pp"] < 3 else (*settings, DEEP)

@@ -54,7 +54,31 @@ MODELS: dict[str, tuple[str, ...]] = {
         *("model.scale_embeddings=true", "model.tie_embeddings=true", "model.sliding_window=9"),
         *("model.full_layers=[1,3]", "model.window_rope_theta=100.0", "model.score_width=12"),
     ),
+    "gemma 2": (
+        *("model.norm=rms_plus_one", "model.post_norms=true", "model.scale_embeddings=true"),
+        *("model.tie_embeddings=true", "model.sliding_window=9", "model.full_layers=[1,3]"),
+        *("model.score_cap=0.5", "model.logit_cap=0.5", "model.init_std=0.1"),
+    ),
+    "gpt-oss": (
+        "model.experts={num_experts=8,experts_per_token=2,ffn_size=16,bias=true,gate_limit=0.1,"
+        "balance_loss=0.01}",
+        *("model.sinks=true", "model.bias=true", "model.sliding_window=9", "model.init_std=0.1"),
+        "model.full_layers=[1,3]",
+        'model.rope_scaling={rope_type="yarn",factor=4.0,truncate=false,original_max_seq_len=8}',
+    ),
     "encoder": ("model.causal=false", "model.sliding_window=10", "model.full_layers=[0,2]"),
+    "bert": (
+        *("model.causal=false", "model.norm=layer", "model.bias=true", "model.gated=false"),
+        *("model.positions=learned", "model.residual=post_norm", "model.embedding_norm=true"),
+        *("model.token_types=2", "model.head_layer=true", "model.head_bias=true"),
+        *("model.tie_embeddings=true", "model.init_std=0.1"),
+    ),
+    "modernbert": (
+        *("model.causal=false", "model.norm=layer", "model.norm_bias=false"),
+        *("model.embedding_norm=true", "model.head_layer=true", "model.head_bias=true"),
+        *("model.tie_embeddings=true", "model.activation=gelu", "model.sliding_window=10"),
+        *("model.full_layers=[0,3]", "model.window_rope_theta=100.0", "model.init_std=0.1"),
+    ),
     "gpt": (
         *("model.norm=layer", "model.bias=true", "model.gated=false", "model.positions=learned"),
         *("model.residual=parallel", "model.tie_embeddings=true", "model.init_std=0.1"),

@@ -49,6 +49,27 @@ PHI = (
     *GPT, "model.residual=parallel_shared", "model.rotary_share=0.5", "model.head_bias=true",
     "model.tie_embeddings=false",
 )  # fmt: skip
+GEMMA2 = (
+    "model.norm=rms_plus_one", "model.post_norms=true", "model.scale_embeddings=true",
+    "model.activation=gelu_tanh", "model.score_width=12", "model.score_cap=2.0",
+    "model.logit_cap=3.0", "model.tie_embeddings=true", "model.sliding_window=32",
+    "model.full_layers=[1]",
+)  # fmt: skip
+BERT = (
+    "model.causal=false", "model.norm=layer", "model.bias=true", "model.gated=false",
+    "model.positions=learned", "model.residual=post_norm", "model.embedding_norm=true",
+    "model.token_types=2", "model.head_layer=true", "model.head_bias=true",
+    "model.tie_embeddings=true",
+)  # fmt: skip
+MODERNBERT = (
+    "model.causal=false", "model.norm=layer", "model.norm_bias=false", "model.embedding_norm=true",
+    "model.head_layer=true", "model.head_bias=true", "model.tie_embeddings=true",
+    "model.activation=gelu", "model.sliding_window=32", "model.full_layers=[0,3]",
+)  # fmt: skip
+GPT_OSS = (
+    "model.experts={num_experts=8,experts_per_token=2,ffn_size=128,bias=true,gate_limit=7.0}",
+    "model.sinks=true", "model.bias=true",
+)  # fmt: skip
 GEMMA3 = (
     "model.norm=rms_plus_one", "model.post_norms=true", "model.qk_norm=true",
     "model.scale_embeddings=true", "model.activation=gelu_tanh", "model.sliding_window=32",
@@ -82,6 +103,11 @@ CASES: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "untied, with biases": (1, 2, (*FP32, "model.tie_embeddings=false", "model.qkv_bias=true")),
     "GPT-2": (1, 2, FP32 + GPT2),
     "Phi": (1, 2, FP32 + PHI),
+    "Gemma 2": (1, 2, FP32 + GEMMA2),
+    "Gemma 2, autocast": (1, 2, AUTOCAST + GEMMA2),
+    "gpt-oss": (1, 2, FP32 + GPT_OSS),
+    "BERT": (1, 2, FP32 + BERT),
+    "ModernBERT": (1, 2, FP32 + MODERNBERT),
     "Gemma 3": (1, 2, FP32 + GEMMA3),
     # The tracker of one rank can't see parameters that stay as they are.
     "adapters": (2, 2, FP32 + LORA + sharded(3)),

@@ -52,9 +52,16 @@ def models(draw):
         "tie_embeddings": draw(st.booleans()),
         "norm": draw(st.sampled_from(("rms", "layer"))),
         "post_norms": draw(st.booleans()),
-        "residual": draw(st.sampled_from(("sequential", "parallel", "parallel_shared"))),
+        "residual": draw(
+            st.sampled_from(("sequential", "parallel", "parallel_shared", "post_norm"))
+        ),
+        "token_types": draw(st.sampled_from((0, 2))),
+        **{name: draw(st.booleans()) for name in ("head_bias", "head_layer")},
     }
-    settings["head_bias"] = not settings["tie_embeddings"] and draw(st.booleans())
+    if settings["norm"] == "layer":
+        settings["norm_bias"] = draw(st.booleans())
+    if settings["residual"] in ("sequential", "post_norm"):
+        settings["embedding_norm"] = draw(st.booleans())
     if draw(st.booleans()):
         settings["sliding_window"] = draw(st.sampled_from((16, 100, 256)))
     if draw(st.booleans()):
@@ -64,7 +71,7 @@ def models(draw):
         settings["num_kv_heads"] = draw(st.sampled_from((heads, heads // 2, 1)))
         bias = draw(st.sampled_from(("", "bias", "qkv_bias")))
         settings |= {bias: True} if bias else {}
-        settings["qk_norm"] = draw(st.booleans())
+        settings |= {name: draw(st.booleans()) for name in ("qk_norm", "sinks")}
         if draw(st.booleans()):
             settings["positions"] = "learned"
     if draw(st.booleans()):
@@ -73,7 +80,7 @@ def models(draw):
             "num_experts": 8,
             "experts_per_token": 2,
             "ffn_size": 32,
-            **(shared if draw(st.booleans()) else {}),
+            **draw(st.sampled_from((shared, {"bias": True, "gate_limit": 7.0}, {}))),
         }
     return Model.parse(settings, "model")
 

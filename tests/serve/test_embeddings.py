@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -62,6 +63,20 @@ def test_openais_client_gets_vectors_whole_and_as_bytes(served):
             assert each.embedding == pytest.approx(wanted.tolist(), abs=1e-6)
     one = client.embeddings.create(model="small", input=list(b"the quick brown fox"))
     assert one.data[0].embedding == pytest.approx(told.data[0].embedding, abs=1e-6)
+
+
+def test_an_encoder_serves_vectors_and_no_texts():
+    network = small_network()
+    model = network.decoder.model.replace(causal=False, residual="post_norm", embedding_norm=True)
+    network = dataclasses.replace(network, decoder=built(model))
+    with serve(network) as served:
+        told = served.client().embeddings.create(model="small", input=TEXTS).data
+        for text, each in zip(TEXTS, told, strict=True):
+            wanted = vector(network.decoder, list(text.encode()))
+            assert each.embedding == pytest.approx(wanted.tolist(), abs=1e-6)
+        refused = served.post(prompt="a")
+        assert refused.status_code == 400
+        assert "makes no texts" in refused.text
 
 
 def test_bytes_are_little_endian_fp32(served):

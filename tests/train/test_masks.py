@@ -9,6 +9,7 @@ import torch
 from paceline.config.errors import InputError
 from paceline.config.job import read_job
 from paceline.config.model import Model
+from paceline.config.sampling import Sampling
 from paceline.config.serving import Serving
 from paceline.generate.embed import embed
 from paceline.generate.engine import Engine
@@ -152,6 +153,6 @@ def test_a_mask_needs_an_id():
 
 def test_it_makes_no_texts_and_has_no_family_to_be_written_as(tmp_path):
     with pytest.raises(InputError, match="it makes no texts"):
-        Engine(built(), Serving())
+        Engine(built(), Serving()).submit([1, 2], Sampling())
     with pytest.raises(InputError, match="causal = False"):
         write_weights(tmp_path / "a", MODEL, built().state_dict())

@@ -357,6 +357,32 @@ def _context(of: Purpose, cp: Any, ulysses: Any, tp: Any) -> Iterator[Refusal]:
     )
 
 
+def _whole_layers(of: Purpose, cp: Any, tp: Any) -> Iterator[Refusal]:
+    """What a network has that some axes can't share out."""
+    model = of.model
+    yield (
+        (cp != 1) & (not model.causal),
+        lambda: (
+            f"layout.cp = {cp} shares sequences whose tokens see earlier ones, and with "
+            "model.causal = false they see all: set it to 1."
+        ),
+    )
+    yield (
+        (cp != 1) & (model.sinks or model.score_cap is not None),
+        lambda: (
+            f"layout.cp = {cp} attends block by block, which knows no "
+            f"{'model.sinks' if model.sinks else 'model.score_cap'}: set it to 1."
+        ),
+    )
+    yield (
+        (tp != 1) & (model.experts is not None and model.experts.bias),
+        lambda: (
+            f"layout.tp = {tp} cuts experts by columns, which those with model.experts.bias can't "
+            "be: set it to 1, and share experts out by ep."
+        ),
+    )
+
+
 def _rebalancing(_of: Purpose, ep: Any, rebalance_every: int) -> Iterator[Refusal]:
     yield (
         (ep == 1) & (rebalance_every > 0),
@@ -389,13 +415,19 @@ def _experts(of: Purpose, ep: Any, dp: Any, fsdp: Any, cp: Any) -> Iterator[Refu
         ),
     )
     left = -(-inner // ep)
-    yield (
-        (ep != 1) & (fsdp != 1) & (hidden_size % left != 0),
-        lambda: (
-            f"model.hidden_size = {hidden_size} can't be sharded over the {left} ranks that "
-            f"layout.ep = {ep} leaves of fsdp x cp = {fsdp} x {cp}: change ep or fsdp."
-        ),
-    )
+
+    def must_share(name: str, size: int) -> Refusal:
+        return (
+            (ep != 1) & (fsdp != 1) & (size % left != 0),
+            lambda: (
+                f"model.{name} = {size} can't be sharded over the {left} ranks that "
+                f"layout.ep = {ep} leaves of fsdp x cp = {fsdp} x {cp}: change ep or fsdp."
+            ),
+        )
+
+    yield must_share("hidden_size", hidden_size)
+    if experts.bias:
+        yield must_share("experts.ffn_size", experts.ffn_size)
 
 
 def _twin_experts(of: Purpose, schedule: Any, rebalance_every: int) -> Iterator[Refusal]:
@@ -537,7 +569,7 @@ def _rules(*functions: Callable[..., Iterator[Refusal]], of_layers: bool = False
 
 RULES: tuple[Rule, ...] = (
     *_rules(_precision, _kernels, _family, _ranks, _zero, _ulysses),
-    *_rules(_context, _tensor, of_layers=True),
+    *_rules(_whole_layers, _context, _tensor, of_layers=True),
     *_rules(_shared_sequence, _async_tp, _rebalancing),
     *_rules(_experts, of_layers=True),
     *_rules(_batch, _pipeline, _no_split),

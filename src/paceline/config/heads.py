@@ -36,6 +36,11 @@ class Heads(ModelFamily):
             "trunk.head_bias = true adds to the product that heads guess by: they can't be trained "
             "for this decoder.",
         )
+        require(
+            not self.trunk.head_layer,
+            "trunk.head_layer = true stands before the product that heads guess by: they can't be "
+            "trained for this decoder.",
+        )
         return self
 
     @property

@@ -107,6 +107,8 @@ _LIKE_LLAMA = {
     for name in (
         *("norm", "residual", "post_norms", "positions", "rotary_share", "window_rope_theta"),
         *("score_width", "scale_embeddings", "bias", "head_bias", "gated", "causal"),
+        *("score_cap", "logit_cap", "sinks"),
+        *("norm_bias", "embedding_norm", "token_types", "head_layer"),
     )
 } | {"activation": "silu"}
 _ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
@@ -176,8 +178,10 @@ def _of_family(config: Mapping[str, Any], model_type: str) -> Model:
     if family.rotary is not None:
         base, share = family.rotary
         forms = _rope_forms(known)
-        if family.window_base is not None:
-            fields |= _family_windows(known, forms, family.window_base)
+        if not forms and family.scaling is not None:
+            forms = {"rope_parameters": dict(family.scaling)}
+        if family.window_pattern is not None:
+            fields |= _family_windows(known, forms, family)
         if share is not None:
             shares = [form.pop("partial_rotary_factor", None) for form in forms.values()]
             given = (each for each in shares if each is not None)
@@ -189,18 +193,18 @@ def _of_family(config: Mapping[str, Any], model_type: str) -> Model:
 
 
 def _family_windows(
-    config: Mapping[str, Any], forms: dict[str, dict[str, Any]], base: str
+    config: Mapping[str, Any], forms: dict[str, dict[str, Any]], family: huggingface_families.Family
 ) -> dict[str, Any]:
-    """Read the windows of a family that has rotary frequencies of their own.
+    """Read the windows of a family, and where they have rotary frequencies of their own, these.
 
     Args:
         forms: see `_rope_forms`; one that has parts for each kind of layer becomes that of the
             layers without a window.
-        base: the key of the windows' rotary base.
     """
-    of_window = config[base]
+    of_window = None if family.window_base is None else config[family.window_base]
     for key, form in forms.items():
-        if isinstance(full := form.get("full_attention"), Mapping):
+        full = form.get("full_attention") if family.window_base else None
+        if isinstance(full, Mapping):
             part = form.get("sliding_attention")
             own = dict(part) if isinstance(part, Mapping) else {}
             of_window = own.pop("rope_theta", of_window)
@@ -210,22 +214,23 @@ def _family_windows(
                     "windows, which this decoder doesn't do; choose another model."
                 )
             forms[key] = dict(full)
-    num_layers, pattern = config["num_hidden_layers"], config["sliding_window_pattern"]
+    num_layers = config["num_hidden_layers"]
+    pattern = config.get(family.pattern_key, family.window_pattern)
     if not isinstance(pattern, int) or pattern < 1:
         raise InputError(
-            f"config.json: sliding_window_pattern = {pattern!r} must be an integer above 0: every "
+            f"config.json: {family.pattern_key} = {pattern!r} must be an integer above 0: every "
             "so manyth layer has no window; correct it."
         )
     kinds = config.get("layer_types") or [
-        "sliding_attention" if (layer + 1) % pattern else "full_attention"
+        "sliding_attention" if (layer + family.pattern_from) % pattern else "full_attention"
         for layer in range(num_layers)
     ]
-    _check_layer_types(kinds, num_layers, config["sliding_window"])
+    _check_layer_types(kinds, num_layers, config[family.window_key])
     full_layers = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
     if len(full_layers) == num_layers:
         return {}
     return {
-        "sliding_window": config["sliding_window"],
+        "sliding_window": config[family.window_key],
         "full_layers": full_layers,
         "window_rope_theta": of_window,
     }
@@ -267,12 +272,21 @@ def _family_to_hf(model: Model, model_type: str) -> dict[str, Any]:
     family = huggingface_families.FAMILIES[model_type]
     scaling: dict[str, Any] = {}
     if family.rotary is not None:
-        scaling["rope_scaling"] = _rope_to_hf(model.rope_scaling)
-    if family.window_base is not None:
+        plain = None if family.scaling is None else {"rope_type": "default"}
+        scaling["rope_scaling"] = _rope_to_hf(model.rope_scaling) or plain
+    if family.window_pattern is not None:
         slides = [model.window(layer) is not None for layer in range(model.num_layers)]
         scaling["layer_types"] = [f"{'sliding' if slid else 'full'}_attention" for slid in slides]
-        scaling["sliding_window"] = model.sliding_window
-        scaling[family.window_base] = model.window_rope_theta
+        # A family that always has one: where no layer is of that kind, it has no effect.
+        default = family.defaults[family.window_key]
+        scaling[family.window_key] = model.sliding_window or default
+    if family.window_base is not None:
+        base = family.defaults[family.window_base]
+        scaling[family.window_base] = model.window_rope_theta or base
+        if family.has_nested_scaling and model.rope_scaling is not None:
+            turned = {"rope_theta": model.rope_theta, **scaling.pop("rope_scaling")}
+            still = {"rope_type": "default", "rope_theta": scaling[family.window_base]}
+            scaling["rope_parameters"] = {"full_attention": turned, "sliding_attention": still}
     return {
         "architectures": [family.architecture],
         "model_type": model_type,
@@ -459,6 +473,8 @@ def is_like_llama(model: Model) -> bool:
 
 def _other_type(model: Model) -> str:
     """The one of `huggingface_families` that reads a Model as it was written."""
+    if model.experts is not None:  # how training evens out their load is no part of the network
+        model = model.replace(experts=model.experts.replace(balance_loss=0.0))
     for model_type, family in huggingface_families.FAMILIES.items():
         fits = all(getattr(model, name) == value for name, value in family.network.items())
         with suppress(InputError):

@@ -20,7 +20,7 @@ _ROPE_SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (("low_freq_factor", "high_freq_factor", "original_max_seq_len"), ()),
     "yarn": (
         ("original_max_seq_len",),
-        ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),
+        ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor"),
     ),
 }
 
@@ -42,6 +42,8 @@ class RopeScaling(FrozenConfig):
     """yarn only: what turns more often in the original context is left alone; 32 by default."""
     beta_slow: float | None = Field(None, gt=0, le=1e6)
     """yarn only: what turns less often in the original context is slowed fully; 1 by default."""
+    truncate: Literal[False] | None = None
+    """yarn only: false lets slowing begin and end between pairs, not at whole ones (gpt-oss)."""
     mscale: float | None = Field(None, ge=0, le=1e3)
     """yarn only: how much the rotated parts of queries and keys grow with log(factor)."""
     mscale_all_dim: float | None = Field(None, ge=0, le=1e3)
@@ -133,6 +135,12 @@ class Experts(FrozenConfig):
     """Whether the scores of the chosen experts are divided by their sum to become weights."""
     scaling: float = Field(1.0, gt=0, le=1e6)
     """Factor of the weights."""
+    bias: bool = False
+    """Whether the router and the products of experts that tokens choose add biases (gpt-oss)."""
+    gate_limit: float | None = Field(None, gt=0, le=1e6)
+    """With gate and up as the two halves of SwiGLU, cut at gate_limit, and up at its negative too,
+    an expert's inner values are (up + 1) x gate x sigmoid(1.702 gate) (gpt-oss); SwiGLU's by
+    default."""
     num_groups: Ways = 1
     """Groups of experts that follow each other: a token chooses groups first, then experts."""
     groups_per_token: Ways = 1
@@ -178,6 +186,10 @@ class Experts(FrozenConfig):
             "shared_gate can't take effect without shared experts; give shared_ffn_size.",
         )
         return self
+
+    def num_biases(self, hidden_size: int) -> int:
+        """Biases of the router and of all experts of a layer."""
+        return self.num_experts * (1 + 2 * self.ffn_size + hidden_size) if self.bias else 0
 
 
 def require(holds: bool, otherwise: str) -> None:

@@ -3,7 +3,7 @@
 A decoder is a stack of blocks (RMS norm, attention with rotary positions, RMS norm, SwiGLU
 feed-forward) between an embedding and a head. So are the Llama, Mistral, Qwen2 and Qwen3 families,
 which differ only in the switches below. Others of them make it GPT-2, GPT-NeoX or Phi (layer norms,
-GELU, biases, learned positions, layers side by side), or Gemma and Gemma 3 (more norms). With
+GELU, biases, learned positions, layers side by side), or Gemma 1 to 3 (more norms, soft caps). With
 `experts` the feed-forward layers of most blocks are many experts and a router (Mixtral, Qwen2-MoE,
 Qwen3-MoE); with `latent` too, attention is that of DeepSeek-V2 and -V3.
 
@@ -22,7 +22,6 @@ FLOP counting (PaLM, appendix B) https://arxiv.org/abs/2204.02311; those of expe
 attention stand in `paceline.config.layers`.
 """
 
-from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -31,7 +30,6 @@ from paceline.config.comm import Comm
 from paceline.config.family import ModelFamily
 from paceline.config.frozen import Layers, Ways, Width
 from paceline.config.layers import Experts, LatentAttention, RopeScaling, require
-from paceline.config.layout import Layout
 
 
 def _default_head_dim(given: dict[str, Any]) -> int:
@@ -72,14 +70,23 @@ class Model(ModelFamily):
     mean off too (GPT)."""
     norm_eps: float = Field(1e-5, gt=0, le=1)
     """Added to the mean square, or the variance, in every norm."""
-    residual: Literal["sequential", "parallel", "parallel_shared"] = "sequential"
+    norm_bias: bool = True
+    """Whether layer norms add a bias (not those of ModernBERT)."""
+    residual: Literal["sequential", "parallel", "parallel_shared", "post_norm"] = "sequential"
     """Whether a block's second layer reads what the first one added to, or both the block's input:
-    each after a norm of its own (GPT-NeoX), or both after one (Phi)."""
+    each after a norm of its own (GPT-NeoX), or both after one (Phi). post_norm: norms are of sums
+    of a layer and its input, and there is no last one (BERT)."""
+    embedding_norm: bool = False
+    """Whether embeddings pass a norm; then, unless residual = "post_norm", the first block has none
+    before its attention (BERT, ModernBERT)."""
     post_norms: bool = False
-    """Whether what a layer gives passes a norm, too, before it is added (Gemma 3)."""
+    """Whether what a layer gives passes a norm, too, before it is added (Gemma 2 and 3)."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Whether queries and keys turn with their positions, or each position has a vector that is
     added to the embedding (GPT-2)."""
+    token_types: int = Field(0, ge=0, le=2**30)
+    """Kinds of tokens, with a vector each that is added to the embedding. Here all tokens are of
+    the first kind (BERT)."""
     rope_theta: float = Field(10000.0, gt=0, le=1e15)
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
@@ -100,10 +107,20 @@ class Model(ModelFamily):
     """Whether every linear layer of a block adds a bias; beside layer norms, which have one."""
     head_bias: bool = False
     """Whether the head adds a bias (Phi)."""
+    head_layer: bool = False
+    """Whether a product, the activation and a norm stand before the head (BERT, ModernBERT)."""
     qk_norm: bool = False
     """Whether queries and keys pass an RMS norm over head_dim before the rotation (Qwen3)."""
     score_width: Width | None = None
-    """Scores of attention are divided by the root of it; head_dim by default (Gemma 3)."""
+    """Scores of attention are divided by the root of it; head_dim by default (Gemma 2 and 3)."""
+    sinks: bool = False
+    """Whether each head learns a score that its softmax has beside those of keys, and that weighs
+    nothing (gpt-oss)."""
+    score_cap: float | None = Field(None, gt=0, le=1e6)
+    """Scores of attention stay softly between it and its negative, as score_cap x tanh(score /
+    score_cap); they are free by default (Gemma 2)."""
+    logit_cap: float | None = Field(None, gt=0, le=1e6)
+    """Logits likewise (Gemma 2)."""
     scale_embeddings: bool = False
     """Whether embeddings are multiplied by the root of hidden_size (Gemma)."""
     experts: Experts | None = None
@@ -178,8 +195,13 @@ class Model(ModelFamily):
             "bias = true gives queries, keys and values a bias too; leave out qkv_bias.",
         )
         require(
-            not self.head_bias or not self.tie_embeddings,
-            "head_bias = true needs a head of its own; set tie_embeddings = false.",
+            self.norm_bias or self.norm == "layer",
+            'norm_bias = false has no effect on RMS norms; leave it out, or set norm = "layer".',
+        )
+        require(
+            not self.embedding_norm or self.residual in ("sequential", "post_norm"),
+            f'embedding_norm = true takes the place of a norm that residual = "{self.residual}" '
+            "needs; leave it out.",
         )
         return self
 
@@ -195,11 +217,12 @@ class Model(ModelFamily):
             "latent attention has a key per query head; leave num_kv_heads out.",
         )
         require(
-            not (self.qkv_bias or self.bias or self.qk_norm or self.score_width)
+            not (self.qkv_bias or self.bias or self.qk_norm or self.score_width or self.score_cap)
+            and not self.sinks
             and self.rotary_share == 1
             and self.norm != "rms_plus_one",
             "latent attention has its own norms, scores and part that turns, and no biases; leave "
-            "out qkv_bias, bias, qk_norm, score_width, rotary_share and norm = "
+            "out qkv_bias, bias, qk_norm, score_width, score_cap, sinks, rotary_share and norm = "
             '"rms_plus_one".',
         )
 
@@ -283,21 +306,17 @@ class Model(ModelFamily):
 
     def why_only_planned(self, comm: Comm) -> str | None:
         """See `ModelFamily.why_only_planned`."""
-        if self.experts is not None and (self.bias or self.activation != "silu" or not self.gated):
+        if self.experts is not None and (self.activation != "silu" or not self.gated):
             return (
-                "model.experts are SwiGLU without biases: beside gated = false, another activation "
-                "or bias = true they can be planned, not trained yet."
+                "model.experts are SwiGLU: beside gated = false or another activation they can be "
+                "planned, not trained yet."
             )
         return None
 
-    def layout_refusals(self, layout: Layout) -> Iterator[str]:
-        """See `ModelFamily.layout_refusals`."""
-        if layout.cp != 1 and not self.causal:
-            yield (
-                f"layout.cp = {layout.cp} shares sequences whose tokens see earlier ones, and with "
-                "model.causal = false they see all: set it to 1."
-            )
-        yield from super().layout_refusals(layout)
+    @property
+    def has_fused_attention(self) -> bool:
+        """Whether torch has a kernel for the core of attention, which keeps no scores."""
+        return self.score_cap is None
 
     @property
     def sees_later_tokens(self) -> bool:
@@ -333,13 +352,28 @@ class Model(ModelFamily):
 
     @property
     def num_position_params(self) -> int:
-        """Parameters of learned positions."""
-        return self.max_seq_len * self.hidden_size if self.positions == "learned" else 0
+        """Parameters of learned positions, and of kinds of tokens."""
+        rows = self.max_seq_len if self.positions == "learned" else 0
+        return (rows + self.token_types) * self.hidden_size
 
     @property
     def norm_params(self) -> int:
         """Parameters of one norm of the residual stream."""
-        return self.hidden_size * (2 if self.norm == "layer" else 1)
+        return self.hidden_size * (2 if self.norm == "layer" and self.norm_bias else 1)
+
+    @property
+    def num_end_norm_params(self) -> int:
+        """Parameters of norms that are in no block: a last one, unless norms are of sums. Where
+        embeddings pass one, either the first block has one less than others, or there is no last
+        one."""
+        has_any = self.residual != "post_norm" or self.embedding_norm
+        return self.norm_params if has_any else 0
+
+    @property
+    def num_head_layer_params(self) -> int:
+        """Parameters of the layer before the head."""
+        matrix = self.hidden_size * (self.hidden_size + self.bias)
+        return matrix + self.norm_params if self.head_layer else 0
 
     @property
     def num_block_norms(self) -> int:
@@ -357,13 +391,16 @@ class Model(ModelFamily):
         if self.latent is not None:
             norms += (self.latent.q_rank or 0) + self.latent.kv_rank
         matrices = self.num_block_matmul_params(layer) + self._num_resting_params(layer)
+        if self.experts is not None and self.has_experts(layer):
+            matrices += self.experts.num_biases(self.hidden_size)
         return matrices + norms + self.num_column_biases(layer) + self.num_row_biases(layer)
 
     def num_column_biases(self, layer: int) -> int:
-        """Biases of a block that belong to heads and inner columns, which tp splits."""
+        """Biases of a block that belong to heads and inner columns, which tp splits, and sinks."""
         heads = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         inner = 0 if self.has_experts(layer) else (self._ffn_matrices - 1) * self.ffn_size
-        return (heads if self.bias or self.qkv_bias else 0) + (inner if self.bias else 0)
+        biases = (heads if self.bias or self.qkv_bias else 0) + (inner if self.bias else 0)
+        return biases + (self.num_heads if self.sinks else 0)
 
     def num_row_biases(self, layer: int) -> int:
         """Biases of a block that belong to the residual stream."""
@@ -407,8 +444,8 @@ class Model(ModelFamily):
         head = 0 if self.tie_embeddings else self.num_embedding_params
         head += self.vocab_size if self.head_bias else 0
         blocks = sum(map(self.num_block_params, range(self.num_layers)))
-        ends = self.num_embedding_params + self.num_position_params + self.norm_params + head
-        return blocks + ends
+        head += self.num_head_layer_params + self.num_end_norm_params
+        return blocks + self.num_embedding_params + self.num_position_params + head
 
     @property
     def num_matmul_params(self) -> int:
@@ -418,7 +455,8 @@ class Model(ModelFamily):
         passes.
         """
         blocks = sum(map(self.num_block_matmul_params, range(self.num_layers)))
-        return blocks + self.num_embedding_params
+        layer = self.hidden_size**2 if self.head_layer else 0
+        return blocks + self.num_embedding_params + layer
 
     def attention_flops_per_token(self, seq_len: int, causal: bool | None = None) -> float:
         """Forward FLOPs of all attention cores (scores and weighted values), mean per token.

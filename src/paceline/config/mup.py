@@ -47,7 +47,7 @@ def _is_output(name: str) -> bool:
 
 
 def _is_inner(name: str) -> bool:
-    return name.removesuffix(".weight").endswith("_proj")
+    return name.removesuffix(".weight").endswith(("_proj", ".proj"))
 
 
 def _query_factor(model: Model, name: str) -> float:

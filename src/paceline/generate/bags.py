@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.models.attention import Scores
+
 Ints = NDArray[np.int64]
 MOST_QUERIES = 4
 """Heads of queries over one of keys."""
@@ -76,13 +78,14 @@ class SummedTokens:
         mask = torch.from_numpy(np.where(visible, 0.0, -np.inf))
         self._mask = mask[:, None].to(mask_dtype)
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, change: Scores) -> Tensor:
         """Attend.
 
         Args:
             q: (num_tokens, heads, width), of all packed tokens.
             keys: (num_blocks, kv_heads, block_size, width), which lie by column.
             values: likewise, but by row.
+            change: what becomes of scores.
 
         Returns:
             (num_rows, heads, width)
@@ -90,10 +93,17 @@ class SummedTokens:
         weights = q.flatten(0, 1).index_select(0, self._query)
         columns = keys.mT.flatten(0, 2)
         scores = _sums(columns, self._key_rows, self._key_ends, weights).view(*self._shape, -1)
-        scores = torch.add(self._mask, scores, alpha=self._width**-0.5)
-        weights = scores.softmax(-1).to(q.dtype).view(-1, self._size).index_select(0, self._bags)
+        scores = change.masked(scores, self._width**-0.5, self._mask)
+        weights = scores.softmax(-1) if change.sinks is None else _beside(scores, change.sinks)
+        weights = weights.to(q.dtype).view(-1, self._size).index_select(0, self._bags)
         sums = _sums(values.flatten(0, 2), self._value_rows, self._value_ends, weights)
         return sums.view(*self._shape, -1)
+
+
+def _beside(scores: Tensor, sinks: Tensor) -> Tensor:
+    """The softmax of scores (num_tokens, heads, keys) beside their heads' sinks (heads,)."""
+    of_sink = sinks.to(scores.dtype)[:, None].expand(len(scores), -1, 1)
+    return torch.cat((of_sink, scores), -1).softmax(-1)[..., 1:].contiguous()
 
 
 def _sums(rows: Tensor, numbers: Tensor, ends: Tensor, weights: Tensor) -> Tensor:

@@ -88,11 +88,6 @@ class Engine:
         draft: Decoder | GuessHeads | None = None,
         others: "Others | None" = None,
     ) -> None:
-        if not decoder.model.causal:
-            raise InputError(
-                "This network sees later tokens (model.causal = false), so that it makes no texts: "
-                "use it as an encoder of paceline index, or choose another."
-            )
         self.decoder, self.serving, self.tokenizer = decoder, serving, tokenizer
         self.others = others
         self.end_tokens = frozenset(end_tokens)
@@ -277,6 +272,7 @@ class Engine:
         Yields:
             of each text, in order, -log p of its targets: (num_tokens,) fp32, in nats.
         """
+        self._check_makes_texts()
         return self._scorer.losses(texts)
 
     def numbers(self) -> dict[str, int]:
@@ -294,7 +290,15 @@ class Engine:
             "guessed_right": self._speculator.num_right,
         }
 
+    def _check_makes_texts(self) -> None:
+        if not self.decoder.model.causal:
+            raise InputError(
+                "This network sees later tokens (model.causal = false), so that it makes no texts: "
+                "ask it for embeddings, or choose another."
+            )
+
     def _check(self, prompt: List[int], sampling: Sampling) -> None:
+        self._check_makes_texts()
         vocab = self.decoder.model.vocab_size
         check_tokens(prompt, vocab)
         if len(prompt) + min(1, sampling.max_tokens) > self.longest:
@@ -381,6 +385,8 @@ class Engine:
     def _num_blocks(self, block_bytes: int) -> int:
         serving, size = self.serving, self.serving.block_size
         of_sequence = -(-self._longest // size)
+        if not self.decoder.model.causal:  # it keeps no keys: they would change with later tokens
+            return of_sequence
         if serving.kv_gb != "auto":
             num = int(serving.kv_gb * 1e9 / block_bytes)
         else:

@@ -35,7 +35,7 @@ from torch import Tensor
 from paceline.comm.local_part import local_part
 from paceline.generate.bags import MOST_QUERIES, SummedTokens
 from paceline.generate.narrow_keys import is_narrow, kept_width, narrowed, scales_of, widened
-from paceline.models.attention import LatentAttention, Sdpa
+from paceline.models.attention import PLAIN, LatentAttention, Scores, Sdpa
 from paceline.models.decoder import Block, Decoder
 
 Ints = NDArray[np.int64]
@@ -222,7 +222,9 @@ class PagedAttend:
         assert documents is None, "packed sequences are told apart by their blocks"
         return self.packed.view(window)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scores: Scores = PLAIN
+    ) -> Tensor:
         """Not for this object, but for that of each layer."""
         raise TypeError("each layer has its own part of the memory: use `put_in`")
 
@@ -260,19 +262,21 @@ class _LayerAttend:
         """The whole decoder asks once for all layers."""
         raise TypeError("the decoder's own core makes the masks")
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: _View) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: _View, scores: Scores = PLAIN
+    ) -> Tensor:
         """Write k and v (1, kv_heads, num_tokens, _) into blocks, and attend; see `Attend`."""
         width = v.shape[-1]
         k = self._keep(self._keys, k, mask)
         v = self._keep(self._values, v, mask) if self._has_values else k[..., :width]
         if mask.single is not None:
-            of_single = mask.single.attend(q[0].transpose(0, 1), self._keys, self._values)
+            of_single = mask.single.attend(q[0].transpose(0, 1), self._keys, self._values, scores)
             of_single = of_single[None, ..., :width].transpose(1, 2)
             if not mask.parts:
                 return of_single
         out = q.new_empty(*q.shape[:-1], width)
         for part in mask.parts:
-            out[:, :, part.rows] = part.attend(q, k, v, self._keys, self._values)
+            out[:, :, part.rows] = part.attend(q, k, v, self._keys, self._values, scores)
         if mask.single is not None:
             out[:, :, mask.single.rows] = of_single
         return out
@@ -308,14 +312,16 @@ class _SeveralTokens:
         visible = distance >= 0
         self._mask = visible if window is None else visible & (distance < window)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, change: Scores
+    ) -> Tensor:
         """Return (1, heads, num_tokens, value_dim)."""
         own_q, width = q[:, :, self.rows], v.shape[-1]
         if self._is_first:
-            return self._sdpa(own_q, k[:, :, self.rows], v[:, :, self.rows], self._mask)
+            return self._sdpa(own_q, k[:, :, self.rows], v[:, :, self.rows], self._mask, change)
         own_k = self._read(keys, q)
         own_v = own_k if values is keys else self._read(values, q)
-        return self._sdpa(own_q, own_k, own_v[..., :width], self._mask)
+        return self._sdpa(own_q, own_k, own_v[..., :width], self._mask, change)
 
     def _read(self, kept: Tensor, q: Tensor) -> Tensor:
         """(1, kv_heads, length, width), of the sequence in order, as wide as q."""
@@ -347,12 +353,13 @@ class _SingleTokens:
         self._mask = mask.to(device, _computed_in(memory.keys.dtype))
         self._of_token = torch.from_numpy(pieces.of_token).to(device)
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, change: Scores) -> Tensor:
         """Attend.
 
         Args:
             q: (num_tokens, heads, width), of all packed tokens.
             keys: (num_blocks, kv_heads, block_size, width); `values` likewise.
+            change: what becomes of scores.
 
         Returns:
             (num_rows, heads, width)
@@ -366,13 +373,13 @@ class _SingleTokens:
             k, v = (each[..., : q.shape[-1]].to(q.dtype) for each in (k, v))
         most = self._of_token.shape[1]
         if self._is_exact:
-            results, sums = _attend_blocks(own, k, v, self._mask)
+            results, sums = _attend_blocks(own, k, v, self._mask, change)
         else:
-            scores = _scores(own, k, self._mask, key_scales)
+            scores = _scores(own, k, self._mask, change, key_scales)
             weights = scores.softmax(-1)
             weights = weights if value_scales is None else weights * value_scales
             results = weights.to(v.dtype) @ v
-            if most == 1:
+            if most == 1 and change.sinks is None:
                 return results.transpose(0, 1).flatten(1, 2)
             sums = scores.logsumexp(-1)
         # One more, which is nothing, for tokens with fewer pieces than others.
@@ -381,7 +388,11 @@ class _SingleTokens:
         by_token = (-1, most)
         of_token = results.index_select(0, self._of_token.flatten()).unflatten(0, by_token)
         weights = sums.index_select(0, self._of_token.flatten()).unflatten(0, by_token)
-        weights = (weights - weights.amax(1, keepdim=True)).exp()  # (rows, most, kv_heads, group)
+        largest = weights.amax(1, keepdim=True)
+        if change.sinks is not None:
+            of_sink = change.sinks.to(weights.dtype).view(weights.shape[2:])
+            largest = largest.maximum(of_sink)
+        weights = (weights - largest).exp()  # (rows, most, kv_heads, group)
         if self._is_exact:
             combined, total = of_token[:, 0] * weights[:, 0, ..., None], weights[:, 0]
             for piece in range(1, most):
@@ -389,6 +400,8 @@ class _SingleTokens:
                 total = total + weights[:, piece]
         else:
             combined, total = (of_token * weights[..., None]).sum(1), weights.sum(1)
+        if change.sinks is not None:
+            total = total + (of_sink - largest[:, 0]).exp()
         return (combined / total[..., None]).flatten(1, 2).to(q.dtype)
 
     def _of_pieces(self, kept: Tensor) -> Tensor:
@@ -455,7 +468,9 @@ def _computed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor, scales: Tensor | None = None) -> Tensor:
+def _scores(
+    q: Tensor, k: Tensor, mask: Tensor, change: Scores, scales: Tensor | None = None
+) -> Tensor:
     """What each piece's softmax is of: (kv_heads, num_pieces, group, num_keys).
 
     In bf16 scores are rounded to it: logits of 4 layers were 0.76 % off those of fp64, and 0.74 %
@@ -464,14 +479,17 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor, scales: Tensor | None = None) ->
     Args:
         q: (kv_heads, num_pieces, group, width). k: (kv_heads, num_pieces, num_keys, width).
         mask: (num_pieces, 1, num_keys), added to the scores; each piece sees something.
+        change: what becomes of them.
         scales: (kv_heads, num_pieces, 1, num_keys), of keys that are whole numbers.
     """
     scores = q @ k.mT
     scores = scores if scales is None else scores * scales
-    return torch.add(mask, scores, alpha=q.shape[-1] ** -0.5)
+    return change.masked(scores, q.shape[-1] ** -0.5, mask)
 
 
-def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, change: Scores
+) -> tuple[Tensor, Tensor]:
     """Attention of each piece, whose bits don't depend on the other pieces; shapes as `_scores`.
 
     Returns:
@@ -479,10 +497,10 @@ def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tenso
         (kv_heads, num_pieces, group).
     """
     q, k, v = (each.to(mask.dtype) for each in (q, k, v))
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and change.cap is None:
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return attend(q, k, v, attn_mask=mask[None])
-    scores = _scores(q, k, mask)
+    scores = _scores(q, k, mask, change)
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 

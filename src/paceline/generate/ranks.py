@@ -59,6 +59,11 @@ def check_ranks(model: Model, serving: Serving) -> None:
                 f"serve.tp = {tp} does not divide {name} = {value} of this network: use a divisor "
                 f"({works})."
             )
+    if tp > 1 and model.experts is not None and model.experts.bias:
+        raise InputError(
+            f"serve.tp = {tp} cuts experts by columns, which those with biases can't be: use "
+            "serve.ep."
+        )
     num_experts = 0 if model.experts is None else model.experts.num_experts
     if ep > 1 and (not num_experts or num_experts % ep):
         has = f"{num_experts} experts, which it does not divide" if num_experts else "no experts"

@@ -4,11 +4,14 @@ Attention itself is an argument of every layer (`Attend`): `Sdpa` here, ring att
 A layer makes queries, keys and values from the residual stream, rotates them, and brings the result
 back: `Attention` as in most networks, `LatentAttention` as in DeepSeek-V2 and -V3.
 
+What a few networks do with scores beside it, `Scores` says.
+
 Papers: grouped queries https://arxiv.org/abs/2305.13245, latent attention
-https://arxiv.org/abs/2405.04434.
+https://arxiv.org/abs/2405.04434, soft caps (Gemma 2) https://arxiv.org/abs/2408.00118, sinks
+(gpt-oss) https://arxiv.org/abs/2508.10925.
 """
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +27,38 @@ from paceline.models.rope import Rope
 
 # That of the published code, whatever the other norms have.
 _LATENT_NORM_EPS = 1e-6
+
+
+class Scores(NamedTuple):
+    """What becomes of the scores of attention before their softmax."""
+
+    cap: float | None = None
+    """See `soft_capped`."""
+    sinks: Tensor | None = None
+    """(heads,) of a key that every query sees, and whose value is zero."""
+
+    def masked(self, products: Tensor, scale: float, mask: Tensor) -> Tensor:
+        """What the softmax is of.
+
+        Args:
+            products: of queries and keys.
+            scale: that they are multiplied by.
+            mask: is added at the end.
+        """
+        if self.cap is None:
+            return torch.add(mask, products, alpha=scale)
+        return mask + soft_capped(products * scale, self.cap)
+
+
+_PADDED_FOR_SINKS = 8
+"""Numbers that queries and keys have more then: one is used, and kernels take multiples of 8."""
+PLAIN = Scores()
+"""Nothing."""
+
+
+def soft_capped(scores: Tensor, cap: float | None) -> Tensor:
+    """Scores between a cap and its negative; as they are without one."""
+    return scores if cap is None else cap * torch.tanh(scores / cap)
 
 
 class Attend(Protocol):
@@ -43,7 +78,9 @@ class Attend(Protocol):
             device: where q, k and v will lie.
         """
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scores: Scores = PLAIN
+    ) -> Tensor:
         """Attend to what the mask leaves.
 
         Args:
@@ -51,6 +88,7 @@ class Attend(Protocol):
             k: (batch, kv_heads, seq, head_dim); each key head serves heads / kv_heads query heads.
             v: (batch, kv_heads, seq, value_dim); as wide as k but for latent attention.
             mask: what `mask` returned.
+            scores: only of networks that change them; not every core can.
 
         Returns:
             (batch, heads, seq, value_dim)
@@ -59,6 +97,8 @@ class Attend(Protocol):
 
 class Sdpa:
     """Attention by `torch.nn.functional.scaled_dot_product_attention`.
+
+    Capped scores, for which it has no kernel, are written out. A sink is a further key to it.
 
     A mask is None (the plain one, causal or not, the fast path) or a boolean tensor that broadcasts
     to (batch, heads, seq, seq). That takes seq² bytes: windows over very long sequences ask for
@@ -94,23 +134,65 @@ class Sdpa:
         same = documents[:, None, :, None] == documents[:, None, None, :]
         return visible & same  # (batch, 1, seq, seq)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores = PLAIN
+    ) -> Tensor:
         """Attend; see `Attend`."""
-        width = v.shape[-1]
+        if scores.cap is not None:
+            return self._written_out(q, k, v, mask, scores)
+        width, scale = v.shape[-1], q.shape[-1] ** -0.5
+        if scores.sinks is not None:
+            q, k, v, mask = _with_sink(q, k, v, mask, scores.sinks / scale)
         if q.device.type == "cpu" and width < q.shape[-1]:
             # The flash kernel of the CPU takes heads of one width only, and the other one writes
             # out all scores: 5 times as slow at 1024 tokens (heads of 48 and 32, one core).
             v = F.pad(v, (0, q.shape[-1] - width))
-        return self._attend(q, k, v, mask)[..., :width]
+        attended = self._attend(q, k, v, mask, scale)[..., :width]
+        return attended if scores.sinks is None else attended[:, :, 1:]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         if mask is None and self.is_causal:
-            return attend(q, k, v, self.backend)
+            return attend(q, k, v, self.backend, scale)
         if q.shape[1] != k.shape[1]:
             # The kernels that take a mask on CUDA know no groups and would give way to the one
             # that writes out all scores. On a CPU both forms take the same time (measured, 2 %).
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+
+    def _written_out(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores
+    ) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        found = soft_capped(q @ k.mT * q.shape[-1] ** -0.5, scores.cap)
+        if mask is None and self.is_causal:
+            mask = torch.ones(found.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            found = found.masked_fill(~mask, -torch.inf)
+        if scores.sinks is not None:
+            of_sink = scores.sinks.to(found.dtype)[:, None, None].expand(*found.shape[:-1], 1)
+            found, v = torch.cat((of_sink, found), -1), F.pad(v, (0, 0, 1, 0))
+        wide = torch.promote_types(found.dtype, torch.float32)
+        return found.softmax(-1, dtype=wide).to(v.dtype) @ v
+
+
+def _with_sink(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Sinks as any kernel takes them: a key that stands before the others, and a query, so that the
+    causal mask stays as it is.
+
+    The key has a one where no other has a number, and queries have their sink there.
+
+    Args:
+        sinks: (heads,), over what scores are multiplied by.
+    """
+    more, width = _PADDED_FOR_SINKS, q.shape[-1]
+    of_sink = F.pad(sinks.to(q.dtype)[:, None, None], (0, more - 1))
+    q = torch.cat((q, of_sink.expand(len(q), -1, q.shape[2], -1)), -1)
+    k = F.pad(k, (0, more, 1, 0))
+    k[:, :, 0, width] = 1
+    mask = None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
+    return F.pad(q, (0, 0, 1, 0)), k, F.pad(v, (0, 0, 1, 0)), mask
 
 
 class Attention(nn.Module):
@@ -131,6 +213,8 @@ class Attention(nn.Module):
         self.k_norm = rms_norm_of(model, model.head_dim) if model.qk_norm else None
         # The core divides by the root of head_dim.
         self.query_factor = (model.head_dim / (model.score_width or model.head_dim)) ** 0.5
+        self.score_cap = model.score_cap
+        self.sinks = Sinks(model.num_heads) if model.sinks else None
 
     def forward(self, x: Tensor, rope: Rope, mask: Any) -> Tensor:
         """Map (batch, seq, hidden) to (batch, seq, hidden)."""
@@ -142,7 +226,14 @@ class Attention(nn.Module):
         q, k = self._rotated(q, self.q_norm, rope), self._rotated(k, self.k_norm, rope)
         q = q if self.query_factor == 1 else q * self.query_factor
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (batch, heads, seq, head_dim)
-        return self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(-2))
+        attended = self.attend(q, k, v, mask, *self._scores())
+        return self.o_proj(attended.transpose(1, 2).flatten(-2))
+
+    def _scores(self) -> tuple[Scores, ...]:
+        """None where they are plain: then any core will do."""
+        if self.score_cap is None and self.sinks is None:
+            return ()
+        return (Scores(self.score_cap, None if self.sinks is None else self.sinks()),)
 
     def _rotated(self, x: Tensor, norm: RMSNorm | None, rope: Rope) -> Tensor:
         """Queries or keys, (batch, seq, heads, head_dim), after their norm and rotation."""
@@ -153,6 +244,18 @@ class Attention(nn.Module):
             return x
         turned, still = x.split((self.rope_dim, self.head_dim - self.rope_dim), dim=-1)
         return torch.cat((rotate(turned, *rope), still), dim=-1)
+
+
+class Sinks(nn.Module):
+    """A score for each head: as a module, so that ranks can share them out."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_heads))
+
+    def forward(self) -> Tensor:
+        """(heads,), those that this rank has."""
+        return self.weight
 
 
 class LatentAttention(nn.Module):

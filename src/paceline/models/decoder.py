@@ -31,8 +31,8 @@ from paceline.config.model import Model
 from paceline.config.mup import init_factor
 from paceline.kernels.loss import cross_entropy, linear_cross_entropy
 from paceline.models.adapters import adapter_placements
-from paceline.models.attention import Attend, Attention, LatentAttention, Sdpa
-from paceline.models.feedforward import FeedForward
+from paceline.models.attention import Attend, Attention, LatentAttention, Sdpa, soft_capped
+from paceline.models.feedforward import ACTIVATIONS, FeedForward
 from paceline.models.moe import ExpertLayer, expert_layers
 from paceline.models.norm import add_norm_of, norm_of
 from paceline.models.placements import Style, placements
@@ -41,19 +41,21 @@ from paceline.models.shares import Streams, assign, assign_row, held_rows
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each after a norm and added to the residual stream,
-    one after the other or side by side (`Model.residual`)."""
+    """One layer: attention and feed-forward, each with a norm and added to the residual stream, one
+    after the other or side by side (`Model.residual`)."""
 
     def __init__(self, model: Model, layer: int, attend: Attend) -> None:
         super().__init__()
         self.window = model.window(layer)
-        self.is_sequential = model.residual == "sequential"
-        self.attention_norm = norm_of(model)
+        self.residual = model.residual
+        has_norm = layer > 0 or not model.embedding_norm or model.residual == "post_norm"
+        self.attention_norm = norm_of(model) if has_norm else nn.Identity()
         self.attention = _attention(model, attend)
         self.attention_out_norm = norm_of(model) if model.post_norms else nn.Identity()
         self.ffn_norm: nn.Module | None = None
         if model.residual != "parallel_shared":
-            self.ffn_norm = add_norm_of(model) if self.is_sequential else norm_of(model)
+            adds = model.residual == "sequential"
+            self.ffn_norm = add_norm_of(model) if adds else norm_of(model)
         self.ffn = _feed_forward(model, layer)
         self.ffn_out_norm = norm_of(model) if model.post_norms else nn.Identity()
 
@@ -63,16 +65,19 @@ class Block(nn.Module):
         Args:
             wanted: (num_wanted,) places; all by default.
         """
-        normed = self.attention_norm(x)
+        normed = x if self.residual == "post_norm" else self.attention_norm(x)
         attended = self.attention_out_norm(self.attention(normed, rope, mask))
         if wanted is not None:
             normed, attended, x = (each[:, wanted] for each in (normed, attended, x))
-        if self.ffn_norm is not None and self.is_sequential:
-            normed, x = self.ffn_norm(attended, x)
-            return x + self.ffn_out_norm(self.ffn(normed))
-        if self.ffn_norm is not None:
-            normed = self.ffn_norm(x)
-        return x + attended + self.ffn_out_norm(self.ffn(normed))
+        if self.ffn_norm is None:
+            return x + attended + self.ffn_out_norm(self.ffn(normed))
+        if self.residual == "parallel":
+            return x + attended + self.ffn_out_norm(self.ffn(self.ffn_norm(x)))
+        if self.residual == "post_norm":
+            x = self.attention_norm(x + attended)
+            return self.ffn_norm(x + self.ffn_out_norm(self.ffn(x)))
+        normed, x = self.ffn_norm(attended, x)
+        return x + self.ffn_out_norm(self.ffn(normed))
 
 
 def _attention(model: Model, attend: Attend) -> Attention | LatentAttention:
@@ -89,6 +94,32 @@ def _feed_forward(model: Model, layer: int) -> nn.Module:
         has_gate=model.gated,
         bias=model.bias,
     )
+
+
+class HeadLayer(nn.Module):
+    """What stands before the head of BERT and ModernBERT."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.proj = nn.Linear(model.hidden_size, model.hidden_size, bias=model.bias)
+        self.activation = ACTIVATIONS[model.activation]
+        self.norm = norm_of(model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, seq, hidden) to (batch, seq, hidden)."""
+        return self.norm(self.activation(self.proj(x)))
+
+
+class HeadBias(nn.Module):
+    """What a tied head adds to logits."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Map (batch, seq, vocab) to (batch, seq, vocab)."""
+        return logits + self.bias.to(logits.dtype)
 
 
 def _unchanged(weight: Tensor) -> Tensor:
@@ -123,15 +154,22 @@ class Decoder(nn.Module):
             if model.positions == "learned"
             else None
         )
+        kinds = model.token_types
+        self.type_embed = nn.Embedding(kinds, model.hidden_size) if kinds else None
+        self.embed_norm = norm_of(model) if model.embedding_norm else None
         self.blocks = nn.ModuleList(
             Block(model, layer, self.attend) for layer in range(model.num_layers)
         )
-        self.norm: nn.Module | None = norm_of(model)
+        is_post_norm = model.residual == "post_norm"
+        self.norm: nn.Module | None = nn.Identity() if is_post_norm else norm_of(model)
+        self.head_layer = HeadLayer(model) if model.head_layer else None
         self.head = (
             None
             if model.tie_embeddings
             else nn.Linear(model.hidden_size, model.vocab_size, model.head_bias)
         )
+        is_apart = model.tie_embeddings and model.head_bias
+        self.head_bias = HeadBias(model.vocab_size) if is_apart else None
         # Not persistent: a checkpoint holds what was learnt, and these follow from the Model.
         self.has_window_rope = model.window_rope_theta is not None
         of_windows = ("window_cos", "window_sin") if self.has_window_rope else ()
@@ -163,9 +201,9 @@ class Decoder(nn.Module):
         for layer in range(first, stop):
             self.blocks.add_module(str(layer), kept[str(layer)])
         if not self.is_last:
-            self.norm = self.head = None
+            self.norm = self.head_layer = self.head = self.head_bias = None
         if not self.is_first:
-            self.position_embed = None
+            self.position_embed = self.type_embed = self.embed_norm = None
         if not self.is_first and not (self.is_last and self.model.tie_embeddings):
             self.embed = None
 
@@ -192,7 +230,7 @@ class Decoder(nn.Module):
                 sequence; all of them by default.
             targets: (batch, seq) the tokens to predict; -100 leaves one out.
             wanted: (num_wanted,) places of the tokens whose logits are returned; all by default.
-            returns_states: return what the head reads, (batch, seq, hidden), and not logits.
+            returns_states: return what the last norm gives, (batch, seq, hidden), and not logits.
 
         Returns:
             (batch, seq, vocab) logits, or with targets their mean loss in nats, for which the
@@ -222,6 +260,10 @@ class Decoder(nn.Module):
                 x = x * torch.tensor(self.model.hidden_size**0.5, dtype=x.dtype)
             if self.position_embed is not None:
                 x = x + self.position_embed(own)
+            if self.type_embed is not None:
+                x = x + self.type_embed(torch.zeros_like(own))
+            if self.embed_norm is not None:
+                x = self.embed_norm(x)
         held = [*self._held]
         for block in held:
             only = (wanted,) if wanted is not None and block is held[-1] else ()
@@ -232,11 +274,14 @@ class Decoder(nn.Module):
         x = self.norm(x)
         if returns_states:
             return x
-        if targets is not None and self.head is not None and self.head.bias is not None:
-            return cross_entropy(self.head(x), targets)
-        if targets is not None:
+        if self.head_layer is not None:
+            x = self.head_layer(x)
+        if targets is not None and not self.model.head_bias and self.model.logit_cap is None:
             return linear_cross_entropy(x, self._head_weight, targets)
-        return self.project(x, self._head_weight) if self.head is None else self.head(x)
+        logits = self.project(x, self._head_weight) if self.head is None else self.head(x)
+        logits = logits if self.head_bias is None else self.head_bias(logits)
+        logits = soft_capped(logits, self.model.logit_cap)
+        return logits if targets is None else cross_entropy(logits, targets)
 
     @property
     def _head_weight(self) -> Tensor:
@@ -297,8 +342,8 @@ class Decoder(nn.Module):
 
     def _initial(self, name: str, shape: torch.Size, stream: torch.Generator) -> Tensor:
         full, factor = torch.empty(shape, device=stream.device), init_factor(self.model, name)
-        if len(shape) == 1:
-            is_zero = name.endswith("bias") or self.model.norm == "rms_plus_one"
+        if len(shape) == 1 or name.endswith("bias"):
+            is_zero = name.endswith(("bias", ".sinks.weight")) or self.model.norm == "rms_plus_one"
             return full.fill_(0.0 if is_zero else factor)
         writes_residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
         depth = math.sqrt(2 * self.model.num_layers) if writes_residual else 1.0

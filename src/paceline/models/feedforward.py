@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,6 +14,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
+
+
+_SHARPNESS = 1.702
+
+
+def clamped(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """SwiGLU of limited inputs as gpt-oss has it (https://arxiv.org/abs/2508.10925)."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(_SHARPNESS * gate))
 
 
 class FeedForward(nn.Module):

@@ -33,7 +33,7 @@ from paceline.config.layers import Experts as Shape
 from paceline.kernels.activations import gated
 from paceline.kernels.experts import grouped_linear, permute, unpermute
 from paceline.kernels.experts.reference import occurrences
-from paceline.models.feedforward import FeedForward
+from paceline.models.feedforward import FeedForward, clamped
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 
@@ -66,10 +66,14 @@ class LocalDispatcher:
 class Router(nn.Module):
     """Scores the experts and chooses a few for each token."""
 
+    bias: Tensor | None  # (num_experts,)
+
     def __init__(self, hidden_size: int, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
         self.weight = nn.Parameter(torch.empty(shape.num_experts, hidden_size))
+        bias = nn.Parameter(torch.zeros(shape.num_experts)) if shape.bias else None
+        self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Choose experts, in fp32 at least: the order of close scores must not be rounded away.
@@ -84,7 +88,8 @@ class Router(nn.Module):
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.to(wide), self.weight.to(wide))
+            added = None if self.bias is None else self.bias.to(wide)
+            logits = F.linear(x.to(wide), self.weight.to(wide), added)
         scores = logits.softmax(-1) if self.shape.scores == "softmax" else logits.sigmoid()
         chosen = choose(scores.detach(), bias, self.shape)
         weights = scores.gather(-1, chosen)
@@ -97,12 +102,20 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The stacked weights of a layer's experts, or of some of them."""
 
+    gate_bias: Tensor | None  # (experts, ffn, 1); so a row of any stack belongs to an expert
+    up_bias: Tensor | None  # likewise
+    down_bias: Tensor | None  # (experts, hidden, 1)
+
     def __init__(self, hidden_size: int, shape: Shape) -> None:
         super().__init__()
         num, ffn_size = shape.num_experts, shape.ffn_size
         self.gate_proj = nn.Parameter(torch.empty(num, ffn_size, hidden_size))
         self.up_proj = nn.Parameter(torch.empty(num, ffn_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num, hidden_size, ffn_size))
+        self.limit = shape.gate_limit
+        for name, width in (("gate", ffn_size), ("up", ffn_size), ("down", hidden_size)):
+            bias = nn.Parameter(torch.zeros(num, width, 1)) if shape.bias else None
+            self.register_parameter(f"{name}_bias", bias)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Put rows through the experts whose weights this rank holds.
@@ -114,9 +127,17 @@ class Experts(nn.Module):
         Returns:
             (num_rows, hidden)
         """
-        gate, up, down = map(local_part, (self.gate_proj, self.up_proj, self.down_proj))
-        inner = gated(grouped_linear(rows, gate, counts), grouped_linear(rows, up, counts))
-        return grouped_linear(inner, down, counts)
+        gate = self._product(rows, self.gate_proj, self.gate_bias, counts)
+        up = self._product(rows, self.up_proj, self.up_bias, counts)
+        inner = gated(gate, up) if self.limit is None else clamped(gate, up, self.limit)
+        return self._product(inner, self.down_proj, self.down_bias, counts)
+
+    def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+        found = grouped_linear(rows, local_part(weight), counts)
+        if bias is None:
+            return found
+        by_row = local_part(bias).squeeze(-1).to(found.dtype)
+        return found + by_row.repeat_interleave(counts, dim=0, output_size=len(found))
 
 
 class ExpertLayer(nn.Module):

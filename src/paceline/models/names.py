@@ -2,7 +2,8 @@
 
 Most parameters have one tensor each, under another name. The stacked weights of experts have one
 per expert: expert e's is row `slot_of_expert[e]` of the stack. `slot_of_expert` itself is not
-theirs to know. GPT-2 and GPT-NeoX store queries, keys and values as one (`Join`).
+theirs to know. GPT-2, GPT-NeoX and ModernBERT store queries, keys and values as one (`Join`),
+gpt-oss all experts of a layer (`StackJoin`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -57,6 +58,41 @@ _NAMES_OF = {
         ("head.", "embed_out."),
         ("norm.", "gpt_neox.final_layer_norm."),
     ),
+    "bert": (
+        ("head.", "cls.predictions.decoder."),
+        ("embed.", "bert.embeddings.word_embeddings."),
+        ("position_embed.", "bert.embeddings.position_embeddings."),
+        ("type_embed.", "bert.embeddings.token_type_embeddings."),
+        ("embed_norm.", "bert.embeddings.LayerNorm."),
+        ("blocks.", "bert.encoder.layer."),
+        (".attention_norm.", ".attention.output.LayerNorm."),
+        (".attention.q_proj.", ".attention.self.query."),
+        (".attention.k_proj.", ".attention.self.key."),
+        (".attention.v_proj.", ".attention.self.value."),
+        (".attention.o_proj.", ".attention.output.dense."),
+        (".ffn_norm.", ".output.LayerNorm."),
+        (".ffn.up_proj.", ".intermediate.dense."),
+        (".ffn.down_proj.", ".output.dense."),
+        ("head_layer.proj.", "cls.predictions.transform.dense."),
+        ("head_layer.norm.", "cls.predictions.transform.LayerNorm."),
+        ("head_bias.", "cls.predictions."),
+    ),
+    "modernbert": (
+        ("head.", "decoder."),
+        ("head_bias.", "decoder."),
+        ("embed.", "model.embeddings.tok_embeddings."),
+        ("embed_norm.", "model.embeddings.norm."),
+        ("blocks.", "model.layers."),
+        (".attention_norm.", ".attn_norm."),
+        (".attention.q_proj.", ".attn.Wqkv."),
+        (".attention.o_proj.", ".attn.Wo."),
+        (".ffn_norm.", ".mlp_norm."),
+        (".ffn.gate_proj.", ".mlp.Wi."),
+        (".ffn.down_proj.", ".mlp.Wo."),
+        ("head_layer.proj.", "head.dense."),
+        ("head_layer.norm.", "head.norm."),
+        ("norm.", "model.final_norm."),
+    ),
 }
 # What a family calls otherwise.
 _OF_FAMILY = {
@@ -72,10 +108,20 @@ _OF_FAMILY = {
     ),
     "deepseek_v2": ((".shared.", ".shared_experts."),),
     "deepseek_v3": ((".shared.", ".shared_experts."),),
-    "gemma3_text": (
-        (".post_attention_layernorm.", ".pre_feedforward_layernorm."),
-        (".attention_out_norm.", ".post_attention_layernorm."),
-        (".ffn_out_norm.", ".post_feedforward_layernorm."),
+    **dict.fromkeys(
+        ("gemma2", "gemma3_text"),
+        (
+            (".post_attention_layernorm.", ".pre_feedforward_layernorm."),
+            (".attention_out_norm.", ".post_attention_layernorm."),
+            (".ffn_out_norm.", ".post_feedforward_layernorm."),
+        ),
+    ),
+    "gpt_oss": (
+        (".mlp.gate.", ".mlp.router."),
+        (".sinks.weight", ".sinks"),
+        (".gate_proj", ".gate_up_proj"),
+        (".gate_bias", ".gate_up_proj_bias"),
+        (".down_bias", ".down_proj_bias"),
     ),
     "phi": (
         (".o_proj.", ".dense."),
@@ -86,9 +132,13 @@ _OF_FAMILY = {
 }
 _STACKS = (".experts.gate_proj", ".experts.up_proj", ".experts.down_proj")
 _SLOTS = ".slot_of_expert"
-# What is a part of the tensor that the queries' is in.
+# What is a part of the tensor that the queries', or the gate's, is in.
 _KEYS_VALUES = tuple(f".{each}_proj.{part}" for each in "kv" for part in ("weight", "bias"))
-_JOINED = {"gpt2": _KEYS_VALUES, "gpt_neox": _KEYS_VALUES}
+_JOINED = {
+    "gpt2": _KEYS_VALUES,
+    "gpt_neox": _KEYS_VALUES,
+    "modernbert": (*_KEYS_VALUES, ".up_proj.weight"),
+}
 
 
 class Join(NamedTuple):
@@ -123,6 +173,33 @@ class Join(NamedTuple):
         return whole[::-1] if self.is_transposed else whole
 
 
+class StackJoin(NamedTuple):
+    """How a tensor of theirs holds stacks of ours: expert by expert, columns of ours in turns.
+
+    Ours are (experts, out, in), of biases (experts, out, 1); theirs (experts, in, names x out), of
+    biases (experts, names x out).
+    """
+
+    names: tuple[str, ...]
+    """In `Decoder.state_dict()`."""
+
+    def joined(self, ours: Sequence[Tensor]) -> Tensor:
+        """Their tensor; in ours, experts are in order."""
+        columns = torch.stack(tuple(ours), 2).flatten(1, 2).mT
+        return columns.squeeze(1) if ours[0].shape[2] == 1 else columns
+
+    def parted(self, theirs: Tensor) -> list[Tensor]:
+        """An expert's rows of ours, of an expert's part of theirs."""
+        rows = theirs.mT if theirs.ndim == 2 else theirs[:, None]
+        return list(rows.unflatten(0, (-1, len(self.names))).unbind(1))
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        """Of their tensor, where each of ours has this one."""
+        num, out, width = ours
+        wide = len(self.names) * out
+        return (num, wide) if width == 1 else (num, width, wide)
+
+
 class TensorSource(NamedTuple):
     """Where a tensor of theirs goes: a whole tensor of ours, an expert's part of a stack, or
     several."""
@@ -130,7 +207,7 @@ class TensorSource(NamedTuple):
     name: str
     """In `Decoder.state_dict()`; the first of several."""
     expert: int | None = None
-    join: Join | None = None
+    join: Join | StackJoin | None = None
     """None: the tensor is theirs as it is."""
 
 
@@ -148,7 +225,12 @@ def sources(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Te
     model_type = "dense" if is_dense else model_type_of(model)
     found = {}
     for name, shape in shapes.items():
-        if name.endswith(_STACKS):
+        if model_type == "gpt_oss" and ".experts." in name:
+            if ".up_" not in name:
+                both = (name, name.replace(".gate_", ".up_"))
+                stacks = StackJoin(both if ".gate_" in name else both[:1])
+                found[_theirs(name, model_type)] = TensorSource(name, join=stacks)
+        elif name.endswith(_STACKS):
             stack, kind = name.rsplit(".", 1)
             for expert in range(shape[0]):
                 found[_theirs(f"{stack}.{expert}.{kind}.weight", model_type)] = TensorSource(
@@ -166,6 +248,8 @@ def _join(name: str, model: Model, model_type: str) -> Join | None:
         names = tuple(name.replace(".q_proj.", f".{each}_proj.") for each in "qkv")
         num_heads = model.num_heads if model_type == "gpt_neox" else None
         return Join(names, num_heads, is_transposed)
+    if model_type == "modernbert" and ".gate_proj." in name:
+        return Join((name, name.replace(".gate_", ".up_")))
     return Join((name,), None, is_transposed) if is_transposed else None
 
 
@@ -182,9 +266,16 @@ def their_name(model: Model, name: str) -> str:
 def as_stored(
     wanted: Mapping[str, TensorSource], stored: Collection[str]
 ) -> dict[str, TensorSource]:
-    """Tensors under the names that files have: GPT-2's, as it was published, have no prefix."""
+    """Tensors under the names that files have: GPT-2's, as it was published, have no prefix, and
+    BERT's norms have gamma and beta."""
     prefix = "transformer." if "wte.weight" in stored else ""
-    return {name.removeprefix(prefix): source for name, source in wanted.items()}
+    named = {name.removeprefix(prefix): source for name, source in wanted.items()}
+    if "bert.embeddings.LayerNorm.gamma" not in stored:
+        return named
+    first = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    for now, then in first.items():
+        named = {name.replace(now, then): source for name, source in named.items()}
+    return named
 
 
 def _theirs(name: str, model_type: str) -> str:

@@ -55,7 +55,7 @@ class AddLayerNorm(nn.LayerNorm):
 def norm_of(model: Model) -> nn.Module:
     """A norm of a model's residual stream; layer norms are always torch's."""
     if model.norm == "layer":
-        return nn.LayerNorm(model.hidden_size, model.norm_eps)
+        return nn.LayerNorm(model.hidden_size, model.norm_eps, bias=model.norm_bias)
     return rms_norm_of(model, model.hidden_size)
 
 
@@ -67,5 +67,5 @@ def rms_norm_of(model: Model, width: int) -> RMSNorm:
 def add_norm_of(model: Model) -> nn.Module:
     """A norm of the sum of a layer's output and the stream."""
     if model.norm == "layer":
-        return AddLayerNorm(model.hidden_size, model.norm_eps)
+        return AddLayerNorm(model.hidden_size, model.norm_eps, bias=model.norm_bias)
     return AddNorm(model.hidden_size, model.norm_eps, plus_one=model.norm == "rms_plus_one")

@@ -20,7 +20,7 @@ Style = Literal[
 """What the ranks do with a module and its parameters.
 
 - embedding: each looks up the ids of its rows; the sum over the ranks goes to the stream.
-- norm: whole on each, works on the stream.
+- norm: whole on each, works on the stream, token by token.
 - final_norm: as norm; its output goes whole to the head.
 - head: each has the columns of some of the vocabulary, and keeps those logits.
 - input: a layer, entered with the stream; all tokens come to every rank, and the gradients of the
@@ -43,8 +43,16 @@ def placements(model: Model) -> dict[str, Style]:
     styles: dict[str, Style] = {"embed": "embedding", "norm": "final_norm"}
     if model.positions == "learned":
         styles["position_embed"] = "embedding"
+    if model.token_types:
+        styles["type_embed"] = "embedding"
+    if model.embedding_norm:
+        styles["embed_norm"] = "norm"
+    if model.head_layer:
+        styles |= {"norm": "norm", "head_layer.proj": "norm", "head_layer.norm": "final_norm"}
     if not model.tie_embeddings:
         styles["head"] = "head"
+    elif model.head_bias:
+        styles["head_bias"] = "head"
     block: dict[str, Style] = {"attention_norm": "norm", "ffn_norm": "norm"}
     if model.post_norms:
         block |= {"attention_out_norm": "norm", "ffn_out_norm": "norm"}
@@ -77,6 +85,8 @@ _EXPERT_LAYER: dict[str, Style] = {
 def _attention(model: Model) -> dict[str, Style]:
     styles: dict[str, Style] = {"": "input", "o_proj": "row"}
     styles |= {f"{name}_proj": "column" for name in "qkv"}
+    if model.sinks:
+        styles["sinks"] = "column"
     if model.qk_norm:
         styles |= {f"{name}_norm": "inner" for name in "qk"}
     return styles

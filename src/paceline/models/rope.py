@@ -63,7 +63,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
-    """As `_llama3`, but blend by the number of the pair, between whole numbers.
+    """As `_llama3`, but blend by the number of the pair.
 
     Source: `find_correction_range` in https://github.com/jquesnelle/yarn.
     """
@@ -73,8 +73,10 @@ def _yarn(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
     def pair_that_turns(times: float) -> float:
         return num_pairs * math.log(original / (times * 2 * math.pi)) / math.log(theta)
 
-    first = max(math.floor(pair_that_turns(scaling.beta_fast or 32)), 0)
-    last = min(math.ceil(pair_that_turns(scaling.beta_slow or 1)), 2 * num_pairs - 1)
+    first, last = pair_that_turns(scaling.beta_fast or 32), pair_that_turns(scaling.beta_slow or 1)
+    if scaling.truncate is None:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * num_pairs - 1)
     pairs = torch.arange(num_pairs, dtype=torch.float32)
     slowed = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
     return frequencies / scaling.factor * slowed + frequencies * (1 - slowed)

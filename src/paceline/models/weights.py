@@ -33,7 +33,14 @@ from paceline.config.huggingface import from_hf, to_hf
 from paceline.config.model import Model
 from paceline.models.attention import Attend
 from paceline.models.decoder import Decoder
-from paceline.models.names import TensorSource, as_stored, slots_name, sources, their_name
+from paceline.models.names import (
+    StackJoin,
+    TensorSource,
+    as_stored,
+    slots_name,
+    sources,
+    their_name,
+)
 from paceline.models.shares import assign, assign_row, held_rows
 
 Shapes = dict[str, tuple[int, ...]]
@@ -47,6 +54,10 @@ _TABLES = (
     *(".attention.bias", ".attention.masked_bias"),
 )
 """What names of tensors end with that follow from the config.json."""
+_OF_SENTENCES = (
+    *("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids"),
+    "cls.predictions.decoder.bias",  # the same as cls.predictions.bias
+)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -172,7 +183,13 @@ def _take(
     rows: Mapping[str, list[int]],
 ) -> None:
     """Copy one tensor of a file into what this rank has of ours; an expert elsewhere isn't read."""
-    if source.join is not None:
+    if isinstance(source.join, StackJoin):
+        stored = file.get_slice(name)
+        for place, expert in enumerate(rows[source.name]):
+            parts = source.join.parted(stored[expert : expert + 1][0])
+            for ours, part in zip(source.join.names, parts, strict=True):
+                assign_row(tensors[ours], place, part)
+    elif source.join is not None:
         parts = source.join.parted(file.get_tensor(name))
         for ours, part in zip(source.join.names, parts, strict=True):
             assign(tensors[ours], part)
@@ -193,7 +210,8 @@ def write_weights(
     beside: Mapping[str, bytes] | None = None,
     narrowed: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
 ) -> None:
-    """Write a directory that `AutoModelForCausalLM.from_pretrained` and `read_decoder` open.
+    """Write a directory that `AutoModelForCausalLM.from_pretrained` (`AutoModelForMaskedLM` where
+    tokens see later ones) and `read_decoder` open.
 
     Args:
         directory: must not exist yet, or be empty.
@@ -253,6 +271,9 @@ def write_state(
 
 def _given(source: TensorSource, state: Mapping[str, Tensor]) -> Tensor:
     """The tensor of ours that becomes one of theirs: a view, or several put together."""
+    if isinstance(source.join, StackJoin):
+        slots = state[slots_name(source.name)].to(torch.int64)
+        return source.join.joined([state[name][slots] for name in source.join.names])
     if source.join is not None:
         return source.join.joined([state[name] for name in source.join.names])
     if source.expert is None:
@@ -357,8 +378,11 @@ def _left_out(name: str, model: Model) -> bool:
     """What transformers leaves out as well.
 
     Llama 2 directories store a table that follows from the config.json, those of GPT-2 and GPT-NeoX
-    masks, DeepSeek-V3's a last layer that predicts further tokens.
+    masks, DeepSeek-V3's a last layer that predicts further tokens, BERT's what judges whether
+    sentences follow each other.
     """
+    if not model.causal and name.startswith(_OF_SENTENCES):
+        return True
     extra = f"model.layers.{model.num_layers}."
     return name.endswith(_TABLES) or (model.latent is not None and name.startswith(extra))
 

@@ -46,7 +46,7 @@ class HasExperts(Protocol):
 
     experts: nn.Module
     """Parameters gate_proj, up_proj (slots, ffn, hidden), down_proj (slots, hidden, ffn), which its
-    forward takes `to_local`."""
+    forward takes `to_local`; and biases (slots, out, 1), where tp cuts no experts."""
     exchange: Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
     mean_over_sequence: Callable[[Tensor], Tensor]
     """Averages numbers over the ranks that share the tokens of the same sequences."""
@@ -109,9 +109,8 @@ def expert_parallel(
     """
     names = mesh.mesh_dim_names or ()
     for layer in expert_layers(module):
-        for name, inner in _INNER_DIM.items():
-            weights = getattr(layer.experts, name)
-            placements = [Shard(0) if axis == "ep" else Shard(inner) for axis in names]
+        for name, weights in list(layer.experts.named_parameters(recurse=False)):
+            placements = [Shard(0) if axis == "ep" else Shard(_INNER_DIM[name]) for axis in names]
             spread = distribute_tensor(weights, mesh, placements, src_data_rank=None)
             setattr(layer.experts, name, nn.Parameter(spread, weights.requires_grad))
         if "ep" in names:
@@ -137,7 +136,7 @@ def fsdp_dim(parameter: nn.Parameter) -> Shard:
     """
     assert isinstance(parameter, DTensor)
     taken = {p.dim for p in parameter.placements if isinstance(p, Shard)} | {0}
-    return Shard(next(dim for dim in (2, 1) if dim not in taken))
+    return Shard(next(dim for dim in (2, 1) if dim not in taken and parameter.shape[dim] > 1))
 
 
 def expert_layers(module: nn.Module) -> list[Any]:

@@ -84,6 +84,11 @@ class Setting:
         return self.cluster.device
 
     @property
+    def attention(self) -> str:
+        """`Stack.attention`; a network without a fused kernel has its scores in memory anywhere."""
+        return self.stack.attention if self.model.has_fused_attention else "unfused"
+
+    @property
     def moments_bytes(self) -> float:
         """What the optimizer keeps of a parameter, bytes in fp32."""
         return self.stack.moments_bytes if self.state_bytes is None else self.state_bytes

@@ -17,6 +17,8 @@ def attention_choice(model: Model, job: Job, device: torch.device) -> BackendCho
     stated rule says.
     """
     layout = job.layout
+    if model.sinks or model.score_cap is not None:
+        return None
     if not model.causal or layout.cp != 1 or device.type != "cuda" or layout.kernels == "reference":
         return None
     tp = layout.tp

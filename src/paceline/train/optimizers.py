@@ -78,9 +78,10 @@ def parameter_groups(named: Named, optim: Optim, lr_factor: Callable[[str], floa
 
 def _settings(name: str, p: Tensor, optim: Optim) -> dict[str, Any]:
     own = _group_of(name, optim) or ParameterGroup(pattern=name)
-    decay = optim.weight_decay if p.ndim >= 2 else 0.0
+    is_matrix = p.ndim >= 2 and not name.endswith("bias")  # of experts, biases are stacks too
+    decay = optim.weight_decay if is_matrix else 0.0
     rule = optim.name
-    if rule == "muon" and (own.adamw or p.ndim < 2 or _ENDS & set(name.split(".")[-2:-1])):
+    if rule == "muon" and (own.adamw or not is_matrix or _ENDS & set(name.split(".")[-2:-1])):
         rule = "adamw"
     return {
         "rule": rule,

@@ -25,7 +25,7 @@ _LONGEST_ASKED = 1024
 _LONGEST_WRITTEN_OUT = 4096
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, backend: Backend) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, backend: Backend, scale: float | None = None) -> Tensor:
     """A query sees itself and those before.
 
     Args:
@@ -33,6 +33,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, backend: Backend) -> Tensor:
         k: (batch, kv_heads, seq, head_dim).
         v: (batch, kv_heads, seq, value_dim).
         backend: which implementation.
+        scale: that scores are multiplied by; one over the root of head_dim by default.
 
     Returns:
         (batch, heads, seq, value_dim)
@@ -41,16 +42,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, backend: Backend) -> Tensor:
         RuntimeError: of torch, where the backend doesn't take such a call.
     """
     grouped = q.shape[1] != k.shape[1]
+    settings: dict[str, Any] = {"enable_gqa": grouped, "scale": scale}
     if backend == "default":
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, **settings)
     if backend == "flex":
         mask = _causal_blocks(q.shape[2], q.device)
-        return _compiled_flex(q.device.type)(q, k, v, block_mask=mask, enable_gqa=grouped)
+        return _compiled_flex(q.device.type)(q, k, v, block_mask=mask, **settings)
     if grouped and backend == "efficient":  # it knows no groups
         k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
-        grouped = False
+        settings["enable_gqa"] = False
     with sdpa_kernel(_OF_TORCH[backend]):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, **settings)
 
 
 @lru_cache

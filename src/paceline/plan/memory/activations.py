@@ -41,6 +41,8 @@ from paceline.plan.points import Array, Points, Setting
 
 _FP32 = 4
 _INT64 = 8
+_SINK_WIDTH = 8
+"""Numbers that a sink adds to heads (models/attention.py)."""
 
 
 class BlockShape(NamedTuple):
@@ -174,7 +176,7 @@ def _per_kind(
 
 def _whole_block(setting: Setting, kind: BlockKind, points: Points, shape: BlockShape) -> Array:
     stack = setting.stack
-    keeps_scores = stack.attention == "unfused" and "core_attn" not in stack.remakes
+    keeps_scores = setting.attention == "unfused" and "core_attn" not in stack.remakes
     scores = _scores(setting, shape) if keeps_scores else 0
     return _all_but_scores(setting, kind, points, shape) + scores
 
@@ -195,7 +197,7 @@ def _all_but_scores(setting: Setting, kind: BlockKind, points: Points, shape: Bl
 def _norms(model: Model, shape: BlockShape) -> Array:
     """What the norms of a block save; norms of one input save it once, if they save it as it is."""
     norms = model.num_block_norms
-    if model.residual == "sequential" or model.norm == "rms":
+    if model.residual in ("sequential", "post_norm") or model.norm == "rms":
         return norms * _norm(model, shape)
     return _norm(model, shape) + (norms - 1) * shape.stream_tokens * 2 * _FP32
 
@@ -229,14 +231,17 @@ def _attention(setting: Setting, kind: BlockKind, points: Points, shape: BlockSh
     """From the norm's output to what the output product reads, without scores."""
     model = setting.model
     heads = model.num_heads * model.value_dim
-    fused = setting.stack.attention != "unfused"
+    fused = setting.attention != "unfused"
     lse = model.num_heads * _FP32 if fused else 0
     copy = np.where(shape.kept < shape.value, shape.kept, 0)  # for the product that follows
     per_token = heads * (_num_outputs(points) * shape.value + copy) + lse
+    if model.sinks:  # what a kernel gave, and the part of it that isn't padding
+        per_token = per_token + model.num_heads * (model.value_dim + _SINK_WIDTH) * shape.value
     if model.latent is not None:
         return _latent(model, shape) + shape.tokens * per_token / shape.tp
     masked = kind.window is not None and kind.window < setting.seq_len
-    per_token = per_token + _queries_keys_values(model, masked, points) * shape.value
+    one_each = masked or not model.causal or not model.has_fused_attention
+    per_token = per_token + _queries_keys_values(model, one_each, points) * shape.value
     if model.qk_norm:
         normed = (model.num_heads + model.num_kv_heads) * model.head_dim
         per_token = per_token + normed * _norm_input(shape.value, shape)
@@ -249,14 +254,15 @@ def _num_outputs(points: Points) -> Array:
     return np.where(points.cp > 1, 2, 1)
 
 
-def _queries_keys_values(model: Model, masked: bool, points: Points) -> Array:
-    """Numbers per token, before tp. Under a mask each query head has a copy of its key head;
-    Ulysses repeats key heads until each rank has one."""
+def _queries_keys_values(model: Model, one_each: bool, points: Points) -> Array:
+    """Numbers per token, before tp. Under all but the plain causal mask each query head has a copy
+    of its key head; Ulysses repeats key heads until each rank has one."""
     kv_heads = model.num_kv_heads
     repeats = np.maximum(1, points.ulysses * points.tp / kv_heads)
-    if masked:
+    if one_each:
         repeats = np.where(points.cp == 1, model.num_heads / kv_heads, repeats)
-    return (model.num_heads + 2 * kv_heads * repeats) * model.head_dim
+    width = model.head_dim + (_SINK_WIDTH if model.sinks else 0)
+    return (model.num_heads + 2 * kv_heads * repeats) * width
 
 
 def _mask(setting: Setting, masked: bool, points: Points, shape: BlockShape) -> Array:
@@ -284,9 +290,12 @@ def _latent_heads(model: Model, shape: BlockShape) -> Array:
 
 
 def _scores(setting: Setting, shape: BlockShape) -> Array:
-    """Of attention that isn't fused: the weights, and with dropout its mask and result."""
+    """Of attention that isn't fused: the weights, with dropout its mask and result, and where
+    scores are capped, them and the weights in fp32."""
     keys = setting.seq_len
     per_score = 2 * shape.value + 1 if setting.stack.dropout else shape.value
+    if setting.model.score_cap is not None:
+        per_score = per_score + shape.value + np.where(shape.value < _FP32, _FP32, 0)
     return shape.tokens * keys * setting.model.num_heads / shape.tp * per_score
 
 
@@ -304,11 +313,13 @@ def _feed_forward(setting: Setting, kind: BlockKind, shape: BlockShape) -> Array
     return read + shape.tokens * inner
 
 
-def _inner_bytes(model: Model, shape: BlockShape, kept: Array) -> Array:
+def _inner_bytes(model: Model, shape: BlockShape, kept: Array, limited: bool = False) -> Array:
     """Of the tensors of the inner width that a feed-forward layer keeps, bytes per column: in the
     last one, which a product reads, `kept` per number."""
     eager, fused = (4, 3) if model.gated else (2, 2)
-    is_fused = shape.fused if model.activation == "silu" else shape.compiled
+    is_fused = shape.fused if model.activation == "silu" and not limited else shape.compiled
+    if limited:  # gate and up before and after their limits, the sigmoid, both products
+        eager = 7
     return (np.where(is_fused, fused, eager) - 1) * shape.value + kept
 
 
@@ -316,7 +327,10 @@ def _expert_layer(setting: Setting, experts: Experts, shape: BlockShape) -> Arra
     model, hidden = setting.model, setting.model.hidden_size
     rows = experts.experts_per_token * setting.expert_imbalance
     kept = shape.kept if setting.stack.fp8_experts else shape.value
-    inner = rows * _inner_bytes(model, shape, kept) * experts.ffn_size / shape.expert_tp
+    limited = experts.gate_limit is not None
+    inner = rows * _inner_bytes(model, shape, kept, limited) * experts.ffn_size / shape.expert_tp
+    if experts.bias:  # whose row is added to which
+        inner = inner + 3 * rows * _INT64
     shared = _inner_bytes(model, shape, shape.kept) * experts.shared_ffn_size / shape.tp
     given = 0 if setting.stack.weighs_in_experts else experts.experts_per_token * shape.value
     sent = hidden * (rows * kept + given)
@@ -435,7 +449,7 @@ def between_operators(setting: Setting, points: Points) -> Array:
         copies = model.experts.experts_per_token * shape.routed_tokens / shape.tokens
         rows = copies * setting.expert_imbalance
         inner = np.maximum(inner, rows * 2 * model.experts.ffn_size / shape.expert_tp)
-    if setting.stack.attention == "unfused":
+    if setting.attention == "unfused":
         inner = np.maximum(inner, 2 * setting.seq_len * model.num_heads / shape.tp)
     eight_bit = shape.tokens * (model.hidden_size + inner / 2)
     eight_bit = eight_bit + model.hidden_size * model.ffn_size / shape.tp
@@ -454,6 +468,8 @@ def kept_ends(setting: Setting, points: Points) -> Array:
     shape = shape_of(setting, points)
     hidden = setting.model.hidden_size
     read = shape.trains_all * shape.read_tokens * hidden * shape.value
+    if setting.model.head_layer:  # its product's input and output, its activation, its norm
+        read = read + 2 * shape.stream_tokens * hidden * shape.value + _norm(setting.model, shape)
     return _norm(setting.model, shape) + read
 
 

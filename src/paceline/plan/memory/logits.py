@@ -26,18 +26,19 @@ def logits_bytes(setting: Setting, points: Points) -> tuple[Array, Array]:
     value = points.value_bytes
     num = points.micro_batch * setting.seq_len / points.cp * setting.model.vocab_size / points.tp
     wide = np.maximum(value, _FP32)
+    capped = value if setting.model.logit_cap is not None else 0  # what tanh gave
     if setting.stack.logits == "fp32":
         cast = np.where(value < _FP32, _FP32, 0)
         shared = points.tp > 1
         if setting.stack.shared_vocab_loss == "wide":
-            return num * wide, num * np.where(shared, 4, 3) * wide
+            return num * (wide + capped), num * (np.where(shared, 4, 3) * wide + capped)
         kept = np.where(shared, value, wide)
         peak = np.where(shared, value + cast + 2 * wide, 3 * wide)
     else:
         kept, peak = value * 1.0, value * 2.0
         if setting.stack.logits == "chunked":
             return kept * 0.0, num * 3 * wide / _CHUNKS
-    return num * kept, num * peak
+    return num * (kept + capped), num * (peak + capped)
 
 
 def narrow_share(setting: Setting, points: Points) -> Array:

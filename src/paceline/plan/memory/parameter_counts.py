@@ -54,7 +54,9 @@ def block_params(model: Model, kind: BlockKind) -> BlockParams:
     whole += 2 * model.head_dim if model.qk_norm else 0
     if experts is not None:
         routed = experts.num_experts * matrices * model.hidden_size * experts.ffn_size
+        routed += experts.num_biases(model.hidden_size) - experts.num_experts * experts.bias
         whole += model.hidden_size * (experts.num_experts + int(experts.shared_gate))
+        whole += experts.num_experts * experts.bias
     if model.latent is not None:
         q_rank, kv_rank = model.latent.q_rank or 0, model.latent.kv_rank
         whole += (q_rank + kv_rank + model.latent.rope_dim) * model.hidden_size + q_rank + kv_rank
@@ -115,7 +117,8 @@ def _ends(setting: Setting, points: Points, holdings: Holdings) -> Array:
     table = model.num_embedding_params / points.tp
     positions = holdings.embeddings * model.num_position_params / points.tp
     bias = model.vocab_size / points.tp if model.head_bias else 0
-    return tables * table + positions + holdings.heads * (model.norm_params + bias)
+    whole = model.num_end_norm_params + model.num_head_layer_params
+    return tables * table + positions + holdings.heads * (whole + bias)
 
 
 def largest_of_block(setting: Setting, points: Points) -> Array:

@@ -60,7 +60,7 @@ class Kernels(NamedTuple):
 
 def kernels_of(setting: Setting, points: Points, works: Sequence[PartWork]) -> list[Kernels]:
     """Seconds of the kernels of each part."""
-    ahead_cores, back_cores = _UNFUSED_CORE if setting.stack.attention == "unfused" else _FUSED_CORE
+    ahead_cores, back_cores = _UNFUSED_CORE if setting.attention == "unfused" else _FUSED_CORE
     products = _products_s(setting, points, works)
     sweeps = _sweeps_s(setting, works)
     made = []
@@ -219,14 +219,14 @@ def _cores_s(
     if not cores:
         return np.zeros(1), np.zeros(1), np.zeros(1)
     (core,) = cores
-    device, stack = setting.device, setting.stack
-    factor = constant(stack, "attention_time")
+    device, attention = setting.device, setting.attention
+    factor = constant(setting.stack, "attention_time")
 
     def seconds(backward: bool) -> Array:
         found: Array = np.zeros(1)
         for index in np.unique(points.precision):
             name = _arithmetic(PRECISIONS[index], PLAIN)
-            here = attention_s(device, name, stack.attention, *core[:6], backward=backward)
+            here = attention_s(device, name, attention, *core[:6], backward=backward)
             found = np.where(points.precision == index, here, found)
         return found * factor
 

@@ -45,8 +45,9 @@ def catalogue_costs(
     stack = cluster.stack or own_stack(device.kind)
     byte_s = float(memory_s(device, _LARGE_BYTES)) / _LARGE_BYTES
     key_s = byte_s * key_bytes(model, precision) / tp
+    attention = stack.attention if model.has_fused_attention else "unfused"
     square = attention_s(
-        device, precision, stack.attention, 1, model.num_heads / tp, max_tokens, max_tokens,
+        device, precision, attention, 1, model.num_heads / tp, max_tokens, max_tokens,
         model.head_dim, 0.5,
     )  # fmt: skip
     step_s = constant(stack, "step_overhead_ms") / 1e3

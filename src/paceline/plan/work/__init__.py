@@ -118,19 +118,24 @@ def head_work(setting: Setting, points: Points) -> PartWork:
     logits = asked * vocab
     forward, backward = _loss_bytes(setting, sizes)
     stream = sizes.stream_tokens * hidden * sizes.stream_bytes
+    products: tuple[MatmulOp, ...] = (MatmulOp(asked, vocab, like(hidden), PLAIN),)
+    layer = 0
+    if model.head_layer:  # on the tokens that a rank has of the stream: a product, GELU, a norm
+        products += (MatmulOp(sizes.stream_tokens, like(hidden), like(hidden), PLAIN),)
+        layer = 4
     own = 0 if model.tie_embeddings else model.num_embedding_params
     own += model.vocab_size if model.head_bias else 0
     return PartWork(
-        products=(MatmulOp(asked, vocab, like(hidden), PLAIN),),
+        products=products,
         sweeps=(
-            MemoryOp(2 * stream, like(1), False),
-            MemoryOp(4 * stream, like(2), True),
+            MemoryOp((2 + layer) * stream, like(1 + layer / 2), False),
+            MemoryOp((4 + 2 * layer) * stream, like(2 + layer), True),
             MemoryOp(logits * forward, like(4), False),
             MemoryOp(logits * backward, like(3), True),
         ),
         exchanges=_head_exchanges(points, sizes, hidden),
-        params=model.norm_params + own / points.tp,
-        tensors=1 if model.tie_embeddings else 2,
+        params=model.num_end_norm_params + model.num_head_layer_params + own / points.tp,
+        tensors=(1 if model.tie_embeddings else 2) + (4 if model.head_layer else 0),
     )
 
 

@@ -30,6 +30,7 @@ def plain_attention(model: Model, points: Points, sizes: Sizes) -> PartWork:
     own_key = np.maximum(key / points.tp, model.head_dim)
     has_biases = model.qkv_bias or model.bias
     biases = (query + 2 * key if has_biases else 0) / points.tp + (hidden if model.bias else 0)
+    biases = biases + (model.num_heads if model.sinks else 0) / points.tp
     norms = 2.0 * model.head_dim if model.qk_norm else 0.0
     turned = (query / points.tp + own_key) * (model.rope_dim / model.head_dim)
     rotated = _rotation(sizes, turned) if model.rope_dim else ()
@@ -140,7 +141,7 @@ def _softmax_sweeps(
     fused softmax takes sequences of up to 2,048 keys whose samples x heads divide by four, and
     leaves others to those kernels (fused_kernels/scaled_upper_triang_masked_softmax.h).
     """
-    if setting.stack.attention != "unfused":
+    if setting.attention != "unfused":
         return ()
     fits = (core.kv_len <= 2048) & (core.batch * core.heads % 4 == 0)
     chain = ~(sizes.fused & (points.compile | fits))

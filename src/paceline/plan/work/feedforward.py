@@ -83,6 +83,16 @@ def _activation(model: Model, sizes: Sizes, numbers: Array) -> tuple[MemoryOp, .
     )
 
 
+def _expert_activation(
+    model: Model, experts: Experts, sizes: Sizes, numbers: Array
+) -> tuple[MemoryOp, ...]:
+    """As `_activation`; limited gates are worked on kernel by kernel (models/feedforward.py)."""
+    if experts.gate_limit is None:
+        return _activation(model, sizes, numbers)
+    value = numbers * sizes.value_bytes
+    return MemoryOp(16 * value, like(7), False), MemoryOp(26 * value, like(9), True)
+
+
 def expert_layer(setting: Setting, experts: Experts, points: Points, sizes: Sizes) -> PartWork:
     """Router, exchange, the experts of this rank, and those that every token passes."""
     model = setting.model
@@ -112,8 +122,8 @@ def _router(setting: Setting, experts: Experts, tokens: Array) -> PartWork:
             MemoryOp(scores, like(_ROUTING_KERNELS), False),
             MemoryOp(scores / 2, like(_ROUTING_KERNELS / 2), True),
         ),
-        params=hidden * sum(product.n for product in products),
-        tensors=len(products),
+        params=hidden * sum(product.n for product in products) + experts.num_experts * experts.bias,
+        tensors=len(products) + experts.bias,
     )
 
 
@@ -135,16 +145,17 @@ def _routed(
     inward = _inward(sizes, MatmulOp(busy, ffn, hidden, arithmetic, own), matrices - 1)
     outward = MatmulOp(busy, hidden, ffn, arithmetic, own, ends_block=not experts.shared_ffn_size)
     fused = setting.stack.fuses_experts
+    biases = (2 * ffn + model.hidden_size) * experts.bias
     return PartWork(
         products=(*inward, outward),
         sweeps=(
-            *(() if fused else _activation(model, sizes, busy * ffn)),
+            *(() if fused else _expert_activation(model, experts, sizes, busy * ffn)),
             *_by_expert(setting, points, sizes, busy * model.hidden_size, busy * ffn, own),
             *_reordering(setting, experts, points, busy * model.hidden_size * value),
         ),
         exchanges=_dispatch(setting, experts, points, rows * model.hidden_size, value),
-        expert_params=own * matrices * model.hidden_size * ffn,
-        tensors=(len(inward) + 1) * rows_of_each(setting, outward)[1],
+        expert_params=own * (matrices * model.hidden_size * ffn + biases),
+        tensors=(len(inward) + 1) * rows_of_each(setting, outward)[1] + matrices * experts.bias,
         host_syncs=np.where(points.ep > 1, 1.0, 0.0),
     )
 

@@ -41,7 +41,7 @@ from tests.train.reshard_cases import (
 
 SEED = int(os.environ.get("PACELINE_LAYOUT_SEED", "2026"))
 """Another one draws other pairs."""
-KINDS = tuple(kind for kind in MODELS if kind != "documents")
+KINDS = tuple(kind for kind in MODELS if kind not in ("documents", "sources"))
 NUM_RANKS = (
     (2, 4, 1, 8, 3, 2, 4, 2, 1, 2, 4, 6),
     (4, 2, 2, 1, 2, 3, 2, 8, 4, 1, 4, 2),

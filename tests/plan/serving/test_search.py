@@ -9,7 +9,7 @@ from paceline.config.model import Model
 from paceline.config.prices import Prices
 from paceline.plan.serving.catalogue import catalogue_costs, key_bytes, num_blocks, shares
 from paceline.plan.serving.options import ApiPrice
-from paceline.plan.serving.search import Asked, _simulated, find_fleets
+from paceline.plan.serving.search import Asked, EnginePlan, _engines, _simulated, find_fleets
 from paceline.plan.serving.slo import Slo
 from tests.plan.serving.test_measured import MODEL, measured
 
@@ -101,3 +101,27 @@ def test_devices_that_share_a_network_are_quicker_and_hold_more():
     # Weights are read once a pass: 13.5 GB at 3.35 TB/s, and what small kernels lose.
     assert 0.004 < one.body(1) < 0.015
     assert key_bytes(LLAMA, "bf16") == 32 * 2 * 4096 * 2
+
+
+def test_keys_in_8_bits_take_less_memory_and_more_time():
+    # A row of 128 numbers takes 128 bytes and a scale.
+    assert key_bytes(LLAMA, "bf16", "int8") == 32 * 2 * 32 * (128 + 4)
+    shape = (LLAMA, cluster(), 1, "bf16", 32, 512)
+    wide, narrow = (num_blocks(*shape, 64, keys) for keys in ("as_weights", "int8"))
+    assert narrow == pytest.approx(wide * 256 / 132, rel=1e-3)
+    wide, narrow = (catalogue_costs(*shape, keys) for keys in ("as_weights", "int8"))
+    assert narrow.block_s == pytest.approx(wide.block_s * (2 + 132 / 256))
+    assert narrow.body.seconds == wide.body.seconds
+
+
+def test_keys_in_8_bits_are_tried_where_wide_ones_have_no_room():
+    """13.5 GB of weights on 24 GB leave room for about 30 texts of 460 tokens at 0.5 MB a token."""
+    asked = replace(ASKED, num_in=(400, 400), num_out=(60, 60))
+    engines = _engines(asked, cluster("L4", nodes=1, devices=1), ())
+    found = {
+        (engine.form, engine.limits.max_sequences)
+        for engine in engines
+        if isinstance(engine, EnginePlan)
+    }
+    wide = {("bf16", count) for count in (16, 64, 256)}
+    assert found == wide | {("bf16-kv8", count) for count in (64, 256)}

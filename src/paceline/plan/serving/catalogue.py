@@ -2,7 +2,8 @@
 
 How it works: the passes of so many tokens are priced as the forward pass of a training step is
 (`paceline.plan.price`), kernel by kernel, with the all-reduces of tensor parallelism and the host
-that launches it all. Attention over blocks takes what reading their keys and values takes.
+that launches it all. Attention over blocks takes what reading their keys and values takes; those in
+8 bits are also written and read as wide as products need them, as our operators do.
 
 What it is not: measured. Our engine has run on CPUs alone; on a GPU it launches each kernel from
 Python, which `launch_s` says, and attention of prompts is priced as one fused kernel.
@@ -16,6 +17,7 @@ from paceline.config.feasible import tensor_sizes
 from paceline.config.hardware import Cluster
 from paceline.config.layout import Layout
 from paceline.config.model import Model
+from paceline.config.serving import KeyForm
 from paceline.config.stack import constant
 from paceline.plan.points import BYTES, Points, Setting
 from paceline.plan.price.step import NetworkParts
@@ -28,13 +30,22 @@ from paceline.render.figures import bytes_text
 # Assumed, as vLLM does (gpu_memory_utilization).
 _USABLE = 0.9
 _LARGE_BYTES = 1e9
-_FP32 = 4
+_FP32 = _SCALE = 4
 
 
 def catalogue_costs(
-    model: Model, cluster: Cluster, tp: int, precision: str, block_size: int, max_tokens: int
+    model: Model,
+    cluster: Cluster,
+    tp: int,
+    precision: str,
+    block_size: int,
+    max_tokens: int,
+    keys: KeyForm = "as_weights",
 ) -> StepCosts:
     """What a step takes on `tp` devices of a cluster.
+
+    Args:
+        keys: the form of keys and values.
 
     Raises:
         InputError: how fast the device is at this precision is not known.
@@ -44,7 +55,8 @@ def catalogue_costs(
     body, head, exchange, launch = (list(column) for column in zip(*passes, strict=True))
     stack = cluster.stack or own_stack(device.kind)
     byte_s = float(memory_s(device, _LARGE_BYTES)) / _LARGE_BYTES
-    key_s = byte_s * key_bytes(model, precision) / tp
+    widened = 2 * key_bytes(model, precision) if keys == "int8" else 0.0
+    key_s = byte_s * (key_bytes(model, precision, keys) + widened) / tp
     attention = stack.attention if model.has_fused_attention else "unfused"
     square = attention_s(
         device, precision, attention, 1, model.num_heads / tp, max_tokens, max_tokens,
@@ -71,8 +83,12 @@ def num_blocks(
     block_size: int,
     max_tokens: int,
     max_sequences: int,
+    keys: KeyForm = "as_weights",
 ) -> int:
     """Blocks of keys and values that a device has room for.
+
+    Args:
+        keys: their form.
 
     Raises:
         InputError: its memory is not known, or doesn't hold the weights.
@@ -86,7 +102,7 @@ def num_blocks(
     logits = 2 * _FP32 * max_sequences * model.vocab_size / tp
     values = max_tokens * BYTES[precision] * (4 * model.hidden_size + 3 * model.ffn_size / tp)
     left = _USABLE * memory.value - weights - logits - values
-    block = key_bytes(model, precision) * block_size / tp
+    block = key_bytes(model, precision, keys) * block_size / tp
     if left < block:
         raise InputError(
             f"weights take {bytes_text(weights)} of the {bytes_text(memory.value)} of a device, "
@@ -95,15 +111,16 @@ def num_blocks(
     return min(int(left / block), MOST_BLOCKS)
 
 
-def key_bytes(model: Model, precision: str) -> float:
-    """Of what all layers keep of a token."""
+def key_bytes(model: Model, precision: str, keys: KeyForm = "as_weights") -> float:
+    """Of what all layers keep of a token; in 8 bits each row has a scale (`narrow_keys`)."""
     latent = model.latent
-    numbers = (
-        2 * model.num_kv_heads * model.head_dim
+    rows, width = (
+        (2 * model.num_kv_heads, model.head_dim)
         if latent is None
-        else latent.kv_rank + latent.rope_dim
+        else (1, latent.kv_rank + latent.rope_dim)
     )
-    return float(model.num_layers * numbers * BYTES[precision])
+    row = -(-width // 4) * 4 + _SCALE if keys == "int8" else width * BYTES[precision]
+    return float(model.num_layers * rows * row)
 
 
 def shares(model: Model, num_devices: int) -> list[int]:

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.model import Model
+from paceline.config.serving import KeyForm
 from paceline.generate.work import WorkCounter
 from paceline.plan.serving.catalogue import catalogue_costs, num_blocks, shares
 from paceline.plan.serving.costs import StepCosts
 from paceline.plan.serving.load import Range, requests_of
-from paceline.plan.serving.measured import MeasuredServing
+from paceline.plan.serving.measured import MeasuredServing, form_of
 from paceline.plan.serving.options import ApiPrice
 from paceline.plan.serving.simulate import Limits, Simulated, simulate
 from paceline.plan.serving.slo import Slo
@@ -29,6 +30,7 @@ from paceline.render.figures import plural
 
 _MAX_SEQUENCES, _MAX_TOKENS = (16, 64, 256), (512, 2048)
 _BLOCK_SIZE = 32
+_KEYS: tuple[KeyForm, ...] = ("as_weights", "int8")
 _BY_CURVES = "by the device's curves; our engine was not measured on it"
 _HOUR_S = 3600.0
 _HALVINGS = 6
@@ -58,6 +60,11 @@ class Asked:
         """Tokens of a text."""
         return sum(self.num_out) / 2
 
+    @property
+    def blocks_of_longest(self) -> int:
+        """Of the longest request, with its text."""
+        return -(-(self.num_in[1] + self.num_out[1]) // _BLOCK_SIZE)
+
 
 @dataclass(frozen=True)
 class EnginePlan:
@@ -66,7 +73,7 @@ class EnginePlan:
     cluster: Cluster
     tp: int
     form: str
-    """Of the weights: "bf16", "fp32-int8"."""
+    """Of the weights, and of keys and values where they have another: "fp32-int8", "bf16-kv8"."""
     limits: Limits
     costs: StepCosts
     source: str
@@ -215,15 +222,19 @@ def _engines(
         for tp in shares(asked.model, cluster.devices_per_node):
             for max_tokens in _MAX_TOKENS:
                 shape = (asked.model, cluster, tp, precision, _BLOCK_SIZE, max_tokens)
-                costs = catalogue_costs(*shape)
+                costs = {keys: catalogue_costs(*shape, keys) for keys in _KEYS}
                 for max_sequences in _MAX_SEQUENCES:
                     try:
-                        blocks = num_blocks(*shape, max_sequences)
+                        rooms = {keys: num_blocks(*shape, max_sequences, keys) for keys in _KEYS}
                     except InputError as error:
                         yield Lost(f"{device.name}, tp {tp}, {precision}", str(error))
                         break
-                    limits = Limits(blocks, _BLOCK_SIZE, max_tokens, max_sequences)
-                    yield EnginePlan(cluster, tp, precision, limits, costs, _BY_CURVES)
+                    if rooms["as_weights"] >= max_sequences * asked.blocks_of_longest:
+                        del rooms["int8"]  # which takes longer, and more room has no use
+                    for keys, blocks in rooms.items():
+                        limits = Limits(blocks, _BLOCK_SIZE, max_tokens, max_sequences)
+                        form = form_of(precision, "as_trained", keys)
+                        yield EnginePlan(cluster, tp, form, limits, costs[keys], _BY_CURVES)
 
 
 def _measured_engines(cluster: Cluster, measured: MeasuredServing) -> Iterator[EnginePlan]:

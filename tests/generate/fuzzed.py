@@ -1,16 +1,17 @@
 """Rounds of drawn requests on drawn engines, where every text is compared with the plain network.
 
-How it works: a round draws an engine (family, precision, sizes of blocks and passes, too few of
-them, tiers, layers in files, guesses, exactness) and requests (lengths, beginnings that others have
-too, salts, sampling, grammars, stops, prompts that are told of): `fuzzed_draws`. Between steps it
-cancels some, damages what is kept, or says that the weights have changed, which they have not. In
-the end each text, of cancelled ones what was made, is held against the plain network
-(`fuzzed_checks`): one pass over it without blocks, and what is chosen from its logits. With `exact`
-each choice and each logarithm of a probability has to be the one, to the bit, of an engine of the
-same sizes that computes this text alone. Then all blocks, files and reads have to be gone.
+How it works: a round draws an engine (family, precision, forms of weights and of keys, sizes of
+blocks and passes, too few of them, tiers, layers in files, guesses, exactness) and requests
+(lengths, beginnings that others have too, salts, sampling, grammars, stops, prompts that are told
+of): `fuzzed_draws`. Between steps it cancels some, damages what is kept, or says that the weights
+have changed, which they have not. In the end each text, of cancelled ones what was made, is held
+against the plain network (`fuzzed_checks`): one pass over it without blocks, with weights and keys
+in the same form, and what is chosen from its logits. With `exact` each choice and each logarithm of
+a probability has to be the one, to the bit, of an engine of the same sizes that computes this text
+alone. Then all blocks, files and reads have to be gone.
 
 A round is a function of its seed. What threads do when, and so what is fetched, is not, nor what
-"auto" guesses; texts are.
+"auto" guesses, nor the form of keys that "auto" measures to be quicker; texts are, in that form.
 """
 
 import random
@@ -42,7 +43,7 @@ def run_round(seed, num_requests, folder: Path) -> Counter:
         requests = _serve(draw, engine, num_requests, counts)
         for sequence, request in requests.items():
             counts[f"ended by {sequence.end}"] += 1
-            check_text(setting, request, sequence, counts)
+            check_text(setting, engine.key_form, request, sequence, counts)
         check_nothing_is_left(engine)
         numbers = engine.numbers()
     except ViolationError as violation:

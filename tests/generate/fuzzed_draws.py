@@ -1,18 +1,19 @@
 """What rounds of `fuzzed` draw: settings of an engine with its networks, and requests."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 
 from paceline.config.sampling import Grammar, Sampling
-from paceline.config.serving import Serving
+from paceline.config.serving import KeyForm, Serving
 from paceline.generate.engine import Engine
+from paceline.generate.narrow_keys import kept_type
 from paceline.generate.paged import KeyShape
 from paceline.generate.quantised import QuantisedWeights, quantised_matrices
 from paceline.models.decoder import Decoder
-from tests.generate.networks import MODELS, built, heads_of, prompt
+from tests.generate.networks import MODELS, built, heads_of, prompt, with_rounded_keys
 
 END = 1
 """Ends a text."""
@@ -39,10 +40,14 @@ class Setting:
         get = network if self.serving.weights_gb == "auto" else network.__wrapped__
         return Engine(get(self.name, self.dtype), self.serving, end_tokens=[END], draft=draft)
 
-    def plain(self, tokens: list[int]) -> torch.Tensor:
+    def plain(self, tokens: list[int], keys: KeyForm) -> torch.Tensor:
         """Logits (num_tokens, vocab) by one pass of the network, without an engine."""
-        with torch.inference_mode(), _matrices_in(self.name, self.dtype, self.serving.weights)():
-            return network(self.name, self.dtype)(torch.tensor([tokens]))[0].float()
+        decoder = network(self.name, self.dtype)
+        with ExitStack() as forms, torch.inference_mode():
+            forms.enter_context(_matrices_in(self.name, self.dtype, self.serving.weights)())
+            if keys == "int8":
+                forms.enter_context(with_rounded_keys(decoder))
+            return decoder(torch.tensor([tokens]))[0].float()
 
     def alone(self) -> Engine:
         """An exact engine of the same sizes."""
@@ -62,6 +67,7 @@ class Setting:
             self.name,
             str(self.dtype).removeprefix("torch."),
             f"{serving.weights} weights",
+            f"{serving.kv} keys",
             f"exact: {serving.exact}",
             f"guesses: {guesses}",
             *["layers in files"] * (serving.weights_gb != "auto"),
@@ -143,11 +149,14 @@ def draw_setting(draw, folder) -> Setting:
         "auto": draw.choice([None, *guessers]),
     }.get(speculate)
     size, decoder = draw.choice([2, 4, 8]), network(name, dtype)
-    block_gb = KeyShape.of(decoder).block_bytes(size, dtype) / 1e9
+    exact = draw.random() < 0.3
+    kv = draw.choice(["as_weights", "as_weights", "auto" if exact else "int8", "auto"])
+    # "auto" may come to keep whole rows, so it gets memory for these.
+    kept = kept_type("int8" if kv == "int8" else "as_weights", dtype)
+    block_gb = KeyShape.of(decoder).block_bytes(size, kept) / 1e9
     if guesser not in (None, "heads"):
         draft = _GUESSERS[guesser](name, dtype)
         block_gb += KeyShape.of(draft).block_bytes(size, dtype) / 1e9
-    exact = draw.random() < 0.3
     shares = draw.random() < 0.85
     host = draw.choice([0, 5, 30, 100, 300]) if shares else 0
     disk = draw.choice([0, 9, 200]) if host else 0
@@ -159,6 +168,7 @@ def draw_setting(draw, folder) -> Setting:
         weights_gb = _gb_of_layers(decoder, draw.randint(0, len(decoder.blocks)))
     serving = Serving(
         block_size=size,
+        kv=kv,
         kv_gb=(draw.choice([40, 48, 64, 96, 96]) // size + 0.5) * block_gb,
         host_gb=host * block_gb,
         disk_gb=disk * block_gb,

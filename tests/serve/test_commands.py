@@ -84,7 +84,7 @@ def test_a_folder_is_served_as_it_was_written(trained):
 
 
 def test_weights_can_be_narrower_and_of_an_earlier_step(trained):
-    network = open_network(trained / "runs" / "tiny", "bf16", step=20)
+    network = open_network(trained / "runs" / "tiny", Serving(precision="bf16"), step=20)
     assert network.step == 20
     assert {p.dtype for p in network.decoder.parameters()} == {torch.bfloat16}
     assert network.decoder.rope_cos.dtype == torch.float32

@@ -21,7 +21,7 @@ from paceline.observe.run import Run
 from paceline.train.data import prepare
 from paceline.train.data.build import is_held_out
 from paceline.train.data.conversations import DEFAULT_TEMPLATE
-from paceline.train.kept_weights import weights_as_trained, weights_of
+from paceline.train.kept_weights import KeptWeights, weights_of
 from tests.command_line import losses, paceline, ranks, write_tiny_job
 from tests.generate.networks import MODELS, built
 from tests.train.test_conversations import talks
@@ -254,7 +254,7 @@ def tuned(tmp_path_factory):
 def test_a_run_learns_by_its_adapters_alone(tuned):
     run = Run(tuned / "runs" / "tuned")
     base = read_decoder(tuned / "base", torch.float64).state_dict()
-    _, trained = weights_as_trained(run)
+    trained = KeptWeights(run).read_as_trained()
     for name, tensor in base.items():
         assert torch.equal(tensor, trained[name])
     assert losses(tuned, "tuned")[6] < losses(tuned, "tuned")[1] - 0.3

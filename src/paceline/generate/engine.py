@@ -29,7 +29,7 @@ from paceline.generate.blocks import Blocks
 from paceline.generate.choice import Place, choose, logprobs
 from paceline.generate.guessers import speculator_of
 from paceline.generate.key_prices import chosen_key_form
-from paceline.generate.layers import layers_of
+from paceline.generate.layers import StreamedLayers, layers_of
 from paceline.generate.narrow_keys import kept_type
 from paceline.generate.offload import NOTHING_KEPT, offload_of
 from paceline.generate.paged import KeyShape, Memory
@@ -73,6 +73,7 @@ class Engine:
         end_tokens: end a text.
         draft: guesses tokens, where `serving.speculate` says so.
         others: ranks that have the other parts of the network; None: the decoder is all of it.
+        layers: of a decoder that was opened in them; None: as `serving.weights_gb` says.
 
     Raises:
         InputError: the memory for keys and values doesn't hold a block of tokens, settings that
@@ -87,6 +88,7 @@ class Engine:
         end_tokens: Iterable[int] = (),
         draft: Decoder | GuessHeads | None = None,
         others: "Others | None" = None,
+        layers: StreamedLayers | None = None,
     ) -> None:
         self.decoder, self.serving, self.tokenizer = decoder, serving, tokenizer
         self.others = others
@@ -119,7 +121,7 @@ class Engine:
                 decoder,
                 self._memory,
                 most if serving.exact else None,
-                layers_of(decoder, serving),
+                layers or layers_of(decoder, serving),
                 self.weight_form,
                 serving.weight_group,
             )

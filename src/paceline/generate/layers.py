@@ -5,7 +5,8 @@ of the others lie in mapped files, with a CUDA device in pinned host memory, and
 buffers: while a layer computes, a thread copies the next one. Layers that stay are spread among the
 others, so that a copy has their time, too. Nothing is computed differently.
 
-Between passes the network has all of its weights: they may be read and changed.
+Between passes the network has all of its weights: they may be read and changed. A network that is
+opened this way (`decoder_in_layers`) is read into these places, and never in memory as a whole.
 """
 
 import mmap
@@ -21,10 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.config.errors import InputError
+from paceline.config.model import Model
 from paceline.config.serving import Serving
 from paceline.generate.paged import blocks_of
 from paceline.generate.tier_folder import OwnFolder
 from paceline.models.decoder import Block, Decoder
+from paceline.models.weights import decoder_room
 
 _ALIGNED = 64
 """Bytes: products may round differently where a matrix begins elsewhere."""
@@ -36,14 +39,16 @@ class StreamedLayers:
     Args:
         budget_bytes: for what stays; two layers more are in the buffers.
         folder: for the files; None: host memory.
+        device: that computes. Layers on the meta device get places, which are to be filled.
 
     Raises:
         InputError: the budget doesn't hold what has to stay.
     """
 
-    def __init__(self, decoder: Decoder, budget_bytes: int, folder: OwnFolder | None) -> None:
-        layers, self._folder = blocks_of(decoder), folder
-        self._device = next(decoder.parameters()).device
+    def __init__(
+        self, decoder: Decoder, budget_bytes: int, folder: OwnFolder | None, device: torch.device
+    ) -> None:
+        layers, self._folder, self._device = blocks_of(decoder), folder, device
         sizes = [_num_bytes(layer) for layer in layers]
         self.resident_bytes = sum(p.nbytes for p in decoder.parameters()) - sum(
             sum(p.nbytes for p in layer.parameters()) for layer in layers
@@ -71,6 +76,11 @@ class StreamedLayers:
     def num_moved(self) -> int:
         """Layers that don't stay."""
         return len(self._layers)
+
+    def leave_files(self) -> None:
+        """What was read or written of files needs no memory of this process any more."""
+        for moved in self._layers:
+            moved.leave_file()
 
     @contextmanager
     def put_in(self) -> Iterator[None]:
@@ -143,15 +153,20 @@ class _Moved:
         self._parameters = list(layer.parameters())
         self._at_home = self._parts(home.data)
         self._in_buffer = self._parts(self._buffer)
-        for parameter, data in zip(self._parameters, self._at_home, strict=True):
-            data.copy_(parameter.data)
-            parameter.data = data
-        self._leave_file()
+        for (name, parameter), data in zip(layer.named_parameters(), self._at_home, strict=True):
+            if parameter.is_meta:
+                path, _, key = name.rpartition(".")
+                setattr(layer.get_submodule(path), key, nn.Parameter(data, requires_grad=False))
+            else:
+                data.copy_(parameter.data)
+                parameter.data = data
+        self._parameters = list(layer.parameters())
+        self.leave_file()
 
     def copy(self) -> None:
         """To the buffer."""
         self._buffer.copy_(self._home.data, non_blocking=True)
-        self._leave_file()
+        self.leave_file()
 
     @contextmanager
     def in_buffer(self) -> Iterator[None]:
@@ -164,7 +179,7 @@ class _Moved:
             for parameter, data in zip(self._parameters, self._at_home, strict=True):
                 parameter.data = data
 
-    def _leave_file(self) -> None:
+    def leave_file(self) -> None:
         """Its pages are the system's to keep or to drop."""
         if self._home.mapped is not None:
             self._home.mapped.madvise(mmap.MADV_DONTNEED)
@@ -186,22 +201,44 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED) * _ALIGNED
 
 
-def layers_of(decoder: Decoder, serving: Serving) -> StreamedLayers | None:
+def decoder_in_layers(
+    model: Model, dtype: torch.dtype, device: torch.device, serving: Serving
+) -> tuple[Decoder, StreamedLayers | None]:
+    """A network without values, each of whose weights has its place.
+
+    Raises:
+        InputError: as `layers_of`.
+    """
+    if serving.weights_gb == "auto" or serving.num_ranks > 1:  # of which several refuse it
+        return decoder_room(model, dtype, device), None
+    decoder = decoder_room(model, dtype, "meta")
+    layers = layers_of(decoder, serving, device)
+    decoder._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each)
+    return decoder, layers
+
+
+def layers_of(
+    decoder: Decoder, serving: Serving, device: torch.device | None = None
+) -> StreamedLayers | None:
     """What the settings ask for; None: all weights stay where they are.
+
+    Args:
+        device: that computes; None: where the decoder is.
 
     Raises:
         InputError: the budget is too small, or nothing says where layers are to lie.
     """
     if serving.weights_gb == "auto":
         return None
+    device = device or next(decoder.parameters()).device
     folder = OwnFolder(Path(serving.disk_folder)) if serving.disk_folder else None
-    if folder is None and next(decoder.parameters()).device.type == "cpu":
+    if folder is None and device.type == "cpu":
         raise InputError(
             f"serve.weights_gb = {serving.weights_gb} on a CPU needs a place for the other layers: "
             "give serve.disk_folder."
         )
     try:
-        return StreamedLayers(decoder, int(serving.weights_gb * 1e9), folder)
+        return StreamedLayers(decoder, int(serving.weights_gb * 1e9), folder, device)
     finally:
         if folder is not None:
             folder.remove()

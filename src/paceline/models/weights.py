@@ -145,34 +145,60 @@ def shapes_of(model: Model) -> Shapes:
         return {name: tuple(t.shape) for name, t in Decoder(model).state_dict().items()}
 
 
-def load_weights(decoder: Decoder, directory: str | Path) -> None:
+def load_weights(
+    decoder: Decoder, directory: str | Path, after_layer: Callable[[], None] | None = None
+) -> None:
     """Copy the weights of a directory into a decoder; fill its rotary tables.
 
     The decoder may be sharded, or a stage of a pipeline, which takes its own part. Nothing is
     copied before all names and shapes have been found to fit.
 
+    Args:
+        after_layer: is called when a layer is filled.
+
     Raises:
         InputError: see `check_weights`.
     """
-    copy_weights(decoder, check_weights(decoder.model, directory))
+    copy_weights(decoder, check_weights(decoder.model, directory), after_layer)
 
 
-def copy_weights(decoder: Decoder, files: Mapping[str, Path]) -> None:
+def copy_weights(
+    decoder: Decoder, files: Mapping[str, Path], after_layer: Callable[[], None] | None = None
+) -> None:
     """Copy tensors, which fit, into a decoder, and fill its rotary tables.
 
     Args:
         files: of each tensor; what isn't named stays as it is.
+        after_layer: is called when a layer is filled.
     """
     tensors = decoder.state_dict(keep_vars=True)
     shapes = {name: tuple(each.shape) for name, each in tensors.items()}
     wanted = as_stored(sources(decoder.model, shapes), files)
     decoder.reset_buffers()  # also puts every expert in the slot of its number
     rows = {name: held_rows(tensor) for name, tensor in tensors.items() if tensor.ndim == 3}
-    for path, names in by_file(files).items():
-        with opened(path) as file:
-            for name in names:
-                if name in wanted:
+    ours = {name: wanted[name].name for name in files if name in wanted}
+    # What was read of a file is in this process's memory until it is closed.
+    for layer in by_layer(ours):
+        for path, names in by_file({name: files[name] for name in layer}).items():
+            with opened(path) as file:
+                for name in names:
                     _take(file, name, wanted[name], tensors, rows)
+        if after_layer is not None:
+            after_layer()
+
+
+def by_layer(names: Mapping[str, str]) -> list[list[str]]:
+    """Names of tensors by the layer that they are of, those of none first.
+
+    Args:
+        names: and what each is called in `Decoder.state_dict()`.
+    """
+    of_layers: dict[int, list[str]] = {}
+    for name, ours in names.items():
+        first, _, rest = ours.partition(".")
+        layer = int(rest.partition(".")[0]) if first == "blocks" else -1
+        of_layers.setdefault(layer, []).append(name)
+    return [of_layers[layer] for layer in sorted(of_layers)]
 
 
 def _take(

@@ -31,8 +31,7 @@ def chat_command(path: Path, settings: ServingSettings, step: int | None) -> Non
     Raises:
         InputError: no such network.
     """
-    is_shared = settings.serve.num_ranks > 1
-    network = open_network(path, settings.serve.precision, step, is_shared=is_shared)
+    network = open_network(path, settings.serve, step)
     talk = _Conversation(network, network.engine(settings.serve))
     _NOTES.print(f"{described(network)}. {_HELP}", style="dim")
     if network.chat_template is None:

@@ -93,8 +93,7 @@ def evaluate_command(
     if whole and data is not None:
         raise InputError("--data is always read whole, and --whole is of a run: leave it out.")
     examples = None if choices is None else _read_examples(choices)
-    is_shared = settings.serve.num_ranks > 1
-    network = open_network(path, settings.serve.precision, step, is_shared=is_shared)
+    network = open_network(path, settings.serve, step)
     texts = None if examples else _texts(path, network, data, whole=whole)
     engine = network.engine(settings.serve.replace(host_gb=0.0))  # no keys are used again
     begun_s = time.perf_counter()

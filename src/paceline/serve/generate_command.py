@@ -39,8 +39,7 @@ def generate_command(
     """
     texts = [_read(prompt) for prompt in prompts]
     begun = time.perf_counter()
-    is_shared = settings.serve.num_ranks > 1
-    network = open_network(path, settings.serve.precision, step, is_shared=is_shared)
+    network = open_network(path, settings.serve, step)
     engine = network.engine(settings.serve)
     _NOTES.print(f"{described(network)}, ready in {time.perf_counter() - begun:.1f} s", style="dim")
     made = _Texts(engine, network, texts, settings.sampling)

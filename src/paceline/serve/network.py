@@ -4,7 +4,7 @@ Nothing is converted: a Run's checkpoint is read into the module that was traine
 it was trained on. A folder is what `paceline export` or transformers writes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,19 +22,19 @@ from paceline.config.model import Model
 from paceline.config.sampling import Sampling
 from paceline.config.serving import Serving
 from paceline.generate.engine import Engine
+from paceline.generate.layers import StreamedLayers, decoder_in_layers
 from paceline.generate.quantised import QuantisedWeights
 from paceline.kernels.dtypes import DTYPES
 from paceline.models.compressed import is_narrow, read_narrow
 from paceline.models.decoder import Decoder
 from paceline.models.heads import GuessHeads
-from paceline.models.weights import decoder_room, load_weights, read_model
+from paceline.models.weights import by_layer, load_weights, read_model
 from paceline.observe.run import Run
 from paceline.serve.grammar import Grammars, Matcher
 from paceline.train.data.tokenizer import end_name
 from paceline.train.kept_tokenizer import GENERATION, about_tokens
-from paceline.train.kept_weights import weights_of
+from paceline.train.kept_weights import KeptWeights, weights_of
 
-Precision = Literal["auto", "fp32", "bf16"]
 _OBJECT = TypeAdapter(dict[str, Any])
 _TOKENIZER, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _CURE = "put a good copy there"
@@ -56,6 +56,8 @@ class Network:
     """What tokenizer_config.json says."""
     step: int | None
     """Of the checkpoint; None: the folder of another trainer."""
+    layers: StreamedLayers | None = None
+    """Of a decoder that was opened in them."""
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt: as a run trained on them, and with what the tokenizer of a folder
@@ -86,7 +88,14 @@ class Network:
         """
         if serving.num_ranks > 1:
             return self._shared_engine(serving)
-        return Engine(self.decoder, serving, self.tokenizer, self.end_tokens, self._draft(serving))
+        return Engine(
+            self.decoder,
+            serving,
+            self.tokenizer,
+            self.end_tokens,
+            self._draft(serving),
+            layers=self.layers,
+        )
 
     def _shared_engine(self, serving: Serving) -> Engine:
         # Most servers have one rank, and start sooner without what several need.
@@ -108,7 +117,7 @@ class Network:
         run = Run(Path(path))
         if run.exists and isinstance(model := run.job().model, Heads):
             return self._heads(run, model)
-        draft = open_network(Path(path), serving.precision)
+        draft = open_network(Path(path), Serving(precision=serving.precision))
         if draft.tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise InputError(
                 f"serve.draft = {path} has another tokenizer than {self.name}: give a network that "
@@ -123,20 +132,21 @@ class Network:
         return heads.to(next(self.decoder.parameters()).device).eval()
 
 
-def open_network(
-    path: Path, precision: Precision = "auto", step: int | None = None, *, is_shared: bool = False
-) -> Network:
+def open_network(path: Path, serving: Serving | None = None, step: int | None = None) -> Network:
     """Read a network for this machine: on its first CUDA device where there is one.
 
     Args:
         path: the directory of a run, or a folder with config.json, safetensors and tokenizer.json.
-        precision: of the weights; "auto": as they were trained or written.
+        serving: the weights' precision and memory. Where ranks will share the network, it is read
+            to host memory, and all is made ready to start them. None: as trained, on one device.
         step: of a run's checkpoint; None: the newest good one.
-        is_shared: ranks will share it: read it to host memory, and get ready to start them.
 
     Raises:
-        InputError: neither, a network that isn't a decoder, no such checkpoint, or damaged files.
+        InputError: neither, a network that isn't a decoder, no such checkpoint, damaged files, or
+            as `layers_of`.
     """
+    serving = serving or Serving()
+    is_shared = serving.num_ranks > 1
     device = torch.device("cuda" if torch.cuda.is_available() and not is_shared else "cpu")
     if is_shared:
         warm_up_ranks(SERVING)
@@ -146,18 +156,27 @@ def open_network(
                 f"--step {step} is of a run's checkpoint, and {path} is a folder of weights: leave "
                 "it out."
             )
-        return _of_folder(path, precision, device)
+        return _of_folder(path, serving, device)
     run = Run(path)
     if not run.exists:
         raise InputError(
             f"{path} is neither a run nor a folder of weights: give the directory of a run, such "
             "as runs/demo, or a folder with config.json and safetensors."
         )
-    return _of_run(run, precision, step, device)
+    return _of_run(run, serving, step, device)
 
 
-def load_checkpoint(run: Run, decoder: Decoder, step: int | None = None) -> int:
-    """Put a checkpoint's weights into a decoder of the run, in the decoder's types.
+@torch.no_grad()
+def load_checkpoint(
+    run: Run,
+    decoder: Decoder,
+    step: int | None = None,
+    after_layer: Callable[[], None] | None = None,
+) -> int:
+    """Put a checkpoint's weights into a decoder of the run, layer by layer, in its own types.
+
+    Args:
+        after_layer: is called when a layer is filled.
 
     Returns:
         the step they are of.
@@ -165,9 +184,13 @@ def load_checkpoint(run: Run, decoder: Decoder, step: int | None = None) -> int:
     Raises:
         InputError: no such checkpoint, or it is of another network; then nothing was changed.
     """
-    step, weights = read_checkpoint(run, decoder, step)
-    decoder.load_state_dict(weights)
-    return step
+    kept, own = _kept(run, decoder, step), decoder.state_dict()
+    for names in by_layer({name: name for name in own}):
+        for name, tensor in kept.read(names).items():
+            own[name].copy_(tensor)
+        if after_layer is not None:
+            after_layer()
+    return kept.step
 
 
 def read_checkpoint(
@@ -178,45 +201,51 @@ def read_checkpoint(
     Raises:
         InputError: as `load_checkpoint`.
     """
-    step, weights = weights_of(run, step)
-    own = decoder.state_dict()
-    odd = own.keys() ^ weights.keys() or {n for n in own if own[n].shape != weights[n].shape}
+    kept = _kept(run, decoder, step)
+    return kept.step, kept.read(kept.shapes)
+
+
+def _kept(run: Run, decoder: Decoder, step: int | None) -> KeptWeights:
+    kept, own = KeptWeights(run, step), decoder.state_dict()
+    saved = kept.shapes
+    odd = own.keys() ^ saved.keys() or {name for name in own if own[name].shape != saved[name]}
     if odd:
         raise InputError(
-            f"checkpoint step-{step} in {run.checkpoint_folder} is of another network ({min(odd)} "
-            "differs): give the run that it belongs to."
+            f"checkpoint step-{kept.step} in {run.checkpoint_folder} is of another network "
+            f"({min(odd)} differs): give the run that it belongs to."
         )
-    return step, weights
+    return kept
 
 
-def _of_run(run: Run, precision: Precision, step: int | None, device: torch.device) -> Network:
+def _of_run(run: Run, serving: Serving, step: int | None, device: torch.device) -> Network:
     job = run.job()
     if not isinstance(job.model, Model):
         raise InputError(
             f"{run.path} trained a {job.model.family}, and texts come from a decoder: give the run "
             "of one."
         )
-    dtype = DTYPES[job.layout.param_dtype if precision == "auto" else precision]
-    decoder = decoder_room(job.model, dtype, device)
+    dtype = DTYPES[job.layout.param_dtype if serving.precision == "auto" else serving.precision]
+    decoder, layers = decoder_in_layers(job.model, dtype, device, serving)
     decoder.reset_buffers()
-    step = load_checkpoint(run, decoder, step)
+    step = load_checkpoint(run, decoder, step, None if layers is None else layers.leave_files)
     files = about_tokens(run, job, job.model.max_seq_len)
-    return _network(job.name, decoder, files, step, run.path)
+    return _network(job.name, decoder, layers, files, step, run.path)
 
 
-def _of_folder(folder: Path, precision: Precision, device: torch.device) -> Network:
-    dtype = DTYPES[_written(folder) if precision == "auto" else precision]
+def _of_folder(folder: Path, serving: Serving, device: torch.device) -> Network:
+    dtype = DTYPES[_written(folder) if serving.precision == "auto" else serving.precision]
+    layers = None
     if is_narrow(folder):
         decoder, matrices = read_narrow(folder, dtype, device)
         QuantisedWeights(decoder, matrices.items()).install()
     else:
-        decoder = decoder_room(read_model(folder), dtype, device)
-        load_weights(decoder, folder)
+        decoder, layers = decoder_in_layers(read_model(folder), dtype, device, serving)
+        load_weights(decoder, folder, None if layers is None else layers.leave_files)
     names = (_TOKENIZER, _SETTINGS, _TEMPLATE, GENERATION)
     files = {n: read_bytes(folder / n, _CURE) for n in names if (folder / n).is_file()}
     if _TOKENIZER not in files:
         raise InputError(f"{folder} has no {_TOKENIZER}: put it there, texts are made of tokens.")
-    return _network(folder.resolve().name, decoder, files, None, folder)
+    return _network(folder.resolve().name, decoder, layers, files, None, folder)
 
 
 def _written(folder: Path) -> Literal["fp32", "bf16"]:
@@ -226,7 +255,12 @@ def _written(folder: Path) -> Literal["fp32", "bf16"]:
 
 
 def _network(
-    name: str, decoder: Decoder, files: Mapping[str, bytes], step: int | None, path: Path
+    name: str,
+    decoder: Decoder,
+    layers: StreamedLayers | None,
+    files: Mapping[str, bytes],
+    step: int | None,
+    path: Path,
 ) -> Network:
     try:
         tokenizer = Tokenizer.from_buffer(files[_TOKENIZER])
@@ -245,6 +279,7 @@ def _network(
         chat_template=template.decode() if template else known if isinstance(known, str) else None,
         settings=settings,
         step=step,
+        layers=layers,
     )
 
 

@@ -67,8 +67,7 @@ def serve_command(path: Path, settings: EndpointSettings, options: ServeOptions)
     _check(path, options, keys)
     listener = _listener(options.host or "127.0.0.1", options.port)
     begun_s = time.perf_counter()
-    is_shared = settings.serve.num_ranks > 1
-    network = open_network(path, settings.serve.precision, options.step, is_shared=is_shared)
+    network = open_network(path, settings.serve, options.step)
     run = Run(path) if options.follow else None
     folder = options.record
     record = None if folder is None else partial(Recorder, folder, network.name, path)

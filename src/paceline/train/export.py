@@ -41,9 +41,9 @@ from paceline.train.family import Trained
 from paceline.train.kept_tokenizer import GENERATION, about_tokens
 from paceline.train.kept_weights import (
     EMA_SECTION,
+    KeptWeights,
     checkpoint_of,
     room_for,
-    weights_as_trained,
     weights_of,
 )
 from paceline.train.language import export_decoder
@@ -160,7 +160,8 @@ def export_adapters(
             f"--format peft is of adapters, and {run.path} trained none "
             '(finetune.method = "lora" does): leave it out.'
         )
-    step, weights = weights_as_trained(run, step)
+    kept = KeptWeights(run, step)
+    step, weights = kept.step, kept.read_as_trained()
     kind = DTYPES[dtype]
     write_adapters(folder, job.model, weights, job.finetune, job.train.weights, kind)
     _note(run, job.name, step, folder, "peft")

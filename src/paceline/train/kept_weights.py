@@ -3,24 +3,25 @@
 Adapters are a part of the matrices that they belong to, unless these are asked for as they are.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from paceline.config.errors import InputError
-from paceline.models.adapters import merged
+from paceline.models.adapters import is_of_adapter, merged
 from paceline.observe.run import Run
 from paceline.train.checkpoint.found import FoundCheckpoint
 from paceline.train.checkpoint.loading import good_at, newest_good
-from paceline.train.checkpoint.loading import load as read_checkpoint
 from paceline.train.checkpoint.lockstep import LockstepRanks
 
 EMA_SECTION = "ema"
 """Of a checkpoint: the mean of the weights."""
 
 
-def weights_of(run: Run, step: int | None = None) -> tuple[int, dict[str, Tensor]]:
-    """The weights of a checkpoint of a Run by the network's names, in the run's types and on the
-    CPU; adapters are merged into their matrices.
+class KeptWeights:
+    """The weights of a checkpoint of a Run by the network's names; they are read as they are asked
+    for. Adapters are merged into their matrices.
 
     Where the Run keeps a running mean of the weights, that is taken.
 
@@ -28,26 +29,68 @@ def weights_of(run: Run, step: int | None = None) -> tuple[int, dict[str, Tensor
         run: on any layout.
         step: of the checkpoint; None: the newest good one.
 
+    Raises:
+        InputError: no Run, or no such checkpoint.
+    """
+
+    def __init__(self, run: Run, step: int | None = None) -> None:
+        self._found, self._finetune = checkpoint_of(run, step), run.job().finetune
+        self.step = self._found.step
+        self._entries = {
+            name: (f"{section}.{name}", entry)
+            for section in ("model", EMA_SECTION)
+            for name, entry in self._found.section(section).items()
+        }
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of each tensor."""
+        return {
+            name: tuple(entry.size)
+            for name, (_, entry) in self._entries.items()
+            if not (self._finetune.is_adapted and is_of_adapter(name))
+        }
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors of some modules, in the run's types and on the CPU.
+
+        Args:
+            names: of all tensors of these modules.
+
+        Raises:
+            InputError: a file is not what the checkpoint says.
+        """
+        wanted = [*names]
+        if not self._finetune.is_adapted:
+            return self.read_as_trained(wanted)
+        modules = tuple({f"{name.rpartition('.')[0]}." for name in wanted})
+        beside = [n for n in self._entries if is_of_adapter(n) and n.startswith(modules)]
+        return merged(self.read_as_trained(wanted + beside), self._finetune)
+
+    def read_as_trained(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Some tensors, or all of them, by the run's own names: adapters apart.
+
+        Raises:
+            InputError: as `read`.
+        """
+        wanted = self._entries.keys() if names is None else names
+        entries = {name: self._entries[name][1] for name in wanted}
+        tensors = {n: torch.empty(e.size, dtype=e.torch_dtype) for n, e in entries.items()}
+        self._found.fill({self._entries[name][0]: each for name, each in tensors.items()})
+        return tensors
+
+
+def weights_of(run: Run, step: int | None = None) -> tuple[int, dict[str, Tensor]]:
+    """All of `KeptWeights`.
+
     Returns:
         the step they are of, and the weights.
 
     Raises:
-        InputError: no Run, or no such checkpoint.
+        InputError: as `KeptWeights`.
     """
-    step, weights = weights_as_trained(run, step)
-    finetune = run.job().finetune
-    return step, merged(weights, finetune) if finetune.is_adapted else weights
-
-
-def weights_as_trained(run: Run, step: int | None = None) -> tuple[int, dict[str, Tensor]]:
-    """As `weights_of`, by the run's own names: adapters apart."""
-    found = checkpoint_of(run, step)
-    weights = room_for(found, "model")
-    read_checkpoint(found, {"model": weights}, LockstepRanks.alone())
-    if means := room_for(found, EMA_SECTION):
-        read_checkpoint(found, {EMA_SECTION: means}, LockstepRanks.alone())
-        weights |= means
-    return found.step, weights
+    kept = KeptWeights(run, step)
+    return kept.step, kept.read(kept.shapes)
 
 
 def checkpoint_of(run: Run, step: int | None = None) -> FoundCheckpoint:

@@ -72,7 +72,7 @@ def bench_serve_command(
         raise InputError(
             "serve.exact fills up each pass, so that all take the same: leave it out here."
         )
-    network = open_network(path, settings.serve.precision, step)
+    network = open_network(path, settings.serve, step)
     if load is not None and load.url is not None:
         endpoint = EndpointLoad(load.url, settings.sampling)
         served = endpoint.serve(_requests(load, network.decoder.model.vocab_size))

@@ -41,7 +41,7 @@ def bench_forms_command(path: Path, settings: ServingSettings, step: int | None)
         InputError: no such network, or one whose weights have fewer bits already.
     """
     serving = settings.serve
-    network = open_network(path, serving.precision, step)
+    network = open_network(path, serving, step)
     most = _MOST_TOKENS if serving.max_tokens == "auto" else serving.max_tokens
     _CONSOLE.print(described(network))
     prices = form_prices(network.decoder, serving, most)

@@ -89,8 +89,8 @@ def test_weights_and_texts_are_those_of_the_whole_network(name, opened, tmp_path
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells the peak")
 @pytest.mark.parametrize("name", ["weights", "runs/tiny"])
 def test_memory_holds_the_budget_and_a_few_layers(name, opened, tmp_path):
-    """Five layers beside the budget: of one its file, a copy and its place, and two buffers; and one
-    for all else, of 6 MB. All eight that move would be more."""
+    """Five layers beside the budget: of one its file, a copy and its place, and two buffers; one
+    more for all else, of 6 MB. All eight that move would be more."""
     whole, serving = _in_layers(opened / name, tmp_path)
     layer, script = _layer_bytes(whole.decoder), tmp_path / "peak.py"
     script.write_text(PEAK)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 import paceline
 from paceline.config.errors import InputError
-from paceline.train.custom.feed import CustomMicroBatch
 from paceline.train.custom.labels import mean_of, means_over_labels
 from paceline.train.custom.loss import Loss, UserLoss, parse_loss
+from paceline.train.custom.reading import CustomMicroBatch
 from paceline.train.data.order import sample_ids
 from tests.ranks import run_ranks
 from tests.train import api_cases

@@ -30,12 +30,7 @@ from paceline.plan.resolve import Plan
 from paceline.plan.search.choose import unsearchable, with_prediction
 from paceline.train.best_evaluation import BestEvaluation
 from paceline.train.checkpoint.copies import CheckpointCopies
-from paceline.train.checkpoint.files import (
-    DamagedError,
-    complete_steps,
-    decode_manifest,
-    manifest_bytes,
-)
+from paceline.train.checkpoint.files import newest_facts
 from paceline.train.checkpoint.store import CheckpointStore, fetch_newer
 from paceline.train.families import family_of
 
@@ -194,7 +189,7 @@ def begin_run(
     elif store is not None:
         must_continue = partial(_must_continue, store.url, wanted)
         fetch_newer(store, run.checkpoint_folder, must_continue, say)
-    _must_continue(str(run.path), wanted, newest_facts(run))
+    _must_continue(str(run.path), wanted, newest_facts(run.checkpoint_folder))
     done, best = progress_of(run, plan.job)
     is_left = not best.is_finished(done)
     if is_left or before is None:
@@ -223,7 +218,7 @@ def was_asked_to_stop(run: Run, since: float) -> bool:
 
 def progress_of(run: Run, job: Job) -> tuple[int, BestEvaluation]:
     """Steps that a Run has done, and its best evaluation as a Job judges it."""
-    facts, best = newest_facts(run), BestEvaluation(job)
+    facts, best = newest_facts(run.checkpoint_folder), BestEvaluation(job)
     best.load(facts.get("best", {}))
     return facts.get("step", 0), best
 
@@ -296,14 +291,3 @@ def _as_of(step: int, identity: dict[str, Any]) -> dict[str, Any]:
     if stages is None:  # of an earlier version
         return identity
     return {**identity, "data.stages": [each for each in stages if each["from_step"] < step]}
-
-
-def newest_facts(run: Run) -> dict[str, Any]:
-    """What the Run's newest readable checkpoint keeps besides tensors, {} where there is none."""
-    folder = run.checkpoint_folder
-    for step in reversed(complete_steps(folder)):
-        try:
-            return decode_manifest(manifest_bytes(folder / f"step-{step}"), step).facts
-        except DamagedError:
-            continue
-    return {}

@@ -23,6 +23,7 @@ import shutil
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -262,6 +263,15 @@ def manifest_bytes(path: Path) -> bytes:
         return read_bytes(path / MANIFEST, "it is lost", MOST_MANIFEST_BYTES)
     except InputError as error:
         raise DamagedError(f"{MANIFEST} can't be read ({str(error).rstrip('.')})") from None
+
+
+def newest_facts(folder: Path) -> dict[str, Any]:
+    """What the newest readable checkpoint in a Run's folder of them keeps besides tensors, {} where
+    there is none."""
+    for step in reversed(complete_steps(folder)):
+        with suppress(DamagedError):
+            return decode_manifest(manifest_bytes(folder / f"step-{step}"), step).facts
+    return {}
 
 
 def write_shard(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> FileEntry:

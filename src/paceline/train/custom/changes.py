@@ -14,11 +14,11 @@ from paceline.config.errors import InputError
 from paceline.config.job import Job, differing, to_raw
 from paceline.observe.run import Run
 from paceline.render.figures import listed
+from paceline.train.checkpoint.files import newest_facts
 from paceline.train.checkpoint.state import parameter_names
 from paceline.train.custom.code import code_digest
 from paceline.train.custom.digest import digest
 from paceline.train.custom.isolated_rng import IsolatedRng
-from paceline.train.start import newest_facts
 
 Traits = dict[str, Any]
 """What a person brought, by short names that are kept in facts.json; None: not known."""
@@ -64,7 +64,7 @@ def changes_since(run: Run, job: Job, traits: Traits) -> list[str]:
     Raises:
         InputError: its checkpoints are of another model.
     """
-    if not newest_facts(run):
+    if not newest_facts(run.checkpoint_folder):
         return []
     before = run.facts().get("own", {})
     if before.get(_PARAMETERS, traits[_PARAMETERS]) != traits[_PARAMETERS]:
@@ -95,7 +95,7 @@ def must_train(run: Run, job: Job, changes: list[str]) -> None:
     Raises:
         InputError: the Run is complete.
     """
-    done = newest_facts(run).get("step", 0)
+    done = newest_facts(run.checkpoint_folder).get("step", 0)
     if changes and done >= job.train.steps:
         raise InputError(
             f"{run.path} is complete after {done} steps, and since then {listed(changes)} changed, "

@@ -10,21 +10,28 @@ pass where samples come as they come. So a resumed run reads what an undisturbed
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.comm.records import all_gather
 from paceline.comm.rendezvous import Ranks
 from paceline.config.errors import InputError
 from paceline.config.job import Job
+from paceline.machine.discovery import usable_cores
 from paceline.train.custom.collate import Collate, collate_by_default, num_rows, rows_of, to_device
 from paceline.train.custom.digest import digest
 from paceline.train.custom.isolated_rng import IsolatedRng, seed_of
 from paceline.train.custom.plain import NotPlainError, from_plain, to_plain
+from paceline.train.custom.reading import (
+    CustomMicroBatch,
+    Reader,
+    SampleIndex,
+    SampleSource,
+    is_of_hf,
+)
 from paceline.train.custom.sample_order import (
     SampleOrder,
     SamplerOrder,
@@ -36,14 +43,6 @@ from paceline.train.data.order import Ids, micro_batch_numbers
 
 # What else of a DataLoader says how samples are read, and not which or when.
 _READING = ("timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
-
-
-class CustomMicroBatch(NamedTuple):
-    """A micro-batch on this rank's device."""
-
-    batch: Any
-    num_samples: int
-    """0: it only keeps this rank in step with the others, and doesn't count."""
 
 
 Step = list[CustomMicroBatch]
@@ -78,6 +77,11 @@ class BatchPartition:
     def placed(self, part: CustomMicroBatch) -> CustomMicroBatch:
         """A micro-batch, from the host, on this rank's device."""
         return part._replace(batch=to_device(part.batch, self.ranks.device))
+
+    @property
+    def cores(self) -> int:
+        """That processes beside this rank may have: its share of the host's but one."""
+        return max(1, len(usable_cores()) // self.ranks.local_world_size - 1)
 
     def compare(self, seen: object, name: str) -> None:
         """Let all ranks say what they read.
@@ -121,7 +125,8 @@ def feed_of(
 
     Args:
         collate: of samples; None: the loader's, or else torch's rule.
-        workers: processes that read ahead; None: as many as the loader has, or else none.
+        workers: processes that read ahead; None: as many as the loader has, or else some once
+            reading is seen to hold up the steps.
 
     Raises:
         InputError: the data can't be used.
@@ -135,9 +140,8 @@ def feed_of(
         )
     if _is_map_style(data):
         order = SeededOrder(len(data), deal.seed, shuffled=True)
-        return _Samples(
-            deal, order, _SampleSource(data, collate or collate_by_default), workers or 0
-        )
+        source = SampleSource(_as_tensors(data), collate or collate_by_default)
+        return _Samples(deal, order, Reader(source, workers, deal.cores))
     if not isinstance(data, Iterable):
         raise InputError(
             f"data is a {type(data).__name__}: give a dataset with len and [index], or an iterable "
@@ -148,7 +152,7 @@ def feed_of(
             f"workers = {workers} reads samples of a dataset ahead and this data is an iterable: "
             "leave it out, or wrap the data in a DataLoader with num_workers."
         )
-    if isinstance(data, IterableDataset) or _is_of_hf(data):
+    if isinstance(data, IterableDataset) or is_of_hf(data):
         return _Stream(_as_tensors(data), deal, collate or collate_by_default)
     return _batches(data, deal, collate)
 
@@ -163,10 +167,10 @@ def _feed_of_loader(
     order = order_of(loader, deal.seed)
     if isinstance(order, SamplerOrder):
         deal.compare(order.first_batch(deal.global_batch), "the order of the loader's sampler")
-    source = _SampleSource(loader.dataset, collate or loader.collate_fn)
+    source = SampleSource(_as_tensors(loader.dataset), collate or loader.collate_fn)
     options = {name: value for name in _READING if (value := getattr(loader, name))}
     num_workers = loader.num_workers if workers is None else workers
-    return _Samples(deal, order, source, num_workers, options)
+    return _Samples(deal, order, Reader(source, num_workers, deal.cores, options))
 
 
 def _batches(data: Iterable[Any], deal: BatchPartition, collate: Collate | None) -> CustomFeed:
@@ -213,51 +217,13 @@ def samples_of(data: Any, global_batch: int) -> int | None:
 # ---- samples by index ----------------------------------------------------------------------------
 
 
-class _SampleIndex(NamedTuple):
-    """A sample to read."""
-
-    index: Any
-    number: tuple[Any, ...]
-    """What its random numbers are a function of."""
-    counts: bool = True
-
-
-class _SampleSource:
-    """A dataset that is asked for picks, in this process or a worker's."""
-
-    def __init__(self, dataset: Any, collate: Collate) -> None:
-        self._dataset, self._collate = _as_tensors(dataset), collate
-
-    def __getitems__(self, picks: Sequence[_SampleIndex]) -> list[tuple[Any, bool]]:
-        if _is_of_hf(self._dataset) and hasattr(self._dataset, "__getitems__"):
-            IsolatedRng.seed(*picks[0].number)
-            samples = self._dataset.__getitems__([pick.index for pick in picks])
-        else:
-            samples = [self._sample(pick) for pick in picks]
-        return [(sample, pick.counts) for sample, pick in zip(samples, picks, strict=True)]
-
-    def _sample(self, pick: _SampleIndex) -> Any:
-        IsolatedRng.seed(*pick.number)
-        return self._dataset[pick.index]
-
-    def part(self, read: Sequence[tuple[Any, bool]]) -> CustomMicroBatch:
-        """Samples with whether they count, as a micro-batch on the host."""
-        return CustomMicroBatch(
-            self._collate([sample for sample, _ in read]), sum(counts for _, counts in read)
-        )
-
-
 @dataclass(frozen=True)
 class _Samples:
     """A dataset with [index], or that of a loader."""
 
     deal: BatchPartition
     order: SampleOrder
-    source: _SampleSource
-    workers: int
-    """Processes that read ahead; 0: samples are read when they are needed."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Of a DataLoader's workers."""
+    reader: Reader
 
     def steps(self, first: int) -> Iterator[Step]:
         size = self.deal.global_batch
@@ -276,40 +242,24 @@ class _Samples:
         """Nothing is kept."""
 
     def tell_by(self, say: Callable[[str], object]) -> None:
-        """Nothing is told."""
+        """Tell when others begin to read."""
+        self.reader.say = say
 
-    def _picks(self, ids: Ids, first: int) -> list[list[_SampleIndex]]:
+    def _picks(self, ids: Ids, first: int) -> list[list[SampleIndex]]:
         """This rank's micro-batches of a global batch that begins with running number `first`."""
         picks = [
-            _SampleIndex(index, (self.deal.seed, "sample", first + number))
+            SampleIndex(index, (self.deal.seed, "sample", first + number))
             for number, index in enumerate(ids.tolist())
         ]
         idle = [picks[0]._replace(counts=False)]
         return [picks[part] or idle for part in self.deal.parts(len(picks))]
 
-    def _read(self, steps: Iterator[list[list[_SampleIndex]]]) -> Iterator[Step]:
+    def _read(self, steps: Iterator[list[list[SampleIndex]]]) -> Iterator[Step]:
         """Steps; workers read micro-batches of later ones meanwhile."""
         steps, ahead = itertools.tee(steps)
-        parts = self._loaded(itertools.chain.from_iterable(ahead))
+        parts = self.reader.read(itertools.chain.from_iterable(ahead))
         for step in steps:
             yield [self.deal.placed(part) for part in itertools.islice(parts, len(step))]
-
-    def _loaded(self, micro_batches: Iterator[list[_SampleIndex]]) -> Iterator[CustomMicroBatch]:
-        if self.workers:
-            yield from DataLoader(
-                self.source,  # type: ignore[arg-type]
-                batch_sampler=micro_batches,
-                collate_fn=self.source.part,
-                num_workers=self.workers,
-                generator=torch.Generator(),  # else it would draw from the one of training
-                **self.options,
-            )
-            return
-        chance = IsolatedRng()
-        for picks in micro_batches:
-            with chance:
-                part = self.source.part(self.source.__getitems__(picks))
-            yield part
 
 
 # ---- samples and batches as they come ------------------------------------------------------------
@@ -469,14 +419,9 @@ def _is_map_style(data: Any) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
-def _is_of_hf(data: Any) -> bool:
-    """Whether it is a dataset of Hugging Face's `datasets`, which need not be installed."""
-    return type(data).__module__.partition(".")[0] == "datasets"
-
-
 def _as_tensors(data: Any) -> Any:
     """The data; one of Hugging Face's gives tensors where it would give Python's lists."""
-    if not _is_of_hf(data):
+    if not is_of_hf(data):
         return data
     form = getattr(data, "format", None) or {}  # an IterableDataset says none
     is_plain = form.get("type") is None and getattr(data, "_formatting", None) is None

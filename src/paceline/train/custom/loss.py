@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from paceline.comm.records import all_gather
 from paceline.config.errors import InputError
-from paceline.train.custom.feed import CustomMicroBatch
 from paceline.train.custom.labels import (
     BY_LABELS,
     Mean,
@@ -23,6 +22,7 @@ from paceline.train.custom.labels import (
     mean_of,
     means_over_labels,
 )
+from paceline.train.custom.reading import CustomMicroBatch
 from paceline.train.weighted_loss import WeightedLoss
 
 Loss = Callable[[nn.Module, Any], Any]

@@ -20,7 +20,7 @@ from paceline.config.optim import Optim, ParameterGroup
 from paceline.config.prices import Prices
 from paceline.config.recommender import Clicks, Dlrm, RowOptim
 from paceline.config.stream import Stream
-from paceline.config.vision import EfficientNet, ResNet
+from paceline.config.vision import EfficientNet, Images, ResNet
 
 INTRODUCTION = """# Every setting of a Job
 
@@ -55,6 +55,7 @@ SECTIONS = {
     "data.eval_sets": EvalSet,
     "data.stream": Stream,
     "data.clicks": Clicks,
+    "data.images": Images,
     "optim": Optim,
     "[optim.groups]": ParameterGroup,
     "optim.rows": RowOptim,

@@ -255,5 +255,5 @@ def test_layouts_that_a_resnet_can_t_have_are_refused_in_one_sentence(job_file, 
 def test_networks_and_sources_without_a_training_are_refused(job_file):
     job = read_job(job_file, ["model.squeeze_excite=true"])
     assert "can be planned, not trained yet" in why_only_planned(job)
-    with pytest.raises(InputError, match=r"data\.source = .images."):
+    with pytest.raises(InputError, match="has no images"):
         read_inputs(read_job(job_file, ["data.source=python-stdlib"]), print)

@@ -30,6 +30,8 @@ class ModelFamily(FrozenConfig):
     takes_text: ClassVar[bool] = False
     """Whether the settings of text (its files, tokenizer and length, weights to start from) mean
     anything to it."""
+    takes_images: ClassVar[bool] = False
+    """Whether it reads images."""
     has_batch_norms: ClassVar[bool] = False
     """Whether it has batch norms, or may have."""
     has_tables: ClassVar[bool] = False

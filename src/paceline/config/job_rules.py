@@ -17,6 +17,7 @@ from paceline.config.mixture_rules import mixture_problem
 from paceline.config.optim import Optim
 from paceline.config.recommender import RowOptim
 from paceline.config.stream import problems
+from paceline.config.vision import SYNTHETIC, Images
 
 LENGTHS = ("steps", "epochs", "tokens")
 """Settings of [train] that say how long a run is; one of them is given."""
@@ -106,6 +107,7 @@ def disagreement(job: Sections) -> str | None:
         )
     return (
         _optimizer(job)
+        or _images(job)
         or _of_language_models(job)
         or mixture_problem(job.data)
         or _conversations(job)
@@ -185,6 +187,8 @@ def _of_language_models(job: Sections) -> str | None:
     if job.model.takes_text:
         return None
     data, train = Data(source=job.data.source, clicks=job.data.clicks), job.train
+    if job.model.takes_images and data.source != SYNTHETIC:
+        data = data.replace(images=job.data.images, eval_fraction=job.data.eval_fraction)
     given = {f"data.{name}": (value, getattr(data, name)) for name, value in job.data}
     given["train.seq_len"] = (train.seq_len, Train.model_fields["seq_len"].default)
     given["train.weights"] = (train.weights, None)
@@ -195,6 +199,24 @@ def _of_language_models(job: Sections) -> str | None:
                 f"{name} = {value!r} is of language models and has no effect with model.family = "
                 f'"{job.model.family}": leave it out.'
             )
+    return None
+
+
+def _images(job: Sections) -> str | None:
+    """What is set of images where none are read from files."""
+    data = job.data
+    is_read = job.model.takes_images and data.source != SYNTHETIC
+    for name, value in data.images:
+        if not is_read and value != getattr(Images(), name):
+            return (
+                f"data.images.{name} = {value!r} is of images in files, for a ResNet: leave it "
+                "out, or let data.source name some."
+            )
+    if data.images.eval_source is not None and data.eval_fraction != Data().eval_fraction:
+        return (
+            f"data.eval_fraction = {data.eval_fraction} has no effect with "
+            "data.images.eval_source, which names what is held out: leave one of them out."
+        )
     return None
 
 

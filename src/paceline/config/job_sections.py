@@ -18,7 +18,7 @@ from paceline.config.model import Model
 from paceline.config.optim import Optim
 from paceline.config.recommender import Clicks, Dlrm
 from paceline.config.stream import Stream
-from paceline.config.vision import EfficientNet, ResNet
+from paceline.config.vision import EfficientNet, Images, ResNet
 
 LOCAL_HOST = "127.0.0.1"
 TrackerName = Literal["mlflow", "wandb", "trackio", "opentelemetry"]
@@ -41,7 +41,8 @@ class Data(FrozenConfig):
 
     source: str | Names = "python-stdlib"
     """Files, globs or folders; "python-stdlib": the running interpreter's own library; "clicks": a
-    synthetic click log, for recommenders; "images": synthetic textures, for ResNets."""
+    synthetic click log, for recommenders; "images": synthetic textures, for ResNets, which also
+    take folders of images by class, and shards (*.tar)."""
     format: Auto | Format = "auto"
     """"auto" goes by the file's suffix; "arrow" is a Hugging Face dataset directory on disk."""
     text_field: str = "text"
@@ -55,7 +56,8 @@ class Data(FrozenConfig):
     """"bpe:N" trains one on the source, "bytes", or the path of a tokenizer.json (by default that
     of `model.hf`, where it has one)."""
     eval_fraction: float = Field(0.01, gt=0, lt=0.5)
-    """Part of the tokens that is held out for evaluation, by whole documents where it can be."""
+    """Part of the tokens that is held out for evaluation, by whole documents where it can be; or of
+    the images."""
     reset_at_documents: bool = False
     """Start attention and positions anew at every document inside a packed sequence."""
     mask_share: float | None = Field(None, gt=0, lt=1)
@@ -80,6 +82,7 @@ class Data(FrozenConfig):
     or that stands here, has a loss of its own; the held-out loss is their mean."""
     clicks: Clicks = Clicks()
     stream: Stream = Stream()
+    images: Images = Images()
 
     @property
     def starts_anew(self) -> bool:

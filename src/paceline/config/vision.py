@@ -19,15 +19,16 @@ https://arxiv.org/abs/1905.11946.
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from paceline.config.comm import Comm
 from paceline.config.family import ModelFamily
-from paceline.config.frozen import Ways, Width
+from paceline.config.frozen import Auto, FrozenConfig, Ways, Width
 from paceline.config.layers import require
 from paceline.config.layout import Layout
+from paceline.config.mixture import Names
 
 
 class Conv(NamedTuple):
@@ -93,6 +94,7 @@ class _ConvNet(ModelFamily):
     """What all convolutional networks have."""
 
     has_batch_norms: ClassVar[bool] = True
+    takes_images: ClassVar[bool] = True
 
     image_size: int = Field(224, ge=32, le=65536)
     """Pixels of a side of an image."""
@@ -309,3 +311,26 @@ def _rounded(channels: float) -> int:
 
 
 ConvNet = ResNet | EfficientNet
+
+SYNTHETIC = "images"
+"""The `data.source` of synthetic textures."""
+
+
+class Images(FrozenConfig):
+    """How images in files are read (docs/images.md)."""
+
+    eval_source: str | Names | None = None
+    """What is held out, as `data.source`; None: the part `data.eval_fraction` of that."""
+    least_area: float = Field(0.08, gt=0, le=1)
+    """Training reads a random part of an image, of at least this share of its area; 1: all of it.
+    """
+    eval_crop: float = Field(0.875, gt=0, le=1)
+    """Evaluation reads the middle square, of this share of the shorter side."""
+    flip: bool = True
+    """Whether training mirrors every other image, left to right."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of a label that training spreads over all classes alike
+    (https://arxiv.org/abs/1512.00567)."""
+    workers: Auto | Annotated[int, Field(ge=0, le=1000)] = "auto"
+    """Processes of each rank that decode ahead; "auto": some, when that is seen to hold a step up.
+    """

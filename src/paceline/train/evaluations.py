@@ -85,7 +85,7 @@ class Evaluations:
         """Training goes on with random numbers as if there had been no evaluation."""
         task, began, generators = self._trainer.task, time.perf_counter(), rng_state()
         self._trainer.stats.watch.enter("evaluation")
-        found = self._evaluated(list(eval_steps()))
+        found = self._evaluated(eval_steps())
         if found is not None and self._trainer.ranks.is_first:
             self._samples.make(self._trainer.module, self._trainer.update.ema, done)
         restore_rng_state(generators)
@@ -99,12 +99,13 @@ class Evaluations:
             line["eval_perplexity"] = perplexity(loss)
         return line | (task.eval_figures() if task.eval_figures else {})
 
-    def _evaluated(self, steps: list[Step]) -> tuple[float, dict[str, float]] | None:
+    def _evaluated(self, steps: Iterable[Step]) -> tuple[float, dict[str, float]] | None:
         """The loss and the figures of held-out steps, and the losses of their parts by name; None:
         a rank wants to stop."""
         names = self._trainer.task.eval_names
         if not names:
             return self._trainer.evaluate(steps, self._context.stop.__bool__)
+        steps = list(steps)
         size, losses = len(steps) // len(names), {}
         for at, name in enumerate(names):
             part = steps[at * size : (at + 1) * size]

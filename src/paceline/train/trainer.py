@@ -7,7 +7,7 @@ Under local updates the ranks of a worker step as a run of them alone does, and 
 workers only in rounds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -125,7 +125,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(
-        self, steps: list[Step], wants_stop: Callable[[], bool] = lambda: False
+        self, steps: Iterable[Step], wants_stop: Callable[[], bool] = lambda: False
     ) -> tuple[float, dict[str, float]] | None:
         """Mean loss over held-out steps, of all ranks, and means of the loss's figures.
 

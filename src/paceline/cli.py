@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from paceline.bench.cli import bench_app
+from paceline.config.new import Kind
 from paceline.config.outputs import check_output, output
 from paceline.launch.runs_cli import runs_app
 from paceline.serve.cli import serve_app
@@ -205,6 +206,35 @@ def train(
         print(json.dumps({"run": str(run.path), **(run.metrics() or [{}])[-1]}))
     if ranks_from_env("cpu") is not None:
         exit_rank()
+
+
+@app.command()
+def new(
+    kind: Annotated[Kind, typer.Argument(help="What is to be trained.", show_default=False)],
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="The file to write. Left out: KIND.toml.", show_default=False),
+    ] = None,
+) -> None:
+    """Write a commented Job to start from; a file that exists stays as it is.
+
+    \b
+    pretrain   a decoder learns text from its first weights; runs as it stands
+    mixture    the same on several sources with weights, a curriculum
+    stream     the same on what arrives while it trains
+    sft        a network that somebody trained learns to answer (chat data)
+    lora       the same by adapters, in a fraction of the memory
+    images     a ResNet learns classes of images
+
+    \b
+    paceline new sft
+    paceline new pretrain jobs/first.toml
+    paceline train jobs/first.toml
+    """
+    from paceline.config.new import write_new
+
+    path = write_new(kind, file)
+    print(f'{path}: change the lines that say "yours", then paceline train {path}')
 
 
 @app.command()

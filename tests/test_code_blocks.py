@@ -56,6 +56,18 @@ batch = {"x": torch.randn(1, 4, 8), "labels": torch.tensor([[3, -100, 2, 1]])}
 assert loss(model, batch)[1]["weight"] == 2
 """,
     ),
+    ("docs/own-models.md", 3): (
+        OWN
+        + """
+from pathlib import Path
+
+def loss(model, batch):
+    return 1e-3 * torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+job = {"name": "mine", "train": {"steps": 2000, "global_batch": 64, "eval_every": 1}}
+""",
+        "assert 1 <= len(run.metrics()) < 2000",
+    ),
     ("docs/serving.md", 0): (
         """
 import torch

@@ -3,10 +3,12 @@
 import re
 import shlex
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from paceline.config.job import read_job
+from paceline.config.new import Kind
 from tests.command_line import metrics, paceline
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +26,13 @@ def test_every_recipe_is_listed_and_run():
     assert {name for name, _ in ROWS} == files
     programs = {f"test_{name}" for name in files if name.endswith(".py")}
     assert programs <= {path.name for path in Path(__file__).parent.iterdir()}
+
+
+def test_the_gallery_shows_every_example():
+    page = (RECIPES.parent / "docs" / "gallery.md").read_text()
+    shown = {Path(link).name for link in re.findall(r"\]\(\.\./recipes/(\S+)\)", page)}
+    assert shown == {path.name for path in RECIPES.iterdir() if path.name != "README.md"}
+    assert set(re.findall(r"^\| `paceline new (\w+)`", page, re.M)) == set(get_args(Kind))
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)

@@ -3,7 +3,8 @@
 Called from a script, it starts that script again once per device, as the ranks; in these processes
 the call trains and then ends the process. The process that the person started waits, loads the
 trained weights into its module and returns the Run, so that what stands after the call happens
-once. At a prompt or in a notebook there is no script to start again, and one device trains.
+once. At a prompt or in a notebook there is no script to start again: one device trains, or ranks
+that are sent what was given (`custom.sent`).
 """
 
 import math
@@ -17,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from paceline.comm.forkserver_start import TRAINING, warm_up_ranks
 from paceline.comm.rendezvous import Ranks, exit_rank
 from paceline.config.errors import InputError
 from paceline.config.frozen import Auto
@@ -30,6 +32,7 @@ from paceline.train.custom.collate import Collate
 from paceline.train.custom.feed import samples_of
 from paceline.train.custom.fresh_module import FreshModules
 from paceline.train.custom.loss import Loss
+from paceline.train.custom.sent import SentTask
 from paceline.train.custom.task import custom_task
 from paceline.train.custom.user_inputs import UserInputs
 from paceline.train.export import load
@@ -38,7 +41,7 @@ from paceline.train.generations import is_elastic_rank, run_elastic_rank
 from paceline.train.launch import LAUNCHED_RUN, launched_rank
 from paceline.train.learning_rates import MakeOptimizer, MakeSchedule
 from paceline.train.metrics_buffer import Line
-from paceline.train.session import run_rank
+from paceline.train.session import MakeTask, run_rank
 from paceline.train.task import LoopOptions, Task
 
 
@@ -79,7 +82,8 @@ def train(
             train.global_batch samples, of which each rank takes its part.
         eval_data: like data, read once through at each evaluation.
         collate: maps a list of samples to a batch; by default torch's rule stacks them.
-        workers: processes of each rank that read samples ahead; by default those of the DataLoader.
+        workers: processes of each rank that read samples ahead; by default those of the DataLoader,
+            or some once reading is seen to hold up the steps.
         optimizer: maps the named trainable parameters to an optimizer of torch's kind, in place of
             the Job's AdamW; its learning rates are the peaks of the schedule.
         schedule: maps the optimizer to a scheduler of torch's, in place of the Job's.
@@ -107,10 +111,17 @@ def train(
 
     modules = FreshModules(model, is_elastic=job.elastic.is_on)
 
-    def make_task(concrete: Job, ranks: Ranks) -> Task:
+    def task_here(concrete: Job, ranks: Ranks) -> Task:
         module, has_values = modules.take()
         own = replace(brought, model=module)
         return custom_task(concrete, ranks, own, traits, has_values=has_values)
+
+    make_task: MakeTask = task_here
+    if not _is_script() and (num_ranks := _ranks_at_a_prompt(job)) > 1:
+        warm_up_ranks(TRAINING)
+        make_task = SentTask.of(brought, traits)
+    elif not _is_script():
+        job = job.replace(cluster=job.cluster.replace(devices_per_node=num_ranks))
 
     if (launched := os.environ.get(LAUNCHED_RUN)) is not None:
         if str(run.path) == launched:
@@ -126,11 +137,11 @@ def train(
             print(f"{run.path} goes on with another training: {listed(changes)} changed.")
 
     trains_here = train_job(
-        job if _is_script() else _on_one_rank(job),
+        job,
         run,
         fresh=fresh,
         make_task=make_task,
-        program=[sys.executable, *sys.orig_argv[1:]],
+        program=[sys.executable, *sys.orig_argv[1:]] if _is_script() else (),
         num_samples=samples_of(data, job.train.global_batch),
         compare=compare,
     )
@@ -172,11 +183,11 @@ def _is_script() -> bool:
     return is_program and not is_child and not hasattr(sys, "ps1")
 
 
-def _on_one_rank(job: JobSpec) -> JobSpec:
-    """The JobSpec on one device, since there is no script to start once per device.
+def _ranks_at_a_prompt(job: JobSpec) -> int:
+    """How many ranks a JobSpec asks for at least, where there is no script to start once a device.
 
     Raises:
-        InputError: it asks for more.
+        InputError: it asks for what needs one.
     """
     if job.elastic.is_on:
         raise InputError(
@@ -185,15 +196,7 @@ def _on_one_rank(job: JobSpec) -> JobSpec:
             "a script that calls paceline.train."
         )
     axes = (getattr(job.layout, axis) for axis in ("dp", "fsdp", "tp", "pp", "cp"))
-    asked = max(_at_least(job.cluster.devices_per_node), math.prod(map(_at_least, axes)))
-    if asked > 1:
-        raise InputError(
-            f"the Job asks for {asked} ranks, which are started from a script, and this is a "
-            "prompt, a notebook or a process of multiprocessing, where one device trains: leave "
-            "cluster.devices_per_node and the axes of [layout] out, or run a script that calls "
-            "paceline.train."
-        )
-    return job.replace(cluster=job.cluster.replace(devices_per_node=1))
+    return max(_at_least(job.cluster.devices_per_node), math.prod(map(_at_least, axes)))
 
 
 def _at_least(wish: Auto | int) -> int:

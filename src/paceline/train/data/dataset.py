@@ -34,6 +34,8 @@ STREAM = "tokens"
 ANSWERS = "answers"
 SHARD_TOKENS = 128 * 2**20
 _TRIED_EVERY = 64
+# Only Linux counts by thread.
+_COUNTED = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
 
 class Meta(FrozenConfig):
@@ -141,8 +143,8 @@ class _Advice:
 
 
 def _num_waits() -> int:
-    """For pages from storage, of this thread so far."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+    """For pages from storage so far."""
+    return resource.getrusage(_COUNTED).ru_majflt
 
 
 class TokenStream:

@@ -1,13 +1,46 @@
-"""Finetune: what of a decoder is trained, all of it or adapters beside its matrices."""
+"""Finetune: what of a decoder is trained, all of it or adapters beside its matrices, and what it
+learns from: answers, or which of two answers is the better one."""
 
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paceline.config.frozen import FrozenConfig
+from paceline.config.frozen import FrozenConfig, Width
 
 Patterns = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+
+
+class Dpo(FrozenConfig):
+    """Direct preference optimisation (https://arxiv.org/abs/2305.18290)."""
+
+    beta: float = Field(0.1, gt=0, le=1e6)
+    """How strongly what is learnt is held to the weights that the run began with."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Part of the pairs that are taken to be the wrong way round
+    (https://ericmitchell.ai/cdpo.pdf)."""
+
+
+class Grpo(FrozenConfig):
+    """Group relative policy optimisation (https://arxiv.org/abs/2402.03300)."""
+
+    reward: str | None = None
+    """"file.py:function": your Python function, which is called with prompt and completion, two
+    texts, and the columns of `data.columns` by name, and returns a number."""
+    group: int = Field(8, ge=2, le=4096)
+    """Completions of a prompt, whose rewards are compared; train.global_batch counts
+    completions."""
+    max_tokens: Width = 128
+    """Of a completion; train.seq_len may leave it fewer."""
+    temperature: float = Field(1.0, gt=0, le=100)
+    """Logits are divided by it, while completions are made and learnt from."""
+    updates: int = Field(1, gt=0, le=64)
+    """Steps on the same completions."""
+    clip: float = Field(0.2, gt=0, lt=1)
+    """A token counts no more once it has become more or less likely than when it was made, by this
+    part."""
+    beta: float = Field(0.0, ge=0, le=1e6)
+    """Weight of the divergence from the weights that the run began with."""
 
 
 class Finetune(FrozenConfig):
@@ -16,6 +49,13 @@ class Finetune(FrozenConfig):
     method: Literal["full", "lora"] = "full"
     """"full": all parameters. "lora": adapters of low rank beside matrices, which stay as they
     are (https://arxiv.org/abs/2106.09685)."""
+    objective: Literal["likelihood", "dpo", "grpo"] = "likelihood"
+    """"likelihood": of the text or the answers. "dpo": of two answers to a prompt the better one is
+    to become likelier than the other, beside the weights that the run began with; rows are
+    `data.records = "preferences"`. "grpo": the network completes prompts (`data.records =
+    "prompts"`), and completions with more reward than others of their prompt become likelier."""
+    dpo: Dpo = Dpo()
+    grpo: Grpo = Grpo()
     rank: int = Field(16, gt=0, le=4096)
     """Of an adapter: what it adds to a matrix is a product of two that are so narrow."""
     alpha: float = Field(32.0, gt=0, le=1e6)
@@ -36,6 +76,11 @@ class Finetune(FrozenConfig):
     def is_adapted(self) -> bool:
         """Whether adapters are trained, and nothing else."""
         return self.method == "lora"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss asks for what the first weights give."""
+        return self.objective == "dpo" or (self.objective == "grpo" and self.grpo.beta > 0)
 
     @property
     def scaling(self) -> float:

@@ -4,7 +4,7 @@ What a layout demands of model and cluster is `feasible`'s, and is asked when al
 """
 
 from paceline.config.elastic import Elastic
-from paceline.config.finetune import Finetune
+from paceline.config.finetune import Finetune, Grpo
 from paceline.config.job_sections import (
     LOCAL_HOST,
     Checkpoint,
@@ -111,6 +111,7 @@ def disagreement(job: Sections) -> str | None:
         or _of_language_models(job)
         or mixture_problem(job.data)
         or _conversations(job)
+        or _objective(job)
         or _adapters(job)
         or _masks(job)
         or _streams(job)
@@ -120,6 +121,9 @@ def disagreement(job: Sections) -> str | None:
     )
 
 
+_OF_ADAPTERS = ("rank", "alpha", "dropout", "targets", "decomposed", "adapters")
+_LEARNS_FROM = {"dpo": "preferences", "grpo": "prompts"}
+"""Rows that an objective other than likelihood needs."""
 _SIZE_FREE = ("adamw", "lion", "schedulefree")
 """Optimizers whose steps don't depend on the size of gradients or parameters."""
 
@@ -137,7 +141,7 @@ def _masks(job: Sections) -> str | None:
     odd = {
         "observe.samples": bool(job.observe.samples),
         "train.exact_eval": job.train.exact_eval,
-        'data.records = "chat"': job.data.records == "chat",
+        f'data.records = "{job.data.records}"': job.data.has_answers,
     }
     for name, is_set in odd.items():
         if is_set:
@@ -230,31 +234,84 @@ def _conversations(job: Sections) -> str | None:
                 '"text": set that to "chat", or leave it out.'
             )
         return None
+    records = f'data.records = "{data.records}"'
     if not job.model.knows_layers:
         return (
-            'data.records = "chat" trains a decoder on answers, and model.family = '
+            f"{records} trains a decoder on answers, and model.family = "
             f'"{job.model.family}" is none: leave it out.'
         )
     if data.sources or data.eval_sets:
         return (
-            'data.records = "chat" is of one data.source, and there are data.sources or '
+            f"{records} is of one data.source, and there are data.sources or "
             "data.eval_sets: leave these out."
         )
     if data.text_field != Data().text_field:
         return (
-            f"data.text_field = {data.text_field!r} has no effect with data.records = "
-            '"chat", whose columns are messages, or prompt and completion: leave it out.'
+            f"data.text_field = {data.text_field!r} has no effect with {records}, whose columns "
+            "have names of their own: leave it out."
         )
     if job.train.exact_eval:
         return (
-            'train.exact_eval = true counts every token, and data.records = "chat" answers '
-            "alone: leave one of them out."
+            f"train.exact_eval = true counts every token, and {records} answers alone: leave one "
+            "of them out."
         )
     if experts is not None and experts.balance_loss:
         return (
             f"model.experts.balance_loss = {experts.balance_loss} is a part of a mean in which all "
-            'samples count alike, and with data.records = "chat" they count by their answers: set '
+            f"samples count alike, and with {records} they count by their answers: set "
             "it to 0 (bias_update_speed balances experts as well)."
+        )
+    return None
+
+
+def _objective(job: Sections) -> str | None:
+    """What an objective demands of the rest, and what only it has."""
+    finetune, records = job.finetune, job.data.records
+    setting = f'finetune.objective = "{finetune.objective}"'
+    needed = _LEARNS_FROM.get(finetune.objective)
+    if needed is not None and records != needed:
+        return (
+            f'{setting} learns from data.records = "{needed}", and this Job\'s are "{records}": '
+            "change one of them."
+        )
+    for name, learnt in _LEARNS_FROM.items():
+        if needed is None and records == learnt:
+            return (
+                f'data.records = "{records}" has no answers that {setting} could learn from: use '
+                f'finetune.objective = "{name}".'
+            )
+        if name != finetune.objective and getattr(finetune, name) != getattr(Finetune(), name):
+            return (
+                f"finetune.{name} has no effect with {setting}: leave it out, or use objective = "
+                f'"{name}".'
+            )
+    if job.data.columns and records != "prompts":
+        return (
+            f"data.columns are told to a reward function, which {setting} doesn't have: leave them "
+            "out."
+        )
+    if finetune.objective == "grpo":
+        return _rewards(job)
+    return None
+
+
+def _rewards(job: Sections) -> str | None:
+    """What completions and their rewards need."""
+    grpo, size = job.finetune.grpo, job.train.global_batch
+    if grpo.reward is None:
+        return (
+            'finetune.objective = "grpo" needs finetune.grpo.reward, "file.py:function": name your '
+            "function."
+        )
+    if size % grpo.group:
+        return (
+            f"train.global_batch = {size} is no multiple of finetune.grpo.group = {grpo.group}: "
+            "make it one."
+        )
+    if grpo.updates == 1 and grpo.clip != Grpo().clip:
+        return (
+            f"finetune.grpo.clip = {grpo.clip} has no effect with one step on the same "
+            "completions: raise finetune.grpo.updates, or leave it out."
         )
     return None
 
@@ -264,7 +321,7 @@ def _adapters(job: Sections) -> str | None:
     finetune = job.finetune
     if not finetune.is_adapted:
         for name, value in finetune:
-            if name != "method" and value != getattr(Finetune(), name):
+            if name in _OF_ADAPTERS and value != getattr(Finetune(), name):
                 return (
                     f"finetune.{name} = {value!r} has no effect with finetune.method = "
                     f'"{finetune.method}": leave it out, or use method = "lora".'

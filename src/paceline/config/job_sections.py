@@ -47,9 +47,13 @@ class Data(FrozenConfig):
     """"auto" goes by the file's suffix; "arrow" is a Hugging Face dataset directory on disk."""
     text_field: str = "text"
     """The column or key that holds a document's text (JSONL, Parquet, Arrow)."""
-    records: Literal["text", "chat"] = "text"
+    records: Literal["text", "chat", "preferences", "prompts"] = "text"
     """What a row is. "chat": a conversation, `messages`, or `prompt` and `completion`. A sample
-    holds whole ones, each with attention of its own; the loss counts the answers alone."""
+    holds whole ones, each with attention of its own; the loss counts the answers alone.
+    "preferences": `prompt`, `chosen` and `rejected`, for `finetune.objective = "dpo"`. "prompts":
+    `prompt`, which the network completes, for "grpo"."""
+    columns: Annotated[tuple[str, ...], Field(strict=False, max_length=100)] = ()
+    """Other columns of prompts, which the reward function is given."""
     chat_template: str | None = None
     """Jinja file that makes texts of conversations; by default the one beside the tokenizer."""
     tokenizer: str = "bpe:4096"
@@ -87,7 +91,12 @@ class Data(FrozenConfig):
     @property
     def starts_anew(self) -> bool:
         """Whether attention and positions do so at every document."""
-        return self.reset_at_documents or self.records == "chat"
+        return self.reset_at_documents or self.has_answers
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether rows have answers, which alone the loss counts."""
+        return self.records != "text"
 
 
 class Train(FrozenConfig):

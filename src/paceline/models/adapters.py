@@ -12,7 +12,8 @@ length is a parameter, and no gradient goes through the division by the length t
 Papers: LoRA https://arxiv.org/abs/2106.09685, DoRA https://arxiv.org/abs/2402.09353.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,8 @@ class AdaptedLinear(nn.Linear):
     """A linear layer that stays as it is, and its adapter."""
 
     magnitude: nn.Parameter | None  # (out,)
+    is_off = False
+    """Computes as if there were no adapter."""
 
     def __init__(self, base: nn.Linear, finetune: Finetune) -> None:
         nn.Module.__init__(self)
@@ -51,6 +54,8 @@ class AdaptedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
+        if self.is_off:
+            return F.linear(x, self.weight, self.bias)
         dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
         added = self.lora_b(self.lora_a(dropped)) * self.scaling
         plain = F.linear(x, self.weight)
@@ -102,6 +107,19 @@ def adapted_names(decoder: nn.Module, finetune: Finetune) -> list[str]:
 def adapted_layers(module: nn.Module) -> dict[str, AdaptedLinear]:
     """All layers with adapters in a module, by name."""
     return {n: m for n, m in module.named_modules() if isinstance(m, AdaptedLinear)}
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Let the layers of a module compute as if they had no adapters."""
+    layers = [each for each in module.modules() if isinstance(each, AdaptedLinear)]
+    for layer in layers:
+        layer.is_off = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_off = False
 
 
 def adapter_placements(decoder: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:

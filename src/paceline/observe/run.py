@@ -83,6 +83,12 @@ class Run:
         return self.path / "samples.jsonl"
 
     @property
+    def rollouts_file(self) -> Path:
+        """One JSON object per step that made completions: those of its first prompt, and their
+        rewards."""
+        return self.path / "rollouts.jsonl"
+
+    @property
     def exports_file(self) -> Path:
         """One JSON object per export of its weights."""
         return self.path / "exports.jsonl"

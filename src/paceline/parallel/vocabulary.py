@@ -80,6 +80,14 @@ def losses_of_samples(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([token_losses_parallel(*pair, *place).sum() for pair in pairs])
 
 
+def losses_of_tokens(logits: DTensor, targets: Tensor) -> Tensor:
+    """The loss of each token, as `cross_entropy` takes the mean of: (batch, seq), the same on every
+    rank."""
+    mesh, local = logits.device_mesh, logits.to_local()
+    first_row = mesh.get_local_rank() * _most_rows(logits, -1)
+    return token_losses_parallel(local, targets, first_row, mesh.get_group())
+
+
 def on_first_rank(logits: Tensor) -> Tensor:
     """Whole logits, on the first rank of those that share out the vocabulary.
 

@@ -128,7 +128,7 @@ def _texts(path: Path, network: Network, data: Path | None, *, whole: bool) -> T
         raise InputError(f"{path} is a folder of weights and has no held-out text: give --data.")
     run = Run(path)
     job = run.job()
-    if job.data.records == "chat":
+    if job.data.has_answers:
         raise InputError(
             f"{path} was trained on answers of conversations, and all tokens of a text are "
             "evaluated here: give --data (the loss of held-out answers stands in its metrics)."

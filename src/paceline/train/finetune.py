@@ -9,6 +9,8 @@ from paceline.config.model import Model
 from paceline.models.adapters import adapt, adapted_names, init_adapters
 from paceline.models.decoder import Decoder
 from paceline.models.peft_format import check_adapters, load_adapters
+from paceline.train.rollouts import load_reward
+from paceline.train.samples import parted_by
 
 
 def decoder_to_train(model: Model, job: Job) -> Decoder:
@@ -44,6 +46,8 @@ def check_finetune(model: Model, job: Job) -> None:
             are of another network or of other settings.
     """
     finetune, layout = job.finetune, job.layout
+    if finetune.objective != "likelihood":
+        _check_objective(job)
     if not finetune.is_adapted:
         return
     if job.train.weights is None:
@@ -70,6 +74,35 @@ def check_finetune(model: Model, job: Job) -> None:
         )
     if finetune.adapters is not None:
         check_adapters(model, finetune, finetune.adapters)
+
+
+def _check_objective(job: Job) -> None:
+    """Look whether a layout can do what a reward or a preference needs.
+
+    Raises:
+        InputError: it cuts texts, or the network that they are passed through first.
+    """
+    objective, grpo = job.finetune.objective, job.finetune.grpo
+    if objective == "grpo":
+        assert grpo.reward is not None
+        load_reward(grpo.reward)
+        num_ranks = job.layout.num_data_ranks
+        if odd := parted_by(job.layout):
+            raise InputError(
+                'finetune.objective = "grpo" makes texts with ranks that hold the network whole, '
+                f"as it is served, and this layout has {odd}: use dp."
+            )
+        if job.train.global_batch % (grpo.group * num_ranks):
+            raise InputError(
+                f"train.global_batch = {job.train.global_batch} can't be cut into groups of "
+                f"finetune.grpo.group = {grpo.group} on {num_ranks} ranks: make it a multiple."
+            )
+    for axis, why in (("pp", "passes texts through the whole network"), ("cp", "adds up texts")):
+        if (value := getattr(job.layout, axis)) != 1:
+            raise InputError(
+                f'finetune.objective = "{objective}" {why} before each step, which '
+                f"layout.{axis} = {value} cuts: set {axis} = 1."
+            )
 
 
 def fill_adapters(job: Job, decoder: nn.Module) -> None:

@@ -45,7 +45,7 @@ def keep_tokenizer(run: Run, job: Job) -> None:
         for name in _CARRIED:
             if name not in kept and (folder / name).is_file():
                 kept[name] = read_bytes(folder / name, "put a good copy there, or remove it")
-    if data.records == "chat":
+    if data.has_answers:
         kept[TEMPLATE_FILE] = ChatForm.of(data).source.encode()
     run.tokenizer_folder.mkdir(exist_ok=True)
     for name, contents in kept.items():

@@ -7,7 +7,7 @@ is tokenised once (`train.data`); a run keeps what an export says of the tokens
 
 import json
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -37,6 +37,7 @@ from paceline.parallel.cp import positions_of
 from paceline.train.attention_core import attention_choice
 from paceline.train.data import (
     BatchShape,
+    Corpus,
     MicroBatch,
     PreparedData,
     check_vocab,
@@ -59,6 +60,10 @@ from paceline.train.finetune import (
     train_flops_per_token,
 )
 from paceline.train.kept_tokenizer import GENERATION, about_tokens, keep_tokenizer
+from paceline.train.preferences import preference_loss, with_reference
+from paceline.train.reference import Reference
+from paceline.train.rewards import Completions, reward_loss
+from paceline.train.rollouts import Rollouts
 from paceline.train.samples import check_samples
 from paceline.train.starting_weights import check_network, check_tokens
 from paceline.train.task import Loss, StagedLoss, Step, Task
@@ -119,6 +124,8 @@ class LanguageModels(TrainFamily[Model]):
         if job.data.stream.is_on:
             return _stream_task(model, job, ranks, shape)
         data = prepare_corpus(job.data).for_samples(train.seq_len)
+        if job.finetune.objective == "grpo":
+            return _reward_task(model, job, ranks, shape, data)
         train_split = data.train_split(train.global_batch)
         packing = [_packing_facts(part, train.seq_len) for part in data.packed()]
         task, mask = decoder_task(model, job, ranks), masking(model, job, data.vocab_size)
@@ -143,7 +150,10 @@ class LanguageModels(TrainFamily[Model]):
     def num_samples(self, model: Model, job: JobSpec, progress: Progress | None) -> int:
         """Those of what is trained on."""
         data = prepare_corpus(job.data, progress).for_samples(job.train.seq_len)
-        return data.num_samples(job.train.seq_len)
+        grpo, each = job.finetune.grpo, 1
+        if job.finetune.objective == "grpo":
+            each = grpo.group * grpo.updates
+        return data.num_samples(job.train.seq_len) * each
 
     def keep_inputs(self, run: Run, job: Job) -> None:
         """What an export says of the tokens."""
@@ -182,15 +192,17 @@ def export_decoder(
     )
 
 
-def decoder_task(model: Model, job: Job, ranks: Ranks) -> Task:
+def decoder_task(model: Model, job: Job, ranks: Ranks, reference: Reference | None = None) -> Task:
     """A decoder with its loss; its batches come from elsewhere.
 
     Args:
         model: that of the Job.
         job: concrete.
         ranks: this one's place.
+        reference: is given the first weights; None: one of its own, where the loss needs them.
     """
-    staged = next_token(job, ranks)
+    objective, reference = job.finetune.objective, reference or Reference(job.finetune)
+    staged = _LOSSES[objective](job, ranks)
     attention = attention_choice(model, job, ranks.device)
     module = decoder_to_train(model, job)
     facts = {"num_params": model.num_params}
@@ -207,13 +219,30 @@ def decoder_task(model: Model, job: Job, ranks: Ranks) -> Task:
         units_per_sample=job.train.seq_len,
         train_flops_per_unit=train_flops_per_token(model, job, module),
         staged=staged,
-        fill=partial(_fill, job),
+        fill=partial(_fill, job, reference),
+        prepare=partial(with_reference, reference) if objective == "dpo" else None,
         facts=facts,
         part_names=_part_names(job),
         eval_loss=ExactLoss() if job.train.exact_eval else None,
         sentences=()
         if attention is None
         else (f"attention by {attention.backend}: {attention.why}",),
+    )
+
+
+def _reward_task(model: Model, job: Job, ranks: Ranks, shape: BatchShape, data: Corpus) -> Task:
+    """The Job's own decoder on its own completions of prompts."""
+    reference = Reference(job.finetune)
+    rollouts = Rollouts(job, data.first, shape, reference)
+    task = decoder_task(model, job, ranks, reference)
+    return replace(
+        task,
+        steps_from=rollouts.steps_from,
+        eval_steps=rollouts.eval_steps,
+        prepare=rollouts.prepare,
+        keep_in=rollouts.keep_in,
+        data_key=data.fingerprint,
+        facts={**task.facts, "data": data.facts()},
     )
 
 
@@ -245,23 +274,32 @@ def _random_step(model: Model, job: Job, ranks: Ranks) -> Step:
     share = job.train.global_batch // job.layout.num_data_ranks
     stream = torch.Generator().manual_seed(job.layout.data_rank(ranks.rank))
     tokens = torch.randint(model.vocab_size, (share, job.train.seq_len + 1), generator=stream)
-    return [
-        MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous(), None)
+    parts = (
+        (part[:, :-1].contiguous(), part[:, 1:].contiguous())
         for part in tokens.to(ranks.device).split(job.micro_batch)
-    ]
+    )
+    if job.finetune.objective == "grpo":
+        noise = torch.linspace(-1, 1, job.micro_batch, device=ranks.device)
+        return [Completions(*part, noise, noise) for part in parts]
+    if job.finetune.objective == "dpo":  # a sample is two texts
+        ids = torch.arange(job.train.seq_len, device=ranks.device) * 2 // job.train.seq_len
+        return [MicroBatch(*part, ids.repeat(job.micro_batch, 1)) for part in parts]
+    return [MicroBatch(*part, None) for part in parts]
 
 
 def _packing_sentence(data: PreparedData, seq_len: int) -> str:
     """How conversations became samples."""
-    packing = data.conversations("train").packing(seq_len)
+    packing, per_row = data.conversations("train").packing(seq_len), data.meta.texts_per_row
+    noun = "conversations" if per_row == 1 else "pairs"
     sentence = (
-        f"{len(packing.conversations)} conversations fill {len(packing.ends)} samples of {seq_len} "
-        f"tokens, {packing.padding_share(seq_len):.1%} of them padding"
+        f"{len(packing.conversations) // per_row} {noun} fill {len(packing.ends)} samples of "
+        f"{seq_len} tokens, {packing.padding_share(seq_len):.1%} of them padding"
     )
     if packing.num_cut:
         sentence += f"; {packing.num_cut} are longer than a sample, and cut"
     if left_out := packing.num_left_out + data.meta.num_empty_documents:
-        sentence += f"; {left_out} are left out, without an answer to learn"
+        why = "longer than a sample, or " if per_row > 1 else ""
+        sentence += f"; {left_out} are left out, {why}without an answer to learn"
     return sentence
 
 
@@ -275,7 +313,7 @@ def _packing_facts(data: PreparedData, seq_len: int) -> dict[str, Any]:
     }
 
 
-def _fill(job: Job, module: nn.Module) -> None:
+def _fill(job: Job, reference: Reference, module: nn.Module) -> None:
     """Give (a stage of) a decoder the Job's weights, or random ones by the Job's seed."""
     assert isinstance(module, Decoder)
     weights = job.train.weights
@@ -286,6 +324,8 @@ def _fill(job: Job, module: nn.Module) -> None:
         module.init_weights(torch.Generator().manual_seed(job.train.seed))
     if job.finetune.is_adapted:
         fill_adapters(job, module)
+    if job.finetune.needs_reference:
+        reference.keep(module)
 
 
 def masking(model: Model, job: Job, num_tokens: int) -> Masking | None:
@@ -318,7 +358,7 @@ def masking(model: Model, job: Job, num_tokens: int) -> Masking | None:
 def next_token(job: Job, ranks: Ranks) -> StagedLoss:
     """The loss of a decoder: of the tokens of each sequence that this rank holds."""
     layout, seq_len = job.layout, job.train.seq_len
-    counts_differ = job.data.records == "chat" or job.model.sees_later_tokens
+    counts_differ = job.data.has_answers or job.model.sees_later_tokens
     weigh = partial(_weighed, job.micro_batch * seq_len) if counts_differ else _alike
     apart = partial(_apart, len(job.data.sources))
     if layout.is_plain:
@@ -425,6 +465,14 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     if isinstance(logits, DTensor):
         return vocabulary.cross_entropy(logits, targets)
     return cross_entropy(logits, targets)
+
+
+_LOSSES: Mapping[str, Callable[[Job, Ranks], StagedLoss]] = {
+    "likelihood": next_token,
+    "dpo": preference_loss,
+    "grpo": reward_loss,
+}
+"""By `finetune.objective`."""
 
 
 def unstaged_loss(staged: StagedLoss) -> Loss:

@@ -18,6 +18,7 @@ from paceline.config.schedule import Schedule
 from paceline.parallel.apply import arithmetic, prepare_micro_batch
 from paceline.parallel.ep import messages_in
 from paceline.parallel.exposed_all_reduce import ExposedAllReduce, exposed_all_reduce_of
+from paceline.parallel.fsdp import free_gathered
 from paceline.parallel.pp import Criterion, MicroBatch, Pipeline
 from paceline.parallel.replicas import Replicas
 from paceline.parallel.stages import StageModules
@@ -77,6 +78,15 @@ class Passes:
             job.elastic.exact,
         )
 
+    def prepared(self, micro_batches: Step) -> Step:
+        """Micro-batches with what the task computes of them first."""
+        if self.task.prepare is None:
+            return micro_batches
+        with torch.no_grad(), self._arithmetic():
+            found = self.task.prepare(self.module, micro_batches)
+        free_gathered(self.module)
+        return found
+
     def forward_backward(self, index: int, micro_batches: Step) -> WeightedSums:
         """Leave the gradients of this rank's loss, times its weight, in the parameters.
 
@@ -132,7 +142,7 @@ class Passes:
     def without_effect(self, micro_batch: object) -> Tensor:
         """One forward and backward apart from training, for what they settle or show; the loss."""
         prepare_micro_batch(self.module, self.layout, 0, 1)
-        loss = self.forward(micro_batch).loss
+        loss = self.forward(self.prepared([micro_batch])[0]).loss
         loss.backward()
         return loss.detach()
 

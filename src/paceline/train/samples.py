@@ -36,6 +36,15 @@ def check_samples(layout: Layout) -> None:
     Raises:
         InputError: such a one.
     """
+    if odd := parted_by(layout):
+        raise InputError(
+            f"observe.samples needs ranks that hold the network whole, as it is served, and this "
+            f"layout has {odd}: leave the samples out, and make texts by paceline generate."
+        )
+
+
+def parted_by(layout: Layout) -> str | None:
+    """Why ranks don't hold the network whole, as it is served; None: they do."""
     odd = next(
         (
             f"{name} = {getattr(layout, name)!r}"
@@ -48,11 +57,7 @@ def check_samples(layout: Layout) -> None:
         odd = layout.summary
     if layout.precision == "fp8":
         odd = 'precision = "fp8"'
-    if odd:
-        raise InputError(
-            f"observe.samples needs ranks that hold the network whole, as it is served, and this "
-            f"layout has {odd}: leave the samples out, and make texts by paceline generate."
-        )
+    return odd
 
 
 class Samples:

@@ -127,6 +127,8 @@ def train_together(
             stack.callback(task.tables.close)
             task.tables.open(run.path / "tables", run.checkpoint_folder, reporter.tell)
 
+        if task.keep_in is not None and ranks.is_first:
+            task.keep_in(run)
         if task.stream is not None:
             # The listener looks at the stop file; who waits would do so fifty times a second.
             task.stream.wait.bind(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from paceline.observe.run import Run
 from paceline.recommender.parameter_server.tables import Tables
 from paceline.train.data.stream.feed import StreamFeed
 from paceline.train.learning_rates import MakeOptimizer, MakeSchedule
@@ -88,6 +89,9 @@ class Task:
     eval_names: tuple[str, ...] = ()
     """Of equal parts of the held-out batches, in their order, each of which has a loss of its own;
     what is held out has the mean of these."""
+    prepare: Callable[[nn.Module, Step], Step] | None = None
+    """What is made of a rank's micro-batches with the module, without gradients, before they are
+    trained on or evaluated; None: they are ready."""
     eval_loss: Loss | None = None
     """Of held-out micro-batches; None: `loss`."""
     fill: Callable[[nn.Module], None] | None = None
@@ -105,6 +109,8 @@ class Task:
     """Whether the parameters are a run's first ones; otherwise they wait for a state."""
     tell_by: Callable[[Callable[[str], None]], None] | None = None
     """Is given what tells a person a sentence, for what only batches show."""
+    keep_in: Callable[[Run], None] | None = None
+    """Is given the Run on the first rank, where batches are made that a person may want to see."""
     data_state: DataState | None = None
     """None: the number of samples says all."""
     stream: StreamFeed | None = None

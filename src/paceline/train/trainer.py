@@ -105,6 +105,7 @@ class Trainer:
             a function that waits for the step's numbers and gives them.
         """
         watch = self.stats.watch
+        micro_batches = self.passes.prepared(micro_batches)
         self.update.begin(index, self.passes.num_parts(len(micro_batches)))
         self.replicas.begin(index)
         tally = self.passes.forward_backward(index, micro_batches)
@@ -144,7 +145,7 @@ class Trainer:
             for step in steps:
                 if is_cut := self.agreement.on_stop(wants_stop()):
                     break
-                self.passes.forward_only(step, tally)
+                self.passes.forward_only(self.passes.prepared(step), tally)
             free_gathered(self.module)
         self.module.train()
         if is_cut:

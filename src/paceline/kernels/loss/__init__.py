@@ -17,6 +17,7 @@ from paceline.config.errors import InputError
 from paceline.kernels import switch
 from paceline.kernels.loss import reference
 from paceline.kernels.loss.reference import IGNORED as IGNORED
+from paceline.kernels.loss.reference import token_losses as token_losses
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, inplace: bool = False) -> Tensor:

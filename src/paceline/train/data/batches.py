@@ -70,6 +70,8 @@ class MicroBatch(NamedTuple):
     """Running numbers of documents, where attention starts anew at each."""
     sources: Tensor | None = None
     """(micro_batch,): the number of each sample's source, where there are several."""
+    reference: Tensor | None = None
+    """What the weights that the run began with give, where the loss asks for it."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 As build.py does for documents, with a second stream beside the tokens: a byte for each token, 1
 where it is a part of an answer. Conversations without one have nothing to learn from, and are left
 out. The held-out split is whole conversations, chosen by the hash of their text, or else the last
-one.
+one. The two of a preference stay together in all this.
 """
 
 import hashlib
@@ -56,7 +56,10 @@ def build_conversations(
     encoder = make_encoder(data.tokenizer, texts_for_training(form, files))
     encoder.tokenizer.save(str(folder / TOKENIZER_FILE))
     encoder.tokenizer.encode_special_tokens = False  # a template's are meant as such
-    train, held_out = (_Split.of(folder, name, encoder.vocab_size) for name in ("", "-moved"))
+    per_row = 2 if form.has_pairs else 1
+    train, held_out = (
+        _Split.of(folder, name, encoder.vocab_size, per_row) for name in ("", "-moved")
+    )
     output = _Output(encoder.tokenizer, data.eval_fraction, train, held_out)
     for rows, read_bytes in _batches(form, files):
         output.write(rows)
@@ -66,8 +69,9 @@ def build_conversations(
     train.absorb(held_out)
     if output.num_documents < 2:
         raise InputError(
-            f"data.source = {data.source!r} holds {output.num_documents} conversations with an "
-            "answer, of which one is held out: bring more."
+            f"data.source = {data.source!r} holds {output.num_documents} "
+            f"{'pairs of answers' if form.has_pairs else 'conversations with an answer'}, of which "
+            "one is held out: bring more."
         )
     if train_tokens in (0, train.tokens.num_tokens):
         train_tokens, counts = train.without_last()
@@ -88,6 +92,7 @@ def build_conversations(
         unigram_entropy=unigram_entropy(counts[0]),
         unigram_loss=unigram_loss(*counts),
         answer_tokens=int(sum(each.sum() for each in counts)),
+        texts_per_row=per_row,
     )
 
 
@@ -99,15 +104,15 @@ class _Split:
     answers: StreamWriter
     counts: NDArray[np.int64]
     """How often each token is in answers."""
+    texts_per_row: int
     last_start: int = 0
+    """Of the last row."""
 
     @classmethod
-    def of(cls, folder: Path, name: str, vocab_size: int) -> "_Split":
-        dtype = token_dtype(vocab_size)
-        tokens = StreamWriter(folder, STREAM + name, dtype)
-        return cls(
-            tokens, StreamWriter(folder, ANSWERS + name, _BYTE), np.zeros(vocab_size, np.int64)
-        )
+    def of(cls, folder: Path, name: str, vocab_size: int, texts_per_row: int) -> "_Split":
+        tokens = StreamWriter(folder, STREAM + name, token_dtype(vocab_size))
+        answers = StreamWriter(folder, ANSWERS + name, _BYTE)
+        return cls(tokens, answers, np.zeros(vocab_size, np.int64), texts_per_row)
 
     def extend(self, texts: "Sequence[_Tokens]") -> None:
         """Append whole conversations."""
@@ -120,7 +125,7 @@ class _Split:
         self.tokens.append(ids, starts)
         self.answers.append(is_answer, starts[:0])
         self.counts += np.bincount(ids[is_answer], minlength=len(self.counts))
-        self.last_start = int(starts[-1])
+        self.last_start = int(starts[-self.texts_per_row])
 
     def absorb(self, other: "_Split") -> None:
         """Append all of another split and delete its files."""
@@ -130,7 +135,7 @@ class _Split:
             self.answers.absorb(other.answers)
 
     def without_last(self) -> tuple[int, tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Where the last conversation starts, and the counts of answers before and in it."""
+        """Where the last row starts, and the counts of answers before and in it."""
         counts = [np.zeros_like(self.counts) for _ in range(2)]
         done = 0
         for tokens, answers in zip(self.tokens.chunks(), self.answers.chunks(), strict=True):
@@ -155,18 +160,22 @@ class _Output:
     text_bytes: int = 0
     hasher: Any = field(default_factory=hashlib.sha256)
 
-    def write(self, rows: list[ChatRow]) -> None:
-        """Tokenise and append conversations."""
+    def write(self, rows: list[list[ChatRow]]) -> None:
+        """Tokenise and append the conversations of rows."""
         chosen: dict[bool, list[_Tokens]] = {True: [], False: []}
-        for row, tokens in zip(rows, self._tokens(rows), strict=True):
-            if not tokens.is_answer[1:].any():  # nothing predicts the first token
+        found = self._tokens([text for row in rows for text in row])
+        for row in rows:
+            tokens = [next(found) for _ in row]
+            # Nothing predicts the first token.
+            if not all(each.is_answer[1:].any() for each in tokens):
                 self.num_unanswered += 1
                 continue
-            encoded = row.conversation.text.encode()
+            encoded = "".join(text.conversation.text for text in row).encode()
             self.num_documents += 1
             self.text_bytes += len(encoded)
-            self.hasher.update(tokens.ids.astype("<i8").tobytes() + tokens.is_answer.tobytes())
-            chosen[is_held_out(encoded, self.eval_fraction)].append(tokens)
+            for each in tokens:
+                self.hasher.update(each.ids.astype("<i8").tobytes() + each.is_answer.tobytes())
+            chosen[is_held_out(encoded, self.eval_fraction)] += tokens
         self.train.extend(chosen[False])
         self.held_out.extend(chosen[True])
 
@@ -200,15 +209,15 @@ def tokens_within(encoding: Encoding, spans: list[tuple[int, int]]) -> NDArray[n
 
 def _batches(
     form: ChatForm, files: list[SourceFile]
-) -> Iterator[tuple[list[ChatRow], tuple[int, int]]]:
+) -> Iterator[tuple[list[list[ChatRow]], tuple[int, int]]]:
     """Rows by as many as are tokenised at once, with the bytes read so far and those of all."""
     total = sum(file.path.stat().st_size for file in files)
-    batch: list[ChatRow] = []
+    batch: list[list[ChatRow]] = []
     before = num_chars = 0
     for file in files:
         for row, read_bytes in form.read([file]):
             batch.append(row)
-            num_chars += len(row.conversation.text)
+            num_chars += sum(len(text.conversation.text) for text in row)
             if num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_ROWS:
                 yield batch, (before + read_bytes, total)
                 batch, num_chars = [], 0

@@ -43,10 +43,17 @@ from paceline.train.data.dataset import (
 from paceline.train.data.files import SourceFile, find_files
 from paceline.train.data.limit import hold, keep_within
 from paceline.train.data.packed import PackedConversations
+from paceline.train.data.prompts import Prompts, build_prompts
 from paceline.train.data.tokenizer import tokenizer_identity
 
 Listing = list[tuple[str, int, int, int]]
 
+_BUILDERS = {
+    "text": build,
+    "chat": build_conversations,
+    "preferences": build_conversations,
+    "prompts": build_prompts,
+}
 # File systems stamp times in steps: a file changed again within this time may keep its stamp.
 _SETTLED_NS = 2 * 10**9
 
@@ -68,6 +75,10 @@ class PreparedData:
         """Whether samples are made of whole conversations."""
         return self.meta.answer_tokens is not None
 
+    def prompts(self, split: SplitName) -> Prompts:
+        """Open one split of prompts."""
+        return Prompts(self.folder, split, self.meta)
+
     def dataset(self, split: SplitName) -> TokenDataset | PackedConversations:
         """Open one split."""
         if self.is_packed:
@@ -77,6 +88,12 @@ class PreparedData:
     def conversations(self, split: SplitName) -> PackedConversations:
         """Open one split of conversations."""
         return _conversations(self.folder, split, self.meta)
+
+    def num_samples(self, seq_len: int) -> int:
+        """Those of the train split."""
+        if self.meta.column_bytes is not None:
+            return self.prompts("train").num_samples(seq_len)
+        return self.dataset("train").num_samples(seq_len)
 
     def for_samples(self, seq_len: int) -> "PreparedData":
         """The same tokens, cut so that a sample fits into either split where there are few.
@@ -88,6 +105,10 @@ class PreparedData:
             InputError: there are too few tokens for two samples.
         """
         meta, least = self.meta, seq_len + 1
+        if meta.column_bytes is not None:
+            self.prompts("train").num_samples(seq_len)
+            self.prompts("eval").num_samples(seq_len)
+            return self
         if self.is_packed:  # either has some, if an answer is left in a sample
             self.conversations("train").num_samples(seq_len)
             self.conversations("eval").num_samples(seq_len)
@@ -172,9 +193,9 @@ def _key(data: Data, files: list[SourceFile], contents: str) -> str:
     formats = [file.format for file in files]
     text_field = data.text_field if set(formats) != {"text"} else None
     parts = [FORMAT_VERSION, contents, formats, text_field, tokenizer_identity(data.tokenizer)]
-    if data.records == "chat":
+    if data.has_answers:
         form = ChatForm.of(data)
-        parts += ["chat", form.source, form.settings]
+        parts += [data.records, form.source, form.settings, *data.columns]
     return _sha256(json.dumps([*parts, data.eval_fraction]))[:32]
 
 
@@ -236,7 +257,7 @@ def _build_aside(
     shutil.rmtree(folder, ignore_errors=True)
     aside.mkdir()
     try:
-        write = build_conversations if data.records == "chat" else build
+        write = _BUILDERS[data.records]
         meta = write(data, files, aside, folder.name, progress)
         if listing_of(files) != listing:
             raise InputError("data.source changed while it was tokenised: start again.")

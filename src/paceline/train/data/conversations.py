@@ -1,7 +1,8 @@
 """Conversations: rows of chat data as texts, and which of their characters are answers.
 
 A row has `messages`, a list of {role, content}, or `prompt` and `completion`: two such lists, or
-two texts. Messages become one text by a chat template: that of `data.chat_template`, else the one
+two texts. A row of preferences has `prompt`, `chosen` and `rejected`: a prompt and two
+completions. Messages become one text by a chat template: that of `data.chat_template`, else the one
 beside the tokenizer, else `DEFAULT_TEMPLATE`. Two texts follow one another as they are, and the end
 of a text behind them; the answer is the completion.
 
@@ -33,6 +34,7 @@ DEFAULT_TEMPLATE = (
 )
 """Where nobody gave one: each message behind its role, an answer with the end of a text."""
 _COLUMNS = ("messages", "prompt", "completion")
+_PAIR = ("prompt", "chosen", "rejected")
 _OBJECT = TypeAdapter(dict[str, Any])
 _CURE = "put a good copy there"
 
@@ -45,6 +47,8 @@ class ChatForm:
     """The chat template."""
     settings: Mapping[str, Any]
     """With the names of special tokens."""
+    has_pairs: bool = False
+    """Whether rows are preferences."""
 
     @classmethod
     def of(cls, data: Data) -> "ChatForm":
@@ -63,7 +67,8 @@ class ChatForm:
                 raise InputError(f"{path} {error}: remove it, or {_CURE}.") from None
         end = END_NAMES[0] if folder is None else end_name_of(data.tokenizer)
         known = {} if end is None else {"eos_token": end}
-        return cls(_source(data, folder, settings), {**known, **settings})
+        source = _source(data, folder, settings)
+        return cls(source, {**known, **settings}, data.records == "preferences")
 
     @property
     def end(self) -> str:
@@ -72,16 +77,41 @@ class ChatForm:
         named = named.get("content") if isinstance(named, dict) else named
         return named if isinstance(named, str) else ""
 
-    def read(self, files: Sequence[SourceFile]) -> Iterator[tuple["ChatRow", int]]:
-        """The conversations of files, each with the bytes of its file that were read so far.
+    def read(self, files: Sequence[SourceFile]) -> Iterator[tuple[list["ChatRow"], int]]:
+        """The conversations of each row of files (of preferences the better one, and then the worse
+        one), with the bytes of its file that were read so far.
 
         Raises:
             InputError: a file can't be read, or a row is none; the sentence names it.
         """
         template = ChatTemplate(self.source, self.settings)
         for file in files:
-            for row in read_rows(file, _COLUMNS):
-                yield self._chat_row(row, template), row.read_bytes
+            for row in read_rows(file, _PAIR if self.has_pairs else _COLUMNS):
+                each = _completed(row) if self.has_pairs else [row]
+                yield [self._chat_row(one, template) for one in each], row.read_bytes
+
+    def read_prompts(
+        self, file: SourceFile, columns: Sequence[str]
+    ) -> Iterator[tuple[Row, str, bool]]:
+        """Rows of a file, each with the text that an answer follows, and whether no template made
+        it.
+
+        Raises:
+            InputError: as `read`.
+        """
+        template = ChatTemplate(self.source, self.settings)
+        for row in read_rows(file, ("prompt", *columns)):
+            prompt = row.values.get("prompt")
+            if isinstance(prompt, str) and prompt:
+                yield row, _checked(prompt, row.where), True
+            elif isinstance(prompt, list) and prompt:
+                messages = [_message(each, row.where) for each in prompt]
+                yield row, template.prompt(messages, add_generation_prompt=True), False
+            else:
+                raise InputError(
+                    f"{row.where} has no prompt, a text or a list of messages: correct or remove "
+                    "it."
+                )
 
     def _chat_row(self, row: Row, template: ChatTemplate) -> "ChatRow":
         values = {name: value for name, value in row.values.items() if value is not None}
@@ -122,11 +152,24 @@ class ChatRow:
 def texts_for_training(form: ChatForm, files: Sequence[SourceFile]) -> Iterator[str]:
     """The beginning of all conversations, that a BPE is trained on."""
     left = TRAINING_CHARS
-    for row, _ in form.read(files):
-        yield row.conversation.text[:left]
-        left -= len(row.conversation.text)
+    for rows, _ in form.read(files):
+        for row in rows:
+            yield row.conversation.text[:left]
+            left -= len(row.conversation.text)
         if left <= 0:
             return
+
+
+def _completed(row: Row) -> list[Row]:
+    """The two completions of a row of preferences."""
+    prompt, *answers = (row.values.get(name) for name in _PAIR)
+    kinds = {type(value) for value in (prompt, *answers)}
+    if kinds not in ({str}, {list}):
+        raise InputError(
+            f"{row.where} is no preference: it needs a prompt, chosen and rejected, all three "
+            "texts or all three lists of messages."
+        )
+    return [row._replace(values={"prompt": prompt, "completion": answer}) for answer in answers]
 
 
 def _source(data: Data, folder: Path | None, settings: Mapping[str, Any]) -> str:

@@ -53,18 +53,18 @@ class Corpus:
     @property
     def tokenizer_path(self) -> Path:
         """The tokenizer.json that decodes the tokens."""
-        return self._any.tokenizer_path
+        return self.first.tokenizer_path
 
     @property
     def vocab_size(self) -> int:
         """What an embedding must have rows for."""
-        return self._any.meta.vocab_size
+        return self.first.meta.vocab_size
 
     @property
     def fingerprint(self) -> str:
         """Names exactly the tokens that are trained on, whoever made them."""
         if not self.data.sources:
-            return self._any.meta.fingerprint
+            return self.first.meta.fingerprint
         named = [(name, part.meta.fingerprint) for name, part in self.sources.items()]
         return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
@@ -153,13 +153,14 @@ class Corpus:
                 yield ("this data" if name == HELD_OUT else name), before, after
 
     def _sizes(self, seq_len: int) -> list[int]:
-        return [part.dataset("train").num_samples(seq_len) for part in self.sources.values()]
+        return [part.num_samples(seq_len) for part in self.sources.values()]
 
     def _mixture(self, global_batch: int, seed: int, sizes: Sequence[int]) -> MixtureOrder:
         return mixture_of(self.data, sizes, seed, global_batch)
 
     @property
-    def _any(self) -> PreparedData:
+    def first(self) -> PreparedData:
+        """The first source, or the only one."""
         return next(iter(self.sources.values()))
 
 
@@ -233,5 +234,7 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def _facts(part: PreparedData) -> dict[str, Any]:
-    names = ("train_tokens", "eval_tokens", "num_documents", "unigram_loss", "tokens_sha256")
+    names = ["train_tokens", "eval_tokens", "num_documents", "tokens_sha256"]
+    if part.meta.texts_per_row == 1 and part.meta.column_bytes is None:  # else losses are others
+        names.append("unigram_loss")
     return {name: getattr(part.meta, name) for name in names}

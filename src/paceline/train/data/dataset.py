@@ -67,6 +67,10 @@ class Meta(FrozenConfig):
     context gets a lower loss there by what it can learn from the train split."""
     answer_tokens: int | None = None
     """Of conversations: tokens of answers, which alone the figures above count; None: documents."""
+    texts_per_row: Literal[1, 2] = 1
+    """2: each row is the better answer to a prompt, and then the worse one."""
+    column_bytes: int | None = None
+    """Of prompts to complete: what is kept of their other columns; None: they are none."""
 
     @property
     def fingerprint(self) -> str:
@@ -79,13 +83,13 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-def document_starts(folder: Path, num_documents: int) -> NDArray[np.int64]:
-    """The positions at which documents start, mapped.
+def document_starts(folder: Path, num_documents: int, stream: str = STREAM) -> NDArray[np.int64]:
+    """The positions at which documents of a stream start, mapped.
 
     Raises:
         InputError: the file is missing or damaged.
     """
-    return np.frombuffer(_map(documents_path(folder, STREAM), num_documents * 8), "<i8")
+    return np.frombuffer(_map(documents_path(folder, stream), num_documents * 8), "<i8")
 
 
 def shard_path(folder: Path, stream: str, index: int) -> Path:

@@ -3,8 +3,9 @@
 How it works: a sample is a row of `seq_len` tokens. Conversations are put into samples from the
 longest to the shortest, each where it leaves the least room (best fit, decreasing); the last tokens
 of a row are padding, a document of its own. So no conversation crosses the end of a sample, and the
-loss of each is what it is alone. One that is longer than a sample is cut. Which conversations share
-a sample follows from their lengths alone; the order of the samples is order.py's.
+loss of each is what it is alone. One that is longer than a sample is cut. The two of a preference
+stand one after the other in the same sample, and are left out where that is too short. Which
+conversations share a sample follows from their lengths alone; the order of samples is order.py's.
 
 Source: https://arxiv.org/abs/2404.10830 (best-fit packing).
 """
@@ -41,7 +42,8 @@ class Packing(NamedTuple):
     num_cut: int
     """Conversations that are longer than a sample."""
     num_left_out: int
-    """Of these, those without an answer in what is left of them."""
+    """Of these, those without an answer in what is left of them; rows of preferences that are too
+    long."""
     num_padding: int
     """Tokens of all samples."""
 
@@ -65,7 +67,8 @@ class PackedConversations:
         self._tokens = TokenStream(folder, STREAM, dtype, meta.shard_tokens, total)
         self._answers = TokenStream(folder, ANSWERS, np.dtype("u1"), meta.shard_tokens, total)
         first, last = (0, meta.train_tokens) if name == "train" else (meta.train_tokens, total)
-        starts = document_starts(folder, meta.num_documents)
+        self._per_row = meta.texts_per_row
+        starts = document_starts(folder, meta.num_documents * self._per_row)
         self._starts = starts[np.searchsorted(starts, first) : np.searchsorted(starts, last)]
         self._lengths = np.diff(self._starts, append=last)
         self.packing = lru_cache(maxsize=2)(self._pack)
@@ -130,6 +133,8 @@ class PackedConversations:
         return places
 
     def _pack(self, seq_len: int) -> Packing:
+        if self._per_row > 1:
+            return self._pack_rows(seq_len)
         is_long = self._lengths > seq_len
         left_out = [
             each for each in np.flatnonzero(is_long).tolist() if not self._has_answer(each, seq_len)
@@ -144,6 +149,20 @@ class PackedConversations:
             int(is_long.sum()),
             len(left_out),
             len(samples) * seq_len - int(lengths.sum()),
+        )
+
+    def _pack_rows(self, seq_len: int) -> Packing:
+        """Rows of several texts, whole."""
+        of_rows = self._lengths.reshape(-1, self._per_row).sum(1)
+        kept = np.flatnonzero(of_rows <= seq_len)
+        samples = best_fit(of_rows[kept].tolist(), seq_len)
+        rows = kept[np.array([each for sample in samples for each in sample], np.int64)]
+        return Packing(
+            (rows[:, None] * self._per_row + np.arange(self._per_row)).ravel(),
+            np.cumsum([len(sample) * self._per_row for sample in samples], dtype=np.int64),
+            0,
+            len(of_rows) - len(kept),
+            len(samples) * seq_len - int(of_rows[kept].sum()),
         )
 
     def _has_answer(self, conversation: int, seq_len: int) -> bool:

@@ -12,7 +12,7 @@ from paceline.config.finetune import Dpo
 from paceline.config.job import read_job
 from paceline.observe.run import Run
 from paceline.train.data import prepare
-from paceline.train.kept_weights import weights_as_trained
+from paceline.train.kept_weights import KeptWeights
 from paceline.train.preferences import dpo
 from tests.command_line import losses, metrics, paceline, ranks, write_tiny_job
 from tests.train.test_conversations import answers_of, chat_data
@@ -181,7 +181,8 @@ def test_two_ranks_are_equal_to_one(tuned, name, layout):
     )
     assert done.returncode == 0, done.stderr
     assert losses(tuned, other) == pytest.approx(losses(tuned, name), rel=1e-10)
-    (_, one), (_, two) = (weights_as_trained(Run(tuned / "runs" / each)) for each in (name, other))
+    runs = (Run(tuned / "runs" / each) for each in (name, other))
+    one, two = (KeptWeights(run).read_as_trained() for run in runs)
     assert all((one[key] - two[key]).abs().max() < 1e-10 for key in one)
 
 

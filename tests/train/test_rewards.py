@@ -14,7 +14,7 @@ from paceline.config.job import read_job
 from paceline.kernels.loss import IGNORED
 from paceline.observe.run import Run
 from paceline.train.data import prepare
-from paceline.train.kept_weights import weights_as_trained
+from paceline.train.kept_weights import KeptWeights
 from paceline.train.rewards import Completions, _criterion, advantages_of
 from paceline.train.rollouts import load_reward
 from tests.command_line import losses, metrics, paceline, ranks, write_tiny_job
@@ -263,9 +263,8 @@ def test_two_ranks_are_equal_to_one(tuned, more):
     figures = [line["figures"] for line in metrics(tuned, f"{kind}1")]
     assert figures[0]["divergence"] == pytest.approx(0, abs=1e-12)
     assert figures[3]["divergence"] > 1e-6
-    (_, a), (_, b) = (
-        weights_as_trained(Run(tuned / "runs" / f"{kind}{count}")) for count in (1, 2)
-    )
+    runs = (Run(tuned / "runs" / f"{kind}{count}") for count in (1, 2))
+    a, b = (KeptWeights(run).read_as_trained() for run in runs)
     assert all((a[key] - b[key]).abs().max() < 1e-8 for key in a)
 
 

@@ -10,6 +10,8 @@ pass, a pipeline's included.
 Paper: https://arxiv.org/abs/1909.08053 (sections 3 and 5).
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -52,40 +54,44 @@ def cross_entropy(logits: DTensor, targets: Tensor) -> Tensor:
     Returns:
         () the same on every rank.
     """
-    mesh, local = logits.device_mesh, logits.to_local()
-    first_row = mesh.get_local_rank() * local.shape[-1]
-    return loss.cross_entropy_parallel(local, targets, first_row, mesh.get_group(), inplace=True)
+    local = logits.to_local()
+    return loss.cross_entropy_parallel(local, targets, *_place(logits), inplace=True)
 
 
-@torch.no_grad()
-def losses_of_samples(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sums of the losses of each sample's tokens, without a gradient.
-
-    They are computed sample by sample: the logits are the largest tensor there is, and what this
-    takes besides is that of one sample.
+def losses_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each token, as `cross_entropy` takes the mean of.
 
     Args:
         logits: (batch, seq, vocab); a DTensor split over the vocabulary, or whole.
         targets: (batch, seq), as in `cross_entropy`.
 
     Returns:
-        (batch,)
+        (batch, seq), the same on every rank; 0 for tokens that are left out.
     """
     if not isinstance(logits, DTensor):
-        pairs = zip(logits, targets, strict=True)
-        return torch.stack([token_losses(*pair).sum() for pair in pairs])
-    mesh, local = logits.device_mesh, logits.to_local()
-    place = mesh.get_local_rank() * local.shape[-1], mesh.get_group()
-    pairs = zip(local, targets, strict=True)
-    return torch.stack([token_losses_parallel(*pair, *place).sum() for pair in pairs])
+        return token_losses(logits, targets)
+    return token_losses_parallel(logits.to_local(), targets, *_place(logits))
 
 
-def losses_of_tokens(logits: DTensor, targets: Tensor) -> Tensor:
-    """The loss of each token, as `cross_entropy` takes the mean of: (batch, seq), the same on every
-    rank."""
-    mesh, local = logits.device_mesh, logits.to_local()
-    first_row = mesh.get_local_rank() * _most_rows(logits, -1)
-    return token_losses_parallel(local, targets, first_row, mesh.get_group())
+@torch.no_grad()
+def losses_of_samples(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sums of `losses_of_tokens` over each sample, without a gradient: (batch,).
+
+    They are computed sample by sample: the logits are the largest tensor there is, and what this
+    takes besides is that of one sample.
+    """
+    losses, local = token_losses, logits
+    if isinstance(logits, DTensor):
+        first_row, group = _place(logits)
+        losses = partial(token_losses_parallel, first_row=first_row, group=group)
+        local = logits.to_local()
+    return torch.stack([losses(*pair).sum() for pair in zip(local, targets, strict=True)])
+
+
+def _place(logits: DTensor) -> tuple[int, dist.ProcessGroup]:
+    """The first row of the vocabulary that this rank has logits of, and who has the others."""
+    mesh = logits.device_mesh
+    return mesh.get_local_rank() * logits.to_local().shape[-1], mesh.get_group()
 
 
 def on_first_rank(logits: Tensor) -> Tensor:

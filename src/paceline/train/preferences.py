@@ -15,12 +15,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from paceline.comm.rendezvous import Ranks
 from paceline.config.finetune import Dpo
 from paceline.config.job import Job
-from paceline.kernels.loss import IGNORED, token_losses
+from paceline.kernels.loss import IGNORED
 from paceline.parallel import vocabulary
 from paceline.train.data import MicroBatch
 from paceline.train.reference import Reference
@@ -69,9 +68,7 @@ def text_log_probs(logits: Tensor, batch: MicroBatch) -> Tensor:
     Returns:
         (batch, most texts) in nats, fp32 (fp64 for fp64 logits); 0 where there is no text.
     """
-    losses = vocabulary.losses_of_tokens if isinstance(logits, DTensor) else token_losses
-    counted = batch.targets != IGNORED
-    return _by_text(torch.where(counted, -losses(logits, batch.targets), 0), batch)
+    return _by_text(-vocabulary.losses_of_tokens(logits, batch.targets), batch)
 
 
 def _criterion(settings: Dpo, most: int, logits: Tensor, batch: MicroBatch) -> WeightedLoss:

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +56,7 @@ def build_conversations(
     encoder = make_encoder(data.tokenizer, texts_for_training(form, files))
     encoder.tokenizer.save(str(folder / TOKENIZER_FILE))
     encoder.tokenizer.encode_special_tokens = False  # a template's are meant as such
-    per_row = 2 if form.has_pairs else 1
+    per_row: Literal[1, 2] = 2 if form.has_pairs else 1
     train, held_out = (
         _Split.of(folder, name, encoder.vocab_size, per_row) for name in ("", "-moved")
     )

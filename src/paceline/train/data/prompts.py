@@ -130,7 +130,8 @@ def build_prompts(
         # Of two rows at least one is trained on, and one held out.
         moves = is_held_out(text.encode(), data.eval_fraction) and counts[0] > 0
         moves = moves or sum(counts) == 1
-        for writer, values in zip(splits[moves], (tokens, told), strict=True):
+        parts: tuple[NDArray[Any], ...] = (tokens, told)
+        for writer, values in zip(splits[moves], parts, strict=True):
             writer.append(values, np.array([writer.num_tokens]))
         counts[moves] += 1
         occurrences += np.bincount(tokens, minlength=len(occurrences))

@@ -13,11 +13,12 @@ from paceline.config.frozen import MOST, Auto, Count, CountOrNone, FrozenConfig,
 from paceline.config.hardware import ClusterSpec
 from paceline.config.heads import Heads
 from paceline.config.layout import LayoutSpec
-from paceline.config.mixture import EvalSet, Format, Names, Source, Stage
+from paceline.config.mixture import EvalSet, Format, Source, Stage
 from paceline.config.model import Model
 from paceline.config.optim import Optim
 from paceline.config.recommender import Clicks, Dlrm
 from paceline.config.stream import Stream
+from paceline.config.urls import SourceNames, check_tells_no_secret
 from paceline.config.vision import EfficientNet, Images, ResNet
 
 LOCAL_HOST = "127.0.0.1"
@@ -39,14 +40,16 @@ class CustomModel(ModelFamily):
 class Data(FrozenConfig):
     """What is trained on. The order of samples is a pure function of (train.seed, step)."""
 
-    source: str | Names = "python-stdlib"
-    """Files, globs or folders; "python-stdlib": the running interpreter's own library; "clicks": a
-    synthetic click log, for recommenders; "images": synthetic textures, for ResNets, which also
-    take folders of images by class, and shards (*.tar)."""
+    source: SourceNames = "python-stdlib"
+    """Files, globs or folders, also as URLs of fsspec (s3://, gs://, https://, hf://);
+    "python-stdlib": the running interpreter's own library; "clicks": a synthetic click log, for
+    recommenders; "images": synthetic textures, for ResNets, which also take folders of images by
+    class, and shards (*.tar)."""
     format: Auto | Format = "auto"
-    """"auto" goes by the file's suffix; "arrow" is a Hugging Face dataset directory on disk."""
+    """"auto" goes by the file's suffix; "arrow" is a Hugging Face dataset directory on disk,
+    "webdataset" tar files, "mds" shards of mosaicml-streaming."""
     text_field: str = "text"
-    """The column or key that holds a document's text (JSONL, Parquet, Arrow)."""
+    """The column or key that holds a document's text (all formats but "text")."""
     records: Literal["text", "chat", "preferences", "prompts"] = "text"
     """What a row is. "chat": a conversation, `messages`, or `prompt` and `completion`. A sample
     holds whole ones, each with attention of its own; the loss counts the answers alone.
@@ -154,11 +157,7 @@ class Checkpoint(FrozenConfig):
     def _tells_no_secret(cls, url: str | None) -> str | None:
         if url is None:
             return url
-        if re.search(r"[@?#]|::", url):  # the sentence repeats none of it
-            raise ValueError(
-                "a URL with a user, password, query or second URL in it may hold a secret: give a "
-                "plain one such as s3://bucket/prefix, and credentials in the environment."
-            )
+        check_tells_no_secret(url)
         if not re.fullmatch(r"[a-z][a-z0-9+.-]*://\S*[^\s/]/*", url):
             raise ValueError(f"{url!r} is no URL of a store: give one such as s3://bucket/prefix.")
         return url

@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from paceline.config.frozen import MOST, Auto, Count, FrozenConfig
+from paceline.config.urls import SourceNames
 
-Names = Annotated[tuple[str, ...], Field(strict=False)]
-Format = Literal["text", "jsonl", "parquet", "arrow"]
+Format = Literal["text", "jsonl", "parquet", "arrow", "webdataset", "mds"]
 Weight = Annotated[float, Field(ge=0, le=MOST)]
 Epochs = Annotated[float, Field(gt=0, le=MOST)]
 
@@ -17,7 +17,7 @@ class EvalSet(FrozenConfig):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
     """Its loss is `loss.<name>` in evaluations."""
-    source: str | Names
+    source: SourceNames
     """As `data.source`."""
     format: Auto | Format = "auto"
     """As `data.format`."""

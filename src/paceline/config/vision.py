@@ -28,7 +28,7 @@ from paceline.config.family import ModelFamily
 from paceline.config.frozen import Auto, FrozenConfig, Ways, Width
 from paceline.config.layers import require
 from paceline.config.layout import Layout
-from paceline.config.mixture import Names
+from paceline.config.urls import SourceNames
 
 
 class Conv(NamedTuple):
@@ -319,7 +319,7 @@ SYNTHETIC = "images"
 class Images(FrozenConfig):
     """How images in files are read (docs/images.md)."""
 
-    eval_source: str | Names | None = None
+    eval_source: SourceNames | None = None
     """What is held out, as `data.source`; None: the part `data.eval_fraction` of that."""
     least_area: float = Field(0.08, gt=0, le=1)
     """Training reads a random part of an image, of at least this share of its area; 1: all of it.

@@ -44,7 +44,7 @@ def read_documents(source: Path, text_field: str = "text") -> Iterator[Document]
     if not source.exists():
         raise InputError(f"{source} does not exist: give a file or folder of documents.")
     for file in find_files(Data(source=str(source))):
-        path = file.path.resolve()
+        path = Path(str(file.path)).resolve()
         below = path.relative_to(source.resolve()) if source.is_dir() else Path(path.name)
         parts: list[str] = []
         number = 0

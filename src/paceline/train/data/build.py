@@ -152,7 +152,7 @@ def build(data: Data, files: list[SourceFile], folder: Path, key: str, progress:
     Raises:
         InputError: one sentence, where a file or the tokenizer can't be used.
     """
-    total_bytes = sum(file.path.stat().st_size for file in files)
+    total_bytes = sum(file.size_bytes for file in files)
     progress(0, total_bytes)
     encoder = make_encoder(data.tokenizer, training_texts(files, data.text_field))
     encoder.tokenizer.save(str(folder / TOKENIZER_FILE))
@@ -172,7 +172,7 @@ def training_texts(
     files: list[SourceFile], text_field: str, num_chars: int = TRAINING_CHARS
 ) -> Iterator[str]:
     """The sample that a BPE is trained on: each file's beginning, in proportion to its size."""
-    sizes = [file.path.stat().st_size for file in files]
+    sizes = [file.size_bytes for file in files]
     for file, size_bytes in zip(files, sizes, strict=True):
         left = num_chars * size_bytes // max(1, sum(sizes))
         for piece in read_pieces(file, text_field):
@@ -204,7 +204,7 @@ def _parts(files: list[SourceFile], data: Data, totals: _Totals) -> Iterator[_Pa
             read_bytes = before_bytes + piece.read_bytes
             yield _Part(piece.text, moves, starts, piece.ends_document, read_bytes)
             starts = piece.ends_document
-        before_bytes += file.path.stat().st_size
+        before_bytes += file.size_bytes
 
 
 def is_held_out(first_piece: bytes, fraction: float) -> bool:

@@ -211,7 +211,7 @@ def _batches(
     form: ChatForm, files: list[SourceFile]
 ) -> Iterator[tuple[list[list[ChatRow]], tuple[int, int]]]:
     """Rows by as many as are tokenised at once, with the bytes read so far and those of all."""
-    total = sum(file.path.stat().st_size for file in files)
+    total = sum(file.size_bytes for file in files)
     batch: list[list[ChatRow]] = []
     before = num_chars = 0
     for file in files:
@@ -221,6 +221,6 @@ def _batches(
             if num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_ROWS:
                 yield batch, (before + read_bytes, total)
                 batch, num_chars = [], 0
-        before += file.path.stat().st_size
+        before += file.size_bytes
     if batch:
         yield batch, (total, total)

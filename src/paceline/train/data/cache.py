@@ -2,7 +2,8 @@
 
 How it works: the key of a folder hashes the contents of all files, how they are read, the tokenizer
 and the held-out fraction. Whether the files changed since they were last hashed is told by their
-paths, sizes and times alone, so that a second start reads nothing. A folder is built under another
+paths, sizes and times alone, so that a second start reads nothing. Of files in a store, its own
+word for their contents (an ETag, a checksum) stands for these. A folder is built under another
 name, with meta.json written last, and then renamed: it is complete or absent. A lock lets one of
 several jobs build while the others wait.
 
@@ -44,9 +45,10 @@ from paceline.train.data.files import SourceFile, find_files
 from paceline.train.data.limit import hold, keep_within
 from paceline.train.data.packed import PackedConversations
 from paceline.train.data.prompts import Prompts, build_prompts
+from paceline.train.data.stores import StoredFile
 from paceline.train.data.tokenizer import tokenizer_identity
 
-Listing = list[tuple[str, int, int, int]]
+Listing = list[tuple[str, int, int | str, int]]
 
 _BUILDERS = {
     "text": build,
@@ -215,8 +217,11 @@ def contents_hash(listing: Listing, cache: Path) -> str:
     with FileLock(memo.with_suffix(".lock")):  # of several jobs one reads the files
         if memo.is_file():
             return memo.read_text()
-        contents = _sha256(json.dumps([_file_hash(Path(path)) for path, *_ in listing]))
-        if max(max(times) for _, _, *times in listing) < time.time_ns() - _SETTLED_NS:
+        contents = _sha256(json.dumps([_contents(*entry) for entry in listing]))
+        settled = time.time_ns() - _SETTLED_NS
+        if all(
+            isinstance(made, str) or max(made, changed) < settled for _, _, made, changed in listing
+        ):
             aside = memo.with_suffix(".partial")
             aside.write_text(contents)
             aside.replace(memo)
@@ -226,12 +231,32 @@ def contents_hash(listing: Listing, cache: Path) -> str:
 def listing_of(files: list[SourceFile]) -> Listing:
     """Path, size and times of files: while these are the same, so are the contents.
 
+    Of a file in a store: its URL, size and stamp.
+
     Raises:
         InputError: one can't be read.
     """
     with _readable():
-        stats = [(str(file.path.absolute()), file.path.stat()) for file in files]
-    return [(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
+        return [_entry(file.path) for file in files]
+
+
+def _entry(path: Path | StoredFile) -> tuple[str, int, int | str, int]:
+    if isinstance(path, StoredFile):
+        return path.url, path.size_bytes, path.stamp or "", 0
+    stat = path.stat()
+    return str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _contents(place: str, size_bytes: int, made: int | str, _: int) -> str:
+    """What stands for the contents of a file."""
+    if isinstance(made, int):
+        return _file_hash(Path(place))
+    if not made:
+        raise InputError(
+            f"{place}: its server says nothing that changes with its contents (an ETag or a time): "
+            "copy the file to a disk or a store."
+        )
+    return f"{place} {size_bytes} {made}"
 
 
 def _file_hash(path: Path) -> str:
@@ -259,7 +284,7 @@ def _build_aside(
     try:
         write = _BUILDERS[data.records]
         meta = write(data, files, aside, folder.name, progress)
-        if listing_of(files) != listing:
+        if set(listing) - set(listing_of(find_files(data))):
             raise InputError("data.source changed while it was tokenised: start again.")
         (aside / META_FILE).write_text(meta.model_dump_json(indent=2) + "\n")
         aside.rename(folder)

@@ -213,7 +213,7 @@ def _shared_tokenizer(data: Data) -> Path:
     with FileLock(path.with_suffix(".lock")):
         if path.is_file():
             return path
-        sizes = [sum(file.path.stat().st_size for file in each) for each in files]
+        sizes = [sum(file.size_bytes for file in each) for each in files]
         texts = chain.from_iterable(
             training_texts(each, part.text_field, TRAINING_CHARS * size // max(1, sum(sizes)))
             for each, part, size in zip(files, parts, sizes, strict=True)

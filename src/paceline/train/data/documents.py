@@ -1,10 +1,9 @@
 """Read the documents of a file as a stream of text, or its rows, in bounded memory.
 
-How it works: every reader yields pieces. A document of JSON lines, Parquet or Arrow is one piece. A
-text file is one document, cut after a line end about every 2**20 characters (a longer line is cut
+How it works: every reader yields pieces. A document of a file of rows is one piece. A text file is one document, cut after a line end about every 2**20 characters (a longer line is cut
 inside); pieces are tokenised one by one, so no token reaches over a cut. Empty documents are
-yielded as an empty piece: the caller counts and drops them. Text and JSON lines may be compressed
-by gzip (".gz").
+yielded as an empty piece: the caller counts and drops them. All but Parquet and Arrow may be
+compressed as a whole, by gzip (".gz") or zstd (".zst", ".zstd", read by pyarrow).
 
 It is not a cleaner: no text is normalised, filtered or deduplicated. A byte-order mark is dropped.
 """
@@ -16,12 +15,14 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 from paceline.config.errors import InputError
+from paceline.observe.stored import trouble_text
 from paceline.train.data.files import SourceFile
+from paceline.train.data.record_files import Record, mds_records, webdataset_records
+from paceline.train.data.stores import StoredFile
 
 PIECE_CHARS = 2**20
 _ROWS_AT_ONCE = 1024
@@ -57,36 +58,37 @@ def read_pieces(file: SourceFile, text_field: str) -> Iterator[Piece]:
     Raises:
         InputError: the file can't be read, is not UTF-8, or has no such key or column.
     """
-    with _reading(file.path):
+    with _reading(file):
         if file.format == "text":
-            yield from _text_pieces(file.path)
-        elif file.format == "jsonl":
-            yield from _jsonl_pieces(file.path, text_field)
-        else:
+            yield from _text_pieces(file)
+        elif file.format in _BATCHES:
             yield from _column_pieces(file, text_field)
+        else:
+            yield from _row_pieces(file, text_field)
 
 
 def read_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
     """Yield the rows of a file of records.
 
     Args:
-        names: of the columns that are read, where a file has them (JSON lines: all are).
+        names: of the columns that are read, where a file has them (of Parquet and Arrow; all are
+            of other formats).
 
     Raises:
         InputError: the file can't be read, is not UTF-8, or holds text without rows.
     """
-    with _reading(file.path):
+    with _reading(file):
         if file.format == "text":
             raise InputError(
                 f"{file.path} is read as text, which has no rows: give JSON lines, Parquet or "
                 "Arrow, or set data.format."
             )
-        if file.format == "jsonl":
-            yield from _jsonl_rows(file.path)
+        if file.format not in _BATCHES:
+            yield from _rows(file)
             return
-        row, size_bytes = 0, file.path.stat().st_size
+        row, size_bytes = 0, file.size_bytes
         with _reading_columns(file):
-            for batch, share in _BATCHES[file.format](file.path, names, None):
+            for batch, share in _BATCHES[file.format](file, names, None):
                 for values in batch.to_pylist():
                     kept = {name: values[name] for name in names if name in values}
                     yield Row(f"{file.path} row {row}", kept, int(share * size_bytes))
@@ -94,9 +96,12 @@ def read_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(file: SourceFile) -> Iterator[None]:
+    path = file.path
     try:
         yield
+    except InputError:
+        raise
     except UnicodeDecodeError:
         raise InputError(
             f"{path} is not UTF-8 text: convert it, or name the files to read by a glob."
@@ -106,24 +111,33 @@ def _reading(path: Path) -> Iterator[None]:
         raise InputError(
             f"{path} can't be read ({reason}): replace or leave out the file."
         ) from None
+    except Exception as error:
+        if not isinstance(path, StoredFile):
+            raise
+        # Stores' clients raise anything.
+        raise InputError(f"{path} can't be read ({trouble_text(error)}): start again.") from None
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[BinaryIO, IO[bytes]]]:
-    """Open a file as it is on disk (whose position is the progress) and its decompressed stream."""
-    with path.open("rb") as raw:
-        if path.suffix.lower() != ".gz":
+def _opened(file: SourceFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a file as it is (whose position is the progress) and its decompressed stream."""
+    with file.open() as raw:
+        if file.compression == "gzip":
+            with gzip.GzipFile(fileobj=raw) as stream:
+                yield raw, cast(IO[bytes], stream)
+        elif file.compression == "zstd":
+            pyarrow = _pyarrow(file)
+            with pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd") as stream:
+                yield raw, cast(IO[bytes], io.BufferedReader(stream))
+        else:
             yield raw, raw
-            return
-        with gzip.GzipFile(fileobj=raw) as stream:
-            yield raw, cast(IO[bytes], stream)
 
 
-def _text_pieces(path: Path) -> Iterator[Piece]:
+def _text_pieces(file: SourceFile) -> Iterator[Piece]:
     with (
-        _opened(path) as (raw, stream),
+        _opened(file) as (raw, stream),
         # newline="" keeps line ends as they are.
-        io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as decoded,
+        io.TextIOWrapper(cast(BinaryIO, stream), encoding="utf-8-sig", newline="") as decoded,
     ):
         texts = _cut_at_lines(decoded)
         text = next(texts, "")
@@ -146,8 +160,8 @@ def _cut_at_lines(stream: io.TextIOWrapper) -> Iterator[str]:
         yield rest
 
 
-def _jsonl_pieces(path: Path, text_field: str) -> Iterator[Piece]:
-    for where, row, read_bytes in _jsonl_rows(path):
+def _row_pieces(file: SourceFile, text_field: str) -> Iterator[Piece]:
+    for where, row, read_bytes in _rows(file):
         if text_field not in row:
             raise InputError(
                 f'{where} has no key "{text_field}" but {_quoted(list(row))}: set data.text_field.'
@@ -155,12 +169,20 @@ def _jsonl_pieces(path: Path, text_field: str) -> Iterator[Piece]:
         yield Piece(_checked(row[text_field], text_field, where), True, read_bytes)
 
 
-def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with _opened(path) as (raw, stream):
-        for number, line in enumerate(stream, 1):
-            if not line.isspace():
-                where = f"{path} line {number}"
-                yield Row(where, _object_of_line(line, where), raw.tell())
+def _rows(file: SourceFile) -> Iterator[Row]:
+    with _opened(file) as (raw, stream):
+        for where, values in _RECORDS[file.format](stream, file.path):
+            yield Row(where, values, raw.tell())
+
+
+def _jsonl_records(stream: IO[bytes], path: object) -> Iterator[Record]:
+    for number, line in enumerate(stream, 1):
+        if not line.isspace():
+            where = f"{path} line {number}"
+            yield Record(where, _object_of_line(line, where))
+
+
+_RECORDS = {"jsonl": _jsonl_records, "webdataset": webdataset_records, "mds": mds_records}
 
 
 def _object_of_line(line: bytes, where: str) -> dict[str, Any]:
@@ -188,9 +210,9 @@ def _checked(text: Any, text_field: str, where: str) -> str:
 
 
 def _column_pieces(file: SourceFile, text_field: str) -> Iterator[Piece]:
-    size_bytes, row = file.path.stat().st_size, 0
+    size_bytes, row = file.size_bytes, 0
     with _reading_columns(file):
-        for batch, share in _BATCHES[file.format](file.path, [text_field], text_field):
+        for batch, share in _BATCHES[file.format](file, [text_field], text_field):
             for text in batch.column(text_field).to_pylist():
                 where = f"{file.path} row {row}"
                 yield Piece(_checked(text, text_field, where), True, int(share * size_bytes))
@@ -199,7 +221,7 @@ def _column_pieces(file: SourceFile, text_field: str) -> Iterator[Piece]:
 
 @contextmanager
 def _reading_columns(file: SourceFile) -> Iterator[None]:
-    pyarrow = _pyarrow(file.path)
+    pyarrow = _pyarrow(file)
     try:
         yield
     except pyarrow.ArrowException as error:
@@ -209,46 +231,48 @@ def _reading_columns(file: SourceFile) -> Iterator[None]:
         ) from None
 
 
-def _pyarrow(path: Path) -> ModuleType:
+def _pyarrow(file: SourceFile) -> ModuleType:
     try:
         import pyarrow
     except ImportError:
         raise InputError(
-            f'{path} needs pyarrow to be read: pip install "paceline[arrow]".'
+            f'{file.path} needs pyarrow to be read: pip install "paceline[arrow]".'
         ) from None
     return pyarrow
 
 
 def _parquet_batches(
-    path: Path, names: Sequence[str], text_field: str | None
+    file: SourceFile, names: Sequence[str], text_field: str | None
 ) -> Iterator[tuple[Any, float]]:
     """Yield columns in batches of rows, each with the share of the file that ends with it."""
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(path) as file:
-        _check_column(file.schema_arrow, text_field, path)
-        done, total = 0, file.metadata.num_rows
-        known = [name for name in names if name in file.schema_arrow.names]
-        for batch in file.iter_batches(_ROWS_AT_ONCE, columns=known):
+    with file.open() as raw, pq.ParquetFile(raw) as parquet:
+        _check_column(parquet.schema_arrow, text_field, file)
+        done, total = 0, parquet.metadata.num_rows
+        known = [name for name in names if name in parquet.schema_arrow.names]
+        for batch in parquet.iter_batches(_ROWS_AT_ONCE, columns=known):
             done += batch.num_rows
             yield batch, done / total
 
 
 def _arrow_batches(
-    path: Path, names: Sequence[str], text_field: str | None
+    file: SourceFile, names: Sequence[str], text_field: str | None
 ) -> Iterator[tuple[Any, float]]:
     import pyarrow as pa
 
-    with pa.memory_map(str(path)) as source:
+    stored = isinstance(file.path, StoredFile)
+    with pa.PythonFile(file.open(), "r") if stored else pa.memory_map(str(file.path)) as source:
         try:
             batches = pa.ipc.open_stream(source)
         except pa.ArrowInvalid:  # the other of Arrow's two file formats
+            source.seek(0)
             reader = pa.ipc.open_file(source)
             schema = reader.schema
             batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
         else:
             schema = batches.schema
-        _check_column(schema, text_field, path)
+        _check_column(schema, text_field, file)
         known = [name for name in names if name in schema.names]
         for batch in batches:
             yield batch.select(known), source.tell() / source.size()
@@ -257,19 +281,19 @@ def _arrow_batches(
 _BATCHES = {"parquet": _parquet_batches, "arrow": _arrow_batches}
 
 
-def _check_column(schema: Any, text_field: str | None, path: Path) -> None:
+def _check_column(schema: Any, text_field: str | None, file: SourceFile) -> None:
     import pyarrow as pa
 
     if text_field is None:
         return
     if text_field not in schema.names:
         raise InputError(
-            f'{path} has no column "{text_field}" but {_quoted(schema.names)}: set data.text_field.'
+            f'{file.path} has no column "{text_field}" but {_quoted(schema.names)}: set data.text_field.'
         )
     kind = schema.field(text_field).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise InputError(
-            f'{path}: column "{text_field}" is {kind}, not string: set data.text_field '
+            f'{file.path}: column "{text_field}" is {kind}, not string: set data.text_field '
             "or convert it."
         )
 

@@ -1,26 +1,29 @@
 """Which files a `Data.source` names, in a stated order, and how each of them is read.
 
-How it works: every name is "python-stdlib", a file, a folder or a glob, and becomes a list of
-files. Files keep the order in which they are named; those of one folder or glob are sorted by path,
-so the same source gives the same documents on every machine. A folder means every file below it but
-the hidden ones, unless `datasets.save_to_disk` wrote it: then it means the files its `state.json`
-lists.
+How it works: every name is "python-stdlib", a file, a folder or a glob, on disk or in a store
+(stores.py), and becomes a list of files. Files keep the order in which they are named; those of one
+folder or glob are sorted by path, so the same source gives the same documents on every machine. A
+folder means every file below it but the hidden ones, with these exceptions:
+
+- `datasets.save_to_disk` wrote it: the files that its `state.json` lists.
+- It has a README.md and Parquet, Arrow or JSON lines: a data set of the Hugging Face Hub. Its data
+  files are read, of which only those of "train" if names tell splits apart.
+- It has shards of MDS: these alone, without their index.json.
 
 "python-stdlib" is every .py file below the running interpreter's standard library. Left out are
 third-party packages, tests, the `idlelib` and `turtledemo` applications, `lib2to3` (gone since
 Python 3.13), tables made by programs (`encodings`, `pydoc_data`) and files that describe one build.
 All of it is UTF-8: PEP 8 demands it of the core distribution outside its tests.
-
-It is not a downloader: everything read is on this machine's file systems.
 """
 
 import glob
 import os
+import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from pathlib import Path, PurePosixPath
+from typing import IO
 
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
@@ -28,8 +31,9 @@ from typing_extensions import TypedDict
 from paceline.config.errors import InputError
 from paceline.config.files import read_json
 from paceline.config.job_sections import Data
-
-Format = Literal["text", "jsonl", "parquet", "arrow"]
+from paceline.config.mixture import Format
+from paceline.config.urls import is_url
+from paceline.train.data.stores import StoredFile, stored_files
 
 STDLIB = "python-stdlib"
 _ANEW = "save the dataset anew"
@@ -43,7 +47,16 @@ _FORMAT_OF_SUFFIX: dict[str, Format] = {
     ".ndjson": "jsonl",
     ".parquet": "parquet",
     ".arrow": "arrow",
+    ".tar": "webdataset",
+    ".tgz": "webdataset",
+    ".mds": "mds",
 }
+COMPRESSIONS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+_SPLIT = re.compile(
+    r"(?:^|[/._ -])(train|training|test|testing|validation|valid|val|dev|eval)"
+    r"(?=[/._ -]|$)"
+)
+"""The Hub's names of splits: https://huggingface.co/docs/hub/datasets-file-names-and-splits"""
 
 
 # What `datasets.save_to_disk` writes; typing's TypedDict gives pydantic too little in 3.11.
@@ -66,8 +79,23 @@ _DICT, _STATE = TypeAdapter(_Splits), TypeAdapter(_State)
 class SourceFile:
     """A file and how it is read."""
 
-    path: Path
+    path: Path | StoredFile
     format: Format
+
+    @property
+    def size_bytes(self) -> int:
+        """As it is on disk or in the store."""
+        path = self.path
+        return path.size_bytes if isinstance(path, StoredFile) else path.stat().st_size
+
+    @property
+    def compression(self) -> str | None:
+        """By which it is compressed as a whole."""
+        return COMPRESSIONS.get(PurePosixPath(str(self.path)).suffix.lower())
+
+    def open(self) -> IO[bytes]:
+        """Open it as it is, for reading."""
+        return self.path.open() if isinstance(self.path, StoredFile) else self.path.open("rb")
 
 
 def find_files(data: Data) -> list[SourceFile]:
@@ -87,6 +115,9 @@ def _files_of(name: str, wanted: str) -> Iterator[SourceFile]:
     if name == STDLIB:
         yield from (SourceFile(path, "text") for path in stdlib_files())
         return
+    if is_url(name):
+        yield from _stored(name, wanted)
+        return
     path = Path(name).expanduser()
     if path.is_dir():
         yield from _folder_files(path, wanted)
@@ -102,6 +133,23 @@ def _files_of(name: str, wanted: str) -> Iterator[SourceFile]:
                 f"{Path.cwd()}: correct the path."
             )
         yield from (SourceFile(Path(p), _format_of(Path(p), wanted)) for p in matches)
+
+
+def _stored(name: str, wanted: str) -> Iterator[SourceFile]:
+    folder, files = stored_files(name)
+    by_name = {file.url.removeprefix(folder).lstrip("/"): file for file in files}
+    if {"state.json", "dataset_dict.json"} & set(by_name):
+        raise InputError(
+            f"{name} was written by datasets.save_to_disk, which is read from a disk: copy it "
+            "there, or name its files by a glob such as " + folder + "/data-*.arrow."
+        )
+    chosen = [by_name[each] for each in _data_files(list(by_name))] if len(files) > 1 else files
+    if not chosen:
+        raise InputError(
+            f'data.source "{name}" names no file, prefix or glob with matches, or nobody answers '
+            "there: correct it."
+        )
+    yield from (SourceFile(file, _format_of(file, wanted)) for file in chosen)
 
 
 def stdlib_files(folder: str | None = None) -> list[Path]:
@@ -132,14 +180,29 @@ def _folder_files(folder: Path, wanted: str) -> Iterator[SourceFile]:
     if wanted == "arrow" or (wanted == "auto" and is_dataset):
         yield from (SourceFile(path, "arrow") for path in _dataset_files(folder))
         return
-    paths = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts)
-    )
-    if not paths:
+    paths = {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    chosen = [paths[name] for name in _data_files(list(paths))]
+    if not chosen:
         raise InputError(f'data.source "{folder}" is a folder without files: name another.')
-    yield from (SourceFile(path, _format_of(path, wanted)) for path in paths)
+    yield from (SourceFile(path, _format_of(path, wanted)) for path in chosen)
+
+
+def _data_files(names: Sequence[str]) -> list[str]:
+    """Which files of a folder are read, by their paths in it."""
+    seen = [n for n in names if not any(part.startswith(".") for part in n.split("/"))]
+    formats = {name: _FORMAT_OF_SUFFIX.get(_suffix(name)) for name in seen}
+    if "mds" in formats.values():
+        return [name for name in seen if formats[name] == "mds"]
+    is_of_hub = "README.md" in seen and bool({"parquet", "arrow", "jsonl"} & {*formats.values()})
+    if not is_of_hub:
+        return seen
+    data = [name for name in seen if formats[name]]
+    splits = {name: match[1] for name in data if (match := _SPLIT.search(name))}
+    return [name for name in data if splits.get(name, "train").startswith("train")]
 
 
 def _dataset_files(folder: Path) -> list[Path]:
@@ -162,13 +225,20 @@ def _dataset_files(folder: Path) -> list[Path]:
     return [folder / entry["filename"] for entry in state["_data_files"]]
 
 
-def _format_of(path: Path, wanted: str) -> Format:
+def _format_of(path: Path | StoredFile, wanted: str) -> Format:
     if wanted != "auto":
         return wanted  # type: ignore[return-value]  # a literal of Data.format
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
-    suffix = suffixes[-1] if suffixes else ""
+    suffix = _suffix(str(path))
     if suffix == ".json":
         raise InputError(
             f'{path} may be one document or JSON lines: set data.format to "text" or "jsonl".'
         )
     return _FORMAT_OF_SUFFIX.get(suffix, "text")
+
+
+def _suffix(name: str) -> str:
+    """The last suffix of a file's name that says what is in it, in small letters."""
+    suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
+    while suffixes and suffixes[-1] in COMPRESSIONS and suffixes[-1] not in _FORMAT_OF_SUFFIX:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""

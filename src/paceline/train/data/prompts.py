@@ -122,7 +122,7 @@ def build_prompts(
         (StreamWriter(folder, STREAM + part, dtype), StreamWriter(folder, _COLUMNS + part, _BYTE))
         for part in ("", "-moved")
     ]
-    total_bytes, counts = sum(file.path.stat().st_size for file in files), [0, 0]
+    total_bytes, counts = sum(file.size_bytes for file in files), [0, 0]
     occurrences, hasher = np.zeros(encoder.vocab_size, np.int64), hashlib.sha256()
     for text, is_plain, columns, read_bytes in _rows(form, data, files):
         tokens = np.array(encoder.tokenizer.encode(text, add_special_tokens=is_plain).ids, np.int64)

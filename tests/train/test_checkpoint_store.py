@@ -29,6 +29,7 @@ from paceline.train.command import train_job
 from tests.command_line import losses, metrics, paceline, write_tiny_job
 from tests.ranks import WARM
 from tests.small_job import work_in, write_small_job
+from tests.train.conftest import CREDENTIALS
 
 FILE = "rank0.safetensors"
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from paceline.config.errors import InputError
 from paceline.config.job_sections import Data
-from paceline.train.data import TokenDataset, build, open_prepared, prepare
+from paceline.train.data import TokenDataset, build, cache, open_prepared, prepare
 from paceline.train.data.build import is_held_out, unigram_entropy, unigram_loss
 from tests.ranks import run_ranks
 
@@ -55,7 +55,7 @@ def builds(monkeypatch):
         count.append(1)
         return original(*args)
 
-    monkeypatch.setattr("paceline.train.data.cache.build", counted)
+    monkeypatch.setitem(cache._BUILDERS, "text", counted)
     return count
 
 

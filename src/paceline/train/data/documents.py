@@ -1,9 +1,10 @@
 """Read the documents of a file as a stream of text, or its rows, in bounded memory.
 
-How it works: every reader yields pieces. A document of a file of rows is one piece. A text file is one document, cut after a line end about every 2**20 characters (a longer line is cut
-inside); pieces are tokenised one by one, so no token reaches over a cut. Empty documents are
-yielded as an empty piece: the caller counts and drops them. All but Parquet and Arrow may be
-compressed as a whole, by gzip (".gz") or zstd (".zst", ".zstd", read by pyarrow).
+How it works: every reader yields pieces. A document of a file of rows is one piece. A text file is
+one document, cut after a line end about every 2**20 characters (a longer line is cut inside);
+pieces are tokenised one by one, so no token reaches over a cut. Empty documents are yielded as an
+empty piece: the caller counts and drops them. All but Parquet and Arrow may be compressed as a
+whole, by gzip (".gz") or zstd (".zst", ".zstd", read by pyarrow).
 
 It is not a cleaner: no text is normalised, filtered or deduplicated. A byte-order mark is dropped.
 """
@@ -288,7 +289,8 @@ def _check_column(schema: Any, text_field: str | None, file: SourceFile) -> None
         return
     if text_field not in schema.names:
         raise InputError(
-            f'{file.path} has no column "{text_field}" but {_quoted(schema.names)}: set data.text_field.'
+            f'{file.path} has no column "{text_field}" but {_quoted(schema.names)}: set '
+            "data.text_field."
         )
     kind = schema.field(text_field).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):

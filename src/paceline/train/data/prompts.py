@@ -180,7 +180,7 @@ def _rows(
                 )
             columns = {name: row.values[name] for name in data.columns}
             yield text, is_plain, columns, before + row.read_bytes
-        before += file.path.stat().st_size
+        before += file.size_bytes
 
 
 def _spans(starts: NDArray[np.int64], total: int) -> NDArray[np.int64]:

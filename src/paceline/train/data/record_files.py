@@ -42,12 +42,13 @@ class _Member(tarfile.TarInfo):
     def fromtarfile(cls, tarfile: tarfile.TarFile) -> "_Member":
         try:
             return super().fromtarfile(tarfile)
-        except _DAMAGE as error:
+        except _HEADER_ERROR as error:
+            if type(error).__name__ == "EOFHeaderError":  # the block of zeros at the end
+                raise
             raise _READ_ERROR(str(error)) from None
 
 
-_DAMAGE = (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError, tarfile.EmptyHeaderError)
-_READ_ERROR = tarfile.ReadError
+_HEADER_ERROR, _READ_ERROR = tarfile.HeaderError, tarfile.ReadError
 
 
 def webdataset_records(stream: IO[bytes], path: object) -> Iterator[Record]:
@@ -80,7 +81,7 @@ def webdataset_records(stream: IO[bytes], path: object) -> Iterator[Record]:
 def _files_of(tar: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
     """The files of texts and objects."""
     for member in tar:
-        tar.members = []  # which would grow with the archive
+        tar.members = []  # type: ignore[attr-defined]  # which would grow with the archive
         if member.isfile() and member.name.endswith((".json", ".txt")):
             file = tar.extractfile(member)
             assert file is not None

@@ -39,6 +39,8 @@ def look_up(embedding: nn.Module, ids: Tensor) -> Tensor:
     assert isinstance(weight, DTensor)
     local = weight.to_local()  # (own_vocab, hidden)
     first = weight.device_mesh.get_local_rank() * _most_rows(weight, 0)
+    if not len(local):  # there are fewer rows than ranks
+        return local.sum() + local.new_zeros(*ids.shape, local.shape[1])
     own, is_own = own_ids(ids, first, len(local))
     return F.embedding(own, local) * is_own.unsqueeze(-1)
 

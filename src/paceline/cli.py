@@ -224,6 +224,8 @@ def new(
     stream     the same on what arrives while it trains
     sft        a network that somebody trained learns to answer (chat data)
     lora       the same by adapters, in a fraction of the memory
+    dpo        it learns which of two answers is the better one
+    grpo       it learns from a Python function that rates its own answers
     images     a ResNet learns classes of images
 
     \b

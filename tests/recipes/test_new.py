@@ -27,6 +27,8 @@ SMALL = {
     "stream": {**DECODER, **SHORT},
     "sft": {"train.global_batch": 4, "optim.warmup_steps": 1},
     "lora": {"train.global_batch": 4, "optim.warmup_steps": 1},
+    "dpo": {"train.global_batch": 4, "optim.warmup_steps": 1, "train.epochs": 2},
+    "grpo": {**SHORT, "finetune.grpo.group": 2, "finetune.grpo.max_tokens": 8},
     "images": {
         "train.epochs": 1, "train.global_batch": 16, "optim.warmup_steps": 1, "model.depth": 18,
         "model.image_size": 32, "data.eval_fraction": 0.3,
@@ -43,6 +45,16 @@ def folder(tmp_path_factory):
         text = "\n".join(f"{name} {at} and some more words" for at in range(900))
         (folder / name / "a.txt").write_text(text)
     (folder / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talks(60)))
+    pairs = [
+        {"prompt": f"{at} and?", "chosen": f"{at + 1} follows.", "rejected": "I don't know."}
+        for at in range(40)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    prompts = ({"prompt": f"Count from {at}:"} for at in range(40))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    (folder / "reward.py").write_text(
+        "def reward(prompt, completion):\n    return len(completion)\n"
+    )
     model = Model(vocab_size=257, **SHAPE)
     write_weights(folder / "base", model, built(model).state_dict())
     make_encoder("bytes", ()).tokenizer.save(str(folder / "base" / "tokenizer.json"))

@@ -243,7 +243,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--python", nargs="+", default=[], metavar="NAME=PATH", help="of a loader's environment"
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    if (options.batches + 1) * options.batch > options.samples * 0.9:  # some are held out
+        parser.error("--samples has to be more than --batches x --batch: a loader reads once.")
+    return options
 
 
 if __name__ == "__main__":

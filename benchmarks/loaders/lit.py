@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import litdata
@@ -12,7 +11,7 @@ import torch
 from litdata.streaming.item_loader import TokensLoader
 from torch import Tensor
 
-from benchmarks.loaders.task import Asked, answer, asked, is_to_write
+from benchmarks.loaders.task import Asked, do_what_is_asked
 
 NAME = "lit"
 _CHUNK_ROWS, _ROWS_AT_ONCE = 2048, 1024
@@ -49,15 +48,5 @@ def _batches(task: Asked) -> Iterator[Tensor]:
     return iter(litdata.StreamingDataLoader(dataset, batch_size=task.batch))
 
 
-def main() -> None:
-    """Do what is asked."""
-    torch.set_num_threads(1)
-    task = asked()
-    if is_to_write():
-        write(task)
-        return
-    answer(task, version("litdata"), lambda: _batches(task), lambda batch: batch.numpy())
-
-
 if __name__ == "__main__":
-    main()
+    do_what_is_asked("litdata", write, _batches, lambda batch: batch.numpy())

@@ -1,16 +1,14 @@
 """mosaicml-streaming's StreamingDataset of MDS shards, in torch's DataLoader."""
 
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from streaming import MDSWriter, StreamingDataset
 from torch.utils.data import DataLoader
 
-from benchmarks.loaders.task import Asked, answer, asked, is_to_write
+from benchmarks.loaders.task import Asked, do_what_is_asked
 
 NAME = "mosaic"
 
@@ -33,16 +31,5 @@ def _batches(task: Asked) -> Iterator[dict[str, Any]]:
     return iter(DataLoader(dataset, batch_size=task.batch))
 
 
-def main() -> None:
-    """Do what is asked."""
-    torch.set_num_threads(1)
-    task = asked()
-    if is_to_write():
-        write(task)
-        return
-    of = version("mosaicml-streaming")
-    answer(task, of, lambda: _batches(task), lambda batch: batch["tokens"].numpy())
-
-
 if __name__ == "__main__":
-    main()
+    do_what_is_asked("mosaicml-streaming", write, _batches, lambda batch: batch["tokens"].numpy())

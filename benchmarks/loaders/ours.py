@@ -7,7 +7,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from benchmarks.loaders.task import Asked, answer, asked
 from paceline.config.job_sections import Data
@@ -42,7 +41,6 @@ def steps_of(data: Data, task: Asked, first: int = 0) -> Iterator[list[MicroBatc
 
 def main() -> None:
     """Do what is asked."""
-    torch.set_num_threads(1)
     task = asked()
     kept = task.cache if task.in_store else str(Path(task.folder) / "cache")
     resumes = {} if task.in_store else _resumes(task, kept)

@@ -1,7 +1,6 @@
 """torchdata's StatefulDataLoader over rows of a mapped file; from a store it is fetched first."""
 
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from benchmarks.loaders.task import BUCKET, Asked, answer, asked, is_to_write
+from benchmarks.loaders.task import BUCKET, Asked, do_what_is_asked
 
 NAME = "stateful"
 
@@ -42,15 +41,5 @@ def _batches(task: Asked) -> Iterator[Tensor]:
     return iter(StatefulDataLoader(_Rows(file), batch_size=task.batch, shuffle=True))
 
 
-def main() -> None:
-    """Do what is asked."""
-    torch.set_num_threads(1)
-    task = asked()
-    if is_to_write():
-        write(task)
-        return
-    answer(task, version("torchdata"), lambda: _batches(task), lambda batch: batch.numpy())
-
-
 if __name__ == "__main__":
-    main()
+    do_what_is_asked("torchdata", write, _batches, lambda batch: batch.numpy())

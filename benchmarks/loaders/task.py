@@ -5,10 +5,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 BUCKET = "corpus"
 
@@ -43,17 +45,34 @@ class Asked:
 
 def asked() -> Asked:
     """What this process was started for."""
+    torch.set_num_threads(1)
     return Asked(**json.loads(Path(sys.argv[1]).read_text()))
 
 
-def is_to_write() -> bool:
-    """Whether it is to make its form of the corpus, and to answer nothing."""
-    return len(sys.argv) == 2
+def do_what_is_asked(
+    package: str,
+    write: Callable[[Asked], None],
+    batches: Callable[[Asked], Iterator[Any]],
+    rows_of: Callable[[Any], np.ndarray],
+) -> None:
+    """Make a loader's form of the corpus, or time its batches, see `answer`.
+
+    Args:
+        package: of the loader.
+        write: makes its form.
+        batches: opens it.
+        rows_of: maps a batch to its samples.
+    """
+    task = asked()
+    if len(sys.argv) == 2:
+        write(task)
+        return
+    answer(task, version(package), lambda: batches(task), rows_of)
 
 
 def answer(
     task: Asked,
-    version: str,
+    loader_version: str,
     read: Callable[[], Iterator[Any]],
     rows_of: Callable[[Any], np.ndarray],
     **more: Any,
@@ -62,7 +81,7 @@ def answer(
 
     Args:
         task: what was asked.
-        version: of the loader.
+        loader_version: of the package that it is from.
         read: opens the corpus and yields batches.
         rows_of: maps a batch to its samples, (batch, seq_len + 1).
         more: goes into the answer.
@@ -75,7 +94,7 @@ def answer(
     for _ in range(task.num_batches):
         next(batches)
     found = {
-        "version": version,
+        "version": loader_version,
         "first_s": first_s,
         "cpu_s": time.process_time() - used,
         "wall_s": time.perf_counter() - began,

@@ -1,7 +1,8 @@
 """Jobs on machines that are taken away: how much sooner is the work done, and what does it cost?
 
 How it works: `benchmarks.cluster.trace` draws jobs, with their sizes, lengths and priorities, and
-the moments at which a node is preempted or lost, of a job that has done a step since its start.
+the moments at which a node is preempted or lost: one that is free, or whose job has done a step
+since its start.
 Each contestant has a Slurm of its own (`benchmarks.slurmlab`: four nodes, accounts by slurmdbd),
 all on this machine at the same time, and submits the same jobs: `paceline launch` of a script that
 calls `paceline.train`; submitit and TorchX of DistributedDataParallel with checkpoints, at fixed
@@ -11,10 +12,10 @@ processes cost them real time.
 What is told: until the last job is done; preemptions after which a job had saved in time; steps
 that were done again; device-seconds by `sacct` and by Paceline's ledger.
 
-A peer that takes 1.6 times as long as Paceline is given up, with the jobs that it has left.
+A peer that takes 1.55 times as long as Paceline is given up, with the jobs that it has left.
 
     pip install submitit torchx
-    python -m benchmarks.cluster [--losses 50] [--gap 45] [--away 30 120] [--node-seconds 2600]
+    python -m benchmarks.cluster [--losses 50] [--gap 100] [--away 60 180] [--node-seconds 12000]
 """
 
 import argparse
@@ -38,7 +39,7 @@ from benchmarks.tables import markdown
 
 WANTED = 1.5
 """A peer takes so many times as long, or more."""
-_GIVE_UP = 1.6
+_GIVE_UP = 1.55
 _PEERS = ("submitit", "torchx")
 OUTCOME = "outcome.json"
 
@@ -161,11 +162,11 @@ def _page(results: list[dict[str, Any]], options: argparse.Namespace) -> tuple[s
 def _options() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--losses", type=int, default=50, help="that Paceline has to meet")
-    parser.add_argument("--gap", type=float, default=45.0, help="seconds between losses")
+    parser.add_argument("--gap", type=float, default=100.0, help="seconds between losses")
     parser.add_argument(
-        "--away", type=float, nargs=2, default=(30.0, 120.0), help="seconds without the node"
+        "--away", type=float, nargs=2, default=(60.0, 180.0), help="seconds without the node"
     )
-    parser.add_argument("--node-seconds", type=float, default=2600.0, help="of work, in all")
+    parser.add_argument("--node-seconds", type=float, default=12000.0, help="of work, in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)

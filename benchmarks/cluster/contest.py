@@ -120,10 +120,9 @@ class Contest:
                 traced = to_come.pop(0)
                 self.jobs[traced.name] = self._submitted(traced)
                 say(f"{now:.0f} s: {traced.name} wants {traced.num_nodes} nodes")
-            if losses and losses[0].at_s <= now and self._strike(losses[0], now):
+            if losses and losses[0].at_s <= now and (struck := self._strike(losses[0], now)):
                 losses.pop(0)
-                hit = self.hits[-1]
-                say(f"{now:.0f} s: {hit.node} {hit.kind} under {hit.job}, {len(losses)} to come")
+                say(f"{now:.0f} s: {struck}; {len(self.hits)} have struck a job")
             for at, node in [back for back in self.comes_back if back[0] <= now]:
                 self.lab.start_node(node)
                 self.comes_back.remove((at, node))
@@ -165,13 +164,12 @@ class Contest:
         self.submitted_again += found
         return found
 
-    def _strike(self, loss: Loss, now: float) -> bool:
-        """Take away a node of the trace's; whether there was one."""
-        held = self._held()
-        if not held:
-            return False
-        node, name, restarts = held[int(loss.pick * len(held))]
-        self.jobs[name].hit_at_restart = restarts
+    def _strike(self, loss: Loss, now: float) -> str | None:
+        """Take away a node that trains or is free; None while there is none."""
+        nodes = sorted([*self._trained_on(), *self._free()])
+        if not nodes:
+            return None
+        node, name, restarts = nodes[int(loss.pick * len(nodes))]
         if loss.kind == "preempted":
             what = f"--wrap=sleep {loss.holds_s:.1f}"
             where = ("--partition=prod", f"--nodelist={node}", "--gpus-per-node=1", "--mem=1")
@@ -180,10 +178,19 @@ class Contest:
             self.lab.kill_node(node)
             self.lab.set_down(node)
             self.comes_back.append((now + loss.holds_s, node))
-        self.hits.append(Hit(now, loss.kind, name, node))
-        return True
+        if name:
+            self.jobs[name].hit_at_restart = restarts
+            self.hits.append(Hit(now, loss.kind, name, node))
+        return f"{node} is {loss.kind}, {f'under {name}' if name else 'and was free'}"
 
-    def _held(self) -> list[tuple[str, str, int]]:
+    def _free(self) -> list[tuple[str, str, int]]:
+        """Nodes that are up and have no job, in the form of `_trained_on`."""
+        asked = ("sinfo", "--noheader", "--Node", "--partition=spot", "--states=idle")
+        # A node that does not answer is written with a star.
+        names = self.lab.run(*asked, "--format=%N %t").splitlines()
+        return [(line.split()[0], "", 0) for line in names if line.split()[1:] == ["idle"]]
+
+    def _trained_on(self) -> list[tuple[str, str, int]]:
         """Nodes that jobs of the trace train on: name, job, its restarts; none that was struck in
         this attempt, and none that has not done a step in it."""
         form = "JobID:|,HetJobID:|,NodeList:|,RestartCnt:|,StartTime:|"
@@ -204,7 +211,7 @@ class Contest:
             if stamps.exists() and stamps.stat().st_mtime > begun:
                 names = self.lab.run("scontrol", "show", "hostnames", nodes).split()
                 found += [(node, name, int(restarts)) for node in names]
-        return sorted(found)
+        return found
 
     def _outcome(self, ended_s: float) -> Outcome:
         self._until_gone()

@@ -37,12 +37,13 @@ class TracedJob:
 
 @dataclass(frozen=True)
 class Loss:
-    """A machine is taken away; if nothing runs then, as soon as something does."""
+    """A machine is taken away: one that trains or is free. If all are away or start a job, the next
+    that isn't."""
 
     at_s: float
     kind: Literal["preempted", "lost"]
     pick: float
-    """Which of the busy nodes: a share of their list."""
+    """Which of those: a share of their list."""
     holds_s: float
     """How long it is away."""
 
@@ -61,8 +62,8 @@ def draw(
     """A trace.
 
     Args:
-        num_losses: that are waited for, a fifth of them lost nodes, the others preemptions. They go
-            on at the same rate until the work is done.
+        num_losses: that Paceline's jobs have to meet, a fifth of them lost nodes, the others
+            preemptions. They go on at the same rate until the work is done.
         gap_s: between losses, in the mean.
         away_s: for how long a node is taken away, from and to.
         node_seconds: of work, over all jobs, if nothing were lost.

@@ -15,7 +15,7 @@ that were done again; device-seconds by `sacct` and by Paceline's ledger.
 A peer that takes 1.55 times as long as Paceline is given up, with the jobs that it has left.
 
     pip install submitit torchx
-    python -m benchmarks.cluster [--losses 50] [--gap 100] [--away 60 180] [--node-seconds 12000]
+    python -m benchmarks.cluster [--losses 50] [--gap 75] [--away 50 150] [--node-seconds 9500]
 """
 
 import argparse
@@ -162,11 +162,11 @@ def _page(results: list[dict[str, Any]], options: argparse.Namespace) -> tuple[s
 def _options() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--losses", type=int, default=50, help="that Paceline has to meet")
-    parser.add_argument("--gap", type=float, default=100.0, help="seconds between losses")
+    parser.add_argument("--gap", type=float, default=75.0, help="seconds between losses")
     parser.add_argument(
-        "--away", type=float, nargs=2, default=(60.0, 180.0), help="seconds without the node"
+        "--away", type=float, nargs=2, default=(50.0, 150.0), help="seconds without the node"
     )
-    parser.add_argument("--node-seconds", type=float, default=12000.0, help="of work, in all")
+    parser.add_argument("--node-seconds", type=float, default=9500.0, help="of work, in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)

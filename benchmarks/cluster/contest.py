@@ -85,8 +85,8 @@ class _Live:
 
     traced: TracedJob
     slurm_id: str
-    hit_at_restart: int = -1
-    """The number of restarts at which it was last struck: once each."""
+    struck_at: float = 0.0
+    """When it was last struck, seconds since 1970."""
     gone_at: float | None = None
     """Since when Slurm has not had it."""
 
@@ -166,10 +166,10 @@ class Contest:
 
     def _strike(self, loss: Loss, now: float) -> str | None:
         """Take away a node that trains or is free; None while there is none."""
-        nodes = sorted([*self._trained_on(), *self._free()])
+        nodes = sorted([*self._trained_on(), *((node, "") for node in self._free())])
         if not nodes:
             return None
-        node, name, restarts = nodes[int(loss.pick * len(nodes))]
+        node, name = nodes[int(loss.pick * len(nodes))]
         if loss.kind == "preempted":
             what = f"--wrap=sleep {loss.holds_s:.1f}"
             where = ("--partition=prod", f"--nodelist={node}", "--gpus-per-node=1", "--mem=1")
@@ -179,38 +179,35 @@ class Contest:
             self.lab.set_down(node)
             self.comes_back.append((now + loss.holds_s, node))
         if name:
-            self.jobs[name].hit_at_restart = restarts
+            self.jobs[name].struck_at = time.time()
             self.hits.append(Hit(now, loss.kind, name, node))
         return f"{node} is {loss.kind}, {f'under {name}' if name else 'and was free'}"
 
-    def _free(self) -> list[tuple[str, str, int]]:
-        """Nodes that are up and have no job, in the form of `_trained_on`."""
+    def _free(self) -> list[str]:
+        """Nodes that are up and have no job."""
         asked = ("sinfo", "--noheader", "--Node", "--partition=spot", "--states=idle")
         # A node that does not answer is written with a star.
-        names = self.lab.run(*asked, "--format=%N %t").splitlines()
-        return [(line.split()[0], "", 0) for line in names if line.split()[1:] == ["idle"]]
+        lines = self.lab.run(*asked, "--format=%N %t").splitlines()
+        return [line.split()[0] for line in lines if line.split()[1:] == ["idle"]]
 
-    def _trained_on(self) -> list[tuple[str, str, int]]:
-        """Nodes that jobs of the trace train on: name, job, its restarts; none that was struck in
-        this attempt, and none that has not done a step in it."""
-        form = "JobID:|,HetJobID:|,NodeList:|,RestartCnt:|,StartTime:|"
+    def _trained_on(self) -> list[tuple[str, str]]:
+        """Nodes that jobs of the trace train on: node, job; none whose job has not done a step
+        since it was started, or since it was over the last loss."""
+        form = "JobID:|,HetJobID:|,NodeList:|,StartTime:|"
         asked = ("squeue", "--noheader", "--partition=spot", "--states=RUNNING", "-O", form)
         by_id = {live.slurm_id: name for name, live in self.jobs.items()}
         found = []
         for line in self.lab.run(*asked).splitlines():
-            own, of_all, nodes, restarts, started = (part.strip() for part in line.split("|")[:5])
+            own, of_all, nodes, started = (part.strip() for part in line.split("|")[:4])
             name = by_id.get(own, by_id.get(of_all))
-            if (
-                name is None
-                or name in self.ended_s
-                or self.jobs[name].hit_at_restart >= int(restarts)
-            ):
+            if name is None or name in self.ended_s:
                 continue
             begun = time.mktime(time.strptime(started, "%Y-%m-%dT%H:%M:%S"))
+            since = max(begun, self.jobs[name].struck_at + 2 * GRACE_S)
             stamps = self.folder / f"{name}.steps"
-            if stamps.exists() and stamps.stat().st_mtime > begun:
+            if stamps.exists() and stamps.stat().st_mtime > since:
                 names = self.lab.run("scontrol", "show", "hostnames", nodes).split()
-                found += [(node, name, int(restarts)) for node in names]
+                found += [(node, name) for node in names]
         return found
 
     def _outcome(self, ended_s: float) -> Outcome:

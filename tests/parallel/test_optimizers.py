@@ -6,14 +6,23 @@ goes on under the same layout to the bit. All cases of one number of ranks share
 """
 
 import functools
+import unittest.mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from paceline.config.layout import Layout
+from paceline.config.optim import Optim
+from paceline.train import update_rules
 from paceline.train.checkpoint.leaves import leaves
 from paceline.train.data import prepare
+from paceline.train.optimizers import build_optimizer
+from paceline.train.update_rules import orthogonal
 from tests.command_line import write_tiny_job
 from tests.parallel.training import FP64, MODELS, assert_equal, run_cases, train
+from tests.ranks import run_ranks
 from tests.train.checkpoint_cases import assert_same
 from tests.train.reshard_cases import FIRST, Leg, go_on, job_of, run_legs, whole_state
 
@@ -121,3 +130,37 @@ def test_a_run_that_stopped_goes_on_to_the_bit(name, folders):
     for key, leaf in again.items():
         if isinstance(leaf.value, torch.Tensor):
             assert torch.equal(leaf.value, whole[key].value), key
+
+
+def _orthogonal_elements(rank: int, num_ranks: int) -> tuple[int, list[torch.Tensor]]:
+    """How much of five matrices and three of another shape a rank makes orthogonal, and what the
+    ranks make of them."""
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    stream = torch.Generator().manual_seed(0)
+    wholes = [torch.randn(shape, generator=stream) for shape in [(8, 6)] * 5 + [(4, 4)] * 3]
+    params = [torch.nn.Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in wholes]
+    optimizer = build_optimizer(
+        [(f"{number}.weight", p) for number, p in enumerate(params)],
+        Optim(name="muon"),
+        Layout(),
+    )
+    seen = 0
+
+    def counted(matrices, dtype):
+        nonlocal seen
+        seen += matrices.numel()
+        return orthogonal(matrices, dtype)
+
+    with unittest.mock.patch.object(update_rules, "orthogonal", counted):
+        for p in params:
+            p.grad = p.detach().clone()
+        optimizer.step()
+    return seen, [p.full_tensor().detach() for p in params]
+
+
+def test_ranks_share_out_the_products_of_muon():
+    (alone, expected), *_ = run_ranks(_orthogonal_elements, 1)
+    for seen, found in run_ranks(_orthogonal_elements, 2):
+        assert alone == 5 * 48 + 3 * 16
+        assert seen == 3 * 48 + 2 * 16
+        torch.testing.assert_close(found, expected)

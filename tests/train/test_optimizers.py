@@ -3,6 +3,7 @@ and what a run with one evaluates and keeps (pure, then one process)."""
 
 import copy
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from paceline.config.errors import InputError
 from paceline.config.job import read_job
 from paceline.config.layout import Layout
-from paceline.config.optim import Optim
+from paceline.config.optim import Optim, OptimizerName
 from paceline.train.optimizers import RuledOptimizer, build_optimizer, check_groups
 from paceline.train.update_rules import orthogonal
 from tests.parallel.training import job_of as decoder_job
@@ -345,3 +346,26 @@ def test_schedulefree_evaluates_its_mean_and_goes_on_from_where_it_was():
     trainer.update.ema.take()
     torch.testing.assert_close(weight.data, mean, rtol=0, atol=1e-6)
     assert trainer.evaluate([micro_batches(9, job, 0)])[0] != loss  # it is no mean of itself
+
+
+# What the planner counts.
+
+
+@pytest.mark.parametrize("name", get_args(OptimizerName))
+def test_bytes_of_state_are_those_that_the_planner_counts(name):
+    """Of matrices beside which Adafactor's sums of rows and columns are next to nothing."""
+    module = nn.ParameterDict({"up": torch.randn(400, 600), "down": torch.randn(600, 400)})
+    optim = Optim(name=name)
+    optimizer = build_optimizer(module.named_parameters(), optim, FULL)
+    for p in module.values():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    kept = [
+        state
+        for p in module.values()
+        for state in optimizer.state[p].values()
+        if isinstance(state, torch.Tensor)
+    ]
+    num_bytes = sum(each.numel() * each.element_size() for each in kept)
+    num_params = sum(p.numel() for p in module.values())
+    assert num_bytes / num_params == pytest.approx(optim.state_bytes(1.0), abs=0.02)

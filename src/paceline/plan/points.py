@@ -61,6 +61,8 @@ class Setting:
     state_bytes: float | None = None
     """What another optimizer than AdamW keeps of a parameter, bytes in fp32; None: AdamW's, as the
     stack keeps it."""
+    has_muon: bool = False
+    """Whether the optimizer is Muon, see `price.muon`."""
     finetune: Finetune = field(default_factory=Finetune)
     """What is trained."""
 
@@ -76,6 +78,7 @@ class Setting:
             algorithm = "halving_doubling" if is_ours else "backend"
         state = None if job.optim.name == "adamw" else job.optim.state_bytes(_inner(setting.model))
         setting = replace(setting, finetune=job.finetune, state_bytes=state)
+        setting = replace(setting, has_muon=job.optim.name == "muon")
         return replace(setting, shard_algorithm=algorithm, comm=job.comm)
 
     @property

@@ -17,7 +17,7 @@ from paceline.config.layout import Layout
 from paceline.config.optim import Optim, ParameterGroup
 from paceline.train.optim import AdamW
 from paceline.train.sharded_state import like, working_dtype
-from paceline.train.update_rules import RULES, Group, Piece, schedulefree_mean
+from paceline.train.update_rules import RULES, Group, Piece, num_parts, schedulefree_mean
 
 Named = Iterable[tuple[str, nn.Parameter]]
 # Elements of parameters that step at once: 64 MiB of fp32 gradients where these are made.
@@ -165,12 +165,14 @@ class RuledOptimizer(torch.optim.Optimizer):
 
 
 def _chunks(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Cut alike on all ranks, which exchange sums chunk by chunk: by the sizes of the wholes."""
+    """Cut alike on all ranks, which exchange chunk by chunk: by sizes that they agree on."""
     chunk: list[nn.Parameter] = []
+    size = 0
     for p in params:
         chunk.append(p)
-        if sum(each.numel() for each in chunk) >= _CHUNK:
+        size += p.numel() // num_parts(p)
+        if size >= _CHUNK:
             yield chunk
-            chunk = []
+            chunk, size = [], 0
     if chunk:
         yield chunk

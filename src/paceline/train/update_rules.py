@@ -21,10 +21,11 @@ schedule-free AdamW.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -266,18 +267,105 @@ _RMS_OF_ADAMW = 0.2
 
 def muon_rule(pieces: Sequence[Piece], group: Group) -> None:
     """The nearest orthogonal matrix to the momentum, of the same root mean square as AdamW's."""
-    lr, momentum = group["lr"], group["momentum"]
+    lr, momentum, updates = group["lr"], group["momentum"], []
     for piece in pieces:
         mean = piece.moment("momentum_buffer")
         mean.lerp_(piece.gradient, 1 - momentum)
-        update = like(piece.parameter, piece.gradient.lerp(mean, momentum))
-        whole = update.full_tensor() if isinstance(update, DTensor) else update
-        matrix = whole.flatten(1) if whole.ndim > 3 else whole  # a convolution's
-        direction = orthogonal(matrix, group["arithmetic"]).reshape(whole.shape).to(update.dtype)
-        assign(update, direction)
+        updates.append(piece.gradient.lerp(mean, momentum))
+    directions = _directions(pieces, updates, group["arithmetic"])
+    for piece, direction in zip(pieces, directions, strict=True):
+        scale = _RMS_OF_ADAMW * math.sqrt(max(_as_matrices(piece.parameter).shape[-2:]))
         piece.values.mul_(1 - lr * group["weight_decay"])
-        scale = _RMS_OF_ADAMW * math.sqrt(max(matrix.shape[-2:]))
-        piece.values.add_(local_part(update), alpha=-lr * scale)
+        piece.values.add_(direction.to(piece.values.dtype), alpha=-lr * scale)
+
+
+def _directions(
+    pieces: Sequence[Piece], updates: Sequence[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    """This rank's parts of the `orthogonal` ones to matrices, of which it has parts.
+
+    Matrices of one shape and layout go together. Ranks that have parts of them swap these, so that
+    each has whole matrices, others than the others, and swap back what they make of them.
+    """
+    alike: dict[Any, list[int]] = {}
+    for number, (piece, update) in enumerate(zip(pieces, updates, strict=True)):
+        p = piece.parameter
+        layout = (p.device_mesh, p.placements) if is_shared(p) else None
+        alike.setdefault((p.shape, update.device, layout), []).append(number)
+    found: dict[int, Tensor] = {}
+    for numbers in alike.values():
+        parameter, parts = pieces[numbers[0]].parameter, [updates[each] for each in numbers]
+        cuts = _cuts(parameter)
+        if cuts is None:
+            made = [_of_gathered(parameter, part, dtype) for part in parts]
+        else:
+            stack = torch.stack(parts).to(dtype)
+            stack = F.pad(stack, (0, 0) * (stack.ndim - 1) + (0, -len(stack) % _num_ranks(cuts)))
+            for cut in cuts:
+                stack = cut.whole(stack)
+            shape = stack.shape
+            stack = orthogonal(stack.flatten(2) if stack.ndim > 4 else stack, dtype).reshape(shape)
+            for cut in reversed(cuts):
+                stack = cut.parts(stack)
+            made = list(stack[: len(parts)])
+        found |= zip(numbers, made, strict=True)
+    return [found[number] for number in range(len(pieces))]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Ranks among which matrices are cut evenly."""
+
+    ranks: dist.ProcessGroup
+    dim: int
+
+    def whole(self, parts: Tensor) -> Tensor:
+        """A part of each of many matrices -> all parts of some: (k, ..) -> (k / ranks, ..)."""
+        mine = self._swapped(parts.unflatten(0, (self.ranks.size(), -1)))
+        return torch.cat(mine.unbind(), self.dim + 1)
+
+    def parts(self, whole: Tensor) -> Tensor:
+        """The way back."""
+        theirs = torch.stack(whole.chunk(self.ranks.size(), self.dim + 1))
+        return self._swapped(theirs).flatten(0, 1)
+
+    def _swapped(self, sent: Tensor) -> Tensor:
+        received = torch.empty_like(sent, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, sent.contiguous(), group=self.ranks)
+        return received
+
+
+def _num_ranks(cuts: Sequence[_Cut]) -> int:
+    return math.prod(cut.ranks.size() for cut in cuts)
+
+
+def _cuts(p: Tensor) -> list[_Cut] | None:
+    """How the matrices of a parameter are cut, the finest cut first; None: unevenly."""
+    if not is_shared(p):
+        return []
+    mesh, places = p.device_mesh, cast(Sequence[Any], p.placements)
+    # A layer's experts are a stack of matrices; one of many whole ones is not cut.
+    axes = [axis for axis in _split_axes(p, None) if p.ndim != 3 or places[axis].dim != 0]
+    for dim, size in enumerate(p.shape):
+        if size % math.prod(mesh.size(axis) for axis in axes if places[axis].dim == dim):
+            return None
+    # FSDP cuts what tensor parallelism has left of a dimension, though it is the axis before.
+    axes.sort(key=lambda axis: (not hasattr(places[axis], "split_factor"), -axis))
+    return [_Cut(mesh.get_group(axis), places[axis].dim) for axis in axes]
+
+
+def _of_gathered(p: nn.Parameter, part: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same for one matrix, which every rank gathers."""
+    update = like(p, part)
+    assert isinstance(update, DTensor)
+    whole = update.full_tensor()
+    assign(update, orthogonal(_as_matrices(whole), dtype).reshape(whole.shape).to(part.dtype))
+    return local_part(update)
+
+
+def _as_matrices(tensor: Tensor) -> Tensor:
+    """A matrix, or the stack of a layer's experts; of a convolution's kernel what is flattened."""
+    return tensor.flatten(1) if tensor.ndim > 3 else tensor
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -332,6 +420,11 @@ def _add_up(pieces: Sequence[Piece], sums: Sequence[Tensor], dim: int | None = N
             dist.all_reduce(flat, group=mesh.get_group(axis))
         for each, whole in zip(held, flat.split([each.numel() for each in held]), strict=True):
             each.copy_(whole.view_as(each))
+
+
+def num_parts(p: Tensor) -> int:
+    """Into how many a parameter is cut."""
+    return math.prod(map(p.device_mesh.size, _split_axes(p, None))) if is_shared(p) else 1
 
 
 def _split_axes(p: DTensor, dim: int | None) -> tuple[int, ...]:

@@ -35,6 +35,7 @@ from paceline.plan.memory.holdings import holdings_of
 from paceline.plan.points import Array, Points, Setting
 from paceline.plan.prediction import Memory, Prediction
 from paceline.plan.price.data_axes import DataAxes, HeldParameters
+from paceline.plan.price.muon import muon_s
 from paceline.plan.price.pace import slowed_s, slowest_wait_s, stepped_s
 from paceline.plan.price.parts import (
     BLOCKING,
@@ -63,7 +64,7 @@ from paceline.plan.work import PartWork, block_work, embedding_work, head_work, 
 
 # Passes of an Adam step over a held parameter, in bytes (train/optim.py, train/trainer.py): the
 # norm reads the gradient, clipping reads and writes it, the step reads parameter, gradient and
-# state and writes all but the gradient. Not here: the products of Muon.
+# state and writes all but the gradient.
 _NORM_AND_CLIP_BYTES = 12.0
 _STEP_BYTES = 12.0
 _ADAM_STATE = 8.0
@@ -452,4 +453,5 @@ def optimizer_s(setting: Setting, points: Points, stepped: Array) -> Array:
     travel = points.offload_optimizer * 2 * state * stepped / link
     # Shards on the host step there: their passes go at the host's pace.
     on_host = points.offload_params * stepped * num_bytes / link
-    return np.where(points.offload_params, on_host, here) + travel
+    step_s = np.where(points.offload_params, on_host, here) + travel
+    return step_s + (muon_s(setting, points, stepped) if setting.has_muon else 0.0)

@@ -486,6 +486,12 @@ def export(
     else:
         of_step = export_as(FORMS[form], Run(run), folder, kept, step)
     print(f"{folder}: the weights after step {of_step}")
+    finetune = Run(run).job().finetune
+    if finetune.is_narrow and form != "peft":
+        print(
+            f"The adapters are merged into the matrices that finetune.base = {finetune.base!r} "
+            "stands for, not into those of train.weights."
+        )
 
 
 @app.command()

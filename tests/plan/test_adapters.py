@@ -11,6 +11,8 @@ from paceline.models.decoder import Decoder
 from paceline.parallel.tp import style_of
 from paceline.plan.block_kinds import block_kinds_of
 from paceline.plan.memory.adapter_counts import adapters_of_block
+from paceline.plan.memory.holdings import holdings_of
+from paceline.plan.memory.parameter_counts import counts_of
 from paceline.plan.points import Points, Setting
 from tests.generate.networks import MODELS
 from tests.parallel.training import job_of
@@ -47,3 +49,25 @@ def test_adapters_are_as_many_as_the_network_has(kind, targets, decomposed):
         kinds = block_kinds_of(model)
         found = sum(len(kind.layers) * float(n) for kind, n in zip(kinds, of_block, strict=True))
         assert found == pytest.approx(cut / tp + whole)
+
+
+@pytest.mark.parametrize("base", ["nf4", "nf4_double"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_matrices_in_4_bits_take_the_bytes_that_the_network_has(base, tp):
+    model = MODELS["grouped"].replace(hidden_size=64, head_dim=32, ffn_size=128)
+    finetune = Finetune(method="lora", rank=3, targets=("q_proj", "ffn.*"))
+    cluster = job_of(2, ("layout.dp=2",)).cluster
+    found = {}
+    for form in ("dense", base):
+        tuned = finetune.replace(base=form)
+        with torch.device("meta"):
+            network = Decoder(model)
+            adapt(network, tuned)
+        setting = Setting(model, cluster, 32, 4, Stack(), finetune=tuned)
+        layout = Layout(tp=tp)
+        counts = counts_of(setting, Points.of([layout], setting), holdings_of(setting, layout, None))
+        bytes_ = sum(p.nbytes for n, p in network.named_parameters() if "blocks" in n)
+        found[form] = 4 * float(counts.whole[0, 0]), bytes_
+    counted, there = (dense - narrow for dense, narrow in zip(*found.values(), strict=True))
+    assert counted == pytest.approx(there / tp)
+    assert there > 0

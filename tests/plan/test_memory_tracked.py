@@ -8,6 +8,7 @@ ranks.
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +24,7 @@ from paceline.config.job import Job
 from paceline.config.model import Model
 from paceline.config.stack import Stack
 from paceline.models.decoder import Decoder
+from paceline.models.weights import write_weights
 from paceline.plan.memory import memory_bytes
 from paceline.plan.memory.activations import block_activations
 from paceline.plan.memory.holdings import holdings_of
@@ -205,7 +207,24 @@ def predict(job: Job) -> dict[str, float]:
 @pytest.mark.parametrize("name", CASES)
 def test_peak_is_what_the_tracker_sees(name: str) -> None:
     """States within 2 %, what comes and goes within 5 %, the peak within 2 %."""
-    case = job(*CASES[name])
+    _compare(job(*CASES[name]))
+
+
+@pytest.mark.parametrize("base", ["nf4", "nf4_double"])
+@pytest.mark.parametrize("others", [FP32, AUTOCAST])
+def test_matrices_in_4_bits_are_what_the_tracker_sees(
+    tmp_path: Path, base: str, others: tuple[str, ...]
+) -> None:
+    settings = (*others, *LORA, *sharded(3), f"finetune.base={base}")
+    model = job(2, 2, settings).model
+    assert isinstance(model, Model)
+    decoder = Decoder(model)
+    decoder.init_weights(torch.Generator().manual_seed(0))
+    write_weights(tmp_path / "base", model, decoder.state_dict())
+    _compare(job(2, 2, (*settings, f"train.weights={tmp_path / 'base'}")))
+
+
+def _compare(case: Job) -> None:
     tracked, predicted = track(case), predict(case)
     states = predicted["params"] + predicted["optimizer"]
     moving = sum(predicted.values()) - states

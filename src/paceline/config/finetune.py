@@ -8,6 +8,9 @@ from pydantic import Field
 
 from paceline.config.frozen import FrozenConfig, Width
 
+BLOCK, GROUP = 64, 256
+"""Of a matrix in 4 bits: neighbouring weights that share a scale, and scales that share an outer
+one."""
 Patterns = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 
@@ -69,6 +72,10 @@ class Finetune(FrozenConfig):
     decomposed: bool = False
     """Train the length of each row of the adapted matrix as well (DoRA,
     https://arxiv.org/abs/2402.09353)."""
+    base: Literal["dense", "nf4", "nf4_double"] = "dense"
+    """Form of the matrices beside adapters: "dense", as layout.param_dtype; "nf4", 4 bits and a
+    scale for each 64 (QLoRA, https://arxiv.org/abs/2305.14314); "nf4_double", whose scales have 8
+    bits."""
     adapters: str | None = None
     """Folder of adapters in PEFT's format to start from; else they begin without effect."""
 
@@ -76,6 +83,11 @@ class Finetune(FrozenConfig):
     def is_adapted(self) -> bool:
         """Whether adapters are trained, and nothing else."""
         return self.method == "lora"
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the matrices beside adapters are kept in 4 bits."""
+        return self.base != "dense"
 
     @property
     def needs_reference(self) -> bool:
@@ -94,6 +106,24 @@ class Finetune(FrozenConfig):
             matrix: its whole name, as "blocks.3.attention.q_proj".
         """
         return any(fits(matrix, pattern) for pattern in self.targets)
+
+
+def narrow_bytes(in_features: int, *, double: bool) -> int:
+    """Bytes of a row of a matrix in 4 bits, as `models.nf4` lays it out.
+
+    Args:
+        in_features: a multiple of BLOCK.
+        double: whether scales are quantised as well.
+    """
+    blocks = in_features // BLOCK
+    if not double:
+        return blocks * (BLOCK // 2 + 4)
+    return blocks * (BLOCK // 2 + 1) + 4 * (2 + num_outer(blocks))
+
+
+def num_outer(blocks: int) -> int:
+    """Outer scales that a row of so many blocks needs, wherever its first one lies in a group."""
+    return (blocks + GROUP - 2) // GROUP + 1
 
 
 def fits(matrix: str, pattern: str) -> bool:

@@ -121,7 +121,7 @@ def disagreement(job: Sections) -> str | None:
     )
 
 
-_OF_ADAPTERS = ("rank", "alpha", "dropout", "targets", "decomposed", "adapters")
+_OF_ADAPTERS = ("rank", "alpha", "dropout", "targets", "decomposed", "base", "adapters")
 _LEARNS_FROM = {"dpo": "preferences", "grpo": "prompts"}
 """Rows that an objective other than likelihood needs."""
 _SIZE_FREE = ("adamw", "lion", "schedulefree")

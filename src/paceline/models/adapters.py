@@ -9,7 +9,10 @@ computes the same.
 With magnitudes (DoRA) the matrix and its adapter together say only the direction of each row; its
 length is a parameter, and no gradient goes through the division by the length that they have.
 
-Papers: LoRA https://arxiv.org/abs/2106.09685, DoRA https://arxiv.org/abs/2402.09353.
+The matrices may be kept in 4 bits (QLoRA, `nf4`): `weight` is then a tensor of bytes.
+
+Papers: LoRA https://arxiv.org/abs/2106.09685, DoRA https://arxiv.org/abs/2402.09353, QLoRA
+https://arxiv.org/abs/2305.14314.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,8 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.comm.local_part import local_part
 from paceline.config.errors import InputError
-from paceline.config.finetune import Finetune, fits
+from paceline.config.finetune import Finetune, fits, narrow_bytes
+from paceline.models import nf4
 from paceline.models.placements import Style
 from paceline.models.shares import Streams, assign
 
@@ -46,6 +51,10 @@ class AdaptedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
+        if finetune.is_narrow:
+            width = narrow_bytes(base.in_features, double=finetune.base == "nf4_double")
+            room = torch.empty(base.out_features, width, dtype=torch.uint8)
+            self.weight = nn.Parameter(room, requires_grad=False)
         self.scaling, self.dropout = finetune.scaling, finetune.dropout
         self.lora_a = nn.Linear(base.in_features, finetune.rank, bias=False)
         self.lora_b = nn.Linear(finetune.rank, base.out_features, bias=False)
@@ -55,21 +64,38 @@ class AdaptedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
         if self.is_off:
-            return F.linear(x, self.weight, self.bias)
+            plain = _product(x, self.weight)
+            return plain if self.bias is None else plain + self.bias
         dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
         added = self.lora_b(self.lora_a(dropped)) * self.scaling
-        plain = F.linear(x, self.weight)
+        plain = _product(x, self.weight)
         if self.magnitude is not None:
             change = self.magnitude / self._row_lengths() - 1  # (out,)
-            turned = plain if dropped is x else F.linear(dropped, self.weight)
+            turned = plain if dropped is x else _product(dropped, self.weight)
             added = change * turned + (change + 1) * added
         return plain + added if self.bias is None else plain + self.bias + added
 
     @torch.no_grad()
     def _row_lengths(self) -> Tensor:
         """Of the matrix and its adapter together: (out,)."""
-        whole = self.weight + self.scaling * (self.lora_b.weight @ self.lora_a.weight)
+        whole = _dense(self.weight, self.lora_a.weight) + self.scaling * (self.lora_b.weight @ self.lora_a.weight)
         return whole.norm(dim=1)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    return nf4.product(x, weight) if weight.dtype == torch.uint8 else F.linear(x, weight)
+
+
+def _dense(weight: Tensor, down: Tensor) -> Tensor:
+    """The matrix beside an adapter as numbers: of its type, or of the adapter's where it has 4 bits.
+
+    Args:
+        weight: the matrix.
+        down: (rank, in) of its adapter.
+    """
+    if weight.dtype != torch.uint8:
+        return weight
+    return nf4.unpacked(weight, down.shape[1], down.dtype)
 
 
 def adapt(decoder: nn.Module, finetune: Finetune) -> None:
@@ -154,7 +180,9 @@ def init_adapters(decoder: nn.Module, generator: torch.Generator) -> None:
         elif name.endswith(f".{UP}"):
             tensor.zero_()
         elif name.endswith(f".{MAGNITUDE}"):
-            tensor.copy_(state[f"{name.removesuffix(MAGNITUDE)}weight"].norm(dim=1))
+            layer = name.removesuffix(MAGNITUDE)
+            base, down = (local_part(state[f"{layer}{each}"]) for each in ("weight", DOWN))
+            local_part(tensor).copy_(_dense(base, down).norm(dim=1))
 
 
 def is_of_adapter(name: str) -> bool:
@@ -173,7 +201,7 @@ def merged(weights: Mapping[str, Tensor], finetune: Finetune) -> dict[str, Tenso
     for name in weights:
         if name.endswith(f".{DOWN}"):
             layer = name.removesuffix(f".{DOWN}")
-            base = weights[f"{layer}.weight"]
+            base = _dense(weights[f"{layer}.weight"], weights[name])
             wide = torch.promote_types(base.dtype, torch.float32)
             down, up = (weights[f"{layer}.{part}"].to(wide) for part in (DOWN, UP))
             whole = base.to(wide) + finetune.scaling * (up @ down)

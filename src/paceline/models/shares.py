@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm.local_part import is_shared
+from paceline.config.finetune import narrow_bytes
+from paceline.models import nf4
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -30,9 +32,13 @@ def assign(parameter: Tensor, full: Tensor) -> None:
     """Copy a full tensor into a parameter, or this rank's share of it into a sharded one.
 
     Args:
-        parameter: a tensor or DTensor of the same full shape.
+        parameter: a tensor or DTensor of the same full shape; of bytes: a matrix of so many
+            outputs in 4 bits (`nf4`), into which the values are rounded.
         full: the values; every rank passes the same, so that nothing is sent.
     """
+    if parameter.dtype == torch.uint8:
+        plain = narrow_bytes(full.shape[1], double=False)
+        full = nf4.packed(full, double=parameter.shape[1] != plain)
     if is_shared(parameter):
         full = _share(full.to(parameter.dtype), parameter, parameter.placements)
     parameter.copy_(full)

@@ -116,9 +116,15 @@ def export_dcp(run: Run, folder: Path, step: int | None = None) -> int:
         the step that it is of.
 
     Raises:
-        InputError: no Run, no checkpoint, or a folder that holds files or can't be written.
+        InputError: no Run, no checkpoint, matrices in 4 bits, or a folder that holds files or can't
+            be written.
     """
     found = checkpoint_of(run, step)
+    if run.job().finetune.is_narrow:
+        raise InputError(
+            f"--format dcp keeps tensors as the run has them, and those of {run.path} are bytes of "
+            "4-bit matrices: leave it out, or use --format peft."
+        )
     sections = {name: room_for(found, name) for name in ("model", "optimizer", EMA_SECTION)}
     sections = {name: room for name, room in sections.items() if room}
     read_checkpoint(found, sections, LockstepRanks.alone())

@@ -4,11 +4,13 @@ import torch
 from torch import nn
 
 from paceline.config.errors import InputError
+from paceline.config.finetune import BLOCK
 from paceline.config.job import Job
 from paceline.config.model import Model
 from paceline.models.adapters import adapt, adapted_names, init_adapters
 from paceline.models.decoder import Decoder
 from paceline.models.peft_format import check_adapters, load_adapters
+from paceline.parallel.tp import style_of
 from paceline.train.rollouts import load_reward
 from paceline.train.samples import parted_by
 
@@ -72,8 +74,45 @@ def check_finetune(model: Model, job: Job) -> None:
             f"finetune.targets leaves block {min(without)} without an adapter, and each stage of "
             f"layout.pp = {layout.pp} needs something to train: name matrices of every block."
         )
+    if finetune.is_narrow:
+        _check_narrow(model, job, names)
     if finetune.adapters is not None:
         check_adapters(model, finetune, finetune.adapters)
+
+
+def _check_narrow(model: Model, job: Job, names: list[str]) -> None:
+    """Look whether matrices can be kept in 4 bits.
+
+    Raises:
+        InputError: blocks of weights don't fill a row, or a rank's part of it; or another part of
+            the Job reads the matrices themselves.
+    """
+    base, tp = job.finetune.base, job.layout.tp
+    if base == "nf4_double" and tp != 1:
+        raise InputError(
+            'finetune.base = "nf4_double" shares scales of scales over whole rows, which layout.tp '
+            f'= {tp} cuts: use base = "nf4", or tp = 1.'
+        )
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    styles = decoder.placements()
+    for name in names:
+        layer = decoder.get_submodule(name)
+        assert isinstance(layer, torch.nn.Linear)
+        inputs = layer.in_features
+        cut = tp if style_of(name, styles) in ("row", "summand") else 1
+        if inputs % (BLOCK * cut):
+            of_tp = "" if cut == 1 else f", which layout.tp = {tp} cuts"
+            raise InputError(
+                f'finetune.base = "{base}" gives {BLOCK} inputs of a row one scale, and {name} '
+                f"has {inputs} of them{of_tp}: leave it out of finetune.targets, or use base = "
+                '"dense".'
+            )
+    if job.finetune.objective == "grpo" and any(name.endswith("kv_b_proj") for name in names):
+        raise InputError(
+            f'finetune.base = "{base}" and completions read kv_b_proj in two ways: leave it out of '
+            'finetune.targets, or use base = "dense".'
+        )
 
 
 def _check_objective(job: Job) -> None:

@@ -1,6 +1,7 @@
 """The weights that a Run keeps: those of one of its checkpoints, read whole.
 
-Adapters are a part of the matrices that they belong to, unless these are asked for as they are.
+Adapters are a part of the matrices that they belong to, unless these are asked for as they are, and
+matrices in 4 bits are numbers again.
 """
 
 from collections.abc import Iterable
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.config.errors import InputError
-from paceline.models.adapters import is_of_adapter, merged
+from paceline.models.adapters import DOWN, is_of_adapter, merged
 from paceline.observe.run import Run
 from paceline.train.checkpoint.found import FoundCheckpoint
 from paceline.train.checkpoint.loading import good_at, newest_good
@@ -45,11 +46,15 @@ class KeptWeights:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of each tensor."""
-        return {
-            name: tuple(entry.size)
-            for name, (_, entry) in self._entries.items()
-            if not (self._finetune.is_adapted and is_of_adapter(name))
-        }
+        if not self._finetune.is_adapted:
+            return {name: tuple(entry.size) for name, (_, entry) in self._entries.items()}
+        found = {}
+        for name, (_, entry) in self._entries.items():
+            if not is_of_adapter(name):
+                _, down = self._entries.get(f"{name.removesuffix('weight')}{DOWN}", (None, None))
+                # Of a matrix in 4 bits the entry counts bytes.
+                found[name] = tuple(entry.size) if down is None else (entry.size[0], down.size[1])
+        return found
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The tensors of some modules, in the run's types and on the CPU.

@@ -1,7 +1,8 @@
 """Adapters, as `paceline.models.adapters` makes them: their parameters and what they keep.
 
 Each adapter is two matrices. The one along the side by which tensor parallelism cuts the matrix
-they belong to is cut with it; the other one is whole on every rank.
+they belong to is cut with it; the other one is whole on every rank. The matrices beside them may
+have 4 bits, and come as numbers for their own products alone.
 """
 
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paceline.config.finetune import narrow_bytes
 from paceline.config.model import Model
 from paceline.plan.block_kinds import BlockKind, block_kinds_of
 from paceline.plan.points import Array, Points, Setting
@@ -45,6 +47,45 @@ def kept_by_adapters(setting: Setting, kind: BlockKind) -> Array:
             wide = 2 * matrix.outputs * setting.finetune.decomposed
             kept = kept + share * (setting.finetune.rank + wide)
     return kept
+
+
+def spared_by_narrow(setting: Setting, points: Points, number_bytes: Array) -> Array:
+    """Numbers of a block that matrices in 4 bits leave out on a rank, mean over the blocks of each
+    kind: (k, n).
+
+    Args:
+        number_bytes: (n,) of a number as it is counted; 0: there are no such numbers of them.
+    """
+    kinds = block_kinds_of(setting.model)
+    if not setting.finetune.is_narrow:
+        return np.zeros((len(kinds), 1))
+    shares = 1 / np.where(number_bytes == 0, np.inf, number_bytes)
+    spared = []
+    for kind in kinds:
+        dense, narrow = (sum(each) / len(kind.layers) for each in zip(*_narrow(setting, kind), strict=True))
+        spared.append((dense - narrow * shares) / points.tp)
+    return np.array(spared)
+
+
+def room_for_narrow(setting: Setting, points: Points) -> Array:
+    """Bytes while the largest matrix in 4 bits becomes fp32 numbers, which an int32 for each two of
+    them look up: (n,)."""
+    if not setting.finetune.is_narrow:
+        return np.zeros(1)
+    kinds = block_kinds_of(setting.model)
+    largest = max(dense for kind in kinds for dense, _ in _narrow(setting, kind))
+    return (4 + 2) * largest / points.tp
+
+
+def _narrow(setting: Setting, kind: BlockKind) -> Iterator[tuple[float, float]]:
+    """Weights and bytes of each matrix in 4 bits, of all blocks of a kind."""
+    yield 0, 0
+    for layer in kind.layers:
+        for matrix in _matrices(setting.model, kind):
+            if _is_adapted(setting, layer, matrix):
+                double = setting.finetune.base == "nf4_double"
+                row = narrow_bytes(matrix.inputs, double=double)
+                yield matrix.outputs * matrix.inputs, matrix.outputs * row
 
 
 def _is_adapted(setting: Setting, layer: int, matrix: _Matrix) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from paceline.config.model import Model
 from paceline.plan.block_kinds import BlockKind, block_kinds_of
 from paceline.plan.data_groups import dense_groups, expert_groups
-from paceline.plan.memory.adapter_counts import adapters_of_block
+from paceline.plan.memory.adapter_counts import adapters_of_block, spared_by_narrow
 from paceline.plan.points import Array, Points, Setting
 from paceline.plan.stages import Holdings
 
@@ -63,9 +63,20 @@ def block_params(model: Model, kind: BlockKind) -> BlockParams:
     return BlockParams(model.num_block_params(kind.layer) - whole - routed, whole, routed)
 
 
-def counts_of(setting: Setting, points: Points, holdings: Holdings) -> ParameterCounts:
-    """How many parameters a rank holds."""
-    dense, experts = _of_block(setting, points)
+def counts_of(
+    setting: Setting, points: Points, holdings: Holdings, *, copies: bool = False
+) -> ParameterCounts:
+    """How many parameters a rank holds. Matrices in 4 bits are as many as take their bytes.
+
+    Args:
+        setting: model and what is trained.
+        points: n layouts.
+        holdings: what each rank holds.
+        copies: count those that are gathered or cast, numbers of the arithmetic; else the stored
+            ones. Shards in 4 bits are gathered, and nothing is cast to 4 bits.
+    """
+    of_copy = np.where(points.is_fsdp, points.value_bytes, 0)
+    dense, experts = _of_block(setting, points, of_copy if copies else points.param_bytes)
     ends = _ends(setting, points, holdings)
     all_dense = (holdings.layers * dense[:, None]).sum(0) + ends
     all_experts = (holdings.layers * experts[:, None]).sum(0)
@@ -99,12 +110,13 @@ def trained_counts(
     return ParameterCounts(whole, whole / shards, nothing, nothing, of_block.max(0))
 
 
-def _of_block(setting: Setting, points: Points) -> tuple[Array, Array]:
+def _of_block(setting: Setting, points: Points, number_bytes: Array) -> tuple[Array, Array]:
     """Dense parameters and experts of one block of each kind on a rank: (k, n) each."""
     counts = [block_params(setting.model, kind) for kind in block_kinds_of(setting.model)]
     cut, whole, experts = (np.array(column, float)[:, None] for column in zip(*counts, strict=True))
     of_tp = points.tp if setting.stack.expert_tp == "tp" else 1
     dense = cut / points.tp + whole + adapters_of_block(setting, points)
+    dense = dense - spared_by_narrow(setting, points, number_bytes)
     return dense, experts / (points.ep * of_tp)
 
 

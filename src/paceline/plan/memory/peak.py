@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.plan.memory import activations, states
+from paceline.plan.memory.adapter_counts import room_for_narrow
 from paceline.plan.memory.buffers import context_bytes, exchange_bytes, sent_bytes, slack_bytes
 from paceline.plan.memory.comm_state import comm_state_bytes
 from paceline.plan.memory.logits import logits_bytes
@@ -123,7 +124,7 @@ def memory_bytes(setting: Setting, points: Points, holdings: Holdings) -> Terms:
     """
     counts = counts_of(setting, points, holdings)
     trained = trained_counts(setting, points, holdings, counts)
-    parts = _parts(setting, points, holdings, counts, trained)
+    parts = _parts(setting, points, holdings, trained)
     moments = [*_moments(parts), _optimizer(setting, points, trained)]
     goes_on = (holdings.with_grads < 1) & (points.num_micro_batches > 1)
     if goes_on.any():
@@ -173,7 +174,6 @@ def _parts(
     setting: Setting,
     points: Points,
     holdings: Holdings,
-    counts: ParameterCounts,
     trained: ParameterCounts,
 ) -> _Parts:
     on_host = points.offload_activations.astype(bool)
@@ -190,6 +190,7 @@ def _parts(
     wait, peak = logits_bytes(setting, points)
     others = np.maximum(holdings.heads_in_flight - 1, 0)
     zero, one = np.zeros(1), np.ones(1)
+    copies = counts_of(setting, points, holdings, copies=True)
     return _Parts(
         layers=layers,
         plain=layers * (1 - share),
@@ -197,7 +198,7 @@ def _parts(
         of_plain=(weights * whole[:, None]).sum(0),
         of_other=(weights * other[:, None]).sum(0),
         again=activations.recomputed(setting, points, whole, other).max(0),
-        between=activations.between_operators(setting, points),
+        between=activations.between_operators(setting, points) + room_for_narrow(setting, points),
         ends=activations.kept_ends(setting, points) * holdings.heads_in_flight,
         grads=_Line(
             states.grads_before(setting, points, trained, holdings.with_grads),
@@ -207,15 +208,15 @@ def _parts(
         fresh_head=states.fresh_head(setting, points, trained),
         fresh_block=states.fresh_block(setting, points, trained),
         gathered=_Line(
-            states.stays_gathered(setting, points, counts, zero),
-            states.stays_gathered(setting, points, counts, one),
+            states.stays_gathered(setting, points, copies, zero),
+            states.stays_gathered(setting, points, copies, one),
         ),
-        cast_head=states.cast_head(points, counts),
-        block=states.gathered_block(setting, points, counts),
+        cast_head=states.cast_head(points, copies),
+        block=states.gathered_block(setting, points, copies),
         reduced_block=states.reduced_block(setting, points, trained),
         reduced_ends=states.reduced_ends(setting, points, trained),
         late_message=states.late_message(setting, points, trained),
-        gathered_at_last=states.gathered_at_last(setting, points, counts),
+        gathered_at_last=states.gathered_at_last(setting, points, copies),
         logits_wait=others * wait,
         logits_peak=np.where(holdings.heads_in_flight > 0, others * wait + peak, 0),
         logits_kept=np.minimum(others, 1) * wait,

@@ -65,7 +65,8 @@ def test_matrices_in_4_bits_take_the_bytes_that_the_network_has(base, tp):
             adapt(network, tuned)
         setting = Setting(model, cluster, 32, 4, Stack(), finetune=tuned)
         layout = Layout(tp=tp)
-        counts = counts_of(setting, Points.of([layout], setting), holdings_of(setting, layout, None))
+        points, holdings = Points.of([layout], setting), holdings_of(setting, layout, None)
+        counts = counts_of(setting, points, holdings)
         bytes_ = sum(p.nbytes for n, p in network.named_parameters() if "blocks" in n)
         found[form] = 4 * float(counts.whole[0, 0]), bytes_
     counted, there = (dense - narrow for dense, narrow in zip(*found.values(), strict=True))

@@ -260,4 +260,4 @@ def held_out_of(prepared):
 
 
 def test_the_recipe_of_the_page_runs(tuned):
-    run_recipe(tuned, 2)
+    run_recipe(tuned, 3)

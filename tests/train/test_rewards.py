@@ -296,4 +296,4 @@ def test_a_function_that_fails_ends_the_run_with_its_name(tuned):
 
 
 def test_the_recipe_of_the_page_runs(tuned):
-    run_recipe(tuned, 3)
+    run_recipe(tuned, 4)

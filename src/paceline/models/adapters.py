@@ -78,8 +78,8 @@ class AdaptedLinear(nn.Linear):
     @torch.no_grad()
     def _row_lengths(self) -> Tensor:
         """Of the matrix and its adapter together: (out,)."""
-        whole = _dense(self.weight, self.lora_a.weight) + self.scaling * (self.lora_b.weight @ self.lora_a.weight)
-        return whole.norm(dim=1)
+        down, up = self.lora_a.weight, self.lora_b.weight
+        return (_dense(self.weight, down) + self.scaling * (up @ down)).norm(dim=1)
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _dense(weight: Tensor, down: Tensor) -> Tensor:
-    """The matrix beside an adapter as numbers: of its type, or of the adapter's where it has 4 bits.
+    """The matrix beside an adapter as numbers: of its type; of the adapter's where it has 4 bits.
 
     Args:
         weight: the matrix.

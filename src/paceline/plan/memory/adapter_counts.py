@@ -62,8 +62,8 @@ def spared_by_narrow(setting: Setting, points: Points, number_bytes: Array) -> A
     shares = 1 / np.where(number_bytes == 0, np.inf, number_bytes)
     spared = []
     for kind in kinds:
-        dense, narrow = (sum(each) / len(kind.layers) for each in zip(*_narrow(setting, kind), strict=True))
-        spared.append((dense - narrow * shares) / points.tp)
+        dense, narrow = (sum(each) for each in zip(*_narrow(setting, kind), strict=True))
+        spared.append((dense - narrow * shares) / len(kind.layers) / points.tp)
     return np.array(spared)
 
 

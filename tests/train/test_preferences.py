@@ -146,7 +146,7 @@ def tuned(tmp_path_factory):
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(200)))
     (folder / "dpo.toml").write_text(TUNED)
     for command in (
-        ("train", "job.toml", *settings("model.vocab_size=258", "checkpoint.every=60")),
+        ("train", "job.toml", *settings("model.vocab_size=258", "model.num_layers=4")),
         ("export", "runs/tiny", "base"),
         ("train", "dpo.toml", *settings(*FP64)),
         ("train", "dpo.toml", *settings(*FP64, *LORA, "name=lora")),
@@ -171,7 +171,10 @@ def test_what_is_chosen_becomes_likelier(tuned, name):
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("dpo", "dp=2"), ("dpo", "fsdp=2"), ("dpo", "tp=2"), ("lora", "fsdp=2"), ("lora", "tp=2")],
+    [
+        *(("dpo", "dp=2"), ("dpo", "fsdp=2"), ("dpo", "tp=2"), ("dpo", "pp=2")),
+        *(("lora", "fsdp=2"), ("lora", "tp=2"), ("lora", "pp=2")),
+    ],
 )
 def test_two_ranks_are_equal_to_one(tuned, name, layout):
     other = f"{name}-{layout[:2]}"
@@ -182,6 +185,8 @@ def test_two_ranks_are_equal_to_one(tuned, name, layout):
     assert done.returncode == 0, done.stderr
     assert losses(tuned, other) == pytest.approx(losses(tuned, name), rel=1e-10)
     runs = (Run(tuned / "runs" / each) for each in (name, other))
+    for mine, its in zip(metrics(tuned, other), metrics(tuned, name), strict=True):
+        assert mine["figures"] == pytest.approx(its["figures"], rel=1e-9, abs=1e-12)
     one, two = (KeptWeights(run).read_as_trained() for run in runs)
     assert all((one[key] - two[key]).abs().max() < 1e-10 for key in one)
 
@@ -194,12 +199,18 @@ def test_it_goes_on_as_if_it_had_never_stopped(tuned):
     assert losses(tuned, "twice") == losses(tuned, "once")
 
 
-@pytest.mark.parametrize("layout", ["pp=2", "cp=2"])
-def test_layouts_that_cut_texts_are_refused(tuned, layout):
-    more = settings("name=no", f"layout.{layout}")
+def test_several_stages_of_a_rank_are_equal_to_one_rank(tuned):
+    changes = (*FP64, "name=zigzag", "layout.pp=2", "layout.schedule=zbv", "layout.micro_batch=1")
+    done = paceline("train", "dpo.toml", *settings(*changes), *ranks(2), folder=tuned)
+    assert done.returncode == 0, done.stderr
+    assert losses(tuned, "zigzag") == pytest.approx(losses(tuned, "dpo"), rel=1e-10)
+
+
+def test_layouts_that_cut_texts_are_refused(tuned):
+    more = settings("name=no", "layout.cp=2")
     done = paceline("train", "dpo.toml", *more, *ranks(2), folder=tuned)
     assert done.returncode == 2, done.stderr
-    assert f"layout.{layout[:2]} = 2 cuts: set {layout[:2]} = 1." in done.stderr
+    assert "layout.cp = 2 cuts: set cp = 1." in done.stderr
     assert not (tuned / "runs" / "no").exists()
 
 

@@ -119,7 +119,7 @@ def _check_objective(job: Job) -> None:
     """Look whether a layout can do what a reward or a preference needs.
 
     Raises:
-        InputError: it cuts texts, or the network that they are passed through first.
+        InputError: it cuts texts, or a network that makes them.
     """
     objective, grpo = job.finetune.objective, job.finetune.grpo
     if objective == "grpo":
@@ -136,12 +136,11 @@ def _check_objective(job: Job) -> None:
                 f"train.global_batch = {job.train.global_batch} can't be cut into groups of "
                 f"finetune.grpo.group = {grpo.group} on {num_ranks} ranks: make it a multiple."
             )
-    for axis, why in (("pp", "passes texts through the whole network"), ("cp", "adds up texts")):
-        if (value := getattr(job.layout, axis)) != 1:
-            raise InputError(
-                f'finetune.objective = "{objective}" {why} before each step, which '
-                f"layout.{axis} = {value} cuts: set {axis} = 1."
-            )
+    if job.layout.cp != 1:
+        raise InputError(
+            f'finetune.objective = "{objective}" adds up texts, which layout.cp = {job.layout.cp} '
+            "cuts: set cp = 1."
+        )
 
 
 def fill_adapters(job: Job, decoder: nn.Module) -> None:

@@ -60,7 +60,7 @@ from paceline.train.finetune import (
     train_flops_per_token,
 )
 from paceline.train.kept_tokenizer import GENERATION, about_tokens, keep_tokenizer
-from paceline.train.preferences import preference_loss, with_reference
+from paceline.train.preferences import FIGURES, preference_loss, with_reference
 from paceline.train.reference import Reference
 from paceline.train.rewards import Completions, reward_loss
 from paceline.train.rollouts import Rollouts
@@ -220,6 +220,7 @@ def decoder_task(model: Model, job: Job, ranks: Ranks, reference: Reference | No
         train_flops_per_unit=train_flops_per_token(model, job, module),
         staged=staged,
         fill=partial(_fill, job, reference),
+        figure_names=FIGURES if objective == "dpo" else (),
         prepare=partial(with_reference, reference) if objective == "dpo" else None,
         facts=facts,
         part_names=_part_names(job),

@@ -1,5 +1,6 @@
 """Passes: forward and backward over a rank's micro-batches, one after another or in a pipeline."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,9 +84,30 @@ class Passes:
         if self.task.prepare is None:
             return micro_batches
         with torch.no_grad(), self._arithmetic():
-            found = self.task.prepare(self.module, micro_batches)
+            found = self.task.prepare(self.module, micro_batches, self._give_outputs)
         free_gathered(self.module)
         return found
+
+    def _give_outputs(self, micro_batches: Step, take: Callable[[Tensor, int], None]) -> None:
+        """See `GiveOutputs`."""
+        staged = self.task.staged
+        assert staged is not None
+        inputs = [staged.inputs(micro_batch) for micro_batch in micro_batches]
+        if self.pipeline is None:
+            for number, (x, told) in enumerate(inputs):
+                take(self.module(x, **told), number)
+            return
+
+        def criterion(output: Tensor, index: int) -> Tensor:
+            take(output, index)
+            return torch.zeros((), device=self.device)
+
+        self.pipeline.forward_only(inputs, criterion)
+
+    def tally(self, num_parts: int = 1) -> WeightedSums:
+        """What a rank's losses are added up in."""
+        task = self.task
+        return WeightedSums(self.device, num_parts, task.part_names, task.figure_names)
 
     def forward_backward(self, index: int, micro_batches: Step) -> WeightedSums:
         """Leave the gradients of this rank's loss, times its weight, in the parameters.
@@ -96,7 +118,7 @@ class Passes:
         if self.pipeline is not None:
             return self._through_pipeline(self.pipeline, micro_batches)
         total, num_parts = len(micro_batches), self.num_parts(len(micro_batches))
-        tally = WeightedSums(self.device, num_parts, self.task.part_names)
+        tally = self.tally(num_parts)
         for number, micro_batch in enumerate(micro_batches):
             prepare_micro_batch(self.module, self.layout, number, total, exact=self.exact)
             self._draw_alike(index, number)
@@ -166,7 +188,7 @@ class Passes:
         inputs, criterion, parts = self._staged(micro_batches, num_parts)
         with self._arithmetic():
             losses = pipeline.step(inputs, criterion, self.loss_scale.scale, self.replicas.take)
-        tally = WeightedSums(self.device, num_parts, self.task.part_names)
+        tally = self.tally(num_parts)
         for part, loss in zip(parts, losses, strict=True):
             tally.add(part, loss)
         return tally

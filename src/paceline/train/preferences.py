@@ -23,8 +23,10 @@ from paceline.kernels.loss import IGNORED
 from paceline.parallel import vocabulary
 from paceline.train.data import MicroBatch
 from paceline.train.reference import Reference
-from paceline.train.task import StagedLoss, Step
+from paceline.train.task import GiveOutputs, StagedLoss, Step
 from paceline.train.weighted_loss import WeightedLoss
+
+FIGURES = ("accuracy", "margin", "reward_chosen", "reward_rejected")
 
 
 def preference_loss(job: Job, _ranks: Ranks) -> StagedLoss:
@@ -33,13 +35,18 @@ def preference_loss(job: Job, _ranks: Ranks) -> StagedLoss:
     return StagedLoss(inputs=_inputs, criterion=partial(_criterion, job.finetune.dpo, most))
 
 
-def with_reference(reference: Reference, module: nn.Module, step: Step) -> Step:
+def with_reference(
+    reference: Reference, module: nn.Module, step: Step, give_outputs: GiveOutputs
+) -> Step:
     """Micro-batches with the log-probabilities that the first weights give their texts."""
+    found: dict[int, Tensor] = {}
+
+    def take(logits: Tensor, number: int) -> None:
+        found[number] = text_log_probs(logits, step[number])
+
     with reference.in_place_of(module):
-        return [
-            batch._replace(reference=text_log_probs(_logits(module, batch), batch))
-            for batch in step
-        ]
+        give_outputs(step, take)
+    return [batch._replace(reference=found.get(number)) for number, batch in enumerate(step)]
 
 
 def dpo(ratios: Tensor, settings: Dpo) -> tuple[Tensor, Tensor]:
@@ -82,23 +89,14 @@ def _criterion(settings: Dpo, most: int, logits: Tensor, batch: MicroBatch) -> W
         return torch.where(is_pair, values, 0).sum() / count
 
     better, worse = (settings.beta * ratios).unbind(-1)
-    figures = {
-        "accuracy": mean((margins > 0).to(margins.dtype)),
-        "margin": mean(margins),
-        "reward_chosen": mean(better),
-        "reward_rejected": mean(worse),
-    }
+    values = ((margins > 0).to(margins.dtype), margins, better, worse)
+    figures = dict(zip(FIGURES, map(mean, values), strict=True))
     # Shares of a power of two, as of answers: divided without rounding, and in fp16's range.
     return WeightedLoss(mean(losses), count.float() / (1 << most.bit_length()), figures)
 
 
 def _inputs(batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor | None]]:
     return batch.tokens, {"document_ids": batch.document_ids}
-
-
-def _logits(module: nn.Module, batch: MicroBatch) -> Tensor:
-    tokens, told = _inputs(batch)
-    return module(tokens, **told)
 
 
 def _by_text(values: Tensor, batch: MicroBatch) -> Tensor:

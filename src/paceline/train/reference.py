@@ -30,9 +30,9 @@ class Reference:
         self._kept: list[Tensor] = []
 
     def keep(self, module: nn.Module) -> None:
-        """Take the weights of a module that has its first ones."""
+        """Take the weights of a module, or of a part of it, that has its first ones."""
         if not self._is_adapted:
-            self._kept = [local_part(each.detach()).clone() for each in module.parameters()]
+            self._kept += [local_part(each.detach()).clone() for each in module.parameters()]
 
     @contextmanager
     def in_place_of(self, module: nn.Module) -> Iterator[None]:

@@ -37,7 +37,7 @@ from paceline.train.data.order import Ids
 from paceline.train.data.prompts import Prompt, Prompts
 from paceline.train.reference import Reference
 from paceline.train.rewards import Completions, advantages_of, log_probs_of
-from paceline.train.task import Step
+from paceline.train.task import GiveOutputs, Step
 
 Reward = Callable[..., float]
 _MOST_AT_A_TIME = 64
@@ -94,7 +94,7 @@ class Rollouts:
             places = torch.arange(batch * self._num_asked, (batch + 1) * self._num_asked) % count
             yield [self._asked(prompts, -1 - batch, places.numpy())]
 
-    def prepare(self, module: nn.Module, step: Step) -> Step:
+    def prepare(self, module: nn.Module, step: Step, _give_outputs: GiveOutputs) -> Step:
         """Complete what is asked, and learn from it."""
         (asked,) = step
         if self._made is not None and self._made[0] == asked.number:

@@ -32,6 +32,9 @@ class StagedLoss(NamedTuple):
 
 Step = list[Any]
 """The micro-batches of one rank in one step."""
+GiveOutputs = Callable[[Step, Callable[[Tensor, int], None]], None]
+"""Passes micro-batches through a module as it is, and calls a function with each output and the
+number of its micro-batch; of a pipeline on the ranks of the last stage."""
 
 
 class DataState(Protocol):
@@ -89,7 +92,9 @@ class Task:
     eval_names: tuple[str, ...] = ()
     """Of equal parts of the held-out batches, in their order, each of which has a loss of its own;
     what is held out has the mean of these."""
-    prepare: Callable[[nn.Module, Step], Step] | None = None
+    figure_names: tuple[str, ...] = ()
+    """Of the loss's figures, which the ranks of a pipeline don't all see."""
+    prepare: Callable[[nn.Module, Step, GiveOutputs], Step] | None = None
     """What is made of a rank's micro-batches with the module, without gradients, before they are
     trained on or evaluated; None: they are ready."""
     eval_loss: Loss | None = None

@@ -140,7 +140,7 @@ class Trainer:
         self.agreement.on_buffers()
         self.module.eval()
         ema = self.update.ema
-        tally = WeightedSums(self.ranks.device, part_names=self.task.part_names)
+        tally = self.passes.tally()
         with nullcontext() if ema is None else ema.taken():
             for step in steps:
                 if is_cut := self.agreement.on_stop(wants_stop()):

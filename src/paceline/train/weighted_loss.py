@@ -49,19 +49,24 @@ class WeightedSums:
     """Sums over micro-batches, in fp64 on their device."""
 
     def __init__(
-        self, device: torch.device, num_parts: int = 1, part_names: Sequence[str] = ()
+        self,
+        device: torch.device,
+        num_parts: int = 1,
+        part_names: Sequence[str] = (),
+        figure_names: Sequence[str] = (),
     ) -> None:
         """None are added yet.
 
         Args:
             num_parts: what all sums are divided by; then weights of one add up to one.
             part_names: of each loss's `parts`, also on a rank that has none.
+            figure_names: the same of `figures`.
         """
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._num_parts = num_parts
         self._losses: list[Tensor] = []
         self._weights: list[Tensor | float] = []
-        self._figures: dict[str, list[Tensor]] = {}
+        self._figures: dict[str, list[Tensor]] = {name: [] for name in figure_names}
         self._part_names = [*part_names, *(name + _PART for name in part_names)]
         self._parts: list[Tensor] = []
 

@@ -249,21 +249,24 @@ SHORT = (*FP64, "train.steps=4", "finetune.grpo.updates=2", "finetune.grpo.beta=
 @pytest.mark.parametrize(
     "more", [(), ("finetune.method=lora", "finetune.rank=4")], ids=["full", "lora"]
 )
-def test_two_ranks_are_equal_to_one(tuned, more):
+@pytest.mark.parametrize("axis", ["dp", "fsdp", "tp"])
+def test_two_ranks_are_equal_to_one(tuned, more, axis):
     kind = "lora" if more else "full"
-    for name, count in ((f"{kind}1", 1), (f"{kind}2", 2)):
-        layout = settings("layout.dp=2") if count == 2 else ()
+    for name, count in ((f"{kind}1", 1), (f"{kind}-{axis}", 2)):
+        if Run(tuned / "runs" / name).exists:
+            continue
+        layout = settings(f"layout.{axis}=2") if count == 2 else ()
         done = paceline(
             "train", "grpo.toml", *settings(*SHORT, *more, f"name={name}", "layout.micro_batch=8"),
             *layout, *ranks(count), folder=tuned,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-    one, two = (losses(tuned, f"{kind}{count}") for count in (1, 2))
+    one, two = (losses(tuned, f"{kind}{name}") for name in ("1", f"-{axis}"))
     assert one == pytest.approx(two, rel=1e-8, abs=1e-10)
     figures = [line["figures"] for line in metrics(tuned, f"{kind}1")]
     assert figures[0]["divergence"] == pytest.approx(0, abs=1e-12)
     assert figures[3]["divergence"] > 1e-6
-    runs = (Run(tuned / "runs" / f"{kind}{count}") for count in (1, 2))
+    runs = (Run(tuned / "runs" / f"{kind}{name}") for name in ("1", f"-{axis}"))
     a, b = (KeptWeights(run).read_as_trained() for run in runs)
     assert all((a[key] - b[key]).abs().max() < 1e-8 for key in a)
 
@@ -278,7 +281,7 @@ def test_it_goes_on_as_if_it_had_never_stopped(tuned):
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [("layout.fsdp=2", "hold the network whole"), ("layout.tp=2", "hold the network whole")],
+    [("layout.pp=2", "a whole network on each rank"), ("layout.cp=2", "layout with cp = 2")],
 )
 def test_layouts_that_cut_the_network_are_refused(tuned, change, words):
     done = paceline("train", "grpo.toml", *settings("name=no", change), *ranks(2), folder=tuned)

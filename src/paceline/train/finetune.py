@@ -12,7 +12,6 @@ from paceline.models.decoder import Decoder
 from paceline.models.peft_format import check_adapters, load_adapters
 from paceline.parallel.tp import style_of
 from paceline.train.rollouts import load_reward
-from paceline.train.samples import parted_by
 
 
 def decoder_to_train(model: Model, job: Job) -> Decoder:
@@ -126,10 +125,12 @@ def _check_objective(job: Job) -> None:
         assert grpo.reward is not None
         load_reward(grpo.reward)
         num_ranks = job.layout.num_data_ranks
-        if odd := parted_by(job.layout):
+        odd = next((axis for axis in ("pp", "cp", "ep") if getattr(job.layout, axis) != 1), None)
+        if odd or job.layout.precision == "fp8" or "params" in job.layout.offload:
+            why = f"{odd} = {getattr(job.layout, odd)}" if odd else "fp8, or parameters on the host"
             raise InputError(
-                'finetune.objective = "grpo" makes texts with ranks that hold the network whole, '
-                f"as it is served, and this layout has {odd}: use dp."
+                'finetune.objective = "grpo" makes texts with a whole network on each rank, which '
+                f"is not gathered from a layout with {why}: use dp, fsdp and tp."
             )
         if job.train.global_batch % (grpo.group * num_ranks):
             raise InputError(

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from paceline.comm.rendezvous import Ranks
 from paceline.config.finetune import Grpo
 from paceline.config.job import Job
-from paceline.kernels.loss import IGNORED, token_losses
+from paceline.kernels.loss import IGNORED
+from paceline.parallel import vocabulary
 from paceline.train.task import StagedLoss
 from paceline.train.weighted_loss import WeightedLoss
 
@@ -67,7 +68,7 @@ def log_probs_of(module: nn.Module, batch: Completions, settings: Grpo) -> Tenso
 
 
 def _log_probs(logits: Tensor, batch: Completions, settings: Grpo) -> Tensor:
-    return -token_losses(logits / settings.temperature, batch.targets)
+    return -vocabulary.losses_of_tokens(logits / settings.temperature, batch.targets)
 
 
 def _criterion(settings: Grpo, logits: Tensor, batch: Completions) -> WeightedLoss:

@@ -1,8 +1,8 @@
 """Rollouts: completions of prompts by the network that is trained, and their rewards.
 
 How it works: before a step each rank completes its share of the prompts, a group of times each, by
-the engine that serves networks. It works on the trained module itself, and computes keys and values
-anew for each step. Random numbers follow from the seed, the running number of the prompt and of the
+the engine that serves networks. It works on the trained module itself, or where ranks share that out
+on a whole copy, which is filled before each step; keys and values are computed anew. Random numbers follow from the seed, the running number of the prompt and of the
 completion, so that they don't depend on the ranks. A person's function gives each completion a
 reward.
 
@@ -18,17 +18,23 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.comm.local_part import is_shared
 from paceline.config.errors import InputError, RunError
 from paceline.config.job import Job
+from paceline.config.model import Model
 from paceline.config.sampling import Sampling
 from paceline.config.serving import Serving
 from paceline.generate.engine import Engine
+from paceline.kernels.dtypes import DTYPES
 from paceline.kernels.loss import IGNORED
+from paceline.models.adapters import merged
 from paceline.models.decoder import Decoder
+from paceline.models.weights import decoder_room
 from paceline.observe.events import append_line
 from paceline.observe.run import Run
 from paceline.train.data.batches import BatchShape
@@ -37,6 +43,7 @@ from paceline.train.data.order import Ids
 from paceline.train.data.prompts import Prompt, Prompts
 from paceline.train.reference import Reference
 from paceline.train.rewards import Completions, advantages_of, log_probs_of
+from paceline.train.samples import parted_by
 from paceline.train.task import GiveOutputs, Step
 
 Reward = Callable[..., float]
@@ -70,6 +77,7 @@ class Rollouts:
         self._tokenizer = Tokenizer.from_file(str(data.tokenizer_path))
         self._end = data.meta.end_of_document
         self._engine: Engine | None = None
+        self._copy: Decoder | None = None
         self._made: tuple[int, Step] | None = None
         self._run: Run | None = None
 
@@ -126,6 +134,7 @@ class Rollouts:
             [self._rewarded(prompt, text) for prompt, text in zip(given, texts, strict=True)],
             device=device,
         )
+        _take_those_of_first(module, rewards)
         if self._run is not None and asked.number >= 0:
             line = {
                 "rollout": asked.number,
@@ -158,14 +167,32 @@ class Rollouts:
         return [sequence.made for sequence in sequences]
 
     def _engine_of(self, module: nn.Module) -> Engine:
+        network = module.module if isinstance(module, DistributedDataParallel) else module
+        if parted_by(self._job.layout):
+            network = self._copy_of(network)
         if self._engine is None:
-            if isinstance(module, DistributedDataParallel):
-                module = module.module
             serving = Serving(max_sequences=_MOST_AT_A_TIME, host_gb=0)
-            self._engine = Engine(cast(Decoder, module), serving, end_tokens=[self._end])
+            self._engine = Engine(cast(Decoder, network), serving, end_tokens=[self._end])
         else:
             self._engine.weights_changed()
         return self._engine
+
+    def _copy_of(self, module: nn.Module) -> Decoder:
+        """The network, whole and with its adapters merged, of the same types."""
+        job = self._job
+        state = {
+            name: each.full_tensor() if is_shared(each) else each
+            for name, each in module.state_dict().items()
+        }
+        if job.finetune.is_adapted:
+            state = merged(state, job.finetune)
+        if self._copy is None:
+            assert isinstance(job.model, Model)
+            dtype = DTYPES[job.layout.param_dtype]
+            self._copy = decoder_room(job.model, dtype, self._shape.device).eval()
+            self._copy.reset_buffers()
+        self._copy.load_state_dict(state)
+        return self._copy
 
     def _seed(self, prompt: int, number: int) -> int:
         text = f"{self._job.train.seed}/{prompt}/{number}".encode()
@@ -191,6 +218,7 @@ class Rollouts:
 
     def _padded(self, prompts: list[list[int]], made: list[list[int]]) -> tuple[Tensor, Tensor]:
         longest = max(len(p) + len(m) for p, m in zip(prompts, made, strict=True)) - 1
+        longest += -longest % self._job.layout.tp  # whose ranks may share out the tokens
         tokens = torch.full((len(made), longest), self._end)
         targets = torch.full_like(tokens, IGNORED)
         for row, (prompt, completion) in enumerate(zip(prompts, made, strict=True)):
@@ -207,6 +235,14 @@ class Rollouts:
             with self._reference.in_place_of(module):
                 batch = batch._replace(reference=log_probs_of(module, batch, settings))
         return batch
+
+
+def _take_those_of_first(module: nn.Module, rewards: Tensor) -> None:
+    """Let ranks that learn from the same completions have the same rewards: a person's function may
+    draw them at random."""
+    mesh = next((each.device_mesh for each in module.parameters() if is_shared(each)), None)
+    if mesh is not None and "tp" in (mesh.mesh_dim_names or ()):
+        dist.broadcast(rewards, group=mesh["tp"].get_group(), group_src=0)
 
 
 def load_reward(named: str) -> Reward:

@@ -1,10 +1,10 @@
 """Rollouts: completions of prompts by the network that is trained, and their rewards.
 
 How it works: before a step each rank completes its share of the prompts, a group of times each, by
-the engine that serves networks. It works on the trained module itself, or where ranks share that out
-on a whole copy, which is filled before each step; keys and values are computed anew. Random numbers follow from the seed, the running number of the prompt and of the
-completion, so that they don't depend on the ranks. A person's function gives each completion a
-reward.
+the engine that serves networks. It works on the trained module itself, or where ranks share that
+out on a whole copy, which is filled before each step. Keys and values are computed anew. Random
+numbers follow from the seed, the running number of the prompt and of the completion, so that they
+don't depend on the ranks. A person's function gives each completion a reward.
 
 A run that is stopped between two updates on the same completions makes them anew when it goes on.
 """

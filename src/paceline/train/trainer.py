@@ -34,7 +34,7 @@ from paceline.train.rank_stats import RankStats
 from paceline.train.results import StepResult
 from paceline.train.task import Step, Task
 from paceline.train.update import Update
-from paceline.train.weighted_loss import WeightedSums, means, quotient
+from paceline.train.weighted_loss import means, quotient
 
 
 @dataclass

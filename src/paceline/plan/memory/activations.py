@@ -35,7 +35,7 @@ from paceline.config.layers import Experts
 from paceline.config.layout import PRECISIONS, RECOMPUTE
 from paceline.config.model import Model
 from paceline.plan.block_kinds import BlockKind, block_kinds_of
-from paceline.plan.memory.adapter_counts import kept_by_adapters
+from paceline.plan.memory.adapter_counts import kept_by_adapters, room_for_narrow
 from paceline.plan.memory.logits import logits_bytes
 from paceline.plan.points import Array, Points, Setting
 
@@ -438,7 +438,8 @@ def between_operators(setting: Setting, points: Points) -> Array:
     At its worst place, the inner layer: gradients of gate, up and their product, while the product
     itself is free already; and those of the stream, in the sum and in the branch. In fp8 also
     8-bit copies of what a product reads: of its input, of its result's gradient, of its weight.
-    Of the parts that are made anew the largest is there.
+    Of the parts that are made anew the largest is there. A matrix in 4 bits becomes numbers before
+    or after the gradients of the inner layer are there.
     """
     model, shape = setting.model, shape_of(setting, points)
     stream = 2 * shape.stream_tokens * shape.stream + np.where(
@@ -457,7 +458,8 @@ def between_operators(setting: Setting, points: Points) -> Array:
     kinds = block_kinds_of(model) if setting.stack.remakes else []
     anew = [part for kind in kinds for part in _remade(setting, kind, shape).values()]
     largest = np.max(np.broadcast_arrays(*anew), axis=0) if anew else 0
-    return model.hidden_size * stream + shape.tokens * shape.value * inner + copies + largest
+    gradients = np.maximum(shape.tokens * shape.value * inner, room_for_narrow(setting, points))
+    return model.hidden_size * stream + gradients + copies + largest
 
 
 # ---- the ends ----------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.plan.memory import activations, states
-from paceline.plan.memory.adapter_counts import room_for_narrow
 from paceline.plan.memory.buffers import context_bytes, exchange_bytes, sent_bytes, slack_bytes
 from paceline.plan.memory.comm_state import comm_state_bytes
 from paceline.plan.memory.logits import logits_bytes
@@ -198,7 +197,7 @@ def _parts(
         of_plain=(weights * whole[:, None]).sum(0),
         of_other=(weights * other[:, None]).sum(0),
         again=activations.recomputed(setting, points, whole, other).max(0),
-        between=activations.between_operators(setting, points) + room_for_narrow(setting, points),
+        between=activations.between_operators(setting, points),
         ends=activations.kept_ends(setting, points) * holdings.heads_in_flight,
         grads=_Line(
             states.grads_before(setting, points, trained, holdings.with_grads),

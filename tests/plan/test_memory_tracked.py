@@ -210,11 +210,12 @@ def test_peak_is_what_the_tracker_sees(name: str) -> None:
     _compare(job(*CASES[name]))
 
 
+@pytest.mark.parametrize("base", ["nf4", "nf4_double"])
 @pytest.mark.parametrize("others", [FP32, AUTOCAST])
 def test_matrices_in_4_bits_are_what_the_tracker_sees(
-    tmp_path: Path, others: tuple[str, ...]
+    tmp_path: Path, base: str, others: tuple[str, ...]
 ) -> None:
-    settings = (*others, *LORA, *sharded(3), "finetune.base=nf4")
+    settings = (*others, *LORA, *sharded(3), f"finetune.base={base}")
     model = job(2, 2, settings).model
     assert isinstance(model, Model)
     decoder = Decoder(model)

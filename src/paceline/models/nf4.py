@@ -37,7 +37,7 @@ _TINY = 1e-38
 
 
 def packed(weight: Tensor, *, double: bool) -> Tensor:
-    """A matrix (out_features, in_features) as bytes, (out_features, row_bytes) uint8."""
+    """A matrix (out_features, in_features) as bytes, (out_features, narrow_bytes) uint8."""
     blocks = weight.detach().float().unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(-1)
     shares = (blocks * (1 / scales.clamp(min=_TINY)).unsqueeze(-1)).clamp_(-1, 1)
@@ -66,7 +66,7 @@ def unpacked(matrix: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
     """The weights that bytes stand for.
 
     Args:
-        matrix: (out_features, row_bytes) uint8, or some of its rows; of `nf4` also some of each
+        matrix: (out_features, narrow_bytes) uint8, or some of its rows; of `nf4` also some of each
             row's blocks.
         in_features: of these.
         dtype: of the result, which is computed in fp32.
@@ -83,6 +83,7 @@ def unpacked(matrix: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
         place = ends[:, 4:8].clone(memory_format=torch.contiguous_format).view(torch.int32)
         numbers = ends.view(torch.float32)
         group = (place + torch.arange(num, device=matrix.device)) // GROUP
+        group = group.clamp_(0, numbers.shape[1] - 3)  # the bytes of a file may say anything
         inner = _scale_levels(matrix.device)[blocks[..., _CODE_BYTES].int()]
         scales = inner * numbers[:, 2:].gather(1, group) + numbers[:, :1]
     else:

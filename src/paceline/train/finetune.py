@@ -83,8 +83,7 @@ def _check_narrow(model: Model, job: Job, names: list[str]) -> None:
     """Look whether matrices can be kept in 4 bits.
 
     Raises:
-        InputError: blocks of weights don't fill a row, or a rank's part of it; or another part of
-            the Job reads the matrices themselves.
+        InputError: blocks of weights don't fill a row, or a rank's part of it.
     """
     base, tp = job.finetune.base, job.layout.tp
     if base == "nf4_double" and tp != 1:
@@ -107,11 +106,6 @@ def _check_narrow(model: Model, job: Job, names: list[str]) -> None:
                 f"has {inputs} of them{of_tp}: leave it out of finetune.targets, or use base = "
                 '"dense".'
             )
-    if job.finetune.objective == "grpo" and any(name.endswith("kv_b_proj") for name in names):
-        raise InputError(
-            f'finetune.base = "{base}" and completions read kv_b_proj in two ways: leave it out of '
-            'finetune.targets, or use base = "dense".'
-        )
 
 
 def _check_objective(job: Job) -> None:

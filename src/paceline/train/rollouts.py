@@ -168,8 +168,12 @@ class Rollouts:
 
     def _engine_of(self, module: nn.Module) -> Engine:
         network = module.module if isinstance(module, DistributedDataParallel) else module
-        if parted_by(self._job.layout):
-            network = self._copy_of(network)
+        model, layout = self._job.model, self._job.layout
+        assert isinstance(model, Model)
+        # Latent attention reads a matrix besides calling it, which leaves its adapter out.
+        is_read = self._job.finetune.is_adapted and model.latent is not None
+        if is_read or parted_by(layout):
+            network = self._copy_of(network, model)
         if self._engine is None:
             serving = Serving(max_sequences=_MOST_AT_A_TIME, host_gb=0)
             self._engine = Engine(cast(Decoder, network), serving, end_tokens=[self._end])
@@ -177,7 +181,7 @@ class Rollouts:
             self._engine.weights_changed()
         return self._engine
 
-    def _copy_of(self, module: nn.Module) -> Decoder:
+    def _copy_of(self, module: nn.Module, model: Model) -> Decoder:
         """The network, whole and with its adapters merged, of the same types."""
         job = self._job
         state = {
@@ -187,9 +191,8 @@ class Rollouts:
         if job.finetune.is_adapted:
             state = merged(state, job.finetune)
         if self._copy is None:
-            assert isinstance(job.model, Model)
             dtype = DTYPES[job.layout.param_dtype]
-            self._copy = decoder_room(job.model, dtype, self._shape.device).eval()
+            self._copy = decoder_room(model, dtype, self._shape.device).eval()
             self._copy.reset_buffers()
         self._copy.load_state_dict(state)
         return self._copy

@@ -123,7 +123,7 @@ def memory_bytes(setting: Setting, points: Points, holdings: Holdings) -> Terms:
     """
     counts = counts_of(setting, points, holdings)
     trained = trained_counts(setting, points, holdings, counts)
-    parts = _parts(setting, points, holdings, trained)
+    parts = _parts(setting, points, holdings, counts, trained)
     moments = [*_moments(parts), _optimizer(setting, points, trained)]
     goes_on = (holdings.with_grads < 1) & (points.num_micro_batches > 1)
     if goes_on.any():
@@ -173,6 +173,7 @@ def _parts(
     setting: Setting,
     points: Points,
     holdings: Holdings,
+    counts: ParameterCounts,
     trained: ParameterCounts,
 ) -> _Parts:
     on_host = points.offload_activations.astype(bool)
@@ -189,7 +190,9 @@ def _parts(
     wait, peak = logits_bytes(setting, points)
     others = np.maximum(holdings.heads_in_flight - 1, 0)
     zero, one = np.zeros(1), np.ones(1)
-    copies = counts_of(setting, points, holdings, copies=True)
+    copies = counts
+    if setting.finetune.is_narrow:
+        copies = counts_of(setting, points, holdings, copies=True)
     return _Parts(
         layers=layers,
         plain=layers * (1 - share),

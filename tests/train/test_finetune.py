@@ -19,8 +19,8 @@ from paceline.models.peft_format import check_adapters, load_adapters, write_ada
 from paceline.models.weights import read_decoder, write_weights
 from paceline.observe.run import Run
 from paceline.train.data import prepare
-from paceline.train.data.build import is_held_out
 from paceline.train.data.conversations import DEFAULT_TEMPLATE
+from paceline.train.data.parts import is_held_out
 from paceline.train.kept_weights import KeptWeights, weights_of
 from tests.command_line import losses, paceline, ranks, write_tiny_job
 from tests.generate.networks import MODELS, built

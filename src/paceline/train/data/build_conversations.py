@@ -18,24 +18,19 @@ from tokenizers import Encoding, Tokenizer
 
 from paceline.config.errors import InputError
 from paceline.config.job_sections import Data
-from paceline.train.data.build import (
-    Progress,
-    StreamWriter,
-    is_held_out,
-    unigram_entropy,
-    unigram_loss,
-)
+from paceline.train.data.build import Progress, unigram_entropy, unigram_loss
 from paceline.train.data.conversations import ChatForm, ChatRow, texts_for_training
 from paceline.train.data.dataset import (
     ANSWERS,
     FORMAT_VERSION,
-    SHARD_TOKENS,
     STREAM,
     TOKENIZER_FILE,
     Meta,
     token_dtype,
 )
 from paceline.train.data.files import SourceFile
+from paceline.train.data.parts import is_held_out
+from paceline.train.data.stream_writer import StreamWriter
 from paceline.train.data.tokenizer import make_encoder
 
 _BATCH_CHARS = 2 * 2**20
@@ -75,6 +70,8 @@ def build_conversations(
         )
     if train_tokens in (0, train.tokens.num_tokens):
         train_tokens, counts = train.without_last()
+    train.tokens.finish()
+    train.answers.finish()
     return Meta(
         format_version=FORMAT_VERSION,
         key=key,
@@ -82,7 +79,7 @@ def build_conversations(
         vocab_size=encoder.vocab_size,
         end_of_document=encoder.end_of_document,
         dtype="uint16" if train.tokens.dtype.itemsize == 2 else "uint32",
-        shard_tokens=SHARD_TOKENS,
+        shards=train.tokens.shards,
         train_tokens=train_tokens,
         eval_tokens=train.tokens.num_tokens - train_tokens,
         num_documents=output.num_documents,

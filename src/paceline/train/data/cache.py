@@ -27,8 +27,9 @@ from filelock import FileLock
 from paceline.config.errors import InputError
 from paceline.config.job_sections import Data
 from paceline.observe.run import cache_home
-from paceline.train.data.build import Progress, build, unigram_entropy, unigram_loss
+from paceline.train.data.build import CHANGED, Progress, build, unigram_entropy, unigram_loss
 from paceline.train.data.build_conversations import build_conversations
+from paceline.train.data.checksums import is_as_written
 from paceline.train.data.conversations import ChatForm
 from paceline.train.data.dataset import (
     FORMAT_VERSION,
@@ -39,7 +40,9 @@ from paceline.train.data.dataset import (
     SplitName,
     TokenDataset,
     TokenStream,
+    forget_shard,
     read_meta,
+    shard_path,
 )
 from paceline.train.data.files import SourceFile, find_files
 from paceline.train.data.limit import hold, keep_within
@@ -66,6 +69,8 @@ class PreparedData:
 
     folder: Path
     meta: Meta
+    data: Data | None = None
+    """What it was made of, by which a damaged part is made anew."""
 
     @property
     def tokenizer_path(self) -> Path:
@@ -85,7 +90,21 @@ class PreparedData:
         """Open one split."""
         if self.is_packed:
             return self.conversations(split)
-        return TokenDataset(self.folder, split, self.meta)
+        return TokenDataset(self.folder, split, self.meta, self._mend if self.data else None)
+
+    def _mend(self, shard: int) -> None:
+        """Have a shard made anew, by one of the processes that found it damaged."""
+        assert self.data is not None
+        if _place(self.data, find_files(self.data))[0] != self.folder:
+            raise InputError(
+                f"{self.folder} is damaged, and data.source is no longer what it was made of: "
+                "bring that back, or start another run."
+            )
+        with _locked(self.folder):
+            size_bytes = self.meta.shards[shard] * np.dtype(self.meta.dtype).itemsize
+            if not is_as_written(shard_path(self.folder, STREAM, shard), size_bytes):
+                forget_shard(self.folder, shard, len(self.meta.shards))
+        prepare(self.data)
 
     def conversations(self, split: SplitName) -> PackedConversations:
         """Open one split of conversations."""
@@ -127,7 +146,7 @@ class PreparedData:
             )
         tokens = np.empty(total, np.int64)
         dtype = np.dtype(meta.dtype).newbyteorder("<")
-        TokenStream(self.folder, STREAM, dtype, meta.shard_tokens, total).read(0, tokens)
+        TokenStream(self.folder, STREAM, dtype, meta.shards).read(0, tokens)
         train, held_out = (
             np.bincount(part, minlength=meta.vocab_size)
             for part in np.split(tokens, [total - least])
@@ -138,7 +157,7 @@ class PreparedData:
             unigram_entropy=unigram_entropy(train),
             unigram_loss=unigram_loss(train, held_out),
         )
-        return PreparedData(self.folder, changed)
+        return PreparedData(self.folder, changed, self.data)
 
 
 @lru_cache(maxsize=4)  # packing takes seconds for a million of them
@@ -156,18 +175,25 @@ def prepare(data: Data, progress: Progress | None = None) -> PreparedData:
     Raises:
         InputError: one sentence, where the source or the tokenizer can't be used.
     """
-    cache = cache_folder(data)
     files = find_files(data)
-    listing = listing_of(files)
-    key = _key(data, files, contents_hash(listing, cache))
-    folder = cache / key
+    folder, listing = _place(data, files)
     while not hold(folder):
-        with FileLock(cache / f"{key}.lock"):
+        with _locked(folder):
             if not (folder / META_FILE).is_file():
                 _build_aside(data, files, listing, folder, progress or (lambda done, total: None))
     if data.cache_gb is not None:
-        keep_within(cache, data.cache_gb)
-    return open_prepared(folder)
+        keep_within(folder.parent, data.cache_gb)
+    return PreparedData(folder, read_meta(folder), data)
+
+
+def _locked(folder: Path) -> FileLock:
+    return FileLock(folder.with_suffix(".lock"))
+
+
+def _place(data: Data, files: list[SourceFile]) -> tuple[Path, Listing]:
+    """The folder of a source as it is now, and what tells whether that changes."""
+    cache, listing = cache_folder(data), listing_of(files)
+    return cache / _key(data, files, contents_hash(listing, cache)), listing
 
 
 def open_prepared(folder: Path) -> PreparedData:
@@ -277,17 +303,20 @@ def _readable() -> Iterator[None]:
 def _build_aside(
     data: Data, files: list[SourceFile], listing: Listing, folder: Path, progress: Progress
 ) -> None:
-    aside = folder.with_suffix(".partial")  # the lock is held: a leftover belongs to a dead job
-    shutil.rmtree(aside, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.mkdir()
+    aside = folder.with_suffix(".partial")  # the lock is held: a leftover is a dead job's
+    if folder.is_dir():  # without what a damaged part held
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+    if data.records != "text":  # which alone has parts
+        shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(exist_ok=True)
     try:
         write = _BUILDERS[data.records]
         meta = write(data, files, aside, folder.name, progress)
         if set(listing) - set(listing_of(find_files(data))):
-            raise InputError("data.source changed while it was tokenised: start again.")
+            raise InputError(CHANGED)
         (aside / META_FILE).write_text(meta.model_dump_json(indent=2) + "\n")
         aside.rename(folder)
-    except BaseException:
+    except InputError:  # what is finished is of use to nobody
         shutil.rmtree(aside, ignore_errors=True)
         raise

@@ -1,38 +1,41 @@
 """Read tokenised data: what a folder holds (`Meta`) and windows of its tokens (`TokenDataset`).
 
-How it works: a folder holds one stream of tokens, cut into shards of `meta.shard_tokens`
+How it works: a folder holds one stream of tokens, cut into shards of `meta.shards` tokens
 (tokens-00000.bin, ...: plain little-endian uint16 or uint32), beside the int64 positions at which
-documents start (tokens-documents.bin), tokenizer.json and meta.json. The first `train_tokens` are
-the split "train", the rest "eval"; "all" is both. Files are mapped, not read: the page cache is the
-only cache, and the ranks of a machine share it. Sample i of a split is its tokens i * seq_len ..
-(i + 1) * seq_len, the last of which is a target only; a rest at the end of the split that is
-shorter than a sample is never read.
+documents start (tokens-documents.bin), tokenizer.json and meta.json. What is read of a shard is
+verified (checksums.py); one that is damaged is made anew where that can be. The first
+`train_tokens` are the split "train", the rest "eval"; "all" is both. Files are mapped, not read:
+the page cache is the only cache, and the ranks of a machine share it. Sample i of a split is its
+tokens i * seq_len .. (i + 1) * seq_len, the last of which is a target only; a rest at the end of
+the split that is shorter than a sample is never read.
 
 It is not where data is made: that is build.py.
 """
 
 import mmap
 import resource
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from paceline.config.errors import InputError
 from paceline.config.frozen import FrozenConfig
+from paceline.train.data.checksums import BLOCK_BYTES, CheckedBytes, num_blocks, read_checksums
+from paceline.train.data.mapped import map_files
 from paceline.train.data.order import Ids, sample_ids
 
 SplitName = Literal["train", "eval", "all"]
-FORMAT_VERSION: Literal[1] = 1
+FORMAT_VERSION: Literal[2] = 2
 META_FILE = "meta.json"
 TOKENIZER_FILE = "tokenizer.json"
 STREAM = "tokens"
 ANSWERS = "answers"
-SHARD_TOKENS = 128 * 2**20
 _TRIED_EVERY = 64
 # Only Linux counts by thread.
 _COUNTED = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
@@ -41,7 +44,7 @@ _COUNTED = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 class Meta(FrozenConfig):
     """What a folder of tokenised data holds, and where it came from."""
 
-    format_version: Literal[1]
+    format_version: Literal[2]
     key: str
     """Hash of the contents of the source and of every setting that the tokens depend on."""
     tokenizer: str
@@ -50,7 +53,8 @@ class Meta(FrozenConfig):
     end_of_document: int
     """Token that follows each document."""
     dtype: Literal["uint16", "uint32"]
-    shard_tokens: int
+    shards: tuple[Annotated[int, Field(ge=0)], ...] = Field(strict=False)
+    """Tokens of each, in reading order; one without any has no file."""
     train_tokens: int
     eval_tokens: int
     num_documents: int
@@ -59,7 +63,7 @@ class Meta(FrozenConfig):
     text_bytes: int
     """UTF-8 bytes of all documents."""
     tokens_sha256: str
-    """Hash of all tokens in reading order: equal hashes, equal data."""
+    """Hash of all tokens as they were read: equal hashes, equal data."""
     unigram_entropy: float
     """Entropy of the train split's token frequencies, nats per token."""
     unigram_loss: float
@@ -71,6 +75,12 @@ class Meta(FrozenConfig):
     """2: each row is the better answer to a prompt, and then the worse one."""
     column_bytes: int | None = None
     """Of prompts to complete: what is kept of their other columns; None: they are none."""
+
+    @model_validator(mode="after")
+    def _has_all_tokens(self) -> Self:
+        if sum(self.shards) != self.train_tokens + self.eval_tokens:
+            raise ValueError("shards are not all tokens")
+        return self
 
     @property
     def fingerprint(self) -> str:
@@ -121,11 +131,6 @@ def read_meta(folder: Path) -> Meta:
         ) from None
 
 
-class _Shard(NamedTuple):
-    tokens: NDArray[np.unsignedinteger]
-    file: mmap.mmap
-
-
 class _Advice:
     """Whether storage is told which pages come next: a call for each sample, spared while all are
     in memory. That is found by leaving it out now and then, and looking whether pages were waited
@@ -155,67 +160,141 @@ class TokenStream:
     """The tokens of one stream, mapped from its shards."""
 
     def __init__(
-        self, folder: Path, name: str, dtype: np.dtype, shard_tokens: int, num_tokens: int
+        self,
+        folder: Path,
+        name: str,
+        dtype: np.dtype,
+        shards: Sequence[int],
+        mend: Callable[[int], None] | None = None,
     ) -> None:
-        self._shard_tokens = shard_tokens
-        self._shards = []
-        self.advice = _Advice()
-        for index, first in enumerate(range(0, num_tokens, shard_tokens)):
-            path = shard_path(folder, name, index)
-            file = _map(path, min(shard_tokens, num_tokens - first) * dtype.itemsize)
-            self._shards.append(_Shard(np.frombuffer(file, dtype), file))
+        """Open it.
+
+        Args:
+            shards: tokens of each.
+            mend: makes one anew.
+
+        Raises:
+            InputError: a file is missing, or not as long as it has to be.
+        """
+        self._paths = [shard_path(folder, name, index) for index in range(len(shards))]
+        self._dtype, self._mend, self.advice = dtype, mend, _Advice()
+        self._sizes = [count * dtype.itemsize for count in shards]
+        # In memory each shard begins with a block.
+        blocks = np.cumsum([0, *map(num_blocks, self._sizes)])
+        self._begins = (blocks * BLOCK_BYTES).tolist()
+        ends = np.cumsum([0, *shards])
+        self._shifts = blocks[:-1] * (BLOCK_BYTES // dtype.itemsize) - ends[:-1]
+        self._ends, self._listed_ends = ends[1:], ends[1:].tolist()
+        self._open()
 
     def rows(self, starts: Ids, width: int) -> NDArray[np.int64]:
-        """So many tokens from each of some positions on: (starts, width)."""
-        waits = _num_waits()
-        out = np.empty((len(starts), width), np.int64)
-        shards, offsets = np.divmod(starts, self._shard_tokens)
-        is_within = offsets + width <= self._shard_tokens
-        for shard in np.unique(shards[is_within]):
-            places = np.flatnonzero(is_within & (shards == shard))
-            out[places] = self._windows(int(shard), width)[offsets[places]]
-        for place in np.flatnonzero(~is_within):
-            self.read(int(starts[place]), out[place])
+        """So many tokens from each of some positions on: (starts, width).
+
+        Raises:
+            InputError: as `read`.
+        """
+        waits, size = _num_waits(), self._dtype.itemsize
+        shards = np.searchsorted(self._ends, starts, "right")
+        places = starts + self._shifts[shards]
+        is_plain = starts + width <= self._ends[shards]
+        is_plain &= self._checked.were_read(places * size, width * size)
+        out = self._windows(width)[places].astype(np.int64)
+        for row in np.flatnonzero(~is_plain):
+            self.read(int(starts[row]), out[row])
         self.advice.saw(_num_waits() - waits)
         return out
 
-    def _windows(self, shard: int, width: int) -> NDArray[np.unsignedinteger]:
-        """All windows of a shard, which share its memory."""
-        tokens, file = self._shards[shard]
-        shape, step = (len(tokens) - width + 1, width), tokens.itemsize
-        return np.ndarray(shape, tokens.dtype, file, strides=(step, step))
+    def _windows(self, width: int) -> NDArray[np.unsignedinteger]:
+        """All windows of the memory, which share it."""
+        shape, step = (len(self._tokens) - width + 1, width), self._dtype.itemsize
+        return np.ndarray(shape, self._dtype, self._memory, strides=(step, step))
 
     def read(self, start: int, out: NDArray[np.int64]) -> None:
-        """Fill `out` with the tokens from a position on, across shards."""
-        done = 0
+        """Fill `out` with the tokens from a position on, across shards.
+
+        Raises:
+            InputError: what was written is damaged, and can't be made anew here and now.
+        """
+        done, size = 0, self._dtype.itemsize
         while done < len(out):
-            shard, offset = divmod(start + done, self._shard_tokens)
-            part = self._shards[shard].tokens[offset : offset + len(out) - done]
-            out[done : done + len(part)] = part
-            done += len(part)
+            shard, place = self._place(start + done)
+            count = min(len(out) - done, self._listed_ends[shard] - start - done)
+            if self._checked.are_good(place * size, (place + count) * size):
+                out[done : done + count] = self._tokens[place : place + count]
+                done += count
+            else:
+                self._renew(shard)
 
     def will_need(self, start: int, count: int) -> None:
-        """Let the kernel fetch tokens from storage in the background (those of one shard)."""
-        shard, offset = divmod(start, self._shard_tokens)
-        tokens, file = self._shards[shard]
+        """Let the kernel fetch tokens from storage in the background."""
+        _, place = self._place(start)
         # Advice is given by whole pages.
-        first_byte = offset * tokens.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
-        end_byte = min((offset + count) * tokens.itemsize, len(file))
-        file.madvise(mmap.MADV_WILLNEED, first_byte, end_byte - first_byte)
+        first_byte = place * self._dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+        end_byte = min((place + count) * self._dtype.itemsize, len(self._memory))
+        self._memory.madvise(mmap.MADV_WILLNEED, first_byte, end_byte - first_byte)
+
+    def _place(self, position: int) -> tuple[int, int]:
+        """The shard of a token, and its place in memory."""
+        shard = bisect_right(self._listed_ends, position)  # for one faster than searchsorted
+        return shard, position + int(self._shifts[shard])
+
+    def _renew(self, shard: int) -> None:
+        """Have a damaged shard made anew."""
+        path, begin = self._paths[shard], self._begins[shard]
+        if self._mend is None:
+            forget_shard(path.parent, shard, len(self._paths))
+            raise InputError(f"{path} is damaged: start again, and it is made anew.")
+        self._mend(shard)
+        self._open()
+        if not self._checked.are_good(begin, begin + self._sizes[shard]):
+            raise _damaged(path)
+
+    def _open(self) -> None:
+        every = zip(self._paths, self._sizes, self._begins[:-1], strict=True)
+        shards = [shard for shard in every if shard[1]]
+        try:
+            self._memory = map_files(shards, self._begins[-1])
+            checksums = [read_checksums(path, size) for path, size, _ in shards]
+        except OSError as error:
+            raise _damaged(error.filename or self._paths[0].parent) from None
+        self._tokens = np.frombuffer(self._memory, self._dtype)
+        joined = np.concatenate([np.empty(0, "<u4"), *checksums])
+        self._checked = CheckedBytes(memoryview(self._memory), joined)
+
+
+def part_path(folder: Path, part: int) -> Path:
+    """The description of a part (parts.py), without which it is made anew."""
+    return folder / f"part-{part:05d}.json"
+
+
+def forget_shard(folder: Path, shard: int, num_shards: int) -> None:
+    """Let the next `prepare` make a shard anew, with the other one of its part."""
+    part_path(folder, shard % max(1, num_shards // 2)).unlink(missing_ok=True)
+    (folder / META_FILE).unlink(missing_ok=True)
 
 
 class TokenDataset:
     """One split of tokenised data, read by samples of any length."""
 
-    def __init__(self, folder: Path, name: SplitName, meta: Meta | None = None) -> None:
-        """Open a split of a folder; as another description than the folder's cuts it, if given."""
+    def __init__(
+        self,
+        folder: Path,
+        name: SplitName,
+        meta: Meta | None = None,
+        mend: Callable[[int], None] | None = None,
+    ) -> None:
+        """Open a split of a folder; as another description than the folder's cuts it, if given.
+
+        Args:
+            mend: makes a shard anew.
+        """
         meta = meta or read_meta(folder)
         total = meta.train_tokens + meta.eval_tokens
         dtype = np.dtype(meta.dtype).newbyteorder("<")
         self.name = name
         self._first = meta.train_tokens if name == "eval" else 0
         self.num_tokens = (meta.train_tokens if name == "train" else total) - self._first
-        self._stream = TokenStream(folder, STREAM, dtype, meta.shard_tokens, total)
+        self._stream = TokenStream(folder, STREAM, dtype, meta.shards, mend)
         self._document_starts = document_starts(folder, meta.num_documents)
 
     def num_samples(self, seq_len: int) -> int:
@@ -300,5 +379,5 @@ def _map(path: Path, size_bytes: int) -> mmap.mmap:
     return mapped
 
 
-def _damaged(path: Path) -> InputError:
+def _damaged(path: object) -> InputError:
     return InputError(f"{path} is missing or damaged: delete its folder and prepare the data anew.")

@@ -171,9 +171,25 @@ def _row_pieces(file: SourceFile, text_field: str) -> Iterator[Piece]:
 
 
 def _rows(file: SourceFile) -> Iterator[Row]:
+    if file.span is not None:
+        yield from _rows_within(file, *file.span)
+        return
     with _opened(file) as (raw, stream):
         for where, values in _RECORDS[file.format](stream, file.path):
             yield Row(where, values, raw.tell())
+
+
+def _rows_within(file: SourceFile, begin: int, end: int) -> Iterator[Row]:
+    with file.open() as raw:
+        if begin:
+            raw.seek(begin - 1)
+            raw.readline()  # that began before
+        at = raw.tell()
+        while at < end and (line := raw.readline()):
+            where = f"{file.path} byte {at}"
+            at += len(line)
+            if not line.isspace():
+                yield Row(where, _object_of_line(line, where), at - begin)
 
 
 def _jsonl_records(stream: IO[bytes], path: object) -> Iterator[Record]:

@@ -81,10 +81,14 @@ class SourceFile:
 
     path: Path | StoredFile
     format: Format
+    span: tuple[int, int] | None = None
+    """Of JSON lines: those that begin in these bytes; None: all."""
 
     @property
     def size_bytes(self) -> int:
         """As it is on disk or in the store."""
+        if self.span is not None:
+            return self.span[1] - self.span[0]
         path = self.path
         return path.size_bytes if isinstance(path, StoredFile) else path.stat().st_size
 
@@ -92,6 +96,11 @@ class SourceFile:
     def compression(self) -> str | None:
         """By which it is compressed as a whole."""
         return COMPRESSIONS.get(PurePosixPath(str(self.path)).suffix.lower())
+
+    @property
+    def can_be_sought(self) -> bool:
+        """Whether reading can surely begin anywhere."""
+        return not str(self.path).startswith(("http://", "https://"))
 
     def open(self) -> IO[bytes]:
         """Open it as it is, for reading."""

@@ -14,10 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from paceline.train.data.dataset import META_FILE
 
 GB = 10**9
 _REMOVED = ".removed"
+_DAY_S = 24 * 3600
 # Folder -> the descriptor that holds its lock, until this process ends.
 _held: dict[Path, int] = {}
 
@@ -86,7 +89,16 @@ def keep_within(cache: Path, most_gb: float) -> list[CachedTokens]:
     """Remove what is too much; return what was removed."""
     for leftover in cache.glob(f"*{_REMOVED}-*"):  # of a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
+    for unfinished in cache.glob("*.partial/"):
+        _remove_old(unfinished)
     return [one for one in too_much(cache, most_gb) if remove(one.folder)]
+
+
+def _remove_old(unfinished: Path) -> None:
+    """Remove what nobody has gone on with for a day."""
+    with suppress(FileNotFoundError, Timeout), FileLock(unfinished.with_suffix(".lock"), timeout=0):
+        if unfinished.stat().st_mtime < time.time() - _DAY_S:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def remove(folder: Path) -> bool:

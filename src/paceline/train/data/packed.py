@@ -64,8 +64,8 @@ class PackedConversations:
         self._end_of_document = meta.end_of_document
         total = meta.train_tokens + meta.eval_tokens
         dtype = np.dtype(meta.dtype).newbyteorder("<")
-        self._tokens = TokenStream(folder, STREAM, dtype, meta.shard_tokens, total)
-        self._answers = TokenStream(folder, ANSWERS, np.dtype("u1"), meta.shard_tokens, total)
+        self._tokens = TokenStream(folder, STREAM, dtype, meta.shards)
+        self._answers = TokenStream(folder, ANSWERS, np.dtype("u1"), meta.shards)
         first, last = (0, meta.train_tokens) if name == "train" else (meta.train_tokens, total)
         self._per_row = meta.texts_per_row
         starts = document_starts(folder, meta.num_documents * self._per_row)

@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 
 from paceline.config.errors import InputError
 from paceline.config.job_sections import Data
-from paceline.train.data.build import Progress, StreamWriter, is_held_out, unigram_entropy
+from paceline.train.data.build import Progress, unigram_entropy
 from paceline.train.data.conversations import ChatForm
 from paceline.train.data.dataset import (
     FORMAT_VERSION,
-    SHARD_TOKENS,
     STREAM,
     TOKENIZER_FILE,
     Meta,
@@ -33,6 +32,8 @@ from paceline.train.data.dataset import (
 )
 from paceline.train.data.files import SourceFile
 from paceline.train.data.order import Ids, sample_ids
+from paceline.train.data.parts import is_held_out
+from paceline.train.data.stream_writer import StreamWriter, shards_of
 from paceline.train.data.tokenizer import make_encoder
 
 _COLUMNS = "columns"
@@ -59,8 +60,8 @@ class Prompts:
         self.name = name
         total = meta.train_tokens + meta.eval_tokens
         dtype = np.dtype(meta.dtype).newbyteorder("<")
-        self._tokens = TokenStream(folder, STREAM, dtype, meta.shard_tokens, total)
-        self._columns = TokenStream(folder, _COLUMNS, _BYTE, meta.shard_tokens, meta.column_bytes)
+        self._tokens = TokenStream(folder, STREAM, dtype, meta.shards)
+        self._columns = TokenStream(folder, _COLUMNS, _BYTE, shards_of(meta.column_bytes))
         starts = document_starts(folder, meta.num_documents)
         first = int(np.searchsorted(starts, meta.train_tokens))
         self._rows = range(first) if name == "train" else range(first, len(starts))
@@ -146,6 +147,7 @@ def build_prompts(
     train_tokens = tokens_of.num_tokens
     for writer, other in zip((tokens_of, columns_of), moved, strict=True):
         writer.absorb(other)
+        writer.finish()
     return Meta(
         format_version=FORMAT_VERSION,
         key=key,
@@ -153,7 +155,7 @@ def build_prompts(
         vocab_size=encoder.vocab_size,
         end_of_document=encoder.end_of_document,
         dtype="uint16" if dtype.itemsize == 2 else "uint32",
-        shard_tokens=SHARD_TOKENS,
+        shards=tokens_of.shards,
         train_tokens=train_tokens,
         eval_tokens=tokens_of.num_tokens - train_tokens,
         num_documents=sum(counts),

@@ -389,6 +389,33 @@ def cache(
 
 
 @app.command()
+def tokens(
+    megatron: Annotated[
+        Path,
+        typer.Option(
+            callback=output("--megatron"),
+            help="Prefix of the .bin and .idx files to write.",
+            show_default=False,
+        ),
+    ],
+    job: JobFile = None,
+    set_: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tokenise what a Job reads, and write it as Megatron reads it.
+
+    Writes PREFIX-train and PREFIX-eval, .bin and .idx each; of a mixture, with
+    the name of each source between. Every document is followed by its end.
+
+    \b
+    paceline tokens job.toml --megatron out/corpus
+    """
+    from paceline.train.data.tokens_command import tokens_command
+
+    tokens_command(_read(job, set_ or []).data, megatron, as_json=as_json)
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="The directory of a run.", show_default=False)],
     folder: Annotated[

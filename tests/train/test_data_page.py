@@ -27,6 +27,15 @@ def folder(tmp_path_factory):
     return folder
 
 
+def test_the_command_for_other_trainers(folder):
+    (line,) = re.findall(r"^paceline tokens .*", PAGE, flags=re.M)
+    done = paceline(*shlex.split(line)[1:], folder=folder)
+    assert done.returncode == 0, done.stderr
+    names = {path.name for path in (folder / "out").glob("*.idx")}
+    parts = ("code-train", "code-eval", "letters-train", "letters-eval", "manual-all")
+    assert names == {f"corpus-{part}.idx" for part in parts}
+
+
 @pytest.mark.parametrize("line", re.findall(r"^paceline train .*", PAGE, flags=re.M))
 def test_commands_train(folder, line):
     done = paceline(*shlex.split(line)[1:], folder=folder)

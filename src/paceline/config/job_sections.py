@@ -47,7 +47,8 @@ class Data(FrozenConfig):
     class, and shards (*.tar)."""
     format: Auto | Format = "auto"
     """"auto" goes by the file's suffix; "arrow" is a Hugging Face dataset directory on disk,
-    "webdataset" tar files, "mds" shards of mosaicml-streaming."""
+    "webdataset" tar files, "mds" shards of mosaicml-streaming, "megatron" an .idx beside its .bin,
+    which holds tokens of `tokenizer`."""
     text_field: str = "text"
     """The column or key that holds a document's text (all formats but "text")."""
     records: Literal["text", "chat", "preferences", "prompts"] = "text"

@@ -7,7 +7,7 @@ from pydantic import Field
 from paceline.config.frozen import MOST, Auto, Count, FrozenConfig
 from paceline.config.urls import SourceNames
 
-Format = Literal["text", "jsonl", "parquet", "arrow", "webdataset", "mds"]
+Format = Literal["text", "jsonl", "parquet", "arrow", "webdataset", "mds", "megatron"]
 Weight = Annotated[float, Field(ge=0, le=MOST)]
 Epochs = Annotated[float, Field(gt=0, le=MOST)]
 

@@ -100,6 +100,11 @@ def training_texts(
     """The sample that a BPE is trained on: each file's beginning, in proportion to its size."""
     sizes = [file.size_bytes for file in files]
     for file, size_bytes in zip(files, sizes, strict=True):
+        if file.format == "megatron":
+            raise InputError(
+                f"{file.path} holds tokens, on which no BPE is trained: set data.tokenizer to the "
+                "tokenizer.json that they were made with."
+            )
         left = num_chars * size_bytes // max(1, sum(sizes))
         for piece in read_pieces(file, text_field):
             yield piece.text[:left]

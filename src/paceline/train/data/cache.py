@@ -263,7 +263,7 @@ def listing_of(files: list[SourceFile]) -> Listing:
         InputError: one can't be read.
     """
     with _readable():
-        return [_entry(file.path) for file in files]
+        return [_entry(path) for file in files for path in file.paths]
 
 
 def _entry(path: Path | StoredFile) -> tuple[str, int, int | str, int]:

@@ -15,17 +15,17 @@ It is not where data is made: that is build.py.
 import mmap
 import resource
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
 from paceline.config.errors import InputError
-from paceline.config.frozen import FrozenConfig
+from paceline.config.frozen import CountOrNone, FrozenConfig
 from paceline.train.data.checksums import BLOCK_BYTES, CheckedBytes, num_blocks, read_checksums
 from paceline.train.data.mapped import map_files
 from paceline.train.data.order import Ids, sample_ids
@@ -53,7 +53,7 @@ class Meta(FrozenConfig):
     end_of_document: int
     """Token that follows each document."""
     dtype: Literal["uint16", "uint32"]
-    shards: tuple[Annotated[int, Field(ge=0)], ...] = Field(strict=False)
+    shards: tuple[CountOrNone, ...] = Field(strict=False)
     """Tokens of each, in reading order; one without any has no file."""
     train_tokens: int
     eval_tokens: int
@@ -329,6 +329,17 @@ class TokenDataset:
             IndexError: a sample id is out of range.
         """
         return self._stream.rows(self._starts(sample_ids, seq_len), seq_len + 1)
+
+    def documents(self) -> Iterator[NDArray[np.int64]]:
+        """The split's documents, each with its end; the first may be the rest of one that the other
+        split begins with."""
+        begin, last = self._first, self._first + self.num_tokens
+        first, stop = np.searchsorted(self._document_starts, (begin + 1, last))
+        for end in [*self._document_starts[first:stop].tolist(), last]:
+            tokens = np.empty(end - begin, np.int64)
+            self._stream.read(begin, tokens)
+            yield tokens
+            begin = end
 
     def counted(self, sample_ids: NDArray[np.int64], seq_len: int) -> None:
         """Which targets the loss counts: all."""

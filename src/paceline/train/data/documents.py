@@ -60,6 +60,8 @@ def read_pieces(file: SourceFile, text_field: str) -> Iterator[Piece]:
         InputError: the file can't be read, is not UTF-8, or has no such key or column.
     """
     with _reading(file):
+        if file.format == "megatron":
+            raise InputError(f"{file.path} holds tokens, and texts are needed here: name others.")
         if file.format == "text":
             yield from _text_pieces(file)
         elif file.format in _BATCHES:
@@ -79,10 +81,10 @@ def read_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
         InputError: the file can't be read, is not UTF-8, or holds text without rows.
     """
     with _reading(file):
-        if file.format == "text":
+        if file.format in ("text", "megatron"):
             raise InputError(
-                f"{file.path} is read as text, which has no rows: give JSON lines, Parquet or "
-                "Arrow, or set data.format."
+                f"{file.path} is read as {file.format}, which has no rows: give JSON lines, "
+                "Parquet or Arrow, or set data.format."
             )
         if file.format not in _BATCHES:
             yield from _rows(file)

@@ -8,7 +8,7 @@ folder means every file below it but the hidden ones, with these exceptions:
 - `datasets.save_to_disk` wrote it: the files that its `state.json` lists.
 - It has a README.md and Parquet, Arrow or JSON lines: a data set of the Hugging Face Hub. Its data
   files are read, of which only those of "train" if names tell splits apart.
-- It has shards of MDS: these alone, without their index.json.
+- It has shards of MDS, or indexes of Megatron's: these alone.
 
 "python-stdlib" is every .py file below the running interpreter's standard library. Left out are
 third-party packages, tests, the `idlelib` and `turtledemo` applications, `lib2to3` (gone since
@@ -50,6 +50,7 @@ _FORMAT_OF_SUFFIX: dict[str, Format] = {
     ".tar": "webdataset",
     ".tgz": "webdataset",
     ".mds": "mds",
+    ".idx": "megatron",
 }
 COMPRESSIONS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 _SPLIT = re.compile(
@@ -89,8 +90,15 @@ class SourceFile:
         """As it is on disk or in the store."""
         if self.span is not None:
             return self.span[1] - self.span[0]
-        path = self.path
+        path = self.paths[-1]
         return path.size_bytes if isinstance(path, StoredFile) else path.stat().st_size
+
+    @property
+    def paths(self) -> "list[Path | StoredFile]":
+        """All that it is read from."""
+        if self.format == "megatron" and isinstance(self.path, Path):
+            return [self.path, self.path.with_suffix(".bin")]
+        return [self.path]
 
     @property
     def compression(self) -> str | None:
@@ -204,8 +212,9 @@ def _data_files(names: Sequence[str]) -> list[str]:
     """Which files of a folder are read, by their paths in it."""
     seen = [n for n in names if not any(part.startswith(".") for part in n.split("/"))]
     formats = {name: _FORMAT_OF_SUFFIX.get(_suffix(name)) for name in seen}
-    if "mds" in formats.values():
-        return [name for name in seen if formats[name] == "mds"]
+    for alone in ("mds", "megatron"):
+        if alone in formats.values():
+            return [name for name in seen if formats[name] == alone]
     is_of_hub = "README.md" in seen and bool({"parquet", "arrow", "jsonl"} & {*formats.values()})
     if not is_of_hub:
         return seen

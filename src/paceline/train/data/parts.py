@@ -38,6 +38,7 @@ from paceline.train.data.dataset import (
 )
 from paceline.train.data.documents import read_pieces
 from paceline.train.data.files import SourceFile
+from paceline.train.data.megatron import read_documents
 from paceline.train.data.tokenizer import Encoder, read_tokenizer
 
 PART_BYTES = 64 * 2**20
@@ -118,6 +119,10 @@ class Build:
     def _pieces(self, part: int, writer: "_PartWriter") -> Iterator["_Piece"]:
         before_bytes, starts, moves = 0, True, False
         for file in self.parts[part]:
+            if file.format == "megatron":
+                yield from self._documents(file, before_bytes, writer)
+                before_bytes += file.size_bytes
+                continue
             for piece in read_pieces(file, self.text_field):
                 if not piece.text:
                     writer.num_empty_documents += 1
@@ -131,6 +136,27 @@ class Build:
                 yield _Piece(piece.text, moves, starts, piece.ends_document, read_bytes)
                 starts = piece.ends_document
             before_bytes += file.size_bytes
+
+    def _documents(
+        self, file: SourceFile, read_bytes: int, writer: "_PartWriter"
+    ) -> Iterator["_Piece"]:
+        """Those of a file of tokens."""
+        if not isinstance(file.path, Path):
+            raise InputError(f"{file.path} is read from a disk only: copy it and its .bin there.")
+        for number, tokens in enumerate(read_documents(file.path)):
+            if len(tokens) and not 0 <= tokens.min() <= tokens.max() < writer.vocab_size:
+                raise InputError(
+                    f"{file.path} document {number} has tokens that data.tokenizer hasn't, which "
+                    f"knows those below {writer.vocab_size}: set it to the tokenizer.json that "
+                    "they were made with."
+                )
+            own = tokens[:-1] if tokens[-1:] == self.end_of_document else tokens
+            if not len(own):
+                writer.num_empty_documents += 1
+                continue
+            writer.num_documents += 1
+            moves = is_held_out(own.tobytes(), self.eval_fraction)
+            yield _Piece("", moves, True, True, read_bytes, own)
 
     def _files_text(self, part: int) -> str:
         return json.dumps([(file.size_bytes, file.format, file.span) for file in self.parts[part]])
@@ -299,6 +325,13 @@ class _Piece:
     starts: bool
     ends: bool
     read_bytes: int
+    tokens: NDArray[np.int64] | None = None
+    """In place of the text."""
+
+    @property
+    def size(self) -> int:
+        """Characters or tokens."""
+        return len(self.text if self.tokens is None else self.tokens)
 
 
 class _PartWriter:
@@ -311,12 +344,18 @@ class _PartWriter:
         self._counts = np.zeros(encoder.vocab_size, np.int64)
         self.num_documents = self.num_empty_documents = self.text_bytes = 0
 
+    @property
+    def vocab_size(self) -> int:
+        """The tokenizer's."""
+        return len(self._counts)
+
     def write(self, pieces: list[_Piece]) -> None:
         """Tokenise and append pieces of documents."""
         end = self._encoder.end_of_document
-        found = self._encoder.encode([piece.text for piece in pieces])
+        encoded = iter(self._encoder.encode([p.text for p in pieces if p.tokens is None]))
+        found = [next(encoded) if p.tokens is None else p.tokens for p in pieces]
         tokens = [np.append(t, end) if p.ends else t for t, p in zip(found, pieces, strict=True)]
-        self._counts += np.bincount(np.concatenate(tokens), minlength=len(self._counts))
+        self._counts += np.bincount(np.concatenate(tokens), minlength=self.vocab_size)
         for shard, moves in zip(self._shards, (False, True), strict=True):
             pairs = zip(tokens, pieces, strict=True)
             shard.append([(t, p.starts) for t, p in pairs if p.is_held_out is moves])
@@ -370,13 +409,13 @@ class _ShardWriter:
 
 def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     batch: list[_Piece] = []
-    num_chars = 0
+    size = 0
     for piece in pieces:
         batch.append(piece)
-        num_chars += len(piece.text)
-        if num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_PIECES:
+        size += piece.size
+        if size >= _BATCH_CHARS or len(batch) >= _BATCH_PIECES:
             yield batch
-            batch, num_chars = [], 0
+            batch, size = [], 0
     if batch:
         yield batch
 

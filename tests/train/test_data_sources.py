@@ -252,7 +252,7 @@ def test_text_never_becomes_the_end_of_a_document(bpe):
 def test_a_bpe_is_trained_on_a_bounded_sample_of_each_file(tmp_path, monkeypatch):
     paths = write(tmp_path / "a.txt", "a" * 300), write(tmp_path / "b.txt", "b" * 100)
     monkeypatch.setattr(documents, "PIECE_CHARS", 50)
-    texts = list(training_texts(find_files(Data(source=paths)), "text", num_chars=100))
+    texts = list(training_texts(find_files(Data(source=paths)), Data(), num_chars=100))
     assert texts == ["a" * 50, "a" * 25, "b" * 25]
 
 

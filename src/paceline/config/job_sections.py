@@ -17,6 +17,7 @@ from paceline.config.mixture import EvalSet, Format, Source, Stage
 from paceline.config.model import Model
 from paceline.config.optim import Optim
 from paceline.config.recommender import Clicks, Dlrm
+from paceline.config.row_filter import FilterText
 from paceline.config.stream import Stream
 from paceline.config.urls import SourceNames, check_tells_no_secret
 from paceline.config.vision import EfficientNet, Images, ResNet
@@ -51,6 +52,9 @@ class Data(FrozenConfig):
     which holds tokens of `tokenizer`."""
     text_field: str = "text"
     """The column or key that holds a document's text (all formats but "text")."""
+    filter: FilterText = None
+    """Which rows are read: an expression over their fields that is true of them, such as
+    `len(text) > 200 and language == "en"` (all formats but "text")."""
     records: Literal["text", "chat", "preferences", "prompts"] = "text"
     """What a row is. "chat": a conversation, `messages`, or `prompt` and `completion`. A sample
     holds whole ones, each with attention of its own; the loss counts the answers alone.

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from paceline.config.frozen import MOST, Auto, Count, FrozenConfig
+from paceline.config.row_filter import FilterText
 from paceline.config.urls import SourceNames
 
 Format = Literal["text", "jsonl", "parquet", "arrow", "webdataset", "mds", "megatron"]
@@ -23,6 +24,8 @@ class EvalSet(FrozenConfig):
     """As `data.format`."""
     text_field: str = "text"
     """As `data.text_field`."""
+    filter: FilterText = None
+    """As `data.filter`."""
 
 
 class Source(EvalSet):

@@ -19,6 +19,8 @@ def mixture_problem(data: Data) -> str | None:
         return _unused(data)
     if data.source != Data().source:
         return f"data.source = {data.source!r} and data.sources each say what is read: keep one."
+    if data.filter is not None:
+        return "data.filter has no effect with data.sources: give it to each of them that needs it."
     weights = [each.weight for each in sources]
     weighted = [weight for weight in weights if weight is not None]
     if weighted and len(weighted) < len(sources):

@@ -259,6 +259,8 @@ _FACT_NAMES = {
     "train_flops_per_token": "Training FLOPs per token",
     "data.train_tokens": "Training tokens in the data",
     "data.eval_tokens": "Held-out tokens",
+    "data.num_documents": "Documents",
+    "data.num_filtered_out": "Documents that the filter left out",
     "data.vocab_size": "Vocabulary",
     "data.unigram_loss": "Loss of a unigram model",
     "started": "Started",

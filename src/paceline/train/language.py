@@ -96,6 +96,8 @@ class LanguageModels(TrainFamily[Model]):
         masking(model, job, data.vocab_size)
         if isinstance(data, PreparedStream):
             return data.data_key
+        for sentence in data.left_out():
+            say(sentence)
         cut = data.for_samples(job.train.seq_len)
         for part in data.packed():
             say(_packing_sentence(part, job.train.seq_len))

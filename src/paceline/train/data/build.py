@@ -68,6 +68,7 @@ def build(data: Data, files: list[SourceFile], folder: Path, key: str, progress:
         folder,
         parts_of(files),
         data.text_field,
+        data.filter,
         data.eval_fraction,
         encoder.end_of_document,
         encoder.is_bytes,
@@ -78,7 +79,8 @@ def build(data: Data, files: list[SourceFile], folder: Path, key: str, progress:
     if len(parts) < len(plan.parts):
         raise InputError(CHANGED)
     if not sum(part.num_documents for part in parts):
-        raise InputError(f"data.source = {data.source!r} holds no text at all: name other files.")
+        cure = "name other files" if data.filter is None else "name other files or another filter"
+        raise InputError(f"data.source = {data.source!r} holds no text at all: {cure}.")
     return _describe(data, key, encoder, plan, parts)
 
 
@@ -87,7 +89,7 @@ def _encoder(data: Data, files: list[SourceFile], folder: Path) -> Encoder:
     path = folder / TOKENIZER_FILE
     if path.is_file() and bpe_size(data.tokenizer):
         return make_encoder(str(path), [])
-    encoder = make_encoder(data.tokenizer, training_texts(files, data.text_field))
+    encoder = make_encoder(data.tokenizer, training_texts(files, data))
     aside = path.with_suffix(".partial")
     encoder.tokenizer.save(str(aside))
     aside.replace(path)
@@ -95,7 +97,7 @@ def _encoder(data: Data, files: list[SourceFile], folder: Path) -> Encoder:
 
 
 def training_texts(
-    files: list[SourceFile], text_field: str, num_chars: int = TRAINING_CHARS
+    files: list[SourceFile], data: Data, num_chars: int = TRAINING_CHARS
 ) -> Iterator[str]:
     """The sample that a BPE is trained on: each file's beginning, in proportion to its size."""
     sizes = [file.size_bytes for file in files]
@@ -106,7 +108,7 @@ def training_texts(
                 "tokenizer.json that they were made with."
             )
         left = num_chars * size_bytes // max(1, sum(sizes))
-        for piece in read_pieces(file, text_field):
+        for piece in read_pieces(file, data.text_field, data.filter):
             yield piece.text[:left]
             left -= len(piece.text)
             if left <= 0:
@@ -144,6 +146,7 @@ def _describe(data: Data, key: str, encoder: Encoder, plan: Build, parts: list[P
         eval_tokens=eval_tokens,
         num_documents=sum(part.num_documents for part in parts),
         num_empty_documents=sum(part.num_empty_documents for part in parts),
+        num_filtered_out=sum(part.num_filtered_out for part in parts),
         text_bytes=sum(part.text_bytes for part in parts),
         tokens_sha256=hashlib.sha256(written.encode()).hexdigest(),
         unigram_entropy=unigram_entropy(counts - eval_counts),

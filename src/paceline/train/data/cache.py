@@ -221,6 +221,8 @@ def _key(data: Data, files: list[SourceFile], contents: str) -> str:
     formats = [file.format for file in files]
     text_field = data.text_field if set(formats) != {"text"} else None
     parts = [FORMAT_VERSION, contents, formats, text_field, tokenizer_identity(data.tokenizer)]
+    if data.filter is not None:
+        parts += ["filter", data.filter]
     if data.has_answers:
         form = ChatForm.of(data)
         parts += [data.records, form.source, form.settings, *data.columns]

@@ -40,6 +40,8 @@ from paceline.train.data.tokenizer import TRAINING_CHARS, bpe_size, make_encoder
 
 HELD_OUT = "held_out"
 """The name of what an only source holds out."""
+_LEFT_OUT = {"num_filtered_out": "left out by the filter"}
+"""Counts of documents in a `Meta`, and what became of these."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,9 @@ class Corpus:
         if not self.data.sources:
             return {**told, **facts[0]}
         sums = {
-            name: sum(each[name] for each in facts)
-            for name in ("train_tokens", "eval_tokens", "num_documents")
+            name: sum(each.get(name, 0) for each in facts)
+            for name in ("train_tokens", "eval_tokens", "num_documents", *_LEFT_OUT)
+            if any(name in each for each in facts)
         }
         return {**told, **sums, "sources": dict(zip(self.sources, facts, strict=True))}
 
@@ -151,6 +154,15 @@ class Corpus:
             before, after = part.meta.eval_tokens, cut.sources[name].meta.eval_tokens
             if after > before:
                 yield ("this data" if name == HELD_OUT else name), before, after
+
+    def left_out(self) -> Iterator[str]:
+        """A sentence for each source and set of which documents were left out."""
+        for name, part in {**self.sources, **self.eval_sets}.items():
+            gone = {why: n for key, why in _LEFT_OUT.items() if (n := getattr(part.meta, key))}
+            if gone:
+                of = "this data" if name == HELD_OUT else name
+                told = ", ".join(f"{count:,} {why}" for why, count in gone.items())
+                yield f"{part.meta.num_documents:,} documents of {of} are kept, {told}"
 
     def _sizes(self, seq_len: int) -> list[int]:
         return [part.num_samples(seq_len) for part in self.sources.values()]
@@ -194,7 +206,7 @@ def _prepared(data: Data, part: EvalSet, tokenizer: str, progress: Progress | No
 
 def _alone(data: Data, part: EvalSet) -> Data:
     """The settings of a part of the corpus as if there were no other."""
-    own = {"source": part.source, "format": part.format, "text_field": part.text_field}
+    own = {name: getattr(part, name) for name in ("source", "format", "text_field", "filter")}
     return data.replace(**own, sources=(), stages=(), eval_sets=(), temperature=1.0)
 
 
@@ -207,15 +219,16 @@ def _shared_tokenizer(data: Data) -> Path:
         with _naming(source.name):
             files.append(find_files(part))
             formats = [file.format for file in files[-1]]
-            contents.append([contents_hash(listing_of(files[-1]), cache), formats, part.text_field])
-    told = json.dumps([data.tokenizer, contents])
-    path = cache / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}-tokenizer.json"
+            told = [contents_hash(listing_of(files[-1]), cache), formats, part.text_field]
+            contents.append(told if part.filter is None else [*told, part.filter])
+    key = hashlib.sha256(json.dumps([data.tokenizer, contents]).encode()).hexdigest()[:32]
+    path = cache / f"{key}-tokenizer.json"
     with FileLock(path.with_suffix(".lock")):
         if path.is_file():
             return path
         sizes = [sum(file.size_bytes for file in each) for each in files]
         texts = chain.from_iterable(
-            training_texts(each, part.text_field, TRAINING_CHARS * size // max(1, sum(sizes)))
+            training_texts(each, part, TRAINING_CHARS * size // max(1, sum(sizes)))
             for each, part, size in zip(files, parts, sizes, strict=True)
         )
         aside = path.with_suffix(".partial")
@@ -237,4 +250,5 @@ def _facts(part: PreparedData) -> dict[str, Any]:
     names = ["train_tokens", "eval_tokens", "num_documents", "tokens_sha256"]
     if part.meta.texts_per_row == 1 and part.meta.column_bytes is None:  # else losses are others
         names.append("unigram_loss")
+    names += [name for name in _LEFT_OUT if getattr(part.meta, name)]
     return {name: getattr(part.meta, name) for name in names}

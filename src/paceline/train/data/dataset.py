@@ -60,6 +60,8 @@ class Meta(FrozenConfig):
     num_documents: int
     num_empty_documents: int
     """Documents without text, which were dropped."""
+    num_filtered_out: int = 0
+    """Documents that `data.filter` left out."""
     text_bytes: int
     """UTF-8 bytes of all documents."""
     tokens_sha256: str

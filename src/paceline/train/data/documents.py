@@ -6,7 +6,8 @@ pieces are tokenised one by one, so no token reaches over a cut. Empty documents
 empty piece: the caller counts and drops them. All but Parquet and Arrow may be compressed as a
 whole, by gzip (".gz") or zstd (".zst", ".zstd", read by pyarrow).
 
-It is not a cleaner: no text is normalised, filtered or deduplicated. A byte-order mark is dropped.
+It is not a cleaner: no text is normalised. Rows that a filter leaves out are yielded as pieces that
+aren't kept, for the caller to count. A byte-order mark is dropped.
 """
 
 import gzip
@@ -20,6 +21,7 @@ from types import ModuleType
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 from paceline.config.errors import InputError
+from paceline.config.row_filter import RowFilter, row_filter
 from paceline.observe.stored import trouble_text
 from paceline.train.data.files import SourceFile
 from paceline.train.data.record_files import Record, mds_records, webdataset_records
@@ -37,6 +39,8 @@ class Piece:
     ends_document: bool
     read_bytes: int
     """Bytes of the file on disk that were read so far (columnar files: in proportion to rows)."""
+    is_kept: bool = True
+    """False: the filter leaves this document out."""
 
 
 class Row(NamedTuple):
@@ -50,24 +54,31 @@ class Row(NamedTuple):
     """As of a `Piece`."""
 
 
-def read_pieces(file: SourceFile, text_field: str) -> Iterator[Piece]:
+def read_pieces(file: SourceFile, text_field: str, filtered: str | None = None) -> Iterator[Piece]:
     """Yield the documents of a file, in pieces.
 
     Args:
         text_field: key (JSON lines) or column (Parquet, Arrow) of a document's text.
+        filtered: `data.filter`.
 
     Raises:
-        InputError: the file can't be read, is not UTF-8, or has no such key or column.
+        InputError: the file can't be read, is not UTF-8, or has no such key or column; or the
+            filter can't be applied to it.
     """
+    keep = row_filter(filtered) if filtered is not None else None
     with _reading(file):
         if file.format == "megatron":
             raise InputError(f"{file.path} holds tokens, and texts are needed here: name others.")
-        if file.format == "text":
+        if file.format != "text":
+            pieces = _column_pieces if file.format in _BATCHES else _row_pieces
+            yield from pieces(file, text_field, keep)
+        elif keep is None:
             yield from _text_pieces(file)
-        elif file.format in _BATCHES:
-            yield from _column_pieces(file, text_field)
         else:
-            yield from _row_pieces(file, text_field)
+            raise InputError(
+                f"{file.path} is read as text, which has no rows for data.filter to choose among: "
+                "leave it out, or set data.format."
+            )
 
 
 def read_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
@@ -163,13 +174,22 @@ def _cut_at_lines(stream: io.TextIOWrapper) -> Iterator[str]:
         yield rest
 
 
-def _row_pieces(file: SourceFile, text_field: str) -> Iterator[Piece]:
+def _keeps(keep: RowFilter | None, row: dict[str, Any], where: str) -> bool:
+    try:
+        return keep is None or keep.keeps(row)
+    except ValueError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _row_pieces(file: SourceFile, text_field: str, keep: RowFilter | None) -> Iterator[Piece]:
     for where, row, read_bytes in _rows(file):
         if text_field not in row:
             raise InputError(
                 f'{where} has no key "{text_field}" but {_quoted(list(row))}: set data.text_field.'
             )
-        yield Piece(_checked(row[text_field], text_field, where), True, read_bytes)
+        is_kept = _keeps(keep, row, where)
+        text = _checked(row[text_field], text_field, where) if is_kept else ""
+        yield Piece(text, True, read_bytes, is_kept)
 
 
 def _rows(file: SourceFile) -> Iterator[Row]:
@@ -228,13 +248,16 @@ def _checked(text: Any, text_field: str, where: str) -> str:
     return text
 
 
-def _column_pieces(file: SourceFile, text_field: str) -> Iterator[Piece]:
+def _column_pieces(file: SourceFile, text_field: str, keep: RowFilter | None) -> Iterator[Piece]:
     size_bytes, row = file.size_bytes, 0
+    names = list(dict.fromkeys([text_field, *(keep.fields if keep is not None else ())]))
     with _reading_columns(file):
-        for batch, share in _BATCHES[file.format](file, [text_field], text_field):
-            for text in batch.column(text_field).to_pylist():
+        for batch, share in _BATCHES[file.format](file, names, text_field):
+            for values in batch.to_pylist():
                 where = f"{file.path} row {row}"
-                yield Piece(_checked(text, text_field, where), True, int(share * size_bytes))
+                is_kept = _keeps(keep, values, where)
+                text = _checked(values[text_field], text_field, where) if is_kept else ""
+                yield Piece(text, True, int(share * size_bytes), is_kept)
                 row += 1
 
 

@@ -59,6 +59,7 @@ class PartMeta(FrozenConfig):
     """Of these tokens as they are written."""
     num_documents: int
     num_empty_documents: int
+    num_filtered_out: int
     text_bytes: int
 
 
@@ -69,6 +70,7 @@ class Build:
     folder: Path
     parts: tuple[tuple[SourceFile, ...], ...]
     text_field: str
+    filter: str | None
     eval_fraction: float
     end_of_document: int
     is_bytes: bool
@@ -120,10 +122,18 @@ class Build:
         before_bytes, starts, moves = 0, True, False
         for file in self.parts[part]:
             if file.format == "megatron":
+                if self.filter is not None:
+                    raise InputError(
+                        f"{file.path} holds tokens, which have no fields for data.filter: leave it "
+                        "out."
+                    )
                 yield from self._documents(file, before_bytes, writer)
                 before_bytes += file.size_bytes
                 continue
-            for piece in read_pieces(file, self.text_field):
+            for piece in read_pieces(file, self.text_field, self.filter):
+                if not piece.is_kept:
+                    writer.num_filtered_out += 1
+                    continue
                 if not piece.text:
                     writer.num_empty_documents += 1
                     continue
@@ -342,7 +352,8 @@ class _PartWriter:
         dtype = token_dtype(encoder.vocab_size)
         self._shards = [_ShardWriter(path, dtype) for path in build.shards(part)]
         self._counts = np.zeros(encoder.vocab_size, np.int64)
-        self.num_documents = self.num_empty_documents = self.text_bytes = 0
+        self.num_documents = self.num_empty_documents = self.num_filtered_out = 0
+        self.text_bytes = 0
 
     @property
     def vocab_size(self) -> int:
@@ -371,6 +382,7 @@ class _PartWriter:
             sha256=tuple(shard.hasher.hexdigest() for shard in self._shards),
             num_documents=self.num_documents,
             num_empty_documents=self.num_empty_documents,
+            num_filtered_out=self.num_filtered_out,
             text_bytes=self.text_bytes,
         )
         write_atomic(part_path(self._folder, self._part), meta.model_dump_json())

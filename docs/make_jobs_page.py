@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from paceline.config.comm import Comm, DpComm, EmbeddingComm, EpComm, FsdpComm, LocalUpdates, PpComm
+from paceline.config.dedup import Dedup
 from paceline.config.elastic import Elastic
 from paceline.config.hardware import ClusterSpec
 from paceline.config.heads import Heads
@@ -54,6 +55,7 @@ SECTIONS = {
     "data.stages": Stage,
     "data.eval_sets": EvalSet,
     "data.stream": Stream,
+    "data.dedup": Dedup,
     "data.clicks": Clicks,
     "data.images": Images,
     "optim": Optim,

@@ -1,7 +1,9 @@
 """Which documents of a source are kept (one process, small files)."""
 
 import json
+import sys
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -9,7 +11,8 @@ from tokenizers import Tokenizer
 
 from paceline.config.errors import InputError
 from paceline.config.job_sections import Data
-from paceline.train.data import prepare, prepare_corpus
+from paceline.train.data import parts, prepare, prepare_corpus
+from paceline.train.data.duplicates import duplicates_of
 from tests.train.test_data_prepare import all_tokens, documents_of
 
 ROWS = [
@@ -89,3 +92,88 @@ def test_a_filter_that_does_not_fit_the_rows_is_one_sentence(tmp_path):
     columns = source_of(tmp_path, ROWS, "parquet")
     with pytest.raises(InputError, match=r'rows\.parquet row 0: there is no "lang" for the filter'):
         prepare(columns.replace(filter="lang == 'en'"))
+
+
+# --- duplicates
+
+
+def test_of_equal_documents_the_first_is_kept(tmp_path):
+    texts = ["One  two", "b", "one two\n", "b", "c", "ﬁve", "five", "one three", "c "]
+    data = source_of(tmp_path, [{"text": text} for text in texts])
+    data = data.replace(dedup={"method": "exact"})
+    prepared = prepare(data)
+    assert sorted(documents_of(all_tokens(prepared))) == ["One  two", "b", "c", "one three", "ﬁve"]
+    assert (prepared.meta.num_documents, prepared.meta.num_duplicates) == (5, 4)
+    assert prepare_corpus(data).facts()["num_duplicates"] == 4
+    assert prepare(data.replace(dedup={})).meta.key != prepared.meta.key
+
+
+def words(random, count):
+    return [f"w{number}" for number in random.integers(0, 10**6, count)]
+
+
+def near_rows():
+    """Documents of 100 words, some of which share all but their last: similarity known."""
+    random, rows, is_near = np.random.default_rng(0), [], []
+    for _ in range(20):
+        base = words(random, 104)
+        for shared in (104, 103, 52):  # of 100 stretches: all, 99 (0.98), 48 (0.32)
+            rows.append({"text": " ".join(base[:shared] + words(random, 104 - shared))})
+            is_near.append(shared == 103)
+    return rows, is_near
+
+
+def test_near_duplicates_are_left_out_and_half_alike_ones_kept(tmp_path):
+    rows, is_near = near_rows()
+    data = source_of(tmp_path, rows).replace(dedup={"method": "near", "threshold": 0.7})
+    prepared = prepare(data)
+    kept = [row["text"] for row, gone in zip(rows, is_near, strict=True) if not gone]
+    assert sorted(documents_of(all_tokens(prepared))) == sorted(kept)
+    assert prepared.meta.num_duplicates == 20
+    low = data.replace(dedup={"method": "near", "threshold": 0.1, "permutations": 256})
+    assert prepare(low).meta.num_duplicates == 40
+
+
+def test_short_documents_are_near_only_where_they_are_equal(tmp_path):
+    data = source_of(tmp_path, [{"text": text} for text in ("a b", "A  b", "a c", "a b c", "a")])
+    assert prepare(data.replace(dedup={"method": "near"})).meta.num_documents == 4
+
+
+@pytest.mark.parametrize("method", ["exact", "near"])
+def test_duplicates_do_not_depend_on_processes_or_parts(tmp_path, monkeypatch, method):
+    rows, _ = near_rows()
+    data = source_of(tmp_path, rows + rows[::2]).replace(
+        filter="len(text) > 3", dedup={"method": method}
+    )
+    whole = prepare(data)
+    monkeypatch.setattr(parts, "PART_BYTES", 3000)
+    for cores in (1, 2):
+        monkeypatch.setattr("paceline.train.data.build.num_cores", lambda: cores)  # noqa: B023
+        cut = prepare(data.replace(cache_dir=str(tmp_path / f"{cores}")))
+        assert len(cut.meta.shards) > 10
+        assert np.array_equal(all_tokens(cut), all_tokens(whole))
+        assert cut.meta.num_duplicates == whole.meta.num_duplicates >= 30
+
+
+def test_long_texts_of_several_pieces_are_compared_whole(tmp_path):
+    lines = [f"{n} " * 40 + "\n" for n in range(9000)]
+    for name, text in {"a": lines, "b": [*lines[:-1], "end\n"], "c": lines}.items():
+        (tmp_path / f"{name}.txt").write_text("".join(text))
+    assert sum(map(len, lines)) > 2**20
+    data = Data(source=str(tmp_path / "*.txt"), tokenizer="bytes", cache_dir=str(tmp_path / "c"))
+    exact = prepare(data.replace(dedup={"method": "exact"})).meta
+    near = prepare(data.replace(dedup={"method": "near"})).meta
+    assert [(m.num_documents, m.num_duplicates) for m in (exact, near)] == [(2, 1), (1, 2)]
+
+
+def test_a_damaged_list_of_duplicates_is_one_sentence(tmp_path):
+    (tmp_path / "duplicates.npz").write_bytes(b"PK\x03\x04 no zip")
+    with pytest.raises(InputError, match=r"duplicates\.npz is damaged"):
+        duplicates_of(tmp_path, 0)
+
+
+def test_near_without_its_library_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasketch", None)
+    data = source_of(tmp_path, ROWS).replace(dedup={"method": "near"})
+    with pytest.raises(InputError, match=r'pip install "paceline\[dedup\]"'):
+        prepare(data)

@@ -245,8 +245,8 @@ def _conversations(job: Sections) -> str | None:
             f"{records} is of one data.source, and there are data.sources or "
             "data.eval_sets: leave these out."
         )
-    if data.filter is not None:
-        return f"data.filter chooses among texts, and {records}: leave one of them out."
+    if (chosen := data.chosen_by) is not None:
+        return f"{chosen} chooses among texts, and {records}: leave one of them out."
     if data.text_field != Data().text_field:
         return (
             f"data.text_field = {data.text_field!r} has no effect with {records}, whose columns "
@@ -369,8 +369,8 @@ def _streams(job: Sections) -> str | None:
             f"data.{'sources' if data.sources else 'eval_sets'} can't be mixed with data.stream, "
             "whose held-out text data.source names: leave one of them out."
         )
-    if data.filter is not None:
-        return "data.filter has no effect on a stream, which is read whole: leave it out."
+    if (chosen := data.chosen_by) is not None:
+        return f"{chosen} has no effect on a stream, which is read whole: leave it out."
     if job.train.epochs is not None:
         return (
             f"train.epochs = {job.train.epochs} counts passes over the data, and a stream has no "

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from paceline.config.comm import Comm
+from paceline.config.dedup import Dedup
 from paceline.config.elastic import Elastic
 from paceline.config.family import ModelFamily
 from paceline.config.finetune import Finetune
@@ -55,6 +56,7 @@ class Data(FrozenConfig):
     filter: FilterText = None
     """Which rows are read: an expression over their fields that is true of them, such as
     `len(text) > 200 and language == "en"` (all formats but "text")."""
+    dedup: Dedup = Dedup()
     records: Literal["text", "chat", "preferences", "prompts"] = "text"
     """What a row is. "chat": a conversation, `messages`, or `prompt` and `completion`. A sample
     holds whole ones, each with attention of its own; the loss counts the answers alone.
@@ -100,6 +102,13 @@ class Data(FrozenConfig):
     def starts_anew(self) -> bool:
         """Whether attention and positions do so at every document."""
         return self.reset_at_documents or self.has_answers
+
+    @property
+    def chosen_by(self) -> str | None:
+        """The setting by which some documents of the one source are left out."""
+        if self.filter is not None:
+            return "data.filter"
+        return None if self.dedup == Dedup() else "data.dedup"
 
     @property
     def has_answers(self) -> bool:

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from paceline.config.dedup import Dedup
 from paceline.config.frozen import MOST, Auto, Count, FrozenConfig
 from paceline.config.row_filter import FilterText
 from paceline.config.urls import SourceNames
@@ -26,6 +27,8 @@ class EvalSet(FrozenConfig):
     """As `data.text_field`."""
     filter: FilterText = None
     """As `data.filter`."""
+    dedup: Dedup = Dedup()
+    """As `data.dedup`, within this source."""
 
 
 class Source(EvalSet):

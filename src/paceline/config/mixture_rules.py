@@ -15,12 +15,21 @@ def mixture_problem(data: Data) -> str | None:
             return f'data.sources and data.eval_sets have two named "{name}": rename one.'
     if _RESERVED in names:
         return f'the name "{_RESERVED}" is that of what data.source holds out: give another.'
+    for each in (*sources, *data.eval_sets):
+        if each.dedup.problem is not None:
+            return f"{each.name}: {each.dedup.problem}"
+    if data.dedup.problem is not None:
+        return f"data.{data.dedup.problem}"
     if not sources:
         return _unused(data)
     if data.source != Data().source:
         return f"data.source = {data.source!r} and data.sources each say what is read: keep one."
-    if data.filter is not None:
-        return "data.filter has no effect with data.sources: give it to each of them that needs it."
+    for name in ("filter", "dedup"):
+        if getattr(data, name) != getattr(Data(), name):
+            return (
+                f"data.{name} has no effect with data.sources: give it to each of them that needs "
+                "it."
+            )
     weights = [each.weight for each in sources]
     weighted = [weight for weight in weights if weight is not None]
     if weighted and len(weighted) < len(sources):

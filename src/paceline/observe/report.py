@@ -261,6 +261,7 @@ _FACT_NAMES = {
     "data.eval_tokens": "Held-out tokens",
     "data.num_documents": "Documents",
     "data.num_filtered_out": "Documents that the filter left out",
+    "data.num_duplicates": "Documents left out as duplicates",
     "data.vocab_size": "Vocabulary",
     "data.unigram_loss": "Loss of a unigram model",
     "started": "Started",

@@ -17,6 +17,7 @@ It is not the cache: cache.py decides whether and where this happens.
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ from paceline.train.data.dataset import (
     token_dtype,
 )
 from paceline.train.data.documents import read_pieces
+from paceline.train.data.duplicates import find_duplicates
 from paceline.train.data.files import SourceFile
 from paceline.train.data.parts import Build, PartMeta, make_parts, parts_of, starts_path
 from paceline.train.data.tokenizer import TRAINING_CHARS, Encoder, bpe_size, make_encoder
@@ -53,7 +55,8 @@ def build(data: Data, files: list[SourceFile], folder: Path, key: str, progress:
         files: what to read, in order.
         folder: an empty one, or what is left of an interrupted build of the same.
         key: goes into the description as it is.
-        progress: called with the bytes read so far and those of all files, on disk.
+        progress: called with the bytes read so far and those of all files, on disk; both twice
+            where duplicates are looked for first.
 
     Returns:
         the description of the folder, not written yet.
@@ -62,7 +65,9 @@ def build(data: Data, files: list[SourceFile], folder: Path, key: str, progress:
         InputError: one sentence, where a file or the tokenizer can't be used.
     """
     total_bytes = sum(file.size_bytes for file in files)
-    progress(0, total_bytes)
+    has_pass = data.dedup.method != "none"  # in which duplicates are looked for
+    before, after = (total_bytes, 2 * total_bytes) if has_pass else (0, total_bytes)
+    progress(0, after)
     encoder = _encoder(data, files, folder)
     plan = Build(
         folder,
@@ -73,8 +78,11 @@ def build(data: Data, files: list[SourceFile], folder: Path, key: str, progress:
         encoder.end_of_document,
         encoder.is_bytes,
     )
-    make_parts(plan, num_cores(), lambda read: progress(read, total_bytes))
-    progress(total_bytes, total_bytes)
+    if has_pass:
+        found = partial(find_duplicates, data.dedup, plan.parts, data.text_field, data.filter)
+        found(folder, lambda read: progress(read, after))
+    make_parts(plan, num_cores(), lambda read: progress(before + read, after))
+    progress(after, after)
     parts = [made for part in range(len(plan.parts)) if (made := plan.made(part)) is not None]
     if len(parts) < len(plan.parts):
         raise InputError(CHANGED)
@@ -147,6 +155,7 @@ def _describe(data: Data, key: str, encoder: Encoder, plan: Build, parts: list[P
         num_documents=sum(part.num_documents for part in parts),
         num_empty_documents=sum(part.num_empty_documents for part in parts),
         num_filtered_out=sum(part.num_filtered_out for part in parts),
+        num_duplicates=sum(part.num_duplicates for part in parts),
         text_bytes=sum(part.text_bytes for part in parts),
         tokens_sha256=hashlib.sha256(written.encode()).hexdigest(),
         unigram_entropy=unigram_entropy(counts - eval_counts),

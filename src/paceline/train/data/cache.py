@@ -223,6 +223,8 @@ def _key(data: Data, files: list[SourceFile], contents: str) -> str:
     parts = [FORMAT_VERSION, contents, formats, text_field, tokenizer_identity(data.tokenizer)]
     if data.filter is not None:
         parts += ["filter", data.filter]
+    if data.dedup.method != "none":
+        parts += ["dedup", data.dedup.model_dump()]
     if data.has_answers:
         form = ChatForm.of(data)
         parts += [data.records, form.source, form.settings, *data.columns]

@@ -40,7 +40,10 @@ from paceline.train.data.tokenizer import TRAINING_CHARS, bpe_size, make_encoder
 
 HELD_OUT = "held_out"
 """The name of what an only source holds out."""
-_LEFT_OUT = {"num_filtered_out": "left out by the filter"}
+_LEFT_OUT = {
+    "num_filtered_out": "left out by the filter",
+    "num_duplicates": "left out as duplicates",
+}
 """Counts of documents in a `Meta`, and what became of these."""
 
 
@@ -206,7 +209,8 @@ def _prepared(data: Data, part: EvalSet, tokenizer: str, progress: Progress | No
 
 def _alone(data: Data, part: EvalSet) -> Data:
     """The settings of a part of the corpus as if there were no other."""
-    own = {name: getattr(part, name) for name in ("source", "format", "text_field", "filter")}
+    names = ("source", "format", "text_field", "filter", "dedup")
+    own = {name: getattr(part, name) for name in names}
     return data.replace(**own, sources=(), stages=(), eval_sets=(), temperature=1.0)
 
 

@@ -62,6 +62,8 @@ class Meta(FrozenConfig):
     """Documents without text, which were dropped."""
     num_filtered_out: int = 0
     """Documents that `data.filter` left out."""
+    num_duplicates: int = 0
+    """Of those that are left, what `data.dedup` left out."""
     text_bytes: int
     """UTF-8 bytes of all documents."""
     tokens_sha256: str

@@ -37,6 +37,7 @@ from paceline.train.data.dataset import (
     token_dtype,
 )
 from paceline.train.data.documents import read_pieces
+from paceline.train.data.duplicates import duplicates_of
 from paceline.train.data.files import SourceFile
 from paceline.train.data.megatron import read_documents
 from paceline.train.data.tokenizer import Encoder, read_tokenizer
@@ -60,6 +61,7 @@ class PartMeta(FrozenConfig):
     num_documents: int
     num_empty_documents: int
     num_filtered_out: int
+    num_duplicates: int
     text_bytes: int
 
 
@@ -119,7 +121,8 @@ class Build:
         writer.finish(self._files_text(part))
 
     def _pieces(self, part: int, writer: "_PartWriter") -> Iterator["_Piece"]:
-        before_bytes, starts, moves = 0, True, False
+        before_bytes, starts, moves, is_duplicate = 0, True, False, False
+        duplicates = duplicates_of(self.folder, part)
         for file in self.parts[part]:
             if file.format == "megatron":
                 if self.filter is not None:
@@ -136,6 +139,12 @@ class Build:
                     continue
                 if not piece.text:
                     writer.num_empty_documents += 1
+                    continue
+                if starts:
+                    is_duplicate = next(duplicates)
+                    writer.num_duplicates += is_duplicate
+                if is_duplicate:
+                    starts = piece.ends_document
                     continue
                 encoded = piece.text.encode()
                 writer.text_bytes += len(encoded)
@@ -352,8 +361,8 @@ class _PartWriter:
         dtype = token_dtype(encoder.vocab_size)
         self._shards = [_ShardWriter(path, dtype) for path in build.shards(part)]
         self._counts = np.zeros(encoder.vocab_size, np.int64)
-        self.num_documents = self.num_empty_documents = self.num_filtered_out = 0
-        self.text_bytes = 0
+        self.num_documents = self.num_empty_documents = self.text_bytes = 0
+        self.num_filtered_out = self.num_duplicates = 0
 
     @property
     def vocab_size(self) -> int:
@@ -383,6 +392,7 @@ class _PartWriter:
             num_documents=self.num_documents,
             num_empty_documents=self.num_empty_documents,
             num_filtered_out=self.num_filtered_out,
+            num_duplicates=self.num_duplicates,
             text_bytes=self.text_bytes,
         )
         write_atomic(part_path(self._folder, self._part), meta.model_dump_json())

@@ -165,6 +165,8 @@ def test_it_is_a_source_of_a_mixture(tmp_path):
     [
         ({"tokenizer": "bpe:300"}, "holds tokens, on which no BPE is trained"),
         ({"records": "chat"}, "is read as megatron, which has no rows"),
+        ({"filter": "len(text) > 3"}, r"have no fields for data\.filter"),
+        ({"dedup": {"method": "exact"}}, "holds tokens, and texts are needed here"),
         ({}, "document 1 has tokens that data.tokenizer hasn't, which knows those below 257"),
     ],
 )

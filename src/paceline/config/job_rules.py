@@ -224,9 +224,32 @@ def _images(job: Sections) -> str | None:
     return None
 
 
+def _packing(job: Sections) -> str | None:
+    """What can't be had with documents that are packed whole."""
+    data, experts = job.data, job.model.mixture
+    odd = {
+        f'data.records = "{data.records}" (packed in its own way)': data.has_answers,
+        "data.stream (read as it comes)": data.stream.is_on,
+        "data.reset_at_documents = true (which it does anyway)": data.reset_at_documents,
+        "model.causal = false (which guesses tokens anywhere)": job.model.sees_later_tokens,
+        "train.exact_eval = true (which counts every token)": job.train.exact_eval,
+        "model.experts.balance_loss (to which all samples count alike)": experts is not None
+        and experts.balance_loss > 0,
+        f'model.family = "{job.model.family}" (no decoder)': not job.model.knows_layers,
+    }
+    for name, is_set in odd.items():
+        if is_set:
+            return (
+                f'data.packing = "{data.packing}" can\'t be had with {name}: leave one of both out.'
+            )
+    return None
+
+
 def _conversations(job: Sections) -> str | None:
     """What can't be had with conversations, or without them."""
     data, experts = job.data, job.model.mixture
+    if data.packing != "concatenate" and (problem := _packing(job)) is not None:
+        return problem
     if data.records == "text":
         if data.chat_template is not None:
             return (

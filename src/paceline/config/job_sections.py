@@ -55,7 +55,7 @@ class Data(FrozenConfig):
     """The column or key that holds a document's text (all formats but "text")."""
     filter: FilterText = None
     """Which rows are read: an expression over their fields that is true of them, such as
-    `len(text) > 200 and language == "en"` (all formats but "text")."""
+    `len(text) > 200 and language == "en"` (rows only: not "text", not "megatron")."""
     dedup: Dedup = Dedup()
     records: Literal["text", "chat", "preferences", "prompts"] = "text"
     """What a row is. "chat": a conversation, `messages`, or `prompt` and `completion`. A sample
@@ -74,6 +74,10 @@ class Data(FrozenConfig):
     the images."""
     reset_at_documents: bool = False
     """Start attention and positions anew at every document inside a packed sequence."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """How documents become samples. "concatenate": one after another, cut where a sample ends.
+    "best_fit": whole, but for those that are longer than a sample, each with attention and
+    positions of its own; what is left of a sample is padding, which the loss doesn't count."""
     mask_share: float | None = Field(None, gt=0, lt=1)
     """With model.causal = false: part of the tokens that are to be guessed, 0.15 by default. Of
     these 80 % are masked, 10 % become any token, and 10 % stay."""
@@ -101,7 +105,12 @@ class Data(FrozenConfig):
     @property
     def starts_anew(self) -> bool:
         """Whether attention and positions do so at every document."""
-        return self.reset_at_documents or self.has_answers
+        return self.reset_at_documents or self.counts_some
+
+    @property
+    def counts_some(self) -> bool:
+        """Whether the loss counts some tokens of a sample and others not."""
+        return self.has_answers or self.packing == "best_fit"
 
     @property
     def chosen_by(self) -> str | None:

@@ -260,6 +260,8 @@ _FACT_NAMES = {
     "data.train_tokens": "Training tokens in the data",
     "data.eval_tokens": "Held-out tokens",
     "data.num_documents": "Documents",
+    "data.padding_share": "Share of padding in samples",
+    "data.num_cut": "Texts that are longer than a sample",
     "data.num_filtered_out": "Documents that the filter left out",
     "data.num_duplicates": "Documents left out as duplicates",
     "data.vocab_size": "Vocabulary",

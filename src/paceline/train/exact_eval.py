@@ -13,6 +13,7 @@ from paceline.config.layout import Layout
 from paceline.config.serving import Serving
 from paceline.generate.engine import Engine
 from paceline.generate.score import Given
+from paceline.kernels.loss import IGNORED
 from paceline.models.decoder import Decoder
 from paceline.train.data import MicroBatch
 
@@ -62,7 +63,8 @@ class ExactLoss:
 
 
 def texts_of(batch: MicroBatch) -> list[Given]:
-    """The texts of a micro-batch: each sample, cut where documents begin if these are apart."""
+    """The texts of a micro-batch: each sample, cut where documents begin if these are apart, up to
+    the last token that counts."""
     texts = []
     documents = batch.document_ids
     for row, (tokens, targets) in enumerate(zip(batch.tokens, batch.targets, strict=True)):
@@ -70,5 +72,7 @@ def texts_of(batch: MicroBatch) -> list[Given]:
         if documents is not None:
             sizes = documents[row].unique_consecutive(return_counts=True)[1].tolist()
         parts = zip(tokens.split(sizes), targets.split(sizes), strict=True)
-        texts += [Given(own.tolist(), following.tolist()) for own, following in parts]
+        for own, following in parts:
+            if counted := int((following != IGNORED).sum()):
+                texts.append(Given(own[:counted].tolist(), following[:counted].tolist()))
     return texts

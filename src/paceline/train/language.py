@@ -101,6 +101,11 @@ class LanguageModels(TrainFamily[Model]):
         cut = data.for_samples(job.train.seq_len)
         for part in data.packed():
             say(_packing_sentence(part, job.train.seq_len))
+        if packing := cut.packing_facts(job.train.seq_len):
+            say(
+                f"{packing['padding_share']:.1%} of the tokens of samples are padding; "
+                f"{packing['num_cut']:,} documents are longer than one, and cut"
+            )
         for name, asked, held_out in data.more_held_out_by(cut):
             say(
                 f"data.eval_fraction = {job.data.eval_fraction} of {name} is {asked} tokens; "
@@ -130,6 +135,7 @@ class LanguageModels(TrainFamily[Model]):
             return _reward_task(model, job, ranks, shape, data)
         train_split = data.train_split(train.global_batch)
         packing = [_packing_facts(part, train.seq_len) for part in data.packed()]
+        packing.append(data.packing_facts(train.seq_len))
         task, mask = decoder_task(model, job, ranks), masking(model, job, data.vocab_size)
         return replace(
             task,
@@ -361,7 +367,7 @@ def masking(model: Model, job: Job, num_tokens: int) -> Masking | None:
 def next_token(job: Job, ranks: Ranks) -> StagedLoss:
     """The loss of a decoder: of the tokens of each sequence that this rank holds."""
     layout, seq_len = job.layout, job.train.seq_len
-    counts_differ = job.data.has_answers or job.model.sees_later_tokens
+    counts_differ = job.data.counts_some or job.model.sees_later_tokens
     weigh = partial(_weighed, job.micro_batch * seq_len) if counts_differ else _alike
     apart = partial(_apart, len(job.data.sources))
     if layout.is_plain:

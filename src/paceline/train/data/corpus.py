@@ -68,10 +68,16 @@ class Corpus:
     @property
     def fingerprint(self) -> str:
         """Names exactly the tokens that are trained on, whoever made them."""
+        packing = "-best_fit" if self.is_best_fit else ""
         if not self.data.sources:
-            return self.first.meta.fingerprint
+            return self.first.meta.fingerprint + packing
         named = [(name, part.meta.fingerprint) for name, part in self.sources.items()]
-        return hashlib.sha256(json.dumps(named).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(named).encode()).hexdigest() + packing
+
+    @property
+    def is_best_fit(self) -> bool:
+        """Whether samples are made of whole documents."""
+        return self.data.packing == "best_fit"
 
     @property
     def eval_names(self) -> tuple[str, ...]:
@@ -137,6 +143,18 @@ class Corpus:
     def packed(self) -> list[PreparedData]:
         """Sources of conversations."""
         return [part for part in self.sources.values() if part.is_packed]
+
+    def packing_facts(self, seq_len: int) -> dict[str, float]:
+        """How much of all train samples is padding, and how many documents are longer than one;
+        nothing where they are not packed whole."""
+        if not self.is_best_fit:
+            return {}
+        rows = [part.documents("train").rows(seq_len) for part in self.sources.values()]
+        num_samples = sum(len(each.ends) for each in rows)
+        return {
+            "padding_share": sum(each.num_padding for each in rows) / (num_samples * seq_len),
+            "num_cut": sum(each.num_cut for each in rows),
+        }
 
     def facts(self) -> dict[str, Any]:
         """What a Run keeps about its data."""

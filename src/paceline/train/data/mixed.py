@@ -42,8 +42,15 @@ class MixedDataset:
             lambda part, own: part.gather(own, seq_len), sample_ids, seq_len, seq_len + 1
         )
 
-    def counted(self, sample_ids: Ids, seq_len: int) -> None:
-        """All targets."""
+    def counted(self, sample_ids: Ids, seq_len: int) -> NDArray[np.bool_] | None:
+        """As `TokenDataset.counted`, or `PackedRows`'; sources are packed alike."""
+        counted = np.empty((len(sample_ids), seq_len), bool)
+        for part, places, own in self._by_source(sample_ids, seq_len):
+            some = part.counted(own, seq_len)
+            if some is None:
+                return None
+            counted[places] = some
+        return counted
 
     def document_ids(self, sample_ids: Ids, seq_len: int) -> NDArray[np.int64]:
         """As `TokenDataset.document_ids`."""

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from paceline.config.job_sections import Data
 from paceline.train.data import prepare
@@ -152,3 +153,14 @@ def test_the_command_says_what_goes_and_removes_it_where_it_is_meant(tmp_path, i
     assert names(cache) == (set() if is_meant else made)
     told = json.loads(paceline(*given[:3], "--json", folder=tmp_path).stdout.splitlines()[-1])
     assert len(told["tokens"]) == (0 if is_meant else 2)
+
+
+def test_what_a_killed_build_left_goes_after_a_day(tmp_path):
+    left = [tmp_path / f"{name}.partial" for name in ("old", "new", "gone_on_with")]
+    for folder in left:
+        folder.mkdir()
+    for folder in (left[0], left[2]):
+        os.utime(folder, (0, 0))
+    with FileLock(tmp_path / "gone_on_with.lock"):
+        keep_within(tmp_path, 0.0)
+    assert [folder.exists() for folder in left] == [False, True, True]

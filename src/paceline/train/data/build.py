@@ -86,6 +86,8 @@ def build(data: Data, files: list[SourceFile], folder: Path, key: str, progress:
     parts = [made for part in range(len(plan.parts)) if (made := plan.made(part)) is not None]
     if len(parts) < len(plan.parts):
         raise InputError(CHANGED)
+    for left in folder.glob("*.partial"):  # of processes that were killed
+        left.unlink()
     if not sum(part.num_documents for part in parts):
         cure = "name other files" if data.filter is None else "name other files or another filter"
         raise InputError(f"data.source = {data.source!r} holds no text at all: {cure}.")

@@ -54,7 +54,7 @@ class Meta(FrozenConfig):
     """Token that follows each document."""
     dtype: Literal["uint16", "uint32"]
     shards: tuple[CountOrNone, ...] = Field(strict=False)
-    """Tokens of each, in reading order; one without any has no file."""
+    """Tokens of each, in reading order."""
     train_tokens: int
     eval_tokens: int
     num_documents: int

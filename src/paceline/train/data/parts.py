@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -114,11 +114,11 @@ class Build:
         Raises:
             InputError: a file can't be used.
         """
-        writer = _PartWriter(self, part, encoder)
-        for batch in _batches(self._pieces(part, writer)):
-            writer.write(batch)
-            progress(batch[-1].read_bytes)
-        writer.finish(self._files_text(part))
+        with closing(_PartWriter(self, part, encoder)) as writer:
+            for batch in _batches(self._pieces(part, writer)):
+                writer.write(batch)
+                progress(batch[-1].read_bytes)
+            writer.finish(self._files_text(part))
 
     def _pieces(self, part: int, writer: "_PartWriter") -> Iterator["_Piece"]:
         before_bytes, starts, moves, is_duplicate = 0, True, False, False
@@ -380,6 +380,11 @@ class _PartWriter:
             pairs = zip(tokens, pieces, strict=True)
             shard.append([(t, p.starts) for t, p in pairs if p.is_held_out is moves])
 
+    def close(self) -> None:
+        """Write no more."""
+        for shard in self._shards:
+            shard.file.close()
+
     def finish(self, files: str) -> None:
         """Make it complete."""
         for shard in self._shards:
@@ -403,8 +408,9 @@ class _ShardWriter:
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self._path, self._dtype = path, dtype
-        self._aside = path.with_suffix(".partial")
-        self._aside.write_bytes(b"")
+        # A process whose parent was killed may go on for a moment: each has a file of its own.
+        self._aside = path.with_suffix(f".{os.getpid()}.partial")
+        self.file = self._aside.open("wb")
         self._starts: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
         self.num_tokens = 0
         self.hasher = hashlib.sha256()
@@ -418,12 +424,13 @@ class _ShardWriter:
         self._starts.append(begins[np.array([starts for _, starts in pieces])])
         written = np.concatenate([tokens for tokens, _ in pieces]).astype(self._dtype).tobytes()
         self.hasher.update(written)
-        with self._aside.open("ab") as file:
-            file.write(written)
+        self.file.write(written)
         self.num_tokens = int(ends[-1])
 
     def finish(self) -> None:
         """Give it its name."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
         np.concatenate(self._starts).astype("<i8").tofile(starts_path(self._path))
         self._aside.replace(self._path)
         write_checksums(self._path)

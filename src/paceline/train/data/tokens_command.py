@@ -20,6 +20,8 @@ def tokens_command(data: Data, megatron: Path, *, as_json: bool) -> None:
     Raises:
         InputError: a source or the tokenizer can't be used, or the files can't be written.
     """
+    if data.stream.is_on:
+        raise InputError("data.stream has no end, which a file needs: leave it out.")
     if data.records != "text":
         raise InputError(
             f'data.records = "{data.records}" says more than tokens, which Megatron\'s files '

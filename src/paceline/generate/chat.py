@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.config.errors import InputError
+from paceline.generate.text import special_name
 
 Message = Mapping[str, Any]
 _PLAIN = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -62,7 +63,7 @@ class ChatTemplate:
             ) from None
         self._names = {
             name: value
-            for name, value in ((key, _name(value)) for key, value in settings.items())
+            for name, value in ((key, special_name(value)) for key, value in settings.items())
             if name.endswith("_token") and value is not None
         }
 
@@ -136,12 +137,6 @@ class _Generation(Extension):
         next(parser.stream)
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return [Output([TemplateData(_BEGINS)]), *body, Output([TemplateData(_ENDS)])]
-
-
-def _name(value: object) -> str | None:
-    """A special token as the settings have it: its text, or an object with it."""
-    value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else None
 
 
 def _raise(message: str) -> NoReturn:

@@ -36,7 +36,7 @@ from paceline.generate.paged import KeyShape, Memory
 from paceline.generate.prices import chosen_form
 from paceline.generate.runner import Runner
 from paceline.generate.scheduler import Chunk, Scheduler
-from paceline.generate.score import Given, Scorer
+from paceline.generate.score import Given, Score, Scorer
 from paceline.generate.sequence import EndReason, Sequence, check_tokens
 from paceline.generate.speculation import Load
 from paceline.generate.text import TextStream
@@ -274,8 +274,12 @@ class Engine:
         Yields:
             of each text, in order, -log p of its targets: (num_tokens,) fp32, in nats.
         """
+        return (score.losses for score in self.scores(texts))
+
+    def scores(self, texts: Iterable[Given]) -> Iterator[Score]:
+        """As `losses`, with whether each target was the likeliest token."""
         self._check_makes_texts()
-        return self._scorer.losses(texts)
+        return self._scorer.scores(texts)
 
     def numbers(self) -> dict[str, int]:
         """How busy it is: sequences, blocks by tier, preemptions and guesses, by name."""

@@ -8,6 +8,7 @@ gives its blocks back when its last token is computed.
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,15 @@ class Given:
     targets: List[int]
 
 
+class Score(NamedTuple):
+    """How a text was expected."""
+
+    losses: Tensor
+    """-log p of its targets: (num_tokens,) fp32, in nats."""
+    are_likeliest: Tensor
+    """Whether no other token was likelier: (num_tokens,) bool."""
+
+
 class Scorer:
     """Scores with the memory of an engine that makes no texts meanwhile.
 
@@ -40,8 +50,8 @@ class Scorer:
         self._runner, self._memory, self._blocks = runner, memory, blocks
         self._most_tokens = most_tokens
 
-    def losses(self, texts: Iterable[Given]) -> Iterator[Tensor]:
-        """Of each text, in order, -log p of its targets: (num_tokens,) fp32, in nats.
+    def scores(self, texts: Iterable[Given]) -> Iterator[Score]:
+        """Of each text, in order.
 
         Raises:
             InputError: a text is longer than all blocks.
@@ -79,8 +89,8 @@ class Scorer:
         scored.chunk = Chunk(sequence, start, stop, stop - start)
         return stop - start
 
-    def _pass(self, under_way: list["_Scored"]) -> Iterator[Tensor]:
-        """Compute what was planned; the losses of texts that are complete, which are taken out."""
+    def _pass(self, under_way: list["_Scored"]) -> Iterator[Score]:
+        """Compute what was planned; the scores of texts that are complete, which are taken out."""
         planned = [(scored, scored.chunk) for scored in under_way if scored.chunk is not None]
         if not planned:
             return
@@ -93,7 +103,7 @@ class Scorer:
             done = under_way.pop(0)
             for block in done.sequence.blocks:
                 self._blocks.give_back(block)
-            yield torch.cat(done.losses)
+            yield Score(torch.cat(done.losses), torch.cat(done.are_likeliest))
 
 
 class _Scored:
@@ -104,6 +114,7 @@ class _Scored:
         self.sequence = Sequence(tokens, Sampling(), 0, len(tokens), len(tokens))
         self._targets = torch.tensor(given.targets)
         self.losses: list[Tensor] = []
+        self.are_likeliest: list[Tensor] = []
         self.chunk: Chunk | None = None
         """That the next pass computes."""
 
@@ -116,4 +127,5 @@ class _Scored:
         targets = self._targets[chunk.start : chunk.stop].to(logits.device)
         log = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
         self.losses.append(-log.cpu())
+        self.are_likeliest.append((logits.argmax(-1) == targets).cpu())
         self.chunk = None

@@ -97,3 +97,9 @@ class TextStream:
             if self._text.endswith(stop[:length])
         ]
         return len(self._text) - max(held, default=0)
+
+
+def special_name(value: object) -> str | None:
+    """A special token as tokenizer_config.json has it: its text, or an object with it."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None

@@ -110,6 +110,25 @@ class SampleRecord(TypedDict, total=False):
 
 
 @with_config(_CONFIG)
+class TaskRecord(TypedDict, total=False):
+    """What a task of lm-evaluation-harness found of a network, of tasks.jsonl."""
+
+    time: Required[Moment]
+    step: Required[Count]
+    task: Required[str]
+    metrics: Required[dict[str, Number]]
+    """By the harness's names."""
+    errors: dict[str, Number]
+    """Standard errors of some of them."""
+    shots: Count
+    """Examples before each question."""
+    questions: Count | None
+    chat: bool
+    """Whether the chat template made the prompts."""
+    checkpoint: str | None
+
+
+@with_config(_CONFIG)
 class FactsFile(TypedDict, total=False):
     """facts.json."""
 
@@ -345,6 +364,7 @@ FACTS = TypeAdapter(FactsFile)
 ORIGIN = TypeAdapter(OriginRecord)
 EXPORT = TypeAdapter(ExportRecord)
 SAMPLE = TypeAdapter(SampleRecord)
+TASK = TypeAdapter(TaskRecord)
 PLAN = TypeAdapter(PlanFile)
 DOCTOR = TypeAdapter(DoctorFile)
 OWNERS = TypeAdapter(OwnersFile)

@@ -34,6 +34,9 @@ from paceline.render.parts import Code, Details, Legend, Pair, Part, Section, Sw
 from paceline.render.table import Pairs, Table
 
 _MOST_SAMPLES = 40
+_MOST_TASKS = 200
+TASK_HEADS = ("task", "metric", "value", "±", "examples", "questions", "step")
+"""Of `task_rows`; ±: the standard error, examples: before each question."""
 
 
 def render(
@@ -71,6 +74,7 @@ def render(
             Section("Loss", Chart("loss", drawn["loss"], "tall"), Chart("parts", drawn["parts"])),
             _step_time(times, Chart("terms", drawn["terms"]), run, bool(explanation)),
             _samples(run),
+            _tasks(run),
             interruptions.section(found),
             *explanation,
             Section(
@@ -112,6 +116,36 @@ def _samples(run: Run) -> Section:
         return Section("")
     table = Table(("step", "prompt", "goes on"), rows[:_MOST_SAMPLES], words=(1, 2), codes=(1, 2))
     return Section("Samples", table, note="The likeliest tokens, by the weights of the step.")
+
+
+def _tasks(run: Run) -> Section:
+    """What tasks of lm-evaluation-harness found, the newest first."""
+    rows = [row for line in reversed(run.tasks()) for row in task_rows(line)]
+    if not rows:
+        return Section("")
+    table = Table(TASK_HEADS, rows[:_MOST_TASKS], words=(0, 1), codes=(0, 1))
+    return Section("Tasks", table, note="As `paceline evaluate --tasks` found them.")
+
+
+def task_rows(line: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Of a line of tasks.jsonl, a row for each metric under `TASK_HEADS`."""
+    errors = line.get("errors", {})
+    return [
+        (
+            line["task"],
+            metric,
+            _figure(value),
+            _figure(errors.get(metric)),
+            str(line.get("shots", "–")),
+            str(line.get("questions") or "–"),
+            str(line["step"]),
+        )
+        for metric, value in line["metrics"].items()
+    ]
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
 
 
 def _step_time(times: StepTime, chart: Chart, run: Run, is_explained: bool) -> Section:

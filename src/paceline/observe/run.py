@@ -15,6 +15,7 @@ tensorboard/    report.html    log/rank<k>.log
 launch/         <k>/: how it was launched on a site, and what its nodes wrote
 energy/         what each node of each start took (`observe.energy`)
 exports.jsonl   one object per export of its weights
+tasks.jsonl     one object per task that `paceline evaluate` gave its network
 tags.json       words that a person gave it
 """
 
@@ -34,7 +35,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from paceline.config import files
 from paceline.config.job import Job, decided, read_job
-from paceline.observe.records import DOCTOR, EVENT, EXPORT, FACTS, LINE, PLAN, SAMPLE
+from paceline.observe.records import DOCTOR, EVENT, EXPORT, FACTS, LINE, PLAN, SAMPLE, TASK
 
 # A line with the figures of 64 ranks takes three thousand bytes.
 _MOST_LINE_BYTES = 1 << 20
@@ -92,6 +93,11 @@ class Run:
     def exports_file(self) -> Path:
         """One JSON object per export of its weights."""
         return self.path / "exports.jsonl"
+
+    @property
+    def tasks_file(self) -> Path:
+        """One JSON object per task that its network was evaluated on."""
+        return self.path / "tasks.jsonl"
 
     @property
     def trace_folder(self) -> Path:
@@ -200,6 +206,10 @@ class Run:
     def samples(self) -> list[dict[str, Any]]:
         """Texts so far, see `records.SampleRecord`; damaged lines are left out."""
         return _records(self.samples_file, SAMPLE, "sample").lines
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """Tasks so far, see `records.TaskRecord`; damaged lines are left out."""
+        return _records(self.tasks_file, TASK, "task").lines
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `steps` alone."""

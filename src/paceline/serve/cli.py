@@ -205,6 +205,28 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Tasks of lm-evaluation-harness: names or YAML files, with commas between.",
+            show_default=False,
+        ),
+    ] = None,
+    fewshot: Annotated[
+        int | None,
+        typer.Option(
+            help="Examples before each question of a task. Left out: as the task says.",
+            min=0,
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Only the first questions of each task.", min=1, show_default=False),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask tasks as conversations, by the chat template.")
+    ] = False,
     step: Step = None,
     set_: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -214,18 +236,35 @@ def evaluate(
     By the passes that serve requests, so what is measured is what is served. The
     loss is that of the run's own evaluations within rounding; with serve.exact =
     true and train.exact_eval = true of the Job its logits have the same bits.
-    Choices are scored as lm-evaluation-harness does it.
+    Choices are scored as lm-evaluation-harness does it, and --tasks gives the
+    network the harness's own tasks. A run keeps what they found in tasks.jsonl
+    and its report. Tasks fetch no data unless HF_HUB_OFFLINE=0 is set.
 
     \b
     paceline evaluate runs/demo
     paceline evaluate runs/demo --whole --set serve.precision=bf16
     paceline evaluate exported/ --data notes.txt --json
     paceline evaluate exported/ --choices questions.jsonl
+    paceline evaluate runs/demo --tasks arithmetic.yaml,lambada_openai
     """
+    from paceline.config.errors import InputError
     from paceline.config.serving import read_settings
-    from paceline.serve.evaluate_command import evaluate_command
 
     settings = read_settings(set_ or ())
+    if tasks is not None:
+        from paceline.serve.tasks_command import TaskOptions, tasks_command
+
+        if data is not None or choices is not None or whole:
+            raise InputError(
+                "--tasks have text of their own: leave --data, --choices, --whole out."
+            )
+        options = TaskOptions(tasks, fewshot, limit, is_chat=chat)
+        tasks_command(served, settings, step, options, as_json=as_json)
+        return
+    if fewshot is not None or limit is not None or chat:
+        raise InputError("--fewshot, --limit and --chat are of tasks: give --tasks.")
+    from paceline.serve.evaluate_command import evaluate_command
+
     evaluate_command(
         served, settings, step, data=data, choices=choices, whole=whole, as_json=as_json
     )

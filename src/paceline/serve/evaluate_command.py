@@ -13,14 +13,12 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, TypeAdapter
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from paceline.config.errors import InputError
@@ -34,6 +32,7 @@ from paceline.observe.run import Run
 from paceline.serve.answers import TokenTexts
 from paceline.serve.generate_command import described
 from paceline.serve.network import Network, open_network
+from paceline.serve.progress import evaluating
 from paceline.train.data import BatchShape, eval_batches, prepare_corpus
 from paceline.train.data.documents import read_pieces
 from paceline.train.data.files import find_files
@@ -192,7 +191,7 @@ def _of_texts(engine: Engine, network: Network, texts: Texts) -> dict[str, Any]:
             num_bytes += sum(len(bytes_of(each)) for each in given.targets if each not in ends)
             yield given
 
-    with _progress(texts.number) as advance:
+    with evaluating(texts.number) as advance:
         for losses in engine.losses(counted()):
             total += float(losses.double().sum())
             num_tokens += len(losses)
@@ -243,7 +242,7 @@ def _scored(network: Network, context: str, choice: str) -> _Scored:
     """As lm-evaluation-harness cuts it: white space at a context's end is the choice's."""
     stripped = context.rstrip()
     choice = context[len(stripped) :] + choice
-    start = network.encode(stripped) or [_beginning(network)]
+    start = network.encode(stripped) or [network.first_token]
     whole = network.encode(stripped + choice) if stripped else [*start, *network.encode(choice)]
     num_own = len(whole) - len(start)
     if num_own < 1 or len(whole) - 1 > network.decoder.model.max_seq_len:
@@ -254,20 +253,13 @@ def _scored(network: Network, context: str, choice: str) -> _Scored:
     return _Scored(Given(whole[:-1], whole[1:]), num_own)
 
 
-def _beginning(network: Network) -> int:
-    """The token before a text that has nothing before it."""
-    if not network.end_tokens:
-        raise InputError("An example has no context, and the tokenizer no end of text: give one.")
-    return min(network.end_tokens)
-
-
 def _of_choices(engine: Engine, network: Network, examples: Sequence[Example]) -> dict[str, Any]:
     scored = [
         _scored(network, example.context, choice)
         for example in examples
         for choice in example.choices
     ]
-    with _progress(len(scored)) as advance:
+    with evaluating(len(scored)) as advance:
         logs = []
         for losses, one in zip(engine.losses(s.given for s in scored), scored, strict=True):
             logs.append(-_sum_of_last(losses, one.num_own))
@@ -292,15 +284,6 @@ def _sum_of_last(losses: Tensor, count: int) -> float:
 
 
 # ---- what is shown ------------------------------------------------------------------------------
-
-
-@contextmanager
-def _progress(number: int) -> Iterator[Any]:
-    columns = (TextColumn("evaluating"), BarColumn(), TimeRemainingColumn())
-    is_shown = _NOTES.is_terminal
-    with Progress(*columns, console=_NOTES, transient=True, disable=not is_shown) as bar:
-        task = bar.add_task("evaluating", total=number)
-        yield lambda: bar.advance(task)
 
 
 def _lines(found: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from paceline.config.serving import Serving
 from paceline.generate.engine import Engine
 from paceline.generate.layers import StreamedLayers, decoder_in_layers
 from paceline.generate.quantised import QuantisedWeights
+from paceline.generate.text import special_name
 from paceline.kernels.dtypes import DTYPES
 from paceline.models.compressed import is_narrow, read_narrow
 from paceline.models.decoder import Decoder
@@ -67,6 +68,22 @@ class Network:
     def encoding(self, text: str) -> Encoding:
         """The same, with their places in the text."""
         return self.tokenizer.encode(text, add_special_tokens=self.step is None)
+
+    @property
+    def first_token(self) -> int:
+        """Before a text that has nothing before it: what begins texts, or else what ends them.
+
+        Raises:
+            InputError: the tokenizer has neither.
+        """
+        begin = special_name(self.settings.get("bos_token"))
+        number = None if begin is None else self.tokenizer.token_to_id(begin)
+        if number is None and not self.end_tokens:
+            raise InputError(
+                "A text has nothing before it, and the tokenizer no beginning or end of text: give "
+                "it a context."
+            )
+        return min(self.end_tokens) if number is None else number
 
     def matcher(self, sampling: Sampling) -> Matcher | None:
         """Of a text's grammar; None: it has none.
@@ -289,8 +306,7 @@ def _end_tokens(
     """What is said of how to generate counts first, then what the tokenizer calls its end."""
     given = generation.get("eos_token_id")
     numbers = given if isinstance(given, list) else [given]
-    named = settings.get("eos_token")
-    name = named.get("content") if isinstance(named, dict) else named
+    name = special_name(settings.get("eos_token"))
     if not any(isinstance(number, int) for number in numbers):
         numbers = [tokenizer.token_to_id(each) for each in (name, end_name(tokenizer)) if each]
     return frozenset(number for number in numbers if isinstance(number, int))

@@ -15,6 +15,7 @@ from paceline.config.heads import Heads
 from paceline.config.job_sections import Checkpoint, CustomModel, Data, Observe, Train
 from paceline.config.layers import Experts, LatentAttention, RopeScaling
 from paceline.config.layout import LayoutSpec
+from paceline.config.mamba import Mamba2
 from paceline.config.mixture import EvalSet, Source, Stage
 from paceline.config.model import Model
 from paceline.config.optim import Optim, ParameterGroup
@@ -38,6 +39,7 @@ SECTIONS = {
     'model, with family = "custom"': CustomModel,
     'model, with family = "dlrm"': Dlrm,
     'model, with family = "heads"': Heads,
+    'model, with family = "mamba2"': Mamba2,
     'model, with family = "resnet"': ResNet,
     'model, with family = "efficientnet" (to plan)': EfficientNet,
     "cluster": ClusterSpec,

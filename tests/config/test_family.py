@@ -9,6 +9,7 @@ from paceline.config.family import ModelFamily
 from paceline.config.heads import Heads
 from paceline.config.job_sections import CustomModel, Sections
 from paceline.config.layout import Layout
+from paceline.config.mamba import Mamba2
 from paceline.config.model import Model
 from paceline.config.recommender import Dlrm
 from paceline.config.vision import EfficientNet, ResNet
@@ -18,12 +19,22 @@ DECODER = Model(
 )
 CLICKS = Dlrm(family="dlrm", tables=(8, 4), dim=4, num_dense=3)
 HEADS = Heads(family="heads", of="runs/a", step=1, trunk=DECODER, num_heads=2)
+MAMBA = Mamba2(
+    family="mamba2",
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=8,
+    head_dim=8,
+    state_size=16,
+    chunk_size=8,
+)
 ONE = Layout()
 
 
 def test_every_model_of_a_job_is_a_family():
     families = get_args(Sections.model_fields["model"].annotation)
-    assert set(families) == {Model, Dlrm, ResNet, EfficientNet, Heads, CustomModel}
+    assert set(families) == {Model, Mamba2, Dlrm, ResNet, EfficientNet, Heads, CustomModel}
     assert all(issubclass(family, ModelFamily) for family in families)
 
 
@@ -39,6 +50,14 @@ def test_every_model_of_a_job_is_a_family():
             16,
             DECODER.train_flops_per_token(16) / 3 + 6 * 2 * (3 * 32 * 32 + 32 + 64 * 32),
         ),
+        # Products, convolution, pairs in chunks, states; the head.
+        (
+            MAMBA,
+            16,
+            6 * 2 * (32 * (64 + 96 + 8 + 64) + 96 * 4)
+            + 3 * 2 * (2 * 4 * (16 + 64) + 4 * 64 * 16)
+            + 6 * 64 * 32,
+        ),
         (CustomModel(), 1, None),
     ],
     ids=lambda value: getattr(value, "family", ""),
@@ -47,6 +66,12 @@ def test_work_is_counted_in_the_units_of_the_family(model, units, flops):
     assert model.units_per_sample(16) == units
     assert (model.unit == "tokens") == (units > 1)
     assert model.train_flops_per_unit(16) == flops
+
+
+def test_layers_of_a_mamba_are_not_cut_either():
+    assert list(MAMBA.layout_refusals(ONE.replace(fsdp=2))) == []
+    (sentence,) = MAMBA.layout_refusals(ONE.replace(tp=2))
+    assert sentence.startswith("layout.tp = 2 cuts the network")
 
 
 @pytest.mark.parametrize("model", [ResNet(), EfficientNet(), CLICKS, CustomModel()])

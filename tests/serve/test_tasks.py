@@ -3,6 +3,7 @@ plain network and against the harness's own way to ask an exported one."""
 
 import json
 import math
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -232,13 +233,15 @@ def _by_transformers(folder):
         pad_token="<|endoftext|>",
     )
     model = AutoModelForCausalLM.from_pretrained("weights")
-    found = lm_eval.simple_evaluate(
-        HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, device="cpu"),
-        tasks=[f"{name}.yaml" for name in TASKS],
-        task_manager=TaskManager(include_defaults=False),
-        bootstrap_iters=0,
-        log_samples=False,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the harness's own
+        found = lm_eval.simple_evaluate(
+            HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, device="cpu"),
+            tasks=[f"{name}.yaml" for name in TASKS],
+            task_manager=TaskManager(include_defaults=False),
+            bootstrap_iters=0,
+            log_samples=False,
+        )
     patch.undo()
     return {
         name: {

@@ -24,6 +24,7 @@ from paceline.config.huggingface import from_hf
 from paceline.config.job_rules import LENGTHS, disagreement
 from paceline.config.job_sections import Sections
 from paceline.config.layout import Layout
+from paceline.config.mamba import mamba2_from_hf
 from paceline.config.outputs import shown_path
 from paceline.config.override import override
 
@@ -268,7 +269,8 @@ def _expand_hf(raw: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     _refuse_adapters(path)
     path = path / "config.json" if os.path.isdir(path) else path  # noqa: PTH112  # never raises
     config = read_json(path, _OBJECT, "give model.hf a folder with a model's config.json")
-    shapes = from_hf(config)
+    is_mamba = config.get("model_type") == "mamba2"
+    shapes = mamba2_from_hf(config) if is_mamba else from_hf(config)
     changes = {key: value for key, value in model.items() if key != "hf"}
     if train.get("weights") is True:
         train["weights"] = str(path.parent)

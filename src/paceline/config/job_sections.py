@@ -14,6 +14,7 @@ from paceline.config.frozen import MOST, Auto, Count, CountOrNone, FrozenConfig,
 from paceline.config.hardware import ClusterSpec
 from paceline.config.heads import Heads
 from paceline.config.layout import LayoutSpec
+from paceline.config.mamba import Mamba2
 from paceline.config.mixture import EvalSet, Format, Source, Stage
 from paceline.config.model import Model
 from paceline.config.optim import Optim
@@ -217,7 +218,8 @@ class Sections(FrozenConfig):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The Run is the directory `runs/<name>`."""
     model: Annotated[
-        Model | Dlrm | ResNet | EfficientNet | Heads | CustomModel, Field(discriminator="family")
+        Model | Mamba2 | Dlrm | ResNet | EfficientNet | Heads | CustomModel,
+        Field(discriminator="family"),
     ]
     cluster: ClusterSpec = ClusterSpec()
     layout: LayoutSpec = LayoutSpec()

@@ -273,6 +273,7 @@ def write_state(
     state: Mapping[str, Tensor],
     dtype: torch.dtype,
     config: Mapping[str, Any] | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write tensors of any network as one safetensors file, and what config.json says of them.
 
@@ -281,6 +282,7 @@ def write_state(
         state: whole tensors by the names that they are to have.
         dtype: of floating-point numbers in the file.
         config: what config.json holds; None: there is none.
+        beside: further files by name, such as a tokenizer's.
 
     Raises:
         InputError: the directory holds files or can't be written.
@@ -293,6 +295,8 @@ def write_state(
         if config is not None:
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file(narrow, partial / SINGLE, metadata={"format": "pt"})
+        for name, contents in (beside or {}).items():
+            (partial / name).write_bytes(contents)
 
 
 def _given(source: TensorSource, state: Mapping[str, Tensor]) -> Tensor:

@@ -82,14 +82,14 @@ def tasks_command(
     with _harness_alone():
         lines = _evaluate(network, settings, loaded, options)
     seconds = time.perf_counter() - begun_s
-    if network.step is not None:
-        _keep(Run(path), lines)
     if as_json:
         told = {"model": network.name, "step": network.step, "tasks": lines, "seconds": seconds}
         print(json.dumps(told))
     else:
         rows = [row[: len(TASK_HEADS) - 1] for line in lines for row in task_rows(line)]
         Console(highlight=False).print(Table(TASK_HEADS[:-1], rows, words=(0, 1)))
+    if network.step is not None:
+        _keep(Run(path), lines)
 
 
 @contextmanager

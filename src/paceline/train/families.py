@@ -8,6 +8,7 @@ from paceline.config.family import ModelFamily
 from paceline.config.heads import Heads
 from paceline.config.job import Job
 from paceline.config.job_sections import CustomModel
+from paceline.config.mamba import Mamba2
 from paceline.config.model import Model
 from paceline.config.recommender import Dlrm
 from paceline.config.vision import EfficientNet, ResNet
@@ -16,6 +17,7 @@ from paceline.train.family import TrainFamily
 from paceline.train.heads import HeadsOfDecoders
 from paceline.train.language import LanguageModels
 from paceline.train.recommendation import Recommenders
+from paceline.train.state_space import StateSpaceModels
 from paceline.train.task import Task
 from paceline.train.vision import ImageModels
 
@@ -37,6 +39,7 @@ class OwnModules(TrainFamily[CustomModel]):
 
 _FAMILIES: Mapping[type[ModelFamily], TrainFamily[Any]] = {
     Model: LanguageModels(),
+    Mamba2: StateSpaceModels(),
     ResNet: ImageModels(),
     EfficientNet: ImageModels(),
     Dlrm: Recommenders(),

@@ -76,6 +76,10 @@ _MASK_SHARE = 0.15
 class LanguageModels(TrainFamily[Model]):
     """See `TrainFamily`."""
 
+    def network_task(self, model: Model, job: Job, ranks: Ranks) -> Task:
+        """The network with its loss; its batches come from elsewhere."""
+        return decoder_task(model, job, ranks)
+
     def read_inputs(
         self, model: Model, job: Job, progress: Progress, say: Callable[[str], None]
     ) -> str:
@@ -136,7 +140,7 @@ class LanguageModels(TrainFamily[Model]):
         train_split = data.train_split(train.global_batch)
         packing = [_packing_facts(part, train.seq_len) for part in data.packed()]
         packing.append(data.packing_facts(train.seq_len))
-        task, mask = decoder_task(model, job, ranks), masking(model, job, data.vocab_size)
+        task, mask = self.network_task(model, job, ranks), masking(model, job, data.vocab_size)
         return replace(
             task,
             steps_from=lambda first: masked(
@@ -151,7 +155,7 @@ class LanguageModels(TrainFamily[Model]):
     def task_without_data(self, model: Model, job: Job, ranks: Ranks) -> Task:
         """On the same random tokens at each step."""
         return replace(
-            decoder_task(model, job, ranks),
+            self.network_task(model, job, ranks),
             steps_from=lambda _first: repeat(_random_step(model, job, ranks)),
         )
 

@@ -56,7 +56,7 @@ def tokens_of(*shape):
 def test_logits_and_gradients_are_those_of_transformers(kind, length, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
-    config = transformers.Mamba2Config(**SHAPES, **KINDS[kind])
+    config = transformers.Mamba2Config(**SHAPES | KINDS[kind])
     theirs = transformers.Mamba2ForCausalLM(config)
     for parameter in theirs.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)

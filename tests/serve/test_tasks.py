@@ -171,7 +171,8 @@ def test_texts_are_greedy_and_end_before_stop_strings():
         own = tokens[-20:]
         own = own[: own.index(256)] if 256 in own else own
         assert text == network.tokenizer.decode(own)
-    stop = whole[1][3:5]
+    stop = whole[1][1:3]
+    assert stop
     (cut,) = harness.generate_until(
         requests("generate_until", ("fox", {"max_gen_toks": 20, "until": stop}))
     )
@@ -304,8 +305,11 @@ def test_what_can_not_be_asked_is_refused_in_a_sentence(trained, arguments, said
         "empty": "",
         "lost": choices.replace("questions.jsonl", "lost.jsonl"),
         "hub": choices.replace("path: json", "path: nobody/nothing"),
-        "metric": choices.replace("{metric: acc}", "{metric: accuracy, hf_evaluate: true}"),
-        "wrong": choices.replace("{{question}}", "{{question.no.such}}"),
+        "metric": choices.replace(
+            "{metric: acc}",
+            "{metric: accuracy, hf_evaluate: true, aggregation: mean, higher_is_better: true}",
+        ),
+        "wrong": choices.replace("{{question}}", "{{question if answer == 0 else answer.no.such}}"),
     }.items():
         (trained / f"{name}.yaml").write_text(text)
     done = paceline("evaluate", "runs/tiny", *arguments, folder=trained)

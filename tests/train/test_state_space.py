@@ -74,7 +74,8 @@ def test_an_export_is_opened_by_transformers_and_trained_on(trained):
         loss = float(theirs(tokens, labels=tokens).loss)
     assert loss < losses(trained, "one")[0]
     (trained / "on.toml").write_text(
-        'name = "on"\n[model]\nhf = "weights"\n[data]\nsource = "documents.jsonl"\neval_fraction = 0.1\n'
+        'name = "on"\n[model]\nhf = "weights"\n[data]\nsource = "documents.jsonl"\n'
+        "eval_fraction = 0.1\n"
         "[optim]\nlr = 1e-9\n[train]\nsteps = 1\nglobal_batch = 12\nseq_len = 32\n"
         "eval_batches = 1\nweights = true\n"
     )

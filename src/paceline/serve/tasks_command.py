@@ -189,7 +189,8 @@ def _line(
     network: Network,
     options: TaskOptions,
 ) -> dict[str, Any]:
-    metrics, errors = {}, {}
+    metrics: dict[str, float | None] = {}
+    errors: dict[str, float | None] = {}
     for key, value in values.items():
         metric, _, filter_name = key.partition(",")
         if not filter_name or isinstance(value, str):  # the task's own name, or "N/A"

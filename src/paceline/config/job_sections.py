@@ -218,7 +218,7 @@ class Sections(FrozenConfig):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The Run is the directory `runs/<name>`."""
     model: Annotated[
-        Model | Mamba2 | Dlrm | ResNet | EfficientNet | Heads | CustomModel,
+        Model | Dlrm | ResNet | EfficientNet | Heads | Mamba2 | CustomModel,
         Field(discriminator="family"),
     ]
     cluster: ClusterSpec = ClusterSpec()

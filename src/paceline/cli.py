@@ -708,6 +708,52 @@ def tune(
 
 
 @app.command()
+def search(
+    space: Annotated[Path, typer.Argument(help="A file with tables [search] and [search.space].")],
+    set_: Settings = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            callback=output("--out", is_folder=True),
+            help="Folder for trials, page and result. Left out: searches/<name of the file>.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search settings of a Job: loss against time, memory, latency, energy or USD.
+
+    Any settings are a space: the learning rate as well as depth and width. What
+    the planner says can't run, can't fit or is slower than a limit never starts.
+    Trials are real runs, one after the other; the best go on to longer rungs
+    from their checkpoint. Run it again to go on; Ctrl-C keeps what is there.
+
+    \b
+    [search]
+    job = "my.toml"
+    objectives = ["loss", "time"]   # memory, latency, energy, usd
+    within = "20 min"               # of device time, all trials together
+    [search.space]
+    "optim.lr" = {low = 1e-4, high = 1e-2, log = true}
+    "model.num_layers" = [2, 4, 8]
+    [search.limits]
+    time_s = 300                    # and memory_gb, latency_ms, usd, loss
+
+    \b
+    paceline search space.toml
+    paceline train searches/space/job.toml
+    """
+    from paceline.comm.forkserver_start import TRAINING
+
+    _warm_up_own_ranks(TRAINING)
+    from paceline.search.command import search_command
+
+    found = search_command(space, set_ or [], out, _read_in_steps)
+    if as_json:
+        print(json.dumps(found))
+
+
+@app.command()
 def coordinates(
     job: JobFile = None,
     set_: Settings = None,

@@ -1,0 +1,1 @@
+"""What `paceline search` does: settings of a Job as a space, under the planner's constraints."""

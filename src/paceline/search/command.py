@@ -1,0 +1,172 @@
+"""`paceline search`: the order of things."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from filelock import FileLock, Timeout
+from pydantic import TypeAdapter
+from rich.console import Console
+
+from paceline.config.errors import InputError
+from paceline.config.files import read_json
+from paceline.config.hardware import Cluster
+from paceline.config.job import JobSpec, differing, read_cluster, to_raw, to_toml
+from paceline.observe.run import write_atomic
+from paceline.render.figures import duration_text
+from paceline.search.answer import Found
+from paceline.search.forecast import check_known
+from paceline.search.halving import Halving
+from paceline.search.loop import Loop
+from paceline.search.page import render
+from paceline.search.show import Display, table
+from paceline.search.space import Search, job_at, read_search, rung_steps
+from paceline.search.study import SearchStudy
+from paceline.train.start import read_inputs, with_measured_speed
+from paceline.train.this_machine import resolve_on_this_machine
+
+_CONSOLE = Console(highlight=False, soft_wrap=True)
+_LOCK_PATIENCE_S = 2.0
+_ASKED = TypeAdapter(dict[str, dict[str, Any]])
+# What may change of a search that goes on: how long it looks, and how its answer is chosen.
+_FREE = ("within", "rule")
+
+
+def search_command(
+    file: Path,
+    overrides: Sequence[str],
+    out: Path | None,
+    read: Callable[[Path, list[str]], JobSpec],
+) -> dict[str, Any]:
+    """Search a space; a search that its folder has goes on.
+
+    Args:
+        file: with a table [search].
+        overrides: `--set`s for all trials.
+        out: folder of the search; None: searches/<name of the file>.
+        read: makes a Job of its file and `--set`s, its length in steps.
+
+    Returns:
+        what was found as plain data.
+
+    Raises:
+        InputError: wrong input, or no point of the space can run.
+    """
+    search = read_search(file)
+    job = read(file.parent / search.job, list(overrides))
+    steps = rung_steps(search, job.train.steps)
+    folder = out or Path("searches") / file.stem
+    with _owned(folder):
+        _open(folder, search, job)
+        cluster = _cluster(folder, job)
+        check_known(job, cluster, search)
+        with _CONSOLE.status("reading the data"):
+            plan = resolve_on_this_machine(job.replace(cluster=cluster))
+            read_inputs(plan.job, lambda _done, _total: None)
+        study = SearchStudy(folder / "study.log", search)
+        halving = Halving(steps, search.factor, search.objectives)
+        return _search(search, job, cluster, halving, study, folder)
+
+
+def _search(
+    search: Search,
+    job: JobSpec,
+    cluster: Cluster,
+    halving: Halving,
+    study: SearchStudy,
+    folder: Path,
+) -> dict[str, Any]:
+    display = Display(_CONSOLE)
+    loop = Loop(
+        search, job, cluster, halving, study, folder / "trials",
+        lambda known, trains: display.show(Found.of(search, halving, known), trains),
+    )  # fmt: skip
+    is_over = False
+    try:
+        with display.running():
+            is_over = loop.run()
+    except KeyboardInterrupt:
+        is_over = False
+    if not is_over:
+        _CONSOLE.print(f"stopped; what was found is in {folder}, run it again to go on")
+    found = Found.of(search, halving, study.known)
+    if is_over and not found.known.trials:
+        [(reason, count), *_] = found.reasons.most_common(1) or [("nothing was asked.", 0)]
+        raise InputError(f"no point of the space can run; for {count} of them: {reason}")
+    _conclude(found, job, cluster, folder)
+    return found.to_json(str(folder))
+
+
+def _conclude(found: Found, job: JobSpec, cluster: Cluster, folder: Path) -> None:
+    chosen = found.chosen
+    if chosen is not None:
+        best = job_at(job, chosen.point).replace(name=f"{folder.name}-{chosen.number:04}")
+        write_atomic(folder / "job.toml", to_toml(best))
+    page = write_atomic(folder / "search.html", render(found, folder))
+    _CONSOLE.print(table(found, 20))
+    _CONSOLE.print(found.counts_text)
+    for reason, count in found.reasons.most_common(5):
+        _CONSOLE.print(f"refused {count}: {reason}", markup=False)
+    took = f"{duration_text(found.spent_s)} of device time as predicted"
+    _CONSOLE.print(f"{took}; trials took {duration_text(found.measured_s)} with their starts")
+    _CONSOLE.print(f"\n{found.sentence}\n", markup=False)
+    if chosen is not None:
+        _CONSOLE.print(f"train it anew: paceline train {folder / 'job.toml'}")
+    _CONSOLE.print(f"page: {page}")
+
+
+# ---- the folder ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock", timeout=_LOCK_PATIENCE_S)
+        lock.acquire()
+    except Timeout:
+        raise InputError(
+            f"--out {folder} is in use by another live process: wait for it, or give another "
+            "folder."
+        ) from None
+    except OSError as error:
+        raise InputError(
+            f"--out {folder} can't be written: {error.strerror}; give a folder that can."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _open(folder: Path, search: Search, job: JobSpec) -> None:
+    """Begin with a search, or see that the folder's is the same.
+
+    Raises:
+        InputError: it is another one, or damaged.
+    """
+    asked = {"search": to_raw(search), "job": to_raw(job)}
+    for name in _FREE:
+        asked["search"].pop(name, None)
+    file = folder / "asked.json"
+    if file.exists():
+        before = read_json(file, _ASKED, "put back a copy, or remove its folder to start over")
+        for name, old, new in differing(before, asked):
+            raise InputError(
+                f"--out {folder} has a search with {name} = {old}, which is {new} now: put it "
+                "back, or give another folder."
+            )
+    write_atomic(file, _ASKED.dump_json(asked, indent=1).decode())
+
+
+def _cluster(folder: Path, job: JobSpec) -> Cluster:
+    """This machine, its speed known; as it was when the search began."""
+    file = folder / "cluster.toml"
+    if file.exists():
+        return read_cluster(file)
+    plan = with_measured_speed(resolve_on_this_machine(job), _CONSOLE.print)
+    cluster = plan.job.cluster
+    write_atomic(file, tomli_w.dumps(to_raw(cluster)))
+    return cluster

@@ -34,6 +34,7 @@ def _refusal(changes, num_ranks=None, model=DENSE, what=CPU, seq_len=16, global_
         {},
         {"dp": 2, "fsdp": 2, "zero": 3},
         {"tp": 4, "sequence_parallel": True},
+        {"tp": 8},
         PIPELINE,
         {"cp": 4, "ulysses": 2},
         {"tp": 2, "cp": 2, "sequence_parallel": True, **PIPELINE, "dp": 2},
@@ -51,16 +52,16 @@ REFUSED = {
         "cluster.devices_per_node.",
     ),
     "heads": (
-        {"tp": 8},
-        {},
-        "layout.tp = 8 does not divide model.num_kv_heads = 4: use a divisor (1, 2, 4) or change "
-        "the model.",
+        {"tp": 4},
+        {"model": DENSE.replace(num_heads=12, num_kv_heads=6)},
+        "layout.tp = 4 gives ranks neither whole key heads nor equal parts of one, of "
+        "model.num_kv_heads = 6 that are 8 wide: use one of 1, 2, 3, or change the model.",
     ),
     "vocabulary": (
         {"tp": 4},
-        {"model": DENSE.replace(vocab_size=66)},
-        "layout.tp = 4 does not divide model.vocab_size = 66: use a divisor (1, 2, 3) or change "
-        "the model.",
+        {"model": DENSE.replace(vocab_size=9)},
+        "layout.tp = 4 leaves ranks without a row of model.vocab_size = 9: lower tp or raise "
+        "vocab_size.",
     ),
     "feed-forward": (
         {"tp": 4},

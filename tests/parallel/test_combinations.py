@@ -41,6 +41,8 @@ ALONE = {
     "hsdp, zero 1": (4, "dense", "dp=2 fsdp=2 zero=1 micro_batch=3"),
     "tensor": (2, "dense", "tp=2 sequence_parallel=false micro_batch=8"),
     "tensor and sequence": (2, "dense, tied", "tp=2 micro_batch=8"),
+    "shared key heads, odd vocabulary": (4, "one key head", "tp=4 micro_batch=8"),
+    "shared key heads in stages": (4, "one key head", "tp=2 pp=2"),
     "gpipe": (2, "dense", "pp=2 schedule=gpipe"),
     "1f1b": (2, "dense, tied", "pp=2"),
     "uneven split": (2, "dense", "pp=2 split=[1,3]"),

@@ -40,6 +40,7 @@ SHAPES = {
 BATCH, SEQ, MICRO_BATCHES, STEPS = 2, 16, 3, 2
 PRECISIONS = {torch.float64: 1e-10, torch.float32: 1e-5}
 ALSO_IN_FP32 = ("sequence",)
+UNEVEN = {"num_kv_heads": 1, "vocab_size": 71, "qk_norm": True, "head_bias": True}
 QWEN = {"qk_norm": True, "qkv_bias": True, "tie_embeddings": True}
 
 GPT = {"norm": "layer", "bias": True, "gated": False, "activation": "gelu"}
@@ -111,12 +112,18 @@ ON_TWO = {
     "window": Case(tp=2, sequence_parallel=True, model={"sliding_window": 5}),
     "full recompute, sequence": Case(tp=2, sequence_parallel=True, recompute="full", model=QWEN),
     "selective recompute": Case(tp=2, sequence_parallel=True, recompute="selective"),
+    "one key head, odd vocabulary": Case(tp=2, sequence_parallel=True, model=UNEVEN),
+    "one key head, columns, compiled": Case(tp=2, compile=True, model={"num_kv_heads": 1}),
     "shards of one": Case(tp=2, zero=3, sequence_parallel=True),
     "zero 3": Case(fsdp=2, zero=3, model=QWEN),
     "replicas of shards of one": Case(dp=2, zero=1),
 }
 ON_FOUR = {
     "sequence": Case(tp=4, sequence_parallel=True, model={"num_kv_heads": 4, **QWEN}),
+    "shared key heads": Case(tp=4, recompute="selective", model={"vocab_size": 70}),
+    "shared key heads, Qwen": Case(tp=4, sequence_parallel=True, model=QWEN),
+    "one key head, odd vocabulary": Case(tp=4, model={**UNEVEN, "tie_embeddings": True}),
+    "zero 3, one key head, odd vocabulary": Case(fsdp=2, tp=2, zero=3, model=UNEVEN),
     "zero 2": Case(fsdp=2, tp=2, zero=2, recompute="selective"),
     "zero 3": Case(fsdp=2, tp=2, zero=3, sequence_parallel=True, model=QWEN),
     "zero 3, Phi": Case(fsdp=2, tp=2, zero=3, sequence_parallel=True, model=PHI),
@@ -136,7 +143,7 @@ def test_placements_name_every_module_with_parameters(switches):
         name for name, module in network.named_modules() if list(module.parameters(recurse=False))
     }
     absent = {name for name, module in network.named_modules() if isinstance(module, nn.Identity)}
-    named = {n for n, s in styles.items() if s not in (None, "input", "layer")}
+    named = {n for n, s in styles.items() if s not in (None, "input", "layer", "key_heads")}
     assert with_parameters == named - absent
 
 
@@ -148,7 +155,7 @@ def test_a_star_is_any_number_and_a_name_goes_before_it():
 
 def _batch(step, number, data_rank):
     seed = (step * MICRO_BATCHES + number) * 10 + data_rank
-    tokens = torch.randint(72, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(70, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(seed))
     targets = tokens[:, 1:].clone()
     targets[0, :3] = -100
     return tokens[:, :-1], targets

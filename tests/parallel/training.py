@@ -83,6 +83,7 @@ MODELS: dict[str, tuple[str, ...]] = {
         *("model.norm=layer", "model.bias=true", "model.gated=false", "model.positions=learned"),
         *("model.residual=parallel", "model.tie_embeddings=true", "model.init_std=0.1"),
     ),
+    "one key head": ("model.num_kv_heads=1", "model.vocab_size=267"),
     "answers": ("data.records=chat",),
     "sources": (
         'data.sources=[{name="a",source="a",weight=1},{name="b",source="b",weight=1},'

@@ -97,7 +97,9 @@ def test_flops_and_parameters_are_those_of_the_model(model, elementwise, micro_b
     assert held == model.num_params
 
 
-@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 4}, {"cp": 4}, {"cp": 4, "ulysses": 2}])
+@pytest.mark.parametrize(
+    "axes", [{"tp": 2}, {"tp": 4}, {"tp": 16}, {"cp": 4}, {"cp": 4, "ulysses": 2}]
+)
 def test_axes_share_out_the_work(axes):
     one = setting(seq_len=4096)
     shared = flops(works(one, **axes)) * max(axes.get("tp", 1), axes.get("cp", 1))
@@ -127,6 +129,17 @@ def test_a_tensor_parallel_block_is_entered_and_left_twice():
     assert sent(block, "tp") == {
         ("all_reduce", False): 2 * stream,
         ("all_reduce", True): 2 * stream,
+    }
+
+
+def test_ranks_that_share_a_key_head_gather_it():
+    (_, whole), *_ = works(setting(), tp=8, fsdp=2)
+    (_, parts), *_ = works(setting(), tp=16)
+    head = 2048 * 2 * 128 * 2.0  # tokens, keys and values, head_dim, bytes
+    assert sent(parts, "tp") == {
+        **sent(whole, "tp"),
+        ("all_gather", False): head,
+        ("reduce_scatter", True): head,
     }
 
 

@@ -41,7 +41,7 @@ from tests.train.reshard_cases import (
 
 SEED = int(os.environ.get("PACELINE_LAYOUT_SEED", "2026"))
 """Another one draws other pairs."""
-KINDS = tuple(kind for kind in MODELS if kind not in ("documents", "sources"))
+KINDS = tuple(kind for kind in MODELS if kind not in ("documents", "sources", "one key head"))
 NUM_RANKS = (
     (2, 4, 1, 8, 3, 2, 4, 2, 1, 2, 4, 6),
     (4, 2, 2, 1, 2, 3, 2, 8, 4, 1, 4, 2),
@@ -119,6 +119,9 @@ GIVEN = {
     ),
     "uneven shards of columns": given(
         "dense", FP64, (6, 2), "fsdp=3 tp=2", "pp=2 schedule=dualpipe", 1e-10, 1e-10
+    ),
+    "shared key heads, odd vocabulary": given(
+        "one key head", FP64, (4, 4), "fsdp=2 tp=2 zero=3", "tp=4", 1e-10, 1e-10
     ),
     "8-bit moments": given("dense", FP32, (2, 2), f"fsdp=2 {CODED}", "tp=2", 1e-4),
     "to 8-bit moments": given("dense", FP32, (2, 2), "tp=2", f"fsdp=2 {CODED}", 1e-4),

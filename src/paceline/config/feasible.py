@@ -252,7 +252,41 @@ def _async_tp(
 
 def _tensor(of: Purpose, tp: Any) -> Iterator[Refusal]:
     for name, value in tensor_sizes(of.model).items():
-        yield _must_divide(f"model.{name}", value, "tp", tp)
+        if name not in ("num_kv_heads", "vocab_size"):
+            yield _must_divide(f"model.{name}", value, "tp", tp)
+    yield _key_heads(of.model, tp)
+    yield _vocabulary(of.model.vocab_size, tp)
+
+
+def _key_heads(model: Model, tp: Any) -> Refusal:
+    """A rank has whole key heads, or an equal part of one."""
+    heads, width = model.num_kv_heads, model.head_dim
+    shares = (tp % heads == 0) & (heads * width % tp == 0)
+
+    def sentence() -> str:
+        works = ", ".join(
+            str(size)
+            for size in range(1, tp + 1)
+            if heads % size == 0 or (size % heads == 0 and heads * width % size == 0)
+        )
+        return (
+            f"layout.tp = {tp} gives ranks neither whole key heads nor equal parts of one, of "
+            f"model.num_kv_heads = {heads} that are {width} wide: use one of {works}, or change "
+            "the model."
+        )
+
+    return (heads % tp != 0) & ~shares & (model.latent is None), sentence
+
+
+def _vocabulary(size: int, tp: Any) -> Refusal:
+    """Of rows in equal shares, but for the last rank's, that one has some, too."""
+    return (
+        -(-size // tp) * (tp - 1) >= size,
+        lambda: (
+            f"layout.tp = {tp} leaves ranks without a row of model.vocab_size = {size}: lower tp "
+            "or raise vocab_size."
+        ),
+    )
 
 
 def tensor_sizes(model: Model) -> dict[str, int]:

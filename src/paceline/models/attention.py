@@ -209,6 +209,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(model.hidden_size, kv_width, bias=has_bias)
         self.v_proj = nn.Linear(model.hidden_size, kv_width, bias=has_bias)
         self.o_proj = nn.Linear(width, model.hidden_size, bias=model.bias)
+        self.key_heads = KeyHeads(model)
         self.q_norm = rms_norm_of(model, model.head_dim) if model.qk_norm else None
         self.k_norm = rms_norm_of(model, model.head_dim) if model.qk_norm else None
         # The core divides by the root of head_dim.
@@ -219,10 +220,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Rope, mask: Any) -> Tensor:
         """Map (batch, seq, hidden) to (batch, seq, hidden)."""
         # (batch, seq, heads, head_dim); -1 heads, because tensor parallelism leaves a share of them
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim))
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k, v = self.key_heads(self.k_proj(x), self.v_proj(x))
         q, k = self._rotated(q, self.q_norm, rope), self._rotated(k, self.k_norm, rope)
         q = q if self.query_factor == 1 else q * self.query_factor
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (batch, heads, seq, head_dim)
@@ -244,6 +243,19 @@ class Attention(nn.Module):
             return x
         turned, still = x.split((self.rope_dim, self.head_dim - self.rope_dim), dim=-1)
         return torch.cat((rotate(turned, *rope), still), dim=-1)
+
+
+class KeyHeads(nn.Module):
+    """Cuts keys and values into heads: as a module, so that ranks with less than a head each can
+    put it together before."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = model.num_kv_heads, model.head_dim
+
+    def forward(self, *columns: Tensor) -> tuple[Tensor, ...]:
+        """Map each (batch, seq, heads x head_dim) to (batch, seq, heads, head_dim)."""
+        return tuple(each.unflatten(-1, (-1, self.head_dim)) for each in columns)
 
 
 class Sinks(nn.Module):

@@ -15,7 +15,7 @@ from paceline.config.model import Model
 
 Style = Literal[
     "embedding", "norm", "final_norm", "head",
-    "input", "layer", "column", "row", "summand", "inner", "experts",
+    "input", "layer", "column", "key_heads", "row", "summand", "inner", "experts",
 ]  # fmt: skip
 """What the ranks do with a module and its parameters.
 
@@ -27,6 +27,8 @@ Style = Literal[
   ranks' different heads and columns are added up on the way back.
 - layer: entered as input; what it returns on the ranks is added up and goes to the stream.
 - column: in a layer; each has some output columns.
+- key_heads: in a layer; where there are more ranks than heads, those that have parts of one put it
+  together.
 - row: in a layer; each has the input columns that fit them, and the sum goes to the stream. One
   rank adds the bias, which all hold.
 - summand: as row, without a sum of its own.
@@ -83,7 +85,7 @@ _EXPERT_LAYER: dict[str, Style] = {
 
 
 def _attention(model: Model) -> dict[str, Style]:
-    styles: dict[str, Style] = {"": "input", "o_proj": "row"}
+    styles: dict[str, Style] = {"": "input", "key_heads": "key_heads", "o_proj": "row"}
     styles |= {f"{name}_proj": "column" for name in "qkv"}
     if model.sinks:
         styles["sinks"] = "column"

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -40,6 +42,7 @@ from torch.distributed.tensor import (
 
 from paceline.comm.collectives import sum_together
 from paceline.comm.local_part import local_part
+from paceline.comm.rendezvous import collective_timeout
 from paceline.parallel.forward import compute_with, replace_forward
 from paceline.parallel.vocabulary import look_up
 
@@ -62,6 +65,18 @@ class _Ranks:
         """This rank's summand of the whole -> its share of the sum."""
         summand = DTensor.from_local(x, self.mesh, [Partial()], run_check=False)
         return summand.redistribute(placements=[self.stream]).to_local()
+
+    def neighbours(self, number: int) -> DeviceMesh:
+        """So many ranks that follow each other, this one among them."""
+        ranks = dist.get_process_group_ranks(self.mesh.get_group())
+        first = self.mesh.get_local_rank() // number * number
+        group = dist.new_group(
+            ranks[first : first + number],
+            timeout=collective_timeout(),
+            use_local_synchronization=True,
+            group_desc="mesh_tp",  # as traces name the whole axis
+        )
+        return DeviceMesh.from_group(group, self.mesh.device_type)
 
     def place(
         self,
@@ -182,6 +197,22 @@ def _column(module: nn.Module, ranks: _Ranks) -> None:
     compute_with(module, local_part)
 
 
+def _key_heads(module: nn.Module, ranks: _Ranks) -> None:
+    """Let ranks that have parts of the same heads gather them; the gradients of what each did with
+    a head are added up on the way back."""
+    num_sharers = ranks.mesh.size() // int(module.num_heads)
+    if num_sharers <= 1:
+        return
+    mesh = ranks.neighbours(num_sharers)
+
+    def enter(_module: nn.Module, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        together = DTensor.from_local(torch.stack(parts), mesh, [Shard(-1)], run_check=False)
+        whole = together.redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()]).unbind()
+
+    module.register_forward_pre_hook(enter)
+
+
 def _summand(module: nn.Module, ranks: _Ranks) -> None:
     ranks.place(module, Shard(1), {"bias": Replicate()})
     adds_bias = ranks.mesh.get_local_rank() == 0
@@ -220,6 +251,7 @@ _STYLES: Mapping[str, Callable[[nn.Module, _Ranks], None]] = {
     "input": _input,
     "layer": _layer,
     "column": _column,
+    "key_heads": _key_heads,
     "summand": _summand,
     "row": _row,
     "inner": _inner,

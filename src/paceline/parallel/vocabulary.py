@@ -93,7 +93,7 @@ def losses_of_samples(logits: Tensor, targets: Tensor) -> Tensor:
 def _place(logits: DTensor) -> tuple[int, dist.ProcessGroup]:
     """The first row of the vocabulary that this rank has logits of, and who has the others."""
     mesh = logits.device_mesh
-    return mesh.get_local_rank() * logits.to_local().shape[-1], mesh.get_group()
+    return mesh.get_local_rank() * _most_rows(logits, -1), mesh.get_group()
 
 
 def on_first_rank(logits: Tensor) -> Tensor:

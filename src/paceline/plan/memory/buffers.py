@@ -117,7 +117,7 @@ def exchange_bytes(setting: Setting, points: Points) -> Array:
     gradient of its queries in fp32. Ulysses exchanges one tensor at a time.
     """
     model, shape = setting.model, shape_of(setting, points)
-    kv = model.num_kv_heads * (model.head_dim + model.value_dim) / points.tp
+    kv = np.maximum(model.num_kv_heads / points.tp, 1) * (model.head_dim + model.value_dim)
     q = model.num_heads * model.head_dim / points.tp
     ring = shape.tokens * (kv * (2 * shape.value + 4 * _FP32) + q * _FP32)
     if setting.stack.cp_keys == "gathered":

@@ -26,7 +26,7 @@ def plain_attention(model: Model, points: Points, sizes: Sizes) -> PartWork:
     hidden, query = model.hidden_size, model.num_heads * model.head_dim
     key = model.num_kv_heads * model.head_dim
     m, k = sizes.tokens, like(hidden)
-    # Where there are more tp ranks than key heads, ranks hold copies of them.
+    # Where there are more tp ranks than key heads, each makes a part of one and gathers the rest.
     own_key = np.maximum(key / points.tp, model.head_dim)
     has_biases = model.qkv_bias or model.bias
     biases = (query + 2 * key if has_biases else 0) / points.tp + (hidden if model.bias else 0)
@@ -35,17 +35,27 @@ def plain_attention(model: Model, points: Points, sizes: Sizes) -> PartWork:
     turned = (query / points.tp + own_key) * (model.rope_dim / model.head_dim)
     rotated = _rotation(sizes, turned) if model.rope_dim else ()
     outward = MatmulOp(m, k, query / points.tp, LINEAR)
-    key_or_value = MatmulOp(m, own_key, k, LINEAR, readers=3)
+    key_or_value = MatmulOp(m, key / points.tp, k, LINEAR, readers=3)
     inward: tuple[MatmulOp, ...] = (MatmulOp(m, query / points.tp, k, LINEAR, readers=3),)
     inward += (key_or_value, key_or_value)
     if sizes.merged:
-        inward = (MatmulOp(m, query / points.tp + 2 * own_key, k, LINEAR),)
+        inward = (MatmulOp(m, (query + 2 * key) / points.tp, k, LINEAR),)
     return PartWork(
         products=(*inward, outward),
         sweeps=rotated + (_head_norms(sizes, query / points.tp + own_key) if norms else ()),
-        params=hidden * (2 * query / points.tp + 2 * own_key) + biases + norms,
+        exchanges=_key_heads(model, points, sizes),
+        params=hidden * 2 * (query + key) / points.tp + biases + norms,
         tensors=len(inward) + 1 + (len(inward) if has_biases else 0) + (2 if norms else 0),
     )
+
+
+def _key_heads(model: Model, points: Points, sizes: Sizes) -> tuple[CollectiveOp, ...]:
+    """A gather of a key head's keys and values among the ranks that share it, and a scatter of
+    their gradients' sums."""
+    sharers = np.maximum(points.tp / model.num_kv_heads, 1)
+    whole = 2 * sizes.tokens * model.head_dim * sizes.value_bytes
+    gather = CollectiveOp("tp", "all_gather", whole, sharers, like(1), 1.0, False, "selective")
+    return gather, gather._replace(op="reduce_scatter", backward=True, again="")
 
 
 def _rotation(sizes: Sizes, width: Array) -> tuple[MemoryOp, ...]:

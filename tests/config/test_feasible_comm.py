@@ -28,6 +28,8 @@ def _check(comm, changes) -> None:
         ({"dp": {"algorithm": "backend"}}, {"fsdp": 2}),
         (INT8, {"dp": 2, "fsdp": 2, "tp": 2}),
         ({"fsdp": {"compress": "int8", "compress_weights": "int4"}}, {"fsdp": 2, "cp": 2}),
+        (INT8, {"dp": 2, "tp": 2, "pp": 2}),
+        ({"fsdp": {"compress": "int8", "compress_weights": "int4"}}, {"fsdp": 2, "pp": 2}),
         ({"fsdp": {"compress_weights": "bf16"}}, {"fsdp": 2, "precision": "fp32"}),
         ({"pp": {"compress": "int8"}, "ep": {"compress": "fp8"}}, {"pp": 2, "dp": 2, "ep": 2}),
         ({"dp": {"compress": "auto"}}, {"dp": 2, "fsdp": 2}),
@@ -52,22 +54,22 @@ REFUSED = {
         {},
         'comm.dp.algorithm = "ring" has no effect with layout.dp = 1: raise dp or leave it out.',
     ),
-    "replicas of stages": (
+    "replicas of experts": (
         INT8,
-        {"dp": 2, "pp": 2},
-        'comm.dp.compress = "int8" needs replicas of whole networks, which layout.pp = 2 cuts: '
-        "set pp = 1 or leave it out.",
+        {"dp": 2, "ep": 2},
+        'comm.dp.compress = "int8" needs replicas of all experts, which layout.ep = 2 cuts: '
+        "set ep = 1 or leave it out.",
     ),
     "matrices in parts": (
         {"dp": {"compress": "powersgd:4"}},
         {"dp": 2, "fsdp": 2},
-        'comm.dp.compress = "powersgd:4" needs whole matrices, which layout.fsdp = 2 cuts: '
+        'comm.dp.compress = "powersgd:4" needs whole networks, which layout.fsdp = 2 cuts: '
         "set fsdp = 1 or leave it out.",
     ),
     "rows in parts": (
         {"dp": {"compress": "quinary"}},
         {"dp": 2, "tp": 2},
-        'comm.dp.compress = "quinary" needs whole matrices, which layout.tp = 2 cuts: '
+        'comm.dp.compress = "quinary" needs whole networks, which layout.tp = 2 cuts: '
         "set tp = 1 or leave it out.",
     ),
     "gradients on the host": (

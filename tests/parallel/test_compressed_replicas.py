@@ -54,7 +54,7 @@ def _learnable(step, job, rank):
     tokens = [torch.randint(VOCAB, (BATCH,), generator=torch.Generator().manual_seed(step))]
     for _ in range(SEQ):
         tokens.append(follower[tokens[-1]])
-    mine = torch.stack(tokens, 1)[rank :: job.layout.num_data_ranks]
+    mine = torch.stack(tokens, 1)[job.layout.data_rank(rank) :: job.layout.num_data_ranks]
     return [MicroBatch(part[:, :-1], part[:, 1:], None) for part in mine.split(job.micro_batch)]
 
 

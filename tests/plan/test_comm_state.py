@@ -25,6 +25,7 @@ LAYOUTS = {
     "replicas": (2, ("layout.dp=2",)),
     "shards": (2, ("layout.fsdp=2", "layout.zero=3")),
     "replicas of shards": (4, ("layout.dp=2", "layout.fsdp=2", "layout.zero=2")),
+    "replicas of stages": (4, ("layout.dp=2", "layout.pp=2", "layout.micro_batch=6")),
     "shards of nodes": (
         4,
         ("layout.fsdp=4", "layout.zero=3", "cluster.num_nodes=2", "cluster.devices_per_node=2"),
@@ -39,6 +40,7 @@ KEPT = {
     "both ways of shards": ("shards", (INT8, "comm.fsdp.compress_weights=int8")),
     "gradients of nodes": ("shards of nodes", (INT8, "comm.fsdp.algorithm=hierarchical")),
     "int8 between replicas of shards": ("replicas of shards", ("comm.dp.compress=int8",)),
+    "int8 between replicas of stages": ("replicas of stages", ("comm.dp.compress=int8",)),
     "workers": ("one rank", ("layout.dp=2", *MEETINGS)),
     "workers of shards": ("shards", ("layout.dp=2", *MEETINGS)),
 }

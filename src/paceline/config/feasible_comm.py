@@ -28,15 +28,15 @@ def check_comm(comm: Comm, layout: Layout, *, may_be_alone: bool = False) -> Non
 
 
 def _replicas(comm: Comm, layout: Layout) -> Iterator[str]:
-    """Replicas of whole networks are DDP's, those of shards FSDP2's; a stage is neither."""
-    cut = [axis for axis in ("fsdp", "tp", "cp") if getattr(layout, axis) != 1]
+    """Replicas of whole networks are DDP's, those of parts FSDP2's; experts have their own mesh."""
+    cut = [axis for axis in ("fsdp", "tp", "cp", "pp") if getattr(layout, axis) != 1]
     for name, value in _lossy_or_own(comm).items():
         setting = f'comm.dp.{name} = "{value}"'
         if layout.dp == 1:
             yield f"{setting} has no effect with layout.dp = 1: raise dp or leave it out."
-        yield from _whole(setting, "replicas of whole networks", layout, "pp", "ep")
+        yield from _whole(setting, "replicas of all experts", layout, "ep")
         if cut and value.startswith(("powersgd", "quinary")):
-            yield from _whole(setting, "whole matrices", layout, *cut)
+            yield from _whole(setting, "whole networks", layout, *cut)
         if cut and "params" in layout.offload:
             yield (
                 f"{setting} needs gradients on the device, which layout.offload = "
@@ -71,7 +71,7 @@ def _shards(comm: Comm, layout: Layout) -> Iterator[str]:
             yield f'{setting} asks for what nobody has measured: name a form, "int8" for one.'
         if layout.fsdp == 1:
             yield f"{setting} has no effect with layout.fsdp = 1: raise fsdp or leave it out."
-        yield from _whole(setting, "shards of whole layers", layout, "tp", "pp", "ep")
+        yield from _whole(setting, "shards of whole layers", layout, "tp", "ep")
         if layout.param_dtype == "fp64":
             yield (
                 f'{setting} would round what layout.param_dtype = "fp64" keeps exact: set it to '

@@ -32,7 +32,7 @@ from paceline.comm.compress.means import (
 from paceline.comm.local_part import local_part
 from paceline.comm.queue import CollectiveQueue, Job
 from paceline.config.comm import Comm
-from paceline.parallel.replicas import errors_to_load
+from paceline.parallel.owed_errors import Owners
 
 
 @dataclass(eq=False)
@@ -72,21 +72,22 @@ class CompressedReplicaMean:
         compressor: of the larger ones; None: of none.
         collectives: among the replicas, which sum up exactly.
         num_reductions: how often in a step FSDP2 reduces a unit's gradients.
+        owners: of the errors.
     """
 
     section = "replica_error"
-    """Of a checkpoint: {replica: {name: a DTensor of the parameter's form}}."""
+    """Of a checkpoint: {number: {name: a DTensor of the parameter's form}}, see `Owners`."""
 
     def __init__(
         self,
         module: nn.Module,
-        names: Mapping[nn.Parameter, str],
         compressor: Compressor | None,
         collectives: Collectives,
         comm: Comm,
         num_reductions: int,
+        owners: Owners,
     ) -> None:
-        self._names, self._comm, self._compressor = names, comm, compressor
+        self._owners, self._comm, self._compressor = owners, comm, compressor
         self._collectives, self._num_reductions = collectives, num_reductions
         self._queue = CollectiveQueue(next(module.parameters()).device, comm.priority)
         self._rest = UncompressedRest(collectives)
@@ -95,6 +96,7 @@ class CompressedReplicaMean:
         self.feedback = ErrorFeedback(collectives.group.rank(), collectives.group.size())
         self.sent_bytes = 0
         """What this rank sent since `begin`."""
+        self._parameters = {label: parameter for parameter, label in owners.labels.items()}
         self._units = [self._unit(parameters) for parameters in _own_parameters(module)]
         for unit in self._units:
             for parameter in unit.parameters:
@@ -169,8 +171,8 @@ class CompressedReplicaMean:
         return _ReplicaUnit(parameters, parts, mean_of_parts(self._compressor, parts, flat), flat)
 
     def _part(self, parameter: nn.Parameter, held: Tensor) -> BufferPart:
-        name, least = self._names[parameter], self._comm.compress_from
-        return buffer_part(name, parameter, held.shape, self._compressor, least)
+        label, least = self._owners.labels[parameter], self._comm.compress_from
+        return buffer_part(label, parameter, held.shape, self._compressor, least)
 
     @property
     def held(self) -> list[Tensor]:
@@ -182,12 +184,10 @@ class CompressedReplicaMean:
         return self.feedback.squared_norm()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint keeps: {replica: {name: error, a DTensor like the parameter}}."""
-        by_name = {name: parameter for parameter, name in self._names.items()}
-        return {
-            replica: {name: _like(by_name[name], error) for name, error in errors.items()}
-            for replica, errors in self.feedback.state().items()
-        }
+        """What a checkpoint keeps: {number: {name: error, a DTensor like the parameter}}."""
+        (errors,) = self.feedback.state().values()
+        shaped = {label: _like(self._parameters[label], error) for label, error in errors.items()}
+        return self._owners.numbered(shaped)
 
     def targets(
         self, saved: Iterable[str], _room: Callable[[str], Tensor]
@@ -197,23 +197,21 @@ class CompressedReplicaMean:
         Args:
             saved: paths of the tensors that were saved: "replica_error.0.layer.weight".
         """
-        by_name = {part.name: unit for unit in self._units for part in unit.parts}
-        parameters = {name: parameter for parameter, name in self._names.items()}
 
-        def shard(path: str) -> Tensor:
-            name = path.split(".", 2)[2]
-            error = by_name[name].flat.new_zeros(local_part(parameters[name]).numel())
-            return _like(parameters[name], error)
+        def shard(_path: str, label: str) -> Tensor:
+            parameter = self._parameters[label]
+            held = local_part(parameter)
+            wide = torch.promote_types(held.dtype, torch.float32)
+            return _like(parameter, held.new_zeros(held.numel(), dtype=wide))
 
-        known = [path for path in saved if path.split(".", 2)[-1] in by_name]
-        return errors_to_load(self.section, known, self.feedback.takes_over, shard)
+        return self._owners.to_load(self.section, saved, shard)
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Go on with what `targets` gave, now filled."""
         self.feedback.load(
             {
-                replica: {name: local_part(error).flatten() for name, error in errors.items()}
-                for replica, errors in state.items()
+                number: {label: local_part(error).flatten() for label, error in errors.items()}
+                for number, errors in self._owners.labelled(state).items()
             }
         )
 

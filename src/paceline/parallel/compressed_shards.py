@@ -15,7 +15,6 @@ Replicas of shards (HSDP) are `compressed_replicas`; ours without compression `s
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from paceline.comm.compress.codec import BlockCodec
 from paceline.comm.compress.codecs import codec_of
 from paceline.comm.compress.shards import CodedRow, CodedShards, PayloadBuffers, Payloads
 from paceline.config.comm import Comm, codec
-from paceline.parallel.replicas import errors_to_load
+from paceline.parallel.owed_errors import Owners
 from paceline.parallel.shard_collectives import ShardAlgorithm, exchange_by, held_by
 
 
@@ -53,20 +52,6 @@ class UnitPart(NamedTuple):
         filled = whole.new_zeros([*self.chunk]).repeat_interleave(num_ranks, self.dim)
         filled.narrow(self.dim, 0, self.shape[self.dim]).copy_(whole.view(self.shape))
         return torch.stack([part.flatten() for part in filled.chunk(num_ranks, self.dim)])
-
-
-@dataclass(frozen=True)
-class ShardPosition:
-    """Where a rank stands among those that share its parameters."""
-
-    shards: int
-    replicas: int
-    rank: int
-    """Among all of them: replica * shards + shard."""
-
-    def takes_over(self, saved_rank: int) -> bool:
-        """Whether this rank goes on with what that rank owed."""
-        return saved_rank % (self.shards * self.replicas) == self.rank
 
 
 class _Errors:
@@ -125,20 +110,22 @@ class CompressedShardCollectives:
     Args:
         module: sharded by FSDP2; the seams of its units are set here.
         algorithm: who exchanges what is not compressed.
+        num_replicas: of the shards.
+        owners: of the errors, among the ranks of all replicas.
     """
 
     section = "shard_error"
-    """Of a checkpoint: {rank: {name: (num_values,)}}."""
+    """Of a checkpoint: {number: {name: (num_values,)}}, see `Owners`."""
 
     def __init__(
         self,
         module: nn.Module,
-        names: Mapping[nn.Parameter, str],
         comm: Comm,
         algorithm: ShardAlgorithm,
-        place: ShardPosition,
+        num_replicas: int,
+        owners: Owners,
     ) -> None:
-        self._names, self._comm, self._place = names, comm, place
+        self._comm, self._num_replicas, self._owners = comm, num_replicas, owners
         self.algorithm = algorithm
         self._gradients = _codec(comm.fsdp.compress)
         self._weights = _codec(comm.fsdp.compress_weights)
@@ -235,7 +222,7 @@ class CompressedShardCollectives:
     def _part(self, held: Any) -> UnitPart:
         parameter = held.sharded_param
         return UnitPart(
-            self._names[parameter],
+            self._owners.labels[parameter],
             parameter.shape,
             held.fsdp_placement.dim,
             held.padded_sharded_param_size,
@@ -251,17 +238,17 @@ class CompressedShardCollectives:
         """The sum of squares of this rank's errors, of the mean: () fp64."""
         if not self.held:
             return torch.zeros((), dtype=torch.float64)
-        norms = torch.stack(torch._foreach_norm(self.held)).double() / self._place.replicas
+        norms = torch.stack(torch._foreach_norm(self.held)).double() / self._num_replicas
         return norms.square().sum()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint keeps: {rank: {name: (num_values,)}}, in units of the mean."""
-        errors = {name: owed / self._place.replicas for name, owed in self._loaded.items()}
+        """What a checkpoint keeps: {number: {name: (num_values,)}}, in units of the mean."""
+        errors = {label: owed / self._num_replicas for label, owed in self._loaded.items()}
         for unit in self._units.values():
             if unit.errors is not None:
                 owed = unit.errors.by_name()
-                errors |= {name: error / self._place.replicas for name, error in owed.items()}
-        return {str(self._place.rank): errors}
+                errors |= {label: error / self._num_replicas for label, error in owed.items()}
+        return self._owners.numbered(errors)
 
     def targets(
         self, saved: Iterable[str], room: Callable[[str], Tensor]
@@ -272,15 +259,14 @@ class CompressedShardCollectives:
             saved: paths of the tensors that were saved: "shard_error.0.layer.weight".
         """
         paths = saved if self._gradients else ()
-        return errors_to_load(self.section, paths, self._place.takes_over, room)
+        return self._owners.to_load(self.section, paths, lambda path, _: room(path))
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Go on with what `targets` gave, now filled."""
         self._loaded = {}
-        for of_rank in state.values():
-            for name, error in of_rank.items():
-                owed = error * self._place.replicas
-                self._loaded[name] = self._loaded.get(name, 0) + owed
+        for errors in self._owners.labelled(state).values():
+            for label, error in errors.items():
+                self._loaded[label] = self._loaded.get(label, 0) + error * self._num_replicas
         self._units.clear()
 
 

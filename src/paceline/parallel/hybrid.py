@@ -16,7 +16,8 @@ from paceline.comm.mesh import Meshes
 from paceline.config.comm import Comm, codec
 from paceline.config.layout import Layout
 from paceline.parallel.compressed_replicas import CompressedReplicaMean
-from paceline.parallel.compressed_shards import CompressedShardCollectives, ShardPosition
+from paceline.parallel.compressed_shards import CompressedShardCollectives
+from paceline.parallel.owed_errors import Owners
 from paceline.parallel.replicas import COMM_SECTION, Replicas, State, correct_errors
 from paceline.parallel.shard_collectives import ShardAlgorithm
 
@@ -109,11 +110,10 @@ def _shards(
 ) -> CompressedShardCollectives:
     dp, fsdp = meshes.dense["dp"], meshes.dense["fsdp"]
     rank = dp.get_local_rank() * fsdp.size() + fsdp.get_local_rank()
+    owners = Owners(names, rank, dp.size() * fsdp.size(), meshes)
     by = "backend" if comm.fsdp.algorithm == "auto" else comm.fsdp.algorithm
-    place = ShardPosition(fsdp.size(), dp.size(), rank)
-    return CompressedShardCollectives(
-        module, names, comm, ShardAlgorithm(by, meshes.ranks_per_node), place
-    )
+    algorithm = ShardAlgorithm(by, meshes.ranks_per_node)
+    return CompressedShardCollectives(module, comm, algorithm, dp.size(), owners)
 
 
 def _replicas(
@@ -127,4 +127,5 @@ def _replicas(
     compressor = compressor_of(codec(comm.dp.compress), group)
     by = "backend" if comm.dp.algorithm == "auto" else comm.dp.algorithm
     collectives = Collectives(group, by, members_per_node(group, meshes.ranks_per_node))
-    return CompressedReplicaMean(module, names, compressor, collectives, comm, num_reductions)
+    owners = Owners(names, group.rank(), group.size(), meshes)
+    return CompressedReplicaMean(module, compressor, collectives, comm, num_reductions, owners)

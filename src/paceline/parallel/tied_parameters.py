@@ -8,9 +8,10 @@ they stay equal.
 It is communication over the axis pp that nothing hides: once a step, after the last micro-batch.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,36 @@ class TiedParameters:
         return TiedParameters(self.num_holders, self.first, local=local)
 
 
+class CopyCounts(NamedTuple):
+    """How many copies of parameters the ranks of a pipeline hold."""
+
+    by_rank: list[dict[str, int]]
+    """Of each pipeline rank, by the names that parameters have in the whole network."""
+    rank: int
+    """This one."""
+
+    def total(self, name: str) -> int:
+        """On all ranks."""
+        return sum(count.get(name, 0) for count in self.by_rank)
+
+    def before(self, name: str) -> int:
+        """On the ranks before this one."""
+        return sum(count.get(name, 0) for count in self.by_rank[: self.rank])
+
+
+def count_copies(names: Iterable[str], dense: DeviceMesh) -> CopyCounts:
+    """Learn who holds what; all ranks of a pipeline call it.
+
+    Args:
+        names: of this rank's parameters; one comes once for each copy.
+        dense: the mesh with the axis "pp".
+    """
+    pipeline = dense["pp"]
+    own = dict(Counter(names))
+    counts = [own] if pipeline.size() == 1 else all_gather(own, pipeline.get_group())
+    return CopyCounts(counts, pipeline.get_local_rank())
+
+
 def find_tied_parameters(named: Named, dense: DeviceMesh) -> TiedParameters:
     """Learn from the other ranks of the pipeline who holds what; all ranks of the world call it.
 
@@ -67,19 +98,16 @@ def find_tied_parameters(named: Named, dense: DeviceMesh) -> TiedParameters:
     mine: dict[str, list[nn.Parameter]] = defaultdict(list)
     for name, parameter in named:
         mine[name].append(parameter)
-    own = {name: len(copies) for name, copies in mine.items()}
-    counts: list[dict[str, int]] = all_gather(own, dense.get_group("pp"))
-    totals = {name: sum(count.get(name, 0) for count in counts) for name in mine}
-    before = counts[: dense.get_local_rank("pp")]
-    first = {name: sum(count.get(name, 0) for count in before) for name in mine}
+    found = count_copies((name for name in mine for _ in mine[name]), dense)
+    counts = found.by_rank
     shared: dict[tuple[int, ...], list[list[nn.Parameter]]] = {}
     for holders in _holder_sets(counts):
         names = [name for name in mine if _holders(counts, name) == holders]
         shared[holders] = [mine[name] for name in sorted(names)]
     groups = {holders: _group_of(dense, holders) for holders in shared}  # all ranks, in one order
     return TiedParameters(
-        num_holders=totals,
-        first=first,
+        num_holders={name: found.total(name) for name in mine},
+        first={name: found.before(name) for name in mine},
         shared=[(groups[holders], copies) for holders, copies in shared.items() if copies],
         local=[
             copies

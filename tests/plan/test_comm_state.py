@@ -12,6 +12,7 @@ from paceline.plan.memory.comm_state import comm_state_bytes
 from paceline.plan.memory.holdings import holdings_of
 from paceline.plan.memory.parameter_counts import counts_of
 from paceline.plan.points import Points, Setting
+from paceline.train.passes import schedule_of
 from tests.parallel.training import FP32, job_of, micro_batches, trainer_of
 from tests.ranks import run_ranks
 
@@ -87,7 +88,7 @@ def held():
 def _predicted(job):
     setting = Setting.of(job)
     points = Points.of([job.layout], setting)
-    counts = counts_of(setting, points, holdings_of(setting, job.layout, None))
+    counts = counts_of(setting, points, holdings_of(setting, job.layout, schedule_of(job)))
     return float(comm_state_bytes(setting, points, counts).ravel()[0])
 
 

@@ -58,7 +58,7 @@ def _rank(
     with Listener(place, "AF_UNIX", backlog=num_ranks) as listener:
         dist.barrier()
         others = Others([listener.accept() for _ in range(1, num_ranks)])
-    others.take_weights(part, built(MODELS[name], dtype).state_dict())
+    others.take_weights(part, [built(MODELS[name], dtype).state_dict()])
 
     def new_engine(serving: Serving) -> Engine:
         return Engine(part, serving.replace(tp=tp, ep=ep), others=others)

@@ -62,7 +62,7 @@ def told(new_engine):
     engine = new_engine(SMALL)
     ask = [(prompt(30, 7), Sampling(max_tokens=4, temperature=0, logprobs=20))]
     thought = [done(engine, ask)[0].logprobs]
-    engine.take_weights(built(engine.decoder.model, _dtype(engine), seed=1).state_dict())
+    engine.take_weights([built(engine.decoder.model, _dtype(engine), seed=1).state_dict()])
     return [*thought, done(engine, ask)[0].logprobs]
 
 

@@ -1,9 +1,12 @@
 """A run that is served while it trains: newer weights, damaged ones, and no request lost."""
 
+import hashlib
+import shutil
 import threading
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from paceline.config.job import read_job
 from paceline.config.sampling import Sampling
@@ -11,7 +14,9 @@ from paceline.generate.engine import Engine
 from paceline.observe.run import Run
 from paceline.serve import follow
 from paceline.serve.network import load_checkpoint, open_network
+from paceline.train.checkpoint.files import FileEntry, encode_manifest
 from paceline.train.command import train_job
+from paceline.train.kept_weights import checkpoint_of
 from tests.serve.served import END, SMALL, serve, wait_until
 from tests.small_job import work_in, write_small_job
 
@@ -122,3 +127,56 @@ def test_a_damaged_checkpoint_is_said_and_skipped(run, capfd):
     assert out.count("step 8 is skipped") == 1
     assert "step 4 is served on: checkpoint step-8" in out
     assert "step 6 is served from now on" in out
+
+
+def test_no_weight_is_taken_of_a_checkpoint_that_ends_halfway(run, capfd):
+    """Its checksums are right, and the last layer is in none of its files."""
+    with serve(open_network(run.path), run=run) as served:
+        follower = served.serving._follower
+        follower.stop()
+        before, weights = told_by(served), copied(served.engine.decoder)
+        train_on(run, 6)
+        found = checkpoint_of(run, 6)
+        (name,) = found.manifest.files
+        shard = found.path / name
+        last = f"model.blocks.{len(served.engine.decoder.blocks) - 1}."
+        held = load_file(shard)
+        save_file({key: each for key, each in held.items() if not key.startswith(last)}, shard)
+        data = shard.read_bytes()
+        entry = FileEntry(size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        forged = found.manifest.replace(files={name: entry})
+        (found.path / "manifest.json").write_bytes(encode_manifest(forged))
+        follower._is_over.clear()
+        follower.look()
+        assert served.get("/ready").json()["step"] == 4
+        after = served.engine.decoder.state_dict()
+        assert all(torch.equal(after[key], weights[key]) for key in weights)
+        assert told_by(served) == pytest.approx(before, abs=1e-4)
+        assert served.metrics()["damaged_checkpoints_total"] == 1
+    out = capfd.readouterr().out
+    assert out.count("step 6 is skipped, step 4 is served on: checkpoint step-6") == 1
+
+
+def copied(decoder):
+    return {name: each.clone() for name, each in decoder.state_dict().items()}
+
+
+def test_a_checkpoint_is_taken_as_a_whole_though_the_run_removes_it(run):
+    """When it was verified, and waits for the step that is under way."""
+    with serve(open_network(run.path), run=run) as served:
+        follower, service = served.serving._follower, served.serving.service
+        follower.stop()
+        train_on(run, 6)
+        wanted = told_at(run, 6)
+        is_over = threading.Event()
+        service.between_steps(is_over.wait)
+        wait_until(service._orders.empty)
+        follower._is_over.clear()
+        looking = threading.Thread(target=follower.look)
+        looking.start()
+        wait_until(lambda: not service._orders.empty())
+        shutil.rmtree(run.checkpoint_folder / "step-6")
+        is_over.set()
+        looking.join()
+        assert served.get("/ready").json()["step"] == 6
+        assert told_by(served) == pytest.approx(wanted, abs=1e-4)

@@ -112,7 +112,9 @@ class Engine:
             block_bytes += KeyShape.of(draft).block_bytes(size, dtype)
         num_blocks = self._num_blocks(block_bytes)
         self.weight_form: WeightForm = "as_trained"
+        self._layers = layers
         if others is None:
+            self._layers = layers or layers_of(decoder, serving)
             self._memory = Memory(
                 shape, num_blocks, size, keys_in, first.device, is_exact=serving.exact
             )
@@ -121,7 +123,7 @@ class Engine:
                 decoder,
                 self._memory,
                 most if serving.exact else None,
-                layers or layers_of(decoder, serving),
+                self._layers,
                 self.weight_form,
                 serving.weight_group,
             )
@@ -224,12 +226,23 @@ class Engine:
         """Tokens of the longest text, with its prompt."""
         return min(self._longest, self._blocks.num_blocks * self.serving.block_size)
 
-    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Go on with other weights: all of the network's, by its names."""
+    @torch.no_grad()
+    def take_weights(self, parts: Iterable[Mapping[str, Tensor]]) -> None:
+        """Go on with other weights, all of the network's. Where a part can't be had, some are the
+        old ones and some are new, and no step may be done.
+
+        Args:
+            parts: some weights each, by the network's names, such as those of a layer.
+        """
         if self.others is None:
-            self.decoder.load_state_dict(weights)
+            own = self.decoder.state_dict()
+            for part in parts:
+                for name, tensor in part.items():
+                    own[name].copy_(tensor)
+                if self._layers is not None:
+                    self._layers.leave_files()
         else:
-            self.others.take_weights(self.decoder, weights)
+            self.others.take_weights(self.decoder, parts)
         self.weights_changed()
 
     def weights_changed(self) -> None:

@@ -57,12 +57,16 @@ class PackedWeights:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._linear = {
-            module: _product(module.weight, module.bias)
-            for module in decoder.modules()
-            if type(module) is nn.Linear
-        }
-        self._project = self._packed_head(decoder)
+        self._linear: dict[nn.Module, Product] = {}
+        self._matrices: dict[nn.Module, Tensor] = {}
+        self.renew()
+
+    def renew(self) -> None:
+        """Pack the network's weights as they are now, one in the place of the other."""
+        for module in self._decoder.modules():
+            if type(module) is nn.Linear:
+                self._linear[module] = _product(self._packed(module), module.bias)
+        self._project = self._packed_head()
 
     @contextmanager
     def put_in(self) -> Iterator[None]:
@@ -70,20 +74,27 @@ class PackedWeights:
         with products_in(self._decoder, self._linear, self._project):
             yield
 
-    @staticmethod
-    def _packed_head(decoder: Decoder) -> Callable[[Tensor, Tensor], Tensor]:
-        if decoder.embed is None or decoder.head is not None:
+    def _packed_head(self) -> Callable[[Tensor, Tensor], Tensor]:
+        embed = self._decoder.embed
+        if embed is None or self._decoder.head is not None:
             return F.linear
-        product = _product(decoder.embed.weight, None)
+        product = _product(self._packed(embed), None)
         return lambda x, weight: product(x)
 
+    def _packed(self, module: nn.Linear | nn.Embedding) -> Tensor:
+        packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach())
+        if module not in self._matrices:
+            self._matrices[module] = packed
+            return packed
+        # The C library would seldom find room for it where the old one was freed.
+        return self._matrices[module].copy_(packed)
 
-def _product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+
+def _product(packed: Tensor, bias: Tensor | None) -> Product:
     """The function of nn.Linear.
 
     Args:
-        weight: (out_features, in_features). bias: (out_features,).
+        packed: its matrix. bias: (out_features,).
     """
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     bias = None if bias is None else bias.detach()
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

@@ -56,7 +56,11 @@ class QuantisedWeights:
         self._decoder, self._inputs = decoder, _Inputs()
         self._linear: dict[nn.Module, Product] = {}
         self._project: Callable[[Tensor, Tensor], Tensor] = F.linear
-        modules = dict(decoder.named_modules())
+        self.renew(matrices)
+
+    def renew(self, matrices: Iterable[tuple[str, QuantisedMatrix]]) -> None:
+        """Take all matrices anew, one in the place of the other."""
+        modules = dict(self._decoder.named_modules())
         self.resident_bytes = 0
         """Of values and scales."""
         for name, matrix in matrices:

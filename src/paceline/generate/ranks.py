@@ -15,7 +15,7 @@ the processes, and says why one has gone, is not here (`serve.ranks`).
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -40,7 +40,7 @@ from paceline.parallel.ep import expert_layers, expert_parallel
 from paceline.parallel.tp import tensor_parallel
 from paceline.parallel.vocabulary import on_first_rank
 
-_MEMORY, _CLEAR, _PASS, _WEIGHTS = range(4)
+_MEMORY, _CLEAR, _PASS, _WEIGHTS, _CHANGED = range(5)
 """What a rank is told: the first of its numbers."""
 _KEY_FORMS: Sequence[KeyForm] = ("as_weights", "int8")
 
@@ -129,20 +129,19 @@ class _OwnExperts:
 
 
 @torch.no_grad()
-def share_weights(decoder: Decoder, whole: Mapping[str, Tensor] | None) -> None:
-    """Fill every rank's part with the first rank's weights, one tensor at a time.
+def _share_weight(own: Tensor, whole: Tensor | None) -> None:
+    """Fill every rank's share of a weight.
 
     Args:
-        decoder: this rank's part.
-        whole: all weights, on the first rank; None on the others.
+        own: this rank's share.
+        whole: all of it, on the first rank; None on the others.
     """
-    for name, own in decoder.state_dict().items():
-        if whole is None:
-            full = torch.empty(own.shape, dtype=own.dtype, device=own.device)
-        else:
-            full = whole[name].to(own.device, own.dtype).contiguous()
-        dist.broadcast(full, src=0)
-        assign(own, full)
+    if whole is None:
+        full = torch.empty(own.shape, dtype=own.dtype, device=own.device)
+    else:
+        full = whole.to(own.device, own.dtype).contiguous()
+    dist.broadcast(full, src=0)
+    assign(own, full)
 
 
 class Others:
@@ -172,11 +171,21 @@ class Others:
         memory = _FirstMemory(self, *_memory_of(decoder, *numbers))
         return memory, _FirstRunner(self, decoder, memory)
 
-    def take_weights(self, decoder: Decoder, whole: Mapping[str, Tensor]) -> None:
-        """Give every rank its part of other weights."""
-        with self.together():
-            self.tell([_WEIGHTS])
-            share_weights(decoder, whole)
+    def take_weights(self, decoder: Decoder, parts: Iterable[Mapping[str, Tensor]]) -> None:
+        """Give every rank its part of other weights, one at a time.
+
+        Args:
+            decoder: the first rank's part of the network.
+            parts: some whole weights each, by the network's names.
+        """
+        own = decoder.state_dict()
+        place = {name: number for number, name in enumerate(own)}
+        for part in parts:
+            with self.together():
+                self.tell([_WEIGHTS, *(place[name] for name in part)])
+                for name, whole in part.items():
+                    _share_weight(own[name], whole)
+        self.tell([_CHANGED])
 
     def tell(self, numbers: Sequence[int]) -> None:
         """Tell all of them what to do."""
@@ -262,7 +271,10 @@ def follow(end: Connection, decoder: Decoder) -> None:
             memory = Memory(*_memory_of(decoder, *numbers))
             runner = _RankRunner(decoder, memory)
         elif kind == _WEIGHTS:
-            share_weights(decoder, None)
+            own = [*decoder.state_dict().values()]
+            for number in numbers:
+                _share_weight(own[number], None)
+        elif kind == _CHANGED:
             if runner is not None:
                 runner.weights_changed()
         else:

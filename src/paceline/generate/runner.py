@@ -54,7 +54,12 @@ class Runner:
         faster."""
         if self._form != "as_trained":
             matrices = quantised_matrices(self.decoder, self._form, self._weight_group)
-            self._packed = QuantisedWeights(self.decoder, matrices)
+            if isinstance(self._packed, QuantisedWeights):
+                self._packed.renew(matrices)
+            else:
+                self._packed = QuantisedWeights(self.decoder, matrices)
+        elif isinstance(self._packed, PackedWeights):
+            self._packed.renew()
         elif self._exact_tokens is None and self._layers is None and can_pack(self.decoder):
             self._packed = PackedWeights(self.decoder)
 

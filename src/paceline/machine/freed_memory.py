@@ -3,7 +3,7 @@
 import ctypes
 
 # Of glibc's malloc.h.
-_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD, _M_ARENA_MAX = -3, -1, -8
 
 
 def keep_freed_memory() -> None:
@@ -17,3 +17,14 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc allows
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def share_freed_memory() -> None:
+    """Let every thread take memory that another one has freed, which glibc keeps apart.
+
+    Weights that one thread reads in the place of another's would be in memory twice. Call it before
+    there are other threads.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)

@@ -21,6 +21,8 @@ LARGEST = {8: 127, 4: 7}
 """The largest whole number."""
 HEAD = "head"
 _WRITTEN_OUT_ELSEWHERE = "kv_b_proj"
+_AT_ONCE = 1 << 20
+"""Weights that are rounded at a time: meanwhile they take 8 bytes each."""
 
 
 def matrices_of(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -76,10 +78,16 @@ def quantised(
     Returns:
         a matrix that differs from the given one by at most half a scale anywhere.
     """
-    size = group_of(weight.shape[1], group_size)
-    grouped = weight.detach().float().unflatten(1, (-1, size))
-    scales = scales_of(grouped.abs().amax(-1), bits).to(scale_dtype).float()
-    values = (grouped / scales[..., None]).round_().to(torch.int8).flatten(1)
+    rows, columns = weight.shape
+    size = group_of(columns, group_size)
+    values = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(rows, columns // size, dtype=torch.float32, device=weight.device)
+    at_once = max(1, _AT_ONCE // columns)
+    for start in range(0, rows, at_once):
+        part = slice(start, start + at_once)
+        grouped = weight.detach()[part].float().unflatten(1, (-1, size))
+        scales[part] = scales_of(grouped.abs().amax(-1), bits).to(scale_dtype)
+        values[part] = (grouped / scales[part][..., None]).round_().flatten(1)
     return QuantisedMatrix(values, scales, bits)
 
 

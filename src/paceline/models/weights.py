@@ -188,17 +188,18 @@ def copy_weights(
 
 
 def by_layer(names: Mapping[str, str]) -> list[list[str]]:
-    """Names of tensors by the layer that they are of, those of none first.
+    """Names of tensors by the layer that they are of; before them embedding, head and norms, each
+    for itself.
 
     Args:
         names: and what each is called in `Decoder.state_dict()`.
     """
-    of_layers: dict[int, list[str]] = {}
+    parts: dict[tuple[int, str], list[str]] = {}
     for name, ours in names.items():
         first, _, rest = ours.partition(".")
-        layer = int(rest.partition(".")[0]) if first == "blocks" else -1
-        of_layers.setdefault(layer, []).append(name)
-    return [of_layers[layer] for layer in sorted(of_layers)]
+        part = (int(rest.partition(".")[0]), "") if first == "blocks" else (-1, first)
+        parts.setdefault(part, []).append(name)
+    return [parts[part] for part in sorted(parts)]
 
 
 def _take(

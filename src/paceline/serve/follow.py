@@ -1,22 +1,25 @@
 """Follow: the newest good checkpoint of a run, taken while texts are made.
 
-A thread looks for newer checkpoints and reads one beside the engine, which for that time needs
-twice the memory of the weights. Only copying them into the network happens between two steps; texts
-that are under way go on with the new weights, their keys and values computed anew.
+A thread looks for newer checkpoints, verifies one and reads it through, layer by layer, beside the
+engine: so what is damaged is refused while the old weights serve. Between two steps it is read once
+more, into the network, from files that stay open meanwhile: a layer is in memory beside the
+weights, and no pass sees some old and some new ones. Texts that are under way go on with the new
+weights, their keys and values computed anew.
 """
 
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
-
-from torch import Tensor
+from contextlib import ExitStack
 
 from paceline.config.errors import InputError
 from paceline.observe.run import Run, complete_steps
 from paceline.serve.metrics import Metrics
-from paceline.serve.network import read_checkpoint
+from paceline.serve.network import in_layers, weights_for
 from paceline.serve.service import Service
+from paceline.train.kept_weights import KeptWeights
 
 LOOK_EVERY_S = 2.0
 _PATIENCE_S = 5.0
@@ -53,15 +56,18 @@ class Follower:
         newer = self._newer()
         while newer and not self._is_over.is_set():
             begun_s = time.perf_counter()
-            try:
-                _, weights = read_checkpoint(self._run, self._service.engine.decoder, newer[-1])
-            except (InputError, OSError) as error:
-                if newer[-1] in self._newer():  # else the run has removed it meanwhile
-                    self._skip(newer[-1], error)
-                newer.pop()
-                continue
-            self._take(newer[-1], weights, time.perf_counter() - begun_s)
-            return
+            with ExitStack() as files:
+                try:
+                    kept = weights_for(self._service.engine.decoder, self._run, newer[-1])
+                    files.enter_context(kept.held())
+                    deque(in_layers(kept), maxlen=0)
+                except (InputError, OSError) as error:
+                    if newer[-1] in self._newer():  # else the run has removed it meanwhile
+                        self._skip(newer[-1], error)
+                    newer.pop()
+                    continue
+                self._take(kept, time.perf_counter() - begun_s)
+                return
 
     def _newer(self) -> list[int]:
         steps = complete_steps(self._run.checkpoint_folder)
@@ -72,21 +78,21 @@ class Follower:
         self._metrics.damaged.inc()
         self._say(f"step {step} is skipped, step {self.step} is served on: {error}")
 
-    def _take(self, step: int, weights: dict[str, Tensor], read_s: float) -> None:
+    def _take(self, kept: KeptWeights, read_s: float) -> None:
         engine, begun_s = self._service.engine, time.perf_counter()
 
         def swap() -> float:
             began_s = time.perf_counter()
-            engine.take_weights(weights)
-            self.step = step
+            engine.take_weights(in_layers(kept))
+            self.step = kept.step
             return time.perf_counter() - began_s
 
         swap_s = self._service.between_steps(swap).result()
         self._metrics.swaps.inc()
         waited_s = time.perf_counter() - begun_s - swap_s
         self._say(
-            f"step {step} is served from now on: read in {read_s:.2f} s, waited {waited_s:.2f} s "
-            f"for a step, swapped in {swap_s:.2f} s"
+            f"step {kept.step} is served from now on: verified in {read_s:.2f} s, waited "
+            f"{waited_s:.2f} s for a step, swapped in {swap_s:.2f} s"
         )
 
     def _run_on(self) -> None:

@@ -4,7 +4,7 @@ Nothing is converted: a Run's checkpoint is read into the module that was traine
 it was trained on. A folder is what `paceline export` or transformers writes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -123,7 +123,7 @@ class Network:
         check_ranks(decoder.model, serving)
         draft = self._draft(serving)
         others = Processes(decoder.model, next(decoder.parameters()).dtype, serving)
-        others.take_weights(others.decoder, decoder.state_dict())
+        others.take_weights(others.decoder, [decoder.state_dict()])
         decoder.to("meta")
         return Engine(others.decoder, serving, self.tokenizer, self.end_tokens, draft, others)
 
@@ -201,28 +201,31 @@ def load_checkpoint(
     Raises:
         InputError: no such checkpoint, or it is of another network; then nothing was changed.
     """
-    kept, own = _kept(run, decoder, step), decoder.state_dict()
-    for names in by_layer({name: name for name in own}):
-        for name, tensor in kept.read(names).items():
+    kept, own = weights_for(decoder, run, step), decoder.state_dict()
+    for part in in_layers(kept):
+        for name, tensor in part.items():
             own[name].copy_(tensor)
         if after_layer is not None:
             after_layer()
     return kept.step
 
 
-def read_checkpoint(
-    run: Run, decoder: Decoder, step: int | None = None
-) -> tuple[int, dict[str, Tensor]]:
-    """A checkpoint's weights, and the step they are of; the decoder is left as it is.
+def in_layers(kept: KeptWeights) -> Iterator[dict[str, Tensor]]:
+    """Read all weights, a layer at a time.
+
+    Raises:
+        InputError: as `KeptWeights.read`.
+    """
+    for names in by_layer({name: name for name in kept.shapes}):
+        yield kept.read(names)
+
+
+def weights_for(decoder: Decoder, run: Run, step: int | None = None) -> KeptWeights:
+    """The weights of a checkpoint, all of which were verified and fit a decoder.
 
     Raises:
         InputError: as `load_checkpoint`.
     """
-    kept = _kept(run, decoder, step)
-    return kept.step, kept.read(kept.shapes)
-
-
-def _kept(run: Run, decoder: Decoder, step: int | None) -> KeptWeights:
     kept, own = KeptWeights(run, step), decoder.state_dict()
     saved = kept.shapes
     odd = own.keys() ^ saved.keys() or {name for name in own if own[name].shape != saved[name]}

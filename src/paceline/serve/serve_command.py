@@ -18,6 +18,7 @@ from rich.console import Console
 from paceline.config.errors import InputError, RunError
 from paceline.config.serving import EndpointSettings
 from paceline.generate.engine import Engine
+from paceline.machine.freed_memory import share_freed_memory
 from paceline.observe.run import Run
 from paceline.serve.generate_command import described
 from paceline.serve.keys import VARIABLE, Keys, read_keys
@@ -63,6 +64,7 @@ def serve_command(path: Path, settings: EndpointSettings, options: ServeOptions)
         import uvicorn  # noqa: F401
     except ImportError:
         raise InputError("paceline serve needs uvicorn: pip install 'paceline[serve]'.") from None
+    share_freed_memory()
     keys = Keys() if options.no_keys else read_keys(options.key_file)
     _check(path, options, keys)
     listener = _listener(options.host or "127.0.0.1", options.port)

@@ -4,7 +4,8 @@ Adapters are a part of the matrices that they belong to, unless these are asked 
 matrices in 4 bits are numbers again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -42,6 +43,16 @@ class KeptWeights:
             for section in ("model", EMA_SECTION)
             for name, entry in self._found.section(section).items()
         }
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within the context they can be read even after the run has removed the checkpoint.
+
+        Raises:
+            OSError: it has been removed already.
+        """
+        with self._found.held() as self._found:
+            yield
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

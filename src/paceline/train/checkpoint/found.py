@@ -4,8 +4,9 @@ Whole tensors are read chunk by chunk. Where ranks hold parts, `plan` finds what
 distributed tensors take as long to import as half of torch, and who serves a network needs none.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,22 @@ class FoundCheckpoint(FoundState):
     """A complete checkpoint whose every file was read and matched its checksum."""
 
     path: Path
+    opened: Mapping[str, Path] = field(default_factory=dict)
+    """Files that are read elsewhere than in `path`."""
+
+    @contextmanager
+    def held(self) -> Iterator["FoundCheckpoint"]:
+        """Within the context it can be read even after the run has removed it.
+
+        Raises:
+            OSError: it has been removed already.
+        """
+        with ExitStack() as stack:
+            opened = {}
+            for name in self.manifest.files:
+                file = stack.enter_context((self.path / name).open("rb"))
+                opened[name] = Path(f"/dev/fd/{file.fileno()}")
+            yield replace(self, opened=opened)
 
     def fill(self, targets: dict[str, Tensor]) -> None:
         """Read what overlaps each target out of the files.
@@ -135,7 +152,7 @@ class FoundCheckpoint(FoundState):
     @torch.no_grad()
     def _read(self, file: str, wanted: Sequence[Overlap]) -> None:
         try:
-            with safe_open(self.path / file, framework="pt") as shard:
+            with safe_open(self.opened.get(file, self.path / file), framework="pt") as shard:
                 for name, number, part, target in wanted:
                     entry = self.manifest.tensors[name]
                     chunk = entry.chunks[number]

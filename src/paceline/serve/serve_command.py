@@ -64,7 +64,8 @@ def serve_command(path: Path, settings: EndpointSettings, options: ServeOptions)
         import uvicorn  # noqa: F401
     except ImportError:
         raise InputError("paceline serve needs uvicorn: pip install 'paceline[serve]'.") from None
-    share_freed_memory()
+    if options.follow:
+        share_freed_memory()
     keys = Keys() if options.no_keys else read_keys(options.key_file)
     _check(path, options, keys)
     listener = _listener(options.host or "127.0.0.1", options.port)

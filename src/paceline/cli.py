@@ -26,6 +26,7 @@ from paceline.serve.cli import serve_app
 if TYPE_CHECKING:
     from paceline.config.hardware import Cluster
     from paceline.config.job import JobSpec
+    from paceline.observe.run import Run
 
 app = typer.Typer(
     name="paceline",
@@ -445,7 +446,7 @@ def export(
             help="safetensors; or dcp, torch's Distributed Checkpoint: parameters and optimizer "
             "state, by the run's own names and types; or torchtitan or megatron: a dense "
             "decoder's weights in DCP by their names; or peft: the adapters alone; or gguf: a file "
-            "for llama.cpp.",
+            "for llama.cpp. For edge: safetensors, gguf or onnx.",
         ),
     ] = "safetensors",
     weights: Annotated[
@@ -453,13 +454,30 @@ def export(
         typer.Option(
             help="Matrices of a decoder in fewer bits, by compressed-tensors, which vLLM and "
             "transformers read: int8, or int4 with a scale for each --group of weights. "
-            "In gguf: Q8_0 and Q4_0, with a scale for each 32.",
+            "In gguf: Q8_0 and Q4_0, with a scale for each 32. Of edge also fp32.",
             show_default=False,
         ),
     ] = None,
     group: Annotated[
         int, typer.Option(help="Neighbouring weights that share a scale in int4.", min=8)
     ] = 64,
+    for_: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            help="edge: a small device. Matrices have 8 bits, or as --weights says; the file's own "
+            "runtime runs it on held-out tokens, and what it finds is kept as edge.json.",
+            show_default=False,
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help='Of edge: bytes, such as "50 MB", or "50 MB, 5 ms" with the time of a token. Of '
+            "fp32, int8 and int4 the most bits that fit are taken.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write a run's weights as a folder that others open.
 
@@ -468,6 +486,10 @@ def export(
     transformers opens a decoder's folder, with its tokenizer. Others hold one
     model.safetensors: a ResNet's names are torchvision's, a recommender's those
     of DLRM's own code, and a module of your own has its own.
+
+    \b
+    paceline export runs/demo out
+    paceline export runs/demo out --for edge --format gguf --budget "5 MB"
     """
     from paceline.config.errors import InputError
     from paceline.observe.run import Run
@@ -481,6 +503,11 @@ def export(
         export_gguf,
     )
 
+    if for_ is not None:
+        _refuse_with("--for edge", dtype=dtype, group=None if group == 64 else group)
+        _export_for(for_, Run(run), folder, form, weights, budget, step)
+        return
+    _refuse_with("an export without --for edge", budget=budget)
     if dtype not in (None, "fp32", "bf16"):
         raise InputError(f"--dtype {dtype} is not one of fp32, bf16.")
     known = ("safetensors", "dcp", "gguf", "peft", *FORMS)
@@ -519,6 +546,33 @@ def export(
             f"The adapters are merged into the matrices that finetune.base = {finetune.base!r} "
             "stands for, not into those of train.weights."
         )
+
+
+def _export_for(
+    device: str,
+    run: "Run",
+    folder: Path,
+    form: str,
+    weights: str | None,
+    budget: str | None,
+    step: int | None,
+) -> None:
+    from paceline.config.errors import InputError
+    from paceline.serve.edge.command import FORMATS, Budget, export_for_edge
+
+    if device != "edge":
+        raise InputError(f"--for {device} is not known: write --for edge, or leave it out.")
+    if form not in FORMATS:
+        raise InputError(f"--format {form} is not one of edge's: {', '.join(FORMATS)}.")
+    most = None if budget is None else Budget.parse(budget)
+    kept: Literal["fp32", "int8", "int4"] | None
+    match weights:
+        case None | "fp32" | "int8" | "int4":
+            kept = weights
+        case _:
+            raise InputError(f"--weights {weights} is not one of fp32, int8, int4.")
+    found = export_for_edge(run, folder, form, kept, most, step)
+    print(f"{folder}: the weights after step {found.step}, in {found.weights}")
 
 
 @app.command()

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from paceline.config.errors import InputError
 from paceline.config.model import Model
 from paceline.models.decoder import Decoder
-from paceline.models.gguf import write_gguf
+from paceline.models.gguf import read_gguf, write_gguf
 from tests.command_line import paceline, write_tiny_job
 
 _SHAPE = {
@@ -102,6 +102,26 @@ def test_a_file_says_what_the_network_is(tmp_path):
     assert kinds["blk.0.attn_norm.weight"] == "F32"
     assert len(kinds) == len(decoder.state_dict())
     assert "output.weight" not in kinds  # it is the embedding's
+
+
+OFF = {"F32": 0, "BF16": 2**-8, "Q8_0": 1 / 254 + 2**-11, "Q4_0": 1 / 8 + 2**-11}
+"""Of a weight, as a part of the largest of its group of 32: half a scale of 127, or a whole one of
+8, as numbers end at 7; and the rounding of scales to fp16."""
+
+
+@pytest.mark.parametrize("form", OFF)
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_are_those_that_were_written(tmp_path, name, form):
+    pytest.importorskip("gguf", reason="needs gguf, which writes the files")
+    wanted = written(tmp_path / "x.gguf", MODELS[name], form).state_dict()
+    found = read_gguf(tmp_path / "x.gguf", MODELS[name])
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        off, allowed = (found[key] - tensor).abs(), tensor.abs().max() * 0
+        if tensor.ndim > 1:
+            groups = tensor.abs().unflatten(-1, (-1, 32)).amax(-1)
+            allowed = OFF[form] * groups.repeat_interleave(32, -1)
+        assert (off <= allowed).all(), key
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from paceline.config.errors import InputError
@@ -132,6 +133,28 @@ def write_gguf(
     writer.close()
 
 
+def read_gguf(file: Path, model: Model) -> dict[str, Tensor]:
+    """The weights of a file of `write_gguf`, in fp32, by our names; numbers are those that stand
+    there, whatever the form.
+
+    Args:
+        model: the network that was written.
+    """
+    import gguf
+
+    heads = {"attn_q": model.num_heads, "attn_k": model.num_kv_heads}
+    ours = {theirs: own for own, theirs in (_PARTS | _AROUND).items()}
+    state = {}
+    for found in gguf.GGUFReader(file).tensors:
+        *layer, part, kind = found.name.split(".")
+        tensor = torch.from_numpy(gguf.dequantize(found.data, found.tensor_type).copy())
+        if architecture_of(model) == "llama" and part in heads:
+            tensor = _in_halves(tensor, heads[part])
+        place = f"blocks.{layer[1]}." if layer else ""
+        state[f"{place}{ours[part]}.{kind}"] = tensor
+    return state
+
+
 def _their_name(module: str) -> str:
     if module in _AROUND:
         return _AROUND[module]
@@ -154,6 +177,12 @@ def _interleaved(weight: Tensor, heads: int) -> Tensor:
     """Rows in the order of llama.cpp's Llama: the two that turn together stand side by side, where
     ours has the first halves of pairs before the second."""
     pairs = weight.unflatten(0, (heads, 2, -1))  # (heads, 2, head_dim / 2, ...)
+    return pairs.transpose(1, 2).flatten(0, 2)
+
+
+def _in_halves(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `_interleaved`."""
+    pairs = weight.unflatten(0, (heads, -1, 2))  # (heads, head_dim / 2, 2, ...)
     return pairs.transpose(1, 2).flatten(0, 2)
 
 

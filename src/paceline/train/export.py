@@ -96,7 +96,7 @@ def export(
         export_decoder(job.model, trained, folder, DTYPES[dtype], narrow)
     else:
         raise InputError(f"--weights is of decoders, and {run.path} trains none of them.")
-    _note(run, job.name, step, folder, dtype)
+    note_export(run, job.name, step, folder, dtype)
     return step
 
 
@@ -138,7 +138,7 @@ def export_dcp(run: Run, folder: Path, step: int | None = None) -> int:
     written = {**sections, **({"optimizer": {"state": state}} if state else {})}
     with complete_or_absent(folder) as partial:
         _save(partial, written)
-    _note(run, run.job().name, found.step, folder, "dcp")
+    note_export(run, run.job().name, found.step, folder, "dcp")
     return found.step
 
 
@@ -170,7 +170,7 @@ def export_adapters(
     step, weights = kept.step, kept.read_as_trained()
     kind = DTYPES[dtype]
     write_adapters(folder, job.model, weights, job.finetune, job.train.weights, kind)
-    _note(run, job.name, step, folder, "peft")
+    note_export(run, job.name, step, folder, "peft")
     return step
 
 
@@ -204,7 +204,7 @@ def export_as(
         if form == "megatron":
             (partial / "metadata.json").write_text(json.dumps(MEGATRON_METADATA))
             torch.save({}, partial / "common.pt")
-    _note(run, job.name, step, folder, form)
+    note_export(run, job.name, step, folder, form)
     return step
 
 
@@ -229,19 +229,27 @@ def export_gguf(run: Run, folder: Path, form: GgufForm = "F32", step: int | None
     job = run.job()
     if not isinstance(job.model, Model):
         raise InputError(f"--format gguf is of decoders, and {run.path} trains none of them.")
-    beside = about_tokens(run, job, job.model.max_seq_len)
-    end = json.loads(beside[GENERATION]).get("eos_token_id")
     with complete_or_absent(folder) as partial:
-        write_gguf(
-            partial / f"{job.name}.gguf",
-            job.model,
-            weights,
-            form,
-            beside["tokenizer.json"],
-            end if isinstance(end, int) else None,
-        )
-    _note(run, job.name, step, folder, form)
+        write_gguf_of(Trained(run, job, step, weights), job.model, partial, form)
+    note_export(run, job.name, step, folder, form)
     return step
+
+
+def write_gguf_of(trained: Trained, model: Model, folder: Path, form: GgufForm) -> Path:
+    """Write a decoder into a folder that is there, with the tokens that its run keeps.
+
+    Returns:
+        the file, which has the run's name.
+
+    Raises:
+        InputError: as `write_gguf`.
+    """
+    beside = about_tokens(trained.run, trained.job, model.max_seq_len)
+    end = json.loads(beside[GENERATION]).get("eos_token_id")
+    file = folder / f"{trained.job.name}.gguf"
+    tokenizer, end = beside["tokenizer.json"], end if isinstance(end, int) else None
+    write_gguf(file, model, trained.weights, form, tokenizer, end)
+    return file
 
 
 def _save(folder: Path, state: dict[str, Any]) -> None:
@@ -257,7 +265,7 @@ class _NamelessWriter(FileSystemWriter):
         return None
 
 
-def _note(run: Run, name: str, step: int, folder: Path, dtype: str) -> None:
+def note_export(run: Run, name: str, step: int, folder: Path, dtype: str) -> None:
     """Say where weights are from, beside them, and in the Run where they went; a Run that can't be
     written is exported all the same."""
     known = {"step": step, "checkpoint": run.checkpoint_sum(step)}

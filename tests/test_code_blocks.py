@@ -176,6 +176,9 @@ def test_toml_is_read(page, at, block, tmp_path):
         (tmp_path / "job.toml").write_text(block)
     elif block.startswith("name = ") and "[model]" in block:  # a whole Job
         (tmp_path / "job.toml").write_text(block)
+    elif block.startswith("[data]\n"):  # in place of the small Job's own
+        small = write_small_job(tmp_path).read_text()
+        (tmp_path / "job.toml").write_text(small.replace('[data]\nsource = "text.txt"\n', block))
     else:
         write_small_job(tmp_path, more=block).rename(tmp_path / "job.toml")
     read_job(tmp_path / "job.toml")

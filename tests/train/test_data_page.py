@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "data.md").read_text()
 def folder(tmp_path_factory):
     """The page's Job, and what it reads."""
     folder = tmp_path_factory.mktemp("page")
-    (job,) = re.findall(r"^```toml\n(.*?)^```", PAGE, flags=re.S | re.M)
+    (job,) = re.findall(r"^```toml\n(name = .*?)^```", PAGE, flags=re.S | re.M)
     (folder / "mixed.toml").write_text(job)
     (folder / "code").mkdir()
     for n in range(40):

@@ -41,6 +41,9 @@ def folder(tmp_path_factory):
     (folder / "keys.txt").write_text(KEY)
     line = {"context": "the", "choices": [" dog", " @"], "answer": 0}
     (folder / "questions.jsonl").write_text(json.dumps(line))
+    (task,) = re.findall(r"^```yaml\n(task: .*?)^```", PAGE, flags=re.S | re.M)
+    (folder / "arithmetic.yaml").write_text(task)
+    (folder / "sums.jsonl").write_text(json.dumps({"question": "2 + 2 =", "answer": 0}))
     return folder
 
 

@@ -114,11 +114,11 @@ class Engine:
         self.weight_form: WeightForm = "as_trained"
         self._layers = layers
         if others is None:
-            self._layers = layers or layers_of(decoder, serving)
             self._memory = Memory(
                 shape, num_blocks, size, keys_in, first.device, is_exact=serving.exact
             )
             self.weight_form = chosen_form(decoder, serving, most)
+            self._layers = layers or layers_of(decoder, serving)
             self._runner = Runner(
                 decoder,
                 self._memory,

@@ -93,6 +93,10 @@ MODELS: dict[str, tuple[str, ...]] = {
 MODELS["adapters"] = (
     *MODELS["experts"], "finetune.method=lora", "finetune.rank=3", "finetune.alpha=60.0",
 )  # fmt: skip
+MODELS["adapters of experts"] = (
+    *MODELS["experts"], "finetune.method=lora", "finetune.rank=4", "finetune.alpha=60.0",
+    "finetune.targets=['experts.*','shared.*','attention.*']",
+)  # fmt: skip
 FP64 = ("layout.precision=fp64", "layout.param_dtype=fp64")
 FP32 = ("layout.precision=fp32",)
 TOLERANCE = {FP64: 1e-10, FP32: 1e-5}

@@ -10,9 +10,9 @@ from paceline.models.adapters import adapt, is_of_adapter
 from paceline.models.decoder import Decoder
 from paceline.parallel.tp import style_of
 from paceline.plan.block_kinds import block_kinds_of
-from paceline.plan.memory.adapter_counts import adapters_of_block
+from paceline.plan.memory.adapter_counts import adapters_of_block, expert_adapters_of_block
 from paceline.plan.memory.holdings import holdings_of
-from paceline.plan.memory.parameter_counts import counts_of
+from paceline.plan.memory.parameter_counts import counts_of, trained_counts
 from paceline.plan.points import Points, Setting
 from tests.generate.networks import MODELS
 from tests.parallel.training import job_of
@@ -49,6 +49,35 @@ def test_adapters_are_as_many_as_the_network_has(kind, targets, decomposed):
         kinds = block_kinds_of(model)
         found = sum(len(kind.layers) * float(n) for kind, n in zip(kinds, of_block, strict=True))
         assert found == pytest.approx(cut / tp + whole)
+
+
+@pytest.mark.parametrize("kind", ["experts", "gpt_oss"])
+@pytest.mark.parametrize("targets", [("experts.*",), ("q_proj", "blocks.1.*experts.down_proj")])
+def test_adapters_of_experts_are_as_many_as_the_network_has(kind, targets):
+    model = MODELS[kind]
+    finetune = Finetune(method="lora", rank=3, targets=targets)
+    with torch.device("meta"):
+        network = Decoder(model)
+        adapt(network, finetune)
+    styles, whole, cut = network.placements(), 0, 0
+    for name, parameter in network.named_parameters():
+        if is_of_adapter(name) and ".experts." in name:
+            is_cut = style_of(name.rpartition(".")[0], styles) == "experts"
+            cut, whole = cut + parameter.numel() * is_cut, whole + parameter.numel() * (not is_cut)
+    assert cut * whole > 0
+    cluster = job_of(2, ("layout.dp=2",)).cluster
+    setting = Setting(model, cluster, 32, 4, Stack(), finetune=finetune)
+    for layout in (Layout(), Layout(tp=2), Layout(dp=2, ep=2), Layout(dp=2, ep=2, tp=2)):
+        points, holdings = Points.of([layout], setting), holdings_of(setting, layout, None)
+        of_block = expert_adapters_of_block(setting, points)[:, 0]
+        kinds = block_kinds_of(model)
+        found = sum(len(kind.layers) * float(n) for kind, n in zip(kinds, of_block, strict=True))
+        assert found == pytest.approx((cut / layout.tp + whole) / layout.ep)
+        counts = counts_of(setting, points, holdings)
+        trained = trained_counts(setting, points, holdings, counts)
+        dense = adapters_of_block(setting, points)[:, 0]
+        linear = sum(len(kind.layers) * float(n) for kind, n in zip(kinds, dense, strict=True))
+        assert float(trained.whole[0, 0]) == pytest.approx(found + linear)
 
 
 @pytest.mark.parametrize("base", ["nf4", "nf4_double"])

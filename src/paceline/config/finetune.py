@@ -68,7 +68,9 @@ class Finetune(FrozenConfig):
     targets: Patterns = ("*_proj",)
     """Matrices of the blocks that get adapters: their names or the ends of these, with * for
     anything ("q_proj", "attention.*", "blocks.3.*"). By default all of attention and feed-forward,
-    but routed experts and routers."""
+    but routed experts and routers. Patterns with "experts" in them name the stacked matrices of
+    routed experts, "experts.gate_up_proj" (gate and up share an adapter) and "experts.down_proj":
+    each expert gets an adapter."""
     decomposed: bool = False
     """Train the length of each row of the adapted matrix as well (DoRA,
     https://arxiv.org/abs/2402.09353)."""
@@ -127,5 +129,8 @@ def num_outer(blocks: int) -> int:
 
 
 def fits(matrix: str, pattern: str) -> bool:
-    """Whether a pattern is that of a matrix's name, or of an end of it."""
+    """Whether a pattern is that of a matrix's name, or of an end of it; of experts, if it says
+    "experts"."""
+    if ".experts." in matrix and "experts" not in pattern:
+        return False
     return fnmatchcase(matrix, pattern) or fnmatchcase(matrix, f"*.{pattern}")

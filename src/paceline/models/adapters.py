@@ -11,11 +11,14 @@ length is a parameter, and no gradient goes through the division by the length t
 
 The matrices may be kept in 4 bits (QLoRA, `nf4`): `weight` is then a tensor of bytes.
 
+Routed experts have an adapter each, stacked as their weights are and multiplied in the same grouped
+products (`AdaptedExperts`). Gate and up, which read the same rows, share one, as in PEFT.
+
 Papers: LoRA https://arxiv.org/abs/2106.09685, DoRA https://arxiv.org/abs/2402.09353, QLoRA
 https://arxiv.org/abs/2305.14314.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +28,9 @@ from torch import Tensor, nn
 from paceline.comm.local_part import local_part
 from paceline.config.errors import InputError
 from paceline.config.finetune import Finetune, fits, narrow_bytes
+from paceline.kernels.experts import grouped_linear
 from paceline.models import nf4
+from paceline.models.moe import Experts
 from paceline.models.placements import Style
 from paceline.models.shares import Streams, assign
 
@@ -37,6 +42,16 @@ _STYLES: Mapping[Style, tuple[Style, Style]] = {
     "row": ("summand", "inner"),
     "summand": ("summand", "inner"),
     "inner": ("inner", "inner"),
+}
+_STACKED = ".experts.adapters."
+# Of experts: what an adapter stands beside, and what tensor parallelism does with its two matrices.
+_MATRICES: Mapping[str, tuple[str, ...]] = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+_EXPERT_STYLES: Mapping[str, tuple[Style, Style]] = {
+    "gate_up_proj": ("experts_inner", "experts"),
+    "down_proj": ("experts", "experts_inner"),
 }
 
 
@@ -82,6 +97,77 @@ class AdaptedLinear(nn.Linear):
         return (_dense(self.weight, down) + self.scaling * (up @ down)).norm(dim=1)
 
 
+class _Stack(nn.Module):
+    """A matrix of each expert."""
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return grouped_linear(rows, local_part(self.weight), counts)
+
+
+class ExpertAdapter(nn.Module):
+    """What is added to a stacked matrix of experts.
+
+    Args:
+        sizes: experts, inputs and outputs.
+        finetune: rank and factor.
+    """
+
+    def __init__(self, sizes: tuple[int, int, int], finetune: Finetune) -> None:
+        super().__init__()
+        num, inputs, outputs = sizes
+        self.scaling = finetune.scaling
+        self.lora_a = _Stack(num, inputs, finetune.rank)
+        self.lora_b = _Stack(num, finetune.rank, outputs)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Map (num_rows, in) to (num_rows, out); arguments as of `Experts`."""
+        return self.lora_b(self.lora_a(rows, counts), counts) * self.scaling
+
+
+class AdaptedExperts(Experts):
+    """Experts that stay as they are, and their adapters.
+
+    Args:
+        base: whose weights are taken.
+        finetune: rank and factor.
+        matrices: "gate_up_proj", whose outputs are those of gate and up in turn, so that tensor
+            parallelism cuts both; "down_proj"; or both.
+    """
+
+    is_off = False
+    """Computes as if there were no adapters."""
+
+    def __init__(self, base: Experts, finetune: Finetune, matrices: Collection[str]) -> None:
+        nn.Module.__init__(self)
+        self.limit = base.limit
+        for name, parameter in base._parameters.items():
+            self.register_parameter(name, parameter)
+        num, ffn, hidden = base.gate_proj.shape
+        sizes = {"gate_up_proj": (num, hidden, 2 * ffn), "down_proj": (num, ffn, hidden)}
+        self.adapters = nn.ModuleDict(
+            {name: ExpertAdapter(sizes[name], finetune) for name in matrices}
+        )
+
+    def gate_up(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """As without adapters, and what they add."""
+        gate, up = super().gate_up(rows, counts)
+        if self.is_off or "gate_up_proj" not in self.adapters:
+            return gate, up
+        added = self.adapters["gate_up_proj"](rows, counts)
+        return gate + added[:, ::2], up + added[:, 1::2]
+
+    def down(self, inner: Tensor, counts: Tensor) -> Tensor:
+        """As without adapters, and what they add."""
+        plain = super().down(inner, counts)
+        if self.is_off or "down_proj" not in self.adapters:
+            return plain
+        return plain + self.adapters["down_proj"](inner, counts)
+
+
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     return nf4.product(x, weight) if weight.dtype == torch.uint8 else F.linear(x, weight)
 
@@ -105,24 +191,40 @@ def adapt(decoder: nn.Module, finetune: Finetune) -> None:
         InputError: a pattern names no matrix of a block.
     """
     decoder.requires_grad_(False)
-    for name in adapted_names(decoder, finetune):
-        parent, _, last = name.rpartition(".")
-        base = decoder.get_submodule(name)
-        assert isinstance(base, nn.Linear)
-        setattr(decoder.get_submodule(parent), last, AdaptedLinear(base, finetune))
+    names = adapted_names(decoder, finetune)
+    for name in names:
+        if not of_experts(name):
+            base = decoder.get_submodule(name)
+            assert isinstance(base, nn.Linear)
+            _replace(decoder, name, AdaptedLinear(base, finetune))
+    for stack in dict.fromkeys(name.rpartition(".")[0] for name in names if of_experts(name)):
+        experts = decoder.get_submodule(stack)
+        assert isinstance(experts, Experts)
+        matrices = [name for name in _MATRICES if f"{stack}.{name}" in names]
+        _replace(decoder, stack, AdaptedExperts(experts, finetune, matrices))
+
+
+def _replace(decoder: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(decoder.get_submodule(parent), last, module)
 
 
 def adapted_names(decoder: nn.Module, finetune: Finetune) -> list[str]:
-    """The linear layers of a decoder without adapters that get one.
+    """The matrices of a decoder without adapters that get one: linear layers, and stacks of experts
+    by the names that PEFT has for them ("blocks.3.ffn.experts.gate_up_proj").
 
     Raises:
         InputError: see `adapt`.
     """
-    blocks = decoder.get_submodule("blocks").named_modules(prefix="blocks")
-    layers = [name for name, module in blocks if isinstance(module, nn.Linear)]
+    layers: list[str] = []
+    for name, module in decoder.get_submodule("blocks").named_modules(prefix="blocks"):
+        if isinstance(module, nn.Linear):
+            layers.append(name)
+        elif isinstance(module, Experts):
+            layers += [f"{name}.{matrix}" for matrix in _MATRICES]
     for pattern in finetune.targets:
         if not any(fits(name, pattern) for name in layers):
-            last = sorted({name.rpartition(".")[2] for name in layers})
+            last = sorted({name.split(".ffn." if of_experts(name) else ".")[-1] for name in layers})
             raise InputError(
                 f"finetune.targets: {pattern!r} names no matrix of the network, whose blocks have "
                 f"{', '.join(last)}: correct it."
@@ -138,7 +240,8 @@ def adapted_layers(module: nn.Module) -> dict[str, AdaptedLinear]:
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
     """Let the layers of a module compute as if they had no adapters."""
-    layers = [each for each in module.modules() if isinstance(each, AdaptedLinear)]
+    adapted = AdaptedLinear | AdaptedExperts
+    layers = [each for each in module.modules() if isinstance(each, adapted)]
     for layer in layers:
         layer.is_off = True
     try:
@@ -159,6 +262,10 @@ def adapter_placements(decoder: nn.Module, styles: Mapping[str, Style]) -> dict[
         anywhere = ".".join("*" if part.isdigit() else part for part in name.split("."))
         down, up = _STYLES[styles[name if name in styles else anywhere]]
         found |= {f"{name}.lora_a": down, f"{name}.lora_b": up}
+    for name, module in decoder.named_modules():
+        if isinstance(module, ExpertAdapter):
+            down, up = _EXPERT_STYLES[name.rpartition(".")[2]]
+            found |= {f"{name}.lora_a": down, f"{name}.lora_b": up}
     return found
 
 
@@ -176,7 +283,7 @@ def init_adapters(decoder: nn.Module, generator: torch.Generator) -> None:
     for name, tensor in state.items():
         if name.endswith(f".{DOWN}"):
             full = torch.empty(tensor.shape).uniform_(-1, 1, generator=streams.of(name))
-            assign(tensor, full * tensor.shape[1] ** -0.5)
+            assign(tensor, full * tensor.shape[-1] ** -0.5)
         elif name.endswith(f".{UP}"):
             tensor.zero_()
         elif name.endswith(f".{MAGNITUDE}"):
@@ -199,14 +306,30 @@ def merged(weights: Mapping[str, Tensor], finetune: Finetune) -> dict[str, Tenso
     """
     found = {name: tensor for name, tensor in weights.items() if not is_of_adapter(name)}
     for name in weights:
-        if name.endswith(f".{DOWN}"):
-            layer = name.removesuffix(f".{DOWN}")
-            base = _dense(weights[f"{layer}.weight"], weights[name])
+        if not name.endswith(f".{DOWN}"):
+            continue
+        layer = name.removesuffix(f".{DOWN}")
+        matrices = _beside(layer)
+        for part, matrix in enumerate(matrices):
+            base = _dense(weights[matrix], weights[name])
             wide = torch.promote_types(base.dtype, torch.float32)
-            down, up = (weights[f"{layer}.{part}"].to(wide) for part in (DOWN, UP))
-            whole = base.to(wide) + finetune.scaling * (up @ down)
+            down, up = (weights[f"{layer}.{each}"].to(wide) for each in (DOWN, UP))
+            whole = base.to(wide) + finetune.scaling * (up[..., part :: len(matrices), :] @ down)
             if f"{layer}.{MAGNITUDE}" in weights:
                 length = weights[f"{layer}.{MAGNITUDE}"].to(wide)
                 whole *= (length / whole.norm(dim=1))[:, None]
-            found[f"{layer}.weight"] = whole.to(base.dtype)
+            found[matrix] = whole.to(base.dtype)
     return found
+
+
+def of_experts(name: str) -> bool:
+    """Whether a matrix, or a tensor of an adapter, is that of stacked experts."""
+    return ".experts." in name
+
+
+def _beside(layer: str) -> list[str]:
+    """The matrices of an adapter, whose outputs are theirs in turn."""
+    stack, is_stacked, kind = layer.partition(_STACKED)
+    if not is_stacked:
+        return [f"{layer}.weight"]
+    return [f"{stack}.experts.{each}" for each in _MATRICES[kind]]

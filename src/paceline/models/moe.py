@@ -127,9 +127,17 @@ class Experts(nn.Module):
         Returns:
             (num_rows, hidden)
         """
-        gate = self._product(rows, self.gate_proj, self.gate_bias, counts)
-        up = self._product(rows, self.up_proj, self.up_bias, counts)
+        gate, up = self.gate_up(rows, counts)
         inner = gated(gate, up) if self.limit is None else clamped(gate, up, self.limit)
+        return self.down(inner, counts)
+
+    def gate_up(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """The first products: (num_rows, hidden) to twice (num_rows, ffn)."""
+        gate = self._product(rows, self.gate_proj, self.gate_bias, counts)
+        return gate, self._product(rows, self.up_proj, self.up_bias, counts)
+
+    def down(self, inner: Tensor, counts: Tensor) -> Tensor:
+        """The last product: (num_rows, ffn) to (num_rows, hidden)."""
         return self._product(inner, self.down_proj, self.down_bias, counts)
 
     def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:

@@ -28,9 +28,11 @@ from paceline.models.adapters import (
     adapt,
     adapted_names,
     is_of_adapter,
+    of_experts,
 )
 from paceline.models.decoder import Decoder
 from paceline.models.names import sources
+from paceline.models.peft_experts import StackedFormat, their_parameter, wrapper_of
 from paceline.models.shares import assign
 from paceline.models.weights import Shapes, check_shapes, complete_or_absent, opened
 
@@ -46,7 +48,6 @@ _OTHERWISE: Mapping[str, tuple[Any, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "fan_in_fan_out": (False, None),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None,),
     "layer_replication": (None,),
     "lora_bias": (False, None),
@@ -74,7 +75,7 @@ def write_adapters(
     Raises:
         InputError: the folder holds files or can't be written.
     """
-    names = _their_names(model, _shapes(model, finetune))
+    names, form = _their_names(model, _shapes(model, finetune)), StackedFormat.of(model)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -83,12 +84,15 @@ def write_adapters(
         "lora_alpha": finetune.alpha,
         "lora_dropout": finetune.dropout,
         "use_dora": finetune.decomposed,
-        "target_modules": _targets(model, finetune, names.values()),
+        "target_modules": _targets(model, finetune, names),
+        "target_parameters": _target_parameters(model, finetune),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    tensors = {theirs: state[ours].to(dtype).contiguous() for ours, theirs in names.items()}
+    tensors = {
+        theirs: form.theirs(ours, state).to(dtype).contiguous() for ours, theirs in names.items()
+    }
     with complete_or_absent(folder) as partial:
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         save_file(tensors, partial / TENSORS_FILE, metadata={"format": "pt"})
@@ -123,19 +127,20 @@ def check_adapters(model: Model, finetune: Finetune, folder: str) -> None:
                 f"finetune.{name} = {json.dumps(ours)}, but the adapters in {folder} were trained "
                 f"with {json.dumps(theirs)}: set it to that."
             )
-    shapes = _shapes(model, finetune)
+    shapes, form = _shapes(model, finetune), StackedFormat.of(model)
     names = _their_names(model, shapes)
     with opened(Path(folder) / TENSORS_FILE) as file:
         found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    check_shapes({theirs: shapes[ours] for ours, theirs in names.items()}, found, folder)
+    wanted = {theirs: form.shape(ours, shapes[ours]) for ours, theirs in names.items()}
+    check_shapes(wanted, found, folder)
 
 
 def load_adapters(decoder: Decoder, folder: str) -> None:
     """Copy adapters, which fit, into a decoder (or a stage of one, or a rank's share)."""
-    tensors = decoder.state_dict(keep_vars=True)
+    tensors, form = decoder.state_dict(keep_vars=True), StackedFormat.of(decoder.model)
     with opened(Path(folder) / TENSORS_FILE) as file:
         for ours, theirs in _their_names(decoder.model, tensors).items():
-            assign(tensors[ours], file.get_tensor(theirs))
+            assign(tensors[ours], form.ours(ours, file.get_tensor(theirs), tensors))
 
 
 def _shapes(model: Model, finetune: Finetune) -> Shapes:
@@ -155,8 +160,12 @@ def _on_meta(model: Model) -> Decoder:
 def _their_names(model: Model, state: Iterable[str]) -> dict[str, str]:
     """Our names of the tensors of adapters, among those of a state -> theirs."""
     names: dict[str, str] = {}
-    for name in filter(is_of_adapter, state):
+    adapters = [*filter(is_of_adapter, state)]
+    for name in adapters:
         part = next(each for each in _THEIRS if name.endswith(f".{each}"))
+        if of_experts(name):
+            names[name] = f"{_PREFIX}{wrapper_of(name, adapters)}.{_THEIRS[part]}"
+            continue
         weight = f"{name.removesuffix(part)}weight"
         (theirs, source), *_ = sources(model, {weight: ()}).items() or [("", None)]
         if source is None or (source.join is not None and len(source.join.names) > 1):
@@ -168,15 +177,27 @@ def _their_names(model: Model, state: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _targets(model: Model, finetune: Finetune, names: Iterable[str]) -> list[str]:
+def _target_parameters(model: Model, finetune: Finetune) -> list[str]:
+    """The stacked matrices with adapters, as PEFT is told them."""
+    ours = adapted_names(_on_meta(model), finetune)
+    return [their_parameter(name) for name in filter(of_experts, ours)]
+
+
+def _targets(model: Model, finetune: Finetune, names: Mapping[str, str]) -> list[str]:
     """The modules with adapters, as PEFT is told them: by their last parts, where these say it."""
     decoder = _on_meta(model)
-    ours = adapted_names(decoder, finetune)
+    ours = [name for name in adapted_names(decoder, finetune) if not of_experts(name)]
     last = tuple({name.rpartition(".")[2] for name in ours})
-    modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}
+    modules = {
+        theirs.removeprefix(_PREFIX).rpartition(".lora_")[0]
+        for name, theirs in names.items()
+        if not of_experts(name)
+    }
     # Other families have one name for matrices of attention and of feed-forward.
     is_told = (
-        is_like_llama(model) and adapted_names(decoder, finetune.replace(targets=last)) == ours
+        is_like_llama(model)
+        and last != ()
+        and adapted_names(decoder, finetune.replace(targets=last)) == ours
     )
     if is_told:
         modules = {name.rpartition(".")[2] for name in modules}

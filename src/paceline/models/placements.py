@@ -16,6 +16,7 @@ from paceline.config.model import Model
 Style = Literal[
     "embedding", "norm", "final_norm", "head",
     "input", "layer", "column", "key_heads", "row", "summand", "inner", "experts",
+    "experts_inner",
 ]  # fmt: skip
 """What the ranks do with a module and its parameters.
 
@@ -34,6 +35,7 @@ Style = Literal[
 - summand: as row, without a sum of its own.
 - inner: in a layer; whole on each, and works on what the rank has of its input.
 - experts: in a layer; left to expert parallelism, which cuts experts along tp too.
+- experts_inner: likewise; whole on each, and works on the columns that the rank has.
 """
 
 

@@ -30,15 +30,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from paceline.comm.compress.messages import CodedMessages, send_coded
 from paceline.comm.local_part import local_part
 from paceline.parallel.statistics import mean_over_ranks
 
 # The dimension of (slots, out, in) that goes through the inside of an expert, by parameter: what tp
-# splits. The other one is the residual stream's, which FSDP2 may split.
-_INNER_DIM = {"gate_proj": 1, "up_proj": 1, "down_proj": 2}
+# splits. The other one is the residual stream's, which FSDP2 may split; or an adapter's, which is
+# narrow. The matrix of an adapter that isn't here has no such dimension.
+_INNER_DIM = {
+    "gate_proj": 1,
+    "up_proj": 1,
+    "down_proj": 2,
+    "adapters.gate_up_proj.lora_b.weight": 1,
+    "adapters.down_proj.lora_a.weight": 2,
+}
 
 
 class HasExperts(Protocol):
@@ -46,7 +53,8 @@ class HasExperts(Protocol):
 
     experts: nn.Module
     """Parameters gate_proj, up_proj (slots, ffn, hidden), down_proj (slots, hidden, ffn), which its
-    forward takes `to_local`; and biases (slots, out, 1), where tp cuts no experts."""
+    forward takes `to_local`; biases (slots, out, 1), where tp cuts no experts; and adapters (slots,
+    rank, in), (slots, out, rank)."""
     exchange: Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
     mean_over_sequence: Callable[[Tensor], Tensor]
     """Averages numbers over the ranks that share the tokens of the same sequences."""
@@ -109,12 +117,18 @@ def expert_parallel(
     """
     names = mesh.mesh_dim_names or ()
     for layer in expert_layers(module):
-        for name, weights in list(layer.experts.named_parameters(recurse=False)):
-            placements = [Shard(0) if axis == "ep" else Shard(_INNER_DIM[name]) for axis in names]
+        for name, weights in list(layer.experts.named_parameters()):
+            placements = [Shard(0) if axis == "ep" else _along_tp(name) for axis in names]
             spread = distribute_tensor(weights, mesh, placements, src_data_rank=None)
-            setattr(layer.experts, name, nn.Parameter(spread, weights.requires_grad))
+            owner, _, last = name.rpartition(".")
+            held = nn.Parameter(spread, weights.requires_grad)
+            layer.experts.get_submodule(owner).register_parameter(last, held)
         if "ep" in names:
             layer.exchange = AllToAllDispatcher(mesh.get_group("ep"), messages)
+
+
+def _along_tp(name: str) -> Placement:
+    return Shard(_INNER_DIM[name]) if name in _INNER_DIM else Replicate()
 
 
 def share_sequences(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -136,7 +150,8 @@ def fsdp_dim(parameter: nn.Parameter) -> Shard:
     """
     assert isinstance(parameter, DTensor)
     taken = {p.dim for p in parameter.placements if isinstance(p, Shard)} | {0}
-    return Shard(next(dim for dim in (2, 1) if dim not in taken and parameter.shape[dim] > 1))
+    free = [dim for dim in (2, 1) if dim not in taken]
+    return Shard(next((dim for dim in free if parameter.shape[dim] > 1), free[0]))
 
 
 def expert_layers(module: nn.Module) -> list[Any]:
@@ -200,7 +215,7 @@ def apply_placement(
     for layer, slots in zip(expert_layers(module), slot_of_expert, strict=True):
         source = torch.empty_like(slots, device="cpu")
         source[slots.cpu()] = layer.slot_of_expert.cpu()  # where each slot's new expert comes from
-        for parameter in layer.experts.parameters(recurse=False):
+        for parameter in layer.experts.parameters():
             state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
             for tensor in (parameter, *_slotted(state, parameter)):
                 move_slots(local_part(tensor), source, mesh)

@@ -240,6 +240,10 @@ def _inner(module: nn.Module, ranks: _Ranks) -> None:
     setattr(module, _SUMMED_OVER, ranks.mesh)
 
 
+def _experts_inner(module: nn.Module, ranks: _Ranks) -> None:
+    setattr(module, _SUMMED_OVER, ranks.mesh)
+
+
 def _head(module: nn.Module, ranks: _Ranks) -> None:
     # Its input is a DTensor (final_norm), and so are its output and those of a tied head, which is
     # no module: DTensor's own rule for a product gives logits that are split over the vocabulary.
@@ -259,6 +263,7 @@ _STYLES: Mapping[str, Callable[[nn.Module, _Ranks], None]] = {
     "inner": _inner,
     "head": _head,
     "experts": lambda _module, _ranks: None,
+    "experts_inner": _experts_inner,
 }
 
 

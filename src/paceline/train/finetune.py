@@ -1,13 +1,15 @@
 """Fine-tuning by adapters: what they can't have, what they begin with, how they leave a Run."""
 
+import json
+
 import torch
 from torch import nn
 
 from paceline.config.errors import InputError
-from paceline.config.finetune import BLOCK
+from paceline.config.finetune import BLOCK, Finetune
 from paceline.config.job import Job
 from paceline.config.model import Model
-from paceline.models.adapters import adapt, adapted_names, init_adapters
+from paceline.models.adapters import adapt, adapted_names, init_adapters, of_experts
 from paceline.models.decoder import Decoder
 from paceline.models.peft_format import check_adapters, load_adapters
 from paceline.parallel.tp import style_of
@@ -36,7 +38,13 @@ def train_flops_per_token(model: Model, job: Job, decoder: Decoder) -> float:
     whole = model.train_flops_per_token(job.train.seq_len)
     if not job.finetune.is_adapted:
         return whole
-    return whole - 2 * model.num_matmul_params + 6 * num_trained(decoder)
+    adapters = 0.0
+    for name, parameter in decoder.named_parameters():
+        if parameter.requires_grad:
+            mixture = model.experts if of_experts(name) else None
+            share = 1.0 if mixture is None else mixture.experts_per_token / mixture.num_experts
+            adapters += share * parameter.numel()
+    return whole - 2 * model.num_matmul_params + 6 * adapters
 
 
 def check_finetune(model: Model, job: Job) -> None:
@@ -67,6 +75,8 @@ def check_finetune(model: Model, job: Job) -> None:
                 f"finetune.{name} = {str(value).lower()} {why}, which layout.tp = {layout.tp} cuts:"
                 f" set tp = 1, or leave {name} out."
             )
+    if any(of_experts(name) for name in names):
+        _check_experts(job)
     without = set(range(model.num_layers)) - {int(name.split(".")[1]) for name in names}
     if without and layout.pp != 1:
         raise InputError(
@@ -77,6 +87,31 @@ def check_finetune(model: Model, job: Job) -> None:
         _check_narrow(model, job, names)
     if finetune.adapters is not None:
         check_adapters(model, finetune, finetune.adapters)
+
+
+def _check_experts(job: Job) -> None:
+    """Look whether routed experts can have adapters.
+
+    Raises:
+        InputError: of another form than theirs, or of a rank that ranks can't share.
+    """
+    finetune, layout = job.finetune, job.layout
+    plain = Finetune()
+    for name in ("decomposed", "dropout", "base"):
+        value = getattr(finetune, name)
+        if value != getattr(plain, name):
+            raise InputError(
+                f"finetune.{name} = {json.dumps(value)} is not there for the routed experts that "
+                "finetune.targets names: leave them out of it, or leave "
+                f"finetune.{name} out."
+            )
+    left = -(-layout.fsdp * layout.cp // layout.ep)
+    if layout.ep != 1 and layout.fsdp != 1 and finetune.rank % left:
+        raise InputError(
+            f"finetune.rank = {finetune.rank} of adapters of experts can't be sharded over the "
+            f"{left} ranks that layout.ep = {layout.ep} leaves of fsdp x cp = {layout.fsdp} x "
+            f"{layout.cp}: make it a multiple of {left}, or change ep or fsdp."
+        )
 
 
 def _check_narrow(model: Model, job: Job, names: list[str]) -> None:

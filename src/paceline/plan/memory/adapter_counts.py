@@ -1,8 +1,9 @@
 """Adapters, as `paceline.models.adapters` makes them: their parameters and what they keep.
 
 Each adapter is two matrices. The one along the side by which tensor parallelism cuts the matrix
-they belong to is cut with it; the other one is whole on every rank. The matrices beside them may
-have 4 bits, and come as numbers for their own products alone.
+they belong to is cut with it; the other one is whole on every rank. Those of routed experts are
+shared out with these. The matrices beside them may have 4 bits, and come as numbers for their own
+products alone.
 """
 
 from collections.abc import Iterator
@@ -35,17 +36,34 @@ def adapters_of_block(setting: Setting, points: Points) -> Array:
     return cut / points.tp + whole
 
 
+def expert_adapters_of_block(setting: Setting, points: Points) -> Array:
+    """The same of the adapters of routed experts: (k, n)."""
+    kinds, mixture = block_kinds_of(setting.model), setting.model.experts
+    if not setting.finetune.is_adapted or mixture is None:
+        return np.zeros((len(kinds), 1))
+    of_tp = points.tp if setting.stack.expert_tp == "tp" else 1
+    counts = [_of_kind(setting, kind, of_experts=True) for kind in kinds]
+    cut, whole = (np.array(column, float)[:, None] for column in zip(*counts, strict=True))
+    return mixture.num_experts * (cut / of_tp + whole) / points.ep
+
+
 def kept_by_adapters(setting: Setting, kind: BlockKind) -> Array:
     """Numbers that a block's adapters keep for the backward pass, of each token: (1,).
 
-    What is between the two products; with magnitudes also what matrix and adapter each give.
+    What is between the two products; with magnitudes also what matrix and adapter each give. Those
+    of experts have it of each row that an expert gets.
     """
-    kept = np.zeros(1)
+    kept, mixture = np.zeros(1), setting.model.experts
     if setting.finetune.is_adapted:
         for matrix in _matrices(setting.model, kind):
             share = np.mean([_is_adapted(setting, layer, matrix) for layer in kind.layers])
             wide = 2 * matrix.outputs * setting.finetune.decomposed
             kept = kept + share * (setting.finetune.rank + wide)
+        if mixture is not None:
+            rows = mixture.experts_per_token * setting.expert_imbalance
+            for matrix in _stacks(setting.model, kind):
+                share = np.mean([_is_adapted(setting, layer, matrix) for layer in kind.layers])
+                kept = kept + rows * share * setting.finetune.rank
     return kept
 
 
@@ -92,12 +110,13 @@ def _is_adapted(setting: Setting, layer: int, matrix: _Matrix) -> bool:
     return setting.finetune.names(f"blocks.{layer}.{matrix.name}")
 
 
-def _of_kind(setting: Setting, kind: BlockKind) -> tuple[float, float]:
-    """What tp cuts of them, and what is whole."""
+def _of_kind(setting: Setting, kind: BlockKind, *, of_experts: bool = False) -> tuple[float, float]:
+    """What tp cuts of them, and what is whole; of experts: of one of them."""
     finetune = setting.finetune
+    matrices = _stacks if of_experts else _matrices
     cut = whole = 0
     for layer in kind.layers:
-        for matrix in _matrices(setting.model, kind):
+        for matrix in matrices(setting.model, kind):
             if _is_adapted(setting, layer, matrix):
                 down, up = finetune.rank * matrix.inputs, finetune.rank * matrix.outputs
                 cut += down * (matrix.cuts == "inputs") + up * (matrix.cuts == "outputs")
@@ -135,3 +154,11 @@ def _matrices(model: Model, kind: BlockKind) -> Iterator[_Matrix]:
         for name in ("gate_proj", "up_proj") if model.gated else ("up_proj",):
             yield _Matrix(f"{layer}.{name}", hidden, width, "outputs")
         yield _Matrix(f"{layer}.down_proj", width, hidden, "inputs")
+
+
+def _stacks(model: Model, kind: BlockKind) -> Iterator[_Matrix]:
+    """The stacked matrices of a block's routed experts: sizes of one expert's."""
+    if kind.has_experts and model.experts is not None:
+        hidden, width = model.hidden_size, model.experts.ffn_size
+        yield _Matrix("ffn.experts.gate_up_proj", hidden, 2 * width, "outputs")
+        yield _Matrix("ffn.experts.down_proj", width, hidden, "inputs")

@@ -14,7 +14,11 @@ import numpy as np
 from paceline.config.model import Model
 from paceline.plan.block_kinds import BlockKind, block_kinds_of
 from paceline.plan.data_groups import dense_groups, expert_groups
-from paceline.plan.memory.adapter_counts import adapters_of_block, spared_by_narrow
+from paceline.plan.memory.adapter_counts import (
+    adapters_of_block,
+    expert_adapters_of_block,
+    spared_by_narrow,
+)
 from paceline.plan.points import Array, Points, Setting
 from paceline.plan.stages import Holdings
 
@@ -103,11 +107,18 @@ def trained_counts(
     """
     if not setting.finetune.is_adapted:
         return counts
-    of_block = adapters_of_block(setting, points)
-    whole = (holdings.layers * of_block[:, None]).sum(0) + 0 * counts.whole
-    nothing = np.zeros_like(whole)
-    shards = dense_groups(points).shards
-    return ParameterCounts(whole, whole / shards, nothing, nothing, of_block.max(0))
+    nothing = np.zeros_like(counts.whole)
+    dense, experts = adapters_of_block(setting, points), expert_adapters_of_block(setting, points)
+    all_dense = (holdings.layers * dense[:, None]).sum(0) + nothing
+    all_experts = (holdings.layers * experts[:, None]).sum(0) + nothing
+    return ParameterCounts(
+        whole=all_dense + all_experts,
+        sharded=all_dense / dense_groups(points).shards
+        + all_experts / expert_groups(setting, points).shards,
+        ends=nothing,
+        head=nothing,
+        block=(dense + experts).max(0),
+    )
 
 
 def _of_block(setting: Setting, points: Points, number_bytes: Array) -> tuple[Array, Array]:
@@ -117,7 +128,7 @@ def _of_block(setting: Setting, points: Points, number_bytes: Array) -> tuple[Ar
     of_tp = points.tp if setting.stack.expert_tp == "tp" else 1
     dense = cut / points.tp + whole + adapters_of_block(setting, points)
     dense = dense - spared_by_narrow(setting, points, number_bytes)
-    return dense, experts / (points.ep * of_tp)
+    return dense, experts / (points.ep * of_tp) + expert_adapters_of_block(setting, points)
 
 
 def _ends(setting: Setting, points: Points, holdings: Holdings) -> Array:

@@ -1,5 +1,6 @@
 """Counted adapters against those of the network itself, on one rank and as tp cuts them."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,26 +30,30 @@ def test_adapters_are_as_many_as_the_network_has(kind, targets, decomposed):
         targets = tuple(each for each in targets if each != "shared.*")
     else:
         model = model.replace(experts=model.experts.replace(shared_ffn_size=16))
-    finetune = Finetune(method="lora", rank=3, targets=targets, decomposed=decomposed)
+    factors = "a" if decomposed else "b"
+    finetune = Finetune(
+        method="lora", rank=3, targets=targets, decomposed=decomposed, factors=factors
+    )
     with torch.device("meta"):
         network = Decoder(model)
         adapt(network, finetune)
     styles = network.placements()
-    whole, cut = 0, 0
+    whole, cut = np.zeros(2), np.zeros(2)  # all parameters, those that are trained
     for name, parameter in network.named_parameters():
         if is_of_adapter(name):
             is_cut = style_of(name.rpartition(".")[0], styles) in ("column", "summand")
             is_cut = is_cut and not name.endswith("magnitude")
-            cut += parameter.numel() * is_cut
-            whole += parameter.numel() * (not is_cut)
+            number = parameter.numel() * np.array([1, parameter.requires_grad])
+            cut += number * is_cut
+            whole += number * (not is_cut)
     cluster = job_of(2, ("layout.dp=2",)).cluster
     setting = Setting(model, cluster, 32, 4, Stack(), finetune=finetune)
     for tp in (1, 2):
         points = Points.of([Layout(tp=tp)], setting)
-        of_block = adapters_of_block(setting, points)[:, 0]
-        kinds = block_kinds_of(model)
-        found = sum(len(kind.layers) * float(n) for kind, n in zip(kinds, of_block, strict=True))
-        assert found == pytest.approx(cut / tp + whole)
+        layers = [len(kind.layers) for kind in block_kinds_of(model)]
+        for at, trained in enumerate((False, True)):
+            of_block = adapters_of_block(setting, points, trained=trained)[:, 0]
+            assert layers @ of_block == pytest.approx(cut[at] / tp + whole[at])
 
 
 @pytest.mark.parametrize("kind", ["experts", "gpt_oss"])

@@ -77,6 +77,21 @@ def test_adapters_begin_without_effect_and_are_all_that_is_trained():
     assert len(trained) == 3 * 7 * model.num_layers
 
 
+@pytest.mark.parametrize(("factor", "other"), ["ab", "ba"])
+def test_one_of_the_two_matrices_is_trained_and_its_gradient_is_that_of_both(factor, other):
+    model = MODELS["grouped"]
+    whole, part = adapted(model, LORA), adapted(model, LORA.replace(factors=factor))
+    for network in (whole, part):
+        network(tokens(model)).square().mean().backward()
+    found = dict(part.named_parameters())
+    for name, parameter in whole.named_parameters():
+        if f"lora_{factor}" in name:
+            assert torch.equal(parameter.grad, found[name].grad), name
+        elif f"lora_{other}" in name:
+            assert parameter.grad is not None
+            assert found[name].grad is None
+
+
 def test_targets_name_matrices_by_their_ends():
     model = MODELS["experts"]
     decoder = Decoder(model)
@@ -192,6 +207,7 @@ def test_adapters_of_other_matrices_or_damaged_ones_are_refused(tmp_path):
     [
         (["finetune.rank=8"], "finetune.rank = 8 has no effect"),
         (["finetune.targets=[]"], "finetune.targets"),
+        (["finetune.method=lora", "finetune.factors=a"], "begin as zero"),
         (["finetune.method=lora", "layout.precision=fp8"], 'layout.precision = "fp8"'),
         (["finetune.method=lora", "train.exact_eval=true"], "train.exact_eval = true doesn't"),
     ],

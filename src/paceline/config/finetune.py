@@ -74,6 +74,9 @@ class Finetune(FrozenConfig):
     decomposed: bool = False
     """Train the length of each row of the adapted matrix as well (DoRA,
     https://arxiv.org/abs/2402.09353)."""
+    factors: Literal["both", "a", "b"] = "both"
+    """Which of an adapter's two matrices are trained: "a", the one beside the inputs, "b", the one
+    beside the outputs, or both. Lengths of rows are trained with either."""
     base: Literal["dense", "nf4", "nf4_double"] = "dense"
     """Form of the matrices beside adapters: "dense", as layout.param_dtype; "nf4", 4 bits and a
     scale for each 64 (QLoRA, https://arxiv.org/abs/2305.14314); "nf4_double", whose scales have 8
@@ -100,6 +103,10 @@ class Finetune(FrozenConfig):
     def scaling(self) -> float:
         """What adapters give is multiplied by."""
         return self.alpha / self.rank
+
+    def trains(self, factor: Literal["a", "b"]) -> bool:
+        """Whether a matrix of each adapter is trained."""
+        return self.factors in ("both", factor)
 
     def names(self, matrix: str) -> bool:
         """Whether the targets name a matrix.

@@ -121,7 +121,7 @@ def disagreement(job: Sections) -> str | None:
     )
 
 
-_OF_ADAPTERS = ("rank", "alpha", "dropout", "targets", "decomposed", "base", "adapters")
+_OF_ADAPTERS = ("rank", "alpha", "dropout", "targets", "decomposed", "factors", "base", "adapters")
 _LEARNS_FROM = {"dpo": "preferences", "grpo": "prompts"}
 """Rows that an objective other than likelihood needs."""
 _SIZE_FREE = ("adamw", "lion", "schedulefree")
@@ -356,6 +356,11 @@ def _adapters(job: Sections) -> str | None:
         return (
             f'finetune.method = "lora" adapts a decoder, and model.family = "{job.model.family}" '
             "is none: leave it out (a module of your own takes adapters by itself)."
+        )
+    if finetune.factors == "a" and finetune.adapters is None:
+        return (
+            'finetune.factors = "a" trains beside matrices B that begin as zero, and learns '
+            'nothing: name adapters to start from (finetune.adapters), or use factors = "b".'
         )
     unused = {
         "layout.precision": (job.layout.precision, "fp8"),

@@ -73,6 +73,8 @@ class AdaptedLinear(nn.Linear):
         self.scaling, self.dropout = finetune.scaling, finetune.dropout
         self.lora_a = nn.Linear(base.in_features, finetune.rank, bias=False)
         self.lora_b = nn.Linear(finetune.rank, base.out_features, bias=False)
+        self.lora_a.requires_grad_(finetune.trains("a"))
+        self.lora_b.requires_grad_(finetune.trains("b"))
         length = nn.Parameter(torch.empty(base.out_features)) if finetune.decomposed else None
         self.register_parameter("magnitude", length)
 
@@ -122,6 +124,8 @@ class ExpertAdapter(nn.Module):
         self.scaling = finetune.scaling
         self.lora_a = _Stack(num, inputs, finetune.rank)
         self.lora_b = _Stack(num, finetune.rank, outputs)
+        self.lora_a.requires_grad_(finetune.trains("a"))
+        self.lora_b.requires_grad_(finetune.trains("b"))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map (num_rows, in) to (num_rows, out); arguments as of `Experts`."""

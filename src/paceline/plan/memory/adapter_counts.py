@@ -26,23 +26,29 @@ class _Matrix(NamedTuple):
     cuts: str
 
 
-def adapters_of_block(setting: Setting, points: Points) -> Array:
-    """Parameters of a block's adapters on a rank, mean over the blocks of each kind: (k, n)."""
+def adapters_of_block(setting: Setting, points: Points, *, trained: bool = False) -> Array:
+    """Parameters of a block's adapters on a rank, mean over the blocks of each kind: (k, n).
+
+    Args:
+        setting: says what has adapters.
+        points: n layouts.
+        trained: count those alone that are trained.
+    """
     kinds = block_kinds_of(setting.model)
     if not setting.finetune.is_adapted:
         return np.zeros((len(kinds), 1))
-    counts = [_of_kind(setting, kind) for kind in kinds]
+    counts = [_of_kind(setting, kind, trained) for kind in kinds]
     cut, whole = (np.array(column, float)[:, None] for column in zip(*counts, strict=True))
     return cut / points.tp + whole
 
 
-def expert_adapters_of_block(setting: Setting, points: Points) -> Array:
+def expert_adapters_of_block(setting: Setting, points: Points, *, trained: bool = False) -> Array:
     """The same of the adapters of routed experts: (k, n)."""
     kinds, mixture = block_kinds_of(setting.model), setting.model.experts
     if not setting.finetune.is_adapted or mixture is None:
         return np.zeros((len(kinds), 1))
     of_tp = points.tp if setting.stack.expert_tp == "tp" else 1
-    counts = [_of_kind(setting, kind, of_experts=True) for kind in kinds]
+    counts = [_of_kind(setting, kind, trained, of_experts=True) for kind in kinds]
     cut, whole = (np.array(column, float)[:, None] for column in zip(*counts, strict=True))
     return mixture.num_experts * (cut / of_tp + whole) / points.ep
 
@@ -110,15 +116,19 @@ def _is_adapted(setting: Setting, layer: int, matrix: _Matrix) -> bool:
     return setting.finetune.names(f"blocks.{layer}.{matrix.name}")
 
 
-def _of_kind(setting: Setting, kind: BlockKind, *, of_experts: bool = False) -> tuple[float, float]:
+def _of_kind(
+    setting: Setting, kind: BlockKind, trained: bool, *, of_experts: bool = False
+) -> tuple[float, float]:
     """What tp cuts of them, and what is whole; of experts: of one of them."""
     finetune = setting.finetune
+    has_down, has_up = (not trained or finetune.trains(factor) for factor in ("a", "b"))
     matrices = _stacks if of_experts else _matrices
     cut = whole = 0
     for layer in kind.layers:
         for matrix in matrices(setting.model, kind):
             if _is_adapted(setting, layer, matrix):
-                down, up = finetune.rank * matrix.inputs, finetune.rank * matrix.outputs
+                down = finetune.rank * matrix.inputs * has_down
+                up = finetune.rank * matrix.outputs * has_up
                 cut += down * (matrix.cuts == "inputs") + up * (matrix.cuts == "outputs")
                 whole += down * (matrix.cuts != "inputs") + up * (matrix.cuts != "outputs")
                 whole += matrix.outputs * finetune.decomposed

@@ -108,7 +108,8 @@ def trained_counts(
     if not setting.finetune.is_adapted:
         return counts
     nothing = np.zeros_like(counts.whole)
-    dense, experts = adapters_of_block(setting, points), expert_adapters_of_block(setting, points)
+    dense = adapters_of_block(setting, points, trained=True)
+    experts = expert_adapters_of_block(setting, points, trained=True)
     all_dense = (holdings.layers * dense[:, None]).sum(0) + nothing
     all_experts = (holdings.layers * experts[:, None]).sum(0) + nothing
     return ParameterCounts(

@@ -1,0 +1,66 @@
+"""Federate: who trains adapters together, how often they meet, and what the server may learn."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.config.errors import InputError
+from paceline.config.files import read_toml
+from paceline.config.frozen import Count, FrozenConfig
+
+
+class Federate(FrozenConfig):
+    """Table [federate] of a file that `paceline federate` takes."""
+
+    job: str
+    """File of the Job that each client trains on its part of the data, beside this one; its
+    `finetune.method` is "lora"."""
+    clients: int = Field(8, ge=3, le=1000)
+    """That there are."""
+    rounds: int = Field(10, gt=0, le=10**6)
+    """How often changes of adapters are summed."""
+    steps: Count = 20
+    """Optimizer steps of a client in a round."""
+    share: float = Field(1.0, gt=0, le=1)
+    """Of the clients, drawn anew for each round; at least 3 take part."""
+    least: float = Field(0.5, gt=0, le=1)
+    """Share of those that take part whose changes must arrive; else the round changes nothing."""
+    split: Literal["even", "dirichlet", "source"] = "even"
+    """Who has which rows. "even": equally many of each source, drawn at random. "dirichlet": of
+    each source shares that are drawn from Dirichlet(alpha). "source": each client has the rows of
+    one source."""
+    alpha: float = Field(0.5, gt=0, le=1e6)
+    """Of "dirichlet": the smaller, the less alike are the clients' parts."""
+    bits: int = Field(4, ge=2, le=16)
+    """Of a number of a change, before masks add log2 of the clients that take part."""
+    timeout_s: float = Field(600.0, gt=0, le=1e6)
+    """A client that hasn't answered after so long has dropped out of the round."""
+
+    @property
+    def taking_part(self) -> int:
+        """Clients of a round."""
+        return max(3, round(self.share * self.clients))
+
+
+def read_federate(file: Path) -> Federate:
+    """Read the table [federate] of a file.
+
+    Raises:
+        InputError: one sentence with what is wrong.
+    """
+    raw = read_toml(file, "give a file with a table [federate]")
+    table = raw.pop("federate", None)
+    if not isinstance(table, dict) or raw:
+        has = ", ".join(f"[{name}]" for name in raw) or "none"
+        raise InputError(
+            f"{file} needs the one table [federate], and has {has}: give it, and name the Job by "
+            "federate.job."
+        )
+    found = Federate.parse(table, "federate")
+    if found.split != "dirichlet" and "alpha" in found.model_fields_set:
+        raise InputError(
+            f'federate.alpha has no effect with split = "{found.split}": leave it out, or use '
+            'split = "dirichlet".'
+        )
+    return found

@@ -1,0 +1,1 @@
+"""Federated fine-tuning: many clients train adapters, and a server learns the sum alone."""

@@ -1,0 +1,44 @@
+"""Rounds: what changes from one to the next, as the server decides it.
+
+In a round one matrix of each adapter is the same on all clients and stays as it is, and the change
+of the other one is summed. So the mean of the products is the product of the mean, which it isn't
+where both change (https://arxiv.org/abs/2410.09432). The roles alternate: B first, as it begins as
+zero and A has no gradient until it isn't.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+from paceline.federate.grid import Floats
+
+Factor = Literal["a", "b"]
+TOLD = 64
+"""Times that a client says how large its change is, so that rounding averages out."""
+_WIDE = 3.0
+"""Of a change that is spread like a Gaussian 0.3 % is beyond so many times its root mean square."""
+_MOST_AT_ONCE = 4.0
+
+
+def factor_of(number: int) -> Factor:
+    """Which matrix of adapters is trained in a round, counted from 1."""
+    return "b" if number % 2 else "a"
+
+
+def with_size(change: Floats, limit: float) -> Floats:
+    """A change and, behind it, its root mean square: (n + TOLD,).
+
+    It is a number of the vector like others, so the server learns it of the sum alone.
+    """
+    size = float(np.sqrt(np.mean(np.square(change)))) if len(change) else 0.0
+    return np.concatenate([change, np.full(TOLD, min(size, limit))])
+
+
+def next_limit(limit: float, size: float) -> float:
+    """The range of the next round that trains this matrix.
+
+    Args:
+        limit: that of the round before.
+        size: mean of the clients' root mean squares, as it was told.
+    """
+    return min(max(_WIDE * size, limit / _MOST_AT_ONCE), limit * _MOST_AT_ONCE)

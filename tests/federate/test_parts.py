@@ -1,0 +1,121 @@
+"""What clients and server compute for themselves, without Flower and without ranks."""
+
+import numpy as np
+import pytest
+
+from paceline.config.errors import InputError
+from paceline.config.federate import Federate, read_federate
+from paceline.federate.grid import half_of, modulus_bits, on_grid, packed, unpacked
+from paceline.federate.rounds import TOLD, factor_of, next_limit, with_size
+from paceline.federate.split import clients_of_rows
+
+SOURCES = np.repeat([0, 1, 2], [400, 200, 100])
+
+
+def stream(seed=0):
+    return np.random.default_rng(seed)
+
+
+def counts(split, alpha=0.5, clients=5):
+    """Rows of each source that each client has: (sources, clients)."""
+    found = clients_of_rows(SOURCES, clients, split, alpha, seed=1)
+    assert found.shape == SOURCES.shape
+    return np.stack([np.bincount(found[n == SOURCES], minlength=clients) for n in range(3)])
+
+
+def test_parts_are_alike_or_not_as_asked():
+    assert (counts("even") == [[80], [40], [20]]).all()
+    by_source = counts("source")
+    assert (by_source == np.pad(np.diag([400, 200, 100]), ((0, 0), (0, 2)))).all()
+    skewed, alike = counts("dirichlet", 0.1), counts("dirichlet", 1e5)
+    assert (skewed.sum(1) == [400, 200, 100]).all()
+    assert skewed[0].max() > 200
+    assert np.abs(alike - counts("even")).max() <= 2
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_grid_is_right_in_the_mean_and_what_it_misses_is_kept(bits):
+    change = stream().normal(size=500)
+    total, error = np.zeros(500), np.zeros(500)
+    step = 2.0 / half_of(bits)
+    for _ in range(400):
+        values, error = on_grid(change + error, 8.0, bits, stream(3))
+        assert np.abs(values).max() <= half_of(bits)
+        total += values * (4 * step)
+    # What was told differs from what was asked for by the last error alone.
+    assert total + error == pytest.approx(400 * change, abs=1e-9)
+    assert np.abs(error).max() <= 4 * step
+    drawn = [on_grid(change, 8.0, bits, stream(n)).values * 4 * step for n in range(400)]
+    assert np.abs(np.mean(drawn, 0) - change).max() < 5 * 4 * step / 2 / np.sqrt(400)
+
+
+def test_a_number_beyond_the_range_is_told_later():
+    values, error = on_grid(np.array([5.0, -5.0, 0.0]), 1.0, 4, stream())
+    assert values.tolist() == [7, -7, 0]
+    assert error == pytest.approx([4, -4, 0])
+
+
+@pytest.mark.parametrize("bits", [1, 5, 7, 8, 13])
+@pytest.mark.parametrize("count", [0, 1, 9, 1000])
+def test_packed_numbers_come_back_and_take_their_bits(bits, count):
+    values = stream().integers(0, 2**bits, count)
+    raw = packed(values, bits)
+    assert len(raw) == -(-count * bits // 8)
+    assert (unpacked(raw, bits, count) == values).all()
+    with pytest.raises(ValueError, match=f"are not {count} numbers"):
+        unpacked(raw + b"x", bits, count)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("clients", [3, 8, 100])
+def test_sums_of_all_clients_stay_below_the_modulus(bits, clients):
+    most = clients * 2 * half_of(bits)
+    assert 2 ** (modulus_bits(bits, clients) - 1) <= most < 2 ** modulus_bits(bits, clients)
+
+
+def test_the_mean_of_products_is_the_product_of_the_mean_in_every_round():
+    draw = stream().normal
+    a, b = draw(size=(3, 10)), np.zeros((12, 3))
+    for number in range(1, 5):
+        changes = draw(size=(8, *(b if factor_of(number) == "b" else a).shape))
+        if factor_of(number) == "b":
+            products, b = [(b + each) @ a for each in changes], b + changes.mean(0)
+        else:
+            products, a = [b @ (a + each) for each in changes], a + changes.mean(0)
+        assert np.mean(products, 0) == pytest.approx(b @ a, abs=1e-12)
+    assert [factor_of(number) for number in range(1, 5)] == ["b", "a", "b", "a"]
+
+
+def test_the_range_follows_the_size_that_is_told_in_the_sum():
+    change = 0.01 * stream().normal(size=10_000)
+    limit = 1.0
+    for number in range(6):
+        told = with_size(change, limit)
+        assert len(told) == 10_000 + TOLD
+        values, _ = on_grid(told, limit, 4, stream(number))
+        limit = next_limit(limit, values[-TOLD:].mean() * limit / half_of(4))
+    assert limit == pytest.approx(0.03, rel=0.3)
+    assert with_size(change * 1e6, limit)[-1] == limit
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[federate]\njob = 'a'\nclients = 2", "federate.clients"),
+        ("[federate]\njob = 'a'\nbits = 1", "federate.bits"),
+        ("[federate]\njob = 'a'\nclient = 8", "did you mean clients"),
+        ("[federate]\njob = 'a'\nalpha = 2.0", "alpha has no effect"),
+        ("[federate]\njob = 'a'\n[train]\nsteps = 1", r"has \[train\]"),
+        ("job = 3", "one table"),
+    ],
+)
+def test_a_wrong_table_is_refused_in_a_sentence(tmp_path, text, words):
+    file = tmp_path / "f.toml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=words):
+        read_federate(file)
+
+
+def test_at_least_three_take_part():
+    assert Federate(job="a", clients=20, share=0.1).taking_part == 3
+    assert Federate(job="a", clients=8).taking_part == 8

@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+from paceline.config.federate import read_federate
 from paceline.config.huggingface import to_hf
 from paceline.config.job import read_job
 from paceline.config.site import read_sites
@@ -154,6 +155,10 @@ def test_python_runs(page, at, block, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("page", "at", "block"), list(_blocks("toml")))
 def test_toml_is_read(page, at, block, tmp_path):
     recipe = ROOT / "recipes" / "dlrm.toml"
+    if block.startswith("[federate]"):
+        (tmp_path / "clients.toml").write_text(block)
+        assert read_federate(tmp_path / "clients.toml")
+        return
     if "# paceline-sites.toml" in block:
         (tmp_path / "sites.toml").write_text(block)
         assert read_sites(tmp_path / "sites.toml")

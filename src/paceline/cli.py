@@ -808,6 +808,47 @@ def search(
 
 
 @app.command()
+def federate(
+    file: Annotated[Path, typer.Argument(help="A file with a table \\[federate].")],
+    set_: Settings = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            callback=output("--out", is_folder=True),
+            help="Folder for adapters and rounds. Left out: federated/<name of the file>.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train adapters on many clients, of whose changes the server learns the sum.
+
+    Clients are processes of this machine that Flower starts, each with its part
+    of the data. In a round one matrix of each adapter is trained and the other
+    stays, so the mean of what clients learnt is exact. Changes are rounded to a
+    few bits and masked (SecAgg+); clients may drop out. Ctrl-C ends everything
+    and leaves the adapters of the last round, in PEFT's format.
+
+    \b
+    \\[federate]
+    job = "lora.toml"
+    clients = 8
+    rounds = 10
+    steps = 20
+    split = "dirichlet"    # "even", "source"
+
+    \b
+    paceline federate clients.toml
+    paceline train lora.toml --set finetune.adapters=federated/clients/adapters
+    """
+    from paceline.federate.command import federate_command
+
+    found = federate_command(file, set_ or [], out, _read_in_steps)
+    if as_json:
+        print(json.dumps(found))
+
+
+@app.command()
 def coordinates(
     job: JobFile = None,
     set_: Settings = None,

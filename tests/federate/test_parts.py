@@ -1,10 +1,14 @@
 """What clients and server compute for themselves, without Flower and without ranks."""
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 
 from paceline.config.errors import InputError
 from paceline.config.federate import Federate, read_federate
+from paceline.config.job import read_job
+from paceline.federate.command import federate_command
 from paceline.federate.grid import half_of, modulus_bits, on_grid, packed, unpacked
 from paceline.federate.rounds import TOLD, factor_of, next_limit, with_size
 from paceline.federate.split import clients_of_rows
@@ -119,3 +123,9 @@ def test_a_wrong_table_is_refused_in_a_sentence(tmp_path, text, words):
 def test_at_least_three_take_part():
     assert Federate(job="a", clients=20, share=0.1).taking_part == 3
     assert Federate(job="a", clients=8).taking_part == 8
+
+
+@pytest.mark.skipif(find_spec("flwr") is not None, reason="Flower is installed")
+def test_a_sentence_says_that_flower_is_missing(tmp_path):
+    with pytest.raises(InputError, match=r"pip install \"paceline\[federate\]\""):
+        federate_command(tmp_path / "clients.toml", [], None, read_job)

@@ -11,6 +11,8 @@ from paceline.config.frozen import FrozenConfig, Width
 BLOCK, GROUP = 64, 256
 """Of a matrix in 4 bits: neighbouring weights that share a scale, and scales that share an outer
 one."""
+TENSORS_FILE = "adapter_model.safetensors"
+"""Of a folder of adapters in PEFT's format."""
 Patterns = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.config.files import read_json
-from paceline.config.finetune import Finetune
+from paceline.config.finetune import TENSORS_FILE, Finetune
 from paceline.config.huggingface import is_like_llama
 from paceline.config.model import Model
 from paceline.models.adapters import (
@@ -36,7 +36,7 @@ from paceline.models.peft_experts import StackedFormat, their_parameter, wrapper
 from paceline.models.shares import assign
 from paceline.models.weights import Shapes, check_shapes, complete_or_absent, opened
 
-CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
 _PREFIX = "base_model.model."
 _THEIRS = {DOWN: "lora_A.weight", UP: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 _OBJECT = TypeAdapter(dict[str, Any])

@@ -1,0 +1,85 @@
+"""The client's end: Flower's ClientApp, which asks a process of its own to train.
+
+Around Flower's SecAgg+ (`secaggplus_mod`) stands `_pack`: of the masked numbers, which Flower sends
+as 8 bytes each, it leaves the bits that they have.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Context, Message
+from flwr.client.mod import secaggplus_mod
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
+from flwr.common import bytes_to_ndarray
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
+from flwr.compat.client.numpy_client import NumPyClient
+
+from paceline.federate.adapters_file import read_tensors, vector_of, write_tensors
+from paceline.federate.grid import modulus_bits, on_grid, packed
+from paceline.federate.rounds import TOLD, Factor, with_size
+
+
+class _Client(NumPyClient):
+    """One that has its part of the data in a folder."""
+
+    def __init__(self, folder: Path, stated: dict[str, Any]) -> None:
+        self._folder, self._stated = folder, stated
+
+    def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict]:
+        """Train, and give the change on the grid: (n + TOLD,).
+
+        The error of what is told stays here until the same matrix is trained again.
+        """
+        factor: Factor = config["factor"]
+        given = self._folder / "adapters"
+        before = dict(zip(read_tensors(given), parameters, strict=True))
+        write_tensors(given, before)
+        self._train(given, int(config["round"]), factor)
+        after = read_tensors(self._folder / f"round-{config['round']}")
+        kept = self._folder / f"error-{factor}.npy"
+        change = vector_of(after, factor) - vector_of(before, factor)
+        if kept.exists():
+            change += np.load(kept)
+        told = with_size(change, config["limit"])
+        stream = np.random.default_rng()
+        values, error = on_grid(told, config["limit"], int(self._stated["bits"]), stream)
+        np.save(kept, error[:-TOLD])
+        return [values.astype(np.float64)], 1, {}
+
+    def _train(self, given: Path, number: int, factor: Factor) -> None:
+        settings = [
+            f"finetune.adapters={given}",
+            f"finetune.factors={factor}",
+            f"train.seed={number}",
+        ]
+        out = self._folder / f"round-{number}"
+        command = [sys.executable, "-m", "paceline.federate.client_round"]
+        with (self._folder / "log.txt").open("ab") as log:
+            subprocess.run(
+                [*command, str(self._folder / "job.toml"), str(out), *settings],
+                cwd=self._stated["cwd"], stdout=log, stderr=subprocess.STDOUT, check=True,
+            )  # fmt: skip
+
+
+def _pack(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    reply = call_next(message, context)
+    records = reply.content.config_records if reply.has_content() else {}
+    if Key.MASKED_PARAMETERS in (answer := records.get(RECORD_KEY_CONFIGS, {})):
+        parts = [bytes_to_ndarray(raw) for raw in answer[Key.MASKED_PARAMETERS]]
+        stated = context.run_config
+        bits = modulus_bits(int(stated["bits"]), int(stated["taking-part"]))
+        answer[Key.MASKED_PARAMETERS] = [packed(np.concatenate(parts), bits)]
+    return reply
+
+
+def _client_of(context: Context) -> Any:
+    folder = Path(str(context.run_config["folder"])) / "clients"
+    client = _Client(folder / str(context.node_config["client"]), dict(context.run_config))
+    return client.to_client()
+
+
+app = ClientApp(client_fn=_client_of, mods=[_pack, secaggplus_mod])

@@ -1,0 +1,260 @@
+"""`paceline federate`: the order of things."""
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from glob import glob
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from paceline.config.errors import InputError, RunError
+from paceline.config.federate import Federate, read_federate
+from paceline.config.job import Job, JobSpec, to_toml
+from paceline.config.model import Model
+from paceline.config.urls import is_url
+from paceline.federate.processes import running, write_app
+from paceline.federate.split import clients_of_rows
+from paceline.models.adapters import adapted_layers
+from paceline.models.peft_format import write_adapters
+from paceline.observe.run import read_lines, write_atomic
+from paceline.render.figures import bytes_text, duration_text
+from paceline.train.finetune import check_finetune, decoder_to_train, fill_adapters
+from paceline.train.this_machine import resolve_on_this_machine
+
+_CONSOLE = Console(highlight=False, soft_wrap=True)
+_SUFFIXES = (".jsonl", ".txt")
+_POLL_S = 0.5
+
+
+def federate_command(
+    file: Path,
+    overrides: Sequence[str],
+    out: Path | None,
+    read: Callable[[Path, list[str]], JobSpec],
+) -> dict[str, Any]:
+    """Train adapters on many clients, here as processes of this machine.
+
+    Args:
+        file: with a table [federate].
+        overrides: `--set`s for the Job of all clients.
+        out: folder of what comes of it; None: federated/<name of the file>.
+        read: makes a Job of its file and `--set`s.
+
+    Returns:
+        the last round as plain data, and where the adapters are.
+
+    Raises:
+        InputError: wrong input; nothing was written.
+        RunError: the rounds ended early.
+    """
+    if find_spec("flwr") is None:
+        raise InputError(
+            "paceline federate needs Flower, which is not installed: pip install "
+            '"paceline[federate]".'
+        )
+    asked = read_federate(file)
+    spec = read(file.parent / asked.job, list(overrides))
+    job = _checked(spec)
+    parts = _parts(asked, job)
+    folder = (out or Path("federated") / file.stem).absolute()
+    if folder.exists():
+        raise InputError(
+            f"{folder} is there already, and rounds don't go on: remove it, or give another --out."
+        )
+    folder.mkdir(parents=True)
+    _write_start(folder, job)
+    for client, part in enumerate(parts):
+        _write_client(folder, client, part, spec, asked)
+    write_app(folder / "app", _stated(folder, asked, job))
+    last = _follow(folder, asked)
+    return {**last, "adapters": str(folder / "adapters")}
+
+
+def _checked(spec: JobSpec) -> Job:
+    """The Job on this machine, if clients can train it.
+
+    Raises:
+        InputError: they can't.
+    """
+    finetune = spec.finetune
+    for name, value, needed in (
+        ("method", finetune.method, "lora"),
+        ("objective", finetune.objective, "likelihood"),
+        ("decomposed", finetune.decomposed, False),
+        ("factors", finetune.factors, "both"),
+    ):
+        if value != needed:
+            raise InputError(
+                f"paceline federate needs finetune.{name} = {json.dumps(needed)}, and this Job's "
+                f"is {json.dumps(value)}: change it."
+            )
+    if spec.data.tokenizer.startswith("bpe:"):
+        raise InputError(
+            f'data.tokenizer = "{spec.data.tokenizer}" would be another one on each client: name '
+            "a tokenizer.json."
+        )
+    job = resolve_on_this_machine(spec).job
+    assert isinstance(job.model, Model)
+    check_finetune(job.model, job)
+    return job
+
+
+def _parts(asked: Federate, job: Job) -> list[tuple[str, list[str]]]:
+    """Suffix and rows of each client's data.
+
+    Raises:
+        InputError: rows can't be told, or somebody has none.
+    """
+    names = [each.source for each in job.data.sources] or [job.data.source]
+    files = [_files(name) for name in names]
+    suffixes = {file.suffix for group in files for file in group}
+    if len(suffixes) > 1 or not suffixes <= set(_SUFFIXES):
+        raise InputError(
+            f"the rows of data.source are cut among clients, of {' or '.join(_SUFFIXES)} files, "
+            f"and it has {', '.join(sorted(suffixes))}: give files of one of these kinds."
+        )
+    rows: list[str] = []
+    sources: list[int] = []
+    for source, group in enumerate(files):
+        for file in group:
+            lines = file.read_text(errors="replace").split("\n")
+            found = [line for line in lines if line.strip()]
+            rows += found
+            sources += [source] * len(found)
+    who = clients_of_rows(
+        np.array(sources, np.int64), asked.clients, asked.split, asked.alpha, job.train.seed
+    )
+    parts: list[list[str]] = [[] for _ in range(asked.clients)]
+    for row, client in zip(rows, who, strict=True):
+        parts[client].append(row)
+    for client, part in enumerate(parts):
+        if not part:
+            raise InputError(
+                f"client {client} of {asked.clients} has none of {len(rows)} rows with "
+                f'federate.split = "{asked.split}": take fewer clients or another split.'
+            )
+    [suffix] = suffixes
+    return [(suffix, part) for part in parts]
+
+
+def _files(names: str | Sequence[str]) -> list[Path]:
+    found: list[Path] = []
+    for name in [names] if isinstance(names, str) else names:
+        matches = [] if is_url(name) else [Path(each) for each in sorted(glob(name))]  # noqa: PTH207
+        if not matches or not all(each.is_file() for each in matches):
+            raise InputError(
+                f"data.source: {name} is no file here, and rows of files are cut among clients: "
+                "give files or globs."
+            )
+        found += matches
+    return found
+
+
+def _write_start(folder: Path, job: Job) -> None:
+    """The adapters that everybody starts from."""
+    assert isinstance(job.model, Model)
+    decoder = decoder_to_train(job.model, job)
+    for layer in adapted_layers(decoder).values():
+        layer.lora_a.to_empty(device="cpu")
+        layer.lora_b.to_empty(device="cpu")
+    fill_adapters(job, decoder)
+    state = decoder.state_dict()
+    write_adapters(
+        folder / "adapters", job.model, state, job.finetune, job.train.weights, torch.float32
+    )
+
+
+def _write_client(
+    folder: Path, client: int, part: tuple[str, list[str]], spec: JobSpec, asked: Federate
+) -> None:
+    suffix, rows = part
+    own = folder / "clients" / str(client)
+    shutil.copytree(folder / "adapters", own / "adapters")
+    data = own / f"data{suffix}"
+    data.write_text("".join(f"{row}\n" for row in rows))
+    job = spec.replace(
+        cluster=spec.cluster.replace(devices_per_node=1, num_nodes=1),
+        data=spec.data.replace(source=str(data), sources=()),
+        train=spec.train.replace(steps=asked.steps, epochs=None, tokens=None, eval_every=0),
+        checkpoint=spec.checkpoint.replace(every=0, copy_to=None),
+        observe=spec.observe.replace(tensorboard=False, profile_every=0, trackers=()),
+    )
+    write_atomic(own / "job.toml", to_toml(job))
+
+
+def _stated(folder: Path, asked: Federate, job: Job) -> dict[str, Any]:
+    """What both ends are told; Flower takes plain values with such names."""
+    return {
+        "folder": str(folder),
+        "cwd": str(Path.cwd()),
+        "clients": asked.clients,
+        "rounds": asked.rounds,
+        "taking-part": asked.taking_part,
+        "least": asked.least,
+        "bits": asked.bits,
+        "timeout": asked.timeout_s,
+        # A number moves by no more than about the learning rate in a step of AdamW.
+        "limit": job.optim.lr * asked.steps,
+    }
+
+
+def _follow(folder: Path, asked: Federate) -> dict[str, Any]:
+    """Run the rounds, and say what becomes of each; the last one."""
+    _CONSOLE.print(
+        f"{asked.clients} clients, {asked.taking_part} in a round; logs are in {folder / 'logs'}",
+        markup=False,
+    )
+    lines: list[dict[str, Any]] = []
+    with (
+        _ended_by_signals(),
+        running(folder / "app", folder / "flower", asked.clients, folder / "logs") as run,
+    ):
+        while len(lines) < asked.rounds:
+            is_over = run.poll() is not None
+            for line in _rounds(folder)[len(lines) :]:
+                lines.append(line)
+                _CONSOLE.print(_text(line), markup=False)
+            if is_over and len(lines) < asked.rounds:
+                raise RunError(
+                    f"Flower's run ended after {len(lines)} of {asked.rounds} rounds: "
+                    f"{folder / 'logs' / 'run.log'} says why."
+                )
+            time.sleep(_POLL_S)
+    _CONSOLE.print(f"adapters: {folder / 'adapters'}", markup=False)
+    return lines[-1]
+
+
+def _rounds(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "rounds.jsonl"
+    return [json.loads(line) for line in read_lines(file)] if file.exists() else []
+
+
+def _text(line: dict[str, Any]) -> str:
+    text = f"round {line['round']}: {line['answered']} of {line['asked']} clients"
+    if not line["is_summed"]:
+        return f"{text}, too few: it changes nothing"
+    upload = bytes_text(line["upload_bytes"] / max(1, line["answered"]))
+    took = duration_text(line["seconds"])
+    return f"{text}, {line['factor'].upper()} summed, {upload} from each, {took}"
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """A request to end is an exception, so that what was started is ended as well."""
+
+    def leave(number: int, _frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,131 @@
+"""Rounds on Flower's own processes: SuperLink, SuperNodes and SecAgg+, and clients that train."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from paceline.config.errors import InputError
+from paceline.config.job import read_job
+from paceline.federate.adapters_file import read_tensors, vector_of
+from paceline.federate.command import federate_command
+from paceline.models.weights import write_weights
+from tests.generate.networks import MODELS, built
+
+CLIENTS, ROUNDS = 4, 2
+FEDERATE = f"""
+[federate]
+job = "lora.toml"
+clients = {CLIENTS}
+rounds = {ROUNDS}
+steps = 3
+split = "source"
+"""
+JOB = """
+name = "lora"
+[model]
+hf = "base"
+[cluster]
+devices_per_node = 1
+[data]
+tokenizer = "bytes"
+eval_fraction = 0.1
+[finetune]
+method = "lora"
+rank = 4
+[optim]
+lr = 1e-2
+[train]
+weights = true
+steps = 1
+global_batch = 4
+seq_len = 16
+eval_batches = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A base, a Job, and a source for each client; the last one is too short to train on."""
+    made = tmp_path_factory.mktemp("federate")
+    model = MODELS["grouped"].replace(vocab_size=258)
+    write_weights(made / "base", model, built(model).float().state_dict())
+    job = JOB
+    for client in range(CLIENTS):
+        few = client == CLIENTS - 1
+        rows = [f"{n} the client {client} has a text" for n in range(1 if few else 200)]
+        (made / f"{client}.txt").write_text("\n".join("ab" if few else row for row in rows))
+        job += f'[[data.sources]]\nname = "s{client}"\nsource = "{client}.txt"\nweight = 1\n'
+    (made / "lora.toml").write_text(job)
+    (made / "clients.toml").write_text(FEDERATE)
+    return made
+
+
+@pytest.fixture(scope="module")
+def rounds(folder):
+    """The lines of two rounds, in which the last client always drops out while it trains."""
+    pytest.importorskip("flwr")
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "federate", "clients.toml", "--json"],
+        cwd=folder, capture_output=True, text=True, timeout=1500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    out = folder / "federated" / "clients"
+    assert json.loads(done.stdout.splitlines()[-1])["adapters"] == str(out / "adapters")
+    return [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(1800)  # Flower starts a process for each message
+def test_the_sum_is_that_of_the_clients_who_answered(folder, rounds):
+    """What a client told is what it learnt, less the error that it keeps."""
+    out = folder / "federated" / "clients"
+    assert [(line["asked"], line["answered"]) for line in rounds] == [(4, 3), (4, 3)]
+    final = read_tensors(out / "adapters")
+    for line in rounds:
+        number, factor = line["round"], line["factor"]
+        clients = [out / "clients" / str(n) for n in range(CLIENTS - 1)]
+        trained = [vector_of(read_tensors(each / f"round-{number}"), factor) for each in clients]
+        told = [
+            t - np.load(c / f"error-{factor}.npy") for t, c in zip(trained, clients, strict=True)
+        ]
+        assert np.std(trained, axis=0).max() > 1e-4
+        assert np.abs(np.mean(told, axis=0) - vector_of(final, factor)).max() < 1e-6
+    assert [line["factor"] for line in rounds] == ["b", "a"]
+
+
+def test_uploads_are_the_bits_of_masked_numbers_and_keys(rounds):
+    for line in rounds:
+        numbers = line["answered"] * (line["numbers"] + 65)
+        assert numbers * 6 / 8 <= line["upload_bytes"] < numbers * 6 / 8 + 4 * 4000
+
+
+def test_nothing_is_left_running(folder, rounds):
+    home = str(folder)
+    found = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]
+    assert not [line for line in found if any(home in part for part in line)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('method = "lora"\nrank = 4', 'method = "full"', 'finetune.method = "lora"'),
+        ("rank = 4", "decomposed = true", "finetune.decomposed = false"),
+        ('tokenizer = "bytes"', 'tokenizer = "bpe:300"', "another one on each client"),
+        ('"0.txt"', '"nothing-*.txt"', "is no file here"),
+        ('"0.txt"', '"lora.toml"', "of .jsonl or .txt files"),
+        ('"0.txt"', '"3.txt"', "client 1 of 4 has none of 1 rows"),
+    ],
+)
+def test_what_clients_cannot_train_is_refused(folder, monkeypatch, old, new, words):
+    pytest.importorskip("flwr")
+    monkeypatch.chdir(folder)
+    text = JOB + '[[data.sources]]\nname = "s"\nsource = "0.txt"\nweight = 1\n'
+    (folder / "other.toml").write_text(text.replace(old, new))
+    (folder / "refused.toml").write_text(FEDERATE.replace("lora.toml", "other.toml"))
+    with pytest.raises(InputError, match=words):
+        federate_command(folder / "refused.toml", [], None, read_job)
+    assert not Path("federated/refused").exists()

@@ -105,7 +105,10 @@ def test_targets_name_matrices_by_their_ends():
     ]
     assert names("blocks.1.*k_proj") == ["blocks.1.attention.k_proj"]
     assert not any("experts" in name or "router" in name for name in names("*_proj"))
-    with pytest.raises(InputError, match=r"'qproj' names no matrix.*down_proj, experts.*gate_up_proj, gate_proj, k_proj"):
+    with pytest.raises(
+        InputError,
+        match=r"'qproj' names no matrix.*down_proj, experts.*gate_up_proj, gate_proj, k_proj",
+    ):
         names("q_proj", "qproj")
 
 

@@ -8,8 +8,17 @@ from paceline.config.hardware import Cluster, device
 from paceline.config.model import Model
 from paceline.config.prices import Prices
 from paceline.plan.serving.catalogue import catalogue_costs, key_bytes, num_blocks, shares
+from paceline.plan.serving.costs import NOTHING, StepCosts
 from paceline.plan.serving.options import ApiPrice
-from paceline.plan.serving.search import Asked, EnginePlan, _engines, _simulated, find_fleets
+from paceline.plan.serving.search import (
+    Asked,
+    EnginePlan,
+    Fleet,
+    _engines,
+    _fewest_replicas,
+    _simulated,
+    find_fleets,
+)
 from paceline.plan.serving.slo import Slo
 from tests.plan.serving.test_measured import MODEL, measured
 
@@ -45,6 +54,17 @@ def test_one_replica_less_breaks_the_promise():
     assert asked.slo.broken(fewer.served)
     assert best.usd_per_hour is None
     assert best.cost == best.num_devices == min(fleet.num_devices for fleet in found.fleets)
+
+
+def test_costs_of_nothing_need_a_replica():
+    """As fitted to figures of a machine that did something else meanwhile."""
+    [engine, *_] = _engines(ASKED, cluster(), ())
+    asked = replace(ASKED, rate=1 / 60, slo=Slo(ttft_s=60.0))
+    free = replace(engine, costs=StepCosts(NOTHING, NOTHING))
+    assert free.costs.least_s(200, 30) == 0
+    fleet = _fewest_replicas(asked, free, float("inf"))
+    assert isinstance(fleet, Fleet)
+    assert fleet.replicas == 1
 
 
 def test_the_cheapest_of_two_clusters_and_why_others_lose():

@@ -250,7 +250,8 @@ def _measured_engines(cluster: Cluster, measured: MeasuredServing) -> Iterator[E
 
 def _least_replicas(asked: Asked, engine: EnginePlan) -> int:
     """As many as there must be if they were always full."""
-    return math.ceil(asked.rate * engine.costs.least_s(asked.mean_in, asked.mean_out))
+    # Costs that were fitted to noisy figures may say that a request takes no time.
+    return max(1, math.ceil(asked.rate * engine.costs.least_s(asked.mean_in, asked.mean_out)))
 
 
 def _least_cost(asked: Asked, engine: EnginePlan) -> float:

@@ -81,7 +81,6 @@ EXPERTS = (
     "model.experts={num_experts=8,experts_per_token=2,ffn_size=128,shared_ffn_size=128,"
     "dense_layers=[0]}",
 )
-OF_EXPERTS = ("finetune.targets=['*_proj','experts.*']",)
 LATENT = (
     "model.num_kv_heads=8", "model.head_dim=24",
     "model.latent={q_rank=48,kv_rank=32,nope_dim=16,rope_dim=8,v_dim=16}",
@@ -117,7 +116,6 @@ CASES: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "adapters, autocast": (2, 2, AUTOCAST + LORA + sharded(3)),
     "adapters, accumulated": (2, 4, FP32 + LORA + sharded(1)),
     "adapters with magnitudes": (2, 2, (*FP32, *LORA, *sharded(3), "finetune.decomposed=true")),
-    "adapters of experts": (2, 2, FP32 + LORA + sharded(3) + EXPERTS + OF_EXPERTS),
     "adapters, full": (2, 2, FP32 + LORA + sharded(3) + FULL),
     "zero 3": (2, 2, AUTOCAST + sharded(3)),
     "zero 3, fp32": (2, 2, FP32 + sharded(3)),

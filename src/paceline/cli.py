@@ -242,7 +242,9 @@ def new(
 
 @app.command()
 def stream(
-    job: Annotated[Path, typer.Argument(help="A job.toml with [data.stream].", show_default=False)],
+    job: Annotated[
+        Path, typer.Argument(help="A job.toml with \\[data.stream].", show_default=False)
+    ],
     set_: Settings = None,
     once: Annotated[bool, typer.Option("--once", help="Take what is there now, and end.")] = False,
 ) -> None:
@@ -763,7 +765,9 @@ def tune(
 
 @app.command()
 def search(
-    space: Annotated[Path, typer.Argument(help="A file with tables [search] and [search.space].")],
+    space: Annotated[
+        Path, typer.Argument(help="A file with tables \\[search] and \\[search.space].")
+    ],
     set_: Settings = None,
     out: Annotated[
         Path | None,
@@ -783,14 +787,14 @@ def search(
     from their checkpoint. Run it again to go on; Ctrl-C keeps what is there.
 
     \b
-    [search]
+    \\[search]
     job = "my.toml"
     objectives = ["loss", "time"]   # memory, latency, energy, usd
     within = "20 min"               # of device time, all trials together
-    [search.space]
+    \\[search.space]
     "optim.lr" = {low = 1e-4, high = 1e-2, log = true}
     "model.num_layers" = [2, 4, 8]
-    [search.limits]
+    \\[search.limits]
     time_s = 300                    # and memory_gb, latency_ms, usd, loss
 
     \b

@@ -213,7 +213,7 @@ def train_many(
 def run_cases(
     num_ranks: int,
     cases: Sequence[Sequence[str]],
-    timeout_s: float = 240,
+    timeout_s: float = 600,
     device_type: str = "cpu",
 ) -> list[list[Trained]]:
     """All cases on that many ranks: per case, what each rank got."""

@@ -23,7 +23,13 @@ from paceline.train.finetune import check_finetune, train_flops_per_token
 from tests.generate.networks import MODELS, built
 from tests.parallel.training import MODELS as SETTINGS
 from tests.parallel.training import job_of
-from tests.train.test_finetune import adapted, merged_base, tokens
+from tests.train.test_finetune import (
+    adapted,
+    assert_comes_back,
+    assert_learns_alike,
+    merged_base,
+    tokens,
+)
 
 ALL = Finetune(method="lora", rank=4, alpha=12.0, targets=("attention.*", "experts.*"))
 DOWN_ALONE = ALL.replace(targets=("experts.down_proj",))
@@ -105,24 +111,11 @@ def test_steps_are_those_of_peft(tmp_path, family, finetune):
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     assert base.config.model_type == family
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "peft", is_trainable=True)
-    pairs = [
-        (network, torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=0.1))
-        for network in (ours, theirs)
-    ]
-    for step in range(3):
-        x = tokens(model, seed=step)
-        own, their = ours(x[:, :-1], targets=x[:, 1:]), theirs(x, labels=x).loss
-        assert own.item() == pytest.approx(their.item(), rel=1e-5)
-        for loss, (_, optimizer) in zip((own, their), pairs, strict=True):
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    batches = [tokens(model, seed=step) for step in range(3)]
+    assert_learns_alike(ours, theirs, [(x, x) for x in batches])
     theirs.save_pretrained(tmp_path / "trained")
-    check_adapters(model, finetune, str(tmp_path / "trained"))
     back = adapted(model, finetune, torch.float32)
-    load_adapters(back, str(tmp_path / "trained"))
-    for name, tensor in ours.state_dict().items():
-        assert (tensor - back.state_dict()[name]).abs().max() < 1e-5, name
+    assert_comes_back(tmp_path / "trained", model, finetune, back, ours)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -129,27 +129,43 @@ def test_steps_are_those_of_peft(tmp_path, finetune):
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "peft", is_trainable=True)
     assert (ours(tokens(model)) - theirs(tokens(model)).logits).abs().max() < 1e-4
+    number = [sum(p.requires_grad for p in each.parameters()) for each in (ours, theirs)]
+    assert number[0] == number[1]
+    batches = []
+    for step in range(3):
+        x = tokens(model, seed=step)
+        batches.append((x, torch.where(tokens(model, seed=9 + step) % 2 > 0, x, -100)))
+    assert_learns_alike(ours, theirs, batches)
+    theirs.save_pretrained(tmp_path / "trained")
+    back = adapted(model, finetune, torch.float32)
+    assert_comes_back(tmp_path / "trained", model, finetune, back, ours)
+
+
+def assert_learns_alike(ours, theirs, batches):
+    """Steps of SGD of a network of ours and of PEFT's have the same losses, to 1e-5.
+
+    Args:
+        batches: (tokens, labels) of each step, as transformers takes them.
+    """
     pairs = [
         (network, torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=0.1))
         for network in (ours, theirs)
     ]
-    assert len(pairs[0][1].param_groups[0]["params"]) == len(pairs[1][1].param_groups[0]["params"])
-    for step in range(3):
-        x = tokens(model, seed=step)
-        targets = torch.where(tokens(model, seed=9 + step) % 2 > 0, x, -100)
-        own = ours(x[:, :-1], targets=targets[:, 1:])
-        their = theirs(x, labels=targets).loss
+    for x, labels in batches:
+        own, their = ours(x[:, :-1], targets=labels[:, 1:]), theirs(x, labels=labels).loss
         assert own.item() == pytest.approx(their.item(), rel=1e-5)
         for loss, (_, optimizer) in zip((own, their), pairs, strict=True):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    theirs.save_pretrained(tmp_path / "trained")
-    check_adapters(model, finetune, str(tmp_path / "trained"))
-    back = adapted(model, finetune, torch.float32)
-    load_adapters(back, str(tmp_path / "trained"))
-    for name, tensor in ours.state_dict().items():
-        assert (tensor - back.state_dict()[name]).abs().max() < 1e-5, name
+
+
+def assert_comes_back(folder, model, finetune, back, wanted):
+    """What PEFT wrote is read into a network, which then is the wanted one, to 1e-5."""
+    check_adapters(model, finetune, str(folder))
+    load_adapters(back, str(folder))
+    for name, tensor in wanted.state_dict().items():
+        assert (tensor.double() - back.state_dict()[name].double()).abs().max() < 1e-5, name
 
 
 def merged_base(decoder):

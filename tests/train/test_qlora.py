@@ -9,14 +9,19 @@ from paceline.config.finetune import Finetune, narrow_bytes
 from paceline.models import nf4
 from paceline.models.adapters import adapt, adapted_layers, init_adapters, merged
 from paceline.models.decoder import Decoder
-from paceline.models.peft_format import check_adapters, load_adapters, write_adapters
+from paceline.models.peft_format import write_adapters
 from paceline.models.weights import load_weights, read_decoder, write_weights
 from paceline.observe.run import Run
 from paceline.train.kept_weights import KeptWeights, weights_of
 from tests.command_line import losses, paceline, ranks, write_tiny_job
 from tests.generate.networks import MODELS, built
 from tests.train.test_conversations import talks
-from tests.train.test_finetune import run_recipe, tokens
+from tests.train.test_finetune import (
+    assert_comes_back,
+    assert_learns_alike,
+    run_recipe,
+    tokens,
+)
 
 MODEL = MODELS["grouped"].replace(hidden_size=64, head_dim=32, ffn_size=128, num_layers=2)
 QLORA = Finetune(method="lora", rank=4, alpha=12.0, base="nf4")
@@ -135,24 +140,10 @@ def test_steps_are_those_of_peft_and_bitsandbytes(base, tmp_path, form):
     assert sum(type(each).__module__.startswith("bitsandbytes") for each in narrow) == 14
     if form == "nf4_double":
         take_scales(theirs, ours)
-    pairs = [
-        (network, torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=0.1))
-        for network in (ours, theirs)
-    ]
-    for step in range(3):
-        x = tokens(MODEL, seed=step)
-        own, their = ours(x[:, :-1], targets=x[:, 1:]), theirs(x, labels=x).loss
-        assert own.item() == pytest.approx(their.item(), rel=1e-5)
-        for loss, (_, optimizer) in zip((own, their), pairs, strict=True):
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    batches = [tokens(MODEL, seed=step) for step in range(3)]
+    assert_learns_alike(ours, theirs, [(x, x) for x in batches])
     theirs.save_pretrained(tmp_path / "trained")
-    check_adapters(MODEL, finetune, str(tmp_path / "trained"))
-    back = adapted(base, finetune)
-    load_adapters(back, str(tmp_path / "trained"))
-    for name, tensor in ours.state_dict().items():
-        assert (tensor.double() - back.state_dict()[name].double()).abs().max() < 1e-5, name
+    assert_comes_back(tmp_path / "trained", MODEL, finetune, adapted(base, finetune), ours)
 
 
 def take_scales(theirs, ours):

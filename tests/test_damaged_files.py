@@ -26,6 +26,7 @@ from paceline.config.errors import InputError
 from paceline.config.frozen import FrozenConfig
 from paceline.config.job import read_job
 from paceline.kernels import launch
+from paceline.observe.locks import owned
 from paceline.observe.run import Run
 from paceline.tune.journal import FolderJournal
 from paceline.tune.trial import Decision, Reference, Trial
@@ -100,7 +101,7 @@ def trained(tmp_path_factory) -> Path:
     )
     journal = FolderJournal(folder / "tuned")
     job = Run(run).job()
-    with journal.owned():
+    with owned(journal.folder):
         journal.open(job)
         journal.add(
             Trial(0, 0, {"layout.tp": 1}, "why", 1.0, 1.0, 1.0, "measured", (1.0,), 1.0, 0.0),

@@ -69,7 +69,12 @@ def federate_command(
         raise InputError(
             f"{folder} is there already, and rounds don't go on: remove it, or give another --out."
         )
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(
+            f"{folder} can't be written ({error.strerror}): give another --out."
+        ) from None
     _write_start(folder, job)
     for client, part in enumerate(parts):
         _write_client(folder, client, part, spec, asked)
@@ -125,8 +130,7 @@ def _parts(asked: Federate, job: Job) -> list[tuple[str, list[str]]]:
     sources: list[int] = []
     for source, group in enumerate(files):
         for file in group:
-            lines = file.read_text(errors="replace").split("\n")
-            found = [line for line in lines if line.strip()]
+            found = [line for line in _read(file).split("\n") if line.strip()]
             rows += found
             sources += [source] * len(found)
     who = clients_of_rows(
@@ -143,6 +147,13 @@ def _parts(asked: Federate, job: Job) -> list[tuple[str, list[str]]]:
             )
     [suffix] = suffixes
     return [(suffix, part) for part in parts]
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} can't be read as UTF-8 ({error}): replace it.") from None
 
 
 def _files(names: str | Sequence[str]) -> list[Path]:

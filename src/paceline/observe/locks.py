@@ -1,4 +1,5 @@
-"""Locks of a Run: whether somebody trains in it, and keeping others from it for a moment.
+"""Locks of a Run: whether somebody trains in it, and keeping others from it for a moment; and of
+a folder with many, which one process has at a time.
 
 A run that is no elastic one is held by its first rank (`.lock`), an elastic one by the agent of
 each node (`agents/<node>.lock`). Agents begin one after the other (`agents/.begin`).
@@ -19,6 +20,7 @@ from paceline.observe.run import Run
 RUN_LOCK = ".lock"
 BEGIN_LOCK = ".begin"
 """In the folder of agents."""
+_PATIENCE_S = 2.0
 
 
 def is_held(lock: Path) -> bool:
@@ -60,6 +62,32 @@ def kept_from_others(run: Run) -> Iterator[None]:
         if any(map(is_held, agents.glob("*.lock"))):
             raise _in_use(run)
         yield
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Own the folder that a command's --out names, made where it isn't there.
+
+    Raises:
+        InputError: another live process has it, or it can't be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / RUN_LOCK, timeout=_PATIENCE_S)
+        lock.acquire()
+    except Timeout:
+        raise InputError(
+            f"--out {folder} is in use by another live process: wait for it, or give another "
+            "folder."
+        ) from None
+    except OSError as error:
+        raise InputError(
+            f"--out {folder} can't be written: {error.strerror}; give a folder that can."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _in_use(run: Run) -> InputError:

@@ -1,12 +1,10 @@
 """`paceline search`: the order of things."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 from rich.console import Console
 
@@ -14,6 +12,7 @@ from paceline.config.errors import InputError
 from paceline.config.files import read_json
 from paceline.config.hardware import Cluster
 from paceline.config.job import JobSpec, differing, read_cluster, to_raw, to_toml
+from paceline.observe.locks import owned
 from paceline.observe.run import write_atomic
 from paceline.render.figures import duration_text
 from paceline.search.answer import Found
@@ -28,7 +27,6 @@ from paceline.train.start import read_inputs, with_measured_speed
 from paceline.train.this_machine import resolve_on_this_machine
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
-_LOCK_PATIENCE_S = 2.0
 _ASKED = TypeAdapter(dict[str, dict[str, Any]])
 # What may change of a search that goes on: how long it looks, and how its answer is chosen.
 _FREE = ("within", "rule")
@@ -58,7 +56,7 @@ def search_command(
     job = read(file.parent / search.job, list(overrides))
     steps = rung_steps(search, job.train.steps)
     folder = out or Path("searches") / file.stem
-    with _owned(folder):
+    with owned(folder):
         _open(folder, search, job)
         cluster = _cluster(folder, job)
         check_known(job, cluster, search)
@@ -118,27 +116,6 @@ def _conclude(found: Found, job: JobSpec, cluster: Cluster, folder: Path) -> Non
 
 
 # ---- the folder ----------------------------------------------------------------------------------
-
-
-@contextmanager
-def _owned(folder: Path) -> Iterator[None]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock", timeout=_LOCK_PATIENCE_S)
-        lock.acquire()
-    except Timeout:
-        raise InputError(
-            f"--out {folder} is in use by another live process: wait for it, or give another "
-            "folder."
-        ) from None
-    except OSError as error:
-        raise InputError(
-            f"--out {folder} can't be written: {error.strerror}; give a folder that can."
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _open(folder: Path, search: Search, job: JobSpec) -> None:

@@ -23,6 +23,7 @@ from paceline.explain.finding import Finding
 from paceline.explain.rules import findings
 from paceline.explain.subject import Subject
 from paceline.machine.discovery import this_machine
+from paceline.observe.locks import owned
 from paceline.observe.run import write_atomic
 from paceline.plan.families import family_of
 from paceline.plan.resolve import concrete_cluster
@@ -96,7 +97,7 @@ def tune_command(job: JobSpec, asked: TuneOptions, out: Path) -> dict[str, Any] 
         return None
     journal = FolderJournal(out)
     try:
-        with journal.owned():
+        with owned(journal.folder):
             known = on_known_cluster(job.on(cluster), journal, team)
             return _tune(known, freedom, Limits(goal, seconds, asked.trials), journal, team)
     finally:

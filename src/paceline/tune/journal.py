@@ -10,12 +10,10 @@ tune.html      the page
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
@@ -25,7 +23,6 @@ from paceline.config.job import Job, decided, read_job, to_toml
 from paceline.observe.run import json_lines, read_lines, write_atomic
 from paceline.tune.trial import Decision, Reference, Trial, TuningState
 
-_LOCK_PATIENCE_S = 2.0
 Entry = Trial | Decision | Reference
 
 
@@ -57,31 +54,6 @@ class FolderJournal:
     folder: Path
     _known: TuningState = field(init=False)
     _entries: list[Entry] = field(default_factory=list, init=False)
-
-    @contextmanager
-    def owned(self) -> Iterator[None]:
-        """Own the folder for the life of this process.
-
-        Raises:
-            InputError: another live process tunes in it, or it can't be written.
-        """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.folder / ".lock", timeout=_LOCK_PATIENCE_S)
-            lock.acquire()
-        except Timeout:
-            raise InputError(
-                f"--out {self.folder} is in use by another live process: wait for it, or give "
-                "another folder."
-            ) from None
-        except OSError as error:
-            raise InputError(
-                f"--out {self.folder} can't be written: {error.strerror}; give a folder that can."
-            ) from None
-        try:
-            yield
-        finally:
-            lock.release()
 
     @property
     def cluster_file(self) -> Path:

@@ -10,7 +10,7 @@ sizes with requeue. Devices are slept for, so nodes of all contestants have thei
 processes cost them real time.
 
 What is told: until the last job is done; preemptions after which a job had saved in time; steps
-that were done again; device-seconds by `sacct` and by Paceline's ledger.
+that were done again; device-seconds by `sacct`, as `squeue` showed them, and by Paceline's ledger.
 
 A peer that takes 1.55 times as long as Paceline is given up, with the jobs that it has left.
 
@@ -31,7 +31,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.cluster.contest import CONTESTANTS, GIVE_UP, contend
+from benchmarks.cluster.contest import CONTESTANTS, GIVE_UP, LOOK_S, contend
 from benchmarks.cluster.trace import draw
 from benchmarks.provenance import folder_of, keep, parser_of, signature, taken_with
 from benchmarks.slurmlab import why_not
@@ -154,7 +154,10 @@ def _page(results: list[dict[str, Any]], options: argparse.Namespace) -> tuple[s
         f"{markdown(_TITLES, lines, _TITLES[:1])}\n"
         f"Paceline's jobs had saved in time at {min(ours['saved'], ours['num_preempted'])} of "
         f"{ours['num_preempted']} preemptions. Its ledger has {ours['ledger_device_s']} "
-        f"device-seconds, sacct {ours['held_device_s']}.\n"
+        f"device-seconds, sacct's entries {ours['held_device_s']}, and {ours['seen_device_s']:.0f} "
+        f"were seen in squeue every {LOOK_S:g} s. (Of a job that goes on without a lost node Slurm "
+        f"has two entries with one start: their plain sum, {ours['accounted_device_s']}, has "
+        "seconds that no node had.)\n"
     )
     return page, bool(ratios) and min(ratios) >= WANTED and is_exact and has_saved
 

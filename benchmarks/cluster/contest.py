@@ -13,14 +13,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
+from threading import Event, Thread
 
 from benchmarks.cluster.trace import GRACE_S, NODES, Loss, Trace, TracedJob
 from benchmarks.cluster.work import Work
 from benchmarks.provenance import ROOT
 from benchmarks.slurmlab import Laboratory
 
-_LOOK_S = 0.25
+LOOK_S = 0.25
 _MISSED_S = 60.0
 """After which a person sees that a job is gone, or waits for nothing."""
 _LIMIT_S = 3 * 3600.0
@@ -68,8 +70,12 @@ class Outcome:
     hits: list[Hit]
     steps_again: dict[str, int]
     """By name: steps that were done more than once."""
+    accounted_device_s: int
+    """Of all jobs of the trace: sums of sacct's entries as they are."""
     held_device_s: int
-    """As sacct counts them, of all jobs of the trace."""
+    """By the same entries, each second of a node counted once: `_held`."""
+    seen_device_s: float
+    """As squeue showed nodes to be held, every LOOK_S."""
     ledger_device_s: int | None = None
     """As Paceline counts them."""
     saved: int | None = None
@@ -91,6 +97,55 @@ class _Live:
     """Since when Slurm has not had it."""
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """Of sacct; times are Unix seconds, and those that never came are 0."""
+
+    submitted: int
+    started: int
+    ended: int
+    nodes: tuple[str, ...]
+
+
+def _unix_time(text: str) -> int:
+    return int(time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))) if text[:1].isdigit() else 0
+
+
+def _held(entries: list[_Entry]) -> int:
+    """Seconds of nodes that a job had.
+
+    A job that goes on without a lost node has one more entry, with the start of the one before, and
+    if it is put back later, Slurm 22.05 ends that entry when the next attempt ends. So a second of
+    a node counts once, and none counts of an entry after the next one was submitted.
+    """
+    by_node: dict[str, set[int]] = {}
+    for one, after in zip_longest(entries, entries[1:]):
+        ended = one.ended if after is None else min(one.ended, after.submitted)
+        for node in one.nodes:
+            by_node.setdefault(node, set()).update(range(one.started, ended))
+    return sum(map(len, by_node.values()))
+
+
+class _Seen(Thread):
+    """Counts the nodes that the trace's jobs hold, whatever accounts say."""
+
+    def __init__(self, lab: Laboratory) -> None:
+        super().__init__(daemon=True)
+        self.lab = lab
+        self.is_over = Event()
+        self.node_s = 0.0
+
+    def run(self) -> None:
+        """Until it is over."""
+        held, at = 0, time.monotonic()
+        asked = ("squeue", "--noheader", "--partition=spot", "--states=RUNNING", "--format=%D")
+        while not self.is_over.wait(LOOK_S):
+            found = sum(map(int, self.lab.run(*asked).split()))
+            now = time.monotonic()
+            self.node_s += (now - at) * (held + found) / 2
+            held, at = found, now
+
+
 @dataclass
 class Contest:
     """See the module."""
@@ -106,11 +161,14 @@ class Contest:
     hits: list[Hit] = field(default_factory=list)
     comes_back: list[tuple[float, str]] = field(default_factory=list)
     submitted_again: list[str] = field(default_factory=list)
+    seen: "_Seen" = field(init=False)
 
     def run(self, say: Callable[[str], None]) -> Outcome:
         """To the end of the last job."""
         to_come, losses = list(self.trace.jobs), list(self.trace.losses)
         began = time.monotonic()
+        self.seen = _Seen(self.lab)
+        self.seen.start()
         while len(self.ended_s) < len(self.trace.jobs):
             now = time.monotonic() - began
             if now > self._limit_s():
@@ -132,7 +190,7 @@ class Contest:
                     say(f"{now:.0f} s: {name} is done, {len(self.ended_s)} of {len(self.jobs)}")
             for name in self._missed(now):
                 say(f"{now:.0f} s: {name} ended without being done, and is submitted again")
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
         return self._outcome(time.monotonic() - began)
 
     def _limit_s(self) -> float:
@@ -202,16 +260,17 @@ class Contest:
             name = by_id.get(own, by_id.get(of_all))
             if name is None or name in self.ended_s:
                 continue
-            begun = time.mktime(time.strptime(started, "%Y-%m-%dT%H:%M:%S"))
-            since = max(begun, self.jobs[name].struck_at + 2 * GRACE_S)
+            since = max(_unix_time(started), self.jobs[name].struck_at + 2 * GRACE_S)
             stamps = self.folder / f"{name}.steps"
             if stamps.exists() and stamps.stat().st_mtime > since:
-                names = self.lab.run("scontrol", "show", "hostnames", nodes).split()
-                found += [(node, name) for node in names]
+                found += [(node, name) for node in self._names(nodes)]
         return found
 
     def _outcome(self, ended_s: float) -> Outcome:
         self._until_gone()
+        self.seen.is_over.set()
+        self.seen.join()
+        entries = [self._entries(one) for one in self.ids]
         lost = {name: self._again(name) for name in self.jobs}
         outcome = Outcome(
             contestant=self.contestant,
@@ -220,7 +279,11 @@ class Contest:
             job_ended_s=self.ended_s,
             hits=self.hits,
             steps_again=lost,
-            held_device_s=sum(map(self._accounted, self.ids)),
+            accounted_device_s=sum(
+                (one.ended - one.started) * len(one.nodes) for job in entries for one in job
+            ),
+            held_device_s=sum(map(_held, entries)),
+            seen_device_s=round(self.seen.node_s, 1),
             num_preempted=sum(hit.kind == "preempted" for hit in self.hits),
             submitted_again=self.submitted_again,
         )
@@ -236,7 +299,7 @@ class Contest:
         while self.lab.run("squeue", "--noheader", "--partition=spot").strip():
             if time.monotonic() > end:
                 raise RuntimeError("a job that is done does not leave its nodes")
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
         time.sleep(15)
 
     def _again(self, name: str) -> int:
@@ -245,14 +308,19 @@ class Contest:
         steps = [line.split()[1] for line in lines if line]
         return len(steps) - len(set(steps))
 
-    def _accounted(self, job: str) -> int:
-        """Device-seconds by sacct."""
-        form = "--format=ElapsedRaw,AllocTRES"
+    def _entries(self, job: str) -> list["_Entry"]:
+        """What sacct has of a job that held nodes and is over, the oldest first; one device each
+        node."""
+        form = "--format=Submit,Start,End,NodeList"
         said = self.lab.run("sacct", "-X", "-D", "-n", "-P", "-j", job, form)
-        held = [line.split("|") for line in said.split()]
-        return sum(
-            int(s) * int(t.split("gres/gpu=")[1].split(",")[0]) for s, t in held if "gpu=" in t
-        )
+        found = []
+        for *times, nodes in (line.split("|") for line in said.splitlines()):
+            names = () if nodes == "None assigned" else self._names(nodes)
+            found.append(_Entry(*map(_unix_time, times), names))
+        return sorted(found, key=lambda one: (one.submitted, one.started))
+
+    def _names(self, nodes: str) -> tuple[str, ...]:
+        return tuple(self.lab.run("scontrol", "show", "hostnames", nodes).split())
 
     def _of_ledger(self) -> tuple[int, int]:
         """Preemptions that ended with exit code 75, and device-seconds by `Engine.usage`."""

@@ -74,9 +74,11 @@ def test_a_peer_that_is_given_up_has_its_jobs_named():
 
 def test_a_second_of_a_node_counts_once_though_two_entries_have_it():
     both, one = ("n1", "n2"), ("n1",)
-    usual = [_Entry(0, 10, 30, both), _Entry(31, 0, 0, ()), _Entry(40, 50, 60, one)]
+    usual = [_Entry(0, 10, 30, 20, both), _Entry(31, 0, 0, 0, ()), _Entry(40, 50, 60, 10, one)]
     assert _held(usual) == 40 + 10
-    smaller = [_Entry(0, 10, 30, both), _Entry(30, 10, 50, one)]
+    smaller = [_Entry(0, 10, 30, 20, both), _Entry(30, 10, 50, 40, one)]
     assert _held(smaller) == 20 + 40, "n1 went on from 30 to 50"
-    put_back = [*smaller[:1], _Entry(30, 10, 90, one), _Entry(50, 70, 90, both)]
-    assert _held(put_back) == 20 + 40 + 40, "nothing was held from 50 to 70"
+    for ended in (90, 0):
+        rest, again = _Entry(30, 10, ended, 80, one), _Entry(50, 70, 90, 20, both)
+        held = _held([smaller[0], rest, again])
+        assert held == 20 + 40 + 40, "nothing was held from 50 to 70"

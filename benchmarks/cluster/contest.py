@@ -104,6 +104,7 @@ class _Entry:
     submitted: int
     started: int
     ended: int
+    elapsed: int
     nodes: tuple[str, ...]
 
 
@@ -120,7 +121,8 @@ def _held(entries: list[_Entry]) -> int:
     """
     by_node: dict[str, set[int]] = {}
     for one, after in zip_longest(entries, entries[1:]):
-        ended = one.ended if after is None else min(one.ended, after.submitted)
+        ends = (one.ended, after.submitted if after else 0)
+        ended = min(time for time in ends if time) if any(ends) else one.started
         for node in one.nodes:
             by_node.setdefault(node, set()).update(range(one.started, ended))
     return sum(map(len, by_node.values()))
@@ -279,9 +281,7 @@ class Contest:
             job_ended_s=self.ended_s,
             hits=self.hits,
             steps_again=lost,
-            accounted_device_s=sum(
-                (one.ended - one.started) * len(one.nodes) for job in entries for one in job
-            ),
+            accounted_device_s=sum(one.elapsed * len(one.nodes) for job in entries for one in job),
             held_device_s=sum(map(_held, entries)),
             seen_device_s=round(self.seen.node_s, 1),
             num_preempted=sum(hit.kind == "preempted" for hit in self.hits),
@@ -311,12 +311,12 @@ class Contest:
     def _entries(self, job: str) -> list["_Entry"]:
         """What sacct has of a job that held nodes and is over, the oldest first; one device each
         node."""
-        form = "--format=Submit,Start,End,NodeList"
+        form = "--format=Submit,Start,End,ElapsedRaw,NodeList"
         said = self.lab.run("sacct", "-X", "-D", "-n", "-P", "-j", job, form)
         found = []
-        for *times, nodes in (line.split("|") for line in said.splitlines()):
+        for *times, elapsed, nodes in (line.split("|") for line in said.splitlines()):
             names = () if nodes == "None assigned" else self._names(nodes)
-            found.append(_Entry(*map(_unix_time, times), names))
+            found.append(_Entry(*map(_unix_time, times), int(elapsed), names))
         return sorted(found, key=lambda one: (one.submitted, one.started))
 
     def _names(self, nodes: str) -> tuple[str, ...]:

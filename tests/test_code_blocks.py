@@ -176,8 +176,9 @@ def test_toml_is_read(page, at, block, tmp_path):
         (tmp_path / "job.toml").write_text(block)
     elif 'hf = "base"' in block:
         model = read_job(None, []).model.replace(max_seq_len=4096)
-        (tmp_path / "base").mkdir()
-        (tmp_path / "base" / "config.json").write_text(json.dumps(to_hf(model)))
+        for name in ("base", "larger"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "config.json").write_text(json.dumps(to_hf(model)))
         (tmp_path / "job.toml").write_text(block)
     elif block.startswith("name = ") and "[model]" in block:  # a whole Job
         (tmp_path / "job.toml").write_text(block)

@@ -227,6 +227,7 @@ def new(
     lora       the same by adapters, in a fraction of the memory
     dpo        it learns which of two answers is the better one
     grpo       it learns from a Python function that rates its own answers
+    distill    a small decoder learns from a larger one
     images     a ResNet learns classes of images
 
     \b

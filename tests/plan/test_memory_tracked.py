@@ -224,6 +224,29 @@ def test_matrices_in_4_bits_are_what_the_tracker_sees(
     _compare(job(2, 2, (*settings, f"train.weights={tmp_path / 'base'}")))
 
 
+@pytest.mark.parametrize("others", [FP32, AUTOCAST])
+@pytest.mark.parametrize("samples", [2, 4])
+def test_a_teacher_is_what_the_tracker_sees(
+    tmp_path: Path, others: tuple[str, ...], samples: int
+) -> None:
+    """One of twice the layers. The tracker doesn't see what it keeps: its parameters were there
+    before, and are not the module's."""
+    settings = (*others, *sharded(3))
+    student = job(2, samples, settings).model
+    assert isinstance(student, Model)
+    teacher = student.replace(num_layers=8)
+    decoder = Decoder(teacher)
+    decoder.init_weights(torch.Generator().manual_seed(0))
+    write_weights(tmp_path / "teacher", teacher, decoder.state_dict())
+    more = ("finetune.objective=distill", f"finetune.distill.teacher={tmp_path / 'teacher'}")
+    case = job(2, samples, (*settings, *more))
+    tracked, predicted = track(case), predict(case)
+    kept = teacher.num_params / 2 * (4 if others == FP32 else 2)
+    states = predicted["params"] - kept + predicted["optimizer"]
+    assert states == pytest.approx(tracked.states, rel=0.02)
+    assert sum(predicted.values()) - kept - states == pytest.approx(tracked.moving, rel=0.05)
+
+
 def _compare(case: Job) -> None:
     tracked, predicted = track(case), predict(case)
     states = predicted["params"] + predicted["optimizer"]

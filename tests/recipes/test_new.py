@@ -29,6 +29,7 @@ SMALL = {
     "lora": {"train.global_batch": 4, "optim.warmup_steps": 1},
     "dpo": {"train.global_batch": 4, "optim.warmup_steps": 1, "train.epochs": 2},
     "grpo": {**SHORT, "finetune.grpo.group": 2, "finetune.grpo.max_tokens": 8},
+    "distill": {**SHORT, **DECODER, "data.source": "code", "finetune.distill.teacher": "base"},
     "images": {
         "train.epochs": 1, "train.global_batch": 16, "optim.warmup_steps": 1, "model.depth": 18,
         "model.image_size": 32, "data.eval_fraction": 0.3,

@@ -1,5 +1,5 @@
 """Finetune: what of a decoder is trained, all of it or adapters beside its matrices, and what it
-learns from: answers, or which of two answers is the better one."""
+learns from: answers, which of two answers is the better one, or what a larger network says."""
 
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from paceline.config.frozen import FrozenConfig, Width
+from paceline.config.model import Model
 
 BLOCK, GROUP = 64, 256
 """Of a matrix in 4 bits: neighbouring weights that share a scale, and scales that share an outer
@@ -48,19 +49,38 @@ class Grpo(FrozenConfig):
     """Weight of the divergence from the weights that the run began with."""
 
 
+class Distill(FrozenConfig):
+    """Distillation: learning what another network, the teacher, thinks of each next token
+    (https://arxiv.org/abs/1503.02531)."""
+
+    teacher: str | None = None
+    """Directory of a run, whose newest good checkpoint is taken, or folder in Hugging Face's layout
+    with weights. Its tokens are the run's own: `data.tokenizer` may be left out."""
+    model: Model | None = None
+    """The teacher's shapes; filled in."""
+    weight: float = Field(0.5, gt=0, le=1)
+    """Of the divergence in the loss; the rest is that of the likelihood of the text."""
+    temperature: float = Field(1.0, gt=0, le=100)
+    """Logits of both are divided by it, and the divergence is multiplied by its square: above 1
+    unlikely tokens count for more."""
+
+
 class Finetune(FrozenConfig):
     """What is trained of the network that `train.weights` gives."""
 
     method: Literal["full", "lora"] = "full"
     """"full": all parameters. "lora": adapters of low rank beside matrices, which stay as they
     are (https://arxiv.org/abs/2106.09685)."""
-    objective: Literal["likelihood", "dpo", "grpo"] = "likelihood"
+    objective: Literal["likelihood", "dpo", "grpo", "distill"] = "likelihood"
     """"likelihood": of the text or the answers. "dpo": of two answers to a prompt the better one is
     to become likelier than the other, beside the weights that the run began with; rows are
     `data.records = "preferences"`. "grpo": the network completes prompts (`data.records =
-    "prompts"`), and completions with more reward than others of their prompt become likelier."""
+    "prompts"`), and completions with more reward than others of their prompt become likelier.
+    "distill": of the text or the answers, and of what a teacher says of each next token; with
+    `train.weights` or without."""
     dpo: Dpo = Dpo()
     grpo: Grpo = Grpo()
+    distill: Distill = Distill()
     rank: int = Field(16, gt=0, le=4096)
     """Of an adapter: what it adds to a matrix is a product of two that are so narrow."""
     alpha: float = Field(32.0, gt=0, le=1e6)
@@ -95,6 +115,11 @@ class Finetune(FrozenConfig):
     def is_narrow(self) -> bool:
         """Whether the matrices beside adapters are kept in 4 bits."""
         return self.base != "dense"
+
+    @property
+    def teacher(self) -> Model | None:
+        """Shapes of the network that is learnt from; None: there is none."""
+        return self.distill.model if self.objective == "distill" else None
 
     @property
     def needs_reference(self) -> bool:

@@ -21,7 +21,7 @@ from paceline.config.files import parse_toml, read_json, read_toml
 from paceline.config.frozen import FrozenConfig
 from paceline.config.hardware import Cluster, ClusterSpec
 from paceline.config.huggingface import from_hf
-from paceline.config.job_rules import LENGTHS, disagreement
+from paceline.config.job_rules import LENGTHS, NO_TEACHER, disagreement
 from paceline.config.job_sections import Sections
 from paceline.config.layout import Layout
 from paceline.config.mamba import mamba2_from_hf
@@ -123,7 +123,7 @@ def job_of(raw: Mapping[str, Any], folder: Path) -> JobSpec:
     Raises:
         InputError: one sentence with what is wrong.
     """
-    expanded = _expand_heads(_expand_hf(raw, folder), folder)
+    expanded = _expand_teacher(_expand_heads(_expand_hf(raw, folder), folder), folder)
     return with_effects(JobSpec.parse(_expand_cluster(expanded, folder)))
 
 
@@ -297,6 +297,42 @@ def _expand_heads(raw: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     newest = max((int(name) for name in names if name.isdecimal()), default=0)
     model = {"step": newest, **model, "of": str(run), "trunk": trunk}
     return {**raw, "model": model, "data": raw.get("data", stated.get("data", {}))}
+
+
+def _expand_teacher(raw: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """Where `finetune.distill` names a teacher: its shapes, its tokenizer where none is given, and
+    axes that the layout leaves to the planner are those on which there can be one."""
+    finetune, data, layout = (raw.get(name, {}) for name in ("finetune", "data", "layout"))
+    if not all(isinstance(section, Mapping) for section in (finetune, data, layout)):
+        return raw
+    distill = finetune.get("distill")
+    if not isinstance(distill, Mapping) or "teacher" not in distill or "model" in distill:
+        return raw
+    path = folder / str(distill["teacher"])
+    is_folder, is_run = (os.path.isfile(path / name) for name in ("config.json", "job.toml"))  # noqa: PTH113  # never raises
+    if is_folder:
+        config = read_json(path / "config.json", _OBJECT, "export it again")
+        shapes = to_raw(from_hf(config))
+    elif is_run:
+        shapes = _read_raw(path).get("model", {})
+    else:
+        raise InputError(
+            f"finetune.distill.teacher: {shown_path(path)} is neither a run nor a folder of "
+            "weights: give the directory of a run, such as runs/demo, or a folder with config.json "
+            "and safetensors."
+        )
+    if not isinstance(shapes, Mapping) or shapes.get("family", "decoder") != "decoder":
+        raise InputError(
+            f"finetune.distill.teacher: {shown_path(path)} is no decoder, and only a decoder says "
+            "what it thinks of each next token: give the run of one."
+        )
+    tokenizer = path if is_folder else path / "tokenizer"
+    if "tokenizer" not in data and (tokenizer / "tokenizer.json").is_file():
+        data = {**data, "tokenizer": str(tokenizer)}
+    ones = {axis: 1 for axis in NO_TEACHER if layout.get(axis, "auto") == "auto"}
+    distill = {**distill, "teacher": str(path), "model": shapes}
+    changed = {"finetune": {**finetune, "distill": distill}, "data": data}
+    return {**raw, **changed, "layout": {**layout, **ones}}
 
 
 def _merged(stated: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from paceline.config.job_sections import (
     Train,
 )
 from paceline.config.mixture_rules import mixture_problem
+from paceline.config.model import Model
 from paceline.config.optim import Optim
 from paceline.config.recommender import RowOptim
 from paceline.config.stream import problems
@@ -124,6 +125,8 @@ def disagreement(job: Sections) -> str | None:
 _OF_ADAPTERS = ("rank", "alpha", "dropout", "targets", "decomposed", "factors", "base", "adapters")
 _LEARNS_FROM = {"dpo": "preferences", "grpo": "prompts"}
 """Rows that an objective other than likelihood needs."""
+NO_TEACHER = ("tp", "pp", "cp")
+"""Axes of a layout that would have to cut a teacher, too."""
 _SIZE_FREE = ("adamw", "lion", "schedulefree")
 """Optimizers whose steps don't depend on the size of gradients or parameters."""
 
@@ -305,6 +308,7 @@ def _objective(job: Sections) -> str | None:
                 f'data.records = "{records}" has no answers that {setting} could learn from: use '
                 f'finetune.objective = "{name}".'
             )
+    for name in (*_LEARNS_FROM, "distill"):
         if name != finetune.objective and getattr(finetune, name) != getattr(Finetune(), name):
             return (
                 f"finetune.{name} has no effect with {setting}: leave it out, or use objective = "
@@ -317,6 +321,41 @@ def _objective(job: Sections) -> str | None:
         )
     if finetune.objective == "grpo":
         return _rewards(job)
+    if finetune.objective == "distill":
+        return _teacher(job)
+    return None
+
+
+def _teacher(job: Sections) -> str | None:
+    """What learning from another network needs."""
+    setting, distill = 'finetune.objective = "distill"', job.finetune.distill
+    teacher, student = distill.model, job.model
+    if teacher is None:
+        return (
+            f"{setting} needs finetune.distill.teacher: name a run or a folder of weights that is "
+            "to be learnt from."
+        )
+    if not isinstance(student, Model) or not (student.causal and teacher.causal):
+        return (
+            f"{setting} is of decoders that predict the next token, and the Job's network or its "
+            "teacher does something else: use another objective."
+        )
+    if student.vocab_size != teacher.vocab_size:
+        return (
+            f"model.vocab_size = {student.vocab_size} gives other logits than the teacher "
+            f"{distill.teacher} has, {teacher.vocab_size}: make them as many, with its tokens."
+        )
+    if job.train.seq_len > teacher.max_seq_len:
+        return (
+            f"train.seq_len = {job.train.seq_len} is longer than what the teacher "
+            f"{distill.teacher} reads, {teacher.max_seq_len} tokens: shorten it."
+        )
+    for axis in NO_TEACHER:
+        if (ways := getattr(job.layout, axis)) not in (1, "auto"):
+            return (
+                f"{setting} keeps a teacher whole or sharded, and layout.{axis} = {ways} would cut "
+                f"it: set {axis} = 1, and use dp, fsdp and ep."
+            )
     return None
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 from paceline.config.errors import InputError
 from paceline.config.outputs import check_output, shown_path, writing
 
-Kind = Literal["pretrain", "mixture", "stream", "sft", "lora", "dpo", "grpo", "images"]
+Kind = Literal["pretrain", "mixture", "stream", "sft", "lora", "dpo", "grpo", "distill", "images"]
 """What a Job trains; each is a file of `templates/`."""
 _TEMPLATES = resources.files("paceline.config").joinpath("templates")
 

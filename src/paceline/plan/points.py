@@ -82,6 +82,12 @@ class Setting:
         return replace(setting, shard_algorithm=algorithm, comm=job.comm)
 
     @property
+    def of_teacher(self) -> "Setting | None":
+        """What reads the same tokens beside the network, forward alone; None: nothing does."""
+        teacher = self.finetune.teacher
+        return None if teacher is None else replace(self, model=teacher, finetune=Finetune())
+
+    @property
     def device(self) -> Device:
         """Of the cluster."""
         return self.cluster.device

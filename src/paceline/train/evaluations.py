@@ -95,7 +95,8 @@ class Evaluations:
         line: Line = {"eval_loss": loss, "eval_s": time.perf_counter() - began}
         if means:
             line["eval_figures"] = means
-        if task.unit == "tokens" and self._trainer.job.finetune.objective == "likelihood":
+        objective = self._trainer.job.finetune.objective
+        if task.unit == "tokens" and objective in ("likelihood", "distill"):
             line["eval_perplexity"] = perplexity(loss)
         return line | (task.eval_figures() if task.eval_figures else {})
 

@@ -50,6 +50,7 @@ from paceline.train.data.masks import Masking, masked
 from paceline.train.data.stream.feed import StreamFeed, StreamWait
 from paceline.train.data.stream.prepare import PreparedStream, prepare_stream
 from paceline.train.data.stream.reader import LogReader
+from paceline.train.distill import Teacher, check_teacher, distilled
 from paceline.train.exact_eval import ExactLoss, check_exact_eval
 from paceline.train.family import Trained, TrainFamily
 from paceline.train.finetune import (
@@ -96,6 +97,8 @@ class LanguageModels(TrainFamily[Model]):
         data = prepare_stream(job, progress) if is_stream else prepare_corpus(job.data, progress)
         if weights is not None:
             check_tokens(data.tokenizer_path, job.data, weights)
+        if job.finetune.teacher is not None:
+            check_teacher(job, data.tokenizer_path)
         check_vocab(data.vocab_size, model.vocab_size)
         masking(model, job, data.vocab_size)
         if isinstance(data, PreparedStream):
@@ -215,6 +218,11 @@ def decoder_task(model: Model, job: Job, ranks: Ranks, reference: Reference | No
     """
     objective, reference = job.finetune.objective, reference or Reference(job.finetune)
     staged = _LOSSES[objective](job, ranks)
+    eval_loss: Loss | None = ExactLoss() if job.train.exact_eval else None
+    teacher = None if job.finetune.teacher is None else Teacher(job, ranks.device)
+    if teacher is not None:  # what is held out says how well the text is known
+        eval_loss = eval_loss or unstaged_loss(staged)
+        staged = distilled(job, teacher, staged)
     attention = attention_choice(model, job, ranks.device)
     module = decoder_to_train(model, job)
     facts = {"num_params": model.num_params}
@@ -231,12 +239,12 @@ def decoder_task(model: Model, job: Job, ranks: Ranks, reference: Reference | No
         units_per_sample=job.train.seq_len,
         train_flops_per_unit=train_flops_per_token(model, job, module),
         staged=staged,
-        fill=partial(_fill, job, reference),
+        fill=partial(_fill, job, reference, teacher),
         figure_names=FIGURES if objective == "dpo" else (),
         prepare=partial(with_reference, reference) if objective == "dpo" else None,
         facts=facts,
         part_names=_part_names(job),
-        eval_loss=ExactLoss() if job.train.exact_eval else None,
+        eval_loss=eval_loss,
         sentences=()
         if attention is None
         else (f"attention by {attention.backend}: {attention.why}",),
@@ -326,7 +334,7 @@ def _packing_facts(data: PreparedData, seq_len: int) -> dict[str, Any]:
     }
 
 
-def _fill(job: Job, reference: Reference, module: nn.Module) -> None:
+def _fill(job: Job, reference: Reference, teacher: Teacher | None, module: nn.Module) -> None:
     """Give (a stage of) a decoder the Job's weights, or random ones by the Job's seed."""
     assert isinstance(module, Decoder)
     weights = job.train.weights
@@ -339,6 +347,8 @@ def _fill(job: Job, reference: Reference, module: nn.Module) -> None:
         fill_adapters(job, module)
     if job.finetune.needs_reference:
         reference.keep(module)
+    if teacher is not None:
+        teacher.stand_beside(module)
 
 
 def masking(model: Model, job: Job, num_tokens: int) -> Masking | None:
@@ -484,6 +494,7 @@ _LOSSES: Mapping[str, Callable[[Job, Ranks], StagedLoss]] = {
     "likelihood": next_token,
     "dpo": preference_loss,
     "grpo": reward_loss,
+    "distill": next_token,
 }
 """By `finetune.objective`."""
 

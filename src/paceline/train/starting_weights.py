@@ -63,8 +63,14 @@ def _without(section: Mapping[str, Any], names: Collection[str]) -> dict[str, An
     return {name: value for name, value in section.items() if name not in names}
 
 
-def check_tokens(tokenizer: Path, data: Data, weights: str) -> None:
+def check_tokens(tokenizer: Path, data: Data, weights: str, setting: str = "train.weights") -> None:
     """Check that weights were trained with the tokens of the data.
+
+    Args:
+        tokenizer: file of that of the data.
+        data: says where it is from.
+        weights: folder whose tokenizer.json is that of the weights.
+        setting: that names them.
 
     Raises:
         InputError: they were trained with others, or a fresh tokenizer can't be theirs.
@@ -74,12 +80,12 @@ def check_tokens(tokenizer: Path, data: Data, weights: str) -> None:
         if read_tokenizer(theirs).get_vocab() == read_tokenizer(tokenizer).get_vocab():
             return
         raise InputError(
-            f"train.weights = {weights!r} was trained with other tokens than data.tokenizer = "
+            f"{setting} = {weights!r} was trained with other tokens than data.tokenizer = "
             f'{data.tokenizer!r} gives: set data.tokenizer = "{weights}".'
         )
     if bpe_size(data.tokenizer):
         raise InputError(
-            f"data.tokenizer = {data.tokenizer!r} is trained afresh, and train.weights = "
+            f"data.tokenizer = {data.tokenizer!r} is trained afresh, and {setting} = "
             f"{weights!r} knows other tokens: give the tokenizer.json that they were trained with."
         )
 

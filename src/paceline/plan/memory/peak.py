@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paceline.plan.data_groups import dense_groups
 from paceline.plan.memory import activations, states
 from paceline.plan.memory.buffers import context_bytes, exchange_bytes, sent_bytes, slack_bytes
 from paceline.plan.memory.comm_state import comm_state_bytes
@@ -125,6 +126,9 @@ def memory_bytes(setting: Setting, points: Points, holdings: Holdings) -> Terms:
     trained = trained_counts(setting, points, holdings, counts)
     parts = _parts(setting, points, holdings, counts, trained)
     moments = [*_moments(parts), _optimizer(setting, points, trained)]
+    teacher = setting.of_teacher
+    if teacher is not None:
+        moments += _with_teacher(teacher, points, parts)
     goes_on = (holdings.with_grads < 1) & (points.num_micro_batches > 1)
     if goes_on.any():
         moments += _next_moments(_after_a_backward_pass(parts, goes_on))
@@ -145,6 +149,9 @@ def memory_bytes(setting: Setting, points: Points, holdings: Holdings) -> Terms:
     peak["allocator_slack"] = peak["allocator_slack"] + slack_bytes(setting, points, moving)
     for name, resident in _resident(setting, points, counts, trained).items():
         peak[name] = peak[name] + resident
+    if teacher is not None:
+        shards = np.where(points.is_fsdp, dense_groups(points).shards, 1)
+        peak["params"] = peak["params"] + teacher.model.num_params * points.value_bytes / shards
     peak["context"] = peak["context"] + context_bytes(setting, points)
     return peak
 
@@ -269,6 +276,34 @@ def _loss(parts: _Parts) -> Terms:
         "logits": parts.logits_peak,
         "gather_buffers": parts.gathered.start + parts.cast_head,
         "comm_buffers": parts.sent + parts.late_message,
+    }
+
+
+def _with_teacher(setting: Setting, points: Points, parts: _Parts) -> Iterator[Terms]:
+    """While a teacher reads the micro-batch, its logits beside the network's; and the backward
+    pass of the loss, which keeps the divergence's gradient besides (`paceline.train.distill`).
+
+    Args:
+        setting: the teacher's.
+        points: n layouts.
+        parts: of the network.
+    """
+    model, value = setting.model, points.value_bytes
+    blocks = [model.num_block_params(layer) for layer in range(model.num_layers)]
+    gathered = model.num_params - sum(blocks) + 2 * max(blocks)
+    tokens = points.micro_batch * setting.seq_len
+    logits = tokens * model.vocab_size * value
+    # Nothing is kept for a backward pass: stream and norm, and the inside of the feed-forward.
+    mixture, width = model.experts, model.ffn_size
+    if mixture is not None:
+        width = mixture.experts_per_token * mixture.ffn_size + mixture.shared_ffn_size
+    inside = 2 * model.hidden_size + (3 if model.gated else 2) * width
+    at_loss = _loss(parts)
+    yield at_loss | {"logits": at_loss["logits"] + logits}
+    yield at_loss | {
+        "activations": at_loss["activations"] + tokens * inside * value,
+        "logits": parts.logits_wait + 2 * logits,
+        "gather_buffers": at_loss["gather_buffers"] + points.is_fsdp * gathered * value,
     }
 
 

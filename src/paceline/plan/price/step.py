@@ -19,7 +19,7 @@ Legend of shapes: s stages (or classes of stage), n points.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +42,9 @@ from paceline.plan.price.parts import (
     COMPUTE,
     CollectiveRequest,
     NetworkPart,
+    PartPass,
     exchange_s,
+    hidden_share,
     part_seconds,
 )
 from paceline.plan.price.pipelined import (
@@ -262,6 +264,8 @@ def times_of(
         setting, points, stages, passes, hop_s, pipeline, alone.makespan_s
     ) + np.where(points.pp > 1, tied + copies, 0.0)
     _once_per_step(data, norm_s, terms)
+    if (beside := setting.of_teacher) is not None:
+        _add_teacher(beside, points, terms)
     whole = _summed(setting, points, terms, alone.scattered_s)
     step_s = sum(whole.values(), np.zeros(len(points)))
     return StepTimes(step_s, whole, passes, gaps, alone, exposed.hidden_s, hop_s)
@@ -291,17 +295,41 @@ def _stage_passes(
         passes = [getattr(part, name) for part in network.parts]
         device_s = _over_stages(stages, [one.device_s for one in passes])
         # Part by part: where the host sets the pace, the device is idle when a part begins.
-        late_s = [
-            one.host_s if setting.device.is_cpu else np.maximum(one.host_s - one.device_s, 0.0)
-            for one in passes
-        ]
-        gap_s = _over_stages(stages, late_s)
+        gap_s = _over_stages(stages, [_late_s(setting, one) for one in passes])
         gap_s = gap_s + (stages.has_head * overhead_s if name == "forward" else 0.0)
         gap_s = gap_s + _over_stages(stages, [one.wait_s for one in passes])
         gap_s = gap_s + (0.0 if name == "weight_grad" else _sends_s(setting, points, stages))
         whole.append(device_s + gap_s)
         late.append(gap_s)
     return unsplit_first(stages, StagePasses(*whole)), unsplit_first(stages, StagePasses(*late))
+
+
+def _add_teacher(setting: Setting, points: Points, terms: dict[str, Array]) -> None:
+    """What a teacher adds to a step: its forward passes and its head's comparison with each
+    micro-batch, and its parameters, gathered where they are sharded."""
+    # Its experts are all on each rank.
+    kinds, _, parts = NetworkParts.of(setting, replace(points, ep=np.ones_like(points.ep)))
+    counts = [*(float(len(kind.layers)) for kind in kinds), 1.0, 1.0]
+    times = points.num_micro_batches
+    passes_s = np.zeros(1)
+    for count, part in zip(counts, parts, strict=True):
+        one = part.forward
+        for term, seconds in one.terms.items():
+            terms[term] = terms.get(term, np.zeros(1)) + times * count * seconds
+        terms["host_gap"] = terms["host_gap"] + times * count * (_late_s(setting, one) + one.wait_s)
+        passes_s = passes_s + count * one.device_s
+    shards = np.where(points.is_fsdp, dense_groups(points).shards, 1)
+    num_bytes = setting.model.num_params * points.value_bytes
+    (gather_s,) = exchange_s(
+        setting, [CollectiveRequest("all_gather", num_bytes, shards, np.ones(1))]
+    )
+    exposed_s = np.maximum(gather_s - hidden_share(setting) * passes_s, 0.0)
+    terms["exposed_comm.fsdp"] = terms["exposed_comm.fsdp"] + times * exposed_s
+
+
+def _late_s(setting: Setting, one: PartPass) -> Array:
+    """Seconds of a pass in which the device waits for the host."""
+    return one.host_s if setting.device.is_cpu else np.maximum(one.host_s - one.device_s, 0.0)
 
 
 def _sends_s(setting: Setting, points: Points, stages: StageWork) -> Array:

@@ -2,10 +2,12 @@
 
     python -m benchmarks.edge RUN
 
-RUN is a finished `paceline train` (the demo). GGUF's figures of speed need llama-cpp-python.
+RUN is a finished `paceline train` (the demo). GGUF's figures of speed need llama-cpp-python, and
+ExecuTorch is left out where it isn't installed.
 """
 
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,12 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("run", type=Path, help="directory of the demo's run")
     asked = parser.parse_args()
-    about = taken_with("benchmarks.edge", "gguf", "onnx", "onnxruntime")
+    forms = [each for each in FORMATS if each != "executorch" or find_spec(each)]
+    more = ("executorch", "torchao") if "executorch" in forms else ()
+    about = taken_with("benchmarks.edge", "gguf", "onnx", "onnxruntime", *more)
     found = []
     with tempfile.TemporaryDirectory() as kept:
-        for form in FORMATS:
+        for form in forms:
             for weights in ("int8", "int4"):
                 target = Path(kept) / f"{form}-{weights}"
                 found.append(export_for_edge(Run(asked.run), target, form, weights).told())

@@ -449,7 +449,7 @@ def export(
             help="safetensors; or dcp, torch's Distributed Checkpoint: parameters and optimizer "
             "state, by the run's own names and types; or torchtitan or megatron: a dense "
             "decoder's weights in DCP by their names; or peft: the adapters alone; or gguf: a file "
-            "for llama.cpp. For edge: safetensors, gguf or onnx.",
+            "for llama.cpp. For edge: safetensors, gguf, onnx or executorch.",
         ),
     ] = "safetensors",
     weights: Annotated[

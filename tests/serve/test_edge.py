@@ -15,7 +15,12 @@ from paceline.serve.network import open_network
 from paceline.train.kept_weights import weights_of
 from tests.command_line import paceline, write_tiny_job
 
-NEEDED = {"gguf": ("gguf",), "onnx": ("onnxscript", "onnxruntime"), "safetensors": ()}
+NEEDED = {
+    "gguf": ("gguf",),
+    "onnx": ("onnxscript", "onnxruntime"),
+    "executorch": ("executorch",),
+    "safetensors": (),
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +42,7 @@ def run(folder, monkeypatch):
 
 def needs(form):
     for name in NEEDED[form]:
-        pytest.importorskip(name, reason=f"needs {name}, of the extra edge")
+        pytest.importorskip(name, reason=f"needs {name}, of an extra of its own")
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -56,6 +61,14 @@ def test_a_file_is_run_and_what_was_found_stands_beside_it(tmp_path, run, form, 
         assert found.tokens_per_s > 0
         assert found.resident_bytes > 0
         assert found.runtime in told["runtime"]
+
+
+def test_executorch_that_is_not_there_is_said(tmp_path, run, monkeypatch):
+    needed = "executorch.backends.xnnpack.partition.xnnpack_partitioner"
+    monkeypatch.setitem(sys.modules, needed, None)
+    with pytest.raises(InputError, match=r"pip install 'paceline\[executorch\]'"):
+        export_for_edge(run, tmp_path / "out", "executorch")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_safetensors_are_read_by_their_library_and_by_serve(tmp_path, run):

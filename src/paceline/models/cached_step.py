@@ -5,7 +5,10 @@ of tokens and number of earlier ones are free. A tied head gets a matrix of its 
 runtimes store products and look-ups in different forms.
 """
 
-from collections.abc import Mapping
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -146,3 +149,16 @@ def exported_step(
     given = (torch.zeros(batch, 3, dtype=torch.int64), *no_keys(model, batch, 2))
     # Not strict, it takes the number of tokens of this example for the only one.
     return torch.export.export(step, given, dynamic_shapes=(tokens, each, each), strict=True)
+
+
+@contextmanager
+def quiet_export() -> Iterator[None]:
+    """Keep what exporters tell of their own work from a person's terminal."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

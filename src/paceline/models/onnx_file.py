@@ -6,10 +6,7 @@ numbers of 8 bits (accuracy_level 4); the embedding then has 8 bits and a scale 
 Operator: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
 """
 
-import logging
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +14,14 @@ from torch import Tensor
 
 from paceline.config.errors import InputError
 from paceline.config.model import Model
-from paceline.models.cached_step import NAMES, RESULTS, check_graph, exported_step, step_of
+from paceline.models.cached_step import (
+    NAMES,
+    RESULTS,
+    check_graph,
+    exported_step,
+    quiet_export,
+    step_of,
+)
 from paceline.models.quantised import Bits
 
 _GROUP, _WHOLE_NUMBERS = 32, 4
@@ -69,16 +73,3 @@ def write_onnx(file: Path, model: Model, state: Mapping[str, Tensor], bits: Bits
     for each in (graph.graph, *graph.graph.node, *graph.graph.value_info, *graph.graph.initializer):
         del each.metadata_props[:]  # stacks of Python, as long as the weights of a small network
     onnx.save(graph, str(file))
-
-
-@contextmanager
-def quiet_export() -> Iterator[None]:
-    """Keep what exporters tell of their own work from a person's terminal."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

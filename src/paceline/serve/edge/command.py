@@ -29,6 +29,7 @@ from paceline.config.errors import InputError, RunError
 from paceline.config.job import Job
 from paceline.config.model import Model
 from paceline.models.decoder import Decoder
+from paceline.models.executorch_file import write_executorch
 from paceline.models.gguf import read_gguf
 from paceline.models.onnx_file import write_onnx
 from paceline.models.quantised import Bits
@@ -45,7 +46,7 @@ from paceline.train.kept_weights import weights_of
 from paceline.train.language import export_decoder
 
 Form = Literal["fp32", "int8", "int4"]
-FORMATS = ("safetensors", "gguf", "onnx")
+FORMATS = ("safetensors", "gguf", "onnx", "executorch")
 VERDICT = "edge.json"
 _BITS: Mapping[Form, Bits | None] = {"fp32": None, "int8": 8, "int4": 4}
 _GROUP = 32
@@ -236,8 +237,9 @@ def _write(form: str, folder: Path, trained: Trained, model: Model, weights: For
         return write_gguf_of(trained, model, folder, GGUF_FORMS[weights])
     for name, contents in about_tokens(trained.run, trained.job, model.max_seq_len).items():
         (folder / name).write_bytes(contents)
-    file = folder / f"{trained.job.name}.onnx"
-    write_onnx(file, model, trained.weights, bits)
+    ending, write = ("onnx", write_onnx) if form == "onnx" else ("pte", write_executorch)
+    file = folder / f"{trained.job.name}.{ending}"
+    write(file, model, trained.weights, bits)
     return file
 
 

@@ -41,6 +41,29 @@ def _onnx(file: Path) -> tuple[str, Callable[[], Feed]]:
     return f"onnxruntime {version('onnxruntime')}", opened
 
 
+def _executorch(file: Path) -> tuple[str, Callable[[], Feed]]:
+    import torch
+    from executorch.runtime import Runtime
+
+    runtime = Runtime.get()
+
+    def opened() -> Feed:
+        method = runtime.load_program(file).load_method("forward")
+        shape = method.metadata.input_tensor_meta(1).sizes()
+
+        def run(*given: np.ndarray) -> list[np.ndarray]:
+            # Of what is empty it wants torch's own strides, not numpy's.
+            found = method.execute(
+                [torch.from_numpy(each) if each.size else torch.zeros(each.shape) for each in given]
+            )
+            # What it gives lies in its own memory, which the next call writes over.
+            return [each.numpy().copy() for each in found]
+
+        return _with_keys(list(shape), run)
+
+    return f"executorch {version('executorch')}", opened
+
+
 def _gguf(file: Path) -> tuple[str, Callable[[], Feed]]:
     import llama_cpp
 
@@ -101,7 +124,12 @@ def _with_keys(shape: list[Any], run: Callable[..., list[np.ndarray]]) -> Feed:
     return feed
 
 
-_RUNTIMES = {"onnx": _onnx, "gguf": _gguf, "safetensors": _safetensors}
+_RUNTIMES = {
+    "onnx": _onnx,
+    "executorch": _executorch,
+    "gguf": _gguf,
+    "safetensors": _safetensors,
+}
 
 
 def _num_cores() -> int:

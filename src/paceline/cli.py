@@ -481,6 +481,14 @@ def export(
             show_default=False,
         ),
     ] = None,
+    prune: Annotated[
+        str | None,
+        typer.Option(
+            help='Of a decoder: leave out what does least, down to sizes such as "num_layers=6, '
+            'num_kv_heads=2, ffn_size=704". What is left is to be trained on.',
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write a run's weights as a folder that others open.
 
@@ -493,6 +501,7 @@ def export(
     \b
     paceline export runs/demo out
     paceline export runs/demo out --for edge --format gguf --budget "5 MB"
+    paceline export runs/demo out --prune "num_layers=6, ffn_size=704"
     """
     from paceline.config.errors import InputError
     from paceline.observe.run import Run
@@ -507,7 +516,8 @@ def export(
     )
 
     if for_ is not None:
-        _refuse_with("--for edge", dtype=dtype, group=None if group == 64 else group)
+        no_group = None if group == 64 else group
+        _refuse_with("--for edge", dtype=dtype, group=no_group, prune=prune)
         _export_for(for_, Run(run), folder, form, weights, budget, step)
         return
     _refuse_with("an export without --for edge", budget=budget)
@@ -532,6 +542,11 @@ def export(
     if weights is not None:
         narrow = (8 if weights == "int8" else 4, group)
     kept: Literal["bf16", "fp32"] = "bf16" if dtype == "bf16" else "fp32"
+    if prune is not None:
+        odd_form = None if form == "safetensors" else form
+        _refuse_with("an export with --prune", format=odd_form, weights=weights)
+        _export_pruned(Run(run), folder, prune, kept, step)
+        return
     if form == "dcp":
         of_step = export_dcp(Run(run), folder, step)
     elif form == "peft":
@@ -549,6 +564,21 @@ def export(
             f"The adapters are merged into the matrices that finetune.base = {finetune.base!r} "
             "stands for, not into those of train.weights."
         )
+
+
+def _export_pruned(
+    run: "Run", folder: Path, sizes: str, dtype: Literal["bf16", "fp32"], step: int | None
+) -> None:
+    from paceline.train.prune import export_pruned, parse_sizes
+
+    cut = export_pruned(run, folder, parse_sizes(sizes), dtype, step)
+    before, after = cut.losses
+    print(
+        f"{folder}: {cut.model.num_params:,} of {cut.whole.num_params:,} parameters after step "
+        f"{cut.step}. On {cut.num_tokens:,} tokens that the run was trained on the loss is "
+        f"{after:.3f}, and was {before:.3f}: train it on, with the run as its teacher "
+        "(paceline new distill)."
+    )
 
 
 def _export_for(

@@ -394,29 +394,44 @@ def cache(
 
 @app.command()
 def tokens(
-    megatron: Annotated[
-        Path,
+    to: Annotated[
+        str | None,
         typer.Option(
-            callback=output("--megatron"),
-            help="Prefix of the .bin and .idx files to write.",
+            "--to",
+            metavar="URL",
+            help="Folder or URL of fsspec to publish tokens in, for Jobs to train from.",
             show_default=False,
         ),
-    ],
+    ] = None,
+    megatron: Annotated[
+        Path | None,
+        typer.Option(
+            callback=output("--megatron"),
+            help="Prefix of Megatron's .bin and .idx files to write.",
+            show_default=False,
+        ),
+    ] = None,
     job: JobFile = None,
     set_: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenise what a Job reads, and write it as Megatron reads it.
+    """Tokenise what a Job reads, and publish it, or write it as Megatron reads it.
 
-    Writes PREFIX-train and PREFIX-eval, .bin and .idx each; of a mixture, with
+    --to: Jobs train from there by data.format = "tokens", without tokenising; they
+    read what they need, and keep some of it. Of a mixture each source has a folder
+    of its name there. Killed, it goes on where it stopped. Credentials come from
+    the environment.
+
+    --megatron: PREFIX-train and PREFIX-eval, .bin and .idx each; of a mixture, with
     the name of each source between. Every document is followed by its end.
 
     \b
+    paceline tokens job.toml --to s3://bucket/corpus
     paceline tokens job.toml --megatron out/corpus
     """
     from paceline.train.data.tokens_command import tokens_command
 
-    tokens_command(_read(job, set_ or []).data, megatron, as_json=as_json)
+    tokens_command(_read(job, set_ or []).data, megatron, to, as_json=as_json)
 
 
 @app.command()

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from paceline.config.errors import InputError
 from paceline.config.job_sections import Data
-from paceline.train.data import TokenDataset, build, cache, open_prepared, parts, prepare
+from paceline.train.data import build, cache, open_prepared, parts, prepare
 from paceline.train.data.build import unigram_entropy, unigram_loss
 from paceline.train.data.parts import is_held_out
 from tests.ranks import run_ranks
@@ -373,10 +373,10 @@ def test_a_damaged_folder_is_refused(tmp_path):
     with (prepared.folder / "tokens-00000.bin").open("ab") as file:
         file.write(b"xx")
     with pytest.raises(InputError, match="missing or damaged"):
-        TokenDataset(prepared.folder, "train")
+        prepared.tokens("train")
     (prepared.folder / "tokens-documents.bin").unlink()
     with pytest.raises(InputError, match="missing or damaged"):
-        TokenDataset(prepared.folder, "train")
+        prepared.tokens("train")
     (prepared.folder / "meta.json").write_text('{"format_version": 0}')
     with pytest.raises(InputError, match="not written by this version"):
         open_prepared(prepared.folder)

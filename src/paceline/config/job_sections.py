@@ -51,7 +51,7 @@ class Data(FrozenConfig):
     format: Auto | Format = "auto"
     """"auto" goes by the file's suffix; "arrow" is a Hugging Face dataset directory on disk,
     "webdataset" tar files, "mds" shards of mosaicml-streaming, "megatron" an .idx beside its .bin,
-    which holds tokens of `tokenizer`."""
+    which holds tokens of `tokenizer`, "tokens" what `paceline tokens JOB --to URL` published."""
     text_field: str = "text"
     """The column or key that holds a document's text (all formats but "text")."""
     filter: FilterText = None
@@ -89,6 +89,8 @@ class Data(FrozenConfig):
     cache_gb: Annotated[float, Field(gt=0, le=10**9)] | None = None
     """The most that it may take, GB (10^9 bytes): each start removes what was used longest ago, but
     nothing that is in use. None: no limit."""
+    wait_s: float = Field(60.0, ge=0, le=10**6)
+    """How long a store with published tokens is waited for that doesn't answer, seconds."""
     sources: Annotated[tuple[Source, ...], Field(strict=False, max_length=1000)] = ()
     """In place of `source`: a mixture of several, `[[data.sources]]` each."""
     temperature: float = Field(1.0, gt=0, le=100)

@@ -9,7 +9,7 @@ from paceline.config.frozen import MOST, Auto, Count, FrozenConfig
 from paceline.config.row_filter import FilterText
 from paceline.config.urls import SourceNames
 
-Format = Literal["text", "jsonl", "parquet", "arrow", "webdataset", "mds", "megatron"]
+Format = Literal["text", "jsonl", "parquet", "arrow", "webdataset", "mds", "megatron", "tokens"]
 Weight = Annotated[float, Field(ge=0, le=MOST)]
 Epochs = Annotated[float, Field(gt=0, le=MOST)]
 

@@ -1,6 +1,7 @@
 """What the settings of a mixture demand of each other: a sentence for the first that isn't met."""
 
 from paceline.config.job_sections import Data
+from paceline.config.mixture import EvalSet
 
 _RESERVED = "held_out"
 """The name of what an only source holds out."""
@@ -20,6 +21,8 @@ def mixture_problem(data: Data) -> str | None:
             return f"{each.name}: {each.dedup.problem}"
     if data.dedup.problem is not None:
         return f"data.{data.dedup.problem}"
+    if (problem := _of_tokens(data)) is not None:
+        return problem
     if not sources:
         return _unused(data)
     if data.source != Data().source:
@@ -56,6 +59,28 @@ def mixture_problem(data: Data) -> str | None:
             "data.sources have some: leave one of them out."
         )
     return _of_stages(data)
+
+
+def _of_tokens(data: Data) -> str | None:
+    """A setting that is of no use to published tokens, or to all else."""
+    parts: list[tuple[str, Data | EvalSet]] = [] if data.sources else [("data", data)]
+    parts += [(each.name, each) for each in (*data.sources, *data.eval_sets)]
+    published = [(name, part) for name, part in parts if part.format == "tokens"]
+    for name, part in published:
+        for setting in ("text_field", "filter", "dedup"):
+            if getattr(part, setting) != getattr(Data(), setting):
+                return (
+                    f'{name}: {setting} has no effect on format = "tokens", of which it was '
+                    "decided when they were published: leave it out."
+                )
+    if published and data.has_answers:
+        return (
+            f'data.records = "{data.records}" says more than data.format = "tokens" can hold: '
+            "leave one of them out."
+        )
+    if data.wait_s != Data().wait_s and not published:
+        return f'data.wait_s = {data.wait_s} is of format = "tokens": leave it out.'
+    return None
 
 
 def _unused(data: Data) -> str | None:

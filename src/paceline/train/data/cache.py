@@ -15,9 +15,9 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from paceline.train.data.dataset import (
     TOKENIZER_FILE,
     Meta,
     SplitName,
+    Stream,
     TokenDataset,
     TokenStream,
     forget_shard,
@@ -45,10 +46,12 @@ from paceline.train.data.dataset import (
     shard_path,
 )
 from paceline.train.data.files import SourceFile, find_files
-from paceline.train.data.limit import hold, keep_within
+from paceline.train.data.limit import GB, cached_tokens, hold, keep_within, locked_alone
 from paceline.train.data.packed import PackedConversations, PackedRows
 from paceline.train.data.packed_documents import PackedDocuments
 from paceline.train.data.prompts import Prompts, build_prompts
+from paceline.train.data.published import Published, read_published
+from paceline.train.data.stored_tokens import BLOCKS_FILE, StoredTokens, make_places
 from paceline.train.data.stores import StoredFile
 from paceline.train.data.tokenizer import tokenizer_identity
 
@@ -72,6 +75,8 @@ class PreparedData:
     meta: Meta
     data: Data | None = None
     """What it was made of, by which a damaged part is made anew."""
+    published: Published | None = field(default=None, compare=False)
+    """Where its tokens are, if it holds only some of them."""
 
     @property
     def tokenizer_path(self) -> Path:
@@ -93,13 +98,24 @@ class PreparedData:
             return self.conversations(split)
         if self.data is not None and self.data.packing == "best_fit":
             return self.documents(split)
-        return TokenDataset(self.folder, split, self.meta, self._mend if self.data else None)
+        return self.tokens(split)
+
+    def tokens(self, split: SplitName) -> TokenDataset:
+        """Open one split of tokens."""
+        return TokenDataset(self._stream(), split, self.meta)
 
     def documents(self, split: SplitName) -> PackedDocuments:
         """Open one split of documents that are packed whole."""
-        return _documents(self.folder, split, self.meta, self._mend if self.data else None)
+        return _documents(self, split)
 
-    def _mend(self, shard: int) -> None:
+    def _stream(self) -> Stream:
+        if self.published is not None:
+            return _stored_tokens(self.published, self.folder)
+        dtype = np.dtype(self.meta.dtype).newbyteorder("<")
+        mend = self.mend if self.data else None
+        return TokenStream(self.folder, STREAM, dtype, self.meta.shards, mend)
+
+    def mend(self, shard: int) -> None:
         """Have a shard made anew, by one of the processes that found it damaged."""
         assert self.data is not None
         if _place(self.data, find_files(self.data))[0] != self.folder:
@@ -152,8 +168,7 @@ class PreparedData:
                 f"trained on and one held out: {remedy}."
             )
         tokens = np.empty(total, np.int64)
-        dtype = np.dtype(meta.dtype).newbyteorder("<")
-        TokenStream(self.folder, STREAM, dtype, meta.shards).read(0, tokens)
+        self._stream().read(0, tokens)
         train, held_out = (
             np.bincount(part, minlength=meta.vocab_size)
             for part in np.split(tokens, [total - least])
@@ -164,7 +179,7 @@ class PreparedData:
             unigram_entropy=unigram_entropy(train),
             unigram_loss=unigram_loss(train, held_out),
         )
-        return PreparedData(self.folder, changed, self.data)
+        return replace(self, meta=changed)
 
 
 @lru_cache(maxsize=4)  # packing a million of them takes a third of a second
@@ -173,22 +188,28 @@ def _conversations(folder: Path, split: SplitName, meta: Meta) -> PackedConversa
 
 
 @lru_cache(maxsize=64)
-def _documents(
-    folder: Path, split: SplitName, meta: Meta, mend: Callable[[int], None] | None
-) -> PackedDocuments:
-    return PackedDocuments(folder, split, meta, mend)
+def _documents(prepared: PreparedData, split: SplitName) -> PackedDocuments:
+    return PackedDocuments(prepared._stream(), split, prepared.meta)
 
 
-def prepare(data: Data, progress: Progress | None = None) -> PreparedData:
+@lru_cache(maxsize=64)  # of one, splits share what was fetched ahead, and threads
+def _stored_tokens(published: Published, folder: Path) -> StoredTokens:
+    return StoredTokens(published, folder)
+
+
+def prepare(data: Data, progress: Progress | None = None, num_published: int = 1) -> PreparedData:
     """Return the tokenised form of a source; tokenise it first where that was not done before.
 
     Args:
         data: the source, the tokenizer and the held-out fraction.
         progress: called with the bytes read so far and those of the whole source, on disk.
+        num_published: sources of the Job that are published tokens, which share `data.cache_gb`.
 
     Raises:
         InputError: one sentence, where the source or the tokenizer can't be used.
     """
+    if data.format == "tokens":
+        return _prepare_published(data, num_published)
     files = find_files(data)
     folder, listing = _place(data, files)
     while not hold(folder):
@@ -198,6 +219,40 @@ def prepare(data: Data, progress: Progress | None = None) -> PreparedData:
     if data.cache_gb is not None:
         keep_within(folder.parent, data.cache_gb)
     return PreparedData(folder, read_meta(folder), data)
+
+
+def _prepare_published(data: Data, num_published: int) -> PreparedData:
+    """Make the folder in which blocks of published tokens are kept."""
+    published = read_published(data)
+    cache = cache_folder(data)
+    folder, aside = cache / published.key, cache / f"{published.key}.partial"
+    is_held = False
+    while not is_held:
+        with _locked(folder):
+            if not (folder / META_FILE).is_file():
+                for leftover in (aside, folder):
+                    shutil.rmtree(leftover, ignore_errors=True)
+                aside.mkdir()
+                published.copy_facts(aside)
+                aside.rename(folder)
+            with locked_alone(folder) as is_unused:
+                if is_unused or not (folder / BLOCKS_FILE).is_file():
+                    most_bytes = _room(data, folder, num_published)
+                    make_places(folder, published.manifest, most_bytes)
+        is_held = hold(folder)
+    published.check_tokenizer(folder / TOKENIZER_FILE, data)
+    if data.cache_gb is not None:
+        keep_within(cache, data.cache_gb)
+    return PreparedData(folder, published.manifest.meta, data, published)
+
+
+def _room(data: Data, folder: Path, num_published: int) -> float:
+    """What one of some published sources may take of a cache, bytes."""
+    if data.cache_gb is None:
+        return shutil.disk_usage(folder).free / 2 / num_published
+    others = [each for each in cached_tokens(folder.parent) if each.folder != folder]
+    left = data.cache_gb * GB - sum(each.num_bytes for each in others if each.is_in_use)
+    return min(left, data.cache_gb * GB / num_published)
 
 
 def _locked(folder: Path) -> FileLock:

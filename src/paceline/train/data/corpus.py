@@ -209,10 +209,10 @@ def prepare_corpus(data: Data, progress: Progress | None = None) -> Corpus:
     """
     spec = data.tokenizer
     if not data.sources:
-        sources = {HELD_OUT: prepare(data, progress)}
+        sources = {HELD_OUT: prepare(data, progress, _num_published(data))}
     else:
         if bpe_size(spec):
-            spec = str(_shared_tokenizer(data))
+            spec = str(_given_tokenizer(data, progress) or _shared_tokenizer(data))
         sources = {each.name: _prepared(data, each, spec, progress) for each in data.sources}
     if bpe_size(spec):
         spec = str(sources[HELD_OUT].tokenizer_path)
@@ -221,8 +221,22 @@ def prepare_corpus(data: Data, progress: Progress | None = None) -> Corpus:
 
 
 def _prepared(data: Data, part: EvalSet, tokenizer: str, progress: Progress | None) -> PreparedData:
+    alone = _alone(data, part).replace(tokenizer=tokenizer)
     with _naming(part.name):
-        return prepare(_alone(data, part).replace(tokenizer=tokenizer), progress)
+        return prepare(alone, progress, _num_published(data))
+
+
+def _num_published(data: Data) -> int:
+    parts = (*data.sources, *data.eval_sets)
+    return sum(format == "tokens" for format in (data.format, *(each.format for each in parts)))
+
+
+def _given_tokenizer(data: Data, progress: Progress | None) -> Path | None:
+    """The tokenizer.json of the first source that is published tokens."""
+    for each in data.sources:
+        if each.format == "tokens":
+            return _prepared(data, each, data.tokenizer, progress).tokenizer_path
+    return None
 
 
 def _alone(data: Data, part: EvalSet) -> Data:

@@ -16,9 +16,9 @@ import mmap
 import resource
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,6 +160,25 @@ def _num_waits() -> int:
     return resource.getrusage(_COUNTED).ru_majflt
 
 
+class Stream(Protocol):
+    """Tokens one after another: `TokenStream`, or `StoredTokens`."""
+
+    def rows(self, starts: Ids, width: int) -> NDArray[np.int64]:
+        """So many tokens from each of some positions on: (starts, width)."""
+
+    def read(self, start: int, out: NDArray[np.int64]) -> None:
+        """Fill `out` with the tokens from a position on."""
+
+    def document_starts(self, num_documents: int) -> NDArray[np.int64]:
+        """The positions at which all documents start."""
+
+    def is_advice_due(self) -> bool:
+        """Whether `will_need` is of use for what is read next."""
+
+    def will_need(self, start: int, count: int) -> None:
+        """Tokens are read soon."""
+
+
 class TokenStream:
     """The tokens of one stream, mapped from its shards."""
 
@@ -181,7 +200,8 @@ class TokenStream:
             InputError: a file is missing, or not as long as it has to be.
         """
         self._paths = [shard_path(folder, name, index) for index in range(len(shards))]
-        self._dtype, self._mend, self.advice = dtype, mend, _Advice()
+        self._folder, self._name, self._advice = folder, name, _Advice()
+        self._dtype, self._mend = dtype, mend
         self._sizes = [count * dtype.itemsize for count in shards]
         # In memory each shard begins with a block.
         blocks = np.cumsum([0, *map(num_blocks, self._sizes)])
@@ -205,8 +225,16 @@ class TokenStream:
         out = self._windows(width)[places].astype(np.int64)
         for row in np.flatnonzero(~is_plain):
             self.read(int(starts[row]), out[row])
-        self.advice.saw(_num_waits() - waits)
+        self._advice.saw(_num_waits() - waits)
         return out
+
+    def is_advice_due(self) -> bool:
+        """Whether `will_need` is of use for what is read next."""
+        return self._advice.is_due()
+
+    def document_starts(self, num_documents: int) -> NDArray[np.int64]:
+        """See `document_starts`."""
+        return document_starts(self._folder, num_documents, self._name)
 
     def _windows(self, width: int) -> NDArray[np.unsignedinteger]:
         """All windows of the memory, which share it."""
@@ -280,26 +308,17 @@ def forget_shard(folder: Path, shard: int, num_shards: int) -> None:
 class TokenDataset:
     """One split of tokenised data, read by samples of any length."""
 
-    def __init__(
-        self,
-        folder: Path,
-        name: SplitName,
-        meta: Meta | None = None,
-        mend: Callable[[int], None] | None = None,
-    ) -> None:
-        """Open a split of a folder; as another description than the folder's cuts it, if given.
-
-        Args:
-            mend: makes a shard anew.
-        """
-        meta = meta or read_meta(folder)
+    def __init__(self, stream: Stream, name: SplitName, meta: Meta) -> None:
+        """Open a split as a description cuts it."""
         total = meta.train_tokens + meta.eval_tokens
-        dtype = np.dtype(meta.dtype).newbyteorder("<")
         self.name = name
         self._first = meta.train_tokens if name == "eval" else 0
         self.num_tokens = (meta.train_tokens if name == "train" else total) - self._first
-        self._stream = TokenStream(folder, STREAM, dtype, meta.shards, mend)
-        self._document_starts = document_starts(folder, meta.num_documents)
+        self._stream, self._num_documents = stream, meta.num_documents
+
+    @cached_property
+    def _document_starts(self) -> NDArray[np.int64]:
+        return self._stream.document_starts(self._num_documents)
 
     def num_samples(self, seq_len: int) -> int:
         """Samples of seq_len tokens (and one more, the last target) that the split holds.
@@ -353,7 +372,7 @@ class TokenDataset:
 
     def will_need(self, sample_ids: NDArray[np.int64], seq_len: int) -> None:
         """Say that samples are gathered soon, so that storage is read while the device computes."""
-        if self._stream.advice.is_due():
+        if self._stream.is_advice_due():
             for start in self._starts(sample_ids, seq_len).tolist():
                 self._stream.will_need(start, seq_len + 1)
 

@@ -10,7 +10,8 @@ import fcntl
 import os
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,6 +115,17 @@ def remove(folder: Path) -> bool:
     finally:
         os.close(lock)
     return True
+
+
+@contextmanager
+def locked_alone(folder: Path) -> Iterator[bool]:
+    """Lock a folder; whether nobody uses it. Who starts to, waits meanwhile."""
+    lock = _locked_alone(folder / META_FILE)
+    try:
+        yield lock is not None
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def _locked_alone(meta: Path) -> int | None:

@@ -25,6 +25,7 @@ from paceline.train.data.dataset import (
     STREAM,
     Meta,
     SplitName,
+    Stream,
     TokenStream,
     document_starts,
 )
@@ -71,7 +72,7 @@ class Place(NamedTuple):
 class PackedRows(ABC):
     """Samples into which pieces of a stream are put, each a document of its own."""
 
-    def __init__(self, tokens: TokenStream) -> None:
+    def __init__(self, tokens: Stream) -> None:
         self._tokens = tokens
 
     @abstractmethod

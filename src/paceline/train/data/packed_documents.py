@@ -10,16 +10,14 @@ follows from their lengths alone; the order of rows is order.py's.
 Source: https://arxiv.org/abs/2404.10830 (best-fit packing).
 """
 
-from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.errors import InputError
-from paceline.train.data.dataset import STREAM, Meta, SplitName, TokenStream, document_starts
+from paceline.train.data.dataset import Meta, SplitName, Stream
 from paceline.train.data.packed import Ints, PackedRows, Place, best_fit
 
 
@@ -41,26 +39,15 @@ class Rows(NamedTuple):
 class PackedDocuments(PackedRows):
     """One split of documents, read as `TokenDataset` is."""
 
-    def __init__(
-        self,
-        folder: Path,
-        name: SplitName,
-        meta: Meta,
-        mend: Callable[[int], None] | None = None,
-    ) -> None:
-        """Open a split.
-
-        Args:
-            mend: makes a shard anew.
-        """
-        dtype = np.dtype(meta.dtype).newbyteorder("<")
-        super().__init__(TokenStream(folder, STREAM, dtype, meta.shards, mend))
+    def __init__(self, stream: Stream, name: SplitName, meta: Meta) -> None:
+        """Open a split."""
+        super().__init__(stream)
         self.name = name
         self._end_of_document = meta.end_of_document
         total = meta.train_tokens + meta.eval_tokens
         first = meta.train_tokens if name == "eval" else 0
         last = meta.train_tokens if name == "train" else total
-        starts = document_starts(folder, meta.num_documents)
+        starts = stream.document_starts(meta.num_documents)
         inner = starts[np.searchsorted(starts, first, "right") : np.searchsorted(starts, last)]
         self._starts = np.concatenate([[first], inner])  # a split may begin within a document
         self._lengths = np.diff(self._starts, append=last)

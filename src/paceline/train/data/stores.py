@@ -37,7 +37,7 @@ class StoredFile:
 
     def open(self) -> IO[bytes]:
         """Open it for reading; it can be sought where the store serves ranges."""
-        files, path = _store_of(self.url)
+        files, path = store_of(self.url)
         return cast(IO[bytes], files.open(path, "rb"))
 
 
@@ -51,7 +51,7 @@ def stored_files(name: str) -> tuple[str, list[StoredFile]]:
         InputError: the kind of store is unknown, what reaches it is not installed, it can't be
             reached, or it doesn't say how large a file is.
     """
-    files, path = _store_of(name)
+    files, path = store_of(name)
     is_web = name.startswith(("http://", "https://"))
     try:
         if "*" in path or "[" in path:
@@ -70,7 +70,12 @@ def stored_files(name: str) -> tuple[str, list[StoredFile]]:
     ]
 
 
-def _store_of(url: str) -> tuple[AbstractFileSystem, str]:
+def store_of(url: str) -> tuple[AbstractFileSystem, str]:
+    """What reaches a URL, and the path there.
+
+    Raises:
+        InputError: the kind of store is unknown, or what reaches it is not installed.
+    """
     scheme = url.partition("://")[0]
     try:
         # Listings are always asked for anew: other processes write there too.

@@ -28,12 +28,20 @@ def folder(tmp_path_factory):
 
 
 def test_the_command_for_other_trainers(folder):
-    (line,) = re.findall(r"^paceline tokens .*", PAGE, flags=re.M)
+    (line,) = re.findall(r"^paceline tokens .* --megatron .*", PAGE, flags=re.M)
     done = paceline(*shlex.split(line)[1:], folder=folder)
     assert done.returncode == 0, done.stderr
     names = {path.name for path in (folder / "out").glob("*.idx")}
     parts = ("code-train", "code-eval", "letters-train", "letters-eval", "manual-all")
     assert names == {f"corpus-{part}.idx" for part in parts}
+
+
+def test_the_command_that_publishes(folder):
+    (line,) = re.findall(r"^paceline tokens .* --to .*", PAGE, flags=re.M)
+    done = paceline(*shlex.split(line)[1:], folder=folder)
+    assert done.returncode == 0, done.stderr
+    names = {path.parent.name for path in (folder / "out" / "tokens").glob("*/manifest.json")}
+    assert names == {"code", "letters", "manual"}
 
 
 @pytest.mark.parametrize("line", re.findall(r"^paceline train .*", PAGE, flags=re.M))

@@ -112,7 +112,7 @@ class _Version(BaseModel):
     version: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is read through connections of its own
 class Published:
     """A publication, and where it is."""
 

@@ -236,7 +236,9 @@ def _prepare_published(data: Data, num_published: int) -> PreparedData:
                 published.copy_facts(aside)
                 aside.rename(folder)
             with locked_alone(folder) as is_unused:
-                if is_unused or not (folder / BLOCKS_FILE).is_file():
+                # What is free on a disk is another figure each time: what was made of it stays.
+                is_limited = is_unused and data.cache_gb is not None
+                if is_limited or not (folder / BLOCKS_FILE).is_file():
                     most_bytes = _room(data, folder, num_published)
                     make_places(folder, published.manifest, most_bytes)
         is_held = hold(folder)

@@ -1,13 +1,28 @@
 """Federate: who trains adapters together, how often they meet, and what the server may learn."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from paceline.config.errors import InputError
 from paceline.config.files import read_toml
-from paceline.config.frozen import Count, FrozenConfig
+from paceline.config.frozen import Auto, Count, FrozenConfig
+
+
+class Privacy(FrozenConfig):
+    """Table [federate.privacy]: how little the adapters of all rounds may tell of a client."""
+
+    epsilon: float = Field(gt=0, le=1000)
+    """That all rounds together may come to, at `delta`: a client, with all that it has, changes the
+    probability of whatever can be seen in the adapters by a factor of at most e^epsilon."""
+    delta: float = Field(1e-5, gt=0, lt=1)
+    """Probability that epsilon doesn't hold; below 1 / clients."""
+    clip: float = Field(gt=0, le=1e6)
+    """L2 norm of a client's change in a round: what is longer is scaled down to it."""
+    noise: Annotated[float, Field(gt=0, le=1e6)] | Auto = "auto"
+    """Standard deviation of the noise on each number of the sum, in multiples of `clip`. "auto": the
+    least that keeps epsilon."""
 
 
 class Federate(FrozenConfig):
@@ -36,6 +51,8 @@ class Federate(FrozenConfig):
     """Of a number of a change, before masks add log2 of the clients that take part."""
     timeout_s: float = Field(600.0, gt=0, le=1e6)
     """A client that hasn't answered after so long has dropped out of the round."""
+    privacy: Privacy | None = None
+    """Noise on what is summed, so that adapters tell little of a client; left out: none."""
 
     @property
     def taking_part(self) -> int:

@@ -7,7 +7,7 @@ as 8 bytes each, it leaves the bits that they have.
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from flwr.app import Context, Message
@@ -19,8 +19,9 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from flwr.compat.client.numpy_client import NumPyClient
 
 from paceline.federate.adapters_file import read_tensors, vector_of, write_tensors
-from paceline.federate.grid import modulus_bits, on_grid, packed
-from paceline.federate.rounds import TOLD, Factor, with_size
+from paceline.federate.grid import Floats, OnGrid, modulus_bits, on_grid, packed
+from paceline.federate.privacy import on_grid_within
+from paceline.federate.rounds import Factor, with_size
 
 
 class _Client(NumPyClient):
@@ -30,7 +31,7 @@ class _Client(NumPyClient):
         self._folder, self._stated = folder, stated
 
     def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict]:
-        """Train, and give the change on the grid: (n + TOLD,).
+        """Train, and give the change on the grid: (n + TOLD,), with privacy (n,).
 
         The error of what is told stays here until the same matrix is trained again.
         """
@@ -38,31 +39,48 @@ class _Client(NumPyClient):
         given = self._folder / "adapters"
         before = dict(zip(read_tensors(given), parameters, strict=True))
         write_tensors(given, before)
-        self._train(given, int(config["round"]), factor)
+        train_round(self._folder, self._stated["cwd"], int(config["round"]), factor)
         after = read_tensors(self._folder / f"round-{config['round']}")
         kept = self._folder / f"error-{factor}.npy"
         change = vector_of(after, factor) - vector_of(before, factor)
         if kept.exists():
             change += np.load(kept)
-        told = with_size(change, config["limit"])
-        stream = np.random.default_rng()
-        values, error = on_grid(told, config["limit"], int(self._stated["bits"]), stream)
-        np.save(kept, error[:-TOLD])
+        if not np.isfinite(change).all():
+            raise ValueError(f"round {config['round']} came to numbers that are not finite")
+        values, error = self._told(change, config["limit"], np.random.default_rng())
+        np.save(kept, error[: len(change)])
         return [values.astype(np.float64)], 1, {}
 
-    def _train(self, given: Path, number: int, factor: Factor) -> None:
-        settings = [
-            f"finetune.adapters={given}",
-            f"finetune.factors={factor}",
-            f"train.seed={number}",
-        ]
-        out = self._folder / f"round-{number}"
-        command = [sys.executable, "-m", "paceline.federate.client_round"]
-        with (self._folder / "log.txt").open("ab") as log:
-            subprocess.run(
-                [*command, str(self._folder / "job.toml"), str(out), *settings],
-                cwd=self._stated["cwd"], stdout=log, stderr=subprocess.STDOUT, check=True,
-            )  # fmt: skip
+    def _told(self, change: Floats, limit: float, stream: np.random.Generator) -> OnGrid:
+        bits, clip = int(self._stated["bits"]), float(self._stated["clip"])
+        if clip:
+            return on_grid_within(change, limit, bits, clip, stream)
+        return on_grid(with_size(change, limit), limit, bits, stream)
+
+
+def train_round(folder: Path, cwd: str, number: int, factors: Factor | Literal["both"]) -> None:
+    """Train in a process of its own, from `folder`/adapters to `folder`/round-<number>.
+
+    Args:
+        folder: the client's own.
+        cwd: what its Job's paths are relative to.
+        number: of the round.
+        factors: which matrices of adapters are trained.
+
+    Raises:
+        CalledProcessError: training failed; log.txt says why.
+    """
+    settings = [
+        f"finetune.adapters={folder / 'adapters'}",
+        f"finetune.factors={factors}",
+        f"train.seed={number}",
+    ]
+    command = [sys.executable, "-m", "paceline.federate.client_round"]
+    with (folder / "log.txt").open("ab") as log:
+        subprocess.run(
+            [*command, str(folder / "job.toml"), str(folder / f"round-{number}"), *settings],
+            cwd=cwd, stdout=log, stderr=subprocess.STDOUT, check=True,
+        )  # fmt: skip
 
 
 def _pack(message: Message, context: Context, call_next: ClientAppCallable) -> Message:

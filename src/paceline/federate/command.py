@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from paceline.config.federate import Federate, read_federate
 from paceline.config.job import Job, JobSpec, to_toml
 from paceline.config.model import Model
 from paceline.config.urls import is_url
+from paceline.federate.privacy import noise_for
 from paceline.federate.processes import running, write_app
 from paceline.federate.split import clients_of_rows
 from paceline.models.adapters import adapted_layers
@@ -55,6 +56,34 @@ def federate_command(
         InputError: wrong input; nothing was written.
         RunError: the rounds ended early.
     """
+    prepared = prepare(file, overrides, out, read)
+    write_app(prepared.folder / "app", prepared.stated)
+    last = _follow(prepared.folder, prepared.asked)
+    return {**last, "adapters": str(prepared.folder / "adapters")}
+
+
+class Prepared(NamedTuple):
+    """A federation that has not begun."""
+
+    folder: Path
+    asked: Federate
+    stated: dict[str, Any]
+    """What both ends are told."""
+
+
+def prepare(
+    file: Path,
+    overrides: Sequence[str],
+    out: Path | None,
+    read: Callable[[Path, list[str]], JobSpec],
+) -> Prepared:
+    """Write the adapters that everybody starts from, and each client's data and Job.
+
+    Takes what `federate_command` takes.
+
+    Raises:
+        InputError: wrong input; nothing was written.
+    """
     if find_spec("flwr") is None:
         raise InputError(
             "paceline federate needs Flower, which is not installed: pip install "
@@ -64,6 +93,7 @@ def federate_command(
     spec = read(file.parent / asked.job, list(overrides))
     job = _checked(spec)
     parts = _parts(asked, job)
+    noise = noise_for(asked.privacy, asked.clients, asked.rounds) if asked.privacy else 0.0
     folder = (out or Path("federated") / file.stem).absolute()
     if folder.exists():
         raise InputError(
@@ -78,9 +108,7 @@ def federate_command(
     _write_start(folder, job)
     for client, part in enumerate(parts):
         _write_client(folder, client, part, spec, asked)
-    write_app(folder / "app", _stated(folder, asked, job))
-    last = _follow(folder, asked)
-    return {**last, "adapters": str(folder / "adapters")}
+    return Prepared(folder, asked, _stated(folder, asked, job, noise))
 
 
 def _checked(spec: JobSpec) -> Job:
@@ -201,7 +229,7 @@ def _write_client(
     write_atomic(own / "job.toml", to_toml(job))
 
 
-def _stated(folder: Path, asked: Federate, job: Job) -> dict[str, Any]:
+def _stated(folder: Path, asked: Federate, job: Job, noise: float) -> dict[str, Any]:
     """What both ends are told; Flower takes plain values with such names."""
     return {
         "folder": str(folder),
@@ -214,6 +242,10 @@ def _stated(folder: Path, asked: Federate, job: Job) -> dict[str, Any]:
         "timeout": asked.timeout_s,
         # A number moves by no more than about the learning rate in a step of AdamW.
         "limit": job.optim.lr * asked.steps,
+        # A norm of 0 means that no privacy was asked for.
+        "clip": asked.privacy.clip if asked.privacy else 0.0,
+        "delta": asked.privacy.delta if asked.privacy else 0.0,
+        "noise": noise,
     }
 
 
@@ -254,7 +286,8 @@ def _text(line: dict[str, Any]) -> str:
         return f"{text}, too few: it changes nothing"
     upload = bytes_text(line["upload_bytes"] / max(1, line["answered"]))
     took = duration_text(line["seconds"])
-    return f"{text}, {line['factor'].upper()} summed, {upload} from each, {took}"
+    told = f", epsilon {line['epsilon']:.3g} so far" if "epsilon" in line else ""
+    return f"{text}, {line['factor'].upper()} summed, {upload} from each, {took}{told}"
 
 
 @contextmanager

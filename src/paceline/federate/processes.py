@@ -29,22 +29,28 @@ _PROJECT: Mapping[str, Any] = {
     "project": {"name": "federation", "version": "1.0.0", "description": "", "dependencies": []},
 }
 _COMPONENTS = {"serverapp": "federation.server:app", "clientapp": "federation.client:app"}
+_ENDS: Mapping[str, str] = {
+    "server": "paceline.federate.server_app",
+    "client": "paceline.federate.client_app",
+}
 
 
-def write_app(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write the Flower app that `flwr run` takes: it imports Paceline's ends.
+def write_app(
+    folder: Path, config: Mapping[str, Any], ends: Mapping[str, str] = _ENDS
+) -> None:
+    """Write the Flower app that `flwr run` takes: it imports the ends.
 
     Args:
         folder: must not exist yet.
         config: what both ends are told.
+        ends: the modules of "server" and "client", each with an `app`.
     """
     package = folder / "federation"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    for end in ("server", "client"):
+    for end, module in ends.items():
         # Flower looks in the text for an assignment, before anything is imported.
-        ours = f"paceline.federate.{end}_app"
-        (package / f"{end}.py").write_text(f"import {ours}\n\napp = {ours}.app\n")
+        (package / f"{end}.py").write_text(f"import {module}\n\napp = {module}.app\n")
     of_flower = {"publisher": "local", "components": _COMPONENTS, "config": dict(config)}
     project = {**_PROJECT, "tool": {"flwr": {"app": of_flower}}}
     project["project"] = {**_PROJECT["project"], "license": "Apache-2.0"}

@@ -6,6 +6,7 @@ where both change (https://arxiv.org/abs/2410.09432). The roles alternate: B fir
 zero and A has no gradient until it isn't.
 """
 
+import math
 from typing import Literal
 
 import numpy as np
@@ -42,3 +43,8 @@ def next_limit(limit: float, size: float) -> float:
         size: mean of the clients' root mean squares, as it was told.
     """
     return min(max(_WIDE * size, limit / _MOST_AT_ONCE), limit * _MOST_AT_ONCE)
+
+
+def limit_of_norm(norm: float, count: int) -> float:
+    """The range of so many numbers whose L2 norm is stated: known to all, it need not be told."""
+    return _WIDE * norm / math.sqrt(count)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flwr.app import Context, Message
 from flwr.common import (
     FitIns,
@@ -25,10 +26,12 @@ from flwr.server.server_config import ServerConfig
 from flwr.server.strategy import Strategy
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from paceline.federate.adapters_file import plus, read_tensors, vector_of, write_tensors
 from paceline.federate.grid import half_of, modulus_bits, unpacked
-from paceline.federate.rounds import TOLD, Factor, factor_of, next_limit
+from paceline.federate.privacy import epsilon_of, noisy_mean
+from paceline.federate.rounds import TOLD, Factor, factor_of, limit_of_norm, next_limit
 from paceline.observe.events import append_line
 
 app = ServerApp()
@@ -40,9 +43,15 @@ class _Changes(Strategy):
     def __init__(self, stated: dict[str, Any]) -> None:
         self._stated = stated
         self._folder = Path(stated["folder"])
+        self._clip, self._noise = float(stated["clip"]), float(stated["noise"])
         self._limits: dict[Factor, float] = dict.fromkeys(("a", "b"), float(stated["limit"]))
         self.tensors = read_tensors(self._folder / "adapters")
-        self.asked = self.answered = 0
+        if self._clip:
+            self._limits = {
+                each: limit_of_norm(self._clip, len(vector_of(self.tensors, each)))
+                for each in self._limits
+            }
+        self.asked = self.answered = self.num_summed = 0
         self.is_summed = False
 
     def initialize_parameters(self, client_manager: Any) -> Any:
@@ -76,15 +85,33 @@ class _Changes(Strategy):
         limit = self._limits[factor]
         [mean] = parameters_to_ndarrays(results[0][1].parameters)
         mean = mean * (limit / half_of(int(self._stated["bits"])))
-        self.tensors = plus(self.tensors, factor, mean[:-TOLD])
-        self._limits[factor] = next_limit(limit, float(mean[-TOLD:].mean()))
+        if self._clip:
+            stream = np.random.default_rng()
+            mean = noisy_mean(mean, self.answered, self._noise, self._clip, stream)
+        else:
+            mean, sizes = mean[:-TOLD], mean[-TOLD:]
+            self._limits[factor] = next_limit(limit, float(sizes.mean()))
+        self.tensors = plus(self.tensors, factor, mean)
         write_tensors(self._folder / "adapters", self.tensors)
         self.is_summed = True
+        self.num_summed += 1
         return ndarrays_to_parameters(list(self.tensors.values())), {}
 
     def size_of(self, factor: Factor) -> int:
         """Numbers of a change."""
         return len(vector_of(self.tensors, factor))
+
+    def told_of(self, factor: Factor) -> int:
+        """Numbers that a client tells."""
+        return self.size_of(factor) + (0 if self._clip else TOLD)
+
+    def privacy(self) -> dict[str, float]:
+        """What the rounds so far tell of a client at most; nothing without noise."""
+        if not self._clip:
+            return {}
+        delta = float(self._stated["delta"])
+        found = epsilon_of(self._noise, delta, self.num_summed)
+        return {"clip": self._clip, "noise": self._noise, "epsilon": found, "delta": delta}
 
     def limit_of(self, factor: Factor) -> float:
         """The range of the next change."""
@@ -119,6 +146,11 @@ def _forget_gone(state: Any) -> bool:
     return True
 
 
+def sent_bytes(message: Message) -> int:
+    """Bytes of a message as Flower sends it: all objects that it consists of."""
+    return sum(len(each.deflate()) for each in get_all_nested_objects(message).values())
+
+
 class _Unpacking:
     """A Grid whose replies hold masked numbers as arrays.
 
@@ -140,10 +172,8 @@ class _Unpacking:
         return [reply for reply in replies if reply.has_error() or self._unpack(reply)]
 
     def _unpack(self, reply: Message) -> bool:
-        content = reply.content
-        records = (content.array_records, content.metric_records, content.config_records)
-        self.upload_bytes += sum(each.count_bytes() for kind in records for each in kind.values())
-        answer = content.config_records[RECORD_KEY_CONFIGS]
+        self.upload_bytes += sent_bytes(reply)
+        answer = reply.content.config_records[RECORD_KEY_CONFIGS]
         if Key.MASKED_PARAMETERS in answer:
             try:
                 [raw] = answer[Key.MASKED_PARAMETERS]
@@ -169,7 +199,7 @@ def main(grid: Grid, context: Context) -> None:
         number += 1
         factor, began = factor_of(number), time.monotonic()
         limit = strategy.limit_of(factor)
-        unpacking = _Unpacking(grid, masked_bits, strategy.size_of(factor) + TOLD)
+        unpacking = _Unpacking(grid, masked_bits, strategy.told_of(factor))
         _Rounds(
             1.0, float(stated["least"]),
             max_weight=1.0,
@@ -187,6 +217,7 @@ def main(grid: Grid, context: Context) -> None:
             "numbers": strategy.size_of(factor),
             "upload_bytes": unpacking.upload_bytes,
             "seconds": round(time.monotonic() - began, 3),
+            **strategy.privacy(),
         }
         append_line(Path(stated["folder"]) / "rounds.jsonl", json.dumps(line).encode() + b"\n")
 

@@ -97,11 +97,16 @@ class _Counting:
         return replies
 
 
-def _rounds(grid: Grid, context: Context) -> None:
+client = ClientApp(client_fn=_client_of, mods=[_if_asked])
+server = ServerApp()
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run all rounds; each leaves a line in rounds.jsonl."""
     stated = dict(context.run_config)
     strategy = _Strategy(stated)
-    of_flower = DefaultWorkflow()
-    fit = of_flower.fit_workflow
+    fit = DefaultWorkflow().fit_workflow
     if stated["secagg"]:
         fit = SecAggPlusWorkflow(1.0, 0.5, max_weight=float(stated["rows"]))
     number = 0

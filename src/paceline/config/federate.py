@@ -21,8 +21,8 @@ class Privacy(FrozenConfig):
     clip: float = Field(gt=0, le=1e6)
     """L2 norm of a client's change in a round: what is longer is scaled down to it."""
     noise: Annotated[float, Field(gt=0, le=1e6)] | Auto = "auto"
-    """Standard deviation of the noise on each number of the sum, in multiples of `clip`. "auto": the
-    least that keeps epsilon."""
+    """Standard deviation of the noise on each number of the sum, in multiples of `clip`. "auto":
+    the least that keeps epsilon."""
 
 
 class Federate(FrozenConfig):

@@ -26,8 +26,8 @@ _LESS = 0.95
 def epsilon_of(noise: float, delta: float, rounds: int) -> float:
     """Epsilon of so many rounds; 0.0 for none.
 
-    Gaussian mechanisms of one sensitivity compose to one with `noise` over the root of their number,
-    and of that one dp-accounting knows epsilon exactly (https://arxiv.org/abs/1805.06530).
+    Gaussian mechanisms of one sensitivity compose to one with `noise` over the root of their
+    number, and of that one dp-accounting knows epsilon exactly (https://arxiv.org/abs/1805.06530).
 
     Args:
         noise: standard deviation of the sum's numbers over the clients' norm; above 0.

@@ -30,27 +30,26 @@ _PROJECT: Mapping[str, Any] = {
 }
 _COMPONENTS = {"serverapp": "federation.server:app", "clientapp": "federation.client:app"}
 _ENDS: Mapping[str, str] = {
-    "server": "paceline.federate.server_app",
-    "client": "paceline.federate.client_app",
+    "server": "paceline.federate.server_app.app",
+    "client": "paceline.federate.client_app.app",
 }
 
 
-def write_app(
-    folder: Path, config: Mapping[str, Any], ends: Mapping[str, str] = _ENDS
-) -> None:
+def write_app(folder: Path, config: Mapping[str, Any], ends: Mapping[str, str] = _ENDS) -> None:
     """Write the Flower app that `flwr run` takes: it imports the ends.
 
     Args:
         folder: must not exist yet.
         config: what both ends are told.
-        ends: the modules of "server" and "client", each with an `app`.
+        ends: Flower's ServerApp as "server" and its ClientApp as "client", by their full names.
     """
     package = folder / "federation"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    for end, module in ends.items():
+    for end, name in ends.items():
         # Flower looks in the text for an assignment, before anything is imported.
-        (package / f"{end}.py").write_text(f"import {module}\n\napp = {module}.app\n")
+        module = name.rpartition(".")[0]
+        (package / f"{end}.py").write_text(f"import {module}\n\napp = {name}\n")
     of_flower = {"publisher": "local", "components": _COMPONENTS, "config": dict(config)}
     project = {**_PROJECT, "tool": {"flwr": {"app": of_flower}}}
     project["project"] = {**_PROJECT["project"], "license": "Apache-2.0"}

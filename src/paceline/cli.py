@@ -888,6 +888,11 @@ def federate(
     split = "dirichlet"    # "even", "source"
 
     \b
+    \\[federate.privacy]     # adapters then tell little of a client
+    epsilon = 8.0
+    clip = 0.5
+
+    \b
     paceline federate clients.toml
     paceline train lora.toml --set finetune.adapters=federated/clients/adapters
     """

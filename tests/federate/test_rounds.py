@@ -13,6 +13,7 @@ from paceline.config.errors import InputError
 from paceline.config.job import read_job
 from paceline.federate.adapters_file import read_tensors, vector_of
 from paceline.federate.command import federate_command
+from paceline.federate.privacy import epsilon_of
 from paceline.models.weights import write_weights
 from tests.generate.networks import MODELS, built
 
@@ -68,13 +69,18 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def rounds(folder):
     """The lines of two rounds, in which the last client always drops out while it trains."""
+    return federated(folder, "clients")
+
+
+def federated(folder, name):
+    """Run `paceline federate` in a process of its own; the lines of its rounds."""
     pytest.importorskip("flwr")
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", "federate", "clients.toml", "--json"],
+        [sys.executable, "-m", "paceline", "federate", f"{name}.toml", "--json"],
         cwd=folder, capture_output=True, text=True, timeout=1500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout
-    out = folder / "federated" / "clients"
+    out = folder / "federated" / name
     assert json.loads(done.stdout.splitlines()[-1])["adapters"] == str(out / "adapters")
     return [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
 
@@ -84,17 +90,35 @@ def test_the_sum_is_that_of_the_clients_who_answered(folder, rounds):
     """What a client told is what it learnt, less the error that it keeps."""
     out = folder / "federated" / "clients"
     assert [(line["asked"], line["answered"]) for line in rounds] == [(4, 3), (4, 3)]
-    final = read_tensors(out / "adapters")
     for line in rounds:
-        number, factor = line["round"], line["factor"]
-        clients = [out / "clients" / str(n) for n in range(CLIENTS - 1)]
-        trained = [vector_of(read_tensors(each / f"round-{number}"), factor) for each in clients]
-        told = [
-            t - np.load(c / f"error-{factor}.npy") for t, c in zip(trained, clients, strict=True)
-        ]
-        assert np.std(trained, axis=0).max() > 1e-4
-        assert np.abs(np.mean(told, axis=0) - vector_of(final, factor)).max() < 1e-6
+        assert np.abs(missed(out, line)).max() < 1e-6
     assert [line["factor"] for line in rounds] == ["b", "a"]
+
+
+def missed(out, line):
+    """What the shared adapters are beside the mean of what clients told: (n,)."""
+    number, factor = line["round"], line["factor"]
+    clients = [out / "clients" / str(n) for n in range(CLIENTS - 1)]
+    trained = [vector_of(read_tensors(each / f"round-{number}"), factor) for each in clients]
+    assert np.std(trained, axis=0).max() > 1e-4
+    told = [t - np.load(c / f"error-{factor}.npy") for t, c in zip(trained, clients, strict=True)]
+    return vector_of(read_tensors(out / "adapters"), factor) - np.mean(told, axis=0)
+
+
+@pytest.mark.timeout(1800)
+def test_with_privacy_the_sum_has_noise_and_the_round_says_its_epsilon(folder):
+    pytest.importorskip("dp_accounting")
+    privacy = "rounds = 1\n[federate.privacy]\nepsilon = 50.0\nclip = 10.0\nnoise = 0.5\n"
+    (folder / "private.toml").write_text(FEDERATE.replace(f"rounds = {ROUNDS}", "") + privacy)
+    [line] = federated(folder, "private")
+    assert line["answered"] == 3
+    assert line["epsilon"] == epsilon_of(0.5, 1e-5, 1)
+    assert (line["delta"], line["noise"], line["clip"]) == (1e-5, 0.5, 10.0)
+    noise = missed(folder / "federated" / "private", line)
+    # Seven standard deviations of such an estimate of a standard deviation.
+    near = 7 / np.sqrt(2 * len(noise))
+    assert noise.std() == pytest.approx(0.5 * 10 / 3, rel=near)
+    assert abs(noise.mean()) < 7 * 0.5 * 10 / 3 / np.sqrt(len(noise))
 
 
 def test_uploads_are_the_bits_of_masked_numbers_and_keys(rounds):

@@ -153,22 +153,25 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
     (folder / "ours.toml").write_text(
         FEDERATE.format(**vars(asked)),
     )
-    dropped = _dropped(asked)
+    dropped, losses = _dropped(asked), {}
+
+    def look(name: str, adapters: Path) -> None:
+        losses[name] = _held_out_loss(base, adapters, held_out)
+        print(f"{name}: {losses[name]:.4f} nats a byte", flush=True)
+
     ours = folder / "ours"
     with _dropping(ours, dropped) as watch:
         _command("paceline", "federate", str(folder / "ours.toml"), "--out", str(ours))
     recipes = {"ours": _told(ours, dropped)}
+    look("ours", ours / "adapters")
     for name, rounds in (("fedavg", asked.rounds), ("fedavg_secagg", asked.secagg_rounds)):
         with _dropping(folder / name, dropped):
             _flower(folder, name, rounds)
         recipes[name] = _told(folder / name, dropped)
-    finals = {name: folder / name / "adapters" for name in recipes}
-    if asked.secagg_rounds < asked.rounds:
-        del finals["fedavg_secagg"]
-    finals["together"] = _together(folder, job, asked)
-    finals["first"] = folder / "first"
-    losses = {name: _held_out_loss(base, each, held_out) for name, each in finals.items()}
-    losses["base"] = losses.pop("first")
+        if rounds == asked.rounds:
+            look(name, folder / name / "adapters")
+    look("together", _together(folder, job, asked))
+    look("base", folder / "first")
     rows = [
         len((ours / "clients" / str(each) / "data.jsonl").read_text().splitlines())
         for each in range(asked.clients)
@@ -177,7 +180,7 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
         "recipes": recipes, "losses": losses, "rows": rows, "mean_off": watch.mean_off,
         "dropped": {number: sorted(each) for number, each in dropped.items()},
         "held_out_bytes": len(held_out),
-        "numbers": {each: len(vector_of(read_tensors(finals["ours"]), each)) for each in "ab"},
+        "numbers": {each: len(vector_of(read_tensors(ours / "adapters"), each)) for each in "ab"},
     }  # fmt: skip
 
 
@@ -313,12 +316,12 @@ class _Watch(threading.Thread):
         """Of each round: the farthest that a number of the mean is from the clients' own."""
 
     def run(self) -> None:
-        while not self.over.wait(0.2):
+        while not self.over.wait(0.5):
             number = len(_lines(self._folder)) + 1
             if not self._before and (self._folder / "app").exists():
                 self._before = read_tensors(self._folder / "adapters")
-            for client in self._dropped.get(number, ()):
-                _kill(str(self._folder / "clients" / str(client) / f"round-{number}"))
+            clients = self._folder / "clients"
+            _kill({str(clients / f"{n}/round-{number}") for n in self._dropped.get(number, ())})
             if number > len(self.mean_off) + 1:
                 self._check(number - 1)
 
@@ -343,10 +346,11 @@ class _Watch(threading.Thread):
         self._before = after
 
 
-def _kill(out: str) -> None:
+def _kill(outs: set[str]) -> None:
+    """End whoever trains to one of these folders."""
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
-        if "paceline.federate.client_round" in line and out in line:
+        if "paceline.federate.client_round" in line and not outs.isdisjoint(line):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
@@ -373,10 +377,9 @@ def _told(folder: Path, dropped: dict[int, set[int]]) -> dict[str, Any]:
         if line["answered"] != clients - len(dropped[line["round"]]):
             raise SystemExit(f"{folder.name}: others dropped out than were to: {line}")
     answers = sum(line["answered"] for line in lines)
-    return {
-        "upload_bytes": sum(line["upload_bytes"] for line in lines) / answers,
-        "rounds": lines,
-    }
+    upload = sum(line["upload_bytes"] for line in lines) / answers
+    print(f"{folder.name}: {upload:,.0f} bytes from a client in a round", flush=True)
+    return {"upload_bytes": upload, "rounds": lines}
 
 
 # ---- the page -----------------------------------------------------------------------------------

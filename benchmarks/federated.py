@@ -68,7 +68,7 @@ source = "python-stdlib"
 tokenizer = "bytes"
 [optim]
 lr = 4e-3
-warmup_steps = 20
+warmup_steps = {warmup}
 schedule = "cosine"
 [train]
 steps = {base_steps}
@@ -150,9 +150,7 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
         for name in SOURCES
     )
     (folder / "clients_job.toml").write_text(clients)
-    (folder / "ours.toml").write_text(
-        FEDERATE.format(**vars(asked)),
-    )
+    (folder / "ours.toml").write_text(FEDERATE.format(**vars(asked)))
     dropped, losses = _dropped(asked), {}
 
     def look(name: str, adapters: Path) -> None:
@@ -213,7 +211,9 @@ def _rows(file: Path) -> Iterator[str]:
 
 def _base(folder: Path, asked: Any) -> Path:
     model = MODEL.format(width=asked.width, ffn=3 * asked.width, layers=asked.layers)
-    (folder / "base.toml").write_text(BASE.format(model=model, base_steps=asked.base_steps))
+    steps = asked.base_steps
+    text = BASE.format(model=model, base_steps=steps, warmup=steps // 20)
+    (folder / "base.toml").write_text(text)
     _command("paceline", "train", str(folder / "base.toml"), cwd=folder)
     _command("paceline", "export", str(folder / "runs/base"), str(folder / "base"))
     return folder / "base"

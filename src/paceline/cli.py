@@ -417,13 +417,13 @@ def tokens(
 ) -> None:
     """Tokenise what a Job reads, and publish it, or write it as Megatron reads it.
 
-    --to: Jobs train from there by data.format = "tokens", without tokenising; they
-    read what they need, and keep some of it. Of a mixture each source has a folder
-    of its name there. Killed, it goes on where it stopped. Credentials come from
-    the environment.
+    --to: Jobs train from there by data.format = "tokens", without tokenising.
+    They read what they need, and keep some of it. Of a mixture each source has a
+    folder of its name there. Killed, it goes on where it stopped. Credentials
+    come from the environment.
 
-    --megatron: PREFIX-train and PREFIX-eval, .bin and .idx each; of a mixture, with
-    the name of each source between. Every document is followed by its end.
+    --megatron: PREFIX-train and PREFIX-eval, .bin and .idx each; of a mixture,
+    with the name of each source between. Every document is followed by its end.
 
     \b
     paceline tokens job.toml --to s3://bucket/corpus

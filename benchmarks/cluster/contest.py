@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from threading import Event, Thread
 
@@ -70,10 +69,9 @@ class Outcome:
     hits: list[Hit]
     steps_again: dict[str, int]
     """By name: steps that were done more than once."""
-    accounted_device_s: int
-    """Of all jobs of the trace: sums of sacct's entries as they are."""
     held_device_s: int
-    """By the same entries, each second of a node counted once: `_held`."""
+    """As sacct counts them, of all jobs of the trace. Slurm 22.05 gives one entry to attempts of a
+    job that went on without a lost node and was put back later: with these the sum is too large."""
     seen_device_s: float
     """As squeue showed nodes to be held, every LOOK_S."""
     ledger_device_s: int | None = None
@@ -97,35 +95,8 @@ class _Live:
     """Since when Slurm has not had it."""
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """Of sacct; times are Unix seconds, and those that never came are 0."""
-
-    submitted: int
-    started: int
-    ended: int
-    elapsed: int
-    nodes: tuple[str, ...]
-
-
 def _unix_time(text: str) -> int:
-    return int(time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))) if text[:1].isdigit() else 0
-
-
-def _held(entries: list[_Entry]) -> int:
-    """Seconds of nodes that a job had.
-
-    A job that goes on without a lost node has one more entry, with the start of the one before, and
-    if it is put back later, Slurm 22.05 ends that entry when the next attempt ends. So a second of
-    a node counts once, and none counts of an entry after the next one was submitted.
-    """
-    by_node: dict[str, set[int]] = {}
-    for one, after in zip_longest(entries, entries[1:]):
-        ends = (one.ended, after.submitted if after else 0)
-        ended = min(time for time in ends if time) if any(ends) else one.started
-        for node in one.nodes:
-            by_node.setdefault(node, set()).update(range(one.started, ended))
-    return sum(map(len, by_node.values()))
+    return int(time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S")))
 
 
 class _Seen(Thread):
@@ -272,7 +243,6 @@ class Contest:
         self._until_gone()
         self.seen.is_over.set()
         self.seen.join()
-        entries = [self._entries(one) for one in self.ids]
         lost = {name: self._again(name) for name in self.jobs}
         outcome = Outcome(
             contestant=self.contestant,
@@ -281,8 +251,7 @@ class Contest:
             job_ended_s=self.ended_s,
             hits=self.hits,
             steps_again=lost,
-            accounted_device_s=sum(one.elapsed * len(one.nodes) for job in entries for one in job),
-            held_device_s=sum(map(_held, entries)),
+            held_device_s=sum(map(self._accounted, self.ids)),
             seen_device_s=round(self.seen.node_s, 1),
             num_preempted=sum(hit.kind == "preempted" for hit in self.hits),
             submitted_again=self.submitted_again,
@@ -308,16 +277,14 @@ class Contest:
         steps = [line.split()[1] for line in lines if line]
         return len(steps) - len(set(steps))
 
-    def _entries(self, job: str) -> list["_Entry"]:
-        """What sacct has of a job that held nodes and is over, the oldest first; one device each
-        node."""
-        form = "--format=Submit,Start,End,ElapsedRaw,NodeList"
+    def _accounted(self, job: str) -> int:
+        """Device-seconds by sacct."""
+        form = "--format=ElapsedRaw,AllocTRES"
         said = self.lab.run("sacct", "-X", "-D", "-n", "-P", "-j", job, form)
-        found = []
-        for *times, elapsed, nodes in (line.split("|") for line in said.splitlines()):
-            names = () if nodes == "None assigned" else self._names(nodes)
-            found.append(_Entry(*map(_unix_time, times), int(elapsed), names))
-        return sorted(found, key=lambda one: (one.submitted, one.started))
+        held = [line.split("|") for line in said.split()]
+        return sum(
+            int(s) * int(t.split("gres/gpu=")[1].split(",")[0]) for s, t in held if "gpu=" in t
+        )
 
     def _names(self, nodes: str) -> tuple[str, ...]:
         return tuple(self.lab.run("scontrol", "show", "hostnames", nodes).split())

@@ -124,7 +124,7 @@ def test_with_privacy_the_sum_has_noise_and_the_round_says_its_epsilon(folder):
 def test_uploads_are_the_bits_of_masked_numbers_and_keys(rounds):
     for line in rounds:
         numbers = line["answered"] * (line["numbers"] + 65)
-        assert numbers * 6 / 8 <= line["upload_bytes"] < numbers * 6 / 8 + 4 * 4000
+        assert numbers * 6 / 8 <= line["upload_bytes"] < numbers * 6 / 8 + 4 * 6000
 
 
 def test_nothing_is_left_running(folder, rounds):

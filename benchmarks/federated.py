@@ -17,7 +17,7 @@ What it doesn't say: seconds (processes share the cores), or large networks.
 
     python -m benchmarks.federated [--rounds 4] [--steps 40] [--clients 8] [--secagg-rounds 1]
 
-It needs the extra `federate`, and peft. Ten minutes on two quiet cores.
+It needs the extra `federate`, and peft. With other work on two cores a round took four minutes.
 """
 
 import json

@@ -239,3 +239,8 @@ def losses(folder: Path, name: str = "tiny") -> dict[int, float]:
 def ranks(count: int) -> tuple[str, str]:
     """The option that asks for this many CPU ranks."""
     return "--set", f"cluster.devices_per_node={count}"
+
+
+def settings(*changes: str) -> list[str]:
+    """The options that change a Job so."""
+    return [part for each in changes for part in ("--set", each)]

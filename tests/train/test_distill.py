@@ -12,7 +12,7 @@ from paceline.config.model import Model
 from paceline.models.decoder import Decoder
 from paceline.models.weights import load_weights, write_weights
 from paceline.train.distill import check_teacher, divergences
-from tests.command_line import losses, metrics, paceline, ranks, write_tiny_job
+from tests.command_line import losses, metrics, paceline, ranks, settings, write_tiny_job
 from tests.parallel import training
 from tests.train.test_finetune import run_recipe
 
@@ -183,10 +183,6 @@ every = 4
 [observe]
 tensorboard = false
 """
-
-
-def settings(*changes):
-    return [part for each in changes for part in ("--set", each)]
 
 
 @pytest.fixture(scope="module")

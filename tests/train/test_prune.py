@@ -5,8 +5,7 @@ import re
 import pytest
 
 from paceline.models.weights import read_decoder, read_model
-from tests.command_line import losses, metrics, paceline, write_tiny_job
-from tests.train.test_distill import settings
+from tests.command_line import losses, metrics, paceline, settings, write_tiny_job
 
 HEAL = """
 name = "healed"

@@ -128,7 +128,7 @@ def test_damage_anywhere_is_a_sentence_or_other_tokens(tmp_path_factory, at, by,
 
 def test_the_splits_of_a_source_are_written_whole_and_read_back(tmp_path, capsys):
     data = make_data(tmp_path, [*numbered(60), ""], eval_fraction=0.2)
-    tokens_command(data, tmp_path / "out" / "corpus", as_json=False)
+    tokens_command(data, tmp_path / "out" / "corpus", None, as_json=False)
     prepared = prepare(data)
     splits = [read_documents(tmp_path / f"out/corpus-{split}.idx") for split in ("train", "eval")]
     train, held_out = (list(split) for split in splits)

@@ -65,6 +65,7 @@ def main() -> None:
     about = taken_with("benchmarks.serve.speculated")
     with tempfile.TemporaryDirectory() as place:
         runs = options.runs or Path(place)
+        runs.mkdir(parents=True, exist_ok=True)
         _train(runs, options, console)
         network = open_network(runs / "network")
         found = _measured(runs, network, options, console)

@@ -411,13 +411,13 @@ class DataAxes:
         passes_s = self.held.in_blocks(
             part.forward.beside_s + part.beside_backward_s for part in parts[:-2]
         )
-        num_steps = local.fragments * local.overlap_steps
+        num_steps = local.fragments * local.late_steps
         beside_s = num_steps * points.num_micro_batches * passes_s
         sent = sent_bytes(codec, self._round_bytes, points.workers)
         hideable = hideable_share(setting.device, setting.stack, sent, all_s)
         hidden_s = hideable * np.minimum(all_s, beside_s)
         exposed_s = all_s - hidden_s + coding_s
-        return DataSeconds(np.zeros(1), exposed_s / local.every, hidden_s / local.every)
+        return DataSeconds(np.zeros(1), exposed_s / local.round_steps, hidden_s / local.round_steps)
 
 
 def _both(one: _UnitSeconds, other: _UnitSeconds) -> _UnitSeconds:

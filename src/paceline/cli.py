@@ -823,6 +823,14 @@ def search(
             show_default=False,
         ),
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            help="Launch the trials on this site, one node each. Left out: they run here.",
+            metavar="SITE",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Search settings of a Job: loss against time, memory, latency, energy or USD.
@@ -845,6 +853,7 @@ def search(
 
     \b
     paceline search space.toml
+    paceline search space.toml --on cluster
     paceline train searches/space/job.toml
     """
     from paceline.comm.forkserver_start import TRAINING
@@ -852,7 +861,7 @@ def search(
     _warm_up_own_ranks(TRAINING)
     from paceline.search.command import search_command
 
-    found = search_command(space, set_ or [], out, _read_in_steps)
+    found = search_command(space, set_ or [], out, _read_in_steps, on)
     if as_json:
         print(json.dumps(found))
 

@@ -92,6 +92,12 @@ class Setting:
         """Of the cluster."""
         return self.cluster.device
 
+    def has_params_outside(self, points: "Points") -> Array:
+        """Whether parameters and optimizer wait outside the devices: on hosts, or in the store that
+        weights are streamed from: (n,) or a scalar, bool."""
+        streams = self.device.streamed_bytes_per_s is not None
+        return np.logical_or(points.offload_params.astype(bool), streams)
+
     @property
     def attention(self) -> str:
         """`Stack.attention`; a network without a fused kernel has its scores in memory anywhere."""

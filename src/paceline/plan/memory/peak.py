@@ -164,13 +164,13 @@ def _resident(
     setting: Setting, points: Points, counts: ParameterCounts, trained: ParameterCounts
 ) -> Terms:
     """What stays from step to step."""
-    on_host = points.offload_params.astype(bool)
+    outside = setting.has_params_outside(points)
     params = states.resident_params(setting, points, counts)
     state = states.optimizer_bytes_per_param(setting, points) * trained.sharded
     return {
-        "params": np.where(on_host, 0, params),
+        "params": np.where(outside, 0, params),
         "grads": states.resident_grads(setting, points, trained),
-        "optimizer": np.where(on_host | points.offload_optimizer.astype(bool), 0, state),
+        "optimizer": np.where(outside | points.offload_optimizer.astype(bool), 0, state),
         "comm_buffers": comm_state_bytes(setting, points, trained)
         + states.kept_message(setting, points, trained),
     }
@@ -369,7 +369,7 @@ def _optimizer(setting: Setting, points: Points, counts: ParameterCounts) -> Ter
         room = room + counts.sharded * working
     return {
         "grads": states.grads_before(setting, points, counts, np.ones(1), reduced=True),
-        "optimizer": np.where(points.offload_params.astype(bool), 0, room),
+        "optimizer": np.where(setting.has_params_outside(points), 0, room),
     }
 
 

@@ -123,7 +123,7 @@ def grads_before(
         waiting = waiting * np.where(several & points.is_ddp, 2, 1)
         ends = np.where(points.is_fsdp, counts.ends / dense_groups(points).shards, 0)
         coming = coming - each * ends
-    elsewhere = points.offload_params.astype(bool) | _keeps_grads(setting, points)
+    elsewhere = setting.has_params_outside(points) | _keeps_grads(setting, points)
     there = np.where(points.is_ddp, waiting, share * np.where(several, waiting, coming))
     return np.where(elsewhere, 0, there)
 

@@ -1,6 +1,6 @@
 """`paceline search`: the order of things."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,11 @@ def search_command(
     on = None if site is None else _on_site(site, file, folder)
     is_here = on is None or on.is_here
     with owned(folder):
-        _open(folder, search, job, site)
-        cluster = _cluster(folder, job, on)
+        wanted = {"search": to_raw(search), "job": to_raw(job), "on": {"site": site or "here"}}
+        for name in _FREE:
+            wanted["search"].pop(name, None)
+        must_be_same(folder, "search", wanted)
+        cluster = kept_cluster(folder, job, on)
         check_known(job, cluster, search, is_here=is_here)
         if on is None:
             with _CONSOLE.status("reading the data"):
@@ -128,28 +131,28 @@ def _conclude(found: Found, job: JobSpec, cluster: Cluster, folder: Path) -> Non
 # ---- the folder ----------------------------------------------------------------------------------
 
 
-def _open(folder: Path, search: Search, job: JobSpec, site: str | None) -> None:
-    """Begin with a search, or see that the folder's is the same.
+def must_be_same(folder: Path, what: str, asked: Mapping[str, Any]) -> None:
+    """Begin with what is asked for, or see that the folder began with the same.
+
+    Args:
+        what: the folder holds: "search" or "ladder".
 
     Raises:
         InputError: it is another one, or damaged.
     """
-    asked = {"search": to_raw(search), "job": to_raw(job), "on": {"site": site or "here"}}
-    for name in _FREE:
-        asked["search"].pop(name, None)
     file = folder / "asked.json"
     if file.exists():
         before = read_json(file, _ASKED, "put back a copy, or remove its folder to start over")
         for name, old, new in differing(before, asked):
             raise InputError(
-                f"--out {folder} has a search with {name} = {old}, which is {new} now: put it "
+                f"--out {folder} has a {what} with {name} = {old}, which is {new} now: put it "
                 "back, or give another folder."
             )
-    write_atomic(file, _ASKED.dump_json(asked, indent=1).decode())
+    write_atomic(file, _ASKED.dump_json(dict(asked), indent=1).decode())
 
 
-def _cluster(folder: Path, job: JobSpec, on: OnSite | None) -> Cluster:
-    """That trials run on, its speed known; as it was when the search began."""
+def kept_cluster(folder: Path, job: JobSpec, on: OnSite | None = None) -> Cluster:
+    """That runs are trained on, its speed known; as it was when the folder began."""
     file = folder / "cluster.toml"
     if file.exists():
         return read_cluster(file)

@@ -56,6 +56,25 @@ def forecast(job: JobSpec, cluster: Cluster, search: Search, *, is_here: bool = 
     Raises:
         InputError: it never runs; one sentence says why.
     """
+    concrete, best = priced(job, cluster, is_here=is_here)
+    _must_not_exceed("step_s", best.step_s, search.limits)
+    figures = _figures(concrete, best, search)
+    wanted: dict[ObjectiveName, float] = {
+        name: figures[name] for name in search.objectives if name != "loss"
+    }
+    return Forecast(concrete, best.step_s, best.step_s * best.layout.num_ranks, wanted)
+
+
+def priced(job: JobSpec, cluster: Cluster, *, is_here: bool = True) -> tuple[Job, Prediction]:
+    """A Job as it runs on a cluster, and what a step of it takes.
+
+    Args:
+        cluster: its speed known.
+        is_here: whether that is this machine.
+
+    Raises:
+        InputError: it can't run, doesn't fit, or can't be predicted.
+    """
     job = job.replace(cluster=cluster)
     plan = resolve_on_this_machine(job) if is_here else plan_job(job, cluster)
     if not plan.ranked:
@@ -68,12 +87,7 @@ def forecast(job: JobSpec, cluster: Cluster, search: Search, *, is_here: bool = 
         raise InputError(
             f"it needs {best.needed_bytes / 1e9:.3g} GB, and a device has {memory.value / 1e9:.3g}."
         )
-    _must_not_exceed("step_s", best.step_s, search.limits)
-    figures = _figures(plan.job, best, search)
-    wanted: dict[ObjectiveName, float] = {
-        name: figures[name] for name in search.objectives if name != "loss"
-    }
-    return Forecast(plan.job, best.step_s, best.step_s * best.layout.num_ranks, wanted)
+    return plan.job, best
 
 
 def check_known(job: JobSpec, cluster: Cluster, search: Search, *, is_here: bool) -> None:

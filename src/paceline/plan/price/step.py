@@ -264,7 +264,10 @@ def times_of(
     terms["exposed_comm.fsdp"] = exposed.fsdp_s
     terms["exposed_comm.dp"] = exposed.dp_s
     terms["exposed_comm.tp"] = terms["exposed_comm.tp"] + tp_norms
-    terms["bubble"] = np.maximum(alone.makespan_s - alone.seconds_of(passes), 0.0)
+    # What each pass gathers and reduces makes it longer, so that others wait longer for it.
+    busy_s = alone.seconds_of(passes)
+    longer = np.where(points.zero >= 2, 1 + exposed.fsdp_s / busy_s, 1.0)
+    terms["bubble"] = np.maximum(alone.makespan_s - busy_s, 0.0) * longer
     terms["exposed_comm.pp"] = _transfer_s(
         setting, points, stages, passes, hop_s, pipeline, alone.makespan_s
     ) + np.where(points.pp > 1, tied + copies, 0.0)
@@ -464,7 +467,7 @@ def _once_per_step(data: DataAxes, norm_s: Array, terms: dict[str, Array]) -> No
     terms["host_gap"] = terms["host_gap"] + constant(setting.stack, "step_overhead_ms") * 1e-3
     link = constant(setting.stack, "host_copy_gb_per_s") * 1e9
     # Each gathering brings the shard in, each reduction takes its gradient out.
-    passes = np.where(points.zero_of_passes == 3, 2 * points.num_micro_batches, 1) + 1
+    passes = np.where(points.zero == 3, 2 * points.num_micro_batches, 1) + 1
     moved = data.num_stepped * points.param_bytes * passes / link
     exposed = terms["exposed_comm.fsdp"] + points.offload_params * moved
     if (stream := setting.device.streamed_bytes_per_s) is not None:

@@ -24,7 +24,7 @@ from paceline.search.halving import Halving
 from paceline.search.loop import Loop
 from paceline.search.page import render
 from paceline.search.show import Display, table
-from paceline.search.space import Search, job_at, read_search, rung_steps
+from paceline.search.space import job_at, read_search, rung_steps
 from paceline.search.study import SearchStudy
 from paceline.search.trial_launch import OnSite
 from paceline.search.trial_run import train_to

@@ -13,6 +13,7 @@ ladder's time.
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import takewhile
+from typing import TypeVar
 
 from pydantic import Field
 
@@ -25,6 +26,8 @@ from paceline.config.model import Model
 from paceline.plan.answer.outlook import samples_per_step
 from paceline.render.figures import count_text, duration_text
 from paceline.search.forecast import priced
+
+_Job = TypeVar("_Job", bound=JobSpec)
 
 LENGTHS = (1, 2, 4)
 NUM_RATES = 5
@@ -160,7 +163,7 @@ def head_counts(model: Model, least: int = 1, factor: float = 1.0) -> Iterator[i
             heads += 1
 
 
-def lengthened(job: JobSpec, steps: int) -> JobSpec:
+def lengthened(job: _Job, steps: int) -> _Job:
     """The Job for so many steps; warm-up and decay keep their parts of them."""
     optim, before = job.optim, job.train.steps
     parts = {

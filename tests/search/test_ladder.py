@@ -33,7 +33,7 @@ def tiny(folder: Path) -> JobSpec:
 
 
 @pytest.mark.parametrize("within_s", [5.0, 30.0, 1000.0])
-@pytest.mark.parametrize("largest", [None, 40_000])
+@pytest.mark.parametrize("largest", [None, 80_000])
 def test_all_runs_together_cost_no_more_than_they_may(within_s, largest, tmp_path):
     job = tiny(tmp_path)
     found = plan_rungs(job, HERE, within_s, largest, 20.0)
@@ -50,7 +50,7 @@ def test_all_runs_together_cost_no_more_than_they_may(within_s, largest, tmp_pat
 
 def test_more_time_gives_larger_rungs(tmp_path):
     job = tiny(tmp_path)
-    tops = [plan_rungs(job, HERE, s, None, 20.0).rungs[-1].params for s in (5, 50, 500)]
+    tops = [plan_rungs(job, HERE, s, None, 20.0).rungs[-1].params for s in (500, 5000, 50000)]
     assert tops == sorted(set(tops))
 
 
@@ -211,5 +211,8 @@ def _meets_its_run(folder: Path, found: dict[str, object]) -> None:
     measured = json.loads(lines[-1])["eval_loss"]
     assert float(rows["loss"]["measured"]) == pytest.approx(measured, rel=1e-3)
     assert float(rows["loss"]["predicted"]) == pytest.approx(found["advice"]["loss"], rel=1e-3)
-    # A stated device says nothing of this machine's speed; losses don't depend on it.
-    assert measured == pytest.approx(found["advice"]["loss"], rel=0.15)
+    # A stated device says nothing of this machine's speed; losses don't depend on it. The run is a
+    # hundred times as long as the small ones, so that its interval is wide.
+    advice = found["advice"]
+    assert 0.9 * advice["loss_low"] <= measured <= 1.1 * advice["loss_high"]
+    assert measured < min(one["loss"] for one in found["runs"])

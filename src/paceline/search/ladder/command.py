@@ -228,7 +228,7 @@ def compare_command(folder: Path, run: Run) -> dict[str, Any]:
             f"{folder} has no prediction.json: climb the ladder first, or give its folder as --out."
         )
     advice = read_json(file, _ADVICE, "climb the ladder again")
-    predicted, made = read_job(folder / "job.toml"), run.job
+    predicted, made = read_job(folder / "job.toml"), run.job()
     for name in ("model", "train", "data", "optim"):
         for key, old, new in differing(
             to_raw(getattr(predicted, name)), to_raw(getattr(made, name))

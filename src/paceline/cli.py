@@ -943,10 +943,10 @@ def ladder(
     recommends anew from the same small runs.
 
     \b
-    paceline ladder my.toml --budget "500 USD, 3 days" --cluster 8xH100-SXM --price 2.5
-    paceline ladder my.toml --budget "12 hours"            # on this machine
+    paceline ladder my.toml --budget "12 hours"       # on this machine
+    paceline ladder my.toml --budget "3 days" --cluster 8xH100-SXM
     paceline train ladders/my/job.toml
-    paceline ladder my.toml --compare runs/my-run          # predicted and measured
+    paceline ladder my.toml --compare runs/my-run     # predicted and measured
     """
     from paceline.comm.forkserver_start import TRAINING
 

@@ -72,7 +72,7 @@ class Run:
     """That a worker sends."""
 
 
-def _chain(length: int, num_rows: int, seed: int) -> torch.Tensor:
+def markov_rows(length: int, num_rows: int, seed: int) -> torch.Tensor:
     """Rows of a Markov chain whose transitions are the same for every seed: (rows, length)."""
     logits = 2 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1))
     transitions = logits.softmax(-1)
@@ -85,7 +85,7 @@ def _chain(length: int, num_rows: int, seed: int) -> torch.Tensor:
 
 def _part(seed: int, rank: int) -> list[MicroBatch]:
     """A worker's part of the batch of that seed."""
-    tokens = _chain(SEQ + 1, BATCH, seed).chunk(NUM_WORKERS)[rank]
+    tokens = markov_rows(SEQ + 1, BATCH, seed).chunk(NUM_WORKERS)[rank]
     return [MicroBatch(tokens[:, :-1], tokens[:, 1:], None)]
 
 

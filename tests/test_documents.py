@@ -77,7 +77,7 @@ def test_the_commands_of_the_table_run(tmp_path):
             words.append("--once")
         if words[1] == "serve":
             words.append("--help")  # it would go on until somebody stops it: tests/serve
-        if words[1] in ("tune", "search"):
+        if words[1] in ("tune", "search", "ladder"):
             words.append("--help")  # minutes of trials: tests/tune and tests/search have real ones
         if words[1] == "launch":
             words = [*words[: words.index("--on")], "--on", "local", "--dry-run"]

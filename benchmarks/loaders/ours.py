@@ -15,10 +15,17 @@ from paceline.train.data import BatchShape, MicroBatch, prepare_corpus, train_ba
 _FURTHEST, _RESUMES = 10**9, 20
 
 
+TEXTS, TOKENS = "texts.jsonl", "tokens"
+
+
 def data_of(task: Asked, cache: str) -> Data:
-    """The corpus as a Job has it."""
-    source = f"{task.place_of('paceline')}/texts.jsonl"
-    return Data(source=source, tokenizer="bytes", cache_dir=cache)
+    """The corpus as a Job has it: text on a disk, published tokens in a store."""
+    place = task.place_of("paceline")
+    if task.in_store:
+        data = {"source": f"{place}/{TOKENS}", "format": "tokens"}
+    else:
+        data = {"source": f"{place}/{TEXTS}"}
+    return Data.model_validate(data | {"tokenizer": "bytes", "cache_dir": cache})
 
 
 def mixture_of(task: Asked, cache: str) -> Data:

@@ -86,6 +86,8 @@ def answer(
         rows_of: maps a batch to its samples, (batch, seq_len + 1).
         more: goes into the answer.
     """
+    if task.in_store:
+        import boto3  # noqa: F401 - some import it when they are opened, some before
     began = time.perf_counter()
     batches = read()
     first = next(batches)

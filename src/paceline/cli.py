@@ -823,6 +823,14 @@ def search(
             show_default=False,
         ),
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            help="Launch the trials on this site, one node each. Left out: they run here.",
+            metavar="SITE",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Search settings of a Job: loss against time, memory, latency, energy or USD.
@@ -845,6 +853,7 @@ def search(
 
     \b
     paceline search space.toml
+    paceline search space.toml --on cluster
     paceline train searches/space/job.toml
     """
     from paceline.comm.forkserver_start import TRAINING
@@ -852,7 +861,112 @@ def search(
     _warm_up_own_ranks(TRAINING)
     from paceline.search.command import search_command
 
-    found = search_command(space, set_ or [], out, _read_in_steps)
+    found = search_command(space, set_ or [], out, _read_in_steps, on)
+    if as_json:
+        print(json.dumps(found))
+
+
+@app.command()
+def ladder(
+    job: JobFile = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help='What ladder and run may cost and take together, e.g. "500 USD, 3 days".',
+            metavar="TEXT",
+            show_default=False,
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the run will be trained: 8xH100-SXM, or a Cluster file. Left out: the "
+            "Job's, or this machine.",
+            metavar="WHAT",
+            show_default=False,
+        ),
+    ] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(
+            help="What a device there costs an hour, USD.", metavar="USD", show_default=False
+        ),
+    ] = None,
+    share: Annotated[
+        float, typer.Option(help="Part of the budget's time that the small runs may take here.")
+    ] = 0.05,
+    largest: Annotated[
+        float | None,
+        typer.Option(
+            help="Parameters of a small run at most, e.g. 3e6 (blocks and head). Left out: as the "
+            "time allows.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    params: Annotated[
+        float | None,
+        typer.Option(
+            help="Parameters of the recommended run. Left out: those with the least loss.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            help="Hold a run that was made against its prediction; nothing is trained.",
+            metavar="RUN",
+            show_default=False,
+        ),
+    ] = None,
+    set_: Settings = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            callback=output("--out", is_folder=True),
+            help="Folder for runs, page and result. Left out: ladders/<name of the Job>.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the run that a budget buys, from small runs made here.
+
+    Networks in the proportions of the Job's, but small, are trained to several
+    lengths; the smallest with several learning rates, which under muP suit every
+    width. A law of loss by parameters and tokens is fitted to them. Then the
+    planner says what each larger network costs on the cluster, and the one with
+    the least predicted loss is written as a Job, ready to train: its size,
+    tokens, learning rate and layout, with loss, time and price as predicted.
+    Run it again to go on; with another --budget, --cluster or --price it
+    recommends anew from the same small runs.
+
+    \b
+    paceline ladder my.toml --budget "12 hours"       # on this machine
+    paceline ladder my.toml --budget "3 days" --cluster 8xH100-SXM
+    paceline train ladders/my/job.toml
+    paceline ladder my.toml --compare runs/my-run     # predicted and measured
+    """
+    from paceline.comm.forkserver_start import TRAINING
+
+    if (budget is None) == (compare is None):
+        raise typer.BadParameter(
+            'give --budget "500 USD, 3 days", or --compare and the run that was made.'
+        )
+    if compare is None:
+        _warm_up_own_ranks(TRAINING)
+    from paceline.search.ladder.command import LadderOptions, compare_command, ladder_command
+
+    wanted = _read_in_steps(job, set_ or [])
+    folder = out or Path("ladders") / wanted.name
+    if compare is not None:
+        from paceline.observe.run import Run
+
+        found = compare_command(folder, Run(compare))
+    else:
+        asked = LadderOptions(budget or "", cluster, price, share, largest, params)
+        found = ladder_command(wanted, asked, folder)
     if as_json:
         print(json.dumps(found))
 

@@ -164,12 +164,6 @@ REFUSED = {
         {},
         "layout.zero = 0 contradicts layout.fsdp = 2: set zero to 1, 2 or 3.",
     ),
-    "zero 3 in a pipeline": (
-        {**PIPELINE, "fsdp": 2, "zero": 3},
-        {},
-        "layout.zero = 3 would gather or reduce once per micro-batch in a pipeline "
-        "(layout.pp = 4): set zero = 1.",
-    ),
     "recompute no layers": (
         {"recompute_layers": 2},
         {},

@@ -37,6 +37,8 @@ def _check(comm, changes) -> None:
         (DILOCO, {"dp": 2, "fsdp": 2, "tp": 2, "cp": 2}),
         ({"local": {**STREAMING, "fragments": 50, "overlap_steps": 49}}, {"dp": 2}),
         ({"local": {"method": "diloco", "compress": "int4", "outer_lr": 0.5}}, {"dp": 2}),
+        ({"local": {**STREAMING, "every": "auto", "overlap_steps": "auto"}}, {"dp": 2}),
+        ({"local": {"method": "diloco", "compress": "auto"}}, {"dp": 2, "param_dtype": "fp64"}),
     ],
 )
 def test_what_can_run_is_let_through(comm, changes):
@@ -189,12 +191,6 @@ REFUSED = {
         {"dp": 2, "param_dtype": "fp64"},
         'comm.local.compress = "int4" would round the outer gradients that layout.param_dtype = '
         '"fp64" keeps exact: set it to "none", or param_dtype = "fp32".',
-    ),
-    "a form nobody chooses": (
-        {"local": {"method": "diloco", "compress": "auto"}},
-        {"dp": 2},
-        'comm.local.compress = "auto" is nothing that the planner can price: name a form, "int8" '
-        "for one.",
     ),
     "fragments without streaming": (
         {"local": {"method": "diloco", "fragments": 2}},

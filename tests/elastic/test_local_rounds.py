@@ -64,6 +64,11 @@ SITE_CASES = {
     "int8": (*FP32, *_local("diloco", 4, compress="int8"), "comm.compress_from=1"),
 }
 
+SGD = (*FP64, "optim.name=sgd", "optim.eps=1e-8", "optim.clip_norm=0", "layout.dp=2")
+PLAIN = _local("diloco", 1, outer_lr=1.0, outer_momentum=0.0)
+"""What this optimizer does is linear in the gradient: so the mean of what workers of plain means
+have after each step is what replicas have that average gradients."""
+
 
 class Trained(NamedTuple):
     """What a worker has at the end."""
@@ -92,7 +97,7 @@ def _train(rank: int, world_size: int, case: Sequence[str]) -> Trained:
         trainer.agreement.meet(step + 1)
     results = [read() for read in readers]
     losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
-    sent = [result.comm["dp.bytes"] for result in results]
+    sent = [result.comm.get("dp.bytes", 0.0) for result in results]
     return Trained(losses, norms, sent, _parameters(trainer), before)
 
 
@@ -122,6 +127,18 @@ def sites() -> dict[str, list[list[Trained]]]:
         per_rank = run_ranks(_train_all, num_ranks, cases, timeout_s=240)
         for at, of_case in enumerate(zip(*per_rank, strict=True)):
             found[names[at // len(SITE_CASES)]].append(list(of_case))
+    return found
+
+
+@pytest.fixture(scope="module")
+def linear() -> dict[str, list[list[Trained]]]:
+    """How workers are cut -> what each rank has that meets in every step, and as a replica."""
+    every = {"one rank": (2, ()), **SITES}
+    found = {}
+    for name, (num_ranks, cut) in every.items():
+        cases = [(*SGD, *PLAIN, *cut), (*SGD, *cut)]
+        per_rank = run_ranks(_train_all, num_ranks, cases, timeout_s=240)
+        found[name] = [list(of_case) for of_case in zip(*per_rank, strict=True)]
     return found
 
 
@@ -211,6 +228,16 @@ def test_workers_of_several_ranks_equal_those_of_one(name, case, sites):
         assert rank.grad_norms == pytest.approx(whole.grad_norms, rel=norm)
         for key, value in whole.parameters.items():
             torch.testing.assert_close(rank.parameters[key], value, rtol=0, atol=parameter)
+
+
+@pytest.mark.parametrize("name", ["one rank", *SITES])
+def test_plain_means_in_every_step_are_replicas(name, linear):
+    met, replicas = linear[name]
+    for worker, replica in zip(met, replicas, strict=True):
+        assert worker.losses == pytest.approx(replica.losses, rel=1e-12)
+        for key, value in replica.parameters.items():
+            torch.testing.assert_close(worker.parameters[key], value, rtol=0, atol=1e-12)
+            assert not torch.equal(worker.before_last[key], value), key
 
 
 @pytest.mark.parametrize("name", SITES)

@@ -36,7 +36,7 @@ def draw(stream: Random, num_ranks: int, kind: str) -> tuple[str, ...]:
     if layout["recompute"] != "none" and stream.random() < 0.5:
         layout["recompute_layers"] = 1
     layout["offload"] = stream.choice(["[]", "[]", "['activations']", "['optimizer']"])
-    if layout["fsdp"] != 1 and layout["pp"] == 1:
+    if layout["fsdp"] != 1:
         layout["zero"] = stream.choice([1, 2, 3])
     if layout["tp"] != 1:
         layout["sequence_parallel"] = stream.choice(["true", "false"])

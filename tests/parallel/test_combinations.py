@@ -53,6 +53,53 @@ ALONE = {
     "dualpipev": (2, "dense", "pp=2 schedule=dualpipev"),
     "dualpipe": (2, "dense, tied", "pp=2 schedule=dualpipe"),
     "dualpipe on four": (4, "dense", "pp=4 schedule=dualpipe"),
+    "gpipe, zero 2": (4, "dense", "pp=2 schedule=gpipe fsdp=2 zero=2 micro_batch=2"),
+    "1f1b, zero 2": (4, "dense, tied", "pp=2 fsdp=2 zero=2 micro_batch=2"),
+    "1f1b, zero 3": (4, "dense, tied", "pp=2 fsdp=2 zero=3 micro_batch=2"),
+    "interleaved, zero 3": (4, "dense", "pp=2 schedule=interleaved fsdp=2 zero=3 micro_batch=2"),
+    "zb_h1, zero 2": (4, "dense", "pp=2 schedule=zb_h1 fsdp=2 zero=2 micro_batch=2"),
+    "interleaved_zb, zero 3": (
+        4,
+        "dense",
+        "pp=2 schedule=interleaved_zb fsdp=2 zero=3 micro_batch=2",
+    ),
+    "zbv, zero 2": (4, "dense, tied", "pp=2 schedule=zbv fsdp=2 zero=2 micro_batch=2"),
+    "dualpipev, zero 3": (4, "dense", "pp=2 schedule=dualpipev fsdp=2 zero=3 micro_batch=2"),
+    "dualpipe, zero 2": (4, "dense, tied", "pp=2 schedule=dualpipe fsdp=2 zero=2 micro_batch=2"),
+    "dualpipe, zero 3": (4, "dense", "pp=2 schedule=dualpipe fsdp=2 zero=3 micro_batch=2"),
+    "zero 3 in recomputed stages": (
+        4,
+        "dense",
+        "pp=2 schedule=zbv fsdp=2 zero=3 recompute=full micro_batch=2",
+    ),
+    "zero 3 on the host in stages": (
+        4,
+        "dense",
+        "pp=2 fsdp=2 zero=3 offload=['params'] micro_batch=2",
+    ),
+    "experts in split stages of shards": (
+        4,
+        "experts",
+        "pp=2 schedule=zbv fsdp=2 zero=2 ep=2 micro_batch=2",
+    ),
+    "experts in stages of shards": (4, "experts", "pp=2 fsdp=2 zero=3 ep=2 micro_batch=2"),
+    "adapters in split stages of shards": (
+        4,
+        "adapters",
+        "pp=2 schedule=zbv fsdp=2 zero=2 micro_batch=2",
+    ),
+    "tensor in split stages of shards": (
+        8,
+        "dense",
+        "pp=2 schedule=zbv fsdp=2 zero=2 tp=2 micro_batch=2",
+    ),
+    "tensor in stages of shards": (8, "dense, tied", "pp=2 fsdp=2 zero=3 tp=2 micro_batch=2"),
+    "split stages of shards with replicas": (
+        8,
+        "dense",
+        "pp=2 schedule=zbv dp=2 fsdp=2 zero=2 micro_batch=1",
+    ),
+    "stages of shards with replicas": (8, "dense", "pp=2 dp=2 fsdp=2 zero=3 micro_batch=1"),
     "ring": (2, "dense", "cp=2 micro_batch=8"),
     "ring, documents": (2, "documents", "cp=2 micro_batch=8"),
     "ulysses": (2, "dense", "cp=2 ulysses=2 micro_batch=8"),
@@ -98,6 +145,7 @@ ALONE = {
 }
 ALSO_IN_FP32 = (
     "ddp", "zero 3", "tensor and sequence", "zbv", "ring", "experts over replicas",
+    "zbv, zero 2", "1f1b, zero 3",
 )  # fmt: skip
 """Equality in fp64 says that the sums are the same; one case for each kind of code also in fp32."""
 DRAWN = {2: 4, 3: 4, 4: 8, 6: 4, 8: 4}

@@ -57,6 +57,7 @@ ALONE = {
     "tied stages on one rank": (2, "dense, tied", "fp32", 2, "pp=2 schedule=dualpipev"),
     "both directions": (4, "dense, tied", "fp32", 3, "pp=2 dp=2 schedule=dualpipe"),
     "both directions, sharded": (4, "dense", "fp32", 2, "pp=2 fsdp=2 schedule=dualpipe"),
+    "stages of zero 3": (4, "dense", "fp32", 2, "pp=2 fsdp=2 zero=3"),
 }
 DRAWN = {2: 4, 3: 2, 4: 6}
 TO_TOLERANCE = {

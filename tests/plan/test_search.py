@@ -224,6 +224,30 @@ def test_what_is_tight_comes_where_nothing_else_fits():
     assert not search(setting, num=5).is_tight
 
 
+def test_stages_are_sharded_as_far_as_they_must_be():
+    """A pipeline of shards that fits at ZeRO-3 alone, and one that fits at any degree."""
+    fixed = {"pp": 2, "fsdp": 8, "schedule": "1f1b"}
+    setting = _setting(BIG)
+
+    def constraints(**more) -> SearchConstraints:
+        return SearchConstraints(LayoutSpec(**fixed, **more))
+
+    needs = {
+        zero: why.leanest_prediction(Space.of(setting, constraints(zero=zero))).peak_memory_bytes
+        for zero in (1, 2, 3)
+    }
+    assert needs[3] < needs[2] < needs[1]
+
+    def best(memory_bytes: float) -> int:
+        known = setting.device
+        given = known.replace(memory_bytes=known.memory_bytes.replace(value=memory_bytes))
+        on = replace(setting, cluster=setting.cluster.replace(device=given))
+        return search(on, constraints()).ranked[0].layout.zero
+
+    assert best((needs[3] + needs[2]) / 2) == 3
+    assert best(10 * needs[1]) == 1
+
+
 def test_no_layout_of_the_front_is_beaten_in_both():
     front = search(_setting(), num=20).front
     steps = [each.step_s for each in front]

@@ -123,6 +123,24 @@ GIVEN = {
     "shared key heads, odd vocabulary": given(
         "one key head", FP64, (4, 4), "fsdp=2 tp=2 zero=3", "tp=4", 1e-10, 1e-10
     ),
+    "freed stages": given(
+        "dense, tied",
+        FP64,
+        (4, 4),
+        "pp=2 fsdp=2 zero=3 micro_batch=2",
+        "pp=2 fsdp=2 zero=2 schedule=zbv micro_batch=2",
+        1e-10,
+        1e-10,
+    ),
+    "out of stages of shards": given(
+        "dense",
+        FP64,
+        (4, 2),
+        "pp=2 fsdp=2 zero=2 schedule=zb_h1 micro_batch=2",
+        "tp=2",
+        1e-10,
+        1e-10,
+    ),
     "8-bit moments": given("dense", FP32, (2, 2), f"fsdp=2 {CODED}", "tp=2", 1e-4),
     "to 8-bit moments": given("dense", FP32, (2, 2), "tp=2", f"fsdp=2 {CODED}", 1e-4),
     "scaled loss": given("dense", FP16, (2, 2), "fsdp=2", "tp=2", 1e-4),

@@ -34,6 +34,9 @@ class Device(FrozenConfig):
     """Measured: how fast it compresses, by the names of `comm`."""
     power_watts: Figure | None = None
     """The most it draws."""
+    streamed_bytes_per_s: Figure | None = None
+    """How fast weights come to a device that keeps none (and their gradients leave it), each way;
+    None: weights wait in its own memory."""
 
     @property
     def safest_fast_precision(self) -> Literal["bf16", "fp32"]:

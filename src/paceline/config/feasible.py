@@ -196,7 +196,7 @@ def _family(of: Purpose, layout: Layout) -> Iterator[Refusal]:
         yield True, functools.partial(str, sentence)
 
 
-def _zero(_of: Purpose, zero: Any, fsdp: Any, pp: Any) -> Iterator[Refusal]:
+def _zero(_of: Purpose, zero: Any, fsdp: Any) -> Iterator[Refusal]:
     yield (
         (zero != 0) & (fsdp == 1),
         lambda: (
@@ -207,13 +207,6 @@ def _zero(_of: Purpose, zero: Any, fsdp: Any, pp: Any) -> Iterator[Refusal]:
     yield (
         (zero == 0) & (fsdp != 1),
         lambda: f"layout.zero = 0 contradicts layout.fsdp = {fsdp}: set zero to 1, 2 or 3.",
-    )
-    yield (
-        (zero >= 2) & (pp != 1),
-        lambda: (
-            f"layout.zero = {zero} would gather or reduce once per micro-batch in a pipeline "
-            f"(layout.pp = {pp}): set zero = 1."
-        ),
     )
 
 

@@ -161,11 +161,6 @@ def _workers(comm: Comm, layout: Layout) -> Iterator[str]:
             f'comm.dp.{name} = "{value}" has no effect with {setting}, under which no gradients '
             "travel: leave it out (comm.local.compress is for what travels instead)."
         )
-    if local.compress == "auto":
-        yield (
-            'comm.local.compress = "auto" is nothing that the planner can price: name a form, '
-            '"int8" for one.'
-        )
     yield from _worker_precision(comm, layout)
 
 
@@ -181,7 +176,7 @@ def _worker_precision(comm: Comm, layout: Layout) -> Iterator[str]:
             f'{setting} has a loss scale per worker with layout.precision = "fp16", which a '
             'checkpoint keeps one of: set precision = "bf16" or "fp32".'
         )
-    if layout.param_dtype == "fp64" and comm.local.compress != "none":
+    if layout.param_dtype == "fp64" and comm.local.compress not in ("none", "auto"):
         yield (
             f'comm.local.compress = "{comm.local.compress}" would round the outer gradients that '
             'layout.param_dtype = "fp64" keeps exact: set it to "none", or param_dtype = "fp32".'
@@ -200,7 +195,9 @@ def _timetable(comm: Comm, _layout: Layout) -> Iterator[str]:
                 f"comm.local.{name} = {getattr(local, name)} has no effect with "
                 f'comm.local.method = "{local.method}": leave it out.'
             )
-    if local.overlap_steps >= local.every:
+    if local.every == "auto":
+        return  # the planner leaves room for both
+    if local.late_steps >= local.every:
         yield (
             f"comm.local.overlap_steps = {local.overlap_steps} but a fragment leaves again after "
             f"comm.local.every = {local.every} steps: lower overlap_steps or raise every."

@@ -8,7 +8,7 @@ worse than none.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
     WrapSerializer,
+    model_validator,
 )
 
 from paceline.config.catalogue.devices import CATALOGUE as CATALOGUE
@@ -79,6 +80,9 @@ class Tier(FrozenConfig):
     """Switches add up (NVLink SHARP, InfiniBand SHARP): all-reduces send each byte once."""
 
 
+NetworkName = Literal["ndr", "ndr-sharp", "xdr", "xdr-sharp", "bluefield-3"]
+
+
 class ClusterSpec(FrozenConfig):
     """Devices of one kind, in nodes."""
 
@@ -90,6 +94,10 @@ class ClusterSpec(FrozenConfig):
     """Machines; more than one are reached by torchrun or srun."""
     tiers: Annotated[tuple[Tier, ...], Field(strict=False)] = ()
     """Links, the fastest first; none: those that the catalogue knows for the device."""
+    network: NetworkName | None = None
+    """What joins the nodes, one port for each device: InfiniBand at 400 or 800 Gbit/s a port, with
+    switches that add up (SHARP) or without; a SmartNIC at 400 Gbit/s. None: what nodes with such
+    devices usually have, which is assumed."""
     hosts: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_distinct)] = ()
     """Names of the nodes, those next to each other that fast links join; runs number their ranks in
     this order, nodes that it lacks last. Written by `paceline bench collectives`; none: as the
@@ -105,6 +113,12 @@ class ClusterSpec(FrozenConfig):
     included); none: a published figure of large clusters is assumed."""
     node_return_hours: PositiveFigure = None
     """Mean hours from the loss of a node to its return; none: one hour is assumed."""
+
+    @model_validator(mode="after")
+    def _network_has_effect(self) -> Self:
+        if self.network is not None and self.tiers:
+            raise ValueError("network has no effect beside tiers: leave one of them out.")
+        return self
 
     @property
     def undecided(self) -> list[str]:

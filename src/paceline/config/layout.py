@@ -154,7 +154,7 @@ class Layout(LayoutSpec):
     @property
     def scatters_each(self) -> bool:
         """Whether shards of gradients are exchanged in every micro-batch, where sums are exact."""
-        return self.zero >= 2 and self.ep == 1
+        return self.zero >= 2 and self.ep == self.pp == 1
 
     @property
     def is_plain(self) -> bool:

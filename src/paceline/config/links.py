@@ -20,7 +20,7 @@ from paceline.config.curves import CollectiveCurve
 from paceline.config.device import Device
 from paceline.config.errors import InputError
 from paceline.config.figure import Figure
-from paceline.config.hardware import Cluster, Tier
+from paceline.config.hardware import Cluster, NetworkName, Tier
 
 
 class Fabric(NamedTuple):
@@ -49,6 +49,8 @@ _NVLINK4 = "NVIDIA Hopper datasheets: NVLink 900 GB/s, both ways together"
 _NVLINK5 = "NVIDIA Blackwell datasheets: NVLink 1.8 TB/s, both ways together"
 _NVLINK2 = "NVIDIA V100 datasheet: NVLink 300 GB/s, both ways together"
 _ICI = "jax-ml scaling-book, TPU chapter: links of 45 or 90 GB/s each way, two per torus axis"
+_ICI7 = "Google Cloud TPU7x: links of 1200 GB/s, both ways together, on three axes of a torus"
+_SWARMX = "Cerebras CS-3 data sheet: system I/O of 1.2 Tbit/s, up to 2048 systems"
 
 # Rates that the fabrics of collectives.json were measured at, by the start of their names.
 _MEASURED_GB_PER_S = {"nvlink3": 300, "nvlink4": 450, "nvlink5": 900, "pcie4": 32, "pcie5": 64}
@@ -110,12 +112,39 @@ _FABRICS: Mapping[str, Fabric] = {
     "TPUv5e": Fabric("ici", 90, _ICI, 6.25, (), 256),
     "TPUv5p": Fabric("ici", 180, _ICI, 6.25, (), 8960),
     "TPUv6e": Fabric("ici", 180, _ICI, 12.5, (), 256),
+    "TPUv7": Fabric("ici", 200, _ICI7, 12.5, (), 9216),
+    # Its switches send weights to all wafers and add up what comes back.
+    "CS-3": Fabric("swarmx", 150, _SWARMX, 150, (), 2048, adds=True),
     "Trainium2": Fabric(
         "neuronlink", 640, "AWS Trn2: NeuronLink 1.28 TB/s, both ways", 25, node=16
     ),
     "Gaudi2": Fabric("gaudi", 262.5, "Intel Gaudi 2: 21 ports of 100 Gbit/s inside a node", 37.5),
     "Gaudi3": Fabric("gaudi", 525, "Intel Gaudi 3: 21 ports of 200 Gbit/s inside a node", 75),
 }
+
+
+class Network(NamedTuple):
+    """A network between nodes that can be named: one port for each device."""
+
+    link: str
+    gb_per_s: float
+    """Each way and per port."""
+    source: str
+    adds: bool = False
+    """Whether its switches add up."""
+
+
+_NDR = "NVIDIA Quantum-2 and ConnectX-7 data sheets: ports of 400 Gbit/s"
+_XDR = "NVIDIA Quantum-X800 and ConnectX-8 data sheets: ports of 800 Gbit/s"
+NETWORKS: Mapping[NetworkName, Network] = {
+    "ndr": Network("infiniband", 50, _NDR),
+    "ndr-sharp": Network("infiniband", 50, f"{_NDR}; SHARP adds up in switches", adds=True),
+    "xdr": Network("infiniband", 100, _XDR),
+    "xdr-sharp": Network("infiniband", 100, f"{_XDR}; SHARP adds up in switches", adds=True),
+    # A card with cores of its own: they take work from the host; what a collective sends is equal.
+    "bluefield-3": Network("roce", 50, "NVIDIA BlueField-3 data sheet: one port of 400 Gbit/s"),
+}
+
 _LATENCY_S = {"pcie": 2e-6}
 # Of devices on PCIe a host with switches takes so many.
 _PCIE_NODE = 16
@@ -164,8 +193,22 @@ def usual_tiers(cluster: Cluster) -> tuple[Tier, ...]:
     inner = _inside(fabric, min(total, max(per_node, fabric.domain)))
     if inner.num_devices == total:
         return (inner,)
+    if cluster.network is not None:
+        return inner, _named(NETWORKS[cluster.network], total)
     outer = network("infiniband", total, fabric.network_gb_per_s * 8, 2.0)
     return inner, outer.replace(bytes_per_s=_usual_card(fabric, device))
+
+
+def _named(known: Network, total: int) -> Tier:
+    latency_s = Figure(value=2e-6, origin="assumed", source="usual of such networks")
+    rate = Figure(value=known.gb_per_s * 1e9, origin="cited", source=known.source)
+    return Tier(
+        name=known.link,
+        num_devices=total,
+        latency_s=latency_s,
+        bytes_per_s=rate,
+        reduces_in_network=known.adds,
+    )
 
 
 def network(name: str, num_devices: int, gbit_per_s_per_device: float, latency_us: float) -> Tier:

@@ -74,7 +74,7 @@ class RoundSchedule:
     @staticmethod
     def of(local: LocalUpdates) -> "RoundSchedule":
         """Of a Job's local updates."""
-        return RoundSchedule(local.every, local.fragments, local.overlap_steps)
+        return RoundSchedule(local.round_steps, local.fragments, local.late_steps)
 
     def is_sent(self, fragment: int, done: int) -> bool:
         """Whether a fragment's outer gradient leaves after `done` steps."""

@@ -100,7 +100,9 @@ def hybrid_reduction_of(
     if not {comm.fsdp.compress, comm.fsdp.compress_weights} <= {"none", "auto"}:
         exchanges["fsdp"] = _shards(module, names, comm, meshes)
     if sums_replicas(comm):
-        num_reductions = accumulation if layout.zero in (2, 3) else 1
+        # DualPipe's copies of a stage have half of the micro-batches each.
+        batches = accumulation // (2 if layout.schedule == "dualpipe" else 1)
+        num_reductions = batches if layout.zero >= 2 else 1
         exchanges["dp"] = _replicas(module, names, comm, meshes, num_reductions)
     return HybridReduction(exchanges) if exchanges else None
 

@@ -4,7 +4,7 @@ In what form data ranks exchange gradients needs a prediction: `search.gradient_
 and here it is exact sums.
 """
 
-from paceline.config.comm import Comm
+from paceline.config.comm import Comm, LocalUpdates
 from paceline.config.errors import InputError
 from paceline.config.feasible_comm import check_comm
 from paceline.config.hardware import Cluster
@@ -16,6 +16,7 @@ from paceline.plan.points import decoder_of
 _VALUE_BYTES = 4
 """Gradients are reduced in fp32, or in fp64 where everything is."""
 _NO_PREDICTION = "what another form would gain is not known"
+_NO_ROUNDS = "what a round takes on these links is not known"
 _UNKNOWN_UNIT_BYTES = 16 * 2**20
 """What is reduced at once of a model whose layers are not known. Assumed."""
 
@@ -35,7 +36,11 @@ def resolve_comm(job: JobSpec, layout: Layout, cluster: Cluster) -> tuple[Comm, 
             'comm.priority = "high" is of the streams of CUDA devices and the cluster has '
             f'{cluster.device.name}: leave it out or set it to "normal".'
         )
-    dp, fsdp, reasons = job.comm.dp, job.comm.fsdp, {}
+    dp, fsdp, local = job.comm.dp, job.comm.fsdp, job.comm.local
+    reasons: dict[str, str] = {}
+    if local.is_open:
+        reasons |= dict.fromkeys(open_rounds(local), _NO_ROUNDS)
+        local = local.settled
     if dp.compress == "auto":
         dp = dp.replace(compress="none")
         reasons["comm.dp.compress"] = _NO_PREDICTION
@@ -49,7 +54,13 @@ def resolve_comm(job: JobSpec, layout: Layout, cluster: Cluster) -> tuple[Comm, 
         choice = _over_shards(job, layout, cluster)
         fsdp = fsdp.replace(algorithm=choice.algorithm)
         reasons["comm.fsdp.algorithm"] = choice.reason
-    return job.comm.replace(dp=dp, fsdp=fsdp).settled, reasons
+    return job.comm.replace(dp=dp, fsdp=fsdp, local=local).settled, reasons
+
+
+def open_rounds(local: LocalUpdates) -> list[str]:
+    """The settings of local updates that are left to the planner."""
+    names = ("every", "overlap_steps", "compress")
+    return [f"comm.local.{name}" for name in names if getattr(local, name) == "auto"]
 
 
 def _over_shards(job: JobSpec, layout: Layout, cluster: Cluster) -> AlgorithmChoice:

@@ -92,6 +92,12 @@ class Setting:
         """Of the cluster."""
         return self.cluster.device
 
+    def has_params_outside(self, points: "Points") -> Array:
+        """Whether parameters and optimizer wait outside the devices: on hosts, or in the store that
+        weights are streamed from: (n,) or a scalar, bool."""
+        streams = self.device.streamed_bytes_per_s is not None
+        return np.logical_or(points.offload_params.astype(bool), streams)
+
     @property
     def attention(self) -> str:
         """`Stack.attention`; a network without a fused kernel has its scores in memory anywhere."""
@@ -255,11 +261,10 @@ class Points:
         return (self.dp * self.fsdp * self.cp > 1) & ~self.is_ddp
 
     @property
-    def zero_of_passes(self) -> Array:
-        """The zero degree that says what each pass exchanges: in a pipeline parameters stay
-        gathered and gradients whole until the last micro-batch, as under the first, whatever the
-        degree (torch.distributed.pipelining, parallel/pp/stage.py)."""
-        return np.where(self.pp > 1, np.minimum(self.zero, 1), self.zero)
+    def frees_weights(self) -> Array:
+        """Whether a stage's blocks free their weights behind each pass, so that a backward pass
+        isn't split (parallel/pp/stage.py)."""
+        return (self.pp > 1) & (self.zero == 3)
 
     @classmethod
     def of(cls, layouts: Sequence[Layout], setting: Setting) -> "Points":

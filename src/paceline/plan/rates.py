@@ -165,6 +165,9 @@ def origins(device: Device) -> dict[str, str]:
     found = {f"peak.{key}": _cited(figure) for key, figure in device.peak_flops.items()}
     if device.memory_bytes_per_s is not None:
         found["memory_bandwidth"] = _cited(device.memory_bytes_per_s)
+    if device.streamed_bytes_per_s is not None:
+        found["streamed_weights"] = _cited(device.streamed_bytes_per_s)
+        found["streaming"] = "assumed: hidden behind products; the store steps at the same pace"
     found["memory"] = (
         f"assumed: {KERNEL_S * 1e6:g} us, and bytes over {MEMORY_SHARE:.0%} of the bandwidth"
     )

@@ -165,7 +165,7 @@ def _zero(layout: Layout) -> tuple[int, str]:
     if layout.fsdp == 1:
         return 0, "nothing is sharded"
     if layout.pp != 1:
-        return 1, "a pipeline would gather and reduce for every micro-batch otherwise"
+        return 1, "in a pipeline the others gather or reduce for every micro-batch"
     return 3, "the least memory; fsdp was asked for to save some"
 
 

@@ -229,6 +229,9 @@ def sharding_of(
         inferred.append("fsdp_or_zero")
     if axes.data * axes.cp == 1 or stage == 0:
         return 1, 0
+    if axes.pp > 1:
+        # Published systems keep a stage's parameters gathered and its gradients whole for a step.
+        stage = 1
     ranks = _shard_group(line, text) or axes.data
     fits = 1 < ranks <= axes.data and axes.data % ranks == 0
     return (ranks if fits else axes.data), stage

@@ -1,6 +1,6 @@
 """`paceline search`: the order of things."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from paceline.config.errors import InputError
 from paceline.config.files import read_json
 from paceline.config.hardware import Cluster
 from paceline.config.job import JobSpec, differing, read_cluster, to_raw, to_toml
+from paceline.config.site import site_named
+from paceline.launch.prepare import Asked
+from paceline.machine.discovery import this_machine
 from paceline.observe.locks import owned
 from paceline.observe.run import write_atomic
 from paceline.render.figures import duration_text
@@ -21,8 +24,10 @@ from paceline.search.halving import Halving
 from paceline.search.loop import Loop
 from paceline.search.page import render
 from paceline.search.show import Display, table
-from paceline.search.space import Search, job_at, read_search, rung_steps
+from paceline.search.space import job_at, read_search, rung_steps
 from paceline.search.study import SearchStudy
+from paceline.search.trial_launch import OnSite
+from paceline.search.trial_run import train_to
 from paceline.train.start import read_inputs, with_measured_speed
 from paceline.train.this_machine import resolve_on_this_machine
 
@@ -37,6 +42,7 @@ def search_command(
     overrides: Sequence[str],
     out: Path | None,
     read: Callable[[Path, list[str]], JobSpec],
+    site: str | None,
 ) -> dict[str, Any]:
     """Search a space; a search that its folder has goes on.
 
@@ -45,6 +51,7 @@ def search_command(
         overrides: `--set`s for all trials.
         out: folder of the search; None: searches/<name of the file>.
         read: makes a Job of its file and `--set`s, its length in steps.
+        site: that trials are launched on; None: this process trains them.
 
     Returns:
         what was found as plain data.
@@ -56,31 +63,37 @@ def search_command(
     job = read(file.parent / search.job, list(overrides))
     steps = rung_steps(search, job.train.steps)
     folder = out or Path("searches") / file.stem
+    on = None if site is None else _on_site(site, file, folder)
+    is_here = on is None or on.is_here
     with owned(folder):
-        _open(folder, search, job)
-        cluster = _cluster(folder, job)
-        check_known(job, cluster, search)
-        with _CONSOLE.status("reading the data"):
-            plan = resolve_on_this_machine(job.replace(cluster=cluster))
-            read_inputs(plan.job, lambda _done, _total: None)
+        wanted = {"search": to_raw(search), "job": to_raw(job), "on": {"site": site or "here"}}
+        for name in _FREE:
+            wanted["search"].pop(name, None)
+        must_be_same(folder, "search", wanted)
+        cluster = kept_cluster(folder, job, on)
+        check_known(job, cluster, search, is_here=is_here)
+        if on is None:
+            with _CONSOLE.status("reading the data"):
+                plan = resolve_on_this_machine(job.replace(cluster=cluster))
+                read_inputs(plan.job, lambda _done, _total: None)
         study = SearchStudy(folder / "study.log", search)
+        display = Display(_CONSOLE)
         halving = Halving(steps, search.factor, search.objectives)
-        return _search(search, job, cluster, halving, study, folder)
+        loop = Loop(
+            search, job, cluster, halving, study, folder / "trials",
+            lambda known, trains: display.show(Found.of(search, halving, known), trains),
+            train_to if on is None else on.train_to, is_here,
+        )  # fmt: skip
+        return _search(loop, display, folder)
 
 
-def _search(
-    search: Search,
-    job: JobSpec,
-    cluster: Cluster,
-    halving: Halving,
-    study: SearchStudy,
-    folder: Path,
-) -> dict[str, Any]:
-    display = Display(_CONSOLE)
-    loop = Loop(
-        search, job, cluster, halving, study, folder / "trials",
-        lambda known, trains: display.show(Found.of(search, halving, known), trains),
-    )  # fmt: skip
+def _on_site(name: str, file: Path, folder: Path) -> OnSite:
+    """Where trials are launched; the search's own files are no code."""
+    asked = Asked(site_name=name, site=site_named(name), group=folder.name)
+    return OnSite(asked, (file, file.parent / read_search(file).job, folder), this_machine)
+
+
+def _search(loop: Loop, display: Display, folder: Path) -> dict[str, Any]:
     is_over = False
     try:
         with display.running():
@@ -89,11 +102,11 @@ def _search(
         is_over = False
     if not is_over:
         _CONSOLE.print(f"stopped; what was found is in {folder}, run it again to go on")
-    found = Found.of(search, halving, study.known)
+    found = Found.of(loop.search, loop.halving, loop.study.known)
     if is_over and not found.known.trials:
         [(reason, count), *_] = found.reasons.most_common(1) or [("nothing was asked.", 0)]
         raise InputError(f"no point of the space can run; for {count} of them: {reason}")
-    _conclude(found, job, cluster, folder)
+    _conclude(found, loop.job, loop.cluster, folder)
     return found.to_json(str(folder))
 
 
@@ -118,32 +131,35 @@ def _conclude(found: Found, job: JobSpec, cluster: Cluster, folder: Path) -> Non
 # ---- the folder ----------------------------------------------------------------------------------
 
 
-def _open(folder: Path, search: Search, job: JobSpec) -> None:
-    """Begin with a search, or see that the folder's is the same.
+def must_be_same(folder: Path, what: str, asked: Mapping[str, Any]) -> None:
+    """Begin with what is asked for, or see that the folder began with the same.
+
+    Args:
+        what: the folder holds: "search" or "ladder".
 
     Raises:
         InputError: it is another one, or damaged.
     """
-    asked = {"search": to_raw(search), "job": to_raw(job)}
-    for name in _FREE:
-        asked["search"].pop(name, None)
     file = folder / "asked.json"
     if file.exists():
         before = read_json(file, _ASKED, "put back a copy, or remove its folder to start over")
         for name, old, new in differing(before, asked):
             raise InputError(
-                f"--out {folder} has a search with {name} = {old}, which is {new} now: put it "
+                f"--out {folder} has a {what} with {name} = {old}, which is {new} now: put it "
                 "back, or give another folder."
             )
-    write_atomic(file, _ASKED.dump_json(asked, indent=1).decode())
+    write_atomic(file, _ASKED.dump_json(dict(asked), indent=1).decode())
 
 
-def _cluster(folder: Path, job: JobSpec) -> Cluster:
-    """This machine, its speed known; as it was when the search began."""
+def kept_cluster(folder: Path, job: JobSpec, on: OnSite | None = None) -> Cluster:
+    """That runs are trained on, its speed known; as it was when the folder began."""
     file = folder / "cluster.toml"
     if file.exists():
         return read_cluster(file)
-    plan = with_measured_speed(resolve_on_this_machine(job), _CONSOLE.print)
-    cluster = plan.job.cluster
+    if on is None or on.is_here:
+        plan = with_measured_speed(resolve_on_this_machine(job), _CONSOLE.print)
+        cluster = plan.job.cluster
+    else:
+        cluster = on.cluster(job)
     write_atomic(file, tomli_w.dumps(to_raw(cluster)))
     return cluster

@@ -16,6 +16,7 @@ from paceline.generate.work import Work
 from paceline.plan.answer.outlook import Outlook, outlook
 from paceline.plan.prediction import Prediction
 from paceline.plan.scale import checkpoint_bytes
+from paceline.plan.search.choose import plan_job
 from paceline.plan.serving.catalogue import catalogue_costs
 from paceline.search.space import Limits, ObjectiveName, Search
 from paceline.train.this_machine import resolve_on_this_machine
@@ -44,17 +45,38 @@ class Forecast:
     kWh, USD."""
 
 
-def forecast(job: JobSpec, cluster: Cluster, search: Search) -> Forecast:
+def forecast(job: JobSpec, cluster: Cluster, search: Search, *, is_here: bool = True) -> Forecast:
     """What a point takes.
 
     Args:
         job: of the point.
-        cluster: this machine, its speed known.
+        cluster: that trials run on, its speed known.
+        is_here: whether that is this machine.
 
     Raises:
         InputError: it never runs; one sentence says why.
     """
-    plan = resolve_on_this_machine(job.replace(cluster=cluster))
+    concrete, best = priced(job, cluster, is_here=is_here)
+    _must_not_exceed("step_s", best.step_s, search.limits)
+    figures = _figures(concrete, best, search)
+    wanted: dict[ObjectiveName, float] = {
+        name: figures[name] for name in search.objectives if name != "loss"
+    }
+    return Forecast(concrete, best.step_s, best.step_s * best.layout.num_ranks, wanted)
+
+
+def priced(job: JobSpec, cluster: Cluster, *, is_here: bool = True) -> tuple[Job, Prediction]:
+    """A Job as it runs on a cluster, and what a step of it takes.
+
+    Args:
+        cluster: its speed known.
+        is_here: whether that is this machine.
+
+    Raises:
+        InputError: it can't run, doesn't fit, or can't be predicted.
+    """
+    job = job.replace(cluster=cluster)
+    plan = resolve_on_this_machine(job) if is_here else plan_job(job, cluster)
     if not plan.ranked:
         said = plan.notes[-1] if plan.notes else f'nothing prices model.family "{job.model.family}"'
         raise InputError(f"its step can't be predicted: {said}")
@@ -65,15 +87,10 @@ def forecast(job: JobSpec, cluster: Cluster, search: Search) -> Forecast:
         raise InputError(
             f"it needs {best.needed_bytes / 1e9:.3g} GB, and a device has {memory.value / 1e9:.3g}."
         )
-    _must_not_exceed("step_s", best.step_s, search.limits)
-    figures = _figures(plan.job, best, search)
-    wanted: dict[ObjectiveName, float] = {
-        name: figures[name] for name in search.objectives if name != "loss"
-    }
-    return Forecast(plan.job, best.step_s, best.step_s * best.layout.num_ranks, wanted)
+    return plan.job, best
 
 
-def check_known(job: JobSpec, cluster: Cluster, search: Search) -> None:
+def check_known(job: JobSpec, cluster: Cluster, search: Search, *, is_here: bool) -> None:
     """Refuse a search whose objectives or limits nobody can predict.
 
     Args:
@@ -82,7 +99,8 @@ def check_known(job: JobSpec, cluster: Cluster, search: Search) -> None:
     Raises:
         InputError: one of them is not known on this machine; or nothing prices the Job.
     """
-    forecast(job, cluster, search.replace(limits=_without_bounds(search.limits)))
+    unbounded = search.replace(limits=_without_bounds(search.limits))
+    forecast(job, cluster, unbounded, is_here=is_here)
 
 
 def _without_bounds(limits: Limits) -> Limits:

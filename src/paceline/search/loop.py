@@ -13,7 +13,7 @@ from paceline.config.job import JobSpec
 from paceline.observe.run import Run
 from paceline.render.figures import duration_text
 from paceline.search.forecast import forecast
-from paceline.search.halving import Halving, Trial
+from paceline.search.halving import Halving, RungResult, Trial
 from paceline.search.space import Search, job_at, settings_of
 from paceline.search.study import Known, SearchStudy
 from paceline.search.trial_run import as_trial, train_to
@@ -35,6 +35,10 @@ class Loop:
     """Below which the Runs of trials are."""
     hear: Callable[[Known, Trial | None], None]
     """Told what is known, and which trial is trained next."""
+    train_to: Callable[[Run, JobSpec, int], RungResult | None] = train_to
+    """Trains a trial's Run to so many steps."""
+    is_here: bool = True
+    """Whether the cluster is this machine."""
 
     def run(self) -> bool:
         """Move until nothing is left to do; returns False where a trial was asked to stop."""
@@ -73,7 +77,7 @@ class Loop:
         steps = self.halving.steps
         job = as_trial(job_at(self.job, trial.point), f"{trial.number:04}", steps[0])
         job = job.replace(cluster=self.cluster)
-        result = train_to(Run(self.folder / job.name), job, steps[rung])
+        result = self.train_to(Run(self.folder / job.name), job, steps[rung])
         if result is None:
             return False
         after = trial.with_result(result)
@@ -90,7 +94,8 @@ class Loop:
             question.refuse("repeated", "it was asked before.")
             return
         try:
-            expected = forecast(job_at(self.job, question.point), self.cluster, self.search)
+            job = job_at(self.job, question.point)
+            expected = forecast(job, self.cluster, self.search, is_here=self.is_here)
         except InputError as error:
             question.refuse("refused", str(error))
             return

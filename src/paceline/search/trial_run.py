@@ -52,7 +52,7 @@ def train_to(run: Run, job: JobSpec, steps: int) -> RungResult | None:
     Returns:
         what it came to; None: it was asked to stop before.
     """
-    if (loss := _eval_loss(run, steps)) is not None:
+    if (loss := eval_loss(run, steps)) is not None:
         return RungResult(loss)  # a search that was killed before it kept that
     asked = run.path.with_suffix(".toml")
     ended = run.path.with_suffix(".json")
@@ -69,14 +69,15 @@ def train_to(run: Run, job: JobSpec, steps: int) -> RungResult | None:
     if ended.exists():
         left = read_json(ended, _ENDED, "remove it")
         cpu_s, failure = left.cpu_s, left.failure or ""
-    if (loss := _eval_loss(run, steps)) is not None:
+    if (loss := eval_loss(run, steps)) is not None:
         return RungResult(loss, seconds, cpu_s)
     if process.exitcode == _STOPPED:
         return None
     return RungResult(None, seconds, cpu_s, failure or "its evaluation has no loss")
 
 
-def _eval_loss(run: Run, steps: int) -> float | None:
+def eval_loss(run: Run, steps: int) -> float | None:
+    """Of a Run's evaluation at a step; None: there is none."""
     line = (run.step(steps) if run.exists else None) or {}
     loss = line.get("eval_loss")
     return None if loss is None else float(loss)
@@ -102,10 +103,10 @@ def _train(parent: int, asked: str, path: str, steps: int) -> None:
             os.dup2(log.fileno(), stream)
     failure, code = None, 0
     try:
-        train_job(
-            read_job(Path(asked)), run, fresh=False, make_task=partial(task_until, run, steps)
-        )
-        if _eval_loss(run, steps) is None and run.stop_file.exists():
+        # The search plans by the cluster that it began with, so that none is fitted to a trial.
+        make_task = partial(task_until, run, steps)
+        train_job(read_job(Path(asked)), run, fresh=False, make_task=make_task, fits_cluster=False)
+        if eval_loss(run, steps) is None and run.stop_file.exists():
             code = _STOPPED
     except StoppedInTimeError:
         code = _STOPPED
@@ -128,7 +129,7 @@ def task_until(run: Run, steps: int, job: Job, ranks: Ranks) -> Task:
 
     task = task_of(job, ranks)
     is_last = steps >= job.train.steps
-    return task if is_last else replace(task, loop_options=LoopOptions(on_eval=see))
+    return task if is_last else replace(task, loop_options=LoopOptions(on_eval=see, reports=False))
 
 
 def as_trial(job: JobSpec, name: str, every: int) -> JobSpec:

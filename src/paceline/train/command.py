@@ -57,6 +57,7 @@ def train_job(
     program: Sequence[str] = (),
     num_samples: int | None = None,
     compare: Callable[[Job], None] = lambda _job: None,
+    fits_cluster: bool = True,
 ) -> bool:
     """Train a Job in a Run; one that exists goes on from its newest good checkpoint.
 
@@ -71,6 +72,7 @@ def train_job(
         program: what each rank runs, and its arguments; none: ranks come from the forkserver.
         num_samples: one epoch of a person's own data, None where nobody can tell.
         compare: says or refuses what is another than before, where a Run goes on.
+        fits_cluster: whether constants are fitted to its steps, for the next plan.
 
     Returns:
         whether this process trained, and not others or nobody.
@@ -116,7 +118,7 @@ def train_job(
             launch(run, job.layout.num_ranks, entry, job.elastic)
         else:
             run_rank(run, make_task, job, ranks)
-        if ranks.is_first:
+        if ranks.is_first and fits_cluster:
             fit_cluster_from_run(plan, run)
         return not launches
 

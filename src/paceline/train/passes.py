@@ -228,4 +228,7 @@ def _pipeline(job: Job, ranks: Ranks, module: nn.Module, meshes: Meshes) -> Pipe
         return None
     assert isinstance(module, StageModules)
     messages = messages_of(job.comm.pp.compress, job.comm.compress_from)
-    return Pipeline(schedule, list(module), meshes.dense.get_group("pp"), ranks.device, messages)
+    # Exact sums are of whole gradients: stages exchange them once, as at ZeRO-1.
+    zero = 1 if job.elastic.exact else job.layout.zero
+    group = meshes.dense.get_group("pp")
+    return Pipeline(schedule, list(module), group, ranks.device, messages, zero)

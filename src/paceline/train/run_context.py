@@ -134,7 +134,7 @@ def _metrics_buffer(
     job, ranks = trainer.job, trainer.ranks
     is_local = job.comm.local.method != "none"
     lag = job.train.steps if is_local else int(ranks.device_type == "cuda")
-    num_recent = NUM_RECENT + is_local * job.comm.local.every
+    num_recent = NUM_RECENT + is_local * job.comm.local.round_steps
     allowance = _FP16_SCALE_HALVINGS if job.layout.precision == "fp16" else 0
     most_bad, policy = job.train.max_bad_steps + allowance, job.elastic.on_spike
 

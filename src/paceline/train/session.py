@@ -393,6 +393,8 @@ class RunReporter:
                 f"stopped after step {done} of {self.job.train.steps}, checkpoint kept; "
                 f"go on with: paceline train {self.run.path}"
             )
+        if not self.task.loop_options.reports:
+            return
         # Here, because only this rank needs it, and only at the end.
         from paceline.explain.page import write_report
 

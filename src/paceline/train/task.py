@@ -61,6 +61,8 @@ class LoopOptions:
     """Called on rank 0 with each line of metrics.jsonl."""
     on_eval: Callable[[Line], None] | None = None
     """The same, with lines that have an evaluation."""
+    reports: bool = True
+    """Whether its end writes the report: not where the run is sure to go on."""
 
 
 @dataclass(frozen=True)

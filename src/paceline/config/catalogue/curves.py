@@ -63,6 +63,8 @@ RELATIVES = {
     "TPUv5e": StandIn("A100-80", 1.0, "another vendor's of its time"),
     "TPUv5p": StandIn("A100-80", 1.0, "another vendor's of its time"),
     "TPUv6e": StandIn("A100-80", 1.0, "another vendor's of its time"),
+    "TPUv7": StandIn("A100-80", 1.0, "another vendor's, of an earlier time"),
+    "CS-3": StandIn("A100-80", 1.0, "another vendor's, of another kind"),
     "Trainium2": StandIn("A100-80", 1.0, "another vendor's of its time"),
 }
 

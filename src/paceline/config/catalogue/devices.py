@@ -108,6 +108,7 @@ def _other(
 
 _A100 = "NVIDIA A100 Tensor Core GPU datasheet (2188504)"
 _H100 = "NVIDIA H100 Tensor Core GPU datasheet (2287922) and Hopper architecture whitepaper"
+_CS3 = "Cerebras CS-3 and WSE-3 data sheets: 44 GB of SRAM, 21 PB/s, 23 kW"
 _TPU = "Google Cloud TPU documentation, system architecture of "
 _HOPPER_SXM = {"fp64": 67, "fp32": 67, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
 _AMPERE = {"fp64": 19.5, "fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}
@@ -216,6 +217,8 @@ CATALOGUE: dict[str, Device] = dict(
         _other("TPUv5e", _TPU + "v5e", 16, 819, None, bf16=197),
         _other("TPUv5p", _TPU + "v5p", 95, 2765, None, bf16=459),
         _other("TPUv6e", _TPU + "v6e", 32, 1640, None, bf16=918),
+        # 192 GiB; 7.37 TB/s by the announcement of Ironwood.
+        _other("TPUv7", _TPU + "TPU7x (Ironwood)", 206.2, 7370, None, bf16=2307, fp8=4614),
         _other(
             "Trainium2", "AWS Neuron documentation, Trainium2 architecture", 96, 2900, None,
             fp32=181, tf32=667, bf16=667, fp16=667, fp8=1299,
@@ -223,12 +226,25 @@ CATALOGUE: dict[str, Device] = dict(
         _other("Gaudi2", "Intel Gaudi 2 data sheet, HL-225H", 96, 2450, 600, bf16=432, fp8=865),
         _other("Gaudi3", "Intel Gaudi 3 white paper, HL-325L", 128, 3700, 900,
                bf16=1678, fp8=1678),
-        # The vendor's 125 PFLOP/s count unstructured sparsity and no dense peak is published, so
-        # that none is here; memory is the wafer's SRAM, weights stream from outside.
-        _other("CS-3", "Cerebras CS-3 and WSE-3 data sheets: 44 GB of SRAM, 21 PB/s, 23 kW", 44,
-               21e6, 23000),
+        _other("CS-3", _CS3, 44, 21e6, 23000),
     ]
 )  # fmt: skip
+# A wafer keeps activations; weights stream from a store outside, past 12 ports of 100 Gbit/s.
+CATALOGUE["CS-3"] = CATALOGUE["CS-3"].replace(
+    peak_flops={
+        name: Figure(
+            value=125e15 / 8,
+            origin="assumed",
+            source="an eighth of the 125 PFLOP/s of the WSE-3 data sheet: no dense peak is "
+            "published, and sparsity is said to give up to eight times the speed",
+        )
+        for name in ("bf16", "fp16")
+    },
+    precisions=("fp32", "bf16", "fp16"),
+    streamed_bytes_per_s=Figure(
+        value=150e9, origin="cited", source="Cerebras CS-3 data sheet: system I/O of 1.2 Tbit/s"
+    ),
+)
 
 _DRIVER_NAMES = {
     r"NVIDIA A100-(SXM4|PCIE)-40GB": "A100-40",

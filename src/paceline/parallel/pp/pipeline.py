@@ -26,8 +26,9 @@ MicroBatch = tuple[Tensor, dict[str, Any]]
 class Pipeline:
     """Runs steps together with the other ranks of the pipeline.
 
-    A part that FSDP2 has wrapped (`fully_shard`) gathers its parameters once per step and reduces
-    its gradients once, however many micro-batches there are; in between they stay whole.
+    A part that FSDP2 has wrapped (`fully_shard`) gathers and reduces as its degree of ZeRO says
+    (`parallel.fsdp`): once a step at 1, however many micro-batches there are. At 2 gradients are
+    reduced behind each backward pass, at 3 blocks are gathered for each pass too.
 
     A stage that lives on two ranks (DualPipe) has on each the gradients of the micro-batches that
     went through it there: the sum over both is the caller's to take.
@@ -40,6 +41,7 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: torch.device,
         messages: CodedMessages | None = None,
+        zero: int = 1,
     ) -> None:
         """Prepare the programs; nothing is sent yet.
 
@@ -52,6 +54,7 @@ class Pipeline:
             device: where the parts lie.
             messages: the form of activations and their gradients between ranks; as they are by
                 default.
+            zero: degree, of parts that FSDP2 has wrapped.
         """
         rank, places = dist.get_rank(group), schedule.stages_of(dist.get_rank(group))
         assert dist.get_world_size(group) == schedule.num_ranks, "the schedule is for other ranks"
@@ -60,13 +63,15 @@ class Pipeline:
         self.schedule, self.device, self.messages = schedule, device, messages
         self._wires = StageLinks(group, device, max_sends=2 * schedule.num_ranks, messages=messages)
         self._stages = [
-            Stage(part, schedule, place, device, group)
+            Stage(part, schedule, place, device, group, zero)
             for part, place in zip(parts, places, strict=True)
         ]
         for part in parts:
-            if isinstance(part, FSDPModule):
+            if isinstance(part, FSDPModule) and zero < 3:
                 part.set_reshard_after_forward(False)
-        self._training = _Runtime(self._stages, schedule.num_micro_batches, lower(schedule, rank))
+        self._keeps_gathered = zero < 3
+        program = lower(schedule, rank, keeps_gathered=self._keeps_gathered)
+        self._training = _Runtime(self._stages, schedule.num_micro_batches, program)
         self._evaluation: dict[int, _Runtime] = {}
         """By number of micro-batches."""
 
@@ -108,7 +113,9 @@ class Pipeline:
         """The losses of any number of micro-batches, without gradients; else as `step`."""
         number = len(inputs)
         if number not in self._evaluation:
-            program = lower_forward(self.schedule, number, self._training.rank)
+            program = lower_forward(
+                self.schedule, number, self._training.rank, keeps_gathered=self._keeps_gathered
+            )
             self._evaluation[number] = _Runtime(self._stages, number, program)
         with torch.no_grad():
             return self._run(self._evaluation[number], inputs, criterion)
@@ -152,6 +159,11 @@ class _Runtime(_PipelineScheduleRuntime):
 
     def _initialize_stages(self, *_: Any, **__: Any) -> None:
         """Nothing: torch's would run every stage once to learn shapes, which ours announce."""
+
+    def _assert_unsharded(self, stage: Any) -> None:
+        """At ZeRO-3 each pass gathers what it reads."""
+        if stage.zero < 3:
+            super()._assert_unsharded(stage)
 
     def run(self, inputs: Sequence[MicroBatch]) -> None:
         """Execute the program."""

@@ -2,7 +2,8 @@
 
 A program is the rank's own actions, with transfers (SEND, RECV) where neighbouring stages live on
 different ranks, and with FSDP's work: gather the parameters first (UNSHARD), reduce the gradients
-of a stage behind its last backward pass (REDUCE_GRAD), free the parameters last (RESHARD).
+of a stage behind its last backward pass (REDUCE_GRAD), free the parameters last (RESHARD). At
+ZeRO-3 passes gather and free for themselves: UNSHARD and RESHARD are left out.
 
 The rule that keeps ranks from waiting in circles: all actions and transfers of all ranks have one
 common order, and each rank executes its own in that order. Doing them one after the other would be
@@ -24,12 +25,14 @@ _DURATIONS = {"F": 1, "I": 1, "W": 1, "B": 2}
 """Relative times for the common order; the times of a real run change no result."""
 
 
-def lower(schedule: Schedule, rank: int) -> list[Op]:
+def lower(schedule: Schedule, rank: int, *, keeps_gathered: bool = True) -> list[Op]:
     """This rank's program of a training step."""
-    return _program(schedule, common_order(schedule), rank)
+    return _program(schedule, common_order(schedule), rank, keeps_gathered)
 
 
-def lower_forward(schedule: Schedule, num_micro_batches: int, rank: int) -> list[Op]:
+def lower_forward(
+    schedule: Schedule, num_micro_batches: int, rank: int, *, keeps_gathered: bool = True
+) -> list[Op]:
     """This rank's program of forward passes alone, for any number of micro-batches.
 
     At tick t, stage s does micro-batch t - s of its direction: every stage is busy as soon as the
@@ -45,7 +48,7 @@ def lower_forward(schedule: Schedule, num_micro_batches: int, rank: int) -> list
         ticks += [
             (tick + stage, Action("F", stage, micro_batch)) for stage in range(schedule.num_stages)
         ]
-    return _program(schedule, [action for _, action in sorted(ticks)], rank)
+    return _program(schedule, [action for _, action in sorted(ticks)], rank, keeps_gathered)
 
 
 def common_order(schedule: Schedule) -> list[Action]:
@@ -87,7 +90,9 @@ def _as_input_gradient(action: Action) -> Action:
     return action._replace(kind="I") if action.kind == "B" else action
 
 
-def _program(schedule: Schedule, order: Iterable[Action], rank: int) -> list[Op]:
+def _program(
+    schedule: Schedule, order: Iterable[Action], rank: int, keeps_gathered: bool
+) -> list[Op]:
     """This rank's part of the common order, with transfers and FSDP's work."""
     ops: list[str] = []
     reduce_at: dict[int, int] = {}
@@ -107,7 +112,7 @@ def _program(schedule: Schedule, order: Iterable[Action], rank: int) -> list[Op]
             reduce_at[index] = len(ops)  # behind the last one, and behind what it sends
     for index, place in sorted(reduce_at.items(), key=lambda item: -item[1]):
         ops.insert(place, f"{index}REDUCE_GRAD")
-    here = dict.fromkeys(Op.from_str(op).stage_index for op in ops)
+    here = dict.fromkeys(Op.from_str(op).stage_index for op in ops if keeps_gathered)
     gather, free = [f"{index}UNSHARD" for index in here], [f"{index}RESHARD" for index in here]
     return [Op.from_str(op) for op in (*gather, *ops, *free)]
 

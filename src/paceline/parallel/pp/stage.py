@@ -6,7 +6,8 @@ its RECV to its use, instead of one per micro-batch all the time, and what is se
 
 A backward pass is split in two (I and W) by torch's walk over the autograd graph. Where it can't
 be, I does all of it and W nothing: where the stage's input needs no gradient (token ids), and where
-the backward pass of a block is one piece (compiled), or can be done only once (recomputed).
+the backward pass of a block is one piece (compiled), or can be done only once (recomputed), or
+where the weights that W would read again are freed behind I (ZeRO-3).
 """
 
 from collections import defaultdict, deque
@@ -28,6 +29,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from paceline.comm import records
 from paceline.comm.compress.messages import CodedMessages
 from paceline.config.schedule import Schedule
+from paceline.parallel.fsdp import free_gathered, prepare_micro_batch
 from paceline.parallel.pp.program import index_of
 
 Criterion = Callable[[Tensor, int], Tensor]
@@ -152,15 +154,20 @@ class Stage(_PipelineStageBase):
         place: tuple[int, int],
         device: torch.device,
         group: dist.ProcessGroup,
+        zero: int = 1,
     ) -> None:
         direction, self.stage = place
+        self.zero = zero
+        """Degree, where FSDP2 holds the part."""
         self.chain = schedule.stage_ranks[direction]
         num_indices = schedule.num_stages * len(schedule.stage_ranks)
         index = index_of(schedule, direction, self.stage)
         super().__init__(part, index, num_indices, device, group)
-        self.splits = can_split(part) and any(
-            action.kind == "I" for action in schedule.actions[self.group_rank]
-        )
+        is_split = any(action.kind == "I" for action in schedule.actions[self.group_rank])
+        self.splits = is_split and can_split(part) and zero < 3
+        self._num_backwards = schedule.num_micro_batches // len(schedule.stage_ranks)
+        self._num_left = 0
+        """Micro-batches of the step whose weights' gradients are still to come."""
         self.flights: dict[int, _InFlight] = defaultdict(_InFlight)
 
     @property
@@ -175,7 +182,7 @@ class Stage(_PipelineStageBase):
 
     def start(self, current: PipelineContext) -> None:
         """Get ready to run a program."""
-        self.current = current
+        self.current, self._num_left = current, self._num_backwards
         if isinstance(self.submod, FSDPModule) and torch.is_grad_enabled():
             # REDUCE_GRAD turns all of them on again, and does what they put off.
             self.submod.set_is_last_backward(False)
@@ -186,6 +193,8 @@ class Stage(_PipelineStageBase):
         """Wait for what is still under way and let go of everything."""
         self.current.wires.finish()
         self.flights.clear()
+        if self.zero == 3:
+            free_gathered(self.submod)
         del self.current
 
     # Transfers. What they return the runtime would keep until the end of the step: nothing.
@@ -285,8 +294,10 @@ class Stage(_PipelineStageBase):
         with self._naming("backward", bwd_chunk_id), self._without_autocast():
             if self.splits and not full_backward and x.requires_grad:
                 flight.weights = self._backward_input(output, incoming, x)
-            elif output.requires_grad:
-                torch.autograd.backward(output, incoming)
+            else:
+                self._prepare_reduction()
+                if output.requires_grad:
+                    torch.autograd.backward(output, incoming)
         if flight.weights is None:
             self.current.after_backward(bwd_chunk_id, self.submod)
         if not self.is_first:
@@ -312,7 +323,21 @@ class Stage(_PipelineStageBase):
                 _own_memory(parameters),
             ):
                 stage_backward_weight(iter(parameters), weights)
+            if isinstance(self.submod, FSDPModule) and self._prepare_reduction():
+                # W goes around FSDP2's hooks, which would reduce.
+                self.submod._get_fsdp_state()._root_post_backward_final_callback()
             self.current.after_backward(bwd_chunk_id, self.submod)
+
+    def _prepare_reduction(self) -> bool:
+        """Whether gradients of weights that now come are reduced at once: FSDP2 is told so."""
+        self._num_left -= 1
+        if self.zero < 2 or not isinstance(self.submod, FSDPModule):
+            return False
+        is_last = self._num_left == 0
+        prepare_micro_batch(self.submod, self.zero, is_last, reduces=True)
+        # What is in no block stays: other micro-batches are under way.
+        self.submod.set_reshard_after_backward(is_last, recurse=False)
+        return True
 
     def _without_autocast(self) -> torch.autocast:
         """Backward computes in the types of forward; autocast would change them once more."""

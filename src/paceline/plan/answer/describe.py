@@ -288,6 +288,23 @@ def _storage(run: Outlook) -> str:
     return f"{text}, {amount_text(run.storage_usd_per_month)} USD a month"
 
 
+HARDWARE_HEADS = ("figure", "", "source")
+
+
+def hardware_rows(best: Prediction) -> list[tuple[str, str, str]]:
+    """What the prediction takes of devices and links: name, whether it is measured, cited or
+    assumed, and the source."""
+    rows = []
+    for name, origin in best.assumptions.items():
+        room, _, figure = name.partition(".")
+        if room in ("device", "links"):
+            mark, found, source = origin.partition(": ")
+            if not found or " " in mark:  # a measured curve, by its source alone
+                mark, source = "measured", origin
+            rows.append((figure.replace("_", " "), mark, source))
+    return rows
+
+
 def known(best: Prediction) -> str:
     """How much of what the prediction rests on was measured, cited or assumed."""
     count = {"measured": 0, "cited": 0, "assumed": 0}

@@ -25,6 +25,7 @@ from paceline.plan.scale import checkpoint_bytes
 from paceline.plan.search import why
 from paceline.plan.search.convnets import predict_all, sentences_of
 from paceline.plan.search.gradient_comm import AXES, choose_exchange, named_forms
+from paceline.plan.search.rounds import choose_rounds
 from paceline.plan.search.search import SearchCounts, memory_limit, search
 from paceline.plan.search.space import SearchConstraints
 
@@ -59,8 +60,14 @@ def _of_decoder(model: Model, job: JobOnCluster, constraints: SearchConstraints)
         train, layout = job.train, Layout.parse(vars(job.layout))
         check_layout(layout, model, job.cluster, train.seq_len, train.global_batch)
     found = search(Setting.of(job), constraints)
+    notes: tuple[str, ...] = ()
+    if found.ranked and job.comm.local.is_open:
+        local, reasons = choose_rounds(job, found.ranked[0].layout)
+        notes += tuple(f"{name}: {reason}" for name, reason in reasons.items())
+        job = job.replace(comm=job.comm.replace(local=local).settled)
+        found = search(Setting.of(job), constraints)
     ranked, comm = found.ranked, None
-    notes: tuple[str, ...] = (why.tightness(found),) if found.is_tight else ()
+    notes += (why.tightness(found),) if found.is_tight else ()
     exchanging = None
     if ranked and "auto" in (job.comm.dp.compress, job.comm.fsdp.compress):
         first, comm, said = _exchanging(job, ranked[0])

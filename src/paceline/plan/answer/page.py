@@ -7,6 +7,7 @@ from paceline.observe.terms import TERM_COLOURS, TERMS
 from paceline.plan.answer.answer import Answer
 from paceline.plan.answer.describe import (
     GOODPUT_HEADS,
+    HARDWARE_HEADS,
     MEMORY_COLOURS,
     all_settings,
     chosen_text,
@@ -17,6 +18,7 @@ from paceline.plan.answer.describe import (
     figure_cells,
     goodput_cells,
     goodput_sentences,
+    hardware_rows,
     outlook_rows,
     sentences,
     settings_text,
@@ -80,6 +82,7 @@ def render(found: Answer, folder: Path | None = None) -> str:
             *_goodput(found),
             Section(
                 "What the figures rest on",
+                Table(HARDWARE_HEADS, hardware_rows(best) if best else [], words=(0, 1, 2)),
                 Details(
                     "Show constants and their origin",
                     Pairs(sorted(best.assumptions.items()) if best else [], codes=(0,)),

@@ -25,6 +25,7 @@ from paceline.plan.answer.describe import (
     goodput_cells,
     goodput_sentences,
     goodput_text,
+    hardware_rows,
     known,
     outlook_rows,
     sentences,
@@ -82,6 +83,9 @@ def _parts(found: Answer, width: int, num: int) -> Iterator[RenderableType]:
         yield heading("what failures leave of it")
         yield Table(GOODPUT_HEADS, goodput_cells(found.goodput, found.outlook.train_s), words=(0,))
         yield Bullets(goodput_sentences(found.goodput))
+    if assumed := [row for row in hardware_rows(best) if row[1] == "assumed"]:
+        yield heading("assumed of devices and links")
+        yield Bullets([f"{figure}: {source}" for figure, _, source in assumed])
     yield Text(f"\n{known(best)}", style="dim")
 
 

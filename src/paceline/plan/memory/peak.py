@@ -91,6 +91,10 @@ class _Parts(NamedTuple):
     """Of these, those that are there from the beginning of a backward pass."""
     fresh_block: Array
     """Whole gradients that wait to be reduced."""
+    fresh_stage: Array
+    """Those of all blocks of a stage, behind the second half of its backward pass."""
+    in_stage: Array
+    """Blocks of a stage, a number."""
     gathered: _Line
     """Copies of parameters, but the block's in use."""
     cast_head: Array
@@ -164,13 +168,13 @@ def _resident(
     setting: Setting, points: Points, counts: ParameterCounts, trained: ParameterCounts
 ) -> Terms:
     """What stays from step to step."""
-    on_host = points.offload_params.astype(bool)
+    outside = setting.has_params_outside(points)
     params = states.resident_params(setting, points, counts)
     state = states.optimizer_bytes_per_param(setting, points) * trained.sharded
     return {
-        "params": np.where(on_host, 0, params),
+        "params": np.where(outside, 0, params),
         "grads": states.resident_grads(setting, points, trained),
-        "optimizer": np.where(on_host | points.offload_optimizer.astype(bool), 0, state),
+        "optimizer": np.where(outside | points.offload_optimizer.astype(bool), 0, state),
         "comm_buffers": comm_state_bytes(setting, points, trained)
         + states.kept_message(setting, points, trained),
     }
@@ -216,6 +220,8 @@ def _parts(
         fresh_ends=states.fresh_ends(setting, points, trained),
         fresh_head=states.fresh_head(setting, points, trained),
         fresh_block=states.fresh_block(setting, points, trained),
+        fresh_stage=states.fresh_stage(points, holdings, trained),
+        in_stage=layers / np.maximum(points.stages_per_rank, 1),
         gathered=_Line(
             states.stays_gathered(setting, points, copies, zero),
             states.stays_gathered(setting, points, copies, one),
@@ -245,6 +251,8 @@ def _moments(parts: _Parts) -> Iterator[Terms]:
         yield _inside(parts, blocks_done)
         yield _edge(parts, blocks_done)
     yield _root(parts)
+    if np.any(parts.fresh_stage):
+        yield _second_half(parts)
 
 
 def _next_moments(parts: _Parts) -> Iterator[Terms]:
@@ -353,6 +361,17 @@ def _root(parts: _Parts) -> Terms:
     }
 
 
+def _second_half(parts: _Parts) -> Terms:
+    """The end of a W at ZeRO-2: its activations are free, the first of its gradients go out."""
+    return {
+        "grads": parts.grads.end + parts.fresh_ends + parts.fresh_stage,
+        "activations": _left(parts, parts.in_stage),
+        "logits": parts.logits_wait,
+        "gather_buffers": parts.gathered.start,
+        "comm_buffers": parts.sent + parts.reduced_block,
+    }
+
+
 def _optimizer(setting: Setting, points: Points, counts: ParameterCounts) -> Terms:
     """The update in place, or in chunks where state is decoded, cast or fetched; kernel by kernel
     over groups it makes one more tensor of everything."""
@@ -369,7 +388,7 @@ def _optimizer(setting: Setting, points: Points, counts: ParameterCounts) -> Ter
         room = room + counts.sharded * working
     return {
         "grads": states.grads_before(setting, points, counts, np.ones(1), reduced=True),
-        "optimizer": np.where(points.offload_params.astype(bool), 0, room),
+        "optimizer": np.where(setting.has_params_outside(points), 0, room),
     }
 
 

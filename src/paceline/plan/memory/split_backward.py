@@ -25,7 +25,7 @@ _NORMS = 2
 def has_whole_backward(points: Points) -> Array:
     """Whether a block's backward pass is one piece (`paceline.parallel.pp.stage`): (n,), bool."""
     whole = points.compile | (points.recompute != 0) | points.offload_activations
-    return whole.astype(bool)
+    return whole.astype(bool) | points.frees_weights
 
 
 def has_split_backward(points: Points) -> Array:

@@ -8,18 +8,17 @@
 | master copy | 4, of 16-bit parameters |
 
 Within a step FSDP2 gathers, in the type of the arithmetic: at ZeRO-3 the block in use and the one
-ahead, before that (and in any pipeline) everything. Gradients that are reduced once a step (ZeRO-1
-with several micro-batches, pipelines) are whole until then, in fp32 where several are added up.
+ahead, before that everything. Gradients that are reduced once a step (ZeRO-1 with several
+micro-batches) are whole until then, in fp32 where several are added up.
 What is in no block is reduced last in each backward pass, and FSDP2 lets go of that message only
 when the next one is made: with several micro-batches, in the next one's backward pass. DDP's
 buckets are there all the time; beside them the gradients of micro-batches that aren't reduced are
 added up in tensors of their own, which the last micro-batch copies into the buckets. Replicas of a
 part of a network are FSDP2's too, as shards of one rank: whole all the time.
 
-Stacks that hold whole 16-bit parameters (`Stack.states`) have these, and at ZeRO-1 (and in any
-pipeline) whole gradients, from step to step; only moments and master copy are shards (6 + 12/d
-bytes per parameter with fp32 gradients, https://github.com/NVIDIA/Megatron-LM, docs of its
-distributed optimizer).
+Stacks that hold whole 16-bit parameters (`Stack.states`) have these, and at ZeRO-1 whole gradients,
+from step to step; only moments and master copy are shards (6 + 12/d bytes per parameter with fp32
+gradients, https://github.com/NVIDIA/Megatron-LM, docs of its distributed optimizer).
 
 Source: `paceline.parallel.fsdp`, `paceline.train.optim`; ZeRO https://arxiv.org/abs/1910.02054.
 """
@@ -32,7 +31,9 @@ from paceline.plan.memory.parameter_counts import (
     largest_of_block,
     lasting_buffers,
 )
+from paceline.plan.memory.split_backward import has_split_backward
 from paceline.plan.points import Array, Points, Setting
+from paceline.plan.stages import Holdings
 
 _FP32 = 4
 # `paceline.kernels.adamw.eight_bit`: a code of a byte, and an fp32 scale for 256 codes.
@@ -72,7 +73,7 @@ def resident_grads(setting: Setting, points: Points, counts: ParameterCounts) ->
 
 
 def _keeps_grads(setting: Setting, points: Points) -> Array:
-    return lasting_buffers(setting, points) & (points.zero_of_passes < 2)
+    return lasting_buffers(setting, points) & (points.zero < 2)
 
 
 def _grad_bytes(setting: Setting, param: Array) -> Array:
@@ -89,12 +90,12 @@ def _gathers(setting: Setting, points: Points) -> Array:
 
 def keeps_whole(points: Points) -> Array:
     """Whether FSDP2 keeps parameters gathered for the whole step: (n,), bool."""
-    return points.is_fsdp & ((points.zero_of_passes < 3) | (dense_groups(points).shards == 1))
+    return points.is_fsdp & ((points.zero < 3) | (dense_groups(points).shards == 1))
 
 
 def sums_whole(points: Points) -> Array:
     """Whether gradients are added up whole and reduced once a step: (n,), bool."""
-    late = (points.zero_of_passes < 2) | (dense_groups(points).shards == 1)
+    late = (points.zero < 2) | (dense_groups(points).shards == 1)
     return points.is_fsdp & late & (points.num_micro_batches > 1)
 
 
@@ -123,7 +124,7 @@ def grads_before(
         waiting = waiting * np.where(several & points.is_ddp, 2, 1)
         ends = np.where(points.is_fsdp, counts.ends / dense_groups(points).shards, 0)
         coming = coming - each * ends
-    elsewhere = points.offload_params.astype(bool) | _keeps_grads(setting, points)
+    elsewhere = setting.has_params_outside(points) | _keeps_grads(setting, points)
     there = np.where(points.is_ddp, waiting, share * np.where(several, waiting, coming))
     return np.where(elsewhere, 0, there)
 
@@ -135,6 +136,16 @@ def fresh_block(setting: Setting, points: Points, counts: ParameterCounts) -> Ar
     own = np.where(alone, points.param_bytes, 0)
     unit = _unit(setting, points, counts)
     return np.where(points.is_fsdp & ~kept, points.value_bytes * unit, own * counts.block)
+
+
+def fresh_stage(points: Points, holdings: Holdings, counts: ParameterCounts) -> Array:
+    """Gradients of a stage's blocks that wait for the end of a second half (W), where FSDP2 would
+    reduce them block by block, but has no hooks: (s, n)."""
+    waits = points.is_fsdp & (points.zero == 2) & has_split_backward(points)
+    # The stage with the embedding has its whole backward pass in the first half.
+    waits = waits & (holdings.embeddings < points.stages_per_rank)
+    blocks = (counts.whole - counts.ends) / points.stages_per_rank
+    return np.where(waits, blocks * points.value_bytes, 0)
 
 
 def fresh_ends(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
@@ -234,7 +245,7 @@ def gathered_at_last(setting: Setting, points: Points, counts: ParameterCounts) 
     """Copies of parameters when the ends are reduced, whose own FSDP2 has freed by then: (s, n)."""
     stay = stays_gathered(setting, points, counts, 1.0)
     alone = (points.num_micro_batches == 1) & (points.pp == 1)
-    frees = points.is_fsdp & (alone | (points.zero_of_passes == 3))
+    frees = points.is_fsdp & (alone | ((points.zero == 3) & (points.pp == 1)))
     return np.where(frees, stay - counts.ends * points.value_bytes, stay)
 
 

@@ -13,9 +13,9 @@ backward pass; DDP does it bucket by bucket. The zero degrees are those of `para
 | 2 | once a step | in each backward pass |
 | 1 | once a step | once a step |
 
-In a pipeline parameters stay gathered and gradients whole until the last micro-batch, whatever the
-degree (torch.distributed.pipelining, ours): each is exchanged once a step. The reduction of a stage
-comes behind its last backward pass, beside what other stages of the rank still do.
+In a pipeline it is the same, stage by stage. At 1 the reduction of a stage comes behind its last
+backward pass, beside what other stages of the rank still do. At 2 and 3 each pass takes longer by
+what it exchanges, and what other ranks wait for it (`step.times_of`).
 
 Workers of local updates are priced as runs of their own, with a round in every so many steps: each
 rank's share of the parameters goes to those at its place in the other workers.
@@ -113,7 +113,7 @@ class _CollectivePasses(NamedTuple):
     @staticmethod
     def of(points: Points) -> "_CollectivePasses":
         """Of the zero degree and the micro-batches."""
-        zero, batches = points.zero_of_passes, points.num_micro_batches
+        zero, batches = points.zero, points.num_micro_batches
         backward = np.where(zero >= 2, batches, 1)
         forward = np.where(zero == 3, batches, 1)
         return _CollectivePasses(forward, np.where(zero == 3, backward, 0), backward)
@@ -155,7 +155,7 @@ class DataAxes:
         another (read in its type, written in that of the reduction). What stays whole is added up:
         read twice and written.
         """
-        points, zero, (gathered, reduced) = self.points, self.points.zero_of_passes, self._wire
+        points, zero, (gathered, reduced) = self.points, self.points.zero, self._wire
         per_pass = np.where(zero == 3, 4.0, 0.0) * gathered
         per_pass = per_pass + np.where(zero >= 2, gathered + reduced, 0.0)
         if self.setting.device.is_cpu:
@@ -330,8 +330,11 @@ class DataAxes:
         """All that a step has of each."""
         blocks, root = self._of_blocks(units), self._of_root(units)
         passes = _CollectivePasses.of(self.points)
+        # In a pipeline what is in no block stays for the micro-batches under way.
+        of_root = np.where(self.points.pp > 1, 1, passes.forward)
+        gathers = passes.forward + passes.again
         return _UnitSeconds(
-            passes.forward * (root.gather_s + blocks.gather_s) + passes.again * blocks.gather_s,
+            of_root * root.gather_s + gathers * blocks.gather_s,
             passes.backward * (root.reduce_s + blocks.reduce_s),
             root.replicate_s + blocks.replicate_s,
         )
@@ -348,7 +351,7 @@ class DataAxes:
         inner = share * np.maximum(num_layers - 1, 0) / np.maximum(num_layers, 1)
         hidden_forward, hidden_backward, spare = (np.zeros(1),) * 3
         for count, unit, part in zip(held.blocks, units, parts, strict=False):
-            again_s = np.where(points.zero_of_passes == 3, unit.gather_s, 0.0)
+            again_s = np.where(points.zero == 3, unit.gather_s, 0.0)
             backward_s = again_s + unit.reduce_s
             forward_s = np.minimum(unit.gather_s, part.forward.beside_s)
             hidden_forward = hidden_forward + count * forward_s
@@ -357,7 +360,8 @@ class DataAxes:
             spare = spare + count * (part.beside_backward_s - beside)
         # Of a rank's backward work, what may run beside its reductions.
         stages = np.maximum(points.stages_per_rank, 1)
-        beside_reduction = np.where(points.pp > 1, 1 - 1 / stages, 1.0)
+        late_only = (points.pp > 1) & (points.zero < 2)
+        beside_reduction = np.where(late_only, 1 - 1 / stages, 1.0)
         hidden_forward = inner * hidden_forward
         hidden_backward = inner * hidden_backward * beside_reduction
         num_units = num_layers + 1
@@ -411,13 +415,13 @@ class DataAxes:
         passes_s = self.held.in_blocks(
             part.forward.beside_s + part.beside_backward_s for part in parts[:-2]
         )
-        num_steps = local.fragments * local.overlap_steps
+        num_steps = local.fragments * local.late_steps
         beside_s = num_steps * points.num_micro_batches * passes_s
         sent = sent_bytes(codec, self._round_bytes, points.workers)
         hideable = hideable_share(setting.device, setting.stack, sent, all_s)
         hidden_s = hideable * np.minimum(all_s, beside_s)
         exposed_s = all_s - hidden_s + coding_s
-        return DataSeconds(np.zeros(1), exposed_s / local.every, hidden_s / local.every)
+        return DataSeconds(np.zeros(1), exposed_s / local.round_steps, hidden_s / local.round_steps)
 
 
 def _both(one: _UnitSeconds, other: _UnitSeconds) -> _UnitSeconds:

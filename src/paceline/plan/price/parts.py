@@ -332,7 +332,7 @@ def _recompute_share(points: Points, work: PartWork) -> Array:
 
 def _is_whole(points: Points) -> Array:
     """Whether the backward pass is one piece whatever the schedule says."""
-    return points.compile | (points.recompute > 0)
+    return points.compile | (points.recompute > 0) | points.frees_weights
 
 
 def _split(

@@ -29,6 +29,7 @@ from paceline.config.schedule import Schedule
 from paceline.config.stack import CONSTANTS, constant
 from paceline.observe.terms import TERMS
 from paceline.plan.block_kinds import BlockKind, block_kinds_of
+from paceline.plan.collectives.groups import tiers_of
 from paceline.plan.data_groups import dense_groups
 from paceline.plan.memory import checkpoint_spike_bytes, memory_bytes
 from paceline.plan.memory.holdings import holdings_of
@@ -203,6 +204,10 @@ def model_flops_utilisation(setting: Setting, layout: Layout, tokens_per_s: floa
 def assumptions(setting: Setting) -> dict[str, str]:
     """Where the figures come from: the device's curves, and the stack's constants."""
     found = {f"device.{name}": origin for name, origin in origins(setting.device).items()}
+    for tier in tiers_of(setting.cluster) if setting.cluster.num_devices > 1 else ():
+        for name in ("latency_s", "bytes_per_s"):
+            figure = getattr(tier, name)
+            found[f"links.{tier.name}.{name}"] = f"{figure.origin}: {figure.source}"
     stack = setting.stack
     return found | {
         f"stack.{name}": stack.origin if name in stack.constants else "assumed"
@@ -259,7 +264,10 @@ def times_of(
     terms["exposed_comm.fsdp"] = exposed.fsdp_s
     terms["exposed_comm.dp"] = exposed.dp_s
     terms["exposed_comm.tp"] = terms["exposed_comm.tp"] + tp_norms
-    terms["bubble"] = np.maximum(alone.makespan_s - alone.seconds_of(passes), 0.0)
+    # What each pass gathers and reduces makes it longer, so that others wait longer for it.
+    busy_s = alone.seconds_of(passes)
+    longer = np.where(points.zero >= 2, 1 + exposed.fsdp_s / busy_s, 1.0)
+    terms["bubble"] = np.maximum(alone.makespan_s - busy_s, 0.0) * longer
     terms["exposed_comm.pp"] = _transfer_s(
         setting, points, stages, passes, hop_s, pipeline, alone.makespan_s
     ) + np.where(points.pp > 1, tied + copies, 0.0)
@@ -459,9 +467,15 @@ def _once_per_step(data: DataAxes, norm_s: Array, terms: dict[str, Array]) -> No
     terms["host_gap"] = terms["host_gap"] + constant(setting.stack, "step_overhead_ms") * 1e-3
     link = constant(setting.stack, "host_copy_gb_per_s") * 1e9
     # Each gathering brings the shard in, each reduction takes its gradient out.
-    passes = np.where(points.zero_of_passes == 3, 2 * points.num_micro_batches, 1) + 1
+    passes = np.where(points.zero == 3, 2 * points.num_micro_batches, 1) + 1
     moved = data.num_stepped * points.param_bytes * passes / link
-    terms["exposed_comm.fsdp"] = terms["exposed_comm.fsdp"] + points.offload_params * moved
+    exposed = terms["exposed_comm.fsdp"] + points.offload_params * moved
+    if (stream := setting.device.streamed_bytes_per_s) is not None:
+        # Weights twice a micro-batch, gradients once a step, both beside the products.
+        passes = 2 * points.num_micro_batches + 1
+        streamed_s = data.num_stepped * points.value_bytes * passes / stream.value
+        exposed = exposed + np.maximum(streamed_s - terms["matmul"], 0.0)
+    terms["exposed_comm.fsdp"] = exposed
 
 
 def optimizer_s(setting: Setting, points: Points, stepped: Array) -> Array:
@@ -476,10 +490,11 @@ def optimizer_s(setting: Setting, points: Points, stepped: Array) -> Array:
         + np.where(points.optimizer_8bit, _CODING_BYTES, 0.0)
     ) * (_FOREACH_FACTOR if stack.optimizer == "foreach" else 1.0)
     here = stepped_s(setting.device, stack, stepped * num_bytes)
-    link = constant(stack, "host_copy_gb_per_s") * 1e9
+    stream = setting.device.streamed_bytes_per_s
+    link = constant(stack, "host_copy_gb_per_s") * 1e9 if stream is None else stream.value
     state = np.where(points.optimizer_8bit, 2.03, _ADAM_STATE) + np.where(has_master, 4.0, 0.0)
     travel = points.offload_optimizer * 2 * state * stepped / link
-    # Shards on the host step there: their passes go at the host's pace.
-    on_host = points.offload_params * stepped * num_bytes / link
-    step_s = np.where(points.offload_params, on_host, here) + travel
+    # What waits outside steps there: its passes go at the pace of the way to it.
+    outside_s = stepped * num_bytes / link
+    step_s = np.where(setting.has_params_outside(points), outside_s, here) + travel
     return step_s + (muon_s(setting, points, stepped) if setting.has_muon else 0.0)

@@ -20,6 +20,7 @@ from paceline.plan.price.step import predict
 from paceline.plan.rates import matmul_s
 from paceline.plan.resolve import Plan, concrete_cluster, resolve
 from paceline.plan.search.gradient_comm import choose_exchange, worth_compressing
+from paceline.plan.search.rounds import choose_rounds, few_rounds
 from paceline.plan.search.search import Found, search
 from paceline.plan.search.space import SearchConstraints
 from paceline.plan.search.why import explain, shortage
@@ -91,6 +92,12 @@ def _with_exchange(asked: JobOnCluster, plan: Plan) -> Plan:
         reasons |= chosen.reasons
         note = worth_compressing(asked, layout)
         notes += () if note is None else (note,)
+    if asked.comm.local.is_open:
+        local, why = choose_rounds(asked, concrete.layout)
+        concrete = concrete.replace(comm=concrete.comm.replace(local=local).settled)
+        reasons |= why
+    note = few_rounds(concrete, concrete.comm.local)
+    notes += () if note is None else (note,)
     best = predict(Setting.of(concrete), concrete.layout)
     return replace(
         plan, job=concrete, reasons=reasons, notes=notes, ranked=(best, *plan.ranked[1:])

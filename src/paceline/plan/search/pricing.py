@@ -31,8 +31,9 @@ SEEN_BY_PARTS = (
     *("tp", "sequence_parallel", "async_tp", "cp", "ulysses", "ep", "micro_batch", "precision"),
     *("param_dtype", "compile", "recompute", "recompute_share"),
 )
-"""Columns that a part's seconds depend on; so they do on whether it is sharded, for fp8 on the
-schedule, and where exchanges of experts run beside other passes on how many have a partner."""
+"""Columns that a part's seconds depend on; so they do on whether it is sharded, on whether stages
+free their weights behind each pass, for fp8 on the schedule, and where exchanges of experts run
+beside other passes on how many have a partner."""
 _FP8 = PRECISIONS.index("fp8")
 
 
@@ -64,6 +65,8 @@ def _unwaited_s(setting: Setting, points: Points, stages: StageWork, found: Step
     waits = found.terms["bubble"] + found.terms["exposed_comm.pp"]
     if setting.stack.overlaps_ep:
         waits = waits + found.terms["exposed_comm.ep"]
+    # Of more and shorter stages more of each pass' gathering is hidden.
+    waits = waits + np.where(points.frees_weights, found.terms["exposed_comm.fsdp"], 0.0)
     uneven_s = np.where(points.pp > 1, found.ran.seconds_of(found.passes) - even_s, 0.0)
     own_s = found.step_s - found.terms["straggler_wait"]
     return found.step_s * (1 - (waits + uneven_s) / own_s)
@@ -94,7 +97,7 @@ def _in_pieces(
 def _network(setting: Setting, points: Points) -> NetworkParts:
     """As `NetworkParts.of`, by the distinct rows."""
     table = {name: getattr(points, name) for name in SEEN_BY_PARTS}
-    table["sharded"] = points.is_fsdp
+    table["sharded"], table["frees_weights"] = points.is_fsdp, points.frees_weights
     overlaps = setting.stack.overlaps_ep
     table["schedule"] = np.where((points.precision == _FP8) | overlaps, points.schedule, 0)
     table["paired"] = paired_share(points) if overlaps else np.zeros(1)

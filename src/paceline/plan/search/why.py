@@ -203,7 +203,7 @@ def _changes(setting: Setting, limit: float | None) -> Iterable[tuple[str, Setti
     for at, tier in enumerate(tiers):
         for factor, word in ((2.0, "twice as fast"), (0.5, "half as fast")):
             faster = (*tiers[:at], _scaled(tier, factor), *tiers[at + 1 :])
-            changed = replace(setting, cluster=setting.cluster.replace(tiers=faster))
+            changed = replace(setting, cluster=setting.cluster.replace(tiers=faster, network=None))
             yield f"{tier.name} {word}", changed, limit
     if limit is not None:
         yield "a quarter more memory", setting, 1.25 * limit

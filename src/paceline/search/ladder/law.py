@@ -1,0 +1,279 @@
+"""Law: held-out loss as a function of parameters and tokens, fitted with what is uncertain of it.
+
+    loss = floor + a / N^alpha + b / D^beta
+
+(https://arxiv.org/abs/2203.15556, section 3.3) with N in millions of parameters that multiply
+(blocks and head) and D in millions of tokens. For given exponents the rest is least squares with
+terms that are not negative, so the fit is a search over two numbers: it needs no starting values.
+A few small runs say little of the exponents; they are held near those of published fits, loosely.
+
+Intervals come from a parametric bootstrap: losses are drawn anew around the fitted law, with a
+standard deviation that is itself drawn, since few runs tell it badly. They cover what runs
+scatter, not that the law may bend beyond the runs.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+NUM_DRAWS = 200
+# Of exponents: bounds, and what published fits of decoders scatter around (0.28 to 0.5).
+_LOW, _HIGH, _USUAL, _SPREAD = 0.05, 1.2, 0.37, 0.25
+# Two runs that differ in their seed alone differ by some 0.3 % in loss; known as well as two runs.
+_SEED_NOISE, _SEED_RUNS = 0.003, 2.0
+_GRID, _ZOOMS = 24, 3
+_SETS = [np.array(kept) for size in (1, 2, 3) for kept in combinations(range(3), size)]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run."""
+
+    params: float
+    """Those that multiply: of blocks and head."""
+    tokens: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Law:
+    """Of one family of networks on one text."""
+
+    floor: float
+    """What no size and no length takes away."""
+    a: float
+    alpha: float
+    b: float
+    beta: float
+
+    def loss(self, params: npt.ArrayLike, tokens: npt.ArrayLike) -> Array:
+        """Of a run.
+
+        Args:
+            params: see `Point`.
+            tokens: it is trained on.
+        """
+        x, y = np.asarray(params, float) / 1e6, np.asarray(tokens, float) / 1e6
+        return np.asarray(self.floor + self.a * x**-self.alpha + self.b * y**-self.beta)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The law of some runs, and what it might as well be."""
+
+    points: tuple[Point, ...]
+    law: Law
+    noise: float
+    """Standard deviation of a run's loss around the law, as a share of it."""
+    draws: tuple[tuple[Law, float], ...]
+    """Laws of losses that were drawn anew, each with the noise that it was drawn with."""
+
+    def interval(self, params: float, tokens: float, share: float = 0.9) -> tuple[float, float]:
+        """Between which the loss of a new run is expected to lie."""
+        random = np.random.default_rng(1)
+        drawn = [
+            float(law.loss(params, tokens)) * (1 + noise * random.standard_normal())
+            for law, noise in self.draws
+        ]
+        low, high = np.quantile(drawn, [(1 - share) / 2, (1 + share) / 2])
+        return float(low), float(high)
+
+
+def fit(points: Iterable[Point], seed: int = 0) -> Fit:
+    """The law of some runs.
+
+    Args:
+        points: of two sizes and two lengths at least.
+        seed: of the draws.
+    """
+    found = tuple(points)
+    params = np.array([one.params for one in found]) / 1e6
+    tokens = np.array([one.tokens for one in found]) / 1e6
+    losses = np.array([one.loss for one in found])
+    law = _fit(params, tokens, losses)
+    expected = law.loss(params * 1e6, tokens * 1e6)
+    off = losses / expected - 1
+    freedom = max(len(found) - 5, 0) + _SEED_RUNS
+    noise2 = float(off @ off + _SEED_RUNS * _SEED_NOISE**2) / freedom
+    random = np.random.default_rng(seed)
+    draws = []
+    for _ in range(NUM_DRAWS):
+        noise = (noise2 * freedom / random.chisquare(freedom)) ** 0.5
+        drawn = expected * (1 + noise * random.standard_normal(len(found)))
+        draws.append((_fit(params, tokens, drawn), noise))
+    return Fit(found, law, noise2**0.5, tuple(draws))
+
+
+def _fit(params: Array, tokens: Array, losses: Array) -> Law:
+    """The law with the least squares of relative errors, exponents held near usual ones."""
+    bounds = [(_LOW, _HIGH), (_LOW, _HIGH)]
+    best = _Best(np.inf, 0.0, 0.0, np.zeros(3))
+    for _ in range(_ZOOMS):
+        alphas, betas = (np.linspace(low, high, _GRID) for low, high in bounds)
+        found = _on_grid(params, tokens, losses, alphas, betas)
+        best = min(best, found, key=lambda one: one.cost)
+        bounds = [
+            (max(_LOW, at - 2 * step), min(_HIGH, at + 2 * step))
+            for at, step in (
+                (best.alpha, alphas[1] - alphas[0]),
+                (best.beta, betas[1] - betas[0]),
+            )
+        ]
+    floor, a, b = map(float, best.factors)
+    return Law(floor, a, best.alpha, b, best.beta)
+
+
+@dataclass(frozen=True)
+class _Best:
+    cost: float
+    alpha: float
+    beta: float
+    factors: Array
+    """Of the three terms."""
+
+
+def _on_grid(params: Array, tokens: Array, losses: Array, alphas: Array, betas: Array) -> _Best:
+    terms = np.empty((len(alphas), len(betas), len(losses), 3))
+    terms[..., 0] = 1
+    terms[..., 1] = (params ** -alphas[:, None])[:, None, :]
+    terms[..., 2] = (tokens ** -betas[:, None])[None, :, :]
+    terms /= losses[:, None]
+    factors, squares = _not_negative(terms)
+    usual = ((alphas[:, None] - _USUAL) ** 2 + (betas - _USUAL) ** 2) / _SPREAD**2
+    cost = squares / _SEED_NOISE**2 + usual
+    at = np.unravel_index(np.argmin(cost), cost.shape)
+    return _Best(float(cost[at]), float(alphas[at[0]]), float(betas[at[1]]), factors[at])
+
+
+def _not_negative(terms: Array) -> tuple[Array, Array]:
+    """Factors, none negative, with which terms sum to 1 best; and the squares that are left.
+
+    Args:
+        terms: (..., points, 3).
+
+    Returns:
+        (..., 3) and (...): the best of all sets of terms whose least squares are not negative.
+    """
+    best = np.zeros((*terms.shape[:-2], 3))
+    least = np.full(terms.shape[:-2], float(terms.shape[-2]))  # with no term at all
+    for kept in _SETS:
+        part = terms[..., kept]
+        square = np.swapaxes(part, -1, -2) @ part + 1e-13 * np.eye(len(kept))
+        factors = np.linalg.solve(square, part.sum(-2)[..., None])
+        left = ((part @ factors)[..., 0] - 1) ** 2
+        squares = left.sum(-1)
+        is_better = (factors[..., 0] >= 0).all(-1) & (squares < least)
+        least = np.where(is_better, squares, least)
+        whole = np.zeros_like(best)
+        whole[..., kept] = factors[..., 0]
+        best = np.where(is_better[..., None], whole, best)
+    return best, least
+
+
+# ---- the learning rate ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Runs that differ in their learning rate alone."""
+
+    tokens: float
+    rates: tuple[float, ...]
+    """Increasing."""
+    losses: tuple[float | None, ...]
+    """None: it failed."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the best is the smallest or the largest that was tried."""
+        at = self.best
+        return at in (0, len(self.rates) - 1)
+
+    @property
+    def best(self) -> int:
+        """Index of the least loss."""
+        return min(range(len(self.rates)), key=lambda at: _or_inf(self.losses[at]))
+
+    def optimum(self, factors: Sequence[float] | None = None) -> float:
+        """The learning rate of the least loss: of a parabola, over the logarithm of the rate,
+        through the best and its neighbours.
+
+        Args:
+            factors: that losses are multiplied by before.
+        """
+        given = factors or [1.0] * len(self.rates)
+        losses = [
+            None if loss is None else loss * factor
+            for loss, factor in zip(self.losses, given, strict=True)
+        ]
+        at = min(range(len(losses)), key=lambda one: _or_inf(losses[one]))
+        near = range(at - 1, at + 2)
+        if near[0] < 0 or near[-1] >= len(losses) or any(losses[one] is None for one in near):
+            return self.rates[at]
+        x = np.log([self.rates[one] for one in near])
+        bend, slope, _ = np.polyfit(x - x[1], [float(losses[one] or 0) for one in near], 2)
+        if bend <= 0:
+            return self.rates[at]
+        move = float(np.clip(-slope / (2 * bend), x[0] - x[1], x[2] - x[1]))
+        return float(np.exp(x[1] + move))
+
+
+# Of a longer training the best rate is smaller or the same: by the root of its length at the most.
+_STEEPEST = -0.5
+
+
+@dataclass(frozen=True)
+class RateLaw:
+    """The best learning rate by the length of training: rate = at_one x D^slope, D in millions of
+    tokens. The width doesn't matter under muP."""
+
+    at_one: float
+    slope: float
+
+    def rate(self, tokens: float) -> float:
+        """At the peak, for a run of so many tokens."""
+        return float(self.at_one * (tokens / 1e6) ** self.slope)
+
+
+def fit_rates(
+    sweeps: Sequence[Sweep], noise: float = 0.0, random: np.random.Generator | None = None
+) -> RateLaw:
+    """The law of a short and a long sweep.
+
+    Args:
+        sweeps: the shortest first, the longest last.
+        noise: share of losses that they are drawn anew with.
+        random: draws.
+    """
+    first, last = (
+        one.optimum(
+            None
+            if random is None
+            else [1 + noise * x for x in random.standard_normal(len(one.rates))]
+        )
+        for one in (sweeps[0], sweeps[-1])
+    )
+    lengths = np.log(sweeps[-1].tokens / sweeps[0].tokens)
+    slope = float(np.clip(np.log(last / first) / lengths, _STEEPEST, 0)) if lengths else 0.0
+    middle = float(np.sqrt(sweeps[0].tokens * sweeps[-1].tokens)) / 1e6
+    return RateLaw(float(np.sqrt(first * last)) * middle**-slope, slope)
+
+
+def rate_interval(
+    sweeps: Sequence[Sweep], tokens: float, noise: float, share: float = 0.9
+) -> tuple[float, float]:
+    """Between which the best rate of a run of so many tokens is expected to lie, as far as the
+    scatter of losses goes."""
+    random = np.random.default_rng(2)
+    drawn = [fit_rates(sweeps, noise, random).rate(tokens) for _ in range(NUM_DRAWS)]
+    low, high = np.quantile(drawn, [(1 - share) / 2, (1 + share) / 2])
+    return float(low), float(high)
+
+
+def _or_inf(loss: float | None) -> float:
+    return float("inf") if loss is None else loss

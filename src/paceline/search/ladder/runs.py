@@ -1,0 +1,165 @@
+"""Runs: the ladder's runs, one after another; which comes next follows from what they came to.
+
+Each is an ordinary Run below the ladder's folder, and its last evaluation is the record of it: a
+ladder that was killed goes on where it was.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from paceline.config.errors import InputError
+from paceline.config.hardware import Cluster
+from paceline.config.job import JobSpec
+from paceline.observe.run import Run
+from paceline.render.figures import listed
+from paceline.search.ladder.law import Point, RateLaw, Sweep, fit_rates
+from paceline.search.ladder.rungs import (
+    MORE_RATES,
+    NUM_RATES,
+    Rung,
+    Rungs,
+    lengthened,
+    network_of,
+    sized,
+    width_of,
+)
+from paceline.search.trial_run import as_trial, train_to
+
+
+class StoppedError(Exception):
+    """A run was asked to stop."""
+
+
+@dataclass(frozen=True)
+class RungRun:
+    """A run that came to its end."""
+
+    rung: Rung
+    steps: int
+    rate: float
+    loss: float | None
+    """Held out, at the end; None: it failed."""
+    step_s: float | None
+    """Measured, the median."""
+    reason: str = ""
+    """Why it failed."""
+
+    @property
+    def cost_s(self) -> float:
+        """Device-seconds, as predicted."""
+        return self.rung.cost_s * self.steps
+
+
+@dataclass(frozen=True)
+class Climbed:
+    """What the runs came to."""
+
+    sweeps: tuple[Sweep, ...]
+    """Of the smallest rung: a short and a long one."""
+    rates: RateLaw
+    runs: tuple[RungRun, ...]
+    """Of all sizes and lengths, at the rate for their length."""
+    tokens_per_step: int
+
+    @property
+    def points(self) -> list[Point]:
+        """Those that didn't fail."""
+        return [
+            Point(one.rung.params, one.steps * self.tokens_per_step, one.loss)
+            for one in self.runs
+            if one.loss is not None
+        ]
+
+    @property
+    def slowness(self) -> tuple[float, float]:
+        """Measured over predicted seconds of a step of the largest rung: the least and the most."""
+        top = self.runs[-1].rung
+        found = [
+            one.step_s / top.step_s
+            for one in self.runs
+            if one.rung == top and one.step_s is not None
+        ]
+        return (min(found), max(found)) if found else (1.0, 1.0)
+
+
+@dataclass
+class Climb:
+    """A ladder under way."""
+
+    job: JobSpec
+    cluster: Cluster
+    rungs: Rungs
+    folder: Path
+    """Below which the Runs are."""
+    hear: Callable[[Sequence[RungRun], str], None]
+    """Told of the runs so far, and what is trained next."""
+    _made: list[RungRun] = field(default_factory=list)
+
+    def climb(self) -> Climbed:
+        """Make all runs.
+
+        Raises:
+            StoppedError: one of them was asked to stop.
+            InputError: too many failed for a law.
+        """
+        rungs, per_step = self.rungs, self.rungs.tokens_per_step
+        ends = (rungs.lengths[0], rungs.lengths[-1])
+        sweeps = tuple(self._sweep(steps) for steps in ends)
+        rates = fit_rates(sweeps)
+        runs = tuple(
+            self._run(rung, steps, rates.rate(steps * per_step))
+            for rung in rungs.rungs
+            for steps in rungs.lengths
+        )
+        self.hear(self._made, "")
+        climbed = Climbed(sweeps, rates, runs, per_step)
+        lacking = [one for one in runs if one.loss is None]
+        if len(climbed.points) < max(6, len(runs) - 2):
+            raise InputError(
+                f"{len(lacking)} of the ladder's {len(runs)} runs failed, the first of them: "
+                f"{lacking[0].reason}"
+            )
+        return climbed
+
+    def _sweep(self, steps: int) -> Sweep:
+        """Rates until the best one has neighbours, or no more may be tried."""
+        rung = self.rungs.rungs[0]
+        middle = self.job.optim.lr
+        rates = [middle * 2.0 ** (at - NUM_RATES // 2) for at in range(NUM_RATES)]
+        losses = [self._run(rung, steps, rate).loss for rate in rates]
+        while True:
+            found = Sweep(steps * self.rungs.tokens_per_step, tuple(rates), tuple(losses))
+            if all(loss is None for loss in losses):
+                raise InputError(
+                    f"no learning rate of {listed([f'{rate:.2g}' for rate in rates])} trains the "
+                    f"smallest network: {self._made[-1].reason}; give another optim.lr."
+                )
+            if not found.is_open or len(rates) == NUM_RATES + MORE_RATES:
+                return found
+            at = 0 if found.best == 0 else len(rates)
+            rate = rates[0] / 2 if at == 0 else rates[-1] * 2
+            rates.insert(at, rate)
+            losses.insert(at, self._run(rung, steps, rate).loss)
+
+    def _run(self, rung: Rung, steps: int, rate: float) -> RungRun:
+        name = f"{rung.heads}-heads-{steps}-steps-lr-{rate:.4g}"
+        self.hear(self._made, f"{rung.params:,} parameters, {steps:,} steps, lr {rate:.3g}")
+        base = width_of(network_of(self.job), self.rungs.rungs[0].heads)
+        job = lengthened(sized(self.job, rung.heads, base), steps)
+        job = job.replace(optim=job.optim.replace(lr=rate), cluster=self.cluster)
+        run = Run(self.folder / name)
+        result = train_to(run, as_trial(job, name, steps), steps)
+        if result is None:
+            raise StoppedError
+        made = RungRun(rung, steps, rate, result.loss, measured_step_s(run), result.reason)
+        self._made.append(made)
+        return made
+
+
+def measured_step_s(run: Run) -> float | None:
+    """Seconds of a step, the median; None: it has none. The first steps warm up, where there are
+    others."""
+    times = [line["step_time_s"] for line in run.metrics() if line.get("step_time_s")]
+    return median(times[len(times) // 4 :]) if times else None

@@ -15,6 +15,7 @@ EVERY, STEPS = 5, 60
 LOCAL = ("comm.local.method=diloco", f"comm.local.every={EVERY}")
 SETTINGS = (*LOCAL, "train.global_batch=12", f"train.steps={STEPS}")
 SHARDS = ("layout.dp=2", "layout.fsdp=2", "layout.zero=3")
+COLUMNS = ("layout.dp=2", "layout.tp=2")
 PATIENCE_S = 120.0
 
 
@@ -123,9 +124,10 @@ def test_too_few_workers_save_at_a_round_and_go_on_when_they_are_back(tmp_path):
         assert steps[-1] % EVERY == 0, "they stop where they meet"
 
 
-def test_a_worker_of_several_nodes_is_lost_as_one_and_comes_back_as_one(tmp_path):
+@pytest.mark.parametrize("layout", [SHARDS, COLUMNS], ids=["shards", "columns"])
+def test_a_worker_of_several_nodes_is_lost_as_one_and_comes_back_as_one(layout, tmp_path):
     job = _job(tmp_path, "train.steps=20000", "optim.schedule=constant")
-    with Agents(4, 1, job, tmp_path, SHARDS, {"PACELINE_MEASURE": "off"}) as agents:
+    with Agents(4, 1, job, tmp_path, layout, {"PACELINE_MEASURE": "off"}) as agents:
         for node in range(4):
             agents.start(node)
         await_step(agents, 12)

@@ -377,6 +377,12 @@ def disconnect() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        # DTensor keeps the meshes of what it worked out, and takes a later one that has the same
+        # ranks for them: its groups are gone, and another one may have their names.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def exit_rank(code: int = 0) -> NoReturn:

@@ -127,7 +127,7 @@ def options(
         params: the size, in parameters; None: any, up to where the loss grows again.
 
     Raises:
-        InputError: none; says why the last one can't be.
+        InputError: there is none; it says why the last one that was tried can't be.
     """
     said: InputError | None = None
     found = 0
@@ -260,9 +260,7 @@ def advise(best: Option, climbed: Climbed, fit: Fit, name: str) -> tuple[Advice,
     ), job
 
 
-def chosen(
-    found: Sequence[Option],
-) -> Option:
+def chosen(found: Sequence[Option]) -> Option:
     """The least loss; of those that are as good to a thousandth the fewest devices."""
     least = min(one.loss for one in found)
     near = [one for one in found if one.loss <= least * 1.001]

@@ -1,14 +1,12 @@
 """`paceline ladder`: the order of things."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 from rich.console import Console
-from rich.status import Status
 
 from paceline.config.errors import InputError
 from paceline.config.files import read_json
@@ -132,7 +130,7 @@ def _rungs(
 
 
 def _climb(job: JobSpec, here: Cluster, rungs: Rungs, folder: Path) -> Climbed:
-    with _shown() as status:
+    with _CONSOLE.status("") as status:
         told = 0
 
         def hear(made: Sequence[RungRun], coming: str) -> None:
@@ -144,12 +142,6 @@ def _climb(job: JobSpec, here: Cluster, rungs: Rungs, folder: Path) -> Climbed:
             status.update(f"{spent} of {duration_text(rungs.cost_s)}: training {coming}")
 
         return Climb(job, here, rungs, folder, hear).climb()
-
-
-@contextmanager
-def _shown() -> Iterator[Status]:
-    with _CONSOLE.status("") as status:
-        yield status
 
 
 def _line(one: RungRun) -> str:

@@ -14,7 +14,7 @@ from paceline.config.job import Job, JobSpec
 from paceline.config.model import Model
 from paceline.plan.answer.outlook import Outlook, outlook, samples_per_step
 from paceline.plan.scale import checkpoint_bytes
-from paceline.render.figures import count_text, duration_text
+from paceline.render.figures import count_text, duration_text, plural
 from paceline.search.forecast import priced
 from paceline.search.ladder.law import Fit, Law, rate_interval
 from paceline.search.ladder.rungs import ENOUGH, Rungs, head_counts, lengthened, network_of, sized
@@ -271,6 +271,7 @@ def network_text(advice: Advice, job: JobSpec) -> str:
     """Its size in words."""
     model = network_of(job)
     return (
-        f"{model.num_layers} blocks, width {model.hidden_size}, {model.num_heads} heads "
+        f"{plural(model.num_layers, 'block')}, width {model.hidden_size}, "
+        f"{plural(model.num_heads, 'head')} "
         f"({model.num_kv_heads} of keys), {count_text(advice.params)} parameters"
     )

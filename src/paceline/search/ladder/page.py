@@ -90,6 +90,12 @@ def notes(advice: Advice, climbed: Climbed) -> list[str]:
             f"the run is {advice.reach:,.0f} times as large as the largest rung: a larger --share "
             "makes the prediction surer."
         )
+    longer = advice.tokens / climbed.longest_tokens
+    if longer > _FAR:
+        found.append(
+            f"the run sees {longer:,.0f} times as many tokens as the longest small run: a larger "
+            "--share makes the prediction surer."
+        )
     if any(sweep.is_open for sweep in climbed.sweeps):
         found.append(
             "the best learning rate of a sweep is the last that was tried: give an optim.lr nearer "
@@ -134,6 +140,7 @@ def law_table(fit: Fit, climbed: Climbed, advice: Advice) -> Table:
         ("runs scatter around it by", f"{fit.noise:.2%}"),
         ("learning rate", f"{climbed.rates.at_one:.3g} x D^{climbed.rates.slope:.3g}"),
         ("size over the largest rung's", f"{advice.reach:,.1f}"),
+        ("tokens over the longest small run's", f"{advice.tokens / climbed.longest_tokens:,.1f}"),
         ("measured over predicted seconds of a step",
          "{:.3g} to {:.3g}".format(*climbed.slowness)),
     ]  # fmt: skip

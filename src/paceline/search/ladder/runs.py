@@ -73,6 +73,11 @@ class Climbed:
         ]
 
     @property
+    def longest_tokens(self) -> int:
+        """Of the longest of these runs."""
+        return max(one.steps for one in self.runs) * self.tokens_per_step
+
+    @property
     def slowness(self) -> tuple[float, float]:
         """Measured over predicted seconds of a step of the largest rung: the least and the most."""
         top = self.runs[-1].rung

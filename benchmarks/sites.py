@@ -17,7 +17,7 @@ The decoder has 0.9 M parameters; its text is a Markov chain (benchmarks/local_u
 payload of less than 256 KiB passes the link at once; a round's has three times as much each way.
 There is no latency, so this says nothing about it, nor about GPUs.
 
-    python -m benchmarks.sites [--rate 20mbit] [--steps 500]
+    python -m benchmarks.sites [--rate 20mbit] [--steps 1500]
 
 Needs root. Keeps results/<device>/sites.{json,md}. Ten minutes or so on two quiet cores.
 """
@@ -41,7 +41,7 @@ from benchmarks.local_updates import VOCAB, markov_rows
 from benchmarks.netlab import Laboratory, read_rate, why_not
 from benchmarks.provenance import folder_of, keep, parser_of, signature, taken_with
 
-EVERY = 25
+EVERY = 75
 SITES, RANKS = 2, 2
 JOB = """
 name = "sites"
@@ -261,7 +261,7 @@ def main() -> None:
     """Run the controls, the run that loses a site, and the one that agrees in every step."""
     parser = parser_of(__doc__)
     parser.add_argument("--rate", default="20mbit", help="of each site's link: 20mbit, 1gbit")
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=1500)
     asked = parser.parse_args()
     if problem := why_not():
         sys.exit(problem)

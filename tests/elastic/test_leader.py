@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.config.job import to_raw
+from paceline.config.job import Job, to_raw
 from paceline.elastic.generation import Generation, Node
 from paceline.elastic.leader import Leader, Member
 from tests.elastic.cluster import job_of
@@ -39,13 +39,17 @@ def test_a_number_is_a_rank_or_a_helper(number, place):
         assert SMALLER.number_of(*place) == number
 
 
+def _leader(tmp_path, job, events) -> Leader:
+    return Leader(_node("a"), job, tmp_path, SMALLER, 3, None, None, events, lambda _: None)
+
+
 def _watching(tmp_path, name: str, number: int) -> list[dict]:
     """What a leader sends to a member whose process says that it is in a generation that is over,
     for a long time."""
     sent: list[dict] = []
     channel = SimpleNamespace(send=sent.append)
     events = SimpleNamespace(add=lambda *_, **__: None)
-    leader = Leader(_node("a"), JOB, tmp_path, SMALLER, 3, None, None, events, lambda _: None)
+    leader = _leader(tmp_path, JOB, events)
     said = {
         "rank": number,
         "generation": 2,
@@ -75,3 +79,21 @@ def test_a_helper_that_does_not_leave_is_ended(tmp_path, number, local_rank):
 def test_numbers_of_an_earlier_generation_are_nobodys(tmp_path, number):
     """A leader had ended over one, and led again, and ended: for 80 s."""
     assert _watching(tmp_path, "b", number) == []
+
+
+@pytest.mark.parametrize(
+    ("every", "step", "is_taken_in"), [(None, 12, True), (5, 14, False), (5, 15, True)]
+)
+def test_who_comes_is_taken_in_after_a_round(tmp_path, every, step, is_taken_in):
+    """Where workers step each for itself: in the middle of one, its steps would be done again."""
+    raw = to_raw(JOB)
+    if every is not None:
+        raw["comm"]["local"] |= {"method": "diloco", "every": every}
+    leader = _leader(tmp_path, Job.parse(raw), SimpleNamespace(add=lambda *_, **__: None))
+    leader.is_waiting = False
+    member = Member(_node("c"), SimpleNamespace(send=lambda _: None), 3)
+    leader._on_stepped(12)
+    assert not leader._may_take_in(), "nobody came"
+    leader._on_came(member, {"kind": "came", "stop": None})
+    leader._on_stepped(step)
+    assert leader._may_take_in() == is_taken_in

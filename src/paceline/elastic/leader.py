@@ -114,7 +114,8 @@ class Leader:
         self._handled: list[Loss] = []
         """For which the next generation is made."""
         self._failures: list[str] = []
-        self._has_offer = False
+        self._offered_at: int | None = None
+        """The step during which a node came that waits to be taken in."""
         self._known_dead = set(dead)
         self._budget = Budget.of(before)
         self._ending: Ending | None = None
@@ -312,7 +313,7 @@ class Leader:
         # What was lost since all were asked is taken account of at once.
         self._losses = [loss for loss in self._losses if loss.node in decision.nodes]
         self._handled, self._failures, self._done, self._joined = [], [], set(), {}
-        self._has_stepped, self._lost_peer_at, self._has_offer = False, None, False
+        self._has_stepped, self._lost_peer_at, self._offered_at = False, None, None
         self._known_dead.clear()
         self._send_all({"kind": "generation", "generation": asdict(generation)})
         if self._stop is not None:
@@ -333,16 +334,12 @@ class Leader:
             return
         while not self._must_end() and not self._losses:
             await self._until(
-                lambda: (
-                    self._must_end()
-                    or bool(self._losses)
-                    or (self._has_offer and self._has_stepped)
-                ),
+                lambda: self._must_end() or bool(self._losses) or self._may_take_in(),
                 float("inf"),
             )
-            if self._losses or self._must_end() or not self._has_offer:
+            if self._losses or self._must_end():
                 continue
-            self._has_offer = False
+            self._offered_at = None
             decision = await aside(self._choose, self._situation())
             assert self.before is not None
             active = tuple(node.name for node in self.before.active)
@@ -351,6 +348,14 @@ class Leader:
                 return
         if self.before is not None and len(self._done) >= self.before.num_ranks:
             self._end_done()
+
+    def _may_take_in(self) -> bool:
+        """Whether a node that came is taken in now. Workers of local updates go on from their last
+        round then, so they do one more first: hardly a step is done again."""
+        if self._offered_at is None or not self._has_stepped:
+            return False
+        local, every = self._job.comm.local, self._job.comm.local.round_steps
+        return local.method == "none" or self._step // every > self._offered_at // every
 
     def _must_end(self) -> bool:
         all_done = self.before is not None and len(self._done) >= self.before.num_ranks
@@ -426,7 +431,8 @@ class Leader:
     def _on_came(self, member: Member, message: Message) -> None:
         self._known_dead.discard(member.node.name)
         if not self.is_waiting:
-            self._has_offer = True
+            if self._offered_at is None:
+                self._offered_at = self._step
             self._event("admitted", node=member.node.name, check="passed")
         if message["stop"] is not None:
             self._on_stop(member, message["stop"][0], "")

@@ -24,7 +24,7 @@ def main(job_file: Path, out: Path, settings: list[str]) -> None:
         settings: `--set`s of this round.
     """
     run = Run(out.with_suffix(".run"))
-    train_job(read_job(job_file, settings), run, fresh=True)
+    train_job(read_job(job_file, settings), run, fresh=True, fits_cluster=False)
     shutil.rmtree(out, ignore_errors=True)
     export_adapters(run, out)
     run.metrics_file.rename(out / "metrics.jsonl")

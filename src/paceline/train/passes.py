@@ -46,6 +46,8 @@ class Passes:
     """Forms in which tokens travel; None: as they are."""
     replicas: Replicas
     seed: int
+    data_rank: int
+    """Whose samples this rank has: tp ranks have the same."""
     exact: bool
     """Whether losses and gradients don't depend on who computes them."""
 
@@ -76,6 +78,7 @@ class Passes:
             to_experts,
             replicas,
             job.train.seed,
+            job.layout.data_rank(ranks.rank),
             job.elastic.exact,
         )
 
@@ -136,10 +139,13 @@ class Passes:
         return self.replicas.num_parts or num_micro_batches
 
     def _draw_alike(self, index: int, micro_batch: int) -> None:
-        """Let what a forward pass draws at random (dropout) not depend on the rank."""
+        """Let what a forward pass draws at random (dropout) not depend on the rank, where it must be
+        the same on several."""
         number = self.replicas.number(micro_batch)
         if number is not None:
             torch.manual_seed(seed_of(self.seed, index, number))
+        elif self.task.tp_plan is not None and self.layout.tp != 1:
+            torch.manual_seed(seed_of(self.seed, index, self.data_rank, micro_batch))
 
     def forward(self, micro_batch: object) -> WeightedLoss:
         """Loss of one micro-batch, in the layout's arithmetic."""

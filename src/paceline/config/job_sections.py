@@ -218,6 +218,10 @@ class Observe(FrozenConfig):
     report. The ranks wait for it, and hold the whole network."""
     sample_tokens: Count = 48
     """Tokens of a sample."""
+    noise_scale_every: CountOrNone = 0
+    """Steps between measurements of the gradient noise scale, the global batch beyond which more
+    samples help little (docs/optimizers.md); 0: none. It compares the gradients of micro-batches and
+    data ranks with their mean, so it needs two of these."""
     tensorboard: bool = True
     trackers: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ()
     """Also told each step's numbers: "mlflow", "wandb", "trackio", "opentelemetry". Where they

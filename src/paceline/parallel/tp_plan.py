@@ -134,9 +134,9 @@ def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
     Call it once a step, after the last backward pass; FSDP2 has done it where it holds parameters.
     """
     for p in parameters:
-        if isinstance(p, DTensor) and isinstance(p.grad, DTensor):
-            if p.grad.placements != p.placements:
-                p.grad = p.grad.redistribute(placements=p.placements)
+        grad = p.grad
+        if isinstance(p, DTensor) and isinstance(grad, DTensor) and grad.placements != p.placements:
+            p.grad = grad.redistribute(placements=p.placements)
 
 
 @torch.no_grad()

@@ -151,5 +151,12 @@ def _metrics_buffer(
             trainer.stats.watch.compare(figures["busy_s"], ranks.rank)
 
     return MetricsBuffer(
-        record, lag, most_bad, num_recent, see_spike=see_spike, see_ranks=see_ranks, on_spike=policy
+        record,
+        lag,
+        most_bad,
+        num_recent,
+        see_spike=see_spike,
+        see_ranks=see_ranks,
+        noise=NoiseEstimates.of(job),
+        on_spike=policy,
     )

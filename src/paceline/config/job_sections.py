@@ -219,9 +219,9 @@ class Observe(FrozenConfig):
     sample_tokens: Count = 48
     """Tokens of a sample."""
     noise_scale_every: CountOrNone = 0
-    """Steps between measurements of the gradient noise scale, the global batch beyond which more
-    samples help little (docs/optimizers.md); 0: none. It compares the gradients of micro-batches and
-    data ranks with their mean, so it needs two of these."""
+    """Steps between measurements of the gradient noise scale, about the global batch beyond which
+    more samples help little (docs/optimizers.md); 0: none. It compares the gradients of the
+    micro-batches of all ranks with their mean, so there must be two."""
     tensorboard: bool = True
     trackers: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ()
     """Also told each step's numbers: "mlflow", "wandb", "trackio", "opentelemetry". Where they

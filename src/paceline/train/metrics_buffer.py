@@ -40,7 +40,7 @@ class MetricsBuffer:
     """Is told of each."""
     see_ranks: Callable[[dict[str, list[float]]], None] = lambda _figures: None
     """Takes what all ranks said of themselves in a step."""
-    noise: NoiseEstimates = NoiseEstimates(1, 1)
+    noise: NoiseEstimates | None = None
     """Makes figures of what a step measured of the noise in gradients."""
     on_spike: str = "go_on"
     """`elastic.on_spike`."""
@@ -119,7 +119,9 @@ class MetricsBuffer:
         self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if is_skipped else 0
         line |= {"loss": result.loss, "grad_norm": result.grad_norm, "skipped": self.num_skipped}
         if result.figures:
-            line["figures"] = self.noise.among(result.figures, result.grad_norm)
+            line["figures"] = (
+                self.noise.among(result.figures, result.grad_norm) if self.noise else result.figures
+            )
         if result.comm:
             line["comm"] = result.comm
         if result.ranks:

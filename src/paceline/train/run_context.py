@@ -18,6 +18,7 @@ from paceline.train.kept_state import GenerationOverError, KeptState
 from paceline.train.left_out import LeftOut
 from paceline.train.memory_owners import memory_owners
 from paceline.train.metrics_buffer import NUM_RECENT, Line, MetricsBuffer
+from paceline.train.noise_scale import NoiseEstimates
 from paceline.train.spikes import Spike
 from paceline.train.start import identity
 from paceline.train.stopping import StopRequest

@@ -145,7 +145,7 @@ def test_estimates_that_are_not_finite_or_not_there_are_passed_over():
         (
             {"micro_batch": 3},
             {"elastic": {"exact": True}},
-            "elastic.exact leaves none of these in a step: set it to 0.",
+            "with that of all of it, which no step has with elastic.exact: set it to 0.",
         ),
     ],
     ids=["one part", "by default", "tp", "exact"],

@@ -153,6 +153,32 @@ def test_a_part_that_no_style_sums_up_is_found_in_the_first_step():
         run_ranks(api_cases.train_on_ranks, 2, *given)
 
 
+def _llama() -> nn.Module:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads)).double()
+
+
+def _of_llama(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    return loss_of(lambda ids: model(input_ids=ids).logits, batch)
+
+
+def test_a_model_of_transformers_is_cut_by_its_own_plan():
+    pytest.importorskip("transformers")
+    plan = dict(_llama().tp_plan)
+    check_plan(_llama(), plan, 2)
+    wanted = api_cases.by_hand(_llama, _of_llama, NUM_HELD_OUT)
+    given = ({**api_cases.FP64, "tp": 2}, NUM_HELD_OUT, _llama, _of_llama, plan)
+    for got in run_ranks(api_cases.train_on_ranks, 2, *given, timeout_s=240):
+        assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-6)  # rotations are in fp32
+        assert got["grad_norms"] == pytest.approx(wanted["grad_norms"], rel=1e-6)
+        for ours, theirs in zip(got["weights"], wanted["weights"], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
 PLAN = {"0": "colwise_gather_output", "3": "rowwise_split_input"}
 
 
@@ -185,7 +211,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(first, then, tmp_path
         (None, 2, "layout.tp = 2 cuts a module of your own by a plan, and there is none"),
         ({"layer.*.ffn.0": "colwise"}, 2, 'tp_plan names "layer.*.ffn.0", and no module of Netw'),
         ({"layers.*.ffn.0": "columns"}, 2, 'the style "columns", which is not known: use one of'),
-        ({"layers.*.ffn.0": 1}, 2, "tp_plan maps 'layers.*.ffn.0' to a int"),
+        ({"layers.*.ffn.0": 1}, 2, "tp_plan maps 'layers.*.ffn.0' to 1: map"),
         (WORDS, 3, "layout.tp = 3 does not divide the 16 that dimension 0 of embed.weight has"),
         ({"norm": "colwise"}, 2, "tp_plan cuts norm by ColwiseParallel, which is of Linear and"),
         ({"head": "colwise"}, 2, "embed.weight and head.weight are one parameter, which tp_plan"),
@@ -207,5 +233,5 @@ def test_a_start_without_a_plan_or_with_elastic_ranks_ends_with_a_sentence(tmp_p
     given = json.dumps({"job": job, "tp_plan": PLAN})
     done = python(api_script.__file__, given, folder=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("paceline: elastic.min_nodes = 1 goes on without lost ranks")
+    assert done.stderr.startswith("paceline: elastic.exact and elastic.min_nodes are of ranks")
     assert not (tmp_path / "runs" / "own").exists()

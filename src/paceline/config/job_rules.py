@@ -488,13 +488,13 @@ def _noise_scale(job: Sections) -> str | None:
             f"{start}, each whole on a rank, and layout.{cut[0]} = {getattr(layout, cut[0])} cuts "
             "them: use dp or fsdp, or set it to 0."
         )
-    if job.comm.local.method != "none" or job.elastic.exact or job.model.has_tables:
-        what = (
-            "tables of a recommender have"
-            if job.model.has_tables
-            else ("elastic.exact leaves" if job.elastic.exact else "comm.local leaves")
-        )
-        return f"{start} with that of all, and {what} none of these in a step: set it to 0."
+    unlike = {
+        "comm.local": job.comm.local.method != "none",
+        "elastic.exact": job.elastic.exact,
+        "tables of a recommender": job.model.has_tables,
+    }
+    if what := next((name for name, is_so in unlike.items() if is_so), None):
+        return f"{start} with that of all of it, which no step has with {what}: set it to 0."
     if job.train.global_batch == layout.micro_batch:
         return (
             f"{start}, and layout.micro_batch = {layout.micro_batch} makes one part of "

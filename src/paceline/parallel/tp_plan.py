@@ -191,7 +191,7 @@ def _matches(name: str, pattern: str) -> bool:
 def _check_style(pattern: object, style: object) -> None:
     if not isinstance(pattern, str) or not isinstance(style, str | ParallelStyle):
         raise InputError(
-            f"tp_plan maps {pattern!r} to a {type(style).__name__}: map names of modules to a "
+            f"tp_plan maps {pattern!r} to {style!r}: map names of modules to a "
             "ParallelStyle of torch.distributed.tensor.parallel, or to its word."
         )
     if isinstance(style, str) and style not in _WORDS:

@@ -178,11 +178,10 @@ def _check_tp(job: JobSpec, model: nn.Module, tp_plan: TpPlan | None) -> None:
     tp = _at_least(job.layout.tp)
     if tp == 1:
         return
-    if job.elastic.is_on:
+    if job.elastic.is_on or job.elastic.exact:
         raise InputError(
-            f"elastic.min_nodes = {job.elastic.min_nodes} goes on without lost ranks, and those of "
-            f"layout.tp = {tp} hold parts of a module of your own that no other rank has: set one "
-            "of them to 1 or less."
+            "elastic.exact and elastic.min_nodes are of ranks that have a module of your own whole "
+            f"or in shards, and layout.tp = {tp} cuts it: set tp to 1, or leave them out."
         )
     check_plan(model, tp_plan, tp)
 

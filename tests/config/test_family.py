@@ -79,7 +79,11 @@ def test_layers_nobody_knows_are_not_cut(model):
     assert list(model.layout_refusals(ONE)) == []
     assert not list(DECODER.layout_refusals(ONE.replace(tp=2, pp=2, cp=2, ep=2)))
     for axis in ("tp", "pp", "cp", "ep"):
-        (sentence,) = model.layout_refusals(ONE.replace(**{axis: 2}))
+        sentences = list(model.layout_refusals(ONE.replace(**{axis: 2})))
+        if axis == "tp" and model.is_own:  # cut by a plan
+            assert not sentences
+            continue
+        (sentence,) = sentences
         assert sentence.startswith(f"layout.{axis} = 2 needs a model that Paceline knows")
 
 

@@ -284,10 +284,22 @@ REFUSED = {
         "them.",
     ),
     "one's own model": (
-        {"tp": 2},
+        {"pp": 2},
         {"model": CustomModel()},
-        "layout.tp = 2 needs a model that Paceline knows the layers of, not one of your own: set "
-        "it to 1 and use dp or fsdp.",
+        "layout.pp = 2 needs a model that Paceline knows the layers of, not one of your own: set "
+        "it to 1 and use dp or fsdp, or tp by a plan.",
+    ),
+    "sequences of one's own model": (
+        {"tp": 2, "sequence_parallel": True},
+        {"model": CustomModel()},
+        "layout.sequence_parallel = true is of models that Paceline knows the layers of: leave it "
+        "out, and let the styles of tp_plan share out the tokens.",
+    ),
+    "fp8 in one's own model": (
+        {"tp": 2, "precision": "fp8"},
+        {"model": CustomModel()},
+        'layout.tp = 2 cuts torch\'s own linear layers, which those of layout.precision = "fp8" '
+        'are not: use "bf16", or tp = 1.',
     ),
 }
 

@@ -13,10 +13,12 @@ from paceline.comm.rendezvous import Ranks
 from paceline.config.hardware import Cluster
 from paceline.config.job import Job, JobSpec
 from paceline.observe.run import Run
+from paceline.parallel.tp_plan import TpPlan
 from paceline.plan.resolve import resolve
-from paceline.train.custom.loss import Loss
+from paceline.train.custom.loss import Loss, parse_loss
 from paceline.train.custom.task import custom_task
 from paceline.train.custom.user_inputs import UserInputs
+from paceline.train.data.order import sample_ids
 from paceline.train.trainer import Trainer
 from tests.parallel.training import CPU, whole_tensor
 from tests.train import api_script
@@ -148,11 +150,14 @@ def train_on_ranks(
     num_held_out: int,
     make: Callable[[], nn.Module] = module,
     loss_of: Loss = mean_over_labels,
+    tp_plan: TpPlan | None = None,
 ) -> dict[str, Any]:
     """Steps and an evaluation under a layout."""
     job, ranks = job_of(world_size, layout), Ranks(rank, world_size, rank, world_size)
     held_out = samples(num_held_out)
-    task = custom_task(job, ranks, UserInputs(make(), loss_of, samples(), held_out))
+    task = custom_task(
+        job, ranks, UserInputs(make(), loss_of, samples(), held_out, tp_plan=tp_plan)
+    )
     trainer = Trainer.of(job, ranks, task)
     steps = task.steps_from(0)
     results = [trainer.step(index, next(steps))() for index in range(STEPS)]
@@ -164,3 +169,41 @@ def train_on_ranks(
         "eval": [loss, figures.get("acc", 0.0)],
         "weights": [whole_tensor(parameter) for parameter in trainer.module.parameters()],
     }
+
+
+def by_hand(make: Callable[[], nn.Module], loss_of: Loss, num_held_out: int) -> dict[str, Any]:
+    """The whole batch in one plain loop."""
+    model = make()
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+    )
+    data, losses, norms, accuracies = samples(), [], [], []
+    for step in range(STEPS):
+        ids = sample_ids(0, step * BATCH, BATCH, len(data))
+        batch = torch.utils.data.default_collate([data[i] for i in ids])
+        loss, figures = parse_loss(loss_of(model, batch))
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        accuracies.append(_number(figures.get("acc", 0.0)))
+    held_out = torch.utils.data.default_collate(samples(num_held_out))
+    with torch.no_grad():
+        loss, figures = parse_loss(loss_of(model, held_out))
+    return {
+        "losses": losses,
+        "grad_norms": norms,
+        "acc": accuracies,
+        "eval": [loss.item(), _number(figures.get("acc", 0.0))],
+        "weights": [p.detach() for p in model.parameters()],
+    }
+
+
+def _number(figure: Any) -> Any:
+    return figure.item() if isinstance(figure, Tensor) else figure

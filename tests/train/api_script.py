@@ -86,7 +86,9 @@ def train(settings: dict[str, Any], runs: Path) -> tuple[paceline.Run, nn.Module
         data = Batches(settings.get("size", 12), stop_at, runs / name / "stop")
     if settings.get("data") == "loader":
         data = DataLoader(samples(), 12, shuffle=True)
-    run = paceline.train(job, model, loss, data, samples(24), runs=runs)
+    run = paceline.train(
+        job, model, loss, data, samples(24), tp_plan=settings.get("tp_plan"), runs=runs
+    )
     return run, model
 
 

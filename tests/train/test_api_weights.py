@@ -1,7 +1,6 @@
 """A loss that states how much it counts: means and gradients are those of one rank with the whole
 batch, in fp64, however the batch is cut."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +11,8 @@ import torch.nn.functional as F
 import paceline
 from paceline.config.errors import InputError
 from paceline.train.custom.labels import mean_of, means_over_labels
-from paceline.train.custom.loss import Loss, UserLoss, parse_loss
+from paceline.train.custom.loss import UserLoss, parse_loss
 from paceline.train.custom.reading import CustomMicroBatch
-from paceline.train.data.order import sample_ids
 from tests.ranks import run_ranks
 from tests.train import api_cases
 
@@ -26,47 +24,9 @@ CUTS = [
 NUM_HELD_OUT = 15  # one batch of 12 and one of 3
 
 
-def _by_hand(make: Callable[[], torch.nn.Module], loss_of: Loss) -> dict[str, Any]:
-    """The whole batch in one plain loop."""
-    module = make()
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in module.parameters() if p.ndim > 1], "weight_decay": 0.1},
-            {"params": [p for p in module.parameters() if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        lr=1e-2,
-        betas=(0.9, 0.95),
-    )
-    data, losses, norms, accuracies = api_cases.samples(), [], [], []
-    for step in range(api_cases.STEPS):
-        ids = sample_ids(0, step * api_cases.BATCH, api_cases.BATCH, len(data))
-        batch = torch.utils.data.default_collate([data[i] for i in ids])
-        loss, figures = parse_loss(loss_of(module, batch))
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        accuracies.append(_number(figures.get("acc", 0.0)))
-    held_out = torch.utils.data.default_collate(api_cases.samples(NUM_HELD_OUT))
-    with torch.no_grad():
-        loss, figures = parse_loss(loss_of(module, held_out))
-    return {
-        "losses": losses,
-        "grad_norms": norms,
-        "acc": accuracies,
-        "eval": [loss.item(), _number(figures.get("acc", 0.0))],
-        "weights": [p.detach() for p in module.parameters()],
-    }
-
-
-def _number(figure: Any) -> Any:
-    return figure.item() if isinstance(figure, torch.Tensor) else figure
-
-
 @pytest.fixture(scope="module")
 def by_hand():
-    return _by_hand(api_cases.module, api_cases.mean_over_labels)
+    return api_cases.by_hand(api_cases.module, api_cases.mean_over_labels, NUM_HELD_OUT)
 
 
 def _assert_same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -92,7 +52,7 @@ def test_ranks_weigh_as_much_as_they_have_labels(layout, by_hand):
 def test_a_mean_over_labels_that_states_no_weight_counts_by_its_labels(kind):
     """One rank with one and with twelve micro-batches; for one kind two ranks too, with DDP and
     FSDP2, which divide whatever the weight is: each as the whole batch in a plain loop."""
-    wanted = _by_hand(*api_cases.UNSTATED[kind])
+    wanted = api_cases.by_hand(*api_cases.UNSTATED[kind], NUM_HELD_OUT)
     for micro_batch in (12, 1):
         layout = {**api_cases.FP64, "micro_batch": micro_batch}
         given = (layout, NUM_HELD_OUT, *api_cases.UNSTATED[kind])

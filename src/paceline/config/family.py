@@ -87,11 +87,13 @@ class ModelFamily(FrozenConfig):
 
     def layout_refusals(self, layout: Layout) -> Iterator[str]:
         """What of a concrete layout this family can't have, a sentence each."""
-        for axis in () if self.knows_layers else ("tp", "pp", "cp", "ep"):
+        axes = ("pp", "cp", "ep") if self.is_own else ("tp", "pp", "cp", "ep")
+        for axis in () if self.knows_layers else axes:
             if getattr(layout, axis) != 1:
                 yield (
                     f"layout.{axis} = {getattr(layout, axis)} needs a model that Paceline knows "
-                    "the layers of, not one of your own: set it to 1 and use dp or fsdp."
+                    "the layers of, not one of your own: set it to 1 and use dp or fsdp"
+                    f"{', or tp by a plan' if self.is_own else ''}."
                 )
         if layout.sync_batch_norm and not self.has_batch_norms:
             yield (

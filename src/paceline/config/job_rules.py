@@ -89,6 +89,8 @@ def disagreement(job: Sections) -> str | None:
             f"observe.profile_steps = {observe.profile_steps} has no effect with "
             "observe.profile_every = 0: set that or leave it out."
         )
+    if observe.noise_scale_every and (problem := _noise_scale(job)):
+        return problem
     if observe.samples and not model.knows_layers:
         return (
             f'observe.samples are texts of a decoder, and model.family = "{model.family}" is none: '
@@ -474,6 +476,31 @@ _OF_ELASTIC_RUNS = (
     "max_nodes", "spares", "exact", "heartbeat_s", "wait_s", "first_limit_s", "copy_every",
     "restarts", "replace_slow",
 )  # fmt: skip
+
+
+def _noise_scale(job: Sections) -> str | None:
+    """Why parts of a batch can't be compared with the whole of it."""
+    every, layout = job.observe.noise_scale_every, job.layout
+    start = f"observe.noise_scale_every = {every} compares the gradients of parts of a batch"
+    cut = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(layout, axis) not in (1, "auto")]
+    if cut:
+        return (
+            f"{start}, each whole on a rank, and layout.{cut[0]} = {getattr(layout, cut[0])} cuts "
+            "them: use dp or fsdp, or set it to 0."
+        )
+    unlike = {
+        "comm.local": job.comm.local.method != "none",
+        "elastic.exact": job.elastic.exact,
+        "tables of a recommender": job.model.has_tables,
+    }
+    if what := next((name for name, is_so in unlike.items() if is_so), None):
+        return f"{start} with that of all of it, which no step has with {what}: set it to 0."
+    if job.train.global_batch == layout.micro_batch:
+        return (
+            f"{start}, and layout.micro_batch = {layout.micro_batch} makes one part of "
+            f"train.global_batch = {job.train.global_batch}: lower micro_batch, or set it to 0."
+        )
+    return None
 
 
 def _elastic(job: Sections) -> str | None:

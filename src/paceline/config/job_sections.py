@@ -1,6 +1,7 @@
 """The sections of a Job, as a person writes them; what they demand of each other: `job_rules`."""
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -13,7 +14,7 @@ from paceline.config.finetune import Finetune
 from paceline.config.frozen import MOST, Auto, Count, CountOrNone, FrozenConfig, Width
 from paceline.config.hardware import ClusterSpec
 from paceline.config.heads import Heads
-from paceline.config.layout import LayoutSpec
+from paceline.config.layout import Layout, LayoutSpec
 from paceline.config.mamba import Mamba2
 from paceline.config.mixture import EvalSet, Format, Source, Stage
 from paceline.config.model import Model
@@ -38,6 +39,22 @@ class CustomModel(ModelFamily):
     family: Literal["custom"] = "custom"
     name: str = "custom"
     """Kept in the Run, so that checkpoints of one model are never loaded into another."""
+
+    def layout_refusals(self, layout: Layout) -> Iterator[str]:
+        """Besides: tp is as the plan says, beside the script."""
+        yield from super().layout_refusals(layout)
+        if layout.tp == 1:
+            return
+        if layout.sequence_parallel:
+            yield (
+                "layout.sequence_parallel = true is of models that Paceline knows the layers of: "
+                "leave it out, and let the styles of tp_plan share out the tokens."
+            )
+        if layout.precision == "fp8":
+            yield (
+                f"layout.tp = {layout.tp} cuts torch's own linear layers, which those of "
+                'layout.precision = "fp8" are not: use "bf16", or tp = 1.'
+            )
 
 
 class Data(FrozenConfig):
@@ -201,6 +218,10 @@ class Observe(FrozenConfig):
     report. The ranks wait for it, and hold the whole network."""
     sample_tokens: Count = 48
     """Tokens of a sample."""
+    noise_scale_every: CountOrNone = 0
+    """Steps between measurements of the gradient noise scale, about the global batch beyond which
+    more samples help little (docs/optimizers.md); 0: none. It compares the gradients of the
+    micro-batches of all ranks with their mean, so there must be two."""
     tensorboard: bool = True
     trackers: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ()
     """Also told each step's numbers: "mlflow", "wandb", "trackio", "opentelemetry". Where they

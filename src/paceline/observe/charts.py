@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.observe.noise_scale import noise_scales
 from paceline.observe.summary import Lines, Summary, column, mean_terms, number
 from paceline.observe.terms import colour, in_order
 from paceline.render.charts import NOTHING, Plot, Series, bars, curve, plot, smooth, thin
@@ -31,7 +32,10 @@ def charts(lines: Lines, figures: Summary) -> dict[str, Plot]:
     Returns:
         name -> {"data": traces, "layout": layout}, plain JSON without non-finite numbers.
     """
-    names = ("loss", "terms", "rate", "memory", "lr", "grad_norm", "latency", "backlog", "parts")
+    names = (
+        *("loss", "terms", "rate", "memory", "lr", "grad_norm", "latency", "backlog", "parts"),
+        "noise",
+    )
     if not lines:
         return dict.fromkeys(names, NOTHING)
     unit = figures.unit
@@ -45,6 +49,7 @@ def charts(lines: Lines, figures: Summary) -> dict[str, Plot]:
         _curve(lines, "stream_latency_s", "%{y:.4~r} s", ticksuffix=" s"),
         _curve(lines, "stream_backlog_tokens", "%{y:.4~s} tokens", tickformat="~s"),
         _parts(lines),
+        _noise(lines),
     )
     return dict(zip(names, drawn, strict=True))
 
@@ -85,6 +90,12 @@ def _loss(lines: Lines, figures: Summary) -> Plot:
     name = "loss (nats per token)" if figures.unit == "tokens" else "loss"
     foot = {"overlaying": "y", "range": [0, 1], "fixedrange": True, "visible": False}
     return _over_steps(traces, {"title": name}, showlegend=True, yaxis2=foot)
+
+
+def _noise(lines: Lines) -> Plot:
+    """The noise scale of gradients, as it is known after each measurement."""
+    found = [{"step": step, "noise_scale": scale} for step, scale in noise_scales(lines)]
+    return _curve(found, "noise_scale", "%{y:.4~s} samples", tickformat="~s")
 
 
 def _parts(lines: Lines) -> Plot:

@@ -14,6 +14,7 @@ from paceline.config.files import read_toml
 from paceline.observe import interruptions, summary
 from paceline.observe.charts import charts
 from paceline.observe.generations import Generations, generations_of
+from paceline.observe.noise_scale import noise_scales
 from paceline.observe.run import Run
 from paceline.observe.summary import StepTime, Summary
 from paceline.observe.terms import colour
@@ -60,6 +61,7 @@ def render(
         "memory": "Peak memory of rank 0",
         "lr": "Learning rate",
         "grad_norm": "Gradient norm",
+        "noise": "Noise scale of gradients, in samples",
         "latency": "From arrival to training",
         "backlog": "Arrived and not trained on yet",
     }
@@ -69,7 +71,7 @@ def render(
         next=next_ or _next(run, figures, num_steps),
         subtitle=_subtitle(facts),
         lede=" ".join(filter(None, [verdict, _lede(figures, num_steps)])),
-        cards=_cards(figures, facts, num_steps, found),
+        cards=[*_cards(figures, facts, num_steps, found), *_noise_card(lines, job)],
         parts=(
             Section("Loss", Chart("loss", drawn["loss"], "tall"), Chart("parts", drawn["parts"])),
             _step_time(times, Chart("terms", drawn["terms"]), run, bool(explanation)),
@@ -267,6 +269,13 @@ def _cards(
     if figures.skipped:
         cards.append(("Skipped steps", f"{figures.skipped:,}", "not finite"))
     return cards
+
+
+def _noise_card(lines: summary.Lines, job: Mapping[str, Any]) -> list[Card]:
+    """The noise scale beside the batch that it is to be compared with."""
+    found, batch = noise_scales(lines), job.get("train", {}).get("global_batch")
+    note = "samples" if batch is None else f"samples; the batch has {batch:,}"
+    return [("Noise scale", amount_text(found[-1][1]), note)] if found else []
 
 
 def _choices(plan: Mapping[str, Any], job: Mapping[str, Any]) -> list[tuple[str, str, str]]:

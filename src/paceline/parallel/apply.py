@@ -14,8 +14,8 @@
 Replicas of a part of a network (dp with tp, pp, cp or ep) are FSDP2's as well, on a mesh whose
 shard groups have one rank: DDP knows no DTensors.
 
-Works with any `nn.Module` as long as only dp and fsdp are used; for the other axes the module says
-how it can be cut (`Divisible`).
+Works with any `nn.Module` as long as only dp and fsdp are used, and tp by a plan of a person's own
+(`tp_plan`); for the other axes the module says how it can be cut (`Divisible`).
 
 FSDP2: https://arxiv.org/abs/2304.11277 (design), torch.distributed.fsdp.fully_shard (code).
 """
@@ -50,6 +50,7 @@ from paceline.parallel.shard_collectives import algorithm_of
 from paceline.parallel.stages import StageModules
 from paceline.parallel.statistics import RUNNING, keep_type, synchronise
 from paceline.parallel.tp import enable_async, tensor_parallel
+from paceline.parallel.tp_plan import TpPlan, parallelize
 
 _TAKES_SIZES = "bucket_cap_mb_list" in signature(DistributedDataParallel.__init__).parameters
 _FIRST_BUCKET_MIB = 1.0
@@ -83,6 +84,7 @@ def apply(
     fill: Callable[[nn.Module], None] | None = None,
     find_unused: bool = False,
     exact: bool = False,
+    tp_plan: TpPlan | None = None,
 ) -> nn.Module:
     """Make this rank's part of a module ready to train under a Layout.
 
@@ -97,6 +99,7 @@ def apply(
         fill: gives a module's parameters their first values, in place.
         find_unused: let DDP look which parameters a forward pass doesn't reach.
         exact: leave gradients to `exact_replicas`: no DDP, and FSDP2 over shards alone.
+        tp_plan: by which tp cuts a module that says nothing of itself.
 
     Returns:
         the module to call: itself, changed in place, or a wrapper around it; `StageModules` of a
@@ -110,7 +113,7 @@ def apply(
         parts = _stages(module, layout, schedule, meshes.dense.get_local_rank("pp"))
     if layout.cp != 1:
         _share_sequences(parts, layout, meshes)
-    options = (comm, device, fill, find_unused, exact)
+    options = (comm, device, fill, find_unused, exact, tp_plan)
     ready = [_part(part, layout, meshes, *options) for part in parts]
     return ready[0] if schedule is None else StageModules(ready)
 
@@ -135,6 +138,7 @@ def _part(
     fill: Callable[[nn.Module], None] | None,
     find_unused: bool,
     exact: bool,
+    tp_plan: TpPlan | None,
 ) -> nn.Module:
     """Steps 2 to 10, on a whole network or one stage of it."""
     if layout.sync_batch_norm:
@@ -142,7 +146,7 @@ def _part(
     if layout.precision == "fp8":
         to_fp8(part, emulate=device.type != "cuda")
     if meshes is not None:
-        _share_layers(part, layout, meshes, comm)
+        _share_layers(part, layout, meshes, comm, tp_plan)
     recompute(part, layout.recompute, layout.recompute_layers)
     if "activations" in layout.offload:
         offload_activations(part, device)
@@ -192,7 +196,9 @@ def _share_sequences(parts: list[nn.Module], layout: Layout, meshes: Meshes | No
         network.set_attend(attend)
 
 
-def _share_layers(part: nn.Module, layout: Layout, meshes: Meshes, comm: Comm) -> None:
+def _share_layers(
+    part: nn.Module, layout: Layout, meshes: Meshes, comm: Comm, tp_plan: TpPlan | None
+) -> None:
     """What the ranks of the inner axes do together inside a layer."""
     axes = [axis for axis in ("ep", "tp") if getattr(layout, axis) != 1]
     if axes and expert_layers(part):
@@ -202,7 +208,9 @@ def _share_layers(part: nn.Module, layout: Layout, meshes: Meshes, comm: Comm) -
     if layout.cp != 1:
         assert meshes.context is not None
         share_sequences(part, meshes.context["cp"])
-    if layout.tp != 1:
+    if tp_plan is not None and layout.tp != 1:
+        parallelize(part, tp_plan, meshes.dense["tp"])
+    elif layout.tp != 1:
         network = cast(Divisible, part)
         tensor_parallel(part, network.placements(), meshes.dense["tp"], layout.sequence_parallel)
         if layout.async_tp:

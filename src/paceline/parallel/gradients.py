@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from paceline.comm.local_part import local_part
 from paceline.comm.mesh import Meshes, num_shards
 from paceline.config.layout import Layout
+from paceline.parallel import tp_plan
 from paceline.parallel.exact_sums import exact_sums, row_squares
 from paceline.parallel.tied_parameters import TiedParameters, find_tied_parameters
 from paceline.parallel.tp import finish_gradients
@@ -36,7 +37,9 @@ class Gradients:
         layout: Layout,
         *,
         exact: bool = False,
+        is_planned: bool = False,
     ) -> None:
+        """`is_planned`: tp cuts the module by a person's plan."""
         self._module, self._is_exact = module, exact
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self._parameters = [parameter for _, parameter in trained]
@@ -53,6 +56,8 @@ class Gradients:
         self._places = _places(trained, meshes, self._tied.first) if exact else []
         self._experts = [parameter for parameter in self._parameters if _is_expert(parameter)]
         self._num_expert_ranks = layout.ep
+        self._planned = trained if is_planned and layout.tp != 1 else []
+        self._to_check = meshes.dense.get_group("tp") if self._planned and meshes else None
 
     def finish(self) -> Tensor:
         """Complete the gradients after the last micro-batch.
@@ -63,6 +68,7 @@ class Gradients:
         """
         finish_gradients(self._module)
         self._tied.sum_gradients()
+        self._finish_planned()
         if self._is_exact:
             return self._exact_squared_norm()
         self._average_experts()
@@ -72,6 +78,13 @@ class Gradients:
         """Multiply every gradient by a () tensor."""
         held = [local_part(p.grad) for p in self._parameters if p.grad is not None]
         torch._foreach_mul_(held, factor.to(held[0]))
+
+    def _finish_planned(self) -> None:
+        """Complete what a person's plan cuts; after the first step, look whether it is right."""
+        tp_plan.finish_gradients(parameter for _, parameter in self._planned)
+        if self._to_check is not None:
+            tp_plan.check_whole_gradients(self._planned, self._to_check)
+            self._to_check = None
 
     def _average_experts(self) -> None:
         """Divide by ep: an expert's gradient came from the tokens of all ep ranks at once.

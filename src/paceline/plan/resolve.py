@@ -156,6 +156,8 @@ def _sharing(job: JobOnCluster, layout: Layout) -> Choices:
 def _sequence_parallel(job: JobOnCluster, layout: Layout) -> tuple[bool, str]:
     if layout.tp == 1:
         return False, "there is no tp"
+    if not job.model.knows_layers:
+        return False, "the plan of tp says how the tokens lie"
     if job.train.seq_len // layout.cp % layout.tp:
         return False, "tp does not divide the tokens of a rank's sequence"
     return True, "with tp it saves activations at no more traffic"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.comm.local_part import local_part
 from paceline.comm.mesh import Meshes, WorkerGroups
 from paceline.comm.rendezvous import Ranks
 from paceline.config.job import Job
@@ -62,6 +63,7 @@ class Agreement:
         self.replicas = replicas
         self._layout, self._ranks, self._module, self._stats = job.step_layout, ranks, module, stats
         self._is_exact = job.elastic.exact
+        self._has_own_buffers = job.model.is_own or self._layout.is_plain
         self._statistics = RunningStatistics(module)
         self._reports = WorkerReports()
 
@@ -157,7 +159,7 @@ class Agreement:
         statistics and a decoder's buffers are the same wherever they are, a stage has its own, and
         so has a worker until the next round.
         """
-        if self._layout.num_ranks > 1 and self._layout.is_plain:
+        if self._layout.num_ranks > 1 and self._has_own_buffers:
             self._take_first_buffers(self.replicas.together)
 
     def on_stop(self, is_wanted: bool, *, at_round: bool = False) -> bool:
@@ -178,7 +180,7 @@ class Agreement:
     @torch.no_grad()
     def _take_first_buffers(self, group: dist.ProcessGroup | None = None) -> None:
         for buffer in kept_buffers(self._module):
-            dist.broadcast(buffer, group=group, group_src=0)
+            dist.broadcast(local_part(buffer), group=group, group_src=0)
 
 
 def replicas_of(

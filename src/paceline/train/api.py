@@ -25,6 +25,7 @@ from paceline.config.frozen import Auto
 from paceline.config.job import Job, JobSpec, job_of, read_job, with_effects
 from paceline.config.job_sections import Data
 from paceline.observe.run import Run
+from paceline.parallel.tp_plan import TpPlan, check_plan
 from paceline.render.figures import listed
 from paceline.train.command import train_job
 from paceline.train.custom.changes import changes_since, must_train
@@ -58,6 +59,7 @@ def train(
     schedule: MakeSchedule | None = None,
     ema: float | None = None,
     find_unused_parameters: bool = False,
+    tp_plan: TpPlan | None = None,
     on_step: Callable[[Line], None] | None = None,
     on_eval: Callable[[Line], None] | None = None,
     runs: str | Path = "runs",
@@ -89,6 +91,9 @@ def train(
         schedule: maps the optimizer to a scheduler of torch's, in place of the Job's.
         ema: decay of a mean of the weights, which is evaluated, and returned in the module.
         find_unused_parameters: for a module of which a step may not reach every parameter.
+        tp_plan: by which `layout.tp` cuts the module: names of modules, with *, and a style of
+            torch.distributed.tensor.parallel for each, or its word ("colwise", "rowwise"); by
+            default what the module has as `tp_plan`, as those of transformers do.
         on_step: called with each step's line of metrics, on rank 0.
         on_eval: the same, with the lines that have an evaluation.
         runs: the folder of Runs; an existing Run of the Job's name goes on where it left off.
@@ -105,7 +110,9 @@ def train(
         install_plain_excepthook()
     job = _own_job(job)
     loop_options = LoopOptions(optimizer, schedule, ema, find_unused_parameters, on_step, on_eval)
-    brought = UserInputs(model, loss, data, eval_data, collate, workers, loop_options)
+    tp_plan = getattr(model, "tp_plan", None) if tp_plan is None else tp_plan
+    _check_tp(job, model, tp_plan)
+    brought = UserInputs(model, loss, data, eval_data, collate, workers, tp_plan, loop_options)
     traits = brought.traits()
     run = Run(Path(runs).absolute() / job.name)
 
@@ -165,6 +172,18 @@ def _own_job(given: JobSpec | Mapping[str, Any] | str | Path) -> JobSpec:
     if job.data != Data():
         raise InputError("data was given but the Job has a [data] section as well: remove one.")
     return job if "name" in job.model_fields_set else job.replace(name=_name_of_script())
+
+
+def _check_tp(job: JobSpec, model: nn.Module, tp_plan: TpPlan | None) -> None:
+    tp = _at_least(job.layout.tp)
+    if tp == 1:
+        return
+    if job.elastic.is_on or job.elastic.exact:
+        raise InputError(
+            "elastic.exact and elastic.min_nodes are of ranks that have a module of your own whole "
+            f"or in shards, and layout.tp = {tp} cuts it: set tp to 1, or leave them out."
+        )
+    check_plan(model, tp_plan, tp)
 
 
 def _name_of_script() -> str:

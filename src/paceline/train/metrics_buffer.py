@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.config.errors import RunError
 from paceline.observe.rank_spread import record_of_ranks
+from paceline.train.noise_scale import NoiseEstimates
 from paceline.train.results import StepResult
 from paceline.train.spikes import Spike
 
@@ -39,6 +40,8 @@ class MetricsBuffer:
     """Is told of each."""
     see_ranks: Callable[[dict[str, list[float]]], None] = lambda _figures: None
     """Takes what all ranks said of themselves in a step."""
+    noise: NoiseEstimates | None = None
+    """Makes figures of what a step measured of the noise in gradients."""
     on_spike: str = "go_on"
     """`elastic.on_spike`."""
     rolls_back: Spike | None = None
@@ -116,7 +119,9 @@ class MetricsBuffer:
         self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if is_skipped else 0
         line |= {"loss": result.loss, "grad_norm": result.grad_norm, "skipped": self.num_skipped}
         if result.figures:
-            line["figures"] = result.figures
+            line["figures"] = (
+                self.noise.among(result.figures, result.grad_norm) if self.noise else result.figures
+            )
         if result.comm:
             line["comm"] = result.comm
         if result.ranks:

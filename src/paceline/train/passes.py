@@ -26,6 +26,7 @@ from paceline.parallel.stages import StageModules
 from paceline.plan.schedules import build_schedule
 from paceline.train.custom.isolated_rng import seed_of
 from paceline.train.loss_scale import LossScale
+from paceline.train.noise_scale import PartNorms
 from paceline.train.task import Step, Task
 from paceline.train.weighted_loss import WeightedLoss, WeightedSums
 
@@ -46,8 +47,12 @@ class Passes:
     """Forms in which tokens travel; None: as they are."""
     replicas: Replicas
     seed: int
+    data_rank: int
+    """Whose samples this rank has: tp ranks have the same."""
     exact: bool
     """Whether losses and gradients don't depend on who computes them."""
+    part_norms: PartNorms | None
+    """None: the noise of gradients is not measured."""
 
     @classmethod
     def of(
@@ -76,7 +81,9 @@ class Passes:
             to_experts,
             replicas,
             job.train.seed,
+            job.layout.data_rank(ranks.rank),
             job.elastic.exact,
+            PartNorms(module, every) if (every := job.observe.noise_scale_every) else None,
         )
 
     def prepared(self, micro_batches: Step) -> Step:
@@ -118,7 +125,8 @@ class Passes:
         if self.pipeline is not None:
             return self._through_pipeline(self.pipeline, micro_batches)
         total, num_parts = len(micro_batches), self.num_parts(len(micro_batches))
-        tally = self.tally(num_parts)
+        tally, norms = self.tally(num_parts), self.part_norms
+        is_measured = norms is not None and norms.begin(index)
         for number, micro_batch in enumerate(micro_batches):
             prepare_micro_batch(self.module, self.layout, number, total, exact=self.exact)
             self._draw_alike(index, number)
@@ -128,6 +136,8 @@ class Passes:
             with span("paceline.backward"):
                 self._backward(self.loss_scale.scale(loss))
             self.replicas.take(number)
+            if norms is not None and is_measured:
+                part = norms.of_part(part, self.loss_scale.value, num_parts)
             tally.add(part, loss)
         return tally
 
@@ -136,10 +146,13 @@ class Passes:
         return self.replicas.num_parts or num_micro_batches
 
     def _draw_alike(self, index: int, micro_batch: int) -> None:
-        """Let what a forward pass draws at random (dropout) not depend on the rank."""
+        """Let what a forward pass draws at random (dropout) not depend on the rank, where several
+        ranks must draw the same."""
         number = self.replicas.number(micro_batch)
         if number is not None:
             torch.manual_seed(seed_of(self.seed, index, number))
+        elif self.task.tp_plan is not None and self.layout.tp != 1:
+            torch.manual_seed(seed_of(self.seed, index, self.data_rank, micro_batch))
 
     def forward(self, micro_batch: object) -> WeightedLoss:
         """Loss of one micro-batch, in the layout's arithmetic."""

@@ -18,6 +18,7 @@ from paceline.train.kept_state import GenerationOverError, KeptState
 from paceline.train.left_out import LeftOut
 from paceline.train.memory_owners import memory_owners
 from paceline.train.metrics_buffer import NUM_RECENT, Line, MetricsBuffer
+from paceline.train.noise_scale import NoiseEstimates
 from paceline.train.spikes import Spike
 from paceline.train.start import identity
 from paceline.train.stopping import StopRequest
@@ -151,5 +152,12 @@ def _metrics_buffer(
             trainer.stats.watch.compare(figures["busy_s"], ranks.rank)
 
     return MetricsBuffer(
-        record, lag, most_bad, num_recent, see_spike=see_spike, see_ranks=see_ranks, on_spike=policy
+        record,
+        lag,
+        most_bad,
+        num_recent,
+        see_spike=see_spike,
+        see_ranks=see_ranks,
+        noise=NoiseEstimates.of(job),
+        on_spike=policy,
     )

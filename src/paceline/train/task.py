@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from paceline.observe.run import Run
+from paceline.parallel.tp_plan import TpPlan
 from paceline.recommender.parameter_server.tables import Tables
 from paceline.train.data.stream.feed import StreamFeed
 from paceline.train.learning_rates import MakeOptimizer, MakeSchedule
@@ -110,6 +111,8 @@ class Task:
     loop_options: LoopOptions = field(default_factory=LoopOptions)
     sentences: tuple[str, ...] = ()
     """What a person is told before the first step."""
+    tp_plan: TpPlan | None = None
+    """By which tp cuts the module; None: it says itself how."""
     eval_figures: Callable[[], dict[str, float]] | None = None
     """What an evaluation found besides the loss, the same on every rank; asked after it."""
     has_values: bool = True

@@ -68,6 +68,7 @@ class Trainer:
             fill=task.fill,
             find_unused=task.loop_options.find_unused_parameters,
             exact=job.elastic.exact,
+            tp_plan=task.tp_plan,
         )
         names, _ = parameter_names(module)
         named = [(name, parameter) for parameter, name in names.items()]

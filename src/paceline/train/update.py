@@ -83,7 +83,14 @@ class Update:
         return cls(
             job,
             task,
-            Gradients(module, named, meshes, layout, exact=job.elastic.exact),
+            Gradients(
+                module,
+                named,
+                meshes,
+                layout,
+                exact=job.elastic.exact,
+                is_planned=task.tp_plan is not None,
+            ),
             optimizer,
             LearningRates(job, optimizer, loop_options.schedule),
             loss_scale,

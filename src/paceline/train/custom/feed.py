@@ -58,20 +58,22 @@ class BatchPartition:
     ranks: Ranks
     interleave: int = 1
     """Neighbouring ranks that take micro-batches in turns."""
+    tp: int = 1
+    """Neighbouring ranks that have the same samples."""
 
     @classmethod
     def of(cls, job: Job, ranks: Ranks) -> "BatchPartition":
         """As a concrete Job says."""
-        train = job.train
-        return cls(train.global_batch, job.micro_batch, train.seed, ranks, job.interleave)
+        train, sizes = job.train, (job.train.global_batch, job.micro_batch)
+        return cls(*sizes, train.seed, ranks, job.interleave, job.layout.tp)
 
     def parts(self, count: int) -> list[slice]:
         """This rank's micro-batches of a batch of `count` samples: as many as every other rank's,
         so that the last ones of an incomplete batch may be empty. Which samples come together does
         not depend on the ranks."""
         size = self.micro_batch
-        share = -(-count // (self.ranks.world_size * size))
-        numbers = micro_batch_numbers(self.ranks.rank, share, self.interleave)
+        share = -(-count // (self.ranks.world_size // self.tp * size))
+        numbers = micro_batch_numbers(self.ranks.rank // self.tp, share, self.interleave)
         return [slice(min(n * size, count), min((n + 1) * size, count)) for n in numbers]
 
     def placed(self, part: CustomMicroBatch) -> CustomMicroBatch:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from paceline.comm.local_part import is_shared
 from paceline.comm.records import all_gather
 from paceline.config.errors import InputError
 from paceline.train.custom.labels import (
@@ -142,6 +143,8 @@ def parse_loss(returned: Any) -> tuple[Tensor, dict[str, Any]]:
     weight = figures.get(WEIGHT)
     if isinstance(weight, float) and not 0 <= weight < float("inf"):
         raise InputError(f"the loss states a weight of {weight}: it must be a number from 0 on.")
+    if is_shared(returned):  # of what a plan of tp left cut
+        returned = returned.full_tensor()
     return returned if returned.ndim == 0 else returned.reshape(()), figures
 
 

@@ -59,6 +59,7 @@ def custom_task(
         unit="samples",
         facts=facts,
         loop_options=brought.loop_options,
+        tp_plan=brought.tp_plan,
         data_state=feed,
         tell_by=tell_by,
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from paceline.parallel.tp_plan import TpPlan
 from paceline.train.custom.changes import Traits, traits_of
 from paceline.train.custom.collate import Collate
 from paceline.train.custom.loss import Loss
@@ -21,6 +22,7 @@ class UserInputs:
     eval_data: Any | None = None
     collate: Collate | None = None
     workers: int | None = None
+    tp_plan: TpPlan | None = None
     loop_options: LoopOptions = field(default_factory=LoopOptions)
 
     def traits(self) -> Traits:

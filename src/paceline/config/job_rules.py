@@ -118,6 +118,7 @@ def disagreement(job: Sections) -> str | None:
         or _streams(job)
         or _elastic(job)
         or _exact(job)
+        or _hot_experts(job)
         or _recommenders(job)
     )
 
@@ -553,10 +554,31 @@ def _exact(job: Sections) -> str | None:
                 f'comm.{name} = "{form}" rounds what elastic.exact = true keeps exact: set it to '
                 '"none", or exact to false.'
             )
+    if comm.ep.hot_experts:
+        return (
+            f"comm.ep.hot_experts = {comm.ep.hot_experts} sums gradients of an expert rank by "
+            "rank, which rounds as elastic.exact = true must not: set it to 0, or exact to false."
+        )
     if comm.dp.algorithm not in ("auto", "backend"):
         return (
             f'comm.dp.algorithm = "{comm.dp.algorithm}" has no effect with elastic.exact = true, '
             "which has an exchange of its own: leave it out."
+        )
+    return None
+
+
+def _hot_experts(job: Sections) -> str | None:
+    """More copies than there are other experts to choose them from."""
+    hot, mixture = job.comm.ep.hot_experts, job.model.mixture
+    if hot and mixture is None:
+        return (
+            f"comm.ep.hot_experts = {hot} needs a model with experts, and this one is dense: leave "
+            "it out."
+        )
+    if mixture is not None and hot >= mixture.num_experts:
+        return (
+            f"comm.ep.hot_experts = {hot} must be less than model.experts.num_experts = "
+            f"{mixture.num_experts}: lower it."
         )
     return None
 

@@ -35,7 +35,7 @@ from paceline.parallel.ep import (
     slots_of_experts,
     take_stayed,
 )
-from paceline.parallel.hot_experts import copied
+from paceline.parallel.hot_experts import Copies
 from paceline.parallel.tp import finish_gradients, tensor_parallel
 from paceline.train.optim import AdamW
 from tests.ranks import run_ranks
@@ -404,18 +404,20 @@ def _copy_some(rank, world_size):
     nothing is sent for a stack that doesn't train but its weights."""
     group, slots = dist.group.WORLD, 3 * world_size
     for hot in ((1,), (0, 1, slots - 1)):
+        made = Copies()
+        made.slots = hot
         whole = (torch.arange(slots * 10.0) % 7).view(slots, 5, 2).bfloat16()
         mine = slice(3 * rank, 3 * rank + 3)
         trained, frozen = (whole[mine].clone().requires_grad_(flag) for flag in (True, False))
         with torch.profiler.profile() as recorded:
-            own, wait = copied({"a": trained, "b": frozen}, hot, group)
+            own, wait = made.of({"a": trained, "b": frozen}, group)
             copies = wait()
-            (own["a"].sum() + (rank + 1) * copies["a"].sum()).backward()
+            (own["a"].square().sum() + (rank + 1) * copies["a"].square().sum()).backward()
         for name in ("a", "b"):
             assert torch.equal(copies[name], whole[list(hot)]), name
             assert torch.equal(own[name], whole[mine]), name
-        owed = torch.ones_like(whole)
-        owed[list(hot)] += world_size * (world_size + 1) / 2
+        owed = 2 * whole
+        owed[list(hot)] *= 1 + world_size * (world_size + 1) / 2
         assert torch.equal(trained.grad, owed[mine])
         assert not copies["b"].requires_grad
         names = [event.name for event in recorded.events()]

@@ -118,11 +118,6 @@ def _hot_experts(comm: Comm, layout: Layout) -> Iterator[str]:
             f"comm.ep.hot_experts = {hot} has no effect with layout.ep = 1, where each rank has "
             "all experts: raise ep or leave it out."
         )
-    if not hot and comm.ep.hot_every != type(comm.ep)().hot_every:
-        yield (
-            f"comm.ep.hot_every = {comm.ep.hot_every} has no effect with comm.ep.hot_experts = 0: "
-            "raise hot_experts or leave it out."
-        )
 
 
 def _lossy_or_own(comm: Comm) -> dict[str, str]:

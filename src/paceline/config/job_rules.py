@@ -568,17 +568,24 @@ def _exact(job: Sections) -> str | None:
 
 
 def _hot_experts(job: Sections) -> str | None:
-    """More copies than there are other experts to choose them from."""
-    hot, mixture = job.comm.ep.hot_experts, job.model.mixture
-    if hot and mixture is None:
+    """Copies of experts that can't be, or a time between choices of none."""
+    ours, mixture = job.comm.ep, job.model.mixture
+    if not ours.hot_experts:
+        if ours.hot_every == type(ours)().hot_every:
+            return None
         return (
-            f"comm.ep.hot_experts = {hot} needs a model with experts, and this one is dense: leave "
-            "it out."
+            f"comm.ep.hot_every = {ours.hot_every} has no effect with comm.ep.hot_experts = 0: "
+            "raise hot_experts or leave it out."
         )
-    if mixture is not None and hot >= mixture.num_experts:
+    if mixture is None:
         return (
-            f"comm.ep.hot_experts = {hot} must be less than model.experts.num_experts = "
-            f"{mixture.num_experts}: lower it."
+            f"comm.ep.hot_experts = {ours.hot_experts} needs a model with experts, and this one is "
+            "dense: leave it out."
+        )
+    if ours.hot_experts >= mixture.num_experts:
+        return (
+            f"comm.ep.hot_experts = {ours.hot_experts} must be less than model.experts.num_experts "
+            f"= {mixture.num_experts}: lower it."
         )
     return None
 

@@ -24,7 +24,7 @@ balancing by biases https://arxiv.org/abs/2412.19437
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from paceline.comm.compress.messages import CodedMessages, send_coded
 from paceline.comm.local_part import local_part
-from paceline.parallel.hot_experts import copied
+from paceline.parallel.hot_experts import Copies
 from paceline.parallel.statistics import mean_over_ranks
 
 # The dimension of (slots, out, in) that goes through the inside of an expert, by parameter: what tp
@@ -70,14 +70,6 @@ class HasExperts(Protocol):
     """(experts,) copies of tokens that this rank routed to each expert since it was last zeroed."""
 
 
-@dataclass
-class Stays:
-    """How many copies of tokens this rank worked on itself, of how many it had, in training."""
-
-    stayed: int = 0
-    total: int = 0
-
-
 @dataclass(frozen=True)
 class AllToAllDispatcher:
     """Send rows to the ranks of their experts, and their outputs back."""
@@ -85,9 +77,8 @@ class AllToAllDispatcher:
     group: dist.ProcessGroup
     messages: CodedMessages | None = None
     """The form of rows and gradients on their way; None: as they are."""
-    copied: tuple[int, ...] = ()
-    """Slots of experts that every rank has a copy of, sorted: their rows stay."""
-    stays: Stays = field(default_factory=Stays)
+    copies: Copies = field(default_factory=Copies)
+    """Of experts whose rows stay."""
 
     def __call__(self, rows: Tensor, counts: Tensor, experts: Callable[..., Any]) -> Tensor:
         """Apply experts to rows, wherever the experts are.
@@ -102,31 +93,28 @@ class AllToAllDispatcher:
         Returns:
             (copies, hidden), in the order given.
         """
-        num_slots = len(counts) - len(self.copied)
+        num_copies = len(self.copies.slots)
+        num_slots = len(counts) - num_copies
         sent = counts[:num_slots].view(self.group.size(), -1)  # (ep, local slots)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent.contiguous(), group=self.group)
         to, come = torch.stack((sent.sum(1), received.sum(1))).tolist()  # waits for the device
-        self._count(to, len(rows))
-        away, here = rows.split((sum(to), len(rows) - sum(to))) if self.copied else (rows, rows[:0])
+        self.copies.count(len(rows) - sum(to) + to[self.group.rank()], len(rows))
+        away, here = (rows[: sum(to)], rows[sum(to) :]) if num_copies else (rows, None)
         arrived = self._send(away.contiguous(), to, come)
         # From the order (sender, slot) to the order (slot, sender), which the experts want.
         place, back = _transposition(received, sum(come)), _transposition(received.T, sum(come))
         given = _put(arrived, place), received.sum(0)
-        if self.copied:
-            copies = partial(copied, slots=self.copied, group=self.group)
-            outputs, of_here = experts(*given, (here, counts[num_slots:], copies))
+        of_here = None
+        if num_copies:
+            copied = partial(self.copies.of, group=self.group)
+            outputs, of_here = experts(*given, (here, counts[num_slots:], copied))
         else:
-            outputs, of_here = experts(*given), None
+            outputs = experts(*given)
         # The sum keeps the way back to the senders open when no row came: they wait for gradients.
         outputs = outputs if sum(come) else outputs + arrived.to(outputs.dtype)
         came_back = self._send(_put(outputs, back), come, to)
         return came_back if of_here is None else torch.cat((came_back, of_here))
-
-    def _count(self, to: list[int], total: int) -> None:
-        if torch.is_grad_enabled():
-            self.stays.stayed += total - sum(to) + to[self.group.rank()]
-            self.stays.total += total
 
     def _send(self, rows: Tensor, to: list[int], come: list[int]) -> Tensor:
         """Exchange rows, sorted by rank; gradients go back the same way."""
@@ -230,17 +218,15 @@ def copy_experts(module: nn.Module, experts: Sequence[Tensor]) -> None:
     for layer, chosen in zip(expert_layers(module), experts, strict=True):
         slots, order = layer.slot_of_expert.cpu()[chosen].sort()
         layer.copied = chosen[order].to(layer.slot_of_expert.device) if len(chosen) else None
-        layer.exchange = replace(layer.exchange, copied=tuple(slots.tolist()))
+        layer.exchange.copies.slots = tuple(slots.tolist())
 
 
 def take_stayed(module: nn.Module) -> float | None:
     """Of the copies of tokens that this rank had since it was asked last, the share that it worked
     on itself; None: it had none."""
     exchanges = [layer.exchange for layer in expert_layers(module)]
-    stays = [each.stays for each in exchanges if isinstance(each, AllToAllDispatcher)]
-    stayed, total = sum(each.stayed for each in stays), sum(each.total for each in stays)
-    for each in stays:
-        each.stayed = each.total = 0
+    counts = [each.copies.take() for each in exchanges if isinstance(each, AllToAllDispatcher)]
+    stayed, total = (sum(each) for each in zip((0, 0), *counts, strict=True))
     return stayed / total if total else None
 
 

@@ -24,24 +24,45 @@ from torch import Tensor
 Stacks = Mapping[str, Tensor]
 
 
-@torch.compiler.disable
-def copied(
-    stacks: Stacks, slots: Sequence[int], group: dist.ProcessGroup
-) -> tuple[Stacks, Callable[[], Stacks]]:
-    """Start to give all ranks of a group copies of some experts; every rank calls it.
+class Copies:
+    """Those that every rank of ep gets of a layer's hot experts."""
 
-    Args:
-        stacks: this rank's experts by name: (local slots, ...) each, of one type.
-        slots: of the experts that are copied, sorted; the same on every rank.
-        group: the ranks of ep.
+    def __init__(self) -> None:
+        self.slots: tuple[int, ...] = ()
+        """Of the experts that are copied, sorted; the same on every rank."""
+        self._stayed = self._total = 0
 
-    Returns:
-        the stacks to work on instead, through which gradients of copies come home, and a function
-        that waits for the copies: by name, (copies, ...) each.
-    """
-    flight = _Flight(group, slots, list(stacks.values()))
-    *own, message = _Send.apply(flight, *stacks.values())
-    return dict(zip(stacks, own, strict=True)), partial(_arrived, flight, message, list(stacks))
+    # Compiled code would be made anew for each choice of slots, and for each count.
+    @torch.compiler.disable
+    def of(
+        self, stacks: Stacks, group: dist.ProcessGroup
+    ) -> tuple[Stacks, Callable[[], Stacks]]:
+        """Start to give all ranks of a group copies; every rank calls it.
+
+        Args:
+            stacks: this rank's experts by name: (local slots, ...) each, of one type.
+            group: the ranks of ep.
+
+        Returns:
+            the stacks to work on instead, through which gradients of copies come home, and a
+            function that waits for the copies: by name, (copies, ...) each.
+        """
+        flight = _Flight(group, self.slots, list(stacks.values()))
+        *own, message = _Send.apply(flight, *stacks.values())
+        return dict(zip(stacks, own, strict=True)), partial(_arrived, flight, message, list(stacks))
+
+    @torch.compiler.disable
+    def count(self, stayed: int, total: int) -> None:
+        """Add up rows that stayed on this rank, and all that it had, of training."""
+        if torch.is_grad_enabled():
+            self._stayed += stayed
+            self._total += total
+
+    def take(self) -> tuple[int, int]:
+        """These sums, which begin anew."""
+        found = self._stayed, self._total
+        self._stayed = self._total = 0
+        return found
 
 
 @torch.compiler.disable

@@ -39,6 +39,8 @@ Stacks = Mapping[str, Tensor]
 """What is held of experts, by the name of the parameter: (experts, ...) each."""
 
 
+Compute = Callable[..., Any]
+"""`Experts.forward`: of rows and counts; or of other rows besides, whose outputs it gives too."""
 CopiedRows = tuple[Tensor, Tensor, Callable[[Stacks], tuple[Stacks, Callable[[], Stacks]]]]
 """Rows of experts whose weights every rank gets a copy of: (num_rows, hidden), those of the first
 copy first; how many each has, (num_copied,) int64; and what maps the stacks that a rank holds to
@@ -48,7 +50,7 @@ those to use instead, and to a function that waits for the stacks of copies."""
 class TokenDispatcher(Protocol):
     """Takes rows to the ranks that hold their experts, and back."""
 
-    def __call__(self, rows: Tensor, counts: Tensor, experts: Callable[..., Any]) -> Tensor:
+    def __call__(self, rows: Tensor, counts: Tensor, experts: Compute) -> Tensor:
         """Put every row through its expert.
 
         Args:
@@ -65,7 +67,7 @@ class TokenDispatcher(Protocol):
 class LocalDispatcher:
     """The exchange of a rank that holds all experts."""
 
-    def __call__(self, rows: Tensor, counts: Tensor, experts: Callable[..., Any]) -> Tensor:
+    def __call__(self, rows: Tensor, counts: Tensor, experts: Compute) -> Tensor:
         """Compute; see `TokenDispatcher`."""
         found: Tensor = experts(rows, counts)
         return found

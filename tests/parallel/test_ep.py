@@ -335,7 +335,7 @@ def _parallel(case, meshes):
     loads = expert_loads(net, dense["dp", "fsdp"]) / (2 if case.recompute else 1)
     stayed = take_stayed(net)
     if case.hot == EXPERTS - 1:
-        assert 0.8 < stayed < 1
+        assert 0.7 < stayed <= 1
     assert take_stayed(net) is None
     assert not any(layer.expert_load.any() for layer in layers)
     return Trained(losses, grads, params, loads)

@@ -9,7 +9,8 @@ products are one, else a loop.
 
 Who holds an expert is open in two ways. `slot_of_expert` says where in the stacked weights an
 expert lies, so that experts can be moved without a change to what is computed; and the rows go to
-the experts through `exchange` (`LocalDispatcher` by default), which expert parallelism replaces.
+the experts through `exchange` (`LocalDispatcher` by default), which expert parallelism replaces; it
+may also bring copies of a few experts (`copied`), whose rows then stay.
 
 Three ways to even out the load are here: `balance_loss`, whose gradient is added without changing
 the output; `updated_bias`, for the bias of the choice; and `expert_load`, the counts that the bias
@@ -37,8 +38,6 @@ from paceline.models.feedforward import FeedForward, clamped
 
 Stacks = Mapping[str, Tensor]
 """What is held of experts, by the name of the parameter: (experts, ...) each."""
-
-
 Compute = Callable[..., Any]
 """`Experts.forward`: of rows and counts; or of other rows besides, whose outputs it gives too."""
 CopiedRows = tuple[Tensor, Tensor, Callable[[Stacks], tuple[Stacks, Callable[[], Stacks]]]]

@@ -11,6 +11,7 @@ from paceline.config.layout import Layout
 INT8 = {"dp": {"compress": "int8"}}
 DILOCO = {"local": {"method": "diloco"}}
 STREAMING = {"method": "streaming"}
+EXPERTS = "model.experts={num_experts=4,experts_per_token=2,ffn_size=16}"
 
 
 def _check(comm, changes) -> None:
@@ -32,6 +33,7 @@ def _check(comm, changes) -> None:
         ({"fsdp": {"compress": "int8", "compress_weights": "int4"}}, {"fsdp": 2, "pp": 2}),
         ({"fsdp": {"compress_weights": "bf16"}}, {"fsdp": 2, "precision": "fp32"}),
         ({"pp": {"compress": "int8"}, "ep": {"compress": "fp8"}}, {"pp": 2, "dp": 2, "ep": 2}),
+        ({"ep": {"compress": "int8", "hot_experts": 2, "hot_every": 5}}, {"dp": 2, "ep": 2}),
         ({"dp": {"compress": "auto"}}, {"dp": 2, "fsdp": 2}),
         ({"local": {"method": "local_sgd"}}, {"dp": 2}),
         (DILOCO, {"dp": 2, "fsdp": 2, "tp": 2, "cp": 2}),
@@ -61,6 +63,12 @@ REFUSED = {
         {"dp": 2, "ep": 2},
         'comm.dp.compress = "int8" needs replicas of all experts, which layout.ep = 2 cuts: '
         "set ep = 1 or leave it out.",
+    ),
+    "copies of what all have": (
+        {"ep": {"hot_experts": 2}},
+        {"dp": 2},
+        "comm.ep.hot_experts = 2 has no effect with layout.ep = 1, where each rank has all "
+        "experts: raise ep or leave it out.",
     ),
     "matrices in parts": (
         {"dp": {"compress": "powersgd:4"}},
@@ -254,6 +262,36 @@ def test_what_cannot_run_is_refused_in_one_sentence(comm, changes, sentence):
 def test_what_workers_that_may_be_lost_can_not_have_is_refused(settings, sentence):
     with pytest.raises(InputError) as refused:
         read_job(None, ["elastic.min_nodes=1", *settings])
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            ("comm.ep.hot_every=5",),
+            "comm.ep.hot_every = 5 has no effect with comm.ep.hot_experts = 0: raise hot_experts "
+            "or leave it out.",
+        ),
+        (
+            ("comm.ep.hot_experts=1",),
+            "comm.ep.hot_experts = 1 needs a model with experts, and this one is dense: leave it "
+            "out.",
+        ),
+        (
+            (EXPERTS, "comm.ep.hot_experts=4"),
+            "comm.ep.hot_experts = 4 must be less than model.experts.num_experts = 4: lower it.",
+        ),
+        (
+            (EXPERTS, "comm.ep.hot_experts=3", "elastic.exact=true"),
+            "comm.ep.hot_experts = 3 sums gradients of an expert rank by rank, which rounds as "
+            "elastic.exact = true must not: set it to 0, or exact to false.",
+        ),
+    ],
+)
+def test_copies_that_can_not_be_are_refused(settings, sentence):
+    with pytest.raises(InputError) as refused:
+        read_job(None, settings)
     assert str(refused.value) == sentence
 
 

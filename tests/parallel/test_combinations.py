@@ -22,6 +22,7 @@ from tests.parallel.training import (
     train,
 )
 
+HOT = "comm.ep.hot_experts=3 comm.ep.hot_every=1"
 ALONE = {
     "ddp": (2, "dense", "dp=2"),
     "ddp, small buckets": (2, "dense", "dp=2 bucket_mib=0.01"),
@@ -110,6 +111,25 @@ ALONE = {
     "experts and tensor": (4, "experts", "dp=2 ep=2 tp=2"),
     "experts that move": (2, "experts", "dp=2 ep=2 rebalance_every=1"),
     "shards of experts that move": (2, "experts", "fsdp=2 ep=2 rebalance_every=1"),
+    "hot experts over replicas": (2, "experts", f"dp=2 ep=2 {HOT}"),
+    "hot experts over shards": (2, "experts", f"fsdp=2 zero=3 ep=2 {HOT} recompute=full"),
+    "hot experts kept by parts": (2, "experts", f"fsdp=2 ep=2 {HOT} recompute=selective"),
+    "hot experts that move": (2, "experts", f"dp=2 ep=2 rebalance_every=1 {HOT}"),
+    "hot experts with biases": (2, "gpt-oss", f"fsdp=2 zero=2 ep=2 {HOT}"),
+    "hot experts in a ring": (2, "experts", f"cp=2 ep=2 micro_batch=8 {HOT}"),
+    "hot experts and tensor": (4, "experts", f"dp=2 ep=2 tp=2 {HOT}"),
+    "hot experts in stages of shards": (
+        4,
+        "experts",
+        f"pp=2 fsdp=2 zero=3 ep=2 micro_batch=2 {HOT}",
+    ),
+    "hot experts in split stages of shards": (
+        4,
+        "experts",
+        f"pp=2 schedule=zbv fsdp=2 zero=2 ep=2 micro_batch=2 {HOT}",
+    ),
+    "adapters of hot experts": (2, "adapters of experts", f"fsdp=2 ep=2 {HOT}"),
+    "adapters beside hot experts": (2, "adapters", f"dp=2 ep=2 {HOT}"),
     "answers over replicas": (2, "answers", "dp=2"),
     "answers in stages": (2, "answers", "pp=2 schedule=dualpipe"),
     "answers in a ring": (2, "answers", "cp=2 micro_batch=1"),
@@ -145,7 +165,7 @@ ALONE = {
 }
 ALSO_IN_FP32 = (
     "ddp", "zero 3", "tensor and sequence", "zbv", "ring", "experts over replicas",
-    "zbv, zero 2", "1f1b, zero 3",
+    "zbv, zero 2", "1f1b, zero 3", "hot experts over replicas",
 )  # fmt: skip
 """Equality in fp64 says that the sums are the same; one case for each kind of code also in fp32."""
 DRAWN = {2: 4, 3: 4, 4: 8, 6: 4, 8: 4}
@@ -158,7 +178,9 @@ def _cases():
     """(name, precision) -> (number of ranks, kind of model, settings)."""
     cases = {}
     for name, (num_ranks, kind, settings) in ALONE.items():
-        layout = tuple(f"layout.{each}" for each in settings.split())
+        layout = tuple(
+            each if each.startswith("comm.") else f"layout.{each}" for each in settings.split()
+        )
         layout += () if "micro_batch" in settings else ("layout.micro_batch=4",)
         for precision in (FP64, FP32) if name in ALSO_IN_FP32 else (FP64,):
             cases[name, precision] = num_ranks, kind, layout

@@ -2,7 +2,8 @@
 
 A small network with routed and shared experts, several AdamW steps on tokens that every data rank
 has other ones of: losses, every gradient and the parameters, in fp64 to 1e-10. Then what is sent,
-ranks without tokens, and experts that move in the middle of a run. Pure first, then two ranks, then
+ranks without tokens, experts that move in the middle of a run, and copies of hot experts, other
+ones in each step. Pure first, then two ranks, then
 four; all layouts of a number of ranks share one launch.
 """
 
@@ -24,6 +25,7 @@ from paceline.parallel.ep import (
     AllToAllDispatcher,
     _transposition,
     apply_placement,
+    copy_experts,
     expert_layers,
     expert_loads,
     expert_parallel,
@@ -31,7 +33,9 @@ from paceline.parallel.ep import (
     move_slots,
     share_sequences,
     slots_of_experts,
+    take_stayed,
 )
+from paceline.parallel.hot_experts import Copies
 from paceline.parallel.tp import finish_gradients, tensor_parallel
 from paceline.train.optim import AdamW
 from tests.ranks import run_ranks
@@ -58,6 +62,10 @@ class Case(NamedTuple):
     """Experts that the router never chooses: the last ones."""
     move_after: int = 0
     """Steps after which the experts get other slots; 0: never."""
+    hot: int = 0
+    """Experts of each layer that every rank gets a copy of, drawn anew for each step."""
+    top: int = TOP
+    """Experts of each token."""
 
 
 ON_TWO = {
@@ -67,6 +75,13 @@ ON_TWO = {
     "shared sequences": Case(ep=2, cp=True),
     "a rank without tokens": Case(ep=2, closed=4),
     "moved": Case(ep=2, move_after=1),
+    "copies": Case(ep=2, hot=2),
+    "copies, top 1": Case(ep=2, hot=3, top=1),
+    "copies, fp32": Case(ep=2, hot=2, dtype=torch.float32),
+    "copies, recompute": Case(ep=2, hot=1, recompute=True),
+    "copies, a rank without tokens": Case(ep=2, hot=3, closed=4),
+    "copies, moved": Case(ep=2, hot=2, move_after=1),
+    "copies of all but one": Case(ep=2, hot=7, top=1, dtype=torch.float32),
     "tp": Case(tp=2),
     "tp, sequence": Case(tp=2, sequence_parallel=True),
 }
@@ -82,6 +97,12 @@ ON_FOUR = {
     "shards, moved": Case(efsdp=2, ep=2, move_after=1),
     "shards x tp": Case(efsdp=2, tp=2, sequence_parallel=True),
     "moved by four": Case(ep=4, move_after=1),
+    "copies by four": Case(ep=4, hot=3),
+    "copies x tp": Case(ep=2, tp=2, hot=2),
+    "copies x tp, sequence": Case(ep=2, tp=2, hot=2, sequence_parallel=True, recompute=True),
+    "copies, replicas": Case(edp=2, ep=2, hot=2, top=1),
+    "copies, shards": Case(efsdp=2, ep=2, hot=2),
+    "copies, shards, moved": Case(efsdp=2, ep=2, hot=2, move_after=1),
 }
 
 
@@ -92,10 +113,10 @@ SHAPE = Experts(
 
 
 class Block(nn.Module):
-    def __init__(self, closed: int) -> None:
+    def __init__(self, closed: int, top: int) -> None:
         super().__init__()
         self.plain = nn.Linear(HIDDEN, HIDDEN)
-        self.layer = ExpertLayer(HIDDEN, SHAPE)
+        self.layer = ExpertLayer(HIDDEN, SHAPE.replace(experts_per_token=top))
         self.layer.choice_bias[EXPERTS - closed :] = -9
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,9 +136,9 @@ STYLES = {
 
 
 class Net(nn.Module):
-    def __init__(self, closed: int) -> None:
+    def __init__(self, closed: int, top: int = TOP) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block(closed) for _ in range(LAYERS)))
+        self.blocks = nn.Sequential(*(Block(closed, top) for _ in range(LAYERS)))
         stream = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.3, generator=stream)
@@ -134,6 +155,13 @@ def _tokens(step: int) -> Tensor:
 def _new_slots() -> Tensor:
     stream = torch.Generator().manual_seed(5)
     return torch.stack([torch.randperm(EXPERTS, generator=stream) for _ in range(LAYERS)])
+
+
+def _drawn(step: int, num: int) -> Tensor:
+    """Experts of each layer."""
+    stream = torch.Generator().manual_seed(9 + step)
+    drawn = [torch.randperm(EXPERTS, generator=stream)[:num] for _ in range(LAYERS)]
+    return torch.stack(drawn)
 
 
 class Trained(NamedTuple):
@@ -247,8 +275,8 @@ def test_loads_are_counted_until_they_are_reset():
 
 
 @cache
-def _serial(dtype, closed):
-    net = Net(closed)
+def _serial(dtype, closed, top):
+    net = Net(closed, top)
     case = Case(dtype=dtype, closed=closed)
     losses, grads = _train(net, case, lambda x: x, Tensor.item, lambda step, optimizer: None)
     return Trained(losses, grads, _whole(dict(net.named_parameters())), expert_loads(net, None))
@@ -256,7 +284,7 @@ def _serial(dtype, closed):
 
 def _parallel(case, meshes):
     dense, experts = meshes
-    net = Net(case.closed).to(case.dtype)
+    net = Net(case.closed, case.top).to(case.dtype)
     data = case.edp * case.efsdp * case.ep
     if case.tp > 1:
         tensor_parallel(net, STYLES, dense["tp"], case.sequence_parallel)
@@ -297,10 +325,18 @@ def _parallel(case, meshes):
     def around(step, optimizer):
         if step + 1 == case.move_after:
             _move_and_check(net, optimizer, experts)
+        if case.hot:
+            copy_experts(net, _drawn(step, case.hot))
 
+    if case.hot:
+        copy_experts(net, _drawn(-1, case.hot))
     losses, grads = _train(net, case, split, sync, around)
     params = _by_expert(_whole(dict(net.named_parameters())), net)
     loads = expert_loads(net, dense["dp", "fsdp"]) / (2 if case.recompute else 1)
+    stayed = take_stayed(net)
+    if case.hot == EXPERTS - 1:
+        assert 0.7 < stayed <= 1
+    assert take_stayed(net) is None
     assert not any(layer.expert_load.any() for layer in layers)
     return Trained(losses, grads, params, loads)
 
@@ -343,6 +379,7 @@ def _difference(got, wanted):
 
 def _run_all(rank, world_size, cases):
     _move_at_random(rank, world_size)
+    _copy_some(rank, world_size)
     return _run_cases(rank, world_size, cases), _exchanges(rank, world_size)
 
 
@@ -362,6 +399,32 @@ def _move_at_random(rank, world_size):
     assert not any(event.name.startswith("gloo") for event in recorded.events())
 
 
+def _copy_some(rank, world_size):
+    """Rows of copied experts stay, and what their weights owe comes home: in bf16, added in fp32;
+    nothing is sent for a stack that doesn't train but its weights."""
+    group, slots = dist.group.WORLD, 3 * world_size
+    for hot in ((1,), (0, 1, slots - 1)):
+        made = Copies()
+        made.slots = hot
+        whole = (torch.arange(slots * 10.0) % 7).view(slots, 5, 2).bfloat16()
+        mine = slice(3 * rank, 3 * rank + 3)
+        trained, frozen = (whole[mine].clone().requires_grad_(flag) for flag in (True, False))
+        with torch.profiler.profile() as recorded:
+            own, wait = made.of({"a": trained, "b": frozen}, group)
+            copies = wait()
+            (own["a"].square().sum() + (rank + 1) * copies["a"].square().sum()).backward()
+        for name in ("a", "b"):
+            assert torch.equal(copies[name], whole[list(hot)]), name
+            assert torch.equal(own[name], whole[mine]), name
+        owed = 2 * whole
+        owed[list(hot)] *= 1 + world_size * (world_size + 1) / 2
+        assert torch.equal(trained.grad, owed[mine])
+        assert not copies["b"].requires_grad
+        names = [event.name for event in recorded.events()]
+        owners = len({slot // 3 for slot in hot})
+        assert [names.count(f"gloo:{op}") for op in ("broadcast", "reduce")] == [owners] * 2
+
+
 def _run_cases(rank, world_size, cases):
     results, meshes = {}, {}
     for name, case in cases.items():
@@ -372,7 +435,7 @@ def _run_cases(rank, world_size, cases):
                 init_device_mesh("cpu", dense, mesh_dim_names=("dp", "fsdp", "tp")),
                 init_device_mesh("cpu", (1, *sizes), mesh_dim_names=EXPERT_AXES),
             )
-        wanted = _serial(case.dtype, case.closed)
+        wanted = _serial(case.dtype, case.closed, case.top)
         results[name] = _difference(_parallel(case, meshes[sizes]), wanted)
     return results
 

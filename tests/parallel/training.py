@@ -174,6 +174,9 @@ def train(
         ]
 
     results = [trainer.step(step, batches(step))() for step in range(STEPS)]
+    if job.comm.ep.hot_experts:
+        copied = [layer.copied is not None for layer in expert_layers(trainer.module)]
+        assert any(copied) or not copied, "some layer must have had copies in the second step"
     eval_loss, _ = trainer.evaluate([batches(STEPS)])
     names, _ = parameter_names(trainer.module)
     slots = _slots(trainer)

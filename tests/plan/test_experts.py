@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config.errors import InputError
-from paceline.plan.experts import move_experts, rank_loads
+from paceline.plan.experts import hot_experts, move_experts, rank_loads
 
 
 def _skewed(layers: int, experts: int, seed: int = 0) -> np.ndarray:
@@ -85,3 +85,53 @@ def test_a_case_worked_out_by_hand():
 def test_wrong_input(loads, sentence):
     with pytest.raises(InputError, match=sentence):
         move_experts([[0, 1]], loads, 2)
+
+
+def _with_copies(slots, loads, copied, num_ranks):
+    """(ranks,): loads of a layer where tokens of copied experts are spread evenly."""
+    others = loads.copy()
+    others[copied] = 0
+    return rank_loads(slots[None], others[None], num_ranks)[0] + loads[copied].sum() / num_ranks
+
+
+def test_copies_take_what_makes_a_rank_the_busiest():
+    """Expert 1 alone; then two of two ranks, of which one would make it worse; then none."""
+    loads = [
+        [10, 90, 10, 10, 10, 10, 10, 10],
+        [80, 10, 80, 10, 10, 10, 10, 10],
+        [10, 10, 10, 10, 10, 10, 10, 10],
+    ]
+    slots = _in_order(3, 8)
+    first, second, third = hot_experts(slots, loads, 4, 2)
+    assert first.tolist() == [1]
+    assert sorted(second.tolist()) == [0, 2]
+    assert third.tolist() == []
+    assert [each.tolist() for each in hot_experts(slots, loads, 4, 1)] == [[1], [], []]
+    moved = slots[:, ::-1]
+    assert hot_experts(moved, loads, 4, 2)[0].tolist() == [1]
+
+
+@given(sizes=st.sampled_from([(8, 4), (8, 2), (6, 3), (4, 1)]), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_copies_are_of_different_experts_and_no_rank_gets_busier(sizes, seed):
+    experts, ranks = sizes
+    rng = np.random.default_rng(seed)
+    loads = np.floor(rng.pareto(1.0, size=(3, experts)) * 4)  # wild, with zeros
+    slots = rng.permuted(_in_order(3, experts), axis=1)
+    for layer, copied in enumerate(hot_experts(slots, loads, ranks, experts - 1)):
+        assert len(set(copied.tolist())) == len(copied) < experts
+        after = _with_copies(slots[layer], loads[layer], copied, ranks).max()
+        assert after <= rank_loads(slots, loads, ranks)[layer].max() + 1e-9
+
+
+def test_copies_even_out_what_routers_make():
+    """Of 64 experts on 8 ranks (figures in the docs)."""
+    loads = np.random.default_rng(3).lognormal(sigma=1.0, size=(61, 64))
+    slots = _in_order(61, 64)
+    assert _imbalance(slots, loads, 8).mean() == pytest.approx(1.74, abs=0.005)
+    for most, expected in ((1, 1.44), (2, 1.32), (4, 1.20), (8, 1.12)):
+        chosen = hot_experts(slots, loads, 8, most)
+        layers = zip(slots, loads, chosen, strict=True)
+        ranks = np.stack([_with_copies(*layer, 8) for layer in layers])
+        found = (ranks.max(axis=1) / ranks.mean(axis=1)).mean()
+        assert found == pytest.approx(expected, abs=0.005)

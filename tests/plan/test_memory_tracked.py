@@ -7,7 +7,7 @@ ranks.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from paceline.config.model import Model
 from paceline.config.stack import Stack
 from paceline.models.decoder import Decoder
 from paceline.models.weights import write_weights
+from paceline.parallel.ep import copy_experts, expert_layers
 from paceline.plan.memory import memory_bytes
 from paceline.plan.memory.activations import block_activations
 from paceline.plan.memory.holdings import holdings_of
@@ -44,6 +45,7 @@ AUTOCAST = ("layout.precision=bf16",)
 BF16 = ("layout.precision=bf16", "layout.param_dtype=bf16")
 TP = ("layout.tp=2", "layout.sequence_parallel=true")
 LORA = ("finetune.method=lora",)
+OF_EXPERTS = "finetune.targets=['experts.*','attention.*']"
 FULL, SELECTIVE = ("layout.recompute=full",), ("layout.recompute=selective",)
 GPT = ("model.norm=layer", "model.bias=true", "model.gated=false")
 GPT2 = (*GPT, "model.positions=learned", "model.tie_embeddings=true")
@@ -157,12 +159,15 @@ def job(ranks: int, samples: int, settings: tuple[str, ...]) -> Job:
     return job_of(ranks, (*SHAPE, *fixed, *settings))
 
 
-def track(job: Job) -> Tracked:
-    """The peak of two steps of a trainer on one rank."""
+def track(job: Job, copied: Sequence[int] = ()) -> Tracked:
+    """The peak of two steps of a trainer on one rank, which gets copies of some experts."""
     ranks = job.layout.num_ranks
     if ranks > 1:
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     trainer = trainer_of(job, Ranks(0, ranks, 0, ranks))
+    if copied:
+        layers = len(expert_layers(trainer.module))
+        copy_experts(trainer.module, [torch.tensor(copied)] * layers)
     tracker: Any
     if isinstance(trainer.module, FSDPModule):
         tracker = FSDPMemTracker(trainer.module, trainer.update.optimizer)
@@ -198,7 +203,7 @@ def predict(job: Job) -> dict[str, float]:
     model = job.model
     assert isinstance(model, Model)
     sizes = job.train.seq_len, job.train.global_batch
-    setting = Setting(model, job.cluster, *sizes, Stack(), finetune=job.finetune)
+    setting = Setting(model, job.cluster, *sizes, Stack(), comm=job.comm, finetune=job.finetune)
     points = Points.of([job.layout], setting)
     terms = memory_bytes(setting, points, holdings_of(setting, job.layout, None))
     return {name: float(term[0, 0]) for name, term in terms.items()}
@@ -247,8 +252,21 @@ def test_a_teacher_is_what_the_tracker_sees(
     assert sum(predicted.values()) - kept - states == pytest.approx(tracked.moving, rel=0.05)
 
 
-def _compare(case: Job) -> None:
-    tracked, predicted = track(case), predict(case)
+@pytest.mark.parametrize("others", [FP32, AUTOCAST, AUTOCAST + FULL, (*AUTOCAST, *LORA, OF_EXPERTS)])
+def test_copies_of_hot_experts_are_what_the_tracker_sees(
+    monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...]
+) -> None:
+    """The other rank sends as many rows as it gets."""
+    monkeypatch.setattr(dist, "all_to_all_single", lambda got, sent, group: got.copy_(sent))
+    settings = (*others, *sharded(3), *EXPERTS, "layout.ep=2")
+    _compare(job(2, 2, settings))
+    dist.destroy_process_group()
+    _compare(job(2, 2, (*settings, "comm.ep.hot_experts=3")), (0, 1, 4))
+
+
+def _compare(case: Job, copied: Sequence[int] = ()) -> None:
+    tracked, predicted = track(case, copied), predict(case)
+    print(copied, tracked, predicted)
     states = predicted["params"] + predicted["optimizer"]
     moving = sum(predicted.values()) - states
     assert states == pytest.approx(tracked.states, rel=0.02)

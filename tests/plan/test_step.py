@@ -384,6 +384,18 @@ def test_uneven_experts_cost_time():
     assert uneven["attention"] == even["attention"]
 
 
+def test_copies_of_hot_experts_even_out_ranks_and_cost_exchanges():
+    model, laid = MODEL.replace(experts=EXPERTS), layout(fsdp=16, ep=16)
+    comm = Comm.parse({"ep": {"hot_experts": 2}})
+
+    def terms(load: float, **more):
+        return predict(setting(model, expert_imbalance=load, **more), laid).time_s
+
+    for term in ("matmul", "other_kernels"):
+        assert terms(1.5, comm=comm)[term] < terms(1.5)[term]
+    assert terms(1.0, comm=comm)["exposed_comm.ep"] > terms(1.0)["exposed_comm.ep"]
+
+
 def test_an_offloaded_optimizer_travels_and_coded_moments_travel_less():
     plain, away, coded = (
         seconds(layout(fsdp=16, **more), "optimizer")

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.config.comm import Comm
 from paceline.config.model import Model
 from paceline.config.stack import Stack
 from paceline.plan.block_kinds import block_kinds_of
@@ -197,6 +198,25 @@ def test_experts_exchange_copies_and_wait_for_the_busiest():
     assert float(np.max(block.expert_params)) == 16 / 8 * 3 * 2048 * 1024
     (grouped,) = [p for p in block.products if p.ends_block]
     assert float(rows_of_each(one, grouped)[0][0]) == 4096 + 2 * 64
+
+
+def test_copies_of_hot_experts_are_sent_instead_of_their_tokens():
+    """Two of 16 experts, which have what the busiest of eight ranks has above the mean besides."""
+    model = MODEL.replace(experts=EXPERTS)
+    comm = Comm.parse({"ep": {"hot_experts": 2}})
+    copies = 2048 * 2 * 2048 * 2.0  # tokens, experts of each, hidden, bytes
+    weights = 2 * 3 * 2048 * 1024  # copies, matrices, hidden, ffn
+    for load in (1.0, 1.5):
+        uneven = setting(model, expert_imbalance=load, comm=comm)
+        (_, block), *_ = works(uneven, ep=8, fsdp=8)
+        travels = 1 - 2 / 16 - (load - 1) / 8
+        assert sent(block, "ep")["all_to_all", True] == pytest.approx(2 * copies * travels)
+        assert sent(block, "ep")["broadcast", False] == weights * 2
+        assert sent(block, "ep")["broadcast", True] == weights * 4
+        grouped = [product for product in block.products if np.max(product.groups) > 1]
+        assert [(float(p.m[0]), float(np.max(p.groups))) for p in grouped] == [(4096.0, 4.0)] * 3
+    (_, alone), *_ = works(uneven)
+    assert not any(np.max(e.num_ranks) > 1 for e in alone.exchanges if e.axis == "ep")
 
 
 def test_whole_experts_see_a_share_of_the_tokens():

@@ -60,3 +60,32 @@ def test_experts_do_change_ranks():
     for layers in run_ranks(_after_steps_each, 2, rebalanced)[0]:
         slots = [slot_of_expert for _, slot_of_expert in layers.values()]
         assert any(not torch.equal(each, torch.arange(len(each))) for each in slots)
+
+
+def _copied(rank, world_size, overrides):
+    """The copied experts of each layer, and the share of tokens that stayed, by step."""
+    job = job_of(world_size, overrides)
+    trainer = trainer_of(job, Ranks(rank, world_size, rank, world_size))
+    found = []
+    for step in range(5):
+        sent = trainer.step(step, micro_batches(step, job, rank))().comm
+        copied = [layer.copied for layer in expert_layers(trainer.module)]
+        chosen = [[] if each is None else each.tolist() for each in copied]
+        found.append((chosen, sent["ep.stayed"]))
+    return found
+
+
+def test_hot_experts_are_chosen_anew_and_alike_on_all_ranks():
+    """First after the first step, then after each third; their tokens stay."""
+    hot = "comm.ep.hot_experts=2", "comm.ep.hot_every=3"
+    overrides = (*EXPERTS, "layout.dp=2", "layout.ep=2", *hot)
+    one, other = run_ranks(_copied, 2, overrides)
+    chosen = [experts for experts, _ in one]
+    assert chosen == [experts for experts, _ in other]
+    assert any(experts for experts in chosen[0])
+    assert chosen[0] == chosen[1]
+    assert chosen[1] != chosen[2]
+    assert chosen[2] == chosen[3] == chosen[4]
+    # Half of them stay anyway. The second step is the first with copies.
+    before, after, *_ = [(a + b) / 2 for (_, a), (_, b) in zip(one, other, strict=True)]
+    assert after > before

@@ -135,6 +135,11 @@ class EpComm(FrozenConfig):
     compress: BlockCompress = "none"
     """In what form they and their gradients travel, rounded to the nearest, without error
     feedback."""
+    hot_experts: CountOrNone = 0
+    """Up to so many experts of each layer, the hot ones, that every rank gets a copy of while the
+    layer computes: their tokens stay where they are. As many as even out the ranks' loads best."""
+    hot_every: Count = 10
+    """Steps between choices of these, by the tokens that experts got since the last one."""
 
 
 class EmbeddingComm(FrozenConfig):

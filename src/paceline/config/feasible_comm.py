@@ -111,6 +111,15 @@ def _messages(comm: Comm, layout: Layout) -> Iterator[str]:
             )
 
 
+def _hot_experts(comm: Comm, layout: Layout) -> Iterator[str]:
+    hot = comm.ep.hot_experts
+    if hot and layout.ep == 1:
+        yield (
+            f"comm.ep.hot_experts = {hot} has no effect with layout.ep = 1, where each rank has "
+            "all experts: raise ep or leave it out."
+        )
+
+
 def _lossy_or_own(comm: Comm) -> dict[str, str]:
     """What comm.dp asks for besides the backend's exact sums."""
     asked = {"compress": comm.dp.compress, "algorithm": comm.dp.algorithm}
@@ -223,5 +232,5 @@ def _changed(local: LocalUpdates) -> dict[str, object]:
 
 _RULES: tuple[Rule, ...] = (
     *(_workers, _timetable),
-    *(_replicas, _precision, _shards, _messages),
+    *(_replicas, _precision, _shards, _messages, _hot_experts),
 )

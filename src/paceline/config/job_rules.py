@@ -120,6 +120,7 @@ def disagreement(job: Sections) -> str | None:
         or _streams(job)
         or _elastic(job)
         or _exact(job)
+        or _hot_experts(job)
         or _recommenders(job)
     )
 
@@ -580,10 +581,38 @@ def _exact(job: Sections) -> str | None:
                 f'comm.{name} = "{form}" rounds what elastic.exact = true keeps exact: set it to '
                 '"none", or exact to false.'
             )
+    if comm.ep.hot_experts:
+        return (
+            f"comm.ep.hot_experts = {comm.ep.hot_experts} sums gradients of an expert rank by "
+            "rank, which rounds as elastic.exact = true must not: set it to 0, or exact to false."
+        )
     if comm.dp.algorithm not in ("auto", "backend"):
         return (
             f'comm.dp.algorithm = "{comm.dp.algorithm}" has no effect with elastic.exact = true, '
             "which has an exchange of its own: leave it out."
+        )
+    return None
+
+
+def _hot_experts(job: Sections) -> str | None:
+    """Copies of experts that can't be, or a time between choices of none."""
+    ours, mixture = job.comm.ep, job.model.mixture
+    if not ours.hot_experts:
+        if ours.hot_every == type(ours)().hot_every:
+            return None
+        return (
+            f"comm.ep.hot_every = {ours.hot_every} has no effect with comm.ep.hot_experts = 0: "
+            "raise hot_experts or leave it out."
+        )
+    if mixture is None:
+        return (
+            f"comm.ep.hot_experts = {ours.hot_experts} needs a model with experts, and this one is "
+            "dense: leave it out."
+        )
+    if ours.hot_experts >= mixture.num_experts:
+        return (
+            f"comm.ep.hot_experts = {ours.hot_experts} must be less than model.experts.num_experts "
+            f"= {mixture.num_experts}: lower it."
         )
     return None
 

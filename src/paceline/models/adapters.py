@@ -30,7 +30,7 @@ from paceline.config.errors import InputError
 from paceline.config.finetune import Finetune, fits, narrow_bytes
 from paceline.kernels.experts import grouped_linear
 from paceline.models import nf4
-from paceline.models.moe import Experts
+from paceline.models.moe import Experts, Stacks
 from paceline.models.placements import Style
 from paceline.models.shares import Streams, assign
 
@@ -106,9 +106,6 @@ class _Stack(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        return grouped_linear(rows, local_part(self.weight), counts)
-
 
 class ExpertAdapter(nn.Module):
     """What is added to a stacked matrix of experts.
@@ -126,10 +123,6 @@ class ExpertAdapter(nn.Module):
         self.lora_b = _Stack(num, finetune.rank, outputs)
         self.lora_a.requires_grad_(finetune.trains("a"))
         self.lora_b.requires_grad_(finetune.trains("b"))
-
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Map (num_rows, in) to (num_rows, out); arguments as of `Experts`."""
-        return self.lora_b(self.lora_a(rows, counts), counts) * self.scaling
 
 
 class AdaptedExperts(Experts):
@@ -156,20 +149,24 @@ class AdaptedExperts(Experts):
             {name: ExpertAdapter(sizes[name], finetune) for name in matrices}
         )
 
-    def gate_up(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    def gate_up(self, rows: Tensor, counts: Tensor, stacks: Stacks) -> tuple[Tensor, Tensor]:
         """As without adapters, and what they add."""
-        gate, up = super().gate_up(rows, counts)
-        if self.is_off or "gate_up_proj" not in self.adapters:
-            return gate, up
-        added = self.adapters["gate_up_proj"](rows, counts)
-        return gate + added[:, ::2], up + added[:, 1::2]
+        gate, up = super().gate_up(rows, counts, stacks)
+        added = self._added("gate_up_proj", rows, counts, stacks)
+        return (gate, up) if added is None else (gate + added[:, ::2], up + added[:, 1::2])
 
-    def down(self, inner: Tensor, counts: Tensor) -> Tensor:
+    def down(self, inner: Tensor, counts: Tensor, stacks: Stacks) -> Tensor:
         """As without adapters, and what they add."""
-        plain = super().down(inner, counts)
-        if self.is_off or "down_proj" not in self.adapters:
-            return plain
-        return plain + self.adapters["down_proj"](inner, counts)
+        plain = super().down(inner, counts, stacks)
+        added = self._added("down_proj", inner, counts, stacks)
+        return plain if added is None else plain + added
+
+    def _added(self, matrix: str, rows: Tensor, counts: Tensor, stacks: Stacks) -> Tensor | None:
+        if self.is_off or matrix not in self.adapters:
+            return None
+        down, up = (stacks[f"adapters.{matrix}.{name}"] for name in (DOWN, UP))
+        added = grouped_linear(grouped_linear(rows, down, counts), up, counts)
+        return added * self.adapters[matrix].scaling
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ products are one, else a loop.
 
 Who holds an expert is open in two ways. `slot_of_expert` says where in the stacked weights an
 expert lies, so that experts can be moved without a change to what is computed; and the rows go to
-the experts through `exchange` (`LocalDispatcher` by default), which expert parallelism replaces.
+the experts through `exchange` (`LocalDispatcher` by default), which expert parallelism replaces; it
+may also bring copies of a few experts (`copied`), whose rows then stay.
 
 Three ways to even out the load are here: `balance_loss`, whose gradient is added without changing
 the output; `updated_bias`, for the bias of the choice; and `expert_load`, the counts that the bias
@@ -21,7 +22,7 @@ Papers: experts https://arxiv.org/abs/2101.03961 (Switch), dropless https://arxi
 (MegaBlocks), groups, bias and the loss per sequence https://arxiv.org/abs/2412.19437 (DeepSeek-V3).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +36,14 @@ from paceline.kernels.experts import grouped_linear, permute, unpermute
 from paceline.kernels.experts.reference import occurrences
 from paceline.models.feedforward import FeedForward, clamped
 
-Compute = Callable[[Tensor, Tensor], Tensor]
+Stacks = Mapping[str, Tensor]
+"""What is held of experts, by the name of the parameter: (experts, ...) each."""
+Compute = Callable[..., Any]
+"""`Experts.forward`: of rows and counts; or of other rows besides, whose outputs it gives too."""
+CopiedRows = tuple[Tensor, Tensor, Callable[[Stacks], tuple[Stacks, Callable[[], Stacks]]]]
+"""Rows of experts whose weights every rank gets a copy of: (num_rows, hidden), those of the first
+copy first; how many each has, (num_copied,) int64; and what maps the stacks that a rank holds to
+those to use instead, and to a function that waits for the stacks of copies."""
 
 
 class TokenDispatcher(Protocol):
@@ -45,10 +53,10 @@ class TokenDispatcher(Protocol):
         """Put every row through its expert.
 
         Args:
-            rows: (num_copies, hidden), sorted by slot.
-            counts: (num_slots,) int64, how many rows each slot has.
-            experts: maps (rows sorted by local slot, rows of each local slot) to the rows' outputs.
-                Every rank must call it, also without rows: its gradients are part of a collective.
+            rows: (num_copies, hidden), sorted by slot; behind them those of copied experts.
+            counts: (num_slots + num_copied,) int64, how many rows each of these has.
+            experts: see `Experts.forward`. Every rank must call it, also without rows: its
+                gradients are part of a collective.
 
         Returns:
             (num_copies, hidden), the outputs in the order of `rows`.
@@ -60,7 +68,8 @@ class LocalDispatcher:
 
     def __call__(self, rows: Tensor, counts: Tensor, experts: Compute) -> Tensor:
         """Compute; see `TokenDispatcher`."""
-        return experts(rows, counts)
+        found: Tensor = experts(rows, counts)
+        return found
 
 
 class Router(nn.Module):
@@ -117,42 +126,56 @@ class Experts(nn.Module):
             bias = nn.Parameter(torch.zeros(num, width, 1)) if shape.bias else None
             self.register_parameter(f"{name}_bias", bias)
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def forward(
+        self, rows: Tensor, counts: Tensor, others: CopiedRows | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Put rows through the experts whose weights this rank holds.
 
         Args:
             rows: (num_rows, hidden), those of the first expert first.
             counts: (num_local_experts,) int64, rows of each; their sum is num_rows.
+            others: rows of experts that this rank gets copies of.
 
         Returns:
-            (num_rows, hidden)
+            (num_rows, hidden), and the same of the other rows where there are any
         """
-        gate, up = self.gate_up(rows, counts)
+        own: Stacks = {name: local_part(held) for name, held in self.named_parameters()}
+        if others is None:
+            return self._through(rows, counts, own)
+        other_rows, other_counts, copied = others
+        own, wait = copied(own)
+        outputs = self._through(rows, counts, own)  # copies are on their way meanwhile
+        return outputs, self._through(other_rows, other_counts, wait())
+
+    def _through(self, rows: Tensor, counts: Tensor, stacks: Stacks) -> Tensor:
+        gate, up = self.gate_up(rows, counts, stacks)
         inner = gated(gate, up) if self.limit is None else clamped(gate, up, self.limit)
-        return self.down(inner, counts)
+        return self.down(inner, counts, stacks)
 
-    def gate_up(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    def gate_up(self, rows: Tensor, counts: Tensor, stacks: Stacks) -> tuple[Tensor, Tensor]:
         """The first products: (num_rows, hidden) to twice (num_rows, ffn)."""
-        gate = self._product(rows, self.gate_proj, self.gate_bias, counts)
-        return gate, self._product(rows, self.up_proj, self.up_bias, counts)
+        return _product("gate", rows, counts, stacks), _product("up", rows, counts, stacks)
 
-    def down(self, inner: Tensor, counts: Tensor) -> Tensor:
+    def down(self, inner: Tensor, counts: Tensor, stacks: Stacks) -> Tensor:
         """The last product: (num_rows, ffn) to (num_rows, hidden)."""
-        return self._product(inner, self.down_proj, self.down_bias, counts)
+        return _product("down", inner, counts, stacks)
 
-    def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
-        found = grouped_linear(rows, local_part(weight), counts)
-        if bias is None:
-            return found
-        by_row = local_part(bias).squeeze(-1).to(found.dtype)
-        return found + by_row.repeat_interleave(counts, dim=0, output_size=len(found))
+
+def _product(name: str, rows: Tensor, counts: Tensor, stacks: Stacks) -> Tensor:
+    found = grouped_linear(rows, stacks[f"{name}_proj"], counts)
+    bias = stacks.get(f"{name}_bias")
+    if bias is None:
+        return found
+    by_row = bias.squeeze(-1).to(found.dtype)
+    return found + by_row.repeat_interleave(counts, dim=0, output_size=len(found))
 
 
 class ExpertLayer(nn.Module):
     """Routed experts, and the shared ones that every token passes.
 
-    A training run sets two attributes, if it has to: `exchange`, and `mean_over_sequence`, which
-    averages numbers per sequence over the ranks that share the tokens of the sequences.
+    A training run sets three attributes, if it has to: `exchange`; `copied`, the experts that
+    `exchange` finds copies of (copies,) int64; and `mean_over_sequence`, which averages numbers per
+    sequence over the ranks that share the tokens of the sequences.
     """
 
     slot_of_expert: Tensor  # (num_experts,) int64: where in the stacked weights an expert lies
@@ -164,6 +187,7 @@ class ExpertLayer(nn.Module):
         super().__init__()
         self.shape = shape
         self.exchange: TokenDispatcher = LocalDispatcher()
+        self.copied: Tensor | None = None
         self.mean_over_sequence: Callable[[Tensor], Tensor] = _unchanged
         self.router = Router(hidden_size, shape)
         self.experts = Experts(hidden_size, shape)
@@ -190,8 +214,11 @@ class ExpertLayer(nn.Module):
         return (routed if self.shared is None else routed + self._shared(tokens)).view_as(x)
 
     def _routed(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        slots = self.slot_of_expert[chosen]
-        rows, counts, order = permute(tokens, slots, self.shape.num_experts)
+        places, num_places = self.slot_of_expert, self.shape.num_experts
+        if self.copied is not None:  # their rows are behind those of all slots
+            behind = torch.arange(len(self.copied), device=places.device) + num_places
+            places, num_places = places.index_copy(0, self.copied, behind), num_places + len(behind)
+        rows, counts, order = permute(tokens, places[chosen], num_places)
         return unpermute(self.exchange(rows, counts, self.experts), order, weights)
 
     def _shared(self, tokens: Tensor) -> Tensor:

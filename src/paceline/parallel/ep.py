@@ -12,6 +12,9 @@ replicates each rank's experts over the ranks that hold the same ones (`fsdp_dim
 dimension is free for that). Where training moves experts between ranks, `apply_placement` sends
 their weights and optimizer state, bit for bit.
 
+Of a few hot experts in each layer every rank may have a copy (`copy_experts`), so that their tokens
+stay where they are: see `paceline.parallel.hot_experts`.
+
 It knows no network: a layer with experts is any module with an `exchange` and a `slot_of_expert`
 (see `HasExperts`). It does not choose placements (`paceline.plan.experts`) and has no capacity
 factor.
@@ -20,8 +23,8 @@ Papers: GShard https://arxiv.org/abs/2006.16668, dropless https://arxiv.org/abs/
 balancing by biases https://arxiv.org/abs/2412.19437
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -34,6 +37,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from paceline.comm.compress.messages import CodedMessages, send_coded
 from paceline.comm.local_part import local_part
+from paceline.parallel.hot_experts import Copies
 from paceline.parallel.statistics import mean_over_ranks
 
 # The dimension of (slots, out, in) that goes through the inside of an expert, by parameter: what tp
@@ -55,7 +59,9 @@ class HasExperts(Protocol):
     """Parameters gate_proj, up_proj (slots, ffn, hidden), down_proj (slots, hidden, ffn), which its
     forward takes `to_local`; biases (slots, out, 1), where tp cuts no experts; and adapters (slots,
     rank, in), (slots, out, rank)."""
-    exchange: Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
+    exchange: Callable[[Tensor, Tensor, Callable[..., Any]], Tensor]
+    copied: Tensor | None
+    """(copies,) int64: experts whose rows it puts behind those of all slots; None: of none."""
     mean_over_sequence: Callable[[Tensor], Tensor]
     """Averages numbers over the ranks that share the tokens of the same sequences."""
     slot_of_expert: Tensor
@@ -71,31 +77,44 @@ class AllToAllDispatcher:
     group: dist.ProcessGroup
     messages: CodedMessages | None = None
     """The form of rows and gradients on their way; None: as they are."""
+    copies: Copies = field(default_factory=Copies)
+    """Of experts whose rows stay."""
 
-    def __call__(
-        self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
+    def __call__(self, rows: Tensor, counts: Tensor, experts: Callable[..., Any]) -> Tensor:
         """Apply experts to rows, wherever the experts are.
 
         Args:
-            rows: (copies, hidden), sorted by slot.
-            counts: (slots,) int64, how many rows each slot gets; the same number on every rank.
-            experts: maps (rows sorted by local slot, local counts) to as many rows.
+            rows: (copies, hidden), sorted by slot; behind them those of copied experts.
+            counts: (slots + copied experts,) int64, how many rows each of these gets; as many on
+                every rank.
+            experts: maps (rows sorted by local slot, local counts) to as many rows; and the rows of
+                copied experts with what copies them, where there are any.
 
         Returns:
             (copies, hidden), in the order given.
         """
-        sent = counts.view(self.group.size(), -1)  # (ep, local slots)
+        num_copies = len(self.copies.slots)
+        num_slots = len(counts) - num_copies
+        sent = counts[:num_slots].view(self.group.size(), -1)  # (ep, local slots)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent.contiguous(), group=self.group)
         to, come = torch.stack((sent.sum(1), received.sum(1))).tolist()  # waits for the device
-        arrived = self._send(rows.contiguous(), to, come)
+        self.copies.count(len(rows) - sum(to) + to[self.group.rank()], len(rows))
+        away, here = (rows[: sum(to)], rows[sum(to) :]) if num_copies else (rows, None)
+        arrived = self._send(away.contiguous(), to, come)
         # From the order (sender, slot) to the order (slot, sender), which the experts want.
         place, back = _transposition(received, sum(come)), _transposition(received.T, sum(come))
-        outputs = experts(_put(arrived, place), received.sum(0))
+        given = _put(arrived, place), received.sum(0)
+        of_here = None
+        if num_copies:
+            copied = partial(self.copies.of, group=self.group)
+            outputs, of_here = experts(*given, (here, counts[num_slots:], copied))
+        else:
+            outputs = experts(*given)
         # The sum keeps the way back to the senders open when no row came: they wait for gradients.
         outputs = outputs if sum(come) else outputs + arrived.to(outputs.dtype)
-        return self._send(_put(outputs, back), come, to)
+        came_back = self._send(_put(outputs, back), come, to)
+        return came_back if of_here is None else torch.cat((came_back, of_here))
 
     def _send(self, rows: Tensor, to: list[int], come: list[int]) -> Tensor:
         """Exchange rows, sorted by rank; gradients go back the same way."""
@@ -185,6 +204,30 @@ def expert_loads(module: nn.Module, mesh: DeviceMesh | None, reset: bool = True)
     if reset:
         torch._foreach_zero_(counted)
     return loads
+
+
+def copy_experts(module: nn.Module, experts: Sequence[Tensor]) -> None:
+    """Let every rank of ep have copies of some experts of each layer from now on.
+
+    Call it on every rank between two steps, and anew when experts have moved.
+
+    Args:
+        module: its experts spread by `expert_parallel` over ep.
+        experts: of each layer (copies,) int64 on the CPU, or none; the same on every rank of ep.
+    """
+    for layer, chosen in zip(expert_layers(module), experts, strict=True):
+        slots, order = layer.slot_of_expert.cpu()[chosen].sort()
+        layer.copied = chosen[order].to(layer.slot_of_expert.device) if len(chosen) else None
+        layer.exchange.copies.slots = tuple(slots.tolist())
+
+
+def take_stayed(module: nn.Module) -> float | None:
+    """Of the copies of tokens that this rank had since it was asked last, the share that it worked
+    on itself; None: it had none."""
+    exchanges = [layer.exchange for layer in expert_layers(module)]
+    counts = [each.copies.take() for each in exchanges if isinstance(each, AllToAllDispatcher)]
+    stayed, total = (sum(each) for each in zip((0, 0), *counts, strict=True))
+    return stayed / total if total else None
 
 
 def slots_of_experts(module: nn.Module) -> Tensor:

@@ -8,10 +8,13 @@ How it works: `move_experts` starts from the placement that is there and only sw
 busiest rank with others, because every move sends an expert's weights and optimizer state. All
 layers are worked on at once as rows of arrays.
 
+`hot_experts` names the experts that every rank should have a copy of.
+
 It does not guess loads of the future and moves no weights: it only says who goes where.
 
-The idea is that of EPLB (https://github.com/deepseek-ai/EPLB, DeepSeek-V3
-https://arxiv.org/abs/2412.19437 section 3.4), without its replicas.
+The idea of moves is that of EPLB (https://github.com/deepseek-ai/EPLB, DeepSeek-V3
+https://arxiv.org/abs/2412.19437 section 3.4), without its replicas; that of copies is FasterMoE's
+dynamic shadowing (https://doi.org/10.1145/3503221.3508418).
 """
 
 import numpy as np
@@ -56,6 +59,45 @@ def move_experts(
     experts_of_slots = slots.argsort(axis=1)
     limits = target * rank_loads(slots, loads, num_ranks).mean(axis=1)
     return _search(experts_of_slots, loads, num_ranks, limits).argsort(axis=1)
+
+
+def hot_experts(
+    slot_of_expert: ArrayLike, loads: ArrayLike, num_ranks: int, most: int
+) -> list[Ints]:
+    """Choose the experts of each layer that all ranks get copies of.
+
+    One after another: of the rank that is then the busiest, the expert with most tokens. Tokens of
+    a copied expert are worked on where they are, taken to be as many on each rank. So many are
+    chosen as leave the busiest rank with least: none where loads are even.
+
+    Args:
+        slot_of_expert: (layers, experts), where the experts are.
+        loads: (layers, experts), tokens that chose each expert.
+        num_ranks: they share out the slots.
+        most: copies of a layer, fewer than there are experts.
+
+    Returns:
+        of each layer (copies,), experts.
+
+    Raises:
+        InputError: loads that are no loads.
+    """
+    experts = np.asarray(slot_of_expert, dtype=np.int64).argsort(axis=1)  # of each slot
+    left = np.take_along_axis(_checked_loads(loads), experts, axis=1)
+    left = left.reshape(len(experts), num_ranks, -1)  # of slots; -1: is copied
+    row, shared = np.arange(len(experts)), np.zeros(len(experts))
+    chosen, peaks = np.empty((len(experts), most), dtype=np.int64), [left.sum(axis=2).max(axis=1)]
+    for at in range(most):
+        # A rank of which all are copied comes behind one of which none is wanted.
+        ranks = np.where(left.max(axis=2) < 0, -1, np.maximum(left, 0).sum(axis=2))
+        busiest = ranks.argmax(axis=1)
+        slot = left[row, busiest].argmax(axis=1)
+        shared += left[row, busiest, slot] / num_ranks
+        left[row, busiest, slot] = -1
+        chosen[:, at] = experts[row, busiest * left.shape[2] + slot]
+        peaks.append(np.maximum(left, 0).sum(axis=2).max(axis=1) + shared)
+    num = np.argmin(peaks, axis=0)
+    return [of_layer[:few] for of_layer, few in zip(chosen, num, strict=True)]
 
 
 def rank_loads(slot_of_expert: ArrayLike, loads: ArrayLike, num_ranks: int) -> Floats:

@@ -88,6 +88,12 @@ class Setting:
         return None if teacher is None else replace(self, model=teacher, finetune=Finetune())
 
     @property
+    def busiest_load(self) -> float:
+        """`expert_imbalance` of a rank's own work: copies of hot experts take what is above the
+        mean."""
+        return 1.0 if self.comm.ep.hot_experts else self.expert_imbalance
+
+    @property
     def device(self) -> Device:
         """Of the cluster."""
         return self.cluster.device

@@ -17,7 +17,7 @@ from paceline.config.job import Job
 from paceline.config.layout import Layout
 from paceline.config.schedule import Schedule
 from paceline.parallel.apply import arithmetic, prepare_micro_batch
-from paceline.parallel.ep import messages_in
+from paceline.parallel.ep import messages_in, take_stayed
 from paceline.parallel.exposed_all_reduce import ExposedAllReduce, exposed_all_reduce_of
 from paceline.parallel.fsdp import free_gathered
 from paceline.parallel.pp import Criterion, MicroBatch, Pipeline
@@ -45,6 +45,8 @@ class Passes:
     """Takes the time of DDP's last buckets, where a host clock can."""
     to_experts: list[CodedMessages] | None
     """Forms in which tokens travel; None: as they are."""
+    copies_experts: bool
+    """Whether tokens of hot experts stay."""
     replicas: Replicas
     seed: int
     data_rank: int
@@ -79,6 +81,7 @@ class Passes:
             pipeline,
             exposed,
             to_experts,
+            job.comm.ep.hot_experts > 0,
             replicas,
             job.train.seed,
             job.layout.data_rank(ranks.rank),
@@ -182,13 +185,15 @@ class Passes:
         return loss.detach()
 
     def sent(self) -> dict[str, float]:
-        """What this rank sent in a form of ours in the last step, in bytes, by axis."""
+        """What this rank sent in a form of ours in the last step, in bytes, by axis; and what share
+        of its tokens' copies it worked on itself, where hot experts are copied."""
         sent: dict[str, float] = {}
         if self.pipeline is not None and self.pipeline.messages is not None:
             sent["pp.bytes"] = self.pipeline.messages.take_sent()
         if self.to_experts is not None:
             sent["ep.bytes"] = sum(each.take_sent() for each in self.to_experts)
-        return sent
+        stayed = take_stayed(self.module) if self.copies_experts else None
+        return sent if stayed is None else sent | {"ep.stayed": stayed}
 
     def _backward(self, loss: Tensor) -> None:
         if self.exposed_all_reduce is not None:

@@ -35,7 +35,8 @@ class StepResult:
     """The median that the loss is a spike above; 0: it is none."""
     comm: dict[str, float]
     """What rank 0 sent in a form of ours ("dp.bytes"), and now and then the norm of all that
-    compression still owes ("error_norm"); empty where nothing is."""
+    compression still owes ("error_norm"); of its tokens' copies the share that stayed, where hot
+    experts are copied ("ep.stayed"). Empty where there is none of it."""
     ranks: dict[str, list[float]]
     """What each rank said of itself; empty where the step has none of it (`rank_stats`)."""
     figures: dict[str, float]

@@ -20,7 +20,8 @@ What differs by surroundings:
   an adapter's products are;
 - tp divides heads and columns; norms and the stream too with sequence parallelism, but what the
   products read was gathered, and is whole unless the stack gathers it once more;
-- experts work on rows that were sent to them: tokens x experts per token x imbalance.
+- experts work on rows that were sent to them: tokens x experts per token x imbalance; copies of hot
+  experts are kept, but where a block recomputes.
 
 Papers: https://arxiv.org/abs/2205.05198 (34 + 5as/h and its selective and full recompute),
 https://arxiv.org/abs/2205.14135 (fused attention).
@@ -37,6 +38,7 @@ from paceline.config.model import Model
 from paceline.plan.block_kinds import BlockKind, block_kinds_of
 from paceline.plan.memory.adapter_counts import kept_by_adapters, room_for_narrow
 from paceline.plan.memory.logits import logits_bytes
+from paceline.plan.memory.parameter_counts import copied_of_block
 from paceline.plan.points import Array, Points, Setting
 
 _FP32 = 4
@@ -106,7 +108,10 @@ def shape_of(setting: Setting, points: Points) -> BlockShape:
 
 def kept_whole(setting: Setting, points: Points) -> Array:
     """Bytes that a block of each kind keeps without recompute: (k, n)."""
-    return _per_kind(setting, points, _whole_block)
+    whole = _per_kind(setting, points, _whole_block)
+    if not setting.comm.ep.hot_experts:
+        return whole
+    return whole + copied_of_block(setting, points) * points.value_bytes
 
 
 def kept_input(setting: Setting, points: Points) -> Array:
@@ -325,7 +330,7 @@ def _inner_bytes(model: Model, shape: BlockShape, kept: Array, limited: bool = F
 
 def _expert_layer(setting: Setting, experts: Experts, shape: BlockShape) -> Array:
     model, hidden = setting.model, setting.model.hidden_size
-    rows = experts.experts_per_token * setting.expert_imbalance
+    rows = experts.experts_per_token * setting.busiest_load
     kept = shape.kept if setting.stack.fp8_experts else shape.value
     limited = experts.gate_limit is not None
     inner = rows * _inner_bytes(model, shape, kept, limited) * experts.ffn_size / shape.expert_tp
@@ -361,7 +366,7 @@ def _remade(setting: Setting, kind: BlockKind, shape: BlockShape) -> dict[str, A
         found["mlp"] = shape.tokens * inner * model.ffn_size / shape.tp
     else:
         kept = shape.kept if setting.stack.fp8_experts else shape.value
-        rows = shape.routed_tokens * experts.experts_per_token * setting.expert_imbalance
+        rows = shape.routed_tokens * experts.experts_per_token * setting.busiest_load
         found["moe_act"] = rows * kept * experts.ffn_size / shape.expert_tp
         inner = _inner_bytes(model, shape, shape.kept)
         found["shared_experts"] = shape.tokens * inner * experts.shared_ffn_size / shape.tp
@@ -384,7 +389,7 @@ def _products(setting: Setting, kind: BlockKind, points: Points, shape: BlockSha
         per_token = per_token + ffn + down * _sums(setting, shape, second=False)
     else:
         copies = experts.experts_per_token * shape.routed_tokens / shape.tokens
-        rows = copies * setting.expert_imbalance
+        rows = copies * setting.busiest_load
         ffn = rows * _every(ups, setting) * experts.ffn_size / shape.expert_tp
         ffn = ffn + _every(ups, setting) * experts.shared_ffn_size / shape.tp
         sent = np.where(points.ep > 1, rows + copies, 0)
@@ -448,7 +453,7 @@ def between_operators(setting: Setting, points: Points) -> Array:
     inner = 2 * model.ffn_size / shape.tp
     if model.experts is not None:
         copies = model.experts.experts_per_token * shape.routed_tokens / shape.tokens
-        rows = copies * setting.expert_imbalance
+        rows = copies * setting.busiest_load
         inner = np.maximum(inner, rows * 2 * model.experts.ffn_size / shape.expert_tp)
     if setting.attention == "unfused":
         inner = np.maximum(inner, 2 * setting.seq_len * model.num_heads / shape.tp)

@@ -66,7 +66,7 @@ def kept_by_adapters(setting: Setting, kind: BlockKind) -> Array:
             wide = 2 * matrix.outputs * setting.finetune.decomposed
             kept = kept + share * (setting.finetune.rank + wide)
         if mixture is not None:
-            rows = mixture.experts_per_token * setting.expert_imbalance
+            rows = mixture.experts_per_token * setting.busiest_load
             for matrix in _stacks(setting.model, kind):
                 share = np.mean([_is_adapted(setting, layer, matrix) for layer in kind.layers])
                 kept = kept + rows * share * setting.finetune.rank

@@ -12,6 +12,7 @@ import numpy as np
 
 from paceline.plan.memory.activations import kept_input, shape_of
 from paceline.plan.memory.logits import narrow_share
+from paceline.plan.memory.parameter_counts import copied_of_block
 from paceline.plan.points import Array, Points, Setting
 from paceline.plan.stages import Holdings
 
@@ -114,7 +115,8 @@ def exchange_bytes(setting: Setting, points: Points) -> Array:
 
     A ring has a block of keys and values and the one that comes, and gradients in fp32 that
     travel: those at home, those under way, those that come, and those of this step; and the
-    gradient of its queries in fp32. Ulysses exchanges one tensor at a time.
+    gradient of its queries in fp32. Ulysses exchanges one tensor at a time. Gradients of copied
+    experts are on their way home.
     """
     model, shape = setting.model, shape_of(setting, points)
     kv = np.maximum(model.num_kv_heads / points.tp, 1) * (model.head_dim + model.value_dim)
@@ -126,6 +128,7 @@ def exchange_bytes(setting: Setting, points: Points) -> Array:
     between = np.where(points.cp > points.ulysses, ring, 0) + np.where(points.ulysses > 1, heads, 0)
     if model.experts is None:
         return between
-    rows = model.experts.experts_per_token * setting.expert_imbalance
+    rows = model.experts.experts_per_token * setting.busiest_load
     sent = 2 * shape.routed_tokens * rows * model.hidden_size * shape.value
-    return between + np.where(points.ep > 1, sent, 0)
+    sums = copied_of_block(setting, points, trained=True).max(0) * np.maximum(shape.value, _FP32)
+    return between + np.where(points.ep > 1, sent, 0) + sums

@@ -132,6 +132,24 @@ def _of_block(setting: Setting, points: Points, number_bytes: Array) -> tuple[Ar
     return dense, experts / (points.ep * of_tp) + expert_adapters_of_block(setting, points)
 
 
+def copied_of_block(setting: Setting, points: Points, *, trained: bool = False) -> Array:
+    """Numbers of the copies of hot experts that a rank has in a block of each kind: (k, n).
+
+    Args:
+        trained: count those that have gradients.
+    """
+    hot, mixture = setting.comm.ep.hot_experts, setting.model.experts
+    kinds = block_kinds_of(setting.model)
+    if not hot or mixture is None:
+        return np.zeros((len(kinds), 1))
+    stacks = expert_adapters_of_block(setting, points, trained=trained)
+    if not (trained and setting.finetune.is_adapted):
+        of_tp = points.tp if setting.stack.expert_tp == "tp" else 1
+        routed = np.array([block_params(setting.model, kind).experts for kind in kinds], float)
+        stacks = stacks + routed[:, None] / (points.ep * of_tp)
+    return np.where(points.ep > 1, hot / mixture.num_experts * points.ep, 0) * stacks
+
+
 def _ends(setting: Setting, points: Points, holdings: Holdings) -> Array:
     """Embedding, final norm and head: (s, n). A tied head shares the embedding's table only where
     no pipeline parts them."""

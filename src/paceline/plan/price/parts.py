@@ -54,6 +54,10 @@ _OWN_FUNCTION_SHARE = 1 / 3
 _ASYNC_TP_SHARE = 0.5
 
 
+# Collectives that run beside something else than others of their axis.
+_APART = ("send_recv", "broadcast")
+
+
 class CollectiveRequest(NamedTuple):
     """A collective whose seconds are asked for."""
 
@@ -259,13 +263,18 @@ def _send(
         "ep": (paired_share(points) if stack.overlaps_ep else np.zeros(1), beside.partner_s),
     }
     for axis, (overlaps, beside_s) in overlapped.items():
-        whole = [s for e, s in sent if e.axis == axis and e.op != "send_recv"]
+        whole = [s for e, s in sent if e.axis == axis and e.op not in _APART]
         if not whole:
             continue
         total = sum(whole, np.zeros(1))
         inside = overlaps * share * np.minimum(total, beside_s)
         term = f"exposed_comm.{axis}"
         terms[term] = terms.get(term, np.zeros(1)) + total - inside
+        hidden = hidden + inside
+    copies_s = sum((s for e, s in sent if e.op == "broadcast"), np.zeros(1))
+    if np.any(copies_s):  # of experts, beside the products of a rank's own
+        inside = share * np.minimum(copies_s, beside.products_s)
+        terms["exposed_comm.ep"] = terms["exposed_comm.ep"] + copies_s - inside
         hidden = hidden + inside
     terms["matmul"] = terms["matmul"] + slowed_s(stack, hidden)
 

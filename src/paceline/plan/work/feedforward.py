@@ -137,23 +137,27 @@ def _routed(
 ) -> PartWork:
     """The busiest rank's experts, and the way of the tokens' copies there and back."""
     model, value = setting.model, sizes.value_bytes
-    busy = rows * np.where(points.ep > 1, setting.expert_imbalance, 1.0)
+    busy = rows * np.where(points.ep > 1, setting.busiest_load, 1.0)
     own = np.maximum(experts.num_experts / points.ep, 1)
+    used = own + np.where(points.ep > 1, setting.comm.ep.hot_experts, 0)
     hidden = like(model.hidden_size)
     matrices = 3 if model.gated else 2
     arithmetic = LINEAR if setting.stack.fp8_experts else PLAIN
-    inward = _inward(sizes, MatmulOp(busy, ffn, hidden, arithmetic, own), matrices - 1)
-    outward = MatmulOp(busy, hidden, ffn, arithmetic, own, ends_block=not experts.shared_ffn_size)
+    inward = _inward(sizes, MatmulOp(busy, ffn, hidden, arithmetic, used), matrices - 1)
+    outward = MatmulOp(busy, hidden, ffn, arithmetic, used, ends_block=not experts.shared_ffn_size)
     fused = setting.stack.fuses_experts
     biases = (2 * ffn + model.hidden_size) * experts.bias
     return PartWork(
         products=(*inward, outward),
         sweeps=(
             *(() if fused else _expert_activation(model, experts, sizes, busy * ffn)),
-            *_by_expert(setting, points, sizes, busy * model.hidden_size, busy * ffn, own),
+            *_by_expert(setting, points, sizes, busy * model.hidden_size, busy * ffn, used),
             *_reordering(setting, experts, points, busy * model.hidden_size * value),
         ),
-        exchanges=_dispatch(setting, experts, points, rows * model.hidden_size, value),
+        exchanges=(
+            *_dispatch(setting, experts, points, rows * model.hidden_size, value),
+            *_copies(setting, points, matrices * model.hidden_size * ffn + biases, value),
+        ),
         expert_params=own * (matrices * model.hidden_size * ffn + biases),
         tensors=(len(inward) + 1) * rows_of_each(setting, outward)[1] + matrices * experts.bias,
         host_syncs=np.where(points.ep > 1, 1.0, 0.0),
@@ -252,12 +256,20 @@ def _sent_share(setting: Setting, experts: Experts, points: Points, stride: Arra
 def _dispatch(
     setting: Setting, experts: Experts, points: Points, numbers: Array, value_bytes: Array
 ) -> tuple[CollectiveOp, ...]:
-    """To the experts and back, forward and backward; all wait for the busiest rank."""
+    """To the experts and back, forward and backward; all wait for the busiest rank.
+
+    Rows of copied experts don't travel: each is taken to have the mean load, and all together what
+    the busiest rank has above the mean.
+    """
     stride = points.tp if setting.stack.expert_tp == "tp" else like(1)
     eight_bit = (points.precision == _FP8) & (setting.stack.dispatch_dtype == "fp8")
     each = np.where(eight_bit, (_DISPATCHED_BYTES + value_bytes) / 2, value_bytes)
     share = _sent_share(setting, experts, points, stride)
-    busy = numbers * each * setting.expert_imbalance * share
+    hot = setting.comm.ep.hot_experts
+    if hot:
+        above = (setting.expert_imbalance - 1) / points.ep
+        share = share * np.maximum(1 - hot / experts.num_experts - above, 0)
+    busy = numbers * each * setting.busiest_load * share
 
     def exchange(backward: bool) -> CollectiveOp:
         again = "" if backward else "full"
@@ -266,3 +278,21 @@ def _dispatch(
     counts = like(8.0) * points.ep
     told = CollectiveOp("ep", "all_to_all", counts, points.ep, stride, 1.0, False, "selective")
     return exchange(False), exchange(True), told
+
+
+def _copies(
+    setting: Setting, points: Points, numbers: Array, value_bytes: Array
+) -> tuple[CollectiveOp, ...]:
+    """Weights of hot experts to all ranks of ep, and gradients back, in fp32 at least, where they
+    train; owners send and sum up what is theirs. `numbers`: of an expert."""
+    hot = setting.comm.ep.hot_experts
+    if not hot:
+        return ()
+    stride = points.tp if setting.stack.expert_tp == "tp" else like(1)
+    there = ("ep", "broadcast", hot * numbers * value_bytes, points.ep, stride, 1.0, False)
+    if setting.finetune.is_adapted:
+        return (CollectiveOp(*there, "selective"),)
+    sums = hot * numbers * np.maximum(value_bytes, FP32)
+    # A reduction sends what a broadcast does, the other way.
+    back = CollectiveOp("ep", "broadcast", sums, points.ep, stride, 1.0, True)
+    return CollectiveOp(*there, "selective"), back

@@ -11,7 +11,7 @@ from paceline.models.adapters import adapt, is_of_adapter
 from paceline.models.decoder import Decoder
 from paceline.parallel.tp import style_of
 from paceline.plan.block_kinds import block_kinds_of
-from paceline.plan.memory.adapter_counts import adapters_of_block, expert_adapters_of_block
+from paceline.plan.adapters import adapters_of_block, expert_adapters_of_block
 from paceline.plan.memory.holdings import holdings_of
 from paceline.plan.memory.parameter_counts import counts_of, trained_counts
 from paceline.plan.points import Points, Setting

@@ -28,15 +28,15 @@ class Matrix(NamedTuple):
 
 def adapted_matrices(
     setting: Setting, kind: BlockKind, *, of_experts: bool = False
-) -> list[tuple[Matrix, float]]:
-    """The matrices with adapters in blocks of a kind, each with the share of these where it has
-    one; of routed experts: sizes of one expert's."""
+) -> list[tuple[Matrix, list[int]]]:
+    """The matrices with adapters in blocks of a kind, each with the layers where it has one; of
+    routed experts: sizes of one expert's."""
     matrices = (_stacks if of_experts else _matrices)(setting.model, kind)
     found = [
-        (matrix, float(np.mean([_is_adapted(setting, layer, matrix) for layer in kind.layers])))
+        (matrix, [layer for layer in kind.layers if _is_adapted(setting, layer, matrix)])
         for matrix in matrices
     ]
-    return [(matrix, share) for matrix, share in found if share]
+    return [(matrix, layers) for matrix, layers in found if layers]
 
 
 def first_adapted(setting: Setting) -> int:
@@ -85,12 +85,14 @@ def kept_by_adapters(setting: Setting, kind: BlockKind) -> Array:
     """
     kept, mixture = np.zeros(1), setting.model.experts
     if setting.finetune.is_adapted:
-        for matrix, share in adapted_matrices(setting, kind):
+        for matrix, layers in adapted_matrices(setting, kind):
+            share = len(layers) / len(kind.layers)
             wide = 2 * matrix.outputs * setting.finetune.decomposed
             kept = kept + share * (setting.finetune.rank + wide)
         if mixture is not None:
             rows = mixture.experts_per_token * setting.expert_imbalance
-            for _, share in adapted_matrices(setting, kind, of_experts=True):
+            for _, layers in adapted_matrices(setting, kind, of_experts=True):
+                share = len(layers) / len(kind.layers)
                 kept = kept + rows * share * setting.finetune.rank
     return kept
 

@@ -245,9 +245,9 @@ def _memory_bytes(line: PublishedLine) -> float | None:
 
 
 def _memory_kind(line: PublishedLine) -> str:
-    """Megatron prints the most that was allocated, PyTorch's trainers what was reserved."""
+    """Megatron and LitGPT print the most that was allocated, PyTorch's trainers what was reserved."""
     notes = line.text("notes").lower()
     if "nvidia-smi" in notes:
         return "in use"
-    prints_allocated = "megatron" in line.text("framework").lower()
+    prints_allocated = re.search(r"megatron|litgpt", line.text("framework").lower())
     return "allocated" if "allocated" in notes or prints_allocated else "reserved"

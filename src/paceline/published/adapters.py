@@ -13,30 +13,33 @@ from paceline.published.networks import UnpredictableError
 from paceline.published.software import year_of
 from paceline.published.table import PublishedLine
 
-_LOW_RANK = r"\b[a-z]{0,2}lora(?!\w)|(?<![a-z])(?:q|do)?lora_|\bpeft\b"
+_LOW_RANK = r"\b[a-z]{0,2}lora(?![a-z0-9])|\bdora\b|\bpeft\b"
 _OTHERS = r"\badapters?\b|\badaptors?\b|\b(?:prefix|prompt|p)[ -]?tuning|\bia3\b|\(ia\)\^?3"
 _DENIED = r"\b(?:no|without|not|vs\.?|than) (?:a )?[a-z]*lora|flops for (?:sft/)?lora"
 _RANK = (
-    r"(?<![a-z0-9_])(?:(?:lora|adapters?)[ _-]?)?(?:of )?(?:rank|dim|r)"
-    r"\s*(?:[=:-]|of|is)?\s*(\d+)\b"
+    r"(?<![a-z0-9])(?:rank|(?:lora|adapters?)[ _](?:of )?dim)\s*(?:[=:-]|of|is)?\s*(\d{1,4})\b"
+    r"|(?<![a-z0-9])r\s*[=:]\s*(\d{1,4})\b"
 )
 _AND = r"\s*(?:,|/|\+|&|and|, and)\s*"
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _ALL = ("*_proj",)
 _FFN = ("gate_proj", "up_proj", "down_proj")
-# Names of matrices in other systems, and ways to say several at once.
-_NAMED: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (r"\ball[ -]?(?:the )?linear|\ball (?:linear )?(?:layers|matrices|projections)", _ALL),
+# Ways to say several matrices at once, near the word for adapters; and names that stand anywhere.
+_PHRASES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (r"\ball[ -](?:the )?linear|\ball (?:matrices|projections)", _ALL),
     (r"attention[ -]only|attn[ -]only|only (?:on )?(?:the )?attention", ("attention.*",)),
     (r"(?:mlp|ffn|feed-?forward)[ -]only", _FFN),
-    (r"\b(?:(?:linear|attention)_)?qkv\b|\bc_attn\b|\bquery_key_value\b", _QKV),
+    (r"\bqkv\b", _QKV),
+    (rf"\bq(?:{_AND}k)?{_AND}v\b|\bquery{_AND}value", ("q_proj", "v_proj")),
+    (rf"\bq{_AND}k{_AND}v\b", ("k_proj",)),
+)
+_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (r"\b(?:linear|attention)_qkv\b|\bc_attn\b|\bquery_key_value\b", _QKV),
     (r"\b(?:linear|output)_proj\b|\bo_proj\b", ("o_proj",)),
     (r"\blinear_fc1\b", ("gate_proj", "up_proj")),
     (r"\blinear_fc2\b", ("down_proj",)),
     *((rf"\b{name}\b", (name,)) for name in (*_QKV, *_FFN)),
-    (rf"\bq(?:{_AND}k)?{_AND}v\b|\bquery{_AND}value", ("q_proj", "v_proj")),
-    (rf"\bq{_AND}k{_AND}v\b", ("k_proj",)),
 )
 
 
@@ -79,8 +82,8 @@ def finetune_of(line: PublishedLine) -> tuple[Finetune, list[str]]:
         raise UnpredictableError("adapters of another kind than LoRA")
     base = _base(words)
     usual, inferred = _usual(line), []
-    rank, targets = int(ranked[1]) if ranked else 0, _targets(words)
-    if not rank:
+    rank, targets = int(ranked[1] or ranked[2]) if ranked else 0, _targets(words)
+    if not 0 < rank <= 4096:
         rank = usual.rank
         inferred.append("adapter rank")
     if not targets:
@@ -103,10 +106,10 @@ def _usual(line: PublishedLine) -> _Usual:
 
 
 def _targets(words: str) -> tuple[str, ...]:
-    found: list[str] = []
-    for said, names in _NAMED:
-        if re.search(said, words):
-            found += names
+    parts = re.split(r";|\. ", words)
+    near = "; ".join(part for part in parts if re.search(rf"{_LOW_RANK}|\badapters?\b", part))
+    found = [name for said, names in _PHRASES if re.search(said, near) for name in names]
+    found += [name for said, names in _NAMES if re.search(said, words) for name in names]
     return _ALL if _ALL[0] in found else tuple(dict.fromkeys(found))
 
 

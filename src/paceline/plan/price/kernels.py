@@ -143,8 +143,8 @@ def _distinct_s(
         casts = times * _casts_s(setting, points, (m, n, k), readers, grouped[:, None])
         alone = alone + np.where(points.precision == _FP8, casts, 0.0)
     alone = alone * _misaligned(setting, points, n, k) * constant(setting.stack, "matmul_time")
-    asked = np.array([[1.0 for _ in distinct], *zip(*((p.passed, p.trained) for p in distinct))])
-    alone = alone * asked[:, :, None]
+    asked = np.array([(1.0, product.passed, product.trained) for product in distinct])
+    alone = alone * asked.T[:, :, None]
     of = dict(zip(first, np.moveaxis(alone, 1, 0), strict=True))
     return [of[id(product)] for product in products]
 

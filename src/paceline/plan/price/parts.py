@@ -173,7 +173,7 @@ def _part(
     behind = _Beside(products_s, kernels.core_backward, _forward_s(kernels) + own_s)
     _send(setting, points, terms, backward, behind)
     launches = (
-        kernels.num_products
+        work.reached * kernels.num_products
         + kernels.num_kernels_backward
         + share * _relaunched_kernels(setting, points, kernels)
     )

@@ -52,8 +52,8 @@ class _Adapter(NamedTuple):
     groups: Array | int
     share: float
     """Of the blocks, those that have it."""
-    reads_stream: bool
-    """Whether its input is that of the block, behind a norm."""
+    passed: float
+    """Of these, those where the gradient of its input is asked for."""
     ends_block: bool
     is_narrow: bool
 
@@ -99,9 +99,8 @@ def with_adapters(
     products = [heads[id(each)] for each in base.products[:num_first]]
     products += base.products[num_first:]
     sweeps, tensors = list(base.sweeps), 0.0
-    for adapter in _adapters(setting, points, sizes, kind):
-        own = (passed if adapter.reads_stream else 1.0) / reached
-        products += _narrow_products(setting, adapter, own)
+    for adapter in _adapters(setting, points, sizes, kind, first):
+        products += _narrow_products(setting, adapter, reached)
         sweeps += _passes(setting, points, sizes, adapter)
         factors = sum(map(setting.finetune.trains, ("a", "b"))) + setting.finetune.decomposed
         tensors += adapter.share * factors
@@ -129,12 +128,15 @@ def with_adapters(
 
 
 def _adapters(
-    setting: Setting, points: Points, sizes: Sizes, kind: BlockKind
+    setting: Setting, points: Points, sizes: Sizes, kind: BlockKind, first: int
 ) -> Iterator[_Adapter]:
     mixture, narrow = setting.model.experts, setting.finetune.is_narrow
     merged: dict[str, _Adapter] = {}
-    for matrix, share in adapted_matrices(setting, kind):
+    for matrix, layers in adapted_matrices(setting, kind):
         layer, _, name = matrix.name.rpartition(".")
+        share = len(layers) / len(kind.layers)
+        reads_input = layer == "attention" and name in ("q_proj", "k_proj", "v_proj")
+        passed = sum(at > first for at in layers) / len(layers) if reads_input else 1.0
         outputs = matrix.outputs / (points.tp if matrix.cuts == "outputs" else like(1))
         adapter = _Adapter(
             share * sizes.tokens,
@@ -142,7 +144,7 @@ def _adapters(
             outputs,
             1,
             share,
-            layer == "attention" and name in ("q_proj", "k_proj", "v_proj"),
+            passed,
             name == "down_proj",
             narrow,
         )
@@ -157,22 +159,28 @@ def _adapters(
         rows = sizes.tokens / (1 if cut else points.tp) * mixture.experts_per_token
         rows = rows * np.where(points.ep > 1, setting.expert_imbalance, 1.0)
         own = np.maximum(mixture.num_experts / points.ep, 1)
-        for matrix, share in adapted_matrices(setting, kind, of_experts=True):
+        for matrix, layers in adapted_matrices(setting, kind, of_experts=True):
+            share = len(layers) / len(kind.layers)
             inputs = matrix.inputs / (of_tp if matrix.cuts == "inputs" else like(1))
             outputs = matrix.outputs / (of_tp if matrix.cuts == "outputs" else like(1))
             ends = matrix.cuts == "inputs" and not mixture.shared_ffn_size
-            yield _Adapter(share * rows, inputs, outputs, own, share, False, ends, False)
+            yield _Adapter(share * rows, inputs, outputs, own, share, 1.0, ends, False)
 
 
-def _narrow_products(setting: Setting, adapter: _Adapter, passed: float) -> list[MatmulOp]:
-    """Both products; with magnitudes also the one that gives the sum, whose rows are measured."""
+def _narrow_products(setting: Setting, adapter: _Adapter, reached: float) -> list[MatmulOp]:
+    """Both products; with magnitudes also the one that gives the sum, whose rows are measured.
+
+    Blocks with adapters all have a backward pass: of the share `reached` of blocks it is one more.
+    """
     tuned = setting.finetune
     rank, groups = like(tuned.rank), adapter.groups
     down = MatmulOp(adapter.rows, rank, adapter.inputs, PLAIN, groups)
     up = MatmulOp(adapter.rows, adapter.outputs, rank, PLAIN, groups, adapter.ends_block)
+    below = adapter.passed / reached
+    between = 1 / reached if tuned.trains("a") else below
     found = [
-        down._replace(trained=tuned.trains("a"), passed=passed),
-        up._replace(trained=tuned.trains("b"), passed=passed),
+        down._replace(trained=tuned.trains("a"), passed=below),
+        up._replace(trained=tuned.trains("b"), passed=between),
     ]
     if tuned.decomposed:
         whole = MatmulOp(adapter.share * adapter.outputs, adapter.inputs, rank, PLAIN)

@@ -245,7 +245,7 @@ def _memory_bytes(line: PublishedLine) -> float | None:
 
 
 def _memory_kind(line: PublishedLine) -> str:
-    """Megatron and LitGPT print the most that was allocated, PyTorch's trainers what was reserved."""
+    """Megatron and LitGPT print the most that was allocated, other trainers what was reserved."""
     notes = line.text("notes").lower()
     if "nvidia-smi" in notes:
         return "in use"

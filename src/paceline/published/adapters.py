@@ -51,12 +51,15 @@ class _Usual(NamedTuple):
 
 
 # Bridge and NeMo 2: src/megatron/bridge/peft/lora.py; NeMo before it: megatron_gpt_finetuning's
-# lora_tuning. LitGPT: litgpt/finetune/lora.py. torchtune: recipes/configs/llama3_1. Others are
+# lora_tuning. LitGPT: litgpt/finetune/lora.py. torchtune: recipes/configs/llama3_1.
+# LLaMA-Factory: hparams/finetuning_args.py. Unsloth: models/llama.py, get_peft_model. Others are
 # taken to use PEFT, whose default for Llama is two matrices (peft/utils/constants.py).
 _NEMO, _EARLY_NEMO, _NEMO2_SINCE = _Usual(32, _ALL), _Usual(32, _QKV), 2025.0
 _USUAL = (
     (r"megatron|nemo|bridge|mcore", _NEMO),
     (r"lit-?gpt", _Usual(8, ("q_proj", "v_proj"))),
+    (r"llama-?factory", _Usual(8, _ALL)),
+    (r"unsloth", _Usual(16, _ALL)),
     (r"torchtune", _Usual(8, ("q_proj", "v_proj", "o_proj", *_FFN))),
 )
 _PEFT = _Usual(8, ("q_proj", "v_proj"))
@@ -117,8 +120,8 @@ def _base(words: str) -> Literal["dense", "nf4", "nf4_double"]:
     """In what form the matrices beside adapters are kept; QLoRA's scales have 8 bits themselves."""
     if re.search(r"\bqlora|\bnf4-dq|double[ -]quant|nested[ -]quant", words):
         return "nf4_double"
-    if re.search(r"\bnf4\b|\b(?:b?fp|int)4\b[^;]*\b(?:base|weights)|4-?bit[^;]*(?:base|weights)"
-                 r"|load_in_4bit", words):
+    four = r"\bnf4\b|load_in_4bit|(?:\b(?:b?fp|int)4\b|4-?bit)[^;]*\b(?:base|weights)"
+    if re.search(four, words):
         return "nf4"
     if re.search(r"\bint8\b|8-?bit (?:base|weights)|load_in_8bit", words):
         raise UnpredictableError("8-bit matrices beside adapters")

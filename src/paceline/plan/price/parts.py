@@ -192,12 +192,14 @@ def _reached(work: PartWork, kernels: Kernels, sent: Sent) -> tuple[Kernels, Sen
     share = work.reached
     if share == 1:
         return kernels, sent
-    names = ("input_grad", "cast_input_grad", "core_backward", "sweeps_backward")
-    names = (*names, "num_kernels_backward")
-    fewer = {name: share * getattr(kernels, name) for name in names}
-    return kernels._replace(**fewer), [
-        (e._replace(times=e.times * share) if e.backward else e, s) for e, s in sent
-    ]
+    fewer = kernels._replace(
+        input_grad=share * kernels.input_grad,
+        cast_input_grad=share * kernels.cast_input_grad,
+        core_backward=share * kernels.core_backward,
+        sweeps_backward=share * kernels.sweeps_backward,
+        num_kernels_backward=share * kernels.num_kernels_backward,
+    )
+    return fewer, [(e._replace(times=e.times * share) if e.backward else e, s) for e, s in sent]
 
 
 def _forward_s(kernels: Kernels) -> Array:

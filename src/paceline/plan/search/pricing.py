@@ -35,7 +35,6 @@ SEEN_BY_PARTS = (
 free their weights behind each pass, for fp8 on the schedule, and where exchanges of experts run
 beside other passes on how many have a partner."""
 _FP8 = PRECISIONS.index("fp8")
-_PARAMETERS = ("params", "expert_params", "frozen", "frozen_experts")
 
 
 class StepSeconds(NamedTuple):
@@ -116,7 +115,12 @@ def networks_of(setting: Setting, layouts: Sequence[Layout]) -> list[NetworkPart
 def _of_rows(network: NetworkParts, rows: Array) -> NetworkParts:
     """Some rows, or some more than once; of the works only what the data axes ask for."""
     works = [
-        PartWork(**{name: _spread(getattr(work, name), rows) for name in _PARAMETERS})
+        PartWork(
+            params=_spread(work.params, rows),
+            expert_params=_spread(work.expert_params, rows),
+            frozen=_spread(work.frozen, rows),
+            frozen_experts=_spread(work.frozen_experts, rows),
+        )
         for work in network.works
     ]
     return NetworkParts(network.kinds, works, [_spread_part(part, rows) for part in network.parts])

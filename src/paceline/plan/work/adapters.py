@@ -98,11 +98,12 @@ def with_adapters(
     heads = {id(each): each._replace(passed=passed) for each in base.products[:num_first]}
     products = [heads[id(each)] for each in base.products[:num_first]]
     products += base.products[num_first:]
+    tuned = setting.finetune
+    factors = sum(tuned.trains(factor) for factor in ("a", "b")) + tuned.decomposed
     sweeps, tensors = list(base.sweeps), 0.0
     for adapter in _adapters(setting, points, sizes, kind, first):
         products += _narrow_products(setting, adapter, reached)
         sweeps += _passes(setting, points, sizes, adapter)
-        factors = sum(map(setting.finetune.trains, ("a", "b"))) + setting.finetune.decomposed
         tensors += adapter.share * factors
     number = block_kinds_of(setting.model).index(kind)
 

@@ -141,7 +141,8 @@ def _language_work(line: PublishedLine) -> LanguageWork:
         setting = replace(setting, loss_share=_MASKED_SHARE)
     if "natural routing" in line.text("notes").lower():
         setting = replace(setting, expert_imbalance=_NATURAL_IMBALANCE)
-    return LanguageWork(layout, software, (*inferred, *usual, *assumed, *missing, *network), setting)
+    inferred += [*usual, *assumed, *missing, *network]
+    return LanguageWork(layout, software, tuple(inferred), setting)
 
 
 def _image_work(line: PublishedLine) -> ImageWork:

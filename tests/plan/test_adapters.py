@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.config.finetune import Finetune
 from paceline.config.layout import Layout
@@ -11,12 +12,16 @@ from paceline.models.adapters import adapt, is_of_adapter
 from paceline.models.decoder import Decoder
 from paceline.parallel.tp import style_of
 from paceline.plan.block_kinds import block_kinds_of
-from paceline.plan.memory.adapter_counts import adapters_of_block, expert_adapters_of_block
+from paceline.plan.adapters import adapters_of_block, expert_adapters_of_block
 from paceline.plan.memory.holdings import holdings_of
 from paceline.plan.memory.parameter_counts import counts_of, trained_counts
 from paceline.plan.points import Points, Setting
+from paceline.plan.price.data_axes import DataAxes, HeldParameters
+from paceline.plan.price.step import predict
+from paceline.plan.work import block_work, embedding_work, head_work
 from tests.generate.networks import MODELS
 from tests.parallel.training import job_of
+from tests.plan.planned import layout, setting
 
 TARGETS = [("*_proj",), ("attention.*", "ffn.up_proj"), ("blocks.1.*",), ("shared.*", "o_proj")]
 
@@ -106,3 +111,112 @@ def test_matrices_in_4_bits_take_the_bytes_that_the_network_has(base, tp):
     counted, there = (dense - narrow for dense, narrow in zip(*found.values(), strict=True))
     assert counted == pytest.approx(there / tp)
     assert there > 0
+
+
+# ---- time --------------------------------------------------------------------------------------
+
+
+def listed_flops(one, points):
+    """Of the products of all parts, forward and backward."""
+    kinds = block_kinds_of(one.model)
+    parts = [(len(kind.layers), block_work(one, points, kind)) for kind in kinds]
+    ahead = back = 0.0
+    for count, work in [*parts, (1, embedding_work(one, points)), (1, head_work(one, points))]:
+        for each in work.products:
+            one_way = count * 2 * float((each.m * each.n * each.k)[0])
+            ahead += one_way
+            back += one_way * (each.passed * work.reached + each.trained)
+    return ahead, back
+
+
+@pytest.mark.parametrize("kind", ["grouped", "window", "gpt2", "gemma2"])
+@pytest.mark.parametrize(
+    "tuned",
+    [
+        {},
+        {"targets": ("q_proj", "v_proj")},
+        {"targets": ("blocks.1.*",)},
+        {"factors": "b"},
+        {"decomposed": True, "targets": ("attention.*",)},
+    ],
+)
+def test_listed_products_are_those_that_run(kind, tuned):
+    """What torch counts in a forward and a backward pass of the network itself, but for attention:
+    frozen matrices have one backward product, adapters two, and nothing goes below the first."""
+    model = MODELS[kind]
+    finetune = Finetune(method="lora", rank=3, **tuned)
+    network = Decoder(model)
+    adapt(network, finetune)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    tokens = torch.randint(model.vocab_size, (2, 16))
+
+    def counted(counter):
+        by_name = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+        return sum(n for op, n in by_name.items() if op in ("aten.mm", "aten.addmm"))
+
+    with FlopCounterMode(display=False) as forward:
+        logits = network(tokens)
+    with FlopCounterMode(display=False) as backward:
+        logits.float().square().mean().backward()
+    cluster = job_of(1, ()).cluster
+    one = Setting(model, cluster, 16, 2, Stack(), finetune=finetune)
+    ahead, back = listed_flops(one, Points.of([Layout(micro_batch=2)], one))
+    assert ahead == counted(forward)
+    assert back == pytest.approx(counted(backward), rel=1e-12)
+
+
+LORA = Finetune(method="lora", rank=16)
+
+
+def test_backward_is_about_one_forward_rather_than_two():
+    """Products alone: a third of the FLOPs of training everything are those of weights."""
+    full, tuned = (
+        predict(setting(finetune=each), layout(micro_batch=8)) for each in (Finetune(), LORA)
+    )
+    assert 2 / 3 < tuned.time_s["matmul"] / full.time_s["matmul"] < 0.9
+    assert tuned.time_s["optimizer"] < 0.05 * full.time_s["optimizer"]
+    assert tuned.step_s < full.step_s
+
+
+def test_shards_are_gathered_but_only_adapters_reduced():
+    found = {}
+    for name, tuned in (("full", Finetune()), ("lora", LORA)):
+        one = setting(finetune=tuned)
+        points = Points.of([layout(fsdp=8)], one)
+        works = [block_work(one, points, kind) for kind in block_kinds_of(one.model)]
+        works += [embedding_work(one, points), head_work(one, points)]
+        held = HeldParameters([np.full(1, 16.0)], np.ones(1), np.ones(1))
+        found[name] = DataAxes(one, points, works, held)
+    sent = {
+        name: {
+            op: sum(float(np.max(r.num_bytes)) for r in axes.requests() if r.op == op)
+            for op in ("all_gather", "reduce_scatter")
+        }
+        for name, axes in found.items()
+    }
+    assert sent["lora"]["all_gather"] > sent["full"]["all_gather"]  # adapters as well
+    assert sent["lora"]["reduce_scatter"] < 0.05 * sent["full"]["reduce_scatter"]
+    adapters = float(np.max(found["lora"].num_trained))
+    assert float(np.max(found["lora"].num_params)) == pytest.approx(
+        float(np.max(found["full"].num_params)) + adapters
+    )
+    assert float(np.max(found["lora"].num_stepped)) == pytest.approx(adapters / 8)
+
+
+def test_matrices_in_4_bits_cost_time_and_travel_less():
+    dense, narrow = (
+        predict(setting(finetune=LORA.replace(base=base)), layout(fsdp=8))
+        for base in ("dense", "nf4")
+    )
+    assert narrow.time_s["other_kernels"] > dense.time_s["other_kernels"]
+    assert narrow.time_s["exposed_comm.fsdp"] < dense.time_s["exposed_comm.fsdp"]
+
+
+def test_the_sooner_the_first_adapter_the_longer_the_backward_pass():
+    steps = [
+        predict(setting(finetune=LORA.replace(targets=(f"blocks.{layer}.*",))), layout()).step_s
+        for layer in (0, 8, 15)
+    ]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[2] < 0.75 * steps[0]

@@ -520,10 +520,79 @@ def test_a_large_share_is_no_single_micro_batch(tmp_path: Path) -> None:
     ],
 )
 def test_adapters_are_named_wherever_they_stand(tmp_path: Path, cells: dict[str, str]) -> None:
-    """They are no full training: their lines say so and aren't predicted."""
-    run = only_run(tmp_path, **cells)
-    assert run.work is None
-    assert run.reason == "adapters only, which are not planned yet"
+    """They are no full training, in whatever column it is said."""
+    assert work_of(tmp_path, **cells).setting.finetune.is_adapted
+
+
+@pytest.mark.parametrize(
+    ("words", "tuned", "inferred"),
+    [
+        ("LoRA r=16", {"rank": 16}, ["adapter targets"]),
+        ("lora_r: 64; q_proj,v_proj", {"rank": 64, "targets": ("q_proj", "v_proj")}, []),
+        (
+            "LoRA attention-only rank 8, packed",
+            {"rank": 8, "targets": ("attention.*",)},
+            [],
+        ),
+        ("LoRA rank-4 on all linear layers", {"rank": 4, "targets": ("*_proj",)}, []),
+        (
+            "LoRA of dim=32 on linear_qkv and linear_proj",
+            {"rank": 32, "targets": ("q_proj", "k_proj", "v_proj", "o_proj")},
+            [],
+        ),
+        ("LoRA on q and v", {"targets": ("q_proj", "v_proj")}, ["adapter rank"]),
+        ("QLoRA rank 64", {"base": "nf4_double", "targets": ("*_proj",)}, ["adapter targets"]),
+        ("LoRA r=8, bnb.nf4", {"base": "nf4", "targets": ("*_proj",)}, ["adapter targets"]),
+        ("DoRA r=8", {"decomposed": True}, ["adapter targets"]),
+        ("LoRA", {"rank": 32, "targets": ("*_proj",)}, ["adapter rank", "adapter targets"]),
+    ],
+)
+def test_rank_and_matrices_are_read_or_named_as_inferred(
+    tmp_path: Path, words: str, tuned: dict[str, object], inferred: list[str]
+) -> None:
+    work = work_of(tmp_path, notes=words, framework="Megatron-Bridge 26.06")
+    found = work.setting.finetune
+    assert {name: getattr(found, name) for name in tuned} == tuned
+    assert [name for name in work.inferred if name.startswith("adapter")] == inferred
+
+
+@pytest.mark.parametrize(
+    ("framework", "rank", "targets"),
+    [
+        ("NeMo / Megatron-Core 24.07", 32, ("q_proj", "k_proj", "v_proj")),
+        ("NeMo 25.04", 32, ("*_proj",)),
+        ("LitGPT LoRA", 8, ("q_proj", "v_proj")),
+        ("HF transformers + PEFT FSDP", 8, ("q_proj", "v_proj")),
+        ("torchtune", 8, ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+    ],
+)
+def test_what_is_not_said_of_adapters_is_the_default_of_the_system(
+    tmp_path: Path, framework: str, rank: int, targets: tuple[str, ...]
+) -> None:
+    work = work_of(tmp_path, framework=framework, workload="lora")
+    assert (work.setting.finetune.rank, work.setting.finetune.targets) == (rank, targets)
+    assert {"adapter rank", "adapter targets"} <= set(work.inferred)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("prefix tuning", "adapters of another kind than LoRA"),
+        ("p-tuning, 20 virtual tokens", "adapters of another kind than LoRA"),
+        ("LLaMA-Adapter", "adapters of another kind than LoRA"),
+        ("PEFT: prompt tuning", "adapters of another kind than LoRA"),
+        ("LoRA r=8, load_in_8bit", "8-bit matrices beside adapters"),
+    ],
+)
+def test_adapters_that_are_not_planned_say_why(tmp_path: Path, words: str, reason: str) -> None:
+    run = only_run(tmp_path, notes=words)
+    assert (run.work, run.reason) == (None, reason)
+
+
+def test_a_run_of_adapters_is_faster_than_one_of_everything(tmp_path: Path) -> None:
+    full, tuned = (work_of(tmp_path, workload=each) for each in ("pretrain", "lora"))
+    assert tuned.seconds({}) < full.seconds({})
+    assert tuned.stack_key != full.stack_key
 
 
 def test_full_training_beside_adapters_is_predicted(tmp_path: Path) -> None:
@@ -580,7 +649,7 @@ def test_surplus_data_ranks_share_sequences(tmp_path: Path) -> None:
         ({"layers": ""}, "no shapes"),
         ({"seq": ""}, "no sequence length"),
         ({"notes": "hybrid Mamba2/attention"}, "state-space layers"),
-        ({"workload": "lora"}, "adapters only, which are not planned yet"),
+        ({"workload": "prefix-tuning"}, "adapters of another kind than LoRA"),
         ({"tp": "", "pp": "", "dp": "", "framework": "unheard of"}, "no layout"),
         ({"step_time_s": ""}, "nothing measured"),
         ({"precision": "fp4"}, "no fp4 on A100-80"),

@@ -20,6 +20,7 @@ from pathlib import Path
 from paceline.config.errors import InputError
 from paceline.config.hardware import CATALOGUE, Device
 from paceline.plan.points import Setting
+from paceline.published.adapters import finetune_of
 from paceline.published.convnets import network_named, predict_images_per_s
 from paceline.published.layouts import layout_of
 from paceline.published.machines import cluster_of, device_of, label_in
@@ -127,28 +128,21 @@ def _run(line: PublishedLine, index: int) -> PublishedRun:
 
 
 def _language_work(line: PublishedLine) -> LanguageWork:
-    if _trains_adapters(line):
-        raise UnpredictableError("adapters only, which are not planned yet")
+    finetune, usual = finetune_of(line)
     model, inferred = model_of(line)
     software = software_of(line)
     device, assumed = _device(line, software)
     layout, global_batch, missing = layout_of(line, model, software)
     cluster, network = cluster_of(device, layout.num_ranks, line)
-    setting = Setting(model, cluster, model.max_seq_len, global_batch, software.stack)
+    setting = Setting(
+        model, cluster, model.max_seq_len, global_batch, software.stack, finetune=finetune
+    )
     if line.text("workload").lower().startswith("mlm"):
         setting = replace(setting, loss_share=_MASKED_SHARE)
     if "natural routing" in line.text("notes").lower():
         setting = replace(setting, expert_imbalance=_NATURAL_IMBALANCE)
-    return LanguageWork(layout, software, (*inferred, *assumed, *missing, *network), setting)
-
-
-def _trains_adapters(line: PublishedLine) -> bool:
-    """LoRA and its like: most parameters have neither gradients nor optimizer states."""
-    said = r"\b(q|do|r)?lora\b|\bpeft\b|\badapters?\b|\badaptor|prefix[ -]tuning|\bdora\b"
-    denied = r"\b(?:no|without|not|vs\.?|than) (?:a )?[a-z]*lora|flops for (?:sft/)?lora"
-    columns = ("workload", "model", "framework", "precision", "notes")
-    words = re.sub(denied, "", "; ".join(line.text(column) for column in columns).lower())
-    return bool(re.search(said, words))
+    inferred += [*usual, *assumed, *missing, *network]
+    return LanguageWork(layout, software, tuple(inferred), setting)
 
 
 def _image_work(line: PublishedLine) -> ImageWork:
@@ -217,6 +211,8 @@ def _units_per_s(line: PublishedLine, work: PublishedWork) -> float | None:
 
 def _finer(line: PublishedLine, work: LanguageWork, tokens_per_s: float) -> float:
     tflops = line.number("tflops_per_gpu")
+    if work.setting.finetune.is_adapted:
+        return tokens_per_s  # their FLOPs are counted in other ways
     rounded = "coarse" in line.text("notes") and "causal-halved" in line.text("mfu_definition")
     if not rounded or not tflops:
         return tokens_per_s
@@ -250,9 +246,9 @@ def _memory_bytes(line: PublishedLine) -> float | None:
 
 
 def _memory_kind(line: PublishedLine) -> str:
-    """Megatron prints the most that was allocated, PyTorch's trainers what was reserved."""
+    """Megatron and LitGPT print the most that was allocated, other trainers what was reserved."""
     notes = line.text("notes").lower()
     if "nvidia-smi" in notes:
         return "in use"
-    prints_allocated = "megatron" in line.text("framework").lower()
+    prints_allocated = re.search(r"megatron|litgpt", line.text("framework").lower())
     return "allocated" if "allocated" in notes or prints_allocated else "reserved"

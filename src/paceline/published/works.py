@@ -111,7 +111,8 @@ class LanguageWork(_Work):
         arithmetic = {"fp8": ["8-bit"], "fp4": ["4-bit"]}.get(self.software.precision, [])
         graphs = ["graphs"] if stack.launch == "graph" else []
         experts = ["experts"] if self.setting.model.experts else []
-        return [stack.attention, *graphs, *arithmetic, *experts]
+        adapters = ["adapters"] if self.setting.finetune.is_adapted else []
+        return [stack.attention, *graphs, *arithmetic, *experts, *adapters]
 
 
 @dataclass(frozen=True)

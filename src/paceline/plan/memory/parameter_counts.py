@@ -14,7 +14,7 @@ import numpy as np
 from paceline.config.model import Model
 from paceline.plan.block_kinds import BlockKind, block_kinds_of
 from paceline.plan.data_groups import dense_groups, expert_groups
-from paceline.plan.memory.adapter_counts import (
+from paceline.plan.adapters import (
     adapters_of_block,
     expert_adapters_of_block,
     spared_by_narrow,

@@ -39,7 +39,8 @@ def bytes_left_to_weights(setting: Setting, points: Points) -> Array:
     if not np.any(has_split_backward(points)):
         return np.zeros((len(kinds), 1))
     sizes = sizes_of(setting, points)
-    norms = _NORMS * setting.model.hidden_size * sizes.stream_tokens * sizes.stream_bytes
+    trained = 0 if setting.finetune.is_adapted else _NORMS
+    norms = trained * setting.model.hidden_size * sizes.stream_tokens * sizes.stream_bytes
     rows = [
         norms + sizes.value_bytes * _results(block_work(setting, points, kind).products)
         for kind in kinds
@@ -48,5 +49,5 @@ def bytes_left_to_weights(setting: Setting, points: Points) -> Array:
 
 
 def _results(products: Sequence[MatmulOp]) -> Array:
-    """Numbers that some products give: (n,)."""
-    return sum((product.m * product.n for product in products), np.zeros(1))
+    """Numbers that those of some products give whose matrices are trained: (n,)."""
+    return sum((product.m * product.n for product in products if product.trained), np.zeros(1))

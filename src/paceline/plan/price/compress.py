@@ -149,11 +149,13 @@ def waiting_share(device: Device, stack: Stack, num_sent: Array, seconds: Array)
 def _sides(works: Sequence[PartWork]) -> Array:
     """Rows and columns of all weights of the parts, added up."""
     return sum(
-        (np.asarray(p.groups * (p.n + p.k)) for work in works for p in work.products), np.zeros(1)
+        (np.asarray(p.groups * (p.n + p.k)) for work in works for p in work.products if p.trained),
+        np.zeros(1),
     )
 
 
 def _values(works: Sequence[PartWork]) -> Array:
     return sum(
-        (np.asarray(p.groups * p.n * p.k) for work in works for p in work.products), np.zeros(1)
+        (np.asarray(p.groups * p.n * p.k) for work in works for p in work.products if p.trained),
+        np.zeros(1),
     )

@@ -132,19 +132,33 @@ class DataAxes:
     @cached_property
     def num_params(self) -> Array:
         """Parameters of a rank before sharding."""
-        *blocks, embedding, head = self.works
-        own = self.held.in_blocks(work.params + work.expert_params for work in blocks)
-        return own + self.held.embeddings * embedding.params + self.held.heads * head.params
+        return sum(self._counts(), np.zeros(1))
+
+    @cached_property
+    def num_trained(self) -> Array:
+        """Those of them that have gradients."""
+        return self.num_params - sum(self._counts("frozen", "frozen_experts"), np.zeros(1))
+
+    @cached_property
+    def num_kept(self) -> Array:
+        """Parameters in a rank's shards."""
+        return self._sharded_count(*self._counts())
 
     @cached_property
     def num_stepped(self) -> Array:
         """Parameters whose optimizer state a rank keeps, hence steps."""
+        return self.num_kept - self._sharded_count(*self._counts("frozen", "frozen_experts"))
+
+    def _counts(self, dense: str = "params", experts: str = "expert_params") -> tuple[Array, Array]:
+        """Dense parameters of a rank before sharding, and those of experts."""
         *blocks, embedding, head = self.works
-        whole = self.held.embeddings * embedding.params + self.held.heads * head.params
-        for count, work in zip(self.held.blocks, blocks, strict=True):
-            whole = whole + count * work.params
-        of_experts = self.held.in_blocks(work.expert_params for work in blocks)
-        return whole / self._dense.shards + of_experts / self._experts.shards
+        ends = self.held.embeddings * getattr(embedding, dense)
+        ends = ends + self.held.heads * getattr(head, dense)
+        of_blocks = self.held.in_blocks(getattr(work, dense) for work in blocks)
+        return ends + of_blocks, self.held.in_blocks(getattr(work, experts) for work in blocks)
+
+    def _sharded_count(self, dense: Array, experts: Array) -> Array:
+        return dense / self._dense.shards + experts / self._experts.shards
 
     @cached_property
     def grad_copy_bytes(self) -> Array:
@@ -156,18 +170,22 @@ class DataAxes:
         read twice and written.
         """
         points, zero, (gathered, reduced) = self.points, self.points.zero, self._wire
-        per_pass = np.where(zero == 3, 4.0, 0.0) * gathered
-        per_pass = per_pass + np.where(zero >= 2, gathered + reduced, 0.0)
+        of_params = np.where(zero == 3, 4.0, 0.0) * gathered
+        of_grads = np.where(zero >= 2, gathered + reduced, 0.0)
         if self.setting.device.is_cpu:
             # Copied once a step as well; gloo sums up, so that the mean is a kernel of its own.
             once = 1 / np.maximum(points.num_micro_batches, 1)
             gathers = np.where(zero == 3, 2.0, once)
             reductions = np.where(zero >= 2, 1.0, once)
-            per_pass = gathers * 2 * gathered + reductions * (gathered + 3 * reduced)
+            of_params, of_grads = gathers * 2 * gathered, reductions * (gathered + 3 * reduced)
         adds = np.where((zero < 2) & (points.num_micro_batches > 1), 3 * reduced, 0.0)
-        cast_bytes = 2 * (points.param_bytes + points.value_bytes)
+        cast_bytes = points.param_bytes + points.value_bytes  # there, and of gradients back
         casts = np.where(autocasts(self.setting, points), cast_bytes, 0.0)
-        return self.num_params * np.where(points.is_fsdp, per_pass + adds, adds + casts)
+        of_grads = adds + np.where(points.is_fsdp, of_grads, casts)
+        return (
+            self.num_params * np.where(points.is_fsdp, of_params, casts)
+            + self.num_trained * of_grads
+        )
 
     # ---- what is asked for, and what comes of it ---------------------------------------------
 
@@ -177,10 +195,10 @@ class DataAxes:
         sharded, codec = self.points.is_fsdp, self.setting.replica_codec
         asked: list[CollectiveRequest] = []
         for work in self.works:
-            for params, groups in self._halves(work):
+            for params, trained, groups in self._halves(work):
                 replicas = np.where(sharded, groups.replicas, 1)
-                asked += self._among_shards(params, groups)
-                coded = params / groups.shards * self._coded_bytes
+                asked += self._among_shards(params, trained, groups)
+                coded = trained / groups.shards * self._coded_bytes
                 asked += [
                     CollectiveRequest(op, coded * often, replicas, groups.replica_stride)
                     for op, often in wire_ops(codec, replicas)
@@ -241,7 +259,7 @@ class DataAxes:
     @cached_property
     def _bucket_bytes(self) -> Array:
         """One of DDP's buckets."""
-        setting, total_bytes = self.setting, self.num_params * self._wire[1]
+        setting, total_bytes = self.setting, self.num_trained * self._wire[1]
         if setting.stack.states == "buffers" and not setting.stack.overlaps_data_axes:
             return total_bytes  # the whole buffer in one call
         return np.minimum(np.maximum(self.points.bucket_bytes, 1), total_bytes)
@@ -252,16 +270,20 @@ class DataAxes:
         codec, value_bytes = self.setting.worker_codec, self.points.param_bytes
         return self.num_stepped * bits_per_value(codec, self.works, value_bytes) / 8
 
-    def _halves(self, work: PartWork) -> tuple[tuple[Array, DataGroups], ...]:
-        """A part's dense parameters and its experts, each with the ranks that share them."""
+    def _halves(self, work: PartWork) -> tuple[tuple[Array, Array, DataGroups], ...]:
+        """A part's dense parameters and its experts, each with those that are trained and the ranks
+        that share them."""
+        dense, experts = np.asarray(work.params), np.asarray(work.expert_params)
         return (
-            (np.asarray(work.params), self._dense),
-            (np.asarray(work.expert_params), self._experts),
+            (dense, dense - work.frozen, self._dense),
+            (experts, experts - work.frozen_experts, self._experts),
         )
 
     # ---- units -------------------------------------------------------------------------------
 
-    def _among_shards(self, params: Array, groups: DataGroups) -> list[CollectiveRequest]:
+    def _among_shards(
+        self, params: Array, trained: Array, groups: DataGroups
+    ) -> list[CollectiveRequest]:
         """The gathering of a unit's parameters, and the reduction of its gradients. Coded rows go
         straight to the rank that keeps them, by the backend's collectives; hierarchically, sums of
         nodes do, behind an exact reduction inside."""
@@ -276,11 +298,11 @@ class DataAxes:
         stride, inside = groups.shard_stride, setting.shards_inside(shards, groups.shard_stride)
         asked = [
             CollectiveRequest(gather, params * gathered, shards, stride),
-            CollectiveRequest(reduce, params * coded / inside, shards / inside, stride * inside),
+            CollectiveRequest(reduce, trained * coded / inside, shards / inside, stride * inside),
         ]
         if setting.codes_between_nodes:
             within = "reduce_scatter.halving_doubling"
-            asked.append(CollectiveRequest(within, params * reduced, inside, stride))
+            asked.append(CollectiveRequest(within, trained * reduced, inside, stride))
         return asked
 
     @property
@@ -387,7 +409,7 @@ class DataAxes:
         """
         setting, codec = self.setting, self.setting.replica_codec
         _, reduced = self._wire
-        replicas, total_bytes = self._dense.replicas, self.num_params * reduced
+        replicas, total_bytes = self._dense.replicas, self.num_trained * reduced
         number = np.maximum(total_bytes / np.maximum(self._bucket_bytes, 1), 1)
         all_s = number * bucket_s
         coding_s = codec_s(setting.device, codec, total_bytes / reduced, replicas)
@@ -397,7 +419,7 @@ class DataAxes:
         # through).
         beside_s = (backward_s + coding_s) * (1 - 1 / number)
         late_s = np.maximum(all_s - bucket_s, 0)
-        sent = sent_bytes(codec, self.num_params * self._coded_bytes, replicas)
+        sent = sent_bytes(codec, self.num_trained * self._coded_bytes, replicas)
         hideable = hideable_share(setting.device, setting.stack, sent, all_s)
         hidden_s = hideable * np.minimum(late_s, beside_s)
         return DataSeconds(np.zeros(1), all_s - hidden_s + coding_s, hidden_s)
@@ -428,12 +450,14 @@ def _both(one: _UnitSeconds, other: _UnitSeconds) -> _UnitSeconds:
     return _UnitSeconds(*(mine + its for mine, its in zip(one, other, strict=True)))
 
 
-def _coding_of(setting: Setting, params: Array, groups: DataGroups) -> _UnitSeconds:
-    device, own = setting.device, params / groups.shards
+def _coding_of(
+    setting: Setting, params: Array, trained: Array, groups: DataGroups
+) -> _UnitSeconds:
+    device, own = setting.device, trained / groups.shards
     replicated_s = codec_s(device, setting.replica_codec, own, groups.replicas)
     inside = setting.shards_inside(groups.shards, groups.shard_stride)
     return _UnitSeconds(
         gathering_s(device, setting.weight_codec, params, groups.shards),
-        scattering_s(device, setting.shard_codec, params / inside, groups.shards / inside),
+        scattering_s(device, setting.shard_codec, trained / inside, groups.shards / inside),
         np.where(groups.replicas > 1, replicated_s, 0.0),
     )

@@ -51,6 +51,8 @@ class Kernels(NamedTuple):
     sweeps: Array
     sweeps_backward: Array
     num_products: Array
+    num_trained: Array
+    """Of these, those with a gradient of their matrix."""
     num_cores: Array
     """Kernels of attention forward."""
     num_kernels: Array
@@ -83,6 +85,7 @@ def kernels_of(setting: Setting, points: Points, works: Sequence[PartWork]) -> l
                 ahead,
                 back,
                 _num(rows_of_each(setting, product)[1] for product in work.products),
+                _num(rows_of_each(setting, p)[1] for p in work.products if p.trained),
                 ahead_cores * calls,
                 _num(s.kernels for s in work.sweeps if not s.backward),
                 _num(s.kernels for s in work.sweeps if s.backward) + back_cores * calls,
@@ -140,6 +143,8 @@ def _distinct_s(
         casts = times * _casts_s(setting, points, (m, n, k), readers, grouped[:, None])
         alone = alone + np.where(points.precision == _FP8, casts, 0.0)
     alone = alone * _misaligned(setting, points, n, k) * constant(setting.stack, "matmul_time")
+    asked = np.array([(1.0, product.passed, product.trained) for product in distinct])
+    alone = alone * asked.T[:, :, None]
     of = dict(zip(first, np.moveaxis(alone, 1, 0), strict=True))
     return [of[id(product)] for product in products]
 

@@ -159,6 +159,7 @@ class _Beside(NamedTuple):
 def _part(
     setting: Setting, points: Points, work: PartWork, kernels: Kernels, sent: Sent
 ) -> NetworkPart:
+    kernels, sent = _reached(work, kernels, sent)
     terms = {
         "matmul": kernels.input_grad,
         "attention": kernels.core_backward * kernels.calls,
@@ -176,7 +177,7 @@ def _part(
     behind = _Beside(products_s, kernels.core_backward, _forward_s(kernels) + own_s)
     _send(setting, points, terms, backward, behind)
     launches = (
-        kernels.num_products
+        work.reached * kernels.num_products
         + kernels.num_kernels_backward
         + share * _relaunched_kernels(setting, points, kernels)
     )
@@ -184,10 +185,25 @@ def _part(
     input_grad = input_grad._replace(
         host_s=input_grad.host_s + _recompute_hooks_s(setting, points, work, kernels)
     )
-    sums = work.tensors - (kernels.num_products if _adds_by_itself(setting) else 0)
-    launches = kernels.num_products + np.maximum(sums, 0)
+    sums = work.tensors - (kernels.num_trained if _adds_by_itself(setting) else 0)
+    launches = kernels.num_trained + np.maximum(sums, 0)
     weight_grad = _pass(setting, points, {"matmul": kernels.weight_grad}, launches)
     return NetworkPart(forward, *_split(setting, points, kernels, input_grad, weight_grad))
+
+
+def _reached(work: PartWork, kernels: Kernels, sent: Sent) -> tuple[Kernels, Sent]:
+    """What a part does, backward only in the share of such parts that a gradient comes to."""
+    share = work.reached
+    if share == 1:
+        return kernels, sent
+    fewer = kernels._replace(
+        input_grad=share * kernels.input_grad,
+        cast_input_grad=share * kernels.cast_input_grad,
+        core_backward=share * kernels.core_backward,
+        sweeps_backward=share * kernels.sweeps_backward,
+        num_kernels_backward=share * kernels.num_kernels_backward,
+    )
+    return fewer, [(e._replace(times=e.times * share) if e.backward else e, s) for e, s in sent]
 
 
 def _forward_s(kernels: Kernels) -> Array:
@@ -336,7 +352,8 @@ def _recomputing_s(
 
 def _recompute_share(points: Points, work: PartWork) -> Array:
     """Share of a part that is computed again: of a stage's blocks."""
-    return np.where(work.in_block & (points.recompute > 0), points.recompute_share, 0.0)
+    share = points.recompute_share * work.reached
+    return np.where(work.in_block & (points.recompute > 0), share, 0.0)
 
 
 def _is_whole(points: Points) -> Array:

@@ -388,10 +388,14 @@ def _requests(data: DataAxes) -> list[CollectiveRequest]:
     stream = sizes.stream_tokens * model.hidden_size * sizes.value_bytes
     dense = dense_groups(points)
     table = model.num_embedding_params / points.tp / dense.shards * fp32
-    tied = np.where(model.tie_embeddings, between, 1)
+    is_adapted = setting.finetune.is_adapted
+    tied = np.where(model.tie_embeddings and not is_adapted, between, 1)
     copies = np.where(points.num_directions > 1, between, 1)
     stage_bytes = data.num_stepped / 2 * fp32
-    norms = np.where(points.sequence_parallel, points.tp, 1)
+    # Gradients of what is whole on every tp rank: norms, or an adapter's narrow side (at most all).
+    norms = np.where(points.sequence_parallel | is_adapted, points.tp, 1)
+    summed = 2 * model.hidden_size * sum(data.held.blocks, np.zeros(1))
+    summed = data.num_trained if is_adapted else summed
     shared = setting.stack.scatters_pp & (points.pp > 1) & ~points.sequence_parallel
     senders = np.where(shared, points.tp, 1)
     return [
@@ -400,12 +404,7 @@ def _requests(data: DataAxes) -> list[CollectiveRequest]:
         CollectiveRequest("all_reduce", 24.0 * one, points.ranks_of_a_worker, one),
         CollectiveRequest("all_reduce", table, tied, stage_ranks * np.maximum(points.pp - 1, 1)),
         CollectiveRequest("all_reduce", stage_bytes, copies, stage_ranks),
-        CollectiveRequest(
-            "all_reduce",
-            2 * model.hidden_size * sum(data.held.blocks, np.zeros(1)) * fp32 + 1,
-            norms,
-            one,
-        ),
+        CollectiveRequest("all_reduce", summed * fp32 + 1, norms, one),
     ]
 
 
@@ -467,13 +466,13 @@ def _once_per_step(data: DataAxes, norm_s: Array, terms: dict[str, Array]) -> No
     terms["host_gap"] = terms["host_gap"] + constant(setting.stack, "step_overhead_ms") * 1e-3
     link = constant(setting.stack, "host_copy_gb_per_s") * 1e9
     # Each gathering brings the shard in, each reduction takes its gradient out.
-    passes = np.where(points.zero == 3, 2 * points.num_micro_batches, 1) + 1
-    moved = data.num_stepped * points.param_bytes * passes / link
+    gathers = np.where(points.zero == 3, 2 * points.num_micro_batches, 1)
+    moved = (data.num_kept * gathers + data.num_stepped) * points.param_bytes / link
     exposed = terms["exposed_comm.fsdp"] + points.offload_params * moved
     if (stream := setting.device.streamed_bytes_per_s) is not None:
         # Weights twice a micro-batch, gradients once a step, both beside the products.
-        passes = 2 * points.num_micro_batches + 1
-        streamed_s = data.num_stepped * points.value_bytes * passes / stream.value
+        streamed = data.num_kept * 2 * points.num_micro_batches + data.num_stepped
+        streamed_s = streamed * points.value_bytes / stream.value
         exposed = exposed + np.maximum(streamed_s - terms["matmul"], 0.0)
     terms["exposed_comm.fsdp"] = exposed
 

@@ -115,7 +115,12 @@ def networks_of(setting: Setting, layouts: Sequence[Layout]) -> list[NetworkPart
 def _of_rows(network: NetworkParts, rows: Array) -> NetworkParts:
     """Some rows, or some more than once; of the works only what the data axes ask for."""
     works = [
-        PartWork(params=_spread(work.params, rows), expert_params=_spread(work.expert_params, rows))
+        PartWork(
+            params=_spread(work.params, rows),
+            expert_params=_spread(work.expert_params, rows),
+            frozen=_spread(work.frozen, rows),
+            frozen_experts=_spread(work.frozen_experts, rows),
+        )
         for work in network.works
     ]
     return NetworkParts(network.kinds, works, [_spread_part(part, rows) for part in network.parts])

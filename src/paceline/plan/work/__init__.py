@@ -17,12 +17,14 @@ Papers: activation sizes and sequence parallel https://arxiv.org/abs/2205.05198;
 https://arxiv.org/abs/2310.01889; Ulysses https://arxiv.org/abs/2309.14509.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from paceline.config.layout import PRECISIONS
-from paceline.config.model import Model
 from paceline.plan.block_kinds import BlockKind
 from paceline.plan.points import Array, Points, Setting
+from paceline.plan.work.adapters import frozen, with_adapters
 from paceline.plan.work.attention import core, latent_attention, plain_attention
 from paceline.plan.work.feedforward import expert_layer, feed_forward
 from paceline.plan.work.lists import (
@@ -81,14 +83,18 @@ def block_work(setting: Setting, points: Points, kind: BlockKind) -> PartWork:
         if model.experts is None or not kind.has_experts
         else expert_layer(setting, model.experts, points, sizes)
     )
-    return (
+    whole = (
         attention
         + core(setting, points, sizes, kind.window)
         + dense_or_experts
         + _stream(setting, sizes)
-        + _biases(model, points, sizes)
+        + _biases(setting, points, sizes)
         + _tensor_parallel(setting, points, sizes, kind.has_experts)
     )
+    if not setting.finetune.is_adapted:
+        return whole
+    first = 0 if model.latent is not None else len(attention.products) - 1
+    return with_adapters(setting, points, sizes, kind, whole, first)
 
 
 def embedding_work(setting: Setting, points: Points) -> PartWork:
@@ -97,7 +103,7 @@ def embedding_work(setting: Setting, points: Points) -> PartWork:
     positions = model.num_position_params
     table = (model.num_embedding_params + positions) / points.tp
     stream = sizes.tokens * model.hidden_size * sizes.stream_bytes
-    return PartWork(
+    part = PartWork(
         sweeps=(
             MemoryOp((5 if positions else 2) * stream, like(3 if positions else 1), False),
             # The gradient of the table is dense: it is filled with zeros, then rows are added.
@@ -108,6 +114,7 @@ def embedding_work(setting: Setting, points: Points) -> PartWork:
         params=table,
         tensors=2 if positions else 1,
     )
+    return replace(frozen(part), reached=0.0) if setting.finetune.is_adapted else part
 
 
 def head_work(setting: Setting, points: Points) -> PartWork:
@@ -125,7 +132,7 @@ def head_work(setting: Setting, points: Points) -> PartWork:
         layer = 4
     own = 0 if model.tie_embeddings else model.num_embedding_params
     own += model.vocab_size if model.head_bias else 0
-    return PartWork(
+    part = PartWork(
         products=products,
         sweeps=(
             MemoryOp((2 + layer) * stream, like(1 + layer / 2), False),
@@ -137,6 +144,7 @@ def head_work(setting: Setting, points: Points) -> PartWork:
         params=model.num_end_norm_params + model.num_head_layer_params + own / points.tp,
         tensors=(1 if model.tie_embeddings else 2) + (4 if model.head_layer else 0),
     )
+    return frozen(part) if setting.finetune.is_adapted else part
 
 
 def _loss_bytes(setting: Setting, sizes: Sizes) -> tuple[Array, Array]:
@@ -171,6 +179,8 @@ def _stream(setting: Setting, sizes: Sizes) -> PartWork:
     # v, two of gate and up).
     forward, backward = np.where(sizes.fused, 8, 10), np.where(sizes.fused, 14, 26)
     forward, backward = forward - 2 * (2 - norms), backward - 4 * (2 - norms)
+    if setting.finetune.is_adapted:  # no product with normalised values, and no sum of it
+        backward = backward - np.where(sizes.fused, 0, 4 * norms)
     kernels, backward_kernels = np.where(sizes.fused, 3.0, 4.0), np.where(sizes.fused, 6.0, 12.0)
     dropped = 4.0 if setting.stack.dropout else 0.0
     casts = np.where(sizes.casts, 5 * sizes.tokens * hidden * 6, 0)
@@ -187,11 +197,12 @@ def _stream(setting: Setting, sizes: Sizes) -> PartWork:
     )
 
 
-def _biases(model: Model, points: Points, sizes: Sizes) -> PartWork:
+def _biases(setting: Setting, points: Points, sizes: Sizes) -> PartWork:
     """Biases of linear layers and norms (GPT, BERT). Adding one is part of the next kernel; its
     gradient is a sum over the tokens. Published networks without gates have them, said or not.
     """
-    if (model.gated and not model.bias) or model.experts is not None:
+    model = setting.model
+    if setting.finetune.is_adapted or (model.gated and not model.bias) or model.experts is not None:
         return PartWork()
     width = (3 * model.hidden_size + model.ffn_size) / points.tp + 2 * model.hidden_size
     summed = sizes.tokens * width * sizes.value_bytes

@@ -29,6 +29,10 @@ class MatmulOp(NamedTuple):
     """Whether nothing that backward needs follows it in its block."""
     readers: int = 1
     """Products of the block that read the same input, this one included."""
+    trained: bool = True
+    """Whether its matrix has a gradient."""
+    passed: float = 1.0
+    """Share of the part's backward passes that ask for the gradient of its input."""
 
 
 class AttentionOp(NamedTuple):
@@ -89,6 +93,12 @@ class PartWork:
     """Times that the host waits for the device, forward."""
     in_block: bool = False
     """Whether it is in a block, which may recompute; embedding and head never do."""
+    frozen: Array | float = 0.0
+    """Of `params`, those that are not trained."""
+    frozen_experts: Array | float = 0.0
+    """Of `expert_params`, those that are not trained."""
+    reached: float = 1.0
+    """Share of such parts that have a backward pass: nothing below the first adapter has one."""
 
     def __add__(self, other: "PartWork") -> "PartWork":
         return PartWork(
@@ -101,6 +111,9 @@ class PartWork:
             self.tensors + other.tensors,
             self.host_syncs + other.host_syncs,
             self.in_block or other.in_block,
+            self.frozen + other.frozen,
+            self.frozen_experts + other.frozen_experts,
+            min(self.reached, other.reached),
         )
 
 

@@ -17,13 +17,37 @@ from paceline.plan.block_kinds import BlockKind, block_kinds_of
 from paceline.plan.points import Array, Points, Setting
 
 
-class _Matrix(NamedTuple):
+class Matrix(NamedTuple):
     """A linear layer of a block, in which tp cuts the inputs, the outputs, or nothing."""
 
     name: str
     inputs: int
     outputs: int
     cuts: str
+
+
+def adapted_matrices(
+    setting: Setting, kind: BlockKind, *, of_experts: bool = False
+) -> list[tuple[Matrix, list[int]]]:
+    """The matrices with adapters in blocks of a kind, each with the layers where it has one; of
+    routed experts: sizes of one expert's."""
+    matrices = (_stacks if of_experts else _matrices)(setting.model, kind)
+    found = [
+        (matrix, [layer for layer in kind.layers if _is_adapted(setting, layer, matrix)])
+        for matrix in matrices
+    ]
+    return [(matrix, layers) for matrix, layers in found if layers]
+
+
+def first_adapted(setting: Setting) -> int:
+    """The first block with an adapter: no gradient goes below it."""
+    return min(
+        layer
+        for kind in block_kinds_of(setting.model)
+        for layer in kind.layers
+        for matrices in (_matrices, _stacks)
+        if any(_is_adapted(setting, layer, each) for each in matrices(setting.model, kind))
+    )
 
 
 def adapters_of_block(setting: Setting, points: Points, *, trained: bool = False) -> Array:
@@ -61,14 +85,14 @@ def kept_by_adapters(setting: Setting, kind: BlockKind) -> Array:
     """
     kept, mixture = np.zeros(1), setting.model.experts
     if setting.finetune.is_adapted:
-        for matrix in _matrices(setting.model, kind):
-            share = np.mean([_is_adapted(setting, layer, matrix) for layer in kind.layers])
+        for matrix, layers in adapted_matrices(setting, kind):
+            share = len(layers) / len(kind.layers)
             wide = 2 * matrix.outputs * setting.finetune.decomposed
             kept = kept + share * (setting.finetune.rank + wide)
         if mixture is not None:
             rows = mixture.experts_per_token * setting.busiest_load
-            for matrix in _stacks(setting.model, kind):
-                share = np.mean([_is_adapted(setting, layer, matrix) for layer in kind.layers])
+            for _, layers in adapted_matrices(setting, kind, of_experts=True):
+                share = len(layers) / len(kind.layers)
                 kept = kept + rows * share * setting.finetune.rank
     return kept
 
@@ -112,7 +136,7 @@ def _narrow(setting: Setting, kind: BlockKind) -> Iterator[tuple[float, float]]:
                 yield matrix.outputs * matrix.inputs, matrix.outputs * row
 
 
-def _is_adapted(setting: Setting, layer: int, matrix: _Matrix) -> bool:
+def _is_adapted(setting: Setting, layer: int, matrix: Matrix) -> bool:
     return setting.finetune.names(f"blocks.{layer}.{matrix.name}")
 
 
@@ -135,40 +159,40 @@ def _of_kind(
     return cut / len(kind.layers), whole / len(kind.layers)
 
 
-def _matrices(model: Model, kind: BlockKind) -> Iterator[_Matrix]:
+def _matrices(model: Model, kind: BlockKind) -> Iterator[Matrix]:
     """The linear layers of a block of a kind, by their names in it."""
     hidden, heads = model.hidden_size, model.num_heads
     latent, experts = model.latent, model.experts if kind.has_experts else None
     if latent is None:
-        yield _Matrix("attention.q_proj", hidden, heads * model.head_dim, "outputs")
+        yield Matrix("attention.q_proj", hidden, heads * model.head_dim, "outputs")
         for name in ("k_proj", "v_proj"):
             width = model.num_kv_heads * model.head_dim
-            yield _Matrix(f"attention.{name}", hidden, width, "outputs")
+            yield Matrix(f"attention.{name}", hidden, width, "outputs")
     else:
         queries = heads * latent.head_dim
         if latent.q_rank is None:
-            yield _Matrix("attention.q_proj", hidden, queries, "outputs")
+            yield Matrix("attention.q_proj", hidden, queries, "outputs")
         else:
-            yield _Matrix("attention.q_a_proj", hidden, latent.q_rank, "nothing")
-            yield _Matrix("attention.q_b_proj", latent.q_rank, queries, "outputs")
-        yield _Matrix("attention.kv_a_proj", hidden, latent.kv_rank + latent.rope_dim, "nothing")
+            yield Matrix("attention.q_a_proj", hidden, latent.q_rank, "nothing")
+            yield Matrix("attention.q_b_proj", latent.q_rank, queries, "outputs")
+        yield Matrix("attention.kv_a_proj", hidden, latent.kv_rank + latent.rope_dim, "nothing")
         keys_values = heads * (latent.nope_dim + latent.v_dim)
-        yield _Matrix("attention.kv_b_proj", latent.kv_rank, keys_values, "outputs")
-    yield _Matrix("attention.o_proj", heads * model.value_dim, hidden, "inputs")
+        yield Matrix("attention.kv_b_proj", latent.kv_rank, keys_values, "outputs")
+    yield Matrix("attention.o_proj", heads * model.value_dim, hidden, "inputs")
     layer, width = "ffn", model.ffn_size
     if experts is not None:
         layer, width = "ffn.shared", experts.shared_ffn_size
         if experts.shared_gate:
-            yield _Matrix("ffn.shared_gate", hidden, 1, "nothing")
+            yield Matrix("ffn.shared_gate", hidden, 1, "nothing")
     if width:
         for name in ("gate_proj", "up_proj") if model.gated else ("up_proj",):
-            yield _Matrix(f"{layer}.{name}", hidden, width, "outputs")
-        yield _Matrix(f"{layer}.down_proj", width, hidden, "inputs")
+            yield Matrix(f"{layer}.{name}", hidden, width, "outputs")
+        yield Matrix(f"{layer}.down_proj", width, hidden, "inputs")
 
 
-def _stacks(model: Model, kind: BlockKind) -> Iterator[_Matrix]:
+def _stacks(model: Model, kind: BlockKind) -> Iterator[Matrix]:
     """The stacked matrices of a block's routed experts: sizes of one expert's."""
     if kind.has_experts and model.experts is not None:
         hidden, width = model.hidden_size, model.experts.ffn_size
-        yield _Matrix("ffn.experts.gate_up_proj", hidden, 2 * width, "outputs")
-        yield _Matrix("ffn.experts.down_proj", width, hidden, "inputs")
+        yield Matrix("ffn.experts.gate_up_proj", hidden, 2 * width, "outputs")
+        yield Matrix("ffn.experts.down_proj", width, hidden, "inputs")

@@ -188,6 +188,7 @@ def _trained(folder: Path, layout: dict[str, int], steps: int = 8) -> dict[int, 
         "layout": layout,
         "train": {"steps": steps},
     }
+    folder.mkdir(exist_ok=True)
     done = python(api_script.__file__, json.dumps({"job": job, "tp_plan": PLAN}), folder=folder)
     assert done.returncode == 0, done.stderr
     return losses(folder, "own")

@@ -137,7 +137,7 @@ def one_rank() -> dict[str, Any]:
 @pytest.mark.parametrize(("num_ranks", "layout", "plan"), CASES, ids=NAMES)
 def test_ranks_that_share_a_module_do_what_one_does(num_ranks, layout, plan, one_rank):
     given = ({**api_cases.FP64, **layout}, NUM_HELD_OUT, network, loss_of, plan)
-    for got in run_ranks(api_cases.train_on_ranks, num_ranks, *given):
+    for got in run_ranks(api_cases.train_on_ranks, num_ranks, *given, timeout_s=240):
         for name in ("losses", "grad_norms", "acc", "eval"):
             assert got[name] == pytest.approx(one_rank[name], rel=1e-9), name
         for ours, theirs in zip(got["weights"], one_rank["weights"], strict=True):
@@ -150,7 +150,7 @@ def test_a_part_that_no_style_sums_up_is_found_in_the_first_step():
     with pytest.raises(
         AssertionError, match=r"heads\.q_norm\.weight is whole on every rank of lay"
     ):
-        run_ranks(api_cases.train_on_ranks, 2, *given)
+        run_ranks(api_cases.train_on_ranks, 2, *given, timeout_s=240)
 
 
 def _llama() -> nn.Module:
@@ -188,6 +188,7 @@ def _trained(folder: Path, layout: dict[str, int], steps: int = 8) -> dict[int, 
         "layout": layout,
         "train": {"steps": steps},
     }
+    folder.mkdir(exist_ok=True)
     done = python(api_script.__file__, json.dumps({"job": job, "tp_plan": PLAN}), folder=folder)
     assert done.returncode == 0, done.stderr
     return losses(folder, "own")

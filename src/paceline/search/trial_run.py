@@ -183,7 +183,9 @@ def _train(run: Run, steps: int) -> _Ended:
         # The search plans by the cluster that it began with, so that none is fitted to a trial.
         make_task = partial(task_until, run, steps)
         train_job(job, run, fresh=False, make_task=make_task, fits_cluster=False)
-        return _Ended(is_stopped=run.stop_file.exists())
+        # Not where a loss that is no number was evaluated: that is a failure.
+        is_evaluated = "eval_loss" in (run.step(steps) or {})
+        return _Ended(is_stopped=run.stop_file.exists() and not is_evaluated)
     except StoppedInTimeError:
         return _Ended(is_stopped=True)
     except (InputError, RunError) as error:
@@ -195,7 +197,7 @@ def _train(run: Run, steps: int) -> _Ended:
 
 def task_until(run: Run, steps: int, job: Job, ranks: Ranks) -> Task:
     """The Job's task, whose run is asked to stop once so many steps are evaluated. It writes no
-    report: `paceline report` makes that of any trial."""
+    report: `paceline train` does, of one that is complete."""
 
     def see(line: Line) -> None:
         if steps <= line["step"] < job.train.steps:

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from paceline.comm.forkserver_start import TRAINING, warm_up_ranks
 from paceline.config.job import JobSpec, read_job
 from paceline.observe.run import Run
 from paceline.search.halving import RungResult
@@ -21,9 +22,15 @@ HERE = CLUSTER.replace(devices_per_node=1, tiers=())
 RATES, RUNGS = (1e-3, 1e-2), (2, 4)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def torch_is_imported_once() -> None:
+    warm_up_ranks(TRAINING)
+
+
 def trial(folder: Path, steps: int, rate: float = 1e-3) -> JobSpec:
     """Evaluated after every second step."""
     asked = [f"train.steps={steps}", f"optim.lr={rate}", "checkpoint.every=1"]
+    asked.append(f"data.source={folder}/text.txt")
     return as_trial(read_job(write_tiny_job(folder), asked), "trial", 2).replace(cluster=HERE)
 
 

@@ -1,12 +1,11 @@
 """Study: the journal of a search, through Optuna: what was asked, what came of it.
 
-Optuna (extra `search`) proposes points (ask) and learns from the results at one rung.
+Optuna (extra `search`) proposes points (ask) and is told their objectives at the first rung (tell).
 Its journal in the search's folder holds all that is known, so that a search is what its
 journal says: killed at any moment it goes on with the next move. A sampler is made anew
 for each question with a seed of its own, so the same journal gives the same next point.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,6 @@ from paceline.search.space import Choices, Dimension, ObjectiveName, Point, Sear
 
 _NAME, _FORECAST, _ANSWER = "search", "forecast", "answer"
 _PER_SEED = 1_000_003
-# Results that TPE needs before it proposes by them.
-_ENOUGH = 10
 Kind = Literal["refused", "repeated", "unaffordable"]
 
 
@@ -155,42 +152,13 @@ class SearchStudy:
 
     def ask(self) -> "Question":
         """The next point to look at."""
-        known, samplers = self.known, self._optuna.samplers
-        seed = (self._search.seed * _PER_SEED + known.num_asked) % 2**32
-        learned = self._optuna.create_study(
-            directions=self._study.directions, sampler=samplers.TPESampler(seed=seed)
-        )
-        learned.add_trials(self._results(known.trials))
-        params = self._suggested(learned.ask())
-        with warnings.catch_warnings(action="ignore"):  # it is called experimental
-            self._study.sampler = samplers.PartialFixedSampler(params, samplers.RandomSampler())
+        number = self.known.num_asked
+        seed = (self._search.seed * _PER_SEED + number) % 2**32
+        self._study.sampler = self._optuna.samplers.TPESampler(seed=seed)
         asked = self._study.ask()
-        point = self._point(self._suggested(asked))
-        return Question(self._study, asked, point, self._search.within_s)
-
-    def _results(self, trials: Sequence[Trial]) -> list[Any]:
-        """What TPE learns from: results at the highest rung that has enough of them, else at the
-        first (https://arxiv.org/abs/1807.01774)."""
-        rungs = range(max((len(one.results) for one in trials), default=0))
-        there = [[one for one in trials if one.loss(rung) is not None] for rung in rungs]
-        rung = max((at for at in rungs if len(there[at]) >= _ENOUGH), default=0)
-        asked = [
-            one for one in self._study.get_trials(deepcopy=False) if _FORECAST in one.user_attrs
-        ]
-        return [
-            self._optuna.trial.create_trial(
-                params=one.params,
-                distributions=one.distributions,
-                values=trial.values(rung, self._search.objectives),
-            )
-            for one, trial in zip(asked, trials, strict=True)
-            if trial.loss(rung) is not None
-        ]
-
-    def _suggested(self, asked: Any) -> dict[str, Any]:
         for name, dimension in self._dimensions.items():
             _suggest(asked, name, dimension)
-        return asked.params
+        return Question(self._study, asked, self._point(asked.params), self._search.within_s)
 
     def add_result(self, trial: Trial, result: RungResult, values: Values | None) -> None:
         """Keep what a trial came to; at the first rung Optuna is told.

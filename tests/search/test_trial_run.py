@@ -88,17 +88,13 @@ def test_a_process_that_is_killed_fails_its_rung_and_another_goes_on(tmp_path):
 
 def test_a_rung_that_fails_says_why(tmp_path):
     job = trial(tmp_path, 4)
-    nowhere = job.replace(data=job.data.replace(source=str(tmp_path / "nowhere.txt")))
+    wrong = job.replace(data=job.data.replace(source=str(tmp_path / "nowhere.txt")))
     with TrialProcess() as process:
-        for name, wrong, why in (
-            ("nowhere", nowhere, "nowhere.txt"),
-            ("diverges", trial(tmp_path, 4, 1e20), "its evaluation has no loss"),
-        ):
-            result = process.train_to(Run(tmp_path / "trials" / name), wrong, 2)
-            assert result is not None
-            assert result.loss is None
-            assert why in result.reason
-            assert pids(process) == []  # whatever it left, the next one doesn't meet
+        result = process.train_to(Run(tmp_path / "trials" / "wrong"), wrong, 2)
+        assert result is not None
+        assert result.loss is None
+        assert "nowhere.txt" in result.reason
+        assert pids(process) == []  # whatever it left, the next one doesn't meet
         assert loss_of(process.train_to(Run(tmp_path / "trials" / "right"), job, 2)) > 0
 
 

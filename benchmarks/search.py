@@ -7,9 +7,10 @@ its process (user and system time), what a search thinks by its own: Optuna's pr
 planner's predictions, the journal. Optuna stands twice, since it doesn't prune with two objectives:
 TPE with Hyperband on their sum, and TPE on both without pruning.
 
-The peers train each trial in one process, whose next rung they may refuse. A point that is no Job
-fails when it starts; one beyond a limit ends after its third step, as if somebody had looked at the
-clock, and is told to Optuna. `paceline search` asks the planner, and begins a process per rung.
+Each search has a core to itself, and one process that trains its trials one after another. The
+peers' trials may be refused their next rung. A point that is no Job fails when it starts; one
+beyond a limit ends after its third step, as if somebody had looked at the clock, and is told to
+Optuna. `paceline search` asks the planner.
 
 A network counts from its first evaluation on, whoever trained it. The hypervolume is the part of
 the rectangle below the reference that the networks so far dominate: the reference is the loss of
@@ -22,6 +23,7 @@ What it doesn't say: anything about large trials, where all of them gain by earl
 Prints a line per search and keeps results/<device>/search.{json,md}. 25 minutes on two cores.
 """
 
+import gc
 import json
 import math
 import multiprocessing
@@ -33,6 +35,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -53,7 +56,7 @@ from paceline.search.loop import Loop
 from paceline.search.rules import Values, hypervolume
 from paceline.search.space import Choices, Point, Search, dimensions_of, job_at, rung_steps
 from paceline.search.study import Known, SearchStudy
-from paceline.search.trial_run import as_trial
+from paceline.search.trial_run import TrialProcess, as_trial
 
 JOB = """\
 name = "contest"
@@ -172,16 +175,15 @@ def search_ours(contest: Contest, folder: Path, spent: Spent, seed: int) -> None
         if spent.is_over:
             raise KeyboardInterrupt
 
-    try:
+    with TrialProcess() as process, suppress(KeyboardInterrupt):
         while True:
             search = contest.search.replace(seed=seed, within=f"{within_s} s")
             study = SearchStudy(folder / "study.log", search)
             Loop(
-                search, contest.job, contest.cluster, halving, study, folder / "trials", hear
-            ).run()
+                search, contest.job, contest.cluster, halving, study, folder / "trials", hear,
+                process.train_to,
+            ).run()  # fmt: skip
             within_s *= 1.25
-    except KeyboardInterrupt:
-        return
 
 
 # ---- the peers -----------------------------------------------------------------------------------
@@ -201,6 +203,15 @@ class Peer:
 
     def run(self) -> None:
         """Until the CPU-seconds are over."""
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("forkserver").Process(target=_train, args=(theirs,))
+        process.start()
+        theirs.close()
+        self._run(ours)
+        ours.close()
+        process.join()
+
+    def _run(self, words: Connection) -> None:
         import optuna
 
         while not self.spent.is_over:
@@ -211,7 +222,7 @@ class Peer:
             except InputError:
                 expected = None
                 self.spent.num_infeasible += 1
-            values, is_pruned = self._trained(asked, point, expected)
+            values, is_pruned = self._trained(words, asked, point, expected)
             if is_pruned:
                 self.study.tell(asked, state=optuna.trial.TrialState.PRUNED)
             else:  # where there is none, as bad as can be: it learns where not to look
@@ -223,7 +234,7 @@ class Peer:
         return [sum(shares)] if self.is_scalar else shares
 
     def _trained(
-        self, asked: Any, point: Point, expected: Forecast | None
+        self, words: Connection, asked: Any, point: Point, expected: Forecast | None
     ) -> tuple[Values | None, bool]:
         """Values of a trial at its last rung, and whether it was pruned there."""
         self.spent.num_trials += 1
@@ -236,15 +247,11 @@ class Peer:
         run = Run(self.folder / "trials" / number)
         run.path.parent.mkdir(parents=True, exist_ok=True)
         run.path.with_suffix(".toml").write_text(text)
-        context = multiprocessing.get_context("forkserver")
-        ours, theirs = context.Pipe()
         is_beyond = expected is None
-        process = context.Process(target=_train, args=(theirs, str(run.path), is_beyond))
-        process.start()
-        theirs.close()
+        words.send((str(run.path), is_beyond))
         values, is_pruned = None, False
         while True:
-            kind, step, value, cpu_s = ours.recv()
+            kind, step, value, cpu_s = words.recv()
             if kind == "ended":
                 self.spent.trials_s += cpu_s
                 self.spent.infeasible_s += cpu_s if is_beyond else 0.0
@@ -258,8 +265,7 @@ class Peer:
                     asked.report(self._told(values)[0], step)
                     is_pruned = asked.should_prune()
             is_late = self.spent.cpu_s + cpu_s >= self.spent.limit_s
-            ours.send(not (is_pruned or is_late))
-        process.join()
+            words.send(not (is_pruned or is_late))
         return values, is_pruned
 
 
@@ -300,15 +306,25 @@ def _cpu_s() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def _train(words: Connection, path: str, is_beyond: bool) -> None:
-    """In the trial's process: tells each evaluation, and asks whether to go on."""
+def _train(words: Connection) -> None:
+    """In the process of trials: tells each evaluation, and asks whether to go on."""
+    with suppress(EOFError):
+        while True:
+            path, is_beyond = words.recv()
+            before_s = _cpu_s()
+            _train_one(words, Run(Path(path)), is_beyond, before_s)
+            gc.collect()
+            words.send(("ended", 0, 0.0, _cpu_s() - before_s))
+    os._exit(0)
+
+
+def _train_one(words: Connection, run: Run, is_beyond: bool, before_s: float) -> None:
     from paceline.train.command import train_job
     from paceline.train.families import task_of
     from paceline.train.metrics_buffer import Line
     from paceline.train.stopping import ask_by_file
     from paceline.train.task import LoopOptions
 
-    run = Run(Path(path))
     with run.path.with_suffix(".log").open("ab") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
@@ -318,7 +334,7 @@ def _train(words: Connection, path: str, is_beyond: bool) -> None:
             ask_by_file(run, "a contest: beyond a limit", None)
 
     def on_eval(line: Line) -> None:
-        words.send(("evaluated", line["step"], line["eval_loss"], _cpu_s()))
+        words.send(("evaluated", line["step"], line["eval_loss"], _cpu_s() - before_s))
         if not words.recv():
             ask_by_file(run, "a contest: pruned", None)
 
@@ -326,14 +342,9 @@ def _train(words: Connection, path: str, is_beyond: bool) -> None:
         options = LoopOptions(on_step=on_step, on_eval=on_eval, reports=False)
         return replace(task_of(job, ranks), loop_options=options)
 
-    try:
+    with suppress(InputError):  # no Job: it failed when it started
         job = read_job(run.path.with_suffix(".toml"))
         train_job(job, run, fresh=False, make_task=task, fits_cluster=False)
-    except InputError:
-        pass  # no Job: it failed when it started
-    finally:
-        words.send(("ended", 0, 0.0, _cpu_s()))
-        os._exit(0)
 
 
 # ---- the contest ---------------------------------------------------------------------------------
@@ -386,6 +397,12 @@ def contend(contest: Contest, folder: Path, name: str, seed: int, limit_s: float
         "ended": spent.num_ended,
         "found": spent.found,
     }
+
+
+def _keep_to_one(cores: Any) -> None:
+    """Give this process, and what it starts, a core of its own: threads that wait for each other on
+    a core that others have count as CPU-seconds."""
+    os.sched_setaffinity(0, {cores.get()})
 
 
 def volume(result: dict[str, Any], worst: Values, until_s: float) -> float:
@@ -463,7 +480,10 @@ def main() -> None:
         begin = partial(contend, contest, folder, limit_s=asked.cpu_seconds)
         results = []
         spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(2, mp_context=spawn) as pool:
+        cores = spawn.SimpleQueue()
+        for core in (both := sorted(os.sched_getaffinity(0))[:2]):
+            cores.put(core)
+        with ProcessPoolExecutor(len(both), spawn, _keep_to_one, (cores,)) as pool:
             for result in pool.map(begin, *zip(*pairs, strict=True)):
                 results.append(result)
                 told = {key: value for key, value in result.items() if key != "found"}

@@ -27,7 +27,7 @@ from paceline.search.show import Display, table
 from paceline.search.space import job_at, read_search, rung_steps
 from paceline.search.study import SearchStudy
 from paceline.search.trial_launch import OnSite
-from paceline.search.trial_run import train_to
+from paceline.search.trial_run import TrialProcess
 from paceline.train.start import read_inputs, with_measured_speed
 from paceline.train.this_machine import resolve_on_this_machine
 
@@ -65,7 +65,7 @@ def search_command(
     folder = out or Path("searches") / file.stem
     on = None if site is None else _on_site(site, file, folder)
     is_here = on is None or on.is_here
-    with owned(folder):
+    with owned(folder), TrialProcess() as process:
         wanted = {"search": to_raw(search), "job": to_raw(job), "on": {"site": site or "here"}}
         for name in _FREE:
             wanted["search"].pop(name, None)
@@ -82,7 +82,7 @@ def search_command(
         loop = Loop(
             search, job, cluster, halving, study, folder / "trials",
             lambda known, trains: display.show(Found.of(search, halving, known), trains),
-            train_to if on is None else on.train_to, is_here,
+            process.train_to if on is None else on.train_to, is_here,
         )  # fmt: skip
         return _search(loop, display, folder)
 

@@ -16,7 +16,7 @@ from paceline.search.forecast import forecast
 from paceline.search.halving import Halving, RungResult, Trial
 from paceline.search.space import Search, job_at, settings_of
 from paceline.search.study import Known, SearchStudy
-from paceline.search.trial_run import as_trial, train_to
+from paceline.search.trial_run import as_trial
 
 # Points in a row that are refused or were asked before: then the space has no more to give.
 _MOST_IN_VAIN = 200
@@ -35,7 +35,7 @@ class Loop:
     """Below which the Runs of trials are."""
     hear: Callable[[Known, Trial | None], None]
     """Told what is known, and which trial is trained next."""
-    train_to: Callable[[Run, JobSpec, int], RungResult | None] = train_to
+    train_to: Callable[[Run, JobSpec, int], RungResult | None]
     """Trains a trial's Run to so many steps."""
     is_here: bool = True
     """Whether the cluster is this machine."""

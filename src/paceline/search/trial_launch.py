@@ -52,7 +52,7 @@ class OnSite:
         return concrete_cluster(fit.job.cluster, self.machine())[0]
 
     def train_to(self, run: Run, job: JobSpec, steps: int) -> RungResult | None:
-        """As `trial_run.train_to`; its CPU time is not known.
+        """As `TrialProcess.train_to`; its CPU time is not known.
 
         A launch of an earlier search that still lives is followed, not started again.
 

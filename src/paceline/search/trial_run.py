@@ -1,24 +1,30 @@
-"""Trial run: trains a trial to a rung, in a process of its own.
+"""Trial run: trains trials to their rungs, one after another, in a process of its own.
 
-Its Run is an ordinary one of the whole Job, which stops after the rung's evaluation as if a person
-had asked it to, and goes on from its checkpoint. So the learning rate is that of the whole length
-at every rung, and `paceline train` can finish any of them.
+A trial's Run is an ordinary one of the whole Job, which stops after the rung's evaluation as if a
+person had asked it to, and goes on from its checkpoint. So the learning rate is that of the whole
+length at every rung, and `paceline train` can finish any of them.
 """
 
+import gc
 import os
 import resource
+import sys
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-from pydantic import Field, TypeAdapter
+import torch
+from pydantic import Field
 
 from paceline.comm.rendezvous import Ranks
-from paceline.config.errors import InputError, RunError, StoppedInTimeError
-from paceline.config.files import read_json
+from paceline.config.errors import EXIT_SAVED, InputError, RunError, StoppedInTimeError
 from paceline.config.frozen import FrozenConfig
 from paceline.config.job import Job, JobSpec, read_job, to_toml
 from paceline.observe.run import Run, write_atomic
@@ -30,50 +36,114 @@ from paceline.train.stopping import ask_by_file, exit_with_parent
 from paceline.train.task import LoopOptions, Task
 
 _STOPPED = 130
+# Then the process is begun anew: libraries keep memory of what they have seen.
+_MOST_RUNGS = 100
+
+
+class _Asked(FrozenConfig):
+    """A rung that is to be trained."""
+
+    path: str
+    """Of the Run; its Job is beside it."""
+    steps: int = Field(ge=1)
 
 
 class _Ended(FrozenConfig):
-    """What a trial's process leaves."""
+    """What a rung came to, besides what its Run says."""
 
-    cpu_s: float = Field(ge=0)
-    failure: str | None
-
-
-_ENDED = TypeAdapter(_Ended)
+    cpu_s: float = Field(0.0, ge=0)
+    failure: str = ""
+    is_stopped: bool = False
 
 
-def train_to(run: Run, job: JobSpec, steps: int) -> RungResult | None:
-    """Train a trial until so many steps are done and evaluated.
+class TrialProcess:
+    """A process that trains one rung after another, of any trial, until it is closed.
 
-    Args:
-        run: below a folder that holds its files.
-        job: of the whole length, evaluated at this step among others.
-
-    Returns:
-        what it came to; None: it was asked to stop before.
+    What a training needs of imports, threads and caches, it has from the first one on. It is begun
+    anew where it died or a rung failed, and after so many rungs.
     """
-    if (loss := eval_loss(run, steps)) is not None:
-        return RungResult(loss)  # a search that was killed before it kept that
-    asked = run.path.with_suffix(".toml")
-    ended = run.path.with_suffix(".json")
-    write_atomic(asked, to_toml(job))
-    ended.unlink(missing_ok=True)
-    began = time.perf_counter()
-    process = get_context("forkserver").Process(
-        target=_train, args=(os.getpid(), str(asked), str(run.path), steps)
-    )
-    process.start()
-    _wait(process.join)
-    seconds = time.perf_counter() - began
-    cpu_s, failure = 0.0, f"its process ended with code {process.exitcode}"
-    if ended.exists():
-        left = read_json(ended, _ENDED, "remove it")
-        cpu_s, failure = left.cpu_s, left.failure or ""
-    if (loss := eval_loss(run, steps)) is not None:
-        return RungResult(loss, seconds, cpu_s)
-    if process.exitcode == _STOPPED:
-        return None
-    return RungResult(None, seconds, cpu_s, failure or "its evaluation has no loss")
+
+    def __init__(self) -> None:
+        self._process: BaseProcess | None = None
+        self._num_rungs = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it, also in the middle of a rung."""
+        if self._process is not None:
+            self._process.kill()  # what it has trained is in the Runs
+            self._process.join()
+            self._words.close()
+            self._process = None
+
+    def train_to(self, run: Run, job: JobSpec, steps: int) -> RungResult | None:
+        """Train a trial until so many steps are done and evaluated.
+
+        Args:
+            run: below a folder that holds its files.
+            job: of the whole length, evaluated at this step among others.
+
+        Returns:
+            what it came to; None: it was asked to stop before.
+        """
+        if (loss := eval_loss(run, steps)) is not None:
+            return RungResult(loss)  # a search that was killed before it kept that
+        write_atomic(run.path.with_suffix(".toml"), to_toml(job))
+        began = time.perf_counter()
+        ended = self._train(_Asked(path=str(run.path), steps=steps))
+        seconds = time.perf_counter() - began
+        loss = eval_loss(run, steps)
+        if loss is None:
+            self.close()
+            if ended.is_stopped:
+                return None
+        reason = "" if loss is not None else ended.failure or "its evaluation has no loss"
+        return RungResult(loss, seconds, ended.cpu_s, reason)
+
+    def _train(self, asked: _Asked) -> _Ended:
+        if self._num_rungs == _MOST_RUNGS:
+            self.close()
+        process = self._process
+        if process is None or not process.is_alive():
+            process = self._begin()
+        self._num_rungs += 1
+        try:
+            self._words.send_bytes(asked.model_dump_json().encode())
+            return _Ended.model_validate_json(self._heard())
+        except (EOFError, OSError):
+            process.join()
+            code = process.exitcode
+            failure = f"its process ended with code {code}"
+            return _Ended(failure=failure, is_stopped=code in (_STOPPED, EXIT_SAVED))
+
+    def _begin(self) -> BaseProcess:
+        self.close()
+        context = get_context("forkserver")
+        self._words, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(os.getpid(), theirs))
+        self._process.start()
+        theirs.close()
+        self._num_rungs = 0
+        return self._process
+
+    def _heard(self) -> bytes:
+        """Ctrl-C reaches the process as well, whose run stops with a checkpoint: wait for that."""
+        try:
+            return self._words.recv_bytes()
+        except KeyboardInterrupt:
+            with suppress(EOFError, OSError):
+                self._words.recv_bytes()
+            raise
 
 
 def eval_loss(run: Run, steps: int) -> float | None:
@@ -83,53 +153,57 @@ def eval_loss(run: Run, steps: int) -> float | None:
     return None if loss is None else float(loss)
 
 
-def _wait(join: Callable[[], None]) -> None:
-    """Ctrl-C reaches the trial as well, which stops with a checkpoint: wait for that."""
-    try:
-        join()
-    except KeyboardInterrupt:
-        join()
-        raise
+# ---- in the process ------------------------------------------------------------------------------
 
 
-# ---- in the trial's process ----------------------------------------------------------------------
-
-
-def _train(parent: int, asked: str, path: str, steps: int) -> None:
+def _serve(parent: int, words: Connection) -> None:
     exit_with_parent(parent)
-    run = Run(Path(path))
+    before_s = 0.0
+    try:
+        while True:
+            asked = _Asked.model_validate_json(words.recv_bytes())
+            ended = _train(Run(Path(asked.path)), asked.steps)
+            gc.collect()  # of the network, before the next one
+            used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+            used_s = sum(one.ru_utime + one.ru_stime for one in used)
+            ended, before_s = ended.replace(cpu_s=used_s - before_s), used_s
+            words.send_bytes(ended.model_dump_json().encode())
+    except (EOFError, KeyboardInterrupt):
+        os._exit(_STOPPED)
+
+
+def _train(run: Run, steps: int) -> _Ended:
     with run.path.with_suffix(".log").open("ab") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
-    failure, code = None, 0
     try:
+        job = read_job(run.path.with_suffix(".toml"))
+        if job.layout.compile:
+            torch.compiler.reset()  # it gives up on code that it has compiled too often
         # The search plans by the cluster that it began with, so that none is fitted to a trial.
         make_task = partial(task_until, run, steps)
-        train_job(read_job(Path(asked)), run, fresh=False, make_task=make_task, fits_cluster=False)
-        if eval_loss(run, steps) is None and run.stop_file.exists():
-            code = _STOPPED
+        train_job(job, run, fresh=False, make_task=make_task, fits_cluster=False)
+        # Not where a loss that is no number was evaluated: that is a failure.
+        is_evaluated = "eval_loss" in (run.step(steps) or {})
+        return _Ended(is_stopped=run.stop_file.exists() and not is_evaluated)
     except StoppedInTimeError:
-        code = _STOPPED
+        return _Ended(is_stopped=True)
     except (InputError, RunError) as error:
-        failure = str(error)[:1000]
-    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    cpu_s = sum(one.ru_utime + one.ru_stime for one in used)
-    write_atomic(
-        run.path.with_suffix(".json"), _Ended(cpu_s=cpu_s, failure=failure).model_dump_json()
-    )
-    os._exit(code)
+        return _Ended(failure=str(error)[:1000])
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def task_until(run: Run, steps: int, job: Job, ranks: Ranks) -> Task:
-    """The Job's task, whose run is asked to stop once so many steps are evaluated."""
+    """The Job's task, whose run is asked to stop once so many steps are evaluated. It writes no
+    report: `paceline train` does, of one that is complete."""
 
     def see(line: Line) -> None:
-        if line["step"] >= steps:
+        if steps <= line["step"] < job.train.steps:
             ask_by_file(run, "a search: this rung is done", None)
 
-    task = task_of(job, ranks)
-    is_last = steps >= job.train.steps
-    return task if is_last else replace(task, loop_options=LoopOptions(on_eval=see, reports=False))
+    return replace(task_of(job, ranks), loop_options=LoopOptions(on_eval=see, reports=False))
 
 
 def as_trial(job: JobSpec, name: str, every: int) -> JobSpec:

@@ -215,6 +215,10 @@ def _say_complete(job: Job, run: Run, before: Job | None) -> None:
     if best.is_over:
         _CONSOLE.print(f"{run.path} stopped early after step {done}: {best.sentence()}.")
         return
+    if not run.report_file.exists():  # nobody wanted one while it trained
+        from paceline.explain.page import write_report
+
+        write_report(run, _CONSOLE.print)
     by_script = job.model.is_own
     longer, anew = ("train.steps", "fresh=True") if by_script else ("--set train.steps", "--fresh")
     _CONSOLE.print(

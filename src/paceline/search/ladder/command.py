@@ -32,6 +32,7 @@ from paceline.search.ladder.law import Fit, fit
 from paceline.search.ladder.page import comparison, law_table, notes, render, runs_table, sentence
 from paceline.search.ladder.rungs import Rungs, network_of, plan_rungs, text_of, width_of
 from paceline.search.ladder.runs import Climb, Climbed, RungRun, StoppedError
+from paceline.search.trial_run import TrialProcess
 from paceline.train.start import read_inputs
 from paceline.train.this_machine import resolve_on_this_machine
 
@@ -141,7 +142,8 @@ def _climb(job: JobSpec, here: Cluster, rungs: Rungs, folder: Path) -> Climbed:
             spent = duration_text(sum(one.cost_s for one in made))
             status.update(f"{spent} of {duration_text(rungs.cost_s)}: training {coming}")
 
-        return Climb(job, here, rungs, folder, hear).climb()
+        with TrialProcess() as process:
+            return Climb(job, here, rungs, folder, hear, process).climb()
 
 
 def _line(one: RungRun) -> str:

@@ -25,7 +25,7 @@ from paceline.search.ladder.rungs import (
     sized,
     width_of,
 )
-from paceline.search.trial_run import as_trial, train_to
+from paceline.search.trial_run import TrialProcess, as_trial
 
 
 class StoppedError(Exception):
@@ -100,6 +100,7 @@ class Climb:
     """Below which the Runs are."""
     hear: Callable[[Sequence[RungRun], str], None]
     """Told of the runs so far, and what is trained next."""
+    process: TrialProcess
     _made: list[RungRun] = field(default_factory=list)
 
     def climb(self) -> Climbed:
@@ -155,7 +156,7 @@ class Climb:
         job = lengthened(sized(self.job, rung.heads, base), steps)
         job = job.replace(optim=job.optim.replace(lr=rate), cluster=self.cluster)
         run = Run(self.folder / name)
-        result = train_to(run, as_trial(job, name, steps), steps)
+        result = self.process.train_to(run, as_trial(job, name, steps), steps)
         if result is None:
             raise StoppedError
         made = RungRun(rung, steps, rate, result.loss, measured_step_s(run), result.reason)

@@ -11,8 +11,8 @@ from paceline.config.stack import Stack
 from paceline.models.adapters import adapt, is_of_adapter
 from paceline.models.decoder import Decoder
 from paceline.parallel.tp import style_of
-from paceline.plan.block_kinds import block_kinds_of
 from paceline.plan.adapters import adapters_of_block, expert_adapters_of_block
+from paceline.plan.block_kinds import block_kinds_of
 from paceline.plan.memory.holdings import holdings_of
 from paceline.plan.memory.parameter_counts import counts_of, trained_counts
 from paceline.plan.points import Points, Setting
@@ -77,12 +77,12 @@ def test_adapters_of_experts_are_as_many_as_the_network_has(kind, targets):
     assert cut * whole > 0
     cluster = job_of(2, ("layout.dp=2",)).cluster
     setting = Setting(model, cluster, 32, 4, Stack(), finetune=finetune)
-    for layout in (Layout(), Layout(tp=2), Layout(dp=2, ep=2), Layout(dp=2, ep=2, tp=2)):
-        points, holdings = Points.of([layout], setting), holdings_of(setting, layout, None)
+    for each in (Layout(), Layout(tp=2), Layout(dp=2, ep=2), Layout(dp=2, ep=2, tp=2)):
+        points, holdings = Points.of([each], setting), holdings_of(setting, each, None)
         of_block = expert_adapters_of_block(setting, points)[:, 0]
         kinds = block_kinds_of(model)
         found = sum(len(kind.layers) * float(n) for kind, n in zip(kinds, of_block, strict=True))
-        assert found == pytest.approx((cut / layout.tp + whole) / layout.ep)
+        assert found == pytest.approx((cut / each.tp + whole) / each.ep)
         counts = counts_of(setting, points, holdings)
         trained = trained_counts(setting, points, holdings, counts)
         dense = adapters_of_block(setting, points)[:, 0]

@@ -252,7 +252,9 @@ def test_a_teacher_is_what_the_tracker_sees(
     assert sum(predicted.values()) - kept - states == pytest.approx(tracked.moving, rel=0.05)
 
 
-@pytest.mark.parametrize("others", [FP32, AUTOCAST, AUTOCAST + FULL, (*AUTOCAST, *LORA, OF_EXPERTS)])
+@pytest.mark.parametrize(
+    "others", [FP32, AUTOCAST, AUTOCAST + FULL, (*AUTOCAST, *LORA, OF_EXPERTS)]
+)
 def test_copies_of_hot_experts_are_what_the_tracker_sees(
     monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...]
 ) -> None:

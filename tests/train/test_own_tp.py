@@ -173,10 +173,12 @@ def test_a_model_of_transformers_is_cut_by_its_own_plan():
     wanted = api_cases.by_hand(_llama, _of_llama, NUM_HELD_OUT)
     given = ({**api_cases.FP64, "tp": 2}, NUM_HELD_OUT, _llama, _of_llama, plan)
     for got in run_ranks(api_cases.train_on_ranks, 2, *given, timeout_s=240):
-        assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-6)  # rotations are in fp32
+        # Its norms and rotations are in fp32 whatever the weights: 6e-8 of each value is rounding.
+        assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
         assert got["grad_norms"] == pytest.approx(wanted["grad_norms"], rel=1e-6)
         for ours, theirs in zip(got["weights"], wanted["weights"], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+            # Adam divides by a gradient's own size, so that of a small one moves a weight by more.
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 PLAN = {"0": "colwise_gather_output", "3": "rowwise_split_input"}

@@ -166,7 +166,8 @@ class AdaptedExperts(Experts):
             return None
         down, up = (stacks[f"adapters.{matrix}.{name}"] for name in (DOWN, UP))
         added = grouped_linear(grouped_linear(rows, down, counts), up, counts)
-        return added * self.adapters[matrix].scaling
+        adapter: Any = self.adapters[matrix]
+        return added * adapter.scaling
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

@@ -27,9 +27,10 @@ def noise_scales(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
     found, gradient, trace = [], 0.0, 0.0
     for line in lines:
         figures = line.get("figures") or {}
-        values = figures.get(GRADIENT), figures.get(TRACE)
-        if all(isinstance(value, int | float) and math.isfinite(value) for value in values):
-            gradient, trace = keeps * gradient + values[0], keeps * trace + values[1]
+        values = [figures.get(name) for name in (GRADIENT, TRACE)]
+        of_step = [each for each in values if isinstance(each, int | float) and math.isfinite(each)]
+        if len(of_step) == len(values):
+            gradient, trace = keeps * gradient + of_step[0], keeps * trace + of_step[1]
             if gradient > 0 and trace > 0:
                 found.append((line["step"], trace / gradient))
     return found

@@ -47,7 +47,7 @@ class PartNorms:
         for unit in units:
             # What FSDP2 has gathered are other parameters, which stand in the modules from the
             # first forward pass on. Its own hook, which puts them there, comes before.
-            unit.register_forward_pre_hook(self._hook_gathered)  # type: ignore[attr-defined]
+            unit.register_forward_pre_hook(self._hook_gathered)
         if not units:
             self._hook(module.parameters())
 

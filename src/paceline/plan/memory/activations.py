@@ -35,8 +35,8 @@ import numpy as np
 from paceline.config.layers import Experts
 from paceline.config.layout import PRECISIONS, RECOMPUTE
 from paceline.config.model import Model
-from paceline.plan.block_kinds import BlockKind, block_kinds_of
 from paceline.plan.adapters import kept_by_adapters, room_for_narrow
+from paceline.plan.block_kinds import BlockKind, block_kinds_of
 from paceline.plan.memory.logits import logits_bytes
 from paceline.plan.memory.parameter_counts import copied_of_block
 from paceline.plan.points import Array, Points, Setting

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.config.model import Model
-from paceline.plan.block_kinds import BlockKind, block_kinds_of
-from paceline.plan.data_groups import dense_groups, expert_groups
 from paceline.plan.adapters import (
     adapters_of_block,
     expert_adapters_of_block,
     spared_by_narrow,
 )
+from paceline.plan.block_kinds import BlockKind, block_kinds_of
+from paceline.plan.data_groups import dense_groups, expert_groups
 from paceline.plan.points import Array, Points, Setting
 from paceline.plan.stages import Holdings
 

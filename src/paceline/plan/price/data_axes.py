@@ -450,9 +450,7 @@ def _both(one: _UnitSeconds, other: _UnitSeconds) -> _UnitSeconds:
     return _UnitSeconds(*(mine + its for mine, its in zip(one, other, strict=True)))
 
 
-def _coding_of(
-    setting: Setting, params: Array, trained: Array, groups: DataGroups
-) -> _UnitSeconds:
+def _coding_of(setting: Setting, params: Array, trained: Array, groups: DataGroups) -> _UnitSeconds:
     device, own = setting.device, trained / groups.shards
     replicated_s = codec_s(device, setting.replica_codec, own, groups.replicas)
     inside = setting.shards_inside(groups.shards, groups.shard_stride)

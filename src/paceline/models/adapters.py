@@ -20,6 +20,7 @@ https://arxiv.org/abs/2305.14314.
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F

@@ -42,6 +42,10 @@ _MERGED = {
 }
 
 
+# What these read comes from another product or from attention.
+_INSIDE = ("o_proj", "down_proj", "q_b_proj", "kv_b_proj")
+
+
 class _Adapter(NamedTuple):
     """An adapter on a rank, and the matrix beside it."""
 
@@ -55,6 +59,8 @@ class _Adapter(NamedTuple):
     passed: float
     """Of these, those where the gradient of its input is asked for."""
     ends_block: bool
+    reads_stream: bool
+    """Its input is in the type of the residual stream, not yet in that of products."""
     is_narrow: bool
 
 
@@ -147,6 +153,7 @@ def _adapters(
             share,
             passed,
             name == "down_proj",
+            name not in _INSIDE,
             narrow,
         )
         key = f"{layer}.{_MERGED.get(name, name) if sizes.merged else name}"
@@ -166,7 +173,8 @@ def _adapters(
             inputs = matrix.inputs / (of_tp if matrix.cuts == "inputs" else like(1))
             outputs = matrix.outputs / (of_tp if matrix.cuts == "outputs" else like(1))
             ends = matrix.cuts == "inputs" and not mixture.shared_ffn_size
-            yield _Adapter(share * rows, inputs, outputs, own, share, 1.0, ends, False)
+            stream = matrix.cuts == "outputs"
+            yield _Adapter(share * rows, inputs, outputs, own, share, 1.0, ends, stream, False)
 
 
 def _narrow_products(setting: Setting, adapter: _Adapter, reached: float) -> list[MatmulOp]:
@@ -198,11 +206,12 @@ def _passes(
     tuned, value, share = setting.finetune, sizes.value_bytes, adapter.share
     read, given = adapter.rows * adapter.inputs, adapter.rows * adapter.outputs
     dropped = (2 * value + 1) * read * (tuned.dropout > 0)
-    casts = np.where(sizes.casts, 6 * read, 0)
+    is_cast = sizes.casts & adapter.reads_stream
+    casts = np.where(is_cast, 6 * read, 0)
     forward = np.where(points.compile, 3, 5) * value * given + dropped + casts
     backward = (2 * given + 3 * read) * value + dropped + casts
-    kernels = np.where(points.compile, 1.0, 2.0) + (tuned.dropout > 0) + sizes.casts
-    back_kernels = 2.0 + (tuned.dropout > 0) + sizes.casts
+    kernels = np.where(points.compile, 1.0, 2.0) + (tuned.dropout > 0) + is_cast
+    back_kernels = 2.0 + (tuned.dropout > 0) + is_cast
     weights = share * adapter.inputs * adapter.outputs
     if tuned.decomposed:  # the sum's rows are measured; what both give is weighed, row by row
         forward = forward + 4 * value * given + 6 * value * weights

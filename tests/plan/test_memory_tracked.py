@@ -258,7 +258,7 @@ def test_a_teacher_is_what_the_tracker_sees(
 def test_copies_of_hot_experts_are_what_the_tracker_sees(
     monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...]
 ) -> None:
-    """What they add to what comes and goes. The other rank sends as many rows as it gets."""
+    """What they add, within a fifth. The other rank sends as many rows as it gets."""
     monkeypatch.setattr(dist, "all_to_all_single", lambda got, sent, group: got.copy_(sent))
     settings = (*others, *sharded(3), *EXPERTS, "layout.ep=2")
     tracked, predicted = [], []
@@ -267,9 +267,8 @@ def test_copies_of_hot_experts_are_what_the_tracker_sees(
         tracked.append(track(case, copied).moving)
         predicted.append(sum(predict(case).values()))
         dist.destroy_process_group()
-    print(others, tracked, predicted, tracked[1] - tracked[0], predicted[1] - predicted[0])
     added = tracked[1] - tracked[0]
-    assert predicted[1] - predicted[0] == pytest.approx(added, abs=0.05 * tracked[1])
+    assert predicted[1] - predicted[0] == pytest.approx(added, rel=0.2)
 
 
 def _compare(case: Job) -> None:

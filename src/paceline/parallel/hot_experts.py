@@ -34,9 +34,7 @@ class Copies:
 
     # Compiled code would be made anew for each choice of slots, and for each count.
     @torch.compiler.disable
-    def of(
-        self, stacks: Stacks, group: dist.ProcessGroup
-    ) -> tuple[Stacks, Callable[[], Stacks]]:
+    def of(self, stacks: Stacks, group: dist.ProcessGroup) -> tuple[Stacks, Callable[[], Stacks]]:
         """Start to give all ranks of a group copies; every rank calls it.
 
         Args:

@@ -165,8 +165,9 @@ class AdaptedExperts(Experts):
         if self.is_off or matrix not in self.adapters:
             return None
         down, up = (stacks[f"adapters.{matrix}.{name}"] for name in (DOWN, UP))
-        added = grouped_linear(grouped_linear(rows, down, counts), up, counts)
-        return added * self.adapters[matrix].scaling
+        adapter = self.adapters[matrix]
+        assert isinstance(adapter, ExpertAdapter)
+        return grouped_linear(grouped_linear(rows, down, counts), up, counts) * adapter.scaling
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

@@ -283,7 +283,7 @@ def test_what_workers_that_may_be_lost_can_not_have_is_refused(settings, sentenc
             "comm.ep.hot_experts = 4 must be less than model.experts.num_experts = 4: lower it.",
         ),
         (
-            (EXPERTS, "comm.ep.hot_experts=3", "elastic.exact=true"),
+            (EXPERTS, "comm.ep.hot_experts=3", "elastic.min_nodes=1", "elastic.exact=true"),
             "comm.ep.hot_experts = 3 sums gradients of an expert rank by rank, which rounds as "
             "elastic.exact = true must not: set it to 0, or exact to false.",
         ),

@@ -16,7 +16,7 @@ from paceline.comm.rendezvous import Ranks
 from paceline.config.hardware import Cluster, Device
 from paceline.config.job import Job, read_job
 from paceline.kernels.loss import IGNORED
-from paceline.parallel.ep import expert_layers
+from paceline.parallel.ep import copy_experts, expert_layers
 from paceline.plan.resolve import resolve
 from paceline.train.checkpoint.state import parameter_names
 from paceline.train.data import MicroBatch
@@ -173,10 +173,11 @@ def train(
             MicroBatch(*(x if x is None else x.to(ranks.device) for x in each)) for each in made
         ]
 
-    results = [trainer.step(step, batches(step))() for step in range(STEPS)]
-    if job.comm.ep.hot_experts:
-        copied = [layer.copied is not None for layer in expert_layers(trainer.module)]
-        assert any(copied) or not copied, "some layer must have had copies in the second step"
+    results = []
+    for step in range(STEPS):
+        results.append(trainer.step(step, batches(step))())
+        if job.comm.ep.hot_experts:  # any experts will do: what is hot here may be none
+            copy_experts(trainer.module, _drawn_experts(trainer, job.comm.ep.hot_experts, step))
     eval_loss, _ = trainer.evaluate([batches(STEPS)])
     names, _ = parameter_names(trainer.module)
     slots = _slots(trainer)
@@ -187,6 +188,13 @@ def train(
     losses = [loss for r in results for loss in (r.loss, *r.figures.values())]
     norms = [r.grad_norm for r in results]
     return Trained(losses, eval_loss, norms, parameters)
+
+
+def _drawn_experts(trainer: Trainer, num: int, step: int) -> list[Tensor]:
+    """Some experts of each layer, the same on all ranks that have it together."""
+    stream = torch.Generator().manual_seed(step)
+    layers = expert_layers(trainer.module)
+    return [torch.randperm(len(each.slot_of_expert), generator=stream)[:num] for each in layers]
 
 
 def _slots(trainer: Trainer) -> dict[Tensor, Tensor]:

@@ -20,7 +20,6 @@ https://arxiv.org/abs/2305.14314.
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -166,9 +165,9 @@ class AdaptedExperts(Experts):
         if self.is_off or matrix not in self.adapters:
             return None
         down, up = (stacks[f"adapters.{matrix}.{name}"] for name in (DOWN, UP))
-        added = grouped_linear(grouped_linear(rows, down, counts), up, counts)
-        adapter: Any = self.adapters[matrix]
-        return added * adapter.scaling
+        adapter = self.adapters[matrix]
+        assert isinstance(adapter, ExpertAdapter)
+        return grouped_linear(grouped_linear(rows, down, counts), up, counts) * adapter.scaling
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

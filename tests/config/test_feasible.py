@@ -297,7 +297,7 @@ REFUSED = {
     ),
     "fp8 in one's own model": (
         {"tp": 2, "precision": "fp8"},
-        {"model": CustomModel()},
+        {"model": CustomModel(), "what": GPU},
         'layout.tp = 2 cuts torch\'s own linear layers, which those of layout.precision = "fp8" '
         'are not: use "bf16", or tp = 1.',
     ),

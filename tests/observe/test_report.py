@@ -15,15 +15,15 @@ from paceline.observe.terms import colour
 from tests.observe import synthetic
 
 CHARTS = ["loss", "terms", "rate", "memory", "lr", "grad_norm"]
-OF_STREAMS, OF_MIXTURES = ["latency", "backlog"], ["parts"]
+NOT_EVERYWHERE = ["latency", "backlog", "parts", "noise"]
 
 
 def test_charts_hold_no_number_that_is_not_json():
     lines = synthetic.lines(50)
     lines[10] |= {"loss": math.nan, "grad_norm": math.inf}
     drawn = charts(lines, summary.summarise(lines, synthetic.FACTS))
-    assert list(drawn) == [*CHARTS, *OF_STREAMS, *OF_MIXTURES]
-    assert not any(drawn[name]["data"] for name in (*OF_STREAMS, *OF_MIXTURES))
+    assert list(drawn) == [*CHARTS, *NOT_EVERYWHERE]
+    assert not any(drawn[name]["data"] for name in NOT_EVERYWHERE)
     assert [trace["name"] for trace in drawn["loss"]["data"]] == [
         *("training", "training, smoothed", "held out", "unigram bound", "not finite")
     ]

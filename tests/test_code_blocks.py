@@ -58,6 +58,61 @@ assert loss(model, batch)[1]["weight"] == 2
 """,
     ),
     ("docs/own-models.md", 3): (
+        """
+import torch
+import torch.nn.functional as F
+from torch import nn
+import paceline
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        parts = (self.q, self.k, self.v)
+        heads = (part(x).unflatten(-1, (-1, 4)).transpose(1, 2) for part in parts)
+        return self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.ffn = Attention(), FeedForward()
+
+    def forward(self, x):
+        return self.ffn(x + self.attention(x))
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def loss(model, batch):
+    return F.mse_loss(model(batch), batch)
+
+model, data = Network(), list(torch.randn(64, 4, 8))
+job = {"name": "cut", "cluster": {"devices_per_node": 2}, "train": {"steps": 8, "global_batch": 8}}
+""",
+        """
+from pathlib import Path
+from paceline.observe.run import Run
+assert [line["step"] for line in Run(Path("runs/cut")).metrics()] == list(range(1, 9))
+""",
+    ),
+    ("docs/own-models.md", 4): (
         OWN
         + """
 from pathlib import Path

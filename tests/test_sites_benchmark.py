@@ -5,7 +5,7 @@ import pytest
 from benchmarks.sites import EVERY, Ran, figures, page, steps_s
 
 STEP_S, ROUND_S, ALONE_S = 0.2, 0.5, 0.4
-LOSE, BACK, LAST = 150, 200, 300
+LOSE, BACK, LAST = 6 * EVERY, 8 * EVERY, 12 * EVERY
 
 
 def _lines(generations, step_s, round_s, began=0.0, loss=2.0):
@@ -22,7 +22,7 @@ def _lines(generations, step_s, round_s, began=0.0, loss=2.0):
 
 @pytest.fixture
 def found():
-    control = Ran(_lines([(1, 1, 101, 0)], {1: STEP_S}, {1: 0.0}), [])
+    control = Ran(_lines([(1, 1, 4 * EVERY + 1, 0)], {1: STEP_S}, {1: 0.0}), [])
     spans = [(1, 1, LOSE, 0.0), (2, LOSE + 1, BACK, 3.0), (3, BACK + 1, LAST, 2.0)]
     seconds = {1: STEP_S, 2: ALONE_S, 3: STEP_S}
     lines = _lines(spans, seconds, {1: ROUND_S, 2: 0.0, 3: ROUND_S}, loss=2.01)

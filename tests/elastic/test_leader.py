@@ -82,7 +82,7 @@ def test_numbers_of_an_earlier_generation_are_nobodys(tmp_path, number):
 
 
 @pytest.mark.parametrize(
-    ("every", "step", "is_taken_in"), [(None, 12, True), (5, 14, False), (5, 15, True)]
+    ("every", "step", "is_taken_in"), [(None, 12, True), (5, 15, False), (5, 16, True)]
 )
 def test_who_comes_is_taken_in_after_a_round(tmp_path, every, step, is_taken_in):
     """Where workers step each for itself: in the middle of one, its steps would be done again."""

@@ -355,7 +355,9 @@ class Leader:
         if self._offered_at is None or not self._has_stepped:
             return False
         local, every = self._job.comm.local, self._job.comm.local.round_steps
-        return local.method == "none" or self._step // every > self._offered_at // every
+        # A round counts once the step after it is done: then all of a worker's ranks have kept it.
+        ended = max(self._step - 1, 0) // every
+        return local.method == "none" or ended > self._offered_at // every
 
     def _must_end(self) -> bool:
         all_done = self.before is not None and len(self._done) >= self.before.num_ranks

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.comm.compress.messages import messages_of, send_coded
 from paceline.comm.rendezvous import Ranks
+from paceline.parallel.ep import copy_experts, expert_layers
 from tests.parallel.test_compressed_replicas import _learnable
 from tests.parallel.training import FP32, MODELS, job_of, trainer_of
 from tests.ranks import run_ranks
@@ -106,9 +107,12 @@ def _learned(rank, world_size, case):
     job = job_of(world_size, [*SETTINGS, *case])
     trainer = trainer_of(job, Ranks(rank, world_size, rank, world_size))
     share = job.layout.data_rank(rank)
-    results = [
-        trainer.step(step, _learnable(step, job, share))() for step in range(job.train.steps)
-    ]
+    hot, layers = job.comm.ep.hot_experts, len(expert_layers(trainer.module))
+    results = []
+    for step in range(job.train.steps):
+        results.append(trainer.step(step, _learnable(step, job, share))())
+        if hot:  # the first ones, hot or not
+            copy_experts(trainer.module, [torch.arange(hot)] * layers)
     return [r.loss for r in results], results[-1].comm
 
 
@@ -125,6 +129,7 @@ CASES = {
     "ep": EP,
     "ep int8": (*EP, "comm.ep.compress=int8"),
     "ep bf16": (*EP, "comm.ep.compress=bf16"),
+    "ep copied": (*EP, "comm.ep.compress=int8", "comm.ep.hot_experts=2"),
     "ep recomputed": (*EP, "comm.ep.compress=int8", "layout.recompute=full"),
 }
 
@@ -150,6 +155,7 @@ def test_a_step_tells_what_it_sent(learned):
         assert told[axis] == {}
         short, long = (told[f"{axis} {name}"][f"{axis}.bytes"] for name in ("int8", "bf16"))
         assert 0.4 * long < short < 0.6 * long
+    assert told["ep copied"]["ep.bytes"] < told["ep int8"]["ep.bytes"]
 
 
 def test_what_is_recomputed_is_rounded_again_to_the_same(learned):

@@ -597,6 +597,14 @@ def test_a_large_run_of_adapters_is_faster_than_one_of_everything(tmp_path: Path
     assert tuned.stack_key != full.stack_key
 
 
+def test_litgpt_recomputes_blocks_where_it_fine_tunes_on_several_devices(tmp_path: Path) -> None:
+    said = {"framework": "LitGPT", "activation_ckpt": "", "tp": "1", "pp": "1"}
+    for workload, gpus, recompute in (("lora", "8", "full"), ("pretrain", "8", "none")):
+        work = work_of(tmp_path, workload=workload, dp=gpus, gpus=gpus, **said)
+        assert work.layout.recompute == recompute
+        assert "activation_ckpt" in work.inferred
+
+
 def test_full_training_beside_adapters_is_predicted(tmp_path: Path) -> None:
     assert only_run(tmp_path, workload="sft", notes="full, not LoRA").work is not None
     assert only_run(tmp_path, notes="published FLOPs for SFT/LoRA omit attention").work is not None

@@ -33,7 +33,7 @@ from paceline.parallel.forward import compute_with
 TpPlan = Mapping[str, str | ParallelStyle]
 """Names of modules, with *, and their styles."""
 
-# Ranks compute a sum in another order than its other ranks, but never with other summands.
+# Of the gradient norm: ranks add up the same numbers, in bf16 and in another order at most.
 _SAME = 1e-2
 
 

@@ -38,7 +38,7 @@ def recompute_of(line: PublishedLine, model: Model, inferred: list[str]) -> tupl
         text = next((said for said in segments if re.search(rf"{_ON}|{_OFF}|selective", said)), "")
         if not text:
             inferred.append("activation_ckpt")
-            return "none", 1.0
+            return ("full" if _by_default(line) else "none"), 1.0
     share = _share_of_layers(f"{text}; {line.text('notes').lower()}", line, model)
     if re.search(_OFF, text):
         return "none", 1.0
@@ -47,6 +47,18 @@ def recompute_of(line: PublishedLine, model: Model, inferred: list[str]) -> tupl
     if re.search(_ON, text) or re.search(_WORDS, text):
         return "full", share or 1.0
     return "none", 1.0
+
+
+def _by_default(line: PublishedLine) -> bool:
+    """Whether a system recomputes blocks unasked: LitGPT's fine-tuning does on several devices
+    (https://github.com/Lightning-AI/litgpt, litgpt/finetune/lora.py)."""
+    words = " ".join(line.text(each) for each in ("framework", "workload", "notes")).lower()
+    is_tuned = re.search(r"lora|adapter|fine-?tun|\bsft\b", words)
+    return bool(
+        is_tuned
+        and re.search(r"lit-?gpt", line.text("framework").lower())
+        and (line.count("gpus") or 1) > 1
+    )
 
 
 def _selective(line: PublishedLine, model: Model) -> tuple[Recompute, float]:

@@ -53,6 +53,7 @@ from paceline.observe.run import Run
 from paceline.search.forecast import Forecast, forecast
 from paceline.search.halving import Halving, Trial
 from paceline.search.loop import Loop
+from paceline.search.proposals import Proposals
 from paceline.search.rules import Values, hypervolume
 from paceline.search.space import Choices, Point, Search, dimensions_of, job_at, rung_steps
 from paceline.search.study import Known, SearchStudy
@@ -179,9 +180,10 @@ def search_ours(contest: Contest, folder: Path, spent: Spent, seed: int) -> None
         while True:
             search = contest.search.replace(seed=seed, within=f"{within_s} s")
             study = SearchStudy(folder / "study.log", search)
+            proposals = Proposals(search, contest.job, contest.cluster, halving, is_here=True)
             Loop(
-                search, contest.job, contest.cluster, halving, study, folder / "trials", hear,
-                process.train_to,
+                search, contest.job, contest.cluster, halving, proposals, study,
+                folder / "trials", hear, process.train_to,
             ).run()  # fmt: skip
             within_s *= 1.25
 

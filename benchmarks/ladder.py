@@ -76,7 +76,7 @@ source = "text.txt"
 tokenizer = "bytes"
 eval_fraction = 0.02
 [optim]
-lr = 5e-3
+lr = 1e-2
 warmup_steps = 50
 schedule = "cosine"
 [train]

@@ -115,7 +115,8 @@ def climb(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     if done["code"]:
         raise RuntimeError(_why(folder, "ladder"))
-    return {**done, "found": json.loads(done.pop("said").splitlines()[-1])}
+    found = json.loads(done["said"].splitlines()[-1])
+    return {"cpu_s": done["cpu_s"], "wall_s": done["wall_s"], "found": found}
 
 
 def train(folder: Path, name: str, rate: float) -> dict[str, Any]:
@@ -448,7 +449,7 @@ def run(folder: Path, asked: argparse.Namespace, about: dict[str, Any]) -> str:
 
 
 def _name(at: int) -> str:
-    return f"rate{at:+}" if at else "run"
+    return f"rate-{_STEP**at:.3g}x" if at else "run"
 
 
 def main() -> None:

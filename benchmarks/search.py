@@ -4,7 +4,8 @@ How it works: all look for small decoders of Python's own texts, whose held-out 
 memory in training are to be small. They have the same space, the same limits, the same training
 code (a trial is an ordinary Run) and the same figures of memory. What a trial takes is counted by
 its process (user and system time), what a search thinks by its own: Optuna's proposals, the
-planner's predictions, the journal. Optuna stands twice, since it doesn't prune with two objectives:
+planner's predictions, the journal. All begin with the Job's own settings. Optuna stands twice, since
+it doesn't prune with two objectives:
 TPE with Hyperband on their sum, and TPE on both without pruning.
 
 Each search has a core to itself, and one process that trains its trials one after another. The
@@ -91,6 +92,12 @@ SPACE: dict[str, Any] = {
     "model.num_heads": [2, 4, 6, 8],
     "model.ffn_size": [64, 128, 256, 512],
 }
+OWN = {
+    "optim.lr": 3e-3,
+    "model.num_layers": 2,
+    **{"model.hidden_size": "64", "model.num_heads": "4", "model.ffn_size": "128"},
+}
+"""What JOB says, as Optuna has it: choices by their JSON."""
 _MAX_TRAIN_S, _JUDGED_AT = 4.0, 3
 OURS, RANDOM = "paceline search", "random"
 HYPERBAND, BOTH = "Optuna, TPE and Hyperband on the sum", "Optuna, TPE on both"
@@ -200,7 +207,8 @@ class Peer:
     is_scalar: bool
 
     def run(self) -> None:
-        """Until the CPU-seconds are over."""
+        """Until the CPU-seconds are over; the first trial is the Job's own point, as ours is."""
+        self.study.enqueue_trial(OWN)
         with JudgedTrials() as trials:
             while not self.spent.is_over:
                 self._run_one(trials)

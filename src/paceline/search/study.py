@@ -7,6 +7,7 @@ its journal says: killed at any moment it goes on with the next move, and its ow
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -232,12 +233,13 @@ _RESULT = TypeAdapter(_Result)
 
 
 def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise InputError(
-            "a search needs Optuna, which is not installed: pip install 'paceline[search]'."
-        ) from None
+    for name, package in (("Optuna", "optuna"), ("scikit-learn", "sklearn")):
+        if find_spec(package) is None:
+            raise InputError(
+                f"a search needs {name}, which is not installed: pip install 'paceline[search]'."
+            )
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 

@@ -4,9 +4,9 @@ How it works: all look for small decoders of Python's own texts, whose held-out 
 memory in training are to be small. They have the same space, the same limits, the same training
 code (a trial is an ordinary Run) and the same figures of memory. What a trial takes is counted by
 its process (user and system time), what a search thinks by its own: Optuna's proposals, the
-planner's predictions, the journal. All begin with the Job's own settings. Optuna stands twice, since
-it doesn't prune with two objectives:
-TPE with Hyperband on their sum, and TPE on both without pruning.
+planner's predictions, the journal. All begin with the Job's own settings. Optuna stands twice,
+since it doesn't prune with two objectives: TPE with Hyperband on their sum, and TPE on both without
+pruning.
 
 Each search has a core to itself, and one process that trains its trials one after another. The
 peers' trials may be refused their next rung. A point that is no Job fails when it starts; one
@@ -95,7 +95,9 @@ SPACE: dict[str, Any] = {
 OWN = {
     "optim.lr": 3e-3,
     "model.num_layers": 2,
-    **{"model.hidden_size": "64", "model.num_heads": "4", "model.ffn_size": "128"},
+    "model.hidden_size": "64",
+    "model.num_heads": "4",
+    "model.ffn_size": "128",
 }
 """What JOB says, as Optuna has it: choices by their JSON."""
 _MAX_TRAIN_S, _JUDGED_AT = 4.0, 3

@@ -172,7 +172,7 @@ def test_points_that_are_proposed_beat_points_that_are_drawn(objectives, planner
     def reached(seed, is_proposed):
         proposals, trials = proposals_of(tmp_path, objectives=objectives, seed=seed), []
         spent_s, values = 0.0, []
-        while spent_s < 0.15:
+        while spent_s < 0.1:
             pool = [one for one in proposals.pool(trials) if isinstance(one, Candidate)]
             draw = np.random.default_rng([seed, len(trials)])
             drawn = pool[draw.integers(min(16, len(pool)))]

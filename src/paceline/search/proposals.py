@@ -83,15 +83,12 @@ class Proposals:
     def pool(self, trials: Sequence[Trial]) -> list[Candidate | Refusal]:
         """Points that are no trials yet; the Job's own is the first, where the space has it."""
         turn, done = len(trials), {_key(trial.point) for trial in trials}
-        for each in range(max(0, turn - _POOLS + 1), turn + 1):
-            if each not in self._pools:
-                self._pools[each] = self._drawn(each)
-        waiting = [one for each in sorted(self._pools) for one in self._pools[each]]
+        turns = range(max(0, turn - _POOLS + 1), turn + 1)
+        self._pools = {each: self._pools.get(each) or self._drawn(each) for each in turns}
+        waiting = [one for pool in self._pools.values() for one in pool]
         waiting += self._asked(self._around(trials))
-        self._pools.pop(turn - _POOLS, None)
-        return list(
-            {_key(one.point): one for one in waiting if _key(one.point) not in done}.values()
-        )
+        by_key = {_key(one.point): one for one in waiting}
+        return [one for key, one in by_key.items() if key not in done]
 
     def best(self, candidates: Sequence[Candidate], trials: Sequence[Trial]) -> Candidate:
         """The one that is worth its cost most."""
@@ -99,9 +96,8 @@ class Proposals:
             middle = np.median([one.expected.cost_s for one in candidates])
             return next(one for one in candidates if one.expected.cost_s <= middle)
         costs = np.array([one.expected.cost_s for one in candidates])
-        return candidates[
-            int(np.argmax(self._gains(candidates, trials) / (costs + np.median(costs))))
-        ]
+        worth = self._gains(candidates, trials) / (costs + np.median(costs))
+        return candidates[int(np.argmax(worth))]
 
     # ---- points
 
@@ -208,7 +204,8 @@ class Proposals:
         means, stds = model.predict([one.point for one in candidates], steps)
         expected, _ = model.predict([one.point for one in trials], steps)
         pairs = zip([trial.loss(rung) for trial in trials], np.exp(expected).tolist(), strict=True)
-        return means, stds, np.array([end if one is None else one for one, end in pairs])
+        losses = np.array([end if one is None else one for one, end in pairs])
+        return means, stds, np.minimum(losses, model.worst)
 
 
 class _LossModel:
@@ -233,7 +230,8 @@ class _LossModel:
         # How bad the bad ones are says nothing about the good ones.
         ends = losses[np.isfinite(losses)]
         least, most = np.quantile(ends, [0, 0.75]) if ends.size else (1.0, 1.0)
-        logs = np.log(np.clip(losses, 1e-12, most + (most - least) / 2))
+        self.worst = float(most + (most - least) / 2)
+        logs = np.log(np.clip(losses, 1e-12, self.worst))
         lengths = Matern(np.full(rows.shape[1], 0.5), (0.1, 10.0), nu=2.5)
         kernel = ConstantKernel(1.0, (0.1, 10.0)) * lengths + WhiteKernel(1e-2, (1e-4, 0.2))
         self._process = GaussianProcessRegressor(kernel, optimizer=_fitted, normalize_y=True)

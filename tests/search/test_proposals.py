@@ -103,7 +103,9 @@ def test_tables_numbers_and_words_become_columns():
 
 
 def test_the_jobs_own_point_comes_first_and_only_where_the_space_has_it(planner, tmp_path):
-    [own, *_] = proposals_of(tmp_path).pool([])
+    proposals = proposals_of(tmp_path)
+    [own, *_] = pool = proposals.pool([])
+    assert proposals.best([one for one in pool if isinstance(one, Candidate)], []) == own
     assert own.point == {"optim.lr": 3e-3, "model.num_layers": 2, "model.hidden_size": 32}
     space = {**SPACE, "model.hidden_size": [64, 128]}
     assert all(

@@ -92,6 +92,8 @@ class Proposals:
 
     def best(self, candidates: Sequence[Candidate], trials: Sequence[Trial]) -> Candidate:
         """The one that is worth its cost most."""
+        if not trials:
+            return candidates[0]
         if _num_at(trials, 0) < _FIRST_TRIALS:  # the cheaper half, as it is drawn
             middle = np.median([one.expected.cost_s for one in candidates])
             return next(one for one in candidates if one.expected.cost_s <= middle)

@@ -123,7 +123,7 @@ def test_a_pool_is_the_same_again_and_lacks_trials_and_what_is_refused(planner, 
         assert pool == proposals_of(tmp_path).pool(trials)  # as after a kill
         candidates = [one for one in pool if isinstance(one, Candidate)]
         refused = [one for one in pool if isinstance(one, Refusal)]
-        assert len(candidates) >= 16
+        assert len(candidates) >= 4
         assert all(one.point["model.num_layers"] <= 6 for one in candidates)
         assert {one.reason for one in refused} <= {"it has too many layers."}
         assert not [one for one in pool if one.point in [trial.point for trial in trials]]
@@ -177,7 +177,7 @@ def test_points_that_are_proposed_beat_points_that_are_drawn(objectives, planner
         while spent_s < 0.1:
             pool = [one for one in proposals.pool(trials) if isinstance(one, Candidate)]
             draw = np.random.default_rng([seed, len(trials)])
-            drawn = pool[draw.integers(min(16, len(pool)))]
+            drawn = pool[draw.integers(min(4, len(pool)))]
             best = proposals.best(pool, trials) if is_proposed else drawn
             trials.append(trial_of(len(trials) + 1, best, true_loss(best, 10)))
             values.append((true_loss(best, 90), best.expected.figures["memory"]))

@@ -39,7 +39,7 @@ from paceline.search.space import (
 
 Floats = NDArray[np.float64]
 
-_AT_ONCE, _AROUND, _MOST_DRAWN = 16, 16, 200
+_AT_ONCE, _AROUND, _MOST_DRAWN = 4, 6, 200
 """Points a pool is drawn from: anywhere, around good trials, and at most where none can run."""
 _POOLS = 8
 """Pools whose points wait for a later turn."""

@@ -5,6 +5,7 @@ first rung. Its journal in the search's folder holds all that is known, so that 
 its journal says: killed at any moment it goes on with the next move, and its own tools read it.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -139,7 +140,9 @@ class SearchStudy:
     def ask(self, point: Point) -> "Question":
         """Ask whether a point becomes a trial."""
         samplers, params = self._optuna.samplers, self._params(point)
-        fixed = samplers.PartialFixedSampler(params, samplers.RandomSampler(seed=0))
+        with warnings.catch_warnings():  # of a class that may change: its two arguments are old
+            warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
+            fixed = samplers.PartialFixedSampler(params, samplers.RandomSampler(seed=0))
         self._study.sampler = fixed
         asked = self._study.ask()
         for name, dimension in self._dimensions.items():

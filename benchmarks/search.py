@@ -4,8 +4,9 @@ How it works: all look for small decoders of Python's own texts, whose held-out 
 memory in training are to be small. They have the same space, the same limits, the same training
 code (a trial is an ordinary Run) and the same figures of memory. What a trial takes is counted by
 its process (user and system time), what a search thinks by its own: Optuna's proposals, the
-planner's predictions, the journal. Optuna stands twice, since it doesn't prune with two objectives:
-TPE with Hyperband on their sum, and TPE on both without pruning.
+planner's predictions, the journal. All begin with the Job's own settings. Optuna stands twice,
+since it doesn't prune with two objectives: TPE with Hyperband on their sum, and TPE on both without
+pruning.
 
 Each search has a core to itself, and one process that trains its trials one after another. The
 peers' trials may be refused their next rung. A point that is no Job fails when it starts; one
@@ -23,26 +24,22 @@ What it doesn't say: anything about large trials, where all of them gain by earl
 Prints a line per search and keeps results/<device>/search.{json,md}. 25 minutes on two cores.
 """
 
-import gc
 import json
 import math
-import multiprocessing
 import os
-import resource
 import sysconfig
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.contest import JudgedTrials, hyperband_study, one_core_each
 from benchmarks.provenance import folder_of, keep, parser_of, signature, taken_with
 from benchmarks.tables import Spread, markdown
 from paceline.comm.forkserver_start import TRAINING, warm_up_ranks
@@ -53,6 +50,7 @@ from paceline.observe.run import Run
 from paceline.search.forecast import Forecast, forecast
 from paceline.search.halving import Halving, Trial
 from paceline.search.loop import Loop
+from paceline.search.proposals import Proposals
 from paceline.search.rules import Values, hypervolume
 from paceline.search.space import Choices, Point, Search, dimensions_of, job_at, rung_steps
 from paceline.search.study import Known, SearchStudy
@@ -94,6 +92,14 @@ SPACE: dict[str, Any] = {
     "model.num_heads": [2, 4, 6, 8],
     "model.ffn_size": [64, 128, 256, 512],
 }
+OWN = {
+    "optim.lr": 3e-3,
+    "model.num_layers": 2,
+    "model.hidden_size": "64",
+    "model.num_heads": "4",
+    "model.ffn_size": "128",
+}
+"""What JOB says, as Optuna has it: choices by their JSON."""
 _MAX_TRAIN_S, _JUDGED_AT = 4.0, 3
 OURS, RANDOM = "paceline search", "random"
 HYPERBAND, BOTH = "Optuna, TPE and Hyperband on the sum", "Optuna, TPE on both"
@@ -179,9 +185,10 @@ def search_ours(contest: Contest, folder: Path, spent: Spent, seed: int) -> None
         while True:
             search = contest.search.replace(seed=seed, within=f"{within_s} s")
             study = SearchStudy(folder / "study.log", search)
+            proposals = Proposals(search, contest.job, contest.cluster, halving, is_here=True)
             Loop(
-                search, contest.job, contest.cluster, halving, study, folder / "trials", hear,
-                process.train_to,
+                search, contest.job, contest.cluster, halving, proposals, study,
+                folder / "trials", hear, process.train_to,
             ).run()  # fmt: skip
             within_s *= 1.25
 
@@ -202,70 +209,63 @@ class Peer:
     is_scalar: bool
 
     def run(self) -> None:
-        """Until the CPU-seconds are over."""
-        ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("forkserver").Process(target=_train, args=(theirs,))
-        process.start()
-        theirs.close()
-        self._run(ours)
-        ours.close()
-        process.join()
+        """Until the CPU-seconds are over; the first trial is the Job's own point, as ours is."""
+        self.study.enqueue_trial(OWN)
+        with JudgedTrials() as trials:
+            while not self.spent.is_over:
+                self._run_one(trials)
 
-    def _run(self, words: Connection) -> None:
+    def _run_one(self, trials: JudgedTrials) -> None:
         import optuna
 
-        while not self.spent.is_over:
-            asked = self.study.ask()
-            point = suggested(asked, self.contest.search)
-            try:
-                expected = self.contest.expected(point)
-            except InputError:
-                expected = None
-                self.spent.num_infeasible += 1
-            values, is_pruned = self._trained(words, asked, point, expected)
-            if is_pruned:
-                self.study.tell(asked, state=optuna.trial.TrialState.PRUNED)
-            else:  # where there is none, as bad as can be: it learns where not to look
-                worst = tuple(2 * one for one in self.contest.worst)
-                self.study.tell(asked, self._told(values or worst))
+        asked = self.study.ask()
+        point = suggested(asked, self.contest.search)
+        try:
+            expected = self.contest.expected(point)
+        except InputError:
+            expected = None
+            self.spent.num_infeasible += 1
+        values, is_pruned = self._trained(trials, asked, point, expected)
+        if is_pruned:
+            self.study.tell(asked, state=optuna.trial.TrialState.PRUNED)
+        else:  # where there is none, as bad as can be: it learns where not to look
+            worst = tuple(2 * one for one in self.contest.worst)
+            self.study.tell(asked, self._told(values or worst))
 
     def _told(self, values: Values) -> list[float]:
         shares = [one / worst for one, worst in zip(values, self.contest.worst, strict=True)]
         return [sum(shares)] if self.is_scalar else shares
 
     def _trained(
-        self, words: Connection, asked: Any, point: Point, expected: Forecast | None
+        self, trials: JudgedTrials, asked: Any, point: Point, expected: Forecast | None
     ) -> tuple[Values | None, bool]:
         """Values of a trial at its last rung, and whether it was pruned there."""
-        self.spent.num_trials += 1
-        number = f"{self.spent.num_trials:04}"
+        spent, steps = self.spent, self.contest.steps
+        spent.num_trials += 1
+        number = f"{spent.num_trials:04}"
         try:
-            job = as_trial(job_at(self.contest.job, point), number, self.contest.steps[0])
+            job = as_trial(job_at(self.contest.job, point), number, steps[0])
             text = to_toml(job.replace(cluster=self.contest.cluster))
         except InputError:
             return None, False  # a Job that can't be written costs no process
-        run = Run(self.folder / "trials" / number)
-        run.path.parent.mkdir(parents=True, exist_ok=True)
-        run.path.with_suffix(".toml").write_text(text)
-        is_beyond = expected is None
-        words.send((str(run.path), is_beyond))
         values, is_pruned = None, False
-        while True:
-            kind, step, value, cpu_s = words.recv()
-            if kind == "ended":
-                self.spent.trials_s += cpu_s
-                self.spent.infeasible_s += cpu_s if is_beyond else 0.0
-                break
+
+        def judge(step: int, loss: float, cpu_s: float) -> bool:
+            nonlocal values, is_pruned
             if expected is not None:
-                values = (value, expected.figures["memory"])
+                values = (loss, expected.figures["memory"])
                 # Those of a trial that still runs are counted where its clock is.
-                self.spent.found.append((self.spent.cpu_s + cpu_s, values))
-                self.spent.num_ended += step == self.contest.steps[-1]
-                if self.prunes and step < self.contest.steps[-1]:
+                spent.found.append((spent.cpu_s + cpu_s, values))
+                spent.num_ended += step == steps[-1]
+                if self.prunes and step < steps[-1]:
                     asked.report(self._told(values)[0], step)
                     is_pruned = asked.should_prune()
-            is_late = self.spent.cpu_s + cpu_s >= self.spent.limit_s
-            words.send(not (is_pruned or is_late))
+            return not is_pruned and spent.cpu_s + cpu_s < spent.limit_s
+
+        run = Run(self.folder / "trials" / number)
+        cpu_s = trials.train(run, text, judge, _JUDGED_AT if expected is None else None)
+        spent.trials_s += cpu_s
+        spent.infeasible_s += cpu_s if expected is None else 0.0
         return values, is_pruned
 
 
@@ -285,66 +285,13 @@ def suggested(asked: Any, search: Search) -> dict[str, Any]:
 
 
 def _study_of(name: str, seed: int, steps: Sequence[int], factor: int) -> Any:
+    if name == HYPERBAND:
+        return hyperband_study(seed, steps[0], steps[-1], factor)
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    if name == RANDOM:
-        return optuna.create_study(
-            directions=["minimize"] * 2, sampler=optuna.samplers.RandomSampler(seed=seed)
-        )
-    sampler = optuna.samplers.TPESampler(seed=seed)
-    if name == BOTH:
-        return optuna.create_study(directions=["minimize"] * 2, sampler=sampler)
-    pruner = optuna.pruners.HyperbandPruner(
-        min_resource=steps[0], max_resource=steps[-1], reduction_factor=factor
-    )
-    return optuna.create_study(direction="minimize", sampler=sampler, pruner=pruner)
-
-
-def _cpu_s() -> float:
-    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(one.ru_utime + one.ru_stime for one in used)
-
-
-def _train(words: Connection) -> None:
-    """In the process of trials: tells each evaluation, and asks whether to go on."""
-    with suppress(EOFError):
-        while True:
-            path, is_beyond = words.recv()
-            before_s = _cpu_s()
-            _train_one(words, Run(Path(path)), is_beyond, before_s)
-            gc.collect()
-            words.send(("ended", 0, 0.0, _cpu_s() - before_s))
-    os._exit(0)
-
-
-def _train_one(words: Connection, run: Run, is_beyond: bool, before_s: float) -> None:
-    from paceline.train.command import train_job
-    from paceline.train.families import task_of
-    from paceline.train.metrics_buffer import Line
-    from paceline.train.stopping import ask_by_file
-    from paceline.train.task import LoopOptions
-
-    with run.path.with_suffix(".log").open("ab") as log:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
-
-    def on_step(line: Line) -> None:
-        if is_beyond and line["step"] >= _JUDGED_AT:
-            ask_by_file(run, "a contest: beyond a limit", None)
-
-    def on_eval(line: Line) -> None:
-        words.send(("evaluated", line["step"], line["eval_loss"], _cpu_s() - before_s))
-        if not words.recv():
-            ask_by_file(run, "a contest: pruned", None)
-
-    def task(job: Any, ranks: Any) -> Any:
-        options = LoopOptions(on_step=on_step, on_eval=on_eval, reports=False)
-        return replace(task_of(job, ranks), loop_options=options)
-
-    with suppress(InputError):  # no Job: it failed when it started
-        job = read_job(run.path.with_suffix(".toml"))
-        train_job(job, run, fresh=False, make_task=task, fits_cluster=False)
+    sampler = optuna.samplers.TPESampler if name == BOTH else optuna.samplers.RandomSampler
+    return optuna.create_study(directions=["minimize"] * 2, sampler=sampler(seed=seed))
 
 
 # ---- the contest ---------------------------------------------------------------------------------
@@ -397,12 +344,6 @@ def contend(contest: Contest, folder: Path, name: str, seed: int, limit_s: float
         "ended": spent.num_ended,
         "found": spent.found,
     }
-
-
-def _keep_to_one(cores: Any) -> None:
-    """Give this process, and what it starts, a core of its own: threads that wait for each other on
-    a core that others have count as CPU-seconds."""
-    os.sched_setaffinity(0, {cores.get()})
 
 
 def volume(result: dict[str, Any], worst: Values, until_s: float) -> float:
@@ -479,11 +420,7 @@ def main() -> None:
         pairs = [(name, seed) for seed in asked.seeds for name in CONTESTANTS if name in asked.only]
         begin = partial(contend, contest, folder, limit_s=asked.cpu_seconds)
         results = []
-        spawn = multiprocessing.get_context("spawn")
-        cores = spawn.SimpleQueue()
-        for core in (both := sorted(os.sched_getaffinity(0))[:2]):
-            cores.put(core)
-        with ProcessPoolExecutor(len(both), spawn, _keep_to_one, (cores,)) as pool:
+        with one_core_each() as pool:
             for result in pool.map(begin, *zip(*pairs, strict=True)):
                 results.append(result)
                 told = {key: value for key, value in result.items() if key != "found"}

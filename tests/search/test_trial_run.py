@@ -45,12 +45,12 @@ def test_rungs_of_one_process_come_to_what_they_do_in_their_own(tmp_path):
     moves = [(rate, steps) for steps in RUNGS for rate in RATES]  # one trial after the other
     for rate, steps in moves:
         with TrialProcess() as process:
-            run, job = Run(tmp_path / "apart" / f"{rate:.0e}"), trial(tmp_path, RUNGS[-1], rate)
+            run, job = Run(tmp_path / "apart" / f"lr-{rate}"), trial(tmp_path, RUNGS[-1], rate)
             apart[rate, steps] = loss_of(process.train_to(run, job, steps))
     took = []
     with TrialProcess() as process:
         for rate, steps in moves:
-            run, job = Run(tmp_path / "together" / f"{rate:.0e}"), trial(tmp_path, RUNGS[-1], rate)
+            run, job = Run(tmp_path / "together" / f"lr-{rate}"), trial(tmp_path, RUNGS[-1], rate)
             result = process.train_to(run, job, steps)
             together[rate, steps] = loss_of(result)
             took.append(result.cpu_s)
@@ -65,7 +65,7 @@ def test_rungs_of_one_process_come_to_what_they_do_in_their_own(tmp_path):
     total = used.user + used.system + used.children_user + used.children_system
     assert sum(took) == pytest.approx(total, abs=0.25)  # what it does between rungs aside
     assert not psutil.pid_exists(child)
-    logs = [(tmp_path / "together" / f"{rate:.0e}.log").read_text() for rate in RATES]
+    logs = [(tmp_path / "together" / f"lr-{rate}.log").read_text() for rate in RATES]
     assert all(log.count("stopped after step") == 1 for log in logs)  # each has its own words
 
 

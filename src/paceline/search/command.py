@@ -23,6 +23,7 @@ from paceline.search.forecast import check_known
 from paceline.search.halving import Halving
 from paceline.search.loop import Loop
 from paceline.search.page import render
+from paceline.search.proposals import Proposals
 from paceline.search.show import Display, table
 from paceline.search.space import job_at, read_search, rung_steps
 from paceline.search.study import SearchStudy
@@ -79,10 +80,11 @@ def search_command(
         study = SearchStudy(folder / "study.log", search)
         display = Display(_CONSOLE)
         halving = Halving(steps, search.factor, search.objectives)
+        proposals = Proposals(search, job, cluster, halving, is_here=is_here)
         loop = Loop(
-            search, job, cluster, halving, study, folder / "trials",
+            search, job, cluster, halving, proposals, study, folder / "trials",
             lambda known, trains: display.show(Found.of(search, halving, known), trains),
-            process.train_to if on is None else on.train_to, is_here,
+            process.train_to if on is None else on.train_to,
         )  # fmt: skip
         return _search(loop, display, folder)
 

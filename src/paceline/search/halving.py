@@ -2,8 +2,9 @@
 
 Asynchronous successive halving (https://arxiv.org/abs/1810.05934), over several objectives by
 non-dominated sorting (https://arxiv.org/abs/2106.12639): of the trials at a rung the best one in
-`factor` go on. What each move costs is what the planner predicts, so which trials there are
-doesn't depend on how busy the machine is, and a search that was killed makes the same moves again.
+`factor` go on, and the best always, so that there is an answer early. What each move costs is what
+the planner predicts, so which trials there are doesn't depend on how busy the machine is, and a
+search that was killed makes the same moves again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,7 +89,7 @@ class Halving:
         """The trial that has earned its next rung; the highest rung first."""
         for rung in reversed(range(len(self.steps) - 1)):
             there = self.at(trials, rung)
-            for trial in there[: len(there) // self.factor]:
+            for trial in there[: max(1, len(there) // self.factor)]:
                 if len(trial.results) == rung + 1 and self.cost(trial, rung + 1) <= left_s:
                     return trial
         return None

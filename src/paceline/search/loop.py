@@ -7,19 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import JobSpec
 from paceline.observe.run import Run
 from paceline.render.figures import duration_text
-from paceline.search.forecast import forecast
 from paceline.search.halving import Halving, RungResult, Trial
-from paceline.search.space import Search, job_at, settings_of
+from paceline.search.proposals import Candidate, Proposals, Refusal
+from paceline.search.space import Search, job_at
 from paceline.search.study import Known, SearchStudy
 from paceline.search.trial_run import as_trial
-
-# Points in a row that are refused or were asked before: then the space has no more to give.
-_MOST_IN_VAIN = 200
 
 
 @dataclass(frozen=True)
@@ -30,6 +26,7 @@ class Loop:
     job: JobSpec
     cluster: Cluster
     halving: Halving
+    proposals: Proposals
     study: SearchStudy
     folder: Path
     """Below which the Runs of trials are."""
@@ -37,8 +34,6 @@ class Loop:
     """Told what is known, and which trial is trained next."""
     train_to: Callable[[Run, JobSpec, int], RungResult | None]
     """Trains a trial's Run to so many steps."""
-    is_here: bool = True
-    """Whether the cluster is this machine."""
 
     def run(self) -> bool:
         """Move until nothing is left to do; returns False where a trial was asked to stop."""
@@ -49,7 +44,7 @@ class Loop:
             if trial is not None:
                 if not self._train(trial):
                     return False
-            elif self._explores(known):
+            elif not known.is_spent(self.search.within_s):
                 self._explore(known)
             else:
                 return True
@@ -58,9 +53,6 @@ class Loop:
         """Device-seconds so far, as predicted."""
         return sum(map(self.halving.spent, known.trials))
 
-    def _explores(self, known: Known) -> bool:
-        return known.since_last < _MOST_IN_VAIN and not known.is_spent(self.search.within_s)
-
     def _next_trial(self, known: Known) -> Trial | None:
         """Whose next rung is due."""
         trials, left_s = known.trials, self.search.within_s - self.spent_s(known)
@@ -68,7 +60,7 @@ class Loop:
         if begun is not None:
             return begun
         promoted = self.halving.promotion(trials, left_s)
-        if promoted is not None or self._explores(known):
+        if promoted is not None or not known.is_spent(self.search.within_s):
             return promoted
         return self.halving.last_promotion(trials, left_s)
 
@@ -86,26 +78,29 @@ class Loop:
         return True
 
     def _explore(self, known: Known) -> None:
-        """Ask for a point, and answer at once where it can't become a trial."""
-        question = self.study.ask()
-        settings = settings_of(question.point)
-        earlier = [one.point for one in known.trials] + [one.point for one in known.refused]
-        if any(settings_of(point) == settings for point in earlier):
-            question.refuse("repeated", "it was asked before.")
+        """Keep what the planner refuses, and start what is worth most of what can be paid."""
+        pool, trials = self.proposals.pool(known.trials), known.trials
+        told = [one.point for one in known.refused]
+        for refusal in (one for one in pool if isinstance(one, Refusal)):
+            if refusal.point not in told:
+                self.study.ask(refusal.point).refuse("refused", refusal.reason)
+        candidates = [one for one in pool if isinstance(one, Candidate)]
+        if not candidates:
+            last = pool[-1].point if pool else trials[-1].point
+            self.study.ask(last).refuse("exhausted", "the space has no more points that can run.")
             return
-        try:
-            job = job_at(self.job, question.point)
-            expected = forecast(job, self.cluster, self.search, is_here=self.is_here)
-        except InputError as error:
-            question.refuse("refused", str(error))
-            return
-        steps, within_s = self.halving.steps, self.search.within_s
-        whole_s, first_s = expected.cost_s * steps[-1], expected.cost_s * steps[0]
-        left_s = within_s - self.spent_s(known)
-        if whole_s > within_s:
-            takes = f"training takes {duration_text(whole_s)} of device time"
-            question.refuse("refused", f"{takes}, beyond search.within.")
-        elif first_s + self.halving.reserve(known.trials) > left_s:
-            question.refuse("unaffordable", "the device time that is left finishes others.")
+        left_s = self.search.within_s - self.spent_s(known) - self.halving.reserve(trials)
+        affordable = [one for one in candidates if self._is_affordable(one, left_s)]
+        if affordable:
+            best = self.proposals.best(affordable, trials)
+            self.study.ask(best.point).start(len(trials) + 1, best.expected)
         else:
-            question.start(len(known.trials) + 1, expected)
+            least = min(candidates, key=lambda one: one.expected.cost_s)
+            takes = duration_text(least.expected.cost_s * self.halving.steps[-1])
+            left = "the device time that is left finishes others"
+            self.study.ask(least.point).refuse("unaffordable", f"it takes {takes}: {left}.")
+
+    def _is_affordable(self, candidate: Candidate, left_s: float) -> bool:
+        """Whether its first rung can be paid, and its whole training could be from the start."""
+        steps, cost_s = self.halving.steps, candidate.expected.cost_s
+        return cost_s * steps[0] <= left_s and cost_s * steps[-1] <= self.search.within_s

@@ -137,6 +137,10 @@ class Choices:
 
     values: Mapping[str, Any]
 
+    def key_of(self, value: Any) -> str:
+        """Of a value that it has: 1 and true are two."""
+        return _key(value)
+
 
 Dimension = Range | Choices
 

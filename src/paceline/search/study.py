@@ -1,13 +1,14 @@
 """Study: the journal of a search, through Optuna: what was asked, what came of it.
 
-Optuna (extra `search`) proposes points (ask) and is told their objectives at the first rung (tell).
-Its journal in the search's folder holds all that is known, so that a search is what its
-journal says: killed at any moment it goes on with the next move. A sampler is made anew
-for each question with a seed of its own, so the same journal gives the same next point.
+Optuna (extra `search`) is asked with the points that are proposed, and told their objectives at the
+first rung. Its journal in the search's folder holds all that is known, so that a search is what
+its journal says: killed at any moment it goes on with the next move, and its own tools read it.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +24,7 @@ from paceline.search.rules import Values
 from paceline.search.space import Choices, Dimension, ObjectiveName, Point, Search, dimensions_of
 
 _NAME, _FORECAST, _ANSWER = "search", "forecast", "answer"
-_PER_SEED = 1_000_003
-Kind = Literal["refused", "repeated", "unaffordable"]
+Kind = Literal["refused", "unaffordable", "exhausted"]
 
 
 class _Expected(FrozenConfig):
@@ -39,7 +39,7 @@ class Answer(FrozenConfig):
     """Kept with a point that never starts."""
 
     kind: Kind
-    """It can't run or exceeds a limit; it was asked before; the budget has no room for it."""
+    """It can't run or exceeds a limit; the budget has no room for it; nothing new can run."""
     reason: str
     within_s: float = Field(ge=0)
     """The budget then."""
@@ -66,20 +66,13 @@ class Known:
 
     trials: tuple[Trial, ...]
     refused: tuple[Refused, ...]
-    num_repeated: int
-    since_last: int
-    """Points that were asked after the last one that started."""
-
-    @property
-    def num_asked(self) -> int:
-        """Points that were answered."""
-        return len(self.trials) + len(self.refused) + self.num_repeated
 
     def is_spent(self, within_s: float) -> bool:
-        """Whether a budget had no room for a new trial."""
+        """Whether a budget has no room for a new trial, or the space has none."""
+        answers = [one.answer for one in self.refused]
         return any(
-            one.answer.kind == "unaffordable" and one.answer.within_s >= within_s
-            for one in self.refused
+            one.kind == "exhausted" or (one.kind == "unaffordable" and one.within_s >= within_s)
+            for one in answers
         )
 
 
@@ -124,19 +117,13 @@ class SearchStudy:
         }
         trials: list[Trial] = []
         refused: list[Refused] = []
-        num_repeated = since_last = 0
         for kept in self._study.get_trials(deepcopy=False):
             if _ANSWER in kept.user_attrs:
                 answer = Answer.parse(kept.user_attrs[_ANSWER])
-                since_last += 1
-                if answer.kind == "repeated":
-                    num_repeated += 1
-                else:
-                    refused.append(Refused(self._point(kept.params), answer))
+                refused.append(Refused(self._point(kept.params), answer))
             elif _FORECAST in kept.user_attrs:
                 trials.append(self._trial(kept, results, len(trials) + 1))
-                since_last = 0
-        return Known(tuple(trials), tuple(refused), num_repeated, since_last)
+        return Known(tuple(trials), tuple(refused))
 
     def _trial(self, kept: Any, results: Mapping[str, _Result], number: int) -> Trial:
         said = _Expected.parse(kept.user_attrs[_FORECAST])
@@ -150,15 +137,17 @@ class SearchStudy:
 
     # ---- questions -------------------------------------------------------------------------------
 
-    def ask(self) -> "Question":
-        """The next point to look at."""
-        number = self.known.num_asked
-        seed = (self._search.seed * _PER_SEED + number) % 2**32
-        self._study.sampler = self._optuna.samplers.TPESampler(seed=seed)
+    def ask(self, point: Point) -> "Question":
+        """Ask whether a point becomes a trial."""
+        samplers, params = self._optuna.samplers, self._params(point)
+        with warnings.catch_warnings():  # of a class that may change: its two arguments are old
+            warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
+            fixed = samplers.PartialFixedSampler(params, samplers.RandomSampler(seed=0))
+        self._study.sampler = fixed
         asked = self._study.ask()
         for name, dimension in self._dimensions.items():
             _suggest(asked, name, dimension)
-        return Question(self._study, asked, self._point(asked.params), self._search.within_s)
+        return Question(self._study, asked, self._search.within_s)
 
     def add_result(self, trial: Trial, result: RungResult, values: Values | None) -> None:
         """Keep what a trial came to; at the first rung Optuna is told.
@@ -195,6 +184,14 @@ class SearchStudy:
                 values = None if trial.failed else trial.values(0, self._search.objectives)
                 self._tell(trial.number, values)
 
+    def _params(self, point: Point) -> dict[str, Any]:
+        """As Optuna has them: choices by their JSON."""
+        found = {}
+        for name, dimension in self._dimensions.items():
+            value = point[name]
+            found[name] = dimension.key_of(value) if isinstance(dimension, Choices) else value
+        return found
+
     def _point(self, params: Mapping[str, Any]) -> dict[str, Any]:
         found = {}
         for name, dimension in self._dimensions.items():
@@ -206,9 +203,8 @@ class SearchStudy:
 class Question:
     """A point that was asked, and its answer."""
 
-    def __init__(self, study: Any, asked: Any, point: Point, within_s: float) -> None:
+    def __init__(self, study: Any, asked: Any, within_s: float) -> None:
         self._study, self._asked, self._within_s = study, asked, within_s
-        self.point = point
 
     def start(self, number: int, expected: Forecast) -> None:
         """It becomes a trial."""
@@ -240,12 +236,13 @@ _RESULT = TypeAdapter(_Result)
 
 
 def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise InputError(
-            "a search needs Optuna, which is not installed: pip install 'paceline[search]'."
-        ) from None
+    for name, package in (("Optuna", "optuna"), ("scikit-learn", "sklearn")):
+        if find_spec(package) is None:
+            raise InputError(
+                f"a search needs {name}, which is not installed: pip install 'paceline[search]'."
+            )
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 

@@ -98,7 +98,7 @@ class TrialProcess:
         """
         if (loss := eval_loss(run, steps)) is not None:
             return RungResult(loss)  # a search that was killed before it kept that
-        write_atomic(run.path.with_suffix(".toml"), to_toml(job))
+        write_atomic(_beside(run, "toml"), to_toml(job))
         began = time.perf_counter()
         ended = self._train(_Asked(path=str(run.path), steps=steps))
         seconds = time.perf_counter() - began
@@ -146,6 +146,11 @@ class TrialProcess:
             raise
 
 
+def _beside(run: Run, kind: str) -> Path:
+    """A trial's own file; with_suffix would cut a name at its point, as that of a learning rate."""
+    return run.path.with_name(f"{run.path.name}.{kind}")
+
+
 def eval_loss(run: Run, steps: int) -> float | None:
     """Of a Run's evaluation at a step; None: there is none."""
     line = (run.step(steps) if run.exists else None) or {}
@@ -173,11 +178,11 @@ def _serve(parent: int, words: Connection) -> None:
 
 
 def _train(run: Run, steps: int) -> _Ended:
-    with run.path.with_suffix(".log").open("ab") as log:
+    with _beside(run, "log").open("ab") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
     try:
-        job = read_job(run.path.with_suffix(".toml"))
+        job = read_job(_beside(run, "toml"))
         if job.layout.compile:
             torch.compiler.reset()  # it gives up on code that it has compiled too often
         # The search plans by the cluster that it began with, so that none is fitted to a trial.

@@ -4,7 +4,8 @@ For each size the planner finds the layout and the seconds of a step; the budget
 tokens it sees, the law what its loss is, and the least loss wins.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.config.errors import InputError
@@ -18,7 +19,7 @@ from paceline.render.figures import count_text, duration_text, plural
 from paceline.search.forecast import priced
 from paceline.search.ladder.law import Fit, Law, rate_interval
 from paceline.search.ladder.rungs import ENOUGH, Rungs, head_counts, lengthened, network_of, sized
-from paceline.search.ladder.runs import Climbed
+from paceline.search.ladder.runs import Climbed, Slowness
 
 _DAY_S = 86400.0
 _FINER = 1.25
@@ -77,7 +78,10 @@ class Advice(FrozenConfig):
     lr: float
     lr_low: float
     lr_high: float
+    planned_step_s: float
+    """As the planner has it."""
     step_s: float
+    """The same, as measured steps say, where the run is for this machine."""
     train_s: float
     """All steps, without failures."""
     train_low_s: float
@@ -94,6 +98,12 @@ class Advice(FrozenConfig):
         """How many times as large it is as the largest rung."""
         return self.multiplied / self.largest
 
+    @property
+    def slowness(self) -> Slowness:
+        """Of its steps."""
+        planned_s = self.planned_step_s * self.steps
+        return self.train_low_s / planned_s, self.train_high_s / planned_s
+
 
 @dataclass(frozen=True)
 class Option:
@@ -104,7 +114,9 @@ class Option:
     multiplied: int
     tokens: float
     loss: float
+    planned_step_s: float
     step_s: float
+    """The same, as measured steps say."""
     interval_s: tuple[float, float]
     run: Outlook
 
@@ -115,7 +127,7 @@ def options(
     cluster: Cluster,
     budget: Budget,
     law: Law,
-    slowness: tuple[float, float],
+    slowness: Mapping[int, Slowness],
     params: float | None,
     base_width: int,
 ) -> Iterator[Option]:
@@ -123,7 +135,7 @@ def options(
 
     Args:
         budget: of the run alone.
-        slowness: measured over predicted seconds of a step, the least and the most.
+        slowness: by the heads of a network; a size that lacks takes that of the one next to it.
         params: the size, in parameters; None: any, up to where the loss grows again.
 
     Raises:
@@ -136,7 +148,8 @@ def options(
         least, since = float("inf"), 0
         for heads in _sizes(job, rungs, params, base_width):
             try:
-                one = _option(job, heads, part, budget, law, slowness, base_width)
+                near = min(slowness, key=lambda one: abs(math.log(one / heads)))
+                one = _option(job, heads, part, budget, law, slowness[near], base_width)
             except InputError as error:
                 said = error
                 break
@@ -194,7 +207,7 @@ def _option(
     cluster: Cluster,
     budget: Budget,
     law: Law,
-    slowness: tuple[float, float],
+    slowness: Slowness,
     base_width: int,
 ) -> Option:
     asked = sized(job, heads, base_width)
@@ -222,6 +235,7 @@ def _option(
         multiplied=network.num_matmul_params,
         tokens=tokens,
         loss=float(law.loss(network.num_matmul_params, tokens)),
+        planned_step_s=best.step_s,
         step_s=timed.step_s,
         interval_s=(timed.step_s * low / middle, timed.step_s * high / middle),
         run=outlook(run_job, timed, saved),
@@ -249,6 +263,7 @@ def advise(best: Option, climbed: Climbed, fit: Fit, name: str) -> tuple[Advice,
         lr=job.optim.lr,
         lr_low=rate_low,
         lr_high=rate_high,
+        planned_step_s=best.planned_step_s,
         step_s=best.step_s,
         train_s=best.run.train_s,
         train_low_s=best.interval_s[0] * steps,

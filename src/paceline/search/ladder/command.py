@@ -1,12 +1,13 @@
 """`paceline ladder`: the order of things."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 from rich.console import Console
+from rich.status import Status
 
 from paceline.config.errors import InputError
 from paceline.config.files import read_json
@@ -28,16 +29,18 @@ from paceline.search.ladder.advice import (
     options,
     run_ratio,
 )
-from paceline.search.ladder.law import Fit, fit
+from paceline.search.ladder.law import Fit, Law, fit
 from paceline.search.ladder.page import comparison, law_table, notes, render, runs_table, sentence
 from paceline.search.ladder.rungs import Rungs, network_of, plan_rungs, text_of, width_of
-from paceline.search.ladder.runs import Climb, Climbed, RungRun, StoppedError
+from paceline.search.ladder.runs import Climb, Climbed, RungRun, Slowness, StoppedError
 from paceline.search.trial_run import TrialProcess
 from paceline.train.start import read_inputs
 from paceline.train.this_machine import resolve_on_this_machine
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
 _RUNGS, _ADVICE = TypeAdapter(Rungs), TypeAdapter(Advice)
+_MOST_TRIED = 4
+"""Sizes whose speed is tried: each may lead to another one that is better."""
 _DAMAGED = "put back a copy, or remove its folder to start over"
 
 
@@ -85,11 +88,17 @@ def ladder_command(job: JobSpec, asked: LadderOptions, folder: Path) -> dict[str
             plan = resolve_on_this_machine(small.replace(cluster=here))
             read_inputs(plan.job, lambda _done, _total: None)
         try:
-            climbed = _climb(small, here, rungs, folder / "runs")
+            with TrialProcess() as process, _CONSOLE.status("") as status:
+                climb = Climb(small, here, rungs, folder / "runs", _Teller(status, rungs), process)
+                climbed = climb.climb()
+                law = fit(climbed.points)
+                left = whole.less(asked.share)
+                sizes = _Sizes(job, rungs, target, left, law.law, asked.params, status)
+                found = sizes.found(climb if _is_here(target, here) else None, climbed)
         except (KeyboardInterrupt, StoppedError):
             _CONSOLE.print(f"stopped; its runs are in {folder}, run it again to go on")
             return {"folder": str(folder), "advice": None}
-        return _conclude(job, here, target, rungs, climbed, whole.less(asked.share), asked, folder)
+        return _conclude(rungs, climbed, law, found, folder)
 
 
 def _here(job: JobSpec, asked: LadderOptions) -> JobSpec:
@@ -130,20 +139,18 @@ def _rungs(
     return found
 
 
-def _climb(job: JobSpec, here: Cluster, rungs: Rungs, folder: Path) -> Climbed:
-    with _CONSOLE.status("") as status:
-        told = 0
+class _Teller:
+    """Prints the runs as they end, and which one comes."""
 
-        def hear(made: Sequence[RungRun], coming: str) -> None:
-            nonlocal told
-            for one in made[told:]:
-                _CONSOLE.print(_line(one))
-            told = len(made)
-            spent = duration_text(sum(one.cost_s for one in made))
-            status.update(f"{spent} of {duration_text(rungs.cost_s)}: training {coming}")
+    def __init__(self, status: Status, rungs: Rungs) -> None:
+        self._status, self._rungs, self._told = status, rungs, 0
 
-        with TrialProcess() as process:
-            return Climb(job, here, rungs, folder, hear, process).climb()
+    def __call__(self, made: Sequence[RungRun], coming: str) -> None:
+        for one in made[self._told :]:
+            _CONSOLE.print(_line(one))
+        self._told = len(made)
+        spent = duration_text(sum(one.cost_s for one in made))
+        self._status.update(f"{spent} of {duration_text(self._rungs.cost_s)}: training {coming}")
 
 
 def _line(one: RungRun) -> str:
@@ -153,26 +160,60 @@ def _line(one: RungRun) -> str:
     )
 
 
+def _is_here(target: Cluster, here: Cluster) -> bool:
+    """Whether the run is for this machine."""
+    mine, its = ((one.device, one.num_nodes, one.devices_per_node) for one in (here, target))
+    return mine == its
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of a run that a budget buys."""
+
+    job: JobSpec
+    rungs: Rungs
+    target: Cluster
+    budget: Budget
+    law: Law
+    params: float | None
+    status: Status
+
+    def found(self, climb: Climb | None, climbed: Climbed) -> list[Option]:
+        """All of them. Where a run can be tried (`climb`), the best is, for a few steps, and chosen
+        anew."""
+        base = width_of(network_of(self.job), self.rungs.rungs[0].heads)
+        by_heads = {self.rungs.rungs[-1].heads: climbed.slowness if climb else (1.0, 1.0)}
+        found = self._planned(by_heads, base)
+        for _ in range(_MOST_TRIED):
+            best = chosen(found)
+            if climb is None or best.heads in by_heads:
+                break
+            self.status.update(f"trying {count_text(best.multiplied)} parameters for their speed")
+            slowness = climb.slowness_of(best.heads, best.planned_step_s)
+            if slowness is None:
+                break
+            by_heads[best.heads] = slowness
+            found = self._planned(by_heads, base)
+        return found
+
+    def _planned(self, slowness: Mapping[int, Slowness], base: int) -> list[Option]:
+        found: list[Option] = []
+        for one in options(
+            self.job, self.rungs, self.target, self.budget, self.law, slowness,
+            self.params, base,
+        ):  # fmt: skip
+            found.append(one)
+            self.status.update(f"planning sizes: {count_text(one.multiplied)} parameters")
+        return found
+
+
 def _conclude(
-    job: JobSpec,
-    here: Cluster,
-    target: Cluster,
     rungs: Rungs,
     climbed: Climbed,
-    budget: Budget,
-    asked: LadderOptions,
+    law: Fit,
+    found: Sequence[Option],
     folder: Path,
 ) -> dict[str, Any]:
-    with _CONSOLE.status("fitting the law"):
-        law = fit(climbed.points)
-    base = width_of(network_of(job), rungs.rungs[0].heads)
-    is_here = target.device == here.device
-    slowness = climbed.slowness if is_here else (1.0, 1.0)
-    found: list[Option] = []
-    with _CONSOLE.status("planning sizes") as status:
-        for one in options(job, rungs, target, budget, law.law, slowness, asked.params, base):
-            found.append(one)
-            status.update(f"planning sizes: {count_text(one.multiplied)} parameters")
     advice, best = advise(chosen(found), climbed, law, f"{folder.name}-run")
     write_atomic(folder / "job.toml", to_toml(best))
     write_atomic(folder / "prediction.json", _ADVICE.dump_json(advice, indent=1).decode())
@@ -195,7 +236,7 @@ def _told(folder: Path, rungs: Rungs, climbed: Climbed, law: Fit, advice: Advice
         "law": {**vars(law.law), "noise": law.noise},
         "lr": vars(climbed.rates),
         "predicted_device_s": rungs.cost_s,
-        "measured_over_predicted_step_s": climbed.slowness,
+        "measured_over_predicted_step_s": advice.slowness,
         "runs": [
             {
                 "params": one.rung.params,

@@ -142,7 +142,7 @@ def law_table(fit: Fit, climbed: Climbed, advice: Advice) -> Table:
         ("size over the largest rung's", f"{advice.reach:,.1f}"),
         ("tokens over the longest small run's", f"{advice.tokens / climbed.longest_tokens:,.1f}"),
         ("measured over predicted seconds of a step",
-         "{:.3g} to {:.3g}".format(*climbed.slowness)),
+         "{:.3g} to {:.3g}".format(*advice.slowness)),
     ]  # fmt: skip
     return Table(("law", ""), rows, words=(0, 1))
 

@@ -7,13 +7,14 @@ ladder that was killed goes on where it was.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 from paceline.config.errors import InputError
 from paceline.config.hardware import Cluster
 from paceline.config.job import JobSpec
 from paceline.observe.run import Run
 from paceline.render.figures import listed
+from paceline.search.halving import RungResult
 from paceline.search.ladder.law import Point, RateLaw, Sweep, fit_rates
 from paceline.search.ladder.rungs import (
     MORE_RATES,
@@ -26,6 +27,10 @@ from paceline.search.ladder.rungs import (
     width_of,
 )
 from paceline.search.trial_run import TrialProcess, as_trial
+
+Slowness = tuple[float, float]
+"""Measured over predicted seconds of a step, the least and the most."""
+_TRIED_STEPS = 24
 
 
 class StoppedError(Exception):
@@ -78,8 +83,8 @@ class Climbed:
         return max(one.steps for one in self.runs) * self.tokens_per_step
 
     @property
-    def slowness(self) -> tuple[float, float]:
-        """Measured over predicted seconds of a step of the largest rung: the least and the most."""
+    def slowness(self) -> Slowness:
+        """Of the largest rung."""
         top = self.runs[-1].rung
         found = [
             one.step_s / top.step_s
@@ -149,23 +154,48 @@ class Climb:
             rates.insert(at, rate)
             losses.insert(at, self._run(rung, steps, rate).loss)
 
+    def slowness_of(self, heads: int, predicted_s: float) -> Slowness | None:
+        """Of another size, by a few steps of it; None: it can't be trained here.
+
+        Args:
+            predicted_s: seconds of a step.
+
+        Raises:
+            StoppedError: it was asked to stop.
+        """
+        name = f"{heads}-heads-for-its-speed"
+        run, result = self._trained(name, heads, _TRIED_STEPS, self.job.optim.lr)
+        if result.loss is None:
+            return None
+        least, *_, most = quantiles(_steps_s(run), n=10)
+        return least / predicted_s, most / predicted_s
+
     def _run(self, rung: Rung, steps: int, rate: float) -> RungRun:
         name = f"{rung.heads}-heads-{steps}-steps-lr-{rate:.4g}"
         self.hear(self._made, f"{rung.params:,} parameters, {steps:,} steps, lr {rate:.3g}")
+        run, result = self._trained(name, rung.heads, steps, rate)
+        made = RungRun(rung, steps, rate, result.loss, measured_step_s(run), result.reason)
+        self._made.append(made)
+        return made
+
+    def _trained(self, name: str, heads: int, steps: int, rate: float) -> tuple[Run, RungResult]:
         base = width_of(network_of(self.job), self.rungs.rungs[0].heads)
-        job = lengthened(sized(self.job, rung.heads, base), steps)
+        job = lengthened(sized(self.job, heads, base), steps)
         job = job.replace(optim=job.optim.replace(lr=rate), cluster=self.cluster)
         run = Run(self.folder / name)
         result = self.process.train_to(run, as_trial(job, name, steps), steps)
         if result is None:
             raise StoppedError
-        made = RungRun(rung, steps, rate, result.loss, measured_step_s(run), result.reason)
-        self._made.append(made)
-        return made
+        return run, result
 
 
 def measured_step_s(run: Run) -> float | None:
-    """Seconds of a step, the median; None: it has none. The first steps warm up, where there are
-    others."""
+    """Seconds of a step, the median; None: it has none."""
+    times = _steps_s(run)
+    return median(times) if times else None
+
+
+def _steps_s(run: Run) -> list[float]:
+    """Seconds of steps. The first ones warm up, where there are others."""
     times = [line["step_time_s"] for line in run.metrics() if line.get("step_time_s")]
-    return median(times[len(times) // 4 :]) if times else None
+    return times[len(times) // 4 :]

@@ -247,8 +247,10 @@ def _sweeps_s(setting: Setting, works: Sequence[PartWork]) -> list[tuple[Array, 
     placed = [(at, sweep) for at, work in enumerate(works) for sweep in work.sweeps]
     kernels = stacked([sweep.kernels for _, sweep in placed])
     num_bytes = stacked([sweep.num_bytes for _, sweep in placed])
-    each = memory_s(setting.device, num_bytes / np.maximum(kernels, 1))
-    seconds = each * kernels * constant(setting.stack, "memory_time")
+    has_own = kernels > 0
+    each = memory_s(setting.device, num_bytes / np.where(has_own, kernels, 1))
+    inside = each - memory_s(setting.device, 0.0)
+    seconds = np.where(has_own, each * kernels, inside) * constant(setting.stack, "memory_time")
 
     def total(part: int, backward: bool) -> Array:
         rows = [

@@ -42,9 +42,10 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # where its size no longer matters. Those of adapters are as narrow as their rank, and far from the
 # peak.
 _ROWS, _COLUMNS, _INNER = (256, 1024), (8, 64, 256, 1024), (8, 64, 256, 1024)
+_WAYS = 3
 # Vectors that are added: in a core's caches, in those that cores share, in none.
 _LENGTHS = (1 << 13, 1 << 17, 1 << 21)
-_BLOCKS, _BLOCK_S = 4, 0.01
+_BLOCKS, _BLOCK_S = 4, 0.005
 
 Call = Callable[[], object]
 
@@ -141,7 +142,7 @@ def measure(device: Device, crew: CpuWorkers) -> Device:
         if precision not in device.precisions:
             continue
         seconds = _seconds(crew, partial(_products, sizes, dtype))
-        rates = [2 * m * n * k / s for (m, n, k), s in zip(sizes, seconds, strict=True)]
+        rates = [_WAYS * 2 * m * n * k / s for (m, n, k), s in zip(sizes, seconds, strict=True)]
         peaks[precision] = Figure(
             value=max(rates), origin="measured", source=f"the fastest product, {source}"
         )
@@ -212,10 +213,17 @@ def _products(sizes: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> list
 
 
 def _product(m: int, n: int, k: int, dtype: torch.dtype) -> Call:
-    """x @ weight.T, as a layer multiplies; into the same memory, as training reuses it."""
-    x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
-    out = torch.empty(m, n, dtype=dtype)
-    return lambda: torch.mm(x, weight.T, out=out)
+    """(m, k) x (k, n) as a layer multiplies: forward, for the gradient of its input, and for that
+    of its matrix. Into the same memory, as training reuses it."""
+    x, weight, grad = (torch.randn(*shape).to(dtype) for shape in ((m, k), (n, k), (k, m)))
+    across, out = weight.T.contiguous(), torch.empty(m, n, dtype=dtype)
+
+    def call() -> None:
+        torch.mm(x, weight.T, out=out)
+        torch.mm(x, across, out=out)
+        torch.mm(grad.T, across, out=out)
+
+    return call
 
 
 def _addition(length: int) -> Call:

@@ -58,12 +58,12 @@ class _Fused(NamedTuple):
     back_kernels: int
 
 
-# What comes next reads both addends and makes the sum as it goes: positions of queries and keys,
-# the activation, the sum of the stream. The sum is written where the backward pass wants it (the
-# activation's) or a kernel of no compiler's reads it (attention, of values); behind attention two
-# kernels do. Backward what wrote a gradient writes the factor's beside it (the activation does), or
-# a kernel makes it; and a norm's or an activation's gradient reads one addend more, but attention's
-# is no compiler's. Counted by Inductor's scheduler as well: tests/plan/test_adapters.py.
+# Forward the kernel that reads the sum makes it as it goes: positions (q, k), the activation (gate
+# and up; it writes them too, for the backward pass), the sum of the stream (down; behind attention
+# two kernels read it). Attention is no kernel of a compiler's, so values are summed apart. Backward
+# the activation's kernel writes a gradient with the factor and without; others have a kernel for
+# it. The kernel that the gradient of the input goes to reads an addend more, but attention's does
+# not. So counts Inductor's scheduler as well: tests/plan/test_adapters.py.
 _OF_SCORES, _OF_ACTIVATION = _Fused(1, 0, 2, 1, 1), _Fused(2, 0, 1, 1, 0)
 _UNFUSED = _Fused(3, 1, 2, 3, 2)
 _COMPILED = {
@@ -171,8 +171,6 @@ def _adapters(
 ) -> Iterator[_Adapter]:
     mixture, narrow = setting.model.experts, setting.finetune.is_narrow
     merged: dict[str, _Adapter] = {}
-    # Without positions to turn, attention reads queries and keys as they are.
-    fuses = setting.model.rope_dim > 0 and not setting.finetune.decomposed
     for matrix, layers in adapted_matrices(setting, kind):
         layer, _, name = matrix.name.rpartition(".")
         share = len(layers) / len(kind.layers)
@@ -189,7 +187,7 @@ def _adapters(
             name == "down_proj",
             name not in _INSIDE,
             narrow,
-            _COMPILED.get(name, _UNFUSED) if fuses else _UNFUSED,
+            _fused(setting, name),
         )
         key = f"{layer}.{_MERGED.get(name, name) if sizes.merged else name}"
         if key in merged:
@@ -212,6 +210,14 @@ def _adapters(
             yield _Adapter(
                 share * rows, inputs, outputs, own, share, 1.0, ends, stream, False, _UNFUSED
             )
+
+
+def _fused(setting: Setting, name: str) -> _Fused:
+    if setting.finetune.decomposed:
+        return _UNFUSED
+    # Without positions to turn, attention reads queries and keys as it does values.
+    is_turned = setting.model.rope_dim > 0 or name not in ("q_proj", "k_proj")
+    return _COMPILED.get(name if is_turned else "v_proj", _UNFUSED)
 
 
 def _narrow_products(setting: Setting, adapter: _Adapter, reached: float) -> list[MatmulOp]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import pytest
 
@@ -63,6 +64,21 @@ def test_ranks_that_share_cores_share_the_peak(monkeypatch):
         cpu_speed.measure(CPU, CpuWorkers(ranks, 1, 1)).peak("fp32").value for ranks in (1, 4)
     )
     assert math.isclose(one, 4 * four)
+
+
+@pytest.mark.parametrize(("by_wall_s", "by_core_s"), [(1.0, 1e-3), (1e-3, 1.0)])
+def test_several_threads_are_no_slower_than_one(monkeypatch, by_wall_s, by_core_s):
+    """The wall's clock counts what others do with the cores, that of one thread doesn't."""
+
+    def of_clock(call, barrier, clock):
+        return by_core_s if clock is time.thread_time else by_wall_s
+
+    monkeypatch.setattr(cpu_speed, "_fastest_s", of_clock)
+    found = cpu_speed.measure(CPU, CpuWorkers(1, 1, 2))
+    assert found.curves.memory.seconds == (1e-3, 1e-3)
+    # Of each size three products, stored as in the three passes of a layer.
+    largest = 6 * math.prod(max(getattr(found.curves.matmul["fp32"], size)) for size in "mnk")
+    assert found.peak("fp32").value == largest / 1e-3
 
 
 def test_rules_choose_the_layout_and_the_plan_predicts_it_with_a_wide_interval():

@@ -1,12 +1,20 @@
 """Counted adapters against those of the network itself, on one rank and as tp cuts them."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
+import torch._inductor.config
+from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import ExternKernelSchedulerNode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.config.finetune import Finetune
 from paceline.config.layout import Layout
+from paceline.config.model import Model
 from paceline.config.stack import Stack
 from paceline.models.adapters import adapt, is_of_adapter
 from paceline.models.decoder import Decoder
@@ -164,6 +172,105 @@ def test_listed_products_are_those_that_run(kind, tuned):
     ahead, back = listed_flops(one, Points.of([Layout(micro_batch=2)], one))
     assert ahead == counted(forward)
     assert back == pytest.approx(counted(backward), rel=1e-12)
+
+
+class Moved(TorchDispatchMode):
+    """Bytes that products with a factor and sums read and write, kernel by kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_bytes, self.kernels = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("mul", "mul_", "add", "add_"):
+            tensors = [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
+            self.num_bytes += sum(tensor.nbytes for tensor in tensors)
+            self.kernels += 1
+        return out
+
+
+def listed_moves(model, finetune, *, compile=False, seq_len=16):
+    """Bytes and kernels forward, then backward, of the blocks' kernels that only move data."""
+    one = Setting(model, job_of(1, ()).cluster, seq_len, 2, Stack(), finetune=finetune)
+    points = Points.of([Layout(micro_batch=2, compile=compile)], one)
+    found = np.zeros((2, 2))
+    for kind in block_kinds_of(model):
+        for each in block_work(one, points, kind).sweeps:
+            moved = [float(np.max(each.num_bytes)), float(np.max(each.kernels))]
+            found[int(each.backward)] += len(kind.layers) * np.array(moved)
+    return found
+
+
+FIRST = ("blocks.0.*",)
+
+
+@pytest.mark.parametrize("kind", ["grouped", "gemma2"])
+@pytest.mark.parametrize(
+    ("before", "more"),
+    [
+        (FIRST, ("*_proj",)),
+        (FIRST, ("q_proj", "v_proj")),
+        (FIRST, ("o_proj",)),
+        (FIRST, ("ffn.*",)),
+        # Nobody asks for the gradient of what the first block reads.
+        (("blocks.0.attention.q_proj",), ("blocks.0.attention.v_proj",)),
+    ],
+)
+def test_listed_sums_are_those_that_run(kind, before, more):
+    """What adapters add to bytes and kernels is what runs in the network itself, to the byte."""
+    model = MODELS[kind]
+    runs, listed = [], []
+    for targets in (before, (*before, *more)):
+        finetune = Finetune(method="lora", rank=3, targets=targets)
+        network = Decoder(model)
+        adapt(network, finetune)
+        for parameter in network.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        with Moved() as forward:
+            loss = network(torch.randint(model.vocab_size, (2, 16))).float().square().mean()
+        with Moved() as backward:
+            loss.backward()
+        runs.append([(each.num_bytes, each.kernels) for each in (forward, backward)])
+        listed.append(listed_moves(model, finetune))
+    assert listed[1] - listed[0] == pytest.approx(np.subtract(runs[1], runs[0]))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:The .grad attribute")  # the compiler's
+def test_listed_sums_of_compiled_blocks_are_those_that_inductor_schedules(monkeypatch):
+    """Bytes of the kernels that it writes itself, forward and backward."""
+    kernels = []
+    schedule = GraphLowering._update_scheduler
+
+    def counted(graph):
+        schedule(graph)
+        kernels.extend(
+            (graph.is_backward, node.get_read_write_buffers_sizes())
+            for node in graph.scheduler.nodes
+            if not isinstance(node, ExternKernelSchedulerNode)
+        )
+
+    monkeypatch.setattr(GraphLowering, "_update_scheduler", counted)
+    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
+    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
+    sizes = {"hidden_size": 64, "ffn_size": 160, "num_heads": 4, "num_kv_heads": 2}
+    model = Model(vocab_size=64, num_layers=2, max_seq_len=128, **sizes)
+    runs, listed = [], []
+    for targets in (FIRST, (*FIRST, "*_proj")):
+        torch._dynamo.reset()
+        kernels.clear()
+        finetune = Finetune(method="lora", rank=2, targets=targets)
+        network = Decoder(model)
+        adapt(network, finetune)
+        for parameter in network.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        for block in network.blocks:
+            block.compile()
+        network(torch.randint(64, (2, 128))).float().square().mean().backward()
+        runs.append([sum(n for back, n in kernels if back == way) for way in (False, True)])
+        listed.append(listed_moves(model, finetune, compile=True, seq_len=128)[:, 0])
+    assert listed[1] - listed[0] == pytest.approx(np.subtract(runs[1], runs[0]))
 
 
 LORA = Finetune(method="lora", rank=16)

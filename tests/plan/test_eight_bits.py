@@ -11,7 +11,9 @@ from paceline.plan.block_kinds import block_kinds_of
 from paceline.plan.points import Points
 from paceline.plan.price.data_axes import wire_bytes
 from paceline.plan.price.kernels import kernels_of
-from paceline.plan.work import block_work
+from paceline.plan.rates import KERNEL_S, matmul_s, memory_s
+from paceline.plan.work import LINEAR, MatmulOp, MemoryOp, PartWork, block_work
+from paceline.plan.work.lists import like
 from tests.plan.planned import MODEL, layout, setting
 
 STACK = Stack(gather_dtype="fp8")
@@ -50,6 +52,23 @@ def test_casting_by_hand_takes_fewer_passes() -> None:
 
     by_norm, by_hand = seconds(elementwise="fused"), seconds(keeps_fp8=True)
     assert by_norm < by_hand < seconds()
+
+
+@pytest.mark.parametrize(("features", "read"), [({"elementwise": "fused"}, 0), ({}, 2)])
+def test_frozen_matrices_have_no_copies_for_their_own_gradients(features, read) -> None:
+    """A byte for each number of the input less, and one for each of the output's gradient."""
+    one = setting(stack=Stack.parse({"keeps_fp8": True, **features}, "stack"))
+    points = Points.of([layout(precision="fp8")], one)
+    m, n, k = 4096, 1024, 2048
+    whole = MatmulOp(*map(like, (m, n, k)), LINEAR)
+    none = (MemoryOp(like(0), like(0), False),)
+    parts = [PartWork((each,), sweeps=none) for each in (whole, whole._replace(trained=False))]
+    trained, frozen = kernels_of(one, points, parts)
+    product_s, byte_s = matmul_s(one.device, "fp8", m, n, k), memory_s(one.device, 1) - KERNEL_S
+    assert frozen.forward - product_s == pytest.approx(KERNEL_S + (read + 1) * m * k * byte_s)
+    assert trained.forward - frozen.forward == pytest.approx(m * k * byte_s)
+    assert trained.input_grad - frozen.input_grad == pytest.approx(m * n * byte_s)
+    assert frozen.weight_grad == 0
 
 
 @pytest.mark.parametrize(("precision", "num_bytes"), [("fp8", 1), ("bf16", 2), ("fp32", 4)])

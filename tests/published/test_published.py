@@ -545,6 +545,11 @@ def test_adapters_are_named_wherever_they_stand(tmp_path: Path, cells: dict[str,
         ("LoRA r=8, bnb.nf4", {"base": "nf4", "targets": ("*_proj",)}, ["adapter targets"]),
         ("DoRA r=8", {"decomposed": True}, ["adapter targets"]),
         ("LoRA", {"rank": 32, "targets": ("*_proj",)}, ["adapter rank", "adapter targets"]),
+        (
+            "LoRA; flags from preset LLAMA3_70B_LORA_CONFIG_H100_FP8_CS_V1",
+            {"rank": 16, "targets": ("q_proj", "k_proj", "v_proj")},
+            ["adapter rank", "adapter targets"],
+        ),
     ],
 )
 def test_rank_and_matrices_are_read_or_named_as_inferred(

@@ -4,7 +4,9 @@ Without it the machine that everybody tries first has no MFU and no prediction. 
 by the process that starts the ranks and before it does. As many threads as ranks multiply at once,
 each with its share of the cores, so that what is found is a rank's part of the whole. The fastest
 of a few short blocks counts. Where a rank has one thread, only the time that it had a core counts:
-a peak that was measured while others had the cores would be too low for good.
+a peak that was measured while others had the cores would be too low for good. Several threads are
+timed by the wall, and what others did shows: each also does the same alone, by the time that it had
+a core, and all together are taken to be no slower than that.
 
 Not here: the thorough measurement, with all sizes, attention, links and steps (`paceline bench`);
 and CUDA devices, whose peaks stand in the catalogue.
@@ -37,11 +39,13 @@ from paceline.observe.run import cache_home, write_atomic
 SWITCH = "PACELINE_MEASURE"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Rows, columns and the inner size of products: from where starting one takes most of its time to
-# where its size no longer matters.
-_ROWS, _COLUMNS, _INNER = (256, 1024), (64, 256, 1024), (64, 256, 1024)
+# where its size no longer matters. Those of adapters are as narrow as their rank, and far from the
+# peak.
+_ROWS, _COLUMNS, _INNER = (256, 1024), (8, 64, 256, 1024), (8, 64, 256, 1024)
+_WAYS = 3
 # Vectors that are added: in a core's caches, in those that cores share, in none.
 _LENGTHS = (1 << 13, 1 << 17, 1 << 21)
-_BLOCKS, _BLOCK_S = 4, 0.01
+_BLOCKS, _BLOCK_S = 4, 0.005
 
 Call = Callable[[], object]
 
@@ -92,7 +96,8 @@ def with_speed(
 
 
 def _file(device: Device, crew: CpuWorkers) -> Path:
-    what = [device.name, platform.machine(), device.precisions, crew, torch.__version__]
+    sizes = [_ROWS, _COLUMNS, _INNER, _LENGTHS]
+    what = [device.name, platform.machine(), device.precisions, crew, torch.__version__, sizes]
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
     return cache_home() / "machines" / f"{key}.json"
 
@@ -136,8 +141,8 @@ def measure(device: Device, crew: CpuWorkers) -> Device:
     for precision, dtype in _DTYPES.items():
         if precision not in device.precisions:
             continue
-        seconds = _at_once(crew, partial(_products, sizes, dtype))
-        rates = [2 * m * n * k / s for (m, n, k), s in zip(sizes, seconds, strict=True)]
+        seconds = _seconds(crew, partial(_products, sizes, dtype))
+        rates = [_WAYS * 2 * m * n * k / s for (m, n, k), s in zip(sizes, seconds, strict=True)]
         peaks[precision] = Figure(
             value=max(rates), origin="measured", source=f"the fastest product, {source}"
         )
@@ -149,13 +154,21 @@ def measure(device: Device, crew: CpuWorkers) -> Device:
             source=source,
         )
     moved = tuple(12.0 * length for length in _LENGTHS)  # two vectors read, one written, of fp32
-    seconds = _at_once(crew, lambda: [_addition(length) for length in _LENGTHS])
+    seconds = _seconds(crew, lambda: [_addition(length) for length in _LENGTHS])
     memory = MemoryCurve(bytes=moved, seconds=seconds, source=source)
     return device.replace(
         peak_flops=peaks,
         curves=DeviceCurves(matmul=matmul, memory=memory, is_quick=True),
         memory_bytes_per_s=Figure(value=moved[-1] / seconds[-1], origin="measured", source=source),
     )
+
+
+def _seconds(crew: CpuWorkers, make_calls: Callable[[], Sequence[Call]]) -> tuple[float, ...]:
+    """Seconds that each call takes a rank: no more than one of its threads takes alone."""
+    found = _at_once(crew, make_calls)
+    if crew.threads == 1:
+        return found
+    return tuple(map(min, found, _at_once(crew._replace(threads=1), make_calls)))
 
 
 def _at_once(crew: CpuWorkers, make_calls: Callable[[], Sequence[Call]]) -> tuple[float, ...]:
@@ -200,10 +213,17 @@ def _products(sizes: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> list
 
 
 def _product(m: int, n: int, k: int, dtype: torch.dtype) -> Call:
-    """x @ weight.T, as a layer multiplies; into the same memory, as training reuses it."""
-    x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
-    out = torch.empty(m, n, dtype=dtype)
-    return lambda: torch.mm(x, weight.T, out=out)
+    """(m, k) x (k, n) as a layer multiplies: forward, for the gradient of its input, and for that
+    of its matrix. Into the same memory, as training reuses it."""
+    x, weight, grad = (torch.randn(*shape).to(dtype) for shape in ((m, k), (n, k), (k, m)))
+    across, out = weight.T.contiguous(), torch.empty(m, n, dtype=dtype)
+
+    def call() -> None:
+        torch.mm(x, weight.T, out=out)
+        torch.mm(x, across, out=out)
+        torch.mm(grad.T, across, out=out)
+
+    return call
 
 
 def _addition(length: int) -> Call:

@@ -54,7 +54,10 @@ class _Usual(NamedTuple):
 # lora_tuning. LitGPT: litgpt/finetune/lora.py. torchtune: recipes/configs/llama3_1.
 # LLaMA-Factory: hparams/finetuning_args.py. Unsloth: models/llama.py, get_peft_model. Others are
 # taken to use PEFT, whose default for Llama is two matrices (peft/utils/constants.py).
+# NVIDIA's presets for benchmarks, of a 70B network, have fewer adapters than the library: Bridge,
+# scripts/performance/configs/llama/llama3_llm_finetune.py, and recipes/llama/llama3.py.
 _NEMO, _EARLY_NEMO, _NEMO2_SINCE = _Usual(32, _ALL), _Usual(32, _QKV), 2025.0
+_PRESET, _NAMES_PRESET = _Usual(16, _QKV), r"\bpreset \w*_lora_config"
 _USUAL = (
     (r"megatron|nemo|bridge|mcore", _NEMO),
     (r"lit-?gpt", _Usual(8, ("q_proj", "v_proj"))),
@@ -103,6 +106,8 @@ def finetune_of(line: PublishedLine) -> tuple[Finetune, list[str]]:
 
 def _usual(line: PublishedLine) -> _Usual:
     system = line.text("framework").lower()
+    if re.search(_NAMES_PRESET, line.text("notes").lower()):
+        return _PRESET
     found = next((usual for names, usual in _USUAL if re.search(names, system)), _PEFT)
     early = "nemo" in system and "bridge" not in system and year_of(line) < _NEMO2_SINCE
     return _EARLY_NEMO if early else found

@@ -140,7 +140,8 @@ def _distinct_s(
         alone = np.maximum(alone, _weights_s(setting, points, distinct))
     if arithmetic == LINEAR and np.any(points.precision == _FP8):
         readers = np.array([[product.readers] for product in distinct])
-        casts = times * _casts_s(setting, points, (m, n, k), readers, grouped[:, None])
+        trained = np.array([[product.trained] for product in distinct])
+        casts = times * _casts_s(setting, points, (m, n, k), readers, trained, grouped[:, None])
         alone = alone + np.where(points.precision == _FP8, casts, 0.0)
     alone = alone * _misaligned(setting, points, n, k) * constant(setting.stack, "matmul_time")
     asked = np.array([(1.0, product.passed, product.trained) for product in distinct])
@@ -193,6 +194,7 @@ def _casts_s(
     points: Points,
     sizes: tuple[Array, Array, Array],
     readers: Array,
+    trained: Array,
     grouped: Array,
 ) -> Array:
     """Casting operands to fp8, by the bytes that it moves per number.
@@ -201,8 +203,9 @@ def _casts_s(
     once more for the products of the backward pass (torchao). A compiler makes one pass of the last
     two, and only one of equal casts (torch._functorch.compile_utils.fx_graph_cse), so that what
     several products read is cast once. By hand, inputs and gradients are read once and written
-    twice (TransformerEngine), or what wrote the inputs does that too, but for those of experts;
-    weights are cast once a step, which is `plan.price.step`'s to count.
+    twice (TransformerEngine), or what wrote the inputs does that too, but for those of experts; the
+    second time is for the gradient of the weights, and left out where they have none. Weights are
+    cast once a step, which is `plan.price.step`'s to count.
     """
     m, n, k = sizes
     x, w, y = m * k / np.where(points.compile, readers, 1), n * k, m * n
@@ -210,7 +213,8 @@ def _casts_s(
     by_pass = (first * (x + w), first * y + again * w, again * x)
     fused = setting.stack.elementwise == "fused"
     if fused or setting.stack.keeps_fp8:
-        by_pass = np.where(fused & ~grouped, 2, 4) * m * k, 4 * y, 0 * x
+        written = 1 + trained  # along rows, and along columns for the product over the tokens
+        by_pass = (np.where(fused & ~grouped, 0, 2) + written) * m * k, (2 + written) * y, 0 * x
     moved = np.stack(np.broadcast_arrays(*by_pass))
     if setting.stack.fuses_experts:
         moved = np.where(grouped, 0.0, moved)
@@ -243,8 +247,10 @@ def _sweeps_s(setting: Setting, works: Sequence[PartWork]) -> list[tuple[Array, 
     placed = [(at, sweep) for at, work in enumerate(works) for sweep in work.sweeps]
     kernels = stacked([sweep.kernels for _, sweep in placed])
     num_bytes = stacked([sweep.num_bytes for _, sweep in placed])
-    each = memory_s(setting.device, num_bytes / np.maximum(kernels, 1))
-    seconds = each * kernels * constant(setting.stack, "memory_time")
+    has_own = kernels > 0
+    each = memory_s(setting.device, num_bytes / np.where(has_own, kernels, 1))
+    inside = each - memory_s(setting.device, 0.0)
+    seconds = np.where(has_own, each * kernels, inside) * constant(setting.stack, "memory_time")
 
     def total(part: int, backward: bool) -> Array:
         rows = [

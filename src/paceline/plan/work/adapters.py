@@ -41,9 +41,40 @@ _MERGED = {
     "up_proj": "gate_up",
 }
 
-
 # What these read comes from another product or from attention.
 _INSIDE = ("o_proj", "down_proj", "q_b_proj", "kv_b_proj")
+
+
+class _Fused(NamedTuple):
+    """What is left of the factor, the sum and their gradients where a compiler fuses them."""
+
+    forward: int
+    """Passes over what the matrix gives."""
+    kernels: int
+    given: int
+    """Backward: passes over what it gives."""
+    read: int
+    """Backward: passes over what it reads."""
+    back_kernels: int
+
+
+# Forward the kernel that reads the sum makes it as it goes: positions (q, k), the activation (gate
+# and up; it writes them too, for the backward pass), the sum of the stream (down; behind attention
+# two kernels read it). Attention is no kernel of a compiler's, so values are summed apart. Backward
+# the activation's kernel writes a gradient with the factor and without; others have a kernel for
+# it. The kernel that the gradient of the input goes to reads an addend more, but attention's does
+# not. So counts Inductor's scheduler as well: tests/plan/test_adapters.py.
+_OF_SCORES, _OF_ACTIVATION = _Fused(1, 0, 2, 1, 1), _Fused(2, 0, 1, 1, 0)
+_UNFUSED = _Fused(3, 1, 2, 3, 2)
+_COMPILED = {
+    "q_proj": _OF_SCORES,
+    "k_proj": _OF_SCORES,
+    "v_proj": _OF_SCORES._replace(forward=3, kernels=1),
+    "o_proj": _Fused(2, 1, 1, 3, 2),
+    "gate_proj": _OF_ACTIVATION,
+    "up_proj": _OF_ACTIVATION,
+    "down_proj": _OF_SCORES,
+}
 
 
 class _Adapter(NamedTuple):
@@ -62,6 +93,7 @@ class _Adapter(NamedTuple):
     reads_stream: bool
     """Its input is in the type of the residual stream, not yet in that of products."""
     is_narrow: bool
+    fused: _Fused
 
 
 def frozen(work: PartWork) -> PartWork:
@@ -155,6 +187,7 @@ def _adapters(
             name == "down_proj",
             name not in _INSIDE,
             narrow,
+            _fused(setting, name),
         )
         key = f"{layer}.{_MERGED.get(name, name) if sizes.merged else name}"
         if key in merged:
@@ -174,7 +207,17 @@ def _adapters(
             outputs = matrix.outputs / (of_tp if matrix.cuts == "outputs" else like(1))
             ends = matrix.cuts == "inputs" and not mixture.shared_ffn_size
             stream = matrix.cuts == "outputs"
-            yield _Adapter(share * rows, inputs, outputs, own, share, 1.0, ends, stream, False)
+            yield _Adapter(
+                share * rows, inputs, outputs, own, share, 1.0, ends, stream, False, _UNFUSED
+            )
+
+
+def _fused(setting: Setting, name: str) -> _Fused:
+    if setting.finetune.decomposed:
+        return _UNFUSED
+    # Without positions to turn, attention reads queries and keys as it does values.
+    is_turned = setting.model.rope_dim > 0 or name not in ("q_proj", "k_proj")
+    return _COMPILED.get(name if is_turned else "v_proj", _UNFUSED)
 
 
 def _narrow_products(setting: Setting, adapter: _Adapter, reached: float) -> list[MatmulOp]:
@@ -208,10 +251,15 @@ def _passes(
     dropped = (2 * value + 1) * read * (tuned.dropout > 0)
     is_cast = sizes.casts & adapter.reads_stream
     casts = np.where(is_cast, 6 * read, 0)
-    forward = np.where(points.compile, 3, 5) * value * given + dropped + casts
-    backward = (2 * given + 3 * read) * value + dropped + casts
-    kernels = np.where(points.compile, 1.0, 2.0) + (tuned.dropout > 0) + is_cast
-    back_kernels = 2.0 + (tuned.dropout > 0) + is_cast
+    fused, extra = adapter.fused, (tuned.dropout > 0) + is_cast
+    forward = np.where(points.compile, fused.forward, 5) * value * given + dropped + casts
+    summed = adapter.passed * read
+    backward = np.where(
+        points.compile, fused.given * given + fused.read * summed, 2 * given + 3 * summed
+    )
+    backward = backward * value + dropped + casts
+    kernels = np.where(points.compile, fused.kernels, 2.0) + extra
+    back_kernels = np.where(points.compile, fused.back_kernels, 1 + adapter.passed) + extra
     weights = share * adapter.inputs * adapter.outputs
     if tuned.decomposed:  # the sum's rows are measured; what both give is weighed, row by row
         forward = forward + 4 * value * given + 6 * value * weights

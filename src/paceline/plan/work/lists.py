@@ -55,6 +55,7 @@ class MemoryOp(NamedTuple):
     num_bytes: Array
     """Read and written, all kernels together."""
     kernels: Array
+    """0: the bytes are moved by kernels that are counted elsewhere."""
     backward: bool
 
 

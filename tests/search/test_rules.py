@@ -57,13 +57,16 @@ def trial(number: int, *losses: float | None, cost_s: float = 1.0) -> Trial:
     return Trial(number, {}, {}, cost_s, tuple(map(RungResult, losses)))
 
 
-def test_one_trial_in_three_goes_on():
-    trials = [trial(1, 3.0), trial(2, 1.0)]
+def test_the_best_goes_on_and_one_trial_in_three():
+    trials = [trial(1, 3.0)]
+    assert HALVING.promotion(trials, 1e9) == trials[0]  # the only one is the best
+    trials = [trial(1, 3.0, 2.9), trial(2, 1.0)]
+    assert HALVING.promotion(trials, 20.0) == trials[0]
+    assert HALVING.promotion(trials, 2.0) == trials[1]
+    trials = [trial(1, 1.0, 0.9, 0.8), trial(2, 3.0), trial(3, 2.0)]
     assert HALVING.promotion(trials, 1e9) is None
-    trials.append(trial(3, 2.0))
-    assert HALVING.promotion(trials, 1e9) == trials[1]
-    trials[1] = trial(2, 1.0, 0.9)
-    assert HALVING.promotion(trials, 1e9) is None
+    trials += [trial(at, 3.0 + at) for at in range(4, 7)]
+    assert HALVING.promotion(trials, 1e9) == trials[2]  # two of six
 
 
 def test_a_higher_rung_goes_first():
@@ -76,7 +79,8 @@ def test_a_higher_rung_goes_first():
 def test_a_failed_trial_never_goes_on():
     trials = [trial(1, None), trial(2, 2.0), trial(3, 3.0), trial(4, 4.0)]
     assert HALVING.promotion(trials, 1e9).number == 2
-    assert HALVING.promotion([trial(1, None), *trials[1:3]], 1e9) is None
+    assert HALVING.promotion([trial(1, None)], 1e9) is None
+    assert HALVING.promotion([trial(1, None), trial(2, 2.0, None)], 1e9) is None
 
 
 def test_what_is_left_finishes_the_best():

@@ -362,7 +362,7 @@ def test_without_slurm_it_says_so(monkeypatch, tmp_path):
 
 def test_an_elastic_training_is_preempted_and_comes_back(lab, jobs):
     # 20 micro-batches a step: Slurm takes seconds to preempt, in which 60 short steps would end.
-    size = ("train.global_batch=240", "train.micro_batch=6")
+    size = ("train.global_batch=240", "layout.micro_batch=6")
     job = jobs.train("elastic.save_within_s=9", *size, spot=True)
     on(jobs, Site(engine="slurm", partition="prod"))
     prod = jobs.submit("true", num_nodes=4, folder=jobs.folder / "prod")

@@ -184,8 +184,8 @@ def _was_tried(folder: Path, advice: dict[str, object]) -> None:
     lines = [json.loads(line) for line in tried.read_text().splitlines()]
     times = sorted(line["step_time_s"] for line in lines)
     assert len(times) == 24
-    assert times[0] <= advice["train_low_s"] / advice["steps"] <= advice["step_s"]
-    assert advice["step_s"] <= advice["train_high_s"] / advice["steps"] <= 2 * times[-1]
+    low_s, high_s = (advice[name] / advice["steps"] for name in ("train_low_s", "train_high_s"))
+    assert times[0] <= low_s <= advice["step_s"] <= high_s <= times[-1]
 
 
 def _recommends_anew(folder: Path, found: dict[str, object]) -> None:

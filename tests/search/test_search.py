@@ -111,6 +111,21 @@ def test_a_search_that_is_killed_has_the_trials_of_one_that_is_not(tmp_path):
     assert "has a search with job.train.seed = 0, which is 5 now" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (("within = ", 'within = "0.000001 s" #'), "beyond search.within"),
+        (("step_s = ", "step_s = 1e-9 #"), "step_s is predicted as"),
+    ],
+)
+def test_a_space_without_a_trial_says_why(change, sentence, tmp_path):
+    space = write_space(tmp_path)
+    space.write_text(space.read_text().replace(*change))
+    done = paceline("search", "space.toml", folder=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert sentence in " ".join(done.stderr.split()).replace("│ ", "")
+
+
 def _damaged_journals_are_one_sentence(journal: Path, space: Path) -> None:
     lines = journal.read_bytes().splitlines(keepends=True)
     asked = read_search(space)

@@ -88,15 +88,15 @@ def test_weights_and_texts_are_those_of_the_whole_network(name, opened, tmp_path
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells the peak")
-@pytest.mark.parametrize("name", ["weights", "runs/tiny"])
-def test_memory_holds_the_budget_and_a_few_layers(name, opened, tmp_path):
-    """Five layers beside the budget: of one its file, a copy and its place, and two buffers; two
-    more for all else, of 6 MB each. Measured on machines at rest and busy: 3.4 layers for a folder
-    of weights, 5.4 to 6.2 for a run. With all eight that move it would be 8 layers more."""
+@pytest.mark.parametrize(("name", "most"), [("weights", 6), ("runs/tiny", 7)])
+def test_memory_holds_the_budget_and_a_few_layers(name, most, opened, tmp_path):
+    """Five layers beside the budget: of one its file, a copy and its place, and two buffers; more
+    for all else, of 6 MB each. Measured on machines at rest and busy: 3.4 layers for a folder of
+    weights, 5.4 to 6.2 for a run. With all eight that move it would be 8 layers more."""
     whole, serving = _in_layers(opened / name, tmp_path)
     settings = {"weights_gb": serving.weights_gb, "disk_folder": "kept"}
     peak, budget = _peak(opened, name, settings, tmp_path), serving.weights_gb * 1e9
-    assert budget < peak < budget + 7 * _layer_bytes(whole.decoder)
+    assert budget < peak < budget + most * _layer_bytes(whole.decoder)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells the peak")
@@ -106,7 +106,7 @@ def test_memory_holds_the_network_and_a_few_layers(name, opened, tmp_path):
     decoder = open_network(opened / name).decoder
     whole = sum(parameter.nbytes for parameter in decoder.parameters())
     peak = _peak(opened, name, {"exact": True}, tmp_path)
-    assert whole < peak < whole + 7 * _layer_bytes(decoder)
+    assert whole < peak < whole + 6 * _layer_bytes(decoder)
 
 
 def _peak(opened, name, settings, folder):

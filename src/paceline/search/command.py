@@ -106,7 +106,10 @@ def _search(loop: Loop, display: Display, folder: Path) -> dict[str, Any]:
         _CONSOLE.print(f"stopped; what was found is in {folder}, run it again to go on")
     found = Found.of(loop.search, loop.halving, loop.study.known)
     if is_over and not found.known.trials:
-        [(reason, count), *_] = found.reasons.most_common(1) or [("nothing was asked.", 0)]
+        last = found.known.refused[-1].answer
+        if last.kind == "unaffordable":
+            raise InputError(f"no trial fits into the budget; of the cheapest, {last.reason}")
+        [(reason, count), *_] = found.reasons.most_common(1)
         raise InputError(f"no point of the space can run; for {count} of them: {reason}")
     _conclude(found, loop.job, loop.cluster, folder)
     return found.to_json(str(folder))

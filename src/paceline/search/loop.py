@@ -96,9 +96,13 @@ class Loop:
             self.study.ask(best.point).start(len(trials) + 1, best.expected)
         else:
             least = min(candidates, key=lambda one: one.expected.cost_s)
-            takes = duration_text(least.expected.cost_s * self.halving.steps[-1])
-            left = "the device time that is left finishes others"
-            self.study.ask(least.point).refuse("unaffordable", f"it takes {takes}: {left}.")
+            whole_s = least.expected.cost_s * self.halving.steps[-1]
+            why = "the device time that is left finishes others."
+            if whole_s > self.search.within_s:
+                why = (
+                    f"training takes {duration_text(whole_s)} of device time, beyond search.within."
+                )
+            self.study.ask(least.point).refuse("unaffordable", why)
 
     def _is_affordable(self, candidate: Candidate, left_s: float) -> bool:
         """Whether its first rung can be paid, and its whole training could be from the start."""

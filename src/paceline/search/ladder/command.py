@@ -94,7 +94,8 @@ def ladder_command(job: JobSpec, asked: LadderOptions, folder: Path) -> dict[str
                 law = fit(climbed.points)
                 left = whole.less(asked.share)
                 sizes = _Sizes(job, rungs, target, left, law.law, asked.params, status)
-                found = sizes.found(climb if _is_here(target, here) else None, climbed)
+                slowness = climbed.slowness if target.device == here.device else (1.0, 1.0)
+                found = sizes.found(climb if _is_here(target, here) else None, slowness)
         except (KeyboardInterrupt, StoppedError):
             _CONSOLE.print(f"stopped; its runs are in {folder}, run it again to go on")
             return {"folder": str(folder), "advice": None}
@@ -178,11 +179,15 @@ class _Sizes:
     params: float | None
     status: Status
 
-    def found(self, climb: Climb | None, climbed: Climbed) -> list[Option]:
+    def found(self, climb: Climb | None, slowness_of_top: Slowness) -> list[Option]:
         """All of them. Where a run can be tried (`climb`), the best is, for a few steps, and chosen
-        anew."""
+        anew.
+
+        Args:
+            slowness_of_top: of the largest rung.
+        """
         base = width_of(network_of(self.job), self.rungs.rungs[0].heads)
-        by_heads = {self.rungs.rungs[-1].heads: climbed.slowness if climb else (1.0, 1.0)}
+        by_heads = {self.rungs.rungs[-1].heads: slowness_of_top}
         found = self._planned(by_heads, base)
         for _ in range(_MOST_TRIED):
             best = chosen(found)
@@ -208,11 +213,7 @@ class _Sizes:
 
 
 def _conclude(
-    rungs: Rungs,
-    climbed: Climbed,
-    law: Fit,
-    found: Sequence[Option],
-    folder: Path,
+    rungs: Rungs, climbed: Climbed, law: Fit, found: Sequence[Option], folder: Path
 ) -> dict[str, Any]:
     advice, best = advise(chosen(found), climbed, law, f"{folder.name}-run")
     write_atomic(folder / "job.toml", to_toml(best))

@@ -136,6 +136,9 @@ class Model(ModelFamily):
     """hidden_size of that narrow network."""
     base_head_dim: Width | None = None
     """head_dim of that narrow network, where it isn't the same."""
+    base_layers: Width | None = None
+    """num_layers of that network: the learning rate is right for other depths, too; None: for other
+    widths alone."""
     gated: bool = True
     """Whether feed-forward layers have a gate (SwiGLU), and three matrices; False: two (GPT)."""
     activation: Literal["silu", "gelu", "gelu_tanh"] = Field(
@@ -229,7 +232,7 @@ class Model(ModelFamily):
     @model_validator(mode="after")
     def _parametrization_fits(self) -> Self:
         if self.parametrization is None:
-            for name in ("base_width", "base_head_dim"):
+            for name in ("base_width", "base_head_dim", "base_layers"):
                 require(
                     getattr(self, name) is None,
                     f'{name} has no effect without parametrization = "mup"; leave it out.',
@@ -249,6 +252,11 @@ class Model(ModelFamily):
             self.base_head_dim is None or not self.qk_norm,
             "base_head_dim scales the scores of attention, and qk_norm sets their size; leave one "
             "of them out.",
+        )
+        require(
+            self.base_layers is None or not (self.post_norms or self.residual == "post_norm"),
+            "base_layers makes what a block adds smaller, and a norm after it sets its size; leave "
+            "out base_layers, post_norms and residual = \"post_norm\".",
         )
         return self
 

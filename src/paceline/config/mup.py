@@ -1,4 +1,5 @@
-"""muP: initial weights and learning rates under which one learning rate is right for every width.
+"""muP: initial weights and learning rates under which one learning rate is right for every width,
+and for every depth.
 
 By table 3 of https://arxiv.org/abs/2203.03466, for optimizers whose steps don't depend on the size
 of gradients. With m = hidden_size / base_width:
@@ -13,6 +14,13 @@ Scores of attention are q k / d x sqrt(base_head_dim) instead of q k / sqrt(d): 
 sqrt(base_head_dim / d) between them lies in the query's matrix (and bias), initial weights and
 learning rate alike, which is the same for such optimizers (table 8 there). So nothing is added to
 the forward pass, and what is exported is an ordinary network.
+
+With base_layers, l = num_layers / base_layers: what attention and feed-forward layers (experts too)
+add to the residual stream is multiplied by 1 / l (CompleteP, https://arxiv.org/abs/2505.01618). The
+factor lies in the matrices and biases that write to the stream, in learning rates and in initial
+weights (instead of 1 / sqrt(num_layers), which a network has without base_layers). With a weight
+decay it differs in one thing from a factor in the forward pass: decay follows the learning rate, so
+these matrices decay l times as slowly, as all matrices of blocks decay m times as slowly.
 """
 
 import math
@@ -21,6 +29,12 @@ from paceline.config.family import ModelFamily
 from paceline.config.model import Model
 
 _OUTPUTS = (".router.weight", ".shared_gate.weight")
+_WRITES = ("o_proj", "down_proj", "down_bias")
+
+
+def writes_residual(name: str) -> bool:
+    """Whether what a parameter of a block gives is added to the residual stream."""
+    return name.removesuffix(".weight").removesuffix(".bias").endswith(_WRITES)
 
 
 def init_factor(model: Model, name: str) -> float:
@@ -30,7 +44,8 @@ def init_factor(model: Model, name: str) -> float:
     scale = model.base_width / model.hidden_size
     if _is_output(name):
         return scale
-    return (math.sqrt(scale) if _is_inner(name) else 1.0) * _query_factor(model, name)
+    own = math.sqrt(scale) if _is_inner(name) else 1.0
+    return own * _query_factor(model, name) * math.sqrt(_depth_factor(model, name))
 
 
 def lr_factor(model: ModelFamily, name: str) -> float:
@@ -39,7 +54,7 @@ def lr_factor(model: ModelFamily, name: str) -> float:
         return 1.0
     scale = model.base_width / model.hidden_size
     own = scale if _is_output(name) or _is_inner(name) else 1.0
-    return own * _query_factor(model, name)
+    return own * _query_factor(model, name) * _depth_factor(model, name)
 
 
 def _is_output(name: str) -> bool:
@@ -54,3 +69,10 @@ def _query_factor(model: Model, name: str) -> float:
     if model.base_head_dim is None or ".q_proj." not in name:
         return 1.0
     return math.sqrt(model.base_head_dim / model.head_dim)
+
+
+def _depth_factor(model: Model, name: str) -> float:
+    """Its root is that of initial values, which the network divides by sqrt(num_layers) already."""
+    if model.base_layers is None or not writes_residual(name):
+        return 1.0
+    return model.base_layers / model.num_layers

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from paceline.config.errors import InputError
 from paceline.config.model import Model
-from paceline.config.mup import init_factor
+from paceline.config.mup import init_factor, writes_residual
 from paceline.kernels.loss import cross_entropy, linear_cross_entropy
 from paceline.models.adapters import adapter_placements
 from paceline.models.attention import Attend, Attention, LatentAttention, Sdpa, soft_capped
@@ -345,8 +345,7 @@ class Decoder(nn.Module):
         if len(shape) == 1 or name.endswith("bias"):
             is_zero = name.endswith(("bias", ".sinks.weight")) or self.model.norm == "rms_plus_one"
             return full.fill_(0.0 if is_zero else factor)
-        writes_residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
-        depth = math.sqrt(2 * self.model.num_layers) if writes_residual else 1.0
+        depth = math.sqrt(2 * self.model.num_layers) if writes_residual(name) else 1.0
         return full.normal_(std=factor * self.model.init_std / depth, generator=stream)
 
     @torch.no_grad()

@@ -26,7 +26,7 @@ ORIGIN_FILE = "paceline.json"
 # these of a trained network.
 _MAY_CHANGE = {
     *("max_seq_len", "init_std", "rope_theta", "rope_scaling"),
-    *("parametrization", "base_width", "base_head_dim"),
+    *("parametrization", "base_width", "base_head_dim", "base_layers"),
 }
 _MAY_CHANGE_OF_EXPERTS = {"bias_update_speed", "balance_loss"}
 

@@ -1,13 +1,18 @@
 """muP: its factors, and the coordinate check, which tells it from the standard parametrization."""
 
+import math
+from functools import partial
+
 import pytest
 import torch
 
-from paceline.bench.coordinates import coordinate_check, widened
+from paceline.bench.coordinates import changes_of, coordinate_check, widened
 from paceline.config.errors import InputError
 from paceline.config.job import read_job
-from paceline.config.mup import init_factor, lr_factor
+from paceline.config.layout import Layout
+from paceline.config.mup import init_factor, lr_factor, writes_residual
 from paceline.models.decoder import Decoder
+from paceline.train.optimizers import build_optimizer
 from tests.command_line import paceline
 
 WIDTHS = 64, 128, 256, 512
@@ -17,6 +22,7 @@ BASE = (
     "optim.lr=3e-3",
 )
 MUP = ("model.parametrization=mup", "model.base_width=64")
+SHALLOW = (*BASE, *MUP, "model.vocab_size=256", "train.seq_len=32")
 
 
 def test_widths_64_to_512_change_alike_under_mup():
@@ -53,6 +59,70 @@ def test_weights_and_learning_rates_are_those_of_the_paper():
     assert torch.equal(network.norm.weight, torch.ones(256))
 
 
+def logits_change(depth: int, *more: str) -> float:
+    job = read_job(None, [*SHALLOW, *more, f"model.num_layers={depth}"])
+    return changes_of(job, job.model, 4)["logits"]
+
+
+def test_depths_2_to_16_change_alike_with_base_layers():
+    few, many = (logits_change(depth, "model.base_layers=2") for depth in (2, 16))
+    assert 0.8 < many / few < 1.25
+    few, many = (logits_change(depth) for depth in (2, 16))
+    assert many / few > 2
+
+
+def test_what_writes_to_the_stream_is_scaled_by_the_depth():
+    job = read_job(None, [*SHALLOW, "model.base_layers=2", "model.num_layers=8", "model.bias=true"])
+    model, network = job.model, Decoder(job.model)
+    network.init_weights(torch.Generator().manual_seed(0))
+    for name in ("attention.o_proj", "ffn.down_proj"):
+        for kind in ("weight", "bias"):
+            assert lr_factor(model, f"blocks.0.{name}.{kind}") == pytest.approx(1 / 4)
+        found = network.get_parameter(f"blocks.0.{name}.weight").std().item()
+        assert found == pytest.approx(model.init_std / math.sqrt(2 * 2) / 4, rel=0.05)
+    assert lr_factor(model, "blocks.0.ffn.experts.down_bias") == pytest.approx(1 / 4)
+    for name in ("blocks.0.attention.v_proj.weight", "blocks.0.ffn.up_proj.weight", "head.weight"):
+        assert lr_factor(model, name) == init_factor(model, name) == 1
+
+
+def test_the_factor_is_as_one_of_the_forward_pass():
+    """AdamW's steps don't depend on the size of gradients: with tiny `eps` and without decay, a
+    network whose branches are a quarter steps as one with the factor in weights and rates."""
+    more = ("model.base_layers=2", "model.num_layers=8", "optim.eps=1e-20")
+    job = read_job(None, [*SHALLOW, *more])
+    folded = Decoder(job.model)
+    folded.init_weights(torch.Generator().manual_seed(0))
+    plain = Decoder(job.model.replace(base_layers=None))
+    plain.load_state_dict(folded.state_dict())
+    factors = {name for name, _ in plain.named_parameters() if writes_residual(name)}
+    with torch.no_grad():
+        for name in factors:
+            plain.get_parameter(name).mul_(4)
+    tokens = torch.randint(
+        job.model.vocab_size, (4, 33), generator=torch.Generator().manual_seed(1)
+    )
+    losses = []
+    for network, model in ((folded, job.model), (plain, plain.model)):
+        optimizer = build_optimizer(
+            network.named_parameters(), job.optim, Layout(), partial(lr_factor, model)
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = job.optim.lr * group["lr_factor"]
+        for _ in range(5):
+            weights = dict(network.named_parameters())
+            if network is plain:
+                weights |= {name: weights[name] / 4 for name in factors}
+            loss = torch.func.functional_call(
+                network, weights, (tokens[:, :-1],), {"targets": tokens[:, 1:]}
+            )
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:5] == pytest.approx(losses[5:], rel=1e-5)
+    assert losses[4] < losses[0] - 0.1
+
+
 def test_the_base_width_itself_is_the_standard_parametrization():
     standard, same = (Decoder(read_job(None, [*BASE, *more]).model) for more in ((), MUP))
     for network in (standard, same):
@@ -69,6 +139,8 @@ def test_the_base_width_itself_is_the_standard_parametrization():
         ((*MUP, "model.tie_embeddings=true"), r"needs a head of its own"),
         ((*MUP, "model.base_head_dim=8", "model.qk_norm=true"), r"qk_norm sets their size"),
         ((*MUP, "optim.name=muon"), r"is for adamw, lion, schedulefree"),
+        (("model.base_layers=2",), r"base_layers has no effect without parametrization"),
+        ((*MUP, "model.base_layers=2", "model.post_norms=true"), r"a norm after it sets its size"),
     ],
 )
 def test_what_mup_does_not_go_with_is_refused(settings, sentence):

@@ -11,9 +11,11 @@ from paceline.config.job import JobSpec, read_job, to_toml
 from paceline.search.ladder.advice import Budget, chosen, options, size_near
 from paceline.search.ladder.law import Law
 from paceline.search.ladder.rungs import (
+    FINER,
     LENGTHS,
     MORE_RATES,
     NUM_RATES,
+    SWEPT,
     lengthened,
     network_of,
     plan_rungs,
@@ -37,9 +39,9 @@ def tiny(folder: Path) -> JobSpec:
 def test_all_runs_together_cost_no_more_than_they_may(within_s, largest, tmp_path):
     job = tiny(tmp_path)
     found = plan_rungs(job, HERE, within_s, largest, 20.0)
-    sweeps = (NUM_RATES + MORE_RATES) * (found.lengths[0] + found.lengths[-1])
+    sweep = (NUM_RATES + MORE_RATES + len(FINER)) * SWEPT * found.steps
     runs = sum(one.cost_s * steps for one in found.rungs for steps in found.lengths)
-    assert runs + sweeps * found.rungs[0].cost_s == pytest.approx(found.cost_s)
+    assert runs + sweep * found.rungs[0].cost_s == pytest.approx(found.cost_s)
     assert 0.3 * within_s < found.cost_s <= within_s
     params = [one.params for one in found.rungs]
     assert params == sorted(set(params))
@@ -56,11 +58,13 @@ def test_more_time_gives_larger_rungs(tmp_path):
 
 def test_sizes_keep_the_proportions_of_the_job(tmp_path):
     job = tiny(tmp_path)
-    twice = sized(job, 8, 16).model
+    twice = sized(job, 8, 2).model
     assert (twice.hidden_size, twice.ffn_size, twice.num_layers) == (64, 128, 4)
     assert (twice.num_heads, twice.num_kv_heads, twice.head_dim) == (8, 4, 8)
-    assert (twice.parametrization, twice.base_width) == ("mup", 16)
-    one = sized(job, 1, 8).model
+    assert (twice.parametrization, twice.base_width, twice.base_layers) == ("mup", 16, 1)
+    normed = job.replace(model=job.model.replace(post_norms=True))
+    assert sized(normed, 8, 2).model.base_layers is None
+    one = sized(job, 1, 1).model
     assert (one.num_heads, one.num_kv_heads, one.num_layers) == (1, 1, 1)
     near = size_near(job, twice.num_params * 1.02)
     assert near == 8
@@ -79,7 +83,7 @@ def test_the_run_keeps_to_the_budget_and_loses_least(tmp_path):
         Budget(1.0, HOURS / 4),
         Budget(0.1, HOURS),
     ):
-        found = list(options(job, rungs, priced, budget, LAW, {8: (1.0, 1.0)}, None, 16))
+        found = list(options(job, rungs, priced, budget, LAW, {8: (1.0, 1.0)}, None))
         best = chosen(found)
         assert best.loss <= min(one.loss for one in found) * 1.001
         assert len(found) > 3
@@ -89,9 +93,9 @@ def test_the_run_keeps_to_the_budget_and_loses_least(tmp_path):
         ]
         assert all(limit is None or value <= limit for value, limit in bounds)
         assert any(limit is not None and value > 0.95 * limit for value, limit in bounds)
-    slow = list(options(job, rungs, priced, Budget(None, HOURS), LAW, {8: (2.0, 2.0)}, 1e6, 16))
+    slow = list(options(job, rungs, priced, Budget(None, HOURS), LAW, {8: (2.0, 2.0)}, 1e6))
     [fast] = options(
-        job, rungs, priced, Budget(None, HOURS), LAW, {8: (1.0, 1.0), 2: (9.0, 9.0)}, 1e6, 16
+        job, rungs, priced, Budget(None, HOURS), LAW, {8: (1.0, 1.0), 2: (9.0, 9.0)}, 1e6
     )
     assert slow[0].tokens == pytest.approx(fast.tokens / 2, rel=0.01)
     assert slow[0].multiplied == fast.multiplied

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.search.ladder.law import Law, Point, Sweep, fit, fit_rates, rate_interval
+from paceline.search.ladder.law import Law, Point, Sweep, fit, rate_interval, rate_law
 
 # Of a small vocabulary on a plain text.
 TRUE = Law(floor=1.4, a=0.45, alpha=0.36, b=0.7, beta=0.31)
@@ -76,24 +76,32 @@ def sweep(tokens: float, optimum: float) -> Sweep:
     return Sweep(tokens, rates, losses)
 
 
-def test_the_best_rate_follows_the_length():
-    optima = {tokens: 1.5e-3 * (tokens / 1e6) ** -0.2 for tokens in (1e6, 4e6, 4e7)}
-    sweeps = [sweep(tokens, optima[tokens]) for tokens in (1e6, 4e6)]
-    found = fit_rates(sweeps)
-    assert found.slope == pytest.approx(-0.2, abs=1e-6)
-    for tokens, rate in optima.items():
-        assert found.rate(tokens) == pytest.approx(rate, rel=1e-6)
-    low, high = rate_interval(sweeps, 4e7, 0.003)
-    assert low < optima[4e7] < high
+def test_the_best_rate_falls_with_the_length():
+    short = sweep(1e6, 1.5e-3)
+    found = rate_law(short)
+    assert found.rate(1e6) == pytest.approx(1.5e-3, rel=1e-6)
+    assert found.rate(4e6) == pytest.approx(1.5e-3 * 4**-0.32, rel=1e-6)
+    low, high = rate_interval(short, 4e7, 0.003)
+    assert low < found.rate(4e7) < high
+    near, far = (rate_interval(short, tokens, 0.003) for tokens in (2e6, 4e7))
+    assert near[1] / near[0] < far[1] / far[0]  # published slopes differ
+    loud = rate_interval(short, 2e6, 0.02)
+    assert near[1] / near[0] < loud[1] / loud[0]
 
 
-def test_a_rate_that_grows_with_the_length_is_noise():
-    found = fit_rates([sweep(1e6, 1e-3), sweep(4e6, 1.2e-3)])
-    assert found.slope == 0
-    assert found.rate(1e9) == pytest.approx((1e-3 * 1.2e-3) ** 0.5)
+def test_rates_between_make_the_optimum_surer():
+    def scatter(rates: tuple[float, ...]) -> float:
+        losses = tuple(2 + 0.05 * float(np.log2(rate / 1.1e-3)) ** 2 for rate in rates)
+        drawn = [Sweep(1e6, rates, losses).drawn(0.005, random).optimum for _ in range(400)]
+        return float(np.std(np.log(drawn)))
+
+    random = np.random.default_rng(3)
+    three = tuple(1e-3 * 2.0**at for at in range(-1, 2))
+    five = tuple(1e-3 * 2.0 ** (at / 2) for at in range(-2, 3))
+    assert scatter(five) < 0.9 * scatter(three)
 
 
 @pytest.mark.parametrize("losses", [(3, 2, 1, None, None), (1, 2, 3, 4, 5), (None, 1, 2, 3, 4)])
 def test_a_sweep_without_a_neighbour_on_a_side_gives_what_was_tried(losses):
     found = Sweep(1e6, (1.0, 2.0, 4.0, 8.0, 16.0), losses)
-    assert found.optimum() == found.rates[found.best]
+    assert found.optimum == found.rates[found.best]

@@ -88,7 +88,7 @@ def coordinate_check(job: JobSpec, widths: Sequence[int], steps: int) -> list[Co
         vocab_size=min(model.vocab_size, _VOCAB), num_layers=min(model.num_layers, _LAYERS),
         max_seq_len=_TOKENS, full_layers=(), sliding_window=None,
     )  # fmt: skip
-    found = [_changes(job, widened(small, width), steps) for width in widths]
+    found = [changes_of(job, widened(small, width), steps) for width in widths]
     return [
         Coordinates(layer, changes, _exponent(widths, changes))
         for layer in found[0]
@@ -117,7 +117,7 @@ def coordinates_command(job: JobSpec, widths: Sequence[int], steps: int, *, as_j
     return passes
 
 
-def _changes(job: JobSpec, model: Model, steps: int) -> dict[str, float]:
+def changes_of(job: JobSpec, model: Model, steps: int) -> dict[str, float]:
     """Layer -> mean change after some steps, over seeds and the blocks."""
     sums: dict[str, float] = {}
     for seed in range(_SEEDS):

@@ -129,7 +129,6 @@ def options(
     law: Law,
     slowness: Mapping[int, Slowness],
     params: float | None,
-    base_width: int,
 ) -> Iterator[Option]:
     """Runs that the budget buys, each number of nodes and size in turn.
 
@@ -142,14 +141,14 @@ def options(
         InputError: there is none; it says why the last one that was tried can't be.
     """
     said: InputError | None = None
-    found = 0
+    found, base = 0, rungs.rungs[0].heads
     for nodes in _node_counts(cluster.num_nodes):
         part = cluster.replace(num_nodes=nodes)
         least, since = float("inf"), 0
-        for heads in _sizes(job, rungs, params, base_width):
+        for heads in _sizes(job, rungs, params):
             try:
                 near = min(slowness, key=lambda one: abs(math.log(one / heads)))
-                one = _option(job, heads, part, budget, law, slowness[near], base_width)
+                one = _option(job, heads, part, budget, law, slowness[near], base)
             except InputError as error:
                 said = error
                 break
@@ -169,19 +168,19 @@ def _node_counts(most: int) -> list[int]:
     return [*counts, most]
 
 
-def _sizes(job: JobSpec, rungs: Rungs, params: float | None, base_width: int) -> Iterator[int]:
+def _sizes(job: JobSpec, rungs: Rungs, params: float | None) -> Iterator[int]:
     model = network_of(job)
     if params is None:
         yield from head_counts(model, rungs.rungs[0].heads, _FINER)
         return
-    yield size_near(job, params, base_width)
+    yield size_near(job, params)
 
 
-def size_near(job: JobSpec, params: float, base_width: int = 1) -> int:
+def size_near(job: JobSpec, params: float) -> int:
     """Heads of the network whose number of parameters is next to one."""
     before: tuple[float, int] = (float("inf"), 1)
     for heads in head_counts(network_of(job)):
-        network = sized(job, heads, base_width).model
+        network = sized(job, heads, heads).model
         assert isinstance(network, Model)
         off = abs(network.num_params / params - 1)
         if off > before[0]:
@@ -197,7 +196,7 @@ def run_ratio(job: JobSpec, cluster: Cluster, budget: Budget, params: float | No
         return ENOUGH
     flat = Law(0.0, 1.0, 0.0, 1.0, 0.0)
     heads = size_near(job, params)
-    one = _option(job, heads, cluster, budget, flat, (1.0, 1.0), 1)
+    one = _option(job, heads, cluster, budget, flat, (1.0, 1.0), heads)
     return min(ENOUGH, one.tokens / one.multiplied)
 
 
@@ -208,9 +207,9 @@ def _option(
     budget: Budget,
     law: Law,
     slowness: Slowness,
-    base_width: int,
+    base: int,
 ) -> Option:
-    asked = sized(job, heads, base_width)
+    asked = sized(job, heads, base)
     concrete, best = priced(asked, cluster, is_here=False)
     network = concrete.model
     assert isinstance(network, Model)
@@ -249,7 +248,7 @@ def advise(best: Option, climbed: Climbed, fit: Fit, name: str) -> tuple[Advice,
     network = job.model
     assert isinstance(network, Model)
     low, high = fit.interval(best.multiplied, best.tokens)
-    rate_low, rate_high = rate_interval(climbed.sweeps, best.tokens, fit.noise)
+    rate_low, rate_high = rate_interval(climbed.sweep, best.tokens, fit.noise)
     steps = job.train.steps
     return Advice(
         heads=best.heads,

@@ -31,7 +31,7 @@ from paceline.search.ladder.advice import (
 )
 from paceline.search.ladder.law import Fit, Law, fit
 from paceline.search.ladder.page import comparison, law_table, notes, render, runs_table, sentence
-from paceline.search.ladder.rungs import Rungs, network_of, plan_rungs, text_of, width_of
+from paceline.search.ladder.rungs import Rungs, network_of, plan_rungs, text_of
 from paceline.search.ladder.runs import Climb, Climbed, RungRun, Slowness, StoppedError
 from paceline.search.trial_run import TrialProcess
 from paceline.train.start import read_inputs
@@ -186,9 +186,8 @@ class _Sizes:
         Args:
             slowness_of_top: of the largest rung.
         """
-        base = width_of(network_of(self.job), self.rungs.rungs[0].heads)
         by_heads = {self.rungs.rungs[-1].heads: slowness_of_top}
-        found = self._planned(by_heads, base)
+        found = self._planned(by_heads)
         for _ in range(_MOST_TRIED):
             best = chosen(found)
             if climb is None or best.heads in by_heads:
@@ -198,15 +197,14 @@ class _Sizes:
             if slowness is None:
                 break
             by_heads[best.heads] = slowness
-            found = self._planned(by_heads, base)
+            found = self._planned(by_heads)
         return found
 
-    def _planned(self, slowness: Mapping[int, Slowness], base: int) -> list[Option]:
+    def _planned(self, slowness: Mapping[int, Slowness]) -> list[Option]:
         found: list[Option] = []
         for one in options(
-            self.job, self.rungs, self.target, self.budget, self.law, slowness,
-            self.params, base,
-        ):  # fmt: skip
+            self.job, self.rungs, self.target, self.budget, self.law, slowness, self.params
+        ):
             found.append(one)
             self.status.update(f"planning sizes: {count_text(one.multiplied)} parameters")
         return found

@@ -5,15 +5,16 @@
 (https://arxiv.org/abs/2203.15556, section 3.3) with N in millions of parameters that multiply
 (blocks and head) and D in millions of tokens. For given exponents the rest is least squares with
 terms that are not negative, so the fit is a search over two numbers: it needs no starting values.
-A few small runs say little of the exponents; they are held near those of published fits, loosely.
+A few small runs say little of the exponents; they are held near those of published fits, the more
+so the more the runs scatter around the law.
 
 Intervals come from a parametric bootstrap: losses are drawn anew around the fitted law, with a
 standard deviation that is itself drawn, since few runs tell it badly. They cover what runs
 scatter, not that the law may bend beyond the runs.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -26,7 +27,7 @@ NUM_DRAWS = 200
 _LOW, _HIGH, _USUAL, _SPREAD = 0.05, 1.2, 0.37, 0.25
 # Two runs that differ in their seed alone differ by some 0.3 % in loss; known as well as two runs.
 _SEED_NOISE, _SEED_RUNS = 0.003, 2.0
-_GRID, _ZOOMS = 24, 3
+_GRID, _ZOOMS, _REPEATS = 24, 3, 3
 _SETS = [np.array(kept) for size in (1, 2, 3) for kept in combinations(range(3), size)]
 
 
@@ -95,27 +96,29 @@ def fit(points: Iterable[Point], seed: int = 0) -> Fit:
     params = np.array([one.params for one in found]) / 1e6
     tokens = np.array([one.tokens for one in found]) / 1e6
     losses = np.array([one.loss for one in found])
-    law = _fit(params, tokens, losses)
-    expected = law.loss(params * 1e6, tokens * 1e6)
-    off = losses / expected - 1
     freedom = max(len(found) - 5, 0) + _SEED_RUNS
-    noise2 = float(off @ off + _SEED_RUNS * _SEED_NOISE**2) / freedom
+    noise2 = _SEED_NOISE**2
+    for _ in range(_REPEATS):
+        law = _fit(params, tokens, losses, noise2)
+        expected = law.loss(params * 1e6, tokens * 1e6)
+        off = losses / expected - 1
+        noise2 = float(off @ off + _SEED_RUNS * _SEED_NOISE**2) / freedom
     random = np.random.default_rng(seed)
     draws = []
     for _ in range(NUM_DRAWS):
         noise = (noise2 * freedom / random.chisquare(freedom)) ** 0.5
         drawn = expected * (1 + noise * random.standard_normal(len(found)))
-        draws.append((_fit(params, tokens, drawn), noise))
+        draws.append((_fit(params, tokens, drawn, noise**2), noise))
     return Fit(found, law, noise2**0.5, tuple(draws))
 
 
-def _fit(params: Array, tokens: Array, losses: Array) -> Law:
-    """The law with the least squares of relative errors, exponents held near usual ones."""
+def _fit(params: Array, tokens: Array, losses: Array, noise2: float) -> Law:
+    """The likeliest law where relative errors have a variance and exponents are near usual ones."""
     bounds = [(_LOW, _HIGH), (_LOW, _HIGH)]
     best = _Best(np.inf, 0.0, 0.0, np.zeros(3))
     for _ in range(_ZOOMS):
         alphas, betas = (np.linspace(low, high, _GRID) for low, high in bounds)
-        found = _on_grid(params, tokens, losses, alphas, betas)
+        found = _on_grid(params, tokens, losses, alphas, betas, noise2)
         best = min(best, found, key=lambda one: one.cost)
         bounds = [
             (max(_LOW, at - 2 * step), min(_HIGH, at + 2 * step))
@@ -137,7 +140,9 @@ class _Best:
     """Of the three terms."""
 
 
-def _on_grid(params: Array, tokens: Array, losses: Array, alphas: Array, betas: Array) -> _Best:
+def _on_grid(
+    params: Array, tokens: Array, losses: Array, alphas: Array, betas: Array, noise2: float
+) -> _Best:
     terms = np.empty((len(alphas), len(betas), len(losses), 3))
     terms[..., 0] = 1
     terms[..., 1] = (params ** -alphas[:, None])[:, None, :]
@@ -145,7 +150,7 @@ def _on_grid(params: Array, tokens: Array, losses: Array, alphas: Array, betas: 
     terms /= losses[:, None]
     factors, squares = _not_negative(terms)
     usual = ((alphas[:, None] - _USUAL) ** 2 + (betas - _USUAL) ** 2) / _SPREAD**2
-    cost = squares / _SEED_NOISE**2 + usual
+    cost = squares / noise2 + usual
     at = np.unravel_index(np.argmin(cost), cost.shape)
     return _Best(float(cost[at]), float(alphas[at[0]]), float(betas[at[1]]), factors[at])
 
@@ -199,38 +204,46 @@ class Sweep:
         """Index of the least loss."""
         return min(range(len(self.rates)), key=lambda at: _or_inf(self.losses[at]))
 
-    def optimum(self, factors: Sequence[float] | None = None) -> float:
+    @property
+    def optimum(self) -> float:
         """The learning rate of the least loss: of a parabola, over the logarithm of the rate,
-        through the best and its neighbours.
+        through the best and all within twice and half of it, by least squares."""
+        best = self.rates[self.best]
+        near = [
+            (float(np.log(rate / best)), loss)
+            for rate, loss in zip(self.rates, self.losses, strict=True)
+            if loss is not None and 0.49 < rate / best < 2.1
+        ]
+        x, losses = np.transpose(near)
+        if not x.min() < 0 < x.max():
+            return best
+        bend, slope, _ = np.polyfit(x, losses, 2)
+        if bend <= 0:
+            return best
+        return float(best * np.exp(np.clip(-slope / (2 * bend), x.min(), x.max())))
+
+    def drawn(self, noise: float, random: np.random.Generator) -> "Sweep":
+        """The same with losses drawn anew.
 
         Args:
-            factors: that losses are multiplied by before.
+            noise: share of them.
         """
-        given = factors or [1.0] * len(self.rates)
         losses = [
-            None if loss is None else loss * factor
-            for loss, factor in zip(self.losses, given, strict=True)
+            None if loss is None else loss * (1 + noise * random.standard_normal())
+            for loss in self.losses
         ]
-        at = min(range(len(losses)), key=lambda one: _or_inf(losses[one]))
-        near = range(at - 1, at + 2)
-        if near[0] < 0 or near[-1] >= len(losses) or any(losses[one] is None for one in near):
-            return self.rates[at]
-        x = np.log([self.rates[one] for one in near])
-        bend, slope, _ = np.polyfit(x - x[1], [float(losses[one] or 0) for one in near], 2)
-        if bend <= 0:
-            return self.rates[at]
-        move = float(np.clip(-slope / (2 * bend), x[0] - x[1], x[2] - x[1]))
-        return float(np.exp(x[1] + move))
+        return replace(self, losses=tuple(losses))
 
 
-# Of a longer training the best rate is smaller or the same: by the root of its length at the most.
-_STEEPEST = -0.5
+# Of a longer training the best rate is smaller: as D^-0.32 (https://arxiv.org/abs/2409.19913), and
+# what others found scatters around it so much. Two lengths that a ladder can afford say less.
+_FALL, _FALL_SPREAD = -0.32, 0.1
 
 
 @dataclass(frozen=True)
 class RateLaw:
     """The best learning rate by the length of training: rate = at_one x D^slope, D in millions of
-    tokens. The width doesn't matter under muP."""
+    tokens. Width and depth don't matter under muP."""
 
     at_one: float
     slope: float
@@ -240,37 +253,21 @@ class RateLaw:
         return float(self.at_one * (tokens / 1e6) ** self.slope)
 
 
-def fit_rates(
-    sweeps: Sequence[Sweep], noise: float = 0.0, random: np.random.Generator | None = None
-) -> RateLaw:
-    """The law of a short and a long sweep.
-
-    Args:
-        sweeps: the shortest first, the longest last.
-        noise: share of losses that they are drawn anew with.
-        random: draws.
-    """
-    first, last = (
-        one.optimum(
-            None
-            if random is None
-            else [1 + noise * x for x in random.standard_normal(len(one.rates))]
-        )
-        for one in (sweeps[0], sweeps[-1])
-    )
-    lengths = np.log(sweeps[-1].tokens / sweeps[0].tokens)
-    slope = float(np.clip(np.log(last / first) / lengths, _STEEPEST, 0)) if lengths else 0.0
-    middle = float(np.sqrt(sweeps[0].tokens * sweeps[-1].tokens)) / 1e6
-    return RateLaw(float(np.sqrt(first * last)) * middle**-slope, slope)
+def rate_law(sweep: Sweep, slope: float = _FALL) -> RateLaw:
+    """The law through the best rate of a sweep."""
+    return RateLaw(sweep.optimum * (sweep.tokens / 1e6) ** -slope, slope)
 
 
 def rate_interval(
-    sweeps: Sequence[Sweep], tokens: float, noise: float, share: float = 0.9
+    sweep: Sweep, tokens: float, noise: float, share: float = 0.9
 ) -> tuple[float, float]:
     """Between which the best rate of a run of so many tokens is expected to lie, as far as the
-    scatter of losses goes."""
+    scatter of losses and of published slopes goes."""
     random = np.random.default_rng(2)
-    drawn = [fit_rates(sweeps, noise, random).rate(tokens) for _ in range(NUM_DRAWS)]
+    drawn = [
+        rate_law(sweep.drawn(noise, random), random.normal(_FALL, _FALL_SPREAD)).rate(tokens)
+        for _ in range(NUM_DRAWS)
+    ]
     low, high = np.quantile(drawn, [(1 - share) / 2, (1 + share) / 2])
     return float(low), float(high)
 

@@ -62,8 +62,8 @@ def render(
             Section(
                 "The learning rate",
                 Chart("rates", _rates(climbed)),
-                note="The smallest network, at two lengths. Under muP its best rate is that of "
-                "every width.",
+                note="The smallest network, at the middle length. Under muP its best rate is that of "
+                "every width and depth.",
             ),
             Section("The law", law_table(fit, climbed, advice)),
             Section("Every run", runs_table(climbed.runs, fit, climbed.tokens_per_step)),
@@ -96,9 +96,9 @@ def notes(advice: Advice, climbed: Climbed) -> list[str]:
             f"the run sees {longer:,.0f} times as many tokens as the longest small run: a larger "
             "--share makes the prediction surer."
         )
-    if any(sweep.is_open for sweep in climbed.sweeps):
+    if climbed.sweep.is_open:
         found.append(
-            "the best learning rate of a sweep is the last that was tried: give an optim.lr nearer "
+            "the best learning rate of the sweep is the last that was tried: give an optim.lr nearer "
             "to it, and --out another folder."
         )
     return found
@@ -254,15 +254,12 @@ def _sizes(found: Sequence[Option], advice: Advice) -> Plot:
 
 
 def _rates(climbed: Climbed) -> Plot:
-    traces = [
-        curve(
-            f"{count_text(sweep.tokens)} tokens",
-            sweep.rates,
-            sweep.losses,
-            line={"color": colour},
-            hovertemplate="lr %{x:.3~g}, loss %{y:.4~g}<extra></extra>",
-        )
-        for colour, sweep in zip(COLOURS, climbed.sweeps, strict=False)
-    ]
+    sweep = climbed.sweep
+    trace = curve(
+        f"{count_text(sweep.tokens)} tokens",
+        sweep.rates,
+        sweep.losses,
+        hovertemplate="lr %{x:.3~g}, loss %{y:.4~g}<extra></extra>",
+    )
     x = {"title": "peak learning rate", "type": "log"}
-    return plot(traces, x, "held-out loss", showlegend=True)
+    return plot([trace], x, "held-out loss", showlegend=True)

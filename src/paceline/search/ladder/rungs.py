@@ -1,13 +1,12 @@
 """Rungs: the networks of a ladder, alike but for their size, and how long each is trained.
 
 A size is a number of heads: width, depth and feed-forward width grow with it in the proportions of
-the Job's network, and heads stay as wide. Under muP the learning rate of the smallest is right for
-all of them.
+the Job's network, and heads stay as wide. Under muP, for widths and depths, the learning rate of
+the smallest is right for all of them.
 
 Every rung is trained to three lengths, each twice the one before; the smallest is besides trained
-with several learning rates, to the shortest and the longest. The planner prices all of that before
-anything runs. The largest rung is the largest that still sees enough tokens a parameter within the
-ladder's time.
+with several learning rates, to the middle one. The planner prices all of that before anything runs.
+The largest rung is the largest that still sees enough tokens a parameter within the ladder's time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,10 +29,15 @@ from paceline.search.forecast import priced
 _Job = TypeVar("_Job", bound=JobSpec)
 
 LENGTHS = (1, 2, 4)
-NUM_RATES = 5
-"""Of a sweep, each twice the one before."""
+SWEPT = LENGTHS[1]
+"""The length of the sweep. At half of it the rate is known worse, and at twice it the ladder's runs
+are shorter: a longer run's rate is known as well from here, and its loss better."""
+NUM_RATES = 3
+"""Of the sweep, each twice the one before."""
 MORE_RATES = 3
-"""At most, where the best of a sweep is its first or its last."""
+"""At most, where the best of the sweep is its first or its last."""
+FINER = 2**-0.5, 2**0.5
+"""Times the best one: two more, in the end."""
 ENOUGH = 20.0
 """Tokens a parameter that are best for a budget (https://arxiv.org/abs/2203.15556)."""
 _NUM_RUNGS, _LEAST_RUNGS = 4, 3
@@ -42,8 +46,8 @@ _SPAN, _NARROWEST = 6.0, 16
 _LEAST_STEPS = 4
 _FINER = 1.25
 _MOST_HEADS = 4096
-# Shortest trainings of the smallest rung that both of its sweeps may take.
-_SWEEPS = (NUM_RATES + MORE_RATES) * (LENGTHS[0] + LENGTHS[-1])
+# Shortest trainings of the smallest rung that its sweep may take.
+_SWEEP = (NUM_RATES + MORE_RATES + len(FINER)) * SWEPT
 
 
 class Rung(FrozenConfig):
@@ -80,7 +84,7 @@ class Rungs(FrozenConfig):
 
 def _per_step(rungs: Sequence[Rung]) -> float:
     """Device-seconds of all runs of a ladder whose shortest training is one step long."""
-    return sum(LENGTHS) * sum(one.cost_s for one in rungs) + _SWEEPS * rungs[0].cost_s
+    return sum(LENGTHS) * sum(one.cost_s for one in rungs) + _SWEEP * rungs[0].cost_s
 
 
 def network_of(job: JobSpec) -> Model:
@@ -103,13 +107,13 @@ def network_of(job: JobSpec) -> Model:
     return model
 
 
-def sized(job: JobSpec, heads: int, base_width: int) -> JobSpec:
+def sized(job: JobSpec, heads: int, base: int) -> JobSpec:
     """The Job with a network of so many heads, in its proportions.
 
     Args:
         job: see `network_of`.
         heads: one of `head_counts`.
-        base_width: hidden_size of the smallest rung.
+        base: heads of the smallest rung, at which learning rates are found.
 
     Raises:
         InputError: there is no such Job.
@@ -118,6 +122,8 @@ def sized(job: JobSpec, heads: int, base_width: int) -> JobSpec:
     shared = model.num_heads // model.num_kv_heads
     width = width_of(model, heads)
     larger = width / model.hidden_size
+    # A norm of what a block adds sets its size, whatever the depth.
+    scales_depth = model.residual != "post_norm" and not model.post_norms
     return job.replace(
         model=Model.parse(
             {
@@ -127,10 +133,11 @@ def sized(job: JobSpec, heads: int, base_width: int) -> JobSpec:
                 "head_dim": model.head_dim,
                 "hidden_size": width,
                 "ffn_size": max(8, round(model.ffn_size * larger / 8) * 8),
-                "num_layers": max(1, round(model.num_layers * larger)),
+                "num_layers": _layers_of(model, heads),
                 "full_layers": (),
                 "parametrization": "mup",
-                "base_width": base_width,
+                "base_width": width_of(model, base),
+                "base_layers": _layers_of(model, base) if scales_depth else None,
                 "base_head_dim": None,
             }
         )
@@ -144,6 +151,10 @@ def _stated(model: ModelFamily) -> dict[str, object]:
 def width_of(model: Model, heads: int) -> int:
     """hidden_size with so many heads."""
     return -(-model.hidden_size * heads // model.num_heads)
+
+
+def _layers_of(model: Model, heads: int) -> int:
+    return max(1, round(model.num_layers * width_of(model, heads) / model.hidden_size))
 
 
 def head_counts(model: Model, least: int = 1, factor: float = 1.0) -> Iterator[int]:
@@ -197,8 +208,7 @@ def plan_rungs(
 
     @cache
     def rung(heads: int) -> Rung:
-        base = width_of(model, heads)
-        found = sized(job, heads, base)
+        found = sized(job, heads, heads)
         concrete, best = priced(lengthened(found, job.train.steps), cluster)
         network = concrete.model
         assert isinstance(network, Model)
@@ -255,6 +265,6 @@ def text_of(rungs: Rungs) -> str:
     sizes = ", ".join(count_text(one.params) for one in rungs.rungs)
     lengths = ", ".join(f"{each:,}" for each in rungs.lengths)
     return (
-        f"{len(rungs.rungs)} sizes ({sizes} parameters) for {lengths} steps, and sweeps of the "
+        f"{len(rungs.rungs)} sizes ({sizes} parameters) for {lengths} steps, and a sweep of the "
         f"learning rate: {duration_text(rungs.cost_s)} of device time at most, as planned"
     )

@@ -15,16 +15,16 @@ from paceline.config.job import JobSpec
 from paceline.observe.run import Run
 from paceline.render.figures import listed
 from paceline.search.halving import RungResult
-from paceline.search.ladder.law import Point, RateLaw, Sweep, fit_rates
+from paceline.search.ladder.law import Point, RateLaw, Sweep, rate_law
 from paceline.search.ladder.rungs import (
+    FINER,
     MORE_RATES,
     NUM_RATES,
+    SWEPT,
     Rung,
     Rungs,
     lengthened,
-    network_of,
     sized,
-    width_of,
 )
 from paceline.search.trial_run import TrialProcess, as_trial
 
@@ -61,8 +61,8 @@ class RungRun:
 class Climbed:
     """What the runs came to."""
 
-    sweeps: tuple[Sweep, ...]
-    """Of the smallest rung: a short and a long one."""
+    sweep: Sweep
+    """Of the smallest rung."""
     rates: RateLaw
     runs: tuple[RungRun, ...]
     """Of all sizes and lengths, at the rate for their length."""
@@ -116,16 +116,15 @@ class Climb:
             InputError: too many failed for a law.
         """
         rungs, per_step = self.rungs, self.rungs.tokens_per_step
-        ends = (rungs.lengths[0], rungs.lengths[-1])
-        sweeps = tuple(self._sweep(steps) for steps in ends)
-        rates = fit_rates(sweeps)
+        sweep = self._sweep(rungs.steps * SWEPT)
+        rates = rate_law(sweep)
         runs = tuple(
             self._run(rung, steps, rates.rate(steps * per_step))
             for rung in rungs.rungs
             for steps in rungs.lengths
         )
         self.hear(self._made, "")
-        climbed = Climbed(sweeps, rates, runs, per_step)
+        climbed = Climbed(sweep, rates, runs, per_step)
         lacking = [one for one in runs if one.loss is None]
         if len(climbed.points) < max(6, len(runs) - 2):
             raise InputError(
@@ -135,24 +134,27 @@ class Climb:
         return climbed
 
     def _sweep(self, steps: int) -> Sweep:
-        """Rates until the best one has neighbours, or no more may be tried."""
-        rung = self.rungs.rungs[0]
-        middle = self.job.optim.lr
-        rates = [middle * 2.0 ** (at - NUM_RATES // 2) for at in range(NUM_RATES)]
-        losses = [self._run(rung, steps, rate).loss for rate in rates]
-        while True:
-            found = Sweep(steps * self.rungs.tokens_per_step, tuple(rates), tuple(losses))
-            if all(loss is None for loss in losses):
+        """Rates until the best one has neighbours, or no more may be tried; then those between it
+        and them."""
+        rung, tokens = self.rungs.rungs[0], steps * self.rungs.tokens_per_step
+        losses: dict[float, float | None] = {}
+
+        def swept(*rates: float) -> Sweep:
+            losses.update((rate, self._run(rung, steps, rate).loss) for rate in rates)
+            found = sorted(losses)
+            if all(loss is None for loss in losses.values()):
                 raise InputError(
-                    f"no learning rate of {listed([f'{rate:.2g}' for rate in rates])} trains the "
+                    f"no learning rate of {listed([f'{rate:.2g}' for rate in found])} trains the "
                     f"smallest network: {self._made[-1].reason}; give another optim.lr."
                 )
-            if not found.is_open or len(rates) == NUM_RATES + MORE_RATES:
-                return found
-            at = 0 if found.best == 0 else len(rates)
-            rate = rates[0] / 2 if at == 0 else rates[-1] * 2
-            rates.insert(at, rate)
-            losses.insert(at, self._run(rung, steps, rate).loss)
+            return Sweep(tokens, tuple(found), tuple(losses[rate] for rate in found))
+
+        middle = self.job.optim.lr
+        found = swept(*(middle * 2.0 ** (at - NUM_RATES // 2) for at in range(NUM_RATES)))
+        while found.is_open and len(losses) < NUM_RATES + MORE_RATES:
+            found = swept(found.rates[0] / 2 if found.best == 0 else found.rates[-1] * 2)
+        best = found.rates[found.best]
+        return swept(*(best * each for each in FINER))
 
     def slowness_of(self, heads: int, predicted_s: float) -> Slowness | None:
         """Of another size, by a few steps of it; None: it can't be trained here.
@@ -179,8 +181,7 @@ class Climb:
         return made
 
     def _trained(self, name: str, heads: int, steps: int, rate: float) -> tuple[Run, RungResult]:
-        base = width_of(network_of(self.job), self.rungs.rungs[0].heads)
-        job = lengthened(sized(self.job, heads, base), steps)
+        job = lengthened(sized(self.job, heads, self.rungs.rungs[0].heads), steps)
         job = job.replace(optim=job.optim.replace(lr=rate), cluster=self.cluster)
         run = Run(self.folder / name)
         result = self.process.train_to(run, as_trial(job, name, steps), steps)

@@ -59,16 +59,20 @@ def test_weights_and_learning_rates_are_those_of_the_paper():
     assert torch.equal(network.norm.weight, torch.ones(256))
 
 
-def logits_change(depth: int, *more: str) -> float:
-    job = read_job(None, [*SHALLOW, *more, f"model.num_layers={depth}"])
-    return changes_of(job, job.model, 4)["logits"]
+def grown_by(layer: str, *more: str) -> float:
+    """The change of its outputs with 16 blocks over that with 2."""
+    few, many = (
+        changes_of(job, job.model, 4)[layer]
+        for depth in (2, 16)
+        for job in [read_job(None, [*SHALLOW, *more, f"model.num_layers={depth}"])]
+    )
+    return many / few
 
 
 def test_depths_2_to_16_change_alike_with_base_layers():
-    few, many = (logits_change(depth, "model.base_layers=2") for depth in (2, 16))
-    assert 0.8 < many / few < 1.25
-    few, many = (logits_change(depth) for depth in (2, 16))
-    assert many / few > 2
+    for layer in ("residual stream", "logits"):
+        assert 0.8 < grown_by(layer, "model.base_layers=2") < 1.25
+    assert grown_by("residual stream") > 2.5
 
 
 def test_what_writes_to_the_stream_is_scaled_by_the_depth():

@@ -256,7 +256,7 @@ class Model(ModelFamily):
         require(
             self.base_layers is None or not (self.post_norms or self.residual == "post_norm"),
             "base_layers makes what a block adds smaller, and a norm after it sets its size; leave "
-            "out base_layers, post_norms and residual = \"post_norm\".",
+            'out base_layers, post_norms and residual = "post_norm".',
         )
         return self
 

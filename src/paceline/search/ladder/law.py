@@ -6,7 +6,8 @@
 (blocks and head) and D in millions of tokens. For given exponents the rest is least squares with
 terms that are not negative, so the fit is a search over two numbers: it needs no starting values.
 A few small runs say little of the exponents; they are held near those of published fits, the more
-so the more the runs scatter around the law.
+so the more the runs scatter around the law. Losses of short trainings fall faster and faster at
+first, which no such law does: a run counts by its length.
 
 Intervals come from a parametric bootstrap: losses are drawn anew around the fitted law, with a
 standard deviation that is itself drawn, since few runs tell it badly. They cover what runs
@@ -23,8 +24,8 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 NUM_DRAWS = 200
-# Of exponents: bounds, and what published fits of decoders scatter around (0.28 to 0.5).
-_LOW, _HIGH, _USUAL, _SPREAD = 0.05, 1.2, 0.37, 0.25
+# Of exponents: bounds; what published fits of decoders scatter around (0.28 to 0.5), and by what.
+_LOW, _HIGH, _USUAL, _SPREAD = 0.05, 1.2, 0.37, 0.1
 # Two runs that differ in their seed alone differ by some 0.3 % in loss; known as well as two runs.
 _SEED_NOISE, _SEED_RUNS = 0.003, 2.0
 _GRID, _ZOOMS, _REPEATS = 24, 3, 3
@@ -70,7 +71,7 @@ class Fit:
     points: tuple[Point, ...]
     law: Law
     noise: float
-    """Standard deviation of a run's loss around the law, as a share of it."""
+    """Standard deviation of a loss around the law, as a share of it; of one of the longest runs."""
     draws: tuple[tuple[Law, float], ...]
     """Laws of losses that were drawn anew, each with the noise that it was drawn with."""
 
@@ -96,18 +97,19 @@ def fit(points: Iterable[Point], seed: int = 0) -> Fit:
     params = np.array([one.params for one in found]) / 1e6
     tokens = np.array([one.tokens for one in found]) / 1e6
     losses = np.array([one.loss for one in found])
+    weights = tokens / tokens.max()
     freedom = max(len(found) - 5, 0) + _SEED_RUNS
     noise2 = _SEED_NOISE**2
     for _ in range(_REPEATS):
         law = _fit(params, tokens, losses, noise2)
         expected = law.loss(params * 1e6, tokens * 1e6)
         off = losses / expected - 1
-        noise2 = float(off @ off + _SEED_RUNS * _SEED_NOISE**2) / freedom
+        noise2 = float(weights @ off**2 + _SEED_RUNS * _SEED_NOISE**2) / freedom
     random = np.random.default_rng(seed)
     draws = []
     for _ in range(NUM_DRAWS):
         noise = (noise2 * freedom / random.chisquare(freedom)) ** 0.5
-        drawn = expected * (1 + noise * random.standard_normal(len(found)))
+        drawn = expected * (1 + noise * random.standard_normal(len(found)) / weights**0.5)
         draws.append((_fit(params, tokens, drawn, noise**2), noise))
     return Fit(found, law, noise2**0.5, tuple(draws))
 
@@ -147,30 +149,32 @@ def _on_grid(
     terms[..., 0] = 1
     terms[..., 1] = (params ** -alphas[:, None])[:, None, :]
     terms[..., 2] = (tokens ** -betas[:, None])[None, :, :]
-    terms /= losses[:, None]
-    factors, squares = _not_negative(terms)
+    roots = (tokens / tokens.max()) ** 0.5
+    terms *= (roots / losses)[:, None]
+    factors, squares = _not_negative(terms, roots)
     usual = ((alphas[:, None] - _USUAL) ** 2 + (betas - _USUAL) ** 2) / _SPREAD**2
     cost = squares / noise2 + usual
     at = np.unravel_index(np.argmin(cost), cost.shape)
     return _Best(float(cost[at]), float(alphas[at[0]]), float(betas[at[1]]), factors[at])
 
 
-def _not_negative(terms: Array) -> tuple[Array, Array]:
-    """Factors, none negative, with which terms sum to 1 best; and the squares that are left.
+def _not_negative(terms: Array, wanted: Array) -> tuple[Array, Array]:
+    """Factors, none negative, with which terms sum best to what is wanted; and the squares left.
 
     Args:
         terms: (..., points, 3).
+        wanted: (points,)
 
     Returns:
         (..., 3) and (...): the best of all sets of terms whose least squares are not negative.
     """
     best = np.zeros((*terms.shape[:-2], 3))
-    least = np.full(terms.shape[:-2], float(terms.shape[-2]))  # with no term at all
+    least = np.full(terms.shape[:-2], float(wanted @ wanted))  # with no term at all
     for kept in _SETS:
         part = terms[..., kept]
         square = np.swapaxes(part, -1, -2) @ part + 1e-13 * np.eye(len(kept))
-        factors = np.linalg.solve(square, part.sum(-2)[..., None])
-        left = ((part @ factors)[..., 0] - 1) ** 2
+        factors = np.linalg.solve(square, (wanted @ part)[..., None])
+        left = ((part @ factors)[..., 0] - wanted) ** 2
         squares = left.sum(-1)
         is_better = (factors[..., 0] >= 0).all(-1) & (squares < least)
         least = np.where(is_better, squares, least)

@@ -62,8 +62,8 @@ def render(
             Section(
                 "The learning rate",
                 Chart("rates", _rates(climbed)),
-                note="The smallest network, at the middle length. Under muP its best rate is that of "
-                "every width and depth.",
+                note="The smallest network, at the middle length. Under muP its best rate is "
+                "that of every width and depth.",
             ),
             Section("The law", law_table(fit, climbed, advice)),
             Section("Every run", runs_table(climbed.runs, fit, climbed.tokens_per_step)),
@@ -98,8 +98,8 @@ def notes(advice: Advice, climbed: Climbed) -> list[str]:
         )
     if climbed.sweep.is_open:
         found.append(
-            "the best learning rate of the sweep is the last that was tried: give an optim.lr nearer "
-            "to it, and --out another folder."
+            "the best learning rate of the sweep is the last that was tried: give an optim.lr "
+            "nearer to it, and --out another folder."
         )
     return found
 

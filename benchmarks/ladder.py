@@ -25,8 +25,8 @@ one run is one seed, which alone moves a loss by some 0.3 %.
     python -m benchmarks.ladder [--keep FOLDER]
     python -m benchmarks.ladder --largest 3e6 --params 3e7 --minutes 240
 
-The first form takes 25 to 35 minutes on two quiet cores, the second is that of larger runs and
-takes nine times `--minutes` or so. With `--keep` a run that was killed goes on with the parts
+The first form takes half an hour on two quiet cores, less with `--limit 600`; the second is that of
+larger runs and takes nine times `--minutes` or so. With `--keep` a run that was killed goes on with the parts
 that it has. Needs Linux and the extra `search`. Keeps results/<device>/ladder.{json,md}.
 """
 
@@ -455,10 +455,10 @@ def _name(at: int) -> str:
 def main() -> None:
     """Climb, train, sweep and search."""
     parser = parser_of(__doc__)
-    parser.add_argument("--largest", type=float, default=1e5, help="parameters of a small run")
-    parser.add_argument("--params", type=float, default=1e6, help="of the run that is predicted")
-    parser.add_argument("--minutes", type=float, default=3.5, help="of the ladder and its run")
-    parser.add_argument("--share", type=float, default=0.3, help="of them, for the ladder")
+    parser.add_argument("--largest", type=float, default=2.5e4, help="parameters of a small run")
+    parser.add_argument("--params", type=float, default=2.5e5, help="of the run that is predicted")
+    parser.add_argument("--minutes", type=float, default=4, help="of the ladder and its run")
+    parser.add_argument("--share", type=float, default=0.37, help="of them, for the ladder")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of Optuna")
     parser.add_argument(
         "--limit", type=float, help="CPU-seconds of Optuna; left out: five times ladder and run"

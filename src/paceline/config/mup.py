@@ -2,25 +2,28 @@
 and for every depth.
 
 By table 3 of https://arxiv.org/abs/2203.03466, for optimizers whose steps don't depend on the size
-of gradients. With m = hidden_size / base_width:
+of gradients. With m = hidden_size / base_width, and l = num_layers / base_layers (1 without it):
 
 | parameters | initial standard deviation | learning rate |
 |---|---|---|
 | embedding, norms, biases | init_std | lr |
 | matrices of blocks | init_std / sqrt(m) | lr / m |
 | head, routers of experts | init_std / m | lr / m |
+| besides: matrices and biases that write to the residual stream | 1 / l | 1 / l |
 
 Scores of attention are q k / d x sqrt(base_head_dim) instead of q k / sqrt(d): the factor
 sqrt(base_head_dim / d) between them lies in the query's matrix (and bias), initial weights and
 learning rate alike, which is the same for such optimizers (table 8 there). So nothing is added to
 the forward pass, and what is exported is an ordinary network.
 
-With base_layers, l = num_layers / base_layers: what attention and feed-forward layers (experts too)
-add to the residual stream is multiplied by 1 / l (CompleteP, https://arxiv.org/abs/2505.01618). The
-factor lies in the matrices and biases that write to the stream, in learning rates and in initial
-weights (instead of 1 / sqrt(num_layers), which a network has without base_layers). With a weight
-decay it differs in one thing from a factor in the forward pass: decay follows the learning rate, so
-these matrices decay l times as slowly, as all matrices of blocks decay m times as slowly.
+With base_layers, what attention and feed-forward layers (experts too) add to the residual stream is
+multiplied by 1 / l (CompleteP, https://arxiv.org/abs/2505.01618): a factor on the matrices and
+biases that write to the stream, initial weights and learning rates alike. Initial weights of such
+matrices have the factor 1 / sqrt(2 base_layers) of a network of base_layers; without base_layers it
+is 1 / sqrt(2 num_layers). Two things differ from factors in the forward pass: AdamW's weight decay
+follows the learning rate, so these matrices decay l times as slowly, as all matrices of blocks
+decay m times as slowly; and gradients shrink with 1 / l before `eps` in all other matrices of
+blocks, which matters where they are as small as eps.
 """
 
 import math

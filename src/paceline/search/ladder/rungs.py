@@ -30,8 +30,8 @@ _Job = TypeVar("_Job", bound=JobSpec)
 
 LENGTHS = (1, 2, 4)
 SWEPT = LENGTHS[1]
-"""The length of the sweep. At half of it the rate is known worse, and at twice it the ladder's runs
-are shorter: a longer run's rate is known as well from here, and its loss better."""
+"""The length of the sweep. With a longer one all runs would be shorter within the same time, and
+losses be extrapolated further."""
 NUM_RATES = 3
 """Of the sweep, each twice the one before."""
 MORE_RATES = 3

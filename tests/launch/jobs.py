@@ -62,7 +62,16 @@ class Jobs:
         }
         job = self.submit("", **{**given, **changes})
         file = self.folder / "runs" / "tiny" / "metrics.jsonl"
-        until(lambda: file.exists() and len(metrics(self.folder)) >= 2, 300)
+
+        def is_under_way() -> bool:
+            if file.exists() and len(metrics(self.folder)) >= 2:
+                return True
+            assert self.see(job).state in LIVE, (
+                f"{self.see(job)}: {self.bed.engine.logs(job)[-1].read_text()[-2000:]}"
+            )
+            return False
+
+        until(is_under_way, 300)
         return job
 
     def see(self, job: Submitted) -> Observation:

@@ -25,7 +25,7 @@ one run is one seed, which alone moves a loss by some 0.3 %.
     python -m benchmarks.ladder [--keep FOLDER]
     python -m benchmarks.ladder --largest 3e6 --params 3e7 --minutes 240
 
-The first form takes half an hour on two quiet cores, less with `--limit 600`; the second is that of
+The first form takes 27 minutes on two quiet cores with `--limit 600`; the second is that of
 larger runs and takes nine times `--minutes` or so. With `--keep` a run that was killed goes on with
 the parts that it has. Needs Linux and the extra `search`. Keeps results/<device>/ladder.{json,md}.
 """

@@ -37,10 +37,10 @@ import psutil
 from benchmarks.provenance import ROOT, folder_of, keep, parser_of, signature, taken_with
 from benchmarks.tables import markdown
 from paceline.config.job import read_job
-from paceline.federate.adapters_file import read_tensors, vector_of
 from paceline.federate.command import prepare
 from paceline.federate.processes import running, write_app
 from paceline.federate.rounds import factor_of
+from paceline.federate.shared_file import read_tensors, vector_of
 from paceline.render.figures import bytes_text
 
 SEQ, END, CHARS, EVERY = 128, 256, 800, 20

@@ -24,9 +24,9 @@ from flwr.server.strategy import FedAvg
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.serverapp import Grid, ServerApp
 
-from paceline.federate.adapters_file import read_tensors, write_tensors
 from paceline.federate.client_app import train_round
 from paceline.federate.server_app import sent_bytes
+from paceline.federate.shared_file import read_tensors, write_tensors
 from paceline.observe.events import append_line
 
 

@@ -979,19 +979,21 @@ def federate(
         Path | None,
         typer.Option(
             callback=output("--out", is_folder=True),
-            help="Folder for adapters and rounds. Left out: federated/<name of the file>.",
+            help="Folder for what is shared and rounds. Left out: federated/<name of the file>.",
             show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train adapters on many clients, of whose changes the server learns the sum.
+    """Train on many clients, of whose changes the server learns the sum.
 
     Clients are processes of this machine that Flower starts, each with its part
-    of the data. In a round one matrix of each adapter is trained and the other
-    stays, so the mean of what clients learnt is exact. Changes are rounded to a
-    few bits and masked (SecAgg+); clients may drop out. Ctrl-C ends everything
-    and leaves the adapters of the last round, in PEFT's format.
+    of the data. A Job with finetune.method = "lora" shares adapters: in a round
+    one matrix of each is trained and the other stays, so the mean of what
+    clients learnt is exact. Any other Job shares its weights, but for those that
+    optim.groups leave as they are. Changes are rounded to a few bits and masked
+    (SecAgg+); clients may drop out. Ctrl-C ends everything and leaves what the
+    last round came to, in PEFT's or Hugging Face's format.
 
     \b
     \\[federate]

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from paceline.config.errors import InputError
 from paceline.config.job import read_job
-from paceline.federate.adapters_file import read_tensors, vector_of
 from paceline.federate.command import federate_command
 from paceline.federate.privacy import epsilon_of
-from paceline.models.weights import write_weights
+from paceline.federate.shared_file import read_tensors, trained_names, vector_of
+from paceline.models.weights import read_decoder, write_weights
 from tests.generate.networks import MODELS, built
 
 CLIENTS, ROUNDS = 4, 2
@@ -47,6 +48,10 @@ global_batch = 4
 seq_len = 16
 eval_batches = 1
 """
+
+ADAPTED = JOB[JOB.index('method = "lora"') : JOB.index("steps = 1")]
+"""Of the Job: from the adapters to the weights that they adapt."""
+STAYING = '[[optim.groups]]\npattern = "*"\nlr_factor = 0.0\n'
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +86,9 @@ def federated(folder, name):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout
     out = folder / "federated" / name
-    assert json.loads(done.stdout.splitlines()[-1])["adapters"] == str(out / "adapters")
+    told = json.loads(done.stdout.splitlines()[-1])
+    [shares] = {"adapters", "weights"} & told.keys()
+    assert told[shares] == str(out / shares)
     return [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
 
 
@@ -95,14 +102,34 @@ def test_the_sum_is_that_of_the_clients_who_answered(folder, rounds):
     assert [line["factor"] for line in rounds] == ["b", "a"]
 
 
-def missed(out, line):
-    """What the shared adapters are beside the mean of what clients told: (n,)."""
-    number, factor = line["round"], line["factor"]
+def missed(out, line, shares="adapters"):
+    """What is shared beside the mean of what clients told: (n,)."""
+    number, factor, names = line["round"], line["factor"], trained_names(out)
     clients = [out / "clients" / str(n) for n in range(CLIENTS - 1)]
-    trained = [vector_of(read_tensors(each / f"round-{number}"), factor) for each in clients]
+    trained = [vector_of(read_tensors(each / f"round-{number}", names), factor) for each in clients]
     assert np.std(trained, axis=0).max() > 1e-4
     told = [t - np.load(c / f"error-{factor}.npy") for t, c in zip(trained, clients, strict=True)]
-    return vector_of(read_tensors(out / "adapters"), factor) - np.mean(told, axis=0)
+    return vector_of(read_tensors(out / shares, names), factor) - np.mean(told, axis=0)
+
+
+@pytest.mark.timeout(1800)
+def test_weights_are_shared_but_for_those_that_stay(folder):
+    """A Job without adapters, of which one block and the head's norm are trained."""
+    trained = "".join(
+        f'[[optim.groups]]\npattern = "{each}"\n' for each in ("blocks.1.*", "norm.*")
+    )
+    job = (folder / "lora.toml").read_text().replace('method = "lora"\nrank = 4\n', "")
+    (folder / "full.toml").write_text(job + trained + STAYING)
+    once = FEDERATE.replace("lora.toml", "full.toml").replace(f"rounds = {ROUNDS}", "rounds = 1")
+    (folder / "whole.toml").write_text(once)
+    [line] = federated(folder, "whole")
+    assert (line["asked"], line["answered"], line["factor"]) == (4, 3, "all")
+    out = folder / "federated" / "whole"
+    assert np.abs(missed(out, line, "weights")).max() < 1e-6
+    before, after = (read_decoder(each).state_dict() for each in (folder / "base", out / "weights"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.startswith(("blocks.1.", "norm."))}
+    assert line["numbers"] == sum(before[name].numel() for name in changed)
 
 
 @pytest.mark.timeout(1800)
@@ -136,7 +163,8 @@ def test_nothing_is_left_running(folder, rounds):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ('method = "lora"\nrank = 4', 'method = "full"', 'finetune.method = "lora"'),
+        (ADAPTED, ADAPTED[ADAPTED.index("[") :].replace("weights = true\n", ""), "there are none"),
+        (ADAPTED, f"{STAYING}{ADAPTED[ADAPTED.index('[') :]}", "leave every parameter as it is"),
         ("rank = 4", "decomposed = true", "finetune.decomposed = false"),
         ('tokenizer = "bytes"', 'tokenizer = "bpe:300"', "another one on each client"),
         ('"0.txt"', '"nothing-*.txt"', "is no file here"),

@@ -1,4 +1,4 @@
-"""Federate: who trains adapters together, how often they meet, and what the server may learn."""
+"""Federate: who trains together, how often they meet, and what the server may learn."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -29,8 +29,8 @@ class Federate(FrozenConfig):
     """Table [federate] of a file that `paceline federate` takes."""
 
     job: str
-    """File of the Job that each client trains on its part of the data, beside this one; its
-    `finetune.method` is "lora"."""
+    """File of the Job that each client trains on its part of the data, beside this one. With
+    `finetune.method` = "lora" adapters are shared, else all weights that it trains."""
     clients: int = Field(8, ge=3, le=1000)
     """That there are."""
     rounds: int = Field(10, gt=0, le=10**6)

@@ -18,10 +18,16 @@ from flwr.common import bytes_to_ndarray
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 from flwr.compat.client.numpy_client import NumPyClient
 
-from paceline.federate.adapters_file import read_tensors, vector_of, write_tensors
 from paceline.federate.grid import Floats, OnGrid, modulus_bits, on_grid, packed
 from paceline.federate.privacy import on_grid_within
-from paceline.federate.rounds import Factor, with_size
+from paceline.federate.rounds import Factor, Shares, with_size
+from paceline.federate.shared_file import (
+    WEIGHTS_FILE,
+    read_tensors,
+    trained_names,
+    vector_of,
+    write_tensors,
+)
 
 
 class _Client(NumPyClient):
@@ -33,14 +39,19 @@ class _Client(NumPyClient):
     def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict]:
         """Train, and give the change on the grid: (n + TOLD,), with privacy (n,).
 
-        The error of what is told stays here until the same matrix is trained again.
+        The error of what is told stays here until the same is trained again.
         """
         factor: Factor = config["factor"]
-        given = self._folder / "adapters"
-        before = dict(zip(read_tensors(given), parameters, strict=True))
+        shares: Shares = self._stated["shares"]
+        given = self._folder / shares
+        names = read_tensors(given, trained_names(Path(self._stated["folder"])))
+        before = dict(zip(names, parameters, strict=True))
         write_tensors(given, before)
-        train_round(self._folder, self._stated["cwd"], int(config["round"]), factor)
-        after = read_tensors(self._folder / f"round-{config['round']}")
+        train_round(self._folder, self._stated["cwd"], int(config["round"]), factor, shares)
+        after = read_tensors(self._folder / f"round-{config['round']}", before)
+        for older in self._folder.glob(f"round-*/{WEIGHTS_FILE}"):  # whole networks: one is enough
+            if older.parent.name != f"round-{config['round']}":
+                older.unlink()
         kept = self._folder / f"error-{factor}.npy"
         change = vector_of(after, factor) - vector_of(before, factor)
         if kept.exists():
@@ -58,23 +69,29 @@ class _Client(NumPyClient):
         return on_grid(with_size(change, limit), limit, bits, stream)
 
 
-def train_round(folder: Path, cwd: str, number: int, factors: Factor | Literal["both"]) -> None:
-    """Train in a process of its own, from `folder`/adapters to `folder`/round-<number>.
+def train_round(
+    folder: Path,
+    cwd: str,
+    number: int,
+    factors: Factor | Literal["both"],
+    shares: Shares = "adapters",
+) -> None:
+    """Train in a process of its own, from `folder`/`shares` to `folder`/round-<number>.
 
     Args:
         folder: the client's own.
         cwd: what its Job's paths are relative to.
         number: of the round.
         factors: which matrices of adapters are trained.
+        shares: what the folder has.
 
     Raises:
         CalledProcessError: training failed; log.txt says why.
     """
-    settings = [
-        f"finetune.adapters={folder / 'adapters'}",
-        f"finetune.factors={factors}",
-        f"train.seed={number}",
-    ]
+    given = [f"train.weights={folder / shares}"]
+    if shares == "adapters":
+        given = [f"finetune.adapters={folder / shares}", f"finetune.factors={factors}"]
+    settings = [*given, f"train.seed={number}"]
     command = [sys.executable, "-m", "paceline.federate.client_round"]
     with (folder / "log.txt").open("ab") as log:
         subprocess.run(

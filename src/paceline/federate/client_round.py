@@ -1,4 +1,4 @@
-"""A client's round: trains its Job from given adapters, and leaves those that it came to.
+"""A client's round: trains its Job from what is shared, and leaves what it came to.
 
 A process of its own: `python -m paceline.federate.client_round JOB OUT KEY=VALUE ...`.
 """
@@ -11,22 +11,26 @@ from pathlib import Path
 from paceline.config.job import read_job
 from paceline.observe.run import Run
 from paceline.train.command import train_job
-from paceline.train.export import export_adapters
+from paceline.train.export import export, export_adapters
 from paceline.train.stopping import exit_with_parent
 
 
 def main(job_file: Path, out: Path, settings: list[str]) -> None:
-    """Train, write the adapters in PEFT's format, and remove the Run: it holds the base as well.
+    """Train, write adapters or weights, and remove the Run: it holds the optimizer's state as well.
 
     Args:
         job_file: the client's Job.
-        out: folder of the adapters; what an earlier try left there is removed.
+        out: folder of what is written; what an earlier try left there is removed.
         settings: `--set`s of this round.
     """
     run = Run(out.with_suffix(".run"))
-    train_job(read_job(job_file, settings), run, fresh=True, fits_cluster=False)
+    job = read_job(job_file, settings)
+    train_job(job, run, fresh=True, fits_cluster=False)
     shutil.rmtree(out, ignore_errors=True)
-    export_adapters(run, out)
+    if job.finetune.is_adapted:
+        export_adapters(run, out)
+    else:
+        export(run, out)
     run.metrics_file.rename(out / "metrics.jsonl")
     shutil.rmtree(run.path)
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,12 +23,18 @@ from paceline.config.model import Model
 from paceline.config.urls import is_url
 from paceline.federate.privacy import noise_for
 from paceline.federate.processes import running, write_app
+from paceline.federate.rounds import Shares
+from paceline.federate.shared_file import TRAINED_FILE
 from paceline.federate.split import clients_of_rows
 from paceline.models.adapters import adapted_layers
+from paceline.models.names import TensorSource, sources
 from paceline.models.peft_format import write_adapters
+from paceline.models.weights import read_decoder, shapes_of, write_weights
 from paceline.observe.run import read_lines, write_atomic
 from paceline.render.figures import bytes_text, duration_text
 from paceline.train.finetune import check_finetune, decoder_to_train, fill_adapters
+from paceline.train.optimizers import group_of
+from paceline.train.starting_weights import check_network
 from paceline.train.this_machine import resolve_on_this_machine
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
@@ -41,7 +48,7 @@ def federate_command(
     out: Path | None,
     read: Callable[[Path, list[str]], JobSpec],
 ) -> dict[str, Any]:
-    """Train adapters on many clients, here as processes of this machine.
+    """Train adapters or weights on many clients, here as processes of this machine.
 
     Args:
         file: with a table [federate].
@@ -50,7 +57,7 @@ def federate_command(
         read: makes a Job of its file and `--set`s.
 
     Returns:
-        the last round as plain data, and where the adapters are.
+        the last round as plain data, and where the adapters or weights are.
 
     Raises:
         InputError: wrong input; nothing was written.
@@ -58,8 +65,9 @@ def federate_command(
     """
     prepared = prepare(file, overrides, out, read)
     write_app(prepared.folder / "app", prepared.stated)
-    last = _follow(prepared.folder, prepared.asked)
-    return {**last, "adapters": str(prepared.folder / "adapters")}
+    shares = prepared.stated["shares"]
+    last = _follow(prepared.folder, prepared.asked, shares)
+    return {**last, shares: str(prepared.folder / shares)}
 
 
 class Prepared(NamedTuple):
@@ -77,7 +85,7 @@ def prepare(
     out: Path | None,
     read: Callable[[Path, list[str]], JobSpec],
 ) -> Prepared:
-    """Write the adapters that everybody starts from, and each client's data and Job.
+    """Write what everybody starts from, and each client's data and Job.
 
     Takes what `federate_command` takes.
 
@@ -107,7 +115,7 @@ def prepare(
         ) from None
     _write_start(folder, job)
     for client, part in enumerate(parts):
-        _write_client(folder, client, part, spec, asked)
+        _write_client(folder, client, part, spec, asked, _shares(job))
     return Prepared(folder, asked, _stated(folder, asked, job, noise))
 
 
@@ -119,7 +127,6 @@ def _checked(spec: JobSpec) -> Job:
     """
     finetune = spec.finetune
     for name, value, needed in (
-        ("method", finetune.method, "lora"),
         ("objective", finetune.objective, "likelihood"),
         ("decomposed", finetune.decomposed, False),
         ("factors", finetune.factors, "both"),
@@ -137,7 +144,35 @@ def _checked(spec: JobSpec) -> Job:
     job = resolve_on_this_machine(spec).job
     assert isinstance(job.model, Model)
     check_finetune(job.model, job)
+    if _shares(job) == "weights":
+        if job.train.weights is None:
+            raise InputError(
+                "clients start from the same weights, and there are none: set train.weights to "
+                "their folder."
+            )
+        check_network(job.model, job.train.weights)
+        if not _trained_names(job):
+            raise InputError(
+                "optim.groups leave every parameter as it is: give some an lr_factor above 0."
+            )
     return job
+
+
+def _shares(job: Job) -> Shares:
+    return "adapters" if job.finetune.is_adapted else "weights"
+
+
+def _trained_names(job: Job) -> list[str]:
+    """Names in Hugging Face's layout of the tensors that steps change."""
+    assert isinstance(job.model, Model)
+
+    def is_trained(source: TensorSource) -> bool:
+        names = (source.name,) if source.join is None else source.join.names
+        groups = [group_of(name, job.optim) for name in names]
+        return any(each is None or each.lr_factor > 0 for each in groups)
+
+    found = sources(job.model, shapes_of(job.model)).items()
+    return [name for name, source in found if is_trained(source)]
 
 
 def _parts(asked: Federate, job: Job) -> list[tuple[str, list[str]]]:
@@ -198,8 +233,14 @@ def _files(names: str | Sequence[str]) -> list[Path]:
 
 
 def _write_start(folder: Path, job: Job) -> None:
-    """The adapters that everybody starts from."""
+    """The adapters or weights that everybody starts from."""
     assert isinstance(job.model, Model)
+    if _shares(job) == "weights":
+        assert job.train.weights is not None
+        state = read_decoder(job.train.weights).state_dict()
+        write_weights(folder / "weights", job.model, state, max_shard_bytes=sys.maxsize)
+        write_atomic(folder / TRAINED_FILE, json.dumps(_trained_names(job)))
+        return
     decoder = decoder_to_train(job.model, job)
     for layer in adapted_layers(decoder).values():
         layer.lora_a.to_empty(device="cpu")
@@ -212,11 +253,16 @@ def _write_start(folder: Path, job: Job) -> None:
 
 
 def _write_client(
-    folder: Path, client: int, part: tuple[str, list[str]], spec: JobSpec, asked: Federate
+    folder: Path,
+    client: int,
+    part: tuple[str, list[str]],
+    spec: JobSpec,
+    asked: Federate,
+    shares: Shares,
 ) -> None:
     suffix, rows = part
     own = folder / "clients" / str(client)
-    shutil.copytree(folder / "adapters", own / "adapters")
+    shutil.copytree(folder / shares, own / shares)
     data = own / f"data{suffix}"
     data.write_text("".join(f"{row}\n" for row in rows))
     job = spec.replace(
@@ -233,6 +279,7 @@ def _stated(folder: Path, asked: Federate, job: Job, noise: float) -> dict[str, 
     """What both ends are told; Flower takes plain values with such names."""
     return {
         "folder": str(folder),
+        "shares": _shares(job),
         "cwd": str(Path.cwd()),
         "clients": asked.clients,
         "rounds": asked.rounds,
@@ -249,7 +296,7 @@ def _stated(folder: Path, asked: Federate, job: Job, noise: float) -> dict[str, 
     }
 
 
-def _follow(folder: Path, asked: Federate) -> dict[str, Any]:
+def _follow(folder: Path, asked: Federate, shares: Shares) -> dict[str, Any]:
     """Run the rounds, and say what becomes of each; the last one."""
     _CONSOLE.print(
         f"{asked.clients} clients, {asked.taking_part} in a round; logs are in {folder / 'logs'}",
@@ -271,7 +318,7 @@ def _follow(folder: Path, asked: Federate) -> dict[str, Any]:
                     f"{folder / 'logs' / 'run.log'} says why."
                 )
             time.sleep(_POLL_S)
-    _CONSOLE.print(f"adapters: {folder / 'adapters'}", markup=False)
+    _CONSOLE.print(f"{shares}: {folder / shares}", markup=False)
     return lines[-1]
 
 
@@ -287,7 +334,8 @@ def _text(line: dict[str, Any]) -> str:
     upload = bytes_text(line["upload_bytes"] / max(1, line["answered"]))
     took = duration_text(line["seconds"])
     told = f", epsilon {line['epsilon']:.3g} so far" if "epsilon" in line else ""
-    return f"{text}, {line['factor'].upper()} summed, {upload} from each, {took}{told}"
+    what = "weights" if line["factor"] == "all" else line["factor"].upper()
+    return f"{text}, {what} summed, {upload} from each, {took}{told}"
 
 
 @contextmanager

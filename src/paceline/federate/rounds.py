@@ -1,9 +1,10 @@
 """Rounds: what changes from one to the next, as the server decides it.
 
-In a round one matrix of each adapter is the same on all clients and stays as it is, and the change
-of the other one is summed. So the mean of the products is the product of the mean, which it isn't
-where both change (https://arxiv.org/abs/2410.09432). The roles alternate: B first, as it begins as
-zero and A has no gradient until it isn't.
+Where adapters are shared, one matrix of each is the same on all clients in a round and stays as it
+is, and the change of the other one is summed. So the mean of the products is the product of the
+mean, which it isn't where both change (https://arxiv.org/abs/2410.09432). The roles alternate: B
+first, as it begins as zero and A has no gradient until it isn't. Of shared weights all that are
+trained change in every round.
 """
 
 import math
@@ -13,7 +14,8 @@ import numpy as np
 
 from paceline.federate.grid import Floats
 
-Factor = Literal["a", "b"]
+Factor = Literal["a", "b", "all"]
+Shares = Literal["adapters", "weights"]
 TOLD = 64
 """Times that a client says how large its change is, so that rounding averages out."""
 _WIDE = 3.0
@@ -21,8 +23,10 @@ _WIDE = 3.0
 _MOST_AT_ONCE = 4.0
 
 
-def factor_of(number: int) -> Factor:
-    """Which matrix of adapters is trained in a round, counted from 1."""
+def factor_of(number: int, shares: Shares = "adapters") -> Factor:
+    """What is trained in a round, counted from 1: a matrix of adapters, or all."""
+    if shares == "weights":
+        return "all"
     return "b" if number % 2 else "a"
 
 

@@ -28,24 +28,31 @@ from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-from paceline.federate.adapters_file import plus, read_tensors, vector_of, write_tensors
 from paceline.federate.grid import half_of, modulus_bits, unpacked
 from paceline.federate.privacy import epsilon_of, noisy_mean
 from paceline.federate.rounds import TOLD, Factor, factor_of, limit_of_norm, next_limit
+from paceline.federate.shared_file import (
+    plus,
+    read_tensors,
+    trained_names,
+    vector_of,
+    write_tensors,
+)
 from paceline.observe.events import append_line
 
 app = ServerApp()
 
 
 class _Changes(Strategy):
-    """Sums changes of one matrix of the adapters, which are the global parameters."""
+    """Sums changes of what is shared, which are the global parameters."""
 
     def __init__(self, stated: dict[str, Any]) -> None:
         self._stated = stated
-        self._folder = Path(stated["folder"])
+        self._shared = Path(stated["folder"]) / stated["shares"]
         self._clip, self._noise = float(stated["clip"]), float(stated["noise"])
-        self._limits: dict[Factor, float] = dict.fromkeys(("a", "b"), float(stated["limit"]))
-        self.tensors = read_tensors(self._folder / "adapters")
+        factors = {factor_of(number, stated["shares"]) for number in (1, 2)}
+        self._limits: dict[Factor, float] = dict.fromkeys(factors, float(stated["limit"]))
+        self.tensors = read_tensors(self._shared, trained_names(self._shared.parent))
         if self._clip:
             self._limits = {
                 each: limit_of_norm(self._clip, len(vector_of(self.tensors, each)))
@@ -55,7 +62,7 @@ class _Changes(Strategy):
         self.is_summed = False
 
     def initialize_parameters(self, client_manager: Any) -> Any:
-        """The adapters that the folder has."""
+        """What the folder has."""
         return ndarrays_to_parameters(list(self.tensors.values()))
 
     def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> Any:
@@ -69,7 +76,7 @@ class _Changes(Strategy):
         self.asked, self.answered, self.is_summed = number, 0, False
         if number < 3:
             return []
-        factor = factor_of(server_round)
+        factor = factor_of(server_round, self._stated["shares"])
         config = {"round": server_round, "factor": factor, "limit": self._limits[factor]}
         clients = client_manager.sample(number)
         return [(client, FitIns(parameters, config)) for client in clients]
@@ -81,7 +88,7 @@ class _Changes(Strategy):
         self.answered = len(results)
         if self.answered < self._stated["least"] * self.asked:
             return None, {}
-        factor = factor_of(server_round)
+        factor = factor_of(server_round, self._stated["shares"])
         limit = self._limits[factor]
         [mean] = parameters_to_ndarrays(results[0][1].parameters)
         mean = mean * (limit / half_of(int(self._stated["bits"])))
@@ -92,7 +99,7 @@ class _Changes(Strategy):
             mean, sizes = mean[:-TOLD], mean[-TOLD:]
             self._limits[factor] = next_limit(limit, float(sizes.mean()))
         self.tensors = plus(self.tensors, factor, mean)
-        write_tensors(self._folder / "adapters", self.tensors)
+        write_tensors(self._shared, self.tensors)
         self.is_summed = True
         self.num_summed += 1
         return ndarrays_to_parameters(list(self.tensors.values())), {}
@@ -197,7 +204,7 @@ def main(grid: Grid, context: Context) -> None:
     def fit(grid: Grid, context: Context) -> None:
         nonlocal number
         number += 1
-        factor, began = factor_of(number), time.monotonic()
+        factor, began = factor_of(number, stated["shares"]), time.monotonic()
         limit = strategy.limit_of(factor)
         unpacking = _Unpacking(grid, masked_bits, strategy.told_of(factor))
         _Rounds(

@@ -77,7 +77,7 @@ def parameter_groups(named: Named, optim: Optim, lr_factor: Callable[[str], floa
 
 
 def _settings(name: str, p: Tensor, optim: Optim) -> dict[str, Any]:
-    own = _group_of(name, optim) or ParameterGroup(pattern=name)
+    own = group_of(name, optim) or ParameterGroup(pattern=name)
     is_matrix = p.ndim >= 2 and not name.endswith("bias")  # of experts, biases are stacks too
     decay = optim.weight_decay if is_matrix else 0.0
     rule = optim.name
@@ -95,7 +95,8 @@ def _settings(name: str, p: Tensor, optim: Optim) -> dict[str, Any]:
     }
 
 
-def _group_of(name: str, optim: Optim) -> ParameterGroup | None:
+def group_of(name: str, optim: Optim) -> ParameterGroup | None:
+    """The group that a parameter is in; None: in none."""
     return next((each for each in optim.groups if fnmatchcase(name, each.pattern)), None)
 
 
@@ -108,7 +109,7 @@ def check_groups(names: Iterable[str], optim: Optim) -> None:
     Raises:
         InputError: a pattern fits none of them, or none that is left by groups before it.
     """
-    found = [_group_of(name, optim) for name in names]
+    found = [group_of(name, optim) for name in names]
     for each in optim.groups:
         if not any(each is one for one in found):
             raise InputError(

@@ -101,10 +101,11 @@ class AllToAllDispatcher:
         to, come = torch.stack((sent.sum(1), received.sum(1))).tolist()  # waits for the device
         self.copies.count(len(rows) - sum(to) + to[self.group.rank()], len(rows))
         away, here = (rows[: sum(to)], rows[sum(to) :]) if num_copies else (rows, None)
-        arrived = self._send(away.contiguous(), to, come)
-        # From the order (sender, slot) to the order (slot, sender), which the experts want.
+        # From the order (sender, slot) to the order (slot, sender), which the experts want. Rows in
+        # an order that nobody needs any more have no name, which would keep them.
         place, back = _transposition(received, sum(come)), _transposition(received.T, sum(come))
-        given = _Put.apply(arrived, place), received.sum(0)
+        arrived = _Put.apply(self._send(away.contiguous(), to, come), place)
+        given = arrived, received.sum(0)
         of_here = None
         if num_copies:
             copied = partial(self.copies.of, group=self.group)
@@ -113,8 +114,9 @@ class AllToAllDispatcher:
             outputs = experts(*given)
         # The sum keeps the way back to the senders open when no row came: they wait for gradients.
         outputs = outputs if sum(come) else outputs + arrived.to(outputs.dtype)
-        came_back = self._send(_Put.apply(outputs, back), come, to)
-        return came_back if of_here is None else torch.cat((came_back, of_here))
+        outputs = _Put.apply(outputs, back)
+        outputs = self._send(outputs, come, to)
+        return outputs if of_here is None else torch.cat((outputs, of_here))
 
     def _send(self, rows: Tensor, to: list[int], come: list[int]) -> Tensor:
         """Exchange rows, sorted by rank; gradients go back the same way."""

@@ -18,10 +18,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paceline.plan.block_kinds import block_kinds_of
 from paceline.plan.data_groups import dense_groups
 from paceline.plan.memory import activations, states
-from paceline.plan.memory.buffers import context_bytes, exchange_bytes, sent_bytes, slack_bytes
+from paceline.plan.memory.buffers import (
+    context_bytes,
+    exchange_bytes,
+    sent_bytes,
+    sequence_bytes,
+    slack_bytes,
+)
 from paceline.plan.memory.comm_state import comm_state_bytes
+from paceline.plan.memory.expert_units import ExpertUnits, expert_units
 from paceline.plan.memory.logits import logits_bytes
 from paceline.plan.memory.parameter_counts import (
     ParameterCounts,
@@ -111,6 +119,8 @@ class _Parts(NamedTuple):
     """Of `logits_wait`, one micro-batch's."""
     sent: Array
     exchange: Array
+    experts: ExpertUnits | None
+    """Those that are units of their own; the block is then one without experts."""
 
 
 def memory_bytes(setting: Setting, points: Points, holdings: Holdings) -> Terms:
@@ -204,14 +214,24 @@ def _parts(
     copies = counts
     if setting.finetune.is_narrow:
         copies = counts_of(setting, points, holdings, copies=True)
+    again = activations.recomputed(setting, points, whole, other)
+    between = activations.between_operators(setting, points)
+    exchange = exchange_bytes(setting, points)
+    experts = expert_units(setting, points, copies, trained, again)
+    if experts is not None:
+        dense = np.array([[not kind.has_experts] for kind in block_kinds_of(setting.model)])
+        again = np.where(experts.is_there, dense * again, again)
+        alone = activations.between_operators(setting, points, of_experts=False)
+        between = np.where(experts.is_there, dense.any() * alone, between)
+        exchange = np.where(experts.is_there, sequence_bytes(setting, points), exchange)
     return _Parts(
         layers=layers,
         plain=layers * (1 - share),
         kept=(in_flight * held[:, None] + holdings.halves * halves[:, None]).sum(0),
         of_plain=(weights * whole[:, None]).sum(0),
         of_other=(weights * other[:, None]).sum(0),
-        again=activations.recomputed(setting, points, whole, other).max(0),
-        between=activations.between_operators(setting, points),
+        again=again.max(0),
+        between=between,
         ends=activations.kept_ends(setting, points) * holdings.heads_in_flight,
         grads=_Line(
             states.grads_before(setting, points, trained, holdings.with_grads),
@@ -236,7 +256,8 @@ def _parts(
         logits_peak=np.where(holdings.heads_in_flight > 0, others * wait + peak, 0),
         logits_kept=np.minimum(others, 1) * wait,
         sent=sent_bytes(setting, points, holdings),
-        exchange=exchange_bytes(setting, points),
+        exchange=exchange,
+        experts=experts,
     )
 
 
@@ -248,6 +269,9 @@ def _moments(parts: _Parts) -> Iterator[Terms]:
     if np.any((parts.plain > 0) & (parts.plain < parts.layers)):
         done.append(np.minimum(parts.plain, last))  # the first one that recomputes
     for blocks_done in done:
+        if parts.experts is not None:
+            yield from _through_experts(parts, parts.experts, blocks_done)
+            blocks_done = parts.experts.dense_blocks.nearest(blocks_done)
         yield _inside(parts, blocks_done)
         yield _edge(parts, blocks_done)
     yield _root(parts)
@@ -331,6 +355,55 @@ def _edge(parts: _Parts, blocks_done: Array) -> Terms:
         "activations": _left(parts, blocks_done + 1),
         "comm_buffers": parts.sent + parts.reduced_block,
     }
+
+
+def _through_experts(parts: _Parts, units: ExpertUnits, blocks_done: Array) -> Iterator[Terms]:
+    """The backward pass of a block whose experts are a unit of their own, see `expert_units`."""
+    experts, beside, path = units.experts, units.beside, units.path
+    blocks_done = units.blocks.nearest(blocks_done)
+    done, makes_again = blocks_done / parts.layers, blocks_done >= parts.plain
+    arrived = np.where(makes_again, units.arrived, 0)
+    activations = _left(parts, blocks_done) + np.where(makes_again, units.again, 0)
+    activations = activations - path.around + units.stream
+    behind = activations - path.rows - path.inside
+    grads = parts.grads.at(done) + parts.fresh_head
+    gathered = parts.gathered.at(done) + beside.copy
+    both = gathered + experts.copy + arrived
+    without = gathered + arrived - units.kept_copy
+    ahead = np.where(blocks_done + 1 < parts.layers, parts.block, 0)
+    last = np.where(blocks_done > 0, beside.message, parts.late_message)
+
+    def moment(activations: Array, grads: Array, gathered: Array, comm: Array) -> Terms:
+        terms = {
+            "activations": np.maximum(activations, 0),
+            "grads": grads,
+            "gather_buffers": gathered,
+            "comm_buffers": parts.sent + comm,
+            "logits": parts.logits_wait,
+        }
+        return {name: units.is_there * term for name, term in terms.items()}
+
+    # The experts come in: behind the gradients of their results, or as the block recomputes.
+    coming = np.where(makes_again, behind, activations + units.rows)
+    yield moment(coming, grads, gathered + experts.copy + units.arriving, last)
+    # There rows are sent back from them: as they gave them, in order, and as they arrive.
+    yield moment(activations + makes_again * 3 * units.rows, grads, both, last)
+    grads = grads + units.shared
+    # Gradients of rows on their way to them, or of their inner width.
+    at_work = activations + 2 * np.maximum(units.rows, units.inner)
+    first = grads + units.first * experts.fresh
+    yield moment(at_work, first, both + ahead, last + units.hot_sums)
+    # The last product, whose rows have two gradients and one for each of its columns.
+    last_product = behind + path.rows + 2 * units.rows + units.inner
+    yield moment(last_product, grads + experts.fresh, both + ahead, last)
+    # Their gradients go out.
+    out = grads + np.maximum(experts.fresh, units.shard)
+    yield moment(behind + units.rows, out, without + ahead, experts.message + units.turned)
+    # Attention's inner layer, and the end of the block.
+    grads = grads + units.kept_shard
+    yield moment(behind, grads, without + ahead, experts.message + units.sequence)
+    at_end = grads - units.shared + beside.fresh
+    yield moment(_left(parts, blocks_done + 1), at_end, without + ahead, experts.message)
 
 
 def _of_backward(parts: _Parts, blocks_done: Array, share: float) -> Terms:

@@ -436,12 +436,15 @@ def _root(parts: _Parts) -> Terms:
 
 def _second_half(parts: _Parts) -> Terms:
     """The end of a W at ZeRO-2: its activations are free, the first of its gradients go out."""
+    reduced = parts.reduced_block
+    if parts.experts is not None:
+        reduced = np.maximum(reduced, parts.experts.experts.message)
     return {
         "grads": parts.grads.end + parts.fresh_ends + parts.fresh_stage,
         "activations": _left(parts, parts.in_stage),
         "logits": parts.logits_wait,
         "gather_buffers": parts.gathered.start,
-        "comm_buffers": parts.sent + parts.reduced_block,
+        "comm_buffers": parts.sent + reduced,
     }
 
 

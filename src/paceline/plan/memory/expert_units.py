@@ -12,9 +12,9 @@ experts in the middle of it, leaves them, and then the block. What differs from 
   Splitting along that dimension makes one more copy of a matrix;
 - that message is there until the block's own gradients go out, and beside it the reduced shard;
 - a block that recomputes brings them in within its second forward pass, and there FSDP2 keeps the
-  message until the next one comes in.
+  message through that of the experts.
 
-Seen in torch 2.11 to 2.13, torch.distributed.fsdp._fully_shard._fsdp_param_group and
+Seen in torch 2.13, torch.distributed.fsdp._fully_shard._fsdp_param_group and
 _fsdp_collectives.
 """
 
@@ -72,7 +72,7 @@ class ExpertUnits(NamedTuple):
     arriving: Array
     """What the experts come by, besides their copies."""
     arrived: Array
-    """What stays of it where a block recomputes."""
+    """What stays of it through their forward pass, where a block recomputes."""
     kept_copy: Array
     """Copies of experts that were there for the whole step and are free behind their backward."""
     shared: Array

@@ -362,14 +362,13 @@ def _through_experts(parts: _Parts, units: ExpertUnits, blocks_done: Array) -> I
     experts, beside, path = units.experts, units.beside, units.path
     blocks_done = units.blocks.nearest(blocks_done)
     done, makes_again = blocks_done / parts.layers, blocks_done >= parts.plain
-    arrived = np.where(makes_again, units.arrived, 0)
     activations = _left(parts, blocks_done) + np.where(makes_again, units.again, 0)
     activations = activations - path.around + units.stream
     behind = activations - path.rows - path.inside
     grads = parts.grads.at(done) + parts.fresh_head
     gathered = parts.gathered.at(done) + beside.copy
-    both = gathered + experts.copy + arrived
-    without = gathered + arrived - units.kept_copy
+    both = gathered + experts.copy
+    without = gathered - units.kept_copy
     ahead = np.where(blocks_done + 1 < parts.layers, parts.block, 0)
     last = np.where(blocks_done > 0, beside.message, parts.late_message)
 
@@ -386,8 +385,11 @@ def _through_experts(parts: _Parts, units: ExpertUnits, blocks_done: Array) -> I
     # The experts come in: behind the gradients of their results, or as the block recomputes.
     coming = np.where(makes_again, behind, activations + units.rows)
     yield moment(coming, grads, gathered + experts.copy + units.arriving, last)
-    # There rows are sent back from them: as they gave them, in order, and as they arrive.
-    yield moment(activations + makes_again * 3 * units.rows, grads, both, last)
+    # There, their last product: rows as they are sent, and as it gives them. Then rows go back: in
+    # the order of the product, of the senders, and as they arrive.
+    product = np.where(makes_again, 2 * units.rows, 0)
+    yield moment(activations + product, grads, both + makes_again * units.arrived, last)
+    yield moment(activations + 1.5 * product, grads, both, last)
     grads = grads + units.shared
     # Gradients of rows on their way to them, or of their inner width.
     at_work = activations + 2 * np.maximum(units.rows, units.inner)

@@ -98,6 +98,11 @@ class ExpertUnits(NamedTuple):
     sequence: Array
     """What attention exchanges."""
     hot_sums: Array
+    """Gradients of copied experts on their way."""
+    hot_parts: Array
+    """These as they come, and in the type of the sum where it is wider."""
+    hot_share: Array
+    """Of the rows, those of copied experts if loads are even; a number."""
 
 
 def expert_units(
@@ -142,6 +147,7 @@ def expert_units(
     # Reduced in a wider type, a shard is there in both.
     widths = reduced + np.where(points.param_bytes < reduced, points.param_bytes, 0)
     outside = setting.has_params_outside(points)
+    hot_sums = hot_sums_bytes(setting, points)
     rows = shape.routed_tokens * mixture.experts_per_token * setting.busiest_load * value
     with_experts = np.array([[kind.has_experts] for kind in block_kinds_of(setting.model)])
     return ExpertUnits(
@@ -164,7 +170,9 @@ def expert_units(
         rows=rows * setting.model.hidden_size,
         inner=rows * mixture.ffn_size / shape.expert_tp,
         sequence=sequence_bytes(setting, points),
-        hot_sums=hot_sums_bytes(setting, points),
+        hot_sums=hot_sums,
+        hot_parts=hot_sums * (value / reduced + (value < reduced)),
+        hot_share=np.full(1, setting.comm.ep.hot_experts / mixture.num_experts),
     )
 
 

@@ -391,13 +391,16 @@ def _through_experts(parts: _Parts, units: ExpertUnits, blocks_done: Array) -> I
     yield moment(activations + product, grads, both + makes_again * units.arrived, last)
     yield moment(activations + 1.5 * product, grads, both, last)
     grads = grads + units.shared
+    # Gradients of copied experts are put together, whose rows are done.
+    of_others = activations + units.rows - units.hot_share * (path.rows + path.inside)
+    yield moment(of_others, grads, both + ahead, last + units.hot_parts + units.hot_sums)
     # Gradients of rows on their way to them, or of their inner width.
     at_work = activations + 2 * np.maximum(units.rows, units.inner)
     first = grads + units.first * experts.fresh
     yield moment(at_work, first, both + ahead, last + units.hot_sums)
     # The last product, whose rows have two gradients and one for each of its columns.
     last_product = behind + path.rows + 2 * units.rows + units.inner
-    yield moment(last_product, grads + experts.fresh, both + ahead, last)
+    yield moment(last_product, grads + experts.fresh, both + ahead, last + units.hot_sums)
     # Their gradients go out.
     out = grads + np.maximum(experts.fresh, units.shard)
     yield moment(behind + units.rows, out, without + ahead, experts.message + units.turned)

@@ -21,8 +21,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paceline.comm.rendezvous import Ranks
 from paceline.config.job import Job
+from paceline.config.layers import Experts
 from paceline.config.model import Model
 from paceline.config.stack import Stack
+from paceline.models import moe
 from paceline.models.decoder import Decoder
 from paceline.models.weights import write_weights
 from paceline.parallel.ep import copy_experts, expert_layers
@@ -235,8 +237,15 @@ def predict(job: Job) -> dict[str, float]:
 
 @pytest.fixture
 def _even_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank of ep sends as many rows as it gets."""
+    """Another rank of ep sends as many rows as it gets, and experts have as many, whatever lies in
+    what the fake group brings."""
+
+    def in_turn(scores: torch.Tensor, bias: torch.Tensor | None, shape: Experts) -> torch.Tensor:
+        chosen = torch.arange(len(scores) * shape.experts_per_token) % shape.num_experts
+        return chosen.view(len(scores), -1)
+
     monkeypatch.setattr(dist, "all_to_all_single", lambda got, sent, group: got.copy_(sent))
+    monkeypatch.setattr(moe, "choose", in_turn)
 
 
 @pytest.mark.usefixtures("_even_loads")

@@ -100,7 +100,8 @@ class AllToAllDispatcher:
         dist.all_to_all_single(received, sent.contiguous(), group=self.group)
         to, come = torch.stack((sent.sum(1), received.sum(1))).tolist()  # waits for the device
         self.copies.count(len(rows) - sum(to) + to[self.group.rank()], len(rows))
-        away, here = (rows[: sum(to)], rows[sum(to) :]) if num_copies else (rows, None)
+        # Those that stay are copied: a part of all rows would keep all of them.
+        away, here = (rows[: sum(to)], rows[sum(to) :].clone()) if num_copies else (rows, None)
         # From the order (sender, slot) to the order (slot, sender), which the experts want. Rows in
         # an order that nobody needs any more have no name, which would keep them.
         place, back = _transposition(received, sum(come)), _transposition(received.T, sum(come))

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.plan.block_kinds import block_kinds_of
-from paceline.plan.data_groups import expert_groups
+from paceline.plan.data_groups import dense_groups, expert_groups
 from paceline.plan.memory import states
 from paceline.plan.memory.activations import (
     ExpertPath,
@@ -32,8 +32,14 @@ from paceline.plan.memory.activations import (
     stream_gradients,
 )
 from paceline.plan.memory.buffers import hot_sums_bytes, sequence_bytes
-from paceline.plan.memory.parameter_counts import ParameterCounts, experts_apart
+from paceline.plan.memory.parameter_counts import (
+    ParameterCounts,
+    copied_of_block,
+    experts_apart,
+)
 from paceline.plan.points import Array, Points, Setting
+
+_FP32 = 4
 
 
 class Unit(NamedTuple):
@@ -101,8 +107,12 @@ class ExpertUnits(NamedTuple):
     """Gradients of copied experts on their way."""
     hot_parts: Array
     """These as they come, and in the type of the sum where it is wider."""
+    hot_copies: Array
+    """Their weights, which are free once these are made, as what is kept of their rows."""
     hot_share: Array
     """Of the rows, those of copied experts if loads are even; a number."""
+    more_grads: Array
+    """Of the gradients of a mean block, how many such a block has beyond them; a number."""
 
 
 def expert_units(
@@ -147,7 +157,7 @@ def expert_units(
     # Reduced in a wider type, a shard is there in both.
     widths = reduced + np.where(points.param_bytes < reduced, points.param_bytes, 0)
     outside = setting.has_params_outside(points)
-    hot_sums = hot_sums_bytes(setting, points)
+    hot_sums, sum_bytes = hot_sums_bytes(setting, points), np.maximum(value, _FP32)
     rows = shape.routed_tokens * mixture.experts_per_token * setting.busiest_load * value
     with_experts = np.array([[kind.has_experts] for kind in block_kinds_of(setting.model)])
     return ExpertUnits(
@@ -171,9 +181,23 @@ def expert_units(
         inner=rows * mixture.ffn_size / shape.expert_tp,
         sequence=sequence_bytes(setting, points),
         hot_sums=hot_sums,
-        hot_parts=hot_sums * (value / reduced + (value < reduced)),
+        hot_parts=hot_sums * (value / sum_bytes + (value < sum_bytes)),
+        hot_copies=copied_of_block(setting, points).max(0) * value,
         hot_share=np.full(1, setting.comm.ep.hot_experts / mixture.num_experts),
+        more_grads=_more_grads(setting, points, trained),
     )
+
+
+def _more_grads(setting: Setting, points: Points, trained: ParameterCounts) -> Array:
+    """Gradients of a block with experts over those of a mean block, less one: (s, n), a number; 0
+    where a pipeline cuts the network."""
+    whole = states.sums_whole(points)
+    dense = np.where(whole, 1, dense_groups(points).shards)
+    shards = np.where(whole, 1, expert_groups(setting, points).shards)
+    blocks = np.where(whole, trained.whole, trained.sharded) - trained.ends / dense
+    mean = np.maximum(blocks, 1) / setting.model.num_layers
+    of_block = trained.beside_experts / dense + trained.experts / shards
+    return np.where(points.pp == 1, of_block / mean - 1, 0)
 
 
 def _places(setting: Setting, points: Points, apart: Array, *, has_experts: bool) -> Places:

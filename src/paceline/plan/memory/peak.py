@@ -365,11 +365,17 @@ def _through_experts(parts: _Parts, units: ExpertUnits, blocks_done: Array) -> I
     activations = _left(parts, blocks_done) + np.where(makes_again, units.again, 0)
     activations = activations - path.around + units.stream
     behind = activations - path.rows - path.inside
-    grads = parts.grads.at(done) + parts.fresh_head
+    # The first backward passes may all be of such blocks; then the others have the less.
+    knee = units.dense_blocks.first
+    rest = knee * (parts.layers - blocks_done) / np.maximum(parts.layers - knee, 1)
+    more = units.more_grads * np.minimum(blocks_done, rest)
+    grads = parts.grads.at(done + more / parts.layers) + parts.fresh_head
     gathered = parts.gathered.at(done) + beside.copy
     both = gathered + experts.copy
     without = gathered - units.kept_copy
-    ahead = np.where(blocks_done + 1 < parts.layers, parts.block, 0)
+    # The next block's, which may be one without experts.
+    after = np.where(blocks_done + 1 < units.dense_blocks.first, beside.copy, parts.block)
+    ahead = np.where(blocks_done + 1 < parts.layers, after, 0)
     last = np.where(blocks_done > 0, beside.message, parts.late_message)
 
     def moment(activations: Array, grads: Array, gathered: Array, comm: Array) -> Terms:
@@ -391,15 +397,18 @@ def _through_experts(parts: _Parts, units: ExpertUnits, blocks_done: Array) -> I
     yield moment(activations + product, grads, both + makes_again * units.arrived, last)
     yield moment(activations + 1.5 * product, grads, both, last)
     grads = grads + units.shared
-    # Gradients of copied experts are put together, whose rows are done.
-    of_others = activations + units.rows - units.hot_share * (path.rows + path.inside)
-    yield moment(of_others, grads, both + ahead, last + units.hot_parts + units.hot_sums)
+    # Gradients of copied experts are put together.
+    behind = behind - units.hot_copies
+    own = 1 - units.hot_share
+    activations = behind + own * (path.rows + path.inside)
+    hot = units.hot_parts + units.hot_sums
+    yield moment(activations + units.rows, grads, both + ahead, last + hot)
     # Gradients of rows on their way to them, or of their inner width.
     at_work = activations + 2 * np.maximum(units.rows, units.inner)
     first = grads + units.first * experts.fresh
     yield moment(at_work, first, both + ahead, last + units.hot_sums)
     # The last product, whose rows have two gradients and one for each of its columns.
-    last_product = behind + path.rows + 2 * units.rows + units.inner
+    last_product = behind + own * path.rows + 2 * units.rows + units.inner
     yield moment(last_product, grads + experts.fresh, both + ahead, last + units.hot_sums)
     # Their gradients go out.
     out = grads + np.maximum(experts.fresh, units.shard)

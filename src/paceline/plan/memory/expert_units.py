@@ -114,6 +114,15 @@ class ExpertUnits(NamedTuple):
     more_grads: Array
     """Of the gradients of a mean block, how many such a block has beyond them; a number."""
 
+    def grads_done(self, blocks_done: Array, layers: Array) -> Array:
+        """The share of a rank's gradients that so many blocks have, 0 to 1.
+
+        The first backward passes may all be of such blocks; then the others have the less.
+        """
+        first = self.dense_blocks.first
+        rest = first * (layers - blocks_done) / np.maximum(layers - first, 1)
+        return (blocks_done + self.more_grads * np.minimum(blocks_done, rest)) / layers
+
 
 def expert_units(
     setting: Setting,

@@ -365,11 +365,7 @@ def _through_experts(parts: _Parts, units: ExpertUnits, blocks_done: Array) -> I
     activations = _left(parts, blocks_done) + np.where(makes_again, units.again, 0)
     activations = activations - path.around + units.stream
     behind = activations - path.rows - path.inside
-    # The first backward passes may all be of such blocks; then the others have the less.
-    knee = units.dense_blocks.first
-    rest = knee * (parts.layers - blocks_done) / np.maximum(parts.layers - knee, 1)
-    more = units.more_grads * np.minimum(blocks_done, rest)
-    grads = parts.grads.at(done + more / parts.layers) + parts.fresh_head
+    grads = parts.grads.at(units.grads_done(blocks_done, parts.layers)) + parts.fresh_head
     gathered = parts.gathered.at(done) + beside.copy
     both = gathered + experts.copy
     without = gathered - units.kept_copy
